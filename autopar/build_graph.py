@@ -1,0 +1,278 @@
+"""Build the operator graph of a traced function: inline calls, name every tensor.
+
+Calls (jit, custom derivatives, remat) are inlined by mapping their variables; remat
+keeps its recomputation by a barrier on its inputs. Generators (iota, broadcasts of
+literals) are made anew for each reader, so that every reader has them in its own spec.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .graph import (
+    Block,
+    Constant,
+    GraphInput,
+    Operand,
+    OpGraph,
+    Operator,
+    Tensor,
+    TensorType,
+)
+from .jax_compat import DropVar, Literal, name_scope, source_line
+from .roles import Roles
+from .tracing import TracedFunction
+
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+_REMATS = ("remat2", "checkpoint")
+BARRIER = "optimization_barrier"
+SCAN = "scan"
+
+
+def tensor_type(aval: Any) -> TensorType:
+    """The graph's type of a JAX abstract value."""
+    return TensorType(tuple(int(size) for size in aval.shape), aval.dtype)
+
+
+def build_graph(traced: TracedFunction, roles: Roles) -> OpGraph:
+    """The operator graph of `traced`; closed-over arrays become its last inputs."""
+    builder = _Builder()
+    jaxpr = traced.jaxpr.jaxpr
+    block = builder.open_block(parent=None, trip_count=1)
+    inputs = []
+    env: _Env = {}
+    for index, (var, path) in enumerate(zip(jaxpr.invars, traced.input_paths)):
+        env[var] = builder.tensor(path, tensor_type(var.aval), block)
+        output = roles.next_output[index]
+        inputs.append(GraphInput(env[var], path, roles.roles[index], output))
+    for number, var in enumerate(jaxpr.constvars):
+        path = f"constant[{number}]"
+        env[var] = builder.tensor(path, tensor_type(var.aval), block)
+        inputs.append(GraphInput(env[var], path, "constant"))
+    block.inputs = [graph_input.tensor for graph_input in inputs]
+    outputs = builder.inline(jaxpr, env, block, scope="")
+    block.outputs = [builder.read(operand, block) for operand in outputs]
+    graph = OpGraph(
+        traced.name,
+        tuple(builder.tensors),
+        tuple(builder.freeze(open_block) for open_block in builder.blocks),
+        tuple(inputs),
+        traced.output_paths,
+    )
+    graph.verify()
+    return graph
+
+
+@dataclass(frozen=True, eq=False)
+class _Generator:
+    """An equation that reads no tensor: made again for each of its readers."""
+
+    eqn: Any
+    scope: str
+
+
+_Value = int | Constant | _Generator
+_Env = dict[Any, Any]
+
+
+@dataclass
+class _OpenBlock:
+    index: int
+    parent: int | None
+    trip_count: int
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[Operand] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.blocks: list[_OpenBlock] = []
+        self.num_operators = 0
+        self.ordinals: dict[str, int] = {}
+
+    def open_block(self, parent: int | None, trip_count: int) -> _OpenBlock:
+        block = _OpenBlock(len(self.blocks), parent, trip_count)
+        self.blocks.append(block)
+        return block
+
+    def freeze(self, block: _OpenBlock) -> Block:
+        return Block(
+            block.index,
+            block.parent,
+            block.trip_count,
+            tuple(block.inputs),
+            tuple(block.outputs),
+            tuple(block.operators),
+        )
+
+    def tensor(self, name: str, kind: TensorType, block: _OpenBlock) -> int:
+        self.tensors.append(Tensor(len(self.tensors), name, kind, block.index))
+        return len(self.tensors) - 1
+
+    def unique_name(self, scope: str, kind: str) -> str:
+        stem = f"{scope}/{kind}" if scope else kind
+        ordinal = self.ordinals[stem] = self.ordinals.get(stem, -1) + 1
+        return f"{stem}.{ordinal}"
+
+    def lookup(self, atom: Any, env: _Env) -> _Value:
+        if isinstance(atom, Literal):
+            return Constant(atom.val, tensor_type(atom.aval))
+        return env[atom]
+
+    def read(self, value: _Value, block: _OpenBlock) -> Operand:
+        """The operand a reader gets: a generator is made now."""
+        if not isinstance(value, _Generator):
+            return value
+        eqn = value.eqn
+        operands = [Constant(a.val, tensor_type(a.aval)) for a in eqn.invars]
+        return self.add(eqn.primitive.name, eqn, operands, value.scope, block)[0]
+
+    def add(
+        self,
+        kind: str,
+        eqn: Any,
+        operands: Sequence[Operand],
+        scope: str,
+        block: _OpenBlock,
+        body: int | None = None,
+        result_types: Sequence[TensorType] | None = None,
+    ) -> tuple[int, ...]:
+        """Append one operator; the indices of its results."""
+        name = self.unique_name(scope, kind)
+        if result_types is None:
+            result_types = [tensor_type(var.aval) for var in eqn.outvars]
+        many = len(result_types) > 1
+        results = tuple(
+            self.tensor(f"{name}:{i}" if many else name, result_type, block)
+            for i, result_type in enumerate(result_types)
+        )
+        block.operators.append(
+            Operator(
+                index=self.num_operators,
+                name=name,
+                kind=kind,
+                params=eqn.params,
+                operands=tuple(operands),
+                results=results,
+                operand_types=tuple(self.type_of(o) for o in operands),
+                result_types=tuple(result_types),
+                block=block.index,
+                eqn=eqn,
+                source=source_line(eqn),
+                body=body,
+            )
+        )
+        self.num_operators += 1
+        return results
+
+    def type_of(self, operand: Operand) -> TensorType:
+        return operand.type if isinstance(operand, Constant) else self.tensors[operand].type
+
+    def inline(
+        self, jaxpr: Any, env: _Env, block: _OpenBlock, scope: str
+    ) -> list[_Value]:
+        """Add the equations of `jaxpr` to `block`; its outputs."""
+        for eqn in jaxpr.eqns:
+            inner = "/".join(part for part in (scope, name_scope(eqn)) if part)
+            values = [self.lookup(atom, env) for atom in eqn.invars]
+            for var, value in zip(eqn.outvars, self.equation(eqn, values, block, inner)):
+                if not isinstance(var, DropVar):
+                    env[var] = value
+        return [self.lookup(atom, env) for atom in jaxpr.outvars]
+
+    def equation(
+        self, eqn: Any, values: Sequence[_Value], block: _OpenBlock, scope: str
+    ) -> Sequence[_Value]:
+        kind = eqn.primitive.name
+        if kind in _CALLS:
+            return self.call(eqn, eqn.params[_CALLS[kind]], values, block, scope)
+        if eqn.effects:
+            raise NotImplementedError(
+                f"Operators with side effects are not planned yet, but the step calls "
+                f"{kind!r} at {source_line(eqn)}; take it out of the step, or return "
+                f"the value and print it outside."
+            )
+        if kind == "sharding_constraint":
+            warnings.warn(
+                f"with_sharding_constraint is not honoured yet and was ignored "
+                f"({source_line(eqn)}).",
+                stacklevel=2,
+            )
+            return values
+        if all(isinstance(atom, Literal) for atom in eqn.invars) and (
+            kind in ("broadcast_in_dim", "iota")
+        ):
+            return [_Generator(eqn, scope)]
+        if kind == SCAN:
+            return self.scan(eqn, values, block, scope)
+        operands = [self.read(value, block) for value in values]
+        return self.add(kind, eqn, operands, scope, block)
+
+    def call(
+        self,
+        eqn: Any,
+        callee: Any,
+        values: Sequence[_Value],
+        block: _OpenBlock,
+        scope: str,
+    ) -> Sequence[_Value]:
+        if eqn.primitive.name in _REMATS and eqn.params.get("prevent_cse"):
+            values = self.barrier(eqn, values, block, scope)
+        jaxpr, consts = callee, ()
+        if hasattr(callee, "jaxpr"):
+            jaxpr, consts = callee.jaxpr, callee.consts
+        env: _Env = dict(zip(jaxpr.invars, values))
+        for var, value in zip(jaxpr.constvars, consts):
+            env[var] = Constant(value, tensor_type(var.aval))
+        return self.inline(jaxpr, env, block, scope)
+
+    def barrier(
+        self, eqn: Any, values: Sequence[_Value], block: _OpenBlock, scope: str
+    ) -> Sequence[_Value]:
+        """One barrier over the tensors among `values`, so that no CSE joins two runs."""
+        kept = [i for i, value in enumerate(values) if isinstance(value, int)]
+        operands = [values[i] for i in kept]
+        types = [self.type_of(operand) for operand in operands]
+        if not operands:
+            return values
+        results = self.add(
+            BARRIER, eqn, operands, scope, block, result_types=types
+        )
+        passed = list(values)
+        for i, result in zip(kept, results):
+            passed[i] = result
+        return passed
+
+    def scan(
+        self, eqn: Any, values: Sequence[_Value], block: _OpenBlock, scope: str
+    ) -> Sequence[_Value]:
+        closed = eqn.params["jaxpr"]
+        trips = block.trip_count * eqn.params["length"]
+        body = self.open_block(block.index, trips)
+        env: _Env = {}
+        name = f"{scope}/scan" if scope else "scan"
+        for var in closed.jaxpr.invars:
+            in_name = self.unique_name(name, "input")
+            env[var] = self.tensor(in_name, tensor_type(var.aval), body)
+            body.inputs.append(env[var])
+        for var, value in zip(closed.jaxpr.constvars, closed.consts):
+            env[var] = Constant(value, tensor_type(var.aval))
+        outputs = self.inline(closed.jaxpr, env, body, name)
+        body.outputs = [self.read(value, body) for value in outputs]
+        operands = [self.read(value, block) for value in values]
+        return self.add(SCAN, eqn, operands, scope, block, body=body.index)
+

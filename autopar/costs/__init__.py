@@ -1,0 +1,1 @@
+"""What compute, collectives, resharding and memory cost."""

@@ -1,0 +1,48 @@
+"""What autopar raises and warns with.
+
+Every message gives the rule, the value seen and the remedy. A mistake in an argument is
+a plain `ValueError` or `TypeError`; the classes here are for what a caller may catch.
+"""
+
+
+class AutoparError(Exception):
+    """Base of every error that is autopar's own."""
+
+
+class InfeasiblePlanError(AutoparError, ValueError):
+    """No plan satisfies the memory budget, the pins and the rules together.
+
+    Attributes:
+      least_budget_bytes: the least budget per device that would do, in bytes; None
+        where memory is not what stands in the way.
+      tightest_constraint: the constraint that rules out the last plan, in words.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        least_budget_bytes: int | None = None,
+        tightest_constraint: str = "",
+    ) -> None:
+        super().__init__(message, least_budget_bytes, tightest_constraint)
+        self.least_budget_bytes = least_budget_bytes
+        self.tightest_constraint = tightest_constraint
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class AuditError(AutoparError, AssertionError):
+    """A program does not hold the collectives that its plan predicts."""
+
+
+class PlanFileError(AutoparError, ValueError):
+    """A plan file cannot be read, or belongs to another function or version."""
+
+
+class ClusterFileError(AutoparError, ValueError):
+    """A cluster file lacks a field, or holds one that makes no sense."""
+
+
+class FallbackWarning(UserWarning):
+    """Something unknown was met; the result is correct, and may be slow."""

@@ -1,0 +1,182 @@
+"""The operator graph of one traced function: tensors, operators, blocks.
+
+A *block* is a straight line of operators; the graph's own block is the function, and a
+scan owns a block for its body. Calls were inlined before, so nothing else nests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+
+Role = Literal["state", "batch", "constant", "other"]
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Shape and dtype of a tensor; `dtype` may be one of JAX's extended (key) dtypes."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return int(self.dtype.itemsize)
+
+    @property
+    def bytes(self) -> int:
+        return self.size * self.itemsize
+
+    @property
+    def is_extended(self) -> bool:
+        """Whether the dtype is not a numpy one (a PRNG key): such tensors stay whole."""
+        return not isinstance(self.dtype, np.dtype)
+
+    def __str__(self) -> str:
+        name = getattr(self.dtype, "name", str(self.dtype))
+        return f"{name}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A value of the graph. `name` is stable between runs: the plan refers to it."""
+
+    index: int
+    name: str
+    type: TensorType
+    block: int
+
+    def __str__(self) -> str:
+        return f"%{self.index} {self.name}: {self.type}"
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A literal operand: a scalar written in the program itself."""
+
+    value: Any
+    type: TensorType
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+Operand = int | Constant
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """One primitive applied to tensors.
+
+    `operands` are tensor indices or constants, `results` tensor indices. `block_index`
+    names the body of a scan. `eqn` is JAX's own equation, kept for its params and
+    context.
+    """
+
+    index: int
+    name: str
+    kind: str
+    params: Mapping[str, Any]
+    operands: tuple[Operand, ...]
+    results: tuple[int, ...]
+    operand_types: tuple[TensorType, ...]
+    result_types: tuple[TensorType, ...]
+    block: int
+    eqn: Any
+    source: str = ""
+    body: int | None = None
+
+    def is_constant(self, position: int) -> bool:
+        """Whether the operand at `position` is a literal."""
+        return isinstance(self.operands[position], Constant)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Operators in executed order; `trip_count` is how often the block runs a step."""
+
+    index: int
+    parent: int | None
+    trip_count: int
+    inputs: tuple[int, ...]
+    outputs: tuple[Operand, ...]
+    operators: tuple[Operator, ...]
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """An argument leaf (or closed-over array) and where its next value is returned."""
+
+    tensor: int
+    path: str
+    role: Role
+    output: int | None = None  # position among the outputs, for state
+
+
+@dataclass(frozen=True)
+class OpGraph:
+    """The whole function. Block 0 is the outermost; outputs are operands of it."""
+
+    name: str
+    tensors: tuple[Tensor, ...]
+    blocks: tuple[Block, ...]
+    inputs: tuple[GraphInput, ...]
+    output_paths: tuple[str, ...]
+
+    @property
+    def outputs(self) -> tuple[Operand, ...]:
+        return self.blocks[0].outputs
+
+    def operators(self) -> tuple[Operator, ...]:
+        """Every operator of every block, bodies after the blocks that hold them."""
+        return tuple(op for block in self.blocks for op in block.operators)
+
+    def verify(self) -> None:
+        """Raise AssertionError if an operator reads what its block has not made yet."""
+        for block in self.blocks:
+            made = set(block.inputs)
+            for op in block.operators:
+                for operand in op.operands:
+                    assert isinstance(operand, Constant) or operand in made, (
+                        f"{op.name} reads tensor {operand} before it is made"
+                    )
+                assert len(op.results) == len(op.result_types), op.name
+                for result, kind in zip(op.results, op.result_types):
+                    assert result not in made, f"{op.name} makes tensor {result} twice"
+                    assert self.tensors[result].type == kind, op.name
+                    assert self.tensors[result].block == block.index, op.name
+                    made.add(result)
+            for operand in block.outputs:
+                assert isinstance(operand, Constant) or operand in made, (
+                    f"block {block.index} returns tensor {operand}, which nothing makes"
+                )
+
+    def __str__(self) -> str:
+        lines = [f"graph {self.name}"]
+        for block in self.blocks:
+            inputs = ", ".join(str(self.tensors[i]) for i in block.inputs)
+            lines.append(f"block {block.index} x{block.trip_count} ({inputs})")
+            for op in block.operators:
+                results = ", ".join(str(self.tensors[i]) for i in op.results)
+                operands = ", ".join(
+                    str(o) if isinstance(o, Constant) else f"%{o}" for o in op.operands
+                )
+                body = "" if op.body is None else f" block {op.body}"
+                lines.append(f"  {results} = {op.kind}({operands}){body}")
+            outputs = ", ".join(
+                str(o) if isinstance(o, Constant) else f"%{o}" for o in block.outputs
+            )
+            lines.append(f"  return {outputs}")
+        return "\n".join(lines)

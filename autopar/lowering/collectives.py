@@ -1,0 +1,52 @@
+"""Apply one resharding step to a local shard, inside a manual shard_map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..mesh import MeshShape
+from ..resharding import Step
+from ..spec import MAX, MIN, SUM
+
+_REDUCERS: dict[int, Callable[..., Any]] = {
+    SUM: lax.psum,
+    MAX: lax.pmax,
+    MIN: lax.pmin,
+}
+
+
+def apply_step(x: jax.Array, step: Step, mesh: MeshShape) -> jax.Array:
+    """The shard after `step`; one collective of the step's kind, or none."""
+    names = tuple(mesh.axis_names[axis] for axis in step.axes)
+    match step.kind:
+        case "all_reduce":
+            if x.dtype == bool:  # a sum of booleans is no boolean
+                reduced = _REDUCERS[step.reduction](x.astype(jnp.uint8), names)
+                return reduced.astype(bool)
+            return _REDUCERS[step.reduction](x, names)
+        case "reduce_scatter":
+            return lax.psum_scatter(
+                x, names, scatter_dimension=step.dim, tiled=True
+            )
+        case "all_gather":
+            return lax.all_gather(x, names, axis=step.dim, tiled=True)
+        case "all_to_all":
+            return lax.all_to_all(
+                x, names, split_axis=step.target_dim, concat_axis=step.dim, tiled=True
+            )
+        case "collective_permute":
+            return lax.ppermute(x, names, step.pairs)
+        case "slice":
+            (axis,) = step.axes
+            size = x.shape[step.dim] // mesh.axis_sizes[axis]
+            start = lax.axis_index(names[0]) * size
+            return lax.dynamic_slice_in_dim(x, start, size, axis=step.dim)
+        case "mask":
+            keep = lax.axis_index(names[0]) == 0
+            return jnp.where(keep, x, jnp.zeros_like(x))
+    raise AssertionError(f"unknown resharding step {step.kind}")

@@ -1,0 +1,102 @@
+"""A lowered plan as something that runs: one jitted SPMD function of flat leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from .graph import OpGraph
+from .lowering.spmd import input_shardings, output_shardings, spmd_function
+from .plan import ShardingPlan
+from .resharding import Resharder
+
+
+class SignatureChanged(Exception):
+    """The jitted function was called with other shapes than it was planned for."""
+
+
+@dataclass(frozen=True, eq=False)
+class SpmdProgram:
+    """`jitted(donated, kept, constants)` runs one step and returns flat outputs.
+
+    `donated` and `kept` are positions among the argument leaves; `shardings` is the
+    home of every leaf; `constants` are the closed-over arrays, in place.
+    """
+
+    jitted: Any
+    donated: tuple[int, ...]
+    kept: tuple[int, ...]
+    shardings: tuple[NamedSharding, ...]
+    constants: tuple[jax.Array, ...]
+    argument_types: tuple[jax.ShapeDtypeStruct, ...]
+
+    def split(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The leaves that are donated and those that are kept."""
+        return [leaves[i] for i in self.donated], [leaves[i] for i in self.kept]
+
+    def lower(self) -> jax.stages.Lowered:
+        """Lower for the argument types the plan was made for."""
+        donated, kept = self.split(self.argument_types)
+        return self.jitted.lower(donated, kept, list(self.constants))
+
+
+def build_program(
+    graph: OpGraph,
+    plan: ShardingPlan,
+    resharder: Resharder,
+    mesh: Mesh,
+    argument_types: Sequence[jax.ShapeDtypeStruct],
+    constants: Sequence[Any],
+    donated: Sequence[int],
+) -> SpmdProgram:
+    """The program of `plan` on the devices of `mesh`.
+
+    `argument_types` are the leaves of the call, `constants` the closed-over arrays that
+    follow them among the graph's inputs, `donated` positions whose buffers may be
+    reused.
+    """
+    homes = input_shardings(plan, mesh)
+    num_arguments = len(argument_types)
+    kept = tuple(i for i in range(num_arguments) if i not in set(donated))
+    run = spmd_function(graph, plan, mesh, resharder)
+    expected = tuple((t.shape, t.dtype) for t in argument_types)
+
+    def step(
+        donated_leaves: list[Any], kept_leaves: list[Any], constant_leaves: list[Any]
+    ) -> list[Any]:
+        leaves: list[Any] = [None] * num_arguments
+        for position, leaf in zip(donated, donated_leaves):
+            leaves[position] = leaf
+        for position, leaf in zip(kept, kept_leaves):
+            leaves[position] = leaf
+        if tuple((leaf.shape, leaf.dtype) for leaf in leaves) != expected:
+            raise SignatureChanged
+        return list(run(*leaves, *constant_leaves))
+
+    step.__name__ = graph.name
+    jitted = jax.jit(
+        step,
+        in_shardings=(
+            [homes[i] for i in donated],
+            [homes[i] for i in kept],
+            list(homes[num_arguments:]),
+        ),
+        out_shardings=list(output_shardings(graph, plan, mesh)),
+        donate_argnums=(0,),
+    )
+    placed = [
+        jax.device_put(value, home)
+        for value, home in zip(constants, homes[num_arguments:])
+    ]
+    return SpmdProgram(
+        jitted,
+        tuple(donated),
+        kept,
+        homes[:num_arguments],
+        tuple(placed),
+        tuple(argument_types),
+    )

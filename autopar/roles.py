@@ -1,0 +1,172 @@
+"""Which arguments are state (returned again) and which are the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.tree_util import PyTreeDef
+
+from .graph import Role, TensorType
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The role of each input leaf; `next_output[i]` is where state leaf i returns."""
+
+    roles: tuple[Role, ...]
+    next_output: tuple[int | None, ...]
+    notes: tuple[str, ...]  # what a user should know: state that could not be tied
+
+    def summary(self, arguments: Sequence[str]) -> str:
+        """One line: `state: params, opt_state; batch: x, y`."""
+        names: dict[Role, list[str]] = {}
+        for role, path in zip(self.roles, arguments):
+            root = path.split("[")[0].split(".")[0]
+            if root not in names.setdefault(role, []):
+                names[role].append(root)
+        return "; ".join(f"{role}: {', '.join(found)}" for role, found in names.items())
+
+
+@dataclass(frozen=True)
+class _Subtree:
+    """A node of an argument or result tree and the leaves below it."""
+
+    structure: PyTreeDef
+    first: int
+    count: int
+    is_leaf: bool
+
+
+def _children(tree: Any, first: int) -> list[tuple[Any, _Subtree]]:
+    found = []
+    children = jax.tree.flatten(tree, is_leaf=lambda node: node is not tree)[0]
+    for child in children:
+        structure = jax.tree.structure(child)
+        count = structure.num_leaves
+        leaf = jax.tree_util.treedef_is_leaf(structure)
+        found.append((child, _Subtree(structure, first, count, leaf)))
+        first += count
+    return found
+
+
+def infer_roles(
+    in_tree: PyTreeDef,
+    out_tree: PyTreeDef,
+    in_types: Sequence[TensorType],
+    out_types: Sequence[TensorType],
+    in_paths: Sequence[str],
+) -> Roles:
+    """State is what comes back with the same tree, shapes and dtypes.
+
+    A container is matched as a whole, else child by child. A bare array counts only if
+    the result at its own position has its type and is not a scalar. What is not state
+    and shares the commonest leading size of the rest is the batch.
+    """
+    inputs = jax.tree.unflatten(in_tree, range(in_tree.num_leaves))
+    outputs = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+    candidates = _output_subtrees(outputs)
+    next_output: list[int | None] = [None] * len(in_types)
+    taken: set[int] = set()
+    notes: list[str] = []
+
+    def types_match(node: _Subtree, other: _Subtree) -> list[int]:
+        """Offsets of the leaves whose types differ."""
+        return [
+            offset
+            for offset in range(node.count)
+            if in_types[node.first + offset] != out_types[other.first + offset]
+        ]
+
+    def free(other: _Subtree) -> bool:
+        leaves = range(other.first, other.first + other.count)
+        return taken.isdisjoint(leaves)
+
+    def tie(node: _Subtree, other: _Subtree, skip: Sequence[int] = ()) -> None:
+        for offset in range(node.count):
+            if offset not in skip:
+                next_output[node.first + offset] = other.first + offset
+                taken.add(other.first + offset)
+
+    def match(tree: Any, node: _Subtree, position: int | None) -> None:
+        if node.count == 0:
+            return
+        if node.is_leaf:
+            top = _top_level(outputs)
+            if position is not None and len(top) > 1 and position < len(top):
+                other = top[position]
+                same = other.is_leaf and free(other) and not types_match(node, other)
+                if same and in_types[node.first].rank > 0:
+                    tie(node, other)
+            return
+        alike = [c for c in candidates if c.structure == node.structure and free(c)]
+        for other in alike:
+            if not types_match(node, other):
+                return tie(node, other)
+        if alike and node.count > 1:
+            differing = types_match(node, alike[0])
+            if len(differing) <= node.count // 2:
+                leaf = node.first + differing[0]
+                got = out_types[alike[0].first + differing[0]]
+                notes.append(
+                    f"State should be returned with the shapes and dtypes it came in "
+                    f"with, but {in_paths[leaf]} comes in as {in_types[leaf]} and is "
+                    f"returned as {got}; it is planned untied and not donated. Return "
+                    f"it with its own type to keep it in place."
+                )
+                return tie(node, alike[0], differing)
+        for child, subtree in _children(tree, node.first):
+            match(child, subtree, None)
+
+    args, kwargs = inputs
+    first = 0
+    for position, argument in enumerate(args):
+        structure = jax.tree.structure(argument)
+        is_leaf = jax.tree_util.treedef_is_leaf(structure)
+        match(
+            argument,
+            _Subtree(structure, first, structure.num_leaves, is_leaf),
+            position,
+        )
+        first += structure.num_leaves
+    for child, subtree in _children(kwargs, first):
+        match(child, subtree, None)
+
+    return Roles(_roles(in_types, next_output), tuple(next_output), tuple(notes))
+
+
+def _roles(
+    in_types: Sequence[TensorType], next_output: Sequence[int | None]
+) -> tuple[Role, ...]:
+    rest = [i for i, output in enumerate(next_output) if output is None]
+    sizes = [in_types[i].shape[0] for i in rest if in_types[i].rank > 0]
+    leading = max(set(sizes), key=lambda s: (sizes.count(s), s)) if sizes else None
+    roles: list[Role] = []
+    for index, kind in enumerate(in_types):
+        if next_output[index] is not None:
+            roles.append("state")
+        elif kind.rank > 0 and kind.shape[0] == leading and not kind.is_extended:
+            roles.append("batch")
+        else:
+            roles.append("other")
+    return tuple(roles)
+
+
+def _top_level(outputs: Any) -> list[_Subtree]:
+    return [subtree for _, subtree in _children(outputs, 0)]
+
+
+def _output_subtrees(outputs: Any) -> list[_Subtree]:
+    """The result itself, then its nodes in breadth-first order."""
+    structure = jax.tree.structure(outputs)
+    leaf = jax.tree_util.treedef_is_leaf(structure)
+    found = [_Subtree(structure, 0, structure.num_leaves, leaf)]
+    queue = [] if leaf else _children(outputs, 0)
+    while queue:
+        tree, subtree = queue.pop(0)
+        found.append(subtree)
+        if not subtree.is_leaf and subtree.count:
+            queue.extend(_children(tree, subtree.first))
+    return found

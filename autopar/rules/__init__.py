@@ -1,0 +1,29 @@
+"""Which ways each primitive can be split over a mesh; importing this registers all."""
+
+from . import (
+    conv,
+    dot,
+    elementwise,
+    gather,
+    linalg,
+    random,
+    reduce,
+    reshape,
+    scatter,
+    slicing,
+    window,
+)
+
+__all__ = [
+    "conv",
+    "dot",
+    "elementwise",
+    "gather",
+    "linalg",
+    "random",
+    "reduce",
+    "reshape",
+    "scatter",
+    "slicing",
+    "window",
+]

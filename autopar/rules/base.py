@@ -1,0 +1,219 @@
+"""The one form every rule has: which factors an operator's dims share.
+
+A *factor* says what one mesh axis may do to an operator: for each operand and result
+the state it must have along that axis. `dot_general` on `bmk,bkn->bmn` has four: b, m, n
+(parallel: a dim of the result) and k (a reduction: the result is pending). A linear
+operator has one more for each operand that may stay pending. A *strategy* gives every
+mesh axis one factor, or REPLICATE; operand and result specs follow.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..graph import Constant, Operator, TensorType
+from ..mesh import MeshShape
+from ..spec import REPLICATED, SUM, Spec, State, axes_of_dim, local_shape
+
+
+@dataclass(frozen=True)
+class Factor:
+    """States of operands and results along one mesh axis.
+
+    `size`: the product of the axes on this factor must divide it (0: any product may).
+    `splits`: whether the work is divided by the axis; a factor that only carries a
+    pending sum through a linear operator repeats the work on every shard.
+    """
+
+    name: str
+    operands: tuple[State, ...]
+    results: tuple[State, ...]
+    size: int
+    splits: bool = True
+
+
+def replicate(op: Operator) -> Factor:
+    """The factor every operator has: everything whole, the work repeated."""
+    return Factor(
+        "-",
+        (REPLICATED,) * len(op.operands),
+        (REPLICATED,) * len(op.results),
+        size=0,
+        splits=False,
+    )
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rule may ask while it binds its primitive on one device's shards."""
+
+    mesh: MeshShape
+    factors: tuple[Factor, ...]  # one per mesh axis
+    operand_specs: tuple[Spec, ...]
+    result_specs: tuple[Spec, ...]
+
+    def operand_shape(self, op: Operator, position: int) -> tuple[int, ...]:
+        """Local shape of an operand."""
+        return local_shape(
+            op.operand_types[position].shape,
+            self.operand_specs[position],
+            self.mesh.axis_sizes,
+        )
+
+    def result_shape(self, op: Operator, position: int = 0) -> tuple[int, ...]:
+        """Local shape of a result."""
+        return local_shape(
+            op.result_types[position].shape,
+            self.result_specs[position],
+            self.mesh.axis_sizes,
+        )
+
+    def block_index(self, axes: Sequence[int]) -> jax.Array:
+        """This device's position along `axes` taken together, the first most major."""
+        index = jnp.int32(0)
+        for axis in axes:
+            position = lax.axis_index(self.mesh.axis_names[axis])
+            index = index * self.mesh.axis_sizes[axis] + position
+        return index
+
+    def offset(self, spec: Spec, dim: int, local_size: int) -> jax.Array:
+        """Where this device's shard starts along `dim` of a tensor with `spec`."""
+        return self.block_index(axes_of_dim(spec, dim)) * local_size
+
+    def axes_with(self, name: str) -> tuple[int, ...]:
+        """The mesh axes that were given the factor called `name`."""
+        return tuple(i for i, factor in enumerate(self.factors) if factor.name == name)
+
+    def is_first(self, axes: Sequence[int]) -> jax.Array:
+        """Whether this device is at position 0 along all `axes`: holder of a sum."""
+        return self.block_index(axes) == 0
+
+
+Factors = Callable[[Operator], Sequence[Factor]]
+Bind = Callable[[Operator, Sequence[Any], Shard], Sequence[Any]]
+
+
+def bind_params(op: Operator, operands: Sequence[Any], **changed: Any) -> list[Any]:
+    """Bind the operator's own primitive, with some of its params replaced."""
+    params = {**op.params, **changed}
+    results = op.eqn.primitive.bind(*operands, **params)
+    return list(results) if op.eqn.primitive.multiple_results else [results]
+
+
+def bind_unchanged(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
+    """Bind the primitive as it is: for operators whose params hold no shapes."""
+    del shard
+    return bind_params(op, operands)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Factors of an operator, and how it runs on local shards."""
+
+    factors: Factors
+    bind: Bind = bind_unchanged
+
+
+_RULES: dict[str, Rule] = {}
+
+
+def register(*kinds: str, bind: Bind = bind_unchanged) -> Callable[[Factors], Factors]:
+    """Make the decorated function the factors of the primitives named `kinds`."""
+
+    def decorate(factors: Factors) -> Factors:
+        for kind in kinds:
+            assert kind not in _RULES, f"two rules for {kind}"
+            _RULES[kind] = Rule(factors, bind)
+        return factors
+
+    return decorate
+
+
+def rule_of(kind: str) -> Rule | None:
+    """The rule of a primitive, or None: then it is computed whole on every device."""
+    return _RULES.get(kind)
+
+
+def registered_kinds() -> frozenset[str]:
+    """Names of the primitives that have a rule."""
+    return frozenset(_RULES)
+
+
+def factors_of(op: Operator) -> tuple[Factor, ...]:
+    """All legal factors of an operator, REPLICATE first.
+
+    Factors of size 1 are left out, as are those that would need a literal operand to be
+    anything but whole, or would split a PRNG key.
+    """
+    found = [replicate(op)]
+    seen = {(found[0].operands, found[0].results)}
+    rule = rule_of(op.kind)
+    for factor in rule.factors(op) if rule is not None else ():
+        assert len(factor.operands) == len(op.operands), (op.kind, factor)
+        assert len(factor.results) == len(op.results), (op.kind, factor)
+        if factor.size == 1 or (factor.operands, factor.results) in seen:
+            continue
+        if any(
+            state != REPLICATED and isinstance(operand, Constant)
+            for state, operand in zip(factor.operands, op.operands, strict=True)
+        ):
+            continue
+        types = (*op.operand_types, *op.result_types)
+        states = (*factor.operands, *factor.results)
+        if any(
+            kind.is_extended and state != REPLICATED
+            for kind, state in zip(types, states, strict=True)
+        ):
+            continue
+        seen.add((factor.operands, factor.results))
+        found.append(factor)
+    return tuple(found)
+
+
+def warn_fallback(op: Operator, moved_bytes: int) -> None:
+    """Say once per source line that an operator without a rule is computed whole."""
+    from ..errors import FallbackWarning
+
+    warnings.warn(
+        f"The primitive {op.kind!r} has no sharding rule, so its operands are gathered "
+        f"({moved_bytes:,} bytes) and every device computes it whole ({op.source}). "
+        f"Results stay right; for speed, give it a rule.",
+        FallbackWarning,
+        stacklevel=2,
+    )
+
+
+def linear(op: Operator, pending: Sequence[int], name: str = "sum") -> Factor:
+    """A pending sum passes from the operands at `pending` to every result.
+
+    The operator must be linear in those operands taken together, the others whole.
+    """
+    operands = [REPLICATED] * len(op.operands)
+    for position in pending:
+        operands[position] = SUM
+    return Factor(
+        f"{name}{','.join(map(str, pending))}",
+        tuple(operands),
+        (SUM,) * len(op.results),
+        size=0,
+        splits=False,
+    )
+
+
+def is_inexact(kind: TensorType) -> bool:
+    """Whether the elements are real or complex numbers, of any width."""
+    return bool(jnp.issubdtype(kind.dtype, jnp.inexact))
+
+
+def pending_sums(op: Operator, *groups: Sequence[int]) -> list[Factor]:
+    """`linear` for each group of operands; none where results are not real or complex."""
+    if not all(is_inexact(kind) for kind in op.result_types):
+        return []
+    return [linear(op, group) for group in groups]

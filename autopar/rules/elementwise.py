@@ -1,0 +1,72 @@
+"""Elementwise operators: every result dim is a factor, which size-1 dims do not share."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..graph import Constant, Operator, TensorType
+from ..spec import REPLICATED
+from .base import Factor, is_inexact, pending_sums, register
+
+UNARY = (
+    "abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj "
+    "convert_element_type copy cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor "
+    "imag integer_pow is_finite lgamma log log1p logistic name neg not "
+    "population_count real reduce_precision round rsqrt sign sin sinh sqrt square "
+    "stop_gradient tan tanh"
+).split()
+NARY = (
+    "add add_any and atan2 clamp complex div eq eq_to ge gt igamma igamma_grad_a "
+    "igammac le le_to lt lt_to max min mul mulhi ne nextafter or polygamma pow "
+    "random_gamma_grad regularized_incomplete_beta rem select_n shift_left "
+    "shift_right_arithmetic shift_right_logical sub xor zeta"
+).split()
+
+
+def dim_factors(op: Operator) -> list[Factor]:
+    """One factor for each dim of the results; operands that broadcast it stay whole."""
+    shape = op.result_types[0].shape
+    return [
+        Factor(
+            f"d{dim}",
+            tuple(_state(kind, dim, len(shape)) for kind in op.operand_types),
+            (dim,) * len(op.results),
+            size=size,
+        )
+        for dim, size in enumerate(shape)
+    ]
+
+
+def _state(kind: TensorType, dim: int, rank: int) -> int:
+    return dim if kind.rank == rank and kind.shape[dim] != 1 else REPLICATED
+
+
+def _linear_factors(op: Operator) -> list[Factor]:
+    """How a pending sum passes."""
+    match op.kind:
+        case "add" | "add_any" | "sub" | "complex":
+            return pending_sums(op, (0, 1))
+        case "mul":
+            return pending_sums(op, (0,), (1,))
+        case "neg" | "copy" | "name" | "real" | "imag" | "conj" | "div":
+            return pending_sums(op, (0,))
+        case "select_n":
+            return pending_sums(op, range(1, len(op.operands)))
+        case "convert_element_type" if _widens(op):
+            return pending_sums(op, (0,))
+    return []
+
+
+def _widens(op: Operator) -> bool:
+    source, target = op.operand_types[0], op.result_types[0]
+    return is_inexact(source) and target.itemsize >= source.itemsize
+
+
+@register(*UNARY, *NARY)
+def elementwise(op: Operator) -> list[Factor]:
+    return [*dim_factors(op), *_linear_factors(op)]
+
+
+def is_zero(operand: object) -> bool:
+    """Whether an operand is the literal zero: its own part in any pending sum."""
+    return isinstance(operand, Constant) and bool(np.all(operand.value == 0))

@@ -1,0 +1,58 @@
+"""Decompositions, solves and Fourier transforms: batch dims are parallel."""
+
+from __future__ import annotations
+
+from ..graph import Operator
+from ..spec import REPLICATED
+from .base import Factor, pending_sums, register
+
+# The number of trailing dims of operand 0 that one problem spans.
+_PROBLEM_RANK = {
+    "cholesky": 2,
+    "eig": 2,
+    "eigh": 2,
+    "geqp3": 2,
+    "geqrf": 2,
+    "hessenberg": 2,
+    "householder_product": 2,
+    "lu": 2,
+    "lu_pivots_to_permutation": 1,
+    "ormqr": 2,
+    "qr": 2,
+    "schur": 2,
+    "svd": 2,
+    "symmetric_product": 2,
+    "triangular_solve": 2,
+    "tridiagonal": 2,
+    "tridiagonal_solve": 1,
+}
+
+
+def batch_dims(op: Operator, problem_rank: int) -> list[Factor]:
+    """A factor for each leading dim, which all operands and results share."""
+    shape = op.operand_types[0].shape
+    return [
+        Factor(f"b{dim}", (dim,) * len(op.operands), (dim,) * len(op.results), size)
+        for dim, size in enumerate(shape[: len(shape) - problem_rank])
+    ]
+
+
+@register(*(kind for kind in _PROBLEM_RANK if kind != "triangular_solve"))
+def batched_problem(op: Operator) -> list[Factor]:
+    return batch_dims(op, _PROBLEM_RANK[op.kind])
+
+
+@register("triangular_solve")
+def triangular_solve(op: Operator) -> list[Factor]:
+    """Each right-hand side is solved on its own, and the result is linear in them."""
+    rank = op.operand_types[1].rank
+    dim = rank - 1 if op.params["left_side"] else rank - 2
+    size = op.operand_types[1].shape[dim]
+    factors = batch_dims(op, _PROBLEM_RANK[op.kind])
+    factors.append(Factor(f"n{dim}", (REPLICATED, dim), (dim,), size))
+    return factors + pending_sums(op, (1,))
+
+
+@register("fft")
+def fft(op: Operator) -> list[Factor]:
+    return batch_dims(op, len(op.params["fft_lengths"])) + pending_sums(op, (0,))

@@ -1,0 +1,105 @@
+"""Reductions, cumulative operators and sorts along dims.
+
+A reduced dim may be split where the reduction has a pending state; the dims that a
+cumulative operator or a sort runs along must be whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from ..graph import Operator
+from ..spec import MAX, MIN, REPLICATED, SUM, State
+from .base import Factor, pending_sums, register
+
+_PENDING: dict[str, State] = {
+    "reduce_sum": SUM,
+    "reduce_max": MAX,
+    "reduce_min": MIN,
+    "reduce_or": MAX,
+    "reduce_and": MIN,
+}
+
+
+@register(*_PENDING, "reduce_prod", "reduce_xor", "argmax", "argmin")
+def reduction(op: Operator) -> list[Factor]:
+    axes = op.params["axes"]
+    factors = kept_dims(op, axes)
+    if _may_be_pending(op):
+        (kind,) = op.operand_types
+        state = (_PENDING[op.kind],)
+        factors += [Factor(f"k{dim}", (dim,), state, kind.shape[dim]) for dim in axes]
+    return factors + (pending_sums(op, (0,)) if op.kind == "reduce_sum" else [])
+
+
+def _may_be_pending(op: Operator) -> bool:
+    dtype = op.operand_types[0].dtype
+    match op.kind:
+        case "reduce_or" | "reduce_and":  # bitwise on integers
+            return dtype == np.bool_
+        case "reduce_max" | "reduce_min":
+            return not np.issubdtype(dtype, np.complexfloating)
+    return op.kind in _PENDING
+
+
+@register("reduce")
+def generic_reduction(op: Operator) -> list[Factor]:
+    return kept_dims(op, op.params["dimensions"], num_arrays=len(op.results))
+
+
+def kept_dims(
+    op: Operator, reduced: Collection[int], num_arrays: int = 1
+) -> list[Factor]:
+    """A factor for each dim that a reduction keeps; operands after the arrays are whole.
+
+    Args:
+      op: its first `num_arrays` operands have one shape, its results another.
+      reduced: the dims that no result has.
+      num_arrays: the operands behind them are initial values.
+    """
+    num_others = len(op.operands) - num_arrays
+    shape = op.operand_types[0].shape
+    kept = [dim for dim in range(len(shape)) if dim not in reduced]
+    return [
+        Factor(
+            f"d{dim}",
+            (dim,) * num_arrays + (REPLICATED,) * num_others,
+            (result_dim,) * len(op.results),
+            shape[dim],
+        )
+        for result_dim, dim in enumerate(kept)
+    ]
+
+
+def whole_dims(op: Operator, whole: Collection[int]) -> list[Factor]:
+    """A factor for each dim that all operands and results share, but those in `whole`."""
+    shape = op.operand_types[0].shape
+    return [
+        Factor(f"d{dim}", (dim,) * len(op.operands), (dim,) * len(op.results), size)
+        for dim, size in enumerate(shape)
+        if dim not in whole
+    ]
+
+
+@register("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+def cumulative(op: Operator) -> list[Factor]:
+    factors = whole_dims(op, (op.params["axis"],))
+    return factors + (pending_sums(op, (0,)) if op.kind == "cumsum" else [])
+
+
+@register("sort")
+def sort(op: Operator) -> list[Factor]:
+    return whole_dims(op, (op.params["dimension"],))
+
+
+@register("top_k")
+def top_k(op: Operator) -> list[Factor]:
+    return whole_dims(op, (op.params["axis"],))
+
+
+@register("approx_top_k")
+def approx_top_k(op: Operator) -> list[Factor]:
+    rank = op.operand_types[0].rank
+    return whole_dims(op, (op.params["reduction_dimension"] % rank,))

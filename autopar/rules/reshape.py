@@ -1,0 +1,151 @@
+"""Operators that only rename dims: reshape, transpose, broadcast; and those that make
+values from nothing but a shape: iota, empty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import gcd
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ..graph import Operator
+from ..spec import REPLICATED, SUM
+from .base import Factor, Shard, bind_params, pending_sums, register
+from .elementwise import is_zero
+
+
+def _bind_reshape(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
+    return bind_params(op, operands, new_sizes=shard.result_shape(op))
+
+
+@register("reshape", bind=_bind_reshape)
+def reshape(op: Operator) -> list[Factor]:
+    """The leading dims of two groups with equal products share their common divisor."""
+    source, target = op.operand_types[0].shape, op.result_types[0].shape
+    factors = [
+        Factor(f"d{i}", (i,), (j,), gcd(source[i], target[j]))
+        for i, j in group_leaders(source, target)
+    ]
+    return factors + pending_sums(op, (0,))
+
+
+def group_leaders(
+    source: Sequence[int], target: Sequence[int]
+) -> Iterator[tuple[int, int]]:
+    """The major dims of the smallest groups of dims that hold equally many elements.
+
+    `[6, 4, 5] -> [24, 1, 5]` has the groups 6*4 = 24 and 5 = 5: (0, 0) and (2, 2). A
+    block of the major dim is a block of the flat group, so both sides cut alike.
+    """
+    if 0 in source:
+        return
+    sources = [dim for dim, size in enumerate(source) if size != 1]
+    targets = [dim for dim, size in enumerate(target) if size != 1]
+    i = j = 0
+    while i < len(sources):
+        yield sources[i], targets[j]
+        source_size, target_size = source[sources[i]], target[targets[j]]
+        i, j = i + 1, j + 1
+        while source_size != target_size:
+            if source_size < target_size:
+                source_size *= source[sources[i]]
+                i += 1
+            else:
+                target_size *= target[targets[j]]
+                j += 1
+
+
+def _moved_dims(op: Operator, sources: Sequence[int]) -> list[Factor]:
+    """One factor for each result dim, which is the operand's dim in `sources`."""
+    shape = op.operand_types[0].shape
+    return [
+        Factor(f"d{dim}", (dim,), (result_dim,), shape[dim])
+        for result_dim, dim in enumerate(sources)
+    ]
+
+
+@register("squeeze")
+def squeeze(op: Operator) -> list[Factor]:
+    removed = op.params["dimensions"]
+    kept = [dim for dim in range(op.operand_types[0].rank) if dim not in removed]
+    return _moved_dims(op, kept) + pending_sums(op, (0,))
+
+
+@register("transpose")
+def transpose(op: Operator) -> list[Factor]:
+    return _moved_dims(op, op.params["permutation"]) + pending_sums(op, (0,))
+
+
+@register("rev")
+def rev(op: Operator) -> list[Factor]:
+    reversed_dims = op.params["dimensions"]
+    shape = op.operand_types[0].shape
+    factors = [
+        Factor(f"d{dim}", (dim,), (dim,), size)
+        for dim, size in enumerate(shape)
+        if dim not in reversed_dims
+    ]
+    return factors + pending_sums(op, (0,))
+
+
+def _bind_broadcast(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
+    return bind_params(op, operands, shape=shard.result_shape(op))
+
+
+@register("broadcast_in_dim", bind=_bind_broadcast)
+def broadcast_in_dim(op: Operator) -> list[Factor]:
+    """New and stretched dims are cut for free; a literal zero is also a pending zero."""
+    source, target = op.operand_types[0].shape, op.result_types[0].shape
+    dims = enumerate(op.params["broadcast_dimensions"])
+    source_dims = {int(target_dim): dim for dim, target_dim in dims if source[dim] != 1}
+    factors = [
+        Factor(f"d{dim}", (source_dims.get(dim, REPLICATED),), (dim,), size)
+        for dim, size in enumerate(target)
+    ]
+    if is_zero(op.operands[0]) and pending_sums(op, (0,)):
+        factors.append(Factor("zero", (REPLICATED,), (SUM,), size=0, splits=False))
+    return factors + pending_sums(op, (0,))
+
+
+def _bind_tile(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
+    shapes = shard.operand_shape(op, 0), shard.result_shape(op)
+    reps = tuple(
+        whole // part if part else 1 for part, whole in zip(*shapes, strict=True)
+    )
+    return bind_params(op, operands, reps=reps)
+
+
+@register("tile", bind=_bind_tile)
+def tile(op: Operator) -> list[Factor]:
+    """A dim that is repeated is whole, and its copies are dealt out."""
+    source, reps = op.operand_types[0].shape, op.params["reps"]
+    factors = [
+        Factor(f"d{dim}", (dim,), (dim,), size)
+        if rep == 1
+        else Factor(f"d{dim}", (REPLICATED,), (dim,), rep)
+        for dim, (size, rep) in enumerate(zip(source, reps, strict=True))
+    ]
+    return factors + pending_sums(op, (0,))
+
+
+def _bind_iota(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
+    """Counts in integers, as a narrow dtype cannot add the shard's offset exactly."""
+    shape, dim = shard.result_shape(op), op.params["dimension"]
+    if dim not in shard.result_specs[0]:
+        return bind_params(op, operands, shape=shape)
+    counts = lax.broadcasted_iota(jnp.int32, shape, dim)
+    counts += shard.offset(shard.result_specs[0], dim, shape[dim])
+    return [counts.astype(op.params["dtype"])]
+
+
+@register("iota", bind=_bind_iota)
+def iota(op: Operator) -> list[Factor]:
+    shape = op.result_types[0].shape
+    return [Factor(f"d{dim}", (), (dim,), size) for dim, size in enumerate(shape)]
+
+
+@register("empty", bind=_bind_broadcast)
+def empty(op: Operator) -> list[Factor]:
+    return iota(op)

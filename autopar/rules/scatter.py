@@ -1,0 +1,167 @@
+"""Scatters: each shard applies the updates that fall into it, or adds a share of them.
+
+The gradient of an embedding is a scatter-add: over the token dims it is a reduction,
+over the vocabulary it is parallel, each shard dropping the rows of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import jax.numpy as jnp
+from jax.lax import GatherScatterMode
+
+from ..graph import Operator
+from ..spec import MAX, MIN, REPLICATED, SUM, State
+from .base import Factor, Shard, bind_params, linear, register
+from .indices import (
+    MAX_INDEXED_SIZE,
+    clamp_indices,
+    shift_indices,
+    split_among,
+    widen_indices,
+)
+
+# State of the operand, then of the result, where every shard applies some updates.
+_SPLIT_UPDATES: dict[str, tuple[State, State]] = {
+    "scatter-add": (SUM, SUM),
+    "scatter-sub": (SUM, SUM),
+    "scatter-max": (REPLICATED, MAX),
+    "scatter-min": (REPLICATED, MIN),
+}
+
+
+def bind_scatter(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
+    """Scatter into a shard; updates of others fall out of range and are dropped."""
+    operand, indices, updates = operands
+    spec = shard.operand_specs[0]
+    split_dims = split_among(_vocabulary_dims(op), spec)
+    if not split_dims:
+        return bind_params(op, (operand, widen_indices(indices), updates))
+    shape, windows = op.operand_types[0].shape, _window_sizes(op)
+    indexed_dims = op.params["dimension_numbers"].scatter_dims_to_operand_dims
+    bounds = [shape[dim] - windows[dim] for dim in indexed_dims]
+    slack = 0 if op.params["mode"] == GatherScatterMode.CLIP else 1
+    wanted = clamp_indices(indices, bounds, slack)
+    local = shift_indices(wanted, indexed_dims, split_dims, spec, operand.shape, shard)
+    # Clamping the components one by one keeps only scalars in order.
+    is_sorted = op.params["indices_are_sorted"] and len(indexed_dims) == 1
+    return bind_params(
+        op,
+        (operand, local, updates),
+        mode=GatherScatterMode.FILL_OR_DROP,
+        indices_are_sorted=is_sorted,
+    )
+
+
+@register(
+    "scatter",
+    "scatter-add",
+    "scatter-sub",
+    "scatter-mul",
+    "scatter-min",
+    "scatter-max",
+    bind=bind_scatter,
+)
+def scatter(op: Operator) -> list[Factor]:
+    return [
+        *_index_factors(op),
+        *_window_factors(op),
+        *_vocabulary_factors(op),
+        *_linear_factors(op),
+    ]
+
+
+def _index_factors(op: Operator) -> list[Factor]:
+    """Dims that the updates share with the indices: batching dims, else reductions."""
+    numbers = op.params["dimension_numbers"]
+    operand, _, updates = op.operand_types
+    batched_dims = numbers.scatter_indices_batching_dims
+    batching = dict(zip(batched_dims, numbers.operand_batching_dims, strict=True))
+    index_dims = [d for d in range(updates.rank) if d not in numbers.update_window_dims]
+    factors = []
+    for index_dim, update_dim in enumerate(index_dims):
+        size = updates.shape[update_dim]
+        if index_dim in batching:
+            dim = batching[index_dim]
+            states, result = (dim, index_dim, update_dim), dim
+        elif op.kind in _SPLIT_UPDATES and _is_reducible(op):
+            before, result = _SPLIT_UPDATES[op.kind]
+            states = (before, index_dim, update_dim)
+        else:
+            continue
+        factors.append(Factor(f"i{update_dim}", states, (result,), size))
+    return factors
+
+
+def _window_factors(op: Operator) -> list[Factor]:
+    """Dims of the operand that every update covers whole."""
+    shape, windows = op.operand_types[0].shape, _window_sizes(op)
+    return [
+        Factor(f"w{dim}", (dim, REPLICATED, update_dim), (dim,), shape[dim])
+        for dim, update_dim in _window_dims(op).items()
+        if windows[dim] == shape[dim]
+    ]
+
+
+def _vocabulary_factors(op: Operator) -> list[Factor]:
+    shape = op.operand_types[0].shape
+    return [
+        Factor(f"v{dim}", (dim, REPLICATED, REPLICATED), (dim,), shape[dim])
+        for dim in _vocabulary_dims(op)
+    ]
+
+
+def _linear_factors(op: Operator) -> list[Factor]:
+    if not jnp.issubdtype(op.result_types[0].dtype, jnp.inexact):
+        return []
+    match op.kind:
+        case "scatter-add" | "scatter-sub":
+            return [linear(op, (0, 2))]
+        case "scatter-mul":
+            return [linear(op, (0,))]
+        case "scatter" if op.params["update_jaxpr"] is None and _is_unique(op):
+            return [linear(op, (0, 2))]
+    return []
+
+
+def _is_reducible(op: Operator) -> bool:
+    """Whether shards of the result can be reduced: numbers, ordered for MAX, MIN."""
+    dtype = op.result_types[0].dtype
+    if op.kind in ("scatter-max", "scatter-min"):
+        return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+    return jnp.issubdtype(dtype, jnp.number)
+
+
+def _is_unique(op: Operator) -> bool:
+    """Whether no position is written twice: else devices might differ in who wins."""
+    return op.params["unique_indices"] or prod(op.operand_types[1].shape[:-1]) == 1
+
+
+def _vocabulary_dims(op: Operator) -> list[int]:
+    """Dims of the operand that are indexed one position at a time."""
+    shape, windows = op.operand_types[0].shape, _window_sizes(op)
+    return [
+        dim
+        for dim in op.params["dimension_numbers"].scatter_dims_to_operand_dims
+        if windows[dim] == 1 and 1 < shape[dim] <= MAX_INDEXED_SIZE
+    ]
+
+
+def _window_dims(op: Operator) -> dict[int, int]:
+    """The dim of the updates for each dim of the operand that is in their windows."""
+    numbers = op.params["dimension_numbers"]
+    left_out = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    dims = [dim for dim in range(op.operand_types[0].rank) if dim not in left_out]
+    return dict(zip(dims, numbers.update_window_dims, strict=True))
+
+
+def _window_sizes(op: Operator) -> list[int]:
+    """How much of each dim of the operand one update covers."""
+    window_dims, updates = _window_dims(op), op.operand_types[2]
+    return [
+        updates.shape[window_dims[dim]] if dim in window_dims else 1
+        for dim in range(op.operand_types[0].rank)
+    ]

@@ -1,0 +1,107 @@
+"""Cutting arrays apart and joining them: the dims that stay whole are parallel.
+
+All of these are linear, so pending sums pass; joined arrays must be pending together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..graph import Operator
+from ..spec import REPLICATED
+from .base import Factor, Shard, bind_params, pending_sums, register
+from .elementwise import is_zero
+from .reduce import whole_dims
+
+
+def _bind_slice(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
+    """Dims that are split are taken whole, so their limit is the local size."""
+    limits = list(op.params["limit_indices"])
+    for dim, size in enumerate(shard.operand_shape(op, 0)):
+        if size != op.operand_types[0].shape[dim]:
+            limits[dim] = size
+    return bind_params(op, operands, limit_indices=tuple(limits))
+
+
+@register("slice", bind=_bind_slice)
+def slice_(op: Operator) -> list[Factor]:
+    sizes = zip(op.operand_types[0].shape, op.result_types[0].shape, strict=True)
+    # A result as large as its operand starts at 0 and skips nothing.
+    cut = {dim for dim, (whole, taken) in enumerate(sizes) if whole != taken}
+    return whole_dims(op, cut) + pending_sums(op, (0,))
+
+
+@register("split")
+def split(op: Operator) -> list[Factor]:
+    return whole_dims(op, (op.params["axis"],)) + pending_sums(op, (0,))
+
+
+@register("concatenate")
+def concatenate(op: Operator) -> list[Factor]:
+    every = tuple(range(len(op.operands)))
+    return whole_dims(op, (op.params["dimension"],)) + pending_sums(op, every)
+
+
+@register("stack")
+def stack(op: Operator) -> list[Factor]:
+    axis, every = op.params["axis"], tuple(range(len(op.operands)))
+    factors = [
+        Factor(f"d{dim}", (dim,) * len(every), (dim + (dim >= axis),), size)
+        for dim, size in enumerate(op.operand_types[0].shape)
+    ]
+    return factors + pending_sums(op, every)
+
+
+@register("unstack")
+def unstack(op: Operator) -> list[Factor]:
+    axis = op.params["axis"]
+    factors = [
+        Factor(f"d{dim}", (dim,), (dim - (dim > axis),) * len(op.results), size)
+        for dim, size in enumerate(op.operand_types[0].shape)
+        if dim != axis
+    ]
+    return factors + pending_sums(op, (0,))
+
+
+@register("pad")
+def pad(op: Operator) -> list[Factor]:
+    factors = [
+        Factor(f"d{dim}", (dim, REPLICATED), (dim,), size)
+        for dim, size in enumerate(op.operand_types[0].shape)
+        if tuple(op.params["padding_config"][dim]) == (0, 0, 0)
+    ]
+    return factors + pending_sums(op, (0,) if is_zero(op.operands[1]) else (0, 1))
+
+
+def _bind_dynamic_slice(
+    op: Operator, operands: Sequence[Any], shard: Shard
+) -> list[Any]:
+    return bind_params(op, operands, slice_sizes=shard.result_shape(op))
+
+
+@register("dynamic_slice", bind=_bind_dynamic_slice)
+def dynamic_slice(op: Operator) -> list[Factor]:
+    """Start indices are whole; where a dim is taken whole, clamping makes them 0."""
+    whole = op.operand_types[0].shape
+    taken = op.result_types[0].shape
+    starts = (REPLICATED,) * (len(op.operands) - 1)
+    factors = [
+        Factor(f"d{dim}", (dim, *starts), (dim,), size)
+        for dim, size in enumerate(whole)
+        if taken[dim] == size
+    ]
+    return factors + pending_sums(op, (0,))
+
+
+@register("dynamic_update_slice")
+def dynamic_update_slice(op: Operator) -> list[Factor]:
+    """Like `dynamic_slice`, with the update as the part that is taken."""
+    whole, updated = op.operand_types[0].shape, op.operand_types[1].shape
+    starts = (REPLICATED,) * (len(op.operands) - 2)
+    factors = [
+        Factor(f"d{dim}", (dim, dim, *starts), (dim,), size)
+        for dim, size in enumerate(whole)
+        if updated[dim] == size
+    ]
+    return factors + pending_sums(op, (0, 1))

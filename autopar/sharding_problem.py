@@ -1,0 +1,404 @@
+"""The intra-operator problem as a choice graph: vertices that write and read tensors.
+
+Four kinds of vertex, each with one choice per strategy or spec:
+
+  operator  its strategies: every operand and result has a spec under each
+  home      where an argument lies; for state, its next value must come back to it
+  port      a tensor that enters or leaves a scan body or a barrier, in one spec
+  relay     a shared copy of a tensor that several read: resharded once, read by all
+
+An edge between the writer of a tensor (or its relay) and each reader costs the
+resharding from the one's spec to the other's, times the trip count of its block.
+Operators in a scan body are vertices of the same problem, their costs times the trips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from .build_graph import BARRIER, SCAN
+from .cluster import Cluster
+from .graph import Constant, OpGraph, Operator, TensorType
+from .mesh import MeshShape
+from .resharding import Resharder
+from .solver.choice_graph import ChoiceGraph, Edge, Node
+from .spec import Spec, replicated
+from .strategies import (
+    Strategies,
+    enumerate_strategies,
+    is_heavy_operator,
+    shard_fractions,
+    strategy_seconds,
+    tensor_specs,
+    total_flops,
+)
+
+# Heavy operators that together hold less than this part of all heavy flops may be
+# repeated on devices; every other must be split over each axis that can split it.
+REPLICABLE_FLOPS = 0.005
+
+Site = tuple[Literal["operand", "output"], int, int]  # operator or block, position
+VertexKind = Literal["operator", "home", "port", "relay", "result"]
+
+
+@dataclass(frozen=True, eq=False)
+class Access:
+    """A tensor as one vertex writes or reads it: its spec under each choice [k, axes].
+
+    `site` says which operand or block output a read is; None for writes and relays.
+    """
+
+    tensor: int
+    specs: np.ndarray
+    site: Site | None = None
+    classes: np.ndarray = field(init=False)  # [k] index into `distinct`
+    distinct: tuple[Spec, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows, inverse = np.unique(self.specs, axis=0, return_inverse=True)
+        object.__setattr__(self, "classes", inverse.reshape(-1))
+        distinct = tuple(tuple(int(state) for state in row) for row in rows)
+        object.__setattr__(self, "distinct", distinct)
+
+
+@dataclass(frozen=True, eq=False)
+class Vertex:
+    """One decision: cost and bytes of each choice, and what it writes and reads."""
+
+    kind: VertexKind
+    name: str
+    seconds: np.ndarray
+    bytes: np.ndarray
+    writes: tuple[Access, ...]
+    reads: tuple[Access, ...]
+    operator: int | None = None
+    strategies: Strategies | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ShardingProblem:
+    """Vertices, and the same as a `ChoiceGraph` (node i is vertex i)."""
+
+    graph: OpGraph
+    mesh: MeshShape
+    vertices: tuple[Vertex, ...]
+    choice_graph: ChoiceGraph
+    relays: dict[int, int]  # vertex by tensor
+    writers: dict[int, tuple[int, Access]]  # (vertex, access) by tensor
+
+
+def build_problem(
+    graph: OpGraph, mesh: MeshShape, cluster: Cluster, resharder: Resharder
+) -> ShardingProblem:
+    """All vertices and edges of planning `graph` on `mesh`."""
+    builder = _Builder(graph, mesh, cluster, resharder)
+    builder.add_homes()
+    for block in graph.blocks:
+        for op in block.operators:
+            builder.add_operator(op)
+    builder.add_results()
+    builder.connect()
+    choice_graph = ChoiceGraph(
+        tuple(Node(v.name, v.seconds, v.bytes) for v in builder.vertices),
+        tuple(builder.edges),
+    )
+    return ShardingProblem(
+        graph,
+        mesh,
+        tuple(builder.vertices),
+        choice_graph,
+        builder.relays,
+        builder.writers,
+    )
+
+
+class _Builder:
+    def __init__(
+        self,
+        graph: OpGraph,
+        mesh: MeshShape,
+        cluster: Cluster,
+        resharder: Resharder,
+    ) -> None:
+        self.graph, self.mesh, self.cluster = graph, mesh, cluster
+        self.resharder = resharder
+        self.vertices: list[Vertex] = []
+        self.edges: list[Edge] = []
+        self.relays: dict[int, int] = {}
+        self.writers: dict[int, tuple[int, Access]] = {}
+        self.must_split = _operators_to_split(graph)
+        self._strategies: dict[object, tuple[Strategies, np.ndarray]] = {}
+        self._matrices: dict[object, np.ndarray] = {}
+        self._affine: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+
+    def add_vertex(
+        self,
+        kind: VertexKind,
+        name: str,
+        seconds: np.ndarray,
+        writes: Sequence[Access],
+        reads: Sequence[Access],
+        operator: int | None = None,
+        strategies: Strategies | None = None,
+    ) -> int:
+        held = np.zeros(len(seconds))
+        for access in writes:
+            whole = self.graph.tensors[access.tensor].type.bytes
+            held += whole * shard_fractions(access.specs, self.mesh.axis_sizes)
+        vertex = Vertex(
+            kind,
+            name,
+            seconds,
+            held,
+            tuple(writes),
+            tuple(reads),
+            operator,
+            strategies,
+        )
+        index = len(self.vertices)
+        self.vertices.append(vertex)
+        if kind != "relay":
+            for access in writes:
+                self.writers[access.tensor] = (index, access)
+        return index
+
+    def spec_vertex(
+        self,
+        kind: VertexKind,
+        name: str,
+        tensor_type: TensorType,
+        writes: Sequence[tuple[int, int]],
+        reads: Sequence[tuple[int, int, Site | None]],
+        *,
+        pending: bool,
+        whole: bool = False,
+    ) -> int:
+        """A vertex whose choices are specs of one tensor.
+
+        Written and read tensors come with the number of leading dims they have more
+        than `tensor_type` (1 for what a scan slices or stacks). `whole`: the program
+        itself holds the value, so it can only be replicated.
+        """
+        specs = np.array(
+            [replicated(self.mesh.num_axes)]
+            if whole
+            else tensor_specs(tensor_type, self.mesh, pending=pending)
+        )
+
+        def shifted(extra: int) -> np.ndarray:
+            return np.where(specs >= 0, specs + extra, specs)
+
+        return self.add_vertex(
+            kind,
+            name,
+            np.zeros(len(specs)),
+            [Access(tensor, shifted(extra)) for tensor, extra in writes],
+            [Access(tensor, shifted(extra), site) for tensor, extra, site in reads],
+        )
+
+    def add_homes(self) -> None:
+        for graph_input in self.graph.inputs:
+            tensor = self.graph.tensors[graph_input.tensor]
+            reads: list[tuple[int, int, Site | None]] = []
+            if graph_input.output is not None:
+                operand = self.graph.outputs[graph_input.output]
+                if isinstance(operand, int):
+                    reads.append((operand, 0, ("output", 0, graph_input.output)))
+            self.spec_vertex(
+                "home",
+                tensor.name,
+                tensor.type,
+                [(tensor.index, 0)],
+                reads,
+                pending=False,
+            )
+
+    def add_results(self) -> None:
+        """Outputs that are not state lie as the program leaves them, but not pending."""
+        tied = {i.output for i in self.graph.inputs}
+        for position, operand in enumerate(self.graph.outputs):
+            if isinstance(operand, int) and position not in tied:
+                self.spec_vertex(
+                    "result",
+                    self.graph.output_paths[position],
+                    self.graph.tensors[operand].type,
+                    [],
+                    [(operand, 0, ("output", 0, position))],
+                    pending=False,
+                )
+
+    def add_operator(self, op: Operator) -> None:
+        if op.kind == SCAN:
+            return self._add_scan(op)
+        if op.kind == BARRIER:
+            for position, (operand, result) in enumerate(zip(op.operands, op.results)):
+                assert isinstance(operand, int)
+                self.spec_vertex(
+                    "port",
+                    f"{op.name}:{position}",
+                    op.result_types[position],
+                    [(result, 0)],
+                    [(operand, 0, ("operand", op.index, position))],
+                    pending=True,
+                )
+            return None
+        strategies, seconds = self._strategies_of(op)
+        trips = self.graph.blocks[op.block].trip_count
+        self.add_vertex(
+            "operator",
+            op.name,
+            seconds * trips,
+            [
+                Access(tensor, strategies.result_specs[:, position])
+                for position, tensor in enumerate(op.results)
+            ],
+            [
+                Access(
+                    operand,
+                    strategies.operand_specs[:, position],
+                    ("operand", op.index, position),
+                )
+                for position, operand in enumerate(op.operands)
+                if isinstance(operand, int)
+            ],
+            op.index,
+            strategies,
+        )
+
+    def _strategies_of(self, op: Operator) -> tuple[Strategies, np.ndarray]:
+        must_split = op.index in self.must_split
+        key = (
+            op.kind,
+            op.operand_types,
+            op.result_types,
+            tuple(repr(o.value) if isinstance(o, Constant) else "" for o in op.operands),
+            repr(sorted(op.params.items(), key=lambda item: item[0])),
+            must_split,
+        )
+        if key not in self._strategies:
+            strategies = enumerate_strategies(op, self.mesh)
+            seconds = strategy_seconds(op, strategies, self.mesh, self.cluster)
+            if must_split:
+                seconds = np.where(
+                    strategies.share > strategies.share.min() * 1.001, np.inf, seconds
+                )
+            self._strategies[key] = (strategies, seconds)
+        return self._strategies[key]
+
+    def _add_scan(self, op: Operator) -> None:
+        """One port for each constant, carry, slice and stacked result of a scan."""
+        assert op.body is not None
+        body = self.graph.blocks[op.body]
+        num_consts, num_carry = op.params["num_consts"], op.params["num_carry"]
+        for position, inner in enumerate(body.inputs):
+            tensor = self.graph.tensors[inner]
+            reads: list[tuple[int, int, Site | None]] = []
+            writes = [(inner, 0)]
+            whole = isinstance(op.operands[position], Constant)
+            extra = 0 if position < num_consts + num_carry else 1
+            operand = op.operands[position]
+            if isinstance(operand, int):
+                reads.append((operand, extra, ("operand", op.index, position)))
+            carry = position - num_consts
+            if 0 <= carry < num_carry:
+                writes.append((op.results[carry], 0))
+                output = body.outputs[carry]
+                if isinstance(output, int):
+                    reads.append((output, 0, ("output", body.index, carry)))
+                else:
+                    whole = True
+            self.spec_vertex(
+                "port",
+                tensor.name,
+                tensor.type,
+                writes,
+                reads,
+                pending=True,
+                whole=whole,
+            )
+        for position in range(num_carry, len(op.results)):
+            result, output = op.results[position], body.outputs[position]
+            stacked = op.result_types[position]
+            inner_type = TensorType(stacked.shape[1:], stacked.dtype)
+            reads = []
+            if isinstance(output, int):
+                reads.append((output, 0, ("output", body.index, position)))
+            self.spec_vertex(
+                "port",
+                self.graph.tensors[result].name,
+                inner_type,
+                [(result, 1)],
+                reads,
+                pending=True,
+                whole=isinstance(output, Constant),
+            )
+
+    def connect(self) -> None:
+        """Edges from each tensor's writer to its readers, by a relay if there are many."""
+        readers: dict[int, list[tuple[int, Access]]] = {}
+        for index, vertex in enumerate(self.vertices):
+            for access in vertex.reads:
+                readers.setdefault(access.tensor, []).append((index, access))
+        for tensor_index, reads in readers.items():
+            writer, access = self.writers[tensor_index]
+            if len(reads) > 1:
+                tensor = self.graph.tensors[tensor_index]
+                pending = any(state < -1 for spec in access.distinct for state in spec)
+                relay = self.spec_vertex(
+                    "relay",
+                    f"copy of {tensor.name}",
+                    tensor.type,
+                    [(tensor_index, 0)],
+                    [(tensor_index, 0, None)],
+                    pending=pending,
+                )
+                self.relays[tensor_index] = relay
+                self.add_edge(writer, access, relay, self.vertices[relay].reads[0])
+                writer, access = relay, self.vertices[relay].writes[0]
+            for reader, read in reads:
+                self.add_edge(writer, access, reader, read)
+
+    def add_edge(self, writer: int, write: Access, reader: int, read: Access) -> None:
+        if writer == reader:  # both ends have the same spec under every choice
+            return
+        tensor = self.graph.tensors[write.tensor]
+        weight = self.graph.blocks[tensor.block].trip_count
+        matrix = self._matrix(write.distinct, read.distinct, tensor.type.bytes, weight)
+        if matrix.any():
+            self.edges.append(Edge(writer, reader, write.classes, read.classes, matrix))
+
+    def _matrix(
+        self,
+        sources: tuple[Spec, ...],
+        targets: tuple[Spec, ...],
+        tensor_bytes: int,
+        weight: int,
+    ) -> np.ndarray:
+        key = (sources, targets, tensor_bytes, weight)
+        if key not in self._matrices:
+            pair = (sources, targets)
+            if pair not in self._affine:
+                self._affine[pair] = self.resharder.affine_matrices(sources, targets)
+            fixed, per_byte = self._affine[pair]
+            self._matrices[key] = (fixed + per_byte * tensor_bytes) * weight
+        return self._matrices[key]
+
+
+def _operators_to_split(graph: OpGraph) -> set[int]:
+    """Heavy operators, but for the smallest that hold under REPLICABLE_FLOPS together."""
+    heavy = []
+    for block in graph.blocks:
+        for op in block.operators:
+            if op.kind not in (SCAN, BARRIER) and is_heavy_operator(op):
+                heavy.append((total_flops(op) * block.trip_count, op.index))
+    allowed = REPLICABLE_FLOPS * sum(amount for amount, _ in heavy)
+    chosen = set()
+    for amount, index in sorted(heavy):
+        allowed -= amount
+        if allowed < 0:
+            chosen.add(index)
+    return chosen

@@ -1,0 +1,122 @@
+"""How one tensor lies on a mesh: for every mesh axis one state, a dim or a word.
+
+A spec is a tuple with one integer per mesh axis, in mesh order:
+
+    d >= 0       the axis splits dim d
+    REPLICATED   every shard along the axis holds the same values
+    SUM/MAX/MIN  *pending*: the tensor is that reduction of the shards along the axis
+
+Several axes that split one dim do so in mesh order, the first the most major. This is
+what `jax.sharding.PartitionSpec` says, seen from the mesh, plus pending reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from jax.sharding import PartitionSpec
+
+State = int
+Spec = tuple[State, ...]
+
+REPLICATED: State = -1
+SUM: State = -2
+MAX: State = -3
+MIN: State = -4
+
+_STATE_WORDS = {REPLICATED: "", SUM: "sum", MAX: "max", MIN: "min"}
+
+
+def replicated(num_axes: int) -> Spec:
+    """The spec under which every device holds the whole tensor."""
+    return (REPLICATED,) * num_axes
+
+
+def is_pending(spec: Spec) -> bool:
+    """Whether any axis still owes a reduction."""
+    return any(state < REPLICATED for state in spec)
+
+
+def axes_of_dim(spec: Spec, dim: int) -> tuple[int, ...]:
+    """The mesh axes that split `dim`, most major first."""
+    return tuple(axis for axis, state in enumerate(spec) if state == dim)
+
+
+def num_shards(spec: Spec, sizes: Sequence[int]) -> int:
+    """Into how many distinct pieces the tensor is cut (pending axes cut nothing)."""
+    return prod(sizes[axis] for axis, state in enumerate(spec) if state >= 0)
+
+
+def local_shape(shape: Sequence[int], spec: Spec, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The shape of one shard; every split dim must divide."""
+    local = list(shape)
+    for axis, dim in enumerate(spec):
+        if dim >= 0:
+            assert local[dim] % sizes[axis] == 0, (shape, spec, sizes)
+            local[dim] //= sizes[axis]
+    return tuple(local)
+
+
+def is_legal(shape: Sequence[int], spec: Spec, sizes: Sequence[int]) -> bool:
+    """Whether every dim is divisible by the axes that split it."""
+    counts = [1] * len(shape)
+    for axis, dim in enumerate(spec):
+        if dim >= len(shape):
+            return False
+        if dim >= 0:
+            counts[dim] *= sizes[axis]
+    return all(size % count == 0 and size >= count for size, count in zip(shape, counts))
+
+
+def to_partition_spec(spec: Spec, rank: int, names: Sequence[str]) -> PartitionSpec:
+    """The `PartitionSpec` that says the same; pending axes are left out."""
+    entries: list[object] = []
+    for dim in range(rank):
+        axes = tuple(names[axis] for axis in axes_of_dim(spec, dim))
+        entries.append(axes[0] if len(axes) == 1 else axes or None)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def from_partition_spec(value: PartitionSpec, names: Sequence[str]) -> Spec:
+    """The spec that a `PartitionSpec` says. Axes of one dim must be in mesh order."""
+    states = [REPLICATED] * len(names)
+    for dim, entry in enumerate(value):
+        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        indices = []
+        for name in axes:
+            if name not in names:
+                raise ValueError(
+                    f"A PartitionSpec may only name axes of the mesh {tuple(names)}, "
+                    f"but got {name!r} in {value}."
+                )
+            indices.append(list(names).index(name))
+        if indices != sorted(indices):
+            raise ValueError(
+                f"Axes that split one dim must be in mesh order {tuple(names)}, but got "
+                f"{axes} in {value}; write {tuple(names[i] for i in sorted(indices))}."
+            )
+        for index in indices:
+            if states[index] != REPLICATED:
+                raise ValueError(
+                    f"A mesh axis may split one dim only, but {names[index]!r} appears "
+                    f"twice in {value}."
+                )
+            states[index] = dim
+    return tuple(states)
+
+
+def format_spec(spec: Spec, rank: int, names: Sequence[str]) -> str:
+    """One short line: `[data, model+pipe, -]`, and `sum(model)` for pending axes."""
+    dims = []
+    for dim in range(rank):
+        axes = axes_of_dim(spec, dim)
+        dims.append("+".join(names[axis] for axis in axes) or "-")
+    pending = [
+        f"{_STATE_WORDS[state]}({names[axis]})"
+        for axis, state in enumerate(spec)
+        if state < REPLICATED
+    ]
+    return " ".join([f"[{', '.join(dims)}]", *pending])

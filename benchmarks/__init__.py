@@ -1,0 +1,1 @@
+"""Models and programs that measure autopar; nothing in `autopar` imports them."""

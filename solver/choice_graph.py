@@ -1,0 +1,212 @@
+"""The problem: pick one choice per node at least total cost, within a memory budget.
+
+    minimise    constant + sum_v costs_v[x_v] + sum_e costs_e[a_e(x_first), b_e(x_second)]
+    subject to  sum_{v in live} bytes_v[x_v] <= budget          for every live set
+
+`a_e` and `b_e` are the edge's classes: choices that need the same thing from the other
+end of an edge share a class, so an edge's matrix is as small as what it distinguishes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, isfinite
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One decision.
+
+    `costs` [k] is at least 0, and inf where a choice is forbidden; `bytes` [k] is the
+    memory each choice holds while the node is live.
+    """
+
+    name: str
+    costs: np.ndarray
+    bytes: np.ndarray
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.costs.size} choices"
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """A cost between two nodes, given on classes of their choices.
+
+    `first_class` [k_first] and `second_class` [k_second] are the class of each choice;
+    `costs` [first classes, second classes] may hold inf for a forbidden pair. Edges
+    that repeat should share their arrays: the solver works once per distinct array.
+    """
+
+    first: int
+    second: int
+    first_class: np.ndarray
+    second_class: np.ndarray
+    costs: np.ndarray
+
+    def __str__(self) -> str:
+        rows, columns = self.costs.shape
+        return f"{self.first} -- {self.second}: {rows} x {columns} classes"
+
+
+@dataclass(frozen=True, eq=False)
+class ChoiceGraph:
+    """Nodes, pairwise costs (parallel edges add up), live sets and a budget."""
+
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    live_sets: tuple[tuple[int, ...], ...] = ()
+    budget: float | None = None
+    constant: float = 0.0
+
+    def cost(self, choices: Sequence[int]) -> float:
+        """The total cost of one choice per node; inf where something is forbidden."""
+        total = self.constant
+        for node, choice in zip(self.nodes, choices, strict=True):
+            total += node.costs[choice]
+        for edge in self.edges:
+            row = edge.first_class[choices[edge.first]]
+            column = edge.second_class[choices[edge.second]]
+            total += edge.costs[row, column]
+        return float(total)
+
+    def used_bytes(self, choices: Sequence[int]) -> np.ndarray:
+        """[live sets] the bytes of the choices live together."""
+        held = [node.bytes[c] for node, c in zip(self.nodes, choices, strict=True)]
+        return self.sum_live(np.array(held, np.float64))
+
+    def peak_bytes(self, choices: Sequence[int]) -> float:
+        """The largest sum of bytes over the live sets (0 without live sets)."""
+        return float(self.used_bytes(choices).max(initial=0.0))
+
+    def sum_live(self, values: np.ndarray) -> np.ndarray:
+        """[live sets] the sum over each live set of one value per node."""
+        flat, ends = self._live_index
+        sums = np.concatenate([[0.0], np.cumsum(values[flat])])
+        return np.diff(sums[ends])
+
+    @cached_property
+    def _live_index(self) -> tuple[np.ndarray, np.ndarray]:
+        flat = [node for live in self.live_sets for node in live]
+        ends = np.cumsum([0, *map(len, self.live_sets)])
+        return np.array(flat, np.intp), ends
+
+    def is_within_budget(self, choices: Sequence[int]) -> bool:
+        """Whether every live set fits, up to rounding."""
+        return self.budget is None or self.peak_bytes(choices) <= allowed(self.budget)
+
+    def verify(self) -> None:
+        """Raise ValueError at the first thing that breaks the format."""
+        for index, node in enumerate(self.nodes):
+            _verify_node(index, node)
+        for index, edge in enumerate(self.edges):
+            self._verify_edge(index, edge)
+        for index, live in enumerate(self.live_sets):
+            if len(set(live)) != len(live):
+                _fail(f"live set {index} must name each node once", live, "a set of it")
+            if live and not 0 <= min(live) <= max(live) < len(self.nodes):
+                _fail(f"live set {index} must name nodes of the graph", live, "indices")
+        if self.budget is not None and not self.budget >= 0:
+            _fail("`budget` must be at least 0", self.budget, "None for no budget")
+        if not isfinite(self.constant):
+            _fail("`constant` must be finite", self.constant, "0.0 for none")
+
+    def _verify_edge(self, index: int, edge: Edge) -> None:
+        what = f"edge {index} ({edge.first} -- {edge.second})"
+        ends = (edge.first, edge.second)
+        if edge.first == edge.second or not all(0 <= v < len(self.nodes) for v in ends):
+            _fail(f"{what} must join two nodes of the graph", ends, "node costs")
+        if edge.costs.ndim != 2 or not (edge.costs >= 0).all():
+            _fail(f"{what}: costs must be a matrix >= 0", edge.costs, "inf to forbid")
+        sides = ((edge.first, edge.first_class), (edge.second, edge.second_class))
+        for (node, classes), count in zip(sides, edge.costs.shape, strict=True):
+            if classes.shape != self.nodes[node].costs.shape:
+                size = self.nodes[node].costs.size
+                _fail(f"{what} must class {size} choices", classes.shape, "one each")
+            if classes.dtype.kind not in "iu":
+                _fail(f"{what}: classes must be integers", classes.dtype, "np.intp")
+            if classes.size and not 0 <= classes.min() <= classes.max() < count:
+                _fail(f"{what}: classes must be below {count}", classes, "a larger one")
+
+    def __str__(self) -> str:
+        sizes = [node.costs.size for node in self.nodes]
+        lines = [
+            f"ChoiceGraph: {len(sizes)} nodes, {sum(sizes)} choices, "
+            f"{len(self.edges)} edges, {len(self.live_sets)} live sets",
+            f"budget {'none' if self.budget is None else f'{self.budget:.6g}'}, "
+            f"constant {self.constant:.6g}",
+        ]
+        lines += [f"  {index} {node}" for index, node in enumerate(self.nodes[:12])]
+        lines += [f"  {edge}" for edge in self.edges[:12]]
+        hidden = max(len(sizes) - 12, 0) + max(len(self.edges) - 12, 0)
+        return "\n".join(lines + ([f"  ... {hidden} more"] if hidden else []))
+
+
+class Infeasible(ValueError):
+    """No assignment exists, or none within the budget.
+
+    `least_budget` is the least budget known to do (inf when no assignment exists at any
+    budget), `least_budget_bound` a lower bound on what any assignment needs.
+    """
+
+    def __init__(
+        self, message: str, least_budget: float = inf, least_budget_bound: float = inf
+    ) -> None:
+        super().__init__(message)
+        self.least_budget = least_budget
+        self.least_budget_bound = least_budget_bound
+
+
+def allowed(budget: float) -> float:
+    """The budget with room for the rounding of a sum."""
+    return budget * (1 + 1e-9) + 1e-9
+
+
+def shared_copy(
+    producer: int,
+    readers: Sequence[tuple[int, np.ndarray]],
+    build_costs: np.ndarray,
+    producer_class: np.ndarray,
+    copy: int,
+) -> tuple[Edge, ...]:
+    """The edges of a value that is built once from `producer` and read by many.
+
+    The copy itself is the node `copy` with two choices, absent (0) and present (1),
+    whose bytes are 0 and the size of the value.
+
+    Args:
+        producer: node the value is built from.
+        readers: (node, needs [k] bool): the choices of a reader that need the copy.
+        build_costs: [producer classes], the cost of building it from each class.
+        producer_class: [k of the producer], the class of each of its choices.
+        copy: index of the two-choice node.
+    """
+    both = np.arange(2)
+    build = np.stack([np.zeros_like(build_costs), build_costs], axis=1)
+    needs_present = np.array([[0.0, 0.0], [inf, 0.0]])
+    made = Edge(producer, copy, producer_class, both, build)
+    return (
+        made,
+        *(
+            Edge(reader, copy, needs.astype(np.intp), both, needs_present)
+            for reader, needs in readers
+        ),
+    )
+
+
+def _verify_node(index: int, node: Node) -> None:
+    what = f"node {index} ({node.name})"
+    if node.costs.ndim != 1 or not node.costs.size:
+        _fail(f"{what} must have at least one choice", node.costs.shape, "a cost each")
+    if not (node.costs >= 0).all():
+        _fail(f"{what}: costs must be at least 0", node.costs.min(), "inf to forbid")
+    if node.bytes.shape != node.costs.shape:
+        _fail(f"{what} must have bytes for each choice", node.bytes.shape, "zeros")
+    if not ((node.bytes >= 0) & np.isfinite(node.bytes)).all():
+        _fail(f"{what}: bytes must be finite and >= 0", node.bytes, "zeros for none")
+
+
+def _fail(rule: str, value: object, remedy: str) -> None:
+    raise ValueError(f"{rule}, but got {value}; use {remedy}.")

@@ -1,0 +1,229 @@
+"""What reduction and messages leave over, as an integer linear program.
+
+Variables: x[v, c] in {0, 1} for choice c of node v; y[e, a, b] in [0, 1] for a pair of
+classes of edge e, absent where the pair is forbidden.
+
+    minimise    sum costs_v[c] x[v, c] + sum costs_e[a, b] y[e, a, b]   (_objective)
+    subject to  sum_c x[v, c] = 1                                       (_add_choice)
+                sum_b y[e, a, b] = sum_{c in a} x[first, c]             (_add_pairs)
+                sum_a y[e, a, b] = sum_{c in b} x[second, c]            (_add_pairs)
+                sum_{v in live} bytes_v[c] x[v, c] <= budget            (_add_memory)
+
+Memory rows are added lazily: only those that a solution without them breaks. PuLP
+builds the program and HiGHS solves it, starting from the plan we hold.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import pulp
+
+from .choice_graph import ChoiceGraph, allowed
+
+MOST_PAIRS = 200_000
+MOST_ROWS_AT_ONCE = 8
+COST_SCALE, BYTES_SCALE = 1e4, 1e3
+
+
+@dataclass(frozen=True)
+class IlpResult:
+    """`bound` is below every assignment within budget, inf when there is none.
+
+    `choices` is a plan within budget, or None if the time was up before one was found.
+    """
+
+    bound: float
+    choices: tuple[int, ...] | None
+    num_rows: int
+
+    def __str__(self) -> str:
+        return f"IlpResult: bound {self.bound:.6g}, {self.num_rows} memory rows"
+
+
+def is_small_enough(graph: ChoiceGraph) -> bool:
+    """Whether the program would be of a size worth building."""
+    return sum(edge.costs.size for edge in graph.edges) <= MOST_PAIRS
+
+
+def solve_ilp(
+    graph: ChoiceGraph,
+    *,
+    gap: float = 1e-4,
+    time_limit_seconds: float = 60.0,
+    initial: Sequence[int] | None = None,
+) -> IlpResult:
+    """Solves a graph to a relative gap, or as far as the time goes.
+
+    Args:
+        graph: the graph; its live sets and budget are kept if it has any.
+        gap: wanted (cost - bound) / cost.
+        time_limit_seconds: for all solves, with the rows added between them.
+        initial: a plan within budget to start from.
+    """
+    return _Program(graph, initial).run(gap, time_limit_seconds)
+
+
+class _WarmHiGHS(pulp.HiGHS):
+    """HiGHS through PuLP, given a starting point (PuLP 3 passes none on)."""
+
+    start: dict[str, float] | None = None
+
+    def callSolver(self, lp: Any) -> None:
+        if self.start is not None:
+            names = [variable.name for variable in lp.variables()]
+            known = [i for i, name in enumerate(names) if name in self.start]
+            values = [self.start[names[i]] for i in known]
+            lp.solverModel.setSolution(
+                len(known), np.array(known, np.int32), np.array(values, np.float64)
+            )
+        lp.solverModel.run()
+
+
+class _Program:
+    def __init__(self, graph: ChoiceGraph, initial: Sequence[int] | None) -> None:
+        self.graph = graph
+        self.initial = None if initial is None else tuple(initial)
+        self.scale = COST_SCALE / self._size_of_costs()
+        self.problem = pulp.LpProblem("assignment", pulp.LpMinimize)
+        self.x = [self._add_choice(v) for v in range(len(graph.nodes))]
+        self.y = [self._add_pairs(e) for e in range(len(graph.edges))]
+        self.problem.setObjective(self._objective())
+        self.rows: set[int] = set()
+
+    def run(self, gap: float, time_limit_seconds: float) -> IlpResult:
+        deadline = perf_counter() + time_limit_seconds
+        best, bound = self.initial, -inf
+        best_cost = inf if best is None else self.graph.cost(best)
+        while (left := deadline - perf_counter()) > 0:
+            target = gap * abs(best_cost) if best_cost < inf else 0.0
+            status, found_bound = self._solve(best, target / 2, gap / 2, left)
+            if status == "infeasible":
+                return IlpResult(inf, None, len(self.rows))
+            bound = max(bound, found_bound)
+            found = self._found_choices()
+            broken = [] if found is None else self._broken_live_sets(found)
+            if found is not None and not broken:
+                cost = self.graph.cost(found)
+                if cost < best_cost:
+                    best, best_cost = found, cost
+            if not set(broken) - self.rows:
+                break
+            for live in broken:
+                self._add_memory(live)
+        return IlpResult(min(bound, best_cost), best, len(self.rows))
+
+    def _solve(
+        self, start: tuple[int, ...] | None, gap_abs: float, gap: float, seconds: float
+    ) -> tuple[str, float]:
+        solver = _WarmHiGHS(
+            msg=False,
+            timeLimit=seconds,
+            gapAbs=gap_abs * self.scale,
+            gapRel=gap if gap_abs == 0 else 0.0,
+            mip_feasibility_tolerance=1e-9,
+            primal_feasibility_tolerance=1e-9,
+        )
+        if start is not None:
+            solver.start = {
+                variable.name: float(choice == start[v])
+                for v, node in enumerate(self.x)
+                for choice, variable in enumerate(node)
+            }
+        self.problem.solve(solver)
+        if self.problem.status == pulp.LpStatusInfeasible:
+            return "infeasible", inf
+        info = self.problem.solverModel.getInfo()
+        # HiGHS solves its linear programs to 1e-7 a variable.
+        scaled = info.mip_dual_bound - 1e-8 * COST_SCALE
+        return "open", scaled / self.scale + self.graph.constant
+
+    def _size_of_costs(self) -> float:
+        if self.initial is not None:
+            size = self.graph.cost(self.initial) - self.graph.constant
+        else:
+            size = sum(
+                float(np.mean(node.costs[np.isfinite(node.costs)]))
+                for node in self.graph.nodes
+            )
+        return max(size, 1e-9 * abs(self.graph.constant), 1e-250)
+
+    def _add_choice(self, node: int) -> list[pulp.LpVariable]:
+        costs = self.graph.nodes[node].costs
+        usable = np.isfinite(costs)
+        variables = [
+            pulp.LpVariable(f"x_{node}_{choice}", 0, int(is_usable), pulp.LpInteger)
+            for choice, is_usable in enumerate(usable)
+        ]
+        self.problem += pulp.lpSum(variables) == 1
+        return variables
+
+    def _add_pairs(self, index: int) -> dict[tuple[int, int], pulp.LpVariable]:
+        edge = self.graph.edges[index]
+        pairs = {
+            (int(a), int(b)): pulp.LpVariable(f"y_{index}_{a}_{b}", 0, 1)
+            for a, b in np.argwhere(np.isfinite(edge.costs))
+        }
+        by_row = [[] for _ in range(edge.costs.shape[0])]
+        by_column = [[] for _ in range(edge.costs.shape[1])]
+        for (a, b), variable in pairs.items():
+            by_row[a].append(variable)
+            by_column[b].append(variable)
+        sides = (
+            (by_row, edge.first, edge.first_class),
+            (by_column, edge.second, edge.second_class),
+        )
+        for sums, node, classes in sides:
+            for number, variables in enumerate(sums):
+                chosen = [self.x[node][c] for c in np.flatnonzero(classes == number)]
+                self.problem += pulp.lpSum(variables) == pulp.lpSum(chosen)
+        return pairs
+
+    def _objective(self) -> pulp.LpAffineExpression:
+        terms = [
+            (variable, cost * self.scale)
+            for node, variables in zip(self.graph.nodes, self.x, strict=True)
+            for variable, cost in zip(variables, node.costs.tolist(), strict=True)
+            if 0 < cost < inf
+        ]
+        for edge, pairs in zip(self.graph.edges, self.y, strict=True):
+            terms += [
+                (variable, float(edge.costs[pair]) * self.scale)
+                for pair, variable in pairs.items()
+                if edge.costs[pair]
+            ]
+        return pulp.LpAffineExpression(terms)
+
+    def _add_memory(self, live: int) -> None:
+        assert self.graph.budget is not None, "memory rows come from a budget"
+        self.rows.add(live)
+        limit = allowed(self.graph.budget)
+        terms = [
+            (variable, held * BYTES_SCALE / limit)
+            for v in self.graph.live_sets[live]
+            for variable, held in zip(
+                self.x[v], self.graph.nodes[v].bytes.tolist(), strict=True
+            )
+            if held
+        ]
+        self.problem += pulp.LpAffineExpression(terms) <= BYTES_SCALE
+
+    def _broken_live_sets(self, choices: Sequence[int]) -> list[int]:
+        if self.graph.budget is None:
+            return []
+        used = self.graph.used_bytes(choices)
+        broken = np.flatnonzero(used > allowed(self.graph.budget))
+        worst = broken[np.argsort(-used[broken], kind="stable")]
+        return [int(live) for live in worst[:MOST_ROWS_AT_ONCE]]
+
+    def _found_choices(self) -> tuple[int, ...] | None:
+        values = [[variable.varValue for variable in node] for node in self.x]
+        if any(value is None for node in values for value in node):
+            return None
+        if any(abs(sum(node) - 1) > 1e-4 or max(node) < 0.99 for node in values):
+            return None
+        choices = tuple(int(np.argmax(node)) for node in values)
+        return choices if self.graph.cost(choices) < inf else None

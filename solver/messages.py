@@ -1,0 +1,250 @@
+"""A lower bound and plans by sequential tree-reweighted message passing (TRW-S).
+
+After Kolmogorov, "Convergent tree-reweighted message passing for energy minimization"
+(PAMI 2006). A message M_e per direction of an edge e = (i, j), on the classes of the
+node it enters, reparametrises the cost without changing it:
+
+    node i:  f_i(x) = costs_i(x) + sum_e M_e(class of x)       (messages into i)
+    edge e:  costs_e(a, b) - M_e(b) - M_e'(a)
+
+Nodes are swept in order and in reverse. At node i, with w_i = 1 / max(edges to earlier
+nodes, edges to later nodes), the message ahead along e is
+M_e(b) = min_a (min_{x in a} w_i f_i(x) - M_e'(a) + costs_e(a, b)), and every minimum
+subtracted on the way back adds to the bound (`_sweep`). Plans are rounded while
+sweeping: a node takes the best choice given its earlier neighbours' choices and the
+messages of its later ones (`_round`). The bound holds whatever finite number stands for
+inf, because that only makes the problem easier.
+"""
+
+from dataclasses import dataclass, field
+from math import inf
+from time import perf_counter
+
+import numpy as np
+
+from .choice_graph import ChoiceGraph
+from .descent import Descent
+
+
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """What message passing found.
+
+    `bound` is below every assignment's cost; `choices` is the best plan seen (None when
+    none was feasible); `marginals[v]` [k] is a lower bound on the cost of the
+    assignments that make each choice of node v.
+    """
+
+    bound: float
+    choices: tuple[int, ...] | None
+    cost: float
+    marginals: tuple[np.ndarray, ...] = field(repr=False)
+    num_rounds: int
+
+    def __str__(self) -> str:
+        return (
+            f"Messages: bound {self.bound:.6g}, cost {self.cost:.6g}, "
+            f"{self.num_rounds} rounds"
+        )
+
+
+@dataclass(eq=False)
+class _Half:
+    """An edge seen from one end: `matrix` [classes here, classes there].
+
+    `order` and `starts` sort the choices here by class (None when each choice is its
+    own class, in order); `incoming` is the message from there.
+    """
+
+    other: int
+    classes: np.ndarray
+    matrix: np.ndarray
+    order: np.ndarray | None
+    starts: np.ndarray | None
+    incoming: np.ndarray
+    mirror: "_Half" = field(init=False, repr=False)
+
+    def least_by_class(self, values: np.ndarray) -> np.ndarray:
+        if self.order is None:
+            return values
+        return np.minimum.reduceat(values[self.order], self.starts)
+
+    def add_incoming(self, values: np.ndarray) -> None:
+        if self.order is None:
+            values += self.incoming
+        else:
+            values += self.incoming[self.classes]
+
+
+def pass_messages(
+    graph: ChoiceGraph,
+    *,
+    gap: float = 1e-4,
+    cost: float = inf,
+    max_rounds: int = 200,
+    time_limit_seconds: float = 30.0,
+) -> Messages:
+    """Sweeps until the gap is closed, the bound stalls, or a limit is reached.
+
+    Args:
+        graph: its budget is not looked at.
+        gap: relative distance of bound to cost at which to stop.
+        cost: the cost of a plan already known (inf for none).
+        max_rounds: most sweeps there and back.
+        time_limit_seconds: most time.
+    """
+    return _Passing(graph, cost).run(gap, max_rounds, time_limit_seconds)
+
+
+class _Passing:
+    def __init__(self, graph: ChoiceGraph, cost: float) -> None:
+        self.graph = graph
+        self.descent = Descent(graph)
+        self.ceiling = _ceiling(graph, cost)
+        self.costs = [np.minimum(node.costs, self.ceiling) for node in graph.nodes]
+        self.earlier, self.later = _halves(graph, self.ceiling)
+        self.weights = [
+            1.0 / max(len(before), len(after), 1)
+            for before, after in zip(self.earlier, self.later, strict=True)
+        ]
+        self.best: tuple[int, ...] | None = None
+        self.best_cost = cost
+        self.bound = -inf
+        self.marginals = [np.full(costs.size, -inf) for costs in self.costs]
+
+    def run(self, gap: float, max_rounds: int, time_limit_seconds: float) -> Messages:
+        start, num_rounds, checkpoint = perf_counter(), 0, -inf
+        while num_rounds < max_rounds:
+            is_rounding = num_rounds < 4 or num_rounds % 4 == 3
+            self._sweep_forward(is_rounding)
+            self._sweep_backward()
+            num_rounds += 1
+            distance = self.best_cost - self.bound
+            if distance <= gap * abs(self.best_cost):
+                break
+            if perf_counter() - start > time_limit_seconds:
+                break
+            if num_rounds % 10 == 0:
+                if self.bound - checkpoint < 0.02 * min(distance, abs(self.bound)):
+                    break
+                checkpoint = self.bound
+        return Messages(
+            self.bound, self.best, self.best_cost, tuple(self.marginals), num_rounds
+        )
+
+    def _sweep_forward(self, is_rounding: bool) -> None:
+        choices = [0] * len(self.costs)
+        for node in range(len(self.costs)):
+            if is_rounding:
+                choices[node] = self._round(node, choices)
+            self._send(node, self.earlier[node], self.later[node])
+        if is_rounding:
+            self._offer(choices)
+
+    def _sweep_backward(self) -> None:
+        bound = self.graph.constant
+        for node in reversed(range(len(self.costs))):
+            bound += self._send(node, self.later[node], self.earlier[node])
+        self.bound = max(self.bound, bound)
+
+    def _send(self, node: int, behind: list[_Half], ahead: list[_Half]) -> float:
+        """Updates the messages ahead; returns what the bound gains on the way back."""
+        values = self.costs[node].copy()
+        for half in behind:
+            half.add_incoming(values)
+        for half in ahead:
+            half.add_incoming(values)
+        gained = values.min()
+        values -= gained
+        if self.bound > -inf:
+            np.maximum(
+                self.marginals[node], values + self.bound, out=self.marginals[node]
+            )
+        values *= self.weights[node]
+        for half in ahead:
+            least = half.least_by_class(values) - half.incoming
+            message = (half.matrix + least[:, None]).min(axis=0)
+            lowest = message.min()
+            message -= lowest
+            half.mirror.incoming = message
+            gained += lowest
+        return float(gained)
+
+    def _round(self, node: int, choices: list[int]) -> int:
+        values = self.costs[node].copy()
+        for half in self.earlier[node]:
+            there = half.mirror.classes[choices[half.other]]
+            values += half.mirror.matrix[there][half.classes]
+        for half in self.later[node]:
+            half.add_incoming(values)
+        return int(values.argmin())
+
+    def _offer(self, choices: list[int]) -> None:
+        improved = self.descent.improve(choices)
+        cost = self.graph.cost(improved)
+        if cost < self.best_cost:
+            self.best, self.best_cost = tuple(improved), cost
+
+
+def _ceiling(graph: ChoiceGraph, cost: float) -> float:
+    """A finite number that no entry of a plan worth having exceeds."""
+    if cost < inf:
+        return max(cost - graph.constant, 0.0)
+    matrices = {id(edge.costs): edge.costs for edge in graph.edges}
+    largest = {key: _largest(matrix) for key, matrix in matrices.items()}
+    return (
+        sum(_largest(node.costs) for node in graph.nodes)
+        + sum(largest[id(edge.costs)] for edge in graph.edges)
+        + 1e-300
+    )
+
+
+def _largest(costs: np.ndarray) -> float:
+    return float(np.max(costs, where=np.isfinite(costs), initial=0.0))
+
+
+def _halves(
+    graph: ChoiceGraph, ceiling: float
+) -> tuple[list[list[_Half]], list[list[_Half]]]:
+    """Per node, its edges to earlier and to later nodes."""
+    earlier: list[list[_Half]] = [[] for _ in graph.nodes]
+    later: list[list[_Half]] = [[] for _ in graph.nodes]
+    sorted_by_id: dict[int, tuple[np.ndarray | None, np.ndarray | None]] = {}
+    matrix_by_id: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    for edge in graph.edges:
+        if id(edge.costs) not in matrix_by_id:
+            matrix = np.minimum(edge.costs, ceiling)
+            matrix_by_id[id(edge.costs)] = matrix, np.ascontiguousarray(matrix.T)
+        matrix, transposed = matrix_by_id[id(edge.costs)]
+        sides = (
+            (edge.second, edge.first_class, matrix),
+            (edge.first, edge.second_class, transposed),
+        )
+        halves = []
+        for other, classes, costs in sides:
+            if id(classes) not in sorted_by_id:
+                sorted_by_id[id(classes)] = _sort_by_class(classes, len(costs))
+            order, starts = sorted_by_id[id(classes)]
+            incoming = np.zeros(len(costs))
+            halves.append(_Half(other, classes, costs, order, starts, incoming))
+        here, there = halves
+        here.mirror, there.mirror = there, here
+        is_forward = edge.first < edge.second
+        (later if is_forward else earlier)[edge.first].append(here)
+        (earlier if is_forward else later)[edge.second].append(there)
+    return earlier, later
+
+
+def _sort_by_class(
+    classes: np.ndarray, count: int
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    if classes.size == count and (classes == np.arange(count)).all():
+        return None, None
+    order = np.argsort(classes, kind="stable")
+    used, starts = np.unique(classes[order], return_index=True)
+    if used.size != count:
+        raise ValueError(
+            f"every class of an edge must have a choice for messages, but {used.size} "
+            f"of {count} have; use reduce() first."
+        )
+    return order, starts

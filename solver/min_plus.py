@@ -1,0 +1,174 @@
+"""Kernels on class matrices: pure functions of arrays, in min-plus algebra.
+
+Notation: `costs` [k] of a node, `classes` [k] in [0, R), `matrix` [R, S] of an edge seen
+from the node; inf is forbidden. Two values closer than QUANTUM times the largest finite
+entry count as equal, and the error that this makes is returned as `deviation`.
+"""
+
+from math import inf
+
+import numpy as np
+
+QUANTUM = 1e-13
+
+
+def add(costs: np.ndarray, class_costs: np.ndarray, classes: np.ndarray) -> np.ndarray:
+    """Costs of a node after costs on its classes moved into it."""
+    return costs + class_costs[classes]
+
+
+def transpose(matrix: np.ndarray) -> np.ndarray:
+    """The matrix seen from the other end."""
+    return np.ascontiguousarray(matrix.T)
+
+
+def take(array: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """The kept entries."""
+    return array[kept]
+
+
+def normalise(
+    matrix: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
+    """Moves row and column minima out of a matrix and merges equal rows and columns.
+
+    Returns (row class [R], column class [S], smaller matrix, row costs [R], column
+    costs [S], deviation). Row costs are inf where a whole row is forbidden.
+    """
+    row_costs = matrix.min(axis=1)
+    rest = matrix - np.where(row_costs < inf, row_costs, 0.0)[:, None]
+    rest[row_costs == inf] = 0.0
+    column_costs = rest.min(axis=0)
+    rest = rest - np.where(column_costs < inf, column_costs, 0.0)[None, :]
+    rest[:, column_costs == inf] = 0.0
+    finite = np.isfinite(rest)
+    quantum = QUANTUM * max(np.max(matrix, where=np.isfinite(matrix), initial=0), 1e-300)
+    keys = np.where(finite, np.round(np.where(finite, rest, 0.0) / quantum), -1.0)
+    rows, row_class = _distinct(keys)
+    columns, column_class = _distinct(np.ascontiguousarray(keys[rows].T))
+    small = rest[rows][:, columns]
+    merged = small[row_class][:, column_class]
+    difference = np.abs(np.subtract(rest, merged, where=finite, out=np.zeros_like(rest)))
+    return row_class, column_class, small, row_costs, column_costs, difference.max()
+
+
+def restrict(
+    classes: np.ndarray, matrix: np.ndarray, kept: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Classes and matrix of an edge after the node kept only some choices."""
+    used, renamed = np.unique(classes[kept], return_inverse=True)
+    return renamed.astype(np.intp), matrix if used.size == len(matrix) else matrix[used]
+
+
+def merge_parallel(
+    classes: np.ndarray,
+    other_classes: np.ndarray,
+    matrix: np.ndarray,
+    classes2: np.ndarray,
+    other_classes2: np.ndarray,
+    matrix2: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Two edges between the same nodes as one (classes, other classes, matrix)."""
+    pairs, merged = np.unique(classes * len(matrix2) + classes2, return_inverse=True)
+    width = matrix2.shape[1]
+    other_pairs, other_merged = np.unique(
+        other_classes * width + other_classes2, return_inverse=True
+    )
+    rows, rows2 = np.divmod(pairs, len(matrix2))
+    columns, columns2 = np.divmod(other_pairs, width)
+    total = matrix[rows][:, columns] + matrix2[rows2][:, columns2]
+    return merged.astype(np.intp), other_merged.astype(np.intp), total
+
+
+def replacement_costs(matrix: np.ndarray) -> np.ndarray:
+    """[R, R]: the most it can cost, over columns, to use row b in place of row a.
+
+    Columns that row a forbids do not count: there it could not have been used.
+    """
+    result = np.empty((len(matrix), len(matrix)))
+    for row, entries in enumerate(matrix):
+        usable = np.isfinite(entries)
+        difference = matrix[:, usable] - entries[usable]
+        result[row] = difference.max(axis=1, initial=-inf)
+    return result
+
+
+def undominated(
+    costs: np.ndarray, held: np.ndarray | None, *edges: np.ndarray
+) -> tuple[np.ndarray, float, np.ndarray]:
+    """Choices of a node to keep, the most that dropping the rest can lose, and
+    [k, k] the most it can cost to use choice b in place of choice a.
+
+    A choice goes when another one costs no more whatever the neighbours choose
+    (Goldstein's criterion for dead-end elimination, 1994) and holds no more bytes.
+    `edges` are (classes, replacement costs) of each edge of the node, flattened.
+    """
+    replacement = costs[None, :] - costs[:, None]
+    for classes, by_class in zip(edges[::2], edges[1::2], strict=True):
+        replacement = replacement + by_class[classes][:, classes]
+    excess = replacement.copy()
+    if held is not None:
+        excess[held[None, :] > held[:, None]] = inf
+    np.fill_diagonal(excess, inf)
+    tolerance = QUANTUM * np.max(costs)
+    is_alive, lost = np.ones(costs.size, bool), 0.0
+    candidates = np.flatnonzero((excess <= tolerance).any(axis=1))
+    for choice in candidates[np.argsort(-costs[candidates], kind="stable")]:
+        least = np.min(excess[choice], where=is_alive, initial=inf)
+        if least <= tolerance:
+            is_alive[choice] = False
+            lost += max(least, 0.0)
+    return np.flatnonzero(is_alive), lost, replacement
+
+
+def fold_leaf(
+    costs: np.ndarray, classes: np.ndarray, matrix: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """A node with one edge, minimised out.
+
+    Returns (costs [S] by class of the neighbour, best choice [S]).
+    """
+    _, choices = _cheapest(costs, classes)
+    total = matrix + costs[choices][:, None]
+    return total.min(axis=0), choices[total.argmin(axis=0)]
+
+
+def fold_pair(
+    costs: np.ndarray,
+    classes: np.ndarray,
+    matrix: np.ndarray,
+    classes2: np.ndarray,
+    matrix2: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """A node with two edges, minimised out into an edge between its neighbours.
+
+    Returns (matrix [S, S2] on the neighbours' classes, best choice [S, S2]).
+    """
+    pairs, choices = _cheapest(costs, classes * len(matrix2) + classes2)
+    rows, rows2 = np.divmod(pairs, len(matrix2))
+    left = matrix[rows] + costs[choices][:, None]
+    right = matrix2[rows2]
+    best = np.full((matrix.shape[1], matrix2.shape[1]), inf)
+    table = np.zeros(best.shape, np.int32)
+    total = np.empty_like(best)
+    for choice, column, row in zip(choices, left, right, strict=True):
+        np.add(column[:, None], row, out=total)
+        is_better = total < best
+        np.copyto(best, total, where=is_better)
+        np.copyto(table, choice, where=is_better, casting="unsafe")
+    return best, table
+
+
+def _cheapest(costs: np.ndarray, classes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The classes in use and the cheapest choice in each."""
+    order = np.lexsort((costs, classes))
+    used, first = np.unique(classes[order], return_index=True)
+    return used, order[first]
+
+
+def _distinct(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Representative rows in order of appearance, and each row's representative."""
+    found: dict[bytes, int] = {}
+    classes = np.array([found.setdefault(row.tobytes(), len(found)) for row in keys])
+    _, rows = np.unique(classes, return_index=True)
+    return rows, classes

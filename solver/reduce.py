@@ -1,0 +1,285 @@
+"""Exact reduction: a smaller graph with the same optimum, and the way back.
+
+Alternated to a fixpoint, driven by a queue of nodes whose surroundings changed:
+    forbidden choices go (`_drop_forbidden`);
+    dominated and duplicate choices go (`_drop_dominated`);
+    row and column minima of an edge move into its nodes, equal rows and columns merge,
+        an edge with nothing left to say goes (`_put_edge`);
+    nodes with 0, 1 or 2 neighbours are minimised out (`_fold`); under a budget only
+        those whose bytes do not depend on the choice.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+
+from . import min_plus
+from .array_pool import ArrayPool
+from .choice_graph import ChoiceGraph, Edge, Infeasible, Node
+from .unfold import Drop, Fold, Step, unfold_choices, unfold_excess
+
+MOST_FOLD_WORK = 60_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """A reduced graph and the way back to the original.
+
+    `slack` bounds the rounding: the original optimum is at least the reduced one less
+    `slack`. `kept` are the original nodes that are left; nodes of `graph` beyond them
+    hold the bytes of nodes minimised out.
+    """
+
+    graph: ChoiceGraph
+    slack: float
+    kept: tuple[int, ...]
+    num_original: int
+    steps: tuple[Step, ...] = field(repr=False)
+
+    def expand(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """The original assignment of the same cost."""
+        return unfold_choices(self.steps, self.num_original, self.kept, choices)
+
+    def expand_excess(self, excess: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Bounds on the excess of each original choice, from those of what is left."""
+        return unfold_excess(self.steps, self.num_original, self.kept, excess)
+
+    def __str__(self) -> str:
+        return f"Reduced in {len(self.steps)} steps to {self.graph}"
+
+
+def reduce(graph: ChoiceGraph, pool: ArrayPool | None = None) -> Reduced:
+    """Reduces a graph without changing its optimum.
+
+    Args:
+        graph: any valid graph; with a budget, its live sets are kept.
+        pool: shared arrays of earlier reductions of the same graph.
+
+    Raises:
+        Infeasible: some node has no choice left.
+    """
+    return _Reduction(graph, pool or ArrayPool()).run()
+
+
+class _Reduction:
+    """The working state: every array interned, edges stored from both ends.
+
+    `halves[v][u]` is (classes of v, matrix [classes of v, classes of u]).
+    """
+
+    def __init__(self, graph: ChoiceGraph, pool: ArrayPool) -> None:
+        self.graph, self.pool = graph, pool
+        count = len(graph.nodes)
+        self.costs = [pool.adopt(node.costs, np.float64) for node in graph.nodes]
+        self.held: list[np.ndarray | None] = [None] * count
+        if graph.budget is not None:
+            for node in {node for live in graph.live_sets for node in live}:
+                self.held[node] = pool.adopt(graph.nodes[node].bytes, np.float64)
+        self.halves: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [
+            {} for _ in range(count)
+        ]
+        self.constant, self.slack = graph.constant, 0.0
+        self.steps: list[Step] = []
+        self.is_folded = [False] * count
+        self.queue = deque(range(count))
+        self.is_queued = [True] * count
+
+    def run(self) -> Reduced:
+        for edge in self.graph.edges:
+            everything = self.pool.intern(np.arange(edge.first_class.size))
+            everything2 = self.pool.intern(np.arange(edge.second_class.size))
+            adopt = self.pool.adopt
+            classes, matrix = self.pool.call(
+                min_plus.restrict,
+                adopt(edge.first_class, np.intp),
+                adopt(edge.costs, np.float64),
+                everything,
+            )
+            classes2, matrix = self.pool.call(
+                min_plus.restrict,
+                adopt(edge.second_class, np.intp),
+                self.pool.call(min_plus.transpose, matrix),
+                everything2,
+            )
+            matrix = self.pool.call(min_plus.transpose, matrix)
+            self._put_edge(edge.first, edge.second, classes, classes2, matrix)
+        while self.queue:
+            node = self.queue.popleft()
+            self.is_queued[node] = False
+            if not self.is_folded[node]:
+                self._drop_forbidden(node)
+                self._drop_dominated(node)
+                self._fold(node)
+        return self._result()
+
+    def _push(self, node: int) -> None:
+        if not self.is_queued[node]:
+            self.is_queued[node] = True
+            self.queue.append(node)
+
+    def _drop_forbidden(self, node: int) -> None:
+        costs = self.costs[node]
+        usable = np.flatnonzero(costs < inf)
+        if not usable.size:
+            raise Infeasible(
+                f"node {node} ({self.graph.nodes[node].name}) must have a choice that "
+                "is not forbidden, but all are, by its costs or its edges; allow one."
+            )
+        if usable.size < costs.size:
+            self._keep(node, usable, None)
+        least = self.costs[node].min()
+        if least:
+            self.constant += float(least)
+            self.costs[node] = self.pool.intern(self.costs[node] - least)
+
+    def _drop_dominated(self, node: int) -> None:
+        if self.costs[node].size == 1:
+            return
+        call = self.pool.call
+        edges = [
+            (classes, call(min_plus.replacement_costs, matrix))
+            for classes, matrix in self.halves[node].values()
+        ]
+        edges.sort(key=lambda edge: (id(edge[0]), id(edge[1])))
+        flat = [array for edge in edges for array in edge]
+        kept, lost, replacement = call(
+            min_plus.undominated, self.costs[node], self.held[node], *flat
+        )
+        if kept.size < self.costs[node].size:
+            self.slack += lost
+            self._keep(node, kept, replacement)
+
+    def _keep(
+        self, node: int, kept: np.ndarray, replacement: np.ndarray | None
+    ) -> None:
+        call, kept = self.pool.call, self.pool.intern(kept)
+        self.steps.append(Drop(node, kept, self.costs[node].size, replacement))
+        self.costs[node] = call(min_plus.take, self.costs[node], kept)
+        held = self.held[node]
+        if held is not None:
+            self.held[node] = call(min_plus.take, held, kept)
+        for other, (classes, matrix) in list(self.halves[node].items()):
+            classes, smaller = call(min_plus.restrict, classes, matrix, kept)
+            if smaller is matrix:
+                self.halves[node][other] = classes, matrix
+            else:
+                classes2, _ = self.halves[other][node]
+                self._remove_edge(node, other)
+                self._put_edge(node, other, classes, classes2, smaller)
+
+    def _put_edge(
+        self,
+        node: int,
+        other: int,
+        classes: np.ndarray,
+        classes2: np.ndarray,
+        matrix: np.ndarray,
+    ) -> None:
+        """Adds an edge, merged with the one that is there, in normal form."""
+        call = self.pool.call
+        if other in self.halves[node]:
+            present, present_matrix = self.halves[node][other]
+            present2, _ = self.halves[other][node]
+            classes, classes2, matrix = call(
+                min_plus.merge_parallel,
+                *(present, present2, present_matrix, classes, classes2, matrix),
+            )
+            self._remove_edge(node, other)
+        rows, columns, small, row_costs, column_costs, deviation = call(
+            min_plus.normalise, matrix
+        )
+        self.slack += deviation
+        if row_costs.any():
+            self.costs[node] = call(
+                min_plus.add, self.costs[node], row_costs, classes
+            )
+        if column_costs.any():
+            self.costs[other] = call(
+                min_plus.add, self.costs[other], column_costs, classes2
+            )
+        if small.size > 1:
+            self.halves[node][other] = call(min_plus.take, rows, classes), small
+            self.halves[other][node] = (
+                call(min_plus.take, columns, classes2),
+                call(min_plus.transpose, small),
+            )
+        self._push(node)
+        self._push(other)
+
+    def _remove_edge(self, node: int, other: int) -> None:
+        del self.halves[node][other], self.halves[other][node]
+
+    def _fold(self, node: int) -> None:
+        held = self.held[node]
+        if len(self.halves[node]) > 2 or (held is not None and np.ptp(held) > 0):
+            return
+        call, costs = self.pool.call, self.costs[node]
+        around = tuple(
+            (other, *half, self.halves[other][node][0])
+            for other, half in self.halves[node].items()
+        )
+        if not around:
+            table = np.asarray(costs.argmin())
+            self.constant += float(costs.min())
+        elif len(around) == 1:
+            ((other, classes, matrix, classes2),) = around
+            message, table = call(min_plus.fold_leaf, costs, classes, matrix)
+            self._remove_edge(node, other)
+            self.costs[other] = call(
+                min_plus.add, self.costs[other], message, classes2
+            )
+            self._push(other)
+        else:
+            (left, classes, matrix, left_classes) = around[0]
+            (right, classes2, matrix2, right_classes) = around[1]
+            if costs.size * matrix.shape[1] * matrix2.shape[1] > MOST_FOLD_WORK:
+                return
+            folded, table = call(
+                min_plus.fold_pair, costs, classes, matrix, classes2, matrix2
+            )
+            self._remove_edge(node, left)
+            self._remove_edge(node, right)
+            self._put_edge(left, right, left_classes, right_classes, folded)
+        self.steps.append(Fold(node, costs, around, table))
+        self.is_folded[node] = True
+
+    def _result(self) -> Reduced:
+        kept = [v for v in range(len(self.costs)) if not self.is_folded[v]]
+        index_by_node = {node: index for index, node in enumerate(kept)}
+        names = [node.name for node in self.graph.nodes]
+        held_by_node = [
+            np.zeros(costs.size) if held is None else held
+            for costs, held in zip(self.costs, self.held, strict=True)
+        ]
+        nodes = [Node(names[v], self.costs[v], held_by_node[v]) for v in kept]
+        edges = tuple(
+            Edge(
+                *(index_by_node[v], index_by_node[u]),
+                *(classes, self.halves[u][v][0], matrix),
+            )
+            for v in kept
+            for u, (classes, matrix) in self.halves[v].items()
+            if v < u
+        )
+        live_sets = []
+        for number, live in enumerate(self.graph.live_sets):
+            left = [index_by_node[v] for v in live if v in index_by_node]
+            gone = [v for v in live if v not in index_by_node]
+            amount = sum(float(held_by_node[v][0]) for v in gone)
+            if amount:
+                left.append(len(nodes))
+                nodes.append(Node(f"held {number}", np.zeros(1), np.array([amount])))
+            live_sets.append(tuple(left))
+        return Reduced(
+            ChoiceGraph(
+                *(tuple(nodes), edges, tuple(live_sets)),
+                *(self.graph.budget, self.constant),
+            ),
+            self.slack,
+            tuple(kept),
+            len(self.costs),
+            tuple(self.steps),
+        )

@@ -1,0 +1,78 @@
+"""What a solve knows so far: the best plan, the bound, and the time it has left."""
+
+from collections.abc import Sequence
+from math import inf
+from time import perf_counter
+
+from .array_pool import ArrayPool
+from .assignment import Assignment, Phase
+from .choice_graph import ChoiceGraph
+
+
+class Search:
+    """The best plan and bound of one full problem, improved step by step."""
+
+    def __init__(
+        self, graph: ChoiceGraph, gap: float, deadline: float, pool: ArrayPool
+    ) -> None:
+        self.graph, self.gap, self.deadline, self.pool = graph, gap, deadline, pool
+        self.choices: tuple[int, ...] | None = None
+        self.cost, self.bound = inf, -inf
+        self.phases: list[Phase] = []
+        self.closed_by = "open"
+        self._phase_start = perf_counter()
+
+    @property
+    def seconds_left(self) -> float:
+        return self.deadline - perf_counter()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the wanted gap is reached."""
+        return self.cost < inf and self.cost - self.bound <= self.gap * abs(self.cost)
+
+    @property
+    def threshold(self) -> float:
+        """A cost so near the best that plans above it need not be looked at."""
+        return self.cost - self.gap / 2 * abs(self.cost)
+
+    def offer(self, choices: Sequence[int]) -> bool:
+        """Takes a plan of the full problem if it is allowed and the best so far."""
+        cost = self.graph.cost(choices)
+        if cost >= self.cost or not self.graph.is_within_budget(choices):
+            return False
+        self.choices, self.cost = tuple(map(int, choices)), cost
+        return True
+
+    def raise_bound(self, bound: float) -> None:
+        """Takes a lower bound on every plan of the full problem."""
+        self.bound = max(self.bound, bound)
+
+    def finish_phase(self, name: str, left: ChoiceGraph) -> None:
+        """Records what a step left over and the time since the step before."""
+        now = perf_counter()
+        phase = Phase(
+            name,
+            len(left.nodes),
+            sum(node.costs.size for node in left.nodes),
+            len(left.edges),
+            self.bound,
+            self.cost,
+            now - self._phase_start,
+        )
+        self.phases.append(phase)
+        self._phase_start = now
+        if self.is_closed and self.closed_by == "open":
+            self.closed_by = name
+
+    def result(self) -> Assignment:
+        """The assignment found; there must be one."""
+        assert self.choices is not None, "a finished search holds a plan"
+        return Assignment(
+            self.choices,
+            self.cost,
+            min(self.bound, self.cost),
+            self.graph.peak_bytes(self.choices),
+            tuple(self.phases),
+            self.closed_by,
+        )

@@ -1,0 +1,123 @@
+"""The way back from a reduced graph: for choices, and for bounds on each choice.
+
+A reduction leaves a trail of steps, undone in reverse. Undoing one gives a node its
+choice. It also gives a bound on the *excess* of each choice: what every assignment that
+makes it costs beyond the bound of the whole. If x at a node costs d(y) more than the
+best choice there, given choices y of its neighbours, then an assignment with x and y
+costs d(y) more than one that we have a bound for, which is at least the largest excess
+of any y. So excess(x) = min over y of (d(y) + max excess(y)).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+MOST_ENTRIES = 2_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class Drop:
+    """A node kept some of its choices.
+
+    `replacement` [k before, k before] is the most it can cost to use choice b in place
+    of choice a, None if the others were forbidden.
+    """
+
+    node: int
+    kept: np.ndarray
+    num_choices: int
+    replacement: np.ndarray | None
+
+    def undo_choice(self, choices: list[int]) -> None:
+        choices[self.node] = int(self.kept[choices[self.node]])
+
+    def undo_excess(self, excess: list[np.ndarray]) -> None:
+        before = np.full(self.num_choices, inf)
+        if self.replacement is not None:
+            replacement = self.replacement[:, self.kept]
+            is_known = np.isfinite(replacement)
+            after = excess[self.node] - np.where(is_known, replacement, 0.0)
+            before = np.max(after, axis=1, where=is_known, initial=0.0)
+        before[self.kept] = excess[self.node]
+        excess[self.node] = before
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """A node was minimised out.
+
+    `neighbours` are (node, its classes, matrix [classes here, classes there], classes
+    there) of its at most two edges; `table` is the best choice by classes there.
+    """
+
+    node: int
+    costs: np.ndarray
+    neighbours: tuple[tuple[int, np.ndarray, np.ndarray, np.ndarray], ...]
+    table: np.ndarray
+
+    def undo_choice(self, choices: list[int]) -> None:
+        where = tuple(there[choices[node]] for node, _, _, there in self.neighbours)
+        choices[self.node] = int(self.table[where])
+
+    def undo_excess(self, excess: list[np.ndarray]) -> None:
+        floor = np.zeros(self.table.shape)
+        best = self.costs[self.table]
+        for axis, (node, here, matrix, there) in enumerate(self.neighbours):
+            shape = [1] * floor.ndim
+            shape[axis] = -1
+            least = np.full(matrix.shape[1], inf)
+            np.minimum.at(least, there, excess[node])
+            floor = np.maximum(floor, least.reshape(shape))
+            columns = np.arange(matrix.shape[1]).reshape(shape)
+            best = best + matrix[here[self.table], columns]
+        is_possible = np.isfinite(best) & np.isfinite(floor)
+        beyond_best = np.where(is_possible, floor - np.where(is_possible, best, 0), inf)
+        step = max(MOST_ENTRIES // max(floor.size, 1), 1)
+        excess[self.node] = np.concatenate(
+            [
+                self._least_excess(slice(start, start + step), beyond_best)
+                for start in range(0, self.costs.size, step)
+            ]
+        )
+
+    def _least_excess(self, some: slice, beyond_best: np.ndarray) -> np.ndarray:
+        shape = (-1,) + (1,) * beyond_best.ndim
+        total = self.costs[some].reshape(shape) + beyond_best
+        for axis, (_, here, matrix, _) in enumerate(self.neighbours):
+            rows = matrix[here[some]]
+            total = total + np.expand_dims(rows, 2 - axis) if total.ndim > 2 else (
+                total + rows
+            )
+        return np.maximum(total.reshape(len(total), -1).min(axis=1), 0.0)
+
+
+Step = Drop | Fold
+
+
+def unfold_choices(
+    steps: Sequence[Step], num_nodes: int, kept: Sequence[int], choices: Sequence[int]
+) -> tuple[int, ...]:
+    """Choices of the original nodes from those of the nodes `kept`."""
+    full = [0] * num_nodes
+    for node, choice in zip(kept, choices, strict=False):
+        full[node] = int(choice)
+    for step in reversed(steps):
+        step.undo_choice(full)
+    return tuple(full)
+
+
+def unfold_excess(
+    steps: Sequence[Step],
+    num_nodes: int,
+    kept: Sequence[int],
+    excess: Sequence[np.ndarray],
+) -> list[np.ndarray]:
+    """[k] excess of each original node from that of the nodes `kept`."""
+    full = [np.zeros(0)] * num_nodes
+    for node, values in zip(kept, excess, strict=False):
+        full[node] = values
+    for step in reversed(steps):
+        step.undo_excess(full)
+    return full

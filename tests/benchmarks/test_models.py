@@ -1,0 +1,224 @@
+"""Every model of the zoo trains under plain `jax.jit` and traces at full size."""
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.models import Workload, build, gpt, names, vit
+from benchmarks.models.optimizers import optimizer_names
+from benchmarks.models.workload import Model
+
+FAMILIES = ("mlp", "gpt", "bert", "lstm", "vit", "resnet")
+
+# Compiling takes longer than running here, so compile without optimising.
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
+@functools.cache
+def train(name: str, **options: Any) -> tuple[float, float, float]:
+    """Return the losses of three steps on one batch."""
+    workload = build(name, **options)
+    state = workload.init(jax.random.key(0))
+    batch = workload.make_batch(0)
+    step = jax.jit(workload.step, compiler_options=QUICK)
+    state, first = step(state, batch)
+    state, second = step(state, batch)
+    _, third = step(state, batch)
+    return float(first["loss"]), float(second["loss"]), float(third["loss"])
+
+
+def initial_loss(model: Model) -> float:
+    """Return the loss of the initial parameters of key 0 on one batch."""
+    key = jax.random.key(0)
+    params, model_state = model.init(key)
+    loss = jax.jit(model.loss, compiler_options=QUICK)
+    return float(loss(params, model_state, model.make_batch(key), key)[0])
+
+
+def num_parameters(workload: Workload) -> int:
+    state, _ = workload.abstract()
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
+
+
+def test_the_bare_family_names_are_known() -> None:
+    assert set(FAMILIES) <= set(names())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_falls(family: str) -> None:
+    losses = train(family)
+    assert np.all(np.isfinite(losses))
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("optimizer", optimizer_names())
+def test_loss_falls_with_every_optimizer(optimizer: str) -> None:
+    losses = train("mlp", optimizer=optimizer)
+    assert np.all(np.isfinite(losses))
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("mlp", {"bias": False}),
+        (
+            "gpt",
+            {
+                "scan_layers": True,
+                "remat": True,
+                "dropout": 0.1,
+                "masked_loss": True,
+                "compute_dtype": "bfloat16",
+            },
+        ),
+        ("resnet", {"block": "bottleneck", "stem": "imagenet", "max_pool": True}),
+    ],
+    ids=str,
+)
+def test_loss_falls_with_options(family: str, options: dict[str, Any]) -> None:
+    losses = train(family, **options)
+    assert np.all(np.isfinite(losses))
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "other_options"),
+    [
+        ({}, {"scan_layers": True}),
+        ({}, {"remat": True, "loss": "optax"}),
+        ({"dropout": 0.1, "tied": True}, {"scan_layers": True}),
+        ({"fused_qkv": True}, {"fused_form": "stacked"}),
+    ],
+    ids=str,
+)
+def test_forms_of_gpt_are_the_same_function(
+    options: dict[str, Any], other_options: dict[str, Any]
+) -> None:
+    config = replace(gpt.Config.tiny(), **options)
+    model = gpt.make_model(config)
+    other_model = gpt.make_model(replace(config, **other_options))
+    np.testing.assert_allclose(
+        initial_loss(model), initial_loss(other_model), rtol=1e-5
+    )
+
+
+def test_forms_of_vit_are_the_same_function() -> None:
+    config = vit.Config.tiny()
+    conv, reshape = config, replace(config, patches="reshape")
+    np.testing.assert_allclose(
+        initial_loss(vit.make_model(conv)),
+        initial_loss(vit.make_model(reshape)),
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("optimizer", optimizer_names())
+def test_a_step_returns_a_state_like_the_one_it_takes(
+    family: str, optimizer: str
+) -> None:
+    workload = build(family, optimizer=optimizer)
+    state, batch = workload.abstract()
+    next_state, metrics = jax.eval_shape(workload.step, state, batch)
+    assert next_state == state
+    assert metrics["loss"].shape == ()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_initial_parameters_are_float32(family: str) -> None:
+    state, _ = build(family).abstract()
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float64_parameters_stay_float64(family: str) -> None:
+    def widen(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        dtype = jnp.float64 if leaf.dtype == jnp.float32 else leaf.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
+
+    with jax.enable_x64(True):
+        workload = build(family)
+        state, batch = workload.abstract()
+        state = jax.tree.map(widen, state)
+        next_state, metrics = jax.eval_shape(workload.step, state, batch)
+    assert next_state == state
+    assert metrics["loss"].dtype == jnp.float64
+
+
+def test_dropout_draws_anew_at_each_step() -> None:
+    options = {"dropout": 0.5, "num_layers": 1}
+    losses = train("gpt", optimizer="sgd", learning_rate=0.0, **options)
+    assert len(set(losses)) == 3
+
+
+def test_batch_norm_updates_its_running_statistics() -> None:
+    workload = build("resnet")
+    state = workload.init(jax.random.key(0))
+    step = jax.jit(workload.step, compiler_options=QUICK)
+    next_state, _ = step(state, workload.make_batch(0))
+    before, after = state.model_state["stem"], next_state.model_state["stem"]
+    assert not np.allclose(before["mean"], after["mean"])
+
+
+def test_the_gradient_norm_is_a_metric_on_request() -> None:
+    workload = build("mlp", grad_norm=True)
+    _, metrics = jax.eval_shape(workload.step, *workload.abstract())
+    assert sorted(metrics) == ["grad_norm", "loss"]
+
+
+def test_a_batch_depends_on_the_seed_alone() -> None:
+    workload = build("gpt")
+    first, again, other = map(workload.make_batch, (1, 1, 2))
+    assert np.array_equal(first["tokens"], again["tokens"])
+    assert not np.array_equal(first["tokens"], other["tokens"])
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_a_large_step_traces_without_allocating(scan_layers: bool) -> None:
+    workload = build("gpt-125m", scan_layers=scan_layers)
+    jaxpr = jax.make_jaxpr(workload.step)(*workload.abstract())
+    state, _ = workload.abstract()
+    assert len(jaxpr.out_avals) == len(jax.tree.leaves(state)) + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gpt-125m", 0.165e9),
+        ("gpt-39b", 39.5e9),
+        ("bert-large", 0.335e9),
+        ("vit-base", 0.0866e9),
+        ("resnet-18", 0.01169e9),
+        ("resnet-50", 0.02556e9),
+        ("wide-resnet-250m", 0.25e9),
+        ("wide-resnet-13b", 13e9),
+    ],
+)
+def test_realistic_sizes_have_their_published_size(name: str, expected: float) -> None:
+    assert num_parameters(build(name)) == pytest.approx(expected, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("gtp", {}, "did you mean 'gpt'"),
+        ("gpt", {"optimizer": "adamW"}, "did you mean 'adamw'"),
+        ("gpt", {"num_layer": 3}, "did you mean 'num_layers'"),
+        ("gpt", {"num_heads": 7}, "`num_heads` must divide `hidden` 64"),
+    ],
+)
+def test_mistakes_name_the_remedy(
+    name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(name, **options)

@@ -1,0 +1,46 @@
+"""Eight virtual CPU devices, a compile cache and two meshes for every test."""
+
+import os
+from pathlib import Path
+
+NUM_DEVICES = 8
+COMPILE_CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
+
+# All of this is read when jax is first imported, and by subprocesses of the tests.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + f" --xla_force_host_platform_device_count={NUM_DEVICES}"
+)
+# Fewer threads than twice the devices can deadlock when steps overlap.
+os.environ.setdefault("NPROC", str(2 * NUM_DEVICES))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILE_CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+from jax.sharding import AxisType, Mesh  # noqa: E402
+
+# The same examples on every run, unless `make fuzz` asks for many fresh ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile(
+    "fuzz",
+    max_examples=int(os.environ.get("AUTOPAR_FUZZ_EXAMPLES", "100")),
+    deadline=None,
+    print_blob=True,
+)
+settings.load_profile("fuzz" if "AUTOPAR_FUZZ_EXAMPLES" in os.environ else "repeatable")
+
+
+@pytest.fixture
+def mesh_1d() -> Mesh:
+    """All eight devices on one axis, `x`."""
+    return jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+
+@pytest.fixture
+def mesh_2d() -> Mesh:
+    """Eight devices as two rows of four: axes `x` and `y`."""
+    return jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)

@@ -1,0 +1,83 @@
+"""Small random choice graphs, and a long one shaped like a train step."""
+
+from math import inf
+
+import numpy as np
+
+from autopar.solver.choice_graph import ChoiceGraph, Edge, Node, shared_copy
+
+
+def random_graph(
+    seed: int,
+    *,
+    num_nodes: int = 7,
+    most_choices: int = 4,
+    density: float = 0.5,
+    num_copies: int = 1,
+    forbidden: float = 0.1,
+    num_live_sets: int = 0,
+) -> ChoiceGraph:
+    """Integer costs (so ties abound), parallel edges, forbidden entries, copies."""
+    rng = np.random.default_rng(seed)
+    sizes = [int(rng.integers(1, most_choices + 1)) for _ in range(num_nodes)]
+    nodes = [
+        Node(f"n{v}", _holes(rng, rng.integers(0, 9, k), forbidden), _bytes(rng, k))
+        for v, k in enumerate(sizes)
+    ]
+    edges = [
+        _random_edge(rng, first, second, sizes, forbidden)
+        for first in range(num_nodes)
+        for second in range(num_nodes)
+        if first != second and rng.random() < density / 2
+    ]
+    for copy in range(num_nodes, num_nodes + num_copies):
+        nodes.append(Node(f"copy{copy}", np.zeros(2), np.array([0.0, 3.0])))
+        producer, *readers = (int(v) for v in rng.permutation(num_nodes)[:4])
+        edges += shared_copy(
+            producer,
+            [(v, rng.random(sizes[v]) < 0.5) for v in readers],
+            rng.integers(0, 9, sizes[producer]).astype(float),
+            np.arange(sizes[producer]),
+            copy,
+        )
+    live_sets = tuple(
+        tuple(v for v in range(len(nodes)) if rng.random() < 0.6)
+        for _ in range(num_live_sets)
+    )
+    graph = ChoiceGraph(tuple(nodes), tuple(edges), live_sets, None, 2.0)
+    graph.verify()
+    return graph
+
+
+def with_budget(graph: ChoiceGraph, fraction: float) -> ChoiceGraph:
+    """A budget this far between the least and the most that a live set can hold."""
+    least = [min(node.bytes) for node in graph.nodes]
+    most = [max(node.bytes) for node in graph.nodes]
+    low = max((sum(least[v] for v in live) for live in graph.live_sets), default=0)
+    high = max((sum(most[v] for v in live) for live in graph.live_sets), default=0)
+    budget = float(low + fraction * (high - low))
+    return ChoiceGraph(
+        graph.nodes, graph.edges, graph.live_sets, budget, graph.constant
+    )
+
+
+def _random_edge(
+    rng: np.random.Generator, first: int, second: int, sizes: list[int], holes: float
+) -> Edge:
+    rows = int(rng.integers(1, sizes[first] + 1))
+    columns = int(rng.integers(1, sizes[second] + 1))
+    return Edge(
+        first,
+        second,
+        rng.integers(0, rows, sizes[first]),
+        rng.integers(0, columns, sizes[second]),
+        _holes(rng, rng.integers(0, 9, (rows, columns)), holes),
+    )
+
+
+def _holes(rng: np.random.Generator, costs: np.ndarray, share: float) -> np.ndarray:
+    return np.where(rng.random(costs.shape) < share, inf, costs.astype(float))
+
+
+def _bytes(rng: np.random.Generator, size: int) -> np.ndarray:
+    return rng.integers(0, 6, size).astype(float)

@@ -1,0 +1,191 @@
+"""Holds the borders between the folders, and the size and names of files."""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {
+    "autopar": "autopar",
+    "solver": "autopar.solver",
+    "runtime": "autopar.runtime",
+}
+RUNTIME_MAY_IMPORT = ("plan", "programs", "cluster", "errors", "runtime")
+PRIVATE_JAX = ("jaxlib", "jax._", "jax.core", "jax.interpreters")
+JUNK_DRAWERS = {"util", "helper", "common", "manager", "core", "misc"}
+MAX_LINES = 400
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, or one dotted name that starts with `jax`."""
+
+    module: str
+    line: int
+    is_lazy: bool
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One Python file of ours, under the name it is imported by."""
+
+    path: Path
+    module: str
+    tree: ast.Module
+
+    @cached_property
+    def imports(self) -> tuple[Import, ...]:
+        return tuple(self._walk(self.tree, is_lazy=False))
+
+    def _walk(self, node: ast.AST, is_lazy: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+            if isinstance(child, ast.Import | ast.ImportFrom):
+                for module in self._imported(child):
+                    yield Import(module, child.lineno, is_lazy)
+            elif isinstance(child, ast.Attribute):
+                dotted = ast.unparse(child)
+                if re.fullmatch(r"jax\.[\w.]+", dotted):
+                    yield Import(dotted, child.lineno, is_lazy)
+            yield from self._walk(child, is_lazy or is_function or _is_typing(child))
+
+    def _imported(self, node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+            return
+        package = self.module.split(".")
+        if self.path.name != "__init__.py":
+            package = package[:-1]
+        base = package[: len(package) - node.level + 1] if node.level else []
+        prefix = ".".join([*base, *([node.module] if node.module else [])])
+        yield from (f"{prefix}.{alias.name}" for alias in node.names)
+
+
+def _is_typing(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def _source_file(path: Path) -> SourceFile:
+    folder, *inside = path.relative_to(ROOT).with_suffix("").parts
+    names = [PACKAGES.get(folder, folder), *inside]
+    if names[-1] == "__init__":
+        names.pop()
+    return SourceFile(path, ".".join(names), ast.parse(path.read_text()))
+
+
+def _files(*folders: str) -> tuple[SourceFile, ...]:
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return tuple(_source_file(path) for path in paths)
+
+
+OURS = _files(*PACKAGES)
+EVERYTHING = (*OURS, *_files("tests", "benchmarks"))
+
+
+def _is_within(module: str, *packages: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in packages)
+
+
+def _violations(
+    files: tuple[SourceFile, ...], is_forbidden: Callable[[SourceFile, Import], bool]
+) -> list[str]:
+    return [
+        f"{file.path.relative_to(ROOT)}:{found.line} imports {found.module}"
+        for file in files
+        for found in file.imports
+        if is_forbidden(file, found)
+    ]
+
+
+def test_the_solver_knows_neither_jax_nor_us() -> None:
+    def is_forbidden(_: SourceFile, found: Import) -> bool:
+        is_ours = _is_within(found.module, "autopar", "benchmarks", "tests")
+        return _is_within(found.module, "jax", "jaxlib") or (
+            is_ours and not _is_within(found.module, "autopar.solver")
+        )
+
+    assert not _violations(_files("solver"), is_forbidden)
+
+
+def test_the_runtime_reads_only_plans_programs_clusters_and_errors() -> None:
+    allowed = tuple(f"autopar.{name}" for name in RUNTIME_MAY_IMPORT)
+
+    def is_forbidden(_: SourceFile, found: Import) -> bool:
+        is_ours = _is_within(found.module, "autopar", "benchmarks", "tests")
+        return is_ours and not _is_within(found.module, *allowed)
+
+    assert not _violations(_files("runtime"), is_forbidden)
+
+
+def test_only_the_api_imports_the_runtime() -> None:
+    def is_forbidden(file: SourceFile, found: Import) -> bool:
+        return file.module != "autopar.api" and _is_within(
+            found.module, "autopar.runtime"
+        )
+
+    assert not _violations(_files("autopar"), is_forbidden)
+
+
+def test_solver_and_runtime_go_by_their_installed_names() -> None:
+    def is_forbidden(_: SourceFile, found: Import) -> bool:
+        return _is_within(found.module, "solver", "runtime")
+
+    assert not _violations(EVERYTHING, is_forbidden)
+
+
+def test_ray_is_imported_lazily_by_its_own_files_only() -> None:
+    def is_forbidden(file: SourceFile, found: Import) -> bool:
+        is_ray_file = file.module.startswith("autopar.runtime.ray_")
+        return _is_within(found.module, "ray") and not (is_ray_file and found.is_lazy)
+
+    assert not _violations(OURS, is_forbidden)
+
+
+def test_private_jax_is_imported_by_one_file() -> None:
+    def is_forbidden(file: SourceFile, found: Import) -> bool:
+        is_private = _is_within(found.module, *PRIVATE_JAX) or any(
+            part.startswith("_") and not part.startswith("__")
+            for part in found.module.split(".")
+            if _is_within(found.module, "jax")
+        )
+        return is_private and file.module != "autopar.jax_compat"
+
+    assert not _violations(OURS, is_forbidden)
+
+
+def test_no_import_cycle_even_through_lazy_imports() -> None:
+    modules = {file.module for file in OURS}
+    graph = nx.DiGraph()
+    for file in OURS:
+        for found in file.imports:
+            target = found.module
+            if target not in modules:
+                target = target.rpartition(".")[0]
+            if target in modules and target != file.module:
+                graph.add_edge(file.module, target)
+    groups = nx.strongly_connected_components(graph)
+    assert not [group for group in groups if len(group) > 1]
+
+
+@pytest.mark.parametrize("file", EVERYTHING, ids=lambda file: file.module)
+def test_a_file_is_short_well_named_and_hides_no_error(file: SourceFile) -> None:
+    num_lines = len(file.path.read_text().splitlines())
+    assert num_lines <= MAX_LINES, f"{num_lines} lines: split it by its nouns"
+
+    words = {word.rstrip("s") for word in file.path.stem.split("_")}
+    assert not words & JUNK_DRAWERS, "a function lives with its noun"
+
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.ExceptHandler):
+            catches_all = node.type is None or ast.unparse(node.type) in (
+                "Exception",
+                "BaseException",
+            )
+            is_silent = all(isinstance(step, ast.Pass) for step in node.body)
+            assert not (catches_all and is_silent), f"line {node.lineno} hides errors"
