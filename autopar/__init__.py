@@ -6,3 +6,15 @@ import os as _os
 # beside it, so there the parent folder is searched for them too.
 if not _os.path.isdir(_os.path.join(_os.path.dirname(__file__), "solver")):
     __path__.append(_os.path.dirname(_os.path.dirname(_os.path.abspath(__file__))))
+
+from .api import ParallelFunction as ParallelFunction
+from .api import parallelize as parallelize
+from .cluster import Cluster as Cluster
+from .errors import AuditError as AuditError
+from .errors import AutoparError as AutoparError
+from .errors import FallbackWarning as FallbackWarning
+from .errors import InfeasiblePlanError as InfeasiblePlanError
+from .methods import Auto as Auto
+from .methods import PipelineParallel as PipelineParallel
+from .methods import ShardParallel as ShardParallel
+from .parallel_plan import Plan as Plan

@@ -17,8 +17,8 @@ from .graph import (
     Constant,
     GraphInput,
     Operand,
-    OpGraph,
     Operator,
+    OpGraph,
     Tensor,
     TensorType,
 )
@@ -53,7 +53,9 @@ def build_graph(traced: TracedFunction, roles: Roles) -> OpGraph:
     block = builder.open_block(parent=None, trip_count=1)
     inputs = []
     env: _Env = {}
-    for index, (var, path) in enumerate(zip(jaxpr.invars, traced.input_paths)):
+    for index, (var, path) in enumerate(
+        zip(jaxpr.invars, traced.input_paths, strict=True)
+    ):
         env[var] = builder.tensor(path, tensor_type(var.aval), block)
         output = roles.next_output[index]
         inputs.append(GraphInput(env[var], path, roles.roles[index], output))
@@ -180,7 +182,11 @@ class _Builder:
         return results
 
     def type_of(self, operand: Operand) -> TensorType:
-        return operand.type if isinstance(operand, Constant) else self.tensors[operand].type
+        return (
+            operand.type
+            if isinstance(operand, Constant)
+            else self.tensors[operand].type
+        )
 
     def inline(
         self, jaxpr: Any, env: _Env, block: _OpenBlock, scope: str
@@ -189,7 +195,9 @@ class _Builder:
         for eqn in jaxpr.eqns:
             inner = "/".join(part for part in (scope, name_scope(eqn)) if part)
             values = [self.lookup(atom, env) for atom in eqn.invars]
-            for var, value in zip(eqn.outvars, self.equation(eqn, values, block, inner)):
+            for var, value in zip(
+                eqn.outvars, self.equation(eqn, values, block, inner), strict=True
+            ):
                 if not isinstance(var, DropVar):
                     env[var] = value
         return [self.lookup(atom, env) for atom in jaxpr.outvars]
@@ -235,25 +243,23 @@ class _Builder:
         jaxpr, consts = callee, ()
         if hasattr(callee, "jaxpr"):
             jaxpr, consts = callee.jaxpr, callee.consts
-        env: _Env = dict(zip(jaxpr.invars, values))
-        for var, value in zip(jaxpr.constvars, consts):
+        env: _Env = dict(zip(jaxpr.invars, values, strict=True))
+        for var, value in zip(jaxpr.constvars, consts, strict=True):
             env[var] = Constant(value, tensor_type(var.aval))
         return self.inline(jaxpr, env, block, scope)
 
     def barrier(
         self, eqn: Any, values: Sequence[_Value], block: _OpenBlock, scope: str
     ) -> Sequence[_Value]:
-        """One barrier over the tensors among `values`, so that no CSE joins two runs."""
+        """One barrier over the tensors among `values`: CSE then joins no runs."""
         kept = [i for i, value in enumerate(values) if isinstance(value, int)]
         operands = [values[i] for i in kept]
         types = [self.type_of(operand) for operand in operands]
         if not operands:
             return values
-        results = self.add(
-            BARRIER, eqn, operands, scope, block, result_types=types
-        )
+        results = self.add(BARRIER, eqn, operands, scope, block, result_types=types)
         passed = list(values)
-        for i, result in zip(kept, results):
+        for i, result in zip(kept, results, strict=True):
             passed[i] = result
         return passed
 
@@ -269,10 +275,9 @@ class _Builder:
             in_name = self.unique_name(name, "input")
             env[var] = self.tensor(in_name, tensor_type(var.aval), body)
             body.inputs.append(env[var])
-        for var, value in zip(closed.jaxpr.constvars, closed.consts):
+        for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
             env[var] = Constant(value, tensor_type(var.aval))
         outputs = self.inline(closed.jaxpr, env, body, name)
         body.outputs = [self.read(value, body) for value in outputs]
         operands = [self.read(value, block) for value in values]
         return self.add(SCAN, eqn, operands, scope, block, body=body.index)
-

@@ -67,7 +67,8 @@ class Collective:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(
-                f"the `kind` of a collective must be one of {', '.join(KINDS)}, but got {self.kind!r}."
+                f"the `kind` of a collective must be one of {', '.join(KINDS)}, "
+                f"but got {self.kind!r}."
             )
         is_permute = self.kind == "collective_permute"
         if is_permute and any(len(pair) != 2 for pair in self.groups):

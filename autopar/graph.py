@@ -18,7 +18,7 @@ Role = Literal["state", "batch", "constant", "other"]
 
 @dataclass(frozen=True)
 class TensorType:
-    """Shape and dtype of a tensor; `dtype` may be one of JAX's extended (key) dtypes."""
+    """Shape and dtype of a tensor; `dtype` may be an extended (PRNG key) dtype."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -41,7 +41,7 @@ class TensorType:
 
     @property
     def is_extended(self) -> bool:
-        """Whether the dtype is not a numpy one (a PRNG key): such tensors stay whole."""
+        """Whether the dtype is a PRNG key's: such tensors stay whole."""
         return not isinstance(self.dtype, np.dtype)
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ class OpGraph:
                         f"{op.name} reads tensor {operand} before it is made"
                     )
                 assert len(op.results) == len(op.result_types), op.name
-                for result, kind in zip(op.results, op.result_types):
+                for result, kind in zip(op.results, op.result_types, strict=True):
                     assert result not in made, f"{op.name} makes tensor {result} twice"
                     assert self.tensors[result].type == kind, op.name
                     assert self.tensors[result].block == block.index, op.name

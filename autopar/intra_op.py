@@ -1,9 +1,9 @@
-"""Choose how every operator is split: build the problem, solve it, read off the plan."""
+"""Choose how every operator is split: build the problem, solve it, read the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import networkx
 
@@ -11,7 +11,7 @@ from .build_graph import BARRIER, SCAN
 from .cluster import Cluster
 from .collective import Collective
 from .costs.memory import peak_bytes
-from .graph import Constant, OpGraph, Operator
+from .graph import Constant, Operator, OpGraph
 from .mesh import MeshShape
 from .plan import (
     Conversion,
@@ -48,7 +48,7 @@ def plan_intra_op(
 
     `gap` is the relative distance from the bound at which the solver stops.
     """
-    resharder = Resharder(mesh, cluster.axis_links(mesh))
+    resharder = Resharder(mesh, cluster)
     problem = build_problem(graph, mesh, cluster, resharder)
     assignment = solve(problem.choice_graph, gap=gap)
     plan = read_plan(problem, assignment, cluster, resharder)
@@ -94,8 +94,6 @@ def read_plan(
 
 
 def _with_peak(graph: OpGraph, plan: ShardingPlan) -> ShardingPlan:
-    from dataclasses import replace
-
     predicted = replace(plan.predicted, peak_bytes=peak_bytes(graph, plan))
     return replace(plan, predicted=predicted)
 
@@ -113,7 +111,9 @@ class _Reader:
         self.read_spec: dict[object, Spec] = {}
         self.needed: dict[int, list[Spec]] = {}
         self.vertex_of: dict[int, tuple[int, int]] = {}
-        for index, (vertex, choice) in enumerate(zip(problem.vertices, choices)):
+        for index, (vertex, choice) in enumerate(
+            zip(problem.vertices, choices, strict=True)
+        ):
             if vertex.operator is not None:
                 self.vertex_of[vertex.operator] = (index, choice)
             for access in vertex.reads:
@@ -156,7 +156,15 @@ class _Reader:
         result_specs = tuple(self.made[result] for result in op.results)
         if op.index not in self.vertex_of:  # a scan or barrier: its ports decide
             return OperatorPlan(
-                op.name, op.kind, op.source, (), operand_specs, result_specs, 0.0, 1, 0.0
+                op.name,
+                op.kind,
+                op.source,
+                (),
+                operand_specs,
+                result_specs,
+                0.0,
+                1,
+                0.0,
             )
         index, choice = self.vertex_of[op.index]
         vertex = self.problem.vertices[index]
@@ -242,7 +250,6 @@ def _collectives(
     resharder: Resharder,
 ) -> tuple[tuple[Collective, ...], float]:
     """Every collective of a step and their seconds together."""
-    mesh = resharder.mesh
     found, seconds = [], 0.0
     maker = {t: op for op in graph.operators() for t in op.results}
     for index, tensor in enumerate(tensors):
@@ -257,13 +264,10 @@ def _collectives(
                 # Booleans are reduced as uint8.
                 is_bool = kind.dtype == bool and step.kind == "all_reduce"
                 source = maker[index].source if index in maker else ""
-                groups = step.pairs or mesh.groups(
-                    mesh.axis_names[axis] for axis in step.axes
-                )
                 found.append(
                     Collective(
                         step.kind,
-                        groups,
+                        resharder.groups(step),
                         "uint8" if is_bool else kind.dtype.name,
                         round(kind.bytes * step.fraction),
                         trips[tensor.block],
@@ -279,7 +283,7 @@ def _split_fraction(
 ) -> float:
     """The part of the heavy flops that no two devices do twice."""
     heavy = whole = 0.0
-    for op, plan in zip(graph.operators(), operators):
+    for op, plan in zip(graph.operators(), operators, strict=True):
         if op.kind not in (SCAN, BARRIER) and is_heavy_operator(op):
             heavy += plan.flops
             whole += plan.flops if plan.split == mesh.size else 0.0

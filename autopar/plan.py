@@ -1,7 +1,7 @@
 """The plan of one function on one mesh: data only, complete enough to lower and audit.
 
-Every entry carries the stable name of what it plans. The plan holds no JAX object, so it
-is printed, compared and saved as it is.
+Every entry carries the stable name of what it plans. The plan holds no JAX object, so
+it is printed, compared and saved as it is.
 """
 
 from __future__ import annotations

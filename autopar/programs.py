@@ -69,9 +69,9 @@ def build_program(
         donated_leaves: list[Any], kept_leaves: list[Any], constant_leaves: list[Any]
     ) -> list[Any]:
         leaves: list[Any] = [None] * num_arguments
-        for position, leaf in zip(donated, donated_leaves):
+        for position, leaf in zip(donated, donated_leaves, strict=True):
             leaves[position] = leaf
-        for position, leaf in zip(kept, kept_leaves):
+        for position, leaf in zip(kept, kept_leaves, strict=True):
             leaves[position] = leaf
         if tuple((leaf.shape, leaf.dtype) for leaf in leaves) != expected:
             raise SignatureChanged
@@ -90,7 +90,7 @@ def build_program(
     )
     placed = [
         jax.device_put(value, home)
-        for value, home in zip(constants, homes[num_arguments:])
+        for value, home in zip(constants, homes[num_arguments:], strict=True)
     ]
     return SpmdProgram(
         jitted,

@@ -1,10 +1,10 @@
 """The cheapest sequence of collectives from one spec of a tensor to another.
 
 Dijkstra over *placements*: for every dim the ordered axes that split it, and the axes
-whose reduction is pending. The moves are the collectives, plus two that cost nothing on
-the wire: slicing a replicated axis onto a dim, and masking a replicated value so that it
-is the sum of its shards. A dim never holds axes that neither spec puts on it, so every
-placement on the way divides whenever both ends do.
+whose reduction is pending. The moves are the collectives, plus two that cost nothing
+on the wire: slicing a replicated axis onto a dim, and masking a replicated value so
+that it is the sum of its shards. A dim never holds axes that neither spec puts on it,
+so every placement on the way divides whenever both ends do.
 """
 
 from __future__ import annotations
@@ -14,15 +14,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, count, permutations, product
 from math import prod
+from typing import Literal
 
 import numpy as np
 
-from .costs.collectives import AxisLink, affine
+from .cluster import Cluster
+from .costs.collectives import AxisLink, CollectiveKind, affine
 from .mesh import MeshShape
 from .spec import REPLICATED, SUM, Spec, State, axes_of_dim
 
 _REFERENCE_BYTES = float(1 << 24)  # paths are chosen for a tensor of this size
 _EPSILON_SECONDS = 1e-12  # of two equal paths, the one with fewer steps
+
+
+StepKind = CollectiveKind | Literal["slice", "mask"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class Step:
     part of the whole tensor. `pairs` are the (source, target) devices of a permutation.
     """
 
-    kind: str
+    kind: StepKind
     axes: tuple[int, ...]
     fraction: float
     dim: int = -1
@@ -73,11 +78,11 @@ class _Placement:
 
 
 class Resharder:
-    """Paths and their costs on one mesh; every distinct pair of specs is solved once."""
+    """Paths and their costs on one mesh; each distinct pair of specs is solved once."""
 
-    def __init__(self, mesh: MeshShape, links: Sequence[AxisLink]) -> None:
-        self.mesh = mesh
-        self.links = tuple(links)
+    def __init__(self, mesh: MeshShape, cluster: Cluster) -> None:
+        self.mesh, self.cluster = mesh, cluster
+        self._links: dict[frozenset[int], AxisLink] = {}
         self._paths: dict[tuple[Spec, Spec], tuple[Step, ...]] = {}
         self._costs: dict[tuple[Spec, Spec], tuple[float, float]] = {}
 
@@ -108,11 +113,28 @@ class Resharder:
         return matrices[..., 0], matrices[..., 1]
 
     def _affine(self, step: Step) -> tuple[float, float]:
-        if not step.is_collective:
+        if step.kind == "slice" or step.kind == "mask":
             return _EPSILON_SECONDS, 0.0
-        links = [self.links[axis] for axis in step.axes]
-        fixed, per_byte = affine(step.kind, links)
+        fixed, per_byte = affine(step.kind, [self._link(step.axes)])
         return fixed + _EPSILON_SECONDS, per_byte * step.fraction
+
+    def _link(self, axes: Sequence[int]) -> AxisLink:
+        key = frozenset(axes)
+        if key not in self._links:
+            names = [self.mesh.axis_names[axis] for axis in sorted(key)]
+            self._links[key] = self.cluster.link(self.mesh, names)
+        return self._links[key]
+
+    def groups(self, step: Step) -> tuple[tuple[int, ...], ...]:
+        """Device groups of a collective, members in the order of the step's axes."""
+        if step.pairs:
+            return step.pairs
+        sizes = self.mesh.axis_sizes
+        ids = np.arange(prod(sizes)).reshape(sizes)
+        rest = [axis for axis in range(len(sizes)) if axis not in step.axes]
+        group_size = prod(sizes[axis] for axis in step.axes)
+        grouped = ids.transpose(*rest, *step.axes).reshape(-1, group_size)
+        return tuple(tuple(map(int, group)) for group in grouped)
 
     def _solve(self, source: Spec, target: Spec) -> tuple[Step, ...]:
         key = (source, target)
@@ -223,7 +245,9 @@ class Resharder:
             legal = all(
                 prod(sizes[a] for a in new) == prod(sizes[a] for a in old)
                 and (set(new) <= set(goal.dims[d]) or set(new) <= set(start.dims[d]))
-                for d, (new, old) in enumerate(zip(reached.dims, here.dims))
+                for d, (new, old) in enumerate(
+                    zip(reached.dims, here.dims, strict=True)
+                )
             )
             if reached != here and legal:
                 pairs = self._pairs(here, reached)
@@ -253,8 +277,9 @@ class Resharder:
                 block.extend(position[axis] for axis in pending)
                 table.setdefault(tuple(block), []).append(device)
         pairs = [
-            pair for block, devices in holders.items()
-            for pair in zip(devices, readers[block])
+            pair
+            for block, devices in holders.items()
+            for pair in zip(devices, readers[block], strict=True)
         ]
         return tuple(sorted(pairs))
 

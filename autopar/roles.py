@@ -23,7 +23,7 @@ class Roles:
     def summary(self, arguments: Sequence[str]) -> str:
         """One line: `state: params, opt_state; batch: x, y`."""
         names: dict[Role, list[str]] = {}
-        for role, path in zip(self.roles, arguments):
+        for role, path in zip(self.roles, arguments, strict=True):
             root = path.split("[")[0].split(".")[0]
             if root not in names.setdefault(role, []):
                 names[role].append(root)

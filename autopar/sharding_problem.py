@@ -22,7 +22,7 @@ import numpy as np
 
 from .build_graph import BARRIER, SCAN
 from .cluster import Cluster
-from .graph import Constant, OpGraph, Operator, TensorType
+from .graph import Constant, Operator, OpGraph, TensorType
 from .mesh import MeshShape
 from .resharding import Resharder
 from .solver.choice_graph import ChoiceGraph, Edge, Node
@@ -30,16 +30,11 @@ from .spec import Spec, replicated
 from .strategies import (
     Strategies,
     enumerate_strategies,
-    is_heavy_operator,
+    operators_to_split,
     shard_fractions,
     strategy_seconds,
     tensor_specs,
-    total_flops,
 )
-
-# Heavy operators that together hold less than this part of all heavy flops may be
-# repeated on devices; every other must be split over each axis that can split it.
-REPLICABLE_FLOPS = 0.005
 
 Site = tuple[Literal["operand", "output"], int, int]  # operator or block, position
 VertexKind = Literal["operator", "home", "port", "relay", "result"]
@@ -130,7 +125,7 @@ class _Builder:
         self.edges: list[Edge] = []
         self.relays: dict[int, int] = {}
         self.writers: dict[int, tuple[int, Access]] = {}
-        self.must_split = _operators_to_split(graph)
+        self.must_split = operators_to_split(graph)
         self._strategies: dict[object, tuple[Strategies, np.ndarray]] = {}
         self._matrices: dict[object, np.ndarray] = {}
         self._affine: dict[object, tuple[np.ndarray, np.ndarray]] = {}
@@ -218,7 +213,7 @@ class _Builder:
             )
 
     def add_results(self) -> None:
-        """Outputs that are not state lie as the program leaves them, but not pending."""
+        """Outputs that are not state lie as the program leaves them, none pending."""
         tied = {i.output for i in self.graph.inputs}
         for position, operand in enumerate(self.graph.outputs):
             if isinstance(operand, int) and position not in tied:
@@ -235,7 +230,9 @@ class _Builder:
         if op.kind == SCAN:
             return self._add_scan(op)
         if op.kind == BARRIER:
-            for position, (operand, result) in enumerate(zip(op.operands, op.results)):
+            for position, (operand, result) in enumerate(
+                zip(op.operands, op.results, strict=True)
+            ):
                 assert isinstance(operand, int)
                 self.spec_vertex(
                     "port",
@@ -275,7 +272,9 @@ class _Builder:
             op.kind,
             op.operand_types,
             op.result_types,
-            tuple(repr(o.value) if isinstance(o, Constant) else "" for o in op.operands),
+            tuple(
+                repr(o.value) if isinstance(o, Constant) else "" for o in op.operands
+            ),
             repr(sorted(op.params.items(), key=lambda item: item[0])),
             must_split,
         )
@@ -338,7 +337,7 @@ class _Builder:
             )
 
     def connect(self) -> None:
-        """Edges from each tensor's writer to its readers, by a relay if there are many."""
+        """Edges from each tensor's writer to its readers, by a relay if many."""
         readers: dict[int, list[tuple[int, Access]]] = {}
         for index, vertex in enumerate(self.vertices):
             for access in vertex.reads:
@@ -386,19 +385,3 @@ class _Builder:
             fixed, per_byte = self._affine[pair]
             self._matrices[key] = (fixed + per_byte * tensor_bytes) * weight
         return self._matrices[key]
-
-
-def _operators_to_split(graph: OpGraph) -> set[int]:
-    """Heavy operators, but for the smallest that hold under REPLICABLE_FLOPS together."""
-    heavy = []
-    for block in graph.blocks:
-        for op in block.operators:
-            if op.kind not in (SCAN, BARRIER) and is_heavy_operator(op):
-                heavy.append((total_flops(op) * block.trip_count, op.index))
-    allowed = REPLICABLE_FLOPS * sum(amount for amount, _ in heavy)
-    chosen = set()
-    for amount, index in sorted(heavy):
-        allowed -= amount
-        if allowed < 0:
-            chosen.add(index)
-    return chosen

@@ -48,7 +48,9 @@ def num_shards(spec: Spec, sizes: Sequence[int]) -> int:
     return prod(sizes[axis] for axis, state in enumerate(spec) if state >= 0)
 
 
-def local_shape(shape: Sequence[int], spec: Spec, sizes: Sequence[int]) -> tuple[int, ...]:
+def local_shape(
+    shape: Sequence[int], spec: Spec, sizes: Sequence[int]
+) -> tuple[int, ...]:
     """The shape of one shard; every split dim must divide."""
     local = list(shape)
     for axis, dim in enumerate(spec):
@@ -66,7 +68,10 @@ def is_legal(shape: Sequence[int], spec: Spec, sizes: Sequence[int]) -> bool:
             return False
         if dim >= 0:
             counts[dim] *= sizes[axis]
-    return all(size % count == 0 and size >= count for size, count in zip(shape, counts))
+    return all(
+        size % count == 0 and size >= count
+        for size, count in zip(shape, counts, strict=True)
+    )
 
 
 def to_partition_spec(spec: Spec, rank: int, names: Sequence[str]) -> PartitionSpec:
@@ -95,8 +100,9 @@ def from_partition_spec(value: PartitionSpec, names: Sequence[str]) -> Spec:
             indices.append(list(names).index(name))
         if indices != sorted(indices):
             raise ValueError(
-                f"Axes that split one dim must be in mesh order {tuple(names)}, but got "
-                f"{axes} in {value}; write {tuple(names[i] for i in sorted(indices))}."
+                f"Axes that split one dim must be in mesh order {tuple(names)}, "
+                f"but got {axes} in {value}; write "
+                f"{tuple(names[i] for i in sorted(indices))}."
             )
         for index in indices:
             if states[index] != REPLICATED:

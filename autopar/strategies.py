@@ -8,12 +8,17 @@ from itertools import product
 
 import numpy as np
 
-from .costs.compute import flops, is_heavy, operator_seconds
+from .build_graph import BARRIER, SCAN
 from .cluster import Cluster
-from .graph import Operator, TensorType
+from .costs.compute import flops, is_heavy, operator_seconds
+from .graph import Operator, OpGraph, TensorType
 from .mesh import MeshShape
 from .rules.base import Factor, factors_of
 from .spec import REPLICATED, SUM, Spec
+
+# Heavy operators that together hold less than this part of all heavy flops may be
+# repeated on devices; every other must be split over each axis that can split it.
+REPLICABLE_FLOPS = 0.005
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +127,7 @@ def strategy_seconds(
     return np.array(
         [
             operator_seconds(op.kind, num_flops * share, num_bytes, dtype, cluster)
-            for share, num_bytes in zip(strategies.share, moved)
+            for share, num_bytes in zip(strategies.share, moved, strict=True)
         ]
     )
 
@@ -140,3 +145,19 @@ def total_flops(op: Operator) -> float:
 def is_heavy_operator(op: Operator) -> bool:
     """Whether repeating this operator's work on every device would be waste."""
     return is_heavy(op.kind)
+
+
+def operators_to_split(graph: OpGraph) -> set[int]:
+    """Heavy operators but the smallest, which hold under REPLICABLE_FLOPS together."""
+    heavy = []
+    for block in graph.blocks:
+        for op in block.operators:
+            if op.kind not in (SCAN, BARRIER) and is_heavy_operator(op):
+                heavy.append((total_flops(op) * block.trip_count, op.index))
+    allowed = REPLICABLE_FLOPS * sum(amount for amount, _ in heavy)
+    chosen = set()
+    for amount, index in sorted(heavy):
+        allowed -= amount
+        if allowed < 0:
+            chosen.add(index)
+    return chosen

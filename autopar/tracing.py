@@ -1,4 +1,4 @@
-"""Trace a Python function to a flat jaxpr, with the trees and paths of its arguments."""
+"""Trace a function to a flat jaxpr, with the trees and paths of its arguments."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def argument_paths(
     names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """Paths of all leaves of `(args, kwargs)`, in tree order."""
-    paths = [p for name, arg in zip(names, args) for p in leaf_paths(arg, name)]
+    paths = [
+        p for name, arg in zip(names, args, strict=True) for p in leaf_paths(arg, name)
+    ]
     for name in sorted(kwargs):
         paths.extend(leaf_paths(kwargs[name], name))
     return tuple(paths)
@@ -87,7 +89,7 @@ def argument_paths(
 
 def check_leaves(leaves: Sequence[Any], paths: Sequence[str]) -> None:
     """Raise TypeError, naming the path, if some leaf is not an array or a number."""
-    for leaf, path in zip(leaves, paths):
+    for leaf, path in zip(leaves, paths, strict=True):
         if not is_array_leaf(leaf):
             raise TypeError(
                 f"Every leaf of the arguments must be an array or a number, but {path} "

@@ -44,7 +44,7 @@ class TripCounter:
           scope: what the arguments of the function around it stand for, if a call.
         """
         condition, body = (region.blocks[0] for region in loop.regions)
-        test, inside = self._origin(last_of(condition).operands[0], scope)
+        test, inside = self._origin(terminator_of(condition).operands[0], scope)
         if _name(test) != "stablehlo.compare":
             return None
         direction = str(test.owner.attributes["comparison_direction"])
@@ -60,7 +60,7 @@ class TripCounter:
             return None
         start = _constant(self._origin(loop.operands[index], scope)[0])
         stop = _constant(limit)
-        step = self._step(last_of(body).operands[index], body, index, scope)
+        step = self._step(terminator_of(body).operands[index], body, index, scope)
         if start is None or stop is None or step is None:
             return None
         return _num_trips(start, stop, step, direction)
@@ -87,7 +87,7 @@ class TripCounter:
                 value = value.owner.operands[value.result_number]
             elif name is not None and (callee := callee_of(value.owner)):
                 scope = Scope(tuple(value.owner.operands), scope)
-                value = last_of(body_of(self.functions[callee])).operands[
+                value = terminator_of(body_of(self.functions[callee])).operands[
                     value.result_number
                 ]
             elif name is None and scope is not None and _is_entry(value.owner):
@@ -99,15 +99,18 @@ class TripCounter:
 
 
 def callee_of(op: Operation) -> str | None:
+    """The name of the function that an operation calls, if it calls one."""
     name = _CALLS.get(op.name)
     return op.attributes[name].value if name else None
 
 
 def body_of(function: Operation) -> Block:
+    """The one block of a function."""
     return function.operation.regions[0].blocks[0]
 
 
-def last_of(block: Block) -> Operation:
+def terminator_of(block: Block) -> Operation:
+    """The operation whose operands a block returns."""
     return block.operations[len(block.operations) - 1].operation
 
 
@@ -132,7 +135,7 @@ def _unchanged(argument: Value) -> Value | None:
     if loop.name != "stablehlo.while":
         return None
     body, index = loop.regions[1].blocks[0], argument.arg_number
-    is_kept = _argument(last_of(body).operands[index], body) == index
+    is_kept = _argument(terminator_of(body).operands[index], body) == index
     return loop.operands[index] if is_kept else None
 
 

@@ -1,4 +1,6 @@
-"""Solving without a budget: reduce, pass messages, fix, and again; then the ILP."""
+"""Solving without a budget: join copies, then reduce, pass messages, fix, and again;
+last the ILP.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,6 +11,7 @@ import numpy as np
 from .choice_graph import ChoiceGraph, Infeasible
 from .fix import fix
 from .ilp import is_small_enough, solve_ilp
+from .join import join_copies
 from .messages import pass_messages
 from .reduce import Reduced, reduce
 from .search import Search
@@ -24,9 +27,9 @@ def solve_free(search: Search) -> list[np.ndarray]:
     Raises:
         Infeasible: every plan is forbidden.
     """
-    graph = replace(search.graph, budget=None, live_sets=())
+    joined = join_copies(search.graph, search.pool)
+    graph, expand = joined.graph, joined.expand
     marginals: list[np.ndarray] = []
-    expand: Callable[[Sequence[int]], tuple[int, ...]] = tuple
     slack, ceiling, seconds = 0.0, inf, search.seconds_left
     while True:
         try:
@@ -53,7 +56,7 @@ def solve_free(search: Search) -> list[np.ndarray]:
         search.finish_phase("messages", core)
         excess = [m - messages.bound for m in messages.marginals]
         if not marginals:
-            full = reduced.expand_excess(excess)
+            full = joined.expand_excess(reduced.expand_excess(excess))
             marginals = [beyond + (messages.bound - slack) for beyond in full]
         if search.is_closed or search.seconds_left <= 0:
             return marginals

@@ -125,7 +125,7 @@ class _Passing:
             if perf_counter() - start > time_limit_seconds:
                 break
             if num_rounds % 10 == 0:
-                if self.bound - checkpoint < 0.02 * min(distance, abs(self.bound)):
+                if self.bound - checkpoint < 0.001 * min(distance, abs(self.bound)):
                     break
                 checkpoint = self.bound
         return Messages(

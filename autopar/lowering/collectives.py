@@ -30,9 +30,7 @@ def apply_step(x: jax.Array, step: Step, mesh: MeshShape) -> jax.Array:
                 return reduced.astype(bool)
             return _REDUCERS[step.reduction](x, names)
         case "reduce_scatter":
-            return lax.psum_scatter(
-                x, names, scatter_dimension=step.dim, tiled=True
-            )
+            return lax.psum_scatter(x, names, scatter_dimension=step.dim, tiled=True)
         case "all_gather":
             return lax.all_gather(x, names, axis=step.dim, tiled=True)
         case "all_to_all":

@@ -1,8 +1,8 @@
 """Lower a sharding plan to one explicit SPMD function over local shards.
 
-Every operator binds its own primitive on the shards its strategy names; a tensor that is
-needed in another spec is converted once, at its first reader, by the planned collectives.
-Nothing is left for a partitioner to decide.
+Every operator binds its own primitive on the shards its strategy names; a tensor that
+is needed in another spec is converted once, at its first reader, by the planned
+collectives. Nothing is left for a partitioner to decide.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from ..build_graph import BARRIER, SCAN
-from ..graph import Block, Constant, Operand, OpGraph, Operator
+from ..graph import Block, Constant, Operand, Operator, OpGraph
 from ..plan import ShardingPlan
 from ..resharding import Resharder
 from ..rules.base import Shard, bind_unchanged, factors_of, rule_of
@@ -40,7 +40,7 @@ def output_shardings(
     names = plan.mesh.axis_names
     return tuple(
         NamedSharding(mesh, to_partition_spec(spec, _rank(graph, operand), names))
-        for spec, operand in zip(plan.outputs[0], graph.outputs)
+        for spec, operand in zip(plan.outputs[0], graph.outputs, strict=True)
     )
 
 
@@ -84,7 +84,9 @@ class _Interpreter:
             for tensor, result in zip(op.results, results, strict=True):
                 self.write(tensor, result)
         specs = self.plan.outputs[block.index]
-        return [self.read(o, spec) for o, spec in zip(block.outputs, specs)]
+        return [
+            self.read(o, spec) for o, spec in zip(block.outputs, specs, strict=True)
+        ]
 
     def write(self, tensor: int, shard: Any) -> None:
         self.copies[tensor] = {self.plan.tensors[tensor].spec: shard}
@@ -111,7 +113,7 @@ class _Interpreter:
         specs = self.plan.operators[self.position[op.index]].operand_specs
         return [
             o.value if isinstance(o, Constant) else self.copy(o, spec)
-            for o, spec in zip(op.operands, specs)
+            for o, spec in zip(op.operands, specs, strict=True)
         ]
 
     def execute(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:

@@ -1,10 +1,10 @@
 """The one form every rule has: which factors an operator's dims share.
 
 A *factor* says what one mesh axis may do to an operator: for each operand and result
-the state it must have along that axis. `dot_general` on `bmk,bkn->bmn` has four: b, m, n
-(parallel: a dim of the result) and k (a reduction: the result is pending). A linear
-operator has one more for each operand that may stay pending. A *strategy* gives every
-mesh axis one factor, or REPLICATE; operand and result specs follow.
+the state it must have along that axis. `dot_general` on `bmk,bkn->bmn` has four: b, m
+and n (parallel: a dim of the result) and k (a reduction: the result is pending). A
+linear operator has one more for each operand that may stay pending. A *strategy* gives
+every mesh axis one factor, or REPLICATE; operand and result specs follow.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def is_inexact(kind: TensorType) -> bool:
 
 
 def pending_sums(op: Operator, *groups: Sequence[int]) -> list[Factor]:
-    """`linear` for each group of operands; none where results are not real or complex."""
+    """`linear` for each group of operands, if results are real or complex."""
     if not all(is_inexact(kind) for kind in op.result_types):
         return []
     return [linear(op, group) for group in groups]

@@ -1,7 +1,7 @@
 """Convolutions: batch, features and groups split; overlapping windows stay whole.
 
-Which dim is the batch and which the features is read from `dimension_numbers`, so the
-gradients, which JAX writes as convolutions with dims swapped, need no rule of their own.
+Which dim is the batch and which the features is read from `dimension_numbers`, so that
+the gradients, which JAX writes as convolutions with dims swapped, need no other rule.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def _patch_factors(op: Operator) -> list[Factor]:
         params["padding"],
         params["lhs_dilation"],
         params["rhs_dilation"],
+        strict=True,
     )
     factors = []
     for left_dim, right_dim, result_dim, stride, padding, *dilations in spatial:

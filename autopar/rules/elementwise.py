@@ -1,4 +1,4 @@
-"""Elementwise operators: every result dim is a factor, which size-1 dims do not share."""
+"""Elementwise operators: each result dim is a factor, which no size-1 dim shares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNARY = (
 ).split()
 NARY = (
     "add add_any and atan2 clamp complex div eq eq_to ge gt igamma igamma_grad_a "
-    "igammac le le_to lt lt_to max min mul mulhi ne nextafter or polygamma pow "
+    "igammac le le_to lt lt_to max min mul ne nextafter or polygamma pow "
     "random_gamma_grad regularized_incomplete_beta rem select_n shift_left "
     "shift_right_arithmetic shift_right_logical sub xor zeta"
 ).split()
@@ -48,7 +48,9 @@ def _linear_factors(op: Operator) -> list[Factor]:
             return pending_sums(op, (0, 1))
         case "mul":
             return pending_sums(op, (0,), (1,))
-        case "neg" | "copy" | "name" | "real" | "imag" | "conj" | "div":
+        case "div" | "neg" | "conj" | "real" | "imag":
+            return pending_sums(op, (0,))
+        case "copy" | "name" | "stop_gradient":
             return pending_sums(op, (0,))
         case "select_n":
             return pending_sums(op, range(1, len(op.operands)))

@@ -27,21 +27,22 @@ from .indices import (
     is_unchanged,
     shift_indices,
     split_among,
+    widen_indices,
 )
 
 
 def bind_gather(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
     """Gather from a shard. Windows that were whole are as long as the shard's dim."""
-    sizes = zip(
-        op.operand_types[0].shape, op.params["slice_sizes"], shard.operand_shape(op, 0)
-    )
+    shape, local_shape = op.operand_types[0].shape, shard.operand_shape(op, 0)
     slice_sizes = tuple(
-        local if part == whole else part for whole, part, local in sizes
+        local_shape[dim] if size == shape[dim] else size
+        for dim, size in enumerate(op.params["slice_sizes"])
     )
     split_dims = split_among(_vocabulary_dims(op), shard.operand_specs[0])
     if split_dims or (SUM in shard.result_specs[0] and _fills(op)):
         return [_gather_held(op, operands, shard, slice_sizes, split_dims)]
-    return bind_params(op, operands, slice_sizes=slice_sizes)
+    operand, indices = operands
+    return bind_params(op, (operand, widen_indices(indices)), slice_sizes=slice_sizes)
 
 
 @register("gather", bind=bind_gather)
@@ -51,15 +52,14 @@ def gather(op: Operator) -> list[Factor]:
     result = op.result_types[0]
     taken = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     window_dims = [dim for dim in range(operand.rank) if dim not in taken]
-    batching = dict(
-        zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims)
-    )
+    batched_dims = numbers.start_indices_batching_dims
+    batching = dict(zip(batched_dims, numbers.operand_batching_dims, strict=True))
     factors = []
     for index_dim, result_dim in enumerate(_index_dims_of_result(op)):
         states = (batching.get(index_dim, REPLICATED), index_dim)
         size = indices.shape[index_dim]
         factors.append(Factor(f"i{result_dim}", states, (result_dim,), size))
-    for dim, result_dim in zip(window_dims, numbers.offset_dims):
+    for dim, result_dim in zip(window_dims, numbers.offset_dims, strict=True):
         if op.params["slice_sizes"][dim] == operand.shape[dim]:
             states = (dim, REPLICATED)
             factors.append(Factor(f"w{dim}", states, (result_dim,), operand.shape[dim]))

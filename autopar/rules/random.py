@@ -67,7 +67,7 @@ def random_bits(op: Operator) -> list[Factor]:
 
 def _counts_positions(keys: jax.Array) -> bool:
     is_threefry = jax.random.key_impl(keys) == "threefry2x32"
-    return is_threefry and jax.config.jax_threefry_partitionable
+    return is_threefry and jax.config.values["jax_threefry_partitionable"]
 
 
 def _threefry_bits(

@@ -52,7 +52,7 @@ def generic_reduction(op: Operator) -> list[Factor]:
 def kept_dims(
     op: Operator, reduced: Collection[int], num_arrays: int = 1
 ) -> list[Factor]:
-    """A factor for each dim that a reduction keeps; operands after the arrays are whole.
+    """A factor for each dim that a reduction keeps.
 
     Args:
       op: its first `num_arrays` operands have one shape, its results another.
@@ -74,7 +74,7 @@ def kept_dims(
 
 
 def whole_dims(op: Operator, whole: Collection[int]) -> list[Factor]:
-    """A factor for each dim that all operands and results share, but those in `whole`."""
+    """A factor for each dim but those in `whole`; operands and results share it."""
     shape = op.operand_types[0].shape
     return [
         Factor(f"d{dim}", (dim,) * len(op.operands), (dim,) * len(op.results), size)

@@ -96,7 +96,7 @@ def _bind_broadcast(op: Operator, operands: Sequence[Any], shard: Shard) -> list
 
 @register("broadcast_in_dim", bind=_bind_broadcast)
 def broadcast_in_dim(op: Operator) -> list[Factor]:
-    """New and stretched dims are cut for free; a literal zero is also a pending zero."""
+    """New and stretched dims are cut for free; a literal zero is a pending zero too."""
     source, target = op.operand_types[0].shape, op.result_types[0].shape
     dims = enumerate(op.params["broadcast_dimensions"])
     source_dims = {int(target_dim): dim for dim, target_dim in dims if source[dim] != 1}
@@ -142,10 +142,14 @@ def _bind_iota(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]
 
 @register("iota", bind=_bind_iota)
 def iota(op: Operator) -> list[Factor]:
-    shape = op.result_types[0].shape
-    return [Factor(f"d{dim}", (), (dim,), size) for dim, size in enumerate(shape)]
+    return _result_dims(op)
 
 
 @register("empty", bind=_bind_broadcast)
 def empty(op: Operator) -> list[Factor]:
-    return iota(op)
+    return _result_dims(op)
+
+
+def _result_dims(op: Operator) -> list[Factor]:
+    shape = op.result_types[0].shape
+    return [Factor(f"d{dim}", (), (dim,), size) for dim, size in enumerate(shape)]

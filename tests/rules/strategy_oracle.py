@@ -28,7 +28,12 @@ MESH_2X2X2 = MeshShape(("x", "y", "z"), (2, 2, 2))
 MESH_2X4 = MeshShape(("x", "y"), (2, 4))
 MESH_8 = MeshShape(("x",), (8,))
 CHUNK = 48  # strategies compiled into one program
-_CALLS = "jit closed_call remat checkpoint custom_jvp_call custom_vjp_call".split()
+_CALLS = "jit closed_call remat2 custom_jvp_call custom_vjp_call".split()
+
+
+def random_array(*shape: int, seed: int = 0) -> np.ndarray:
+    """Normal float32 numbers."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from jax import lax
 
+from autopar.graph import Operator
 from autopar.rules import conv  # noqa: F401
 from autopar.spec import REPLICATED, SUM
 from tests.rules.strategy_oracle import (
     check_every_strategy,
     factor_table,
     operator_of,
+    operators_of,
 )
 
 KIND = "conv_general_dilated"
@@ -123,8 +125,14 @@ def test_patches_are_split_without_a_halo(patch: int) -> None:
 
     x, w = random_array(2, 4 * patch, 2 * patch, 4), random_array(patch, patch, 4, 2)
     reached = check_every_strategy(
-        both_gradients(embed, x, w), x, w, kinds=(KIND,), max_strategies=48
+        both_gradients(embed, x, w), x, w, kinds=(KIND,), max_strategies=24
     )
     assert {"patches1", "patches2"} <= reached[KIND]
-    by_kernel = operator_of(KIND, jax.grad(lambda w: embed(x, w).sum()), np.asarray(w))
-    assert ((1, 1), (SUM,)) in factor_table(by_kernel).values()
+    backward = operators_of(both_gradients(embed, x, w), x, w)
+    assert len([op for op in backward if _sums_patches(op)]) == 1
+
+
+def _sums_patches(op: Operator) -> bool:
+    """Whether the patches are contracted: the gradient by the kernel."""
+    factor = factor_table(op).get("patches1") if op.kind == KIND else None
+    return factor is not None and factor[1] == (SUM,)

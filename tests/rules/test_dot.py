@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from autopar.spec import REPLICATED, SUM
@@ -11,11 +10,8 @@ from tests.rules.strategy_oracle import (
     check_every_strategy,
     factor_table,
     operator_of,
+    random_array,
 )
-
-
-def random_array(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def test_factors_of_a_batched_product() -> None:

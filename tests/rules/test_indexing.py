@@ -75,7 +75,7 @@ def test_embedding_and_its_gradient() -> None:
         table,
         ids,
         kinds=("gather", "scatter-add"),
-        max_strategies=96,
+        max_strategies=40,
     )
     assert {"i0", "i1", "w1", "v0", "sum0"} <= reached["gather"]
     assert {"i0", "i1", "w1", "v0", "sum0,2"} <= reached["scatter-add"]
@@ -140,7 +140,7 @@ def test_take_along_axis_and_its_gradient(mode: str | None) -> None:
         gradient_of(pick),
         random_array(4, 6, 8),
         random_ids(4, 6, 2, below=11),
-        kinds=("gather", "scatter-add") if mode != "clip" else ("scatter-add",),
+        kinds=("gather", "scatter-add"),
         max_strategies=24,
     )
 
@@ -156,7 +156,7 @@ def test_cross_entropy_of_optax() -> None:
         logits,
         labels,
         kinds=("gather", "scatter-add"),
-        max_strategies=96,
+        max_strategies=40,
     )
     assert {"v2", "i0", "i1"} <= reached["gather"]
     assert {"v2", "i0", "i1"} <= reached["scatter-add"]
@@ -188,7 +188,9 @@ def test_batched_indexing_and_dynamic_slices() -> None:
         slices = jax.vmap(lambda x, i: lax.dynamic_slice_in_dim(x, i, 1))(x, ids[:, 0])
         return rows.sum() + slices.sum()
 
-    check_every_strategy(jax.grad(lookups), x, ids, max_strategies=32)
+    check_every_strategy(
+        jax.grad(lookups), x, ids, kinds=("gather", "scatter-add"), max_strategies=24
+    )
     reached = check_every_strategy(lookups, x, ids, kinds=("gather",))
     assert {"i0", "i1", "w2", "v1"} <= reached["gather"]
 
@@ -218,7 +220,7 @@ def test_scatters(method: str, mode: str) -> None:
         ids,
         random_array(8, 4, seed=1),
         kinds=(kind,),
-        max_strategies=64,
+        max_strategies=32,
     )
     assert {"w1", "v0"} <= reached[kind]
     assert ("i0" in reached[kind]) == (method in ("add", "min", "max"))

@@ -1,0 +1,174 @@
+"""Checks that a plan, which may be read from an edited file, fits an operator graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from math import prod
+
+from .build_graph import BARRIER, SCAN
+from .errors import PlanFileError
+from .graph import Operand, Operator, OpGraph
+from .plan import OperatorPlan, ShardingPlan
+from .rules.base import factors_of
+from .spec import Spec, replicated
+
+_NUM_SHOWN = 3
+
+
+def check_against(plan: ShardingPlan, graph: OpGraph) -> None:
+    """Does nothing if `plan` can run `graph` and computes what `graph` says.
+
+    Raises:
+      PlanFileError: names, shapes or dtypes differ, or specs contradict each other;
+        names the first differences.
+    """
+    found = list(islice(_differences(plan, graph), _NUM_SHOWN + 1))
+    # Positions mean nothing, and specs have other shapes, once the names differ.
+    found = found or list(islice(_contradictions(plan, graph), _NUM_SHOWN + 1))
+    if found:
+        more = ["..."] * (len(found) > _NUM_SHOWN)
+        raise PlanFileError(
+            f"the plan of {plan.function!r} must fit the step it runs, but for "
+            f"{graph.name!r}\n  "
+            + "\n  ".join([*found[:_NUM_SHOWN], *more])
+            + "\nPlan again with step.plan(...), or call with the arguments it was "
+            "planned for."
+        )
+
+
+def _differences(plan: ShardingPlan, graph: OpGraph) -> Iterator[str]:
+    """Where the plan is of another function, in words."""
+    yield from _compare(
+        "input",
+        [f"{each.path} {list(each.shape)}" for each in plan.inputs],
+        [f"{i.path} {list(graph.tensors[i.tensor].type.shape)}" for i in graph.inputs],
+    )
+    yield from _compare(
+        "tensor",
+        [f"{t.name}: {t.dtype}{list(t.shape)}, block {t.block}" for t in plan.tensors],
+        [
+            f"{t.name}: {t.type.dtype.name}{list(t.type.shape)}, block {t.block}"
+            for t in graph.tensors
+        ],
+    )
+    yield from _compare(
+        "operator",
+        [
+            _signature(o, len(o.operand_specs), len(o.result_specs))
+            for o in plan.operators
+        ],
+        [_signature(o, len(o.operands), len(o.results)) for o in graph.operators()],
+    )
+    yield from _compare(
+        "block",
+        [f"x{n}, {len(o)} outputs" for n, o in zip(plan.trip_counts, plan.outputs)],
+        [
+            f"x{block.trip_count}, {len(block.outputs)} outputs"
+            for block in graph.blocks
+        ],
+    )
+
+
+def _signature(op: Operator | OperatorPlan, num_operands: int, num_results: int) -> str:
+    return f"{op.name}: {op.kind} of {num_operands} to {num_results}"
+
+
+def _compare(noun: str, planned: Sequence[str], seen: Sequence[str]) -> Iterator[str]:
+    if len(planned) != len(seen):
+        yield f"it has {len(planned)} {noun}s, and the step {len(seen)}"
+    for index, (mine, other) in enumerate(zip(planned, seen, strict=False)):
+        if mine != other:
+            yield f"{noun} {index} is {mine!r}, and in the step {other!r}"
+
+
+def _contradictions(plan: ShardingPlan, graph: OpGraph) -> Iterator[str]:
+    """Specs that the lowering would stumble over, or that would change values."""
+    made = [{t.spec, *(c.target for c in t.conversions)} for t in plan.tensors]
+    whole = replicated(plan.mesh.num_axes)
+
+    def unmade(what: str, operand: Operand, spec: Spec) -> Iterator[str]:
+        if isinstance(operand, int) and spec not in made[operand]:
+            name = plan.tensors[operand].name
+            yield f"{what} reads {name!r} in a spec that it is not made or copied in"
+        if not isinstance(operand, int) and spec != whole:
+            yield f"{what} reads a literal in a spec that is not `-`"
+
+    for each, graph_input in zip(plan.inputs, graph.inputs, strict=True):
+        if each.spec != plan.tensors[graph_input.tensor].spec:
+            yield f"input {each.path!r} has another spec than its tensor"
+    for op, chosen in zip(graph.operators(), plan.operators, strict=True):
+        what = f"operator {op.name!r}"
+        for operand, spec in zip(op.operands, chosen.operand_specs, strict=True):
+            yield from unmade(what, operand, spec)
+        for result, spec in zip(op.results, chosen.result_specs, strict=True):
+            if spec != plan.tensors[result].spec:
+                yield f"{what} makes {plan.tensors[result].name!r} in another spec"
+        if op.kind == SCAN:
+            yield from _scan_contradictions(op, chosen, plan, graph)
+        elif op.kind == BARRIER:
+            if chosen.operand_specs != chosen.result_specs:
+                yield f"{what} changes a spec, which a barrier cannot"
+        else:
+            yield from _factor_contradictions(op, chosen, plan.mesh.axis_sizes)
+    for block, specs in zip(graph.blocks, plan.outputs, strict=True):
+        for operand, spec in zip(block.outputs, specs, strict=True):
+            yield from unmade(f"the result of block {block.index}", operand, spec)
+
+
+def _factor_contradictions(
+    op: Operator, chosen: OperatorPlan, sizes: Sequence[int]
+) -> Iterator[str]:
+    """Factors that the operator does not have, or specs that are not theirs."""
+    by_name = {factor.name: factor for factor in factors_of(op)}
+    unknown = [name for name in chosen.factors if name not in by_name]
+    if unknown or len(chosen.factors) != len(sizes):
+        yield (
+            f"operator {op.name!r} needs one of the factors {', '.join(by_name)} for "
+            f"each mesh axis, and is given {', '.join(chosen.factors) or 'none'}"
+        )
+        return
+    factors = [by_name[name] for name in chosen.factors]
+    operands = zip(*(factor.operands for factor in factors), strict=True)
+    results = zip(*(factor.results for factor in factors), strict=True)
+    if (tuple(operands), tuple(results)) != (chosen.operand_specs, chosen.result_specs):
+        yield f"operator {op.name!r} has specs that do not follow from its factors"
+    for name in set(chosen.factors):
+        axes = zip(sizes, chosen.factors, strict=True)
+        used = prod(size for size, other in axes if other == name)
+        if by_name[name].size % used:
+            yield (
+                f"operator {op.name!r} cannot split its factor {name!r} of size "
+                f"{by_name[name].size} over {used} devices"
+            )
+
+
+def _scan_contradictions(
+    op: Operator, chosen: OperatorPlan, plan: ShardingPlan, graph: OpGraph
+) -> Iterator[str]:
+    """Specs that change between a scan's operands, its body and its results."""
+    assert op.body is not None
+    num_consts, num_carry = op.params["num_consts"], op.params["num_carry"]
+    num_kept = num_consts + num_carry
+    outside = [
+        *chosen.operand_specs[:num_kept],
+        *map(_of_slice, chosen.operand_specs[num_kept:]),
+    ]
+    inside = [plan.tensors[t].spec for t in graph.blocks[op.body].inputs]
+    outputs = plan.outputs[op.body]
+    results = [
+        *chosen.result_specs[:num_carry],
+        *map(_of_slice, chosen.result_specs[num_carry:]),
+    ]
+    carries = inside[num_consts:num_kept]
+    if outside != inside:
+        yield f"operator {op.name!r} is given operands in other specs than its body's"
+    if list(outputs) != results or list(outputs[:num_carry]) != carries:
+        yield f"operator {op.name!r} changes a spec from one execution to the next"
+
+
+def _of_slice(stacked: Spec) -> Spec | None:
+    """The spec of a slice along dim 0 of a stacked tensor; None if that is split."""
+    if 0 in stacked:
+        return None
+    return tuple(state - 1 if state > 0 else state for state in stacked)
