@@ -18,3 +18,4 @@ from .methods import Auto as Auto
 from .methods import PipelineParallel as PipelineParallel
 from .methods import ShardParallel as ShardParallel
 from .parallel_plan import Plan as Plan
+from .pins import FREE as FREE

@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from . import rules as _rules
 from .build_graph import build_graph, tensor_type
@@ -22,6 +22,7 @@ from .lowered_step import Lowered
 from .mesh import MeshLike, MeshShape, parse_mesh
 from .methods import Method, check_method
 from .parallel_plan import Plan
+from .pins import resolve_pins
 from .plan_file import check_against
 from .programs import SignatureChanged, SpmdProgram, build_program
 from .resharding import Resharder
@@ -47,6 +48,7 @@ class _Options:
     mesh: MeshLike | None
     cluster: Cluster | None
     plan: Plan | None
+    pins: Mapping[str, PartitionSpec]
     static_argnums: tuple[int, ...]
     donate_argnums: tuple[int, ...] | Literal["auto"]
 
@@ -181,7 +183,8 @@ class ParallelFunction:
         if plan is None:
             warn_fallbacks(graph)
             start = perf_counter()
-            solution = plan_intra_op(graph, mesh, cluster)
+            pins = resolve_pins(self._options.pins, graph, mesh)
+            solution = plan_intra_op(graph, mesh, cluster, pins=pins)
             plan = Plan(solution.plan)
             _log.info(
                 "%s: planned %d operators in %.1f s, gap %.3g%%",
@@ -270,7 +273,7 @@ def parallelize(
     mesh: MeshLike | None = None,
     cluster: Cluster | None = None,
     plan: Plan | None = None,
-    pins: Mapping[str, Any] | None = None,
+    pins: Mapping[str, PartitionSpec] | None = None,
     rules: Any = None,
     memory_budget: int | str | None = None,
     num_microbatches: int | None = None,
@@ -293,6 +296,9 @@ def parallelize(
         fills. All devices along one axis if left out.
       cluster: the hardware to plan for; `Cluster.local()` if left out.
       plan: a plan to run as it is, from `step.plan` or `Plan.load`.
+      pins: how arguments lie on the mesh, by path or regular expression (the path
+        first, then the first expression that is found in it); `autopar.FREE` leaves a
+        dim to the solver. What is not pinned the solver chooses.
       static_argnums: positions of arguments that are compile-time constants.
       donate_argnums: positions whose buffers may be reused; "auto": those of state,
         the arguments that are returned with the same tree, shapes and dtypes.
@@ -303,7 +309,6 @@ def parallelize(
       NotImplementedError: an option that is on the roadmap.
     """
     later = {
-        "pins": pins,
         "rules": rules,
         "memory_budget": memory_budget,
         "num_microbatches": num_microbatches if num_microbatches != 1 else None,
@@ -320,6 +325,11 @@ def parallelize(
             f"`plan` must be an autopar.Plan, but got {plan!r} of type "
             f"{type(plan).__name__}; load a file with autopar.Plan.load(path)."
         )
+    if plan is not None and pins:
+        raise ValueError(
+            f"A plan is run as it is, so `pins` must be left out with `plan`, but got "
+            f"{list(pins)}; plan with them: parallelize(f, pins=...).plan(...)."
+        )
     if cluster is not None and not isinstance(cluster, Cluster):
         raise TypeError(
             f"`cluster` must be an autopar.Cluster, but got {cluster!r}; use "
@@ -330,6 +340,7 @@ def parallelize(
         mesh,
         cluster,
         plan,
+        dict(pins or {}),
         _positions(static_argnums),
         "auto" if donate_argnums == "auto" else _positions(donate_argnums),
     )

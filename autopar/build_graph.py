@@ -39,6 +39,10 @@ _CALLS = {
 _REMATS = ("remat2", "checkpoint")
 BARRIER = "optimization_barrier"
 SCAN = "scan"
+WHILE = "while"
+COND = "cond"
+STRUCTURED = (BARRIER, SCAN, WHILE, COND)  # planned by ports, not by a rule
+ASSUMED_TRIPS = 10.0  # executions that a loop of unknown length is priced with
 
 
 def tensor_type(aval: Any) -> TensorType:
@@ -50,7 +54,7 @@ def build_graph(traced: TracedFunction, roles: Roles) -> OpGraph:
     """The operator graph of `traced`; closed-over arrays become its last inputs."""
     builder = _Builder()
     jaxpr = traced.jaxpr.jaxpr
-    block = builder.open_block(parent=None, trip_count=1)
+    block = builder.open_block(None)
     inputs = []
     env: _Env = {}
     for index, (var, path) in enumerate(
@@ -93,7 +97,10 @@ _Env = dict[Any, Any]
 class _OpenBlock:
     index: int
     parent: int | None
-    trip_count: int
+    trip_count: int = 1
+    weight: float = 1.0
+    conditional: bool = False
+    unbounded: bool = False
     inputs: list[int] = field(default_factory=list)
     outputs: list[Operand] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
@@ -106,8 +113,22 @@ class _Builder:
         self.num_operators = 0
         self.ordinals: dict[str, int] = {}
 
-    def open_block(self, parent: int | None, trip_count: int) -> _OpenBlock:
-        block = _OpenBlock(len(self.blocks), parent, trip_count)
+    def open_block(
+        self, parent: _OpenBlock | None, trips: int | None = 1, *, branch: bool = False
+    ) -> _OpenBlock:
+        """A block that runs `trips` times (None: unknown) whenever its parent runs."""
+        index = len(self.blocks)
+        if parent is None:
+            block = _OpenBlock(index, None)
+        else:
+            block = _OpenBlock(
+                index,
+                parent.index,
+                parent.trip_count * (1 if trips is None else trips),
+                parent.weight * (ASSUMED_TRIPS if trips is None else trips),
+                parent.conditional or branch,
+                parent.unbounded or trips is None,
+            )
         self.blocks.append(block)
         return block
 
@@ -116,6 +137,9 @@ class _Builder:
             block.index,
             block.parent,
             block.trip_count,
+            block.weight,
+            block.conditional,
+            block.unbounded,
             tuple(block.inputs),
             tuple(block.outputs),
             tuple(block.operators),
@@ -150,7 +174,7 @@ class _Builder:
         operands: Sequence[Operand],
         scope: str,
         block: _OpenBlock,
-        body: int | None = None,
+        bodies: Sequence[int] = (),
         result_types: Sequence[TensorType] | None = None,
     ) -> tuple[int, ...]:
         """Append one operator; the indices of its results."""
@@ -175,7 +199,7 @@ class _Builder:
                 block=block.index,
                 eqn=eqn,
                 source=source_line(eqn),
-                body=body,
+                bodies=tuple(bodies),
             )
         )
         self.num_operators += 1
@@ -225,8 +249,10 @@ class _Builder:
             kind in ("broadcast_in_dim", "iota")
         ):
             return [_Generator(eqn, scope)]
-        if kind == SCAN:
-            return self.scan(eqn, values, block, scope)
+        if kind in (SCAN, WHILE, COND):
+            operands = [self.read(value, block) for value in values]
+            bodies = self.bodies(eqn, block, scope)
+            return self.add(kind, eqn, operands, scope, block, bodies)
         operands = [self.read(value, block) for value in values]
         return self.add(kind, eqn, operands, scope, block)
 
@@ -263,21 +289,42 @@ class _Builder:
             passed[i] = result
         return passed
 
-    def scan(
-        self, eqn: Any, values: Sequence[_Value], block: _OpenBlock, scope: str
-    ) -> Sequence[_Value]:
-        closed = eqn.params["jaxpr"]
-        trips = block.trip_count * eqn.params["length"]
-        body = self.open_block(block.index, trips)
+    def bodies(self, eqn: Any, block: _OpenBlock, scope: str) -> list[int]:
+        """The blocks of a scan, while or cond."""
+        params = eqn.params
+        match eqn.primitive.name:
+            case "scan":
+                trips = params["length"]
+                return [self.body(params["jaxpr"], block, trips, f"{scope}/scan")]
+            case "while":
+                return [
+                    self.body(params["cond_jaxpr"], block, None, f"{scope}/while_cond"),
+                    self.body(params["body_jaxpr"], block, None, f"{scope}/while"),
+                ]
+        return [
+            self.body(branch, block, 1, f"{scope}/branch{number}", branch=True)
+            for number, branch in enumerate(params["branches"])
+        ]
+
+    def body(
+        self,
+        closed: Any,
+        parent: _OpenBlock,
+        trips: int | None,
+        scope: str,
+        *,
+        branch: bool = False,
+    ) -> int:
+        """A block with the equations of `closed`."""
+        scope = scope.removeprefix("/")
+        block = self.open_block(parent, trips, branch=branch)
         env: _Env = {}
-        name = f"{scope}/scan" if scope else "scan"
         for var in closed.jaxpr.invars:
-            in_name = self.unique_name(name, "input")
-            env[var] = self.tensor(in_name, tensor_type(var.aval), body)
-            body.inputs.append(env[var])
+            name = self.unique_name(scope, "input")
+            env[var] = self.tensor(name, tensor_type(var.aval), block)
+            block.inputs.append(env[var])
         for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
             env[var] = Constant(value, tensor_type(var.aval))
-        outputs = self.inline(closed.jaxpr, env, body, name)
-        body.outputs = [self.read(value, body) for value in outputs]
-        operands = [self.read(value, block) for value in values]
-        return self.add(SCAN, eqn, operands, scope, block, body=body.index)
+        outputs = self.inline(closed.jaxpr, env, block, scope)
+        block.outputs = [self.read(value, block) for value in outputs]
+        return block.index

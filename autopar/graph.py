@@ -80,9 +80,9 @@ Operand = int | Constant
 class Operator:
     """One primitive applied to tensors.
 
-    `operands` are tensor indices or constants, `results` tensor indices. `block_index`
-    names the body of a scan. `eqn` is JAX's own equation, kept for its params and
-    context.
+    `operands` are tensor indices or constants, `results` tensor indices. `bodies` are
+    the blocks it owns: the body of a scan, condition and body of a while, the branches
+    of a cond. `eqn` is JAX's own equation, kept for its params and context.
     """
 
     index: int
@@ -96,7 +96,7 @@ class Operator:
     block: int
     eqn: Any
     source: str = ""
-    body: int | None = None
+    bodies: tuple[int, ...] = ()
 
     def is_constant(self, position: int) -> bool:
         """Whether the operand at `position` is a literal."""
@@ -105,11 +105,19 @@ class Operator:
 
 @dataclass(frozen=True)
 class Block:
-    """Operators in executed order; `trip_count` is how often the block runs a step."""
+    """Operators in executed order.
+
+    `trip_count` is how often the block runs a step; a loop of unknown length counts
+    once and is `unbounded`, a branch counts as if it is taken and is `conditional`.
+    `weight` is the number of executions that costs are multiplied with.
+    """
 
     index: int
     parent: int | None
     trip_count: int
+    weight: float
+    conditional: bool
+    unbounded: bool
     inputs: tuple[int, ...]
     outputs: tuple[Operand, ...]
     operators: tuple[Operator, ...]
@@ -173,8 +181,8 @@ class OpGraph:
                 operands = ", ".join(
                     str(o) if isinstance(o, Constant) else f"%{o}" for o in op.operands
                 )
-                body = "" if op.body is None else f" block {op.body}"
-                lines.append(f"  {results} = {op.kind}({operands}){body}")
+                bodies = "".join(f" block {body}" for body in op.bodies)
+                lines.append(f"  {results} = {op.kind}({operands}){bodies}")
             outputs = ", ".join(
                 str(o) if isinstance(o, Constant) else f"%{o}" for o in block.outputs
             )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import networkx
 
-from .build_graph import BARRIER, SCAN
+from .build_graph import STRUCTURED
 from .cluster import Cluster
 from .collective import Collective
 from .costs.memory import peak_bytes
 from .graph import Constant, Operator, OpGraph
 from .mesh import MeshShape
+from .pins import Pin
 from .plan import (
     Conversion,
     InputPlan,
@@ -42,14 +43,20 @@ class IntraOpSolution:
 
 
 def plan_intra_op(
-    graph: OpGraph, mesh: MeshShape, cluster: Cluster, *, gap: float = 1e-4
+    graph: OpGraph,
+    mesh: MeshShape,
+    cluster: Cluster,
+    *,
+    pins: Mapping[int, Pin] | None = None,
+    gap: float = 1e-4,
 ) -> IntraOpSolution:
     """The cheapest sharding plan of `graph` on `mesh`, with its bound.
 
-    `gap` is the relative distance from the bound at which the solver stops.
+    `pins` are those of arguments, by tensor. `gap` is the relative distance from the
+    bound at which the solver stops.
     """
     resharder = Resharder(mesh, cluster)
-    problem = build_problem(graph, mesh, cluster, resharder)
+    problem = build_problem(graph, mesh, cluster, resharder, pins)
     assignment = solve(problem.choice_graph, gap=gap)
     plan = read_plan(problem, assignment, cluster, resharder)
     return IntraOpSolution(plan, assignment)
@@ -67,7 +74,7 @@ def read_plan(
     tensors = tuple(reader.tensor_plan(t.index) for t in graph.tensors)
     operators = tuple(reader.operator_plan(op) for op in graph.operators())
     trips = tuple(block.trip_count for block in graph.blocks)
-    collectives, collective_seconds = _collectives(graph, tensors, trips, resharder)
+    collectives, collective_seconds = _collectives(graph, tensors, resharder)
     compute_seconds = sum(op.seconds for op in operators)
     plan = ShardingPlan(
         function=graph.name,
@@ -169,7 +176,7 @@ class _Reader:
         index, choice = self.vertex_of[op.index]
         vertex = self.problem.vertices[index]
         assert vertex.strategies is not None
-        trips = self.graph.blocks[op.block].trip_count
+        weight = self.graph.blocks[op.block].weight
         return OperatorPlan(
             op.name,
             op.kind,
@@ -177,7 +184,7 @@ class _Reader:
             tuple(factor.name for factor in vertex.strategies.chosen(choice)),
             operand_specs,
             result_specs,
-            total_flops(op) * trips,
+            total_flops(op) * weight,
             round(1.0 / vertex.strategies.share[choice]),
             float(vertex.seconds[choice]),
         )
@@ -246,17 +253,16 @@ def cheapest_copies(
 def _collectives(
     graph: OpGraph,
     tensors: Sequence[TensorPlan],
-    trips: Sequence[int],
     resharder: Resharder,
 ) -> tuple[tuple[Collective, ...], float]:
     """Every collective of a step and their seconds together."""
     found, seconds = [], 0.0
     maker = {t: op for op in graph.operators() for t in op.results}
     for index, tensor in enumerate(tensors):
-        kind = graph.tensors[index].type
+        kind, block = graph.tensors[index].type, graph.blocks[tensor.block]
         for conversion in tensor.conversions:
             fixed, per_byte = resharder.seconds(conversion.source, conversion.target)
-            seconds += (fixed + per_byte * kind.bytes) * trips[tensor.block]
+            seconds += (fixed + per_byte * kind.bytes) * block.weight
             for step in resharder.steps(conversion.source, conversion.target):
                 if not step.is_collective:
                     continue
@@ -270,9 +276,11 @@ def _collectives(
                         resharder.groups(step),
                         "uint8" if is_bool else kind.dtype.name,
                         round(kind.bytes * step.fraction),
-                        trips[tensor.block],
+                        block.trip_count,
                         _REDUCTION_NAMES[step.reduction] if reduces else "",
                         f"{tensor.name} {source}".strip(),
+                        conditional=block.conditional,
+                        unbounded=block.unbounded,
                     )
                 )
     return tuple(found), seconds
@@ -284,7 +292,7 @@ def _split_fraction(
     """The part of the heavy flops that no two devices do twice."""
     heavy = whole = 0.0
     for op, plan in zip(graph.operators(), operators, strict=True):
-        if op.kind not in (SCAN, BARRIER) and is_heavy_operator(op):
+        if op.kind not in STRUCTURED and is_heavy_operator(op):
             heavy += plan.flops
             whole += plan.flops if plan.split == mesh.size else 0.0
     return whole / heavy if heavy else 1.0
@@ -294,7 +302,7 @@ def warn_fallbacks(graph: OpGraph) -> None:
     """Warn once for each source line that uses a primitive without a rule."""
     seen = set()
     for op in graph.operators():
-        if op.kind in (SCAN, BARRIER) or rule_of(op.kind) is not None:
+        if op.kind in STRUCTURED or rule_of(op.kind) is not None:
             continue
         moved = sum(kind.bytes for kind in op.operand_types if not kind.is_extended)
         if (op.kind, op.source) not in seen and moved > 1024:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import prod
 
-from .build_graph import BARRIER, SCAN
+from .build_graph import STRUCTURED
 from .errors import PlanFileError
 from .graph import Operand, Operator, OpGraph
 from .plan import OperatorPlan, ShardingPlan
+from .ports import ports_of
 from .rules.base import factors_of
 from .spec import Spec, replicated
 
@@ -60,13 +61,11 @@ def _differences(plan: ShardingPlan, graph: OpGraph) -> Iterator[str]:
         ],
         [_signature(o, len(o.operands), len(o.results)) for o in graph.operators()],
     )
+    blocks = zip(plan.trip_counts, plan.outputs, strict=True)
     yield from _compare(
         "block",
-        [f"x{n}, {len(o)} outputs" for n, o in zip(plan.trip_counts, plan.outputs)],
-        [
-            f"x{block.trip_count}, {len(block.outputs)} outputs"
-            for block in graph.blocks
-        ],
+        [f"x{trips}, {len(outputs)} outputs" for trips, outputs in blocks],
+        [f"x{b.trip_count}, {len(b.outputs)} outputs" for b in graph.blocks],
     )
 
 
@@ -104,11 +103,8 @@ def _contradictions(plan: ShardingPlan, graph: OpGraph) -> Iterator[str]:
         for result, spec in zip(op.results, chosen.result_specs, strict=True):
             if spec != plan.tensors[result].spec:
                 yield f"{what} makes {plan.tensors[result].name!r} in another spec"
-        if op.kind == SCAN:
-            yield from _scan_contradictions(op, chosen, plan, graph)
-        elif op.kind == BARRIER:
-            if chosen.operand_specs != chosen.result_specs:
-                yield f"{what} changes a spec, which a barrier cannot"
+        if op.kind in STRUCTURED:
+            yield from _port_contradictions(op, chosen, plan, graph)
         else:
             yield from _factor_contradictions(op, chosen, plan.mesh.axis_sizes)
     for block, specs in zip(graph.blocks, plan.outputs, strict=True):
@@ -143,32 +139,26 @@ def _factor_contradictions(
             )
 
 
-def _scan_contradictions(
+def _port_contradictions(
     op: Operator, chosen: OperatorPlan, plan: ShardingPlan, graph: OpGraph
 ) -> Iterator[str]:
-    """Specs that change between a scan's operands, its body and its results."""
-    assert op.body is not None
-    num_consts, num_carry = op.params["num_consts"], op.params["num_carry"]
-    num_kept = num_consts + num_carry
-    outside = [
-        *chosen.operand_specs[:num_kept],
-        *map(_of_slice, chosen.operand_specs[num_kept:]),
-    ]
-    inside = [plan.tensors[t].spec for t in graph.blocks[op.body].inputs]
-    outputs = plan.outputs[op.body]
-    results = [
-        *chosen.result_specs[:num_carry],
-        *map(_of_slice, chosen.result_specs[num_carry:]),
-    ]
-    carries = inside[num_consts:num_kept]
-    if outside != inside:
-        yield f"operator {op.name!r} is given operands in other specs than its body's"
-    if list(outputs) != results or list(outputs[:num_carry]) != carries:
-        yield f"operator {op.name!r} changes a spec from one execution to the next"
+    """Ports whose reads and writes are not all in one spec, or that must be whole."""
+    for port in ports_of(graph, op):
+        specs = {
+            _without_leading(plan.tensors[tensor].spec, extra)
+            for tensor, extra in port.writes
+        }
+        for _, extra, (place, index, position) in port.reads:
+            read = chosen.operand_specs if place == "operand" else plan.outputs[index]
+            specs.add(_without_leading(read[position], extra))
+        if None in specs or len(specs) > 1:
+            yield f"{port.name!r} has more than one spec at the border of its block"
+        elif port.is_whole and specs - {replicated(plan.mesh.num_axes)}:
+            yield f"{port.name!r} must be whole on every device"
 
 
-def _of_slice(stacked: Spec) -> Spec | None:
-    """The spec of a slice along dim 0 of a stacked tensor; None if that is split."""
-    if 0 in stacked:
+def _without_leading(spec: Spec, extra: int) -> Spec | None:
+    """The spec without the first `extra` dims; None if one of those is split."""
+    if any(0 <= state < extra for state in spec):
         return None
-    return tuple(state - 1 if state > 0 else state for state in stacked)
+    return tuple(state - extra if state >= extra else state for state in spec)

@@ -84,7 +84,7 @@ def from_json(text: str, where: str) -> ShardingPlan:
     names = [f.name for f in fields(ShardingPlan)]
     top = root.fields(["format", "version", *names])
     read = _Reader(_mesh_from_json(top["mesh"]))
-    num_blocks = len(top["trip_counts"].integers(least=1))
+    num_blocks = len(top["trip_counts"].integers())
     outputs = tuple(read.specs(specs) for specs in top["outputs"].items())
     if len(outputs) != num_blocks:
         top["outputs"].fail(
@@ -99,7 +99,7 @@ def from_json(text: str, where: str) -> ShardingPlan:
         operators=tuple(map(read.operator, top["operators"].items())),
         tensors=tuple(read.tensor(t, num_blocks) for t in top["tensors"].items()),
         outputs=outputs,
-        trip_counts=top["trip_counts"].integers(least=1),
+        trip_counts=top["trip_counts"].integers(),
         collectives=tuple(map(read.collective, top["collectives"].items())),
         predicted=_prediction_from_json(top["predicted"]),
     )

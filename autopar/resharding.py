@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, count, permutations, product
 from math import prod
 from typing import Literal
@@ -77,12 +77,16 @@ class _Placement:
         return {*chain(*self.dims), *(axis for axis, _ in self.pending)}
 
 
+_Path = tuple[tuple[Step, _Placement], ...]
+
+
 class Resharder:
     """Paths and their costs on one mesh; each distinct pair of specs is solved once."""
 
     def __init__(self, mesh: MeshShape, cluster: Cluster) -> None:
         self.mesh, self.cluster = mesh, cluster
         self._links: dict[frozenset[int], AxisLink] = {}
+        self._affine_of: dict[tuple[str, tuple[int, ...]], tuple[float, float]] = {}
         self._paths: dict[tuple[Spec, Spec], tuple[Step, ...]] = {}
         self._costs: dict[tuple[Spec, Spec], tuple[float, float]] = {}
 
@@ -115,7 +119,10 @@ class Resharder:
     def _affine(self, step: Step) -> tuple[float, float]:
         if step.kind == "slice" or step.kind == "mask":
             return _EPSILON_SECONDS, 0.0
-        fixed, per_byte = affine(step.kind, [self._link(step.axes)])
+        key = (step.kind, step.axes)
+        if key not in self._affine_of:
+            self._affine_of[key] = affine(step.kind, [self._link(step.axes)])
+        fixed, per_byte = self._affine_of[key]
         return fixed + _EPSILON_SECONDS, per_byte * step.fraction
 
     def _link(self, axes: Sequence[int]) -> AxisLink:
@@ -146,13 +153,13 @@ class Resharder:
         num_dims = max((*source, *target, -1)) + 1
         start = _placement(source, num_dims)
         goal = _placement(target, num_dims)
-        tick = count()
-        queue = [(0.0, next(tick), start, ())]
+        tick = count(1)
+        queue: list[tuple[float, int, _Placement, _Path]] = [(0.0, 0, start, ())]
         done: set[_Placement] = set()
         while queue:
             cost, _, placement, path = heapq.heappop(queue)
             if placement == goal:
-                return path
+                return self._with_pairs(start, path)
             if placement in done:
                 continue
             done.add(placement)
@@ -160,8 +167,19 @@ class Resharder:
                 if reached not in done:
                     fixed, per_byte = self._affine(step)
                     total = cost + fixed + per_byte * _REFERENCE_BYTES
-                    heapq.heappush(queue, (total, next(tick), reached, (*path, step)))
+                    longer = (*path, (step, reached))
+                    heapq.heappush(queue, (total, next(tick), reached, longer))
         raise AssertionError(f"no path from {source} to {target}")
+
+    def _with_pairs(self, start: _Placement, path: _Path) -> tuple[Step, ...]:
+        """The steps of a path, each permutation told who sends to whom."""
+        steps, here = [], start
+        for step, reached in path:
+            if step.kind == "collective_permute":
+                step = replace(step, pairs=self._pairs(here, reached))
+            steps.append(step)
+            here = reached
+        return tuple(steps)
 
     def _fraction(self, placement: _Placement) -> float:
         sizes = self.mesh.axis_sizes
@@ -250,13 +268,8 @@ class Resharder:
                 )
             )
             if reached != here and legal:
-                pairs = self._pairs(here, reached)
                 axes = tuple(range(len(sizes)))
-                fraction = self._fraction(here)
-                yield (
-                    Step("collective_permute", axes, fraction, pairs=pairs),
-                    reached,
-                )
+                yield Step("collective_permute", axes, self._fraction(here)), reached
 
     def _pairs(
         self, source: _Placement, target: _Placement

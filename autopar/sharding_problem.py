@@ -4,7 +4,7 @@ Four kinds of vertex, each with one choice per strategy or spec:
 
   operator  its strategies: every operand and result has a spec under each
   home      where an argument lies; for state, its next value must come back to it
-  port      a tensor that enters or leaves a scan body or a barrier, in one spec
+  port      a tensor that enters or leaves a loop, branch or barrier, in one spec
   relay     a shared copy of a tensor that several read: resharded once, read by all
 
 An edge between the writer of a tensor (or its relay) and each reader costs the
@@ -14,16 +14,18 @@ Operators in a scan body are vertices of the same problem, their costs times the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
-from .build_graph import BARRIER, SCAN
+from .build_graph import STRUCTURED
 from .cluster import Cluster
 from .graph import Constant, Operator, OpGraph, TensorType
 from .mesh import MeshShape
+from .pins import Pin
+from .ports import Site, ports_of
 from .resharding import Resharder
 from .solver.choice_graph import ChoiceGraph, Edge, Node
 from .spec import Spec, replicated
@@ -36,7 +38,6 @@ from .strategies import (
     tensor_specs,
 )
 
-Site = tuple[Literal["operand", "output"], int, int]  # operator or block, position
 VertexKind = Literal["operator", "home", "port", "relay", "result"]
 
 
@@ -87,11 +88,18 @@ class ShardingProblem:
 
 
 def build_problem(
-    graph: OpGraph, mesh: MeshShape, cluster: Cluster, resharder: Resharder
+    graph: OpGraph,
+    mesh: MeshShape,
+    cluster: Cluster,
+    resharder: Resharder,
+    pins: Mapping[int, Pin] | None = None,
 ) -> ShardingProblem:
-    """All vertices and edges of planning `graph` on `mesh`."""
+    """All vertices and edges of planning `graph` on `mesh`.
+
+    `pins` are those of arguments, by tensor: their homes have only the specs allowed.
+    """
     builder = _Builder(graph, mesh, cluster, resharder)
-    builder.add_homes()
+    builder.add_homes(pins or {})
     for block in graph.blocks:
         for op in block.operators:
             builder.add_operator(op)
@@ -171,6 +179,7 @@ class _Builder:
         *,
         pending: bool,
         whole: bool = False,
+        pin: Pin | None = None,
     ) -> int:
         """A vertex whose choices are specs of one tensor.
 
@@ -178,11 +187,10 @@ class _Builder:
         than `tensor_type` (1 for what a scan slices or stacks). `whole`: the program
         itself holds the value, so it can only be replicated.
         """
-        specs = np.array(
-            [replicated(self.mesh.num_axes)]
-            if whole
-            else tensor_specs(tensor_type, self.mesh, pending=pending)
-        )
+        legal = tensor_specs(tensor_type, self.mesh, pending=pending)
+        if whole:
+            legal = (replicated(self.mesh.num_axes),)
+        specs = np.array([s for s in legal if pin is None or pin.allows(s)])
 
         def shifted(extra: int) -> np.ndarray:
             return np.where(specs >= 0, specs + extra, specs)
@@ -195,7 +203,7 @@ class _Builder:
             [Access(tensor, shifted(extra), site) for tensor, extra, site in reads],
         )
 
-    def add_homes(self) -> None:
+    def add_homes(self, pins: Mapping[int, Pin]) -> None:
         for graph_input in self.graph.inputs:
             tensor = self.graph.tensors[graph_input.tensor]
             reads: list[tuple[int, int, Site | None]] = []
@@ -210,6 +218,7 @@ class _Builder:
                 [(tensor.index, 0)],
                 reads,
                 pending=False,
+                pin=pins.get(tensor.index),
             )
 
     def add_results(self) -> None:
@@ -227,28 +236,24 @@ class _Builder:
                 )
 
     def add_operator(self, op: Operator) -> None:
-        if op.kind == SCAN:
-            return self._add_scan(op)
-        if op.kind == BARRIER:
-            for position, (operand, result) in enumerate(
-                zip(op.operands, op.results, strict=True)
-            ):
-                assert isinstance(operand, int)
+        if op.kind in STRUCTURED:
+            for port in ports_of(self.graph, op):
                 self.spec_vertex(
                     "port",
-                    f"{op.name}:{position}",
-                    op.result_types[position],
-                    [(result, 0)],
-                    [(operand, 0, ("operand", op.index, position))],
-                    pending=True,
+                    port.name,
+                    port.type,
+                    port.writes,
+                    port.reads,
+                    pending=port.may_be_pending,
+                    whole=port.is_whole,
                 )
-            return None
+            return
         strategies, seconds = self._strategies_of(op)
-        trips = self.graph.blocks[op.block].trip_count
+        weight = self.graph.blocks[op.block].weight
         self.add_vertex(
             "operator",
             op.name,
-            seconds * trips,
+            seconds * weight,
             [
                 Access(tensor, strategies.result_specs[:, position])
                 for position, tensor in enumerate(op.results)
@@ -288,54 +293,6 @@ class _Builder:
             self._strategies[key] = (strategies, seconds)
         return self._strategies[key]
 
-    def _add_scan(self, op: Operator) -> None:
-        """One port for each constant, carry, slice and stacked result of a scan."""
-        assert op.body is not None
-        body = self.graph.blocks[op.body]
-        num_consts, num_carry = op.params["num_consts"], op.params["num_carry"]
-        for position, inner in enumerate(body.inputs):
-            tensor = self.graph.tensors[inner]
-            reads: list[tuple[int, int, Site | None]] = []
-            writes = [(inner, 0)]
-            whole = isinstance(op.operands[position], Constant)
-            extra = 0 if position < num_consts + num_carry else 1
-            operand = op.operands[position]
-            if isinstance(operand, int):
-                reads.append((operand, extra, ("operand", op.index, position)))
-            carry = position - num_consts
-            if 0 <= carry < num_carry:
-                writes.append((op.results[carry], 0))
-                output = body.outputs[carry]
-                if isinstance(output, int):
-                    reads.append((output, 0, ("output", body.index, carry)))
-                else:
-                    whole = True
-            self.spec_vertex(
-                "port",
-                tensor.name,
-                tensor.type,
-                writes,
-                reads,
-                pending=True,
-                whole=whole,
-            )
-        for position in range(num_carry, len(op.results)):
-            result, output = op.results[position], body.outputs[position]
-            stacked = op.result_types[position]
-            inner_type = TensorType(stacked.shape[1:], stacked.dtype)
-            reads = []
-            if isinstance(output, int):
-                reads.append((output, 0, ("output", body.index, position)))
-            self.spec_vertex(
-                "port",
-                self.graph.tensors[result].name,
-                inner_type,
-                [(result, 1)],
-                reads,
-                pending=True,
-                whole=isinstance(output, Constant),
-            )
-
     def connect(self) -> None:
         """Edges from each tensor's writer to its readers, by a relay if many."""
         readers: dict[int, list[tuple[int, Access]]] = {}
@@ -365,7 +322,7 @@ class _Builder:
         if writer == reader:  # both ends have the same spec under every choice
             return
         tensor = self.graph.tensors[write.tensor]
-        weight = self.graph.blocks[tensor.block].trip_count
+        weight = self.graph.blocks[tensor.block].weight
         matrix = self._matrix(write.distinct, read.distinct, tensor.type.bytes, weight)
         if matrix.any():
             self.edges.append(Edge(writer, reader, write.classes, read.classes, matrix))
@@ -375,7 +332,7 @@ class _Builder:
         sources: tuple[Spec, ...],
         targets: tuple[Spec, ...],
         tensor_bytes: int,
-        weight: int,
+        weight: float,
     ) -> np.ndarray:
         key = (sources, targets, tensor_bytes, weight)
         if key not in self._matrices:

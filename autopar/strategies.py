@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from .build_graph import BARRIER, SCAN
+from .build_graph import STRUCTURED
 from .cluster import Cluster
 from .costs.compute import flops, is_heavy, operator_seconds
 from .graph import Operator, OpGraph, TensorType
@@ -152,8 +152,8 @@ def operators_to_split(graph: OpGraph) -> set[int]:
     heavy = []
     for block in graph.blocks:
         for op in block.operators:
-            if op.kind not in (SCAN, BARRIER) and is_heavy_operator(op):
-                heavy.append((total_flops(op) * block.trip_count, op.index))
+            if op.kind not in STRUCTURED and is_heavy_operator(op):
+                heavy.append((total_flops(op) * block.weight, op.index))
     allowed = REPLICABLE_FLOPS * sum(amount for amount, _ in heavy)
     chosen = set()
     for amount, index in sorted(heavy):

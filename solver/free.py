@@ -1,10 +1,12 @@
-"""Solving without a budget: join copies, then reduce, pass messages, fix, and again;
-last the ILP.
+"""Solving without a budget: one exact step after another, until the gap is closed.
+
+join copies, then in turn: reduce; pass messages; fix what costs too much; and where the
+messages stall, merge nodes. The ILP gets what is left once nothing can be merged.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from math import inf
+from typing import Protocol
 
 import numpy as np
 
@@ -12,11 +14,28 @@ from .choice_graph import ChoiceGraph, Infeasible
 from .fix import fix
 from .ilp import is_small_enough, solve_ilp
 from .join import join_copies
+from .merge import choose_pairs, merge_nodes
 from .messages import pass_messages
-from .reduce import Reduced, reduce
+from .polish import polish
+from .reduce import reduce
 from .search import Search
 
-WORTH_REDUCING_AGAIN = 0.05
+FIXED_ENOUGH = 0.3
+MOST_MERGED_CHOICES = (1000, 1600)
+MOST_POLISHES = 6
+
+
+class Step(Protocol):
+    """A graph made from another, and the way back."""
+
+    @property
+    def graph(self) -> ChoiceGraph: ...
+
+    def expand(self, choices: Sequence[int]) -> tuple[int, ...]: ...
+
+    def expand_excess(
+        self, excess: Sequence[np.ndarray], bound: float
+    ) -> list[np.ndarray]: ...
 
 
 def solve_free(search: Search) -> list[np.ndarray]:
@@ -27,72 +46,128 @@ def solve_free(search: Search) -> list[np.ndarray]:
     Raises:
         Infeasible: every plan is forbidden.
     """
-    joined = join_copies(search.graph, search.pool)
-    graph, expand = joined.graph, joined.expand
-    marginals: list[np.ndarray] = []
-    slack, ceiling, seconds = 0.0, inf, search.seconds_left
-    while True:
+    return _Descent(search).run()
+
+
+class _Descent:
+    """The way down from the full graph to ever smaller ones.
+
+    `ceiling` is the least cost of the plans left out on the way, so that a bound on the
+    graph at hand is one on the full problem up to there; `slack` is its rounding.
+    """
+
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.steps: list[Step] = [join_copies(search.graph, search.pool)]
+        self.ceiling, self.slack = inf, 0.0
+        self.excess: list[np.ndarray] = []
+        self.bound = -inf
+        self.depth = 1
+        self.seconds = search.seconds_left
+
+    @property
+    def graph(self) -> ChoiceGraph:
+        return self.steps[-1].graph
+
+    def run(self) -> list[np.ndarray]:
         try:
-            reduced = reduce(graph, search.pool)
+            while not self._is_finished():
+                pass
         except Infeasible:
-            if search.cost == inf:
+            if self.ceiling == inf:
                 raise
-            search.raise_bound(ceiling)
-            search.finish_phase("fix", replace(graph, nodes=(), edges=()))
-            return marginals
-        expand = _compose(expand, reduced)
-        slack += reduced.slack
-        core = reduced.graph
-        search.finish_phase("reduce", core)
+            self.search.raise_bound(self.ceiling)
+            self.search.finish_phase("fix", self.graph)
+        return self._marginals()
+
+    def _is_finished(self) -> bool:
+        self._reduce()
+        self._pass_messages()
+        if self.search.is_closed or self.search.seconds_left <= 0:
+            return True
+        num_choices = sum(node.costs.size for node in self.graph.nodes)
+        if self._fix() > FIXED_ENOUGH * num_choices:
+            return False
+        self._reduce()
+        if self.search.seconds_left > self.seconds / 2:
+            for most in MOST_MERGED_CHOICES:
+                pairs = choose_pairs(self.graph, most)
+                if pairs:
+                    self.steps.append(
+                        merge_nodes(self.graph, pairs, self.search.pool)
+                    )
+                    return False
+        if is_small_enough(self.graph):
+            self._solve_ilp()
+        return True
+
+    def _expand(self, choices: Sequence[int]) -> tuple[int, ...]:
+        for step in reversed(self.steps):
+            choices = step.expand(choices)
+        return tuple(choices)
+
+    def _raise_bound(self, bound: float) -> None:
+        self.search.raise_bound(min(bound - self.slack, self.ceiling))
+
+    def _reduce(self) -> None:
+        reduced = reduce(self.graph, self.search.pool)
+        self.steps.append(reduced)
+        self.slack += reduced.slack
+        self.search.finish_phase("reduce", self.graph)
+
+    def _pass_messages(self) -> None:
+        search = self.search
         messages = pass_messages(
-            core,
+            self.graph,
             gap=search.gap / 2,
             cost=search.cost,
-            time_limit_seconds=min(search.seconds_left, seconds / 2),
+            time_limit_seconds=min(search.seconds_left, self.seconds / 4),
         )
         if messages.choices is not None:
-            search.offer(expand(messages.choices))
-        search.raise_bound(min(messages.bound - slack, ceiling))
-        search.finish_phase("messages", core)
-        excess = [m - messages.bound for m in messages.marginals]
-        if not marginals:
-            full = joined.expand_excess(reduced.expand_excess(excess))
-            marginals = [beyond + (messages.bound - slack) for beyond in full]
-        if search.is_closed or search.seconds_left <= 0:
-            return marginals
-        ceiling = min(ceiling, search.threshold)
-        fixed, num_fixed = fix(
-            core, excess, search.threshold - (messages.bound - slack)
+            search.offer(self._expand(messages.choices))
+        self._raise_bound(messages.bound)
+        self.bound, self.depth = messages.bound, len(self.steps)
+        self.excess = [m - messages.bound for m in messages.marginals]
+        search.finish_phase("messages", self.graph)
+        if messages.choices is not None and not search.is_closed:
+            self._polish(messages.choices)
+
+    def _polish(self, choices: tuple[int, ...]) -> None:
+        cost = self.graph.cost(choices)
+        for seed in range(MOST_POLISHES):
+            choices = polish(self.graph, choices, self.search.pool, seed)
+            before, cost = cost, self.graph.cost(choices)
+            is_better = cost < before - self.search.gap / 10 * abs(before)
+            if not is_better or self.search.seconds_left < self.seconds / 2:
+                break
+        self.search.offer(self._expand(choices))
+        self.search.finish_phase("polish", self.graph)
+
+    def _fix(self) -> int:
+        self.ceiling = min(self.ceiling, self.search.threshold)
+        base = self.bound - self.slack
+        marginals = [beyond + base for beyond in self.excess]
+        fixed = fix(self.graph, marginals, self.search.threshold)
+        self.steps.append(fixed)
+        return fixed.num_fixed
+
+    def _solve_ilp(self) -> None:
+        search = self.search
+        result = solve_ilp(
+            self.graph, gap=search.gap, time_limit_seconds=search.seconds_left
         )
-        num_choices = sum(node.costs.size for node in core.nodes)
-        if num_fixed > WORTH_REDUCING_AGAIN * num_choices:
-            graph = fixed
-            continue
-        if is_small_enough(fixed):
-            _finish_with_ilp(search, fixed, expand, slack, ceiling)
-        return marginals
+        if result.choices is not None:
+            search.offer(self._expand(result.choices))
+        elif result.bound == self.ceiling == inf:
+            raise Infeasible(
+                "some assignment must be allowed, but forbidden pairs exclude every "
+                "one; allow more choices or pairs."
+            )
+        self._raise_bound(result.bound)
+        search.finish_phase("ilp", self.graph)
 
-
-def _finish_with_ilp(
-    search: Search,
-    graph: ChoiceGraph,
-    expand: Callable[[Sequence[int]], tuple[int, ...]],
-    slack: float,
-    ceiling: float,
-) -> None:
-    result = solve_ilp(graph, gap=search.gap, time_limit_seconds=search.seconds_left)
-    if result.choices is not None:
-        search.offer(expand(result.choices))
-    elif result.bound == ceiling == inf:
-        raise Infeasible(
-            "some assignment must be allowed, but forbidden pairs exclude every one; "
-            "allow more choices or pairs."
-        )
-    search.raise_bound(min(result.bound - slack, ceiling))
-    search.finish_phase("ilp", graph)
-
-
-def _compose(
-    expand: Callable[[Sequence[int]], tuple[int, ...]], reduced: Reduced
-) -> Callable[[Sequence[int]], tuple[int, ...]]:
-    return lambda choices: expand(reduced.expand(choices))
+    def _marginals(self) -> list[np.ndarray]:
+        excess, base = self.excess, self.bound - self.slack
+        for step in reversed(self.steps[: self.depth]):
+            excess = step.expand_excess(excess, base)
+        return [beyond + base for beyond in excess]

@@ -25,6 +25,8 @@ import numpy as np
 from .choice_graph import ChoiceGraph
 from .descent import Descent
 
+STALLED = 0.02
+
 
 @dataclass(frozen=True, eq=False)
 class Messages:
@@ -125,7 +127,7 @@ class _Passing:
             if perf_counter() - start > time_limit_seconds:
                 break
             if num_rounds % 10 == 0:
-                if self.bound - checkpoint < 0.001 * min(distance, abs(self.bound)):
+                if self.bound - checkpoint < STALLED * min(distance, abs(self.bound)):
                     break
                 checkpoint = self.bound
         return Messages(

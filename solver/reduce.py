@@ -43,7 +43,9 @@ class Reduced:
         """The original assignment of the same cost."""
         return unfold_choices(self.steps, self.num_original, self.kept, choices)
 
-    def expand_excess(self, excess: Sequence[np.ndarray]) -> list[np.ndarray]:
+    def expand_excess(
+        self, excess: Sequence[np.ndarray], bound: float
+    ) -> list[np.ndarray]:
         """Bounds on the excess of each original choice, from those of what is left."""
         return unfold_excess(self.steps, self.num_original, self.kept, excess)
 

@@ -5,10 +5,12 @@ budget.py.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 
 from .array_pool import ArrayPool
 from .assignment import Assignment
+from .budget import solve_within_budget
 from .choice_graph import ChoiceGraph
 from .free import solve_free
 from .search import Search
@@ -33,8 +35,23 @@ def solve(
         Infeasible: nothing is allowed, or nothing fits; carries the least budget.
     """
     deadline = perf_counter() + time_limit_seconds
-    search = Search(graph, gap, deadline, ArrayPool())
+    free = Search(replace(graph, budget=None), gap, deadline, ArrayPool())
+    if initial is not None:
+        free.offer(initial)
+    solve_free(free)
+    if free.choices is None:
+        raise TimeoutError(
+            f"{time_limit_seconds} seconds must be enough for a first plan, but were "
+            "not; raise `time_limit_seconds` or give an `initial` plan."
+        )
+    search = Search(graph, gap, deadline, free.pool)
+    search.phases = free.phases
+    search.raise_bound(free.bound)
+    search.offer(free.choices)
     if initial is not None:
         search.offer(initial)
-    solve_free(search)
+    if search.is_closed or graph.budget is None:
+        search.closed_by = free.closed_by
+    elif not graph.is_within_budget(free.choices):
+        solve_within_budget(search, free.choices)
     return search.result()

@@ -19,7 +19,6 @@ def peak_bytes(graph: OpGraph, plan: ShardingPlan) -> int:
 class _Liveness:
     def __init__(self, graph: OpGraph, plan: ShardingPlan) -> None:
         self.graph, self.plan = graph, plan
-        self.bodies = {op.index: op.body for op in graph.operators()}
 
     def shard_bytes(self, tensor: int, spec: Spec) -> int:
         whole = self.graph.tensors[tensor].type.bytes
@@ -49,9 +48,8 @@ class _Liveness:
         peak = live
         for position, op in enumerate(block.operators):
             made = sum(self.held_bytes(t) for t in op.results if t in last_read)
-            inner = 0
-            if op.body is not None:
-                inner = self.block_peak(self.graph.blocks[op.body])
+            bodies = [self.block_peak(self.graph.blocks[body]) for body in op.bodies]
+            inner = max(bodies, default=0)
             peak = max(peak, live + made + inner)
             live += made
             for tensor in expiring.get(position, ()):

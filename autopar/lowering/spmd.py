@@ -7,6 +7,7 @@ collectives. Nothing is left for a partitioner to decide.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from ..build_graph import BARRIER, SCAN
 from ..graph import Block, Constant, Operand, Operator, OpGraph
 from ..plan import ShardingPlan
 from ..resharding import Resharder
@@ -117,10 +117,15 @@ class _Interpreter:
         ]
 
     def execute(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
-        if op.kind == SCAN:
-            return self.scan(op, operands)
-        if op.kind == BARRIER:
-            return lax.optimization_barrier(tuple(operands))
+        match op.kind:
+            case "scan":
+                return self.scan(op, operands)
+            case "while":
+                return self.while_loop(op, operands)
+            case "cond":
+                return self.cond(op, operands)
+            case "optimization_barrier":
+                return lax.optimization_barrier(tuple(operands))
         plan = self.plan.operators[self.position[op.index]]
         by_name = {factor.name: factor for factor in factors_of(op)}
         shard = Shard(
@@ -135,12 +140,12 @@ class _Interpreter:
             return bind(op, operands, shard)
 
     def scan(self, op: Operator, operands: Sequence[Any]) -> list[Any]:
-        assert op.body is not None
-        body = self.graph.blocks[op.body]
+        body = self.graph.blocks[op.bodies[0]]
         num_consts, num_carry = op.params["num_consts"], op.params["num_carry"]
-        consts = operands[:num_consts]
-        init = [jnp.asarray(x) for x in operands[num_consts : num_consts + num_carry]]
-        slices = [jnp.asarray(x) for x in operands[num_consts + num_carry :]]
+        arrays = [_as_array(x) for x in operands]
+        consts = arrays[:num_consts]
+        init = arrays[num_consts : num_consts + num_carry]
+        slices = arrays[num_consts + num_carry :]
 
         def step(carry: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
             outputs = self.run_block(body, [*consts, *carry, *sliced])
@@ -155,6 +160,31 @@ class _Interpreter:
             unroll=op.params["unroll"],
         )
         return [*carry, *stacked]
+
+    def while_loop(self, op: Operator, operands: Sequence[Any]) -> list[Any]:
+        condition, body = (self.graph.blocks[index] for index in op.bodies)
+        num_cond, num_body = op.params["cond_nconsts"], op.params["body_nconsts"]
+        arrays = [_as_array(x) for x in operands]
+        cond_consts = arrays[:num_cond]
+        body_consts = arrays[num_cond : num_cond + num_body]
+        return lax.while_loop(
+            lambda carry: self.run_block(condition, [*cond_consts, *carry])[0],
+            lambda carry: self.run_block(body, [*body_consts, *carry]),
+            arrays[num_cond + num_body :],
+        )
+
+    def cond(self, op: Operator, operands: Sequence[Any]) -> list[Any]:
+        blocks = [self.graph.blocks[index] for index in op.bodies]
+        index, *arrays = (_as_array(x) for x in operands)
+        branches = [functools.partial(self.run_branch, block) for block in blocks]
+        return lax.switch(index, branches, *arrays)
+
+    def run_branch(self, block: Block, *shards: Any) -> list[Any]:
+        return self.run_block(block, shards)
+
+
+def _as_array(value: Any) -> Any:
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def _rank(graph: OpGraph, operand: Operand) -> int:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from ..graph import Constant, Operator, TensorType
 from ..spec import REPLICATED
-from .base import Factor, is_inexact, pending_sums, register
+from .base import Factor, Shard, is_inexact, pending_sums, register
 
 UNARY = (
     "abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj "
@@ -18,7 +21,7 @@ UNARY = (
 NARY = (
     "add add_any and atan2 clamp complex div eq eq_to ge gt igamma igamma_grad_a "
     "igammac le le_to lt lt_to max min mul ne nextafter or polygamma pow "
-    "random_gamma_grad regularized_incomplete_beta rem select_n shift_left "
+    "regularized_incomplete_beta rem select_n shift_left "
     "shift_right_arithmetic shift_right_logical sub xor zeta"
 ).split()
 
@@ -67,6 +70,27 @@ def _widens(op: Operator) -> bool:
 @register(*UNARY, *NARY)
 def elementwise(op: Operator) -> list[Factor]:
     return [*dim_factors(op), *_linear_factors(op)]
+
+
+@register("bitcast_convert_type")
+def bitcast_convert_type(op: Operator) -> list[Factor]:
+    """Dims before the one, if any, that a change of width adds or takes away."""
+    shape = op.operand_types[0].shape
+    shared = min(len(shape), op.result_types[0].rank)
+    return [Factor(f"d{dim}", (dim,), (dim,), shape[dim]) for dim in range(shared)]
+
+
+def _bind_nothing(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
+    """Values stay where the plan has them."""
+    del op, shard
+    return list(operands)
+
+
+@register("device_put", bind=_bind_nothing)
+def device_put(op: Operator) -> list[Factor]:
+    if len(op.operands) > 1:
+        return []
+    return [*dim_factors(op), *pending_sums(op, (0,))]
 
 
 def is_zero(operand: object) -> bool:

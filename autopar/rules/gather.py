@@ -20,7 +20,7 @@ from jax.lax import GatherScatterMode
 
 from ..graph import Operator
 from ..spec import REPLICATED, SUM
-from .base import Factor, Shard, bind_params, linear, register
+from .base import Factor, Shard, bind_params, pending_sums, register
 from .indices import (
     MAX_INDEXED_SIZE,
     clamp_indices,
@@ -67,9 +67,7 @@ def gather(op: Operator) -> list[Factor]:
         for dim in _vocabulary_dims(op):
             states = (dim, REPLICATED)
             factors.append(Factor(f"v{dim}", states, (SUM,), operand.shape[dim]))
-    if jnp.issubdtype(result.dtype, jnp.inexact):
-        factors.append(linear(op, (0,)))
-    return factors
+    return [*factors, *pending_sums(op, (0,))]
 
 
 def _vocabulary_dims(op: Operator) -> list[int]:

@@ -15,7 +15,7 @@ from jax.lax import GatherScatterMode
 
 from ..graph import Operator
 from ..spec import MAX, MIN, REPLICATED, SUM, State
-from .base import Factor, Shard, bind_params, linear, register
+from .base import Factor, Shard, bind_params, pending_sums, register
 from .indices import (
     MAX_INDEXED_SIZE,
     clamp_indices,
@@ -115,15 +115,13 @@ def _vocabulary_factors(op: Operator) -> list[Factor]:
 
 
 def _linear_factors(op: Operator) -> list[Factor]:
-    if not jnp.issubdtype(op.result_types[0].dtype, jnp.inexact):
-        return []
     match op.kind:
         case "scatter-add" | "scatter-sub":
-            return [linear(op, (0, 2))]
+            return pending_sums(op, (0, 2))
         case "scatter-mul":
-            return [linear(op, (0,))]
+            return pending_sums(op, (0,))
         case "scatter" if op.params["update_jaxpr"] is None and _is_unique(op):
-            return [linear(op, (0, 2))]
+            return pending_sums(op, (0, 2))
     return []
 
 

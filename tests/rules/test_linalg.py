@@ -26,7 +26,9 @@ def test_factors() -> None:
 def test_decompositions() -> None:
     def function(a: jax.Array) -> list[object]:
         linalg = lax.linalg
-        return [linalg.cholesky(a), linalg.lu(a), linalg.qr(a), linalg.eigh(a)]
+        lu, pivots, _ = linalg.lu(a)
+        permutation = linalg.lu_pivots_to_permutation(pivots, 3)
+        return [linalg.cholesky(a), lu, permutation, linalg.qr(a), linalg.eigh(a)]
 
     kinds = ("cholesky", "lu", "lu_pivots_to_permutation", "qr", "eigh")
     check_every_strategy(function, SYMMETRIC, kinds=kinds, max_strategies=8)

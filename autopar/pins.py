@@ -1,0 +1,128 @@
+"""Pins: specs that a user fixes for arguments by path, before the solver chooses."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec
+
+from .graph import OpGraph, TensorType
+from .mesh import MeshShape
+from .spec import Spec, axes_of_dim, from_partition_spec, is_legal
+
+FREE = PartitionSpec.UNCONSTRAINED
+"""In a pin's PartitionSpec: a dim that is left to the solver."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """The axes that must split each dim, most major first; None: the solver's choice.
+
+    Axes that the pin does not name may split free dims only.
+    """
+
+    axes_by_dim: tuple[tuple[int, ...] | None, ...]
+
+    def allows(self, spec: Spec) -> bool:
+        """Whether a spec splits every dim that is not free by its axes alone."""
+        return all(
+            axes is None or axes_of_dim(spec, dim) == axes
+            for dim, axes in enumerate(self.axes_by_dim)
+        )
+
+
+def resolve_pins(
+    pins: Mapping[str, PartitionSpec], graph: OpGraph, mesh: MeshShape
+) -> dict[int, Pin]:
+    """The pin of every pinned argument, by the index of its tensor.
+
+    Args:
+      pins: by path, as the plan prints it (`params['mlp']['w1']`) or with slashes
+        (`params/mlp/w1`), or by a regular expression that is found in either. A path
+        that equals a key takes that one, any other the first that is found in it.
+      graph: has the arguments and their paths.
+      mesh: has the axes.
+
+    Raises:
+      TypeError: a value is no PartitionSpec.
+      ValueError: a pin matches nothing, names an unknown axis or one axis twice, has
+        more entries than its argument has dims, or does not divide them.
+    """
+    for key, spec in pins.items():
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(
+                f"A pin must be a jax.sharding.PartitionSpec, but {key!r} has {spec!r} "
+                f"of type {type(spec).__name__}; write PartitionSpec(...)."
+            )
+    spellings = [_spellings(graph_input.path) for graph_input in graph.inputs]
+    for key in pins:
+        if not any(_matches(key, names) for names in spellings):
+            raise ValueError(_unmatched(key, [i.path for i in graph.inputs]))
+    resolved = {}
+    for graph_input, names in zip(graph.inputs, spellings, strict=True):
+        keys = [key for key in pins if _matches(key, names)]
+        exact = [key for key in keys if key in names]
+        if keys:
+            key = (exact or keys)[0]
+            kind = graph.tensors[graph_input.tensor].type
+            where = f"the pin {key!r} of {graph_input.path}, {kind},"
+            resolved[graph_input.tensor] = _pin(pins[key], kind, mesh, where)
+    return resolved
+
+
+def _spellings(path: str) -> tuple[str, str]:
+    """`params['mlp']['w1']` and `params/mlp/w1`."""
+    return path, re.sub(r"[\[\].'\"]+", "/", path).strip("/")
+
+
+def _matches(key: str, names: Sequence[str]) -> bool:
+    if key in names:
+        return True
+    try:
+        return any(re.search(key, name) for name in names)
+    except re.error:  # a path, but not of this function
+        return False
+
+
+def _unmatched(key: str, paths: Sequence[str]) -> str:
+    by_spelling = {name: path for path in paths for name in _spellings(path)}
+    close = difflib.get_close_matches(key, by_spelling, n=1, cutoff=0.3)
+    remedy = f"did you mean {by_spelling[close[0]]}?" if close else "leave it out."
+    return (
+        f"A pin must be the path of an argument or a regular expression found in one, "
+        f"but {key!r} is in none of the {len(paths)}; {remedy}"
+    )
+
+
+def _pin(value: PartitionSpec, kind: TensorType, mesh: MeshShape, where: str) -> Pin:
+    entries = tuple(value)
+    if len(entries) > kind.rank:
+        raise ValueError(
+            f"A pin must have at most one entry for each dim, but {where} is {value}; "
+            f"drop {len(entries) - kind.rank} of its {len(entries)} entries."
+        )
+    entries += (None,) * (kind.rank - len(entries))
+    fixed = PartitionSpec(*(None if entry is FREE else entry for entry in entries))
+    try:
+        spec = from_partition_spec(fixed, mesh.axis_names)
+    except ValueError as error:
+        raise ValueError(f"{error} This is {where}.") from None
+    if kind.is_extended and any(state >= 0 for state in spec):
+        raise ValueError(
+            f"PRNG keys must lie whole on every device, but {where} is {value}; leave "
+            f"it out."
+        )
+    if not is_legal(kind.shape, spec, mesh.axis_sizes):
+        raise ValueError(
+            f"Axes must divide the dims that they split, but {where} is {value} on the "
+            f"mesh {mesh}; pin another dim or leave it out."
+        )
+    return Pin(
+        tuple(
+            None if entry is FREE else axes_of_dim(spec, dim)
+            for dim, entry in enumerate(entries)
+        )
+    )

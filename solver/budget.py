@@ -1,0 +1,199 @@
+"""Solving within a budget that binds.
+
+1. Prices on memory give a bound and plans on both sides of the budget (multipliers.py).
+2. What costs too much at the best prices is fixed (the priced cost of a plan that fits
+   is at most its cost).
+3. An ILP mixes the plans seen: every node takes its choice from one of them, so that
+   some layers follow the cheap plan and some the small one.
+4. The ILP over everything that is left, where that is small enough.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from time import perf_counter
+
+import numpy as np
+
+from .choice_graph import ChoiceGraph, Infeasible
+from .fix import fix
+from .free import solve_free
+from .ilp import is_small_enough, solve_ilp
+from .live_sets import keep_binding
+from .multipliers import SeenPlan, best_prices, least_peak_prices, price
+from .reduce import reduce
+from .search import Search
+
+MOST_PRICE_ROUNDS = 12
+MOST_PEAK_ROUNDS = 12
+PRICED_GAP = 0.25
+MOST_ROUNDS = 3
+
+
+def solve_within_budget(search: Search, cheapest: Sequence[int]) -> None:
+    """Closes the gap of `search.graph` as far as time allows.
+
+    `cheapest` is the best plan without the budget.
+
+    Raises:
+        Infeasible: nothing fits, or nothing was found that does.
+    """
+    _WithinBudget(search).run(cheapest)
+
+
+class _WithinBudget:
+    def __init__(self, search: Search) -> None:
+        self.search = search
+        self.seconds = search.seconds_left
+        self.plans: list[SeenPlan] = []
+        self.ceiling = inf
+        self.graph = search.graph
+
+    def run(self, cheapest: Sequence[int]) -> None:
+        search = self.search
+        self._find_one_that_fits()
+        if search.choices is None:
+            return
+        self.graph = keep_binding(search.graph)
+        seen = {plan.choices: None for plan in self.plans}
+        self.plans = []
+        for choices in (tuple(cheapest), search.choices, *seen):
+            self._see(choices)
+        for _ in range(MOST_ROUNDS):
+            marginals = self._price()
+            if search.is_closed or search.seconds_left <= 0:
+                return
+            self._mix()
+            if search.is_closed or search.seconds_left <= 0:
+                return
+            num_fixed = self._fix(marginals)
+            search.finish_phase("fix", self.graph)
+            if num_fixed < 0.1 * sum(n.costs.size for n in self.graph.nodes):
+                break
+        self._solve_ilp(self.graph, search.seconds_left, "ilp", is_bound=True)
+
+    def _see(self, choices: Sequence[int]) -> SeenPlan:
+        used = self.graph.used_bytes(choices)
+        plan = SeenPlan(tuple(choices), self.search.graph.cost(choices), used)
+        self.plans.append(plan)
+        self.search.offer(choices)
+        return plan
+
+    def _solve_priced(
+        self, prices: np.ndarray, with_costs: bool, gap: float
+    ) -> tuple[SeenPlan, float, list[np.ndarray]]:
+        deadline = perf_counter() + min(self.search.seconds_left, self.seconds / 6)
+        priced = price(self.graph, prices, with_costs)
+        inner = Search(priced, gap, deadline, self.search.pool)
+        marginals = solve_free(inner)
+        import os
+        if os.environ.get("DBG"): print(inner.result())
+        if inner.choices is None:
+            raise Infeasible("the time was up before any plan was found")
+        return self._see(inner.choices), inner.bound, marginals
+
+    def _find_one_that_fits(self) -> None:
+        search = self.search
+        if search.choices is not None:
+            return
+        budget = search.graph.budget or 0.0
+        least, bound = self._least_peak(stop_at=budget)
+        search.finish_phase("least bytes", self.graph)
+        if search.choices is None and bound <= budget:
+            try:
+                self.graph = keep_binding(search.graph)
+                self._solve_ilp(self.graph, self.seconds / 4, "first fit", False)
+            except Infeasible:
+                bound = max(bound, budget)
+        if search.choices is None:
+            raise _does_not_fit(search.graph, least, bound)
+
+    def _least_peak(self, stop_at: float) -> tuple[float, float]:
+        """The least peak of bytes found, at most `stop_at` if possible, and a bound."""
+        graph = self.graph
+        least, bound = inf, 0.0
+        prices = np.full(len(graph.live_sets), 1.0 / max(len(graph.live_sets), 1))
+        seen: list[SeenPlan] = []
+        for _ in range(MOST_PEAK_ROUNDS):
+            plan, value, _ = self._solve_priced(prices, False, 1e-6)
+            seen.append(plan)
+            least, bound = min(least, plan.used.max(initial=0.0)), max(bound, value)
+            if least <= stop_at or bound > max(stop_at, least * (1 - 1e-6)):
+                break
+            if self.search.seconds_left < self.seconds / 2:
+                break
+            prices, top = least_peak_prices(seen)
+            if top <= bound * (1 + 1e-6):
+                break
+        return float(least), bound
+
+    def _price(self) -> list[np.ndarray]:
+        """Raises the bound to the best prices; returns the marginals there."""
+        search, budget = self.search, self.graph.budget or 0.0
+        best, marginals = -inf, []
+        for _ in range(MOST_PRICE_ROUNDS):
+            prices, top = best_prices(self.plans, budget)
+            if top - best <= PRICED_GAP * search.gap * abs(top) + 1e-12 * abs(top):
+                break
+            _, bound, found = self._solve_priced(prices, True, search.gap * PRICED_GAP)
+            search.raise_bound(min(bound, self.ceiling))
+            if bound > best or not marginals:
+                best, marginals = max(best, bound), found
+            search.finish_phase("prices", self.graph)
+            if search.is_closed or search.seconds_left < self.seconds / 3:
+                break
+        return marginals
+
+    def _mix(self) -> None:
+        nodes = list(self.graph.nodes)
+        marginals = []
+        for index, node in enumerate(nodes):
+            is_seen = np.zeros(node.costs.size, bool)
+            is_seen[[plan.choices[index] for plan in self.plans]] = True
+            marginals.append(np.where(is_seen, -inf, inf))
+        seen = fix(self.graph, marginals, 0.0)
+        limit = min(self.search.seconds_left / 2, self.seconds / 6)
+        self._solve_ilp(seen.graph, limit, "mix", is_bound=False)
+
+    def _fix(self, marginals: Sequence[np.ndarray]) -> int:
+        self.ceiling = min(self.ceiling, self.search.threshold)
+        fixed = fix(self.graph, marginals, self.search.threshold)
+        try:
+            self.graph = keep_binding(fixed.graph)
+        except Infeasible:
+            self.search.raise_bound(self.ceiling)
+        self.plans = [
+            replace(plan, used=self.graph.used_bytes(plan.choices))
+            for plan in self.plans
+        ]
+        return fixed.num_fixed
+
+    def _solve_ilp(
+        self, graph: ChoiceGraph, seconds: float, name: str, is_bound: bool
+    ) -> None:
+        search = self.search
+        try:
+            reduced = reduce(graph, search.pool)
+        except Infeasible:
+            if is_bound:
+                search.raise_bound(self.ceiling)
+            return
+        if is_small_enough(reduced.graph):
+            result = solve_ilp(
+                reduced.graph, gap=search.gap, time_limit_seconds=max(seconds, 0.1)
+            )
+            if result.choices is not None:
+                self._see(reduced.expand(result.choices))
+            if is_bound:
+                search.raise_bound(min(result.bound - reduced.slack, self.ceiling))
+        search.finish_phase(name, reduced.graph)
+
+
+def _does_not_fit(graph: ChoiceGraph, least: float, bound: float) -> Infeasible:
+    return Infeasible(
+        f"every live set must fit the budget {graph.budget:.6g}, but the least known to "
+        f"do is {least:.6g} (and nothing below {bound:.6g} can); raise the budget to "
+        f"{least:.6g}.",
+        least,
+        bound,
+    )
