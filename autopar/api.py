@@ -108,7 +108,8 @@ class ParallelFunction:
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Lower for these arguments, as `jax.jit(f).lower` does; runs nothing."""
         planned = self._plan(self._key(args, kwargs), args, kwargs)
-        return Lowered(self._program(planned), planned.plan, planned.traced)
+        program = self._program(planned)
+        return Lowered(program, planned.plan, planned.traced, planned.graph)
 
     def _key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         dynamic, statics = self._split_static(args)

@@ -30,6 +30,7 @@ class Config:
     learning_rate: float = 4e-3
     warmup_steps: int = 10
     weight_decay: float = 0.01
+    epsilon: float = 1e-8
 
 
 class TrainState(NamedTuple):
@@ -64,8 +65,8 @@ def init_state(config: Config, seed: int = 0) -> TrainState:
         },
         "final_norm": jnp.ones(hidden),
     }
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    return TrainState(params, zeros, zeros, jnp.zeros((), jnp.int32))
+    mean, square = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+    return TrainState(params, mean, square, jnp.zeros((), jnp.int32))
 
 
 def make_train_step(
@@ -142,7 +143,7 @@ def adamw(config: Config, state: TrainState, gradients: Params) -> TrainState:
 
     def update(param: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:
         m, s = m / (1 - 0.9**step), s / (1 - 0.95**step)
-        return param - rate * (m / (jnp.sqrt(s) + 1e-8) + config.weight_decay * param)
+        return param - rate * (m / (jnp.sqrt(s) + config.epsilon) + config.weight_decay * param)
 
     params = jax.tree.map(update, state.params, mean, square)
     return TrainState(params, mean, square, step)

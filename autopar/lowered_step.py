@@ -10,6 +10,7 @@ import jax
 
 from .audit import Audit, MemoryUse, audit
 from .compiled_collectives import collectives_in_compiled
+from .graph import OpGraph
 from .lowered_collectives import collectives_in_lowered
 from .parallel_plan import Plan
 from .programs import SpmdProgram
@@ -23,6 +24,7 @@ class Lowered:
     program: SpmdProgram
     plan: Plan
     traced: TracedFunction
+    graph: OpGraph
 
     @functools.cached_property
     def _lowered(self) -> jax.stages.Lowered:

@@ -9,7 +9,6 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import inf
 from time import perf_counter
 
@@ -55,10 +54,9 @@ class _WithinBudget:
         if search.choices is None:
             return
         self.graph = keep_binding(search.graph)
-        seen = {plan.choices: None for plan in self.plans}
-        self.plans = []
-        for choices in (tuple(cheapest), search.choices, *seen):
-            self._see(choices)
+        self._see(cheapest)
+        self._see(search.choices)
+        self._forget_forbidden()
         for _ in range(MOST_ROUNDS):
             marginals = self._price()
             if search.is_closed or search.seconds_left <= 0:
@@ -79,15 +77,21 @@ class _WithinBudget:
         self.search.offer(choices)
         return plan
 
+    def _forget_forbidden(self) -> None:
+        """Keeps the plans that are still allowed, and those that fit."""
+        choices = [plan.choices for plan in self.plans]
+        self.plans = []
+        for plan in dict.fromkeys(choices):
+            if self.graph.cost(plan) < inf or self.search.graph.is_within_budget(plan):
+                self._see(plan)
+
     def _solve_priced(
         self, prices: np.ndarray, with_costs: bool, gap: float
     ) -> tuple[SeenPlan, float, list[np.ndarray]]:
         deadline = perf_counter() + min(self.search.seconds_left, self.seconds / 6)
         priced = price(self.graph, prices, with_costs)
         inner = Search(priced, gap, deadline, self.search.pool)
-        marginals = solve_free(inner)
-        import os
-        if os.environ.get("DBG"): print(inner.result())
+        marginals = solve_free(inner, with_ilp=False)
         if inner.choices is None:
             raise Infeasible("the time was up before any plan was found")
         return self._see(inner.choices), inner.bound, marginals
@@ -162,10 +166,7 @@ class _WithinBudget:
             self.graph = keep_binding(fixed.graph)
         except Infeasible:
             self.search.raise_bound(self.ceiling)
-        self.plans = [
-            replace(plan, used=self.graph.used_bytes(plan.choices))
-            for plan in self.plans
-        ]
+        self._forget_forbidden()
         return fixed.num_fixed
 
     def _solve_ilp(
@@ -180,7 +181,10 @@ class _WithinBudget:
             return
         if is_small_enough(reduced.graph):
             result = solve_ilp(
-                reduced.graph, gap=search.gap, time_limit_seconds=max(seconds, 0.1)
+                reduced.graph,
+                gap=search.gap,
+                time_limit_seconds=max(seconds, 0.1),
+                cost=search.cost,
             )
             if result.choices is not None:
                 self._see(reduced.expand(result.choices))
@@ -191,9 +195,9 @@ class _WithinBudget:
 
 def _does_not_fit(graph: ChoiceGraph, least: float, bound: float) -> Infeasible:
     return Infeasible(
-        f"every live set must fit the budget {graph.budget:.6g}, but the least known to "
-        f"do is {least:.6g} (and nothing below {bound:.6g} can); raise the budget to "
-        f"{least:.6g}.",
+        f"every live set must fit the budget {graph.budget:.6g}, but the least known "
+        f"to do is {least:.6g} (and nothing below {bound:.6g} can); raise the budget "
+        f"to {least:.6g}.",
         least,
         bound,
     )

@@ -1,7 +1,9 @@
 """The problem: pick one choice per node at least total cost, within a memory budget.
 
-    minimise    constant + sum_v costs_v[x_v] + sum_e costs_e[a_e(x_first), b_e(x_second)]
+    minimise    constant + sum_v costs_v[x_v] + sum_e costs_e[a_e(x_u), b_e(x_v)]
     subject to  sum_{v in live} bytes_v[x_v] <= budget          for every live set
+
+where edge e joins the nodes u (first) and v (second).
 
 `a_e` and `b_e` are the edge's classes: choices that need the same thing from the other
 end of an edge share a class, so an edge's matrix is as small as what it distinguishes.

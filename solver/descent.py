@@ -1,4 +1,4 @@
-"""Local search: changes one node, or one node and a neighbour, while that helps."""
+"""Local search: changes one node at a time while that helps."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -6,14 +6,13 @@ from math import inf
 
 import numpy as np
 
-from .choice_graph import ChoiceGraph, allowed
+from .choice_graph import ChoiceGraph
 
 
 class Descent:
     """Coordinate descent on one graph; build once, improve many plans.
 
-    Under a budget, a move is taken only if every live set still fits. A plan that does
-    not fit to begin with is returned as good as unchanged: see budget.py for repair.
+    The budget is not looked at.
     """
 
     def __init__(self, graph: ChoiceGraph) -> None:
@@ -27,7 +26,7 @@ class Descent:
             self._around[edge.second].append((edge.first, second, first, edge.costs.T))
 
     def improve(self, choices: Sequence[int], max_moves: int = 100_000) -> list[int]:
-        """The plan after every single change that lowers its cost, budget aside."""
+        """The plan after every single change that lowers its cost."""
         plan = list(choices)
         queue, is_queued = deque(range(len(plan))), [True] * len(plan)
         while queue and max_moves:

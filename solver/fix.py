@@ -39,9 +39,7 @@ class Fixed:
         return f"Fixed {self.num_fixed} choices of {self.graph}"
 
 
-def fix(
-    graph: ChoiceGraph, marginals: Sequence[np.ndarray], threshold: float
-) -> Fixed:
+def fix(graph: ChoiceGraph, marginals: Sequence[np.ndarray], threshold: float) -> Fixed:
     """Forbids the choices that only plans above `threshold` make.
 
     Args:

@@ -21,6 +21,7 @@ from .reduce import reduce
 from .search import Search
 
 FIXED_ENOUGH = 0.3
+FIRST_ROUNDS = 12
 MOST_MERGED_CHOICES = (1000, 1600)
 MOST_POLISHES = 6
 
@@ -38,15 +39,16 @@ class Step(Protocol):
     ) -> list[np.ndarray]: ...
 
 
-def solve_free(search: Search) -> list[np.ndarray]:
+def solve_free(search: Search, with_ilp: bool = True) -> list[np.ndarray]:
     """Closes the gap of `search.graph`, whose budget is not looked at.
 
-    Returns, per node [k], a lower bound on the plans that make each choice.
+    Without the ILP it may stop early, with the bound it has. Returns, per node [k], a
+    lower bound on the cost of the plans that make each choice.
 
     Raises:
         Infeasible: every plan is forbidden.
     """
-    return _Descent(search).run()
+    return _Descent(search, with_ilp).run()
 
 
 class _Descent:
@@ -56,8 +58,8 @@ class _Descent:
     graph at hand is one on the full problem up to there; `slack` is its rounding.
     """
 
-    def __init__(self, search: Search) -> None:
-        self.search = search
+    def __init__(self, search: Search, with_ilp: bool) -> None:
+        self.search, self.with_ilp = search, with_ilp
         self.steps: list[Step] = [join_copies(search.graph, search.pool)]
         self.ceiling, self.slack = inf, 0.0
         self.excess: list[np.ndarray] = []
@@ -89,15 +91,14 @@ class _Descent:
         if self._fix() > FIXED_ENOUGH * num_choices:
             return False
         self._reduce()
-        if self.search.seconds_left > self.seconds / 2:
+        kept_for_ilp = self.seconds * (0.5 if self.with_ilp else 0.1)
+        if self.search.seconds_left > kept_for_ilp:
             for most in MOST_MERGED_CHOICES:
                 pairs = choose_pairs(self.graph, most)
                 if pairs:
-                    self.steps.append(
-                        merge_nodes(self.graph, pairs, self.search.pool)
-                    )
+                    self.steps.append(merge_nodes(self.graph, pairs, self.search.pool))
                     return False
-        if is_small_enough(self.graph):
+        if self.with_ilp and is_small_enough(self.graph):
             self._solve_ilp()
         return True
 
@@ -117,10 +118,12 @@ class _Descent:
 
     def _pass_messages(self) -> None:
         search = self.search
+        can_merge = bool(choose_pairs(self.graph, MOST_MERGED_CHOICES[0]))
         messages = pass_messages(
             self.graph,
             gap=search.gap / 2,
             cost=search.cost,
+            max_rounds=FIRST_ROUNDS if len(self.steps) == 2 and can_merge else 200,
             time_limit_seconds=min(search.seconds_left, self.seconds / 4),
         )
         if messages.choices is not None:
@@ -154,7 +157,10 @@ class _Descent:
     def _solve_ilp(self) -> None:
         search = self.search
         result = solve_ilp(
-            self.graph, gap=search.gap, time_limit_seconds=search.seconds_left
+            self.graph,
+            gap=search.gap,
+            time_limit_seconds=search.seconds_left,
+            cost=search.cost,
         )
         if result.choices is not None:
             search.offer(self._expand(result.choices))

@@ -55,6 +55,7 @@ def solve_ilp(
     gap: float = 1e-4,
     time_limit_seconds: float = 60.0,
     initial: Sequence[int] | None = None,
+    cost: float = inf,
 ) -> IlpResult:
     """Solves a graph to a relative gap, or as far as the time goes.
 
@@ -63,8 +64,9 @@ def solve_ilp(
         gap: wanted (cost - bound) / cost.
         time_limit_seconds: for all solves, with the rows added between them.
         initial: a plan within budget to start from.
+        cost: the cost of a plan already known, which says what a gap is relative to.
     """
-    return _Program(graph, initial).run(gap, time_limit_seconds)
+    return _Program(graph, initial, cost).run(gap, time_limit_seconds)
 
 
 class _WarmHiGHS(pulp.HiGHS):
@@ -84,9 +86,12 @@ class _WarmHiGHS(pulp.HiGHS):
 
 
 class _Program:
-    def __init__(self, graph: ChoiceGraph, initial: Sequence[int] | None) -> None:
+    def __init__(
+        self, graph: ChoiceGraph, initial: Sequence[int] | None, cost: float
+    ) -> None:
         self.graph = graph
         self.initial = None if initial is None else tuple(initial)
+        self.known_cost = cost if initial is None else graph.cost(initial)
         self.scale = COST_SCALE / self._size_of_costs()
         self.problem = pulp.LpProblem("assignment", pulp.LpMinimize)
         self.x = [self._add_choice(v) for v in range(len(graph.nodes))]
@@ -99,7 +104,8 @@ class _Program:
         best, bound = self.initial, -inf
         best_cost = inf if best is None else self.graph.cost(best)
         while (left := deadline - perf_counter()) > 0:
-            target = gap * abs(best_cost) if best_cost < inf else 0.0
+            target = gap * abs(min(best_cost, self.known_cost))
+            target = target if target < inf else 0.0
             status, found_bound = self._solve(best, target / 2, gap / 2, left)
             if status == "infeasible":
                 return IlpResult(inf, None, len(self.rows))
@@ -142,13 +148,11 @@ class _Program:
         return "open", scaled / self.scale + self.graph.constant
 
     def _size_of_costs(self) -> float:
-        if self.initial is not None:
-            size = self.graph.cost(self.initial) - self.graph.constant
+        if self.known_cost < inf:
+            size = self.known_cost - self.graph.constant
         else:
-            size = sum(
-                float(np.mean(node.costs[np.isfinite(node.costs)]))
-                for node in self.graph.nodes
-            )
+            usable = [n.costs[np.isfinite(n.costs)] for n in self.graph.nodes]
+            size = sum(float(costs.sum()) / max(costs.size, 1) for costs in usable)
         return max(size, 1e-9 * abs(self.graph.constant), 1e-250)
 
     def _add_choice(self, node: int) -> list[pulp.LpVariable]:
@@ -220,10 +224,8 @@ class _Program:
         return [int(live) for live in worst[:MOST_ROWS_AT_ONCE]]
 
     def _found_choices(self) -> tuple[int, ...] | None:
-        values = [[variable.varValue for variable in node] for node in self.x]
-        if any(value is None for node in values for value in node):
-            return None
-        if any(abs(sum(node) - 1) > 1e-4 or max(node) < 0.99 for node in values):
+        values = [[variable.varValue or 0.0 for variable in node] for node in self.x]
+        if any(max(node) < 0.99 for node in values):
             return None
         choices = tuple(int(np.argmax(node)) for node in values)
         return choices if self.graph.cost(choices) < inf else None

@@ -26,6 +26,7 @@ from .choice_graph import ChoiceGraph
 from .descent import Descent
 
 STALLED = 0.02
+least_of = np.minimum.reduce
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +68,7 @@ class _Half:
     mirror: "_Half" = field(init=False, repr=False)
 
     def least_by_class(self, values: np.ndarray) -> np.ndarray:
-        if self.order is None:
+        if self.order is None or self.starts is None:
             return values
         return np.minimum.reduceat(values[self.order], self.starts)
 
@@ -156,7 +157,7 @@ class _Passing:
             half.add_incoming(values)
         for half in ahead:
             half.add_incoming(values)
-        gained = values.min()
+        gained = least_of(values)
         values -= gained
         if self.bound > -inf:
             np.maximum(
@@ -165,8 +166,8 @@ class _Passing:
         values *= self.weights[node]
         for half in ahead:
             least = half.least_by_class(values) - half.incoming
-            message = (half.matrix + least[:, None]).min(axis=0)
-            lowest = message.min()
+            message = least_of(half.matrix + least[:, None], axis=0)
+            lowest = least_of(message)
             message -= lowest
             half.mirror.incoming = message
             gained += lowest

@@ -1,8 +1,8 @@
 """Kernels on class matrices: pure functions of arrays, in min-plus algebra.
 
-Notation: `costs` [k] of a node, `classes` [k] in [0, R), `matrix` [R, S] of an edge seen
-from the node; inf is forbidden. Two values closer than QUANTUM times the largest finite
-entry count as equal, and the error that this makes is returned as `deviation`.
+Notation: `costs` [k] of a node, `classes` [k] in [0, R), `matrix` [R, S] of an edge
+seen from the node; inf is forbidden. Two values closer than QUANTUM times the largest
+finite entry count as equal, and the error that this makes is returned as `deviation`.
 """
 
 from math import inf
@@ -42,14 +42,16 @@ def normalise(
     rest = rest - np.where(column_costs < inf, column_costs, 0.0)[None, :]
     rest[:, column_costs == inf] = 0.0
     finite = np.isfinite(rest)
-    quantum = QUANTUM * max(np.max(matrix, where=np.isfinite(matrix), initial=0), 1e-300)
+    largest = np.max(matrix, where=np.isfinite(matrix), initial=0.0)
+    quantum = QUANTUM * max(largest, 1e-280)
     keys = np.where(finite, np.round(np.where(finite, rest, 0.0) / quantum), -1.0)
     rows, row_class = _distinct(keys)
     columns, column_class = _distinct(np.ascontiguousarray(keys[rows].T))
     small = rest[rows][:, columns]
     merged = small[row_class][:, column_class]
-    difference = np.abs(np.subtract(rest, merged, where=finite, out=np.zeros_like(rest)))
-    return row_class, column_class, small, row_costs, column_costs, difference.max()
+    difference = np.subtract(rest, merged, where=finite, out=np.zeros_like(rest))
+    deviation = np.abs(difference).max()
+    return row_class, column_class, small, row_costs, column_costs, deviation
 
 
 def restrict(

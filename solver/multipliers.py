@@ -67,9 +67,7 @@ def best_prices(plans: Sequence[SeenPlan], budget: float) -> tuple[np.ndarray, f
     """
     scale = max(max(abs(plan.cost) for plan in plans), 1e-250)
     unit = scale / max(budget, 1e-250)
-    lines = [
-        (plan.cost / scale, (plan.used - budget) * unit / scale) for plan in plans
-    ]
+    lines = [(plan.cost / scale, (plan.used - budget) * unit / scale) for plan in plans]
     prices, value = _maximise(lines, sums_to_one=False)
     return prices * unit, value * scale
 
@@ -86,6 +84,8 @@ def _maximise(
 ) -> tuple[np.ndarray, float]:
     """Live sets that no plan puts over the budget (or on top) get no price."""
     slopes = np.stack([slope for _, slope in lines])
+    if not slopes.shape[1]:
+        return np.zeros(0), min(intercept for intercept, _ in lines)
     if sums_to_one:
         relevant = np.unique(slopes.argmax(axis=1))
     else:

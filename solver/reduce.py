@@ -195,9 +195,7 @@ class _Reduction:
         )
         self.slack += deviation
         if row_costs.any():
-            self.costs[node] = call(
-                min_plus.add, self.costs[node], row_costs, classes
-            )
+            self.costs[node] = call(min_plus.add, self.costs[node], row_costs, classes)
         if column_costs.any():
             self.costs[other] = call(
                 min_plus.add, self.costs[other], column_costs, classes2
@@ -230,9 +228,7 @@ class _Reduction:
             ((other, classes, matrix, classes2),) = around
             message, table = call(min_plus.fold_leaf, costs, classes, matrix)
             self._remove_edge(node, other)
-            self.costs[other] = call(
-                min_plus.add, self.costs[other], message, classes2
-            )
+            self.costs[other] = call(min_plus.add, self.costs[other], message, classes2)
             self._push(other)
         else:
             (left, classes, matrix, left_classes) = around[0]

@@ -8,6 +8,9 @@ from .array_pool import ArrayPool
 from .assignment import Assignment, Phase
 from .choice_graph import ChoiceGraph
 
+# Below this a gap is rounding: bounds of linear programs are kept 1e-8 apart.
+LEAST_GAP = 2e-8
+
 
 class Search:
     """The best plan and bound of one full problem, improved step by step."""
@@ -29,7 +32,10 @@ class Search:
     @property
     def is_closed(self) -> bool:
         """Whether the wanted gap is reached."""
-        return self.cost < inf and self.cost - self.bound <= self.gap * abs(self.cost)
+        if self.cost == inf:
+            return False
+        gap = max(self.gap, LEAST_GAP)
+        return self.cost - self.bound <= gap * abs(self.cost)
 
     @property
     def threshold(self) -> float:

@@ -87,8 +87,10 @@ class Fold:
         total = self.costs[some].reshape(shape) + beyond_best
         for axis, (_, here, matrix, _) in enumerate(self.neighbours):
             rows = matrix[here[some]]
-            total = total + np.expand_dims(rows, 2 - axis) if total.ndim > 2 else (
-                total + rows
+            total = (
+                total + np.expand_dims(rows, 2 - axis)
+                if total.ndim > 2
+                else (total + rows)
             )
         return np.maximum(total.reshape(len(total), -1).min(axis=1), 0.0)
 

@@ -136,6 +136,11 @@ def register(*kinds: str, bind: Bind = bind_unchanged) -> Callable[[Factors], Fa
     return decorate
 
 
+def replace_rule(kind: str, rule: Rule) -> None:
+    """Give a primitive a rule, in place of the one it may have."""
+    _RULES[kind] = rule
+
+
 def rule_of(kind: str) -> Rule | None:
     """The rule of a primitive, or None: then it is computed whole on every device."""
     return _RULES.get(kind)

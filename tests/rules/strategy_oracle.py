@@ -310,9 +310,11 @@ def _parts(value: np.ndarray, state: int, count: int) -> np.ndarray:
     """Arrays that sum to `value` exactly, stacked; each element is dealt at random."""
     assert state == SUM, "only sums may stay pending through an operator"
     parts = np.zeros((count, *value.shape), value.dtype)
-    is_zero, is_finite = value == 0, np.isfinite(value)
-    parts[0] = np.where(is_zero, 1, np.where(is_finite, value + value, value))
-    parts[1] = np.where(is_zero, -1, np.where(is_finite, -value, 0))
+    with np.errstate(over="ignore"):
+        twice = value + value
+    is_zero, can_double = value == 0, np.isfinite(twice)
+    parts[0] = np.where(is_zero, 1, np.where(can_double, twice, value))
+    parts[1] = np.where(is_zero, -1, np.where(can_double, -value, 0))
     return np.random.default_rng(0).permuted(parts, axis=0)
 
 

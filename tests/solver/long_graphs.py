@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
-from math import inf, prod
+from math import prod
 
 import numpy as np
 
@@ -72,9 +72,8 @@ class _Builder:
         choices = list(product(splits, repeat=len(self.axes)))
         costs, held = [], []
         for choice in choices:
-            ways = prod(
-                n for n, (s, _) in zip(self.axes, choice, strict=True) if set(s) != {None}
-            )
+            is_split = [any(d is not None for d in dims) for dims, _ in choice]
+            ways = prod(n for n, s in zip(self.axes, is_split, strict=True) if s)
             spec = [split[-1] for split, _ in choice]
             local = size / self.ways(spec)
             closing = sum(

@@ -1,0 +1,189 @@
+"""The small models that acceptance rows give numbers for, as plain JAX functions.
+
+Dims of a model have distinct sizes, so that a size is a name for its dim: a layout such
+as `{64: "rows", 512: "cols"}` says all that a Mesh-TensorFlow layout says.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+Params = dict[str, jax.Array]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function and arguments for it."""
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def random(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
+    """The same normal numbers for the same seed and shape."""
+    numbers = np.random.default_rng(seed).standard_normal(shape) * scale
+    return jnp.asarray(numbers, jnp.float32)
+
+
+def sgd(params: Any, grads: Any, rate: float = 0.1) -> Any:
+    return jax.tree.map(lambda p, g: p - rate * g, params, grads)
+
+
+def f1(batch: int = 64) -> Case:
+    """F1: relu(x w) v, d_io 128, d_h 512; one SGD step, which returns no loss."""
+
+    def step(params: Params, x: jax.Array, y: jax.Array) -> Params:
+        def loss(params: Params) -> jax.Array:
+            hidden = jnp.maximum(x @ params["w"], 0.0)
+            return jnp.mean((hidden @ params["v"] - y) ** 2)
+
+        return sgd(params, jax.grad(loss)(params))
+
+    params = {"w": random(0, 128, 512, scale=0.1), "v": random(1, 512, 128, scale=0.1)}
+    return Case(step, (params, random(2, batch, 128), random(3, batch, 128)))
+
+
+def dense_stack(batch: int, hidden: int, num_layers: int = 6) -> Case:
+    """Alpa's test model: Dense and relu, mean squared error, Adam."""
+    optimizer = optax.adam(1e-2)
+
+    def step(state: Any, batch: Params) -> tuple[Any, jax.Array]:
+        layers, moments = state
+
+        def loss(layers: list[Params]) -> jax.Array:
+            y = batch["x"]
+            for layer in layers:
+                y = jax.nn.relu(y @ layer["kernel"] + layer["bias"])
+            return jnp.mean((y - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(layers)
+        updates, moments = optimizer.update(grads, moments)
+        return (optax.apply_updates(layers, updates), moments), value
+
+    layers = [
+        {
+            "kernel": random(i, hidden, hidden, scale=hidden**-0.5),
+            "bias": jnp.zeros(hidden),
+        }
+        for i in range(num_layers)
+    ]
+    data = {"x": random(10, batch, hidden), "y": random(11, batch, hidden)}
+    return Case(step, ((layers, optimizer.init(layers)), data))
+
+
+BATCH, SEQ, HIDDEN, HEADS, HEAD_DIM, MLP = 2, 64, 128, 8, 16, 512
+BSH_BYTES = BATCH * SEQ * HIDDEN * 4
+
+
+def layer_params(seed: int, *, fused: bool = True) -> Params:
+    """Parameters of F3: h 128, 8 heads, MLP of 4h, fused or separate q, k and v."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "out": (HEADS, HEAD_DIM, HIDDEN),
+        "up": (HIDDEN, MLP),
+        "down": (MLP, HIDDEN),
+    }
+    if fused:
+        shapes["qkv"] = (HIDDEN, 3, HEADS, HEAD_DIM)
+    else:
+        shapes |= {name: (HIDDEN, HEADS, HEAD_DIM) for name in "qkv"}
+    params = {
+        name: random(seed + i, *shape, scale=0.05)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    return params | {"norm1": jnp.ones(HIDDEN), "norm2": jnp.ones(HIDDEN)}
+
+
+def norm(scale: jax.Array, x: jax.Array) -> jax.Array:
+    centred = x - x.mean(-1, keepdims=True)
+    return scale * centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+
+
+def attention(params: Params, x: jax.Array) -> jax.Array:
+    if "qkv" in params:
+        q, k, v = jnp.einsum("bsh,hqnd->qbsnd", x, params["qkv"])
+    else:
+        q, k, v = (jnp.einsum("bsh,hnd->bsnd", x, params[name]) for name in "qkv")
+    scores = jnp.einsum("bqnd,bknd->bnqk", q, k) * HEAD_DIM**-0.5
+    mixed = jnp.einsum("bnqk,bknd->bqnd", jax.nn.softmax(scores), v)
+    return jnp.einsum("bqnd,ndh->bqh", mixed, params["out"])
+
+
+def f3_forward() -> Case:
+    """F3, forward only: b 2, s 64."""
+    return Case(_layer, (layer_params(0), random(9, BATCH, SEQ, HIDDEN)))
+
+
+def f3(*, fused: bool = True) -> Case:
+    """F3, forward and backward, with the gradient for its input that a stack needs."""
+
+    def step(params: Params, x: jax.Array, y: jax.Array) -> tuple[Params, jax.Array]:
+        def loss(params: Params, x: jax.Array) -> jax.Array:
+            return jnp.mean((_layer(params, x) - y) ** 2)
+
+        grads, x_grad = jax.grad(loss, (0, 1))(params, x)
+        return sgd(params, grads), x_grad
+
+    x, y = random(9, BATCH, SEQ, HIDDEN), random(10, BATCH, SEQ, HIDDEN)
+    return Case(step, (layer_params(0, fused=fused), x, y))
+
+
+def _layer(params: Params, x: jax.Array) -> jax.Array:
+    x = x + attention(params, norm(params["norm1"], x))
+    up = jax.nn.gelu(norm(params["norm2"], x) @ params["up"])
+    return x + up @ params["down"]
+
+
+def encoder(num_layers: int) -> Case:
+    """BERT's layers, normed after each sum, on embedded tokens; SGD."""
+
+    def step(layers: list[Params], x: jax.Array, y: jax.Array) -> list[Params]:
+        def loss(layers: list[Params]) -> jax.Array:
+            z = x
+            for layer in layers:
+                z = norm(layer["norm1"], z + attention(layer, z))
+                up = jax.nn.gelu(z @ layer["up"])
+                z = norm(layer["norm2"], z + up @ layer["down"])
+            return jnp.mean((z - y) ** 2)
+
+        return sgd(layers, jax.grad(loss)(layers))
+
+    layers = [layer_params(20 * i) for i in range(num_layers)]
+    return Case(
+        step, (layers, random(9, BATCH, SEQ, HIDDEN), random(10, BATCH, SEQ, HIDDEN))
+    )
+
+
+VOCAB, NUM_TOKENS, WIDTH = 512, 32, 64
+
+
+def token_losses(params: Params, tokens: jax.Array, targets: jax.Array) -> jax.Array:
+    """Cross-entropy of each token of a language model that is embedding and head."""
+    logits = jnp.tanh(params["table"][tokens]) @ params["head"]
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def language_model() -> Case:
+    """`token_losses` of 2 x 16 tokens, 64 wide, 512 words; its SGD step."""
+
+    def step(
+        params: Params, tokens: jax.Array, targets: jax.Array
+    ) -> tuple[Params, jax.Array]:
+        def loss(params: Params) -> jax.Array:
+            return token_losses(params, tokens, targets).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return sgd(params, grads), value
+
+    params = {
+        "table": random(0, VOCAB, WIDTH),
+        "head": random(1, WIDTH, VOCAB, scale=0.1),
+    }
+    numbers = np.random.default_rng(2).integers(0, VOCAB, (2, 2, NUM_TOKENS // 2))
+    tokens, targets = jnp.asarray(numbers, jnp.int32)
+    return Case(step, (params, tokens, targets))

@@ -1,0 +1,98 @@
+"""Plans that other systems have a name for, as the same problem with less choice."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from autopar import Cluster, Plan
+from autopar.build_graph import build_graph, tensor_type
+from autopar.graph import OpGraph
+from autopar.intra_op import read_plan
+from autopar.mesh import MeshLike, MeshShape, parse_mesh
+from autopar.resharding import Resharder
+from autopar.roles import infer_roles
+from autopar.sharding_problem import ShardingProblem, Vertex, build_problem
+from autopar.solver import solve
+from autopar.spec import REPLICATED
+from autopar.strategies import strategy_seconds
+from autopar.tracing import trace
+from tests.rows.fixtures import Case
+
+
+def graph_of(case: Case) -> OpGraph:
+    """The operator graph that `autopar.parallelize` plans."""
+    traced = trace(case.step, case.args, {})
+    jaxpr = traced.jaxpr.jaxpr
+    inputs = [tensor_type(var.aval) for var in jaxpr.invars]
+    outputs = [tensor_type(var.aval) for var in jaxpr.outvars]
+    trees = traced.in_tree, traced.out_tree
+    return build_graph(traced, infer_roles(*trees, inputs, outputs, traced.input_paths))
+
+
+def problem_of(
+    case: Case, mesh: MeshLike, cluster: Cluster | None = None
+) -> ShardingProblem:
+    """The problem that `autopar.parallelize` solves."""
+    shape, cluster = parse_mesh(mesh), cluster or Cluster.local()
+    return build_problem(graph_of(case), shape, cluster, Resharder(shape, cluster))
+
+
+def plan_of_layout(
+    case: Case,
+    mesh: MeshLike,
+    layout: Mapping[int, str],
+    cluster: Cluster | None = None,
+) -> Plan:
+    """The cheapest plan under a layout of Mesh-TensorFlow.
+
+    Args:
+      case: a function whose dims have distinct sizes.
+      mesh: the devices.
+      layout: the mesh axis that splits the dims of a size, in every tensor that has
+        one. Elsewhere an axis splits nothing: the tensor is whole or owes a sum. Work
+        may be repeated on devices.
+      cluster: the local one if left out.
+    """
+    shape, cluster = parse_mesh(mesh), cluster or Cluster.local()
+    problem = problem_of(case, mesh, cluster)
+    vertices = [_restricted(v, problem, layout, cluster) for v in problem.vertices]
+    nodes = tuple(
+        replace(node, costs=vertex.seconds)
+        for node, vertex in zip(problem.choice_graph.nodes, vertices, strict=True)
+    )
+    graph = replace(problem.choice_graph, nodes=nodes)
+    problem = replace(problem, vertices=tuple(vertices), choice_graph=graph)
+    assignment = solve(graph, gap=0.0)
+    return Plan(read_plan(problem, assignment, cluster, Resharder(shape, cluster)))
+
+
+def _restricted(
+    vertex: Vertex,
+    problem: ShardingProblem,
+    layout: Mapping[int, str],
+    cluster: Cluster,
+) -> Vertex:
+    seconds = vertex.seconds
+    if vertex.operator is not None and vertex.strategies is not None:
+        by_index = {op.index: op for op in problem.graph.operators()}
+        op = by_index[vertex.operator]
+        weight = problem.graph.blocks[op.block].weight
+        seconds = strategy_seconds(op, vertex.strategies, problem.mesh, cluster)
+        seconds = seconds * weight
+    allowed = np.ones(len(seconds), bool)
+    for access in (*vertex.writes, *vertex.reads):
+        sizes = problem.graph.tensors[access.tensor].type.shape
+        wanted = _split_dims(sizes, problem.mesh, layout)
+        for axis, dim in enumerate(wanted):
+            states = access.specs[:, axis]
+            allowed &= states <= REPLICATED if dim is None else states == dim
+    assert allowed.any(), f"no choice of {vertex.name} has the layout {layout}"
+    return replace(vertex, seconds=np.where(allowed, seconds, np.inf))
+
+
+def _split_dims(
+    sizes: Sequence[int], mesh: MeshShape, layout: Mapping[int, str]
+) -> list[int | None]:
+    axes = [layout.get(size) for size in sizes]
+    return [axes.index(name) if name in axes else None for name in mesh.axis_names]

@@ -1,0 +1,80 @@
+"""What every row asserts of a plan that runs, and how it counts the plan's traffic."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar import ParallelFunction, Plan
+from autopar.audit import audit
+from autopar.collective import Collective
+from autopar.compiled_collectives import collectives_in_compiled
+from autopar.costs.collectives import wire_bytes
+from autopar.group_names import GroupNames
+from autopar.lowered_collectives import collectives_in_lowered
+from autopar.lowered_step import Compiled
+
+
+def run_as_planned(step: ParallelFunction, *args: Any) -> Compiled:
+    """Asserts all that holds for any step, and returns it compiled.
+
+    The programs hold the planned collectives; they would fail their audit if any one
+    of these were altered; the values are those of `jax.jit` on one device.
+    """
+    compiled = step.lower(*args).compile()
+    compiled.audit().raise_if_wrong()
+    _assert_audit_sees_changes(compiled)
+    expected = jax.jit(step.__wrapped__)(*args)
+    for got, want in zip(
+        jax.tree.leaves(compiled(*args)), jax.tree.leaves(expected), strict=True
+    ):
+        scale = np.abs(np.asarray(want)).max(initial=0.0)
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * scale)
+    return compiled
+
+
+def _assert_audit_sees_changes(compiled: Compiled) -> None:
+    sharding = compiled.plan.sharding
+    lowered = collectives_in_lowered(compiled.lowered.program.lower())
+    optimized = collectives_in_compiled(compiled.as_text())
+
+    def is_ok(planned: Sequence[Collective]) -> bool:
+        return audit(planned, lowered, optimized, num_devices=sharding.mesh.size).ok
+
+    planned = sharding.collectives
+    assert is_ok(planned)
+    for i, each in enumerate(planned):
+        before, after = planned[:i], planned[i + 1 :]
+        assert not is_ok([*before, *after]), each
+        assert not is_ok([*before, replace(each, bytes=2 * each.bytes), *after]), each
+
+
+def traffic(plan: Plan) -> dict[tuple[str, str], list[int]]:
+    """Result bytes of every collective, descending, by its kind and mesh axes."""
+    sharding = plan.sharding
+    names = GroupNames(sharding.mesh.size, sharding.mesh)
+    found: dict[tuple[str, str], list[int]] = {}
+    for each in sharding.collectives:
+        key = (each.kind, names.name(each.kind, each.groups))
+        found.setdefault(key, []).extend([each.bytes] * each.count)
+    return {key: sorted(sizes, reverse=True) for key, sizes in found.items()}
+
+
+def sent_bytes(plan: Plan) -> float:
+    """Bytes that one device sends in a step, all collectives being rings."""
+    return sum(
+        each.count * wire_bytes(each.kind, each.bytes, len(each.groups[0]))
+        for each in plan.sharding.collectives
+    )
+
+
+def all_reduce_bytes(result_bytes: float, num_devices: int) -> float:
+    """What `sent_bytes` is for one all_reduce; scattered and gathered, it is equal."""
+    return wire_bytes("all_reduce", result_bytes, num_devices)
+
+
+def homes(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """The spec in which each argument lies, by path."""
+    return {each.path: each.spec for each in plan.sharding.inputs}

@@ -1,0 +1,116 @@
+"""The whole solver against brute force, and what it promises of large problems."""
+
+from dataclasses import replace
+from math import inf
+from time import perf_counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.solver import ChoiceGraph, Infeasible, Node, solve
+from autopar.solver.brute_force import brute_force
+from autopar.solver.ilp import solve_ilp
+from tests.solver.long_graphs import train_step_graph
+from tests.solver.random_graphs import random_graph, with_budget
+
+seeds = st.integers(0, 10**6)
+
+
+@settings(max_examples=60)
+@given(seeds, st.sampled_from([0.3, 1.0]), st.sampled_from([0.0, 1e-4, 0.05]))
+def test_without_a_budget(seed: int, density: float, gap: float) -> None:
+    graph = random_graph(seed, density=density, num_copies=2, forbidden=0.03)
+    _check(graph, gap)
+
+
+@settings(max_examples=40)
+@given(seeds, st.sampled_from([0.1, 0.2, 0.3, 0.4]), st.sampled_from([0.0, 0.05]))
+def test_with_a_budget(seed: int, fraction: float, gap: float) -> None:
+    graph = random_graph(seed, num_nodes=6, forbidden=0.03, num_live_sets=3)
+    _check(with_budget(graph, fraction), gap)
+
+
+@settings(max_examples=40)
+@given(seeds, st.sampled_from([None, 0.2, 0.4]))
+def test_the_ilp_alone(seed: int, fraction: float | None) -> None:
+    graph = random_graph(seed, num_nodes=5, forbidden=0.03, num_live_sets=3)
+    if fraction is not None:
+        graph = with_budget(graph, fraction)
+    found = solve_ilp(graph, gap=0.0)
+    try:
+        best = brute_force(graph)
+    except Infeasible:
+        assert found.choices is None and found.bound == inf
+        return
+    assert found.choices is not None and graph.is_within_budget(found.choices)
+    assert graph.cost(found.choices) == pytest.approx(best.cost)
+    assert best.cost * (1 - 1e-6) <= found.bound <= best.cost
+
+
+def test_the_error_carries_the_least_budget() -> None:
+    node = Node("n", np.array([1.0, 5.0]), np.array([8.0, 6.0]))
+    graph = ChoiceGraph((node, node), (), ((0, 1),), budget=11.0)
+    with pytest.raises(Infeasible, match="raise the budget to 12") as raised:
+        solve(graph)
+    assert raised.value.least_budget == 12
+    assert 11 < raised.value.least_budget_bound <= 12
+    assert solve(replace(graph, budget=12.0)).cost == 10
+
+
+def test_forbidden_everywhere_is_infeasible_at_any_budget() -> None:
+    graph = ChoiceGraph((Node("n", np.array([inf]), np.zeros(1)),), ())
+    with pytest.raises(Infeasible, match="must have a choice") as raised:
+        solve(graph)
+    assert raised.value.least_budget == inf
+
+
+def test_an_initial_plan_is_never_lost() -> None:
+    graph = train_step_graph(1)
+    best = solve(graph, gap=1e-3)
+    again = solve(graph, gap=1e-3, time_limit_seconds=0.0, initial=best.choices)
+    assert again.cost <= best.cost
+
+
+def test_a_train_step_is_solved_to_the_gap() -> None:
+    found = solve(train_step_graph(6, (8, 2)), time_limit_seconds=20)
+    assert found.gap <= 1e-4
+    assert "gap 0.00" in str(found)
+
+
+def test_a_train_step_within_a_budget() -> None:
+    graph = train_step_graph(1, (8, 2))
+    free = solve(graph, gap=1e-2)
+    tight = replace(graph, budget=0.6 * free.peak_bytes)
+    found = solve(tight, gap=1e-2, time_limit_seconds=10)
+    assert tight.is_within_budget(found.choices)
+    assert free.bound <= found.bound <= found.cost
+    assert found.gap < 0.2
+
+
+@pytest.mark.slow
+def test_twenty_thousand_nodes_in_seconds() -> None:
+    graph = train_step_graph(84, (8, 4))
+    assert len(graph.nodes) > 20_000
+    start = perf_counter()
+    found = solve(graph)
+    assert found.gap <= 1e-3
+    assert perf_counter() - start < 60
+
+
+def _check(graph: ChoiceGraph, gap: float) -> None:
+    try:
+        best = brute_force(graph)
+    except Infeasible as error:
+        with pytest.raises(Infeasible) as raised:
+            solve(graph, gap=gap)
+        assert raised.value.least_budget_bound <= error.least_budget * (1 + 1e-6)
+        assert raised.value.least_budget >= error.least_budget * (1 - 1e-6)
+        return
+    found = solve(graph, gap=gap)
+    assert graph.cost(found.choices) == found.cost
+    assert graph.is_within_budget(found.choices)
+    assert found.bound <= best.cost + 1e-7
+    assert best.cost - 1e-9 <= found.cost <= best.cost * (1 + gap) + 1e-6
+    assert found.gap <= max(gap, 2e-8)

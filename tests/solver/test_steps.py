@@ -1,0 +1,184 @@
+"""Each exact step keeps the optimum, and its way back keeps cost and bounds."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.solver.array_pool import ArrayPool
+from autopar.solver.brute_force import brute_force
+from autopar.solver.choice_graph import ChoiceGraph, Infeasible
+from autopar.solver.descent import Descent
+from autopar.solver.fix import fix
+from autopar.solver.join import join_copies
+from autopar.solver.live_sets import keep_binding
+from autopar.solver.merge import choose_pairs, merge_nodes
+from autopar.solver.messages import pass_messages
+from autopar.solver.polish import polish
+from autopar.solver.reduce import reduce
+from tests.solver.random_graphs import random_graph, with_budget
+
+seeds = st.integers(0, 10**6)
+densities = st.sampled_from([0.3, 0.6, 1.0])
+
+
+def optimum(graph: ChoiceGraph) -> float:
+    """The optimal cost; inf where nothing is allowed or nothing fits."""
+    try:
+        return brute_force(graph).cost
+    except Infeasible:
+        return inf
+
+
+def true_marginals(graph: ChoiceGraph) -> list[np.ndarray]:
+    """The least cost of the plans that make each choice."""
+    marginals = [np.full(node.costs.size, inf) for node in graph.nodes]
+    for choices in product(*(range(m.size) for m in marginals)):
+        cost = graph.cost(choices)
+        for marginal, choice in zip(marginals, choices, strict=True):
+            marginal[choice] = min(marginal[choice], cost)
+    return marginals
+
+
+@given(seeds, densities, st.booleans())
+def test_reduce_keeps_the_optimum(seed: int, density: float, is_bound: bool) -> None:
+    graph = random_graph(
+        seed, num_nodes=5, density=density, forbidden=0.03, num_live_sets=3
+    )
+    graph = with_budget(graph, 0.4) if is_bound else replace(graph, live_sets=())
+    best = optimum(graph)
+    try:
+        reduced = reduce(graph)
+    except Infeasible:
+        assert best == inf
+        return
+    assert optimum(reduced.graph) == pytest.approx(best)
+    if best < inf:
+        plan = reduced.expand(brute_force(reduced.graph).choices)
+        assert graph.cost(plan) == pytest.approx(best)
+        assert graph.is_within_budget(plan)
+
+
+@pytest.mark.parametrize("density", [0.3, 0.6])
+def test_reduce_alone_solves_trees_and_rings(density: float) -> None:
+    graph = random_graph(1, num_nodes=6, density=density / 3, forbidden=0, num_copies=0)
+    assert not reduce(graph).graph.nodes
+
+
+@given(seeds)
+def test_joining_copies_keeps_the_optimum(seed: int) -> None:
+    graph = random_graph(seed, num_nodes=4, num_copies=2, forbidden=0.03)
+    joined = join_copies(graph, ArrayPool())
+    best = optimum(graph)
+    reduced = _reduce_or_none(joined.graph)
+    if reduced is None:
+        assert best == inf
+        return
+    assert optimum(reduced.graph) == pytest.approx(best)
+    if best < inf:
+        plan = joined.expand(reduced.expand(brute_force(reduced.graph).choices))
+        assert graph.cost(plan) == pytest.approx(best)
+
+
+def test_copies_of_one_producer_are_joined() -> None:
+    graph = random_graph(0, num_nodes=4, most_choices=3, num_copies=1, forbidden=0)
+    joined = join_copies(graph, ArrayPool())
+    assert len(joined.needs) == 1
+    assert joined.graph.nodes[4].costs.size == 1
+
+
+@given(seeds)
+def test_merging_keeps_the_optimum(seed: int) -> None:
+    graph = random_graph(seed, num_nodes=5, most_choices=3, forbidden=0.03)
+    merged = merge_nodes(graph, choose_pairs(graph, 100), ArrayPool())
+    best = optimum(graph)
+    assert optimum(merged.graph) == pytest.approx(best)
+    if best < inf:
+        plan = merged.expand(brute_force(merged.graph).choices)
+        assert graph.cost(plan) == pytest.approx(best)
+
+
+@given(seeds, densities, st.integers(1, 8))
+def test_messages_bound_every_choice(seed: int, density: float, rounds: int) -> None:
+    graph = random_graph(seed, num_nodes=5, density=density, forbidden=0.03)
+    reduced = _reduce_or_none(replace(graph, nodes=_unfoldable(graph)))
+    if reduced is None or optimum(reduced.graph) == inf:
+        return
+    found = pass_messages(reduced.graph, gap=0.0, max_rounds=rounds)
+    best = optimum(reduced.graph)
+    assert found.bound <= best + 1e-9 <= found.cost + 2e-9
+    truths = true_marginals(reduced.graph)
+    for bounds, truth in zip(found.marginals, truths, strict=True):
+        assert (bounds <= truth + 1e-9).all()
+
+
+@pytest.mark.parametrize("step", ["reduce", "join", "merge", "fix"])
+@given(seed=seeds)
+def test_excess_is_a_bound_on_the_way_back(step: str, seed: int) -> None:
+    graph = random_graph(seed, num_nodes=5, most_choices=3, forbidden=0.03)
+    best = optimum(graph)
+    if best == inf:
+        return
+    truths = true_marginals(graph)
+    made = _steps(graph, truths, best)[step]()
+    after = [marginal - best for marginal in true_marginals(made.graph)]
+    for excess, truth in zip(made.expand_excess(after, best), truths, strict=True):
+        assert (excess + best <= truth + 1e-9).all()
+
+
+@given(seeds)
+def test_only_live_sets_that_cannot_bind_are_dropped(seed: int) -> None:
+    graph = random_graph(seed, num_nodes=5, num_live_sets=4, forbidden=0.0)
+    graph = with_budget(graph, 0.5)
+    assert optimum(keep_binding(graph)) == optimum(graph)
+
+
+@given(seeds)
+def test_descent_and_polish_never_cost_more(seed: int) -> None:
+    graph = random_graph(seed, num_nodes=8, forbidden=0.02, density=0.8)
+    start = [0] * len(graph.nodes)
+    cost = graph.cost(start)
+    down = Descent(graph).improve(start)
+    assert graph.cost(down) <= cost
+    if graph.cost(down) < inf:
+        polished = polish(graph, down, ArrayPool(), seed)
+        assert graph.cost(polished) <= graph.cost(down) + 1e-9
+
+
+def test_equal_arrays_are_reduced_once() -> None:
+    pool = ArrayPool()
+    calls: list[int] = []
+
+    def kernel(array: np.ndarray) -> np.ndarray:
+        calls.append(1)
+        return array + 1
+
+    results = [pool.call(kernel, pool.intern(np.arange(3.0))) for _ in range(5)]
+    assert len(calls) == 1 and all(result is results[0] for result in results)
+
+
+def _reduce_or_none(graph: ChoiceGraph):
+    try:
+        return reduce(graph)
+    except Infeasible:
+        return None
+
+
+def _unfoldable(graph: ChoiceGraph):
+    return graph.nodes
+
+
+def _steps(
+    graph: ChoiceGraph, truths: list[np.ndarray], best: float
+) -> dict[str, Callable]:
+    return {
+        "reduce": lambda: reduce(graph),
+        "join": lambda: join_copies(graph, ArrayPool()),
+        "merge": lambda: merge_nodes(graph, choose_pairs(graph, 100), ArrayPool()),
+        "fix": lambda: fix(graph, truths, best + 2.0),
+    }
