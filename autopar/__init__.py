@@ -18,4 +18,6 @@ from .methods import Auto as Auto
 from .methods import PipelineParallel as PipelineParallel
 from .methods import ShardParallel as ShardParallel
 from .parallel_plan import Plan as Plan
+from .pin_primitive import pin as pin
 from .pins import FREE as FREE
+from .rules.custom import register_rule as register_rule

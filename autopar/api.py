@@ -5,64 +5,25 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from time import perf_counter
 from typing import Any, Literal, overload
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from . import rules as _rules
-from .build_graph import build_graph, tensor_type
 from .cluster import Cluster
-from .graph import OpGraph
-from .intra_op import plan_intra_op, warn_fallbacks
 from .lowered_step import Lowered
-from .mesh import MeshLike, MeshShape, parse_mesh
-from .methods import Method, check_method
+from .mesh import MeshLike, MeshShape
+from .methods import Method
+from .options import Options, check_options
 from .parallel_plan import Plan
-from .pins import resolve_pins
-from .plan_file import check_against
+from .planning import Planned, leaves_of, plan_function
 from .programs import SignatureChanged, SpmdProgram, build_program
 from .resharding import Resharder
-from .roles import Roles, infer_roles
 from .runtime.local import LocalExecutable
-from .tracing import (
-    TracedFunction,
-    argument_paths,
-    check_leaves,
-    parameter_names,
-    trace,
-)
+from .tracing import argument_paths, check_leaves, parameter_names
 
 _log = logging.getLogger("autopar")
-assert _rules  # imported so that every rule registers
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What `parallelize` was called with."""
-
-    method: Method
-    mesh: MeshLike | None
-    cluster: Cluster | None
-    plan: Plan | None
-    pins: Mapping[str, PartitionSpec]
-    static_argnums: tuple[int, ...]
-    donate_argnums: tuple[int, ...] | Literal["auto"]
-
-
-@dataclass(frozen=True, eq=False)
-class _Planned:
-    """One signature of the function: its trace, graph, plan and argument types."""
-
-    traced: TracedFunction
-    graph: OpGraph
-    roles: Roles
-    plan: Plan
-    cluster: Cluster
-    argument_types: tuple[jax.ShapeDtypeStruct, ...]
 
 
 class ParallelFunction:
@@ -72,13 +33,13 @@ class ParallelFunction:
     compiled once.
     """
 
-    def __init__(self, fun: Callable[..., Any], options: _Options) -> None:
+    def __init__(self, fun: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, fun)
         self._fun, self._options = fun, options
-        self._planned: dict[Any, _Planned] = {}
+        self._planned: dict[Any, Planned] = {}
+        self._programs: dict[Planned, SpmdProgram] = {}
         self._executables: dict[Any, tuple[LocalExecutable, Any]] = {}
         self._latest: dict[Any, tuple[LocalExecutable, Any]] = {}
-        self._described = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         dynamic, statics = self._split_static(args)
@@ -159,60 +120,17 @@ class ParallelFunction:
 
     def _plan(
         self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> _Planned:
-        if key in self._planned:
-            return self._planned[key]
-        dynamic, statics = self._split_static(args)
-        traced = trace(self._dynamic_function(statics), dynamic, kwargs)
-        jaxpr = traced.jaxpr.jaxpr
-        in_types = [tensor_type(var.aval) for var in jaxpr.invars]
-        out_types = [tensor_type(var.aval) for var in jaxpr.outvars]
-        roles = infer_roles(
-            traced.in_tree, traced.out_tree, in_types, out_types, traced.input_paths
-        )
-        graph = build_graph(traced, roles)
-        cluster = self._options.cluster or Cluster.local()
-        mesh = self._mesh_shape(cluster)
-        if not self._described:
-            self._described = True
-            _log.info(
-                "%s on %s: %s", traced.name, mesh, roles.summary(traced.input_paths)
-            )
-            for note in roles.notes:
-                _log.warning(note)
-        plan = self._options.plan
-        if plan is None:
-            warn_fallbacks(graph)
-            start = perf_counter()
-            pins = resolve_pins(self._options.pins, graph, mesh)
-            solution = plan_intra_op(graph, mesh, cluster, pins=pins)
-            plan = Plan(solution.plan)
-            _log.info(
-                "%s: planned %d operators in %.1f s, gap %.3g%%",
-                traced.name,
-                len(graph.operators()),
-                perf_counter() - start,
-                100 * solution.assignment.gap,
-            )
-        else:
-            check_against(plan.sharding, graph)
-        types = tuple(
-            jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=var.aval.weak_type)
-            for t, var in zip(in_types, jaxpr.invars, strict=True)
-        )
-        self._planned[key] = _Planned(traced, graph, roles, plan, cluster, types)
+    ) -> Planned:
+        if key not in self._planned:
+            dynamic, statics = self._split_static(args)
+            fun = self._dynamic_function(statics)
+            planned = plan_function(fun, dynamic, kwargs, self._options)
+            if not self._planned:
+                _log.info(planned.summary())
+                for note in planned.roles.notes:
+                    _log.warning(note)
+            self._planned[key] = planned
         return self._planned[key]
-
-    def _mesh_shape(self, cluster: Cluster) -> MeshShape:
-        if self._options.plan is not None:
-            return self._options.plan.sharding.mesh
-        if self._options.mesh is not None:
-            return parse_mesh(self._options.mesh, cluster.num_devices)
-        if cluster.num_hosts > 1:
-            return MeshShape(
-                ("data", "model"), (cluster.num_hosts, cluster.devices_per_host)
-            )
-        return MeshShape(("x",), (cluster.num_devices,))
 
     def _device_mesh(self, shape: MeshShape) -> Mesh:
         given = self._options.mesh
@@ -230,35 +148,29 @@ class ParallelFunction:
         auto = (AxisType.Auto,) * shape.num_axes
         return Mesh(devices, shape.axis_names, axis_types=auto)
 
-    def _program(self, planned: _Planned) -> SpmdProgram:
-        sharding = planned.plan.sharding
-        return build_program(
-            planned.graph,
-            sharding,
-            Resharder(sharding.mesh, planned.cluster),
-            self._device_mesh(sharding.mesh),
-            planned.argument_types,
-            planned.traced.jaxpr.consts,
-            self._donated(planned),
-        )
+    def _program(self, planned: Planned) -> SpmdProgram:
+        """The program of a plan: one for its calls and all that `lower` returns."""
+        if planned not in self._programs:
+            sharding = planned.plan.sharding
+            self._programs[planned] = build_program(
+                planned.graph,
+                sharding,
+                Resharder(sharding.mesh, planned.cluster),
+                self._device_mesh(sharding.mesh),
+                planned.argument_types,
+                planned.traced.jaxpr.consts,
+                self._donated(planned),
+            )
+        return self._programs[planned]
 
-    def _donated(self, planned: _Planned) -> tuple[int, ...]:
+    def _donated(self, planned: Planned) -> tuple[int, ...]:
         """Positions of the leaves whose buffers the step may reuse."""
         chosen = self._options.donate_argnums
         if chosen == "auto":
             roles = planned.roles.roles
             return tuple(i for i, role in enumerate(roles) if role == "state")
-        args, _ = jax.tree.unflatten(
-            planned.traced.in_tree, range(planned.traced.in_tree.num_leaves)
-        )
-        static = {i for i in self._options.static_argnums}
-        dynamic = [i for i in range(len(args) + len(static)) if i not in static]
-        return tuple(
-            leaf
-            for position, argument in zip(dynamic, args, strict=True)
-            if position in chosen
-            for leaf in jax.tree.leaves(argument)
-        )
+        static = self._options.static_argnums
+        return tuple(leaves_of(planned.traced, chosen, static))
 
 
 @overload
@@ -278,7 +190,7 @@ def parallelize(
     rules: Any = None,
     memory_budget: int | str | None = None,
     num_microbatches: int | None = None,
-    batch_argnums: Sequence[int] | Literal["auto"] = "auto",
+    batch_argnums: int | Sequence[int] | Literal["auto"] = "auto",
     static_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] | Literal["auto"] = "auto",
 ) -> ParallelFunction | Callable[[Callable[..., Any]], ParallelFunction]:
@@ -300,6 +212,10 @@ def parallelize(
       pins: how arguments lie on the mesh, by path or regular expression (the path
         first, then the first expression that is found in it); `autopar.FREE` leaves a
         dim to the solver. What is not pinned the solver chooses.
+      num_microbatches: how many parts of the batch run one after the other; gradients
+        are added up and reduced once. Values stay those of the whole batch.
+      batch_argnums: positions of the arguments that are cut along dim 0; "auto": those
+        that are not state and share the commonest leading size.
       static_argnums: positions of arguments that are compile-time constants.
       donate_argnums: positions whose buffers may be reused; "auto": those of state,
         the arguments that are returned with the same tree, shapes and dtypes.
@@ -309,41 +225,18 @@ def parallelize(
       ValueError: a mesh that does not fit the devices.
       NotImplementedError: an option that is on the roadmap.
     """
-    later = {
-        "rules": rules,
-        "memory_budget": memory_budget,
-        "num_microbatches": num_microbatches if num_microbatches != 1 else None,
-        "batch_argnums": batch_argnums if batch_argnums != "auto" else None,
-    }
-    for name, value in later.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"`{name}` is not there yet (docs/roadmap.md), but got {value!r}; "
-                f"leave it out."
-            )
-    if plan is not None and not isinstance(plan, Plan):
-        raise TypeError(
-            f"`plan` must be an autopar.Plan, but got {plan!r} of type "
-            f"{type(plan).__name__}; load a file with autopar.Plan.load(path)."
-        )
-    if plan is not None and pins:
-        raise ValueError(
-            f"A plan is run as it is, so `pins` must be left out with `plan`, but got "
-            f"{list(pins)}; plan with them: parallelize(f, pins=...).plan(...)."
-        )
-    if cluster is not None and not isinstance(cluster, Cluster):
-        raise TypeError(
-            f"`cluster` must be an autopar.Cluster, but got {cluster!r}; use "
-            f"autopar.Cluster.local(), .preset('8xH100') or .load(path)."
-        )
-    options = _Options(
-        check_method(method),
-        mesh,
-        cluster,
-        plan,
-        dict(pins or {}),
-        _positions(static_argnums),
-        "auto" if donate_argnums == "auto" else _positions(donate_argnums),
+    options = check_options(
+        method=method,
+        mesh=mesh,
+        cluster=cluster,
+        plan=plan,
+        pins=pins,
+        rules=rules,
+        memory_budget=memory_budget,
+        num_microbatches=num_microbatches,
+        batch_argnums=batch_argnums,
+        static_argnums=static_argnums,
+        donate_argnums=donate_argnums,
     )
 
     def wrap(fun: Callable[..., Any]) -> ParallelFunction:
@@ -355,10 +248,6 @@ def parallelize(
         return ParallelFunction(fun, options)
 
     return wrap if fun is None else wrap(fun)
-
-
-def _positions(argnums: int | Sequence[int]) -> tuple[int, ...]:
-    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
 def _abstract(leaf: Any) -> tuple[Any, ...]:

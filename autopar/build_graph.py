@@ -7,11 +7,11 @@ literals) are made anew for each reader, so that every reader has them in its ow
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .effects import refuse_effects
 from .graph import (
     Block,
     Constant,
@@ -22,11 +22,11 @@ from .graph import (
     Tensor,
     TensorType,
 )
-from .jax_compat import DropVar, Literal, name_scope, source_line
+from .jax_compat import DropVar, Literal, literal_value, name_scope, source_line
 from .roles import Roles
 from .tracing import TracedFunction
 
-_CALLS = {
+CALLS = {  # where each keeps what it calls
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -35,13 +35,19 @@ _CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
+    "custom_partitioning": "call",
+    "custom_vmap_call": "call",
+    "composite": "jaxpr",
 }
 _REMATS = ("remat2", "checkpoint")
 BARRIER = "optimization_barrier"
 SCAN = "scan"
 WHILE = "while"
 COND = "cond"
-STRUCTURED = (BARRIER, SCAN, WHILE, COND)  # planned by ports, not by a rule
+SHARD_MAP = "shard_map"
+PINS = ("autopar_pin", "sharding_constraint", "reshard")
+# Planned by ports, not by a rule.
+STRUCTURED = (BARRIER, SCAN, WHILE, COND, SHARD_MAP, *PINS)
 ASSUMED_TRIPS = 10.0  # executions that a loop of unknown length is priced with
 
 
@@ -156,7 +162,7 @@ class _Builder:
 
     def lookup(self, atom: Any, env: _Env) -> _Value:
         if isinstance(atom, Literal):
-            return Constant(atom.val, tensor_type(atom.aval))
+            return Constant(literal_value(atom), tensor_type(atom.aval))
         return env[atom]
 
     def read(self, value: _Value, block: _OpenBlock) -> Operand:
@@ -164,7 +170,7 @@ class _Builder:
         if not isinstance(value, _Generator):
             return value
         eqn = value.eqn
-        operands = [Constant(a.val, tensor_type(a.aval)) for a in eqn.invars]
+        operands = [self.lookup(atom, {}) for atom in eqn.invars]
         return self.add(eqn.primitive.name, eqn, operands, value.scope, block)[0]
 
     def add(
@@ -230,21 +236,12 @@ class _Builder:
         self, eqn: Any, values: Sequence[_Value], block: _OpenBlock, scope: str
     ) -> Sequence[_Value]:
         kind = eqn.primitive.name
-        if kind in _CALLS:
-            return self.call(eqn, eqn.params[_CALLS[kind]], values, block, scope)
-        if eqn.effects:
-            raise NotImplementedError(
-                f"Operators with side effects are not planned yet, but the step calls "
-                f"{kind!r} at {source_line(eqn)}; take it out of the step, or return "
-                f"the value and print it outside."
-            )
-        if kind == "sharding_constraint":
-            warnings.warn(
-                f"with_sharding_constraint is not honoured yet and was ignored "
-                f"({source_line(eqn)}).",
-                stacklevel=2,
-            )
-            return values
+        if kind in CALLS:
+            return self.call(eqn, eqn.params[CALLS[kind]], values, block, scope)
+        if kind == "custom_linear_solve":
+            return self.linear_solve(eqn, values, block, scope)
+        if kind not in (SCAN, WHILE, COND):  # their bodies' effects are met in there
+            refuse_effects(eqn)
         if all(isinstance(atom, Literal) for atom in eqn.invars) and (
             kind in ("broadcast_in_dim", "iota")
         ):
@@ -273,6 +270,16 @@ class _Builder:
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             env[var] = Constant(value, tensor_type(var.aval))
         return self.inline(jaxpr, env, block, scope)
+
+    def linear_solve(
+        self, eqn: Any, values: Sequence[_Value], block: _OpenBlock, scope: str
+    ) -> Sequence[_Value]:
+        """Only the solution is computed: the other three functions are derivatives'."""
+        sizes, closed = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+        first = sizes.matvec + sizes.vecmat
+        right_sides = values[first + sizes.solve + sizes.transpose_solve :]
+        given = [*values[first : first + sizes.solve], *right_sides]
+        return self.call(eqn, closed, given, block, scope)
 
     def barrier(
         self, eqn: Any, values: Sequence[_Value], block: _OpenBlock, scope: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from io import StringIO
+from math import isfinite
 from pathlib import Path
 from typing import TypeVar
 
@@ -71,7 +72,10 @@ def _header(plan: ShardingPlan) -> RenderableType:
     grid.add_row("memory", memory)
     if predicted.bubble_fraction:
         grid.add_row("bubble", f"{predicted.bubble_fraction:.1%} of the time")
-    grid.add_row("gap", f"at most {predicted.optimality_gap:.3%} from the optimum")
+    gap = f"at most {predicted.optimality_gap:.3%} from the optimum"
+    grid.add_row(
+        "gap", gap if isfinite(predicted.optimality_gap) else "no bound is known"
+    )
     grid.add_row(
         "split", f"{predicted.split_flops_fraction:.1%} of the heavy flops, none twice"
     )
@@ -81,7 +85,7 @@ def _header(plan: ShardingPlan) -> RenderableType:
 def _leaf_table(plan: ShardingPlan) -> RenderableType:
     groups = group_leaves(plan.inputs)
     tree = next((group.tree for group in groups if group.mirrors), "")
-    table = _table("state and batch")
+    table = _table()
     table.add_column("leaf", overflow="fold")
     table.add_column("leaves", justify="right")
     table.add_column("shape", overflow="fold")
@@ -99,21 +103,20 @@ def _leaf_table(plan: ShardingPlan) -> RenderableType:
         )
     if tree:
         mirrors = dict.fromkeys(mirror for group in groups for mirror in group.mirrors)
-        table.caption = Text(
-            f".. is {tree}; its rows count the leaves of {', '.join(mirrors)} that are "
-            "split alike"
-        )
-    return table
+        note = f".. is {tree}, counted with what is split alike in {', '.join(mirrors)}"
+        return Group(_section("state and batch", table), Text(note, style="dim"))
+    return _section("state and batch", table)
 
 
 def _heavy_table(plan: ShardingPlan) -> RenderableType:
     """Products and convolutions; those of one line that are split alike are one row."""
     heavy = [op for op in plan.operators if is_heavy(op.kind)]
     total = sum(op.seconds for op in plan.operators) or 1.0
-    table = _table(
+    title = (
         f"heavy operators ({len(heavy)} of {len(plan.operators)}): the dim of the "
         "result that each axis splits"
     )
+    table = _table()
     table.add_column("operator", overflow="fold")
     table.add_column("line", overflow="fold")
     for name in plan.mesh.axis_names:
@@ -128,12 +131,13 @@ def _heavy_table(plan: ShardingPlan) -> RenderableType:
             *_splits(same[0]),
             f"{seconds / total:.1%}",
         )
-    return table
+    return _section(title, table)
 
 
 def _operator_table(plan: ShardingPlan) -> RenderableType:
     """Every operator, one a row."""
-    table = _table("operators: the factor each axis splits, and the specs it makes")
+    title = "operators: the factor each axis splits, and the specs it makes"
+    table = _table()
     table.add_column("operator", overflow="fold")
     table.add_column("line", overflow="fold")
     table.add_column("factors", overflow="fold")
@@ -155,7 +159,7 @@ def _operator_table(plan: ShardingPlan) -> RenderableType:
             Text(", ".join(specs)),
             format_seconds(op.seconds),
         )
-    return table
+    return _section(title, table)
 
 
 def _collective_table(plan: ShardingPlan) -> RenderableType:
@@ -167,7 +171,7 @@ def _collective_table(plan: ShardingPlan) -> RenderableType:
     def key(each: Collective) -> tuple[str, str, str]:
         return (_line_of(each, lines), each.name, names.name(each.kind, each.groups))
 
-    table = _table("collectives, a device a step")
+    table = _table()
     table.add_column("line", overflow="fold")
     table.add_column("collective", overflow="fold")
     table.add_column("over", overflow="fold")
@@ -184,7 +188,7 @@ def _collective_table(plan: ShardingPlan) -> RenderableType:
             f"{sum(each.count for each in same):,}",
             format_bytes(sum(each.total_bytes for each in same)),
         )
-    return table
+    return _section("collectives, a device a step", table)
 
 
 def _line_of(each: Collective, lines: set[str]) -> str:
@@ -218,11 +222,12 @@ def _grouped(items: Iterable[_T], key: Callable[[_T], _Key]) -> list[list[_T]]:
     return list(groups.values())
 
 
-def _table(title: str) -> Table:
+def _section(title: str, table: Table) -> RenderableType:
+    return Group(Text(f"\n{title}", style="bold"), table)
+
+
+def _table() -> Table:
     return Table(
-        title=Text(f"\n{title}", style="bold"),
-        title_justify="left",
-        caption_justify="left",
         box=None,
         header_style="dim",
         padding=(0, 2, 0, 0),

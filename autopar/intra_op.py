@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import networkx
 
-from .build_graph import STRUCTURED
+from .build_graph import SHARD_MAP, STRUCTURED
 from .cluster import Cluster
-from .collective import Collective
+from .collective import Collective, Surroundings
+from .costs.collectives import COLLECTIVE_KINDS, collective_seconds
 from .costs.memory import peak_bytes
-from .graph import Constant, Operator, OpGraph
+from .graph import Block, Constant, Operator, OpGraph
 from .mesh import MeshShape
 from .pins import Pin
 from .plan import (
@@ -30,6 +31,7 @@ from .solver.assignment import Assignment
 from .solver.solve import solve
 from .spec import MAX, MIN, SUM, Spec, num_shards, replicated
 from .strategies import is_heavy_operator, total_flops
+from .user_shard_map import body_collectives
 
 _REDUCTION_NAMES = {SUM: "sum", MAX: "max", MIN: "min"}
 
@@ -283,7 +285,27 @@ def _collectives(
                         unbounded=block.unbounded,
                     )
                 )
+    for op in graph.operators():
+        if op.kind == SHARD_MAP:
+            block = graph.blocks[op.block]
+            for collective, link_seconds in _body_collectives(op, block, resharder):
+                found.append(collective)
+                seconds += link_seconds * block.weight / block.trip_count
     return tuple(found), seconds
+
+
+def _body_collectives(
+    op: Operator, block: Block, resharder: Resharder
+) -> Iterator[tuple[Collective, float]]:
+    """What a user's shard_map says itself, with the seconds of all its executions."""
+    around = Surroundings(block.trip_count, block.conditional, block.unbounded)
+    mesh, cluster = resharder.mesh, resharder.cluster
+    for collective, axes in body_collectives(op, mesh, around):
+        links = [cluster.link(mesh, axes)]
+        kind = collective.kind
+        priced = kind if kind in COLLECTIVE_KINDS else "collective_permute"
+        seconds = collective_seconds(priced, collective.bytes, links)
+        yield collective, seconds * collective.count
 
 
 def _split_fraction(
@@ -302,7 +324,7 @@ def warn_fallbacks(graph: OpGraph) -> None:
     """Warn once for each source line that uses a primitive without a rule."""
     seen = set()
     for op in graph.operators():
-        if op.kind in STRUCTURED or rule_of(op.kind) is not None:
+        if op.kind in STRUCTURED or rule_of(op) is not None:
             continue
         moved = sum(kind.bytes for kind in op.operand_types if not kind.is_extended)
         if (op.kind, op.source) not in seen and moved > 1024:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,17 +25,13 @@ class Lowered:
     traced: TracedFunction
     graph: OpGraph
 
-    @functools.cached_property
-    def _lowered(self) -> jax.stages.Lowered:
-        return self.program.lower()
-
     def as_text(self) -> str:
         """The StableHLO module."""
-        return self._lowered.as_text()
+        return self.program.lower().as_text()
 
     def compile(self) -> Compiled:
         """Compile for the devices of the mesh."""
-        return Compiled(self, self._lowered.compile())
+        return Compiled(self, self.program.compile())
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +72,7 @@ class Compiled:
         sharding = self.plan.sharding
         return audit(
             sharding.collectives,
-            collectives_in_lowered(self.lowered._lowered),
+            collectives_in_lowered(self.lowered.program.lower()),
             collectives_in_compiled(self.as_text()),
             memory=MemoryUse.of(self.compiled),
             num_devices=sharding.mesh.size,

@@ -57,9 +57,4 @@ def check_method(method: object) -> Method:
             "Pipeline stages are not there yet (docs/roadmap.md); use "
             "autopar.ShardParallel() or leave `method` out."
         )
-    if isinstance(method, ShardParallel) and method.num_microbatches != 1:
-        raise NotImplementedError(
-            f"Microbatches are not there yet (docs/roadmap.md), but got "
-            f"num_microbatches={method.num_microbatches}; leave it at 1."
-        )
     return method

@@ -69,7 +69,7 @@ def resolve_pins(
             key = (exact or keys)[0]
             kind = graph.tensors[graph_input.tensor].type
             where = f"the pin {key!r} of {graph_input.path}, {kind},"
-            resolved[graph_input.tensor] = _pin(pins[key], kind, mesh, where)
+            resolved[graph_input.tensor] = parse_pin(pins[key], kind, mesh, where)
     return resolved
 
 
@@ -89,6 +89,7 @@ def _matches(key: str, names: Sequence[str]) -> bool:
 
 def _unmatched(key: str, paths: Sequence[str]) -> str:
     by_spelling = {name: path for path in paths for name in _spellings(path)}
+    by_spelling |= {name.split("/")[-1]: path for name, path in by_spelling.items()}
     close = difflib.get_close_matches(key, by_spelling, n=1, cutoff=0.3)
     remedy = f"did you mean {by_spelling[close[0]]}?" if close else "leave it out."
     return (
@@ -97,7 +98,10 @@ def _unmatched(key: str, paths: Sequence[str]) -> str:
     )
 
 
-def _pin(value: PartitionSpec, kind: TensorType, mesh: MeshShape, where: str) -> Pin:
+def parse_pin(
+    value: PartitionSpec, kind: TensorType, mesh: MeshShape, where: str
+) -> Pin:
+    """The pin of a tensor; `where` is what errors call it, which are `ValueError`."""
     entries = tuple(value)
     if len(entries) > kind.rank:
         raise ValueError(

@@ -144,6 +144,7 @@ def _port_contradictions(
 ) -> Iterator[str]:
     """Ports whose reads and writes are not all in one spec, or that must be whole."""
     for port in ports_of(graph, op):
+        pin = port.pin(plan.mesh)
         specs = {
             _without_leading(plan.tensors[tensor].spec, extra)
             for tensor, extra in port.writes
@@ -155,6 +156,8 @@ def _port_contradictions(
             yield f"{port.name!r} has more than one spec at the border of its block"
         elif port.is_whole and specs - {replicated(plan.mesh.num_axes)}:
             yield f"{port.name!r} must be whole on every device"
+        elif pin and not all(pin.allows(spec) for spec in specs if spec is not None):
+            yield f"{port.name!r} has another spec than the step itself asks for"
 
 
 def _without_leading(spec: Spec, extra: int) -> Spec | None:

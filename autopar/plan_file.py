@@ -286,15 +286,13 @@ def _mesh_from_json(record: Record) -> MeshShape:
 
 
 def _prediction_from_json(record: Record) -> Prediction:
-    found = record.fields([f.name for f in fields(Prediction)])
-    return Prediction(
-        **{
-            f.name: found[f.name].integer()
-            if f.name in _COUNTS
-            else found[f.name].number()
-            for f in fields(Prediction)
-        }
-    )
+    names = [f.name for f in fields(Prediction)]
+    found = record.fields(names)
+    values: dict[str, Any] = {
+        name: found[name].integer() if name in _COUNTS else found[name].number()
+        for name in names
+    }
+    return Prediction(**values)
 
 
 def _line(value: Any) -> str:

@@ -3,18 +3,22 @@
 A port is one tensor in one spec, on both sides of the border. The carry of a loop is
 one port, so it has one spec before, inside and after the loop; a branch result is one
 port, so every branch returns it in one spec; predicates are whole on every device.
+Pins, and the operands and results of a user's shard_map, are ports with a constraint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from .build_graph import BARRIER, COND, SCAN, WHILE
+from .build_graph import BARRIER, COND, PINS, SCAN, SHARD_MAP, WHILE
+from .constraints import Constraint, border_constraints, constraint_of
 from .graph import Block, Constant, Operand, Operator, OpGraph, TensorType
+from .mesh import MeshShape
+from .pins import Pin
 
 Site = tuple[Literal["operand", "output"], int, int]  # operator or block, position
 Write = tuple[int, int]  # tensor, leading dims it has more than the port
@@ -26,7 +30,7 @@ class Port:
     """One decision at the border: the spec of all tensors it reads and writes.
 
     `is_whole`: it can only be replicated, as the program itself holds the value or
-    every device must take the same branch.
+    every device must take the same branch. `constraint`: what the step asks for here.
     """
 
     name: str
@@ -34,11 +38,15 @@ class Port:
     writes: tuple[Write, ...]
     reads: tuple[Read, ...]
     is_whole: bool = False
+    constraint: Constraint | None = None
 
-    @property
-    def may_be_pending(self) -> bool:
-        """A sum may stay pending across the border; a predicate may not."""
-        return not self.is_whole
+    def pin(self, mesh: MeshShape) -> Pin | None:
+        """The specs that the constraint leaves on `mesh`; None: all of them."""
+        return self.constraint and self.constraint.pin(self.type, mesh)
+
+    def may_be_pending(self, mesh: MeshShape) -> bool:
+        """A sum may stay pending across the border; a predicate or pin may not."""
+        return not self.is_whole and self.pin(mesh) is None
 
 
 def ports_of(graph: OpGraph, op: Operator) -> tuple[Port, ...]:
@@ -49,6 +57,8 @@ def ports_of(graph: OpGraph, op: Operator) -> tuple[Port, ...]:
         SCAN: _scan_ports,
         WHILE: _while_ports,
         COND: _cond_ports,
+        SHARD_MAP: _shard_map_ports,
+        **dict.fromkeys(PINS, _pin_ports),
     }[op.kind]
     return tuple(ports(op, blocks))
 
@@ -80,6 +90,24 @@ def _barrier_ports(op: Operator, blocks: Sequence[Block]) -> Iterator[Port]:
             [(result, 0)],
             [(operand, 0, ("operand", op.index, position))],
         )
+
+
+def _pin_ports(op: Operator, blocks: Sequence[Block]) -> Iterator[Port]:
+    (port,) = _barrier_ports(op, blocks)
+    yield replace(port, constraint=constraint_of(op))
+
+
+def _shard_map_ports(op: Operator, blocks: Sequence[Block]) -> Iterator[Port]:
+    """A port for each operand and result; none is on both sides of the border."""
+    operands, results = border_constraints(op)
+    for position, constraint in enumerate(operands):
+        source = (op.operands[position], 0, _operand_site(op, position))
+        kind, name = op.operand_types[position], f"{op.name}/in{position}"
+        yield replace(_port(name, kind, [], [source]), constraint=constraint)
+    for position, constraint in enumerate(results):
+        kind, name = op.result_types[position], f"{op.name}/out{position}"
+        writes = [(op.results[position], 0)]
+        yield replace(_port(name, kind, writes, []), constraint=constraint)
 
 
 def _scan_ports(op: Operator, blocks: Sequence[Block]) -> Iterator[Port]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,20 +17,22 @@ from .resharding import Resharder
 
 
 class SignatureChanged(Exception):
-    """The jitted function was called with other shapes than it was planned for."""
+    """A program was called with other types than it was planned for."""
 
 
 @dataclass(frozen=True, eq=False)
 class SpmdProgram:
     """`jitted(donated, kept, constants)` runs one step and returns flat outputs.
 
-    `donated` and `kept` are positions among the argument leaves; `shardings` is the
-    home of every leaf; `constants` are the closed-over arrays, in place.
+    `donated` and `kept` are positions among the argument leaves; `paths`, `shardings`
+    and `argument_types` are the name, home and type of every leaf; `constants` are the
+    closed-over arrays, in place.
     """
 
     jitted: Any
     donated: tuple[int, ...]
     kept: tuple[int, ...]
+    paths: tuple[str, ...]
     shardings: tuple[NamedSharding, ...]
     constants: tuple[jax.Array, ...]
     argument_types: tuple[jax.ShapeDtypeStruct, ...]
@@ -39,9 +42,21 @@ class SpmdProgram:
         return [leaves[i] for i in self.donated], [leaves[i] for i in self.kept]
 
     def lower(self) -> jax.stages.Lowered:
-        """Lower for the argument types the plan was made for."""
+        """Lower for the argument types the plan was made for, once."""
+        return self._lowered
+
+    def compile(self) -> jax.stages.Compiled:
+        """Compile for the devices of the mesh, once."""
+        return self._compiled
+
+    @cached_property
+    def _lowered(self) -> jax.stages.Lowered:
         donated, kept = self.split(self.argument_types)
         return self.jitted.lower(donated, kept, list(self.constants))
+
+    @cached_property
+    def _compiled(self) -> jax.stages.Compiled:
+        return self._lowered.compile()
 
 
 def build_program(
@@ -63,7 +78,6 @@ def build_program(
     num_arguments = len(argument_types)
     kept = tuple(i for i in range(num_arguments) if i not in set(donated))
     run = spmd_function(graph, plan, mesh, resharder)
-    expected = tuple((t.shape, t.dtype) for t in argument_types)
 
     def step(
         donated_leaves: list[Any], kept_leaves: list[Any], constant_leaves: list[Any]
@@ -73,8 +87,6 @@ def build_program(
             leaves[position] = leaf
         for position, leaf in zip(kept, kept_leaves, strict=True):
             leaves[position] = leaf
-        if tuple((leaf.shape, leaf.dtype) for leaf in leaves) != expected:
-            raise SignatureChanged
         return list(run(*leaves, *constant_leaves))
 
     step.__name__ = graph.name
@@ -96,6 +108,7 @@ def build_program(
         jitted,
         tuple(donated),
         kept,
+        tuple(i.path for i in plan.inputs[:num_arguments]),
         homes[:num_arguments],
         tuple(placed),
         tuple(argument_types),

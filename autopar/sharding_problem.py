@@ -244,8 +244,9 @@ class _Builder:
                     port.type,
                     port.writes,
                     port.reads,
-                    pending=port.may_be_pending,
+                    pending=port.may_be_pending(self.mesh),
                     whole=port.is_whole,
+                    pin=port.pin(self.mesh),
                 )
             return
         strategies, seconds = self._strategies_of(op)

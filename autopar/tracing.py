@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, get_abstract_mesh, use_abstract_mesh
 from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
 
 from .jax_compat import dead_code_eliminated
@@ -98,6 +100,24 @@ def check_leaves(leaves: Sequence[Any], paths: Sequence[str]) -> None:
             )
 
 
+def _auto_axes() -> AbstractContextManager[Any]:
+    """The caller's mesh, if `jax.set_mesh` set one, with no axis in the types."""
+    mesh = get_abstract_mesh()
+    if mesh.empty:
+        return nullcontext()
+    return use_abstract_mesh(
+        mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    )
+
+
+def _without_sharding(leaf: Any) -> Any:
+    """A leaf whose type says nothing of a mesh: where arrays lie is for the plan."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    weak = jax.typeof(leaf).weak_type
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
+
+
 def trace(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> TracedFunction:
@@ -114,7 +134,9 @@ def trace(
     def fresh(*args: Any, **kwargs: Any) -> Any:  # jit's own cache must not be hit
         return fun(*args, **kwargs)
 
-    traced = jax.jit(fresh).trace(*args, **kwargs)
+    with _auto_axes():
+        args, kwargs = jax.tree.map(_without_sharding, (tuple(args), dict(kwargs)))
+        traced = jax.jit(fresh).trace(*args, **kwargs)
     return TracedFunction(
         name=getattr(fun, "__name__", type(fun).__name__),
         jaxpr=dead_code_eliminated(traced.jaxpr),

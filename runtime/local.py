@@ -7,51 +7,67 @@ from typing import Any
 
 import jax
 
-from ..programs import SpmdProgram
+from ..programs import SignatureChanged, SpmdProgram
 
-_DELETED = (
-    "A buffer that was given to a parallelized function as state was donated to it: "
-    "its memory now holds the next state. Use the returned state instead, or pass "
-    "donate_argnums=() to autopar.parallelize to keep both."
-)
+_WEAK_SCALARS = (int, float, complex)
 
 
 class LocalExecutable:
-    """A program and its calls; after the first call a call costs what jit's costs."""
+    """A compiled program and its calls, which never trace or compile again.
+
+    A jitted function would: an array's type names the mesh it lies on, so a fresh array
+    and the one that a step returned are different types to it.
+    """
 
     def __init__(self, program: SpmdProgram) -> None:
         self.program = program
-        self._was_called = False
+        self._compiled = program.compile()
+        self._weak_types = tuple(t.weak_type for t in program.argument_types)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Flat outputs of one step.
 
         Leaves on other devices or in other shardings are moved first. The same buffer
         may come several times: all but the first are copied before they are donated.
+
+        Raises:
+          SignatureChanged: other shapes, dtypes or weak types than those planned for.
+          RuntimeError: JAX's own, with a note, if a donated buffer is used again.
         """
-        program = self.program
-        if not self._was_called:
-            # JAX traces again for arguments of another sharding, so the first call
-            # gets what later ones will: state in its home.
-            leaves = jax.device_put(list(leaves), list(program.shardings))
-            self._was_called = True
-        donated, kept = program.split(leaves)
+        if tuple(map(_is_weak, leaves)) != self._weak_types:
+            raise SignatureChanged
+        try:
+            return self._run(leaves)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if deleted := self._deleted(leaves):
+                error.add_note(_note_on(deleted))
+                raise
+            if isinstance(error, TypeError):
+                if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+                    return self._run_traced(leaves)
+                if not self._fits(leaves):
+                    raise SignatureChanged from None
+            if not isinstance(error, ValueError) or self._is_in_place(leaves):
+                raise
+        return self._run(jax.device_put(list(leaves), list(self.program.shardings)))
+
+    def _run(self, leaves: Sequence[Any]) -> list[Any]:
+        donated, kept = self.program.split(leaves)
         if len(set(map(id, donated))) != len(donated):
             donated = _without_repeats(donated)
-        constants = list(program.constants)
-        try:
-            return program.jitted(donated, kept, constants)
-        except (ValueError, RuntimeError) as error:
-            if any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
-                error.add_note(_DELETED)
-                raise
-            if not isinstance(error, ValueError) or self.is_in_place(leaves):
-                raise
-        placed = jax.device_put(list(leaves), list(program.shardings))
-        donated, kept = program.split(placed)
-        return program.jitted(donated, kept, constants)
+        return self._compiled(donated, kept, list(self.program.constants))
 
-    def is_in_place(self, leaves: Sequence[Any]) -> bool:
+    def _run_traced(self, leaves: Sequence[Any]) -> list[Any]:
+        """Inside another JAX transformation, which a compiled program cannot join."""
+        donated, kept = self.program.split(leaves)
+        return self.program.jitted(donated, kept, list(self.program.constants))
+
+    def _fits(self, leaves: Sequence[Any]) -> bool:
+        """Whether the leaves have the shapes and dtypes planned for."""
+        types = zip(map(jax.typeof, leaves), self.program.argument_types, strict=True)
+        return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in types)
+
+    def _is_in_place(self, leaves: Sequence[Any]) -> bool:
         """Whether every committed leaf already lies where the plan wants it."""
         return all(
             not isinstance(leaf, jax.Array)
@@ -59,6 +75,31 @@ class LocalExecutable:
             or leaf.sharding.is_equivalent_to(home, leaf.ndim)
             for leaf, home in zip(leaves, self.program.shardings, strict=True)
         )
+
+    def _deleted(self, leaves: Sequence[Any]) -> list[str]:
+        """Paths of the leaves whose buffers are gone."""
+        return [
+            path
+            for path, leaf in zip(self.program.paths, leaves, strict=True)
+            if isinstance(leaf, jax.Array)
+            and not isinstance(leaf, jax.core.Tracer)
+            and leaf.is_deleted()
+        ]
+
+
+def _is_weak(leaf: Any) -> bool:
+    """Whether a leaf leaves its dtype to what it meets, as Python's numbers do."""
+    return getattr(leaf, "weak_type", type(leaf) in _WEAK_SCALARS)
+
+
+def _note_on(deleted: Sequence[str]) -> str:
+    some = ", ".join(deleted[:3]) + (", ..." if len(deleted) > 3 else "")
+    return (
+        f"Each array may be donated once, but {some} was given to a parallelized "
+        f"function before and its memory now holds the next state. Pass the state that "
+        f"the last call returned, or pass donate_argnums=() to autopar.parallelize to "
+        f"keep both."
+    )
 
 
 def _without_repeats(arrays: Sequence[Any]) -> list[Any]:

@@ -23,10 +23,11 @@ from .multipliers import SeenPlan, best_prices, least_peak_prices, price
 from .reduce import reduce
 from .search import Search
 
-MOST_PRICE_ROUNDS = 12
+MOST_PRICES_IN_VAIN = 2
 MOST_PEAK_ROUNDS = 12
 PRICED_GAP = 0.25
-MOST_ROUNDS = 3
+MOST_ROUNDS = 8
+WORTH_PRICING_AGAIN = 0.02
 
 
 def solve_within_budget(search: Search, cheapest: Sequence[int]) -> None:
@@ -66,7 +67,7 @@ class _WithinBudget:
                 return
             num_fixed = self._fix(marginals)
             search.finish_phase("fix", self.graph)
-            if num_fixed < 0.1 * sum(n.costs.size for n in self.graph.nodes):
+            if num_fixed < WORTH_PRICING_AGAIN * search.graph.num_choices:
                 break
         self._solve_ilp(self.graph, search.seconds_left, "ilp", is_bound=True)
 
@@ -88,7 +89,7 @@ class _WithinBudget:
     def _solve_priced(
         self, prices: np.ndarray, with_costs: bool, gap: float
     ) -> tuple[SeenPlan, float, list[np.ndarray]]:
-        deadline = perf_counter() + min(self.search.seconds_left, self.seconds / 6)
+        deadline = perf_counter() + min(self.search.seconds_left, self.seconds / 10)
         priced = price(self.graph, prices, with_costs)
         inner = Search(priced, gap, deadline, self.search.pool)
         marginals = solve_free(inner, with_ilp=False)
@@ -134,17 +135,20 @@ class _WithinBudget:
     def _price(self) -> list[np.ndarray]:
         """Raises the bound to the best prices; returns the marginals there."""
         search, budget = self.search, self.graph.budget or 0.0
-        best, marginals = -inf, []
-        for _ in range(MOST_PRICE_ROUNDS):
+        best, marginals, num_in_vain = -inf, [], 0
+        while num_in_vain < MOST_PRICES_IN_VAIN:
             prices, top = best_prices(self.plans, budget)
             if top - best <= PRICED_GAP * search.gap * abs(top) + 1e-12 * abs(top):
                 break
+            before = search.cost
             _, bound, found = self._solve_priced(prices, True, search.gap * PRICED_GAP)
             search.raise_bound(min(bound, self.ceiling))
+            is_better = bound > best + search.gap * abs(bound) or search.cost < before
+            num_in_vain = 0 if is_better else num_in_vain + 1
             if bound > best or not marginals:
                 best, marginals = max(best, bound), found
             search.finish_phase("prices", self.graph)
-            if search.is_closed or search.seconds_left < self.seconds / 3:
+            if search.is_closed or search.seconds_left < self.seconds / 4:
                 break
         return marginals
 

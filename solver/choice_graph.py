@@ -63,6 +63,11 @@ class ChoiceGraph:
     budget: float | None = None
     constant: float = 0.0
 
+    @property
+    def num_choices(self) -> int:
+        """All choices of all nodes."""
+        return sum(node.costs.size for node in self.nodes)
+
     def cost(self, choices: Sequence[int]) -> float:
         """The total cost of one choice per node; inf where something is forbidden."""
         total = self.constant

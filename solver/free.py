@@ -21,9 +21,9 @@ from .reduce import reduce
 from .search import Search
 
 FIXED_ENOUGH = 0.3
-FIRST_ROUNDS = 12
+FIRST_ROUNDS, MOST_ROUNDS = 12, 200
 MOST_MERGED_CHOICES = (1000, 1600)
-MOST_POLISHES = 6
+MOST_POLISHES_IN_VAIN = 2
 
 
 class Step(Protocol):
@@ -87,8 +87,7 @@ class _Descent:
         self._pass_messages()
         if self.search.is_closed or self.search.seconds_left <= 0:
             return True
-        num_choices = sum(node.costs.size for node in self.graph.nodes)
-        if self._fix() > FIXED_ENOUGH * num_choices:
+        if self._fix() > FIXED_ENOUGH * self.graph.num_choices:
             return False
         self._reduce()
         kept_for_ilp = self.seconds * (0.5 if self.with_ilp else 0.1)
@@ -118,12 +117,13 @@ class _Descent:
 
     def _pass_messages(self) -> None:
         search = self.search
+        is_first = len(self.steps) == 2
         can_merge = bool(choose_pairs(self.graph, MOST_MERGED_CHOICES[0]))
         messages = pass_messages(
             self.graph,
             gap=search.gap / 2,
             cost=search.cost,
-            max_rounds=FIRST_ROUNDS if len(self.steps) == 2 and can_merge else 200,
+            max_rounds=FIRST_ROUNDS if is_first and can_merge else MOST_ROUNDS,
             time_limit_seconds=min(search.seconds_left, self.seconds / 4),
         )
         if messages.choices is not None:
@@ -136,13 +136,14 @@ class _Descent:
             self._polish(messages.choices)
 
     def _polish(self, choices: tuple[int, ...]) -> None:
-        cost = self.graph.cost(choices)
-        for seed in range(MOST_POLISHES):
+        cost, num_in_vain, seed = self.graph.cost(choices), 0, 0
+        until = self.search.seconds_left - self.seconds / 10
+        while num_in_vain < MOST_POLISHES_IN_VAIN and self.search.seconds_left > until:
             choices = polish(self.graph, choices, self.search.pool, seed)
             before, cost = cost, self.graph.cost(choices)
             is_better = cost < before - self.search.gap / 10 * abs(before)
-            if not is_better or self.search.seconds_left < self.seconds / 2:
-                break
+            num_in_vain = 0 if is_better else num_in_vain + 1
+            seed += 1
         self.search.offer(self._expand(choices))
         self.search.finish_phase("polish", self.graph)
 

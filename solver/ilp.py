@@ -66,7 +66,8 @@ def solve_ilp(
         initial: a plan within budget to start from.
         cost: the cost of a plan already known, which says what a gap is relative to.
     """
-    return _Program(graph, initial, cost).run(gap, time_limit_seconds)
+    deadline = perf_counter() + time_limit_seconds
+    return _Program(graph, initial, cost).run(gap, deadline)
 
 
 class _WarmHiGHS(pulp.HiGHS):
@@ -99,8 +100,7 @@ class _Program:
         self.problem.setObjective(self._objective())
         self.rows: set[int] = set()
 
-    def run(self, gap: float, time_limit_seconds: float) -> IlpResult:
-        deadline = perf_counter() + time_limit_seconds
+    def run(self, gap: float, deadline: float) -> IlpResult:
         best, bound = self.initial, -inf
         best_cost = inf if best is None else self.graph.cost(best)
         while (left := deadline - perf_counter()) > 0:
@@ -142,7 +142,8 @@ class _Program:
         self.problem.solve(solver)
         if self.problem.status == pulp.LpStatusInfeasible:
             return "infeasible", inf
-        info = self.problem.solverModel.getInfo()
+        model: Any = self.problem.solverModel
+        info = model.getInfo()
         # HiGHS solves its linear programs to 1e-7 a variable.
         scaled = info.mip_dual_bound - 1e-8 * COST_SCALE
         return "open", scaled / self.scale + self.graph.constant

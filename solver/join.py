@@ -137,8 +137,10 @@ def _find_copies(graph: ChoiceGraph) -> list[_Copy]:
 
 
 def _as_copy(node: Node, index: int, absent: int, sides: list[_Side]) -> _Copy | None:
+    if not np.isfinite(node.costs).all():
+        return None
     extra = float(node.costs[1 - absent] - node.costs[absent])
-    if not 0 <= extra < inf:
+    if extra < 0:
         return None
     producers, readers = [], []
     for other, classes, by_choice in sides:

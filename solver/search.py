@@ -60,7 +60,7 @@ class Search:
         phase = Phase(
             name,
             len(left.nodes),
-            sum(node.costs.size for node in left.nodes),
+            left.num_choices,
             len(left.edges),
             self.bound,
             self.cost,

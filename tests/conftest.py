@@ -11,6 +11,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + f" --xla_force_host_platform_device_count={NUM_DEVICES}"
+    # Compiling takes longer than running here; this changes machine code, never HLO.
+    + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
 # Fewer threads than twice the devices can deadlock when steps overlap.
 os.environ.setdefault("NPROC", str(2 * NUM_DEVICES))

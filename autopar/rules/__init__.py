@@ -1,6 +1,7 @@
 """Which ways each primitive can be split over a mesh; importing this registers all."""
 
 from . import (
+    callbacks,
     conv,
     dot,
     elementwise,
@@ -15,6 +16,7 @@ from . import (
 )
 
 __all__ = [
+    "callbacks",
     "conv",
     "dot",
     "elementwise",

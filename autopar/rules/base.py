@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..graph import Constant, Operator, TensorType
+from ..jax_compat import bind
 from ..mesh import MeshShape
 from ..spec import REPLICATED, SUM, Spec, State, axes_of_dim, local_shape
 
@@ -30,6 +31,8 @@ class Factor:
     `size`: the product of the axes on this factor must divide it (0: any product may).
     `splits`: whether the work is divided by the axis; a factor that only carries a
     pending sum through a linear operator repeats the work on every shard.
+    `is_positional`: the local work depends on which part of the dim a shard holds (an
+    index is shifted by its offset), so the parts must be contiguous.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Factor:
     results: tuple[State, ...]
     size: int
     splits: bool = True
+    is_positional: bool = False
 
 
 def replicate(op: Operator) -> Factor:
@@ -102,9 +106,7 @@ Bind = Callable[[Operator, Sequence[Any], Shard], Sequence[Any]]
 
 def bind_params(op: Operator, operands: Sequence[Any], **changed: Any) -> list[Any]:
     """Bind the operator's own primitive, with some of its params replaced."""
-    params = {**op.params, **changed}
-    results = op.eqn.primitive.bind(*operands, **params)
-    return list(results) if op.eqn.primitive.multiple_results else [results]
+    return bind(op.eqn.primitive, operands, {**op.params, **changed})
 
 
 def bind_unchanged(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
@@ -115,22 +117,31 @@ def bind_unchanged(op: Operator, operands: Sequence[Any], shard: Shard) -> list[
 
 @dataclass(frozen=True)
 class Rule:
-    """Factors of an operator, and how it runs on local shards."""
+    """Factors of an operator, and how it runs on local shards.
+
+    `may_repeat`: every device may compute the whole of it, which is right for all but
+    what has side effects.
+    """
 
     factors: Factors
     bind: Bind = bind_unchanged
+    may_repeat: bool = True
 
 
 _RULES: dict[str, Rule] = {}
+# Which param of a primitive that runs kernels names the kernel.
+_KERNEL_NAMES = {"pallas_call": "name", "ffi_call": "target_name"}
 
 
-def register(*kinds: str, bind: Bind = bind_unchanged) -> Callable[[Factors], Factors]:
+def register(
+    *kinds: str, bind: Bind = bind_unchanged, may_repeat: bool = True
+) -> Callable[[Factors], Factors]:
     """Make the decorated function the factors of the primitives named `kinds`."""
 
     def decorate(factors: Factors) -> Factors:
         for kind in kinds:
             assert kind not in _RULES, f"two rules for {kind}"
-            _RULES[kind] = Rule(factors, bind)
+            _RULES[kind] = Rule(factors, bind, may_repeat)
         return factors
 
     return decorate
@@ -141,9 +152,19 @@ def replace_rule(kind: str, rule: Rule) -> None:
     _RULES[kind] = rule
 
 
-def rule_of(kind: str) -> Rule | None:
-    """The rule of a primitive, or None: then it is computed whole on every device."""
-    return _RULES.get(kind)
+def rule_of(op: Operator) -> Rule | None:
+    """The rule of an operator, or None: then it is computed whole on every device.
+
+    One primitive runs every Pallas kernel, and one every FFI call: `pallas_call:name`
+    and `ffi_call:target_name` go before a rule for all of them.
+    """
+    return _RULES.get(rule_name(op)) or _RULES.get(op.kind)
+
+
+def rule_name(op: Operator) -> str:
+    """What the rule of an operator is registered as: its primitive, or its kernel."""
+    name = op.params.get(_KERNEL_NAMES.get(op.kind, ""))
+    return f"{op.kind}:{name}" if name else op.kind
 
 
 def registered_kinds() -> frozenset[str]:
@@ -152,14 +173,14 @@ def registered_kinds() -> frozenset[str]:
 
 
 def factors_of(op: Operator) -> tuple[Factor, ...]:
-    """All legal factors of an operator, REPLICATE first.
+    """All legal factors of an operator, REPLICATE first if it may be repeated.
 
     Factors of size 1 are left out, as are those that would need a literal operand to be
     anything but whole, or would split a PRNG key.
     """
-    found = [replicate(op)]
-    seen = {(found[0].operands, found[0].results)}
-    rule = rule_of(op.kind)
+    rule = rule_of(op)
+    found = [replicate(op)] if rule is None or rule.may_repeat else []
+    seen = {(factor.operands, factor.results) for factor in found}
     for factor in rule.factors(op) if rule is not None else ():
         assert len(factor.operands) == len(op.operands), (op.kind, factor)
         assert len(factor.results) == len(op.results), (op.kind, factor)
@@ -189,7 +210,8 @@ def warn_fallback(op: Operator, moved_bytes: int) -> None:
     warnings.warn(
         f"The primitive {op.kind!r} has no sharding rule, so its operands are gathered "
         f"({moved_bytes:,} bytes) and every device computes it whole ({op.source}). "
-        f"Results stay right; for speed, give it a rule.",
+        f"Results stay right; for speed, say how it splits: "
+        f"autopar.register_rule({rule_name(op)!r}, ...).",
         FallbackWarning,
         stacklevel=2,
     )

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ..graph import Operator
 from ..spec import MAX, MIN, REPLICATED, SUM, State
-from .base import Factor, Rule, Shard, bind_params, replace_rule
+from .base import Factor, Rule, Shard, bind_params, replace_rule, rule_name
 
 Reduction = Literal["sum", "max", "min"]
 LocalFunction = Callable[..., Any]
@@ -106,8 +106,8 @@ def _check_ranks(
         found = [kind.rank for kind in types]
         if wanted != found:
             raise ValueError(
-                f"The rule {equation!r} of the primitive {op.kind!r} must name the dims "
-                f"of its {what}, whose ranks are {found}, but it names {wanted}."
+                f"The rule {equation!r} of {rule_name(op)!r} must name the dims of its "
+                f"{what}, whose ranks are {found}, but it names {wanted}."
             )
     sizes: dict[str, int] = {}
     for term, kind in zip(
@@ -117,8 +117,8 @@ def _check_ranks(
             if dim != "_" and sizes.setdefault(dim, size) != size:
                 raise ValueError(
                     f"Dims of one name must have one size, but {dim!r} in the rule "
-                    f"{equation!r} of the primitive {op.kind!r} has {sizes[dim]} and "
-                    f"{size}; give them different names, or write '_'."
+                    f"{equation!r} of {rule_name(op)!r} has {sizes[dim]} and {size}; "
+                    f"give them different names, or write '_'."
                 )
 
 

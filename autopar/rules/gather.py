@@ -66,7 +66,10 @@ def gather(op: Operator) -> list[Factor]:
     if jnp.issubdtype(result.dtype, jnp.number):
         for dim in _vocabulary_dims(op):
             states = (dim, REPLICATED)
-            factors.append(Factor(f"v{dim}", states, (SUM,), operand.shape[dim]))
+            size = operand.shape[dim]
+            factors.append(
+                Factor(f"v{dim}", states, (SUM,), size, is_positional=True)
+            )
     return [*factors, *pending_sums(op, (0,))]
 
 

@@ -60,7 +60,7 @@ def bind_random_bits(op: Operator, operands: Sequence[Any], shard: Shard) -> lis
 @register("random_bits", bind=bind_random_bits)
 def random_bits(op: Operator) -> list[Factor]:
     return [
-        Factor(f"d{dim}", (REPLICATED,), (dim,), size)
+        Factor(f"d{dim}", (REPLICATED,), (dim,), size, is_positional=True)
         for dim, size in enumerate(op.result_types[0].shape)
     ]
 

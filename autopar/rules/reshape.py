@@ -4,6 +4,7 @@ values from nothing but a shape: iota, empty."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -124,7 +125,7 @@ def tile(op: Operator) -> list[Factor]:
     factors = [
         Factor(f"d{dim}", (dim,), (dim,), size)
         if rep == 1
-        else Factor(f"d{dim}", (REPLICATED,), (dim,), rep)
+        else Factor(f"d{dim}", (REPLICATED,), (dim,), rep, is_positional=True)
         for dim, (size, rep) in enumerate(zip(source, reps, strict=True))
     ]
     return factors + pending_sums(op, (0,))
@@ -142,7 +143,11 @@ def _bind_iota(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]
 
 @register("iota", bind=_bind_iota)
 def iota(op: Operator) -> list[Factor]:
-    return _result_dims(op)
+    counted = op.params["dimension"]
+    return [
+        replace(factor, is_positional=dim == counted)
+        for dim, factor in enumerate(_result_dims(op))
+    ]
 
 
 @register("empty", bind=_bind_broadcast)

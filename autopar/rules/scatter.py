@@ -109,7 +109,13 @@ def _window_factors(op: Operator) -> list[Factor]:
 def _vocabulary_factors(op: Operator) -> list[Factor]:
     shape = op.operand_types[0].shape
     return [
-        Factor(f"v{dim}", (dim, REPLICATED, REPLICATED), (dim,), shape[dim])
+        Factor(
+            f"v{dim}",
+            (dim, REPLICATED, REPLICATED),
+            (dim,),
+            shape[dim],
+            is_positional=True,
+        )
         for dim in _vocabulary_dims(op)
     ]
 

@@ -49,8 +49,12 @@ def f1(batch: int = 64) -> Case:
 
 
 def dense_stack(batch: int, hidden: int, num_layers: int = 6) -> Case:
-    """Alpa's test model: Dense and relu, mean squared error, Adam."""
-    optimizer = optax.adam(1e-2)
+    """Alpa's test model: Dense and relu, mean squared error, Adam.
+
+    Its epsilon is large, for Adam's first steps are the signs of gradients, which turn
+    rounding into whole steps where a gradient is nearly zero.
+    """
+    optimizer = optax.adam(1e-2, eps=1e-2)
 
     def step(state: Any, batch: Params) -> tuple[Any, jax.Array]:
         layers, moments = state
@@ -187,3 +191,76 @@ def language_model() -> Case:
     numbers = np.random.default_rng(2).integers(0, VOCAB, (2, 2, NUM_TOKENS // 2))
     tokens, targets = jnp.asarray(numbers, jnp.int32)
     return Case(step, (params, tokens, targets))
+
+
+def mixture_of_experts() -> Case:
+    """F4, trained: top-2 gates, G 8 groups of S 16 tokens, M 32, E 8, C 4, H 64."""
+    num_experts, capacity = 8, 4
+
+    def dispatch(gates: jax.Array) -> jax.Array:
+        """Weights `[G, S, E, C]` of each token's place in its two experts, if any."""
+        weights, experts = jax.lax.top_k(gates, 2)
+        chosen = jax.nn.one_hot(experts, num_experts)  # [G, S, 2, E]
+        first, second = chosen[:, :, 0], chosen[:, :, 1]
+        before = jnp.cumsum(first, axis=1) - first
+        after = first.sum(1, keepdims=True) + jnp.cumsum(second, axis=1) - second
+        places = jnp.stack([before, after], axis=2)
+        slots = jax.nn.one_hot(places.astype(jnp.int32), capacity) * chosen[..., None]
+        return jnp.einsum("gsk,gskec->gsec", weights, slots)
+
+    def apply(params: Params, x: jax.Array) -> jax.Array:
+        combine = dispatch(jax.nn.softmax(x @ params["gate"]))
+        inputs = jnp.einsum("gsec,gsm->egcm", (combine > 0).astype(x.dtype), x)
+        hidden = jax.nn.relu(jnp.einsum("egcm,emh->egch", inputs, params["up"]))
+        outputs = jnp.einsum("egch,ehm->egcm", hidden, params["down"])
+        return x + jnp.einsum("gsec,egcm->gsm", combine, outputs)
+
+    def step(params: Params, batch: Params) -> tuple[Params, jax.Array]:
+        def loss(params: Params) -> jax.Array:
+            return jnp.mean((apply(params, batch["x"]) - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return sgd(params, grads), value
+
+    params = {
+        "gate": random(0, 32, num_experts, scale=0.5),
+        "up": random(1, num_experts, 32, 64, scale=0.2),
+        "down": random(2, num_experts, 64, 32, scale=0.2),
+    }
+    return Case(step, (params, {"x": random(3, 8, 16, 32), "y": random(4, 8, 16, 32)}))
+
+
+def many_transformations() -> Case:
+    """One step with grad, vmap, scan, remat, custom_vjp and an inner jit."""
+
+    @jax.custom_vjp
+    def clipped(x: jax.Array) -> jax.Array:
+        return x
+
+    def forward(x: jax.Array) -> tuple[jax.Array, None]:
+        return x, None
+
+    def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
+        return (jnp.clip(grad, -0.01, 0.01),)
+
+    clipped.defvjp(forward, backward)
+
+    @jax.checkpoint
+    def layer(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
+        return clipped(jnp.tanh(x @ kernel)), None
+
+    @jax.jit
+    def example_loss(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
+        x, _ = jax.lax.scan(layer, x, params["layers"])
+        return jnp.sum((x @ params["head"] - y) ** 2)
+
+    def step(params: Params, batch: Params) -> tuple[Params, jax.Array]:
+        def loss(params: Params) -> jax.Array:
+            losses = jax.vmap(example_loss, (None, 0, 0))
+            return losses(params, batch["x"], batch["y"]).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return sgd(params, grads, 0.01), value
+
+    params = {"layers": random(0, 3, 32, 32, scale=0.2), "head": random(1, 32, 8)}
+    return Case(step, (params, {"x": random(2, 16, 32), "y": random(3, 16, 8)}))

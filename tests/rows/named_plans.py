@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar import Cluster, Plan
 from autopar.build_graph import build_graph, tensor_type
+from autopar.cluster import Cluster
 from autopar.graph import OpGraph
 from autopar.intra_op import read_plan
 from autopar.mesh import MeshLike, MeshShape, parse_mesh
+from autopar.parallel_plan import Plan
 from autopar.resharding import Resharder
 from autopar.roles import infer_roles
 from autopar.sharding_problem import ShardingProblem, Vertex, build_problem
@@ -54,7 +55,7 @@ def plan_of_layout(
         may be repeated on devices.
       cluster: the local one if left out.
     """
-    shape, cluster = parse_mesh(mesh), cluster or Cluster.local()
+    cluster = cluster or Cluster.local()
     problem = problem_of(case, mesh, cluster)
     vertices = [_restricted(v, problem, layout, cluster) for v in problem.vertices]
     nodes = tuple(
@@ -63,8 +64,23 @@ def plan_of_layout(
     )
     graph = replace(problem.choice_graph, nodes=nodes)
     problem = replace(problem, vertices=tuple(vertices), choice_graph=graph)
-    assignment = solve(graph, gap=0.0)
-    return Plan(read_plan(problem, assignment, cluster, Resharder(shape, cluster)))
+    return _solved(problem, cluster)
+
+
+def plan_within(case: Case, mesh: MeshLike, state_bytes: int) -> Plan:
+    """The cheapest plan whose state takes at most `state_bytes` on each device."""
+    problem = problem_of(case, mesh)
+    inputs = [i for i in problem.graph.inputs if i.role == "state"]
+    homes = tuple(problem.writers[i.tensor][0] for i in inputs)
+    graph = replace(problem.choice_graph, live_sets=(homes,), budget=state_bytes)
+    return _solved(replace(problem, choice_graph=graph))
+
+
+def _solved(problem: ShardingProblem, cluster: Cluster | None = None) -> Plan:
+    cluster = cluster or Cluster.local()
+    assignment = solve(problem.choice_graph, gap=0.0)
+    resharder = Resharder(problem.mesh, cluster)
+    return Plan(read_plan(problem, assignment, cluster, resharder))
 
 
 def _restricted(

@@ -1,20 +1,23 @@
 """What every row asserts of a plan that runs, and how it counts the plan's traffic."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from autopar import ParallelFunction, Plan
+from autopar.api import ParallelFunction
 from autopar.audit import audit
 from autopar.collective import Collective
 from autopar.compiled_collectives import collectives_in_compiled
-from autopar.costs.collectives import wire_bytes
+from autopar.costs.collectives import CollectiveKind, wire_bytes
 from autopar.group_names import GroupNames
 from autopar.lowered_collectives import collectives_in_lowered
 from autopar.lowered_step import Compiled
+from autopar.parallel_plan import Plan
 
 
 def run_as_planned(step: ParallelFunction, *args: Any) -> Compiled:
@@ -26,9 +29,10 @@ def run_as_planned(step: ParallelFunction, *args: Any) -> Compiled:
     compiled = step.lower(*args).compile()
     compiled.audit().raise_if_wrong()
     _assert_audit_sees_changes(compiled)
-    expected = jax.jit(step.__wrapped__)(*args)
+    expected = jax.jit(inspect.unwrap(step))(*args)
+    results = compiled(*jax.tree.map(jnp.copy, args))  # state is donated
     for got, want in zip(
-        jax.tree.leaves(compiled(*args)), jax.tree.leaves(expected), strict=True
+        jax.tree.leaves(results), jax.tree.leaves(expected), strict=True
     ):
         scale = np.abs(np.asarray(want)).max(initial=0.0)
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * scale)
@@ -65,7 +69,9 @@ def traffic(plan: Plan) -> dict[tuple[str, str], list[int]]:
 def sent_bytes(plan: Plan) -> float:
     """Bytes that one device sends in a step, all collectives being rings."""
     return sum(
-        each.count * wire_bytes(each.kind, each.bytes, len(each.groups[0]))
+        wire_bytes(
+            cast("CollectiveKind", each.kind), each.total_bytes, len(each.groups[0])
+        )
         for each in plan.sharding.collectives
     )
 

@@ -88,9 +88,9 @@ def check_every_strategy(
     cases: list[tuple[Evaluated, Strategy]] = []
     for evaluated in evaluate(function, *args):
         op = evaluated.operator
-        if rule_of(op.kind) is None if kinds is None else op.kind not in kinds:
+        if rule_of(op) is None if kinds is None else op.kind not in kinds:
             continue
-        assert rule_of(op.kind) is not None, f"{op.kind} has no rule"
+        assert rule_of(op) is not None, f"{op.kind} has no rule"
         for strategy in strategies_of(op, mesh, max_strategies):
             cases.append((evaluated, strategy))
             names = (factor.name for factor in strategy.factors)
@@ -279,7 +279,7 @@ def _run_case(
         num_pending = sum(state < REPLICATED for state in spec)
         shard = shards[op.index, position, spec]
         operands.append(shard[(0,) * num_pending] if num_pending else shard)
-    rule = rule_of(op.kind)
+    rule = rule_of(op)
     assert rule is not None, op.kind
     shard = Shard(mesh, strategy.factors, operand_specs, result_specs)
     results = []

@@ -67,7 +67,7 @@ def test_forbidden_everywhere_is_infeasible_at_any_budget() -> None:
 
 
 def test_an_initial_plan_is_never_lost() -> None:
-    graph = train_step_graph(1)
+    graph = train_step_graph(1, (8, 2))
     best = solve(graph, gap=1e-3)
     again = solve(graph, gap=1e-3, time_limit_seconds=0.0, initial=best.choices)
     assert again.cost <= best.cost
@@ -83,7 +83,7 @@ def test_a_train_step_within_a_budget() -> None:
     graph = train_step_graph(1, (8, 2))
     free = solve(graph, gap=1e-2)
     tight = replace(graph, budget=0.6 * free.peak_bytes)
-    found = solve(tight, gap=1e-2, time_limit_seconds=10)
+    found = solve(tight, gap=1e-2, time_limit_seconds=4)
     assert tight.is_within_budget(found.choices)
     assert free.bound <= found.bound <= found.cost
     assert found.gap < 0.2

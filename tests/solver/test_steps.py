@@ -20,7 +20,7 @@ from autopar.solver.live_sets import keep_binding
 from autopar.solver.merge import choose_pairs, merge_nodes
 from autopar.solver.messages import pass_messages
 from autopar.solver.polish import polish
-from autopar.solver.reduce import reduce
+from autopar.solver.reduce import Reduced, reduce
 from tests.solver.random_graphs import random_graph, with_budget
 
 seeds = st.integers(0, 10**6)
@@ -106,7 +106,7 @@ def test_merging_keeps_the_optimum(seed: int) -> None:
 @given(seeds, densities, st.integers(1, 8))
 def test_messages_bound_every_choice(seed: int, density: float, rounds: int) -> None:
     graph = random_graph(seed, num_nodes=5, density=density, forbidden=0.03)
-    reduced = _reduce_or_none(replace(graph, nodes=_unfoldable(graph)))
+    reduced = _reduce_or_none(graph)
     if reduced is None or optimum(reduced.graph) == inf:
         return
     found = pass_messages(reduced.graph, gap=0.0, max_rounds=rounds)
@@ -162,15 +162,11 @@ def test_equal_arrays_are_reduced_once() -> None:
     assert len(calls) == 1 and all(result is results[0] for result in results)
 
 
-def _reduce_or_none(graph: ChoiceGraph):
+def _reduce_or_none(graph: ChoiceGraph) -> Reduced | None:
     try:
         return reduce(graph)
     except Infeasible:
         return None
-
-
-def _unfoldable(graph: ChoiceGraph):
-    return graph.nodes
 
 
 def _steps(

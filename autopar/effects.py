@@ -1,0 +1,48 @@
+"""Which side effects a step may have: callbacks that no order is asked of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .jax_compat import source_line
+
+CALLBACKS = ("debug_callback", "debug_print", "io_callback")
+_REF_EFFECTS = (
+    "InternalMutableArrayEffect",
+    "ReadEffect",
+    "WriteEffect",
+    "AccumEffect",
+)
+
+
+def refuse_effects(eqn: Any) -> None:
+    """Does nothing if the equation has no side effect, or one that can run once.
+
+    Raises:
+      NotImplementedError: the effect is ordered, or is none of an unordered callback;
+        says why and what to write instead.
+    """
+    names = sorted(type(effect).__name__ for effect in eqn.effects)
+    kind, where = eqn.primitive.name, source_line(eqn)
+    if any(name.startswith("Ordered") for name in names):
+        raise NotImplementedError(
+            f"Side effects must be unordered, but {kind!r} at {where} is ordered: the "
+            f"devices of a parallel step run on their own, and nothing keeps the order "
+            f"of what they call. Write ordered=False, or return the value and use it "
+            f"outside of the step."
+        )
+    if any(name in _REF_EFFECTS for name in names):
+        raise NotImplementedError(
+            f"A parallel step must be a function of its arguments, but {kind!r} at "
+            f"{where} reads or writes a mutable Ref, which has no sharding of its own. "
+            f"Take the array as an argument and return its next value."
+        )
+    # In a user's own shard_map a callback is each device's own, as it is in jax.jit.
+    is_own = kind == "shard_map" and set(names) <= {"DebugEffect", "IOEffect"}
+    if names and kind not in CALLBACKS and not is_own:
+        raise NotImplementedError(
+            f"Side effects must be those of jax.debug.print, jax.debug.callback or "
+            f"io_callback, which can run once, but {kind!r} at {where} has "
+            f"{', '.join(names)}. Take it out of the step, or declare it free of side "
+            f"effects if it is."
+        )

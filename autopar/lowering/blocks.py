@@ -1,0 +1,122 @@
+"""Run the blocks of a graph: one walk, whatever the values stand for.
+
+Subclasses say what a tensor is while it runs (a shard, a microbatch) by how it is read
+and written, and how an operator is bound on such values.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..build_graph import PINS
+from ..graph import Block, Operator, OpGraph
+from .inline_shard_map import inline_shard_map
+
+
+class BlockRunner(ABC):
+    """Evaluates operators in order, and structured ones through their blocks."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.graph = graph
+
+    @abstractmethod
+    def write(self, tensor: int, value: Any) -> None:
+        """Keep what an operator or block input made."""
+
+    @abstractmethod
+    def operands(self, op: Operator) -> list[Any]:
+        """What the operator reads, as it needs it."""
+
+    @abstractmethod
+    def outputs(self, block: Block) -> list[Any]:
+        """What the block returns, as its owner needs it."""
+
+    @abstractmethod
+    def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
+        """The results of an operator that owns no block."""
+
+    def run_block(self, block: Block, inputs: Sequence[Any]) -> list[Any]:
+        """What `block` returns for these inputs."""
+        for tensor, value in zip(block.inputs, inputs, strict=True):
+            self.write(tensor, value)
+        self.run_operators(block.operators)
+        return self.outputs(block)
+
+    def run_operators(self, operators: Sequence[Operator]) -> None:
+        for op in operators:
+            operands = self.operands(op)
+            with jax.named_scope(op.name):
+                results = self.execute(op, operands)
+            for tensor, result in zip(op.results, results, strict=True):
+                self.write(tensor, result)
+
+    def execute(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
+        match op.kind:
+            case "scan":
+                return self.scan(op, operands)
+            case "while":
+                return self.while_loop(op, operands)
+            case "cond":
+                return self.cond(op, operands)
+            case "optimization_barrier":
+                return lax.optimization_barrier(tuple(operands))
+            case "shard_map":
+                return inline_shard_map(op, [as_array(x) for x in operands])
+            case kind if kind in PINS:
+                return [as_array(x) for x in operands]
+        return self.bind(op, operands)
+
+    def scan(self, op: Operator, operands: Sequence[Any]) -> list[Any]:
+        body = self.graph.blocks[op.bodies[0]]
+        num_consts, num_carry = op.params["num_consts"], op.params["num_carry"]
+        arrays = [as_array(x) for x in operands]
+        consts = arrays[:num_consts]
+        init = arrays[num_consts : num_consts + num_carry]
+        slices = arrays[num_consts + num_carry :]
+
+        def step(carry: list[Any], sliced: list[Any]) -> tuple[list[Any], list[Any]]:
+            outputs = self.run_block(body, [*consts, *carry, *sliced])
+            return outputs[:num_carry], outputs[num_carry:]
+
+        carry, stacked = lax.scan(
+            step,
+            init,
+            slices,
+            length=op.params["length"],
+            reverse=op.params["reverse"],
+            unroll=op.params["unroll"],
+        )
+        return [*carry, *stacked]
+
+    def while_loop(self, op: Operator, operands: Sequence[Any]) -> list[Any]:
+        condition, body = (self.graph.blocks[index] for index in op.bodies)
+        num_cond, num_body = op.params["cond_nconsts"], op.params["body_nconsts"]
+        arrays = [as_array(x) for x in operands]
+        cond_consts = arrays[:num_cond]
+        body_consts = arrays[num_cond : num_cond + num_body]
+        return lax.while_loop(
+            lambda carry: self.run_block(condition, [*cond_consts, *carry])[0],
+            lambda carry: self.run_block(body, [*body_consts, *carry]),
+            arrays[num_cond + num_body :],
+        )
+
+    def cond(self, op: Operator, operands: Sequence[Any]) -> list[Any]:
+        blocks = [self.graph.blocks[index] for index in op.bodies]
+        index, *arrays = (as_array(x) for x in operands)
+        branches = [functools.partial(self.run_branch, block) for block in blocks]
+        return lax.switch(index, branches, *arrays)
+
+    def run_branch(self, block: Block, *inputs: Any) -> list[Any]:
+        return self.run_block(block, inputs)
+
+
+def as_array(value: Any) -> Any:
+    """A literal as an array; arrays as they are."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)

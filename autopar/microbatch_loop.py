@@ -1,0 +1,212 @@
+"""Cut a traced step into microbatches: the same function, with a loop over them.
+
+The loop is an ordinary scan of the new trace, so planning and lowering need to know
+nothing of it: a gradient is a carry that stays pending until the loop ends and is
+reduced once a step; what is sliced from the batch was split over devices before it was
+cut, and stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .build_graph import STRUCTURED
+from .graph import Block, Constant, Operand, Operator, OpGraph
+from .jax_compat import equation_context, user_context
+from .lowering.blocks import BlockRunner, as_array
+from .mesh import MeshShape
+from .microbatches import MicrobatchSplit, split_microbatches
+from .ports import Site
+from .rules.base import Shard, bind_params, bind_unchanged, rule_of
+from .spec import REPLICATED, SUM, State
+from .tracing import TracedFunction
+
+_AXIS = "microbatch"
+
+
+def cut_into_microbatches(
+    traced: TracedFunction, graph: OpGraph, batch: Sequence[int], num_microbatches: int
+) -> TracedFunction:
+    """`traced` with a loop over `num_microbatches` parts of the `batch` tensors' dim 0.
+
+    `graph` is that of `traced`. Results equal those of the whole batch up to rounding.
+
+    Raises:
+      ValueError: the batch size is not divisible.
+      BatchCoupledError: cutting the batch would change values.
+    """
+    split = split_microbatches(graph, batch, num_microbatches)
+    if not split.loop:
+        return traced
+
+    def step(*leaves: Any) -> list[Any]:
+        return _WholeRunner(graph, split).run(leaves)
+
+    types = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+        for v in traced.jaxpr.jaxpr.invars
+    ]
+    constants = [as_array(value) for value in traced.jaxpr.consts]
+    closed = jax.make_jaxpr(lambda *leaves: step(*leaves, *constants))(*types)
+    return replace(traced, jaxpr=closed)
+
+
+class _WholeRunner(BlockRunner):
+    """Runs the outermost block on whole arrays, with the loop at its place."""
+
+    def __init__(self, graph: OpGraph, split: MicrobatchSplit) -> None:
+        super().__init__(graph)
+        self.split = split
+        self.values: dict[int, Any] = {}
+
+    def run(self, leaves: Sequence[Any]) -> list[Any]:
+        outermost = self.graph.blocks[0]
+        for tensor, leaf in zip(outermost.inputs, leaves, strict=True):
+            self.write(tensor, leaf)
+        self.run_operators(self.split.before)
+        self.run_loop()
+        self.run_operators(self.split.behind)
+        return self.outputs(outermost)
+
+    def run_loop(self) -> None:
+        """Scan over the microbatches; sums are carried, parts of outputs stacked."""
+        leaving = self.tensors_leaving()
+        summed = [t for t in leaving if self.split.state[t] == SUM]
+        stacked = [t for t in leaving if self.split.state[t] != SUM]
+
+        def body(sums: list[Any], counter: Any) -> tuple[list[Any], list[Any]]:
+            runner = _MicrobatchRunner(self.graph, self.split, self.values, counter)
+            runner.run_operators(self.split.loop)
+            added = [
+                total + runner.values[tensor]
+                for total, tensor in zip(sums, summed, strict=True)
+            ]
+            return added, [runner.values[tensor] for tensor in stacked]
+
+        types = [self.graph.tensors[tensor].type for tensor in summed]
+        zeros = [jnp.zeros(kind.shape, kind.dtype) for kind in types]
+        counters = jnp.arange(self.split.num_microbatches, dtype=jnp.int32)
+        sums, parts = lax.scan(body, zeros, counters)
+        for tensor, total in zip(summed, sums, strict=True):
+            self.write(tensor, total)
+        for tensor, part in zip(stacked, parts, strict=True):
+            self.write(tensor, self.split.join(part, self.split.state[tensor]))
+
+    def tensors_leaving(self) -> list[int]:
+        """What the loop makes that is read behind it, or returned."""
+        made = {t for op in self.split.loop for t in op.results}
+        read = [o for op in self.split.behind for o in op.operands]
+        read.extend(self.graph.blocks[0].outputs)
+        return [o for o in dict.fromkeys(read) if isinstance(o, int) and o in made]
+
+    def write(self, tensor: int, value: Any) -> None:
+        self.values[tensor] = value
+
+    def read(self, operand: Operand) -> Any:
+        if isinstance(operand, Constant):
+            return operand.value
+        return self.values[operand]
+
+    def operands(self, op: Operator) -> list[Any]:
+        return [self.read(operand) for operand in op.operands]
+
+    def outputs(self, block: Block) -> list[Any]:
+        return [as_array(self.read(operand)) for operand in block.outputs]
+
+    def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
+        with equation_context(op.eqn), user_context(op.eqn):
+            return bind_params(op, operands)
+
+
+class _MicrobatchShard(Shard):
+    """The shard of one microbatch: its index is the loop counter."""
+
+    counter: Any
+
+    def block_index(self, axes: Sequence[int]) -> jax.Array:
+        return self.counter if axes else jnp.int32(0)
+
+    def offset(self, spec: Any, dim: int, local_size: int) -> jax.Array:
+        raise AssertionError("a positional factor cannot cut a microbatch")
+
+
+class _MicrobatchRunner(BlockRunner):
+    """Runs blocks on one microbatch; whole values are cut where a reader needs it."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        split: MicrobatchSplit,
+        whole: dict[int, Any],
+        counter: jax.Array,
+    ) -> None:
+        super().__init__(graph)
+        self.split, self.whole, self.counter = split, whole, counter
+        self.mesh = MeshShape((_AXIS,), (split.num_microbatches,))
+        self.values: dict[int, Any] = {}
+        self.cut: dict[tuple[int, State], Any] = {}
+        self.port_states: dict[Site, State] = {}
+
+    def write(self, tensor: int, value: Any) -> None:
+        self.values[tensor] = value
+        for key in [key for key in self.cut if key[0] == tensor]:
+            del self.cut[key]  # a body runs again: its copies are of another trace
+
+    def read(self, tensor: int, state: State) -> Any:
+        """The tensor in `state`: as it is, or cut or masked from the whole."""
+        is_made_here = tensor in self.values
+        has = self.split.state[tensor] if is_made_here else REPLICATED
+        value = self.values[tensor] if is_made_here else self.whole[tensor]
+        if state == has:
+            return value
+        key = (tensor, state)
+        if key not in self.cut:
+            if state == SUM:
+                self.cut[key] = jnp.where(
+                    self.counter == 0, value, jnp.zeros_like(value)
+                )
+            else:
+                self.cut[key] = self.split.part(value, state, self.counter)
+        return self.cut[key]
+
+    def operands(self, op: Operator) -> list[Any]:
+        if op.kind in STRUCTURED:
+            self.port_states.update(self.split.read_states(self.graph, op))
+            states = [
+                self.port_states.get(("operand", op.index, position), REPLICATED)
+                for position in range(len(op.operands))
+            ]
+        else:
+            states = list(self.split.factor[op.index].operands)
+        return [
+            o.value if isinstance(o, Constant) else self.read(o, state)
+            for o, state in zip(op.operands, states, strict=True)
+        ]
+
+    def outputs(self, block: Block) -> list[Any]:
+        return [
+            as_array(o.value)
+            if isinstance(o, Constant)
+            else self.read(o, self.port_states["output", block.index, position])
+            for position, o in enumerate(block.outputs)
+        ]
+
+    def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
+        factor = self.split.factor[op.index]
+        shard = _MicrobatchShard(
+            self.mesh,
+            (factor,),
+            tuple((state,) for state in factor.operands),
+            tuple((state,) for state in factor.results),
+        )
+        object.__setattr__(shard, "counter", self.counter)
+        rule = rule_of(op)
+        bind = rule.bind if rule is not None else bind_unchanged
+        with equation_context(op.eqn), user_context(op.eqn):
+            return bind(op, operands, shard)

@@ -1,0 +1,114 @@
+"""What `autopar.parallelize` may be told, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax.sharding import PartitionSpec
+
+from .cluster import Cluster
+from .mesh import MeshLike
+from .methods import Method, ShardParallel, check_method
+from .parallel_plan import Plan
+
+Positions = tuple[int, ...] | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `parallelize`; positions are those of the function's own."""
+
+    method: Method
+    mesh: MeshLike | None
+    cluster: Cluster | None
+    plan: Plan | None
+    pins: Mapping[str, PartitionSpec]
+    num_microbatches: int
+    batch_argnums: Positions
+    static_argnums: tuple[int, ...]
+    donate_argnums: Positions
+
+
+def check_options(
+    *,
+    method: Method | None,
+    mesh: MeshLike | None,
+    cluster: Cluster | None,
+    plan: Plan | None,
+    pins: Mapping[str, Any] | None,
+    rules: Any,
+    memory_budget: int | str | None,
+    num_microbatches: int | None,
+    batch_argnums: int | Sequence[int] | Literal["auto"],
+    static_argnums: int | Sequence[int],
+    donate_argnums: int | Sequence[int] | Literal["auto"],
+) -> Options:
+    """The options as one value; errors are those of `autopar.parallelize`."""
+    later = {
+        "rules": rules,
+        "memory_budget": memory_budget,
+    }
+    for name, value in later.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"`{name}` is not there yet (docs/roadmap.md), but got {value!r}; "
+                f"leave it out."
+            )
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(
+            f"`plan` must be an autopar.Plan, but got {plan!r} of type "
+            f"{type(plan).__name__}; load a file with autopar.Plan.load(path)."
+        )
+    if plan is not None and pins:
+        raise ValueError(
+            f"A plan is run as it is, so `pins` must be left out with `plan`, but got "
+            f"{list(pins)}; plan with them: parallelize(f, pins=...).plan(...)."
+        )
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise TypeError(
+            f"`cluster` must be an autopar.Cluster, but got {cluster!r}; use "
+            f"autopar.Cluster.local(), .preset('8xH100') or .load(path)."
+        )
+    checked = check_method(method)
+    return Options(
+        checked,
+        mesh,
+        cluster,
+        plan,
+        dict(pins or {}),
+        _num_microbatches(num_microbatches, checked),
+        _positions(batch_argnums),
+        () if static_argnums == () else _given_positions(static_argnums),
+        _positions(donate_argnums),
+    )
+
+
+def _num_microbatches(given: int | None, method: Method) -> int:
+    """The one number that `num_microbatches` and the method agree on."""
+    of_method = method.num_microbatches if isinstance(method, ShardParallel) else None
+    if given is not None and of_method not in (None, 1, given):
+        raise ValueError(
+            f"`num_microbatches` is {given}, but the method is {method}; give it once."
+        )
+    number = given if given is not None else of_method or 1
+    if not isinstance(number, int) or number < 1:
+        raise ValueError(
+            f"`num_microbatches` must be a whole number from 1 up, but got {number!r}."
+        )
+    return number
+
+
+def _positions(argnums: int | Sequence[int] | Literal["auto"]) -> Positions:
+    return "auto" if argnums == "auto" else _given_positions(argnums)
+
+
+def _given_positions(argnums: int | Sequence[int] | str) -> tuple[int, ...]:
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if not all(isinstance(position, int) for position in positions):
+        raise TypeError(
+            f"Argument positions must be whole numbers, but got {argnums!r}; name "
+            f"arguments by their position, the first being 0."
+        )
+    return positions  # type: ignore[return-value]

@@ -1,0 +1,137 @@
+"""Plan a function for one signature: trace, roles, graph, microbatches, solve."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import jax
+
+from . import rules as _rules
+from .build_graph import build_graph, tensor_type
+from .cluster import Cluster
+from .constraints import warn_ignored_constraints
+from .graph import OpGraph
+from .intra_op import plan_intra_op, warn_fallbacks
+from .mesh import MeshShape, parse_mesh
+from .microbatch_loop import cut_into_microbatches
+from .options import Options
+from .parallel_plan import Plan
+from .pins import resolve_pins
+from .plan_file import check_against
+from .roles import Roles, infer_roles
+from .tracing import TracedFunction, trace
+from .user_shard_map import check_shard_maps, user_mesh
+
+_log = logging.getLogger("autopar")
+assert _rules  # imported so that every rule registers
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """One signature of a function: its trace, graph, plan and argument types."""
+
+    traced: TracedFunction
+    graph: OpGraph
+    roles: Roles
+    plan: Plan
+    cluster: Cluster
+    argument_types: tuple[jax.ShapeDtypeStruct, ...]
+
+    def summary(self) -> str:
+        """One line: the mesh, and what was taken as state and batch."""
+        roles = self.roles.summary(self.traced.input_paths)
+        return f"{self.traced.name} on {self.plan.sharding.mesh}: {roles}"
+
+
+def plan_function(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+) -> Planned:
+    """Trace `fun` on its dynamic arguments and plan it, or check the plan given."""
+    traced = trace(fun, args, kwargs)
+    jaxpr = traced.jaxpr.jaxpr
+    in_types = [tensor_type(var.aval) for var in jaxpr.invars]
+    out_types = [tensor_type(var.aval) for var in jaxpr.outvars]
+    roles = infer_roles(
+        traced.in_tree, traced.out_tree, in_types, out_types, traced.input_paths
+    )
+    graph = build_graph(traced, roles)
+    if options.num_microbatches > 1:
+        batch = _batch_tensors(traced, graph, options)
+        traced = cut_into_microbatches(traced, graph, batch, options.num_microbatches)
+        graph = build_graph(traced, roles)
+    cluster = options.cluster or Cluster.local()
+    mesh = _mesh_shape(options, cluster, graph)
+    check_shard_maps(graph, mesh)
+    plan = options.plan
+    if plan is None:
+        plan = _solve(traced.name, graph, mesh, cluster, options)
+    else:
+        check_against(plan.sharding, graph)
+    types = tuple(
+        jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=var.aval.weak_type)
+        for t, var in zip(in_types, jaxpr.invars, strict=True)
+    )
+    return Planned(traced, graph, roles, plan, cluster, types)
+
+
+def _solve(
+    name: str, graph: OpGraph, mesh: MeshShape, cluster: Cluster, options: Options
+) -> Plan:
+    warn_fallbacks(graph)
+    warn_ignored_constraints(graph, mesh)
+    start = perf_counter()
+    pins = resolve_pins(options.pins, graph, mesh)
+    solution = plan_intra_op(graph, mesh, cluster, pins=pins)
+    _log.info(
+        "%s: planned %d operators in %.1f s, gap %.3g%%",
+        name,
+        len(graph.operators()),
+        perf_counter() - start,
+        100 * solution.assignment.gap,
+    )
+    return Plan(solution.plan)
+
+
+def leaves_of(
+    traced: TracedFunction, argnums: Sequence[int], static: Sequence[int]
+) -> list[int]:
+    """Leaf positions of the arguments at `argnums`, counting static ones too."""
+    args, _ = jax.tree.unflatten(traced.in_tree, range(traced.in_tree.num_leaves))
+    dynamic = [i for i in range(len(args) + len(static)) if i not in static]
+    return [
+        leaf
+        for position, argument in zip(dynamic, args, strict=True)
+        if position in argnums
+        for leaf in jax.tree.leaves(argument)
+    ]
+
+
+def _batch_tensors(
+    traced: TracedFunction, graph: OpGraph, options: Options
+) -> list[int]:
+    """Graph inputs that are cut into microbatches along their first dim."""
+    if options.batch_argnums == "auto":
+        return [i.tensor for i in graph.inputs if i.role == "batch"]
+    chosen = leaves_of(traced, options.batch_argnums, options.static_argnums)
+    return [graph.inputs[leaf].tensor for leaf in chosen]
+
+
+def _mesh_shape(options: Options, cluster: Cluster, graph: OpGraph) -> MeshShape:
+    if options.plan is not None:
+        return options.plan.sharding.mesh
+    if options.mesh is not None:
+        return parse_mesh(options.mesh, cluster.num_devices)
+    own = user_mesh(graph)
+    if own is not None:
+        return own
+    if cluster.num_hosts > 1:
+        sizes = (cluster.num_hosts, cluster.devices_per_host)
+        return MeshShape(("data", "model"), sizes)
+    return MeshShape(("x",), (cluster.num_devices,))

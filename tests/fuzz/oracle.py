@@ -1,0 +1,189 @@
+"""Runs a program split and on one device, and compares every shard with its part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.build_graph import STRUCTURED
+from autopar.graph import OpGraph
+from autopar.lowered_step import Compiled
+from autopar.plan import ShardingPlan
+from autopar.rules.base import factors_of, rule_of
+from tests.fuzz.plans import Case, Traced, lower_case, trace_program
+from tests.fuzz.programs import Program
+
+# Both programs are compiled as fast as XLA can; values do not depend on it.
+FAST = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+Verdict = Literal["right", "unstable", "refused"]
+_NOISE = {"float32": 1e-6, "float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}
+
+
+class WrongProgram(AssertionError):
+    """A split program that differs from the reference, fails, or breaks its plan."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one case showed: used strategies as (kind, factor), and fallbacks.
+
+    `seen` are those that some operator of the program could have used.
+    """
+
+    verdict: Verdict
+    reached: frozenset[tuple[str, str]]
+    seen: frozenset[tuple[str, str]]
+    fallbacks: frozenset[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """A program traced, with its values on one device."""
+
+    program: Program
+    traced: Traced
+    compiled: Any
+    results: list[np.ndarray]
+
+    def is_stable(self, position: int, tolerance: float) -> bool:
+        """Whether the result hardly moves when the arguments move by their rounding."""
+        for noise in (1e-6, 1e-2) if not self.program.x64 else (1e-13, 1e-6, 1e-2):
+            for sign in (1, -1):
+                values = self.program.values(sign * noise)
+                moved = leaves_of(self.compiled(*values))[position]
+                if difference(moved, self.results[position]) > tolerance:
+                    return False
+            if noise >= self._rounding():
+                break
+        return True
+
+    def _rounding(self) -> float:
+        dtypes = {tensor.type.dtype.name for tensor in self.traced.graph.tensors}
+        return max((_NOISE.get(name, 0.0) for name in dtypes), default=0.0)
+
+
+def reference_of(program: Program) -> Reference:
+    """Traces a program, and runs it on one device.
+
+    Raises:
+      NotImplementedError: it holds what is refused with a clear error.
+    """
+    with jax.enable_x64(program.x64):
+        function, values = program.function(), program.values()
+        traced = trace_program(function, values)
+        compiled = jax.jit(function).lower(*values).compile(compiler_options=FAST)
+        results = leaves_of(compiled(*values))
+    return Reference(program, traced, compiled, results)
+
+
+def check_case(reference: Reference, case: Case) -> Outcome:
+    """Runs one plan of a program.
+
+    Raises:
+      WrongProgram: values differ from the reference, or collectives from the plan.
+    """
+    with jax.enable_x64(reference.program.x64):
+        lowered = lower_case(reference.traced, case)
+        compiled = Compiled(lowered, lowered._lowered.compile(compiler_options=FAST))
+        audit = compiled.audit()
+        results = compiled(*reference.program.values())
+        verdict = _compare(reference, jax.tree.leaves(results))
+    if not audit.ok:
+        raise WrongProgram(f"the audit fails\n{audit}")
+    return Outcome(
+        verdict, *strategies_of(reference.traced.graph, lowered.plan.sharding)
+    )
+
+
+def _compare(reference: Reference, results: Sequence[jax.Array]) -> Verdict:
+    verdict: Verdict = "right"
+    assert len(results) == len(reference.results)
+    for position, (array, whole) in enumerate(
+        zip(results, reference.results, strict=True)
+    ):
+        if is_key_array(array):
+            array = jax.random.key_data(array)
+        if (array.shape, array.dtype) != (whole.shape, whole.dtype):
+            raise WrongProgram(
+                f"result {position} is {array.dtype}{array.shape}, but must be "
+                f"{whole.dtype}{whole.shape}"
+            )
+        tolerance = tolerance_of(whole, reference)
+        for shard in array.addressable_shards:
+            part, data = whole[shard.index], np.asarray(shard.data)
+            error = difference(data, part, scale_of(whole))
+            if error <= tolerance:
+                continue
+            if not reference.is_stable(position, tolerance):
+                verdict = "unstable"
+                break
+            raise WrongProgram(
+                f"result {position}, {whole.dtype}{whole.shape} with "
+                f"{array.sharding.spec}, differs by {error:.3g} on {shard.device} at "
+                f"{shard.index}:\n{data}\nbut must be\n{part}"
+            )
+    return verdict
+
+
+def leaves_of(tree: Any) -> list[np.ndarray]:
+    """The leaves as numpy arrays, keys as their words."""
+    return [
+        np.asarray(jax.random.key_data(leaf) if is_key_array(leaf) else leaf)
+        for leaf in jax.tree.leaves(tree)
+    ]
+
+
+def is_key_array(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def scale_of(whole: np.ndarray) -> float:
+    """The largest finite magnitude, at least 1."""
+    if not jnp.issubdtype(whole.dtype, jnp.inexact):
+        return 1.0
+    magnitudes = np.abs(whole[np.isfinite(whole)]).astype(float)
+    return max(1.0, float(magnitudes.max(initial=0.0)))
+
+
+def difference(data: np.ndarray, whole: np.ndarray, scale: float | None = None) -> float:
+    """The largest difference relative to the scale; inf where NaN or inf differ."""
+    if not jnp.issubdtype(whole.dtype, jnp.inexact):
+        return 0.0 if np.array_equal(data, whole) else np.inf
+    wide = complex if np.iscomplexobj(whole) else float
+    x, y = data.astype(wide), whole.astype(wide)
+    ends = ~(np.isfinite(x) & np.isfinite(y))
+    if not np.array_equal(x[ends], y[ends], equal_nan=True):
+        return np.inf
+    gaps = np.abs(x - y, where=~ends, out=np.zeros(x.shape))
+    return float(gaps.max(initial=0.0)) / (scale_of(whole) if scale is None else scale)
+
+
+def tolerance_of(whole: np.ndarray, reference: Reference) -> float:
+    """Relative to a result's scale; small floats anywhere in the program widen it."""
+    if not jnp.issubdtype(whole.dtype, jnp.inexact):
+        return 0.0
+    widest = max(reference._rounding(), 1e-6)
+    return {1e-6: 2e-4, 2e-3: 1e-2, 1e-2: 5e-2}[widest]
+
+
+def strategies_of(
+    graph: OpGraph, plan: ShardingPlan
+) -> tuple[frozenset[tuple[str, str]], frozenset[tuple[str, str]], frozenset[str]]:
+    """Strategies used, strategies possible, and primitives without a rule."""
+    reached, seen, fallbacks = set(), set(), set()
+    for op, chosen in zip(graph.operators(), plan.operators, strict=True):
+        if op.kind in STRUCTURED:
+            continue
+        reached |= {(op.kind, name) for name in chosen.factors}
+        seen |= {(op.kind, factor.name) for factor in factors_of(op)}
+        if rule_of(op) is None:
+            fallbacks.add(op.kind)
+    return frozenset(reached), frozenset(seen), frozenset(fallbacks)

@@ -1,0 +1,250 @@
+"""Every model of the zoo trains as it does on one device, however it is split.
+
+Each case runs three steps under plain `jax.jit` and three on eight devices. Small
+batches on the larger meshes leave the planner no choice but to split more than the
+batch.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.lowered_step import Compiled
+from benchmarks.models import bert, gpt, lstm, mlp, resnet, vit
+from benchmarks.models.optimizers import make_optimizer
+from benchmarks.models.training import make_workload
+from benchmarks.models.workload import Batch, Model, TrainState
+
+RTOL = 2e-4
+ATOL = 2e-6  # of the largest element of the leaf
+NUM_STEPS = 3
+
+MODELS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
+    "mlp": (mlp, {"num_layers": 3}),
+    "gpt": (gpt, {"num_layers": 1}),
+    "gpt-scan": (gpt, {"num_layers": 2, "scan_layers": True, "remat": True}),
+    "bert": (bert, {"num_layers": 1}),
+    "lstm": (lstm, {"num_layers": 1}),
+    "vit": (vit, {"num_layers": 1}),
+    "resnet": (resnet, {}),
+}
+HAS_DROPOUT = ("gpt", "gpt-scan", "bert")
+OPTIMIZERS = ("adamw", "sgd", "adafactor", "adamw_clip")
+BATCH_SIZE_BY_MESH = {"x:8": 16, "x:2;y:4": 2, "x:2;y:2;z:2": 4}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, mesh and optimizer; prints as its test id."""
+
+    model: str
+    mesh: str
+    optimizer: str
+    dropout: bool
+
+    def __str__(self) -> str:
+        sizes = "x".join(part[2:] for part in self.mesh.split(";"))
+        words = [self.model, sizes, self.optimizer, *["dropout"] * self.dropout]
+        return "-".join(words)
+
+    def make_model(self) -> Model:
+        module, options = MODELS[self.model]
+        config = replace(
+            module.Config.tiny(), batch_size=BATCH_SIZE_BY_MESH[self.mesh], **options
+        )
+        if self.dropout:
+            config = replace(config, dropout=0.1)
+        return module.make_model(config)
+
+
+def every_case() -> Iterator[Case]:
+    """The full product."""
+    for names in itertools.product(MODELS, BATCH_SIZE_BY_MESH, OPTIMIZERS):
+        yield Case(*names, dropout=False)
+        if names[0] in HAS_DROPOUT:
+            yield Case(*names, dropout=True)
+
+
+def dealt_cases() -> Sequence[Case]:
+    """Every model on every mesh, the optimizers and dropout dealt out over them."""
+    pairs = itertools.product(enumerate(MODELS), enumerate(BATCH_SIZE_BY_MESH))
+    return [
+        Case(
+            model,
+            mesh,
+            OPTIMIZERS[(i + j) % len(OPTIMIZERS)],
+            dropout=model in HAS_DROPOUT and (i + j) % 2 == 0,
+        )
+        for (i, model), (j, mesh) in pairs
+    ]
+
+
+@dataclass(frozen=True)
+class Training:
+    """The states after three steps, on one device and on eight.
+
+    `expected` and `noise` are numpy leaves: what `jax.jit` returns, and how far each
+    element of it moves under perturbations of the size of rounding errors.
+    """
+
+    compiled: Compiled
+    state: TrainState
+    expected: Sequence[np.ndarray]
+    noise: Sequence[np.ndarray]
+
+
+def train(case: Case) -> Training:
+    model, optimizer = case.make_model(), make_optimizer(case.optimizer)
+    workload = make_workload(str(case), model, optimizer)
+    state, batch = workload.init(jax.random.key(0)), workload.make_batch(0)
+    expected = host_leaves(run(jax.jit(workload.step), state, batch))
+    noise = rounding_noise(model, optimizer, state, batch, expected)
+    step = autopar.parallelize(workload.step, mesh=case.mesh)
+    compiled = step.lower(state, batch).compile()
+    return Training(compiled, run(compiled, state, batch), expected, noise)
+
+
+def run(step: Any, state: TrainState, batch: Batch) -> TrainState:
+    for _ in range(NUM_STEPS):
+        state, _ = step(state, batch)
+    return state
+
+
+def host_leaves(state: TrainState) -> Sequence[np.ndarray]:
+    return [np.asarray(key_data(leaf)) for leaf in jax.tree.leaves(state)]
+
+
+def key_data(leaf: jax.Array) -> jax.Array:
+    """The bits of a PRNG key; any other array as it is."""
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key else leaf
+
+
+def rounding_noise(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    batch: Batch,
+    expected: Sequence[np.ndarray],
+) -> Sequence[np.ndarray]:
+    """How far each element of the state moves when the arithmetic is a little off.
+
+    Some values are noise and nothing else: the true gradient of an attention key's bias
+    is zero, and Adam makes a full step of what rounding leaves of it. So the reference
+    itself is run again, from parameters that are off by one in a million, with
+    gradients off by as much as another order of summation makes them: 1e-7 of the
+    largest.
+    """
+
+    @jax.jit
+    def noisy_step(state: TrainState, batch: Batch, noise: Any) -> Any:
+        def update(gradients: Any, opt_state: Any, params: Any = None) -> Any:
+            off = jax.tree.map(
+                lambda g, z: g + 1e-7 * abs(g).max() * z, gradients, noise
+            )
+            return optimizer.update(off, opt_state, params)
+
+        noisy = optax.GradientTransformation(optimizer.init, update)
+        return make_workload("noisy", model, noisy).step(state, batch)
+
+    def rerun(seed: int) -> Sequence[np.ndarray]:
+        generator = np.random.default_rng(seed)
+
+        def draw(like: jax.Array) -> np.ndarray:
+            return generator.standard_normal(like.shape, np.float32)
+
+        params = jax.tree.map(
+            lambda p: np.asarray(p) * (1 + np.float32(1e-6) * draw(p)), state.params
+        )
+        off = state._replace(params=params)
+        for _ in range(NUM_STEPS):
+            off, _ = noisy_step(off, batch, jax.tree.map(draw, state.params))
+        return host_leaves(off)
+
+    reruns = [rerun(seed) for seed in range(4)]
+    return [
+        np.max([abs(leaf - value) for leaf in leaves], axis=0)
+        if value.dtype.kind == "f"
+        else np.zeros(value.shape)
+        for value, *leaves in zip(expected, *reruns, strict=True)
+    ]
+
+
+def tolerance(expected: np.ndarray) -> np.ndarray:
+    scale = abs(expected).max(initial=0.0)
+    return RTOL * abs(expected) + ATOL * scale
+
+
+def noise_allowance(noise: np.ndarray) -> np.ndarray:
+    """Ten times the noise; an element that happened to stay still gets the median."""
+    return 10 * np.maximum(noise, np.median(noise))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *dealt_cases(),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in every_case()
+            if case not in dealt_cases()
+        ),
+    ],
+    ids=str,
+)
+def training(request: pytest.FixtureRequest) -> Training:
+    return train(request.param)
+
+
+def test_the_state_after_three_steps_is_that_of_one_device(training: Training) -> None:
+    leaves = zip(
+        jax.tree_util.tree_leaves_with_path(training.state),
+        host_leaves(training.state),
+        training.expected,
+        training.noise,
+        strict=True,
+    )
+    for (path, _), actual, expected, noise in leaves:
+        name = jax.tree_util.keystr(path)
+        assert actual.dtype == expected.dtype, name
+        if expected.dtype.kind != "f":
+            np.testing.assert_array_equal(actual, expected, err_msg=name)
+            continue
+        allowed = tolerance(expected) + noise_allowance(noise)
+        excess = (abs(actual - expected) / (allowed + 1e-30)).max()
+        assert excess <= 1, f"{name} is {excess:.3g} times its tolerance off"
+
+
+def test_few_elements_are_noise(training: Training) -> None:
+    strict = [
+        noise_allowance(noise) <= RTOL * (abs(expected) + abs(expected).max())
+        for expected, noise in zip(training.expected, training.noise, strict=True)
+        if expected.dtype.kind == "f"
+    ]
+    assert np.concatenate([each.ravel() for each in strict]).mean() > 0.9
+
+
+def test_the_program_holds_the_planned_collectives(training: Training) -> None:
+    training.compiled.audit().raise_if_wrong()
+
+
+def test_no_two_devices_compute_the_same(training: Training) -> None:
+    assert training.compiled.plan.predicted.split_flops_fraction >= 0.99
+
+
+def test_each_device_holds_the_bytes_the_specs_say(training: Training) -> None:
+    sharding = training.compiled.plan.sharding
+    leaves = jax.tree.leaves(training.state)
+    for leaf, planned in zip(leaves, sharding.inputs[: len(leaves)], strict=True):
+        assert planned.role == "state", planned.path
+        shards = key_data(leaf).addressable_shards
+        held = [shard.data.nbytes for shard in shards]
+        assert held == [planned.bytes] * sharding.mesh.size, planned.path
