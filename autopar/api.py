@@ -21,7 +21,7 @@ from .planning import Planned, leaves_of, plan_function
 from .programs import SignatureChanged, SpmdProgram, build_program
 from .resharding import Resharder
 from .runtime.local import LocalExecutable
-from .tracing import argument_paths, check_leaves, parameter_names
+from .tracing import argument_paths, check_leaves, parameter_names, weak_outputs
 
 _log = logging.getLogger("autopar")
 
@@ -160,6 +160,7 @@ class ParallelFunction:
                 planned.argument_types,
                 planned.traced.jaxpr.consts,
                 self._donated(planned),
+                weak_outputs(planned.traced),
             )
         return self._programs[planned]
 

@@ -32,6 +32,7 @@ from .solver.solve import solve
 from .spec import MAX, MIN, SUM, Spec, num_shards, replicated
 from .strategies import is_heavy_operator, total_flops
 from .user_shard_map import body_collectives
+from .warm_start import flat_start
 
 _REDUCTION_NAMES = {SUM: "sum", MAX: "max", MIN: "min"}
 
@@ -50,7 +51,7 @@ def plan_intra_op(
     cluster: Cluster,
     *,
     pins: Mapping[int, Pin] | None = None,
-    gap: float = 1e-4,
+    gap: float = 1e-3,
 ) -> IntraOpSolution:
     """The cheapest sharding plan of `graph` on `mesh`, with its bound.
 
@@ -59,7 +60,8 @@ def plan_intra_op(
     """
     resharder = Resharder(mesh, cluster)
     problem = build_problem(graph, mesh, cluster, resharder, pins)
-    assignment = solve(problem.choice_graph, gap=gap)
+    start = None if pins else flat_start(graph, cluster, problem)
+    assignment = solve(problem.choice_graph, gap=gap, initial=start)
     plan = read_plan(problem, assignment, cluster, resharder)
     return IntraOpSolution(plan, assignment)
 
@@ -95,7 +97,7 @@ def read_plan(
             collective_bytes=total_bytes(collectives),
             peak_bytes=0,
             bubble_fraction=0.0,
-            optimality_gap=assignment.gap,
+            optimality_gap=float(assignment.gap),
             split_flops_fraction=_split_fraction(graph, operators, mesh),
         ),
     )

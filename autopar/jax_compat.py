@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from jax import lax
 from jax.extend import core, source_info_util
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
@@ -52,6 +53,13 @@ def bind(primitive: Any, operands: Sequence[Any], params: Mapping[str, Any]) -> 
 def literal_value(literal: Any) -> np.ndarray:
     """A literal as a bare scalar: JAX's own holds the mesh that it was traced on."""
     return np.asarray(literal.val, literal.aval.dtype)
+
+
+def weakly_typed(x: Any) -> Any:
+    """The same array with a dtype that gives way, as a Python number's does."""
+    return lax.convert_element_type_p.bind(
+        x, new_dtype=x.dtype, weak_type=True, sharding=None
+    )
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from .graph import OpGraph
+from .jax_compat import weakly_typed
 from .lowering.spmd import input_shardings, output_shardings, spmd_function
 from .plan import ShardingPlan
 from .resharding import Resharder
@@ -67,12 +68,13 @@ def build_program(
     argument_types: Sequence[jax.ShapeDtypeStruct],
     constants: Sequence[Any],
     donated: Sequence[int],
+    weak_outputs: Sequence[int] = (),
 ) -> SpmdProgram:
     """The program of `plan` on the devices of `mesh`.
 
     `argument_types` are the leaves of the call, `constants` the closed-over arrays that
     follow them among the graph's inputs, `donated` positions whose buffers may be
-    reused.
+    reused, `weak_outputs` positions of results that are weakly typed.
     """
     homes = input_shardings(plan, mesh)
     num_arguments = len(argument_types)
@@ -87,7 +89,10 @@ def build_program(
             leaves[position] = leaf
         for position, leaf in zip(kept, kept_leaves, strict=True):
             leaves[position] = leaf
-        return list(run(*leaves, *constant_leaves))
+        outputs = list(run(*leaves, *constant_leaves))
+        for position in weak_outputs:
+            outputs[position] = weakly_typed(outputs[position])
+        return outputs
 
     step.__name__ = graph.name
     jitted = jax.jit(

@@ -118,6 +118,12 @@ def _without_sharding(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
 
 
+def weak_outputs(traced: TracedFunction) -> tuple[int, ...]:
+    """Positions of the results that leave their dtype to what they meet."""
+    avals = enumerate(traced.jaxpr.out_avals)
+    return tuple(i for i, aval in avals if getattr(aval, "weak_type", False))
+
+
 def trace(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> TracedFunction:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -34,20 +34,21 @@ class LocalExecutable:
           SignatureChanged: other shapes, dtypes or weak types than those planned for.
           RuntimeError: JAX's own, with a note, if a donated buffer is used again.
         """
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return self._run_traced(leaves)
+        # XLA's CPU client does not survive a deleted buffer of several devices.
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+            self._raise_deleted(leaves)
         if tuple(map(_is_weak, leaves)) != self._weak_types:
             raise SignatureChanged
         try:
             return self._run(leaves)
-        except (TypeError, ValueError, RuntimeError) as error:
-            if deleted := self._deleted(leaves):
-                error.add_note(_note_on(deleted))
+        except TypeError:
+            if self._fits(leaves):
                 raise
-            if isinstance(error, TypeError):
-                if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-                    return self._run_traced(leaves)
-                if not self._fits(leaves):
-                    raise SignatureChanged from None
-            if not isinstance(error, ValueError) or self._is_in_place(leaves):
+            raise SignatureChanged from None
+        except ValueError:
+            if self._is_in_place(leaves):
                 raise
         return self._run(jax.device_put(list(leaves), list(self.program.shardings)))
 
@@ -59,6 +60,8 @@ class LocalExecutable:
 
     def _run_traced(self, leaves: Sequence[Any]) -> list[Any]:
         """Inside another JAX transformation, which a compiled program cannot join."""
+        if not self._fits(leaves):
+            raise SignatureChanged
         donated, kept = self.program.split(leaves)
         return self.program.jitted(donated, kept, list(self.program.constants))
 
@@ -76,15 +79,19 @@ class LocalExecutable:
             for leaf, home in zip(leaves, self.program.shardings, strict=True)
         )
 
-    def _deleted(self, leaves: Sequence[Any]) -> list[str]:
-        """Paths of the leaves whose buffers are gone."""
-        return [
+    def _raise_deleted(self, leaves: Sequence[Any]) -> NoReturn:
+        """Let JAX say that a buffer is gone, and add which and what to do."""
+        deleted = [
             path
             for path, leaf in zip(self.program.paths, leaves, strict=True)
-            if isinstance(leaf, jax.Array)
-            and not isinstance(leaf, jax.core.Tracer)
-            and leaf.is_deleted()
+            if isinstance(leaf, jax.Array) and leaf.is_deleted()
         ]
+        try:
+            jax.device_put(list(leaves), list(self.program.shardings))
+        except RuntimeError as error:
+            error.add_note(_note_on(deleted))
+            raise
+        raise AssertionError(f"JAX took the deleted buffers of {deleted}")
 
 
 def _is_weak(leaf: Any) -> bool:

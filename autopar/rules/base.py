@@ -130,7 +130,7 @@ class Rule:
 
 _RULES: dict[str, Rule] = {}
 # Which param of a primitive that runs kernels names the kernel.
-_KERNEL_NAMES = {"pallas_call": "name", "ffi_call": "target_name"}
+KERNEL_NAMES = {"pallas_call": "name", "ffi_call": "target_name"}
 
 
 def register(
@@ -155,15 +155,15 @@ def replace_rule(kind: str, rule: Rule) -> None:
 def rule_of(op: Operator) -> Rule | None:
     """The rule of an operator, or None: then it is computed whole on every device.
 
-    One primitive runs every Pallas kernel, and one every FFI call: `pallas_call:name`
-    and `ffi_call:target_name` go before a rule for all of them.
+    One primitive runs every Pallas kernel, and one every FFI call, so that their rules
+    are those of `pallas_call:name` and `ffi_call:target_name`.
     """
-    return _RULES.get(rule_name(op)) or _RULES.get(op.kind)
+    return _RULES.get(rule_name(op))
 
 
 def rule_name(op: Operator) -> str:
     """What the rule of an operator is registered as: its primitive, or its kernel."""
-    name = op.params.get(_KERNEL_NAMES.get(op.kind, ""))
+    name = op.params.get(KERNEL_NAMES.get(op.kind, ""))
     return f"{op.kind}:{name}" if name else op.kind
 
 

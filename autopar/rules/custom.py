@@ -7,7 +7,15 @@ from typing import Any, Literal
 
 from ..graph import Operator
 from ..spec import MAX, MIN, REPLICATED, SUM, State
-from .base import Factor, Rule, Shard, bind_params, replace_rule, rule_name
+from .base import (
+    KERNEL_NAMES,
+    Factor,
+    Rule,
+    Shard,
+    bind_params,
+    replace_rule,
+    rule_name,
+)
 
 Reduction = Literal["sum", "max", "min"]
 LocalFunction = Callable[..., Any]
@@ -32,19 +40,25 @@ def register_rule(
     only in a result, and `_`, stay whole.
 
     Args:
-      primitive: a `jax.extend.core.Primitive`, or the name of one.
+      primitive: a `jax.extend.core.Primitive`, or the name of one. One primitive runs
+        every Pallas kernel, and one every FFI call: those go by `"pallas_call:name"`
+        and `"ffi_call:target_name"`, and need `local`.
       equation: the dims of operands and results; an operand without dims is empty, as
         in `"b d, , d -> b d"`.
-      local: what to run on the shards in place of the primitive itself, called with
-        the local operands and the primitive's params by keyword; for a primitive whose
-        params hold shapes. Returns one result or a tuple.
+      local: what to run on the shards in place of the primitive itself, for one whose
+        params hold shapes. It is called with the local operands, and with the
+        primitive's params by keyword unless it is a kernel's; it returns one result or
+        a tuple. For a kernel this is the function that calls it.
       blocked: names, separated by spaces, that must stay whole.
       reduction: how results are combined over a split name that they do not have.
 
     Raises:
-      ValueError: the equation cannot be read, or blocks a name it does not have.
+      ValueError: the equation cannot be read, or blocks a name it does not have; a
+        kernel has no name or no `local`. When a step is planned: the equation does not
+        fit the operands; when it is lowered: results have other shapes than shards.
     """
     name = primitive if isinstance(primitive, str) else primitive.name
+    is_kernel = _check_kernel(name, local)
     operands, results = _parse(equation)
     names = {dim for dims in operands for dim in dims if dim != "_"}
     unknown = set(blocked.split()) - names
@@ -65,12 +79,51 @@ def register_rule(
         return [_factor(op, dim, operands, results, reduction) for dim in free]
 
     def bind(op: Operator, shards: Sequence[Any], shard: Shard) -> list[Any]:
-        if local is None:
-            return bind_params(op, shards)
-        made = local(*shards, **op.params)
-        return list(made) if isinstance(made, tuple | list) else [made]
+        made = _run(op, shards, local, is_kernel)
+        _check_results(op, made, shard, has_local=local is not None)
+        return made
 
     replace_rule(name, Rule(factors, bind))
+
+
+def _check_kernel(name: str, local: LocalFunction | None) -> bool:
+    """Whether the rule is of a kernel, which must have a name and a local function."""
+    kind, colon, kernel = name.partition(":")
+    if kind in KERNEL_NAMES and not kernel:
+        raise ValueError(
+            f"One primitive {kind!r} runs every kernel, so a rule must name the one it "
+            f"is of, as in '{kind}:my_kernel', but got {name!r}."
+        )
+    if colon and local is None:
+        raise ValueError(
+            f"The rule of a kernel needs `local`, as the params of {kind!r} hold the "
+            f"shapes of whole arrays, but the one of {name!r} has none; give the "
+            f"function that calls the kernel."
+        )
+    return bool(colon)
+
+
+def _run(
+    op: Operator, shards: Sequence[Any], local: LocalFunction | None, is_kernel: bool
+) -> list[Any]:
+    if local is None:
+        return bind_params(op, shards)
+    made = local(*shards, **({} if is_kernel else op.params))
+    return list(made) if isinstance(made, tuple | list) else [made]
+
+
+def _check_results(
+    op: Operator, made: Sequence[Any], shard: Shard, *, has_local: bool
+) -> None:
+    wanted = [shard.result_shape(op, i) for i in range(len(op.results))]
+    found = [tuple(result.shape) for result in made]
+    if wanted != found:
+        remedy = "correct it" if has_local else "pass `local`, which may know better"
+        raise ValueError(
+            f"On shards, {rule_name(op)!r} must make results of the shapes {wanted}, "
+            f"as its rule says, but it makes {found}; {remedy}, or block the split "
+            f"names."
+        )
 
 
 def _parse(equation: str) -> tuple[list[list[str]], list[list[str]]]:

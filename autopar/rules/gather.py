@@ -67,9 +67,7 @@ def gather(op: Operator) -> list[Factor]:
         for dim in _vocabulary_dims(op):
             states = (dim, REPLICATED)
             size = operand.shape[dim]
-            factors.append(
-                Factor(f"v{dim}", states, (SUM,), size, is_positional=True)
-            )
+            factors.append(Factor(f"v{dim}", states, (SUM,), size, is_positional=True))
     return [*factors, *pending_sums(op, (0,))]
 
 

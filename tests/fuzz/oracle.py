@@ -12,17 +12,11 @@ import numpy as np
 
 from autopar.build_graph import STRUCTURED
 from autopar.graph import OpGraph
-from autopar.lowered_step import Compiled
 from autopar.plan import ShardingPlan
 from autopar.rules.base import factors_of, rule_of
 from tests.fuzz.plans import Case, Traced, lower_case, trace_program
 from tests.fuzz.programs import Program
 
-# Both programs are compiled as fast as XLA can; values do not depend on it.
-FAST = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
 Verdict = Literal["right", "unstable", "refused"]
 _NOISE = {"float32": 1e-6, "float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}
 
@@ -79,7 +73,7 @@ def reference_of(program: Program) -> Reference:
     with jax.enable_x64(program.x64):
         function, values = program.function(), program.values()
         traced = trace_program(function, values)
-        compiled = jax.jit(function).lower(*values).compile(compiler_options=FAST)
+        compiled = jax.jit(function).lower(*values).compile()
         results = leaves_of(compiled(*values))
     return Reference(program, traced, compiled, results)
 
@@ -92,7 +86,7 @@ def check_case(reference: Reference, case: Case) -> Outcome:
     """
     with jax.enable_x64(reference.program.x64):
         lowered = lower_case(reference.traced, case)
-        compiled = Compiled(lowered, lowered._lowered.compile(compiler_options=FAST))
+        compiled = lowered.compile()
         audit = compiled.audit()
         results = compiled(*reference.program.values())
         verdict = _compare(reference, jax.tree.leaves(results))

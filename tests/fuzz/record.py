@@ -10,6 +10,7 @@ from pathlib import Path
 from autopar.rules.base import registered_kinds
 from tests.fuzz.oracle import Outcome
 
+RECORDS = Path(__file__).parents[2] / ".pytest_cache" / "fuzz.jsonl"
 _Pairs = set[tuple[str, str]]
 
 
@@ -42,10 +43,6 @@ class Record:
         kind = "audit mismatches" if text.startswith("the audit") else "wrong"
         is_ours = type(error).__name__ == "WrongProgram"
         self.counts[kind if is_ours else "crashed"] += 1
-
-    def seconds(self, elapsed: float) -> Record:
-        self.elapsed += elapsed
-        return self
 
     def save(self, path: Path) -> None:
         """Append one line."""

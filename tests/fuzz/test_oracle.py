@@ -1,0 +1,87 @@
+"""The oracle finds what it is there to find: wrong rules, and plans not kept to."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from autopar.graph import Operator
+from autopar.mesh import MeshShape
+from autopar.rules import base
+from autopar.rules.base import Factor, Rule
+from tests.fuzz.oracle import WrongProgram, check_case, reference_of
+from tests.fuzz.plans import Case
+from tests.fuzz.programs import Argument, Line, Program
+from tests.fuzz.reduce import reduced
+
+MESH = MeshShape(("x", "y"), (2, 2))
+CASES = [Case(MESH, "uniform", seed) for seed in range(8)]
+
+
+@pytest.fixture
+def rules() -> Iterator[dict[str, Rule]]:
+    """The table of rules, to be changed until the test ends."""
+    before = dict(base._RULES)
+    yield base._RULES
+    base._RULES.clear()
+    base._RULES.update(before)
+
+
+def program(*texts: str) -> Program:
+    """A program of lines that each read the one before, the first `v0`."""
+    lines = [
+        Line("given", f"v{i + 1} = {text.format(f'v{i}')}", (f"v{i}",), (f"v{i + 1}",))
+        for i, text in enumerate(texts)
+    ]
+    argument = Argument("v0", (8, 4), "float32")
+    return Program((argument,), tuple(lines), (f"v{len(texts)}",))
+
+
+CUMSUM = program("jnp.sin({})", "lax.cumsum({}, 0)", "jnp.cos({})")
+
+
+def cut_along_everything(op: Operator) -> list[Factor]:
+    return [Factor(f"d{d}", (d,), (d,), n) for d, n in enumerate((8, 4))]
+
+
+def check(wanted: Program) -> list[str]:
+    """Messages of the cases that fail."""
+    found = []
+    for case in CASES:
+        try:
+            check_case(reference_of(wanted), case)
+        except WrongProgram as error:
+            found.append(str(error))
+    return found
+
+
+def test_right_rules_pass() -> None:
+    assert not check(CUMSUM)
+
+
+def test_a_wrong_rule_is_found_and_reduced(rules: dict[str, Rule]) -> None:
+    rules["cumsum"] = Rule(cut_along_everything)
+    messages = check(CUMSUM)
+    assert any("differs by" in message for message in messages)
+    failing = next(case for case in CASES if _fails(CUMSUM, case))
+    smaller, _ = reduced(CUMSUM, failing, seconds=30.0)
+    assert any("cumsum" in line.text for line in smaller.lines)
+    assert len(smaller.lines) < len(CUMSUM.lines)
+
+
+def test_a_wrong_replica_is_found(rules: dict[str, Rule]) -> None:
+    """Devices that must agree are all compared, not only the first."""
+
+    def only_first_is_right(op, operands, shard):  # type: ignore[no-untyped-def]
+        first = shard.is_first(range(shard.mesh.num_axes))
+        return [base.bind_params(op, operands)[0] * first]
+
+    rules["cumsum"] = Rule(lambda op: [], only_first_is_right)
+    assert check(program("lax.cumsum({}, 0)"))
+
+
+def _fails(wanted: Program, case: Case) -> bool:
+    try:
+        check_case(reference_of(wanted), case)
+    except WrongProgram:
+        return True
+    return False
