@@ -14,9 +14,11 @@ from .errors import AuditError as AuditError
 from .errors import AutoparError as AutoparError
 from .errors import FallbackWarning as FallbackWarning
 from .errors import InfeasiblePlanError as InfeasiblePlanError
+from .errors import PlanFileError as PlanFileError
 from .methods import Auto as Auto
 from .methods import PipelineParallel as PipelineParallel
 from .methods import ShardParallel as ShardParallel
+from .microbatches import BatchCoupledError as BatchCoupledError
 from .parallel_plan import Plan as Plan
 from .pin_primitive import pin as pin
 from .pins import FREE as FREE

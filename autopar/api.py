@@ -15,12 +15,13 @@ from .cluster import Cluster
 from .lowered_step import Lowered
 from .mesh import MeshLike, MeshShape
 from .methods import Method
-from .options import Options, check_options
+from .options import Options, check_options, resolve_options
 from .parallel_plan import Plan
 from .planning import Planned, leaves_of, plan_function
 from .programs import SignatureChanged, SpmdProgram, build_program
 from .resharding import Resharder
 from .runtime.local import LocalExecutable
+from .static_arguments import StaticArguments, bind_statics
 from .tracing import argument_paths, check_leaves, parameter_names, weak_outputs
 
 _log = logging.getLogger("autopar")
@@ -35,15 +36,17 @@ class ParallelFunction:
 
     def __init__(self, fun: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, fun)
-        self._fun, self._options = fun, options
+        self._fun, self._options = fun, resolve_options(fun, options)
+        static = self._options.static_argnums
+        self._static = StaticArguments(static, self._options.names_at(static))
         self._planned: dict[Any, Planned] = {}
         self._programs: dict[Planned, SpmdProgram] = {}
-        self._executables: dict[Any, tuple[LocalExecutable, Any]] = {}
+        self._executables: dict[Planned, LocalExecutable] = {}
         self._latest: dict[Any, tuple[LocalExecutable, Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        dynamic, statics = self._split_static(args)
-        leaves, tree = jax.tree.flatten((dynamic, kwargs))
+        dynamic, keywords, statics = self._static.split(args, kwargs)
+        leaves, tree = jax.tree.flatten((dynamic, keywords))
         latest = self._latest.get((tree, statics))
         if latest is not None:
             executable, out_tree = latest
@@ -51,12 +54,12 @@ class ParallelFunction:
                 return jax.tree.unflatten(out_tree, executable(leaves))
             except SignatureChanged:
                 pass
-        key = (tree, statics, self._signature(leaves, args, kwargs))
-        if key not in self._executables:
-            planned = self._plan(key, args, kwargs)
+        planned = self._plan(args, kwargs)
+        if planned not in self._executables:
             program = self._program(planned)
-            self._executables[key] = (LocalExecutable(program), planned.traced.out_tree)
-        executable, out_tree = self._latest[(tree, statics)] = self._executables[key]
+            self._executables[planned] = LocalExecutable(program)
+        executable, out_tree = self._executables[planned], planned.traced.out_tree
+        self._latest[(tree, statics)] = executable, out_tree
         return jax.tree.unflatten(out_tree, executable(leaves))
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -64,67 +67,24 @@ class ParallelFunction:
 
         Needs no device of the target cluster.
         """
-        return self._plan(self._key(args, kwargs), args, kwargs).plan
+        return self._plan(args, kwargs).plan
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Lower for these arguments, as `jax.jit(f).lower` does; runs nothing."""
-        planned = self._plan(self._key(args, kwargs), args, kwargs)
+        planned = self._plan(args, kwargs)
         program = self._program(planned)
         return Lowered(program, planned.plan, planned.traced, planned.graph)
 
-    def _key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        dynamic, statics = self._split_static(args)
-        leaves, tree = jax.tree.flatten((dynamic, kwargs))
-        return tree, statics, self._signature(leaves, args, kwargs)
-
-    def _split_static(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Any]:
-        static = self._options.static_argnums
-        if not static:
-            return tuple(args), ()
-        chosen = {i % len(args) for i in static} if args else set()
-        statics = tuple((i, args[i]) for i in sorted(chosen))
-        try:
-            hash(statics)
-        except TypeError as error:
-            raise ValueError(
-                f"Static arguments must be hashable, but got {statics}; pass tuples "
-                f"instead of lists, or leave the argument out of static_argnums."
-            ) from error
-        return tuple(a for i, a in enumerate(args) if i not in chosen), statics
-
-    def _signature(
-        self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, ...]:
-        dynamic, statics = self._split_static(args)
-        fun = self._dynamic_function(statics)
+    def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Planned:
+        """The plan for the types of these arguments, made once."""
+        dynamic, keywords, statics = self._static.split(args, kwargs)
+        fun = bind_statics(self._fun, statics)
+        leaves, tree = jax.tree.flatten((dynamic, keywords))
         names = parameter_names(fun, len(dynamic))
-        check_leaves(leaves, argument_paths(names, dynamic, kwargs))
-        return tuple(_abstract(leaf) for leaf in leaves)
-
-    def _dynamic_function(self, statics: Any) -> Callable[..., Any]:
-        """The function of the arguments that are not static."""
-        if not statics:
-            return self._fun
-
-        @functools.wraps(self._fun)
-        def fun(*dynamic: Any, **kwargs: Any) -> Any:
-            args = list(dynamic)
-            for index, value in statics:
-                args.insert(index, value)
-            return self._fun(*args, **kwargs)
-
-        names = parameter_names(self._fun, len(statics) + 64)
-        kept = [n for i, n in enumerate(names) if i not in dict(statics)]
-        fun.__signature__ = _signature_of(kept)  # type: ignore[attr-defined]
-        return fun
-
-    def _plan(
-        self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Planned:
+        check_leaves(leaves, argument_paths(names, dynamic, keywords))
+        key = tree, statics, tuple(map(_abstract, leaves))
         if key not in self._planned:
-            dynamic, statics = self._split_static(args)
-            fun = self._dynamic_function(statics)
-            planned = plan_function(fun, dynamic, kwargs, self._options)
+            planned = plan_function(fun, dynamic, keywords, self._options)
             if not self._planned:
                 _log.info(planned.summary())
                 for note in planned.roles.notes:
@@ -170,8 +130,7 @@ class ParallelFunction:
         if chosen == "auto":
             roles = planned.roles.roles
             return tuple(i for i, role in enumerate(roles) if role == "state")
-        static = self._options.static_argnums
-        return tuple(leaves_of(planned.traced, chosen, static))
+        return tuple(leaves_of(planned.traced, chosen, self._options))
 
 
 @overload
@@ -257,17 +216,3 @@ def _abstract(leaf: Any) -> tuple[Any, ...]:
         return leaf.shape, leaf.dtype, leaf.weak_type
     aval = jax.typeof(leaf)
     return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
-
-
-def _signature_of(names: Sequence[str]) -> Any:
-    import inspect
-
-    return inspect.Signature(
-        [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
-        if any("[" in name for name in names)
-        else [
-            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            for name in dict.fromkeys(names)
-            if name.isidentifier()
-        ]
-    )

@@ -30,6 +30,7 @@ CALLS = {  # where each keeps what it calls
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
+    "call": "call_jaxpr",
     "core_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
@@ -52,7 +53,13 @@ ASSUMED_TRIPS = 10.0  # executions that a loop of unknown length is priced with
 
 
 def tensor_type(aval: Any) -> TensorType:
-    """The graph's type of a JAX abstract value."""
+    """The graph's type of a JAX abstract value, which must be an array's."""
+    if not hasattr(aval, "shape"):
+        raise NotImplementedError(
+            f"Every value of a parallel step must be an array, but one is of type "
+            f"{aval}: tokens and the like order side effects, which the devices do not "
+            f"share. Keep it out of the step."
+        )
     return TensorType(tuple(int(size) for size in aval.shape), aval.dtype)
 
 
@@ -170,7 +177,7 @@ class _Builder:
         if not isinstance(value, _Generator):
             return value
         eqn = value.eqn
-        operands = [self.lookup(atom, {}) for atom in eqn.invars]
+        operands = [self.read(self.lookup(atom, {}), block) for atom in eqn.invars]
         return self.add(eqn.primitive.name, eqn, operands, value.scope, block)[0]
 
     def add(
@@ -286,7 +293,7 @@ class _Builder:
     ) -> Sequence[_Value]:
         """One barrier over the tensors among `values`: CSE then joins no runs."""
         kept = [i for i, value in enumerate(values) if isinstance(value, int)]
-        operands = [values[i] for i in kept]
+        operands = [value for value in values if isinstance(value, int)]
         types = [self.type_of(operand) for operand in operands]
         if not operands:
             return values

@@ -176,10 +176,19 @@ def explain(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    coverage: Annotated[
+        bool, typer.Option(help="Print what becomes of each of JAX's primitives.")
+    ] = False,
+) -> None:
     """Check that this installation can plan and run; exit code 1 if not."""
     from .doctor import run_checks
 
+    if coverage:
+        from .coverage import format_coverage
+
+        print(format_coverage())
+        return
     is_well = True
     for check in run_checks():
         print(check, flush=True)

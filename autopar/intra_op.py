@@ -31,7 +31,7 @@ from .solver.assignment import Assignment
 from .solver.solve import solve
 from .spec import MAX, MIN, SUM, Spec, num_shards, replicated
 from .strategies import is_heavy_operator, total_flops
-from .user_shard_map import body_collectives
+from .user_shard_map import body_collectives, body_work
 from .warm_start import flat_start
 
 _REDUCTION_NAMES = {SUM: "sum", MAX: "max", MIN: "min"}
@@ -51,7 +51,7 @@ def plan_intra_op(
     cluster: Cluster,
     *,
     pins: Mapping[int, Pin] | None = None,
-    gap: float = 1e-3,
+    gap: float = 1e-4,
 ) -> IntraOpSolution:
     """The cheapest sharding plan of `graph` on `mesh`, with its bound.
 
@@ -165,7 +165,11 @@ class _Reader:
             for position in range(len(op.operands))
         )
         result_specs = tuple(self.made[result] for result in op.results)
+        weight = self.graph.blocks[op.block].weight
         if op.index not in self.vertex_of:  # a scan or barrier: its ports decide
+            num_flops = seconds = 0.0
+            if op.kind == SHARD_MAP:
+                num_flops, seconds = body_work(op, self.resharder.cluster)
             return OperatorPlan(
                 op.name,
                 op.kind,
@@ -173,14 +177,13 @@ class _Reader:
                 (),
                 operand_specs,
                 result_specs,
-                0.0,
-                1,
-                0.0,
+                num_flops * weight * self.problem.mesh.size,
+                self.problem.mesh.size if num_flops else 1,
+                seconds * weight,
             )
         index, choice = self.vertex_of[op.index]
         vertex = self.problem.vertices[index]
         assert vertex.strategies is not None
-        weight = self.graph.blocks[op.block].weight
         return OperatorPlan(
             op.name,
             op.kind,

@@ -42,7 +42,7 @@ def cut_into_microbatches(
       BatchCoupledError: cutting the batch would change values.
     """
     split = split_microbatches(graph, batch, num_microbatches)
-    if not split.loop:
+    if not split.phases.loop:
         return traced
 
     def step(*leaves: Any) -> list[Any]:
@@ -69,9 +69,9 @@ class _WholeRunner(BlockRunner):
         outermost = self.graph.blocks[0]
         for tensor, leaf in zip(outermost.inputs, leaves, strict=True):
             self.write(tensor, leaf)
-        self.run_operators(self.split.before)
+        self.run_operators(self.split.phases.before)
         self.run_loop()
-        self.run_operators(self.split.behind)
+        self.run_operators(self.split.phases.behind)
         return self.outputs(outermost)
 
     def run_loop(self) -> None:
@@ -82,7 +82,7 @@ class _WholeRunner(BlockRunner):
 
         def body(sums: list[Any], counter: Any) -> tuple[list[Any], list[Any]]:
             runner = _MicrobatchRunner(self.graph, self.split, self.values, counter)
-            runner.run_operators(self.split.loop)
+            runner.run_operators(self.split.phases.loop)
             added = [
                 total + runner.values[tensor]
                 for total, tensor in zip(sums, summed, strict=True)
@@ -91,17 +91,17 @@ class _WholeRunner(BlockRunner):
 
         types = [self.graph.tensors[tensor].type for tensor in summed]
         zeros = [jnp.zeros(kind.shape, kind.dtype) for kind in types]
-        counters = jnp.arange(self.split.num_microbatches, dtype=jnp.int32)
+        counters = jnp.arange(self.split.num_microbatches, dtype=jnp.uint32)
         sums, parts = lax.scan(body, zeros, counters)
         for tensor, total in zip(summed, sums, strict=True):
             self.write(tensor, total)
         for tensor, part in zip(stacked, parts, strict=True):
-            self.write(tensor, self.split.join(part, self.split.state[tensor]))
+            self.write(tensor, _join(self.split, part, self.split.state[tensor]))
 
     def tensors_leaving(self) -> list[int]:
         """What the loop makes that is read behind it, or returned."""
-        made = {t for op in self.split.loop for t in op.results}
-        read = [o for op in self.split.behind for o in op.operands]
+        made = {t for op in self.split.phases.loop for t in op.results}
+        read = [o for op in self.split.phases.behind for o in op.operands]
         read.extend(self.graph.blocks[0].outputs)
         return [o for o in dict.fromkeys(read) if isinstance(o, int) and o in made]
 
@@ -130,7 +130,7 @@ class _MicrobatchShard(Shard):
     counter: Any
 
     def block_index(self, axes: Sequence[int]) -> jax.Array:
-        return self.counter if axes else jnp.int32(0)
+        return self.counter if axes else jnp.uint32(0)
 
     def offset(self, spec: Any, dim: int, local_size: int) -> jax.Array:
         raise AssertionError("a positional factor cannot cut a microbatch")
@@ -172,7 +172,7 @@ class _MicrobatchRunner(BlockRunner):
                     self.counter == 0, value, jnp.zeros_like(value)
                 )
             else:
-                self.cut[key] = self.split.part(value, state, self.counter)
+                self.cut[key] = _part(self.split, value, state, self.counter)
         return self.cut[key]
 
     def operands(self, op: Operator) -> list[Any]:
@@ -210,3 +210,30 @@ class _MicrobatchRunner(BlockRunner):
         bind = rule.bind if rule is not None else bind_unchanged
         with equation_context(op.eqn), user_context(op.eqn):
             return bind(op, operands, shard)
+
+
+def _grain(split: MicrobatchSplit, size: int) -> tuple[int, int, int]:
+    """A cut dim of `size` as [examples of a microbatch, microbatches, values]."""
+    examples = split.batch_size // split.num_microbatches
+    return examples, split.num_microbatches, size // split.batch_size
+
+
+def _part(
+    split: MicrobatchSplit, whole: jax.Array, dim: int, counter: jax.Array
+) -> jax.Array:
+    """Microbatch `counter` of an array along `dim`."""
+    examples, parts, values = _grain(split, whole.shape[dim])
+    before, after = whole.shape[:dim], whole.shape[dim + 1 :]
+    spread = whole.reshape(*before, examples, parts, values, *after)
+    part = lax.dynamic_index_in_dim(spread, counter, dim + 1, keepdims=False)
+    return part.reshape(*before, examples * values, *after)
+
+
+def _join(split: MicrobatchSplit, parts: jax.Array, dim: int) -> jax.Array:
+    """The whole of stacked microbatches [M, ...] along `dim` of one of them."""
+    size = parts.shape[dim + 1] * split.num_microbatches
+    examples, num_parts, values = _grain(split, size)
+    before, after = parts.shape[1 : dim + 1], parts.shape[dim + 2 :]
+    spread = parts.reshape(num_parts, *before, examples, values, *after)
+    moved = jnp.moveaxis(spread, 0, dim + 1)
+    return moved.reshape(*before, size, *after)

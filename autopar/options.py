@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
@@ -12,13 +12,17 @@ from .cluster import Cluster
 from .mesh import MeshLike
 from .methods import Method, ShardParallel, check_method
 from .parallel_plan import Plan
+from .static_arguments import keyword_names, resolve_positions
 
 Positions = tuple[int, ...] | Literal["auto"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `parallelize`; positions are those of the function's own."""
+    """The arguments of `parallelize`; positions are those of the function's own.
+
+    `names` are the function's arguments by position, "" where no keyword can be given.
+    """
 
     method: Method
     mesh: MeshLike | None
@@ -29,6 +33,39 @@ class Options:
     batch_argnums: Positions
     static_argnums: tuple[int, ...]
     donate_argnums: Positions
+    names: tuple[str, ...] = ()
+
+    def names_at(self, positions: Sequence[int]) -> tuple[str, ...]:
+        """Keywords for the arguments at `positions`."""
+        return tuple(n for i, n in enumerate(self.names) if i in positions and n)
+
+
+def resolve_options(fun: Callable[..., Any], options: Options) -> Options:
+    """The options with every position counted from the first argument of `fun`.
+
+    Raises:
+      ValueError: a position without an argument, or static and donated at once.
+    """
+
+    def resolve(name: str, positions: Positions) -> Positions:
+        if positions == "auto":
+            return "auto"
+        return resolve_positions(fun, name, positions)
+
+    static = resolve_positions(fun, "static_argnums", options.static_argnums)
+    donated = resolve("donate_argnums", options.donate_argnums)
+    if donated != "auto" and (both := set(static) & set(donated)):
+        raise ValueError(
+            f"A static argument has no buffer to donate, but {min(both)} is in "
+            f"`static_argnums` and `donate_argnums`; take it out of one."
+        )
+    return replace(
+        options,
+        static_argnums=static,
+        donate_argnums=donated,
+        batch_argnums=resolve("batch_argnums", options.batch_argnums),
+        names=keyword_names(fun),
+    )
 
 
 def check_options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,17 +101,15 @@ def _solve(
 
 
 def leaves_of(
-    traced: TracedFunction, argnums: Sequence[int], static: Sequence[int]
+    traced: TracedFunction, argnums: Sequence[int], options: Options
 ) -> list[int]:
-    """Leaf positions of the arguments at `argnums`, counting static ones too."""
-    args, _ = jax.tree.unflatten(traced.in_tree, range(traced.in_tree.num_leaves))
-    dynamic = [i for i in range(len(args) + len(static)) if i not in static]
-    return [
-        leaf
-        for position, argument in zip(dynamic, args, strict=True)
-        if position in argnums
-        for leaf in jax.tree.leaves(argument)
-    ]
+    """Leaf positions of the arguments at `argnums`, also of those given by keyword."""
+    leaves = range(traced.in_tree.num_leaves)
+    args, kwargs = jax.tree.unflatten(traced.in_tree, leaves)
+    positions = (i for i in itertools.count() if i not in options.static_argnums)
+    chosen = [each for each, i in zip(args, positions, strict=False) if i in argnums]
+    names = options.names_at(argnums)
+    return jax.tree.leaves([chosen, [kwargs[n] for n in names if n in kwargs]])
 
 
 def _batch_tensors(
@@ -119,7 +118,7 @@ def _batch_tensors(
     """Graph inputs that are cut into microbatches along their first dim."""
     if options.batch_argnums == "auto":
         return [i.tensor for i in graph.inputs if i.role == "batch"]
-    chosen = leaves_of(traced, options.batch_argnums, options.static_argnums)
+    chosen = leaves_of(traced, options.batch_argnums, options)
     return [graph.inputs[leaf].tensor for leaf in chosen]
 
 

@@ -19,6 +19,7 @@ from .constraints import Constraint, border_constraints, constraint_of
 from .graph import Block, Constant, Operand, Operator, OpGraph, TensorType
 from .mesh import MeshShape
 from .pins import Pin
+from .rules.elementwise import is_zero
 
 Site = tuple[Literal["operand", "output"], int, int]  # operator or block, position
 Write = tuple[int, int]  # tensor, leading dims it has more than the port
@@ -74,7 +75,7 @@ def _port(
     reads = []
     for operand, extra, site in sources:
         if isinstance(operand, Constant):
-            whole = True
+            whole |= bool(kind.shape) or not is_zero(operand)  # zero is a sum of zeros
         else:
             reads.append((operand, extra, site))
     return Port(name, kind, tuple(writes), tuple(reads), whole)

@@ -40,13 +40,18 @@ class _Subtree:
     is_leaf: bool
 
 
+def _is_leaf(structure: PyTreeDef) -> bool:
+    """Whether a tree is one bare leaf; JAX says so of an empty container too."""
+    return structure.num_leaves == 1 and jax.tree_util.treedef_is_leaf(structure)
+
+
 def _children(tree: Any, first: int) -> list[tuple[Any, _Subtree]]:
     found = []
     children = jax.tree.flatten(tree, is_leaf=lambda node: node is not tree)[0]
     for child in children:
         structure = jax.tree.structure(child)
         count = structure.num_leaves
-        leaf = jax.tree_util.treedef_is_leaf(structure)
+        leaf = _is_leaf(structure)
         found.append((child, _Subtree(structure, first, count, leaf)))
         first += count
     return found
@@ -124,7 +129,7 @@ def infer_roles(
     first = 0
     for position, argument in enumerate(args):
         structure = jax.tree.structure(argument)
-        is_leaf = jax.tree_util.treedef_is_leaf(structure)
+        is_leaf = _is_leaf(structure)
         match(
             argument,
             _Subtree(structure, first, structure.num_leaves, is_leaf),
@@ -161,7 +166,7 @@ def _top_level(outputs: Any) -> list[_Subtree]:
 def _output_subtrees(outputs: Any) -> list[_Subtree]:
     """The result itself, then its nodes in breadth-first order."""
     structure = jax.tree.structure(outputs)
-    leaf = jax.tree_util.treedef_is_leaf(structure)
+    leaf = _is_leaf(structure)
     found = [_Subtree(structure, 0, structure.num_leaves, leaf)]
     queue = [] if leaf else _children(outputs, 0)
     while queue:

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from .build_graph import CALLS, SHARD_MAP
+from .build_graph import ASSUMED_TRIPS, CALLS, SHARD_MAP
+from .cluster import Cluster
 from .collective import Collective, Groups, Surroundings
+from .costs.compute import flops, operator_seconds
 from .errors import FallbackWarning
 from .graph import Operator, OpGraph
 from .jax_compat import source_line
@@ -29,7 +31,7 @@ def _same(group_size: int) -> float:
     return 1.0
 
 
-_COLLECTIVES: Mapping[str, _Traffic] = {
+COLLECTIVES: Mapping[str, _Traffic] = {
     "psum": ("all_reduce", "sum", _same),
     "psum_invariant": ("all_reduce", "sum", _same),
     "pmax": ("all_reduce", "max", _same),
@@ -97,38 +99,52 @@ def body_collectives(
     Raises:
       NotImplementedError: the body holds one that a plan cannot state.
     """
-    yield from _in_jaxpr(op.params["jaxpr"], mesh, around)
+    for eqn, inside in _equations(op.params["jaxpr"], around):
+        if eqn.primitive.name in COLLECTIVES:
+            yield from _collective(eqn, mesh, inside)
+        elif eqn.primitive.name == SHARD_MAP or _names_axes(eqn, mesh):
+            raise NotImplementedError(
+                f"A shard_map in the step may hold the collectives "
+                f"{', '.join(sorted(COLLECTIVES))}, but the one at {source_line(eqn)} "
+                f"holds {eqn.primitive.name!r}, whose traffic a plan cannot state yet; "
+                f"write it with those, or call it outside of the parallelized step."
+            )
 
 
-_Found = Iterator[tuple[Collective, tuple[str, ...]]]
+def body_work(op: Operator, cluster: Cluster) -> tuple[float, float]:
+    """Flops and seconds of one execution of the body on one device."""
+    num_flops = seconds = 0.0
+    for eqn, inside in _equations(op.params["jaxpr"], Surroundings()):
+        kind = eqn.primitive.name
+        if kind in COLLECTIVES or kind == SHARD_MAP:
+            continue
+        shapes = [[a.aval.shape for a in atoms] for atoms in (eqn.invars, eqn.outvars)]
+        count = inside.count * (ASSUMED_TRIPS if inside.unbounded else 1)
+        own = flops(kind, eqn.params, *shapes)
+        avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+        moved = sum(aval.size * aval.dtype.itemsize for aval in avals)
+        dtype = avals[0].dtype if avals else "float32"
+        num_flops += count * own
+        seconds += count * operator_seconds(kind, own, moved, dtype, cluster)
+    return num_flops, seconds
 
 
-def _in_jaxpr(closed: Any, mesh: MeshShape, around: Surroundings) -> _Found:
+def _equations(closed: Any, around: Surroundings) -> Iterator[tuple[Any, Surroundings]]:
+    """Equations of a body, calls and loops entered, with what stands around them."""
     for eqn in getattr(closed, "jaxpr", closed).eqns:
-        yield from _in_equation(eqn, mesh, around)
-
-
-def _in_equation(eqn: Any, mesh: MeshShape, around: Surroundings) -> _Found:
-    kind, params = eqn.primitive.name, eqn.params
-    if kind in CALLS:
-        yield from _in_jaxpr(params[CALLS[kind]], mesh, around)
-    elif kind == "scan":
-        yield from _in_jaxpr(params["jaxpr"], mesh, around.in_loop(params["length"]))
-    elif kind == "while":
-        for name in ("cond_jaxpr", "body_jaxpr"):
-            yield from _in_jaxpr(params[name], mesh, around.in_loop(None))
-    elif kind == "cond":
-        for branch in params["branches"]:
-            yield from _in_jaxpr(branch, mesh, around.in_branch())
-    elif kind in _COLLECTIVES:
-        yield from _collective(eqn, mesh, around)
-    elif kind == SHARD_MAP or _names_axes(eqn, mesh):
-        raise NotImplementedError(
-            f"A shard_map in the step may hold the collectives "
-            f"{', '.join(sorted(_COLLECTIVES))}, but the one at {source_line(eqn)} "
-            f"holds {kind!r}, whose traffic a plan cannot state yet; write it with "
-            f"those, or call it outside of the parallelized step."
-        )
+        kind, params = eqn.primitive.name, eqn.params
+        if kind in CALLS:
+            yield from _equations(params[CALLS[kind]], around)
+        elif kind == "scan":
+            yield from _equations(params["jaxpr"], around.in_loop(params["length"]))
+        elif kind == "while":
+            for name in ("cond_jaxpr", "body_jaxpr"):
+                yield from _equations(params[name], around.in_loop(None))
+        elif kind == "cond":
+            for branch in params["branches"]:
+                yield from _equations(branch, around.in_branch())
+        else:
+            yield eqn, around
 
 
 def _names_axes(eqn: Any, mesh: MeshShape) -> bool:
@@ -145,8 +161,10 @@ def _axes(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def _collective(eqn: Any, mesh: MeshShape, around: Surroundings) -> _Found:
-    kind, reduction, scale = _COLLECTIVES[eqn.primitive.name]
+def _collective(
+    eqn: Any, mesh: MeshShape, around: Surroundings
+) -> Iterator[tuple[Collective, tuple[str, ...]]]:
+    kind, reduction, scale = COLLECTIVES[eqn.primitive.name]
     params = eqn.params
     named = _axes(params.get("axes", params.get("axis_name")))
     axes = tuple(axis for axis in named if isinstance(axis, str))

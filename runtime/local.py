@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from ..programs import SignatureChanged, SpmdProgram
 
@@ -32,13 +33,13 @@ class LocalExecutable:
 
         Raises:
           SignatureChanged: other shapes, dtypes or weak types than those planned for.
-          RuntimeError: JAX's own, with a note, if a donated buffer is used again.
+          RuntimeError: as JAX's own, if a donated buffer is used again.
         """
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if any(isinstance(leaf, Tracer) for leaf in leaves):
             return self._run_traced(leaves)
         # XLA's CPU client does not survive a deleted buffer of several devices.
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
-            self._raise_deleted(leaves)
+            raise _deleted_error(self._deleted(leaves))
         if tuple(map(_is_weak, leaves)) != self._weak_types:
             raise SignatureChanged
         try:
@@ -79,19 +80,13 @@ class LocalExecutable:
             for leaf, home in zip(leaves, self.program.shardings, strict=True)
         )
 
-    def _raise_deleted(self, leaves: Sequence[Any]) -> NoReturn:
-        """Let JAX say that a buffer is gone, and add which and what to do."""
-        deleted = [
-            path
+    def _deleted(self, leaves: Sequence[Any]) -> list[tuple[str, jax.Array]]:
+        """Paths and leaves whose buffers are gone."""
+        return [
+            (path, leaf)
             for path, leaf in zip(self.program.paths, leaves, strict=True)
             if isinstance(leaf, jax.Array) and leaf.is_deleted()
         ]
-        try:
-            jax.device_put(list(leaves), list(self.program.shardings))
-        except RuntimeError as error:
-            error.add_note(_note_on(deleted))
-            raise
-        raise AssertionError(f"JAX took the deleted buffers of {deleted}")
 
 
 def _is_weak(leaf: Any) -> bool:
@@ -99,13 +94,16 @@ def _is_weak(leaf: Any) -> bool:
     return getattr(leaf, "weak_type", type(leaf) in _WEAK_SCALARS)
 
 
-def _note_on(deleted: Sequence[str]) -> str:
-    some = ", ".join(deleted[:3]) + (", ..." if len(deleted) > 3 else "")
-    return (
-        f"Each array may be donated once, but {some} was given to a parallelized "
-        f"function before and its memory now holds the next state. Pass the state that "
-        f"the last call returned, or pass donate_argnums=() to autopar.parallelize to "
-        f"keep both."
+def _deleted_error(deleted: Sequence[tuple[str, jax.Array]]) -> RuntimeError:
+    """JAX's own words, and which argument it is and what to do."""
+    paths = [path for path, _ in deleted]
+    some = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")
+    leaf = deleted[0][1]
+    return RuntimeError(
+        f"Array has been deleted with shape={leaf.dtype.name}{list(leaf.shape)}: each "
+        f"array may be donated once, but {some} was given to a parallelized function "
+        f"before and its memory now holds the next state. Pass the state that the last "
+        f"call returned, or pass donate_argnums=() to autopar.parallelize to keep both."
     )
 
 

@@ -107,7 +107,7 @@ def test_an_io_callback_is_called_once_and_its_result_is_everywhere(dtype: str) 
         return drawn.astype(jnp.float32) * 2 + x
 
     compiled = autopar.parallelize(step, mesh="x:2;y:4")
-    first, second = compiled(X), compiled(X)
+    first, second = jax.block_until_ready((compiled(X), compiled(X)))
     assert calls == [0, 1]
     for call, result in enumerate([first, second]):
         drawn = np.random.default_rng(call + 1).normal(size=(8, 16)) * 10 + X[0, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ def ring(check_vma: bool) -> Step:
     return lambda x, w: body(x * 2, jnp.cos(w))
 
 
-def check(step: Step, *args: np.ndarray, mesh: str = "x:2;y:4") -> autopar.Plan:
+def check(step: Step, *args: Any, mesh: str = "x:2;y:4") -> autopar.Plan:
     parallel = autopar.parallelize(step, mesh=mesh)
     expected = jax.jit(step)(*args)
     found = parallel(*args)
@@ -92,6 +93,7 @@ def test_it_runs_as_written_and_its_sum_is_planned(check_vma: bool) -> None:
         ("all_reduce", 4 * 32 * 4, 2)
     ]
     (op,) = (op for op in plan.sharding.operators if op.kind == "shard_map")
+    assert op.flops == 2 * 8 * 16 * 32 and op.split == 8 and op.seconds > 0
     assert op.operand_specs == ((0, 1), (-1, 0)) and op.result_specs == ((0, -1),)
 
 
@@ -165,7 +167,9 @@ def test_a_loop_of_unknown_length() -> None:
             count, x = carry
             return count + 1, x + lax.pmean(x, "y")
 
-        return lax.while_loop(lambda carry: carry[0] < limit, body, (0, x))[1]
+        return lax.while_loop(lambda carry: carry[0] < limit, body, (jnp.int32(0), x))[
+            1
+        ]
 
     body = jax.shard_map(
         shard,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import jax
@@ -23,6 +24,8 @@ _REDUCERS: dict[int, Callable[..., Any]] = {
 def apply_step(x: jax.Array, step: Step, mesh: MeshShape) -> jax.Array:
     """The shard after `step`; one collective of the step's kind, or none."""
     names = tuple(mesh.axis_names[axis] for axis in step.axes)
+    if x.size == 0 and step.is_collective:  # StableHLO has none that move nothing
+        return lax.reshape(x, _shape_after(x.shape, step, mesh))
     match step.kind:
         case "all_reduce":
             if x.dtype == bool:  # a sum of booleans is no boolean
@@ -48,3 +51,20 @@ def apply_step(x: jax.Array, step: Step, mesh: MeshShape) -> jax.Array:
             keep = lax.axis_index(names[0]) == 0
             return jnp.where(keep, x, jnp.zeros_like(x))
     raise AssertionError(f"unknown resharding step {step.kind}")
+
+
+def _shape_after(
+    shape: tuple[int, ...], step: Step, mesh: MeshShape
+) -> tuple[int, ...]:
+    """The shape of a shard after a collective."""
+    count = prod(mesh.axis_sizes[axis] for axis in step.axes)
+    changed = list(shape)
+    match step.kind:
+        case "all_gather":
+            changed[step.dim] *= count
+        case "reduce_scatter":
+            changed[step.dim] //= count
+        case "all_to_all":
+            changed[step.dim] *= count
+            changed[step.target_dim] //= count
+    return tuple(changed)

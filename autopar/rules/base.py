@@ -10,8 +10,9 @@ every mesh axis one factor, or REPLICATE; operand and result specs follow.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -115,6 +116,12 @@ def bind_unchanged(op: Operator, operands: Sequence[Any], shard: Shard) -> list[
     return bind_params(op, operands)
 
 
+def stay_whole(op: Operator) -> list[Factor]:
+    """No factors: a rule for what is known to be best computed on every device."""
+    del op
+    return []
+
+
 @dataclass(frozen=True)
 class Rule:
     """Factors of an operator, and how it runs on local shards.
@@ -163,13 +170,21 @@ def rule_of(op: Operator) -> Rule | None:
 
 def rule_name(op: Operator) -> str:
     """What the rule of an operator is registered as: its primitive, or its kernel."""
-    name = op.params.get(KERNEL_NAMES.get(op.kind, ""))
-    return f"{op.kind}:{name}" if name else op.kind
+    if op.kind not in KERNEL_NAMES:
+        return op.kind
+    name = op.params[KERNEL_NAMES[op.kind]]
+    # A Pallas kernel that is given no name has that of its function.
+    return f"{op.kind}:{name or op.params['jaxpr'].debug_info.func_name}"
 
 
 def registered_kinds() -> frozenset[str]:
-    """Names of the primitives that have a rule."""
+    """What has a rule, by the name it is registered as."""
     return frozenset(_RULES)
+
+
+def registered_rules() -> Mapping[str, Rule]:
+    """Every rule, by what it is registered as."""
+    return MappingProxyType(_RULES)
 
 
 def factors_of(op: Operator) -> tuple[Factor, ...]:

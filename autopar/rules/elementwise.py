@@ -86,7 +86,7 @@ def _bind_nothing(op: Operator, operands: Sequence[Any], shard: Shard) -> list[A
     return list(operands)
 
 
-@register("device_put", bind=_bind_nothing)
+@register("device_put", "layout_constraint", bind=_bind_nothing)
 def device_put(op: Operator) -> list[Factor]:
     if len(op.operands) > 1:
         return []

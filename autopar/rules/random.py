@@ -18,22 +18,21 @@ from jax.extend.random import threefry2x32_p
 
 from ..graph import Operator
 from ..spec import REPLICATED, is_pending
-from .base import Factor, Shard, bind_params, register
+from .base import Factor, Shard, bind_params, register, stay_whole
 from .elementwise import dim_factors
 
-
-@register(
+# Keys are a few bytes: every device holds all of them.
+register(
     "random_seed",
     "random_wrap",
     "random_unwrap",
     "random_split",
     "random_fold_in",
     "random_clone",
-)
-def keys_stay_whole(op: Operator) -> list[Factor]:
-    """Keys are a few bytes: every device holds all of them."""
-    del op
-    return []
+)(stay_whole)
+# Bits that depend on all of the positions before them: every device makes all, and
+# cutting a part out of what is whole costs nothing.
+register("rng_bit_generator", "random_gamma")(stay_whole)
 
 
 @register("threefry2x32")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from tests.fuzz.plans import Case, Traced, lower_case, trace_program
 from tests.fuzz.programs import Program
 
 Verdict = Literal["right", "unstable", "refused"]
-_NOISE = {"float32": 1e-6, "float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}
+_ROUNDING = {"float32": 1e-6, "float64": 1e-13, "bfloat16": 1e-2, "float16": 2e-3}
 
 
 class WrongProgram(AssertionError):
@@ -40,28 +40,32 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """A program traced, with its values on one device."""
+    """A function traced, with its values on one device.
 
-    program: Program
+    `values` makes its arguments, moved relatively by a noise.
+    """
+
+    values: Callable[[float], Sequence[Any]]
+    x64: bool
     traced: Traced
     compiled: Any
     results: list[np.ndarray]
 
     def is_stable(self, position: int, tolerance: float) -> bool:
         """Whether the result hardly moves when the arguments move by their rounding."""
-        for noise in (1e-6, 1e-2) if not self.program.x64 else (1e-13, 1e-6, 1e-2):
+        for noise in (1e-13, 1e-6, 1e-2) if self.x64 else (1e-6, 1e-2):
             for sign in (1, -1):
-                values = self.program.values(sign * noise)
-                moved = leaves_of(self.compiled(*values))[position]
+                moved = leaves_of(self.compiled(*self.values(sign * noise)))[position]
                 if difference(moved, self.results[position]) > tolerance:
                     return False
-            if noise >= self._rounding():
+            if noise >= self.rounding():
                 break
         return True
 
-    def _rounding(self) -> float:
+    def rounding(self) -> float:
+        """The relative rounding of the narrowest float in the function."""
         dtypes = {tensor.type.dtype.name for tensor in self.traced.graph.tensors}
-        return max((_NOISE.get(name, 0.0) for name in dtypes), default=0.0)
+        return max((_ROUNDING.get(name, 0.0) for name in dtypes), default=0.0)
 
 
 def reference_of(program: Program) -> Reference:
@@ -71,25 +75,35 @@ def reference_of(program: Program) -> Reference:
       NotImplementedError: it holds what is refused with a clear error.
     """
     with jax.enable_x64(program.x64):
-        function, values = program.function(), program.values()
-        traced = trace_program(function, values)
-        compiled = jax.jit(function).lower(*values).compile()
-        results = leaves_of(compiled(*values))
-    return Reference(program, traced, compiled, results)
+        return _refer(program.function(), program.values, program.x64)
+
+
+def check_function(function: Callable[..., Any], args: Sequence[Any], case: Case) -> None:
+    """Holds a function under one plan against one device; raises as `check_case`."""
+    x64 = bool(jax.config.values["jax_enable_x64"])
+    check_case(_refer(function, lambda noise: args, x64), case)
+
+
+def _refer(
+    function: Callable[..., Any], values: Callable[[float], Sequence[Any]], x64: bool
+) -> Reference:
+    args = values(0.0)
+    traced = trace_program(function, args)
+    compiled = jax.jit(function).lower(*args).compile()
+    return Reference(values, x64, traced, compiled, leaves_of(compiled(*args)))
 
 
 def check_case(reference: Reference, case: Case) -> Outcome:
-    """Runs one plan of a program.
+    """Runs one plan of a function.
 
     Raises:
       WrongProgram: values differ from the reference, or collectives from the plan.
     """
-    with jax.enable_x64(reference.program.x64):
+    with jax.enable_x64(reference.x64):
         lowered = lower_case(reference.traced, case)
         compiled = lowered.compile()
         audit = compiled.audit()
-        results = compiled(*reference.program.values())
-        verdict = _compare(reference, jax.tree.leaves(results))
+        verdict = _compare(reference, jax.tree.leaves(compiled(*reference.values(0.0))))
     if not audit.ok:
         raise WrongProgram(f"the audit fails\n{audit}")
     return Outcome(
@@ -164,7 +178,7 @@ def tolerance_of(whole: np.ndarray, reference: Reference) -> float:
     """Relative to a result's scale; small floats anywhere in the program widen it."""
     if not jnp.issubdtype(whole.dtype, jnp.inexact):
         return 0.0
-    widest = max(reference._rounding(), 1e-6)
+    widest = max(reference.rounding(), 1e-6)
     return {1e-6: 2e-4, 2e-3: 1e-2, 1e-2: 5e-2}[widest]
 
 

@@ -16,6 +16,7 @@ from tests.fuzz.oracle import check_case, reference_of
 from tests.fuzz.plans import Case, lower_case
 from tests.fuzz.programs import Program, without_line
 
+_SHOWN = 40  # operators of a plan that are printed
 _SAME = 30  # failures whose texts begin alike are taken for one
 
 
@@ -57,7 +58,8 @@ def _smaller(program: Program) -> Iterator[Program]:
         last = program.lines[-1]
         made = {name for line in program.lines[:-1] for name in line.results}
         results = tuple(name for name in last.operands if name in made)
-        yield replace(program, lines=program.lines[:-1], results=results)
+        if results:
+            yield replace(program, lines=program.lines[:-1], results=results)
     for index in reversed(range(len(program.lines))):
         without = without_line(program, index)
         if without is not None:
@@ -83,7 +85,7 @@ def _plan(program: Program, case: Case) -> str:
         return "no plan was made"
     plan = lowered.plan.sharding
     lines = [f"  {each.path}: {each.spec}" for each in plan.inputs]
-    for op in plan.operators:
+    for op in plan.operators[:_SHOWN]:
         specs = f"{list(op.operand_specs)} -> {list(op.result_specs)}"
         lines.append(f"  {op.name}: {' '.join(op.factors) or 'ports'}  {specs}")
     for position, specs in enumerate(plan.outputs):

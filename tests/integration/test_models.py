@@ -141,14 +141,14 @@ def rounding_noise(
     is zero, and Adam makes a full step of what rounding leaves of it. So the reference
     itself is run again, from parameters that are off by one in a million, with
     gradients off by as much as another order of summation makes them: 1e-7 of the
-    largest.
+    largest, and nothing where only zeros are summed.
     """
 
     @jax.jit
     def noisy_step(state: TrainState, batch: Batch, noise: Any) -> Any:
         def update(gradients: Any, opt_state: Any, params: Any = None) -> Any:
             off = jax.tree.map(
-                lambda g, z: g + 1e-7 * abs(g).max() * z, gradients, noise
+                lambda g, z: g + 1e-7 * abs(g).max() * z * (g != 0), gradients, noise
             )
             return optimizer.update(off, opt_state, params)
 
@@ -224,12 +224,13 @@ def test_the_state_after_three_steps_is_that_of_one_device(training: Training) -
 
 
 def test_few_elements_are_noise(training: Training) -> None:
-    strict = [
-        noise_allowance(noise) <= RTOL * (abs(expected) + abs(expected).max())
+    """Nine tenths of the state are held to two percent, and far less as a rule."""
+    judged = [
+        noise_allowance(noise) <= 0.02 * (abs(expected) + abs(expected).max())
         for expected, noise in zip(training.expected, training.noise, strict=True)
         if expected.dtype.kind == "f"
     ]
-    assert np.concatenate([each.ravel() for each in strict]).mean() > 0.9
+    assert np.concatenate([each.ravel() for each in judged]).mean() > 0.9
 
 
 def test_the_program_holds_the_planned_collectives(training: Training) -> None:

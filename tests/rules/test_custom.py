@@ -13,6 +13,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
+from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.jax_compat import mlir
@@ -55,9 +56,7 @@ def new_primitive(name: str, function: Any) -> Primitive:
 
 product_p = new_primitive("my_product", lambda x, w: jnp.einsum("bmk,bkn->bmn", x, w))
 largest_p = new_primitive("my_largest", lambda x: x.max(1))
-padded_p = new_primitive(
-    "my_padded", lambda x, *, shape: jnp.broadcast_to(x[..., None], shape)
-)
+padded_p = new_primitive("my_padded", lambda x, *, shape: jnp.zeros(shape, x.dtype))
 
 
 def test_every_strategy_of_an_einsum_like_rule() -> None:
@@ -86,7 +85,7 @@ def test_a_local_function_for_params_with_shapes() -> None:
     autopar.register_rule(
         "my_padded",
         "a b c -> a b c _",
-        local=lambda x, shape: jnp.broadcast_to(x[..., None], (*x.shape, shape[-1])),
+        local=lambda x, shape: jnp.zeros((*x.shape, shape[-1]), x.dtype),
     )
     check_every_strategy(function, X, kinds=("my_padded",))
     autopar.register_rule("my_padded", "a b c -> a b c _")
@@ -100,7 +99,7 @@ def test_a_split_primitive_in_a_step() -> None:
     def step(x: jax.Array, w: jax.Array) -> jax.Array:
         return jnp.tanh(product_p.bind(jnp.sin(x), w))
 
-    parallel = autopar.parallelize(step, mesh="x:4")
+    parallel = autopar.parallelize(step, mesh="x:2;y:4")
     np.testing.assert_allclose(parallel(X, W), jax.jit(step)(X, W), 1e-4, 1e-5)
     assert not parallel.plan(X, W).sharding.collectives
 
@@ -162,7 +161,7 @@ def test_a_rule_for_a_pallas_kernel_by_its_name() -> None:
     def step(x: jax.Array) -> jax.Array:
         return double(jnp.sin(x)).sum()
 
-    parallel = autopar.parallelize(step, mesh="x:8")
+    parallel = autopar.parallelize(step, mesh="x:8", pins={"x": PartitionSpec("x")})
     np.testing.assert_allclose(parallel(BIG), jax.jit(step)(BIG), 1e-4)
     kinds = {c.kind for c in parallel.plan(BIG).sharding.collectives}
     assert kinds == {"all_reduce"}
@@ -172,7 +171,7 @@ def test_an_ffi_call() -> None:
     matrices = random_array(8, 3, 3)
     matrices = matrices @ matrices.transpose(0, 2, 1) + 3 * np.eye(3, dtype=np.float32)
 
-    def cholesky(a: jax.Array) -> jax.Array:
+    def cholesky(a: Any) -> jax.Array:
         kinds = (
             jax.ShapeDtypeStruct(a.shape, a.dtype),
             jax.ShapeDtypeStruct(a.shape[:-2], jnp.int32),
@@ -235,7 +234,7 @@ def test_wrong_options() -> None:
     [
         ("m k, k n -> m n", r"my_product.*ranks are \[3, 3\].*\[2, 2\]"),
         ("b m k -> b m n", r"operands.*\[3, 3\].*\[3\]"),
-        ("b m k, b k m -> b m n", "'m' .* has 8 and 16|has 16 and 8"),
+        ("b m k, b k m -> b m n", "'m' .* has (8 and 16|16 and 8)"),
     ],
 )
 def test_a_rule_that_does_not_fit_is_an_error_when_planned(
@@ -244,4 +243,4 @@ def test_a_rule_that_does_not_fit_is_an_error_when_planned(
     autopar.register_rule("my_product", equation)
     wide = random_array(4, 16, 16)
     with pytest.raises(ValueError, match=words):
-        autopar.parallelize(product_p.bind, mesh="x:4").plan(X, wide)
+        autopar.parallelize(product_p.bind, mesh="x:2;y:4").plan(X, wide)

@@ -1,0 +1,143 @@
+"""Microbatches: values of the whole batch, one reduction a step, clear refusals."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from autopar.api import parallelize
+from autopar.microbatches import BatchCoupledError
+from autopar.parallel_plan import Plan
+from benchmarks.models import build
+
+from .rows.running import run_as_planned
+
+BATCH = {"batch_argnums": (1,)}
+
+
+def linear_step(weights: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], Any]:
+    def loss(weights: dict[str, Any]) -> jax.Array:
+        return jnp.mean(jnp.square(jnp.tanh(x @ weights["w"]) @ weights["w"]))
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+
+def linear_arguments(batch: int = 64) -> tuple[dict[str, Any], jax.Array]:
+    keys = jax.random.split(jax.random.key(0))
+    return (
+        {"w": jax.random.normal(keys[0], (64, 64)) / 8},
+        jax.random.normal(keys[1], (batch, 64)),
+    )
+
+
+def executions(plan: Plan) -> dict[str, list[tuple[int, int]]]:
+    found: dict[str, list[tuple[int, int]]] = {}
+    for each in plan.sharding.collectives:
+        found.setdefault(each.kind, []).append((each.count, each.bytes))
+    return found
+
+
+def test_alp_5_gradients_are_accumulated_and_reduced_once_a_step():
+    weights, x = linear_arguments(batch=4096)  # data parallel is cheapest by far
+    step = parallelize(
+        linear_step,
+        mesh="data:8",
+        num_microbatches=4,
+        pins={"weights['w']": P(), "x": P("data")},
+    )
+    compiled = run_as_planned(step, weights, x)
+    # The gradient is 64 x 64 floats; the other sum is the loss.
+    assert executions(compiled.plan) == {"all_reduce": [(1, 4), (1, 16_384)]}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4, 8])
+def test_mtf_8_gradients_do_not_depend_on_the_number_of_microbatches(num_microbatches):
+    weights, x = linear_arguments()
+    step = parallelize(linear_step, mesh="x:8", num_microbatches=num_microbatches)
+    run_as_planned(step, weights, x)
+
+
+def test_a_masked_mean_counts_its_tokens_before_the_loop():
+    def step(w, tokens):
+        def loss(w):
+            mask = (tokens > 0).astype(jnp.float32)
+            values = jnp.square(w[tokens]).sum(-1)
+            return (values * mask).sum() / mask.sum()
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - grad, value
+
+    tokens = jax.random.randint(jax.random.key(1), (16, 8), 0, 32)
+    w = jax.random.normal(jax.random.key(2), (32, 16))
+    run_as_planned(
+        parallelize(step, mesh="x:8", num_microbatches=2, **BATCH), w, tokens
+    )
+
+
+def test_outputs_for_each_example_keep_their_order():
+    def step(w, x):
+        hidden = jnp.tanh(x.reshape(-1, 8) @ w)  # [batch * 4, 16]: grains of four
+        return w + hidden.mean(), hidden, hidden.reshape(x.shape[0], -1).sum(-1)
+
+    w = jax.random.normal(jax.random.key(0), (8, 16))
+    x = jax.random.normal(jax.random.key(1), (32, 4, 8))
+    step = parallelize(step, mesh="x:2;y:4", num_microbatches=4, **BATCH)
+    compiled = step.lower(w, x).compile()
+    compiled.audit().raise_if_wrong()
+    expected = jax.jit(step.__wrapped__)(w, x)
+    for got, want in zip(compiled(w, x), expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_chosen_by_position_along_the_batch_are_not_cut():
+    def step(w, x):
+        shuffled = x[::-1] + jnp.arange(x.shape[0])[:, None]
+        return w - (shuffled @ w).mean() * w, x.sum()
+
+    w, x = jnp.eye(8), jax.random.normal(jax.random.key(1), (16, 8))
+    run_as_planned(parallelize(step, mesh="x:8", num_microbatches=2, **BATCH), w, x)
+
+
+@pytest.mark.parametrize("name", ["gpt", "bert", "lstm"])
+def test_whole_state_equals_the_full_batch_step(name):
+    options: dict[str, Any] = {"gpt": dict(scan_layers=True, remat=True, dropout=0.1)}
+    workload = build(name, optimizer="adamw_clip", **options.get(name, {}))
+    state = workload.init(jax.random.key(0))
+    batch = workload.make_batch(0)
+    expected, metrics = jax.jit(workload.step)(state, batch)
+    step = parallelize(workload.step, mesh="x:8", num_microbatches=4)
+    compiled = step.lower(state, batch).compile()
+    compiled.audit().raise_if_wrong()
+    got, got_metrics = compiled(state, batch)
+    np.testing.assert_allclose(got_metrics["loss"], metrics["loss"], rtol=1e-5)
+    moments = optax.tree_utils.tree_get(got.opt_state, "mu")
+    expected_moments = optax.tree_utils.tree_get(expected.opt_state, "mu")
+    for a, b in zip(
+        jax.tree.leaves(moments), jax.tree.leaves(expected_moments), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
+
+
+def test_batch_norm_in_training_is_refused_with_its_source_line():
+    workload = build("resnet")
+    step = parallelize(workload.step, mesh="x:8", num_microbatches=2)
+    with pytest.raises(BatchCoupledError, match=r"resnet\.py:\d+.*batch_norm"):
+        step.plan(*workload.abstract())
+
+
+def test_an_indivisible_batch_names_the_nearest_numbers_that_divide():
+    weights, x = linear_arguments(batch=30)
+    step = parallelize(linear_step, mesh="x:1", num_microbatches=8)
+    with pytest.raises(ValueError, match=r"batch size 30, but got 8; use 6 or 10"):
+        step.plan(weights, x)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5])
+def test_the_number_of_microbatches_is_a_positive_whole_number(wrong):
+    with pytest.raises(ValueError, match="whole number from 1 up"):
+        parallelize(linear_step, num_microbatches=wrong)
