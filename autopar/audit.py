@@ -8,7 +8,7 @@ planned, and every difference has the name of a rewrite (see `autopar/rewrites.p
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 
 from rich.console import Console, Group
@@ -167,6 +167,8 @@ def audit(
     names = GroupNames(num_devices, mesh)
     plan, program = _by_key(planned, num_devices), _by_key(lowered, num_devices)
     binary = None if compiled is None else _by_key(compiled, num_devices)
+    program = _once_where_unbounded(plan, program)
+    binary = None if binary is None else _once_where_unbounded(plan, binary)
     rows, differences = [], []
     for key in sorted(plan.keys() | program.keys() | (binary or {}).keys()):
         kind, _, groups = key
@@ -249,6 +251,29 @@ def _by_key(
             )
         if not each.is_trivial:
             found.setdefault((each.kind, each.reduction, each.groups), []).append(each)
+    return found
+
+
+def _once_where_unbounded(
+    plan: Mapping[_Key, Sequence[Collective]], program: Mapping[_Key, list[Collective]]
+) -> Mapping[_Key, list[Collective]]:
+    """Count what the plan has in loops of unknown length as the plan does: once.
+
+    A program may say how often such a loop runs where the plan could not know.
+    """
+    found = {}
+    for key, pieces in program.items():
+        planned = executions(plan.get(key, ()))
+        unbounded = executions([c for c in plan.get(key, ()) if c.unbounded])
+        seen = executions(pieces)
+        kept = []
+        for each in pieces:
+            piece = (each.dtype, each.bytes)
+            times, left = divmod(seen[piece], max(planned[piece], 1))
+            if unbounded[piece] == planned[piece] > 0 and times > 1 and not left:
+                each = replace(each, count=max(each.count // times, 1))
+            kept.append(each)
+        found[key] = kept
     return found
 
 

@@ -118,11 +118,11 @@ def _indivisible(num_microbatches: int, size: int) -> str:
 
 def _coupling(flow: Flow, reader: Operator, tensor: int) -> str:
     maker = flow.made_by.get(tensor, reader)
-    while not maker.source and any(
-        t in flow.made_by for t in tensors_of(maker.operands)
-    ):
-        known = (t for t in tensors_of(maker.operands) if t in flow.made_by)
-        maker = flow.made_by[next(known)]
+    while not maker.source:  # JAX's own equations have no line: name who feeds them
+        known = [t for t in tensors_of(maker.operands) if t in flow.made_by]
+        if not known:
+            break
+        maker = flow.made_by[known[0]]
     return (
         f"A step is cut into microbatches only if that changes no value, but the "
         f"result of {maker.name!r} at {maker.source or 'an unknown line'} takes the "
