@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, overload
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from .calls import Call, open_call, plain_function
 from .cluster import Cluster
+from .constant_leaves import ResultTree, takes_only_arrays
 from .lowered_step import Lowered
 from .mesh import MeshLike, MeshShape
 from .methods import Method
@@ -21,8 +25,14 @@ from .planning import Planned, leaves_of, plan_function
 from .programs import SignatureChanged, SpmdProgram, build_program
 from .resharding import Resharder
 from .runtime.local import LocalExecutable
-from .static_arguments import StaticArguments, bind_statics
-from .tracing import argument_paths, check_leaves, parameter_names, weak_outputs
+from .static_arguments import StaticArguments
+from .tracing import (
+    argument_paths,
+    check_leaves,
+    is_tracing,
+    parameter_names,
+    weak_outputs,
+)
 
 _log = logging.getLogger("autopar")
 
@@ -39,58 +49,77 @@ class ParallelFunction:
         self._fun, self._options = fun, resolve_options(fun, options)
         static = self._options.static_argnums
         self._static = StaticArguments(static, self._options.names_at(static))
+        self._only_arrays = takes_only_arrays(fun)
         self._planned: dict[Any, Planned] = {}
         self._programs: dict[Planned, SpmdProgram] = {}
         self._executables: dict[Planned, LocalExecutable] = {}
-        self._latest: dict[Any, tuple[LocalExecutable, Any]] = {}
+        self._latest: dict[Any, tuple[LocalExecutable, ResultTree]] = {}
+        self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        dynamic, keywords, statics = self._static.split(args, kwargs)
-        leaves, tree = jax.tree.flatten((dynamic, keywords))
-        latest = self._latest.get((tree, statics))
-        if latest is not None:
-            executable, out_tree = latest
-            try:
-                return jax.tree.unflatten(out_tree, executable(leaves))
-            except SignatureChanged:
-                pass
-        planned = self._plan(args, kwargs)
-        if planned not in self._executables:
-            program = self._program(planned)
-            self._executables[planned] = LocalExecutable(program)
-        executable, out_tree = self._executables[planned], planned.traced.out_tree
-        self._latest[(tree, statics)] = executable, out_tree
-        return jax.tree.unflatten(out_tree, executable(leaves))
+        if is_tracing() or jax.config.jax_disable_jit:
+            return self._fun(*args, **kwargs)
+        with self._open(args, kwargs) as call:
+            latest = self._latest.get(call.key)
+            if latest is not None:
+                executable, result_tree = latest
+                try:
+                    return call.result(result_tree, executable(call.leaves))
+                except SignatureChanged:
+                    pass
+            executable, result_tree = self._executable(call)
+            return call.result(result_tree, executable(call.leaves))
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments: arrays, or jax.ShapeDtypeStruct in their place.
 
         Needs no device of the target cluster.
         """
-        return self._plan(args, kwargs).plan
+        with self._open(args, kwargs) as call:
+            return self._plan(call).plan
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Lower for these arguments, as `jax.jit(f).lower` does; runs nothing."""
-        planned = self._plan(args, kwargs)
-        program = self._program(planned)
-        return Lowered(program, planned.plan, planned.traced, planned.graph)
+        with self._open(args, kwargs) as call, self._lock:
+            planned = self._plan(call)
+            program = self._program(planned)
+        return Lowered(
+            program, planned.plan, planned.traced, planned.graph, self._only_arrays
+        )
 
-    def _plan(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Planned:
-        """The plan for the types of these arguments, made once."""
-        dynamic, keywords, statics = self._static.split(args, kwargs)
-        fun = bind_statics(self._fun, statics)
-        leaves, tree = jax.tree.flatten((dynamic, keywords))
-        names = parameter_names(fun, len(dynamic))
-        check_leaves(leaves, argument_paths(names, dynamic, keywords))
-        key = tree, statics, tuple(map(_abstract, leaves))
-        if key not in self._planned:
-            planned = plan_function(fun, dynamic, keywords, self._options)
-            if not self._planned:
-                _log.info(planned.summary())
-                for note in planned.roles.notes:
-                    _log.warning(note)
-            self._planned[key] = planned
-        return self._planned[key]
+    def _open(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> AbstractContextManager[Call]:
+        return open_call(self._static, args, kwargs, self._only_arrays)
+
+    def _executable(self, call: Call) -> tuple[LocalExecutable, ResultTree]:
+        """What runs this call and calls of its types, and the tree of its results."""
+        with self._lock:
+            planned = self._plan(call)
+            if planned not in self._executables:
+                program = self._program(planned)
+                self._executables[planned] = LocalExecutable(program)
+            executable = self._executables[planned]
+            result_tree = ResultTree.of(planned.traced.out_tree)
+            self._latest[call.key] = executable, result_tree
+            return executable, result_tree
+
+    def _plan(self, call: Call) -> Planned:
+        """The plan for the types of a call's arguments, made once."""
+        fun = plain_function(self._fun, call.statics)
+        args, kwargs = call.arguments()
+        names = parameter_names(fun, len(args))
+        check_leaves(call.leaves, argument_paths(names, args, kwargs))
+        key = call.key, tuple(map(_abstract, call.leaves))
+        with self._lock:
+            if key not in self._planned:
+                planned = plan_function(fun, args, kwargs, self._options)
+                if not self._planned:
+                    _log.info(planned.summary())
+                    for note in planned.roles.notes:
+                        _log.warning(note)
+                self._planned[key] = planned
+            return self._planned[key]
 
     def _device_mesh(self, shape: MeshShape) -> Mesh:
         given = self._options.mesh

@@ -129,16 +129,16 @@ class _Reader:
                 self.vertex_of[vertex.operator] = (index, choice)
             for access in vertex.reads:
                 if access.site is not None:
-                    spec = access.distinct[access.classes[choice]]
+                    spec = access.choices.of(choice)
                     self.read_spec[access.site] = spec
                     self.needed.setdefault(access.tensor, []).append(spec)
         self.made: dict[int, Spec] = {}
         for tensor, (vertex, access) in problem.writers.items():
-            self.made[tensor] = access.distinct[access.classes[choices[vertex]]]
+            self.made[tensor] = access.choices.of(choices[vertex])
         self.relayed: dict[int, Spec] = {}
         for tensor, vertex in problem.relays.items():
             access = problem.vertices[vertex].writes[0]
-            self.relayed[tensor] = access.distinct[access.classes[choices[vertex]]]
+            self.relayed[tensor] = access.choices.of(choices[vertex])
 
     def tensor_plan(self, index: int) -> TensorPlan:
         tensor = self.graph.tensors[index]

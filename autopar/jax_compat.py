@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 from jax import lax
+from jax.core import Tracer as Tracer
 from jax.extend import core, source_info_util
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
@@ -27,11 +28,65 @@ _MESH_PARAMS = ("sharding", "out_sharding")
 
 
 def dead_code_eliminated(closed: Any) -> Any:
-    """The same jaxpr without equations that no output needs; inputs stay all."""
-    jaxpr, _ = partial_eval.dce_jaxpr(
-        closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True
-    )
-    return ClosedJaxpr(jaxpr, closed.consts)
+    """The same jaxpr without equations that no output needs; inputs stay all.
+
+    Repeated until nothing goes: what a loop hands on unread is dead code, too.
+    """
+    jaxpr = closed.jaxpr
+    while True:
+        outputs = [True] * len(jaxpr.outvars)
+        jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, outputs, instantiate=True)
+        shorter = _without_unread_constants(jaxpr)
+        if shorter is jaxpr:
+            return ClosedJaxpr(jaxpr, closed.consts)
+        jaxpr = shorter
+
+
+def _without_unread_constants(jaxpr: Any) -> Any:
+    """No while loop is given constants that it does not read, here or inside."""
+    eqns = []
+    for eqn in jaxpr.eqns:
+        params = {name: _inside(value) for name, value in eqn.params.items()}
+        if any(params[name] is not value for name, value in eqn.params.items()):
+            eqn = eqn.replace(params=params)
+        eqns.append(_while_without_unread(eqn) if eqn.primitive.name == "while" else eqn)
+    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+        return jaxpr
+    return jaxpr.replace(eqns=eqns)
+
+
+def _inside(value: Any) -> Any:
+    """A param of an equation, its jaxprs without unread constants."""
+    if isinstance(value, ClosedJaxpr):
+        shorter = _without_unread_constants(value.jaxpr)
+        return value if shorter is value.jaxpr else value.replace(jaxpr=shorter)
+    if isinstance(value, Jaxpr):
+        return _without_unread_constants(value)
+    if isinstance(value, tuple):
+        values = tuple(_inside(each) for each in value)
+        changed = any(new is not old for new, old in zip(values, value, strict=True))
+        return values if changed else value
+    return value
+
+
+def _while_without_unread(eqn: Any) -> Any:
+    params, invars, first = dict(eqn.params), list(eqn.invars), 0
+    for name, count in (("cond", "cond_nconsts"), ("body", "body_nconsts")):
+        closed, num_consts = params[f"{name}_jaxpr"], params[count]
+        inner = closed.jaxpr
+        read = {id(v) for each in inner.eqns for v in each.invars}
+        read |= {id(v) for v in inner.outvars}
+        unread = {i for i in range(num_consts) if id(inner.invars[i]) not in read}
+        if unread:
+            kept = [v for i, v in enumerate(inner.invars) if i not in unread]
+            changed = inner.replace(invars=kept)
+            params[f"{name}_jaxpr"] = closed.replace(jaxpr=changed)
+            params[count] = num_consts - len(unread)
+            invars = [v for i, v in enumerate(invars) if i - first not in unread]
+        first += params[count]
+    if len(invars) == len(eqn.invars):
+        return eqn
+    return eqn.replace(invars=invars, params=params)
 
 
 @contextmanager
@@ -62,12 +117,9 @@ def weakly_typed(x: Any) -> Any:
     )
 
 
-@contextmanager
-def user_context(eqn: Any) -> Iterator[None]:
-    """Equations made in here get the source line and name stack of `eqn`."""
-    info = eqn.source_info
-    with source_info_util.user_context(info.traceback, name_stack=info.name_stack):
-        yield
+def user_context(eqn: Any) -> AbstractContextManager[None]:
+    """Equations made in here get the source line of `eqn`."""
+    return source_info_util.user_context(eqn.source_info.traceback)
 
 
 def source_line(eqn: Any) -> str:

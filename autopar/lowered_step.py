@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from .audit import Audit, MemoryUse, audit
+from .build_graph import tensor_type
+from .calls import open_call
 from .compiled_collectives import collectives_in_compiled
+from .constant_leaves import ResultTree
 from .graph import OpGraph
 from .lowered_collectives import collectives_in_lowered
 from .parallel_plan import Plan
 from .programs import SpmdProgram
+from .static_arguments import StaticArguments
 from .tracing import TracedFunction
 
 
@@ -24,6 +29,7 @@ class Lowered:
     plan: Plan
     traced: TracedFunction
     graph: OpGraph
+    only_arrays: bool = False  # all other leaves are constants
 
     def as_text(self) -> str:
         """The StableHLO module."""
@@ -47,17 +53,35 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step with arguments of the lowered types, static ones left out."""
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        if tree != self.lowered.traced.in_tree:
-            raise TypeError(
-                f"A compiled step must be called with the arguments it was lowered for "
-                f"{self.lowered.traced.in_tree}, but got {tree}."
-            )
+        only_arrays = self.lowered.only_arrays
+        with open_call(StaticArguments(), args, kwargs, only_arrays) as call:
+            tree = jax.tree.structure(call.arguments())
+            if tree != self.lowered.traced.in_tree:
+                expected, got = str(self.lowered.traced.in_tree), str(tree)
+                raise TypeError(
+                    f"A compiled step must be called with the tree of arguments, and "
+                    f"the constants in it, that it was lowered for: {expected:.200}, "
+                    f"but got {got:.200}; call the parallelized function itself, or "
+                    f"lower it again."
+                )
+            program = self.lowered.program
+            self._check_types(call.leaves)
+            placed = jax.device_put(call.leaves, list(program.shardings))
+            donated, kept = program.split(placed)
+            outputs = self.compiled(donated, kept, list(program.constants))
+            return call.result(ResultTree.of(self.lowered.traced.out_tree), outputs)
+
+    def _check_types(self, leaves: Sequence[Any]) -> None:
         program = self.lowered.program
-        placed = jax.device_put(leaves, list(program.shardings))
-        donated, kept = program.split(placed)
-        outputs = self.compiled(donated, kept, list(program.constants))
-        return jax.tree.unflatten(self.lowered.traced.out_tree, outputs)
+        types = zip(program.paths, leaves, program.argument_types, strict=True)
+        for path, leaf, planned_type in types:
+            given, planned = tensor_type(jax.typeof(leaf)), tensor_type(planned_type)
+            if given != planned:
+                raise TypeError(
+                    f"A compiled step must be called with the types it was lowered "
+                    f"for, but {path} is {given} and was {planned}; lower again, or "
+                    f"call the parallelized function, which compiles for each shape."
+                )
 
     def as_text(self) -> str:
         """The optimized HLO module."""

@@ -46,7 +46,7 @@ def cut_into_microbatches(
         return traced
 
     def step(*leaves: Any) -> list[Any]:
-        return _WholeRunner(graph, split).run(leaves)
+        return WholeRunner(graph, split).run(leaves)
 
     types = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
@@ -57,7 +57,14 @@ def cut_into_microbatches(
     return replace(traced, jaxpr=closed)
 
 
-class _WholeRunner(BlockRunner):
+class RetracingRunner(BlockRunner):
+    """What is traced again keeps its source lines and name scopes."""
+
+    def scope(self, op: Operator) -> str:
+        return op.name.rpartition("/")[0]
+
+
+class WholeRunner(RetracingRunner):
     """Runs the outermost block on whole arrays, with the loop at its place."""
 
     def __init__(self, graph: OpGraph, split: MicrobatchSplit) -> None:
@@ -81,7 +88,7 @@ class _WholeRunner(BlockRunner):
         stacked = [t for t in leaving if self.split.state[t] != SUM]
 
         def body(sums: list[Any], counter: Any) -> tuple[list[Any], list[Any]]:
-            runner = _MicrobatchRunner(self.graph, self.split, self.values, counter)
+            runner = MicrobatchRunner(self.graph, self.split, self.values, counter)
             runner.run_operators(self.split.phases.loop)
             added = [
                 total + runner.values[tensor]
@@ -136,7 +143,7 @@ class _MicrobatchShard(Shard):
         raise AssertionError("a positional factor cannot cut a microbatch")
 
 
-class _MicrobatchRunner(BlockRunner):
+class MicrobatchRunner(RetracingRunner):
     """Runs blocks on one microbatch; whole values are cut where a reader needs it."""
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -142,7 +142,8 @@ def _positions(argnums: int | Sequence[int] | Literal["auto"]) -> Positions:
 
 
 def _given_positions(argnums: int | Sequence[int] | str) -> tuple[int, ...]:
-    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    is_sequence = isinstance(argnums, Iterable)
+    positions = tuple(argnums) if is_sequence else (argnums,)
     if not all(isinstance(position, int) for position in positions):
         raise TypeError(
             f"Argument positions must be whole numbers, but got {argnums!r}; name "

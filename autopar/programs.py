@@ -1,24 +1,32 @@
-"""A lowered plan as something that runs: one jitted SPMD function of flat leaves."""
+"""Lowered plans as something that runs: one SPMD function, or a program a stage."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from .graph import OpGraph
-from .jax_compat import weakly_typed
+from .jax_compat import Tracer, weakly_typed
 from .lowering.spmd import input_shardings, output_shardings, spmd_function
 from .plan import ShardingPlan
 from .resharding import Resharder
 
+SlotKind = Literal["state", "batch", "activation", "gradient", "result"]
+TaskKind = Literal["forward", "backward", "apply"]
+
 
 class SignatureChanged(Exception):
     """A program was called with other types than it was planned for."""
+
+
+def is_traced(leaves: Sequence[Any]) -> bool:
+    """Whether a call stands inside a JAX transformation, and has no values yet."""
+    return any(isinstance(leaf, Tracer) for leaf in leaves)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,3 +126,52 @@ def build_program(
         tuple(placed),
         tuple(argument_types),
     )
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A named value that stage programs read and write.
+
+    By `kind`: a *state* lives across steps, and whoever reads it gets what the step
+    began with; a *batch* slot is fed from outside, once a microbatch; an *activation*
+    (residual, cotangent) is made once a microbatch; a *gradient* starts at zero and is
+    accumulated over the microbatches; a *result* leaves the step. What an apply program
+    makes exists once a step, whatever its kind. `stage` makes or holds it.
+    """
+
+    name: str
+    kind: SlotKind
+    stage: int
+
+
+@dataclass(frozen=True, eq=False)
+class StageProgram:
+    """What a task of one stage and kind runs; `run` takes and returns lists of arrays.
+
+    `inputs` and `outputs` are slot names in the order of `run`'s lists. `donated` are
+    the positions of inputs whose buffers it reuses: accumulators, old state. A task
+    with several programs runs them in the order of the `PipelineProgram`.
+    """
+
+    stage: int
+    kind: TaskKind
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    run: Callable[[Sequence[Any]], Sequence[Any]]
+    donated: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineProgram:
+    """A step cut into stage programs, and where each stage makes or wants each slot.
+
+    `shardings` has an entry for the (slot, stage) that makes or holds it and for every
+    other stage that reads it; `zeros` makes the first value of each gradient slot.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    slots: Mapping[str, Slot]
+    programs: tuple[StageProgram, ...]
+    shardings: Mapping[tuple[str, int], NamedSharding]
+    zeros: Mapping[str, Callable[[], Any]]

@@ -89,6 +89,8 @@ class Resharder:
         self._affine_of: dict[tuple[str, tuple[int, ...]], tuple[float, float]] = {}
         self._paths: dict[tuple[Spec, Spec], tuple[Step, ...]] = {}
         self._costs: dict[tuple[Spec, Spec], tuple[float, float]] = {}
+        self._index_by_spec: dict[Spec, int] = {}
+        self._table = np.empty((0, 0, 2))  # seconds, seconds per byte; nan if not known
 
     def steps(self, source: Spec, target: Spec) -> tuple[Step, ...]:
         """The path from `source` to `target`; empty when they are equal."""
@@ -112,9 +114,25 @@ class Resharder:
         self, sources: Sequence[Spec], targets: Sequence[Spec]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Seconds, and seconds per byte, from each source [n] to each target [m]."""
-        pairs = [[self.seconds(s, t) for t in targets] for s in sources]
-        matrices = np.array(pairs).reshape(len(sources), len(targets), 2)
-        return matrices[..., 0], matrices[..., 1]
+        rows, columns = self._indices(sources), self._indices(targets)
+        where = np.ix_(rows, columns)
+        for row, column in np.argwhere(np.isnan(self._table[where][..., 0])):
+            pair = sources[row], targets[column]
+            self._table[rows[row], columns[column]] = self.seconds(*pair)
+        found = self._table[where]
+        return found[..., 0], found[..., 1]
+
+    def _indices(self, specs: Sequence[Spec]) -> list[int]:
+        """Where the specs are in the table, which grows by those that are new."""
+        known = self._index_by_spec
+        found = [known.setdefault(spec, len(known)) for spec in specs]
+        if len(known) > len(self._table):
+            size = 2 * len(known)
+            larger = np.full((size, size, 2), np.nan)
+            before = len(self._table)
+            larger[:before, :before] = self._table
+            self._table = larger
+        return found
 
     def _affine(self, step: Step) -> tuple[float, float]:
         if step.kind == "slice" or step.kind == "mask":

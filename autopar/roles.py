@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
 import jax
@@ -24,7 +26,7 @@ class Roles:
         """One line: `state: params, opt_state; batch: x, y`."""
         names: dict[Role, list[str]] = {}
         for role, path in zip(self.roles, arguments, strict=True):
-            root = path.split("[")[0].split(".")[0]
+            root = root_of(path)
             if root not in names.setdefault(role, []):
                 names[role].append(root)
         return "; ".join(f"{role}: {', '.join(found)}" for role, found in names.items())
@@ -130,16 +132,60 @@ def infer_roles(
     for position, argument in enumerate(args):
         structure = jax.tree.structure(argument)
         is_leaf = _is_leaf(structure)
-        match(
-            argument,
-            _Subtree(structure, first, structure.num_leaves, is_leaf),
-            position,
-        )
+        node = _Subtree(structure, first, structure.num_leaves, is_leaf)
+        match(argument, node, position)
         first += structure.num_leaves
+        top = _top_level(outputs)
+        for other in [*top[position : position + 1], candidates[0]]:
+            if not notes and _is_almost(node, other, in_types, out_types):
+                untied = next_output[node.first : first]
+                if all(output is None for output in untied):
+                    notes.append(_structure_note(in_paths[node.first], node, other))
     for child, subtree in _children(kwargs, first):
         match(child, subtree, None)
 
     return Roles(_roles(in_types, next_output), tuple(next_output), tuple(notes))
+
+
+def _is_almost(
+    node: _Subtree,
+    other: _Subtree,
+    in_types: Sequence[TensorType],
+    out_types: Sequence[TensorType],
+) -> bool:
+    """Whether a result could be meant as the next value of an argument.
+
+    Both are containers, and one holds half of the other's types, or has its structure.
+    """
+    if node.is_leaf or other.is_leaf or node.count < 2:
+        return False
+    ours = Counter(in_types[node.first : node.first + node.count])
+    theirs = Counter(out_types[other.first : other.first + other.count])
+    shared = (ours & theirs).total()
+    return node.structure == other.structure or 2 * shared >= max(
+        node.count, other.count
+    )
+
+
+def _structure_note(path: str, node: _Subtree, other: _Subtree) -> str:
+    def text(each: _Subtree) -> str:
+        return shorten(str(each.structure)[len("PyTreeDef(") : -1], 200)
+
+    found = (
+        "with other types in each leaf"
+        if node.structure == other.structure
+        else f"as {text(other)}"
+    )
+    return (
+        f"State should be returned with the tree, shapes and dtypes it came in with, "
+        f"but {root_of(path)} comes in as {text(node)} and is returned {found}; it is "
+        f"planned untied and not donated. Return it as it came in to keep it in place."
+    )
+
+
+def root_of(path: str) -> str:
+    """The argument that a leaf belongs to."""
+    return path.split("[")[0].split(".")[0]
 
 
 def _roles(

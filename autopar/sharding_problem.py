@@ -15,7 +15,7 @@ Operators in a scan body are vertices of the same problem, their costs times the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -28,12 +28,12 @@ from .pins import Pin
 from .ports import Site, ports_of
 from .resharding import Resharder
 from .solver.choice_graph import ChoiceGraph, Edge, Node
-from .spec import Spec, replicated
+from .spec import replicated
+from .spec_choices import SpecChoices, SpecTable
 from .strategies import (
     Strategies,
     enumerate_strategies,
     operators_to_split,
-    shard_fractions,
     strategy_seconds,
     tensor_specs,
 )
@@ -43,22 +43,14 @@ VertexKind = Literal["operator", "home", "port", "relay", "result"]
 
 @dataclass(frozen=True, eq=False)
 class Access:
-    """A tensor as one vertex writes or reads it: its spec under each choice [k, axes].
+    """A tensor as one vertex writes or reads it: its spec under each choice.
 
     `site` says which operand or block output a read is; None for writes and relays.
     """
 
     tensor: int
-    specs: np.ndarray
+    choices: SpecChoices
     site: Site | None = None
-    classes: np.ndarray = field(init=False)  # [k] index into `distinct`
-    distinct: tuple[Spec, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        rows, inverse = np.unique(self.specs, axis=0, return_inverse=True)
-        object.__setattr__(self, "classes", inverse.reshape(-1))
-        distinct = tuple(tuple(int(state) for state in row) for row in rows)
-        object.__setattr__(self, "distinct", distinct)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +126,10 @@ class _Builder:
         self.relays: dict[int, int] = {}
         self.writers: dict[int, tuple[int, Access]] = {}
         self.must_split = operators_to_split(graph)
-        self._strategies: dict[object, tuple[Strategies, np.ndarray]] = {}
-        self._matrices: dict[object, np.ndarray] = {}
+        self._specs = SpecTable(mesh.axis_sizes)
+        self._legal: dict[object, np.ndarray] = {}
+        self._strategies: dict[object, _OperatorChoices] = {}
+        self._matrices: dict[object, np.ndarray | None] = {}
         self._affine: dict[object, tuple[np.ndarray, np.ndarray]] = {}
 
     def add_vertex(
@@ -151,7 +145,7 @@ class _Builder:
         held = np.zeros(len(seconds))
         for access in writes:
             whole = self.graph.tensors[access.tensor].type.bytes
-            held += whole * shard_fractions(access.specs, self.mesh.axis_sizes)
+            held += whole * access.choices.fractions
         vertex = Vertex(
             kind,
             name,
@@ -187,13 +181,12 @@ class _Builder:
         than `tensor_type` (1 for what a scan slices or stacks). `whole`: the program
         itself holds the value, so it can only be replicated.
         """
-        legal = tensor_specs(tensor_type, self.mesh, pending=pending)
-        if whole:
-            legal = (replicated(self.mesh.num_axes),)
-        specs = np.array([s for s in legal if pin is None or pin.allows(s)])
+        specs = self._legal_specs(tensor_type, pending, whole)
+        if pin is not None:
+            specs = np.array([s for s in specs.tolist() if pin.allows(tuple(s))])
 
-        def shifted(extra: int) -> np.ndarray:
-            return np.where(specs >= 0, specs + extra, specs)
+        def shifted(extra: int) -> SpecChoices:
+            return self._specs.choices(np.where(specs >= 0, specs + extra, specs))
 
         return self.add_vertex(
             kind,
@@ -202,6 +195,15 @@ class _Builder:
             [Access(tensor, shifted(extra)) for tensor, extra in writes],
             [Access(tensor, shifted(extra), site) for tensor, extra, site in reads],
         )
+
+    def _legal_specs(self, kind: TensorType, pending: bool, whole: bool) -> np.ndarray:
+        key = (kind, pending, whole)
+        if key not in self._legal:
+            legal = tensor_specs(kind, self.mesh, pending=pending)
+            if whole:
+                legal = (replicated(self.mesh.num_axes),)
+            self._legal[key] = np.array(legal)
+        return self._legal[key]
 
     def add_homes(self, pins: Mapping[int, Pin]) -> None:
         for graph_input in self.graph.inputs:
@@ -249,30 +251,28 @@ class _Builder:
                     pin=port.pin(self.mesh),
                 )
             return
-        strategies, seconds = self._strategies_of(op)
+        choices = self._strategies_of(op)
         weight = self.graph.blocks[op.block].weight
         self.add_vertex(
             "operator",
             op.name,
-            seconds * weight,
+            choices.seconds * weight,
             [
-                Access(tensor, strategies.result_specs[:, position])
-                for position, tensor in enumerate(op.results)
+                Access(tensor, specs)
+                for tensor, specs in zip(op.results, choices.results, strict=True)
             ],
             [
-                Access(
-                    operand,
-                    strategies.operand_specs[:, position],
-                    ("operand", op.index, position),
+                Access(operand, specs, ("operand", op.index, position))
+                for position, (operand, specs) in enumerate(
+                    zip(op.operands, choices.operands, strict=True)
                 )
-                for position, operand in enumerate(op.operands)
                 if isinstance(operand, int)
             ],
             op.index,
-            strategies,
+            choices.strategies,
         )
 
-    def _strategies_of(self, op: Operator) -> tuple[Strategies, np.ndarray]:
+    def _strategies_of(self, op: Operator) -> _OperatorChoices:
         must_split = op.index in self.must_split
         key = (
             op.kind,
@@ -281,7 +281,7 @@ class _Builder:
             tuple(
                 repr(o.value) if isinstance(o, Constant) else "" for o in op.operands
             ),
-            repr(sorted(op.params.items(), key=lambda item: item[0])),
+            _params_key(op.params),
             must_split,
         )
         if key not in self._strategies:
@@ -291,7 +291,17 @@ class _Builder:
                 seconds = np.where(
                     strategies.share > strategies.share.min() * 1.001, np.inf, seconds
                 )
-            self._strategies[key] = (strategies, seconds)
+            self._strategies[key] = _OperatorChoices(
+                strategies,
+                seconds,
+                *(
+                    tuple(self._specs.choices(specs) for specs in by_tensor)
+                    for by_tensor in (
+                        strategies.operand_specs.swapaxes(0, 1),
+                        strategies.result_specs.swapaxes(0, 1),
+                    )
+                ),
+            )
         return self._strategies[key]
 
     def connect(self) -> None:
@@ -304,7 +314,7 @@ class _Builder:
             writer, access = self.writers[tensor_index]
             if len(reads) > 1:
                 tensor = self.graph.tensors[tensor_index]
-                pending = any(state < -1 for spec in access.distinct for state in spec)
+                pending = any(state < -1 for spec in access.choices.distinct for state in spec)
                 relay = self.spec_vertex(
                     "relay",
                     f"copy of {tensor.name}",
@@ -324,22 +334,46 @@ class _Builder:
             return
         tensor = self.graph.tensors[write.tensor]
         weight = self.graph.blocks[tensor.block].weight
-        matrix = self._matrix(write.distinct, read.distinct, tensor.type.bytes, weight)
-        if matrix.any():
-            self.edges.append(Edge(writer, reader, write.classes, read.classes, matrix))
+        sources, targets = write.choices, read.choices
+        matrix = self._matrix(sources, targets, tensor.type.bytes, weight)
+        if matrix is not None:
+            classes = sources.classes, targets.classes
+            self.edges.append(Edge(writer, reader, *classes, matrix))
 
     def _matrix(
         self,
-        sources: tuple[Spec, ...],
-        targets: tuple[Spec, ...],
+        sources: SpecChoices,
+        targets: SpecChoices,
         tensor_bytes: int,
         weight: float,
-    ) -> np.ndarray:
-        key = (sources, targets, tensor_bytes, weight)
+    ) -> np.ndarray | None:
+        """[sources, targets] seconds; None where all are 0."""
+        key = (id(sources), id(targets), tensor_bytes, weight)
         if key not in self._matrices:
-            pair = (sources, targets)
+            pair = (sources.distinct, targets.distinct)
             if pair not in self._affine:
-                self._affine[pair] = self.resharder.affine_matrices(sources, targets)
+                self._affine[pair] = self.resharder.affine_matrices(*pair)
             fixed, per_byte = self._affine[pair]
-            self._matrices[key] = (fixed + per_byte * tensor_bytes) * weight
+            matrix = (fixed + per_byte * tensor_bytes) * weight
+            self._matrices[key] = matrix if matrix.any() else None
         return self._matrices[key]
+
+
+@dataclass(frozen=True, eq=False)
+class _OperatorChoices:
+    """The strategies of one kind of operator, with what an execution takes [n]."""
+
+    strategies: Strategies
+    seconds: np.ndarray
+    operands: tuple[SpecChoices, ...]
+    results: tuple[SpecChoices, ...]
+
+
+def _params_key(params: Mapping[str, object]) -> object:
+    """Equal only for equal parameters: themselves, or how they print."""
+    items = tuple(sorted(params.items(), key=lambda item: item[0]))
+    try:
+        hash(items)
+    except TypeError:
+        return repr(items)
+    return items

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -25,6 +26,7 @@ _LEAF_TYPES = (
     np.ndarray,
     np.generic,
 )
+_is_tracing = ContextVar("is_tracing", default=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +126,20 @@ def weak_outputs(traced: TracedFunction) -> tuple[int, ...]:
     return tuple(i for i, aval in avals if getattr(aval, "weak_type", False))
 
 
+def is_tracing() -> bool:
+    """Whether this thread is tracing a function to be planned."""
+    return _is_tracing.get()
+
+
+@contextmanager
+def _marked_as_tracing() -> Iterator[None]:
+    token = _is_tracing.set(True)
+    try:
+        yield
+    finally:
+        _is_tracing.reset(token)
+
+
 def trace(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> TracedFunction:
@@ -140,7 +156,7 @@ def trace(
     def fresh(*args: Any, **kwargs: Any) -> Any:  # jit's own cache must not be hit
         return fun(*args, **kwargs)
 
-    with _auto_axes():
+    with _auto_axes(), _marked_as_tracing():
         args, kwargs = jax.tree.map(_without_sharding, (tuple(args), dict(kwargs)))
         traced = jax.jit(fresh).trace(*args, **kwargs)
     return TracedFunction(

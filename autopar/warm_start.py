@@ -54,7 +54,8 @@ def _spread(wide: Vertex, narrow: Vertex, choice: int) -> int | None:
         )
         found = None
         for access, narrow_access in accesses:
-            same = (access.specs == narrow_access.specs[choice, 0]).all(axis=1)
+            narrow_state = narrow_access.choices.specs[choice, 0]
+            same = (access.choices.specs == narrow_state).all(axis=1)
             found = same if found is None else found & same
         if found is None:
             return choice

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer
 
-from ..programs import SignatureChanged, SpmdProgram
+from ..programs import SignatureChanged, SpmdProgram, is_traced
 
+_NO_DATA = (
+    "A step runs on arrays, but got a jax.ShapeDtypeStruct among its arguments; use "
+    "step.plan(...) or step.lower(...), which need no data."
+)
 _WEAK_SCALARS = (int, float, complex)
 
 
@@ -32,10 +35,11 @@ class LocalExecutable:
         may come several times: all but the first are copied before they are donated.
 
         Raises:
+          TypeError: a leaf that is a shape only.
           SignatureChanged: other shapes, dtypes or weak types than those planned for.
           RuntimeError: as JAX's own, if a donated buffer is used again.
         """
-        if any(isinstance(leaf, Tracer) for leaf in leaves):
+        if is_traced(leaves):
             return self._run_traced(leaves)
         # XLA's CPU client does not survive a deleted buffer of several devices.
         if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
@@ -45,6 +49,8 @@ class LocalExecutable:
         try:
             return self._run(leaves)
         except TypeError:
+            if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+                raise TypeError(_NO_DATA) from None
             if self._fits(leaves):
                 raise
             raise SignatureChanged from None

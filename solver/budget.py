@@ -16,7 +16,7 @@ import numpy as np
 
 from .choice_graph import ChoiceGraph, Infeasible
 from .fix import fix
-from .free import solve_free
+from .free import bound_choices, solve_free
 from .ilp import is_small_enough, solve_ilp
 from .live_sets import keep_binding
 from .multipliers import SeenPlan, best_prices, least_peak_prices, price
@@ -89,10 +89,14 @@ class _WithinBudget:
     def _solve_priced(
         self, prices: np.ndarray, with_costs: bool, gap: float
     ) -> tuple[SeenPlan, float, list[np.ndarray]]:
+        """A plan, a bound and, of priced costs, the marginals."""
         deadline = perf_counter() + min(self.search.seconds_left, self.seconds / 10)
         priced = price(self.graph, prices, with_costs)
-        inner = Search(priced, gap, deadline, self.search.pool)
-        marginals = solve_free(inner, with_ilp=False)
+        inner, marginals = Search(priced, gap, deadline, self.search.pool), []
+        if with_costs:
+            marginals = bound_choices(inner, self.search.threshold)
+        else:
+            solve_free(inner, with_ilp=False)
         if inner.choices is None:
             raise Infeasible("the time was up before any plan was found")
         return self._see(inner.choices), inner.bound, marginals

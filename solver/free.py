@@ -14,15 +14,16 @@ from .choice_graph import ChoiceGraph, Infeasible
 from .fix import fix
 from .ilp import is_small_enough, solve_ilp
 from .join import join_copies
+from .likely import improve_among_likely
 from .merge import choose_pairs, merge_nodes
-from .messages import pass_messages
+from .messages import Messages, Passing
 from .polish import polish
 from .reduce import reduce
 from .search import Search
 
 FIXED_ENOUGH = 0.3
-FIRST_ROUNDS, MOST_ROUNDS = 12, 200
-MOST_MERGED_CHOICES = (1000, 1600)
+ROUNDS_AT_ONCE = 50
+MOST_MERGED_CHOICES = (300, 1000, 1600)
 MOST_POLISHES_IN_VAIN = 2
 
 
@@ -39,16 +40,26 @@ class Step(Protocol):
     ) -> list[np.ndarray]: ...
 
 
-def solve_free(search: Search, with_ilp: bool = True) -> list[np.ndarray]:
+def solve_free(search: Search, with_ilp: bool = True) -> None:
     """Closes the gap of `search.graph`, whose budget is not looked at.
 
-    Without the ILP it may stop early, with the bound it has. Returns, per node [k], a
-    lower bound on the cost of the plans that make each choice.
+    Without the ILP it may stop early, with the bound it has.
 
     Raises:
         Infeasible: every plan is forbidden.
     """
-    return _Descent(search, with_ilp).run()
+    _Descent(search, with_ilp).run()
+
+
+def bound_choices(search: Search, of_interest: float) -> list[np.ndarray]:
+    """As `solve_free` without the ILP; returns bounds on the cost of every choice.
+
+    Per node [k], a lower bound on the cost of the plans that make each choice. Those
+    that cost up to `of_interest` are not fixed on the way, so that bounds reach there.
+    """
+    descent = _Descent(search, False, of_interest)
+    descent.run()
+    return descent.marginals()
 
 
 class _Descent:
@@ -58,8 +69,10 @@ class _Descent:
     graph at hand is one on the full problem up to there; `slack` is its rounding.
     """
 
-    def __init__(self, search: Search, with_ilp: bool) -> None:
-        self.search, self.with_ilp = search, with_ilp
+    def __init__(
+        self, search: Search, with_ilp: bool, of_interest: float = -inf
+    ) -> None:
+        self.search, self.with_ilp, self.of_interest = search, with_ilp, of_interest
         self.steps: list[Step] = [join_copies(search.graph, search.pool)]
         self.ceiling, self.slack = inf, 0.0
         self.excess: list[np.ndarray] = []
@@ -71,7 +84,7 @@ class _Descent:
     def graph(self) -> ChoiceGraph:
         return self.steps[-1].graph
 
-    def run(self) -> list[np.ndarray]:
+    def run(self) -> None:
         try:
             while not self._is_finished():
                 pass
@@ -80,7 +93,6 @@ class _Descent:
                 raise
             self.search.raise_bound(self.ceiling)
             self.search.finish_phase("fix", self.graph)
-        return self._marginals()
 
     def _is_finished(self) -> bool:
         self._reduce()
@@ -116,42 +128,62 @@ class _Descent:
         self.search.finish_phase("reduce", self.graph)
 
     def _pass_messages(self) -> None:
-        search = self.search
-        is_first = len(self.steps) == 2
-        can_merge = bool(choose_pairs(self.graph, MOST_MERGED_CHOICES[0]))
-        messages = pass_messages(
-            self.graph,
-            gap=search.gap / 2,
-            cost=search.cost,
-            max_rounds=FIRST_ROUNDS if is_first and can_merge else MOST_ROUNDS,
-            time_limit_seconds=min(search.seconds_left, self.seconds / 4),
-        )
-        if messages.choices is not None:
-            search.offer(self._expand(messages.choices))
-        self._raise_bound(messages.bound)
+        """Messages and better plans in turn, as long as either gets on."""
+        search, graph = self.search, self.graph
+        passing = Passing(graph, search.cost)
+        keep = max(search.seconds_left - self.seconds / 4, 0.0)
+        while True:
+            messages = passing.run(
+                search.gap,
+                cost=search.cost,
+                max_rounds=ROUNDS_AT_ONCE,
+                time_limit_seconds=search.seconds_left - keep,
+            )
+            if messages.choices is not None:
+                search.offer(self._expand(messages.choices))
+            self._raise_bound(messages.bound)
+            search.finish_phase("messages", graph)
+            if search.is_closed or search.seconds_left <= keep:
+                break
+            if not self._improve(messages) and messages.has_stalled:
+                break
         self.bound, self.depth = messages.bound, len(self.steps)
         self.excess = [m - messages.bound for m in messages.marginals]
-        search.finish_phase("messages", self.graph)
-        if messages.choices is not None and not search.is_closed:
-            self._polish(messages.choices)
+
+    def _improve(self, messages: Messages) -> bool:
+        """Whether a plan much better than the best so far was found."""
+        search, before = self.search, self.search.cost
+        if messages.choices is None:
+            return False
+        choices = improve_among_likely(
+            *(self.graph, messages.choices, messages.marginals, search.pool),
+            gap=search.gap / 2,
+            time_limit_seconds=max(min(search.seconds_left, self.seconds / 20), 0.1),
+        )
+        search.offer(self._expand(choices))
+        search.finish_phase("likely", self.graph)
+        if messages.has_stalled and not search.is_closed:
+            self._polish(choices)
+        return search.cost < before - search.gap / 10 * abs(before)
 
     def _polish(self, choices: tuple[int, ...]) -> None:
-        cost, num_in_vain, seed = self.graph.cost(choices), 0, 0
-        until = self.search.seconds_left - self.seconds / 10
-        while num_in_vain < MOST_POLISHES_IN_VAIN and self.search.seconds_left > until:
-            choices = polish(self.graph, choices, self.search.pool, seed)
+        search, num_in_vain, seed = self.search, 0, 0
+        cost, until = self.graph.cost(choices), search.seconds_left - self.seconds / 10
+        while num_in_vain < MOST_POLISHES_IN_VAIN and search.seconds_left > until:
+            choices = polish(self.graph, choices, search.pool, seed)
             before, cost = cost, self.graph.cost(choices)
-            is_better = cost < before - self.search.gap / 10 * abs(before)
+            is_better = cost < before - search.gap / 10 * abs(before)
             num_in_vain = 0 if is_better else num_in_vain + 1
             seed += 1
-        self.search.offer(self._expand(choices))
-        self.search.finish_phase("polish", self.graph)
+        search.offer(self._expand(choices))
+        search.finish_phase("polish", self.graph)
 
     def _fix(self) -> int:
-        self.ceiling = min(self.ceiling, self.search.threshold)
+        threshold = max(self.search.threshold, self.of_interest)
+        self.ceiling = min(self.ceiling, threshold)
         base = self.bound - self.slack
         marginals = [beyond + base for beyond in self.excess]
-        fixed = fix(self.graph, marginals, self.search.threshold)
+        fixed = fix(self.graph, marginals, threshold)
         self.steps.append(fixed)
         return fixed.num_fixed
 
@@ -173,8 +205,9 @@ class _Descent:
         self._raise_bound(result.bound)
         search.finish_phase("ilp", self.graph)
 
-    def _marginals(self) -> list[np.ndarray]:
+    def marginals(self) -> list[np.ndarray]:
+        """Bounds on the original choices; of plans left out, only the ceiling holds."""
         excess, base = self.excess, self.bound - self.slack
         for step in reversed(self.steps[: self.depth]):
             excess = step.expand_excess(excess, base)
-        return [beyond + base for beyond in excess]
+        return [np.minimum(beyond + base, self.ceiling) for beyond in excess]

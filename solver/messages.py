@@ -25,7 +25,9 @@ import numpy as np
 from .choice_graph import ChoiceGraph
 from .descent import Descent
 
-STALLED = 0.02
+STALL_ROUNDS = 10
+STALLED = 0.05, 0.1  # of the distance left and of the gap, in STALL_ROUNDS
+LEAST_GAIN = 1e-7
 least_of = np.minimum.reduce
 
 
@@ -33,9 +35,9 @@ least_of = np.minimum.reduce
 class Messages:
     """What message passing found.
 
-    `bound` is below every assignment's cost; `choices` is the best plan seen (None when
-    none was feasible); `marginals[v]` [k] is a lower bound on the cost of the
-    assignments that make each choice of node v.
+    `bound` is below every assignment's cost; `choices` is the best plan seen, of `cost`
+    (None when none was feasible); `marginals[v]` [k] is a lower bound on the cost of
+    the assignments that make each choice of node v.
     """
 
     bound: float
@@ -43,6 +45,7 @@ class Messages:
     cost: float
     marginals: tuple[np.ndarray, ...] = field(repr=False)
     num_rounds: int
+    has_stalled: bool
 
     def __str__(self) -> str:
         return (
@@ -79,28 +82,13 @@ class _Half:
             values += self.incoming[self.classes]
 
 
-def pass_messages(
-    graph: ChoiceGraph,
-    *,
-    gap: float = 1e-4,
-    cost: float = inf,
-    max_rounds: int = 200,
-    time_limit_seconds: float = 30.0,
-) -> Messages:
-    """Sweeps until the gap is closed, the bound stalls, or a limit is reached.
+class Passing:
+    """Messages on one graph, whose budget is not looked at.
 
-    Args:
-        graph: its budget is not looked at.
-        gap: relative distance of bound to cost at which to stop.
-        cost: the cost of a plan already known (inf for none).
-        max_rounds: most sweeps there and back.
-        time_limit_seconds: most time.
+    `cost` is that of a plan already known (inf for none).
     """
-    return _Passing(graph, cost).run(gap, max_rounds, time_limit_seconds)
 
-
-class _Passing:
-    def __init__(self, graph: ChoiceGraph, cost: float) -> None:
+    def __init__(self, graph: ChoiceGraph, cost: float = inf) -> None:
         self.graph = graph
         self.descent = Descent(graph)
         self.ceiling = _ceiling(graph, cost)
@@ -111,28 +99,49 @@ class _Passing:
             for before, after in zip(self.earlier, self.later, strict=True)
         ]
         self.best: tuple[int, ...] | None = None
-        self.best_cost = cost
-        self.bound = -inf
+        self.best_cost = inf
+        self.bound, self.num_rounds = -inf, 0
         self.marginals = [np.full(costs.size, -inf) for costs in self.costs]
 
-    def run(self, gap: float, max_rounds: int, time_limit_seconds: float) -> Messages:
-        start, num_rounds, checkpoint = perf_counter(), 0, -inf
-        while num_rounds < max_rounds:
-            is_rounding = num_rounds < 4 or num_rounds % 4 == 3
+    def run(
+        self,
+        gap: float,
+        *,
+        cost: float = inf,
+        max_rounds: int = 200,
+        time_limit_seconds: float = 30.0,
+    ) -> Messages:
+        """Sweeps on until the gap is closed, the bound stalls, or a limit is reached.
+
+        Args:
+            gap: relative distance of bound to cost at which to stop.
+            cost: the cost of a plan found elsewhere meanwhile.
+            max_rounds: most sweeps there and back.
+            time_limit_seconds: most time.
+        """
+        until, checkpoint = perf_counter() + time_limit_seconds, self.bound
+        has_stalled = False
+        for num_rounds in range(1, max_rounds + 1):
+            is_rounding = self.num_rounds < 4 or self.num_rounds % 4 == 3
             self._sweep_forward(is_rounding)
             self._sweep_backward()
-            num_rounds += 1
-            distance = self.best_cost - self.bound
-            if distance <= gap * abs(self.best_cost):
+            self.num_rounds += 1
+            least = min(self.best_cost, cost)
+            distance = least - self.bound
+            if distance <= gap * abs(least) or perf_counter() > until:
                 break
-            if perf_counter() - start > time_limit_seconds:
-                break
-            if num_rounds % 10 == 0:
-                if self.bound - checkpoint < STALLED * min(distance, abs(self.bound)):
+            if num_rounds % STALL_ROUNDS == 0:
+                gained, checkpoint = self.bound - checkpoint, self.bound
+                of_distance, of_gap = STALLED
+                enough = min(of_distance * distance, of_gap * gap * abs(least))
+                has_stalled = gained < max(enough, LEAST_GAIN * abs(self.bound))
+                if has_stalled:
                     break
-                checkpoint = self.bound
         return Messages(
-            self.bound, self.best, self.best_cost, tuple(self.marginals), num_rounds
+            *(self.bound, self.best, self.best_cost),
+            tuple(marginal.copy() for marginal in self.marginals),
+            self.num_rounds,
+            has_stalled,
         )
 
     def _sweep_forward(self, is_rounding: bool) -> None:

@@ -10,6 +10,8 @@ from math import inf
 import numpy as np
 
 QUANTUM = 1e-13
+MOST_ENTRIES_AT_ONCE = 1 << 18
+MOST_ENTRIES_IN_CACHE = 1 << 14
 
 
 def add(costs: np.ndarray, class_costs: np.ndarray, classes: np.ndarray) -> np.ndarray:
@@ -88,10 +90,13 @@ def replacement_costs(matrix: np.ndarray) -> np.ndarray:
     Columns that row a forbids do not count: there it could not have been used.
     """
     result = np.empty((len(matrix), len(matrix)))
-    for row, entries in enumerate(matrix):
-        usable = np.isfinite(entries)
-        difference = matrix[:, usable] - entries[usable]
-        result[row] = difference.max(axis=1, initial=-inf)
+    columns = np.ascontiguousarray(matrix.T)
+    difference = np.empty_like(columns)
+    most = np.maximum if np.isfinite(matrix).all() else np.fmax  # fmax passes over nan
+    with np.errstate(invalid="ignore"):
+        for row, entries in enumerate(matrix):
+            np.subtract(columns, entries[:, None], out=difference)
+            most.reduce(difference, axis=0, out=result[row], initial=-inf)
     return result
 
 
@@ -99,7 +104,7 @@ def undominated(
     costs: np.ndarray, held: np.ndarray | None, *edges: np.ndarray
 ) -> tuple[np.ndarray, float, np.ndarray]:
     """Choices of a node to keep, the most that dropping the rest can lose, and
-    [k, k] the most it can cost to use choice b in place of choice a.
+    [dropped, kept] the most it can cost to use a kept choice in place of a dropped one.
 
     A choice goes when another one costs no more whatever the neighbours choose
     (Goldstein's criterion for dead-end elimination, 1994) and holds no more bytes.
@@ -108,6 +113,57 @@ def undominated(
     replacement = costs[None, :] - costs[:, None]
     for classes, by_class in zip(edges[::2], edges[1::2], strict=True):
         replacement = replacement + by_class[classes][:, classes]
+    return _drop(costs, held, replacement)
+
+
+def undominated_of_many(
+    costs: np.ndarray, held: np.ndarray | None, *edges: np.ndarray
+) -> tuple[np.ndarray, float, np.ndarray]:
+    """The same for a node of many choices, `edges` being (classes, matrix) of each.
+
+    Most pairs of choices are told apart by the one column where the first is cheapest;
+    only what the rest can cost is worked out (inf stands for what was not).
+    """
+    least = costs[None, :] - costs[:, None]
+    pairs = list(zip(edges[::2], edges[1::2], strict=True))
+    for classes, matrix in pairs:
+        least += _cost_at_cheapest(matrix)[classes][:, classes]
+    if held is not None:
+        least[held[None, :] > held[:, None]] = inf
+    np.fill_diagonal(least, inf)
+    first, second = np.nonzero(least <= QUANTUM * np.max(costs))
+    total = costs[second] - costs[first]
+    for classes, matrix in pairs:
+        total += _most_between(matrix, classes[first], classes[second])
+    replacement = np.full((costs.size, costs.size), inf)
+    replacement[first, second] = total
+    return _drop(costs, held, replacement)
+
+
+def _cost_at_cheapest(matrix: np.ndarray) -> np.ndarray:
+    """[R, R] what row b costs more than row a in the column where a is cheapest."""
+    columns = matrix.argmin(axis=1)
+    least = matrix[np.arange(len(matrix)), columns]
+    return matrix[:, columns].T - np.where(least < inf, least, 0.0)[:, None]
+
+
+def _most_between(
+    matrix: np.ndarray, rows: np.ndarray, others: np.ndarray
+) -> np.ndarray:
+    """The most, over columns, that a row of `others` costs more than that of `rows`."""
+    result = np.empty(rows.size)
+    step = max(MOST_ENTRIES_AT_ONCE // matrix.shape[1], 1)
+    with np.errstate(invalid="ignore"):
+        for start in range(0, rows.size, step):
+            some = slice(start, start + step)
+            difference = matrix[others[some]] - matrix[rows[some]]
+            np.fmax.reduce(difference, axis=1, out=result[some], initial=-inf)
+    return result
+
+
+def _drop(
+    costs: np.ndarray, held: np.ndarray | None, replacement: np.ndarray
+) -> tuple[np.ndarray, float, np.ndarray]:
     excess = replacement.copy()
     if held is not None:
         excess[held[None, :] > held[:, None]] = inf
@@ -120,19 +176,15 @@ def undominated(
         if least <= tolerance:
             is_alive[choice] = False
             lost += max(least, 0.0)
-    return np.flatnonzero(is_alive), lost, replacement
+    return np.flatnonzero(is_alive), lost, replacement[~is_alive][:, is_alive]
 
 
 def fold_leaf(
     costs: np.ndarray, classes: np.ndarray, matrix: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """A node with one edge, minimised out.
-
-    Returns (costs [S] by class of the neighbour, best choice [S]).
-    """
+) -> np.ndarray:
+    """A node with one edge, minimised out: costs [S] by class of the neighbour."""
     _, choices = _cheapest(costs, classes)
-    total = matrix + costs[choices][:, None]
-    return total.min(axis=0), choices[total.argmin(axis=0)]
+    return (matrix + costs[choices][:, None]).min(axis=0)
 
 
 def fold_pair(
@@ -141,24 +193,21 @@ def fold_pair(
     matrix: np.ndarray,
     classes2: np.ndarray,
     matrix2: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """A node with two edges, minimised out into an edge between its neighbours.
-
-    Returns (matrix [S, S2] on the neighbours' classes, best choice [S, S2]).
-    """
+) -> np.ndarray:
+    """A node with two edges, minimised out: [S, S2] costs between its neighbours."""
     pairs, choices = _cheapest(costs, classes * len(matrix2) + classes2)
     rows, rows2 = np.divmod(pairs, len(matrix2))
     left = matrix[rows] + costs[choices][:, None]
     right = matrix2[rows2]
     best = np.full((matrix.shape[1], matrix2.shape[1]), inf)
-    table = np.zeros(best.shape, np.int32)
-    total = np.empty_like(best)
-    for choice, column, row in zip(choices, left, right, strict=True):
-        np.add(column[:, None], row, out=total)
-        is_better = total < best
-        np.copyto(best, total, where=is_better)
-        np.copyto(table, choice, where=is_better, casting="unsafe")
-    return best, table
+    step = max(MOST_ENTRIES_IN_CACHE // matrix2.shape[1], 1)
+    for start in range(0, len(best), step):
+        some = slice(start, start + step)
+        total = np.empty_like(best[some])
+        for column, row in zip(left[:, some], right, strict=True):
+            np.add(column[:, None], row, out=total)
+            np.minimum(best[some], total, out=best[some])
+    return best
 
 
 def _cheapest(costs: np.ndarray, classes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

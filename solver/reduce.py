@@ -19,9 +19,10 @@ import numpy as np
 from . import min_plus
 from .array_pool import ArrayPool
 from .choice_graph import ChoiceGraph, Edge, Infeasible, Node
-from .unfold import Drop, Fold, Step, unfold_choices, unfold_excess
+from .unfold import BestChoice, Drop, Fold, Step, unfold_choices, unfold_excess
 
 MOST_FOLD_WORK = 60_000_000
+FEW_CHOICES = 48
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,17 +139,17 @@ class _Reduction:
             self.costs[node] = self.pool.intern(self.costs[node] - least)
 
     def _drop_dominated(self, node: int) -> None:
-        if self.costs[node].size == 1:
+        size, call = self.costs[node].size, self.pool.call
+        if size == 1:
             return
-        call = self.pool.call
-        edges = [
-            (classes, call(min_plus.replacement_costs, matrix))
-            for classes, matrix in self.halves[node].values()
-        ]
+        kernel, edges = min_plus.undominated_of_many, list(self.halves[node].values())
+        if size <= FEW_CHOICES:
+            kernel = min_plus.undominated
+            edges = [(c, call(min_plus.replacement_costs, m)) for c, m in edges]
         edges.sort(key=lambda edge: (id(edge[0]), id(edge[1])))
         flat = [array for edge in edges for array in edge]
         kept, lost, replacement = call(
-            min_plus.undominated, self.costs[node], self.held[node], *flat
+            kernel, self.costs[node], self.held[node], *flat
         )
         if kept.size < self.costs[node].size:
             self.slack += lost
@@ -222,26 +223,26 @@ class _Reduction:
             for other, half in self.halves[node].items()
         )
         if not around:
-            table = np.asarray(costs.argmin())
-            self.constant += float(costs.min())
+            values = np.asarray(costs.min())
+            self.constant += float(values)
         elif len(around) == 1:
             ((other, classes, matrix, classes2),) = around
-            message, table = call(min_plus.fold_leaf, costs, classes, matrix)
+            values = call(min_plus.fold_leaf, costs, classes, matrix)
             self._remove_edge(node, other)
-            self.costs[other] = call(min_plus.add, self.costs[other], message, classes2)
+            self.costs[other] = call(min_plus.add, self.costs[other], values, classes2)
             self._push(other)
         else:
             (left, classes, matrix, left_classes) = around[0]
             (right, classes2, matrix2, right_classes) = around[1]
             if costs.size * matrix.shape[1] * matrix2.shape[1] > MOST_FOLD_WORK:
                 return
-            folded, table = call(
-                min_plus.fold_pair, costs, classes, matrix, classes2, matrix2
-            )
+            values = call(min_plus.fold_pair, costs, classes, matrix, classes2, matrix2)
             self._remove_edge(node, left)
             self._remove_edge(node, right)
-            self._put_edge(left, right, left_classes, right_classes, folded)
-        self.steps.append(Fold(node, costs, around, table))
+            self._put_edge(left, right, left_classes, right_classes, values)
+        sides = [array for _, here, matrix, _ in around for array in (here, matrix)]
+        best = call(BestChoice, costs, *sides)
+        self.steps.append(Fold(node, around, values, best))
         self.is_folded[node] = True
 
     def _result(self) -> Reduced:

@@ -21,8 +21,8 @@ MOST_ENTRIES = 2_000_000
 class Drop:
     """A node kept some of its choices.
 
-    `replacement` [k before, k before] is the most it can cost to use choice b in place
-    of choice a, None if the others were forbidden.
+    `replacement` [dropped, kept] is the most it can cost to use a kept choice in place
+    of a dropped one (inf where unknown), None if the dropped were forbidden.
     """
 
     node: int
@@ -36,12 +36,35 @@ class Drop:
     def undo_excess(self, excess: list[np.ndarray]) -> None:
         before = np.full(self.num_choices, inf)
         if self.replacement is not None:
-            replacement = self.replacement[:, self.kept]
-            is_known = np.isfinite(replacement)
-            after = excess[self.node] - np.where(is_known, replacement, 0.0)
-            before = np.max(after, axis=1, where=is_known, initial=0.0)
+            is_known = np.isfinite(self.replacement)
+            after = excess[self.node] - np.where(is_known, self.replacement, 0.0)
+            is_dropped = np.ones(self.num_choices, bool)
+            is_dropped[self.kept] = False
+            before[is_dropped] = np.max(after, axis=1, where=is_known, initial=0.0)
         before[self.kept] = excess[self.node]
         excess[self.node] = before
+
+
+class BestChoice:
+    """The best choice of a node, given the classes of its neighbours' choices.
+
+    `sides` are (classes, matrix [classes here, classes there]) of each edge, flattened.
+    Asked for few of all combinations, it works them out one by one.
+    """
+
+    def __init__(self, costs: np.ndarray, *sides: np.ndarray) -> None:
+        self.costs = costs
+        self.sides = tuple(zip(sides[::2], sides[1::2], strict=True))
+        self._known: dict[tuple[int, ...], int] = {}
+
+    def given(self, where: tuple[int, ...]) -> int:
+        """The best choice where neighbour i makes a choice of class `where[i]`."""
+        if where not in self._known:
+            total = self.costs
+            for (here, matrix), column in zip(self.sides, where, strict=True):
+                total = total + matrix[:, column][here]
+            self._known[where] = int(total.argmin())
+        return self._known[where]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,42 +72,40 @@ class Fold:
     """A node was minimised out.
 
     `neighbours` are (node, its classes, matrix [classes here, classes there], classes
-    there) of its at most two edges; `table` is the best choice by classes there.
+    there) of its at most two edges; `values` is the least cost by classes there.
     """
 
     node: int
-    costs: np.ndarray
     neighbours: tuple[tuple[int, np.ndarray, np.ndarray, np.ndarray], ...]
-    table: np.ndarray
+    values: np.ndarray
+    best: BestChoice
 
     def undo_choice(self, choices: list[int]) -> None:
-        where = tuple(there[choices[node]] for node, _, _, there in self.neighbours)
-        choices[self.node] = int(self.table[where])
+        where = tuple([int(there[choices[v]]) for v, _, _, there in self.neighbours])
+        choices[self.node] = self.best.given(where)
 
     def undo_excess(self, excess: list[np.ndarray]) -> None:
-        floor = np.zeros(self.table.shape)
-        best = self.costs[self.table]
-        for axis, (node, here, matrix, there) in enumerate(self.neighbours):
+        floor, costs = np.zeros(self.values.shape), self.best.costs
+        for axis, (node, _, matrix, there) in enumerate(self.neighbours):
             shape = [1] * floor.ndim
             shape[axis] = -1
             least = np.full(matrix.shape[1], inf)
             np.minimum.at(least, there, excess[node])
             floor = np.maximum(floor, least.reshape(shape))
-            columns = np.arange(matrix.shape[1]).reshape(shape)
-            best = best + matrix[here[self.table], columns]
-        is_possible = np.isfinite(best) & np.isfinite(floor)
-        beyond_best = np.where(is_possible, floor - np.where(is_possible, best, 0), inf)
+        is_possible = np.isfinite(self.values) & np.isfinite(floor)
+        beyond = floor - np.where(is_possible, self.values, 0)
+        beyond_best = np.where(is_possible, beyond, inf)
         step = max(MOST_ENTRIES // max(floor.size, 1), 1)
         excess[self.node] = np.concatenate(
             [
                 self._least_excess(slice(start, start + step), beyond_best)
-                for start in range(0, self.costs.size, step)
+                for start in range(0, costs.size, step)
             ]
         )
 
     def _least_excess(self, some: slice, beyond_best: np.ndarray) -> np.ndarray:
         shape = (-1,) + (1,) * beyond_best.ndim
-        total = self.costs[some].reshape(shape) + beyond_best
+        total = self.best.costs[some].reshape(shape) + beyond_best
         for axis, (_, here, matrix, _) in enumerate(self.neighbours):
             rows = matrix[here[some]]
             total = (

@@ -85,7 +85,7 @@ def _files(*folders: str) -> tuple[SourceFile, ...]:
 
 
 OURS = _files(*PACKAGES)
-EVERYTHING = (*OURS, *_files("tests", "benchmarks"))
+EVERYTHING = (*OURS, *_files("tests", "benchmarks", "examples"))
 
 
 def _is_within(module: str, *packages: str) -> bool:

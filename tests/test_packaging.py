@@ -17,7 +17,7 @@ FOLDERS = {
     "autopar.runtime": "runtime",
     "autopar.solver": "solver",
 }
-OPTIONAL = ("equinox", "flax", "haiku", "optax", "orbax", "plotly", "ray")
+OPTIONAL = ("equinox", "flax", "haiku", "keras", "optax", "orbax", "plotly", "ray")
 # Package registries, and paths as only a particular machine has them.
 OF_THIS_MACHINE = re.compile(
     r"pypi\.(org|python)|pythonhosted\.|registry\.npm|index-(url)|find-(links)"

@@ -1,9 +1,7 @@
 """A parallelized function is called as `jax.jit` of it is, and returns the same."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +10,14 @@ import numpy as np
 import pytest
 
 import autopar
-
-Tree = Any
+from tests.like_jit import (
+    Tree,
+    assert_like_jit,
+    assert_same,
+    make_batch,
+    make_params,
+    sgd_step,
+)
 
 
 class Moments(NamedTuple):
@@ -26,66 +30,6 @@ class Moments(NamedTuple):
 class Layer:
     kernel: jax.Array
     bias: jax.Array | None
-
-
-def sgd_step(params: Tree, batch: dict[str, jax.Array]) -> tuple[Tree, jax.Array]:
-    """One step of least squares; `params` is `{"w": [16, 8]}`."""
-
-    def loss(params: Tree) -> jax.Array:
-        return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
-
-    value, gradients = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
-
-
-def make_params() -> dict[str, jax.Array]:
-    return {"w": jnp.arange(128.0).reshape(16, 8) / 100}
-
-
-def make_batch(size: int = 32) -> dict[str, jax.Array]:
-    return {
-        "x": jnp.sin(jnp.arange(size * 16.0)).reshape(size, 16),
-        "y": jnp.ones((size, 8)),
-    }
-
-
-def assert_same(actual: Tree, expected: Tree) -> None:
-    """Equal trees, shapes, dtypes, weak types and, up to rounding, values."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    leaves = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    for ours, theirs in leaves:
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-        assert is_weak(ours) == is_weak(theirs)
-        if jax.dtypes.issubdtype(ours.dtype, jax.dtypes.prng_key):
-            ours, theirs = jax.random.key_data(ours), jax.random.key_data(theirs)
-        np.testing.assert_allclose(
-            np.asarray(ours, np.complex64), np.asarray(theirs, np.complex64), rtol=1e-5
-        )
-
-
-def is_weak(leaf: jax.Array) -> bool:
-    return getattr(leaf, "weak_type", False)
-
-
-def assert_like_jit(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    expected = jax.jit(fun)(*args, **kwargs)
-    assert_same(autopar.parallelize(fun, donate_argnums=())(*args, **kwargs), expected)
-
-
-@contextmanager
-def count_compilations() -> Iterator[list[str]]:
-    """The names of the functions that JAX traces or compiles meanwhile."""
-    seen: list[str] = []
-
-    def listen(event: str, duration: float, **details: Any) -> None:
-        if event.startswith("/jax/core/compile"):
-            seen.append(f"{event} {details.get('fun_name')}")
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 class TestTrees:
@@ -156,7 +100,7 @@ class TestLeaves:
 
     def test_a_counter_stays_the_number_it_came_in_as(self) -> None:
         step = autopar.parallelize(lambda state, x: ({"n": state["n"] + 1}, x * 2))
-        state = {"n": 0}
+        state: Any = {"n": 0}
         for _ in range(3):
             state, _ = step(state, jnp.ones(8))
         assert state["n"] == 3 and state["n"].weak_type
@@ -216,7 +160,9 @@ class TestFunctions:
             return x * 2
 
         assert double(jnp.ones(8)).sum() == 16
-        assert double.plan(jnp.ones(8)).sharding.mesh.axis_names == ("data", "model")
+        sharding = double(jnp.ones(8)).sharding
+        assert isinstance(sharding, jax.NamedSharding)
+        assert sharding.mesh.axis_names == ("data", "model")
 
     def test_a_function_that_is_jitted_already(self) -> None:
         step = autopar.parallelize(jax.jit(sgd_step))
@@ -321,103 +267,3 @@ class TestDonation:
         first, _ = step(ones, ones)
         second, _ = step(first, first)
         assert (first.shape, second[0, 0]) == ((8, 8), 65 + 64 * 65)
-
-
-class TestPlansAndCalls:
-    def test_one_plan_for_each_batch_shape(self) -> None:
-        step = autopar.parallelize(sgd_step, donate_argnums=())
-        for size in (32, 64, 32):
-            expected = jax.jit(sgd_step)(make_params(), make_batch(size))
-            assert_same(step(make_params(), make_batch(size)), expected)
-        plans = [step.plan(make_params(), make_batch(size)) for size in (32, 64, 32)]
-        assert plans[0] is plans[2]
-        assert plans[0] is not plans[1]
-
-    def test_later_calls_neither_trace_nor_compile(self) -> None:
-        step = autopar.parallelize(sgd_step)
-        params, _ = step(make_params(), make_batch())
-        fresh, batch = make_params(), make_batch()
-        host = jax.tree.map(np.asarray, batch)
-        with count_compilations() as compilations:
-            params, _ = step(params, batch)
-            params, _ = step(params, host)
-            params, _ = step(fresh, batch)
-        assert not compilations
-
-    def test_shapes_seen_before_are_not_compiled_again(self) -> None:
-        step = autopar.parallelize(sgd_step, donate_argnums=())
-        params, small, large = make_params(), make_batch(32), make_batch(64)
-        step(params, small)
-        step(params, large)
-        with count_compilations() as compilations:
-            step(params, small)
-            step(params, large)
-        assert not compilations
-
-    def test_lowering_and_calling_share_one_program(self) -> None:
-        step = autopar.parallelize(sgd_step)
-        params, batch = make_params(), make_batch()
-        step.lower(params, batch).compile()
-        with count_compilations() as compilations:
-            step(params, batch)
-        assert not compilations
-
-    def test_the_function_is_traced_once(self) -> None:
-        calls = []
-
-        def fun(x: jax.Array) -> jax.Array:
-            calls.append(x.shape)
-            return x + 1
-
-        step = autopar.parallelize(fun)
-        step.plan(jnp.ones(8))
-        step.lower(jnp.ones(8)).compile()
-        step(step(jnp.ones(8)))
-        assert calls == [(8,)]
-
-    def test_a_plan_needs_shapes_only(self) -> None:
-        step = autopar.parallelize(sgd_step)
-        shapes = jax.eval_shape(lambda: (make_params(), make_batch()))
-        assert step.plan(*shapes) is step.plan(make_params(), make_batch())
-
-    def test_a_plan_for_a_cluster_that_is_not_there(self) -> None:
-        step = autopar.parallelize(
-            sgd_step, cluster=autopar.Cluster.preset("8x8xH100"), mesh="data:8;model:8"
-        )
-        shapes = jax.eval_shape(lambda: (make_params(), make_batch(1024)))
-        plan = step.plan(*shapes)
-        assert plan.sharding.mesh.size == 64
-        assert plan.predicted.step_seconds > 0
-
-    def test_a_lowered_step_has_both_programs(self) -> None:
-        lowered = autopar.parallelize(sgd_step).lower(make_params(), make_batch())
-        compiled = lowered.compile()
-        assert "stablehlo" in lowered.as_text()
-        assert "HloModule" in compiled.as_text()
-        assert compiled.memory_analysis().argument_size_in_bytes > 0
-        compiled.audit().raise_if_wrong()
-
-    def test_a_compiled_step_runs(self) -> None:
-        expected = jax.jit(sgd_step)(make_params(), make_batch())
-        step = autopar.parallelize(sgd_step)
-        compiled = step.lower(make_params(), make_batch()).compile()
-        assert_same(compiled(make_params(), make_batch()), expected)
-
-    def test_a_saved_plan_runs_as_it_is(self, tmp_path: Path) -> None:
-        expected = jax.jit(sgd_step)(make_params(), make_batch())
-        plan = autopar.parallelize(sgd_step, mesh="a:2;b:4").plan(
-            make_params(), make_batch()
-        )
-        plan.save(tmp_path / "plan.json")
-        loaded = autopar.Plan.load(tmp_path / "plan.json")
-        step = autopar.parallelize(sgd_step, plan=loaded)
-        assert step.plan(make_params(), make_batch()) == plan
-        assert_same(step(make_params(), make_batch()), expected)
-
-    def test_the_state_stays_where_the_plan_puts_it(self) -> None:
-        step = autopar.parallelize(sgd_step, mesh="x:2;y:4")
-        params, _ = step(make_params(), make_batch())
-        sharding = params["w"].sharding
-        params, _ = step(params, make_batch())
-        assert params["w"].sharding == sharding
-        assert sharding.mesh.devices.size == 8

@@ -42,6 +42,10 @@ class BlockRunner(ABC):
     def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
         """The results of an operator that owns no block."""
 
+    def scope(self, op: Operator) -> str:
+        """The name that what an operator becomes is found under."""
+        return op.name
+
     def run_block(self, block: Block, inputs: Sequence[Any]) -> list[Any]:
         """What `block` returns for these inputs."""
         for tensor, value in zip(block.inputs, inputs, strict=True):
@@ -52,7 +56,7 @@ class BlockRunner(ABC):
     def run_operators(self, operators: Sequence[Operator]) -> None:
         for op in operators:
             operands = self.operands(op)
-            with jax.named_scope(op.name):
+            with jax.named_scope(self.scope(op)):
                 results = self.execute(op, operands)
             for tensor, result in zip(op.results, results, strict=True):
                 self.write(tensor, result)

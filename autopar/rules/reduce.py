@@ -20,10 +20,14 @@ _PENDING: dict[str, State] = {
     "reduce_min": MIN,
     "reduce_or": MAX,
     "reduce_and": MIN,
+    "psum": SUM,
+    "pmax": MAX,
+    "pmin": MIN,
 }
 
 
-@register(*_PENDING, "reduce_prod", "reduce_xor", "argmax", "argmin")
+@register("reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and")
+@register("reduce_prod", "reduce_xor", "argmax", "argmin")
 def reduction(op: Operator) -> list[Factor]:
     axes = op.params["axes"]
     factors = kept_dims(op, axes)
@@ -31,7 +35,18 @@ def reduction(op: Operator) -> list[Factor]:
         (kind,) = op.operand_types
         state = (_PENDING[op.kind],)
         factors += [Factor(f"k{dim}", (dim,), state, kind.shape[dim]) for dim in axes]
-    return factors + (pending_sums(op, (0,)) if op.kind == "reduce_sum" else [])
+    is_sum = op.kind in ("reduce_sum", "psum")
+    return factors + (pending_sums(op, (0,)) if is_sum else [])
+
+
+@register("psum", "pmax", "pmin")
+def mapped_reduction(op: Operator) -> list[Factor]:
+    """What `vmap` makes of a collective over its own axis: axes are dims, not names."""
+    axes = op.params["axes"]
+    has_names = not all(isinstance(axis, int) for axis in axes)
+    if has_names or len(op.operands) > 1 or op.params["axis_index_groups"]:
+        return []
+    return reduction(op)
 
 
 def _may_be_pending(op: Operator) -> bool:
@@ -39,7 +54,7 @@ def _may_be_pending(op: Operator) -> bool:
     match op.kind:
         case "reduce_or" | "reduce_and":  # bitwise on integers
             return dtype == np.bool_
-        case "reduce_max" | "reduce_min":
+        case "reduce_max" | "reduce_min" | "pmax" | "pmin":
             return not np.issubdtype(dtype, np.complexfloating)
     return op.kind in _PENDING
 

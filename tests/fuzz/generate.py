@@ -90,12 +90,16 @@ def _results(scope: Scope) -> tuple[str, ...]:
 
 def _with_gradient(program: Program, scope: Scope) -> Program:
     """Differentiated by all float arguments, if JAX can."""
-    kinds = {argument.name: scope.types[argument.name] for argument in program.arguments}
+    kinds = {
+        argument.name: scope.types[argument.name] for argument in program.arguments
+    }
     by = tuple(name for name, kind in kinds.items() if is_float(kind))
     is_loss = any(is_inexact(scope.types[name]) for name in program.results)
     if not (by and is_loss):
         return _without_unread(program)
-    gradient = Program(program.arguments, program.lines, program.results, by, program.x64)
+    gradient = Program(
+        program.arguments, program.lines, program.results, by, program.x64
+    )
     text = f"{gradient.source()}\nout = jax.tree.leaves(program({', '.join(kinds)}))[0]"
     if infer(text, list(kinds), list(kinds.values()), ["out"]) is None:
         return _without_unread(program)

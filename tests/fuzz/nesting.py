@@ -260,9 +260,7 @@ def custom_jvp(s: Scope) -> Written:
     result = s.coerced(inner, s.types[x], parameters[0])
     s.used = used
     name = s.define(inner, parameters, result, prefix="@jax.custom_jvp\n")
-    s.preamble.append(
-        f"{name}.defjvp(lambda p, t: ({name}(*p), t[0] * jnp.sin(p[0])))"
-    )
+    s.preamble.append(f"{name}.defjvp(lambda p, t: ({name}(*p), t[0] * jnp.sin(p[0])))")
     return f"{name}({x})"
 
 

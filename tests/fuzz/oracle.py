@@ -78,7 +78,9 @@ def reference_of(program: Program) -> Reference:
         return _refer(program.function(), program.values, program.x64)
 
 
-def check_function(function: Callable[..., Any], args: Sequence[Any], case: Case) -> None:
+def check_function(
+    function: Callable[..., Any], args: Sequence[Any], case: Case
+) -> None:
     """Holds a function under one plan against one device; raises as `check_case`."""
     x64 = bool(jax.config.values["jax_enable_x64"])
     check_case(_refer(function, lambda noise: args, x64), case)
@@ -161,7 +163,9 @@ def scale_of(whole: np.ndarray) -> float:
     return max(1.0, float(magnitudes.max(initial=0.0)))
 
 
-def difference(data: np.ndarray, whole: np.ndarray, scale: float | None = None) -> float:
+def difference(
+    data: np.ndarray, whole: np.ndarray, scale: float | None = None
+) -> float:
     """The largest difference relative to the scale; inf where NaN or inf differ."""
     if not jnp.issubdtype(whole.dtype, jnp.inexact):
         return 0.0 if np.array_equal(data, whole) else np.inf

@@ -62,7 +62,11 @@ def rearrange(s: Scope) -> Written:
     x = s.value(is_number, least=1)
     d = s.dim(x)
     texts = [f"jnp.flip({x}, {d})", f"jnp.roll({x}, {s.one_of(1, -2)}, {d})"]
-    texts += [f"jnp.repeat({x}, 2, {d})", f"jnp.squeeze({x})", f"jnp.moveaxis({x}, {d}, 0)"]
+    texts += [
+        f"jnp.repeat({x}, 2, {d})",
+        f"jnp.squeeze({x})",
+        f"jnp.moveaxis({x}, {d}, 0)",
+    ]
     if len(s.shape(x)) == 2:
         texts += [f"jnp.tile({x}, (2, 1))", f"jnp.tril({x})", f"{x}.T"]
     else:
@@ -159,7 +163,9 @@ def _indices(s: Scope, limit: int) -> str:
     except Unfit:
         return f"np.array([0, {limit}, 1, -1, {limit - 1}, 0, 2, 1])"
     text = s.one_of(f"({i} % {max(1, limit)})", i, i, f"({i} - 2)", f"(5 * {i})")
-    return s.one_of(text, text, f"{text}.astype(jnp.int8)", f"{text}.astype(jnp.uint32)")
+    return s.one_of(
+        text, text, f"{text}.astype(jnp.int8)", f"{text}.astype(jnp.uint32)"
+    )
 
 
 _MODES = ("", "", ", mode='clip'", ", mode='fill'", ", mode='wrap'")
@@ -191,7 +197,9 @@ def take_along_axis(s: Scope) -> Written:
     x = s.value(is_number, least=1, size=True)
     i = s.value(is_integer, rank=len(s.shape(x)))
     d = s.dim(x)
-    return f"jnp.take_along_axis({x}, {i} % {s.shape(x)[d]}, {d}{s.one_of(*_MODES[:4])})"
+    return (
+        f"jnp.take_along_axis({x}, {i} % {s.shape(x)[d]}, {d}{s.one_of(*_MODES[:4])})"
+    )
 
 
 @operation("indexing", 2)

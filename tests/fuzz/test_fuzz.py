@@ -22,7 +22,7 @@ from tests.fuzz.reduce import reduced, report_of
 
 IS_LONG = "AUTOPAR_FUZZ_EXAMPLES" in os.environ
 EXAMPLES = int(os.environ.get("AUTOPAR_FUZZ_EXAMPLES", "64"))
-REDUCE_SECONDS = 120.0
+REDUCE_SECONDS = 60.0
 
 pytestmark = [
     pytest.mark.fuzz,

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from autopar.mesh import MeshShape
 from tests.fuzz.oracle import check_function
@@ -34,3 +33,21 @@ def test_tensors_without_elements_are_resharded() -> None:
         return empty * 2, jnp.concatenate([jnp.sin(empty), x], 1), empty.sum(1)
 
     check(function, np.ones((4, 4), np.float32))
+
+
+def test_a_while_loop_is_not_given_what_it_does_not_read() -> None:
+    """JAX keeps an unread constant of its body, the lowered loop does not."""
+
+    def function(x: jax.Array, y: jax.Array) -> Any:
+        def step(carry: jax.Array, flag: jax.Array) -> Any:
+            state = (jnp.int32(0), (carry, flag))
+            _, (carry, _) = lax.while_loop(
+                lambda c: c[0] < jnp.max(y % 4).astype(jnp.int32),
+                lambda c: (c[0] + 1, (jnp.tanh(c[1][0]), c[1][1])),
+                state,
+            )
+            return carry, ()
+
+        return lax.scan(step, x, jnp.cumsum(jnp.sin(x)) > 0)[0]
+
+    check(function, np.ones(8, np.float32), np.arange(8, dtype=np.uint32))

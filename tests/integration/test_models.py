@@ -31,8 +31,8 @@ MODELS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "mlp": (mlp, {"num_layers": 3}),
     "gpt": (gpt, {"num_layers": 1}),
     "gpt-scan": (gpt, {"num_layers": 2, "scan_layers": True, "remat": True}),
-    "bert": (bert, {"num_layers": 1}),
     "lstm": (lstm, {"num_layers": 1}),
+    "bert": (bert, {"num_layers": 1}),
     "vit": (vit, {"num_layers": 1}),
     "resnet": (resnet, {}),
 }
@@ -146,11 +146,11 @@ def rounding_noise(
 
     @jax.jit
     def noisy_step(state: TrainState, batch: Batch, noise: Any) -> Any:
-        def update(gradients: Any, opt_state: Any, params: Any = None) -> Any:
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
             off = jax.tree.map(
-                lambda g, z: g + 1e-7 * abs(g).max() * z * (g != 0), gradients, noise
+                lambda g, z: g + 1e-7 * abs(g).max() * z * (g != 0), updates, noise
             )
-            return optimizer.update(off, opt_state, params)
+            return optimizer.update(off, state, params)
 
         noisy = optax.GradientTransformation(optimizer.init, update)
         return make_workload("noisy", model, noisy).step(state, batch)

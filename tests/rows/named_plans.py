@@ -101,7 +101,7 @@ def _restricted(
         sizes = problem.graph.tensors[access.tensor].type.shape
         wanted = _split_dims(sizes, problem.mesh, layout)
         for axis, dim in enumerate(wanted):
-            states = access.specs[:, axis]
+            states = access.choices.specs[:, axis]
             allowed &= states <= REPLICATED if dim is None else states == dim
     assert allowed.any(), f"no choice of {vertex.name} has the layout {layout}"
     return replace(vertex, seconds=np.where(allowed, seconds, np.inf))

@@ -18,7 +18,7 @@ from autopar.solver.fix import fix
 from autopar.solver.join import join_copies
 from autopar.solver.live_sets import keep_binding
 from autopar.solver.merge import choose_pairs, merge_nodes
-from autopar.solver.messages import pass_messages
+from autopar.solver.messages import Passing
 from autopar.solver.polish import polish
 from autopar.solver.reduce import Reduced, reduce
 from tests.solver.random_graphs import random_graph, with_budget
@@ -109,7 +109,7 @@ def test_messages_bound_every_choice(seed: int, density: float, rounds: int) -> 
     reduced = _reduce_or_none(graph)
     if reduced is None or optimum(reduced.graph) == inf:
         return
-    found = pass_messages(reduced.graph, gap=0.0, max_rounds=rounds)
+    found = Passing(reduced.graph).run(0.0, max_rounds=rounds)
     best = optimum(reduced.graph)
     assert found.bound <= best + 1e-9 <= found.cost + 2e-9
     truths = true_marginals(reduced.graph)

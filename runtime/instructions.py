@@ -1,0 +1,199 @@
+"""What one submesh does in a step: a list of instructions, as data and as text.
+
+The textual form is versioned and complete: `InstructionList.parse(str(x)) == x`.
+
+    run 1F2 program 3: "w" "x"@2 -> "y"@2  run a stage program of task 1F2
+    zero "grads.w" on 1                    make the first value of a gradient
+    send "y"@2 from 1 to 2                 hand over a value; waits for nobody
+    receive "x"@2 from 0 to 1              wait for the next value of a pair of stages
+    free "x"@2 on 1                        drop a value after its last use
+
+A gradient is accumulated by the program that makes it, so nothing accumulates here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .schedule import Task
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a slot holds for one microbatch, or for the step if that is None."""
+
+    slot: str
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        microbatch = "" if self.microbatch is None else f"@{self.microbatch}"
+        return json.dumps(self.slot) + microbatch
+
+    @staticmethod
+    def parse(text: str) -> Value:
+        """The value that prints as `text`."""
+        end = text.rindex('"') + 1
+        microbatch = int(text[end + 1 :]) if text[end:] else None
+        return Value(json.loads(text[:end]), microbatch)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run the program at position `program` of the `PipelineProgram` for a task.
+
+    What it reads and makes is held by the task's stage; a value in both is replaced.
+    """
+
+    task: Task
+    program: int
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def name(self) -> str:
+        """Which run it is, without what it reads and makes."""
+        return f"run {self.task} program {self.program}"
+
+    def __str__(self) -> str:
+        inputs, outputs = map(str, self.inputs), map(str, self.outputs)
+        return " ".join([f"{self.name}:", *inputs, "->", *outputs])
+
+
+@dataclass(frozen=True)
+class Zero:
+    """Make the first value of a gradient."""
+
+    value: Value
+    stage: int
+
+    def __str__(self) -> str:
+        return f"zero {self.value} on {self.stage}"
+
+
+@dataclass(frozen=True)
+class Send:
+    """Hand a value of stage `source` to stage `target`; does not wait."""
+
+    value: Value
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"send {self.value} from {self.source} to {self.target}"
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Wait for the next value that stage `source` sent to stage `target`."""
+
+    value: Value
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        return f"receive {self.value} from {self.source} to {self.target}"
+
+
+@dataclass(frozen=True)
+class Free:
+    """Drop a value that a stage holds."""
+
+    value: Value
+    stage: int
+
+    def __str__(self) -> str:
+        return f"free {self.value} on {self.stage}"
+
+
+Instruction = Run | Zero | Send | Receive | Free
+Held = tuple[int, Value]  # a value as one stage holds it
+
+
+def made_and_used(instruction: Instruction) -> tuple[list[Held], list[Held]]:
+    """What a submesh holds after an instruction, and what it must hold before."""
+    match instruction:
+        case Run(task, _, inputs, outputs):
+            made = [(task.stage, value) for value in outputs]
+            return made, [(task.stage, value) for value in inputs]
+        case Zero(value, stage):
+            return [(stage, value)], []
+        case Receive(value, _, target):
+            return [(target, value)], []
+        case Send(value, source, _):
+            return [], [(source, value)]
+        case Free():
+            return [], []
+
+
+_VALUE = r'("(?:[^"\\]|\\.)*"(?:@\d+)?)'
+_MOVE = rf"{_VALUE} from (\d+) to (\d+)"
+
+
+def _parse_values(text: str) -> tuple[Value, ...]:
+    return tuple(Value.parse(found) for found in re.findall(_VALUE, text))
+
+
+def _parse_run(task: str, program: str, inputs: str, outputs: str) -> Run:
+    values = _parse_values(inputs), _parse_values(outputs)
+    return Run(Task.parse(task), int(program), *values)
+
+
+_FORMS: tuple[tuple[str, Callable[..., Instruction]], ...] = (
+    (
+        rf"run (\w+) program (\d+):((?: {_VALUE[1:-1]})*) ->((?: {_VALUE[1:-1]})*)",
+        _parse_run,
+    ),
+    (rf"zero {_VALUE} on (\d+)", lambda v, s: Zero(Value.parse(v), int(s))),
+    (rf"send {_MOVE}", lambda v, s, t: Send(Value.parse(v), int(s), int(t))),
+    (rf"receive {_MOVE}", lambda v, s, t: Receive(Value.parse(v), int(s), int(t))),
+    (rf"free {_VALUE} on (\d+)", lambda v, s: Free(Value.parse(v), int(s))),
+)
+
+
+def parse_instruction(text: str) -> Instruction:
+    """The instruction that prints as `text`.
+
+    Raises:
+      ValueError: it is none.
+    """
+    for pattern, make in _FORMS:
+        match = re.fullmatch(pattern, text)
+        if match:
+            return make(*match.groups())
+    raise ValueError(
+        f"an instruction is a run, zero, send, receive or free, but got {text!r}; "
+        f"runtime/instructions.py shows the form of each."
+    )
+
+
+@dataclass(frozen=True)
+class InstructionList:
+    """All that one submesh does in a step, in order."""
+
+    submesh: int
+    instructions: tuple[Instruction, ...]
+
+    def __str__(self) -> str:
+        head = f"autopar instructions {VERSION}, submesh {self.submesh}"
+        return "\n".join([head, *map(str, self.instructions)])
+
+    @staticmethod
+    def parse(text: str) -> InstructionList:
+        """The list that prints as `text`.
+
+        Raises:
+          ValueError: another version, or a line that is no instruction.
+        """
+        head, *lines = text.splitlines()
+        match = re.fullmatch(r"autopar instructions (\d+), submesh (\d+)", head)
+        if match is None or int(match[1]) != VERSION:
+            raise ValueError(
+                f"this autopar reads instructions of version {VERSION}, but the text "
+                f"starts with {head!r}; emit it again with this version."
+            )
+        return InstructionList(int(match[2]), tuple(map(parse_instruction, lines)))

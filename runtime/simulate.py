@@ -1,0 +1,253 @@
+"""Run instruction lists without devices: deadlocks, memory, and a timeline."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..programs import PipelineProgram, Slot, StageProgram, TaskKind
+from .emit import emit
+from .instructions import (
+    Free,
+    Held,
+    Instruction,
+    InstructionList,
+    Receive,
+    Run,
+    Send,
+    Value,
+    made_and_used,
+)
+from .schedule import Schedule, Task, format_grid
+from .timeline import Event, Timeline
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What running the lists would take; tuples are by submesh.
+
+    `peak_microbatches` counts (stage, microbatch) pairs between forward and backward;
+    `peak_bytes` the values that instructions hold, received ones from when they are
+    taken; `sent_bytes` is by (source, target) stages.
+    """
+
+    timeline: Timeline
+    peak_microbatches: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+    sent_bytes: dict[tuple[int, int], int]
+
+
+def simulate(
+    lists: Sequence[InstructionList],
+    task_seconds: Callable[[Task], float] = lambda _: 0.0,
+    transfer_seconds: Callable[[Send], float] = lambda _: 0.0,
+    slot_bytes: Callable[[str, int], int] = lambda slot, stage: 0,
+) -> Simulation:
+    """Run the lists of all submeshes to their end.
+
+    Arguments:
+      task_seconds: of the first program of a task; further ones of it are free.
+      transfer_seconds: of a send; sends of one pair of stages follow each other, and
+        occupy neither stage.
+      slot_bytes: bytes of a slot's value on a stage.
+
+    Raises:
+      ValueError: a deadlock: the message shows the schedule, marked where each submesh
+        waits; or a receive that takes another value than was sent.
+    """
+    channels: dict[tuple[int, int], deque[tuple[Value, float]]] = defaultdict(deque)
+    link_free_at: dict[tuple[int, int], float] = defaultdict(float)
+    sent_bytes: dict[tuple[int, int], int] = defaultdict(int)
+    lanes = [_start(list_, slot_bytes) for list_ in lists]
+    moved = True
+    while moved:
+        moved = False
+        for lane in lanes:
+            while not lane.is_done:
+                instruction = lane.instruction
+                if isinstance(instruction, Receive):
+                    channel = channels[instruction.source, instruction.target]
+                    if not channel:
+                        break
+                    value, arrival = channel.popleft()
+                    if value != instruction.value:
+                        raise _mismatch(instruction, value)
+                    lane.clock = max(lane.clock, arrival)
+                elif isinstance(instruction, Send):
+                    pair = (instruction.source, instruction.target)
+                    start = max(lane.clock, link_free_at[pair])
+                    link_free_at[pair] = start + transfer_seconds(instruction)
+                    channels[pair].append((instruction.value, link_free_at[pair]))
+                    sent_bytes[pair] += slot_bytes(
+                        instruction.value.slot, instruction.target
+                    )
+                elif isinstance(instruction, Run):
+                    lane.run(instruction.task, task_seconds)
+                lane.hold(instruction, slot_bytes)
+                lane.position += 1
+                moved = True
+    if not all(lane.is_done for lane in lanes):
+        raise _deadlock(lanes)
+    events = sorted((e for lane in lanes for e in lane.events), key=lambda e: e.start)
+    return Simulation(
+        Timeline(len(lanes), tuple(events)),
+        tuple(lane.peak_microbatches for lane in lanes),
+        tuple(lane.peak_bytes for lane in lanes),
+        dict(sent_bytes),
+    )
+
+
+@dataclass
+class _Lane:
+    """How far one submesh has come."""
+
+    list_: InstructionList
+    position: int = 0
+    clock: float = 0.0
+    events: list[Event] = field(default_factory=list)
+    bytes_by_value: dict[Held, int] = field(default_factory=dict)
+    in_flight: set[tuple[int, int | None]] = field(default_factory=set)
+    held_bytes: int = 0
+    peak_bytes: int = 0
+    peak_microbatches: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.position == len(self.list_.instructions)
+
+    @property
+    def instruction(self) -> Instruction:
+        return self.list_.instructions[self.position]
+
+    def run(self, task: Task, task_seconds: Callable[[Task], float]) -> None:
+        if self.events and self.events[-1].task == task:
+            return
+        start = self.clock
+        self.clock += task_seconds(task)
+        self.events.append(Event(self.list_.submesh, task, start, self.clock))
+        key = (task.stage, task.microbatch)
+        if task.kind == "forward":
+            self.in_flight.add(key)
+        self.peak_microbatches = max(self.peak_microbatches, len(self.in_flight))
+        if task.kind == "backward":
+            self.in_flight.discard(key)
+
+    def hold(
+        self, instruction: Instruction, slot_bytes: Callable[[str, int], int]
+    ) -> None:
+        made, _ = made_and_used(instruction)
+        for stage, value in made:
+            self._change(stage, value, slot_bytes(value.slot, stage))
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        if isinstance(instruction, Free):
+            self._change(instruction.stage, instruction.value, 0)
+
+    def _change(self, stage: int, value: Value, num_bytes: int) -> None:
+        self.held_bytes += num_bytes - self.bytes_by_value.pop((stage, value), 0)
+        if num_bytes:
+            self.bytes_by_value[stage, value] = num_bytes
+
+
+def _start(list_: InstructionList, slot_bytes: Callable[[str, int], int]) -> _Lane:
+    """A lane that holds what its list uses and does not make: state and batch."""
+    lane = _Lane(list_)
+    made_here: set[Held] = set()
+    for instruction in list_.instructions:
+        made, used = made_and_used(instruction)
+        for stage, value in used:
+            if (stage, value) not in made_here:
+                made_here.add((stage, value))
+                lane._change(stage, value, slot_bytes(value.slot, stage))
+        made_here |= set(made)
+    lane.peak_bytes = lane.held_bytes
+    return lane
+
+
+def _mismatch(receive: Receive, sent: Value) -> ValueError:
+    return ValueError(
+        f"a pair's values are received in the order sent, but {receive} comes where "
+        f"{sent} was sent; emit the lists together."
+    )
+
+
+def _deadlock(lanes: Sequence[_Lane]) -> ValueError:
+    """Where each submesh stands, in the grid of what it runs."""
+    rows, marked, waits = [], [], []
+    for lane in lanes:
+        instructions = lane.list_.instructions
+        rows.append(tuple(dict.fromkeys(_tasks(instructions))))
+        if not lane.is_done:
+            task = next(_tasks(instructions[lane.position :]), None)
+            marked += [task] if task else []
+            waits.append(f"submesh {lane.list_.submesh} at: {lane.instruction}")
+    return ValueError(
+        "a schedule lets every submesh go on until its end, but these wait for each "
+        "other:\n"
+        + "\n".join(waits)
+        + f"\n{format_grid(rows, marked)}\n"
+        + "Move the marked tasks behind what they wait for."
+    )
+
+
+def _tasks(instructions: Sequence[Instruction]) -> Iterator[Task]:
+    return (i.task for i in instructions if isinstance(i, Run))
+
+
+def simulate_schedule(
+    schedule: Schedule,
+    task_seconds: Callable[[Task], float],
+    transfer_seconds: Callable[[Send], float] = lambda _: 0.0,
+) -> Simulation:
+    """A schedule of stages in a plain chain: forward up, backward down, then apply."""
+    return simulate(
+        emit(chain(schedule.num_stages, schedule.num_microbatches), schedule),
+        task_seconds,
+        transfer_seconds,
+    )
+
+
+def chain(num_stages: int, num_microbatches: int) -> PipelineProgram:
+    """The dataflow of stages in a chain, without code: to simulate, not to run.
+
+    Stage i makes `output i` of `output i-1` (of `batch`) and keeps `residual i`;
+    backward makes `cotangent i` for stage i-1 and adds to `gradient i`.
+    """
+    slots: list[Slot] = [Slot("batch", "batch", 0)]
+    programs: list[StageProgram] = []
+    for i in range(num_stages):
+        is_last = i == num_stages - 1
+        slots += [
+            Slot(f"state {i}", "state", i),
+            Slot(f"output {i}", "activation", i),
+            Slot(f"residual {i}", "activation", i),
+            Slot(f"cotangent {i}", "activation", i),
+            Slot(f"gradient {i}", "gradient", i),
+        ]
+        below = f"output {i - 1}" if i else "batch"
+        above = f"output {i}" if is_last else f"cotangent {i + 1}"
+        state, gradient = f"state {i}", f"gradient {i}"
+        down = (f"cotangent {i}",) if i else ()
+        programs += [
+            _body(i, "forward", (state, below), (f"output {i}", f"residual {i}")),
+            _body(i, "backward", (f"residual {i}", above, gradient), (*down, gradient)),
+            _body(i, "apply", (state, gradient), (state,)),
+        ]
+    return PipelineProgram(
+        num_stages,
+        num_microbatches,
+        {slot.name: slot for slot in slots},
+        tuple(programs),
+        shardings={},
+        zeros={},
+    )
+
+
+def _body(
+    stage: int, kind: TaskKind, inputs: tuple[str, ...], outputs: tuple[str, ...]
+) -> StageProgram:
+    return StageProgram(stage, kind, inputs, outputs, run=_refuse_to_run)
+
+
+def _refuse_to_run(_: Sequence[object]) -> list[object]:
+    raise AssertionError("a chain has no code: it is simulated, never run")

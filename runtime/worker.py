@@ -1,0 +1,240 @@
+"""Run a pipeline program on the devices of this process, one thread a submesh.
+
+The threads live as long as the executable. In a step each goes through its instruction
+list; a pair of stages that send to each other shares a queue. A run is launched and not
+waited for, but at most `runs_in_flight` of a submesh are unfinished at any time: a
+device that computes has its next program waiting, and virtual CPU devices, which
+deadlock when many programs are launched at once, get few.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from ..programs import PipelineProgram
+from .emit import emit
+from .instructions import Held, InstructionList, Run, Value, made_and_used
+from .lane import Lane, Step
+from .schedule import Schedule
+from .simulate import simulate
+from .timeline import Timeline
+from .transfers import Transfer
+
+
+class PipelineExecutable:
+    """A pipeline program and its steps; call it, and close it or let it be collected.
+
+    Arguments:
+      program: the stages, with their arrays' shardings.
+      schedule: in which order each submesh runs its tasks.
+      runs_in_flight: how many launched runs of a submesh may be unfinished.
+
+    Raises:
+      ValueError: the schedule does not fit the program, or deadlocks.
+    """
+
+    def __init__(
+        self, program: PipelineProgram, schedule: Schedule, runs_in_flight: int = 2
+    ) -> None:
+        if runs_in_flight < 1:
+            raise ValueError(
+                f"runs_in_flight must be 1 or more, but got {runs_in_flight}; use 2 to "
+                f"launch one run while another is computed."
+            )
+        self.program = program
+        self.instructions = emit(program, schedule)
+        self._inputs = _step_inputs(self.instructions)
+        self._state = tuple(
+            (name, (slot.stage, Value(name)))
+            for name, slot in program.slots.items()
+            if slot.kind == "state"
+        )
+        self._runs_in_flight = runs_in_flight
+        self._unfinished: tuple[deque[tuple[Run, Any]], ...] = tuple(
+            deque() for _ in self.instructions
+        )
+        self._transfers: dict[tuple[str, int], Transfer] = {}
+        self._one_step = threading.Lock()
+        self._threads = tuple(
+            ThreadPoolExecutor(1, f"autopar-submesh-{list_.submesh}")
+            for list_ in self.instructions
+        )
+        simulate(self.instructions)
+
+    def __call__(
+        self,
+        state: Mapping[str, Any],
+        batch: Mapping[str, Sequence[Any]],
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """One step: the new state and the results, by slot name.
+
+        `batch` holds each batch slot's value for every microbatch. Arrays that lie
+        elsewhere are moved first. State that a program donates is gone afterwards. A
+        result that is made once a microbatch comes as a list.
+
+        Raises:
+          ValueError: a slot's value is missing, unknown or was donated before.
+          Exception: whatever a stage raised, with a note naming stage, task and
+            instruction. The other stages have stopped then, and the executable can be
+            called again.
+        """
+        new_state, results, _ = self._step(state, batch, is_recorded=False)
+        return new_state, results
+
+    def record(
+        self, state: Mapping[str, Any], batch: Mapping[str, Sequence[Any]]
+    ) -> tuple[dict[str, Any], dict[str, Any], Timeline]:
+        """A step that waits for every run, and when each task ran."""
+        return self._step(state, batch, is_recorded=True)
+
+    def close(self) -> None:
+        """End the threads; the executable cannot be called afterwards."""
+        for thread in self._threads:
+            thread.shutdown()
+
+    def __enter__(self) -> PipelineExecutable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _step(
+        self,
+        state: Mapping[str, Any],
+        batch: Mapping[str, Sequence[Any]],
+        is_recorded: bool,
+    ) -> tuple[dict[str, Any], dict[str, Any], Timeline]:
+        _check_given(self.program, state, batch)
+        placed = self._place(state, batch)
+        with self._one_step:
+            step = Step(self.program, self._transfers, is_recorded)
+            lanes = [
+                Lane(step, list_, self._runs_in_flight, unfinished, held)
+                for list_, unfinished, held in zip(
+                    self.instructions, self._unfinished, placed, strict=True
+                )
+            ]
+            self._run(step, lanes)
+        held = {key: array for lane in lanes for key, array in lane.held.items()}
+        events = sorted((e for i in lanes for e in i.events), key=lambda e: e.start)
+        timeline = Timeline(len(lanes), tuple(events))
+        new_state = {slot: held.get(key, state[slot]) for slot, key in self._state}
+        return new_state, self._results(held), timeline
+
+    def _results(self, held: Mapping[Held, Any]) -> dict[str, Any]:
+        results: dict[str, Any] = {}
+        for name, slot in self.program.slots.items():
+            if slot.kind != "result":
+                continue
+            once = (slot.stage, Value(name))
+            results[name] = (
+                held[once]
+                if once in held
+                else [
+                    held[slot.stage, Value(name, i)]
+                    for i in range(self.program.num_microbatches)
+                ]
+            )
+        return results
+
+    def _run(self, step: Step, lanes: Sequence[Lane]) -> None:
+        """All lanes to their end, or to the first error, which is raised."""
+        futures = [
+            thread.submit(lane.run)
+            for thread, lane in zip(self._threads, lanes, strict=True)
+        ]
+        try:
+            wait(futures)
+        except BaseException:  # an interrupt of the caller: stop the stages, then go
+            step.stop()
+            wait(futures)
+            raise
+        for future in futures:
+            future.result()
+        if step.error is not None:
+            for unfinished in self._unfinished:
+                unfinished.clear()
+            raise step.error
+
+    def _place(
+        self, state: Mapping[str, Any], batch: Mapping[str, Sequence[Any]]
+    ) -> list[dict[Held, Any]]:
+        """What each submesh holds when the step begins, moved there if need be."""
+        seen: set[int] = set()
+        placed: list[dict[Held, Any]] = [{} for _ in self._inputs]
+        moving: list[tuple[int, Held]] = []
+        for submesh, keys in enumerate(self._inputs):
+            for stage, value in keys:
+                slot, number = value.slot, value.microbatch
+                array = state[slot] if number is None else batch[slot][number]
+                if number is None and id(array) in seen:
+                    array = jax.numpy.copy(array)  # one buffer may be donated once
+                seen.add(id(array))
+                placed[submesh][stage, value] = array
+                sharding = self.program.shardings[slot, stage]
+                if not _lies_in(array, sharding):
+                    moving.append((submesh, (stage, value)))
+        moved = jax.device_put(
+            [placed[submesh][key] for submesh, key in moving],
+            [self.program.shardings[key[1].slot, key[0]] for _, key in moving],
+        )
+        for (submesh, key), array in zip(moving, moved, strict=True):
+            placed[submesh][key] = array
+        return placed
+
+
+def _step_inputs(lists: Sequence[InstructionList]) -> tuple[tuple[Held, ...], ...]:
+    """State and batch values that each submesh uses and nothing in the step makes."""
+    inputs = []
+    for list_ in lists:
+        made: set[Held] = set()
+        first: dict[Held, None] = {}
+        for instruction in list_.instructions:
+            now_made, used = made_and_used(instruction)
+            first.update((key, None) for key in used if key not in made)
+            made.update(now_made)
+        inputs.append(tuple(first))
+    return tuple(inputs)
+
+
+def _lies_in(array: Any, sharding: NamedSharding) -> bool:
+    return (
+        isinstance(array, jax.Array)
+        and array.committed
+        and array.sharding.is_equivalent_to(sharding, array.ndim)
+    )
+
+
+def _check_given(
+    program: PipelineProgram,
+    state: Mapping[str, Any],
+    batch: Mapping[str, Sequence[Any]],
+) -> None:
+    for kind, given in (("state", state), ("batch", batch)):
+        wanted = {name for name, slot in program.slots.items() if slot.kind == kind}
+        if given.keys() != wanted:
+            raise ValueError(
+                f"a step takes the {kind} slots of its program, but lacks "
+                f"{sorted(wanted - given.keys())} and got "
+                f"{sorted(given.keys() - wanted)} besides; pass these and no others."
+            )
+    for name, values in batch.items():
+        if len(values) != program.num_microbatches:
+            raise ValueError(
+                f"a batch slot has a value for each of the {program.num_microbatches} "
+                f"microbatches, but {name!r} has {len(values)}; cut it into as many."
+            )
+    leaves = [*state.items(), *((name, x) for name in batch for x in batch[name])]
+    for name, array in leaves:
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise ValueError(
+                f"each array may be donated once, but {name!r} was given to a step "
+                f"before and its memory holds the next state; pass what that returned."
+            )

@@ -1,0 +1,61 @@
+"""Finding a plan: the best one among the choices that messages hold likely.
+
+Messages converge to the optimum's cost long before any plan rounded from them does. By
+then few choices have a marginal near the bound, and among those the ILP is exact and
+takes milliseconds.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .array_pool import ArrayPool
+from .choice_graph import ChoiceGraph
+from .fix import fix
+from .ilp import is_small_enough, solve_ilp
+from .reduce import reduce
+
+MOST_LIKELY_CHOICES = 1000  # beyond one per node
+
+
+def improve_among_likely(
+    graph: ChoiceGraph,
+    choices: Sequence[int],
+    marginals: Sequence[np.ndarray],
+    pool: ArrayPool,
+    *,
+    gap: float,
+    time_limit_seconds: float,
+) -> tuple[int, ...]:
+    """A plan that costs no more than `choices`. The budget is not looked at.
+
+    Args:
+        graph: the graph.
+        choices: an allowed plan.
+        marginals: per node [k], a lower bound on the cost of the plans that make each
+            choice; those of the least are likely.
+        pool: shared arrays of reductions.
+        gap: relative distance from the best of these plans at which to stop.
+        time_limit_seconds: most time of the ILP.
+    """
+    ranks = [np.where(m == m.min(), -np.inf, m) for m in marginals]
+    for rank, choice in zip(ranks, choices, strict=True):
+        rank[choice] = -np.inf
+    flat = np.sort(np.concatenate(ranks))
+    num_sure = int(np.searchsorted(flat, -np.inf, side="right"))
+    last = min(num_sure + MOST_LIKELY_CHOICES, flat.size) - 1
+    reduced = reduce(fix(graph, ranks, flat[last]).graph, pool)
+    if not reduced.graph.nodes:
+        return reduced.expand(())
+    if not is_small_enough(reduced.graph):
+        return tuple(choices)
+    found = solve_ilp(
+        reduced.graph,
+        gap=gap,
+        time_limit_seconds=time_limit_seconds,
+        cost=graph.cost(choices),
+    )
+    if found.choices is None:
+        return tuple(choices)
+    better = reduced.expand(found.choices)
+    return better if graph.cost(better) < graph.cost(choices) else tuple(choices)
