@@ -16,15 +16,19 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from .calls import Call, open_call, plain_function
 from .cluster import Cluster
 from .constant_leaves import ResultTree, takes_only_arrays
+from .jax_compat import is_jit_disabled
 from .lowered_step import Lowered
 from .mesh import MeshLike, MeshShape
-from .methods import Method
+from .methods import Method, PipelineParallel
 from .options import Options, check_options, resolve_options
 from .parallel_plan import Plan
-from .planning import Planned, leaves_of, plan_function
+from .pipeline import PipelinedStep, build_pipeline
+from .planning import Planned, leaves_of, many_signatures, plan_function
 from .programs import SignatureChanged, SpmdProgram, build_program
 from .resharding import Resharder
 from .runtime.local import LocalExecutable
+from .runtime.schedule import gpipe, one_f_one_b
+from .runtime.worker import PipelineExecutable
 from .static_arguments import StaticArguments
 from .tracing import (
     argument_paths,
@@ -35,6 +39,8 @@ from .tracing import (
 )
 
 _log = logging.getLogger("autopar")
+_MANY_SIGNATURES = 8  # from then on a user should know that each is compiled
+Executable = LocalExecutable | PipelinedStep
 
 
 class ParallelFunction:
@@ -53,11 +59,12 @@ class ParallelFunction:
         self._planned: dict[Any, Planned] = {}
         self._programs: dict[Planned, SpmdProgram] = {}
         self._executables: dict[Planned, LocalExecutable] = {}
-        self._latest: dict[Any, tuple[LocalExecutable, ResultTree]] = {}
+        self._pipelines: dict[Any, PipelinedStep] = {}
+        self._latest: dict[Any, tuple[Executable, ResultTree]] = {}
         self._lock = threading.RLock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_tracing() or jax.config.jax_disable_jit:
+        if is_tracing() or is_jit_disabled():
             return self._fun(*args, **kwargs)
         with self._open(args, kwargs) as call:
             latest = self._latest.get(call.key)
@@ -92,9 +99,11 @@ class ParallelFunction:
     ) -> AbstractContextManager[Call]:
         return open_call(self._static, args, kwargs, self._only_arrays)
 
-    def _executable(self, call: Call) -> tuple[LocalExecutable, ResultTree]:
+    def _executable(self, call: Call) -> tuple[Executable, ResultTree]:
         """What runs this call and calls of its types, and the tree of its results."""
         with self._lock:
+            if isinstance(self._options.method, PipelineParallel):
+                return self._pipelined(call, self._options.method)
             planned = self._plan(call)
             if planned not in self._executables:
                 program = self._program(planned)
@@ -104,8 +113,32 @@ class ParallelFunction:
             self._latest[call.key] = executable, result_tree
             return executable, result_tree
 
+    def _pipelined(
+        self, call: Call, method: PipelineParallel
+    ) -> tuple[PipelinedStep, ResultTree]:
+        key = call.key, tuple(map(_abstract, call.leaves))
+        if key not in self._pipelines:
+            fun = plain_function(self._fun, call.statics)
+            args, kwargs = call.arguments()
+            pipeline = build_pipeline(fun, args, kwargs, method, self._options)
+            make_schedule = {"1f1b": one_f_one_b, "gpipe": gpipe}[method.schedule]
+            program = pipeline.program
+            schedule = make_schedule(program.num_stages, program.num_microbatches)
+            execute = PipelineExecutable(program, schedule)
+            self._pipelines[key] = PipelinedStep(pipeline, execute)
+        step = self._pipelines[key]
+        result_tree = ResultTree.of(step.pipeline.traced.out_tree)
+        self._latest[call.key] = step, result_tree
+        return step, result_tree
+
     def _plan(self, call: Call) -> Planned:
         """The plan for the types of a call's arguments, made once."""
+        if isinstance(self._options.method, PipelineParallel):
+            raise NotImplementedError(
+                "A pipeline has a plan for each stage program, and `plan` and `lower` "
+                "do not show them yet (docs/roadmap.md); call the step, or use "
+                "autopar.ShardParallel()."
+            )
         fun = plain_function(self._fun, call.statics)
         args, kwargs = call.arguments()
         names = parameter_names(fun, len(args))
@@ -119,6 +152,9 @@ class ParallelFunction:
                     for note in planned.roles.notes:
                         _log.warning(note)
                 self._planned[key] = planned
+                if len(self._planned) == _MANY_SIGNATURES + 1:
+                    first = next(iter(self._planned.values()))
+                    _log.warning(many_signatures(first, planned, _MANY_SIGNATURES))
             return self._planned[key]
 
     def _device_mesh(self, shape: MeshShape) -> Mesh:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 from jax.core import Tracer as Tracer
@@ -49,7 +50,9 @@ def _without_unread_constants(jaxpr: Any) -> Any:
         params = {name: _inside(value) for name, value in eqn.params.items()}
         if any(params[name] is not value for name, value in eqn.params.items()):
             eqn = eqn.replace(params=params)
-        eqns.append(_while_without_unread(eqn) if eqn.primitive.name == "while" else eqn)
+        eqns.append(
+            _while_without_unread(eqn) if eqn.primitive.name == "while" else eqn
+        )
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr
     return jaxpr.replace(eqns=eqns)
@@ -103,6 +106,11 @@ def bind(primitive: Any, operands: Sequence[Any], params: Mapping[str, Any]) -> 
     params = {k: None if k in _MESH_PARAMS else v for k, v in params.items()}
     results = primitive.bind(*operands, **primitive.get_bind_params(params))
     return list(results) if primitive.multiple_results else [results]
+
+
+def is_jit_disabled() -> bool:
+    """Whether the caller asked for plain Python, by `jax.disable_jit` for one."""
+    return jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def literal_value(literal: Any) -> np.ndarray:

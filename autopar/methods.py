@@ -23,7 +23,14 @@ class ShardParallel:
 
 @dataclass(frozen=True)
 class PipelineParallel:
-    """Inter-operator parallelism: stages on submeshes (planned, not there yet)."""
+    """Inter-operator parallelism: stages on submeshes, a microbatch after the other.
+
+    Args:
+      num_stages: into how many parts the layers are cut; the devices are dealt out
+        evenly, and `mesh` is the shape of one stage's part.
+      num_microbatches: how many parts of the batch follow each other.
+      schedule: "1f1b" or "gpipe".
+    """
 
     num_stages: int | None = None
     num_microbatches: int | None = None
@@ -53,8 +60,27 @@ def check_method(method: object) -> Method:
             f"{type(method).__name__}."
         )
     if isinstance(method, PipelineParallel):
-        raise NotImplementedError(
-            "Pipeline stages are not there yet (docs/roadmap.md); use "
-            "autopar.ShardParallel() or leave `method` out."
-        )
+        _check_pipeline(method)
     return method
+
+
+SCHEDULES = ("1f1b", "gpipe")
+
+
+def _check_pipeline(method: PipelineParallel) -> None:
+    if method.num_stages is None:
+        raise NotImplementedError(
+            "The number of stages is not searched for yet (docs/roadmap.md); give it: "
+            "autopar.PipelineParallel(num_stages=2, num_microbatches=8)."
+        )
+    for name in ("num_stages", "num_microbatches"):
+        number = getattr(method, name)
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise ValueError(
+                f"`{name}` must be a whole number from 1 up, but got {number!r}."
+            )
+    if method.schedule not in SCHEDULES:
+        raise ValueError(
+            f"`schedule` must be one of {', '.join(SCHEDULES)}, but got "
+            f"{method.schedule!r}."
+        )

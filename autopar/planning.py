@@ -21,7 +21,8 @@ from .mesh import MeshShape, parse_mesh
 from .microbatch_loop import cut_into_microbatches
 from .options import Options
 from .parallel_plan import Plan
-from .pins import resolve_pins
+from .pins import Pin, resolve_pins
+from .placements import placement_pins
 from .plan_file import check_against
 from .roles import Roles, infer_roles
 from .tracing import TracedFunction, trace
@@ -64,7 +65,7 @@ def plan_function(
     )
     graph = build_graph(traced, roles)
     if options.num_microbatches > 1:
-        batch = _batch_tensors(traced, graph, options)
+        batch = batch_tensors(traced, graph, options)
         traced = cut_into_microbatches(traced, graph, batch, options.num_microbatches)
         graph = build_graph(traced, roles)
     cluster = options.cluster or Cluster.local()
@@ -72,7 +73,8 @@ def plan_function(
     check_shard_maps(graph, mesh)
     plan = options.plan
     if plan is None:
-        plan = _solve(traced.name, graph, mesh, cluster, options)
+        placed = placement_pins(jax.tree.leaves((args, kwargs)), graph, mesh)
+        plan = _solve(graph, mesh, cluster, options, placed)
     else:
         check_against(plan.sharding, graph)
     types = tuple(
@@ -83,21 +85,47 @@ def plan_function(
 
 
 def _solve(
-    name: str, graph: OpGraph, mesh: MeshShape, cluster: Cluster, options: Options
+    graph: OpGraph,
+    mesh: MeshShape,
+    cluster: Cluster,
+    options: Options,
+    placed: Mapping[int, Pin],
 ) -> Plan:
     warn_fallbacks(graph)
     warn_ignored_constraints(graph, mesh)
     start = perf_counter()
-    pins = resolve_pins(options.pins, graph, mesh)
+    pins = {**placed, **resolve_pins(options.pins, graph, mesh)}
     solution = plan_intra_op(graph, mesh, cluster, pins=pins)
     _log.info(
         "%s: planned %d operators in %.1f s, gap %.3g%%",
-        name,
+        graph.name,
         len(graph.operators()),
         perf_counter() - start,
         100 * solution.assignment.gap,
     )
     return Plan(solution.plan)
+
+
+def many_signatures(first: Planned, latest: Planned, number: int) -> str:
+    """What to tell a user whose function is compiled again and again."""
+    name, changed = first.traced.name, "its constants or the tree of its arguments"
+    if first.traced.in_tree == latest.traced.in_tree:
+        types = zip(first.argument_types, latest.argument_types, strict=True)
+        path, (old, new) = next(
+            (path, pair)
+            for path, pair in zip(first.traced.input_paths, types, strict=True)
+            if pair[0] != pair[1] or pair[0].weak_type != pair[1].weak_type
+        )
+        changed = f"{path}, which was {_type_text(old)} and is {_type_text(new)}"
+    return (
+        f"{name} should be called with few kinds of arguments, as each is planned and "
+        f"compiled, but by now it was with more than {number}: what changed is "
+        f"{changed}. Pad batches to a few sizes, and pass numbers as arrays."
+    )
+
+
+def _type_text(kind: jax.ShapeDtypeStruct) -> str:
+    return f"{'weak ' * kind.weak_type}{kind.dtype.name}{list(kind.shape)}"
 
 
 def leaves_of(
@@ -112,7 +140,7 @@ def leaves_of(
     return jax.tree.leaves([chosen, [kwargs[n] for n in names if n in kwargs]])
 
 
-def _batch_tensors(
+def batch_tensors(
     traced: TracedFunction, graph: OpGraph, options: Options
 ) -> list[int]:
     """Graph inputs that are cut into microbatches along their first dim."""

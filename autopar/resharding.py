@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, count, permutations, product
-from math import prod
+from math import inf, prod
 from typing import Literal
 
 import numpy as np
@@ -174,6 +174,7 @@ class Resharder:
         tick = count(1)
         queue: list[tuple[float, int, _Placement, _Path]] = [(0.0, 0, start, ())]
         done: set[_Placement] = set()
+        least: dict[_Placement, float] = {start: 0.0}
         while queue:
             cost, _, placement, path = heapq.heappop(queue)
             if placement == goal:
@@ -185,8 +186,10 @@ class Resharder:
                 if reached not in done:
                     fixed, per_byte = self._affine(step)
                     total = cost + fixed + per_byte * _REFERENCE_BYTES
-                    longer = (*path, (step, reached))
-                    heapq.heappush(queue, (total, next(tick), reached, longer))
+                    if total < least.get(reached, inf):
+                        least[reached] = total
+                        longer = (*path, (step, reached))
+                        heapq.heappush(queue, (total, next(tick), reached, longer))
         raise AssertionError(f"no path from {source} to {target}")
 
     def _with_pairs(self, start: _Placement, path: _Path) -> tuple[Step, ...]:
@@ -269,25 +272,30 @@ class Resharder:
         sizes = self.mesh.axis_sizes
         fixed = {axis for axis, _ in here.pending}
         free = [axis for axis in range(len(sizes)) if axis not in fixed]
-        lengths = [len(axes) for axes in here.dims]
-        if not sum(lengths):
-            return
-        for order in permutations(free, sum(lengths)):
-            dims, taken = [], 0
-            for length in lengths:
-                dims.append(order[taken : taken + length])
-                taken += length
-            reached = _Placement(tuple(dims), here.pending)
-            legal = all(
-                prod(sizes[a] for a in new) == prod(sizes[a] for a in old)
-                and (set(new) <= set(goal.dims[d]) or set(new) <= set(start.dims[d]))
-                for d, (new, old) in enumerate(
-                    zip(reached.dims, here.dims, strict=True)
-                )
+        dims = [
+            (len(axes), prod(sizes[axis] for axis in axes), set(after), set(before))
+            for axes, after, before in zip(
+                here.dims, goal.dims, start.dims, strict=True
             )
-            if reached != here and legal:
-                axes = tuple(range(len(sizes)))
-                yield Step("collective_permute", axes, self._fraction(here)), reached
+        ]
+        num_used = sum(len(axes) for axes in here.dims)
+        if not num_used:
+            return
+        for order in permutations(free, num_used):
+            reached, taken = [], 0
+            for length, size, after, before in dims:
+                new = order[taken : taken + length]
+                if prod([sizes[axis] for axis in new]) != size:
+                    break
+                if not after.issuperset(new) and not before.issuperset(new):
+                    break
+                reached.append(new)
+                taken += length
+            else:
+                placement = _Placement(tuple(reached), here.pending)
+                if placement != here:
+                    axes, fraction = tuple(range(len(sizes))), self._fraction(here)
+                    yield Step("collective_permute", axes, fraction), placement
 
     def _pairs(
         self, source: _Placement, target: _Placement

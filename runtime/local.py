@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import threading
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -14,6 +16,10 @@ _NO_DATA = (
     "step.plan(...) or step.lower(...), which need no data."
 )
 _WEAK_SCALARS = (int, float, complex)
+# Two threads must start their steps in one order on all devices, or these wait for
+# each other in collectives of different steps.
+_DISPATCH = threading.Lock()
+_log = logging.getLogger("autopar")
 
 
 class LocalExecutable:
@@ -26,6 +32,7 @@ class LocalExecutable:
     def __init__(self, program: SpmdProgram) -> None:
         self.program = program
         self._compiled = program.compile()
+        self._has_told = False
         self._weak_types = tuple(t.weak_type for t in program.argument_types)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
@@ -57,13 +64,44 @@ class LocalExecutable:
         except ValueError:
             if self._is_in_place(leaves):
                 raise
-        return self._run(jax.device_put(list(leaves), list(self.program.shardings)))
+        return self._run(self._moved(leaves))
 
     def _run(self, leaves: Sequence[Any]) -> list[Any]:
         donated, kept = self.program.split(leaves)
         if len(set(map(id, donated))) != len(donated):
             donated = _without_repeats(donated)
-        return self._compiled(donated, kept, list(self.program.constants))
+        with _DISPATCH:
+            return self._compiled(donated, kept, list(self.program.constants))
+
+    def _moved(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves where the plan has them; says so the first time.
+
+        Raises:
+          ValueError: a leaf on another platform, which each step would copy.
+        """
+        misplaced = [
+            (path, leaf, home)
+            for path, leaf, home in zip(
+                self.program.paths, leaves, self.program.shardings, strict=True
+            )
+            if not _is_at_home(leaf, home)
+        ]
+        for path, leaf, home in misplaced:
+            check_platform(path, leaf.sharding.device_set, home.device_set)
+        if misplaced and not self._has_told:
+            self._has_told = True
+            path, leaf, home = misplaced[0]
+            _log.info(
+                "%s: moved %d arrays of %d bytes to where its plan has them, first %s "
+                "from %s to %s; so does every call that brings them elsewhere",
+                self.program.jitted.__name__,
+                len(misplaced),
+                sum(leaf.nbytes for _, leaf, _ in misplaced),
+                path,
+                getattr(leaf.sharding, "spec", leaf.sharding),
+                home.spec,
+            )
+        return jax.device_put(list(leaves), list(self.program.shardings))
 
     def _run_traced(self, leaves: Sequence[Any]) -> list[Any]:
         """Inside another JAX transformation, which a compiled program cannot join."""
@@ -79,12 +117,7 @@ class LocalExecutable:
 
     def _is_in_place(self, leaves: Sequence[Any]) -> bool:
         """Whether every committed leaf already lies where the plan wants it."""
-        return all(
-            not isinstance(leaf, jax.Array)
-            or not leaf.committed
-            or leaf.sharding.is_equivalent_to(home, leaf.ndim)
-            for leaf, home in zip(leaves, self.program.shardings, strict=True)
-        )
+        return all(map(_is_at_home, leaves, self.program.shardings))
 
     def _deleted(self, leaves: Sequence[Any]) -> list[tuple[str, jax.Array]]:
         """Paths and leaves whose buffers are gone."""
@@ -93,6 +126,31 @@ class LocalExecutable:
             for path, leaf in zip(self.program.paths, leaves, strict=True)
             if isinstance(leaf, jax.Array) and leaf.is_deleted()
         ]
+
+
+def check_platform(path: str, devices: Set[Any], home_devices: Set[Any]) -> None:
+    """Does nothing if an array on `devices` may go to a mesh of `home_devices`.
+
+    Raises:
+      ValueError: it lies on another platform, which each step would copy.
+    """
+    (there,) = {device.platform for device in devices}
+    (here,) = {device.platform for device in home_devices}
+    if there != here:
+        raise ValueError(
+            f"Arrays must lie on the platform of the mesh, which is {here!r}, but "
+            f"{path} lies on {there!r}; move it once with jax.device_put, or choose "
+            f"the devices with mesh=jax.sharding.Mesh(devices, names)."
+        )
+
+
+def _is_at_home(leaf: Any, home: jax.sharding.Sharding) -> bool:
+    """Whether a leaf need not be moved; one that is not committed goes by itself."""
+    return (
+        not isinstance(leaf, jax.Array)
+        or not leaf.committed
+        or leaf.sharding.is_equivalent_to(home, leaf.ndim)
+    )
 
 
 def _is_weak(leaf: Any) -> bool:

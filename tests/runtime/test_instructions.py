@@ -1,0 +1,170 @@
+"""Instruction lists are text that parses back, and hold what the dataflow needs."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.programs import PipelineProgram, Slot, StageProgram
+from autopar.runtime.emit import emit
+from autopar.runtime.instructions import (
+    Free,
+    InstructionList,
+    Receive,
+    Run,
+    Send,
+    Value,
+    Zero,
+    made_and_used,
+    parse_instruction,
+)
+from autopar.runtime.schedule import (
+    Schedule,
+    Task,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+)
+from autopar.runtime.simulate import chain
+
+Values = st.builds(Value, st.text(), st.none() | st.integers(0, 99))
+Stages = st.integers(0, 99)
+Tasks = st.builds(Task, Stages, Stages, st.sampled_from(["forward", "backward"]))
+Several = st.lists(Values, max_size=3).map(tuple)
+Instructions = st.one_of(
+    st.builds(Run, Tasks, Stages, Several, Several),
+    st.builds(Zero, Values, Stages),
+    st.builds(Send, Values, Stages, Stages),
+    st.builds(Receive, Values, Stages, Stages),
+    st.builds(Free, Values, Stages),
+)
+
+
+@given(st.builds(InstructionList, Stages, st.lists(Instructions).map(tuple)))
+def test_a_list_prints_and_parses_back(list_: InstructionList) -> None:
+    assert InstructionList.parse(str(list_)) == list_
+
+
+def test_other_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="reads instructions of version 1"):
+        InstructionList.parse("autopar instructions 2, submesh 0")
+    with pytest.raises(ValueError, match="got 'jump 3'"):
+        parse_instruction("jump 3")
+
+
+def test_the_middle_of_three_stages() -> None:
+    _, middle, _ = emit(chain(3, 1), one_f_one_b(3, 1))
+    assert str(middle).splitlines() == [
+        "autopar instructions 1, submesh 1",
+        'receive "output 0"@0 from 0 to 1',
+        'run 1F0 program 3: "state 1" "output 0"@0 -> "output 1"@0 "residual 1"@0',
+        'free "output 0"@0 on 1',
+        'send "output 1"@0 from 1 to 2',
+        'free "output 1"@0 on 1',
+        'receive "cotangent 2"@0 from 2 to 1',
+        'zero "gradient 1" on 1',
+        'run 1B0 program 4: "residual 1"@0 "cotangent 2"@0 "gradient 1" -> '
+        '"cotangent 1"@0 "gradient 1"',
+        'free "residual 1"@0 on 1',
+        'free "cotangent 2"@0 on 1',
+        'send "cotangent 1"@0 from 1 to 0',
+        'free "cotangent 1"@0 on 1',
+        'run 1A program 5: "state 1" "gradient 1" -> "state 1"',
+        'free "gradient 1" on 1',
+    ]
+
+
+SCHEDULES = [gpipe(4, 8), one_f_one_b(4, 8), interleaved(8, 8, 4)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
+def test_gpi_2_one_send_a_microbatch_boundary_and_direction(schedule: Schedule) -> None:
+    lists = emit(chain(schedule.num_stages, 8), schedule)
+    moves = [i for list_ in lists for i in list_.instructions]
+    sends = [(i.source, i.target) for i in moves if isinstance(i, Send)]
+    for stage in range(schedule.num_stages - 1):
+        assert sends.count((stage, stage + 1)) == 8
+        assert sends.count((stage + 1, stage)) == 8
+    assert len(sends) == 2 * 8 * (schedule.num_stages - 1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.name)
+def test_only_state_is_left_and_a_pair_receives_in_the_order_sent(
+    schedule: Schedule,
+) -> None:
+    lists = emit(chain(schedule.num_stages, 8), schedule)
+    sent: dict[tuple[int, int], list[Value]] = {}
+    received: dict[tuple[int, int], list[Value]] = {}
+    for list_ in lists:
+        held = set()
+        for instruction in list_.instructions:
+            made, used = made_and_used(instruction)
+            held |= {*made, *used}
+            if isinstance(instruction, Free):
+                held.remove((instruction.stage, instruction.value))
+            if isinstance(instruction, Send):
+                pair = (instruction.source, instruction.target)
+                sent.setdefault(pair, []).append(instruction.value)
+            if isinstance(instruction, Receive):
+                pair = (instruction.source, instruction.target)
+                received.setdefault(pair, []).append(instruction.value)
+        assert all(value.slot.startswith("state") for _, value in held)
+    assert sent == received
+
+
+def _with_body(
+    program: PipelineProgram, index: int, **changes: object
+) -> PipelineProgram:
+    bodies = list(program.programs)
+    bodies[index] = replace(bodies[index], **changes)  # type: ignore[arg-type]
+    return replace(program, programs=tuple(bodies))
+
+
+def test_state_goes_to_its_readers_once_a_step() -> None:
+    program = _with_body(chain(2, 4), 3, inputs=("state 0", "output 0"))
+    first, second = emit(program, one_f_one_b(2, 4))
+    assert str(first.instructions[0]) == 'send "state 0" from 0 to 1'
+    receives = [i for i in second.instructions if isinstance(i, Receive)]
+    assert [i.value.slot for i in receives].count("state 0") == 1
+    assert str(second.instructions[-1]) != 'free "state 0" on 1'
+
+
+def _emit_with(index: int, **changes: object) -> None:
+    emit(_with_body(chain(2, 2), index, **changes), gpipe(2, 2))
+
+
+def test_a_program_that_cannot_be_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="'nothing'; add it to the slots"):
+        _emit_with(0, inputs=("nothing",))
+    with pytest.raises(ValueError, match='reads the activation slot "output 1"@0 of'):
+        _emit_with(3, outputs=("residual 1",))
+    with pytest.raises(ValueError, match="makes it later"):
+        _emit_with(0, inputs=("state 0", "cotangent 0"), outputs=("output 0",))
+    with pytest.raises(ValueError, match="made by its own stage"):
+        _emit_with(0, outputs=("output 1",))
+    with pytest.raises(ValueError, match="is made once, but"):
+        _emit_with(1, outputs=("output 0", "gradient 0"))
+    with pytest.raises(
+        ValueError, match="reads 'output 0', which is made once a micro"
+    ):
+        _emit_with(2, inputs=("state 0", "output 0"))
+    with pytest.raises(ValueError, match='donates "state 0", which is read again'):
+        _emit_with(0, donated=(0,))
+    with pytest.raises(ValueError, match="2 and 2, but 'gpipe' has 2 and 4"):
+        emit(chain(2, 2), gpipe(2, 4))
+
+
+def test_updated_state_is_not_read() -> None:
+    program = chain(1, 1)
+    again = StageProgram(0, "apply", ("state 0",), ("norm",), program.programs[0].run)
+    program = replace(
+        program,
+        slots={**program.slots, "norm": Slot("norm", "result", 0)},
+        programs=(*program.programs, again),
+    )
+    with pytest.raises(ValueError, match='reads "state 0", which stage 0 has updated'):
+        emit(program, gpipe(1, 1))
+    unmade = replace(program, programs=program.programs[:-1])
+    with pytest.raises(ValueError, match="no scheduled program makes 'norm'"):
+        emit(unmade, gpipe(1, 1))
