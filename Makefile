@@ -21,7 +21,9 @@ test-all: install
 	@$(RUN) -m pytest -n 2 --dist worksteal -m ""
 
 fuzz: install
-	@AUTOPAR_FUZZ_EXAMPLES=$(N) $(RUN) -m pytest -n 2 --dist worksteal -m fuzz
+	@rm -f .pytest_cache/fuzz.jsonl
+	@AUTOPAR_FUZZ_EXAMPLES=$(N) $(RUN) -m pytest -n 2 --dist worksteal -m fuzz; \
+	    status=$$?; $(RUN) -m tests.fuzz.report; exit $$status
 
 lint: install
 	@$(RUN) -m ruff check .

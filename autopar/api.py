@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from .calls import Call, open_call, plain_function
 from .cluster import Cluster
 from .constant_leaves import ResultTree, takes_only_arrays
-from .jax_compat import is_jit_disabled
+from .jax_compat import InternalFloatingPointError, is_jit_disabled
 from .lowered_step import Lowered
 from .mesh import MeshLike, MeshShape
 from .methods import Method, PipelineParallel
@@ -52,6 +52,7 @@ class ParallelFunction:
 
     def __init__(self, fun: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, fun)
+        self._name = getattr(fun, "__name__", type(fun).__name__)
         self._fun, self._options = fun, resolve_options(fun, options)
         static = self._options.static_argnums
         self._static = StaticArguments(static, self._options.names_at(static))
@@ -66,6 +67,17 @@ class ParallelFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_tracing() or is_jit_disabled():
             return self._fun(*args, **kwargs)
+        try:
+            return self._run(args, kwargs)
+        except InternalFloatingPointError as found:
+            self._fun(*args, **kwargs)  # raises where it comes up, as jax.jit does
+            raise FloatingPointError(
+                f"Values must be finite under jax_debug_nans and jax_debug_infs, but "
+                f"one of {self._name} is not: {found}. Run operation by operation "
+                f"all are, so rounding is to blame; switch the check off to go on."
+            ) from None
+
+    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with self._open(args, kwargs) as call:
             latest = self._latest.get(call.key)
             if latest is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
 from jax.core import Tracer as Tracer
 from jax.extend import core, source_info_util
 from jax.interpreters import ad as ad
@@ -108,9 +109,16 @@ def bind(primitive: Any, operands: Sequence[Any], params: Mapping[str, Any]) -> 
     return list(results) if primitive.multiple_results else [results]
 
 
+def is_checking_values() -> bool:
+    """Whether the caller asked for an error where NaN or infinity comes up."""
+    config: Any = jax.config
+    return config.jax_debug_nans or config.jax_debug_infs
+
+
 def is_jit_disabled() -> bool:
     """Whether the caller asked for plain Python, by `jax.disable_jit` for one."""
-    return jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+    config: Any = jax.config
+    return config.jax_disable_jit
 
 
 def literal_value(literal: Any) -> np.ndarray:

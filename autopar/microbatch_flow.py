@@ -36,6 +36,7 @@ class Flow:
     num_microbatches: int
     batch_size: int
     hoisted: set[int]
+    sums_stay_apart: bool = False
     state: dict[int, State] = field(default_factory=dict)
     factor: dict[int, Factor] = field(default_factory=dict)
     behind: set[int] = field(default_factory=set)  # tensors known after the loop
@@ -261,6 +262,8 @@ class Flow:
             for kind, state in zip(types, states, strict=True)
             if state == SUM
         )
+        if self.sums_stay_apart and op.kind in ("add", "add_any"):
+            return True
         return carried <= sum(kind.bytes for kind in op.result_types)
 
     def phases(self) -> Phases:

@@ -55,12 +55,18 @@ class MicrobatchSplit:
 
 
 def split_microbatches(
-    graph: OpGraph, batch: Sequence[int], num_microbatches: int
+    graph: OpGraph,
+    batch: Sequence[int],
+    num_microbatches: int,
+    *,
+    sums_stay_apart: bool = False,
 ) -> MicrobatchSplit:
     """Cut the step into `num_microbatches` parts along dim 0 of the `batch` tensors.
 
     Reduced values that flow back into work on examples (a mask's token count) are
-    computed before the loop on the whole batch when that takes no product.
+    computed before the loop on the whole batch when that takes no product. With
+    `sums_stay_apart`, sums are not added to each other in the loop: the two gradients
+    of a tied parameter may belong to different stages.
 
     Raises:
       ValueError: the batch arguments differ in size, or it is not divisible.
@@ -69,7 +75,7 @@ def split_microbatches(
     batch_size = _batch_size(graph, batch, num_microbatches)
     hoisted: set[int] = set()
     while True:
-        flow = Flow(graph, num_microbatches, batch_size, hoisted)
+        flow = Flow(graph, num_microbatches, batch_size, hoisted, sums_stay_apart)
         flow.run(batch)
         coupled = flow.first_coupling()
         if coupled is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from .graph import OpGraph
 from .lowered_collectives import collectives_in_lowered
 from .mesh import MeshShape, parse_mesh
 from .methods import PipelineParallel
-from .microbatches import MicrobatchSplit, split_microbatches
+from .microbatches import split_microbatches
 from .options import Options
 from .planning import batch_tensors
 from .programs import PipelineProgram, SignatureChanged
@@ -47,11 +48,18 @@ class Pipeline:
     next_leaf: tuple[int | None, ...]
     argument_types: tuple[tuple[tuple[int, ...], Any], ...]
     _prepare: Callable[..., Any]
+    _cut: Callable[..., Any]
 
     def state_of(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        """The leaves that live on stages, by slot."""
-        named = zip(self.traced.input_paths, leaves, strict=True)
-        return {path: leaf for path, leaf in named if self.is_slot(path, "state")}
+        """The leaves that live on stages and what was prepared, by slot."""
+        named = dict(zip(self.traced.input_paths, leaves, strict=True))
+        whole = [named[path] for path in self.parts.batch]
+        prepared = zip(self.parts.prepared, self._prepare(*whole), strict=True)
+        return {
+            name: value
+            for name, value in (*named.items(), *prepared)
+            if self.is_slot(name, "state")
+        }
 
     def is_slot(self, name: str, kind: str) -> bool:
         """Whether some stage holds or reads a slot of this kind and name."""
@@ -59,16 +67,13 @@ class Pipeline:
         return slot is not None and slot.kind == kind
 
     def batch_of(self, leaves: Sequence[Any]) -> dict[str, list[Any]]:
-        """A value for each microbatch, by slot: the batch cut minor, and the rest."""
+        """A value for each microbatch, by slot: the batch, cut minor."""
         number = self.program.num_microbatches
         named = dict(zip(self.traced.input_paths, leaves, strict=True))
         whole = [named[path] for path in self.parts.batch]
-        prepared, cut = self._prepare(*whole)
-        fed = {
-            name: list(parts) for name, parts in zip(self.parts.batch, cut, strict=True)
-        }
-        for name, value in zip(self.parts.prepared, prepared, strict=True):
-            fed[name] = [value] * number
+        fed: dict[str, list[Any]] = dict(
+            zip(self.parts.batch, self._cut(*whole), strict=True)
+        )
         fed[COUNTER] = [np.uint32(m) for m in range(number)]
         return {n: parts for n, parts in fed.items() if self.is_slot(n, "batch")}
 
@@ -147,7 +152,7 @@ def build_pipeline(
     graph = build_graph(traced, roles)
     num_microbatches = method.num_microbatches or options.num_microbatches
     batch = batch_tensors(traced, graph, options)
-    split = split_microbatches(graph, batch, num_microbatches)
+    split = split_microbatches(graph, batch, num_microbatches, sums_stay_apart=True)
     parts = _tied(trace_parts(traced, graph, split), traced, roles)
     num_stages = method.num_stages or 2
     held = [i.tensor for i in parts.microbatch.inputs if i.path in parts.held]
@@ -190,21 +195,15 @@ def build_pipeline(
         tuple(builder.planned),
         tuple(next_leaf),
         tuple((var.aval.shape, var.aval.dtype) for var in jaxpr.invars),
-        _prepare(parts, split),
+        jax.jit(jaxpr_as_fun(parts.prepare)),
+        jax.jit(functools.partial(_cut_minor, num_microbatches)),
     )
 
 
-def _prepare(parts: StepParts, split: MicrobatchSplit) -> Callable[..., Any]:
-    """What is made from the whole batch, and the batch cut into microbatches."""
-    made = jaxpr_as_fun(parts.prepare)
-    number = split.num_microbatches
-
-    @jax.jit
-    def prepare(*whole: jax.Array) -> tuple[list[Any], list[list[Any]]]:
-        spread = [x.reshape(x.shape[0] // number, number, *x.shape[1:]) for x in whole]
-        return made(*whole), [[x[:, m] for m in range(number)] for x in spread]
-
-    return prepare
+def _cut_minor(number: int, *whole: jax.Array) -> list[list[jax.Array]]:
+    """Microbatch m of an array holds its rows i with i mod `number` = m."""
+    spread = [x.reshape(x.shape[0] // number, number, *x.shape[1:]) for x in whole]
+    return [[x[:, m] for m in range(number)] for x in spread]
 
 
 def _next_paths(traced: TracedFunction, roles: Roles) -> dict[str, str]:

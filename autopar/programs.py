@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from .graph import OpGraph
 from .jax_compat import Tracer, weakly_typed
+from .jax_compat import is_checking_values as is_checking_values
 from .lowering.spmd import input_shardings, output_shardings, spmd_function
 from .plan import ShardingPlan
 from .resharding import Resharder
@@ -149,8 +150,7 @@ class StageProgram:
     """What a task of one stage and kind runs; `run` takes and returns lists of arrays.
 
     `inputs` and `outputs` are slot names in the order of `run`'s lists. `donated` are
-    the positions of inputs whose buffers it reuses: accumulators, old state. A task
-    with several programs runs them in the order of the `PipelineProgram`.
+    the positions of inputs whose buffers it reuses: accumulators, old state.
     """
 
     stage: int
@@ -166,7 +166,9 @@ class PipelineProgram:
     """A step cut into stage programs, and where each stage makes or wants each slot.
 
     `shardings` has an entry for the (slot, stage) that makes or holds it and for every
-    other stage that reads it; `zeros` makes the first value of each gradient slot.
+    other stage that reads it; `zeros` makes the first value of each gradient slot. A
+    task with several programs runs them in their order in `programs`; apply programs
+    are in an order in which those of all stages could run one after the other.
     """
 
     num_stages: int

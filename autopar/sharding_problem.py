@@ -314,7 +314,9 @@ class _Builder:
             writer, access = self.writers[tensor_index]
             if len(reads) > 1:
                 tensor = self.graph.tensors[tensor_index]
-                pending = any(state < -1 for spec in access.choices.distinct for state in spec)
+                pending = any(
+                    state < -1 for spec in access.choices.distinct for state in spec
+                )
                 relay = self.spec_vertex(
                     "relay",
                     f"copy of {tensor.name}",

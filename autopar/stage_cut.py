@@ -26,8 +26,9 @@ class StageCut:
 
     `forward` and `backward` are the operators of each stage in executed order, those
     that are made again everywhere included where needed. `made_on` is the stage and
-    phase that makes each tensor another program may read; `home` the stage of every
-    input that lives on one stage (a parameter).
+    phase that makes each tensor another program may read; `home` the stage where every
+    parameter lives: the first that reads it. A later one (tied embeddings) gets a copy
+    each step.
     """
 
     num_stages: int
@@ -44,8 +45,7 @@ def cut_stages(graph: OpGraph, held: Iterable[int], num_stages: int) -> StageCut
 
     Raises:
       ValueError: fewer products than stages.
-      NotImplementedError: a parameter is read on two stages, or the backward pass of
-        an operator finds no stage that has all it reads.
+      NotImplementedError: a backward operator finds no stage that has all it reads.
     """
     cutter = _Cutter(graph, frozenset(held), num_stages)
     cutter.cut_forward()
@@ -118,16 +118,8 @@ class _Cutter:
                 here = self.available.get(result, frozenset())
                 self.available[result] = here | {self.stage[op.index]}
         for tensor in self.held:
-            stages = self.available[tensor]
-            if len(stages) > 1:
-                raise NotImplementedError(
-                    f"A parameter must be read on one stage for now, but "
-                    f"{self.graph.tensors[tensor].name} is read on stages "
-                    f"{', '.join(map(str, sorted(stages)))}; use fewer stages, or "
-                    f"give the step untied parameters."
-                )
-            if stages:
-                (self.home[tensor],) = stages
+            if self.available[tensor]:
+                self.home[tensor] = min(self.available[tensor])
 
     def _borders(self, work: Sequence[Operator], costs: Sequence[float]) -> list[int]:
         """Positions in `work` where a stage begins, cheap to cross and nearly even."""

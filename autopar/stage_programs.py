@@ -104,10 +104,13 @@ class PipelineBuilder:
         reads = {task[:2]: _reads(task[2]) for task in tasks}
         for graph_input in graph.inputs:
             home = cut.home.get(graph_input.tensor)
-            if graph_input.path in self.parts.held:
-                if home is not None:
-                    self.slot(graph_input.path, "state", home)
-            else:
+            found = graph_input.tensor
+            readers = [key[0] for key, tensors in reads.items() if found in tensors]
+            if graph_input.path in self.parts.prepared and readers:
+                self.slot(graph_input.path, "state", readers[0])
+            elif home is not None:
+                self.slot(graph_input.path, "state", home)
+            elif readers and graph_input.path not in self.parts.held:
                 self.slot(graph_input.path, "batch", 0)
         pieces = []
         for stage, kind, operators in tasks:
@@ -144,10 +147,14 @@ class PipelineBuilder:
         for graph_input in graph.inputs:
             if graph_input.path in self.parts.held:
                 self.slot(graph_input.path, "state", cut.home[graph_input.tensor])
-            elif graph_input.path in self.parts.prepared:
-                self.slot(graph_input.path, "batch", 0)
         leaf_of = {output: leaf for leaf, output in self.state_outputs.items()}
         reads = {key: _reads(ops) for key, ops in cut.operators.items()}
+        for (stage, _), found in reads.items():
+            for tensor in found:
+                if names[tensor] in self.parts.prepared:
+                    self.slot(names[tensor], "state", stage)
+        last_round = {stage: (stage, number) for stage, number in sorted(cut.operators)}
+        passed: dict[int, dict[str, int]] = {}
         pieces = []
         last = max(cut.operators, default=(self.cut.num_stages - 1, 0))
         for key, operators in sorted(
@@ -165,14 +172,23 @@ class PipelineBuilder:
                 if not is_here:
                     continue
                 name = leaf_of.get(path, path)
-                outputs[name] = operand
                 if name == path:
                     self.slot(name, "result", stage)
+                elif isinstance(operand, int) and key != last_round[stage]:
+                    # A later round may still read the old value: it hands on the new.
+                    passed.setdefault(stage, {})[name] = operand
+                    name = f"apply {names[operand]}"
+                    self.slot(name, "activation", stage)
+                outputs[name] = operand
             inputs = {}
             for tensor in reads[key]:
                 made = cut.made_on.get(tensor)
                 name = names[tensor] if made is None else f"apply {names[tensor]}"
                 inputs[name] = tensor
+            if key == last_round[stage]:
+                for name, tensor in passed.get(stage, {}).items():
+                    inputs[f"apply {names[tensor]}"] = tensor
+                    outputs[name] = tensor
             pieces.append(Piece(stage, "apply", operators, inputs, outputs))
         return pieces
 

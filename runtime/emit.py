@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 from ..programs import PipelineProgram
 from .instructions import (
@@ -59,17 +60,33 @@ class _Flow:
     def runs_by_row(self) -> tuple[tuple[Run, ...], ...]:
         return tuple(
             tuple(
-                Run(
-                    task,
-                    index,
-                    self.values(task, body.inputs),
-                    self.values(task, body.outputs),
-                )
-                for task in row
-                for index, body in enumerate(self.program.programs)
-                if (body.stage, body.kind) == (task.stage, task.kind)
+                run
+                for _, tasks in groupby(row, key=lambda task: task.kind == "apply")
+                for run in self._runs(tuple(tasks))
             )
             for row in self.schedule.rows
+        )
+
+    def _runs(self, tasks: Sequence[Task]) -> list[Run]:
+        """Runs in the order of their tasks; those of apply in the order of programs.
+
+        The apply programs of two stages may need each other's results in turn.
+        """
+        runs = [
+            self._run(task, index)
+            for task in tasks
+            for index, body in enumerate(self.program.programs)
+            if (body.stage, body.kind) == (task.stage, task.kind)
+        ]
+        if tasks[0].kind == "apply":
+            runs.sort(key=lambda run: run.program)
+        return runs
+
+    def _run(self, task: Task, index: int) -> Run:
+        body = self.program.programs[index]
+        inputs = tuple(self.value(slot, task) for slot in body.inputs)
+        return Run(
+            task, index, inputs, tuple(self.value(s, task) for s in body.outputs)
         )
 
     @cached_property
@@ -87,9 +104,6 @@ class _Flow:
             if slot.kind in ("state", "gradient")
         }
         return frozenset(made_by_apply | lasting)
-
-    def values(self, task: Task, slots: Sequence[str]) -> tuple[Value, ...]:
-        return tuple(self.value(slot, task) for slot in slots)
 
     def value(self, slot: str, task: Task) -> Value:
         if slot not in self.program.slots:

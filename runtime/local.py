@@ -9,7 +9,12 @@ from typing import Any
 
 import jax
 
-from ..programs import SignatureChanged, SpmdProgram, is_traced
+from ..programs import (
+    SignatureChanged,
+    SpmdProgram,
+    is_checking_values,
+    is_traced,
+)
 
 _NO_DATA = (
     "A step runs on arrays, but got a jax.ShapeDtypeStruct among its arguments; use "
@@ -70,6 +75,8 @@ class LocalExecutable:
         donated, kept = self.program.split(leaves)
         if len(set(map(id, donated))) != len(donated):
             donated = _without_repeats(donated)
+        if is_checking_values():  # the function is run on them again if it fails
+            donated = jax.tree.map(jax.numpy.copy, donated)
         with _DISPATCH:
             return self._compiled(donated, kept, list(self.program.constants))
 

@@ -107,6 +107,7 @@ class _Lane:
     clock: float = 0.0
     events: list[Event] = field(default_factory=list)
     bytes_by_value: dict[Held, int] = field(default_factory=dict)
+    ran: set[Task] = field(default_factory=set)
     in_flight: set[tuple[int, int | None]] = field(default_factory=set)
     held_bytes: int = 0
     peak_bytes: int = 0
@@ -121,8 +122,9 @@ class _Lane:
         return self.list_.instructions[self.position]
 
     def run(self, task: Task, task_seconds: Callable[[Task], float]) -> None:
-        if self.events and self.events[-1].task == task:
+        if task in self.ran:
             return
+        self.ran.add(task)
         start = self.clock
         self.clock += task_seconds(task)
         self.events.append(Event(self.list_.submesh, task, start, self.clock))

@@ -32,9 +32,10 @@ class TransferPlan:
     """How an array goes from `source` to `target`: data only, made before any array.
 
     `sent` is the sharding that the source reshards to and `landed` the one the tiles
-    make on the target's devices; they are None where `num_parts` flat parts cross, or
-    nothing does. `sent_bytes` cross in all, padding included; the `resharded_bytes`
-    inside both sides are a lower bound for tiles and an upper one for parts.
+    make on the target's devices; they are None where nothing is sent, or
+    `num_parts` flat parts of `part_length` elements. `sent_bytes` cross in all, padding
+    included; the `resharded_bytes` inside both sides are a lower bound for tiles and an
+    upper one for parts.
     """
 
     shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class TransferPlan:
     sent: NamedSharding | None = None
     landed: NamedSharding | None = None
     num_parts: int = 0
+    part_length: int = 0
 
     @property
     def is_local(self) -> bool:
@@ -120,7 +122,7 @@ def _flat_plan(
     array: jax.ShapeDtypeStruct, source: NamedSharding, target: NamedSharding
 ) -> TransferPlan:
     num_parts = math.lcm(len(devices(source)), len(devices(target)))
-    part_bytes = -(-array.size // num_parts) * array.dtype.itemsize
+    part_length = max(1, -(-array.size // num_parts))
     whole_bytes = array.size * array.dtype.itemsize
     before = 0 if source.is_fully_replicated else whole_bytes
     after = whole_bytes * (len(devices(target)) - 1)
@@ -129,9 +131,10 @@ def _flat_plan(
         array.dtype,
         source,
         target,
-        num_parts * part_bytes,
+        num_parts * part_length * array.dtype.itemsize,
         before + after,
         num_parts=num_parts,
+        part_length=part_length,
     )
 
 

@@ -93,11 +93,8 @@ class Transfer:
         per_device = plan.num_parts // mesh.size
 
         def cut(x: jax.Array) -> list[jax.Array]:
-            flat = x.reshape(-1)
-            padding = -x.size % plan.num_parts
-            if padding:
-                flat = jnp.concatenate([flat, jnp.broadcast_to(flat[0], (padding,))])
-            parts = flat.reshape(mesh.size, per_device, -1)
+            padded = jnp.resize(x, (plan.num_parts * plan.part_length,))
+            parts = padded.reshape(mesh.size, per_device, plan.part_length)
             return [parts[:, i] for i in range(per_device)]
 
         return jax.jit(cut, out_shardings=NamedSharding(mesh, PartitionSpec("part")))

@@ -179,9 +179,7 @@ def _drop(
     return np.flatnonzero(is_alive), lost, replacement[~is_alive][:, is_alive]
 
 
-def fold_leaf(
-    costs: np.ndarray, classes: np.ndarray, matrix: np.ndarray
-) -> np.ndarray:
+def fold_leaf(costs: np.ndarray, classes: np.ndarray, matrix: np.ndarray) -> np.ndarray:
     """A node with one edge, minimised out: costs [S] by class of the neighbour."""
     _, choices = _cheapest(costs, classes)
     return (matrix + costs[choices][:, None]).min(axis=0)

@@ -148,9 +148,7 @@ class _Reduction:
             edges = [(c, call(min_plus.replacement_costs, m)) for c, m in edges]
         edges.sort(key=lambda edge: (id(edge[0]), id(edge[1])))
         flat = [array for edge in edges for array in edge]
-        kept, lost, replacement = call(
-            kernel, self.costs[node], self.held[node], *flat
-        )
+        kept, lost, replacement = call(kernel, self.costs[node], self.held[node], *flat)
         if kept.size < self.costs[node].size:
             self.slack += lost
             self._keep(node, kept, replacement)

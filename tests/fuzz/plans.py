@@ -1,4 +1,4 @@
-"""Random legal plans: any strategy of any operator, not only what a solver would take."""
+"""Random legal plans: any strategy of any operator, not only what a solver takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations that move elements: reshapes, joins, slices, gathers, scatters, windows."""
+"""Operations that move elements: reshape, join, slice, gather, scatter, window."""
 
 from __future__ import annotations
 

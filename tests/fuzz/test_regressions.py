@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax import lax
 
 from autopar.mesh import MeshShape
 from tests.fuzz.oracle import check_function
@@ -51,3 +53,27 @@ def test_a_while_loop_is_not_given_what_it_does_not_read() -> None:
         return lax.scan(step, x, jnp.cumsum(jnp.sin(x)) > 0)[0]
 
     check(function, np.ones(8, np.float32), np.arange(8, dtype=np.uint32))
+
+
+@pytest.mark.xfail(strict=True, reason="dead values stay in the graph after inlining")
+def test_solves_in_a_loop_read_no_matrix_that_is_dead() -> None:
+    """Inlining `custom_linear_solve` leaves its matrix unread, an operand of the scan.
+
+    The plan then reshards what the lowered program, which JAX cleans up, does not.
+    """
+
+    def function(x: jax.Array) -> Any:
+        matrix = jnp.eye(8) + jnp.tanh(x) @ jnp.tanh(x).T / 8
+
+        def step(carry: jax.Array, row: jax.Array) -> Any:
+            return jnp.linalg.solve(matrix, carry + row), ()
+
+        return lax.scan(step, x[0], x)[0].sum()
+
+    check(jax.grad(function), np.ones((8, 8), np.float32))
+
+
+@pytest.mark.xfail(strict=True, reason="XLA refuses a program of no elements")
+def test_programs_of_empty_arrays() -> None:
+    """All operands of the shard_map become constants, which Shardy cannot import."""
+    check(lambda x: (jnp.sin(x), jnp.cos(x) @ x.T), np.ones((0, 4), np.float32))

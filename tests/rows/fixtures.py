@@ -193,39 +193,56 @@ def language_model() -> Case:
     return Case(step, (params, tokens, targets))
 
 
+NUM_EXPERTS, CAPACITY = 8, 4
+
+
+def _dispatch(gates: jax.Array) -> jax.Array:
+    """Weights `[G, S, E, C]` of each token's place in its two experts, if any."""
+    weights, experts = jax.lax.top_k(gates, 2)
+    chosen = jax.nn.one_hot(experts, NUM_EXPERTS)  # [G, S, 2, E]
+    first, second = chosen[:, :, 0], chosen[:, :, 1]
+    before = jnp.cumsum(first, axis=1) - first
+    after = first.sum(1, keepdims=True) + jnp.cumsum(second, axis=1) - second
+    places = jnp.stack([before, after], axis=2)
+    slots = jax.nn.one_hot(places.astype(jnp.int32), CAPACITY) * chosen[..., None]
+    return jnp.einsum("gsk,gskec->gsec", weights, slots)
+
+
+def experts(params: Params, x: jax.Array, annotate: Any = lambda x, _: x) -> jax.Array:
+    """F4: x is `[G, S, M]`; `annotate(tensor, "gecm")` is called on inner tensors."""
+    combine = annotate(_dispatch(jax.nn.softmax(x @ params["gate"])), "gsec")
+    inputs = jnp.einsum("gsec,gsm->egcm", (combine > 0).astype(x.dtype), x)
+    inputs = annotate(inputs, "egcm")
+    hidden = jax.nn.relu(jnp.einsum("egcm,emh->egch", inputs, params["up"]))
+    outputs = jnp.einsum("egch,ehm->egcm", annotate(hidden, "egch"), params["down"])
+    outputs = annotate(outputs, "egcm")
+    return annotate(x + jnp.einsum("gsec,egcm->gsm", combine, outputs), "gsm")
+
+
+def experts_forward(annotate: Any = lambda x, _: x) -> Case:
+    """F4: top-2 gates, G 8 groups of S 16 tokens, M 32, E 8, C 4, H 64."""
+
+    def forward(params: Params, x: jax.Array) -> jax.Array:
+        return experts(params, x, annotate)
+
+    params, batch = mixture_of_experts().args
+    return Case(forward, (params, batch["x"]))
+
+
 def mixture_of_experts() -> Case:
-    """F4, trained: top-2 gates, G 8 groups of S 16 tokens, M 32, E 8, C 4, H 64."""
-    num_experts, capacity = 8, 4
-
-    def dispatch(gates: jax.Array) -> jax.Array:
-        """Weights `[G, S, E, C]` of each token's place in its two experts, if any."""
-        weights, experts = jax.lax.top_k(gates, 2)
-        chosen = jax.nn.one_hot(experts, num_experts)  # [G, S, 2, E]
-        first, second = chosen[:, :, 0], chosen[:, :, 1]
-        before = jnp.cumsum(first, axis=1) - first
-        after = first.sum(1, keepdims=True) + jnp.cumsum(second, axis=1) - second
-        places = jnp.stack([before, after], axis=2)
-        slots = jax.nn.one_hot(places.astype(jnp.int32), capacity) * chosen[..., None]
-        return jnp.einsum("gsk,gskec->gsec", weights, slots)
-
-    def apply(params: Params, x: jax.Array) -> jax.Array:
-        combine = dispatch(jax.nn.softmax(x @ params["gate"]))
-        inputs = jnp.einsum("gsec,gsm->egcm", (combine > 0).astype(x.dtype), x)
-        hidden = jax.nn.relu(jnp.einsum("egcm,emh->egch", inputs, params["up"]))
-        outputs = jnp.einsum("egch,ehm->egcm", hidden, params["down"])
-        return x + jnp.einsum("gsec,egcm->gsm", combine, outputs)
+    """F4, trained."""
 
     def step(params: Params, batch: Params) -> tuple[Params, jax.Array]:
         def loss(params: Params) -> jax.Array:
-            return jnp.mean((apply(params, batch["x"]) - batch["y"]) ** 2)
+            return jnp.mean((experts(params, batch["x"]) - batch["y"]) ** 2)
 
         value, grads = jax.value_and_grad(loss)(params)
         return sgd(params, grads), value
 
     params = {
-        "gate": random(0, 32, num_experts, scale=0.5),
-        "up": random(1, num_experts, 32, 64, scale=0.2),
-        "down": random(2, num_experts, 64, 32, scale=0.2),
+        "gate": random(0, 32, NUM_EXPERTS, scale=0.5),
+        "up": random(1, NUM_EXPERTS, 32, 64, scale=0.2),
+        "down": random(2, NUM_EXPERTS, 64, 32, scale=0.2),
     }
     return Case(step, (params, {"x": random(3, 8, 16, 32), "y": random(4, 8, 16, 32)}))
 

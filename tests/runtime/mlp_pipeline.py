@@ -158,7 +158,9 @@ def mlp_pipeline(
     for i in range(last + 1):
         _add_layer(b, i, last)
     for i in range(last + 1):
-        _add_apply(b, i, last)
+        _add_norm(b, i, last)
+    for i in range(last + 1):
+        _add_update(b, i, last)
     return b.build()
 
 
@@ -199,12 +201,23 @@ def _add_layer(b: PipelineBuilder, i: int, last: int) -> None:
         b.add(i, "backward", backward, inputs, down, sums)
 
 
-def _add_apply(b: PipelineBuilder, i: int, last: int) -> None:
-    scales = tuple(f"grad scale {j}" for j in range(last + 1))
-    squares = tuple(f"square {j}" for j in range(last + 1))
+def _scale_gradients(last: int) -> tuple[str, ...]:
+    return tuple(f"grad scale {i}" for i in range(last + 1))
+
+
+def _add_norm(b: PipelineBuilder, i: int, last: int) -> None:
+    """The stage's part of the squared norm of all gradients."""
 
     def square(gradient: Any, *scales: Any) -> Any:
         return (jnp.sum(gradient**2) + (jnp.sum(sum(scales) ** 2) if scales else 0.0),)
+
+    scales = _scale_gradients(last) if i == 0 else ()
+    b.add(i, "apply", square, (f"grad {i}", *scales), (f"square {i}",))
+
+
+def _add_update(b: PipelineBuilder, i: int, last: int) -> None:
+    scales = _scale_gradients(last)
+    squares = tuple(f"square {j}" for j in range(last + 1))
 
     def update(w: Any, gradient: Any, *squares: Any) -> Any:
         return (_clipped(w, gradient, jnp.sqrt(sum(squares))),)
@@ -213,8 +226,6 @@ def _add_apply(b: PipelineBuilder, i: int, last: int) -> None:
         gradients, squares = rest[: last + 1], rest[last + 1 :]
         return (_clipped(scale, sum(gradients), jnp.sqrt(sum(squares))),)
 
-    mine = scales if i == 0 else ()
-    b.add(i, "apply", square, (f"grad {i}", *mine), (f"square {i}",))
     inputs = (f"w{i}", f"grad {i}", *squares)
     b.add(i, "apply", update, inputs, (f"w{i}",), (f"w{i}",))
     if i == 0:

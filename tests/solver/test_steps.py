@@ -4,23 +4,28 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from math import inf
+from time import perf_counter
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.solver import min_plus
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.brute_force import brute_force
 from autopar.solver.choice_graph import ChoiceGraph, Infeasible
 from autopar.solver.descent import Descent
 from autopar.solver.fix import fix
+from autopar.solver.free import bound_choices
 from autopar.solver.join import join_copies
+from autopar.solver.likely import improve_among_likely
 from autopar.solver.live_sets import keep_binding
 from autopar.solver.merge import choose_pairs, merge_nodes
 from autopar.solver.messages import Passing
 from autopar.solver.polish import polish
 from autopar.solver.reduce import Reduced, reduce
+from autopar.solver.search import Search
 from tests.solver.random_graphs import random_graph, with_budget
 
 seeds = st.integers(0, 10**6)
@@ -129,6 +134,59 @@ def test_excess_is_a_bound_on_the_way_back(step: str, seed: int) -> None:
     after = [marginal - best for marginal in true_marginals(made.graph)]
     for excess, truth in zip(made.expand_excess(after, best), truths, strict=True):
         assert (excess + best <= truth + 1e-9).all()
+
+
+@given(seeds, st.booleans(), st.sampled_from([0.0, 0.1]))
+def test_dominance_is_the_same_for_few_and_many_choices(
+    seed: int, is_held: bool, forbidden: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    size, edges = int(rng.integers(2, 30)), []
+    for _ in range(int(rng.integers(0, 4))):
+        classes = rng.integers(0, 4, size)
+        matrix = rng.integers(0, 3, (4, int(rng.integers(1, 5)))).astype(float)
+        matrix[rng.random(matrix.shape) < forbidden] = inf
+        matrix[:, 0] = np.where(np.isfinite(matrix).any(axis=1), matrix[:, 0], 0.0)
+        edges.append((classes, matrix))
+    costs = rng.integers(0, 9, size).astype(float)
+    held = rng.integers(0, 3, size).astype(float) if is_held else None
+    flat = [array for edge in edges for array in edge]
+    priced = [(c, min_plus.replacement_costs(m)) for c, m in edges]
+    few = min_plus.undominated(costs, held, *[a for edge in priced for a in edge])
+    many = min_plus.undominated_of_many(costs, held, *flat)
+    assert list(few[0]) == list(many[0]) and few[1] == many[1]
+    is_known = np.isfinite(many[2])
+    assert (few[2][is_known] == many[2][is_known]).all()
+
+
+@given(seeds, st.sampled_from([0.0, 1.0, inf]))
+def test_marginals_hold_for_plans_left_out_on_the_way(seed: int, above: float) -> None:
+    graph = random_graph(seed, num_nodes=5, most_choices=3, forbidden=0.03)
+    best = optimum(graph)
+    if best == inf:
+        return
+    search = Search(graph, 0.05, perf_counter() + 60, ArrayPool())
+    marginals = bound_choices(search, best + above)
+    assert search.bound <= best + 1e-9
+    for bounds, truth in zip(marginals, true_marginals(graph), strict=True):
+        assert (bounds <= truth + 1e-9).all()
+
+
+@given(seeds)
+def test_the_best_of_likely_choices_never_costs_more(seed: int) -> None:
+    graph = random_graph(seed, num_nodes=6, forbidden=0.03, density=0.8)
+    if optimum(graph) == inf:
+        return
+    truths = true_marginals(graph)
+    start = brute_force(graph).choices
+    worst = [int(np.where(t < inf, t, -inf).argmax()) for t in truths]
+    for plan in (start, tuple(worst)):
+        found = improve_among_likely(
+            *(graph, plan, truths, ArrayPool()), gap=0.0, time_limit_seconds=5.0
+        )
+        assert graph.cost(found) <= graph.cost(plan) + 1e-9
+        if graph.cost(plan) < inf:  # all choices of so small a graph are likely
+            assert graph.cost(found) == pytest.approx(optimum(graph))
 
 
 @given(seeds)

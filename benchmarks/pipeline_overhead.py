@@ -1,0 +1,145 @@
+"""How much longer a pipeline takes than its schedule says, in stages that only wait.
+
+A task of stage i waits on the host for a given time and hands small arrays on, from
+one virtual device to the next; so all that is measured is
+instructions, threads, queues and transfers. The theoretical time is the simulated one,
+with free transfers. The first step warms up; the best and the median of the others are
+printed, as ratios to the theory.
+
+    python -m benchmarks.pipeline_overhead --seconds 0.1 --steps 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.programs import PipelineProgram, TaskKind
+    from autopar.runtime.schedule import Schedule
+
+NUM_MICROBATCHES = 16
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One schedule: seconds of a step in theory, and of each step measured."""
+
+    schedule: str
+    num_stages: int
+    theory_seconds: float
+    step_seconds: tuple[float, ...]
+
+    @property
+    def median_ratio(self) -> float:
+        return statistics.median(self.step_seconds) / self.theory_seconds
+
+    @property
+    def best_ratio(self) -> float:
+        return min(self.step_seconds) / self.theory_seconds
+
+
+def measure(schedule: Schedule, seconds: float, steps: int) -> Measurement:
+    """Forward waits `seconds`, backward twice as long, apply not at all."""
+    import jax
+
+    from autopar.runtime.simulate import simulate_schedule
+    from autopar.runtime.worker import PipelineExecutable
+
+    costs = {"forward": seconds, "backward": 2 * seconds, "apply": 0.0}
+    theory = simulate_schedule(schedule, lambda task: costs[task.kind])
+    program = _waiting(schedule, costs)
+    state = {n: 0.0 for n, slot in program.slots.items() if slot.kind == "state"}
+    batch = {"batch": [0.0] * schedule.num_microbatches}
+    times = []
+    with PipelineExecutable(program, schedule) as executable:
+        for _ in range(steps + 1):
+            start = time.perf_counter()
+            jax.block_until_ready(executable(state, batch))
+            times.append(time.perf_counter() - start)
+    return Measurement(
+        schedule.name,
+        schedule.num_stages,
+        theory.timeline.makespan_seconds,
+        tuple(times[1:]),
+    )
+
+
+def _waiting(schedule: Schedule, costs: dict[TaskKind, float]) -> PipelineProgram:
+    """A chain of stages, one virtual device each, that pass 4 KiB arrays."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from autopar.runtime.simulate import chain
+
+    program = chain(schedule.num_stages, schedule.num_microbatches)
+    homes = []
+    for stage in range(schedule.num_stages):
+        device = jax.devices()[schedule.submesh_by_stage[stage]]
+        homes.append(NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec()))
+
+    def waiting(stage: int, seconds: float, number: int) -> Callable[..., Any]:
+        zeros = lambda: [jnp.zeros(1024)] * number  # noqa: E731
+        make = jax.jit(zeros, out_shardings=homes[stage])
+
+        def run(_: Sequence[Any]) -> Sequence[Any]:
+            time.sleep(seconds)
+            return make()
+
+        return run
+
+    return replace(
+        program,
+        programs=tuple(
+            replace(p, run=waiting(p.stage, costs[p.kind], len(p.outputs)))
+            for p in program.programs
+        ),
+        shardings={(n, i): home for n in program.slots for i, home in enumerate(homes)},
+        zeros={n: lambda: jnp.zeros(1024) for n in program.slots},
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=0.1, help="of a forward")
+    parser.add_argument("--steps", type=int, default=3)
+    arguments = parser.parse_args()
+    flag = "--xla_force_host_platform_device_count=8"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    os.environ.setdefault("NPROC", "16")
+    from rich.console import Console
+    from rich.table import Table
+
+    from autopar.runtime.schedule import gpipe, interleaved, one_f_one_b
+
+    table = Table(title=f"{NUM_MICROBATCHES} microbatches, {arguments.seconds} s waits")
+    for column in ("schedule", "stages", "theory s", "median s", "median x", "best x"):
+        table.add_column(column)
+    schedules = [
+        gpipe(4, NUM_MICROBATCHES),
+        one_f_one_b(4, NUM_MICROBATCHES),
+        one_f_one_b(8, NUM_MICROBATCHES),
+        interleaved(8, NUM_MICROBATCHES, num_submeshes=4),
+    ]
+    for schedule in schedules:
+        found = measure(schedule, arguments.seconds, arguments.steps)
+        table.add_row(
+            found.schedule,
+            str(found.num_stages),
+            f"{found.theory_seconds:.3f}",
+            f"{statistics.median(found.step_seconds):.3f}",
+            f"{found.median_ratio:.3f}",
+            f"{found.best_ratio:.3f}",
+        )
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()
