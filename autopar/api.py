@@ -223,7 +223,9 @@ def parallelize(
     mesh: MeshLike | None = None,
     cluster: Cluster | None = None,
     plan: Plan | None = None,
-    pins: Mapping[str, PartitionSpec] | None = None,
+    pins: Mapping[str, PartitionSpec]
+    | Sequence[tuple[str, PartitionSpec]]
+    | None = None,
     rules: Any = None,
     memory_budget: int | str | None = None,
     num_microbatches: int | None = None,

@@ -24,7 +24,7 @@ from .plan import (
     TensorPlan,
     total_bytes,
 )
-from .resharding import Resharder
+from .resharding import Resharder, wire_dtype
 from .rules.base import rule_of, warn_fallback
 from .sharding_problem import ShardingProblem, build_problem
 from .solver.assignment import Assignment
@@ -274,15 +274,15 @@ def _collectives(
                 if not step.is_collective:
                     continue
                 reduces = step.kind in ("all_reduce", "reduce_scatter")
-                # Booleans are reduced as uint8.
-                is_bool = kind.dtype == bool and step.kind == "all_reduce"
+                dtype = wire_dtype(step, kind.dtype)
+                whole_bytes = kind.size * dtype.itemsize
                 source = maker[index].source if index in maker else ""
                 found.append(
                     Collective(
                         step.kind,
                         resharder.groups(step),
-                        "uint8" if is_bool else kind.dtype.name,
-                        round(kind.bytes * step.fraction),
+                        dtype.name,
+                        round(whole_bytes * step.fraction),
                         block.trip_count,
                         _REDUCTION_NAMES[step.reduction] if reduces else "",
                         f"{tensor.name} {source}".strip(),

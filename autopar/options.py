@@ -74,7 +74,7 @@ def check_options(
     mesh: MeshLike | None,
     cluster: Cluster | None,
     plan: Plan | None,
-    pins: Mapping[str, Any] | None,
+    pins: Mapping[str, Any] | Sequence[tuple[str, Any]] | None,
     rules: Any,
     memory_budget: int | str | None,
     num_microbatches: int | None,
@@ -114,12 +114,26 @@ def check_options(
         mesh,
         cluster,
         plan,
-        dict(pins or {}),
+        _pins_by_key(pins or {}),
         _num_microbatches(num_microbatches, checked),
         _positions(batch_argnums),
         () if static_argnums == () else _given_positions(static_argnums),
         _positions(donate_argnums),
     )
+
+
+def _pins_by_key(
+    pins: Mapping[str, Any] | Sequence[tuple[str, Any]],
+) -> dict[str, Any]:
+    pairs = list(pins.items() if isinstance(pins, Mapping) else pins)
+    by_key = dict(pairs)
+    if len(by_key) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(
+            f"A pin must be given once, but got {twice!r} twice; drop one of the two."
+        )
+    return by_key
 
 
 def _num_microbatches(given: int | None, method: Method) -> int:

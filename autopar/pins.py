@@ -41,8 +41,9 @@ def resolve_pins(
 
     Args:
       pins: by path, as the plan prints it (`params['mlp']['w1']`) or with slashes
-        (`params/mlp/w1`), or by a regular expression that is found in either. A path
-        that equals a key takes that one, any other the first that is found in it.
+        (`params/mlp/w1`), or by a regular expression that is found in either. A key
+        that is a path is that alone; any other path takes the first expression that
+        is found in it.
       graph: has the arguments and their paths.
       mesh: has the axes.
 
@@ -58,15 +59,17 @@ def resolve_pins(
                 f"of type {type(spec).__name__}; write PartitionSpec(...)."
             )
     spellings = [_spellings(graph_input.path) for graph_input in graph.inputs]
-    for key in pins:
-        if not any(_matches(key, names) for names in spellings):
+    paths = {name for names in spellings for name in names}
+    expressions = [key for key in pins if key not in paths]
+    for key in expressions:
+        if not any(_is_found(key, names) for names in spellings):
             raise ValueError(_unmatched(key, [i.path for i in graph.inputs]))
     resolved = {}
     for graph_input, names in zip(graph.inputs, spellings, strict=True):
-        keys = [key for key in pins if _matches(key, names)]
-        exact = [key for key in keys if key in names]
+        keys = [key for key in pins if key in names]
+        keys += [key for key in expressions if _is_found(key, names)]
         if keys:
-            key = (exact or keys)[0]
+            key = keys[0]
             kind = graph.tensors[graph_input.tensor].type
             where = f"the pin {key!r} of {graph_input.path}, {kind},"
             resolved[graph_input.tensor] = parse_pin(pins[key], kind, mesh, where)
@@ -78,11 +81,9 @@ def _spellings(path: str) -> tuple[str, str]:
     return path, re.sub(r"[\[\].'\"]+", "/", path).strip("/")
 
 
-def _matches(key: str, names: Sequence[str]) -> bool:
-    if key in names:
-        return True
+def _is_found(expression: str, names: Sequence[str]) -> bool:
     try:
-        return any(re.search(key, name) for name in names)
+        return any(re.search(expression, name) for name in names)
     except re.error:  # a path, but not of this function
         return False
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, count, permutations, product
 from math import inf, prod
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -321,6 +321,21 @@ class Resharder:
             for pair in zip(devices, readers[block], strict=True)
         ]
         return tuple(sorted(pairs))
+
+
+def wire_dtype(step: Step, dtype: Any) -> np.dtype:
+    """What the elements are sent as: booleans, and floats whose order matters, by code.
+
+    Libraries that reduce with max and min drop NaN (XLA's CPU client and NCCL do), so
+    floats go as integers in the same order, with NaN as the last one.
+    """
+    if step.kind != "all_reduce":
+        return dtype
+    if dtype == np.bool_:  # a sum of booleans is no boolean
+        return np.dtype(np.uint8)
+    if step.reduction == SUM or np.issubdtype(dtype, np.integer):
+        return dtype
+    return np.dtype(np.int64 if dtype.itemsize == 8 else np.int32)
 
 
 def _subsets(axes: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -51,7 +51,11 @@ def measure(schedule: Schedule, seconds: float, steps: int) -> Measurement:
     from autopar.runtime.simulate import simulate_schedule
     from autopar.runtime.worker import PipelineExecutable
 
-    costs = {"forward": seconds, "backward": 2 * seconds, "apply": 0.0}
+    costs: dict[TaskKind, float] = {
+        "forward": seconds,
+        "backward": 2 * seconds,
+        "apply": 0.0,
+    }
     theory = simulate_schedule(schedule, lambda task: costs[task.kind])
     program = _waiting(schedule, costs)
     state = {n: 0.0 for n, slot in program.slots.items() if slot.kind == "state"}

@@ -50,6 +50,7 @@ class PipelineExecutable:
             )
         self.program = program
         self.instructions = emit(program, schedule)
+        simulate(self.instructions)  # refuses a deadlock before any thread waits
         self._inputs = _step_inputs(self.instructions)
         self._state = tuple(
             (name, (slot.stage, Value(name)))
@@ -66,7 +67,6 @@ class PipelineExecutable:
             ThreadPoolExecutor(1, f"autopar-submesh-{list_.submesh}")
             for list_ in self.instructions
         )
-        simulate(self.instructions)
 
     def __call__(
         self,

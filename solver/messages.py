@@ -7,7 +7,7 @@ node it enters, reparametrises the cost without changing it:
     node i:  f_i(x) = costs_i(x) + sum_e M_e(class of x)       (messages into i)
     edge e:  costs_e(a, b) - M_e(b) - M_e'(a)
 
-Nodes are swept in order and in reverse. At node i, with w_i = 1 / max(edges to earlier
+Nodes are swept in the order of sweep_order.py and in reverse. At node i, with w_i = 1 / max(edges to earlier
 nodes, edges to later nodes), the message ahead along e is
 M_e(b) = min_a (min_{x in a} w_i f_i(x) - M_e'(a) + costs_e(a, b)), and every minimum
 subtracted on the way back adds to the bound (`_sweep`). Plans are rounded while
@@ -16,6 +16,7 @@ messages of its later ones (`_round`). The bound holds whatever finite number st
 inf, because that only makes the problem easier.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter
@@ -24,6 +25,7 @@ import numpy as np
 
 from .choice_graph import ChoiceGraph
 from .descent import Descent
+from .sweep_order import sweep_order
 
 STALL_ROUNDS = 10
 STALLED = 0.05, 0.1  # of the distance left and of the gap, in STALL_ROUNDS
@@ -93,7 +95,8 @@ class Passing:
         self.descent = Descent(graph)
         self.ceiling = _ceiling(graph, cost)
         self.costs = [np.minimum(node.costs, self.ceiling) for node in graph.nodes]
-        self.earlier, self.later = _halves(graph, self.ceiling)
+        self.order = sweep_order(graph)
+        self.earlier, self.later = _halves(graph, self.ceiling, self.order)
         self.weights = [
             1.0 / max(len(before), len(after), 1)
             for before, after in zip(self.earlier, self.later, strict=True)
@@ -146,7 +149,7 @@ class Passing:
 
     def _sweep_forward(self, is_rounding: bool) -> None:
         choices = [0] * len(self.costs)
-        for node in range(len(self.costs)):
+        for node in self.order:
             if is_rounding:
                 choices[node] = self._round(node, choices)
             self._send(node, self.earlier[node], self.later[node])
@@ -155,7 +158,7 @@ class Passing:
 
     def _sweep_backward(self) -> None:
         bound = self.graph.constant
-        for node in reversed(range(len(self.costs))):
+        for node in reversed(self.order):
             bound += self._send(node, self.later[node], self.earlier[node])
         self.bound = max(self.bound, bound)
 
@@ -216,9 +219,10 @@ def _largest(costs: np.ndarray) -> float:
 
 
 def _halves(
-    graph: ChoiceGraph, ceiling: float
+    graph: ChoiceGraph, ceiling: float, order: Sequence[int]
 ) -> tuple[list[list[_Half]], list[list[_Half]]]:
-    """Per node, its edges to earlier and to later nodes."""
+    """Per node, its edges to earlier and to later nodes in the order of the sweeps."""
+    rank = {node: position for position, node in enumerate(order)}
     earlier: list[list[_Half]] = [[] for _ in graph.nodes]
     later: list[list[_Half]] = [[] for _ in graph.nodes]
     sorted_by_id: dict[int, tuple[np.ndarray | None, np.ndarray | None]] = {}
@@ -241,7 +245,7 @@ def _halves(
             halves.append(_Half(other, classes, costs, order, starts, incoming))
         here, there = halves
         here.mirror, there.mirror = there, here
-        is_forward = edge.first < edge.second
+        is_forward = rank[edge.first] < rank[edge.second]
         (later if is_forward else earlier)[edge.first].append(here)
         (earlier if is_forward else later)[edge.second].append(there)
     return earlier, later

@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..mesh import MeshShape
-from ..resharding import Step
+from ..resharding import Step, wire_dtype
 from ..spec import MAX, MIN, SUM
 
 _REDUCERS: dict[int, Callable[..., Any]] = {
@@ -28,10 +29,7 @@ def apply_step(x: jax.Array, step: Step, mesh: MeshShape) -> jax.Array:
         return lax.reshape(x, _shape_after(x.shape, step, mesh))
     match step.kind:
         case "all_reduce":
-            if x.dtype == bool:  # a sum of booleans is no boolean
-                reduced = _REDUCERS[step.reduction](x.astype(jnp.uint8), names)
-                return reduced.astype(bool)
-            return _REDUCERS[step.reduction](x, names)
+            return _all_reduce(x, step, names)
         case "reduce_scatter":
             return lax.psum_scatter(x, names, scatter_dimension=step.dim, tiled=True)
         case "all_gather":
@@ -51,6 +49,33 @@ def apply_step(x: jax.Array, step: Step, mesh: MeshShape) -> jax.Array:
             keep = lax.axis_index(names[0]) == 0
             return jnp.where(keep, x, jnp.zeros_like(x))
     raise AssertionError(f"unknown resharding step {step.kind}")
+
+
+def _all_reduce(x: jax.Array, step: Step, names: tuple[str, ...]) -> jax.Array:
+    reduce, sent_as = _REDUCERS[step.reduction], wire_dtype(step, x.dtype)
+    if not jnp.issubdtype(x.dtype, jnp.floating) or sent_as == x.dtype:
+        return reduce(x.astype(sent_as), names).astype(x.dtype)
+    wide = x.astype(jnp.float64 if sent_as == np.int64 else jnp.float32)
+    limits = jnp.iinfo(sent_as)
+    last = limits.max if step.reduction == MAX else limits.min
+    codes = jnp.where(
+        jnp.isnan(x), sent_as.type(last), _swap_order(_bits(wide, sent_as))
+    )
+    closed = _swap_order(reduce(codes, names))
+    return _bits(closed, wide.dtype).astype(x.dtype)
+
+
+def _bits(x: jax.Array, dtype: Any) -> jax.Array:
+    return lax.bitcast_convert_type(x, dtype)
+
+
+def _swap_order(bits: jax.Array) -> jax.Array:
+    """From the bits of floats to integers in their order, and back.
+
+    Bits of negative floats grow with the magnitude, so all but the sign is flipped. The
+    greatest and the least integer come back as the bits of a NaN.
+    """
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
 def _shape_after(

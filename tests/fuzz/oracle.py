@@ -186,7 +186,7 @@ def difference(
     ends = ~(np.isfinite(x) & np.isfinite(y))
     if not np.array_equal(x[ends], y[ends], equal_nan=True):
         return np.inf
-    gaps = np.abs(x - y, where=~ends, out=np.zeros(x.shape))
+    gaps = np.abs(x[~ends] - y[~ends])
     return float(gaps.max(initial=0.0)) / (scale_of(whole) if scale is None else scale)
 
 

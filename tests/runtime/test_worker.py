@@ -222,6 +222,19 @@ def test_threads_live_from_step_to_step_and_end_with_the_executable() -> None:
         assert not thread.is_alive()
 
 
+def test_what_cannot_run_is_refused_before_a_thread_starts() -> None:
+    before = set(threading.enumerate())
+    rows = tuple(
+        tuple(map(Task.parse, text.split()))
+        for text in ("0F0 0B0 0F1 0B1 0A", "1F0 1F1 1B0 1B1 1A")
+    )
+    with pytest.raises(ValueError, match=">0B0<"):
+        PipelineExecutable(chain(2, 2), Schedule("by hand", 2, 2, rows))
+    with pytest.raises(ValueError, match="runs_in_flight must be 1 or more"):
+        PipelineExecutable(chain(2, 2), gpipe(2, 2), runs_in_flight=0)
+    assert set(threading.enumerate()) <= before
+
+
 def test_many_steps_in_a_row_do_not_pile_up() -> None:
     meshes, specs = _layouts()["2 stages, split otherwise"]
     batch = microbatches(make_batch(0), 4)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from math import inf
 from time import perf_counter
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autopar.solver import min_plus
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.brute_force import brute_force
-from autopar.solver.choice_graph import ChoiceGraph, Infeasible
+from autopar.solver.choice_graph import ChoiceGraph, Edge, Infeasible, Node
 from autopar.solver.descent import Descent
 from autopar.solver.fix import fix
 from autopar.solver.free import bound_choices
@@ -26,6 +26,7 @@ from autopar.solver.messages import Passing
 from autopar.solver.polish import polish
 from autopar.solver.reduce import Reduced, reduce
 from autopar.solver.search import Search
+from autopar.solver.sweep_order import sweep_order
 from tests.solver.random_graphs import random_graph, with_budget
 
 seeds = st.integers(0, 10**6)
@@ -120,6 +121,20 @@ def test_messages_bound_every_choice(seed: int, density: float, rounds: int) -> 
     truths = true_marginals(reduced.graph)
     for bounds, truth in zip(found.marginals, truths, strict=True):
         assert (bounds <= truth + 1e-9).all()
+
+
+@given(seeds, densities)
+def test_sweeps_visit_every_node_once(seed: int, density: float) -> None:
+    graph = random_graph(seed, density=density / 2)
+    assert sorted(sweep_order(graph)) == list(range(len(graph.nodes)))
+
+
+def test_sweeps_run_along_a_chain_whatever_its_numbering() -> None:
+    node, both = Node("n", np.zeros(2), np.zeros(2)), np.arange(2)
+    chain = [3, 0, 4, 1, 2]
+    edges = [Edge(u, v, both, both, np.eye(2)) for u, v in pairwise(chain)]
+    order = sweep_order(ChoiceGraph((node,) * 5, tuple(edges)))
+    assert order in (chain, chain[::-1])
 
 
 @pytest.mark.parametrize("step", ["reduce", "join", "merge", "fix"])
