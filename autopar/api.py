@@ -13,6 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from autopar.runtime.local import LocalExecutable
+from autopar.runtime.schedule import gpipe, one_f_one_b
+from autopar.runtime.worker import PipelineExecutable
+
 from .calls import Call, open_call, plain_function
 from .cluster import Cluster
 from .constant_leaves import ResultTree, takes_only_arrays
@@ -26,9 +30,6 @@ from .pipeline import PipelinedStep, build_pipeline
 from .planning import Planned, leaves_of, many_signatures, plan_function
 from .programs import SignatureChanged, SpmdProgram, build_program
 from .resharding import Resharder
-from .runtime.local import LocalExecutable
-from .runtime.schedule import gpipe, one_f_one_b
-from .runtime.worker import PipelineExecutable
 from .static_arguments import StaticArguments
 from .tracing import (
     argument_paths,
@@ -211,10 +212,40 @@ class ParallelFunction:
 
 
 @overload
-def parallelize(fun: Callable[..., Any], **options: Any) -> ParallelFunction: ...
+def parallelize(
+    fun: Callable[..., Any],
+    *,
+    method: Method | None = None,
+    mesh: MeshLike | None = None,
+    cluster: Cluster | None = None,
+    plan: Plan | None = None,
+    pins: Mapping[str, PartitionSpec]
+    | Sequence[tuple[str, PartitionSpec]]
+    | None = None,
+    rules: Any = None,
+    memory_budget: int | str | None = None,
+    num_microbatches: int | None = None,
+    batch_argnums: int | Sequence[int] | Literal["auto"] = "auto",
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] | Literal["auto"] = "auto",
+) -> ParallelFunction: ...
 @overload
 def parallelize(
-    fun: None = None, **options: Any
+    fun: None = None,
+    *,
+    method: Method | None = None,
+    mesh: MeshLike | None = None,
+    cluster: Cluster | None = None,
+    plan: Plan | None = None,
+    pins: Mapping[str, PartitionSpec]
+    | Sequence[tuple[str, PartitionSpec]]
+    | None = None,
+    rules: Any = None,
+    memory_budget: int | str | None = None,
+    num_microbatches: int | None = None,
+    batch_argnums: int | Sequence[int] | Literal["auto"] = "auto",
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] | Literal["auto"] = "auto",
 ) -> Callable[[Callable[..., Any]], ParallelFunction]: ...
 def parallelize(
     fun: Callable[..., Any] | None = None,

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import PyTreeDef
 
+from .jax_compat import PyTreeDef
 from .tracing import is_array_leaf
 
 _CONTAINERS = (tuple, list, dict, OrderedDict, defaultdict, type(None))

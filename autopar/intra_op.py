@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 
 import networkx
 
+from autopar.solver.assignment import Assignment
+from autopar.solver.solve import solve
+
 from .build_graph import SHARD_MAP, STRUCTURED
 from .cluster import Cluster
 from .collective import Collective, Surroundings
@@ -27,8 +30,6 @@ from .plan import (
 from .resharding import Resharder, wire_dtype
 from .rules.base import rule_of, warn_fallback
 from .sharding_problem import ShardingProblem, build_problem
-from .solver.assignment import Assignment
-from .solver.solve import solve
 from .spec import MAX, MIN, SUM, Spec, num_shards, replicated
 from .strategies import is_heavy_operator, total_flops
 from .user_shard_map import body_collectives, body_work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -17,6 +17,11 @@ from jax.interpreters import batching as batching
 from jax.interpreters import mlir as mlir
 from jax.interpreters import partial_eval
 from jax.sharding import AbstractMesh, get_abstract_mesh, use_abstract_mesh
+
+if TYPE_CHECKING:
+    PyTreeDef: TypeAlias = Any  # JAX's own is a value to a type checker
+else:
+    from jax.tree_util import PyTreeDef as PyTreeDef
 
 ClosedJaxpr = core.ClosedJaxpr
 Jaxpr = core.Jaxpr

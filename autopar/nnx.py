@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.tree_util import PyTreeDef
+
+from .jax_compat import PyTreeDef
 
 _TAG = "autopar"
 

@@ -165,7 +165,7 @@ def build_pipeline(
         {
             of_apply[name]: cut.made_on[operand][0]
             for name, operand in zip(parts.sums, parts.microbatch.outputs, strict=True)
-            if operand in cut.made_on
+            if isinstance(operand, int) and operand in cut.made_on
         },
         frozenset(of_apply[name] for name in parts.prepared),
         num_stages - 1,

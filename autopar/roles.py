@@ -9,9 +9,9 @@ from textwrap import shorten
 from typing import Any
 
 import jax
-from jax.tree_util import PyTreeDef
 
 from .graph import Role, TensorType
+from .jax_compat import PyTreeDef
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,8 @@ from typing import Literal
 
 import numpy as np
 
+from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
+
 from .build_graph import STRUCTURED
 from .cluster import Cluster
 from .graph import Constant, Operator, OpGraph, TensorType
@@ -27,7 +29,6 @@ from .mesh import MeshShape
 from .pins import Pin
 from .ports import Site, ports_of
 from .resharding import Resharder
-from .solver.choice_graph import ChoiceGraph, Edge, Node
 from .spec import replicated
 from .spec_choices import SpecChoices, SpecTable
 from .strategies import (

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from .build_graph import build_graph
 from .graph import Operator, OpGraph, TensorType
-from .jax_compat import dead_code_eliminated
+from .jax_compat import ClosedJaxpr, dead_code_eliminated
 from .microbatch_flow import tensors_of
 from .microbatch_loop import MicrobatchRunner, WholeRunner
 from .microbatches import MicrobatchSplit
@@ -36,7 +36,7 @@ class StepParts:
     microbatch adds up; `outputs` the step's own, made by apply or passed through.
     """
 
-    prepare: jax.extend.core.ClosedJaxpr
+    prepare: ClosedJaxpr
     microbatch: OpGraph
     apply: OpGraph
     held: tuple[str, ...]

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AxisType, get_abstract_mesh, use_abstract_mesh
-from jax.tree_util import PyTreeDef, keystr, tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path
 
-from .jax_compat import dead_code_eliminated
+from .jax_compat import PyTreeDef, dead_code_eliminated
 
 _LEAF_TYPES = (
     jax.Array,

@@ -6,13 +6,14 @@ often as good as any. The solver starts from it and needs only to prove or impro
 
 from __future__ import annotations
 
+from autopar.solver.solve import solve
+
 from .build_graph import PINS, SHARD_MAP
 from .cluster import Cluster
 from .graph import OpGraph
 from .mesh import MeshShape
 from .resharding import Resharder
 from .sharding_problem import ShardingProblem, Vertex, build_problem
-from .solver.solve import solve
 
 _GAP = 1e-2  # a start need not be proven
 

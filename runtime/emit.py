@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from ..programs import PipelineProgram
+from autopar.programs import PipelineProgram
+
 from .instructions import (
     Free,
     Held,

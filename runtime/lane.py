@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from ..programs import PipelineProgram
+from autopar.programs import PipelineProgram
+
 from .instructions import (
     Free,
     Held,

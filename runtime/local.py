@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from ..programs import (
+from autopar.programs import (
     SignatureChanged,
     SpmdProgram,
     is_checking_values,

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
 
-from ..programs import TaskKind
+from autopar.programs import TaskKind
 
 _LETTERS: dict[TaskKind, str] = {"forward": "F", "backward": "B", "apply": "A"}
-_KINDS = {letter: kind for kind, letter in _LETTERS.items()}
+_KINDS: dict[str, TaskKind] = {letter: kind for kind, letter in _LETTERS.items()}
 assert set(_LETTERS) == set(get_args(TaskKind)), "every kind of task has a letter"
 
 

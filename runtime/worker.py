@@ -18,7 +18,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from ..programs import PipelineProgram
+from autopar.programs import PipelineProgram
+
 from .emit import emit
 from .instructions import Held, InstructionList, Run, Value, made_and_used
 from .lane import Lane, Step

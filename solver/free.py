@@ -22,8 +22,8 @@ from .reduce import reduce
 from .search import Search
 
 FIXED_ENOUGH = 0.3
-ROUNDS_AT_ONCE = 50
-MOST_MERGED_CHOICES = (300, 1000, 1600)
+ROUNDS_AT_ONCE = 30
+MOST_MERGED_CHOICES = (1000, 1600)
 MOST_POLISHES_IN_VAIN = 2
 
 
@@ -128,7 +128,7 @@ class _Descent:
         self.search.finish_phase("reduce", self.graph)
 
     def _pass_messages(self) -> None:
-        """Messages and better plans in turn, as long as either gets on."""
+        """Messages and better plans in turn, until the messages stall."""
         search, graph = self.search, self.graph
         passing = Passing(graph, search.cost)
         keep = max(search.seconds_left - self.seconds / 4, 0.0)
@@ -145,16 +145,16 @@ class _Descent:
             search.finish_phase("messages", graph)
             if search.is_closed or search.seconds_left <= keep:
                 break
-            if not self._improve(messages) and messages.has_stalled:
+            self._improve(messages)
+            if messages.is_finished:
                 break
         self.bound, self.depth = messages.bound, len(self.steps)
         self.excess = [m - messages.bound for m in messages.marginals]
 
-    def _improve(self, messages: Messages) -> bool:
-        """Whether a plan much better than the best so far was found."""
-        search, before = self.search, self.search.cost
+    def _improve(self, messages: Messages) -> None:
+        search = self.search
         if messages.choices is None:
-            return False
+            return
         choices = improve_among_likely(
             *(self.graph, messages.choices, messages.marginals, search.pool),
             gap=search.gap / 2,
@@ -162,9 +162,8 @@ class _Descent:
         )
         search.offer(self._expand(choices))
         search.finish_phase("likely", self.graph)
-        if messages.has_stalled and not search.is_closed:
+        if messages.is_finished and not search.is_closed:
             self._polish(choices)
-        return search.cost < before - search.gap / 10 * abs(before)
 
     def _polish(self, choices: tuple[int, ...]) -> None:
         search, num_in_vain, seed = self.search, 0, 0

@@ -7,10 +7,10 @@ node it enters, reparametrises the cost without changing it:
     node i:  f_i(x) = costs_i(x) + sum_e M_e(class of x)       (messages into i)
     edge e:  costs_e(a, b) - M_e(b) - M_e'(a)
 
-Nodes are swept in the order of sweep_order.py and in reverse. At node i, with w_i = 1 / max(edges to earlier
-nodes, edges to later nodes), the message ahead along e is
+Nodes are swept in order (sweep_order.py) and in reverse. At node i, with w_i =
+1 / max(edges to earlier nodes, edges to later nodes), the message ahead along e is
 M_e(b) = min_a (min_{x in a} w_i f_i(x) - M_e'(a) + costs_e(a, b)), and every minimum
-subtracted on the way back adds to the bound (`_sweep`). Plans are rounded while
+subtracted on the way back adds to the bound (`_send`). Plans are rounded while
 sweeping: a node takes the best choice given its earlier neighbours' choices and the
 messages of its later ones (`_round`). The bound holds whatever finite number stands for
 inf, because that only makes the problem easier.
@@ -28,8 +28,7 @@ from .descent import Descent
 from .sweep_order import sweep_order
 
 STALL_ROUNDS = 10
-STALLED = 0.05, 0.1  # of the distance left and of the gap, in STALL_ROUNDS
-LEAST_GAIN = 1e-7
+STALLED = 0.1  # of the distance left, in STALL_ROUNDS
 least_of = np.minimum.reduce
 
 
@@ -39,7 +38,8 @@ class Messages:
 
     `bound` is below every assignment's cost; `choices` is the best plan seen, of `cost`
     (None when none was feasible); `marginals[v]` [k] is a lower bound on the cost of
-    the assignments that make each choice of node v.
+    the assignments that make each choice of node v; `is_finished` says that the gap is
+    closed or the bound stalls, so that more rounds are of little use.
     """
 
     bound: float
@@ -47,7 +47,7 @@ class Messages:
     cost: float
     marginals: tuple[np.ndarray, ...] = field(repr=False)
     num_rounds: int
-    has_stalled: bool
+    is_finished: bool
 
     def __str__(self) -> str:
         return (
@@ -123,7 +123,7 @@ class Passing:
             time_limit_seconds: most time.
         """
         until, checkpoint = perf_counter() + time_limit_seconds, self.bound
-        has_stalled = False
+        is_finished = False
         for num_rounds in range(1, max_rounds + 1):
             is_rounding = self.num_rounds < 4 or self.num_rounds % 4 == 3
             self._sweep_forward(is_rounding)
@@ -131,20 +131,17 @@ class Passing:
             self.num_rounds += 1
             least = min(self.best_cost, cost)
             distance = least - self.bound
-            if distance <= gap * abs(least) or perf_counter() > until:
-                break
+            is_finished = distance <= gap * abs(least)
             if num_rounds % STALL_ROUNDS == 0:
                 gained, checkpoint = self.bound - checkpoint, self.bound
-                of_distance, of_gap = STALLED
-                enough = min(of_distance * distance, of_gap * gap * abs(least))
-                has_stalled = gained < max(enough, LEAST_GAIN * abs(self.bound))
-                if has_stalled:
-                    break
+                is_finished |= gained < STALLED * min(distance, abs(self.bound))
+            if is_finished or perf_counter() > until:
+                break
         return Messages(
             *(self.bound, self.best, self.best_cost),
             tuple(marginal.copy() for marginal in self.marginals),
             self.num_rounds,
-            has_stalled,
+            is_finished,
         )
 
     def _sweep_forward(self, is_rounding: bool) -> None:

@@ -19,9 +19,15 @@ def add(costs: np.ndarray, class_costs: np.ndarray, classes: np.ndarray) -> np.n
     return costs + class_costs[classes]
 
 
-def transpose(matrix: np.ndarray) -> np.ndarray:
-    """The matrix seen from the other end."""
-    return np.ascontiguousarray(matrix.T)
+def both_ends(
+    row_class: np.ndarray,
+    column_class: np.ndarray,
+    classes: np.ndarray,
+    classes2: np.ndarray,
+    matrix: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Classes at both ends after rows and columns merged, and the matrix transposed."""
+    return row_class[classes], column_class[classes2], np.ascontiguousarray(matrix.T)
 
 
 def take(array: np.ndarray, kept: np.ndarray) -> np.ndarray:
@@ -31,11 +37,19 @@ def take(array: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 def normalise(
     matrix: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
+) -> tuple[
+    np.ndarray,
+    np.ndarray,
+    np.ndarray | None,
+    np.ndarray | None,
+    np.ndarray | None,
+    float,
+]:
     """Moves row and column minima out of a matrix and merges equal rows and columns.
 
     Returns (row class [R], column class [S], smaller matrix, row costs [R], column
-    costs [S], deviation). Row costs are inf where a whole row is forbidden.
+    costs [S], deviation); None stands for a matrix or costs of zeros. Row costs are inf
+    where a whole row is forbidden.
     """
     row_costs = matrix.min(axis=1)
     rest = matrix - np.where(row_costs < inf, row_costs, 0.0)[:, None]
@@ -53,7 +67,14 @@ def normalise(
     merged = small[row_class][:, column_class]
     difference = np.subtract(rest, merged, where=finite, out=np.zeros_like(rest))
     deviation = np.abs(difference).max()
-    return row_class, column_class, small, row_costs, column_costs, deviation
+    return (
+        row_class,
+        column_class,
+        small if small.size > 1 else None,
+        row_costs if row_costs.any() else None,
+        column_costs if column_costs.any() else None,
+        deviation,
+    )
 
 
 def restrict(
@@ -62,6 +83,16 @@ def restrict(
     """Classes and matrix of an edge after the node kept only some choices."""
     used, renamed = np.unique(classes[kept], return_inverse=True)
     return renamed.astype(np.intp), matrix if used.size == len(matrix) else matrix[used]
+
+
+def used_only(
+    classes: np.ndarray, classes2: np.ndarray, matrix: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Classes of both ends and the matrix, without classes that have no choice."""
+    used, renamed = np.unique(classes, return_inverse=True)
+    used2, renamed2 = np.unique(classes2, return_inverse=True)
+    smaller = matrix[used][:, used2]
+    return renamed.astype(np.intp), renamed2.astype(np.intp), smaller
 
 
 def merge_parallel(

@@ -92,22 +92,13 @@ class _Reduction:
 
     def run(self) -> Reduced:
         for edge in self.graph.edges:
-            everything = self.pool.intern(np.arange(edge.first_class.size))
-            everything2 = self.pool.intern(np.arange(edge.second_class.size))
             adopt = self.pool.adopt
-            classes, matrix = self.pool.call(
-                min_plus.restrict,
+            classes, classes2, matrix = self.pool.call(
+                min_plus.used_only,
                 adopt(edge.first_class, np.intp),
-                adopt(edge.costs, np.float64),
-                everything,
-            )
-            classes2, matrix = self.pool.call(
-                min_plus.restrict,
                 adopt(edge.second_class, np.intp),
-                self.pool.call(min_plus.transpose, matrix),
-                everything2,
+                adopt(edge.costs, np.float64),
             )
-            matrix = self.pool.call(min_plus.transpose, matrix)
             self._put_edge(edge.first, edge.second, classes, classes2, matrix)
         while self.queue:
             node = self.queue.popleft()
@@ -193,18 +184,18 @@ class _Reduction:
             min_plus.normalise, matrix
         )
         self.slack += deviation
-        if row_costs.any():
+        if row_costs is not None:
             self.costs[node] = call(min_plus.add, self.costs[node], row_costs, classes)
-        if column_costs.any():
+        if column_costs is not None:
             self.costs[other] = call(
                 min_plus.add, self.costs[other], column_costs, classes2
             )
-        if small.size > 1:
-            self.halves[node][other] = call(min_plus.take, rows, classes), small
-            self.halves[other][node] = (
-                call(min_plus.take, columns, classes2),
-                call(min_plus.transpose, small),
+        if small is not None:
+            here, there, transposed = call(
+                min_plus.both_ends, rows, columns, classes, classes2, small
             )
+            self.halves[node][other] = here, small
+            self.halves[other][node] = there, transposed
         self._push(node)
         self._push(other)
 

@@ -16,8 +16,6 @@ from benchmarks.models import build
 
 from .rows.running import run_as_planned
 
-BATCH = {"batch_argnums": (1,)}
-
 
 def linear_step(weights: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], Any]:
     def loss(weights: dict[str, Any]) -> jax.Array:
@@ -75,21 +73,21 @@ def test_a_masked_mean_counts_its_tokens_before_the_loop():
     tokens = jax.random.randint(jax.random.key(1), (16, 8), 0, 32)
     w = jax.random.normal(jax.random.key(2), (32, 16))
     run_as_planned(
-        parallelize(step, mesh="x:8", num_microbatches=2, **BATCH), w, tokens
+        parallelize(step, mesh="x:8", num_microbatches=2, batch_argnums=1), w, tokens
     )
 
 
 def test_outputs_for_each_example_keep_their_order():
-    def step(w, x):
+    def fun(w, x):
         hidden = jnp.tanh(x.reshape(-1, 8) @ w)  # [batch * 4, 16]: grains of four
         return w + hidden.mean(), hidden, hidden.reshape(x.shape[0], -1).sum(-1)
 
     w = jax.random.normal(jax.random.key(0), (8, 16))
     x = jax.random.normal(jax.random.key(1), (32, 4, 8))
-    step = parallelize(step, mesh="x:2;y:4", num_microbatches=4, **BATCH)
+    step = parallelize(fun, mesh="x:2;y:4", num_microbatches=4, batch_argnums=1)
     compiled = step.lower(w, x).compile()
     compiled.audit().raise_if_wrong()
-    expected = jax.jit(step.__wrapped__)(w, x)
+    expected = jax.jit(fun)(w, x)
     for got, want in zip(compiled(w, x), expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
@@ -100,7 +98,9 @@ def test_rows_chosen_by_position_along_the_batch_are_not_cut():
         return w - (shuffled @ w).mean() * w, x.sum()
 
     w, x = jnp.eye(8), jax.random.normal(jax.random.key(1), (16, 8))
-    run_as_planned(parallelize(step, mesh="x:8", num_microbatches=2, **BATCH), w, x)
+    run_as_planned(
+        parallelize(step, mesh="x:8", num_microbatches=2, batch_argnums=1), w, x
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt", "bert", "lstm"])

@@ -91,3 +91,11 @@ def test_pins_and_a_plan_exclude_each_other() -> None:
     plan = autopar.parallelize(step, mesh="x:8").plan(*arguments())
     with pytest.raises(ValueError, match="`pins` must be left out with `plan`"):
         autopar.parallelize(step, plan=plan, pins={"w1": P("x")})
+
+
+def test_a_key_that_is_a_path_is_no_expression() -> None:
+    """As one, `params['mlp']['w1']` is found in every path with `params/`."""
+    first = homes({"params['mlp']['w1']": P("data"), "w2": P("model")})
+    assert first[:2] == [(0, -1), (-1, 0)]
+    second = homes({"params['mlp']['w1']": P("data"), "params": P("model")})
+    assert second[:2] == [(0, -1), (-1, 0)]

@@ -46,7 +46,7 @@ def mapped_reduction(op: Operator) -> list[Factor]:
     has_names = not all(isinstance(axis, int) for axis in axes)
     if has_names or len(op.operands) > 1 or op.params["axis_index_groups"]:
         return []
-    return reduction(op)
+    return list(reduction(op))
 
 
 def _may_be_pending(op: Operator) -> bool:

@@ -38,8 +38,8 @@ def grow(s: Scope, count: int, weights: dict[str, int] | None = None) -> None:
                 written = OPERATIONS[name].write(s)
             except Unfit:
                 continue
-            text, count = (written, None) if isinstance(written, str) else written
-            if s.emit(name, text, count):
+            text, length = (written, None) if isinstance(written, str) else written
+            if s.emit(name, text, length):
                 break
     s.reset()
 
@@ -198,7 +198,8 @@ def vmap(s: Scope) -> Written:
     first = s.value(is_number, least=1, size=True)
     dim = s.dim(first)
     count = s.shape(first)[dim]
-    operands, dims = [first], [dim]
+    operands: list[str] = [first]
+    dims: list[int | None] = [dim]
     if s.flag():
         other = s.value(is_number)
         fitting = [d for d, n in enumerate(s.shape(other)) if n == count]

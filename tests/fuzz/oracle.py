@@ -149,7 +149,7 @@ def _compare(reference: Reference, results: Sequence[jax.Array]) -> Verdict:
                 break
             raise WrongProgram(
                 f"result {position}, {whole.dtype}{whole.shape} with "
-                f"{array.sharding.spec}, differs by {error:.3g} on {shard.device} at "
+                f"{array.sharding}, differs by {error:.3g} on {shard.device} at "
                 f"{shard.index}:\n{data}\nbut must be\n{part}"
             )
     return verdict

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from autopar import rules
+import autopar.rules
 from autopar.build_graph import build_graph, tensor_type
 from autopar.cluster import Cluster
 from autopar.graph import OpGraph
@@ -31,7 +31,7 @@ from autopar.solver.solve import solve
 from autopar.spec import Spec
 from autopar.tracing import TracedFunction, trace
 
-assert rules  # imported so that every rule registers
+assert autopar.rules  # imported so that every rule registers
 # How choices are made: each at random, by the solver with random costs, by the solver.
 Manner = Literal["uniform", "costs", "solver"]
 CLUSTER = Cluster.local()

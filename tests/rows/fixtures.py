@@ -193,6 +193,40 @@ def language_model() -> Case:
     return Case(step, (params, tokens, targets))
 
 
+LM_VOCAB, LM_SEQ = 1024, 32
+
+
+def transformer_lm(num_layers: int = 2) -> Case:
+    """A language model of F3's layers, 2 x 32 tokens, 1024 words; Adam."""
+    optimizer = optax.adam(1e-2, eps=1e-2)
+
+    def step(
+        state: Any, tokens: jax.Array, targets: jax.Array
+    ) -> tuple[Any, jax.Array]:
+        params, moments = state
+
+        def loss(params: Any) -> jax.Array:
+            x = params["table"][tokens]
+            for layer in params["layers"]:
+                x = _layer(layer, x)
+            logits = x @ params["head"]
+            picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+            return (jax.nn.logsumexp(logits, axis=-1) - picked).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, moments = optimizer.update(grads, moments)
+        return (optax.apply_updates(params, updates), moments), value
+
+    params = {
+        "table": random(0, LM_VOCAB, HIDDEN),
+        "layers": [layer_params(20 * (i + 1)) for i in range(num_layers)],
+        "head": random(1, HIDDEN, LM_VOCAB, scale=0.1),
+    }
+    numbers = np.random.default_rng(2).integers(0, LM_VOCAB, (2, BATCH, LM_SEQ))
+    tokens, targets = jnp.asarray(numbers, jnp.int32)
+    return Case(step, ((params, optimizer.init(params)), tokens, targets))
+
+
 NUM_EXPERTS, CAPACITY = 8, 4
 
 
