@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,8 +17,13 @@ from .constant_leaves import (
     release_constants,
     takes_only_arrays,
 )
-from .nnx import has_modules, run_merged, split_modules
+from .jax_compat import PyTreeDef
+from .nnx import has_modules, is_module, run_merged, split_modules
 from .static_arguments import StaticArguments, Statics, bind_statics
+
+
+def _unchanged(result: Any) -> Any:
+    return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +38,8 @@ class Call:
     statics: Statics
     leaves: Sequence[Any]
     key: Any
-    finish: Callable[[Any], Any]
     only_arrays: bool
+    finish: Callable[[Any], Any] = _unchanged
 
     def arguments(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """What is traced: arguments whose leaves are `leaves`."""
@@ -54,11 +59,15 @@ def open_call(
 ) -> Iterator[Call]:
     """A call with these arguments; its result is to be asked for in here."""
     dynamic, keywords, statics = static.split(args, kwargs)
-    if not has_modules(dynamic, keywords):
-        yield _make_call(dynamic, keywords, statics, _unchanged, only_arrays)
-        return
+    if not any(map(is_module, (*dynamic, *keywords.values()))):
+        flat = jax.tree.flatten((dynamic, keywords))
+        if not has_modules(flat[1]):
+            yield _make_call((dynamic, keywords), flat, statics, only_arrays)
+            return
     with split_modules(dynamic, keywords) as (dynamic, keywords, finish):
-        yield _make_call(dynamic, keywords, statics, finish, only_arrays)
+        flat = jax.tree.flatten((dynamic, keywords))
+        call = _make_call((dynamic, keywords), flat, statics, only_arrays)
+        yield replace(call, finish=finish)
 
 
 def plain_function(fun: Callable[..., Any], statics: Statics) -> Callable[..., Any]:
@@ -74,19 +83,14 @@ def plain_function(fun: Callable[..., Any], statics: Statics) -> Callable[..., A
 
 
 def _make_call(
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
+    flat: tuple[list[Any], PyTreeDef],
     statics: Statics,
-    finish: Callable[[Any], Any],
     only_arrays: bool,
 ) -> Call:
-    leaves, tree = jax.tree.flatten((args, kwargs))
+    leaves, tree = flat
     constants = constants_of(leaves, tree, only_arrays)
     for position, _, _ in reversed(constants):
         del leaves[position]
     key = tree, statics, constants
-    return Call(args, kwargs, statics, leaves, key, finish, only_arrays)
-
-
-def _unchanged(result: Any) -> Any:
-    return result
+    return Call(*arguments, statics, leaves, key, only_arrays)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .build_graph import STRUCTURED
+from .build_graph import SHARD_MAP, STRUCTURED
 from .graph import Constant, Operand, Operator, OpGraph
 from .ports import Port, ports_of
 from .rules.base import Factor, factors_of, replicate
@@ -154,6 +154,9 @@ class Flow:
 
     def run_structured(self, op: Operator) -> bool:
         """Iterate the ports of a loop or branch until their states are stable."""
+        reads = tensors_of(op.operands)
+        if op.kind == SHARD_MAP and any(self.state[t] != REPLICATED for t in reads):
+            return False  # its body is written for the shapes of the whole
         ports = ports_of(self.graph, op)
         state: dict[int, State] = dict.fromkeys(range(len(ports)), REPLICATED)
         while True:

@@ -46,7 +46,12 @@ def cut_into_microbatches(
         return traced
 
     def step(*leaves: Any) -> list[Any]:
-        return WholeRunner(graph, split).run(leaves)
+        runner, outermost = WholeRunner(graph), graph.blocks[0]
+        runner.values.update(zip(outermost.inputs, leaves, strict=True))
+        runner.run_operators(split.phases.before)
+        _run_loop(graph, split, runner.values)
+        runner.run_operators(split.phases.behind)
+        return runner.outputs(outermost)
 
     types = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
@@ -60,75 +65,67 @@ def cut_into_microbatches(
 class RetracingRunner(BlockRunner):
     """What is traced again keeps its source lines and name scopes."""
 
-    def scope(self, op: Operator) -> str:
-        return op.name.rpartition("/")[0]
-
-
-class WholeRunner(RetracingRunner):
-    """Runs the outermost block on whole arrays, with the loop at its place."""
-
-    def __init__(self, graph: OpGraph, split: MicrobatchSplit) -> None:
+    def __init__(self, graph: OpGraph) -> None:
         super().__init__(graph)
-        self.split = split
         self.values: dict[int, Any] = {}
 
-    def run(self, leaves: Sequence[Any]) -> list[Any]:
-        outermost = self.graph.blocks[0]
-        for tensor, leaf in zip(outermost.inputs, leaves, strict=True):
-            self.write(tensor, leaf)
-        self.run_operators(self.split.phases.before)
-        self.run_loop()
-        self.run_operators(self.split.phases.behind)
-        return self.outputs(outermost)
-
-    def run_loop(self) -> None:
-        """Scan over the microbatches; sums are carried, parts of outputs stacked."""
-        leaving = self.tensors_leaving()
-        summed = [t for t in leaving if self.split.state[t] == SUM]
-        stacked = [t for t in leaving if self.split.state[t] != SUM]
-
-        def body(sums: list[Any], counter: Any) -> tuple[list[Any], list[Any]]:
-            runner = MicrobatchRunner(self.graph, self.split, self.values, counter)
-            runner.run_operators(self.split.phases.loop)
-            added = [
-                total + runner.values[tensor]
-                for total, tensor in zip(sums, summed, strict=True)
-            ]
-            return added, [runner.values[tensor] for tensor in stacked]
-
-        types = [self.graph.tensors[tensor].type for tensor in summed]
-        zeros = [jnp.zeros(kind.shape, kind.dtype) for kind in types]
-        counters = jnp.arange(self.split.num_microbatches, dtype=jnp.uint32)
-        sums, parts = lax.scan(body, zeros, counters)
-        for tensor, total in zip(summed, sums, strict=True):
-            self.write(tensor, total)
-        for tensor, part in zip(stacked, parts, strict=True):
-            self.write(tensor, _join(self.split, part, self.split.state[tensor]))
-
-    def tensors_leaving(self) -> list[int]:
-        """What the loop makes that is read behind it, or returned."""
-        made = {t for op in self.split.phases.loop for t in op.results}
-        read = [o for op in self.split.phases.behind for o in op.operands]
-        read.extend(self.graph.blocks[0].outputs)
-        return [o for o in dict.fromkeys(read) if isinstance(o, int) and o in made]
+    def scope(self, op: Operator) -> str:
+        return op.name.rpartition("/")[0]
 
     def write(self, tensor: int, value: Any) -> None:
         self.values[tensor] = value
 
-    def read(self, operand: Operand) -> Any:
+
+class WholeRunner(RetracingRunner):
+    """Runs operators on whole arrays, as the function itself does."""
+
+    def value(self, operand: Operand) -> Any:
+        """A tensor as it was made, or a literal."""
         if isinstance(operand, Constant):
             return operand.value
         return self.values[operand]
 
     def operands(self, op: Operator) -> list[Any]:
-        return [self.read(operand) for operand in op.operands]
+        return [self.value(operand) for operand in op.operands]
 
     def outputs(self, block: Block) -> list[Any]:
-        return [as_array(self.read(operand)) for operand in block.outputs]
+        return [as_array(self.value(operand)) for operand in block.outputs]
 
     def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
         with equation_context(op.eqn), user_context(op.eqn):
             return bind_params(op, operands)
+
+
+def leaving_tensors(graph: OpGraph, split: MicrobatchSplit) -> list[int]:
+    """What the loop makes that is read behind it, or returned."""
+    made = {t for op in split.phases.loop for t in op.results}
+    read = [o for op in split.phases.behind for o in op.operands]
+    read.extend(graph.blocks[0].outputs)
+    return [o for o in dict.fromkeys(read) if isinstance(o, int) and o in made]
+
+
+def _run_loop(graph: OpGraph, split: MicrobatchSplit, values: dict[int, Any]) -> None:
+    """Scan over the microbatches; sums are carried, parts of outputs stacked."""
+    leaving = leaving_tensors(graph, split)
+    summed = [t for t in leaving if split.state[t] == SUM]
+    stacked = [t for t in leaving if split.state[t] != SUM]
+
+    def body(sums: list[Any], counter: Any) -> tuple[list[Any], list[Any]]:
+        runner = MicrobatchRunner(graph, split, values, counter)
+        runner.run_operators(split.phases.loop)
+        added = [
+            total + runner.values[tensor]
+            for total, tensor in zip(sums, summed, strict=True)
+        ]
+        return added, [runner.values[tensor] for tensor in stacked]
+
+    types = [graph.tensors[tensor].type for tensor in summed]
+    zeros = [jnp.zeros(kind.shape, kind.dtype) for kind in types]
+    counters = jnp.arange(split.num_microbatches, dtype=jnp.uint32)
+    sums, parts = lax.scan(body, zeros, counters)
+    values.update(zip(summed, sums, strict=True))
+    for tensor, part in zip(stacked, parts, strict=True):
+        values[tensor] = _join(split, part, split.state[tensor])
 
 
 class _MicrobatchShard(Shard):
@@ -156,12 +153,11 @@ class MicrobatchRunner(RetracingRunner):
         super().__init__(graph)
         self.split, self.whole, self.counter = split, whole, counter
         self.mesh = MeshShape((_AXIS,), (split.num_microbatches,))
-        self.values: dict[int, Any] = {}
         self.cut: dict[tuple[int, State], Any] = {}
         self.port_states: dict[Site, State] = {}
 
     def write(self, tensor: int, value: Any) -> None:
-        self.values[tensor] = value
+        super().write(tensor, value)
         for key in [key for key in self.cut if key[0] == tensor]:
             del self.cut[key]  # a body runs again: its copies are of another trace
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -52,13 +52,15 @@ class Unchanged:
     position: int
 
 
-def has_modules(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether some argument holds an NNX module or variable; does not import flax."""
-    if "flax.nnx" not in sys.modules:
-        return False
-    if any(map(_is_module, (*args, *kwargs.values()))):
-        return True
-    return _has_module_types(jax.tree.structure((args, kwargs)))
+def is_module(node: Any) -> bool:
+    """Whether a node is an NNX module or variable; does not import flax."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and nnx.graph.is_graph_node(node)
+
+
+def has_modules(tree: PyTreeDef) -> bool:
+    """Whether a tree has NNX modules or variables among its nodes."""
+    return "flax.nnx" in sys.modules and _has_module_types(tree)
 
 
 @contextmanager
@@ -103,7 +105,7 @@ def run_merged(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args, kwargs = _merged(context, (args, kwargs))
     result = fun(*args, **kwargs)
     modules = list(
-        filter(_is_module, jax.tree.leaves((args, kwargs), is_leaf=_is_whole))
+        filter(is_module, jax.tree.leaves((args, kwargs), is_leaf=_is_whole))
     )
     with nnx.split_context(_TAG) as context:
         changed, returned = _split(context, (modules, result))
@@ -120,7 +122,7 @@ def _split(context: Any, tree: Any) -> Any:
     nnx = sys.modules["flax.nnx"]
 
     def split(node: Any) -> Any:
-        if not _is_module(node):
+        if not is_module(node):
             return node
         graphdef, state = context.split(node)
         if isinstance(state, nnx.Variable):
@@ -149,11 +151,7 @@ def _graph_nodes(tree: Any) -> list[Any]:
 
 
 def _is_whole(node: Any) -> bool:
-    return _is_module(node) or isinstance(node, sys.modules["flax.nnx"].State)
-
-
-def _is_module(node: Any) -> bool:
-    return sys.modules["flax.nnx"].graph.is_graph_node(node)
+    return is_module(node) or isinstance(node, sys.modules["flax.nnx"].State)
 
 
 def _is_graph_node(node: Any) -> bool:
@@ -162,8 +160,12 @@ def _is_graph_node(node: Any) -> bool:
 
 @functools.lru_cache
 def _has_module_types(tree: PyTreeDef) -> bool:
-    data = tree.node_data()
     nnx = sys.modules["flax.nnx"]
-    if data is not None and issubclass(data[0], (nnx.Pytree, nnx.Variable)):
-        return True
-    return any(map(_has_module_types, tree.children()))
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        data = node.node_data()
+        if data is not None and issubclass(data[0], (nnx.Pytree, nnx.Variable)):
+            return True
+        nodes += node.children()
+    return False

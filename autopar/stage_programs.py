@@ -11,13 +11,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from .cluster import Cluster
-from .graph import Block, Constant, Operator, OpGraph
+from .graph import Constant, Operator, OpGraph
 from .intra_op import plan_intra_op
-from .jax_compat import equation_context, user_context
 from .lowering.blocks import as_array
 from .mesh import MeshShape
 from .microbatch_flow import tensors_of
-from .microbatch_loop import RetracingRunner
+from .microbatch_loop import WholeRunner
 from .pins import Pin
 from .plan import ShardingPlan
 from .programs import (
@@ -30,7 +29,6 @@ from .programs import (
     build_program,
 )
 from .resharding import Resharder
-from .rules.base import bind_params
 from .spec import Spec, axes_of_dim, to_partition_spec
 from .stage_apply import ApplyCut
 from .stage_cut import StageCut
@@ -206,13 +204,13 @@ class PipelineBuilder:
         structs = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
 
         def task(*values: Any) -> list[Any]:
-            runner = _PieceRunner(graph)
+            runner = WholeRunner(graph)
             given = dict(zip(names, values, strict=True))
             runner.values.update({t: given[n] for n, t in piece.inputs.items()})
             runner.run_operators(piece.operators)
             found = []
             for name, operand in piece.outputs.items():
-                value = as_array(runner.read(operand))
+                value = as_array(runner.value(operand))
                 found.append(given[name] + value if name in piece.added else value)
             return found
 
@@ -276,32 +274,6 @@ class PipelineBuilder:
             if i.path in piece.added:
                 sharding = self.shardings[i.path, piece.stage]
                 self.zeros[i.path] = _zeros(struct, sharding)
-
-
-class _PieceRunner(RetracingRunner):
-    """Runs some operators of a graph on whole values."""
-
-    def __init__(self, graph: OpGraph) -> None:
-        super().__init__(graph)
-        self.values: dict[int, Any] = {}
-
-    def write(self, tensor: int, value: Any) -> None:
-        self.values[tensor] = value
-
-    def read(self, operand: int | Constant) -> Any:
-        if isinstance(operand, Constant):
-            return operand.value
-        return self.values[operand]
-
-    def operands(self, op: Operator) -> list[Any]:
-        return [self.read(operand) for operand in op.operands]
-
-    def outputs(self, block: Block) -> list[Any]:
-        return [as_array(self.read(operand)) for operand in block.outputs]
-
-    def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
-        with equation_context(op.eqn), user_context(op.eqn):
-            return bind_params(op, operands)
 
 
 def _reads(operators: Iterable[Operator]) -> list[int]:

@@ -18,7 +18,7 @@ from .build_graph import build_graph
 from .graph import Operator, OpGraph, TensorType
 from .jax_compat import ClosedJaxpr, dead_code_eliminated
 from .microbatch_flow import tensors_of
-from .microbatch_loop import MicrobatchRunner, WholeRunner
+from .microbatch_loop import MicrobatchRunner, WholeRunner, leaving_tensors
 from .microbatches import MicrobatchSplit
 from .roles import Roles
 from .spec import SUM
@@ -67,7 +67,7 @@ def trace_parts(
     inside = [*of_held, *split.phases.loop, *split.phases.behind]
     read = dict.fromkeys(t for op in inside for t in tensors_of(op.operands))
     prepared = [t for t in read if t in made_of_batch]
-    sums = WholeRunner(graph, split).tensors_leaving()
+    sums = leaving_tensors(graph, split)
     for tensor in sums:
         if split.state[tensor] != SUM:
             raise NotImplementedError(
@@ -76,7 +76,7 @@ def trace_parts(
             )
 
     def prepare(*leaves: Any) -> list[Any]:
-        runner = WholeRunner(graph, split)
+        runner = WholeRunner(graph)
         runner.values.update(zip(batch, leaves, strict=True))
         generators = [op for op in of_held if not tensors_of(op.operands)]
         runner.run_operators([*generators, *of_batch])
@@ -92,7 +92,7 @@ def trace_parts(
         return [runner.values[t] for t in sums]
 
     def apply(*leaves: Any) -> list[Any]:
-        runner = WholeRunner(graph, split)
+        runner = WholeRunner(graph)
         runner.values.update(zip([*held, *prepared, *sums], leaves, strict=True))
         runner.run_operators([*of_held, *split.phases.behind])
         return runner.outputs(graph.blocks[0])

@@ -191,16 +191,16 @@ class TestInsideAndOutside:
     def test_one_inside_another_is_a_plain_function(self) -> None:
         inner = autopar.parallelize(train_step, mesh="a:2;b:4")
 
-        @autopar.parallelize(mesh="x:8")
         def two_steps(params: Tree, batch: Tree) -> tuple[Tree, jax.Array]:
             params, _ = inner(params, batch)
             return inner(params, batch)
 
-        compiled = two_steps.lower(make_params(), make_batch()).compile()
+        outer = autopar.parallelize(two_steps, mesh="x:8")
+        compiled = outer.lower(make_params(), make_batch()).compile()
         compiled.audit().raise_if_wrong()
         assert compiled.plan.predicted.split_flops_fraction == 1
         expected = train_step(train_step(make_params(), make_batch())[0], make_batch())
-        assert_close(two_steps(make_params(), make_batch()), expected)
+        assert_close(outer(make_params(), make_batch()), expected)
 
     def test_its_gradient_in_another(self) -> None:
         loss = autopar.parallelize(loss_fn)

@@ -19,7 +19,6 @@ class Model(nnx.Module):
         self.norm = nnx.BatchNorm(16, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
-
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.dropout(self.norm(self.linear(x)))
 
@@ -95,7 +94,7 @@ def test_attributes_that_a_step_adds() -> None:
         model.extra = nnx.Param(x * 2)
         model.name = "grown"
 
-    model = nnx.Dict(name="small")
+    model: Any = nnx.Dict(name="small")
     grow(model, jnp.ones(8))
     assert model.name == "grown" and (model.extra[...] == 2).all()
 
@@ -139,6 +138,13 @@ def test_a_step_of_split_state_is_a_step_of_any_tree() -> None:
     expected, expected_loss = jax.jit(step)(state, X)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     assert jax.tree.structure(after) == jax.tree.structure(expected)
+
+
+def test_a_plan_of_shapes() -> None:
+    step = autopar.parallelize(train_step)
+    shapes = nnx.eval_shape(make_training)
+    plan = step.plan(*shapes, jax.ShapeDtypeStruct(X.shape, X.dtype))
+    assert plan is step.plan(*make_training(), X)
 
 
 def test_flax_is_not_imported() -> None:

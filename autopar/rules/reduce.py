@@ -6,7 +6,7 @@ cumulative operator or a sort runs along must be whole.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -40,7 +40,7 @@ def reduction(op: Operator) -> list[Factor]:
 
 
 @register("psum", "pmax", "pmin")
-def mapped_reduction(op: Operator) -> list[Factor]:
+def mapped_reduction(op: Operator) -> Sequence[Factor]:
     """What `vmap` makes of a collective over its own axis: axes are dims, not names."""
     axes = op.params["axes"]
     has_names = not all(isinstance(axis, int) for axis in axes)

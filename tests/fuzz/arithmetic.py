@@ -314,7 +314,9 @@ def constant(s: Scope) -> Written:
         count *= size
     texts = [f"jnp.zeros({shape}, jnp.{dtype})", f"jnp.ones({shape}, jnp.{dtype})"]
     texts.append(f"jnp.full({shape}, 0.5)")
-    texts.append(f"np.linspace(-1, 1, {count}, dtype=np.float32).reshape({shape})")
+    texts.append(
+        f"jnp.asarray(np.linspace(-1, 1, {count}, dtype='f').reshape({shape}))"
+    )
     if shape:
         dim = s.draw.randrange(len(shape))
         kind = s.one_of("float32", "int32", "uint8", "bfloat16")

@@ -42,9 +42,9 @@ def main(first: int, last: int) -> None:
                 known.add(name)
                 print("".join(traceback.format_tb(error.__traceback__)[-3:])[-1500:])
                 print(report_of(*reduced(program, case, seconds=60.0)))
-            sys.stdout.flush()
-    record.elapsed = perf_counter() - start
-    print(record)
+        if record.counts["programs"] % 50 == 0 or seed == last - 1:
+            record.elapsed = perf_counter() - start
+            print(record, flush=True)
 
 
 if __name__ == "__main__":

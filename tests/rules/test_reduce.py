@@ -134,3 +134,16 @@ def test_odd_sizes_and_unequal_axes() -> None:
     check_every_strategy(lambda x: x.sum(), random_array(1, 8, 5), mesh=MESH_2X4)
     x = random_array(8, 4).astype(jnp.bfloat16)
     check_every_strategy(lambda x: lax.reduce_max(x, (0,)), x, mesh=MESH_2X4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reduction"), [("psum", lax.psum), ("pmax", lax.pmax), ("pmin", lax.pmin)]
+)
+def test_collectives_over_the_axis_of_a_vmap(kind: str, reduction: Callable) -> None:
+    def centred(x: jax.Array) -> jax.Array:
+        return jax.vmap(lambda x: x - reduction(x, "rows"), axis_name="rows")(x)
+
+    op = operator_of(kind, centred, X)
+    state = {"psum": SUM, "pmax": MAX, "pmin": MIN}[kind]
+    assert factor_table(op)["k0"] == ((0,), (state,))
+    assert {"k0", "d1", "d2"} <= check_every_strategy(centred, X)[kind]
