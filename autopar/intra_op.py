@@ -33,7 +33,6 @@ from .sharding_problem import ShardingProblem, build_problem
 from .spec import MAX, MIN, SUM, Spec, num_shards, replicated
 from .strategies import is_heavy_operator, total_flops
 from .user_shard_map import body_collectives, body_work
-from .warm_start import flat_start
 
 _REDUCTION_NAMES = {SUM: "sum", MAX: "max", MIN: "min"}
 
@@ -61,8 +60,7 @@ def plan_intra_op(
     """
     resharder = Resharder(mesh, cluster)
     problem = build_problem(graph, mesh, cluster, resharder, pins)
-    start = None if pins else flat_start(graph, cluster, problem)
-    assignment = solve(problem.choice_graph, gap=gap, initial=start)
+    assignment = solve(problem.choice_graph, gap=gap)
     plan = read_plan(problem, assignment, cluster, resharder)
     return IntraOpSolution(plan, assignment)
 
