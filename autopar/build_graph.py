@@ -39,6 +39,7 @@ CALLS = {  # where each keeps what it calls
     "custom_partitioning": "call",
     "custom_vmap_call": "call",
     "composite": "jaxpr",
+    "eval_jaxpr": "jaxpr",
 }
 _REMATS = ("remat2", "checkpoint")
 BARRIER = "optimization_barrier"
@@ -244,7 +245,10 @@ class _Builder:
     ) -> Sequence[_Value]:
         kind = eqn.primitive.name
         if kind in CALLS:
-            return self.call(eqn, eqn.params[CALLS[kind]], values, block, scope)
+            callee = eqn.params[
+                CALLS[kind] if CALLS[kind] in eqn.params else "call_jaxpr"
+            ]
+            return self.call(eqn, callee, values, block, scope)
         if kind == "custom_linear_solve":
             return self.linear_solve(eqn, values, block, scope)
         if kind not in (SCAN, WHILE, COND):  # their bodies' effects are met in there

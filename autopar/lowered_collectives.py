@@ -7,6 +7,7 @@ found is reported with the product of the trip counts around it.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
@@ -55,6 +56,7 @@ class _Reader:
     """One module, its functions by name, and those that reach no collective."""
 
     functions: dict[str, Operation]
+    meshes: dict[str, dict[str, int]]  # axis sizes by name, by the mesh's symbol
     silent: frozenset[str]
     num_replicas: int
     num_partitions: int
@@ -66,12 +68,17 @@ class _Reader:
             for op in module.body.operations
             if op.operation.name == "func.func"
         }
+        meshes = dict(
+            _mesh(str(op))
+            for op in module.body.operations
+            if op.operation.name == "sdy.mesh"
+        )
         attributes = module.operation.attributes
         sizes = [
             attributes[name].value if name in attributes else 1
             for name in ("mhlo.num_replicas", "mhlo.num_partitions")
         ]
-        return cls(functions, _silent_functions(functions), *sizes)
+        return cls(functions, meshes, _silent_functions(functions), *sizes)
 
     def read(self) -> Iterator[Collective]:
         main = self.functions["main"]
@@ -117,7 +124,7 @@ class _Reader:
         is_permute = kind == "collective_permute"
         written = attributes["source_target_pairs" if is_permute else "replica_groups"]
         groups = device_groups(
-            _groups(written),
+            _groups(written, self.meshes),
             kind=kind,
             has_channel="channel_handle" in attributes,
             has_global_ids="use_global_device_ids" in attributes,
@@ -163,7 +170,29 @@ def _all_operations(op: Operation) -> Iterator[Operation]:
                 yield from _all_operations(inner.operation)
 
 
-def _groups(attribute: Any) -> list[list[int]]:
+def _mesh(text: str) -> tuple[str, dict[str, int]]:
+    """Symbol and axes of `sdy.mesh @mesh = <["a"=2, "b"=4]>`."""
+    symbol = re.search(r"sdy\.mesh @([\w.]+)", text)
+    assert symbol is not None, text
+    axes = text.partition("<[")[2].partition("]")[0]
+    return symbol.group(1), {
+        name: int(size) for name, size in re.findall(r'"([^"]+)"\s*=\s*(\d+)', axes)
+    }
+
+
+def _groups(attribute: Any, meshes: dict[str, dict[str, int]]) -> list[list[int]]:
+    """A table of device ids, or, from jax 0.11 on, axes of a mesh in the module."""
+    text = str(attribute)
+    if "replica_group_mesh_axes" in text:
+        symbol = re.search(r"mesh = @([\w.]+)", text)
+        assert symbol is not None, text
+        sizes = meshes[symbol.group(1)]
+        names = list(sizes)
+        axes = [names.index(name) for name in re.findall(r'name = "([^"]+)"', text)]
+        ids = np.arange(prod(sizes.values())).reshape(tuple(sizes.values()))
+        rest = [axis for axis in range(len(names)) if axis not in axes]
+        group_size = prod(ids.shape[axis] for axis in axes)
+        return ids.transpose(*rest, *axes).reshape(-1, group_size).tolist()
     table = np.array(attribute)
     if table.ndim != 2 or table.dtype.kind != "i":
         raise ValueError(

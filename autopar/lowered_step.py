@@ -59,10 +59,9 @@ class Compiled:
             if tree != self.lowered.traced.in_tree:
                 expected, got = str(self.lowered.traced.in_tree), str(tree)
                 raise TypeError(
-                    f"A compiled step must be called with the tree of arguments, and "
-                    f"the constants in it, that it was lowered for: {expected:.200}, "
-                    f"but got {got:.200}; call the parallelized function itself, or "
-                    f"lower it again."
+                    f"A compiled step must be called with the arguments it was lowered "
+                    f"for, and the same constants in them: {expected:.200}, but got "
+                    f"{got:.200}; call the parallelized function, or lower again."
                 )
             program = self.lowered.program
             self._check_types(call.leaves)

@@ -326,8 +326,8 @@ class Resharder:
 def wire_dtype(step: Step, dtype: Any) -> np.dtype:
     """What the elements are sent as: booleans, and floats whose order matters, by code.
 
-    Libraries that reduce with max and min drop NaN (XLA's CPU client and NCCL do), so
-    floats go as integers in the same order, with NaN as the last one.
+    An all-reduce with max or min may drop NaN (XLA's on CPU does), so floats go as
+    integers in the same order, with NaN as the last one.
     """
     if step.kind != "all_reduce":
         return dtype

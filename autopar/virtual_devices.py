@@ -23,6 +23,12 @@ def use_virtual_devices(count: int) -> None:
     # With fewer threads than twice the devices, steps that overlap can deadlock.
     threads = max(2 * count, int(os.environ.get("NPROC", "0") or 0))
     os.environ["NPROC"] = str(threads)
+    # XLA's concurrent CPU scheduler crashes on some programs with collectives.
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "concurrency_optimized_scheduler" not in flags:
+        os.environ["XLA_FLAGS"] = (
+            f"{flags} --xla_cpu_enable_concurrency_optimized_scheduler=false".strip()
+        )
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)

@@ -41,6 +41,8 @@ def improve_among_likely(
     ranks = [np.where(m == m.min(), -np.inf, m) for m in marginals]
     for rank, choice in zip(ranks, choices, strict=True):
         rank[choice] = -np.inf
+    if not ranks:
+        return tuple(choices)
     flat = np.sort(np.concatenate(ranks))
     num_sure = int(np.searchsorted(flat, -np.inf, side="right"))
     last = min(num_sure + MOST_LIKELY_CHOICES, flat.size) - 1

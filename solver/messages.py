@@ -216,10 +216,10 @@ def _largest(costs: np.ndarray) -> float:
 
 
 def _halves(
-    graph: ChoiceGraph, ceiling: float, order: Sequence[int]
+    graph: ChoiceGraph, ceiling: float, sweep: Sequence[int]
 ) -> tuple[list[list[_Half]], list[list[_Half]]]:
     """Per node, its edges to earlier and to later nodes in the order of the sweeps."""
-    rank = {node: position for position, node in enumerate(order)}
+    rank = {node: position for position, node in enumerate(sweep)}
     earlier: list[list[_Half]] = [[] for _ in graph.nodes]
     later: list[list[_Half]] = [[] for _ in graph.nodes]
     sorted_by_id: dict[int, tuple[np.ndarray | None, np.ndarray | None]] = {}

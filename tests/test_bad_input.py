@@ -75,7 +75,7 @@ class TestOptions:
             autopar.parallelize(double, method=method)
 
     def test_methods_of_the_future(self) -> None:
-        with pytest.raises(NotImplementedError, match="roadmap.md.*; use"):
+        with pytest.raises(NotImplementedError, match="roadmap.md.*give it"):
             autopar.parallelize(double, method=autopar.PipelineParallel())
 
     @pytest.mark.parametrize(

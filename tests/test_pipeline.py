@@ -104,7 +104,7 @@ def test_the_whole_state_equals_the_full_batch_step(
     fun, state, batch = model()
     reference = jax.jit(fun)
     method = PipelineParallel(num_stages, num_microbatches, schedule)
-    step = parallelize(fun, method=method)
+    step: Any = parallelize(fun, method=method)
     expected: Any = (state, None)
     got: Any = expected
     for _ in range(3):

@@ -14,8 +14,8 @@ from .base import Factor, Shard, is_inexact, pending_sums, register
 UNARY = (
     "abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj "
     "convert_element_type copy cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor "
-    "imag integer_pow is_finite lgamma log log1p logistic name neg not "
-    "population_count real reduce_precision round rsqrt sign sin sinh sqrt square "
+    "imag integer_pow is_finite lgamma log log1p log2 logistic name neg not "
+    "one_minus_square population_count real reduce_precision round rsqrt sign sin sinh sqrt square "
     "stop_gradient tan tanh"
 ).split()
 NARY = (

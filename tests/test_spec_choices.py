@@ -1,0 +1,44 @@
+"""Specs by choice: one shared value each, that says what the plain array says."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cluster import Cluster
+from autopar.mesh import MeshShape
+from autopar.resharding import Resharder
+from autopar.spec import num_shards
+from autopar.spec_choices import SpecTable
+
+MESH = MeshShape(("x", "y", "z"), (2, 2, 2))
+arrays = st.lists(
+    st.tuples(*[st.sampled_from([-1, 0, 1])] * 3), min_size=1, max_size=9
+).map(np.array)
+
+
+@given(arrays)
+def test_every_choice_keeps_its_spec_and_fraction(specs: np.ndarray) -> None:
+    choices = SpecTable(MESH.axis_sizes).choices(specs)
+    for choice, spec in enumerate(specs.tolist()):
+        assert choices.of(choice) == tuple(spec)
+        assert choices.fractions[choice] == 1 / num_shards(spec, MESH.axis_sizes)
+    assert len(set(choices.distinct)) == len(choices.distinct)
+
+
+@given(arrays)
+def test_equal_arrays_share_one_value(specs: np.ndarray) -> None:
+    table = SpecTable(MESH.axis_sizes)
+    assert table.choices(specs) is table.choices(specs.copy())
+
+
+@given(st.lists(arrays, min_size=2, max_size=4))
+def test_matrices_hold_the_cost_of_every_pair(many: list[np.ndarray]) -> None:
+    resharder = Resharder(MESH, Cluster.preset("8xH100"))
+    table = SpecTable(MESH.axis_sizes)
+    for first, second in zip(many, many[1:], strict=False):
+        sources, targets = table.choices(first).distinct, table.choices(second).distinct
+        fixed, per_byte = resharder.affine_matrices(sources, targets)
+        for row, source in enumerate(sources):
+            for column, target in enumerate(targets):
+                found = fixed[row, column], per_byte[row, column]
+                assert found == resharder.seconds(source, target)
