@@ -15,8 +15,8 @@ UNARY = (
     "abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz conj "
     "convert_element_type copy cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor "
     "imag integer_pow is_finite lgamma log log1p log2 logistic name neg not "
-    "one_minus_square population_count real reduce_precision round rsqrt sign sin sinh sqrt square "
-    "stop_gradient tan tanh"
+    "one_minus_square population_count real reduce_precision round rsqrt sign sin "
+    "sinh sqrt square stop_gradient tan tanh"
 ).split()
 NARY = (
     "add add_any and atan2 clamp complex div eq eq_to ge gt igamma igamma_grad_a "
