@@ -249,8 +249,6 @@ class _Builder:
                 CALLS[kind] if CALLS[kind] in eqn.params else "call_jaxpr"
             ]
             return self.call(eqn, callee, values, block, scope)
-        if kind == "custom_linear_solve":
-            return self.linear_solve(eqn, values, block, scope)
         if kind not in (SCAN, WHILE, COND):  # their bodies' effects are met in there
             refuse_effects(eqn)
         if all(isinstance(atom, Literal) for atom in eqn.invars) and (
@@ -281,16 +279,6 @@ class _Builder:
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             env[var] = Constant(value, tensor_type(var.aval))
         return self.inline(jaxpr, env, block, scope)
-
-    def linear_solve(
-        self, eqn: Any, values: Sequence[_Value], block: _OpenBlock, scope: str
-    ) -> Sequence[_Value]:
-        """Only the solution is computed: the other three functions are derivatives'."""
-        sizes, closed = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
-        first = sizes.matvec + sizes.vecmat
-        right_sides = values[first + sizes.solve + sizes.transpose_solve :]
-        given = [*values[first : first + sizes.solve], *right_sides]
-        return self.call(eqn, closed, given, block, scope)
 
     def barrier(
         self, eqn: Any, values: Sequence[_Value], block: _OpenBlock, scope: str

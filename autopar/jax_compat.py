@@ -50,15 +50,18 @@ def dead_code_eliminated(closed: Any) -> Any:
 
 
 def _without_unread_constants(jaxpr: Any) -> Any:
-    """No while loop is given constants that it does not read, here or inside."""
+    """No loop or solve is given what it does not read, here or inside."""
     eqns = []
     for eqn in jaxpr.eqns:
         params = {name: _inside(value) for name, value in eqn.params.items()}
         if any(params[name] is not value for name, value in eqn.params.items()):
             eqn = eqn.replace(params=params)
-        eqns.append(
-            _while_without_unread(eqn) if eqn.primitive.name == "while" else eqn
-        )
+        match eqn.primitive.name:
+            case "while":
+                eqn = _while_without_unread(eqn)
+            case "custom_linear_solve":
+                eqn = _only_solution(eqn)
+        eqns.append(eqn)
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr
     return jaxpr.replace(eqns=eqns)
@@ -74,8 +77,23 @@ def _inside(value: Any) -> Any:
     if isinstance(value, tuple):
         values = tuple(_inside(each) for each in value)
         changed = any(new is not old for new, old in zip(values, value, strict=True))
-        return values if changed else value
+        if not changed:
+            return value
+        return type(value)(*values) if hasattr(value, "_fields") else values
     return value
+
+
+def _only_solution(eqn: Any) -> Any:
+    """A linear solve as a call of its solution: the rest is for derivatives only."""
+    sizes, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+    first = sizes.matvec + sizes.vecmat
+    right_sides = eqn.invars[first + sizes.solve + sizes.transpose_solve :]
+    given = [*eqn.invars[first : first + sizes.solve], *right_sides]
+    return eqn.replace(
+        primitive=core.primitives.closed_call_p,
+        invars=given,
+        params={"call_jaxpr": solve},
+    )
 
 
 def _while_without_unread(eqn: Any) -> Any:

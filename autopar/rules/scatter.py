@@ -6,11 +6,13 @@ over the vocabulary it is parallel, each shard dropping the rows of the others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.lax import GatherScatterMode
 
 from ..graph import Operator
@@ -19,6 +21,7 @@ from .base import Factor, Shard, bind_params, pending_sums, register
 from .indices import (
     MAX_INDEXED_SIZE,
     clamp_indices,
+    is_unchanged,
     shift_indices,
     split_among,
     widen_indices,
@@ -30,6 +33,24 @@ _SPLIT_UPDATES: dict[str, tuple[State, State]] = {
     "scatter-sub": (SUM, SUM),
     "scatter-max": (REPLICATED, MAX),
     "scatter-min": (REPLICATED, MIN),
+}
+
+
+def _least(dtype: Any) -> Any:
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
+
+
+def _greatest(dtype: Any) -> Any:
+    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
+
+
+# What an update must be to change nothing.
+_NEUTRAL: dict[str, Callable[[Any], Any]] = {
+    "scatter-add": lambda dtype: 0,
+    "scatter-sub": lambda dtype: 0,
+    "scatter-mul": lambda dtype: 1,
+    "scatter-max": _least,
+    "scatter-min": _greatest,
 }
 
 
@@ -46,6 +67,11 @@ def bind_scatter(op: Operator, operands: Sequence[Any], shard: Shard) -> list[An
     slack = 0 if op.params["mode"] == GatherScatterMode.CLIP else 1
     wanted = clamp_indices(indices, bounds, slack)
     local = shift_indices(wanted, indexed_dims, split_dims, spec, operand.shape, shard)
+    if op.kind in _NEUTRAL:
+        sizes = [max(operand.shape[dim] - windows[dim], 0) for dim in indexed_dims]
+        inside = jnp.clip(local, 0, jnp.array(sizes, local.dtype))
+        updates = _without_dropped(op, updates, is_unchanged(local, inside))
+        local = inside
     # Clamping the components one by one keeps only scalars in order.
     is_sorted = op.params["indices_are_sorted"] and len(indexed_dims) == 1
     return bind_params(
@@ -54,6 +80,18 @@ def bind_scatter(op: Operator, operands: Sequence[Any], shard: Shard) -> list[An
         mode=GatherScatterMode.FILL_OR_DROP,
         indices_are_sorted=is_sorted,
     )
+
+
+def _without_dropped(op: Operator, updates: jax.Array, held: jax.Array) -> jax.Array:
+    """Updates that change nothing where their window is another shard's.
+
+    XLA's CPU compiler does not always drop the only index of a scatter into a slice, so
+    indices are kept in range and what would be dropped is made harmless.
+    """
+    windows = set(op.params["dimension_numbers"].update_window_dims)
+    dims = [dim for dim in range(updates.ndim) if dim not in windows]
+    keep = lax.broadcast_in_dim(held, updates.shape, dims)
+    return jnp.where(keep, updates, _NEUTRAL[op.kind](updates.dtype))
 
 
 @register(
@@ -107,6 +145,8 @@ def _window_factors(op: Operator) -> list[Factor]:
 
 
 def _vocabulary_factors(op: Operator) -> list[Factor]:
+    if op.kind not in _NEUTRAL:
+        return []  # what is replaced cannot be made harmless in another's shard
     shape = op.operand_types[0].shape
     return [
         Factor(

@@ -140,7 +140,7 @@ def cast(s: Scope) -> Written:
         if s.flag():
             return f"{x}.astype(jnp.{s.one_of(*names)})"
         name = s.one_of("int32", "int8", "bool_", "uint8", "int16")
-        return f"(3 * jnp.tanh({x})).astype(jnp.{name})"
+        return f"(3.3 * jnp.tanh({x})).astype(jnp.{name})"
     names = ("float32", "int32", "bfloat16", "int8", "uint32", "bool_", "uint8")
     return f"({x} % 64).astype(jnp.{s.one_of(*names)})"
 
@@ -294,9 +294,10 @@ def linear_algebra(s: Scope) -> Written:
     axes = (*range(len(batch)), len(batch) + 1, len(batch))
     squared = f"jnp.tanh({x}) @ jnp.tanh({x}).transpose({axes}) / {columns}"
     positive = f"({squared} + jnp.eye({rows}, dtype={x}.dtype))"
-    # `jnp.linalg.solve` and `inv` await test_regressions.py's dead constants.
     return s.one_of(
         f"jnp.linalg.cholesky({positive})",
+        f"jnp.linalg.solve({positive}, {x})",
+        f"jnp.linalg.inv({positive})",
         f"lax.linalg.triangular_solve({positive}, {x}, left_side=True, lower=True)",
         f"jnp.fft.fft({x}, axis=-1).real / {columns}",
         f"jnp.linalg.eigvalsh({positive})",

@@ -182,7 +182,8 @@ def test_bfloat16_and_unequal_axes() -> None:
 
 def test_every_registered_name_is_one_of_jax() -> None:
     names = {value.name for key, value in vars(primitives).items() if key[-2:] == "_p"}
-    assert {*UNARY, *NARY} <= names
+    of_later_jax = {"log2", "one_minus_square"}  # from 0.11 on
+    assert {*UNARY, *NARY} - of_later_jax <= names
 
 
 def test_device_put_stays_where_the_plan_has_it() -> None:
