@@ -55,7 +55,7 @@ _NEUTRAL: dict[str, Callable[[Any], Any]] = {
 
 
 def bind_scatter(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
-    """Scatter into a shard; updates of others fall out of range and are dropped."""
+    """Scatter into a shard; updates of others are made harmless."""
     operand, indices, updates = operands
     spec = shard.operand_specs[0]
     split_dims = split_among(_vocabulary_dims(op), spec)
@@ -67,18 +67,17 @@ def bind_scatter(op: Operator, operands: Sequence[Any], shard: Shard) -> list[An
     slack = 0 if op.params["mode"] == GatherScatterMode.CLIP else 1
     wanted = clamp_indices(indices, bounds, slack)
     local = shift_indices(wanted, indexed_dims, split_dims, spec, operand.shape, shard)
-    if op.kind in _NEUTRAL:
-        sizes = [max(operand.shape[dim] - windows[dim], 0) for dim in indexed_dims]
-        inside = jnp.clip(local, 0, jnp.array(sizes, local.dtype))
-        updates = _without_dropped(op, updates, is_unchanged(local, inside))
-        local = inside
+    sizes = [max(operand.shape[dim] - windows[dim], 0) for dim in indexed_dims]
+    inside = jnp.clip(local, 0, jnp.array(sizes, local.dtype))
+    updates = _without_dropped(op, updates, is_unchanged(local, inside))
     # Clamping the components one by one keeps only scalars in order.
     is_sorted = op.params["indices_are_sorted"] and len(indexed_dims) == 1
     return bind_params(
         op,
-        (operand, local, updates),
+        (operand, inside, updates),
         mode=GatherScatterMode.FILL_OR_DROP,
         indices_are_sorted=is_sorted,
+        unique_indices=False,  # what is dropped lands on what is kept
     )
 
 
