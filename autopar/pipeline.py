@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh
 
 from .audit import Audit, MemoryUse, audit
-from .build_graph import build_graph, tensor_type
+from .build_graph import build_graph
 from .cluster import Cluster
 from .compiled_collectives import collectives_in_compiled
 from .graph import OpGraph
@@ -22,9 +22,9 @@ from .mesh import MeshShape, parse_mesh
 from .methods import PipelineParallel
 from .microbatches import split_microbatches
 from .options import Options
-from .planning import batch_tensors
+from .planning import batch_tensors, roles_of
 from .programs import PipelineProgram, SignatureChanged
-from .roles import Roles, infer_roles
+from .roles import Roles
 from .stage_apply import cut_apply
 from .stage_cut import cut_stages
 from .stage_programs import PipelineBuilder, PlannedPiece
@@ -142,13 +142,7 @@ def build_pipeline(
     """
     traced = trace(fun, args, kwargs)
     jaxpr = traced.jaxpr.jaxpr
-    roles = infer_roles(
-        traced.in_tree,
-        traced.out_tree,
-        [tensor_type(var.aval) for var in jaxpr.invars],
-        [tensor_type(var.aval) for var in jaxpr.outvars],
-        traced.input_paths,
-    )
+    roles = roles_of(traced)
     graph = build_graph(traced, roles)
     num_microbatches = method.num_microbatches or options.num_microbatches
     batch = batch_tensors(traced, graph, options)

@@ -57,12 +57,8 @@ def plan_function(
 ) -> Planned:
     """Trace `fun` on its dynamic arguments and plan it, or check the plan given."""
     traced = trace(fun, args, kwargs)
-    jaxpr = traced.jaxpr.jaxpr
-    in_types = [tensor_type(var.aval) for var in jaxpr.invars]
-    out_types = [tensor_type(var.aval) for var in jaxpr.outvars]
-    roles = infer_roles(
-        traced.in_tree, traced.out_tree, in_types, out_types, traced.input_paths
-    )
+    avals = [var.aval for var in traced.jaxpr.jaxpr.invars]
+    roles = roles_of(traced)
     graph = build_graph(traced, roles)
     if options.num_microbatches > 1:
         batch = batch_tensors(traced, graph, options)
@@ -78,10 +74,22 @@ def plan_function(
     else:
         check_against(plan.sharding, graph)
     types = tuple(
-        jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=var.aval.weak_type)
-        for t, var in zip(in_types, jaxpr.invars, strict=True)
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        for aval in avals
     )
     return Planned(traced, graph, roles, plan, cluster, types)
+
+
+def roles_of(traced: TracedFunction) -> Roles:
+    """Which leaves of a traced function are state and which the batch."""
+    jaxpr = traced.jaxpr.jaxpr
+    return infer_roles(
+        traced.in_tree,
+        traced.out_tree,
+        [tensor_type(var.aval) for var in jaxpr.invars],
+        [tensor_type(var.aval) for var in jaxpr.outvars],
+        traced.input_paths,
+    )
 
 
 def _solve(

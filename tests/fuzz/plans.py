@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import autopar.rules
-from autopar.build_graph import build_graph, tensor_type
+from autopar.build_graph import build_graph
 from autopar.cluster import Cluster
 from autopar.graph import OpGraph
 from autopar.intra_op import read_plan
@@ -21,9 +21,10 @@ from autopar.lowered_step import Lowered
 from autopar.mesh import MeshShape
 from autopar.parallel_plan import Plan
 from autopar.plan import ShardingPlan
+from autopar.planning import roles_of
 from autopar.programs import build_program
 from autopar.resharding import Resharder
-from autopar.roles import Roles, infer_roles
+from autopar.roles import Roles
 from autopar.sharding_problem import ShardingProblem, build_problem
 from autopar.solver.assignment import Assignment
 from autopar.solver.choice_graph import ChoiceGraph
@@ -66,14 +67,7 @@ class Traced:
 
 def trace_program(function: Any, args: Sequence[Any]) -> Traced:
     traced = trace(function, args, {})
-    jaxpr = traced.jaxpr.jaxpr
-    roles = infer_roles(
-        traced.in_tree,
-        traced.out_tree,
-        [tensor_type(var.aval) for var in jaxpr.invars],
-        [tensor_type(var.aval) for var in jaxpr.outvars],
-        traced.input_paths,
-    )
+    roles = roles_of(traced)
     return Traced(traced, build_graph(traced, roles), roles)
 
 
