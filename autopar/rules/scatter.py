@@ -144,7 +144,7 @@ def _window_factors(op: Operator) -> list[Factor]:
 
 
 def _vocabulary_factors(op: Operator) -> list[Factor]:
-    if op.kind not in _NEUTRAL:
+    if op.kind not in _NEUTRAL or not _is_reducible(op):
         return []  # what is replaced cannot be made harmless in another's shard
     shape = op.operand_types[0].shape
     return [

@@ -79,3 +79,18 @@ def test_nan_passes_through_a_split_maximum() -> None:
     for dtype in (jnp.float32, jnp.bfloat16):
         y = jnp.asarray(x, dtype)
         check(lambda x: (x.max(), x.min(0), x.max(1), (-x).max(0)), y)
+
+
+def test_scatters_of_complex_and_of_bool() -> None:
+    """There is no least complex number to put where an update is another shard's."""
+
+    def function(x: jax.Array, flags: jax.Array, indices: jax.Array) -> Any:
+        return (
+            x.at[indices].max(0.5, mode="clip"),
+            x.at[indices].add(0.5j),
+            flags.at[indices].max(True),
+            flags.at[indices].min(False),
+        )
+
+    x = np.arange(8, dtype=np.complex64)
+    check(function, x, np.arange(8) % 3 == 0, np.array([1, 5], np.uint32))
