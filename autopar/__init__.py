@@ -10,6 +10,8 @@ if not _os.path.isdir(_os.path.join(_os.path.dirname(__file__), "solver")):
 from .api import ParallelFunction as ParallelFunction
 from .api import parallelize as parallelize
 from .cluster import Cluster as Cluster
+from .distributed_array import DistributedArray as DistributedArray
+from .distributed_array import fetch as fetch
 from .errors import AuditError as AuditError
 from .errors import AutoparError as AutoparError
 from .errors import FallbackWarning as FallbackWarning

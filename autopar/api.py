@@ -20,6 +20,7 @@ from autopar.runtime.worker import PipelineExecutable
 from .calls import Call, open_call, plain_function
 from .cluster import Cluster
 from .constant_leaves import ResultTree, takes_only_arrays
+from .distributed_array import DistributedArray
 from .jax_compat import InternalFloatingPointError, is_jit_disabled
 from .lowered_step import Lowered
 from .mesh import MeshLike, MeshShape
@@ -324,5 +325,7 @@ def _abstract(leaf: Any) -> tuple[Any, ...]:
     """What a leaf's trace depends on: shape, dtype and weak type."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.shape, leaf.dtype, leaf.weak_type
+    if isinstance(leaf, DistributedArray):
+        return leaf.shape, leaf.dtype, False
     aval = jax.typeof(leaf)
     return aval.shape, aval.dtype, getattr(aval, "weak_type", False)

@@ -14,10 +14,12 @@ import numpy as np
 from jax.sharding import AxisType, get_abstract_mesh, use_abstract_mesh
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from .distributed_array import DistributedArray, abstract_leaf
 from .jax_compat import PyTreeDef, dead_code_eliminated
 
 _LEAF_TYPES = (
     jax.Array,
+    DistributedArray,
     jax.ShapeDtypeStruct,
     bool,
     int,
@@ -115,7 +117,7 @@ def _auto_axes() -> AbstractContextManager[Any]:
 def _without_sharding(leaf: Any) -> Any:
     """A leaf whose type says nothing of a mesh: where arrays lie is for the plan."""
     if not isinstance(leaf, jax.Array):
-        return leaf
+        return abstract_leaf(leaf)
     weak = jax.typeof(leaf).weak_type
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
 

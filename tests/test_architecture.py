@@ -16,7 +16,14 @@ PACKAGES = {
     "solver": "autopar.solver",
     "runtime": "autopar.runtime",
 }
-RUNTIME_MAY_IMPORT = ("plan", "programs", "cluster", "errors", "runtime")
+RUNTIME_MAY_IMPORT = (
+    "plan",
+    "programs",
+    "cluster",
+    "distributed_array",
+    "errors",
+    "runtime",
+)
 PRIVATE_JAX = ("jaxlib", "jax._", "jax.core", "jax.interpreters")
 JUNK_DRAWERS = {"util", "helper", "common", "manager", "core", "misc"}
 MAX_LINES = 400
