@@ -12,7 +12,6 @@ printed, as ratios to the theory.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -115,9 +114,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.1, help="of a forward")
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
-    flag = "--xla_force_host_platform_device_count=8"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-    os.environ.setdefault("NPROC", "16")
+    from autopar.virtual_devices import use_virtual_devices
+
+    use_virtual_devices(8)
     from rich.console import Console
     from rich.table import Table
 

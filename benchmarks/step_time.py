@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -184,8 +183,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", help="write the measurements to this file")
     arguments = parser.parse_args()
-    flag = "--xla_force_host_platform_device_count=8"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
+    from autopar.virtual_devices import use_virtual_devices
+
+    use_virtual_devices(8)
     from rich.console import Console
     from rich.table import Table
 

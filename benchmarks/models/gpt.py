@@ -38,6 +38,7 @@ class Config:
         loss: cross-entropy by `log_softmax` and `take_along_axis`, or optax's own.
         masked_loss: mean over the tokens marked in `batch["mask"]`, or over all.
         compute_dtype: what parameters are cast to for the forward and backward pass.
+        mlp_ratio: width of the MLP over `hidden`.
     """
 
     vocab_size: int
@@ -55,6 +56,7 @@ class Config:
     loss: Literal["log_softmax", "optax"] = "log_softmax"
     masked_loss: bool = False
     compute_dtype: str | None = None
+    mlp_ratio: int = 4
 
     def __post_init__(self) -> None:
         if self.hidden % self.num_heads:
@@ -136,13 +138,13 @@ def init_params(config: Config, key: jax.Array) -> Params:
 def init_layer(config: Config, key: jax.Array) -> Params:
     """Return the parameters of one decoder block."""
     attention_key, up_key, down_key = jax.random.split(key, 3)
-    hidden = config.hidden
+    hidden, width = config.hidden, config.mlp_ratio * config.hidden
     return {
         "attention_norm": init_layer_norm(hidden),
         "attention": init_attention(config, attention_key),
         "mlp_norm": init_layer_norm(hidden),
-        "mlp_up": init_dense(up_key, hidden, 4 * hidden),
-        "mlp_down": init_dense(down_key, 4 * hidden, hidden),
+        "mlp_up": init_dense(up_key, hidden, width),
+        "mlp_down": init_dense(down_key, width, hidden),
     }
 
 

@@ -14,7 +14,7 @@ from benchmarks.models import Workload, build, gpt, names, vit
 from benchmarks.models.optimizers import optimizer_names
 from benchmarks.models.workload import Model
 
-FAMILIES = ("mlp", "gpt", "bert", "lstm", "vit", "resnet")
+FAMILIES = ("mlp", "gpt", "bert", "moe", "lstm", "vit", "resnet", "unet")
 
 # Compiling takes longer than running here, so compile without optimising.
 QUICK = {

@@ -18,7 +18,7 @@ import pytest
 
 import autopar
 from autopar.lowered_step import Compiled
-from benchmarks.models import bert, gpt, lstm, mlp, resnet, vit
+from benchmarks.models import bert, gpt, lstm, mlp, moe, resnet, unet, vit
 from benchmarks.models.optimizers import make_optimizer
 from benchmarks.models.training import make_workload
 from benchmarks.models.workload import Batch, Model, TrainState
@@ -35,6 +35,8 @@ MODELS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "bert": (bert, {"num_layers": 1}),
     "vit": (vit, {"num_layers": 1}),
     "resnet": (resnet, {}),
+    "moe": (moe, {}),
+    "unet": (unet, {"num_levels": 1, "image_size": 8}),
 }
 HAS_DROPOUT = ("gpt", "gpt-scan", "bert")
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "adamw_clip")
