@@ -22,7 +22,14 @@ from .graph import (
     Tensor,
     TensorType,
 )
-from .jax_compat import DropVar, Literal, literal_value, name_scope, source_line
+from .jax_compat import (
+    DropVar,
+    Literal,
+    literal_value,
+    name_scope,
+    source_line,
+    with_scan_counts,
+)
 from .roles import Roles
 from .tracing import TracedFunction
 
@@ -205,7 +212,7 @@ class _Builder:
                 index=self.num_operators,
                 name=name,
                 kind=kind,
-                params=eqn.params,
+                params=with_scan_counts(eqn.params) if kind == "scan" else eqn.params,
                 operands=tuple(operands),
                 results=results,
                 operand_types=tuple(self.type_of(o) for o in operands),

@@ -132,6 +132,17 @@ def bind(primitive: Any, operands: Sequence[Any], params: Mapping[str, Any]) -> 
     return list(results) if primitive.multiple_results else [results]
 
 
+def with_scan_counts(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The params of a scan with `num_consts` and `num_carry`, which jax 0.11 left out.
+
+    There `ft_in` holds the trees of its constants, carries and slices.
+    """
+    if "num_carry" in params:
+        return params
+    consts, carry, _ = params["ft_in"].unpack()
+    return {**params, "num_consts": len(consts), "num_carry": len(carry)}
+
+
 def is_checking_values() -> bool:
     """Whether the caller asked for an error where NaN or infinity comes up."""
     config: Any = jax.config

@@ -14,7 +14,13 @@ from jax.extend.core.primitives import all_gather_p, psum_p
 
 from ..build_graph import CALLS
 from ..graph import Operator
-from ..jax_compat import Literal, bind, equation_context, literal_value
+from ..jax_compat import (
+    Literal,
+    bind,
+    equation_context,
+    literal_value,
+    with_scan_counts,
+)
 
 _IDENTITIES = frozenset(
     "pvary pcast sharding_constraint reshard mesh_cast autopar_pin".split()
@@ -69,7 +75,8 @@ def _all_gather(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
 
 
 def _scan(params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
-    num_consts, num_carry = params["num_consts"], params["num_carry"]
+    counts = with_scan_counts(params)
+    num_consts, num_carry = counts["num_consts"], counts["num_carry"]
     consts, rest = operands[:num_consts], operands[num_consts:]
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
