@@ -15,10 +15,10 @@ demo: install
 	@$(VENV)/bin/autopar demo
 
 test: install
-	@$(RUN) -m pytest -n 2 --dist worksteal
+	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: install
-	@$(RUN) -m pytest -n 2 --dist worksteal -m ""
+	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m ""
 
 fuzz: install
 	@rm -f .pytest_cache/fuzz.jsonl

@@ -10,28 +10,41 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, overload
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from autopar.runtime.local import LocalExecutable
-from autopar.runtime.schedule import gpipe, one_f_one_b
-from autopar.runtime.worker import PipelineExecutable
+from autopar.runtime.checkpoint import restore as restore
+from autopar.runtime.checkpoint import save as save
 
 from .calls import Call, open_call, plain_function
 from .cluster import Cluster
+from .compiled_memory import plan_fitting
 from .constant_leaves import ResultTree, takes_only_arrays
-from .distributed_array import DistributedArray
+from .device_mesh import device_mesh
+from .distributed_array import abstract_leaf
+from .execution import (
+    Executable,
+    end_workers,
+    executable_of,
+    pipelined_step,
+    run_init,
+    staged_plan,
+)
 from .jax_compat import InternalFloatingPointError, is_jit_disabled
+from .lowered_pipeline import LoweredPipeline
 from .lowered_step import Lowered
-from .mesh import MeshLike, MeshShape
+from .mesh import MeshLike
 from .methods import Method, PipelineParallel
 from .options import Options, check_options, resolve_options
 from .parallel_plan import Plan
-from .pipeline import PipelinedStep, build_pipeline
-from .planning import Planned, leaves_of, many_signatures, plan_function
+from .pin_costs import PinCosts, pin_costs
+from .pins import PinsLike
+from .pipeline import PipelinedStep
+from .pipeline_plan import PlannedPipeline, plan_pipeline
+from .planning import Planned, leaves_of, many_signatures
 from .programs import SignatureChanged, SpmdProgram, build_program
 from .resharding import Resharder
+from .state_init import PlacedInit, placed_state, stage_homes, whole_homes
 from .static_arguments import StaticArguments
+from .traced_init import noting_state, step_call, trace_init
 from .tracing import (
     argument_paths,
     check_leaves,
@@ -42,7 +55,6 @@ from .tracing import (
 
 _log = logging.getLogger("autopar")
 _MANY_SIGNATURES = 8  # from then on a user should know that each is compiled
-Executable = LocalExecutable | PipelinedStep
 
 
 class ParallelFunction:
@@ -61,8 +73,9 @@ class ParallelFunction:
         self._only_arrays = takes_only_arrays(fun)
         self._planned: dict[Any, Planned] = {}
         self._programs: dict[Planned, SpmdProgram] = {}
-        self._executables: dict[Planned, LocalExecutable] = {}
-        self._pipelines: dict[Any, PipelinedStep] = {}
+        self._executables: dict[Planned, Executable] = {}
+        self._staged: dict[Any, PlannedPipeline] = {}
+        self._pipelines: dict[PlannedPipeline, PipelinedStep] = {}
         self._latest: dict[Any, tuple[Executable, ResultTree]] = {}
         self._lock = threading.RLock()
 
@@ -97,16 +110,77 @@ class ParallelFunction:
         Needs no device of the target cluster.
         """
         with self._open(args, kwargs) as call:
+            if isinstance(self._options.method, PipelineParallel):
+                return staged_plan(self._plan_pipeline(call, self._options.method))
             return self._plan(call).plan
 
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+    def pin_costs(self, *args: Any, **kwargs: Any) -> PinCosts:
+        """What each pin adds to a step; it is solved again without each of them."""
+        with self._open(args, kwargs) as call, self._lock:
+            return pin_costs(self._plan(call), call.leaves, self._options)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered | LoweredPipeline:
         """Lower for these arguments, as `jax.jit(f).lower` does; runs nothing."""
         with self._open(args, kwargs) as call, self._lock:
+            if isinstance(self._options.method, PipelineParallel):
+                plan = staged_plan(self._plan_pipeline(call, self._options.method))
+                step, _ = self._pipelined(call, self._options.method)
+                return LoweredPipeline(step, plan, self._only_arrays)
             planned = self._plan(call)
             program = self._program(planned)
         return Lowered(
             program, planned.plan, planned.traced, planned.graph, self._only_arrays
         )
+
+    def init(
+        self, init_fn: Callable[..., Any], *args: Any, batch: Any, **kwargs: Any
+    ) -> Any:
+        """The state that `init_fn(*args, **kwargs)` returns, made where it is used.
+
+        Each device makes its own part and none is sent. Values are those of one device;
+        what has no split form (orthogonal kernels, `rbg` bits) is whole in passing.
+
+        Args:
+          init_fn: returns the state argument of this function, or a tuple of them.
+          args: arguments of `init_fn`; those that are no arrays are constants to it.
+          batch: the other arguments of this function, arrays or jax.ShapeDtypeStruct:
+            the argument itself, a tuple of several, or a dict of them by name.
+          kwargs: keyword arguments of `init_fn`.
+
+        Raises:
+          TypeError: this function cannot be called with such a state and batch.
+          ValueError: some state of this function is not what `init_fn` returns.
+        """
+        placed = self._placed_init(init_fn, args, kwargs, batch)
+        return run_init(placed, self._options.cluster or Cluster.local())
+
+    def abstract_state(
+        self, init_fn: Callable[..., Any], *args: Any, batch: Any, **kwargs: Any
+    ) -> Any:
+        """What `init` would return, as shapes with shardings: makes no arrays.
+
+        `autopar.restore(path, step.abstract_state(...))` reads a checkpoint into the
+        places of this function's plan. Arguments and errors are those of `init`.
+        """
+        return placed_state(self._placed_init(init_fn, args, kwargs, batch))
+
+    def close(self) -> None:
+        """End the workers on a Ray cluster, with all arrays; a call starts new ones."""
+        end_workers([*self._executables.values(), *self._pipelines.values()])
+
+    def _placed_init(
+        self, init_fn: Callable[..., Any], args: Any, kwargs: Any, batch: Any
+    ) -> PlacedInit:
+        init = trace_init(init_fn, args, kwargs)
+        step = step_call(init, batch, self._fun, self._static, self._only_arrays)
+        with noting_state(init), self._open(*step) as call, self._lock:
+            if isinstance(self._options.method, PipelineParallel):
+                pipeline = self._pipelined(call, self._options.method)[0].pipeline
+                homes, traced = stage_homes(pipeline), pipeline.traced
+            else:
+                planned = self._plan(call)
+                homes, traced = whole_homes(self._program(planned)), planned.traced
+            return PlacedInit.of(init, call.leaves, homes, traced)
 
     def _open(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -120,8 +194,7 @@ class ParallelFunction:
                 return self._pipelined(call, self._options.method)
             planned = self._plan(call)
             if planned not in self._executables:
-                program = self._program(planned)
-                self._executables[planned] = LocalExecutable(program)
+                self._executables[planned] = executable_of(planned, self._program)
             executable = self._executables[planned]
             result_tree = ResultTree.of(planned.traced.out_tree)
             self._latest[call.key] = executable, result_tree
@@ -130,37 +203,38 @@ class ParallelFunction:
     def _pipelined(
         self, call: Call, method: PipelineParallel
     ) -> tuple[PipelinedStep, ResultTree]:
-        key = call.key, tuple(map(_abstract, call.leaves))
-        if key not in self._pipelines:
-            fun = plain_function(self._fun, call.statics)
-            args, kwargs = call.arguments()
-            pipeline = build_pipeline(fun, args, kwargs, method, self._options)
-            make_schedule = {"1f1b": one_f_one_b, "gpipe": gpipe}[method.schedule]
-            program = pipeline.program
-            schedule = make_schedule(program.num_stages, program.num_microbatches)
-            execute = PipelineExecutable(program, schedule)
-            self._pipelines[key] = PipelinedStep(pipeline, execute)
-        step = self._pipelines[key]
+        planned = self._plan_pipeline(call, method)
+        if planned not in self._pipelines:
+            self._pipelines[planned] = pipelined_step(planned)
+        step = self._pipelines[planned]
         result_tree = ResultTree.of(step.pipeline.traced.out_tree)
         self._latest[call.key] = step, result_tree
         return step, result_tree
 
-    def _plan(self, call: Call) -> Planned:
-        """The plan for the types of a call's arguments, made once."""
-        if isinstance(self._options.method, PipelineParallel):
-            raise NotImplementedError(
-                "A pipeline has a plan for each stage program, and `plan` and `lower` "
-                "do not show them yet (docs/roadmap.md); call the step, or use "
-                "autopar.ShardParallel()."
-            )
+    def _plan_pipeline(self, call: Call, method: PipelineParallel) -> PlannedPipeline:
+        """The stages for the types of a call's arguments, planned once."""
+        fun, args, kwargs, key = self._traced_call(call)
+        with self._lock:
+            if key not in self._staged:
+                self._staged[key] = plan_pipeline(
+                    fun, args, kwargs, method, self._options
+                )
+            return self._staged[key]
+
+    def _traced_call(self, call: Call) -> tuple[Callable[..., Any], Any, Any, Any]:
+        """What a call traces: a function, its arguments, and the key of their types."""
         fun = plain_function(self._fun, call.statics)
         args, kwargs = call.arguments()
         names = parameter_names(fun, len(args))
         check_leaves(call.leaves, argument_paths(names, args, kwargs))
-        key = call.key, tuple(map(_abstract, call.leaves))
+        return fun, args, kwargs, (call.key, tuple(map(_abstract, call.leaves)))
+
+    def _plan(self, call: Call) -> Planned:
+        """The plan for the types of a call's arguments, made once."""
+        fun, args, kwargs, key = self._traced_call(call)
         with self._lock:
             if key not in self._planned:
-                planned = plan_function(fun, args, kwargs, self._options)
+                planned = plan_fitting(fun, args, kwargs, self._options, self._program)
                 if not self._planned:
                     _log.info(planned.summary())
                     for note in planned.roles.notes:
@@ -171,22 +245,6 @@ class ParallelFunction:
                     _log.warning(many_signatures(first, planned, _MANY_SIGNATURES))
             return self._planned[key]
 
-    def _device_mesh(self, shape: MeshShape) -> Mesh:
-        given = self._options.mesh
-        if isinstance(given, Mesh):
-            devices = given.devices
-        else:
-            available = jax.devices()
-            if len(available) < shape.size:
-                raise ValueError(
-                    f"The mesh {shape} needs {shape.size} devices, but this process "
-                    f"has {len(available)}; use a smaller mesh, or plan only with "
-                    f"step.plan(...), which needs no devices."
-                )
-            devices = np.array(available[: shape.size]).reshape(shape.axis_sizes)
-        auto = (AxisType.Auto,) * shape.num_axes
-        return Mesh(devices, shape.axis_names, axis_types=auto)
-
     def _program(self, planned: Planned) -> SpmdProgram:
         """The program of a plan: one for its calls and all that `lower` returns."""
         if planned not in self._programs:
@@ -195,7 +253,7 @@ class ParallelFunction:
                 planned.graph,
                 sharding,
                 Resharder(sharding.mesh, planned.cluster),
-                self._device_mesh(sharding.mesh),
+                device_mesh(sharding.mesh, self._options.mesh, planned.cluster),
                 planned.argument_types,
                 planned.traced.jaxpr.consts,
                 self._donated(planned),
@@ -220,9 +278,7 @@ def parallelize(
     mesh: MeshLike | None = None,
     cluster: Cluster | None = None,
     plan: Plan | None = None,
-    pins: Mapping[str, PartitionSpec]
-    | Sequence[tuple[str, PartitionSpec]]
-    | None = None,
+    pins: PinsLike | None = None,
     rules: Any = None,
     memory_budget: int | str | None = None,
     num_microbatches: int | None = None,
@@ -238,9 +294,7 @@ def parallelize(
     mesh: MeshLike | None = None,
     cluster: Cluster | None = None,
     plan: Plan | None = None,
-    pins: Mapping[str, PartitionSpec]
-    | Sequence[tuple[str, PartitionSpec]]
-    | None = None,
+    pins: PinsLike | None = None,
     rules: Any = None,
     memory_budget: int | str | None = None,
     num_microbatches: int | None = None,
@@ -255,9 +309,7 @@ def parallelize(
     mesh: MeshLike | None = None,
     cluster: Cluster | None = None,
     plan: Plan | None = None,
-    pins: Mapping[str, PartitionSpec]
-    | Sequence[tuple[str, PartitionSpec]]
-    | None = None,
+    pins: PinsLike | None = None,
     rules: Any = None,
     memory_budget: int | str | None = None,
     num_microbatches: int | None = None,
@@ -281,10 +333,17 @@ def parallelize(
       cluster: the hardware to plan for; `Cluster.local()` if left out.
       plan: a plan to run as it is, from `step.plan` or `Plan.load`.
       pins: how arguments lie on the mesh, by path or regular expression (the path
-        first, then the first expression that is found in it); `autopar.FREE` leaves a
-        dim to the solver. What is not pinned the solver chooses.
+        first, then the first expression that is found in it), as a PartitionSpec or a
+        text such as `"[data, -]"`; `autopar.FREE` leaves a dim to the solver. What is
+        not pinned the solver chooses.
+      rules: `autopar.LayoutRules`, which give mesh axes to named dims wherever these
+        are; a string such as `"batch:data"` where only the batch has a name.
+      memory_budget: what a device may hold, as bytes or a text such as "70GiB"; its
+        memory less a reserve if left out. Where the devices are in this process, plans
+        that come near it are compiled, and planned again if the program needs more.
       num_microbatches: how many parts of the batch run one after the other; gradients
-        are added up and reduced once. Values stay those of the whole batch.
+        are added up and reduced once. Values stay those of the whole batch, unless
+        the method has `microbatch_semantics="independent"`.
       batch_argnums: positions of the arguments that are cut along dim 0; "auto": those
         that are not state and share the commonest leading size.
       static_argnums: positions of arguments that are compile-time constants.
@@ -295,6 +354,8 @@ def parallelize(
       TypeError: an unknown method, or a function that cannot be called.
       ValueError: a mesh that does not fit the devices.
       NotImplementedError: an option that is on the roadmap.
+      InfeasiblePlanError: at the first plan, if nothing fits the memory budget; it
+        names the least budget that would do.
     """
     options = check_options(
         method=method,
@@ -323,9 +384,8 @@ def parallelize(
 
 def _abstract(leaf: Any) -> tuple[Any, ...]:
     """What a leaf's trace depends on: shape, dtype and weak type."""
+    leaf = abstract_leaf(leaf)
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.shape, leaf.dtype, leaf.weak_type
-    if isinstance(leaf, DistributedArray):
-        return leaf.shape, leaf.dtype, False
     aval = jax.typeof(leaf)
     return aval.shape, aval.dtype, getattr(aval, "weak_type", False)

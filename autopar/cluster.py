@@ -35,6 +35,26 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
+class RayHosts:
+    """Where a cluster's programs run: on the hosts of a running Ray cluster.
+
+    Attributes:
+      address: the Ray cluster's.
+      platform: `cpu`, `gpu` or `tpu`.
+      step_seconds: how long a step may take before its hosts are given up.
+    """
+
+    address: str
+    platform: str
+    step_seconds: float
+
+    @property
+    def lowering_platform(self) -> str:
+        """What jax calls the platform where it lowers for it."""
+        return {"gpu": "cuda"}.get(self.platform, self.platform)
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Equal hosts of equal devices; devices are numbered host by host.
 
@@ -48,6 +68,7 @@ class Cluster:
       launch_seconds: what starting a collective costs.
       kernel_seconds: what starting an operator that fuses with no other costs.
       source: where the numbers are from.
+      ray_hosts: the Ray hosts that run its programs; this process, if None.
 
     Raises:
       ValueError: a count is not a positive integer, or a time is negative.
@@ -62,6 +83,7 @@ class Cluster:
     launch_seconds: float
     kernel_seconds: float
     source: str
+    ray_hosts: RayHosts | None = None
 
     def __post_init__(self) -> None:
         check_integer("num_hosts", self.num_hosts)
@@ -157,15 +179,48 @@ class Cluster:
         return _from_table(_read_toml(Path(path)), f"cluster file {os.fspath(path)}")
 
     @classmethod
-    def ray(cls) -> "Cluster":
-        """The hosts of a Ray cluster.
+    def ray(
+        cls,
+        address: str | None = None,
+        *,
+        num_hosts: int | None = None,
+        devices_per_host: int | None = None,
+        platform: str | None = None,
+        step_seconds: float = 600.0,
+    ) -> "Cluster":
+        """The hosts of a running Ray cluster; steps planned for it run there.
+
+        Connects this process to the cluster if need be, and never starts one.
+
+        Args:
+          address: of the cluster; if left out, the one that this process is connected
+            to, else that of RAY_ADDRESS, else one that runs on this machine.
+          num_hosts: how many hosts to use; all if left out.
+          devices_per_host: how many devices of each; all if left out. A CPU host has
+            one, unless it was started with the resource `autopar_devices`.
+          platform: `cpu`, `gpu` or `tpu`; that of the accelerators if left out.
+          step_seconds: how long a step may take until its hosts are given up as hung.
 
         Raises:
-          NotImplementedError: always, for now.
+          ConnectionError: no Ray cluster answers.
+          ImportError: ray is not installed.
+          ValueError: the cluster has too few hosts or devices.
         """
-        raise NotImplementedError(
-            "Cluster.ray() cannot ask a Ray cluster for its devices yet; use "
-            "Cluster.preset('2x8xH100') or Cluster.load('my.toml')."
+        from autopar.runtime.ray_hosts import find_hosts
+
+        for name, count in (("num_hosts", num_hosts), ("devices", devices_per_host)):
+            if count is not None:
+                check_integer(name, count)
+        check_positive("step_seconds", step_seconds)
+        found, hosts = find_hosts(address, num_hosts, devices_per_host, platform)
+        first, number = hosts[0], hosts[0].num_devices
+        preset = _preset_of_accelerator(first.kind, first.platform)
+        return dataclasses.replace(
+            preset,
+            name=f"ray {len(hosts)}x{number}x{preset.device.kind}",
+            num_hosts=len(hosts),
+            devices_per_host=number,
+            ray_hosts=RayHosts(found, first.platform, step_seconds),
         )
 
     def axis_links(self, mesh: MeshShape) -> tuple[AxisLink, ...]:
@@ -209,8 +264,10 @@ class Cluster:
             if any(len(np.unique(row)) < len(row) for row in hosts):
                 alpha_seconds = max(alpha_seconds, within.alpha_seconds)
                 seconds_per_byte = max(seconds_per_byte, within.seconds_per_byte)
+        factors = (between if leaves.any() else within).factors
         return AxisLink(
-            groups.shape[1], alpha_seconds, seconds_per_byte, self.launch_seconds
+            *(groups.shape[1], alpha_seconds, seconds_per_byte),
+            *(self.launch_seconds, factors),
         )
 
     def __str__(self) -> str:
@@ -246,6 +303,13 @@ def _preset_of(device_kind: str, platform: str) -> Cluster:
     return Cluster.preset(stand_in)
 
 
+def _preset_of_accelerator(kind: str, platform: str) -> Cluster:
+    """The preset of what Ray calls an accelerator, such as `H100` or `TPU-V4`."""
+    known = {path.stem.lower(): path.stem for path in _PRESETS.glob("*.toml")}
+    name = known.get(kind.lower().removeprefix("tpu-"))
+    return Cluster.preset(name) if name else _preset_of(kind, platform)
+
+
 def _local_memory_bytes(device: Any, cluster: Cluster) -> int:
     if device.platform == "cpu":
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -274,6 +338,10 @@ def _from_table(table: Mapping[str, Any], where: str) -> Cluster:
     if table.get("num_hosts") == 1 and "host_link" in table:
         table.setdefault("network_link", table["host_link"])
     _check_fields(Cluster, table, where, "")
+    if "ray_hosts" in table:
+        raise ClusterFileError(
+            f"{where}: `ray_hosts` cannot be given in a file; use Cluster.ray()."
+        )
     device = {**_table(table, "device", where)}
     device["jax_kinds"] = tuple(device.get("jax_kinds", ()))
     network = {**_table(table, "network_link", where)}
@@ -327,5 +395,6 @@ def _check_fields(
                 f"{nearest(name, names)}; fields are {', '.join(names)}."
             )
     for f in fields:
-        if f.name not in table and f.default is dataclasses.MISSING:
+        defaults = {f.default, f.default_factory}
+        if f.name not in table and defaults == {dataclasses.MISSING}:
             raise ClusterFileError(f"{where}: field `{prefix}{f.name}` is missing.")

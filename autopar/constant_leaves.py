@@ -12,11 +12,19 @@ from typing import Any
 import jax
 import numpy as np
 
+from .distributed_array import AbstractDistributedArray, DistributedArray
 from .jax_compat import PyTreeDef
 from .tracing import is_array_leaf
 
 _CONTAINERS = (tuple, list, dict, OrderedDict, defaultdict, type(None))
-_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
+_ARRAYS = (
+    jax.Array,
+    DistributedArray,
+    jax.ShapeDtypeStruct,
+    AbstractDistributedArray,
+    np.ndarray,
+    np.generic,
+)
 
 # Position among the leaves, type and value: 1 and True are equal, yet two constants.
 Constants = tuple[tuple[int, type, Any], ...]

@@ -7,7 +7,7 @@ a hint for a partitioner, and is ignored with a warning where our mesh cannot gi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from .build_graph import PINS
 from .errors import FallbackWarning
 from .graph import Operator, OpGraph, TensorType
 from .mesh import MeshShape
-from .pins import Pin, parse_pin
+from .pins import FREE, Pin, parse_pin
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,45 @@ def border_constraints(op: Operator) -> tuple[list[Constraint], list[Constraint]
 
     operands = constraints(op.params["in_specs"], "in_specs")
     return operands, constraints(op.params["out_specs"], "out_specs")
+
+
+def check_returned_pins(
+    graph: OpGraph, pins: Mapping[int, Pin], mesh: MeshShape
+) -> None:
+    """Does nothing if state whose home is pinned is returned as it comes in.
+
+    `pins` are those of arguments, by tensor.
+
+    Raises:
+      ValueError: the step pins what it returns to another spec.
+    """
+    makers = {t: op for op in graph.blocks[0].operators for t in op.results}
+    for given in graph.inputs:
+        pin = pins.get(given.tensor)
+        if pin is None or given.output is None:
+            continue
+        operand = graph.outputs[given.output]
+        op = makers.get(operand) if isinstance(operand, int) else None
+        if op is None or op.kind != "autopar_pin":
+            continue
+        constraint = constraint_of(op)
+        other = constraint.pin(op.operand_types[0], mesh)
+        pairs = zip(pin.axes_by_dim, other.axes_by_dim if other else (), strict=False)
+        if any(None not in pair and pair[0] != pair[1] for pair in pairs):
+            raise ValueError(
+                f"Pinned state keeps its spec from step to step, but {given.path} "
+                f"comes in as {_text(pin, mesh)} and is returned as "
+                f"{constraint.spec} by {constraint.where}; leave out one of the pins."
+            )
+
+
+def _text(pin: Pin, mesh: MeshShape) -> PartitionSpec:
+    return PartitionSpec(
+        *(
+            FREE if axes is None else tuple(mesh.axis_names[axis] for axis in axes)
+            for axes in pin.axes_by_dim
+        )
+    )
 
 
 def warn_ignored_constraints(graph: OpGraph, mesh: MeshShape) -> None:

@@ -30,7 +30,6 @@ MEANINGS: Mapping[Treatment, str] = {
 }
 
 _WHOLE = {
-    "empty2": "made from nothing",
     "pure_callback": "its result is the same wherever it is called",
     "ffi_call": "a rule by target name may split it: autopar.register_rule",
     "pallas_call": "a rule by kernel name may split it: autopar.register_rule",

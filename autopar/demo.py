@@ -21,6 +21,7 @@ from rich.table import Table
 from .api import parallelize
 from .audit import Audit
 from .demo_model import Batch, Config, TrainState, init_state, make_train_step
+from .lowered_pipeline import PipelineAudit
 
 _CORPUS_BYTES = 3_000_000
 _NUM_REPORTS = 5  # lines of loss while a run is under way
@@ -37,7 +38,7 @@ class DemoResult:
 
     losses: tuple[float, ...]
     reference: tuple[float, ...]
-    audit: Audit
+    audit: Audit | PipelineAudit
     seconds: float
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -30,31 +31,21 @@ class DistributedArray:
 
     Its `pieces` follow each other along dim 0. Pass it back to a parallelized function,
     which leaves it where it lies; `autopar.fetch` and `numpy.asarray` copy it to this
-    process. JAX's own functions do not take it.
+    process. Of JAX's own functions `jax.numpy.asarray` copies it to one device, and the
+    others raise a TypeError.
 
     Raises:
       ValueError: pieces of different dtypes, or whose shapes differ past dim 0.
     """
 
     def __init__(self, pieces: Sequence[ArrayPiece]) -> None:
-        if not pieces:
-            raise ValueError("A DistributedArray needs a piece, but got none.")
-        kinds = {(piece.shape[1:], np.dtype(piece.dtype)) for piece in pieces}
-        if len(kinds) > 1 or (len(pieces) > 1 and not all(p.shape for p in pieces)):
-            shapes = ", ".join(f"{p.dtype}{list(p.shape)}" for p in pieces)
-            raise ValueError(
-                f"Pieces of a DistributedArray are joined along dim 0, so they must be "
-                f"alike but for that, and got {shapes}."
-            )
+        _check_alike(pieces)
         self.pieces = tuple(pieces)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole."""
-        first = self.pieces[0].shape
-        if len(self.pieces) == 1:
-            return tuple(first)
-        return (sum(piece.shape[0] for piece in self.pieces), *first[1:])
+        return _whole_shape(self.pieces)
 
     @property
     def dtype(self) -> Any:
@@ -82,6 +73,11 @@ class DistributedArray:
         return tuple(piece.sharding for piece in self.pieces)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if self.is_deleted():
+            raise RuntimeError(
+                f"The values of an array can be read until it is donated or deleted, "
+                f"but {_kind(self)} was; use the state that the last step returned."
+            )
         parts = [np.asarray(piece) for piece in self.pieces]
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return whole if dtype is None else whole.astype(dtype)
@@ -102,14 +98,41 @@ class DistributedArray:
             piece.delete()
 
     def __repr__(self) -> str:
-        kind = f"{np.dtype(self.dtype).name}{list(self.shape)}"
-        places = ", ".join(
-            f"[{piece.shape[0]}] on {piece.sharding}"
-            if len(self.pieces) > 1
-            else str(piece.sharding)
-            for piece in self.pieces
-        )
-        return f"DistributedArray({kind}: {places})"
+        return f"DistributedArray({_kind(self)}: {_places(self.pieces)})"
+
+
+@dataclass(frozen=True)
+class AbstractDistributedArray:
+    """The shapes and shardings of a `DistributedArray`, without data.
+
+    It stands for one where a jax.ShapeDtypeStruct stands for a jax.Array.
+
+    Raises:
+      ValueError: pieces of different dtypes, or whose shapes differ past dim 0.
+    """
+
+    pieces: tuple[jax.ShapeDtypeStruct, ...]
+
+    def __post_init__(self) -> None:
+        _check_alike(self.pieces)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
+        return _whole_shape(self.pieces)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of every piece."""
+        return self.pieces[0].dtype
+
+    @property
+    def sharding(self) -> tuple[Any, ...]:
+        """The sharding of each piece."""
+        return tuple(piece.sharding for piece in self.pieces)
+
+    def __repr__(self) -> str:
+        return f"AbstractDistributedArray({_kind(self)}: {_places(self.pieces)})"
 
 
 def fetch(tree: Any) -> Any:
@@ -119,10 +142,29 @@ def fetch(tree: Any) -> Any:
     """
     leaves, structure = jax.tree.flatten(tree)
     for leaf in leaves:
-        for array in leaf.pieces if isinstance(leaf, DistributedArray) else (leaf,):
-            if isinstance(array, jax.Array) and not _is_key(array):
+        pieces: Sequence[Any] = getattr(leaf, "pieces", (leaf,))
+        for array in pieces if isinstance(leaf, DistributedArray) else (leaf,):
+            is_values = isinstance(array, jax.Array) and not _is_key(array)
+            if is_values and not array.is_deleted():
                 array.copy_to_host_async()
     return jax.tree.unflatten(structure, [_fetched(leaf) for leaf in leaves])
+
+
+def abstract_leaf(leaf: Any) -> Any:
+    """What stands for a leaf in a trace: a shape in place of what JAX does not take."""
+    if isinstance(leaf, DistributedArray | AbstractDistributedArray):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf
+
+
+def gathered(leaf: Any, home: jax.sharding.Sharding) -> Any:
+    """A leaf as JAX takes it: a DistributedArray as one array that lies at `home`."""
+    if not isinstance(leaf, DistributedArray):
+        return leaf
+    if len(leaf.pieces) == 1 and isinstance(leaf.pieces[0], jax.Array):
+        return jax.device_put(leaf.pieces[0], home)
+    whole = np.asarray(leaf)
+    return jax.make_array_from_callback(leaf.shape, home, lambda index: whole[index])
 
 
 def _fetched(leaf: Any) -> Any:
@@ -137,8 +179,30 @@ def _is_key(array: jax.Array) -> bool:
     return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
-def abstract_leaf(leaf: Any) -> Any:
-    """What stands for a leaf in a trace: a shape in place of what JAX does not take."""
-    if isinstance(leaf, DistributedArray):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return leaf
+def _check_alike(pieces: Sequence[Any]) -> None:
+    if not pieces:
+        raise ValueError("A DistributedArray needs a piece, but got none.")
+    kinds = {(tuple(piece.shape[1:]), np.dtype(piece.dtype)) for piece in pieces}
+    if len(kinds) > 1 or (len(pieces) > 1 and not all(p.shape for p in pieces)):
+        shapes = ", ".join(f"{p.dtype}{list(p.shape)}" for p in pieces)
+        raise ValueError(
+            f"Pieces of a DistributedArray are joined along dim 0, so they must be "
+            f"alike but for that, and got {shapes}."
+        )
+
+
+def _whole_shape(pieces: Sequence[Any]) -> tuple[int, ...]:
+    first = tuple(pieces[0].shape)
+    if len(pieces) == 1:
+        return first
+    return (sum(piece.shape[0] for piece in pieces), *first[1:])
+
+
+def _kind(array: DistributedArray | AbstractDistributedArray) -> str:
+    return f"{np.dtype(array.dtype).name}{list(array.shape)}"
+
+
+def _places(pieces: Sequence[Any]) -> str:
+    if len(pieces) == 1:
+        return str(pieces[0].sharding)
+    return ", ".join(f"[{piece.shape[0]}] on {piece.sharding}" for piece in pieces)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .graph import OpGraph
 from .jax_compat import source_line
 
 CALLBACKS = ("debug_callback", "debug_print", "io_callback")
@@ -46,3 +47,20 @@ def refuse_effects(eqn: Any) -> None:
             f"{', '.join(names)}. Take it out of the step, or declare it free of side "
             f"effects if it is."
         )
+
+
+def refuse_callbacks(graph: OpGraph) -> None:
+    """Does nothing if a step calls nothing on the host that runs it.
+
+    Raises:
+      NotImplementedError: it does, and is to run on hosts that have not its Python
+        code; names the operator's source line.
+    """
+    for op in graph.operators():
+        if op.kind in (*CALLBACKS, "pure_callback"):
+            raise NotImplementedError(
+                f"A step that goes to other hosts must be free of host callbacks, as "
+                f"Python code is not sent there, but {op.kind!r} at "
+                f"{source_line(op.eqn)} is one; return the value from the step and "
+                f"use it outside."
+            )

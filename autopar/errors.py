@@ -46,3 +46,37 @@ class ClusterFileError(AutoparError, ValueError):
 
 class FallbackWarning(UserWarning):
     """Something unknown was met; the result is correct, and may be slow."""
+
+
+class WorkerError(AutoparError, RuntimeError):
+    """An exception on another host; its traceback there is part of the text.
+
+    Attributes:
+      rank: the number of the host.
+      traceback: the traceback on that host.
+      is_echo: whether another host's failure is the cause.
+    """
+
+    def __init__(
+        self, message: str, rank: int, traceback: str = "", is_echo: bool = False
+    ) -> None:
+        super().__init__(message, rank, traceback, is_echo)
+        self.rank, self.traceback, self.is_echo = rank, traceback, is_echo
+
+    def __str__(self) -> str:
+        return "\n".join(filter(None, [self.args[0], self.traceback]))
+
+
+class HostLostError(AutoparError, RuntimeError):
+    """A host died, fell silent, or did not finish in time.
+
+    Attributes:
+      rank: the number of the host.
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -35,7 +35,7 @@ def format_plan(plan: ShardingPlan, *, operators: bool = False) -> str:
     """
     text = StringIO()
     console = Console(file=text, width=_WIDTH, color_system=None)
-    for part in _parts(plan, operators):
+    for part in plan_parts(plan, operators):
         console.print(part)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
@@ -43,11 +43,12 @@ def format_plan(plan: ShardingPlan, *, operators: bool = False) -> str:
 def print_plan(plan: ShardingPlan, *, operators: bool = False) -> None:
     """Print the plan, as wide as the terminal is; see `format_plan`."""
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    for part in _parts(plan, operators):
+    for part in plan_parts(plan, operators):
         console.print(part)
 
 
-def _parts(plan: ShardingPlan, operators: bool) -> Iterator[RenderableType]:
+def plan_parts(plan: ShardingPlan, operators: bool) -> Iterator[RenderableType]:
+    """What is printed of a plan, part by part."""
     yield _header(plan)
     yield _leaf_table(plan)
     yield _operator_table(plan) if operators else _heavy_table(plan)

@@ -2,13 +2,19 @@
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "float8", "int8")
+CollectiveKind: TypeAlias = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
+]
+COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+Curve: TypeAlias = Sequence[Sequence[float]]  # pairs of (flops, fraction of the peak)
+Factors: TypeAlias = Mapping[str, Sequence[float]]  # (latency, bytes) by collective
 
 
 @dataclass(frozen=True)
@@ -24,9 +30,14 @@ class Device:
       flops_efficiency: fraction of `peak_flops` that is reached.
       memory_efficiency: fraction of `memory_bandwidth` that is reached.
       jax_kinds: beginnings of `jax.Device.device_kind` that mean this device.
+      efficiency: for a dtype, the fraction of its `peak_flops` that one product reaches
+        by its size: pairs of (flops of the product, fraction), ascending. Sizes between
+        are interpolated; a dtype left out has `flops_efficiency` at every size. What
+        starting a kernel costs (`Cluster.kernel_seconds`) comes on top.
 
     Raises:
-      ValueError: a number is missing, not positive, or a fraction above one.
+      ValueError: a number is missing, not positive, or a fraction above one; a dtype
+        has an efficiency and no peak; or a larger product would take less time.
     """
 
     kind: str
@@ -36,6 +47,7 @@ class Device:
     flops_efficiency: float = 1.0
     memory_efficiency: float = 1.0
     jax_kinds: tuple[str, ...] = ()
+    efficiency: Mapping[str, Curve] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_integer("memory_bytes", self.memory_bytes)
@@ -54,27 +66,48 @@ class Device:
                     f"got {dtype!r}{nearest(dtype, _DTYPES)}."
                 )
             check_positive(f"peak_flops.{dtype}", flops)
+        if not isinstance(self.efficiency, Mapping):
+            raise ValueError(
+                f"`efficiency` must be a table by dtype, but got {self.efficiency!r}."
+            )
+        for dtype, curve in self.efficiency.items():
+            if dtype not in self.peak_flops:
+                raise ValueError(
+                    f"`efficiency` has a curve for {dtype!r}, of which `peak_flops` "
+                    f"says nothing; add the peak or drop the curve."
+                )
+            check_curve(f"efficiency.{dtype}", curve)
 
     @property
     def bytes_per_second(self) -> float:
         """Memory bandwidth that is reached, bytes/s."""
         return self.memory_bandwidth * self.memory_efficiency
 
-    def flops_per_second(self, dtype: Any) -> float:
-        """Flop/s that a large matrix product of a dtype (or its name) reaches."""
+    def flops_per_second(self, dtype: Any, num_flops: float = math.inf) -> float:
+        """Flop/s that a matrix product of a dtype (or its name) reaches.
+
+        `num_flops` is the size of the product; a large one if left out.
+        """
         name = getattr(dtype, "name", None) or str(dtype)
         if not isinstance(dtype, str) and isinstance(dtype, type):
             name = np.dtype(dtype).name
-        peak = self.peak_flops
-        if name in ("float64", "complex128"):
-            rate = peak.get("float64", peak["float32"] / 2)
-        elif name.startswith("float8"):
-            rate = peak.get("float8", peak.get("bfloat16", peak["float32"]))
-        elif name in ("uint8", "int4", "uint4"):
-            rate = peak.get("int8", peak["float32"])
-        else:
-            rate = peak.get(name, peak["float32"])
-        return rate * self.flops_efficiency
+        known, share = self._rate_of(name)
+        peak = self.peak_flops[known] * share
+        if known not in self.efficiency:
+            return peak * self.flops_efficiency
+        return peak * _interpolated(self.efficiency[known], num_flops)
+
+    def _rate_of(self, name: str) -> tuple[str, float]:
+        """The dtype whose units a dtype uses, and the part of their rate it gets."""
+        stand_ins = {
+            "complex128": ("float64",),
+            "uint8": ("int8",),
+            "int4": ("int8",),
+            "uint4": ("int8",),
+        }.get(name, ("float8", "bfloat16") if name.startswith("float8") else (name,))
+        known = next((s for s in stand_ins if s in self.peak_flops), "float32")
+        is_halved = known == "float32" and name in ("float64", "complex128")
+        return known, 0.5 if is_halved else 1.0
 
     def __str__(self) -> str:
         rates = ", ".join(f"{d} {f / 1e12:g}" for d, f in self.peak_flops.items())
@@ -93,20 +126,25 @@ class Link:
       alpha_seconds: latency of one message.
       bandwidth: bytes/s of one device in one direction, all devices sending.
       efficiency: fraction of `bandwidth` that collectives reach.
+      factors: for a kind of collective, how many times the model's its latency and its
+        seconds for each byte are, as measured; 1 and 1 for a kind left out.
 
     Raises:
-      ValueError: a number is negative, or the efficiency not a fraction.
+      ValueError: a number is negative, the efficiency not a fraction, or a factor of an
+        unknown kind.
     """
 
     name: str
     alpha_seconds: float
     bandwidth: float
     efficiency: float = 1.0
+    factors: Factors = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_positive("alpha_seconds", self.alpha_seconds, zero=True)
         check_positive("bandwidth", self.bandwidth)
         check_fraction("efficiency", self.efficiency)
+        _check_factors(self.factors)
 
     @property
     def seconds_per_byte(self) -> float:
@@ -129,12 +167,14 @@ class AxisLink:
       alpha_seconds: latency of one message.
       seconds_per_byte: seconds for each byte that a device of the ring sends.
       launch_seconds: what starting a collective costs.
+      factors: those of the link, see `Link`.
     """
 
     size: int
     alpha_seconds: float
     seconds_per_byte: float
     launch_seconds: float = 0.0
+    factors: Factors = field(default_factory=dict, hash=False)
 
 
 def check_positive(name: str, value: Any, zero: bool = False) -> None:
@@ -157,6 +197,54 @@ def check_fraction(name: str, value: Any) -> None:
     check_positive(name, value)
     if value > 1:
         raise ValueError(f"`{name}` must be a fraction up to 1, but got {value!r}.")
+
+
+def check_curve(name: str, curve: Any) -> None:
+    """Raises ValueError unless `curve` is as `Device.efficiency` has it."""
+    rule = f"`{name}` must be pairs [flops, fraction of the peak] of ascending flops"
+    is_list = isinstance(curve, list | tuple) and curve
+    if not is_list or any(
+        not isinstance(pair, list | tuple) or len(pair) != 2 for pair in curve
+    ):
+        raise ValueError(f"{rule}, one or more, but got {curve!r}.")
+    last_flops = last_seconds = 0.0
+    for flops, fraction in curve:
+        check_positive(f"{name} (flops)", flops)
+        check_fraction(f"{name} (fraction)", fraction)
+        if flops <= last_flops:
+            raise ValueError(f"{rule}, but {flops:g} follows {last_flops:g}.")
+        if flops / fraction < last_seconds:
+            raise ValueError(
+                f"a larger product must take no less time, but by `{name}` one of "
+                f"{flops:g} flops takes less than one of {last_flops:g}; lower the "
+                f"fraction {fraction:g} or raise the one before."
+            )
+        last_flops, last_seconds = flops, flops / fraction
+
+
+def _interpolated(curve: Curve, num_flops: float) -> float:
+    """The fraction at a size: linear in the logarithm of both, the ends going on."""
+    sizes, fractions = zip(*curve, strict=True)
+    size = min(max(num_flops, sizes[0]), sizes[-1])
+    return float(np.exp(np.interp(np.log(size), np.log(sizes), np.log(fractions))))
+
+
+def _check_factors(factors: Any) -> None:
+    if not isinstance(factors, Mapping):
+        raise ValueError(f"`factors` must be a table, but got {factors!r}.")
+    for kind, pair in factors.items():
+        if kind not in COLLECTIVE_KINDS:
+            raise ValueError(
+                f"`factors` knows {', '.join(COLLECTIVE_KINDS)}, but got {kind!r}"
+                f"{nearest(kind, COLLECTIVE_KINDS)}."
+            )
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ValueError(
+                f"`factors.{kind}` must be two numbers, of its latency and of its "
+                f"bytes, but got {pair!r}."
+            )
+        for factor in pair:
+            check_positive(f"factors.{kind}", factor)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

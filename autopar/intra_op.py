@@ -28,6 +28,7 @@ from .plan import (
     total_bytes,
 )
 from .resharding import Resharder, wire_dtype
+from .restrictions import Restriction, restrict
 from .rules.base import rule_of, warn_fallback
 from .sharding_problem import ShardingProblem, build_problem
 from .spec import MAX, MIN, SUM, Spec, num_shards, replicated
@@ -51,15 +52,18 @@ def plan_intra_op(
     cluster: Cluster,
     *,
     pins: Mapping[int, Pin] | None = None,
+    restrictions: Sequence[Restriction] = (),
     gap: float = 1e-4,
 ) -> IntraOpSolution:
     """The cheapest sharding plan of `graph` on `mesh`, with its bound.
 
-    `pins` are those of arguments, by tensor. `gap` is the relative distance from the
+    `pins` are those of arguments, by tensor, and `restrictions` what a method leaves to
+    the solver, on this mesh. `gap` is the relative distance from the
     bound at which the solver stops.
     """
     resharder = Resharder(mesh, cluster)
     problem = build_problem(graph, mesh, cluster, resharder, pins)
+    problem = restrict(problem, restrictions, cluster)
     assignment = solve(problem.choice_graph, gap=gap)
     plan = read_plan(problem, assignment, cluster, resharder)
     return IntraOpSolution(plan, assignment)
@@ -292,13 +296,13 @@ def _collectives(
     for op in graph.operators():
         if op.kind == SHARD_MAP:
             block = graph.blocks[op.block]
-            for collective, link_seconds in _body_collectives(op, block, resharder):
+            for collective, link_seconds in shard_map_collectives(op, block, resharder):
                 found.append(collective)
                 seconds += link_seconds * block.weight / block.trip_count
     return tuple(found), seconds
 
 
-def _body_collectives(
+def shard_map_collectives(
     op: Operator, block: Block, resharder: Resharder
 ) -> Iterator[tuple[Collective, float]]:
     """What a user's shard_map says itself, with the seconds of all its executions."""

@@ -13,6 +13,7 @@ from .build_graph import tensor_type
 from .calls import open_call
 from .compiled_collectives import collectives_in_compiled
 from .constant_leaves import ResultTree
+from .distributed_array import abstract_leaf, gathered
 from .graph import OpGraph
 from .lowered_collectives import collectives_in_lowered
 from .parallel_plan import Plan
@@ -65,7 +66,8 @@ class Compiled:
                 )
             program = self.lowered.program
             self._check_types(call.leaves)
-            placed = jax.device_put(call.leaves, list(program.shardings))
+            whole = map(gathered, call.leaves, program.shardings)
+            placed = jax.device_put(list(whole), list(program.shardings))
             donated, kept = program.split(placed)
             outputs = self.compiled(donated, kept, list(program.constants))
             return call.result(ResultTree.of(self.lowered.traced.out_tree), outputs)
@@ -74,7 +76,8 @@ class Compiled:
         program = self.lowered.program
         types = zip(program.paths, leaves, program.argument_types, strict=True)
         for path, leaf, planned_type in types:
-            given, planned = tensor_type(jax.typeof(leaf)), tensor_type(planned_type)
+            given = tensor_type(jax.typeof(abstract_leaf(leaf)))
+            planned = tensor_type(planned_type)
             if given != planned:
                 raise TypeError(
                     f"A compiled step must be called with the types it was lowered "

@@ -45,6 +45,10 @@ class MicrobatchSplit:
     port_state: dict[tuple[int, int], State]  # by operator, port
     phases: Phases
 
+    def grain(self, size: int) -> tuple[int, int, int]:
+        """A cut dim of `size` as [examples of a microbatch, microbatches, values]."""
+        return grain_of(self.batch_size, self.num_microbatches, size)
+
     def read_states(self, graph: OpGraph, op: Operator) -> dict[Site, State]:
         """The state in which a structured operator's ports read their tensors."""
         return {
@@ -72,7 +76,7 @@ def split_microbatches(
       ValueError: the batch arguments differ in size, or it is not divisible.
       BatchCoupledError: heavy work needs a value of the whole batch.
     """
-    batch_size = _batch_size(graph, batch, num_microbatches)
+    batch_size = batch_size_of(graph, batch, num_microbatches)
     hoisted: set[int] = set()
     while True:
         flow = Flow(graph, num_microbatches, batch_size, hoisted, sums_stay_apart)
@@ -94,7 +98,23 @@ def split_microbatches(
         hoisted |= chain
 
 
-def _batch_size(graph: OpGraph, batch: Sequence[int], num_microbatches: int) -> int:
+def grain_of(batch_size: int, num_microbatches: int, size: int) -> tuple[int, int, int]:
+    """A cut dim of `size` as [examples of a microbatch, microbatches, values each]."""
+    return batch_size // num_microbatches, num_microbatches, size // batch_size
+
+
+def batch_size_of(graph: OpGraph, batch: Sequence[int], num_microbatches: int) -> int:
+    """The size of the `batch` tensors along dim 0, which the microbatches divide.
+
+    Raises:
+      ValueError: there are none, they differ, or it is not divisible.
+    """
+    scalars = [graph.tensors[t].name for t in batch if not graph.tensors[t].type.rank]
+    if scalars:
+        raise ValueError(
+            f"A batch argument must have examples along dim 0, but {scalars[0]} is a "
+            f"scalar; leave it out of batch_argnums."
+        )
     sizes = {graph.tensors[t].type.shape[0]: graph.tensors[t].name for t in batch}
     if not sizes:
         raise ValueError(
@@ -133,5 +153,7 @@ def _coupling(flow: Flow, reader: Operator, tensor: int) -> str:
         f"A step is cut into microbatches only if that changes no value, but the "
         f"result of {maker.name!r} at {maker.source or 'an unknown line'} takes the "
         f"whole batch and flows back into work on examples ({reader.name!r}); leave "
-        f"num_microbatches at 1."
+        f"num_microbatches at 1, or give the method "
+        f'microbatch_semantics="independent", which makes each microbatch a batch of '
+        f"its own."
     )

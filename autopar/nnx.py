@@ -118,6 +118,28 @@ def run_merged(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return jax.tree.map(unless_unchanged, changed), returned
 
 
+def split_result(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun` with graph nodes for the modules in its result."""
+
+    @functools.wraps(fun)
+    def split(*args: Any, **kwargs: Any) -> Any:
+        result = fun(*args, **kwargs)
+        if "flax.nnx" not in sys.modules or not has_modules(jax.tree.structure(result)):
+            return result
+        with sys.modules["flax.nnx"].split_context() as context:
+            return _split(context, result)
+
+    return split
+
+
+def merge_modules(tree: Any) -> Any:
+    """The tree with modules for graph nodes."""
+    if not _graph_nodes(tree):
+        return tree
+    with sys.modules["flax.nnx"].merge_context() as context:
+        return _merged(context, tree)
+
+
 def _split(context: Any, tree: Any) -> Any:
     nnx = sys.modules["flax.nnx"]
 

@@ -9,9 +9,14 @@ from typing import Any, Literal
 from jax.sharding import PartitionSpec
 
 from .cluster import Cluster
+from .layout_rules import LayoutRules, as_layout_rules
+from .layouts import parse_layout
+from .memory_budget import parse_budget
 from .mesh import MeshLike
-from .methods import Method, ShardParallel, check_method
+from .methods import Auto, Method, Microbatched, PipelineParallel, check_method
+from .microbatch_semantics import MicrobatchSemantics
 from .parallel_plan import Plan
+from .staged_plan import StagedPlan
 from .static_arguments import keyword_names, resolve_positions
 
 Positions = tuple[int, ...] | Literal["auto"]
@@ -30,10 +35,13 @@ class Options:
     plan: Plan | None
     pins: Mapping[str, PartitionSpec]
     num_microbatches: int
+    microbatch_semantics: MicrobatchSemantics
     batch_argnums: Positions
     static_argnums: tuple[int, ...]
     donate_argnums: Positions
     names: tuple[str, ...] = ()
+    rules: LayoutRules | None = None
+    memory_budget: int | None = None  # bytes a device
 
     def names_at(self, positions: Sequence[int]) -> tuple[str, ...]:
         """Keywords for the arguments at `positions`."""
@@ -83,20 +91,21 @@ def check_options(
     donate_argnums: int | Sequence[int] | Literal["auto"],
 ) -> Options:
     """The options as one value; errors are those of `autopar.parallelize`."""
-    later = {
-        "rules": rules,
-        "memory_budget": memory_budget,
-    }
-    for name, value in later.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"`{name}` is not there yet (docs/roadmap.md), but got {value!r}; "
-                f"leave it out."
-            )
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(
             f"`plan` must be an autopar.Plan, but got {plan!r} of type "
             f"{type(plan).__name__}; load a file with autopar.Plan.load(path)."
+        )
+    if plan is not None and rules is not None:
+        raise ValueError(
+            f"A plan is run as it is, so `rules` must be left out with `plan`, but got "
+            f"{rules}; plan with them: parallelize(f, rules=...).plan(...)."
+        )
+    if plan is not None and memory_budget is not None:
+        raise ValueError(
+            f"A plan is run as it is, so `memory_budget` must be left out with `plan`, "
+            f"but got {memory_budget!r}; plan with it: parallelize(f, "
+            f"memory_budget=...).plan(...)."
         )
     if plan is not None and pins:
         raise ValueError(
@@ -108,7 +117,17 @@ def check_options(
             f"`cluster` must be an autopar.Cluster, but got {cluster!r}; use "
             f"autopar.Cluster.local(), .preset('8xH100') or .load(path)."
         )
-    checked = check_method(method)
+    checked = _method_of_plan(plan, check_method(method))
+    if memory_budget is not None and isinstance(checked, PipelineParallel):
+        raise NotImplementedError(
+            f"`memory_budget` is not there for pipelines yet (docs/roadmap.md), but "
+            f"got {memory_budget!r}; use more stages, or autopar.ShardParallel()."
+        )
+    if rules is not None and isinstance(checked, PipelineParallel):
+        raise NotImplementedError(
+            f"`rules` are not there for pipelines yet (docs/roadmap.md), but got "
+            f"{rules!r}; use `pins`, which every stage keeps to."
+        )
     return Options(
         checked,
         mesh,
@@ -116,17 +135,46 @@ def check_options(
         plan,
         _pins_by_key(pins or {}),
         _num_microbatches(num_microbatches, checked),
+        checked.microbatch_semantics if isinstance(checked, Microbatched) else "exact",
         _positions(batch_argnums),
         () if static_argnums == () else _given_positions(static_argnums),
         _positions(donate_argnums),
+        rules=as_layout_rules(rules),
+        memory_budget=None if memory_budget is None else parse_budget(memory_budget),
     )
+
+
+def _method_of_plan(plan: Plan | None, method: Method) -> Method:
+    """The method that a plan of a pipeline was made with; it may be given again."""
+    if plan is None:
+        return method
+    if not isinstance(plan.decision, StagedPlan):
+        if isinstance(method, PipelineParallel):
+            raise ValueError(
+                f"A plan is run as it is, but `plan` is of one program and the method "
+                f"is {method}; leave the method out."
+            )
+        return method
+    own = plan.decision.method
+    given = own if isinstance(method, Auto) else method
+    if isinstance(given, PipelineParallel):
+        given = replace(given, stage_meshes=own.stage_meshes)
+    if given != own:
+        raise ValueError(
+            f"A plan is run as it is, but `plan` is of a pipeline made with {own}, and "
+            f"the method is {method}; leave the method out."
+        )
+    return own
 
 
 def _pins_by_key(
     pins: Mapping[str, Any] | Sequence[tuple[str, Any]],
 ) -> dict[str, Any]:
     pairs = list(pins.items() if isinstance(pins, Mapping) else pins)
-    by_key = dict(pairs)
+    by_key = {
+        key: parse_layout(spec) if isinstance(spec, str) else spec
+        for key, spec in pairs
+    }
     if len(by_key) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
@@ -138,7 +186,7 @@ def _pins_by_key(
 
 def _num_microbatches(given: int | None, method: Method) -> int:
     """The one number that `num_microbatches` and the method agree on."""
-    of_method = method.num_microbatches if isinstance(method, ShardParallel) else None
+    of_method = method.num_microbatches if isinstance(method, Microbatched) else None
     if given is not None and of_method not in (None, 1, given):
         raise ValueError(
             f"`num_microbatches` is {given}, but the method is {method}; give it once."

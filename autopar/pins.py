@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from jax.sharding import PartitionSpec
 
@@ -15,6 +16,12 @@ from .spec import Spec, axes_of_dim, from_partition_spec, is_legal
 
 FREE = PartitionSpec.UNCONSTRAINED
 """In a pin's PartitionSpec: a dim that is left to the solver."""
+
+
+PinsLike: TypeAlias = (
+    Mapping[str, PartitionSpec | str] | Sequence[tuple[str, PartitionSpec | str]]
+)
+"""Specs of arguments by path or expression; as text they are `[data, -]`."""
 
 
 @dataclass(frozen=True)
@@ -58,22 +65,54 @@ def resolve_pins(
                 f"A pin must be a jax.sharding.PartitionSpec, but {key!r} has {spec!r} "
                 f"of type {type(spec).__name__}; write PartitionSpec(...)."
             )
+    resolved = {}
+    for tensor, key in keys_of_arguments(pins, graph, "pin").items():
+        kind, name = graph.tensors[tensor].type, graph.tensors[tensor].name
+        where = f"the pin {key!r} of {name}, {kind},"
+        resolved[tensor] = parse_pin(pins[key], kind, mesh, where)
+    return resolved
+
+
+def keys_of_arguments(
+    keys: Collection[str], graph: OpGraph, noun: str
+) -> dict[int, str]:
+    """The key of every argument that has one, by the argument's tensor.
+
+    A key that is a path is that alone; any other path takes the first of the others
+    that is found in it as a regular expression.
+
+    Raises:
+      ValueError: a key matches nothing; `noun` is what it is the key of.
+    """
+    check_matched(keys, [graph_input.path for graph_input in graph.inputs], noun)
     spellings = [_spellings(graph_input.path) for graph_input in graph.inputs]
     paths = {name for names in spellings for name in names}
-    expressions = [key for key in pins if key not in paths]
-    for key in expressions:
-        if not any(_is_found(key, names) for names in spellings):
-            raise ValueError(_unmatched(key, [i.path for i in graph.inputs]))
-    resolved = {}
+    expressions = [key for key in keys if key not in paths]
+    found = {}
     for graph_input, names in zip(graph.inputs, spellings, strict=True):
-        keys = [key for key in pins if key in names]
-        keys += [key for key in expressions if _is_found(key, names)]
-        if keys:
-            key = keys[0]
-            kind = graph.tensors[graph_input.tensor].type
-            where = f"the pin {key!r} of {graph_input.path}, {kind},"
-            resolved[graph_input.tensor] = parse_pin(pins[key], kind, mesh, where)
-    return resolved
+        own = [key for key in keys if key in names]
+        own += [key for key in expressions if _is_found(key, names)]
+        if own:
+            found[graph_input.tensor] = own[0]
+    return found
+
+
+def check_matched(keys: Iterable[str], paths: Sequence[str], noun: str = "pin") -> None:
+    """Raise ValueError if a key is neither one of the paths nor found in one."""
+    for key in keys:
+        if not is_matched(key, paths):
+            raise ValueError(_unmatched(key, paths, noun))
+
+
+def is_path(key: str, paths: Sequence[str]) -> bool:
+    """Whether a pin's key is one of the paths, in either spelling."""
+    return any(key in _spellings(path) for path in paths)
+
+
+def is_matched(key: str, paths: Sequence[str]) -> bool:
+    """Whether a pin's key is one of the paths, or an expression found in one."""
+    spellings = map(_spellings, paths)
+    return any(key in names or _is_found(key, names) for names in spellings)
 
 
 def _spellings(path: str) -> tuple[str, str]:
@@ -88,13 +127,13 @@ def _is_found(expression: str, names: Sequence[str]) -> bool:
         return False
 
 
-def _unmatched(key: str, paths: Sequence[str]) -> str:
+def _unmatched(key: str, paths: Sequence[str], noun: str) -> str:
     by_spelling = {name: path for path in paths for name in _spellings(path)}
     by_spelling |= {name.split("/")[-1]: path for name, path in by_spelling.items()}
     close = difflib.get_close_matches(key, by_spelling, n=1, cutoff=0.3)
     remedy = f"did you mean {by_spelling[close[0]]}?" if close else "leave it out."
     return (
-        f"A pin must be the path of an argument or a regular expression found in one, "
+        f"A {noun} must be for the path of an argument or an expression found in one, "
         f"but {key!r} is in none of the {len(paths)}; {remedy}"
     )
 
@@ -114,7 +153,7 @@ def parse_pin(
     try:
         spec = from_partition_spec(fixed, mesh.axis_names)
     except ValueError as error:
-        raise ValueError(f"{error} This is {where}.") from None
+        raise ValueError(f"{error} This is {where.rstrip(',')}.") from None
     if kind.is_extended and any(state >= 0 for state in spec):
         raise ValueError(
             f"PRNG keys must lie whole on every device, but {where} is {value}; leave "

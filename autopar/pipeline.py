@@ -1,65 +1,105 @@
-"""A step as a pipeline: trace, cut into stages, plan every stage program."""
+"""A planned pipeline on devices: how leaves become slots, and results leaves again."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import AxisType, Mesh
+from jax.sharding import NamedSharding
 
-from .audit import Audit, MemoryUse, audit
-from .build_graph import build_graph
-from .cluster import Cluster
-from .compiled_collectives import collectives_in_compiled
-from .graph import OpGraph
-from .lowered_collectives import collectives_in_lowered
-from .mesh import MeshShape, parse_mesh
-from .methods import PipelineParallel
-from .microbatches import split_microbatches
-from .options import Options
-from .planning import batch_tensors, roles_of
+from .audit import Audit
+from .device_mesh import stage_meshes
+from .distributed_array import abstract_leaf
+from .leaf_pieces import gather_leaf, join_leaf, split_leaf
+from .microbatch_runners import join_parts
+from .piece_trace import PiecedStep
+from .pipeline_plan import PlannedPipeline
 from .programs import PipelineProgram, SignatureChanged
-from .roles import Roles
-from .stage_apply import cut_apply
-from .stage_cut import cut_stages
-from .stage_programs import PipelineBuilder, PlannedPiece
-from .stage_trace import COUNTER, StepParts, trace_parts
-from .tracing import TracedFunction, trace
+from .stage_lowering import LoweredPiece, lower_stages
+from .stage_trace import COUNTER, StepParts
+from .tracing import TracedFunction
 
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """One signature of a step as stage programs, and how leaves become slots.
+    """One signature of a step as stage programs, and how leaves become slots."""
 
-    `next_leaf` is the argument leaf that each result leaf is the next value of, or
-    None; `result_slots` names every result leaf.
-    """
-
-    traced: TracedFunction
-    roles: Roles
-    parts: StepParts
+    planned: PlannedPipeline
     program: PipelineProgram
-    pieces: tuple[PlannedPiece, ...]
-    next_leaf: tuple[int | None, ...]
+    pieces: tuple[LoweredPiece, ...]
     argument_types: tuple[tuple[tuple[int, ...], Any], ...]
     _prepare: Callable[..., Any]
     _cut: Callable[..., Any]
 
+    @property
+    def traced(self) -> TracedFunction:
+        """The step itself."""
+        return self.planned.traced
+
+    @property
+    def pieced(self) -> PiecedStep:
+        """The step with scans cut by length, whose leaf pieces have slots."""
+        return self.planned.pieced
+
+    @property
+    def parts(self) -> StepParts:
+        """The functions that the pieced step is made of."""
+        return self.planned.parts
+
+    def split(self, leaves: Sequence[Any]) -> list[Any]:
+        """The step's argument leaves in pieces, each where it lies if it lies home."""
+        pieces: list[Any] = []
+        for leaf, lengths in zip(leaves, self.pieced.input_lengths, strict=True):
+            if lengths is None:
+                pieces.append(leaf)
+                continue
+            first = len(pieces)
+            names = self.pieced.traced.input_paths[first : first + len(lengths)]
+            pieces.extend(split_leaf(leaf, lengths, [self.home(n) for n in names]))
+        return pieces
+
+    def join(self, pieces: Sequence[Any]) -> list[Any]:
+        """The step's result leaves from their pieces."""
+        waiting = zip(pieces, self.planned.next_leaf, strict=True)
+        leaves = []
+        for lengths in self.pieced.output_lengths:
+            number = 1 if lengths is None else len(lengths)
+            parts, of_state = zip(*itertools.islice(waiting, number), strict=True)
+            if lengths is None:
+                leaves.extend(parts)
+            elif of_state[0] is None:
+                leaves.append(gather_leaf(parts))
+            else:
+                leaves.append(join_leaf(parts))
+        return leaves
+
+    def home(self, name: str) -> NamedSharding | None:
+        """Where a slot lives, if some stage holds or reads it."""
+        slot = self.program.slots.get(name)
+        return None if slot is None else self.program.shardings.get((name, slot.stage))
+
+    def constants(self) -> dict[str, Any]:
+        """The arrays that the step closes over, by slot."""
+        arrays = self.pieced.traced.jaxpr.consts
+        inputs = [i.path for i in self.parts.step.graph.inputs if i.role == "constant"]
+        found = dict(zip(inputs, arrays, strict=True))
+        return {n: value for n, value in found.items() if self.is_slot(n, "state")}
+
     def state_of(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        """The leaves that live on stages and what was prepared, by slot."""
-        named = dict(zip(self.traced.input_paths, leaves, strict=True))
-        whole = [named[path] for path in self.parts.batch]
-        prepared = zip(self.parts.prepared, self._prepare(*whole), strict=True)
-        return {
-            name: value
-            for name, value in (*named.items(), *prepared)
-            if self.is_slot(name, "state")
-        }
+        """The leaf pieces that live on stages and what was prepared, by slot."""
+        named = dict(zip(self.pieced.traced.input_paths, leaves, strict=True))
+        found = dict(named)
+        if self.parts.prepared:
+            whole = [named[path] for path in self.parts.batch]
+            found.update(zip(self.parts.prepared, self._prepare(*whole), strict=True))
+        return {n: value for n, value in found.items() if self.is_slot(n, "state")}
 
     def is_slot(self, name: str, kind: str) -> bool:
         """Whether some stage holds or reads a slot of this kind and name."""
@@ -69,7 +109,7 @@ class Pipeline:
     def batch_of(self, leaves: Sequence[Any]) -> dict[str, list[Any]]:
         """A value for each microbatch, by slot: the batch, cut minor."""
         number = self.program.num_microbatches
-        named = dict(zip(self.traced.input_paths, leaves, strict=True))
+        named = dict(zip(self.pieced.traced.input_paths, leaves, strict=True))
         whole = [named[path] for path in self.parts.batch]
         fed: dict[str, list[Any]] = dict(
             zip(self.parts.batch, self._cut(*whole), strict=True)
@@ -79,36 +119,46 @@ class Pipeline:
 
     def audit(self) -> tuple[Audit, ...]:
         """Planned, lowered and compiled collectives of every stage program."""
-        return tuple(
-            audit(
-                piece.plan.collectives,
-                collectives_in_lowered(piece.program.lower()),
-                collectives_in_compiled(piece.program.compile().as_text() or ""),
-                num_devices=piece.plan.mesh.size,
-                mesh=piece.plan.mesh,
-                memory=MemoryUse.of(piece.program.compile()),
-                predicted_bytes=piece.plan.predicted.peak_bytes,
-            )
-            for piece in self.pieces
-        )
+        return tuple(piece.audit() for piece in self.pieces)
 
     def results_from(
         self, leaves: Sequence[Any], values: Mapping[str, Any]
     ) -> list[Any]:
-        """The leaves of the step's result, from new state and results by slot."""
+        """The pieces of the step's result, from new state and results by slot."""
+        traced, parts, planned = self.pieced.traced, self.parts, self.planned
+        named = {**dict(zip(traced.input_paths, leaves, strict=True)), **values}
         results = []
-        for path, leaf in zip(self.traced.output_paths, self.next_leaf, strict=True):
-            name = path if leaf is None else self.traced.input_paths[leaf]
-            results.append(values[name] if name in values else leaves[leaf or 0])
+        for path, leaf in zip(traced.output_paths, planned.next_leaf, strict=True):
+            if path in parts.joined:
+                slot, dim = parts.joined[path]
+                results.append(self.joined(slot, dim, values[slot]))
+            elif path in parts.fed:
+                results.append(named[parts.fed[path]])
+            elif path in planned.unchanged:
+                results.append(named[planned.unchanged[path]])
+            else:
+                results.append(
+                    named[path if leaf is None else traced.input_paths[leaf]]
+                )
         return results
+
+    def joined(self, slot: str, dim: int, parts: Sequence[Any]) -> Any:
+        """A value for each example of the batch from those of all microbatches."""
+        step = self.parts.step
+        grain = step.grain(parts[0].shape[dim] * step.num_microbatches)
+        return _join_minor(dim, grain, self.home(slot))(tuple(parts))
 
 
 @dataclass(frozen=True, eq=False)
 class PipelinedStep:
-    """A pipeline and what executes it: flat leaves in, flat leaves out."""
+    """A pipeline and what executes it: flat leaves in, flat leaves out.
+
+    `constants` are the arrays that the step closes over, where the last step left them.
+    """
 
     pipeline: Pipeline
     execute: Callable[..., tuple[dict[str, Any], dict[str, Any]]]
+    constants: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """One step.
@@ -116,81 +166,45 @@ class PipelinedStep:
         Raises:
           SignatureChanged: other shapes or dtypes than those it was planned for.
         """
-        types = tuple((t.shape, t.dtype) for t in map(jax.typeof, leaves))
-        if types != self.pipeline.argument_types:
+        abstract = (jax.typeof(abstract_leaf(leaf)) for leaf in leaves)
+        if tuple((t.shape, t.dtype) for t in abstract) != self.pipeline.argument_types:
             raise SignatureChanged
+        pieces = self.pipeline.split(leaves)
+        constants = self.constants or self.pipeline.constants()
         state, results = self.execute(
-            self.pipeline.state_of(leaves), self.pipeline.batch_of(leaves)
+            {**self.pipeline.state_of(pieces), **constants},
+            self.pipeline.batch_of(pieces),
         )
-        return self.pipeline.results_from(leaves, {**state, **results})
+        self.constants.update((name, state[name]) for name in constants)
+        found = self.pipeline.results_from(pieces, {**state, **results})
+        return self.pipeline.join(found)
 
 
-def build_pipeline(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    method: PipelineParallel,
-    options: Options,
-) -> Pipeline:
-    """Trace `fun` and cut it into the stages that `method` asks for.
+def lower_pipeline(planned: PlannedPipeline) -> Pipeline:
+    """The pipeline on the devices of this process, or on those of its Ray hosts.
 
     Raises:
-      ValueError: more stages than devices or products, or microbatches that do not
-        divide the batch.
-      BatchCoupledError: the step cannot be cut into microbatches.
-      NotImplementedError: what stages cannot do yet; the text names it.
+      ValueError: there are too few devices.
     """
-    traced = trace(fun, args, kwargs)
-    jaxpr = traced.jaxpr.jaxpr
-    roles = roles_of(traced)
-    graph = build_graph(traced, roles)
-    num_microbatches = method.num_microbatches or options.num_microbatches
-    batch = batch_tensors(traced, graph, options)
-    split = split_microbatches(graph, batch, num_microbatches, sums_stay_apart=True)
-    parts = _tied(trace_parts(traced, graph, split), traced, roles)
-    num_stages = method.num_stages or 2
-    held = [i.tensor for i in parts.microbatch.inputs if i.path in parts.held]
-    cut = cut_stages(parts.microbatch, held, num_stages)
-    of_apply = {i.path: i.tensor for i in parts.apply.inputs}
-    names = {t.index: t.name for t in parts.microbatch.tensors}
-    apply = cut_apply(
-        parts.apply,
-        {of_apply[names[tensor]]: stage for tensor, stage in cut.home.items()},
-        {
-            of_apply[name]: cut.made_on[operand][0]
-            for name, operand in zip(parts.sums, parts.microbatch.outputs, strict=True)
-            if isinstance(operand, int) and operand in cut.made_on
-        },
-        frozenset(of_apply[name] for name in parts.prepared),
-        num_stages - 1,
+    by_submesh = stage_meshes(planned.shapes, planned.cluster)
+    stages = range(planned.flow.num_stages)
+    pieces, program = lower_stages(
+        planned.flow,
+        planned.pieces,
+        planned.specs,
+        planned.types,
+        planned.cluster,
+        [by_submesh[planned.submesh(stage)] for stage in stages],
     )
-    cluster = options.cluster or Cluster.local()
-    shape, meshes = _submeshes(options, num_stages)
-    builder = PipelineBuilder(
-        parts,
-        cut,
-        apply,
-        cluster,
-        [shape] * num_stages,
-        meshes,
-        num_microbatches,
-        _next_paths(traced, roles),
-    )
-    program = builder.build()
-    next_leaf: list[int | None] = [None] * len(traced.output_paths)
-    for leaf, output in enumerate(roles.next_output):
-        if output is not None:
-            next_leaf[output] = leaf
+    number = planned.flow.num_microbatches
+    jaxpr = planned.traced.jaxpr.jaxpr
     return Pipeline(
-        traced,
-        roles,
-        parts,
+        planned,
         program,
-        tuple(builder.planned),
-        tuple(next_leaf),
+        pieces,
         tuple((var.aval.shape, var.aval.dtype) for var in jaxpr.invars),
-        jax.jit(jaxpr_as_fun(parts.prepare)),
-        jax.jit(functools.partial(_cut_minor, num_microbatches)),
+        jax.jit(jaxpr_as_fun(planned.parts.prepare)),
+        jax.jit(functools.partial(_cut_minor, number)),
     )
 
 
@@ -200,41 +214,11 @@ def _cut_minor(number: int, *whole: jax.Array) -> list[list[jax.Array]]:
     return [[x[:, m] for m in range(number)] for x in spread]
 
 
-def _next_paths(traced: TracedFunction, roles: Roles) -> dict[str, str]:
-    """The result path of every state leaf."""
-    return {
-        path: traced.output_paths[output]
-        for path, output in zip(traced.input_paths, roles.next_output, strict=True)
-        if output is not None
-    }
-
-
-def _tied(parts: StepParts, traced: TracedFunction, roles: Roles) -> StepParts:
-    """The apply graph told which output is the next value of which input."""
-    outputs = _next_paths(traced, roles)
-    position = {path: i for i, path in enumerate(parts.apply.output_paths)}
-    inputs = tuple(
-        replace(i, output=position[outputs[i.path]]) if i.path in outputs else i
-        for i in parts.apply.inputs
+@functools.lru_cache(maxsize=256)
+def _join_minor(
+    dim: int, grain: tuple[int, int, int], home: NamedSharding | None
+) -> Callable[..., jax.Array]:
+    """The inverse of `_cut_minor` along `dim`; the whole is split as its parts are."""
+    return jax.jit(
+        lambda parts: join_parts(jnp.stack(parts), dim, grain), out_shardings=home
     )
-    apply: OpGraph = replace(parts.apply, inputs=inputs)
-    return replace(parts, apply=apply)
-
-
-def _submeshes(options: Options, num_stages: int) -> tuple[MeshShape, list[Mesh]]:
-    """The devices dealt out evenly; `mesh` is the shape of one stage's part."""
-    devices = np.array(jax.devices())
-    if len(devices) % num_stages:
-        raise ValueError(
-            f"`num_stages` must divide the number of devices for now, but got "
-            f"{num_stages} stages and {len(devices)} devices."
-        )
-    share = len(devices) // num_stages
-    shape = MeshShape(("x",), (share,))
-    if options.mesh is not None:
-        shape = parse_mesh(options.mesh, share)
-    auto = (AxisType.Auto,) * shape.num_axes
-    return shape, [
-        Mesh(part.reshape(shape.axis_sizes), shape.axis_names, axis_types=auto)
-        for part in devices.reshape(num_stages, share)
-    ]

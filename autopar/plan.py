@@ -70,6 +70,9 @@ class Prediction:
 
     Seconds are of one step; bytes are per device. `collective_bytes` are HLO result
     bytes. `optimality_gap` is relative, against a bound of the full problem.
+    `budget_bytes` is what `peak_bytes` had to fit, 0 without a budget;
+    `memory_correction` the error of the memory model, as compiling plans of this
+    function showed it, by which `peak_bytes` is corrected.
     """
 
     step_seconds: float
@@ -80,6 +83,8 @@ class Prediction:
     bubble_fraction: float
     optimality_gap: float
     split_flops_fraction: float
+    budget_bytes: int = 0
+    memory_correction: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -32,23 +32,23 @@ from .spec_text import SpecText
 FORMAT = "autopar-plan"
 VERSION = 1
 
-_COUNTS = ("collective_bytes", "peak_bytes")
+_COUNTS = ("collective_bytes", "peak_bytes", "budget_bytes")
 
 
 def to_json(plan: ShardingPlan) -> str:
     """The plan as a JSON document; `from_json` gives an equal plan back."""
+    document = {"format": FORMAT, "version": VERSION, **plan_to_json(plan)}
+    return f"{lines_of(document)}\n"
+
+
+def plan_to_json(plan: ShardingPlan) -> dict[str, Any]:
+    """The plan as JSON values."""
     text = SpecText(plan.mesh)
-    predicted = {f.name: getattr(plan.predicted, f.name) for f in fields(Prediction)}
-    document = {
-        "format": FORMAT,
-        "version": VERSION,
+    return {
         "function": plan.function,
-        "mesh": dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)),
+        "mesh": mesh_to_json(plan.mesh),
         "cluster": plan.cluster,
-        "predicted": {
-            name: int(value) if name in _COUNTS else number_to_json(value)
-            for name, value in predicted.items()
-        },
+        "predicted": prediction_to_json(plan.predicted),
         "inputs": [_input_to_json(each, text) for each in plan.inputs],
         "operators": [_operator_to_json(each, text) for each in plan.operators],
         "tensors": [_tensor_to_json(each, text) for each in plan.tensors],
@@ -56,8 +56,6 @@ def to_json(plan: ShardingPlan) -> str:
         "trip_counts": list(plan.trip_counts),
         "collectives": [_collective_to_json(each, text) for each in plan.collectives],
     }
-    lines = ",\n".join(f"  {_line(k)}: {_layout(v)}" for k, v in document.items())
-    return f"{{\n{lines}\n}}\n"
 
 
 def from_json(text: str, where: str) -> ShardingPlan:
@@ -81,9 +79,13 @@ def from_json(text: str, where: str) -> ShardingPlan:
         Record(where, "version", None).fail(
             f"must be {VERSION}, the version that this autopar reads, but got {version}"
         )
-    names = [f.name for f in fields(ShardingPlan)]
-    top = root.fields(["format", "version", *names])
-    read = _Reader(_mesh_from_json(top["mesh"]))
+    return plan_from_json(root, ["format", "version"])
+
+
+def plan_from_json(record: Record, others: Sequence[str] = ()) -> ShardingPlan:
+    """The plan that `plan_to_json` wrote, in an object with `others` besides."""
+    top = record.fields([*others, *(f.name for f in fields(ShardingPlan))])
+    read = _Reader(mesh_from_json(top["mesh"]))
     num_blocks = len(top["trip_counts"].integers())
     outputs = tuple(read.specs(specs) for specs in top["outputs"].items())
     if len(outputs) != num_blocks:
@@ -101,7 +103,7 @@ def from_json(text: str, where: str) -> ShardingPlan:
         outputs=outputs,
         trip_counts=top["trip_counts"].integers(),
         collectives=tuple(map(read.collective, top["collectives"].items())),
-        predicted=_prediction_from_json(top["predicted"]),
+        predicted=prediction_from_json(top["predicted"]),
     )
 
 
@@ -274,7 +276,13 @@ def _collective_to_json(each: Collective, text: SpecText) -> dict[str, Any]:
     }
 
 
-def _mesh_from_json(record: Record) -> MeshShape:
+def mesh_to_json(mesh: MeshShape) -> dict[str, int]:
+    """Sizes by axis name."""
+    return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+
+
+def mesh_from_json(record: Record) -> MeshShape:
+    """The mesh that `mesh_to_json` wrote."""
     if not isinstance(record.value, dict):
         record.fail("must be an object of axis names and sizes")
     found = record.fields(record.value)
@@ -285,7 +293,17 @@ def _mesh_from_json(record: Record) -> MeshShape:
         record.fail(f"is no mesh: {error}")
 
 
-def _prediction_from_json(record: Record) -> Prediction:
+def prediction_to_json(predicted: Prediction) -> dict[str, Any]:
+    """All figures by name; infinities are strings."""
+    values = {f.name: getattr(predicted, f.name) for f in fields(Prediction)}
+    return {
+        name: int(value) if name in _COUNTS else number_to_json(value)
+        for name, value in values.items()
+    }
+
+
+def prediction_from_json(record: Record) -> Prediction:
+    """The figures that `prediction_to_json` wrote."""
     names = [f.name for f in fields(Prediction)]
     found = record.fields(names)
     values: dict[str, Any] = {
@@ -293,6 +311,12 @@ def _prediction_from_json(record: Record) -> Prediction:
         for name in names
     }
     return Prediction(**values)
+
+
+def lines_of(document: Mapping[str, Any]) -> str:
+    """A document with a line for each member, and for each item of its lists."""
+    lines = ",\n".join(f"  {_line(k)}: {_layout(v)}" for k, v in document.items())
+    return f"{{\n{lines}\n}}"
 
 
 def _line(value: Any) -> str:

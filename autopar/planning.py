@@ -5,25 +5,35 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
 import jax
 
 from . import rules as _rules
-from .build_graph import build_graph, tensor_type
+from .build_graph import PINS, build_graph, tensor_type
 from .cluster import Cluster
-from .constraints import warn_ignored_constraints
+from .constraints import check_returned_pins, warn_ignored_constraints
+from .errors import InfeasiblePlanError
 from .graph import OpGraph
-from .intra_op import plan_intra_op, warn_fallbacks
+from .intra_op import IntraOpSolution, warn_fallbacks
+from .memory_budget import default_budget
 from .mesh import MeshShape, parse_mesh
-from .microbatch_loop import cut_into_microbatches
+from .mesh_search import TIGHT_GAP, default_mesh, least_seconds, search_meshes
+from .methods import Auto, ShardParallel
+from .microbatch_independent import trace_microbatch
+from .microbatch_loop import with_microbatch_loop
+from .microbatch_semantics import microbatched
+from .named_methods import Megatron, restrictions_of
 from .options import Options
 from .parallel_plan import Plan
-from .pins import Pin, resolve_pins
-from .placements import placement_pins
+from .pin_conflicts import PinsByKey, blame_pins
+from .pins import resolve_pins
+from .placements import mesh_of_leaves, placement_pins
+from .plan_cache import cache_entry, use_compilation_cache
 from .plan_file import check_against
+from .plan_within import plan_within
 from .roles import Roles, infer_roles
 from .tracing import TracedFunction, trace
 from .user_shard_map import check_shard_maps, user_mesh
@@ -56,22 +66,31 @@ def plan_function(
     options: Options,
 ) -> Planned:
     """Trace `fun` on its dynamic arguments and plan it, or check the plan given."""
-    traced = trace(fun, args, kwargs)
+    use_compilation_cache()
+    traced = whole = trace(fun, args, kwargs)
     avals = [var.aval for var in traced.jaxpr.jaxpr.invars]
     roles = roles_of(traced)
-    graph = build_graph(traced, roles)
+    graph = of_whole = build_graph(traced, roles)
     if options.num_microbatches > 1:
-        batch = batch_tensors(traced, graph, options)
-        traced = cut_into_microbatches(traced, graph, batch, options.num_microbatches)
+        number, batch = options.num_microbatches, batch_tensors(traced, graph, options)
+        step = microbatched(
+            lambda: trace_microbatch(fun, whole, of_whole, batch, number),
+            graph,
+            roles,
+            batch,
+            number,
+            options.microbatch_semantics,
+        )
+        traced = with_microbatch_loop(traced, step)
         graph = build_graph(traced, roles)
     cluster = options.cluster or Cluster.local()
-    mesh = _mesh_shape(options, cluster, graph)
-    check_shard_maps(graph, mesh)
+    leaves = jax.tree.leaves((args, kwargs))
     plan = options.plan
     if plan is None:
-        placed = placement_pins(jax.tree.leaves((args, kwargs)), graph, mesh)
-        plan = _solve(graph, mesh, cluster, options, placed)
+        batch = batch_tensors(traced, graph, options)
+        plan = _plan_or_blame_pins(graph, leaves, batch, cluster, options)
     else:
+        check_shard_maps(graph, plan.sharding.mesh)
         check_against(plan.sharding, graph)
     types = tuple(
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
@@ -92,18 +111,70 @@ def roles_of(traced: TracedFunction) -> Roles:
     )
 
 
-def _solve(
+def _plan_or_blame_pins(
     graph: OpGraph,
-    mesh: MeshShape,
+    leaves: Sequence[Any],
+    batch: Sequence[int],
     cluster: Cluster,
     options: Options,
-    placed: Mapping[int, Pin],
 ) -> Plan:
-    warn_fallbacks(graph)
-    warn_ignored_constraints(graph, mesh)
+    def plan_with(pins: PinsByKey) -> Plan:
+        some = replace(options, pins=pins)
+        return plan_graph(graph, leaves, batch, cluster, some)
+
+    try:
+        return plan_with(options.pins)
+    except InfeasiblePlanError as error:
+        raise blame_pins(error, options.pins, plan_with) from None
+
+
+def plan_graph(
+    graph: OpGraph,
+    leaves: Sequence[Any],
+    batch: Sequence[int],
+    cluster: Cluster,
+    options: Options,
+) -> Plan:
+    """The cheapest plan of a step's graph, over all meshes where none is named.
+
+    `leaves` are those of the step's arguments, and `batch` the graph's inputs that are
+    split with the batch.
+    """
     start = perf_counter()
-    pins = {**placed, **resolve_pins(options.pins, graph, mesh)}
-    solution = plan_intra_op(graph, mesh, cluster, pins=pins)
+    warn_fallbacks(graph)
+    mesh = _mesh_shape(options, cluster, graph, leaves)
+    if mesh is not None:
+        check_shard_maps(graph, mesh)
+        warn_ignored_constraints(graph, mesh)
+    entry = cache_entry(graph, leaves, batch, cluster, options)
+    known = entry.load(graph)
+    if known is not None:
+        seconds = perf_counter() - start
+        _log.info("%s: plan from %s in %.1f s", graph.name, entry.path, seconds)
+        return known
+
+    def plan_on(mesh: MeshShape, gap: float) -> IntraOpSolution:
+        placed = placement_pins(leaves, graph, mesh)
+        pinned = resolve_pins(options.pins, graph, mesh)
+        check_returned_pins(graph, pinned, mesh)
+        pins = {**placed, **pinned}
+        restrictions = restrictions_of(
+            options.method, options.rules, graph, mesh, batch
+        )
+        return plan_within(
+            *(graph, mesh, cluster, budget_of(options, cluster)),
+            pins=pins,
+            restrictions=restrictions,
+            gap=gap,
+        )
+
+    if mesh is None:
+        floor_seconds = least_seconds(graph, cluster)
+        search = search_meshes(cluster, plan_on, floor_seconds)
+        _log.info("%s: %s", graph.name, search)
+        solution = search.solution
+    else:
+        solution = plan_on(mesh, TIGHT_GAP)
     _log.info(
         "%s: planned %d operators in %.1f s, gap %.3g%%",
         graph.name,
@@ -111,7 +182,14 @@ def _solve(
         perf_counter() - start,
         100 * solution.assignment.gap,
     )
-    return Plan(solution.plan)
+    plan = Plan(solution.plan)
+    entry.store(plan)
+    return plan
+
+
+def budget_of(options: Options, cluster: Cluster) -> int:
+    """What a device may hold, in bytes: as asked for, or its memory less a reserve."""
+    return options.memory_budget or default_budget(cluster)
 
 
 def many_signatures(first: Planned, latest: Planned, number: int) -> str:
@@ -158,15 +236,20 @@ def batch_tensors(
     return [graph.inputs[leaf].tensor for leaf in chosen]
 
 
-def _mesh_shape(options: Options, cluster: Cluster, graph: OpGraph) -> MeshShape:
-    if options.plan is not None:
-        return options.plan.sharding.mesh
+def _mesh_shape(
+    options: Options, cluster: Cluster, graph: OpGraph, leaves: Sequence[Any]
+) -> MeshShape | None:
+    """The mesh that the user, the step or the arguments name; None: search for one."""
     if options.mesh is not None:
         return parse_mesh(options.mesh, cluster.num_devices)
-    own = user_mesh(graph)
-    if own is not None:
-        return own
-    if cluster.num_hosts > 1:
-        sizes = (cluster.num_hosts, cluster.devices_per_host)
-        return MeshShape(("data", "model"), sizes)
-    return MeshShape(("x",), (cluster.num_devices,))
+    named = user_mesh(graph) or mesh_of_leaves(leaves, cluster.num_devices)
+    if named is not None:
+        return named
+    if isinstance(options.method, Megatron):
+        return options.method.mesh(cluster.num_devices)
+    names_axes = any(entry for spec in options.pins.values() for entry in spec or ())
+    has_pins = any(op.kind in PINS for op in graph.operators())
+    is_free = isinstance(options.method, Auto | ShardParallel)
+    if names_axes or has_pins or options.rules or not is_free:
+        return default_mesh(cluster)
+    return None

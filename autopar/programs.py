@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .graph import OpGraph
 from .jax_compat import Tracer, weakly_typed
@@ -36,7 +36,8 @@ class SpmdProgram:
 
     `donated` and `kept` are positions among the argument leaves; `paths`, `shardings`
     and `argument_types` are the name, home and type of every leaf; `constants` are the
-    closed-over arrays, in place.
+    closed-over arrays, in place. On an abstract mesh, which cannot be compiled for but
+    exported, constants are where they were.
     """
 
     jitted: Any
@@ -44,8 +45,11 @@ class SpmdProgram:
     kept: tuple[int, ...]
     paths: tuple[str, ...]
     shardings: tuple[NamedSharding, ...]
-    constants: tuple[jax.Array, ...]
+    constants: tuple[Any, ...]
     argument_types: tuple[jax.ShapeDtypeStruct, ...]
+    constant_shardings: tuple[NamedSharding, ...]
+    output_shardings: tuple[NamedSharding, ...]
+    mesh: Mesh | AbstractMesh
 
     def split(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The leaves that are donated and those that are kept."""
@@ -62,24 +66,40 @@ class SpmdProgram:
     @cached_property
     def _lowered(self) -> jax.stages.Lowered:
         donated, kept = self.split(self.argument_types)
-        return self.jitted.lower(donated, kept, list(self.constants))
+        if isinstance(self.mesh, Mesh):
+            return self.jitted.lower(donated, kept, list(self.constants))
+        constants = [jax.ShapeDtypeStruct(c.shape, c.dtype) for c in self.constants]
+        device = self.mesh.abstract_device
+        assert device is not None, "a mesh of other hosts says what its devices are"
+        traced = self.jitted.trace(donated, kept, constants)
+        return traced.lower(lowering_platforms=(device.platform,))
 
     @cached_property
     def _compiled(self) -> jax.stages.Compiled:
-        return self._lowered.compile()
+        if isinstance(self.mesh, Mesh):
+            return self._lowered.compile()
+        here = tuple(jax.devices()[: self.mesh.size])
+        if len(here) < self.mesh.size:
+            raise RuntimeError(
+                f"A program of other hosts is compiled there; to compile it here takes "
+                f"as many devices, which are {self.mesh.size}, and this process has "
+                f"{len(here)}. Start it with XLA_FLAGS=--xla_force_host_platform_"
+                f"device_count={self.mesh.size}, or call the step."
+            )
+        return self._lowered.compile(device_assignment=here)
 
 
 def build_program(
     graph: OpGraph,
     plan: ShardingPlan,
     resharder: Resharder,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     argument_types: Sequence[jax.ShapeDtypeStruct],
     constants: Sequence[Any],
     donated: Sequence[int],
     weak_outputs: Sequence[int] = (),
 ) -> SpmdProgram:
-    """The program of `plan` on the devices of `mesh`.
+    """The program of `plan` on the devices of `mesh`, or on those of another host.
 
     `argument_types` are the leaves of the call, `constants` the closed-over arrays that
     follow them among the graph's inputs, `donated` positions whose buffers may be
@@ -104,6 +124,7 @@ def build_program(
         return outputs
 
     step.__name__ = graph.name
+    ends = output_shardings(graph, plan, mesh)
     jitted = jax.jit(
         step,
         in_shardings=(
@@ -111,13 +132,12 @@ def build_program(
             [homes[i] for i in kept],
             list(homes[num_arguments:]),
         ),
-        out_shardings=list(output_shardings(graph, plan, mesh)),
+        out_shardings=list(ends),
         donate_argnums=(0,),
     )
-    placed = [
-        jax.device_put(value, home)
-        for value, home in zip(constants, homes[num_arguments:], strict=True)
-    ]
+    placed = list(constants)
+    if isinstance(mesh, Mesh):
+        placed = jax.device_put(placed, list(homes[num_arguments:]))
     return SpmdProgram(
         jitted,
         tuple(donated),
@@ -126,6 +146,9 @@ def build_program(
         homes[:num_arguments],
         tuple(placed),
         tuple(argument_types),
+        homes[num_arguments:],
+        ends,
+        mesh,
     )
 
 

@@ -26,14 +26,23 @@ from .build_graph import STRUCTURED
 from .cluster import Cluster
 from .graph import Constant, Operator, OpGraph, TensorType
 from .mesh import MeshShape
+from .operator_choices import OperatorChoices, params_key
 from .pins import Pin
 from .ports import Site, ports_of
+from .relay_choices import (
+    is_copied,
+    lasting_tensors,
+    relay_edge,
+    twice,
+    without_growth,
+)
 from .resharding import Resharder
 from .spec import replicated
 from .spec_choices import SpecChoices, SpecTable
 from .strategies import (
     Strategies,
     enumerate_strategies,
+    is_heavy_operator,
     operators_to_split,
     strategy_seconds,
     tensor_specs,
@@ -86,12 +95,15 @@ def build_problem(
     cluster: Cluster,
     resharder: Resharder,
     pins: Mapping[int, Pin] | None = None,
+    *,
+    counts_memory: bool = False,
 ) -> ShardingProblem:
     """All vertices and edges of planning `graph` on `mesh`.
 
     `pins` are those of arguments, by tensor: their homes have only the specs allowed.
+    `counts_memory`: relays are those of `relay_choices.py`; live sets see copies.
     """
-    builder = _Builder(graph, mesh, cluster, resharder)
+    builder = _Builder(graph, mesh, cluster, resharder, counts_memory)
     builder.add_homes(pins or {})
     for block in graph.blocks:
         for op in block.operators:
@@ -119,17 +131,21 @@ class _Builder:
         mesh: MeshShape,
         cluster: Cluster,
         resharder: Resharder,
+        counts_memory: bool,
     ) -> None:
         self.graph, self.mesh, self.cluster = graph, mesh, cluster
         self.resharder = resharder
+        self.counts_memory = counts_memory
+        self.lasting = lasting_tensors(graph) if counts_memory else frozenset()
         self.vertices: list[Vertex] = []
         self.edges: list[Edge] = []
+        self.heavy: set[int] = set()  # vertices
         self.relays: dict[int, int] = {}
         self.writers: dict[int, tuple[int, Access]] = {}
         self.must_split = operators_to_split(graph)
         self._specs = SpecTable(mesh.axis_sizes)
         self._legal: dict[object, np.ndarray] = {}
-        self._strategies: dict[object, _OperatorChoices] = {}
+        self._strategies: dict[object, OperatorChoices] = {}
         self._matrices: dict[object, np.ndarray | None] = {}
         self._affine: dict[object, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -146,7 +162,11 @@ class _Builder:
         held = np.zeros(len(seconds))
         for access in writes:
             whole = self.graph.tensors[access.tensor].type.bytes
-            held += whole * access.choices.fractions
+            part = whole * access.choices.fractions
+            # All that a port writes is one memory, inside a loop and out.
+            held = np.maximum(held, part) if kind == "port" else held + part
+        if kind == "relay" and writes[0].tensor in self.lasting:
+            held = held * is_copied(len(held))
         vertex = Vertex(
             kind,
             name,
@@ -185,6 +205,8 @@ class _Builder:
         specs = self._legal_specs(tensor_type, pending, whole)
         if pin is not None:
             specs = np.array([s for s in specs.tolist() if pin.allows(tuple(s))])
+        if kind == "relay" and writes[0][0] in self.lasting:
+            specs = twice(specs)
 
         def shifted(extra: int) -> SpecChoices:
             return self._specs.choices(np.where(specs >= 0, specs + extra, specs))
@@ -254,6 +276,8 @@ class _Builder:
             return
         choices = self._strategies_of(op)
         weight = self.graph.blocks[op.block].weight
+        if is_heavy_operator(op):
+            self.heavy.add(len(self.vertices))
         self.add_vertex(
             "operator",
             op.name,
@@ -273,7 +297,7 @@ class _Builder:
             choices.strategies,
         )
 
-    def _strategies_of(self, op: Operator) -> _OperatorChoices:
+    def _strategies_of(self, op: Operator) -> OperatorChoices:
         must_split = op.index in self.must_split
         key = (
             op.kind,
@@ -282,7 +306,7 @@ class _Builder:
             tuple(
                 repr(o.value) if isinstance(o, Constant) else "" for o in op.operands
             ),
-            _params_key(op.params),
+            params_key(op.params),
             must_split,
         )
         if key not in self._strategies:
@@ -292,7 +316,7 @@ class _Builder:
                 seconds = np.where(
                     strategies.share > strategies.share.min() * 1.001, np.inf, seconds
                 )
-            self._strategies[key] = _OperatorChoices(
+            self._strategies[key] = OperatorChoices(
                 strategies,
                 seconds,
                 *(
@@ -313,7 +337,7 @@ class _Builder:
                 readers.setdefault(access.tensor, []).append((index, access))
         for tensor_index, reads in readers.items():
             writer, access = self.writers[tensor_index]
-            if len(reads) > 1:
+            if len(reads) > 1 or (self.counts_memory and writer in self.heavy):
                 tensor = self.graph.tensors[tensor_index]
                 pending = any(
                     state < -1 for spec in access.choices.distinct for state in spec
@@ -339,6 +363,13 @@ class _Builder:
         weight = self.graph.blocks[tensor.block].weight
         sources, targets = write.choices, read.choices
         matrix = self._matrix(sources, targets, tensor.type.bytes, weight)
+        relay = self.relays.get(tensor.index)
+        if relay == reader and tensor.index in self.lasting:
+            edge = relay_edge(writer, reader, sources, targets, matrix)
+            self.edges.append(edge)
+            return
+        if relay == writer and matrix is not None and self.counts_memory:
+            matrix = without_growth(sources, targets, matrix)
         if matrix is not None:
             classes = sources.classes, targets.classes
             self.edges.append(Edge(writer, reader, *classes, matrix))
@@ -360,23 +391,3 @@ class _Builder:
             matrix = (fixed + per_byte * tensor_bytes) * weight
             self._matrices[key] = matrix if matrix.any() else None
         return self._matrices[key]
-
-
-@dataclass(frozen=True, eq=False)
-class _OperatorChoices:
-    """The strategies of one kind of operator, with what an execution takes [n]."""
-
-    strategies: Strategies
-    seconds: np.ndarray
-    operands: tuple[SpecChoices, ...]
-    results: tuple[SpecChoices, ...]
-
-
-def _params_key(params: Mapping[str, object]) -> object:
-    """Equal only for equal parameters: themselves, or how they print."""
-    items = tuple(sorted(params.items(), key=lambda item: item[0]))
-    try:
-        hash(items)
-    except TypeError:
-        return repr(items)
-    return items

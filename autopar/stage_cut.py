@@ -1,7 +1,8 @@
 """Which stage runs each operator of a microbatch, forward and backward.
 
-Stages are cut along the forward work, in trace order, so that each gets an even share
-of the flops and the cut with the fewest bytes near it. The backward work follows by
+Stages are cut along the forward work, in trace order, so that the slowest has as few
+flops as can be and few bytes cross; scans over layers are cut by length for it first
+(`scan_lengths`). The backward work follows by
 *where values are available*: a forward value where it is made and where the forward
 reads it, a parameter on its stage, a cotangent on its stage and below. What comes from
 parameters or from the batch alone, without products, is made again where it is read.
@@ -12,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .build_graph import STRUCTURED
+from .build_graph import SCAN, STRUCTURED
 from .graph import Operator, OpGraph
 from .microbatch_flow import tensors_of
+from .rules.base import is_inexact
+from .stage_borders import stage_borders
 from .strategies import is_heavy_operator, total_flops
-
-_NEAR = 0.15  # how far from an even cut, as a part of a stage's flops, it may move
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,43 @@ def cut_stages(graph: OpGraph, held: Iterable[int], num_stages: int) -> StageCut
     return cutter.result()
 
 
+def scan_lengths(
+    graph: OpGraph, held: Iterable[int], num_stages: int
+) -> dict[int, tuple[int, ...]]:
+    """How many layers of each scan over layers go into each of its chunks, by operator.
+
+    Such a scan does products with slices of what lives on stages; it is cut where
+    stages begin, as if its layers were written one after the other. Scans that lie in
+    one stage are left out.
+
+    Raises:
+      ValueError: fewer products than stages, with those of every layer counted.
+    """
+    cutter = _Cutter(graph, frozenset(held), num_stages)
+    work = cutter.forward_work()
+    costs, live, units = [], [], []
+    for op, cost, moved in zip(
+        work, cutter.costs(work), cutter.live_bytes(work)[:-1], strict=True
+    ):
+        number = op.params["length"] if cutter.is_over_layers(op) else 1
+        costs.extend([cost / number] * number)
+        live.extend([moved] * number)
+        units.extend((op, layer) for layer in range(number))
+    chunks: dict[int, tuple[int, ...]] = {}
+    inside: dict[int, list[int]] = {}
+    for border in stage_borders(costs, live, num_stages):
+        op, layer = units[border]
+        if layer > 0:
+            inside.setdefault(op.index, []).append(layer)
+    for op in work:
+        if op.index in inside:
+            ends = [0, *inside[op.index], op.params["length"]]
+            chunks[op.index] = tuple(
+                last - first for first, last in zip(ends[:-1], ends[1:], strict=True)
+            )
+    return chunks
+
+
 @dataclass
 class _Cutter:
     graph: OpGraph
@@ -65,12 +103,15 @@ class _Cutter:
     available: dict[int, frozenset[int]] = field(default_factory=dict)
     cotangent: dict[int, int] = field(default_factory=dict)  # stage by tensor
     home: dict[int, int] = field(default_factory=dict)
+    from_held: dict[int, bool] = field(default_factory=dict)  # by tensor
+    from_fed: dict[int, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.operators = self.graph.blocks[0].operators
-        inputs = self.graph.blocks[0].inputs
-        from_held = {t: t in self.held for t in inputs}
-        from_fed = {t: t not in self.held for t in inputs}
+        from_held, from_fed = self.from_held, self.from_fed
+        for tensor in self.graph.blocks[0].inputs:
+            from_held[tensor] = tensor in self.held
+            from_fed[tensor] = tensor not in self.held
         for op in self.operators:
             reads = tensors_of(op.operands)
             makers = [self.made_by[t] for t in reads if t in self.made_by]
@@ -87,21 +128,35 @@ class _Cutter:
                 self.made_by[result] = op
                 from_held[result], from_fed[result] = held, fed
 
-    def cut_forward(self) -> None:
-        """Contiguous parts of the forward work in trace order."""
-        work = [
+    def forward_work(self) -> list[Operator]:
+        """What stages are cut along, in trace order."""
+        return [
             op
             for op in self.operators
             if op.index not in self.backward and op.index not in self.floating
         ]
-        costs = [_flops(self.graph, op) for op in work]
-        if sum(cost > 0 for cost in costs) < self.num_stages:
-            raise ValueError(
-                f"`num_stages` must be at most the number of products of the step's "
-                f"forward pass, {sum(cost > 0 for cost in costs)}, but got "
-                f"{self.num_stages}."
-            )
-        borders = self._borders(work, costs)
+
+    def costs(self, work: Sequence[Operator]) -> list[float]:
+        return [_flops(self.graph, op) for op in work]
+
+    def is_over_layers(self, op: Operator) -> bool:
+        """Whether a scan slices parameters, or what is made of nothing else."""
+        if op.kind != SCAN or not _holds_heavy(self.graph, op):
+            return False
+        slices = op.operands[op.params["num_consts"] + op.params["num_carry"] :]
+        return op.params["length"] > 1 and any(
+            self.from_held[t]
+            and not self.from_fed[t]
+            and is_inexact(self.graph.tensors[t].type)
+            for t in tensors_of(slices)
+        )
+
+    def cut_forward(self) -> None:
+        """Contiguous parts of the forward work in trace order."""
+        work = self.forward_work()
+        borders = stage_borders(
+            self.costs(work), self.live_bytes(work), self.num_stages
+        )
         for stage, (first, last) in enumerate(
             zip([0, *borders], [*borders, len(work)], strict=True)
         ):
@@ -121,32 +176,7 @@ class _Cutter:
             if self.available[tensor]:
                 self.home[tensor] = min(self.available[tensor])
 
-    def _borders(self, work: Sequence[Operator], costs: Sequence[float]) -> list[int]:
-        """Positions in `work` where a stage begins, cheap to cross and nearly even."""
-        total, borders = sum(costs), []
-        live = self._live_bytes(work)
-        for number in range(1, self.num_stages):
-            wanted = total * number / self.num_stages
-            slack = _NEAR * total / self.num_stages
-            first = borders[-1] + 1 if borders else 1
-            last = len(work) - (self.num_stages - number)
-            done = sum(costs[:first])
-            near: list[tuple[float, float, int]] = []
-            for position in range(first, last + 1):
-                distance = abs(done - wanted)
-                if distance <= slack:
-                    near.append((live[position], distance, position))
-                done += costs[position] if position < len(costs) else 0.0
-            if not near:
-                done, best = sum(costs[:first]), (float("inf"), first)
-                for position in range(first, last + 1):
-                    best = min(best, (abs(done - wanted), position))
-                    done += costs[position] if position < len(costs) else 0.0
-                near = [(0.0, 0.0, best[1])]
-            borders.append(min(near)[2])
-        return borders
-
-    def _live_bytes(self, work: Sequence[Operator]) -> list[float]:
+    def live_bytes(self, work: Sequence[Operator]) -> list[float]:
         """Bytes made before each position of `work` and read from there on."""
         made = {t: i for i, op in enumerate(work) for t in op.results}
         last: dict[int, int] = {}

@@ -1,38 +1,33 @@
-"""Plan and lower every program of a pipelined step, each on its stage's submesh."""
+"""Plan every program of a pipelined step, each for its stage's submesh."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
 from .cluster import Cluster
-from .graph import Constant, Operator, OpGraph
+from .errors import PlanFileError
+from .graph import Constant, Operator, OpGraph, TensorType
 from .intra_op import plan_intra_op
 from .lowering.blocks import as_array
 from .mesh import MeshShape
 from .microbatch_flow import tensors_of
-from .microbatch_loop import WholeRunner
+from .microbatch_runners import WholeRunner
 from .pins import Pin
 from .plan import ShardingPlan
-from .programs import (
-    PipelineProgram,
-    Slot,
-    SlotKind,
-    SpmdProgram,
-    StageProgram,
-    TaskKind,
-    build_program,
-)
+from .plan_check import check_against
+from .programs import Slot, SlotKind, SpmdProgram, TaskKind, build_program
 from .resharding import Resharder
-from .spec import Spec, axes_of_dim, to_partition_spec
+from .spec import Spec, axes_of_dim
 from .stage_apply import ApplyCut
 from .stage_cut import StageCut
+from .stage_pins import StagePins
 from .stage_trace import StepParts, graph_of
+from .staged_plan import StageProgramPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,43 +48,78 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class PlannedPiece:
-    """A stage program with its plan, for the audit."""
+    """A stage program with its plan: lists of slots in, lists of slots out.
+
+    `graph` computes it, `donated` are positions of inputs whose buffers it reuses.
+    """
 
     piece: Piece
+    graph: OpGraph
     plan: ShardingPlan
-    program: SpmdProgram
+    structs: tuple[jax.ShapeDtypeStruct, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    donated: tuple[int, ...]
+
+    @property
+    def output_types(self) -> list[TensorType]:
+        """The type of each output."""
+        return [
+            operand.type
+            if isinstance(operand, Constant)
+            else self.graph.tensors[operand].type
+            for operand in self.graph.outputs
+        ]
+
+    def program(self, cluster: Cluster, mesh: Mesh | AbstractMesh) -> SpmdProgram:
+        """The program on the devices of its stage."""
+        resharder = Resharder(self.plan.mesh, cluster)
+        return build_program(
+            self.graph, self.plan, resharder, mesh, self.structs, (), self.donated
+        )
 
 
 @dataclass
 class PipelineBuilder:
-    """Collects the pieces of a step and plans them, stage by stage."""
+    """Collects the pieces of a step and plans them, stage by stage.
+
+    `shapes` are the meshes of the stages; `given`, if there, are plans to use for the
+    pieces as they are, in order.
+    """
 
     parts: StepParts
     cut: StageCut
     apply: ApplyCut
     cluster: Cluster
     shapes: Sequence[MeshShape]
-    meshes: Sequence[Mesh]
-    num_microbatches: int
     state_outputs: Mapping[str, str]  # output path by state leaf
+    pins: StagePins
+    given: Sequence[StageProgramPlan] | None = None
+    kept: frozenset[str] = frozenset()  # leaves whose buffers are not reused
     specs: dict[tuple[str, int], Spec] = field(default_factory=dict)
-    shardings: dict[tuple[str, int], NamedSharding] = field(default_factory=dict)
+    types: dict[str, TensorType] = field(default_factory=dict)
     slots: dict[str, Slot] = field(default_factory=dict)
-    zeros: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    planned: list[PlannedPiece] = field(default_factory=list)
 
-    def build(self) -> PipelineProgram:
-        """Plan all pieces; those of one stage agree on the specs they share."""
+    def build(self) -> list[PlannedPiece]:
+        """Plan all pieces; those of one stage agree on the specs they share.
+
+        Raises:
+          PlanFileError: the given plans are of another step.
+        """
         pieces = [*self.microbatch_pieces(), *self.apply_pieces()]
-        programs = tuple(self.plan_piece(piece) for piece in pieces)
-        return PipelineProgram(
-            self.cut.num_stages,
-            self.num_microbatches,
-            self.slots,
-            programs,
-            self.shardings,
-            self.zeros,
-        )
+        if self.given is None:
+            return [self.plan_piece(piece, None) for piece in pieces]
+        planned = [f"stage {each.stage}, {each.kind}" for each in self.given]
+        wanted = [f"stage {piece.stage}, {piece.kind}" for piece in pieces]
+        if planned != wanted:
+            raise PlanFileError(
+                f"a plan of a pipeline must fit the step it runs, but has the programs "
+                f"{planned} and the step has {wanted}; plan again with step.plan(...)."
+            )
+        return [
+            self.plan_piece(piece, each.sharding)
+            for piece, each in zip(pieces, self.given, strict=True)
+        ]
 
     def microbatch_pieces(self) -> list[Piece]:
         graph, cut = self.parts.microbatch, self.cut
@@ -99,7 +129,18 @@ class PipelineBuilder:
             *((s, "forward", cut.forward[s]) for s in stages),
             *((s, "backward", cut.backward[s]) for s in stages),
         ]
+        made_nowhere = _made_nowhere(graph, cut)
+        if made_nowhere:
+            last = cut.num_stages - 1
+            needed = {op.index for op in (*cut.forward[last], *made_nowhere)}
+            operators = tuple(o for o in graph.blocks[0].operators if o.index in needed)
+            tasks[last] = (last, "forward", operators)
         reads = {task[:2]: _reads(task[2]) for task in tasks}
+        made = {t for op in graph.blocks[0].operators for t in op.results}
+        handed_on = [operand for operand in graph.outputs if operand not in made]
+        for tensor in tensors_of(handed_on):
+            if tensor not in reads[cut.num_stages - 1, "forward"]:
+                reads[cut.num_stages - 1, "forward"].append(tensor)
         for graph_input in graph.inputs:
             home = cut.home.get(graph_input.tensor)
             found = graph_input.tensor
@@ -112,31 +153,33 @@ class PipelineBuilder:
                 self.slot(graph_input.path, "batch", 0)
         pieces = []
         for stage, kind, operators in tasks:
-            own = {t for t, made in cut.made_on.items() if made == (stage, kind)}
+            own: set[int | Constant] = {
+                t for t, made in cut.made_on.items() if made == (stage, kind)
+            }
             elsewhere = {
                 t for key, found in reads.items() if key != (stage, kind) for t in found
             }
             outputs: dict[str, int | Constant] = {}
-            for tensor in sorted(own & elsewhere):
+            for tensor in sorted(elsewhere.intersection(cut.made_on, own)):
                 outputs[names[tensor]] = tensor
                 self.slot(names[tensor], "activation", stage)
             added = []
-            for name, operand in zip(self.parts.sums, graph.outputs, strict=True):
-                if isinstance(operand, int) and operand in own:
+            if (stage, kind) == (cut.num_stages - 1, "forward"):
+                own.update(t for op in made_nowhere for t in op.results)
+                own.update(handed_on)
+            for name, operand in zip(graph.output_paths, graph.outputs, strict=True):
+                if operand in own:
                     outputs[name] = operand
-                    self.slot(name, "gradient", stage)
-                    added.append(name)
+                    is_sum = name in self.parts.sums
+                    self.slot(name, "gradient" if is_sum else "result", stage)
+                    added.extend([name] * is_sum)
             inputs = {names[t]: t for t in reads[stage, kind]}
-            if operators:
+            if operators or outputs:
                 pieces.append(
                     Piece(stage, kind, operators, inputs, outputs, tuple(added))
                 )
-        missing = set(self.parts.sums) - set(self.slots)
-        if missing:
-            raise NotImplementedError(
-                f"Sums that do not come from a stage's work are not there yet: "
-                f"{', '.join(sorted(missing))}."
-            )
+        missing = set(graph.output_paths) - set(self.slots)
+        assert not missing, f"no stage makes {', '.join(sorted(missing))}"
         return pieces
 
     def apply_pieces(self) -> list[Piece]:
@@ -146,18 +189,21 @@ class PipelineBuilder:
             if graph_input.path in self.parts.held:
                 self.slot(graph_input.path, "state", cut.home[graph_input.tensor])
         leaf_of = {output: leaf for leaf, output in self.state_outputs.items()}
-        reads = {key: _reads(ops) for key, ops in cut.operators.items()}
+        last_round = {stage: (stage, number) for stage, number in sorted(cut.operators)}
+        passing = self.passing(last_round)
+        tasks = {**dict.fromkeys(passing.values(), ()), **cut.operators}
+        reads = {key: _reads(ops) for key, ops in tasks.items()}
+        for position, key in passing.items():
+            operand = graph.outputs[position]
+            if isinstance(operand, int) and operand not in reads[key]:
+                reads[key].append(operand)
         for (stage, _), found in reads.items():
             for tensor in found:
                 if names[tensor] in self.parts.prepared:
                     self.slot(names[tensor], "state", stage)
-        last_round = {stage: (stage, number) for stage, number in sorted(cut.operators)}
         passed: dict[int, dict[str, int]] = {}
         pieces = []
-        last = max(cut.operators, default=(self.cut.num_stages - 1, 0))
-        for key, operators in sorted(
-            cut.operators.items(), key=lambda item: item[0][1]
-        ):
+        for key, operators in sorted(tasks.items(), key=lambda item: item[0][1]):
             stage, _ = key
             own = {t for t, made in cut.made_on.items() if made == key}
             crossing = {t for k, found in reads.items() if k != key for t in found}
@@ -165,15 +211,17 @@ class PipelineBuilder:
             for tensor in sorted(own & crossing):
                 outputs[f"apply {names[tensor]}"] = tensor
                 self.slot(f"apply {names[tensor]}", "activation", stage)
-            for path, operand in zip(graph.output_paths, graph.outputs, strict=True):
-                is_here = operand in own if isinstance(operand, int) else key == last
-                if not is_here:
+            for position, (path, operand) in enumerate(
+                zip(graph.output_paths, graph.outputs, strict=True)
+            ):
+                if operand not in own and passing.get(position) != key:
                     continue
                 name = leaf_of.get(path, path)
                 if name == path:
                     self.slot(name, "result", stage)
-                elif isinstance(operand, int) and key != last_round[stage]:
+                elif operand in own and key != last_round[stage]:
                     # A later round may still read the old value: it hands on the new.
+                    assert isinstance(operand, int)
                     passed.setdefault(stage, {})[name] = operand
                     name = f"apply {names[operand]}"
                     self.slot(name, "activation", stage)
@@ -183,24 +231,55 @@ class PipelineBuilder:
                 made = cut.made_on.get(tensor)
                 name = names[tensor] if made is None else f"apply {names[tensor]}"
                 inputs[name] = tensor
-            if key == last_round[stage]:
+            if key == last_round.get(stage):
                 for name, tensor in passed.get(stage, {}).items():
                     inputs[f"apply {names[tensor]}"] = tensor
                     outputs[name] = tensor
             pieces.append(Piece(stage, "apply", operators, inputs, outputs))
         return pieces
 
+    def passing(
+        self, last_round: Mapping[int, tuple[int, int]]
+    ) -> dict[int, tuple[int, int]]:
+        """Where outputs that no operator makes are handed on, by position.
+
+        Those are literals, raw sums, and leaves that become something else: a leaf that
+        stays where it is needs no program.
+        """
+        graph = self.parts.apply
+        found = {}
+        for position, (path, operand) in enumerate(
+            zip(graph.output_paths, graph.outputs, strict=True)
+        ):
+            is_unchanged = self.unchanged(path) is not None
+            if not is_unchanged and operand not in self.apply.made_on:
+                stage = self.apply.output_stage[position]
+                found[position] = last_round.get(stage, (stage, 0))
+        return found
+
+    def unchanged(self, path: str) -> str | None:
+        """The leaf that an output of apply is, if that leaf is not updated."""
+        graph = self.parts.apply
+        paths = {i.tensor: i.path for i in graph.inputs}
+        by_path = dict(zip(graph.output_paths, graph.outputs, strict=True))
+        leaf = paths.get(by_path[path])  # type: ignore[arg-type]
+        if leaf is None or leaf in self.parts.sums:
+            return None
+        next_value = by_path.get(self.state_outputs.get(leaf, ""))
+        is_kept = next_value is None or paths.get(next_value) == leaf  # type: ignore[arg-type]
+        return leaf if is_kept else None
+
     def slot(self, name: str, kind: SlotKind, stage: int) -> None:
         self.slots.setdefault(name, Slot(name, kind, stage))
 
-    def plan_piece(self, piece: Piece) -> StageProgram:
+    def plan_piece(self, piece: Piece, given: ShardingPlan | None) -> PlannedPiece:
         graph = self.parts.apply if piece.kind == "apply" else self.parts.microbatch
         names = [*piece.inputs, *piece.added]
-        types = [graph.tensors[t].type for t in piece.inputs.values()]
-        for name in piece.added:
-            tensor = piece.outputs[name]
-            assert isinstance(tensor, int)
-            types.append(graph.tensors[tensor].type)
+        operands = [*piece.inputs.values(), *(piece.outputs[n] for n in piece.added)]
+        types = [
+            o.type if isinstance(o, Constant) else graph.tensors[o].type
+            for o in operands
+        ]
         structs = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
 
         def task(*values: Any) -> list[Any]:
@@ -224,56 +303,60 @@ class PipelineBuilder:
             for name in names
         ]
         part = graph_of(task, structs, names, output_names, ties)
-        shape, mesh = self.shapes[piece.stage], self.meshes[piece.stage]
-        pins = {
-            i.tensor: _pin(self.specs[i.path, piece.stage], len(i_type.shape))
-            for i, i_type in zip(part.inputs, structs, strict=True)
-            if (i.path, piece.stage) in self.specs
-        }
-        plan = plan_intra_op(part, shape, self.cluster, pins=pins).plan
-        donated = [i for i, tie in enumerate(ties) if tie is not None]
-        resharder = Resharder(shape, self.cluster)
-        program = build_program(part, plan, resharder, mesh, structs, (), donated)
-        self.planned.append(PlannedPiece(piece, plan, program))
-        self.note(piece, plan, part, mesh, structs)
-        return StageProgram(
-            piece.stage,
-            piece.kind,
+        plan = given or self.solve(piece, part)
+        if given is not None:
+            check_against(given, part)
+        planned = PlannedPiece(
+            piece,
+            part,
+            plan,
+            tuple(structs),
             tuple(names),
             tuple(output_names),
-            _runner_of(program),
-            tuple(donated),
+            tuple(
+                i
+                for i, (name, tie) in enumerate(zip(names, ties, strict=True))
+                if tie is not None and name not in self.kept
+            ),
         )
+        self.note(planned)
+        return planned
 
-    def note(
-        self,
-        piece: Piece,
-        plan: ShardingPlan,
-        part: OpGraph,
-        mesh: Mesh,
-        structs: Sequence[jax.ShapeDtypeStruct],
-    ) -> None:
+    def solve(self, piece: Piece, part: OpGraph) -> ShardingPlan:
+        shape = self.shapes[piece.stage]
+        kept = {
+            i.tensor: _pin(self.specs[i.path, piece.stage], part, i.tensor)
+            for i in part.inputs
+            if (i.path, piece.stage) in self.specs
+        }
+        pins = {**self.pins.of_piece(part, shape), **kept}
+        return plan_intra_op(part, shape, self.cluster, pins=pins).plan
+
+    def note(self, planned: PlannedPiece) -> None:
         """Remember the specs of slots, which later pieces of the stage keep to."""
-        known = [(i.path, i.spec, len(i.shape)) for i in plan.inputs]
-        for path, spec, operand in zip(
-            part.output_paths, plan.outputs[0], part.outputs, strict=True
-        ):
-            rank = (
-                operand.type.rank
-                if isinstance(operand, Constant)
-                else part.tensors[operand].type.rank
-            )
-            known.append((path, spec, rank))
-        for name, spec, rank in known:
-            if (name, piece.stage) not in self.specs:
-                self.specs[name, piece.stage] = spec
-                names = plan.mesh.axis_names
-                sharding = NamedSharding(mesh, to_partition_spec(spec, rank, names))
-                self.shardings[name, piece.stage] = sharding
-        for i, struct in zip(part.inputs, structs, strict=True):
-            if i.path in piece.added:
-                sharding = self.shardings[i.path, piece.stage]
-                self.zeros[i.path] = _zeros(struct, sharding)
+        stage = planned.piece.stage
+        for i in planned.plan.inputs:
+            self.specs.setdefault((i.path, stage), i.spec)
+        for path, spec in zip(planned.outputs, planned.plan.outputs[0], strict=True):
+            self.specs.setdefault((path, stage), spec)
+        for name, kind in zip(planned.outputs, planned.output_types, strict=True):
+            self.types.setdefault(name, kind)
+        for name, struct in zip(planned.inputs, planned.structs, strict=True):
+            self.types.setdefault(name, TensorType(struct.shape, struct.dtype))
+
+
+def _made_nowhere(graph: OpGraph, cut: StageCut) -> list[Operator]:
+    """Operators of outputs that no stage makes: of the batch alone, such as counts."""
+    made_by = {t: op for op in graph.blocks[0].operators for t in op.results}
+    found: dict[int, Operator] = {}
+    waiting = [t for t in tensors_of(graph.outputs) if t not in cut.made_on]
+    while waiting:
+        tensor = waiting.pop()
+        op = None if tensor in cut.made_on else made_by.get(tensor)
+        if op is not None and op.index not in found:
+            found[op.index] = op
+            waiting.extend(tensors_of(op.operands))
+    return list(found.values())
 
 
 def _reads(operators: Iterable[Operator]) -> list[int]:
@@ -288,19 +371,6 @@ def _reads(operators: Iterable[Operator]) -> list[int]:
     return list(read)
 
 
-def _pin(spec: Spec, rank: int) -> Pin:
+def _pin(spec: Spec, graph: OpGraph, tensor: int) -> Pin:
+    rank = graph.tensors[tensor].type.rank
     return Pin(tuple(axes_of_dim(spec, dim) for dim in range(rank)))
-
-
-def _zeros(struct: jax.ShapeDtypeStruct, sharding: NamedSharding) -> Callable[[], Any]:
-    return jax.jit(
-        lambda: jnp.zeros(struct.shape, struct.dtype), out_shardings=sharding
-    )
-
-
-def _runner_of(program: SpmdProgram) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    def run(values: Sequence[Any]) -> Sequence[Any]:
-        donated, kept = program.split(values)
-        return program.jitted(donated, kept, list(program.constants))
-
-    return run

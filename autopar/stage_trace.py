@@ -7,7 +7,7 @@ apply      once a step: the optimizer, from the sums over all microbatches
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from .build_graph import build_graph
 from .graph import Operator, OpGraph, TensorType
 from .jax_compat import ClosedJaxpr, dead_code_eliminated
+from .lowering.blocks import as_array
 from .microbatch_flow import tensors_of
-from .microbatch_loop import MicrobatchRunner, WholeRunner, leaving_tensors
-from .microbatches import MicrobatchSplit
+from .microbatch_runners import WholeRunner
+from .microbatch_step import MicrobatchedStep
 from .roles import Roles
-from .spec import SUM
 from .tracing import TracedFunction
 
 COUNTER = "microbatch"
@@ -31,11 +31,15 @@ COUNTER = "microbatch"
 class StepParts:
     """Graphs of the parts of a step; names of their inputs and outputs are slots.
 
-    `held` are the leaves that live on stages, `batch` those cut into microbatches,
-    `prepared` what the prepare function makes of the whole batch. `sums` are what a
-    microbatch adds up; `outputs` the step's own, made by apply or passed through.
+    `held` are the leaves that live on stages, closed-over arrays among them, `batch`
+    those cut into microbatches, `prepared` what the prepare function makes of the whole
+    batch. A microbatch returns `sums`, which are added up, and parts of the outputs
+    that have a value for each example: `joined` has slot and dim of each, by output
+    path. `fed` outputs are batch leaves as they came; the others are made by apply, or
+    passed through.
     """
 
+    step: MicrobatchedStep
     prepare: ClosedJaxpr
     microbatch: OpGraph
     apply: OpGraph
@@ -43,37 +47,31 @@ class StepParts:
     batch: tuple[str, ...]
     prepared: tuple[str, ...]
     sums: tuple[str, ...]
+    joined: Mapping[str, tuple[str, int]]
+    fed: Mapping[str, str]
 
 
-def trace_parts(
-    traced: TracedFunction, graph: OpGraph, split: MicrobatchSplit
-) -> StepParts:
-    """Trace the parts of a step that was split along its batch.
+def trace_parts(traced: TracedFunction, step: MicrobatchedStep) -> StepParts:
+    """Trace the parts of a step that was cut into microbatches.
 
     Raises:
-      NotImplementedError: the step returns a value for each example, or closes over
-        arrays, or needs parameters and the whole batch together before the loop.
+      NotImplementedError: the step needs values of all examples behind the loop, or
+        parameters and the whole batch together before it.
     """
-    if traced.jaxpr.consts:
-        raise NotImplementedError(
-            "A pipelined step may not close over arrays for now; pass them as "
-            "arguments."
-        )
-    held = [i.tensor for i in graph.inputs if split.state[i.tensor] < 0]
-    batch = [i.tensor for i in graph.inputs if split.state[i.tensor] >= 0]
-    of_batch, of_held = _dependencies(split.phases.before, batch)
+    graph = step.graph
+    batch = list(step.batch)
+    held = [i.tensor for i in graph.inputs if i.tensor not in step.batch]
+    phases = step.phases
+    of_batch, of_held = _dependencies(phases.before, batch)
     names = {t.index: t.name for t in graph.tensors}
     made_of_batch = {t for op in of_batch for t in op.results}
-    inside = [*of_held, *split.phases.loop, *split.phases.behind]
-    read = dict.fromkeys(t for op in inside for t in tensors_of(op.operands))
-    prepared = [t for t in read if t in made_of_batch]
-    sums = leaving_tensors(graph, split)
-    for tensor in sums:
-        if split.state[tensor] != SUM:
-            raise NotImplementedError(
-                f"A pipelined step may only return sums over the batch for now, but "
-                f"{names[tensor]} has a value for each example; leave it out."
-            )
+    inside = [*of_held, *phases.loop, *phases.behind]
+    read = [t for op in inside for t in tensors_of(op.operands)]
+    read.extend(tensors_of(graph.outputs))
+    prepared = [t for t in dict.fromkeys(read) if t in made_of_batch]
+    sums = [each.tensor for each in step.leaving if each.dim is None]
+    joined = [each for each in step.leaving if each.dim is not None]
+    _check_behind(step, prepared)
 
     def prepare(*leaves: Any) -> list[Any]:
         runner = WholeRunner(graph)
@@ -86,47 +84,71 @@ def trace_parts(
         *rest, counter = leaves
         values = dict(zip([*held, *batch, *prepared], rest, strict=True))
         whole = {t: values[t] for t in (*held, *prepared)}
-        runner = MicrobatchRunner(graph, split, whole, counter)
-        runner.values.update({t: values[t] for t in batch})
-        runner.run_operators([*of_held, *split.phases.loop])
-        return [runner.values[t] for t in sums]
+        cut = {t: values[t] for t in batch}
+        found = step.run_part(whole, cut, counter, of_held)
+        by_tensor = dict(zip((e.tensor for e in step.leaving), found, strict=True))
+        return [by_tensor[t] for t in (*sums, *(each.tensor for each in joined))]
+
+    parts = {each.tensor: f"part of {names[each.tensor]}" for each in joined}
+    outputs = list(zip(graph.output_paths, graph.outputs, strict=True))
+    elsewhere = {*parts, *batch}
+    applied = [(path, operand) for path, operand in outputs if operand not in elsewhere]
 
     def apply(*leaves: Any) -> list[Any]:
         runner = WholeRunner(graph)
         runner.values.update(zip([*held, *prepared, *sums], leaves, strict=True))
-        runner.run_operators([*of_held, *split.phases.behind])
-        return runner.outputs(graph.blocks[0])
+        runner.run_operators([*of_held, *phases.behind])
+        return [as_array(runner.value(operand)) for _, operand in applied]
 
     types = {t.index: _struct(t.type) for t in graph.tensors}
-    parts = {
-        t: jax.ShapeDtypeStruct(
-            (types[t].shape[0] // split.num_microbatches, *types[t].shape[1:]),
-            types[t].dtype,
-        )
-        for t in batch
-    }
-    counter = jax.ShapeDtypeStruct((), jnp.uint32)
     taken = [
         *(types[t] for t in held),
-        *(parts[t] for t in batch),
+        *(step.part_types[t] for t in batch),
         *(types[t] for t in prepared),
-        counter,
+        jax.ShapeDtypeStruct((), jnp.uint32),
     ]
     sum_names = [f"sum of {names[t]}" for t in sums]
     taken_names = [names[t] for t in (*held, *batch, *prepared)]
     given = [types[t] for t in (*held, *prepared, *sums)]
     given_names = [*(names[t] for t in (*held, *prepared)), *sum_names]
     return StepParts(
+        step=step,
         prepare=dead_code_eliminated(
             jax.make_jaxpr(prepare)(*(types[t] for t in batch))
         ),
-        microbatch=graph_of(microbatch, taken, [*taken_names, COUNTER], sum_names),
-        apply=graph_of(apply, given, given_names, traced.output_paths),
+        microbatch=graph_of(
+            microbatch, taken, [*taken_names, COUNTER], [*sum_names, *parts.values()]
+        ),
+        apply=graph_of(apply, given, given_names, [path for path, _ in applied]),
         held=tuple(names[t] for t in held),
         batch=tuple(names[t] for t in batch),
         prepared=tuple(names[t] for t in prepared),
         sums=tuple(sum_names),
+        joined={
+            path: (parts[each.tensor], each.dim or 0)
+            for path, operand in outputs
+            for each in joined
+            if each.tensor == operand
+        },
+        fed={
+            path: names[t] for path, t in outputs if isinstance(t, int) and t in batch
+        },
     )
+
+
+def _check_behind(step: MicrobatchedStep, prepared: Sequence[int]) -> None:
+    """Refuse work behind the loop on all examples: they lie on several stages."""
+    examples = {*step.batch, *(e.tensor for e in step.leaving if e.dim is not None)}
+    for op in step.phases.behind:
+        read = examples.intersection(tensors_of(op.operands)).difference(prepared)
+        if read:
+            name = step.graph.tensors[min(read)].name
+            raise NotImplementedError(
+                f"A pipelined step may return values for each example, but not compute "
+                f"with those of all microbatches for now, as {op.name!r} at "
+                f"{op.source or 'an unknown line'} does with {name}; return {name} and "
+                f"compute it outside of the step."
+            )
 
 
 def graph_of(

@@ -16,7 +16,7 @@ from .mesh import MeshShape
 from .rules.base import Factor, factors_of
 from .spec import REPLICATED, SUM, Spec
 
-_SLICING = ("slice", "dynamic_slice", "gather")
+SLICING = ("slice", "dynamic_slice", "gather")
 # Heavy operators that together hold less than this part of all heavy flops may be
 # repeated on devices; every other must be split over each axis that can split it.
 REPLICABLE_FLOPS = 0.005
@@ -121,7 +121,7 @@ def strategy_seconds(
         (op.result_types, strategies.result_specs),
     ):
         for position, kind in enumerate(types):
-            if types is op.operand_types and op.kind in _SLICING and position == 0:
+            if types is op.operand_types and op.kind in SLICING and position == 0:
                 continue  # only what is taken out of it is read
             fractions = shard_fractions(specs[:, position], mesh.axis_sizes)
             moved += kind.bytes * fractions

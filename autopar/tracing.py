@@ -14,13 +14,18 @@ import numpy as np
 from jax.sharding import AxisType, get_abstract_mesh, use_abstract_mesh
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from .distributed_array import DistributedArray, abstract_leaf
+from .distributed_array import (
+    AbstractDistributedArray,
+    DistributedArray,
+    abstract_leaf,
+)
 from .jax_compat import PyTreeDef, dead_code_eliminated
 
 _LEAF_TYPES = (
     jax.Array,
     DistributedArray,
     jax.ShapeDtypeStruct,
+    AbstractDistributedArray,
     bool,
     int,
     float,

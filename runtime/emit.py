@@ -185,7 +185,7 @@ class _Flow:
             stage = instruction.task.stage
             for value in instruction.inputs:
                 home = self.home(value)
-                if value in updated:
+                if home == stage and value in updated:
                     raise ValueError(
                         f"state is read as the step began with it, but "
                         f"{instruction.name} reads {value}, which stage {home} has "

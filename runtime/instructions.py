@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .schedule import Task
@@ -197,3 +197,17 @@ class InstructionList:
                 f"starts with {head!r}; emit it again with this version."
             )
         return InstructionList(int(match[2]), tuple(map(parse_instruction, lines)))
+
+
+def step_inputs(lists: Sequence[InstructionList]) -> tuple[tuple[Held, ...], ...]:
+    """State and batch values that each submesh uses and nothing in the step makes."""
+    inputs = []
+    for list_ in lists:
+        made: set[Held] = set()
+        first: dict[Held, None] = {}
+        for instruction in list_.instructions:
+            now_made, used = made_and_used(instruction)
+            first.update((key, None) for key in used if key not in made)
+            made.update(now_made)
+        inputs.append(tuple(first))
+    return tuple(inputs)

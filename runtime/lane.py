@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -21,6 +22,7 @@ from .instructions import (
     Receive,
     Run,
     Send,
+    Value,
     Zero,
     made_and_used,
 )
@@ -29,16 +31,33 @@ from .transfer_plan import plan_transfer
 from .transfers import Transfer
 
 
-class _Stopped(Exception):
+class Stopped(Exception):
     """Another stage failed, or the caller was interrupted."""
 
 
 _STOP = object()
 
 
+class StepOfLanes(Protocol):
+    """What the lanes of one step share, in one process or on many hosts."""
+
+    @property
+    def program(self) -> PipelineProgram: ...
+    @property
+    def is_recorded(self) -> bool: ...
+    @property
+    def is_stopped(self) -> bool: ...
+    @property
+    def start(self) -> float: ...
+    def send(self, value: Value, source: int, target: int, array: Any) -> None: ...
+    def receive(self, value: Value, source: int, target: int) -> Any: ...
+    def wait_for_readers(self, arrays: Sequence[Any]) -> None: ...
+    def fail(self, error: BaseException, note: str) -> None: ...
+
+
 @dataclass
 class Step:
-    """What the lanes of one step share."""
+    """What the lanes of one step share in one process."""
 
     program: PipelineProgram
     transfers: dict[tuple[str, int], Transfer]
@@ -72,7 +91,27 @@ class Step:
             for channel in self._channels.values():
                 channel.put(_STOP)
 
-    def transfer(self, slot: str, source: int, target: int, array: Any) -> Transfer:
+    def send(self, value: Value, source: int, target: int, array: Any) -> None:
+        """Start the copy of a value to another stage; waits for nobody."""
+        transfer = self._transfer(value.slot, source, target, array)
+        self.channel(source, target).put((transfer, transfer.send(array)))
+
+    def receive(self, value: Value, source: int, target: int) -> Any:
+        """The next value that a stage sent to another, once it is there.
+
+        Raises:
+          Stopped: the step ends early.
+        """
+        taken = self.channel(source, target).get()
+        if taken is _STOP:
+            raise Stopped
+        transfer, sent = taken
+        return transfer.receive(sent)
+
+    def wait_for_readers(self, arrays: Sequence[Any]) -> None:
+        """Nothing to wait for: JAX itself keeps what a copy still reads."""
+
+    def _transfer(self, slot: str, source: int, target: int, array: Any) -> Transfer:
         """How a slot goes to another stage, planned at its first array."""
         transfer = self.transfers.get((slot, target))
         if transfer is None:
@@ -95,7 +134,7 @@ class Lane:
     one before, each with its smallest output; `held` is what the submesh holds.
     """
 
-    step: Step
+    step: StepOfLanes
     list_: InstructionList
     runs_in_flight: int
     unfinished: deque[tuple[Run, Any]]
@@ -111,7 +150,7 @@ class Lane:
                     return
                 self._at = instruction
                 self._execute(instruction)
-        except _Stopped:
+        except Stopped:
             return
         except BaseException as error:
             self.step.fail(error, self._note())
@@ -131,15 +170,9 @@ class Lane:
             case Zero(value, stage):
                 self.held[stage, value] = self.step.program.zeros[value.slot]()
             case Send(value, source, target):
-                array = self.held[source, value]
-                transfer = self.step.transfer(value.slot, source, target, array)
-                self.step.channel(source, target).put((transfer, transfer.send(array)))
+                self.step.send(value, source, target, self.held[source, value])
             case Receive(value, source, target):
-                taken = self.step.channel(source, target).get()
-                if taken is _STOP:
-                    raise _Stopped
-                transfer, sent = taken
-                self.held[target, value] = transfer.receive(sent)
+                self.held[target, value] = self.step.receive(value, source, target)
             case Free(value, stage):
                 self.held.pop((stage, value), None)
 
@@ -152,6 +185,7 @@ class Lane:
         else:
             self._wait_for_a_run()
         self._at = run
+        self.step.wait_for_readers([inputs[i] for i in program.donated])
         start = perf_counter()
         outputs = program.run(inputs)
         if self.step.is_recorded:

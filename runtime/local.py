@@ -9,6 +9,12 @@ from typing import Any
 
 import jax
 
+from autopar.distributed_array import (
+    AbstractDistributedArray,
+    DistributedArray,
+    abstract_leaf,
+    gathered,
+)
 from autopar.programs import (
     SignatureChanged,
     SpmdProgram,
@@ -21,6 +27,8 @@ _NO_DATA = (
     "step.plan(...) or step.lower(...), which need no data."
 )
 _WEAK_SCALARS = (int, float, complex)
+_HELD = (jax.Array, DistributedArray)
+_SHAPES = (jax.ShapeDtypeStruct, AbstractDistributedArray)
 # Two threads must start their steps in one order on all devices, or these wait for
 # each other in collectives of different steps.
 _DISPATCH = threading.Lock()
@@ -43,8 +51,9 @@ class LocalExecutable:
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Flat outputs of one step.
 
-        Leaves on other devices or in other shardings are moved first. The same buffer
-        may come several times: all but the first are copied before they are donated.
+        Leaves on other devices or in other shardings are moved first, those in pieces
+        through this process. The same buffer may come several times: all but the first
+        are copied before they are donated.
 
         Raises:
           TypeError: a leaf that is a shape only.
@@ -54,14 +63,18 @@ class LocalExecutable:
         if is_traced(leaves):
             return self._run_traced(leaves)
         # XLA's CPU client does not survive a deleted buffer of several devices.
-        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+        if any(isinstance(leaf, _HELD) and leaf.is_deleted() for leaf in leaves):
             raise _deleted_error(self._deleted(leaves))
         if tuple(map(_is_weak, leaves)) != self._weak_types:
             raise SignatureChanged
+        if any(isinstance(leaf, DistributedArray) for leaf in leaves):
+            if not self._fits(leaves):
+                raise SignatureChanged
+            return self._run(self._moved(leaves))
         try:
             return self._run(leaves)
         except TypeError:
-            if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+            if any(isinstance(leaf, _SHAPES) for leaf in leaves):
                 raise TypeError(_NO_DATA) from None
             if self._fits(leaves):
                 raise
@@ -94,7 +107,8 @@ class LocalExecutable:
             if not _is_at_home(leaf, home)
         ]
         for path, leaf, home in misplaced:
-            check_platform(path, leaf.sharding.device_set, home.device_set)
+            if isinstance(leaf, jax.Array):
+                check_platform(path, leaf.sharding.device_set, home.device_set)
         if misplaced and not self._has_told:
             self._has_told = True
             path, leaf, home = misplaced[0]
@@ -105,10 +119,11 @@ class LocalExecutable:
                 len(misplaced),
                 sum(leaf.nbytes for _, leaf, _ in misplaced),
                 path,
-                getattr(leaf.sharding, "spec", leaf.sharding),
+                _place(leaf, home),
                 home.spec,
             )
-        return jax.device_put(list(leaves), list(self.program.shardings))
+        whole = list(map(gathered, leaves, self.program.shardings))
+        return jax.device_put(whole, list(self.program.shardings))
 
     def _run_traced(self, leaves: Sequence[Any]) -> list[Any]:
         """Inside another JAX transformation, which a compiled program cannot join."""
@@ -119,20 +134,35 @@ class LocalExecutable:
 
     def _fits(self, leaves: Sequence[Any]) -> bool:
         """Whether the leaves have the shapes and dtypes planned for."""
-        types = zip(map(jax.typeof, leaves), self.program.argument_types, strict=True)
+        given = (jax.typeof(abstract_leaf(leaf)) for leaf in leaves)
+        types = zip(given, self.program.argument_types, strict=True)
         return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in types)
 
     def _is_in_place(self, leaves: Sequence[Any]) -> bool:
         """Whether every committed leaf already lies where the plan wants it."""
         return all(map(_is_at_home, leaves, self.program.shardings))
 
-    def _deleted(self, leaves: Sequence[Any]) -> list[tuple[str, jax.Array]]:
+    def _deleted(self, leaves: Sequence[Any]) -> list[tuple[str, Any]]:
         """Paths and leaves whose buffers are gone."""
         return [
             (path, leaf)
             for path, leaf in zip(self.program.paths, leaves, strict=True)
-            if isinstance(leaf, jax.Array) and leaf.is_deleted()
+            if isinstance(leaf, _HELD) and leaf.is_deleted()
         ]
+
+
+def run_once(program: SpmdProgram, leaves: Sequence[Any]) -> list[Any]:
+    """Flat outputs of a program that donates nothing; leaves may lie anywhere.
+
+    Raises:
+      TypeError: a leaf that is a shape only.
+    """
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise TypeError(_NO_DATA)
+    whole = map(gathered, leaves, program.shardings)
+    placed = jax.device_put(list(whole), list(program.shardings))
+    with _DISPATCH:
+        return program.jitted([], placed, list(program.constants))
 
 
 def check_platform(path: str, devices: Set[Any], home_devices: Set[Any]) -> None:
@@ -153,6 +183,8 @@ def check_platform(path: str, devices: Set[Any], home_devices: Set[Any]) -> None
 
 def _is_at_home(leaf: Any, home: jax.sharding.Sharding) -> bool:
     """Whether a leaf need not be moved; one that is not committed goes by itself."""
+    if isinstance(leaf, DistributedArray):
+        return False
     return (
         not isinstance(leaf, jax.Array)
         or not leaf.committed
@@ -165,7 +197,16 @@ def _is_weak(leaf: Any) -> bool:
     return getattr(leaf, "weak_type", type(leaf) in _WEAK_SCALARS)
 
 
-def _deleted_error(deleted: Sequence[tuple[str, jax.Array]]) -> RuntimeError:
+def _place(leaf: Any, home: jax.sharding.NamedSharding) -> str:
+    """Where a leaf lies, as far as it differs from `home`."""
+    if isinstance(leaf, DistributedArray):
+        return f"{len(leaf.pieces)} pieces"
+    spec = getattr(leaf.sharding, "spec", leaf.sharding)
+    is_here = leaf.sharding.device_set == home.device_set
+    return str(spec) if is_here else f"{spec} on {leaf.sharding.num_devices} devices"
+
+
+def _deleted_error(deleted: Sequence[tuple[str, Any]]) -> RuntimeError:
     """JAX's own words, and which argument it is and what to do."""
     paths = [path for path, _ in deleted]
     some = ", ".join(paths[:3]) + (", ..." if len(paths) > 3 else "")

@@ -52,7 +52,7 @@ class TransferPlan:
     @property
     def is_local(self) -> bool:
         """Whether both sides are the same devices, so that nothing is sent."""
-        return devices(self.source) == devices(self.target)
+        return self.sent is None and not self.num_parts
 
     def __str__(self) -> str:
         array = f"{self.dtype}{list(self.shape)}"
@@ -78,6 +78,36 @@ def plan_transfer(
     if devices(source) == devices(target):
         moved = moved_bytes(array, source, target)
         return TransferPlan(array.shape, array.dtype, source, target, 0, moved)
+    return _cheapest(array, source, target)
+
+
+def plan_between_hosts(
+    shape: Sequence[int], dtype: Any, source: NamedSharding, target: NamedSharding
+) -> TransferPlan:
+    """The cheapest way between as many devices of two groups of hosts, for either one.
+
+    Both shardings lie on the devices of the group that asks, which stand for those of
+    the other in their order: a device of one side receives from its like.
+
+    Raises:
+      ValueError: a sharding does not divide the shape, or the numbers of devices
+        differ.
+    """
+    array = jax.ShapeDtypeStruct(tuple(shape), dtype)
+    for sharding in (source, target):
+        _check_divides(array, sharding)
+    if devices(source) != devices(target):
+        raise ValueError(
+            f"groups of hosts that send to each other have equally many devices, but "
+            f"got {len(devices(source))} and {len(devices(target))}; give each stage "
+            f"as many hosts."
+        )
+    return _cheapest(array, source, target)
+
+
+def _cheapest(
+    array: jax.ShapeDtypeStruct, source: NamedSharding, target: NamedSharding
+) -> TransferPlan:
     plans = []
     if len(devices(source)) == len(devices(target)):
         here, there = _cut_further(array, source), _cut_further(array, target)
@@ -147,14 +177,7 @@ def _check_sides(
                 f"a transfer inside a process reaches its own devices only, but "
                 f"{sharding} has others; send between processes over a transport."
             )
-        try:
-            sharding.shard_shape(array.shape)
-        except ValueError as error:
-            raise ValueError(
-                f"every shard of a transfer has the same shape, but {sharding.spec} "
-                f"does not divide {list(array.shape)} on {dict(sharding.mesh.shape)}; "
-                f"leave that dim whole or pad it."
-            ) from error
+        _check_divides(array, sharding)
     if source.memory_kind != target.memory_kind:
         raise ValueError(
             f"a transfer keeps the kind of memory, but goes from {source.memory_kind} "
@@ -167,6 +190,17 @@ def _check_sides(
             f"{[d.id for d in here]} and {[d.id for d in there]}; make their submeshes "
             f"disjoint."
         )
+
+
+def _check_divides(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> None:
+    try:
+        sharding.shard_shape(array.shape)
+    except ValueError as error:
+        raise ValueError(
+            f"every shard of a transfer has the same shape, but {sharding.spec} does "
+            f"not divide {list(array.shape)} on {dict(sharding.mesh.shape)}; leave "
+            f"that dim whole or pad it."
+        ) from error
 
 
 def tiles(shape: Sequence[int], sharding: NamedSharding) -> tuple[Tile, ...]:

@@ -38,17 +38,36 @@ class Transfer:
             sharding, or deleted.
         """
         plan = self.plan
-        self._check(array)
+        packed = self.pack(array)
         if plan.is_local:
-            return self._after(array)
+            return self._after(packed)
         if plan.num_parts:
-            return _move_parts(self._cut(array), self._flat_target)
+            return _move_parts(packed, self._flat_target)
         assert plan.landed is not None, "what is sent as tiles lands as tiles"
-        return move_tiles(self._before(array), plan.landed)
+        return move_tiles(packed, plan.landed)
+
+    def pack(self, array: jax.Array) -> Any:
+        """What crosses, on the source: tiles of one array, or a list of parts.
+
+        Raises:
+          ValueError: see `send`.
+        """
+        self._check(array)
+        if self.plan.is_local:
+            return array
+        return self._cut(array) if self.plan.num_parts else self._before(array)
 
     def receive(self, sent: Any) -> jax.Array:
         """The array in its target sharding, from what `send` returned."""
         return sent if self.plan.is_local else self._after(sent)
+
+    def landing(self) -> jax.ShapeDtypeStruct:
+        """What `pack` arrives as where both sides have as many devices: one array."""
+        plan = self.plan
+        if plan.landed is not None:
+            return jax.ShapeDtypeStruct(plan.shape, plan.dtype, sharding=plan.landed)
+        shape = (plan.num_parts, plan.part_length)
+        return jax.ShapeDtypeStruct(shape, plan.dtype, sharding=self._flat_target)
 
     def __call__(self, array: jax.Array) -> jax.Array:
         """Both sides at once."""

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from autopar.programs import PipelineProgram
 
 from .emit import emit
-from .instructions import Held, InstructionList, Run, Value, made_and_used
+from .instructions import Held, Run, Value, step_inputs
 from .lane import Lane, Step
 from .schedule import Schedule
 from .simulate import simulate
@@ -52,7 +52,7 @@ class PipelineExecutable:
         self.program = program
         self.instructions = emit(program, schedule)
         simulate(self.instructions)  # refuses a deadlock before any thread waits
-        self._inputs = _step_inputs(self.instructions)
+        self._inputs = step_inputs(self.instructions)
         self._state = tuple(
             (name, (slot.stage, Value(name)))
             for name, slot in program.slots.items()
@@ -189,20 +189,6 @@ class PipelineExecutable:
         for (submesh, key), array in zip(moving, moved, strict=True):
             placed[submesh][key] = array
         return placed
-
-
-def _step_inputs(lists: Sequence[InstructionList]) -> tuple[tuple[Held, ...], ...]:
-    """State and batch values that each submesh uses and nothing in the step makes."""
-    inputs = []
-    for list_ in lists:
-        made: set[Held] = set()
-        first: dict[Held, None] = {}
-        for instruction in list_.instructions:
-            now_made, used = made_and_used(instruction)
-            first.update((key, None) for key in used if key not in made)
-            made.update(now_made)
-        inputs.append(tuple(first))
-    return tuple(inputs)
 
 
 def _lies_in(array: Any, sharding: NamedSharding) -> bool:

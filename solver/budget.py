@@ -30,15 +30,15 @@ MOST_ROUNDS = 8
 WORTH_PRICING_AGAIN = 0.02
 
 
-def solve_within_budget(search: Search, cheapest: Sequence[int]) -> None:
+def solve_within_budget(search: Search, known: Sequence[Sequence[int]]) -> None:
     """Closes the gap of `search.graph` as far as time allows.
 
-    `cheapest` is the best plan without the budget.
+    `known` are plans within budget or not, the best without the budget among them.
 
     Raises:
         Infeasible: nothing fits, or nothing was found that does.
     """
-    _WithinBudget(search).run(cheapest)
+    _WithinBudget(search).run(known)
 
 
 class _WithinBudget:
@@ -49,13 +49,20 @@ class _WithinBudget:
         self.ceiling = inf
         self.graph = search.graph
 
-    def run(self, cheapest: Sequence[int]) -> None:
+    def run(self, known: Sequence[Sequence[int]]) -> None:
+        try:
+            self._run(known)
+        finally:
+            self.search.seen = tuple(dict.fromkeys(p.choices for p in self.plans))
+
+    def _run(self, known: Sequence[Sequence[int]]) -> None:
         search = self.search
+        for choices in known:
+            self._see(choices)
         self._find_one_that_fits()
         if search.choices is None:
             return
         self.graph = keep_binding(search.graph)
-        self._see(cheapest)
         self._see(search.choices)
         self._forget_forbidden()
         for _ in range(MOST_ROUNDS):
@@ -106,7 +113,7 @@ class _WithinBudget:
         if search.choices is not None:
             return
         budget = search.graph.budget or 0.0
-        least, bound = self._least_peak(stop_at=budget)
+        bound = self._least_peak(stop_at=budget)
         search.finish_phase("least bytes", self.graph)
         if search.choices is None and bound <= budget:
             try:
@@ -115,10 +122,10 @@ class _WithinBudget:
             except Infeasible:
                 bound = max(bound, budget)
         if search.choices is None:
-            raise _does_not_fit(search.graph, least, bound)
+            raise _does_not_fit(search.graph, self.plans, bound)
 
-    def _least_peak(self, stop_at: float) -> tuple[float, float]:
-        """The least peak of bytes found, at most `stop_at` if possible, and a bound."""
+    def _least_peak(self, stop_at: float) -> float:
+        """Sees plans of ever smaller peaks, down to `stop_at`; returns a bound."""
         graph = self.graph
         least, bound = inf, 0.0
         prices = np.full(len(graph.live_sets), 1.0 / max(len(graph.live_sets), 1))
@@ -134,7 +141,7 @@ class _WithinBudget:
             prices, top = least_peak_prices(seen)
             if top <= bound * (1 + 1e-6):
                 break
-        return float(least), bound
+        return bound
 
     def _price(self) -> list[np.ndarray]:
         """Raises the bound to the best prices; returns the marginals there."""
@@ -201,11 +208,16 @@ class _WithinBudget:
         search.finish_phase(name, reduced.graph)
 
 
-def _does_not_fit(graph: ChoiceGraph, least: float, bound: float) -> Infeasible:
+def _does_not_fit(
+    graph: ChoiceGraph, plans: Sequence[SeenPlan], bound: float
+) -> Infeasible:
+    peaks = [(graph.peak_bytes(plan.choices), plan.choices) for plan in plans]
+    least, choices = min(peaks, default=(inf, None))
     return Infeasible(
         f"every live set must fit the budget {graph.budget:.6g}, but the least known "
         f"to do is {least:.6g} (and nothing below {bound:.6g} can); raise the budget "
         f"to {least:.6g}.",
         least,
         bound,
+        choices,
     )

@@ -155,15 +155,21 @@ class Infeasible(ValueError):
     """No assignment exists, or none within the budget.
 
     `least_budget` is the least budget known to do (inf when no assignment exists at any
-    budget), `least_budget_bound` a lower bound on what any assignment needs.
+    budget), `least_budget_bound` a lower bound on what any assignment needs, `choices`
+    the assignment that needs `least_budget`, where one was found.
     """
 
     def __init__(
-        self, message: str, least_budget: float = inf, least_budget_bound: float = inf
+        self,
+        message: str,
+        least_budget: float = inf,
+        least_budget_bound: float = inf,
+        choices: Sequence[int] | None = None,
     ) -> None:
         super().__init__(message)
         self.least_budget = least_budget
         self.least_budget_bound = least_budget_bound
+        self.choices = choices
 
 
 def allowed(budget: float) -> float:

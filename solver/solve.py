@@ -22,6 +22,8 @@ def solve(
     gap: float = 1e-4,
     time_limit_seconds: float = 60.0,
     initial: Sequence[int] | None = None,
+    free: Assignment | None = None,
+    known: Sequence[Sequence[int]] = (),
 ) -> Assignment:
     """The best assignment found, with a bound on all others.
 
@@ -30,22 +32,16 @@ def solve(
         gap: relative distance of bound to cost at which to stop.
         time_limit_seconds: when to stop with what there is.
         initial: a plan already known, within budget or not.
+        free: the solution of the same nodes and edges without a budget, if it is known.
+        known: plans of the same nodes that were seen under other budgets.
 
     Raises:
         Infeasible: nothing is allowed, or nothing fits; carries the least budget.
     """
     deadline = perf_counter() + time_limit_seconds
-    free = Search(replace(graph, budget=None), gap, deadline, ArrayPool())
-    if initial is not None:
-        free.offer(initial)
-    solve_free(free)
-    if free.choices is None:
-        raise TimeoutError(
-            f"{time_limit_seconds} seconds must be enough for a first plan, but were "
-            "not; raise `time_limit_seconds` or give an `initial` plan."
-        )
-    search = Search(graph, gap, deadline, free.pool)
-    search.phases = free.phases
+    search = Search(graph, gap, deadline, ArrayPool())
+    if free is None:
+        free = _solve_free(graph, search, initial)
     search.raise_bound(free.bound)
     search.offer(free.choices)
     if initial is not None:
@@ -53,5 +49,22 @@ def solve(
     if search.is_closed or graph.budget is None:
         search.closed_by = free.closed_by
     elif not graph.is_within_budget(free.choices):
-        solve_within_budget(search, free.choices)
+        solve_within_budget(search, [free.choices, *known])
     return search.result()
+
+
+def _solve_free(
+    graph: ChoiceGraph, search: Search, initial: Sequence[int] | None
+) -> Assignment:
+    """The solution without the budget; its phases are the search's first."""
+    free = Search(replace(graph, budget=None), search.gap, search.deadline, search.pool)
+    if initial is not None:
+        free.offer(initial)
+    solve_free(free)
+    if free.choices is None:
+        raise TimeoutError(
+            "The time limit must be enough for a first plan, but was not; raise "
+            "`time_limit_seconds` or give an `initial` plan."
+        )
+    search.phases = free.phases
+    return free.result()

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 NUM_DEVICES = 8
 COMPILE_CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
@@ -19,6 +20,7 @@ os.environ["XLA_FLAGS"] = (
 )
 # Fewer threads than twice the devices can deadlock when steps overlap.
 os.environ.setdefault("NPROC", str(2 * NUM_DEVICES))
+os.environ.setdefault("AUTOPAR_CACHE_DIR", "off")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILE_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
@@ -27,6 +29,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
+from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
 # The same examples on every run, unless `make fuzz` asks for many fresh ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -49,3 +52,18 @@ def mesh_1d() -> Mesh:
 def mesh_2d() -> Mesh:
     """Eight devices as two rows of four: axes `x` and `y`."""
     return jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+
+
+class OneProcessAFile(LoadFileScheduling):
+    """Tests of a file share fixtures, those of `ray` one cluster."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "ray" if "/ray/" in nodeid else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """How `pytest -n 2 --dist loadfile` deals out tests."""
+    if config.getvalue("dist") == "loadfile":
+        return OneProcessAFile(config, log)
+    return None

@@ -121,6 +121,17 @@ def test_a_file_is_loaded_field_by_field(tmp_path: Path) -> None:
     assert hash(cluster) == hash(Cluster.load(path))
 
 
+def test_products_reach_what_the_curve_of_their_dtype_says(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    curve = "[device.efficiency]\nbfloat16 = [[1e6, 0.1], [1e8, 0.4]]\n[host_link]"
+    path.write_text(CLUSTER_TEXT.replace("[host_link]", curve))
+    device = Cluster.load(path).device
+    for num_flops, fraction in ((1.0, 0.1), (1e6, 0.1), (1e7, 0.2), (1e12, 0.4)):
+        rate = device.flops_per_second("bfloat16", num_flops)
+        assert rate == pytest.approx(4e12 * fraction)
+    assert device.flops_per_second("float32", 1e6) == 0.5e12  # it has no curve
+
+
 def test_one_host_needs_no_network(tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     text = CLUSTER_TEXT.replace("num_hosts = 2", "num_hosts = 1")
@@ -154,6 +165,31 @@ def test_one_host_needs_no_network(tmp_path: Path) -> None:
             "gives both `bandwidth` (a device) and `host_bandwidth`",
         ),
         ('name = "mine"', "name = ", "must be a TOML file"),
+        (
+            "[host_link]",
+            "[device.efficiency]\nint8 = [[1e6, 0.5]]\n[host_link]",
+            "`device.efficiency` has a curve for 'int8', of which `peak_flops` says no",
+        ),
+        (
+            "[host_link]",
+            "[device.efficiency]\nfloat32 = [[1e6, 0.5], [1e5, 1]]\n[host_link]",
+            "of ascending flops, but 100000 follows 1e+06",
+        ),
+        (
+            "[host_link]",
+            "[device.efficiency]\nfloat32 = [[1e6, 0.01], [1e7, 1]]\n[host_link]",
+            "a larger product must take no less time",
+        ),
+        (
+            "[host_link]",
+            "[device.efficiency]\nfloat32 = 0.5\n[host_link]",
+            "pairs [flops, fraction of the peak] of ascending flops, one or more, but",
+        ),
+        (
+            "bandwidth = 100",
+            "bandwidth = 100\nfactors = {all_gather = [1, 0]}",
+            "`host_link.factors.all_gather` must be a number above zero, but got 0",
+        ),
     ],
 )
 def test_a_bad_file_is_refused_naming_file_and_field(
@@ -208,11 +244,6 @@ def test_a_local_device_is_known_by_its_jax_kind(device_kind: str, kind: str) ->
 def test_an_unknown_local_device_falls_back_with_a_warning() -> None:
     with pytest.warns(FallbackWarning, match="'GeForce' has no preset, so its speed"):
         assert autopar.cluster._preset_of("GeForce", "gpu").device.kind == "A100"
-
-
-def test_ray_says_what_to_use_instead() -> None:
-    with pytest.raises(NotImplementedError, match="Cluster.preset"):
-        Cluster.ray()
 
 
 def test_a_cluster_prints_itself_on_one_screen() -> None:

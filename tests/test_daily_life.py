@@ -117,7 +117,7 @@ class TestTwoSteps:
     ) -> None:
         elsewhere = NamedSharding(mesh_of(a=4, b=2), P("b", "a"))
         params, batch = jax.device_put((make_params(), make_batch()), elsewhere)
-        step = autopar.parallelize(train_step, donate_argnums=())
+        step = autopar.parallelize(train_step, mesh="x:8", donate_argnums=())
         expected = jax.jit(train_step)(make_params(), make_batch())
         for _ in range(3):
             assert_close(step(params, batch), expected)

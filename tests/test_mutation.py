@@ -78,7 +78,7 @@ def compiled(name: str) -> Compiled:
 
 def audit_with(program: Compiled, sharding: ShardingPlan) -> None:
     """The audit of a program against another plan; raises what the user would see."""
-    plan = replace(program.plan, sharding=sharding)
+    plan = replace(program.plan, decision=sharding)
     lowered = replace(program.lowered, plan=plan)
     replace(program, lowered=lowered).audit().raise_if_wrong()
 

@@ -8,19 +8,16 @@ With n devices in a group, R bytes of result on each, and the slowest link's lat
 `wire` is what a ring sends from each device (Patarasuk and Yuan 2009), `steps` the
 rounds of recursive doubling and halving, which send the same bytes in fewer rounds
 (Thakur, Rabenseifner and Gropp 2005, sections 3 and 4): libraries choose between them
-by size, so each term takes the algorithm for which it matters.
+by size, so each term takes the algorithm for which it matters. A link that was measured
+has two factors for each kind of collective, of all that is constant and of the bytes.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, get_args
 
-from autopar.cluster import AxisLink
-
-CollectiveKind: TypeAlias = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
-]
-COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+from autopar.hardware import COLLECTIVE_KINDS as COLLECTIVE_KINDS
+from autopar.hardware import AxisLink as AxisLink
+from autopar.hardware import CollectiveKind as CollectiveKind
 
 
 def wire_bytes(kind: CollectiveKind, result_bytes: float, group_size: int) -> float:
@@ -65,7 +62,8 @@ def affine(kind: CollectiveKind, links: Sequence[AxisLink]) -> tuple[float, floa
     step_seconds = max(link.alpha_seconds for link in used)
     seconds_per_byte = max(link.seconds_per_byte for link in used)
     latency = launch_seconds + step_seconds * num_steps(kind, group_size)
-    return latency, slope * seconds_per_byte
+    slower, longer = _factors(kind, used)
+    return slower * latency, longer * slope * seconds_per_byte
 
 
 def collective_seconds(
@@ -100,6 +98,13 @@ def num_steps(kind: CollectiveKind, group_size: int) -> int:
             return group_size - 1
         case "collective_permute":
             return 1
+
+
+def _factors(kind: CollectiveKind, links: Sequence[AxisLink]) -> tuple[float, float]:
+    """The largest factors of any link: of its latency, and of its bytes."""
+    pairs = [link.factors.get(kind, (1.0, 1.0)) for link in links]
+    slower, longer = (max(each) for each in zip(*pairs, strict=True))
+    return slower, longer
 
 
 def _wire_fraction(kind: CollectiveKind, group_size: int) -> float:

@@ -40,7 +40,7 @@ _MOVING = frozenset(
     "concatenate convert_element_type copy dynamic_slice dynamic_update_slice gather"
     " pad real imag rev scatter select_n slice split transpose".split()
 )
-_TRANSCENDENTAL = frozenset(
+TRANSCENDENTAL = frozenset(
     "acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma"
     " erf erf_inv erfc exp exp2 expm1 igamma igammac lgamma log log1p logistic"
     " polygamma pow random_gamma regularized_incomplete_beta rsqrt sin sinh sqrt"
@@ -98,7 +98,7 @@ def flops(
         combined = operand_shapes[-1 if "scatter" in primitive_name else 0]
         return float(math.prod(combined))
     num_results = float(sum(math.prod(shape) for shape in result_shapes))
-    if primitive_name in _TRANSCENDENTAL:
+    if primitive_name in TRANSCENDENTAL:
         return TRANSCENDENTAL_FLOPS * num_results
     return num_results
 
@@ -124,7 +124,8 @@ def operator_seconds(
     device = cluster.device
     is_fused = is_fusable(primitive_name)
     moved_bytes = num_bytes * (FUSED_FRACTION if is_fused else 1.0)
-    compute_seconds = num_flops / device.flops_per_second(dtype)
+    size = num_flops if is_heavy(primitive_name) else math.inf
+    compute_seconds = num_flops / device.flops_per_second(dtype, size)
     memory_seconds = moved_bytes / device.bytes_per_second
     launch_seconds = 0.0 if is_fused else cluster.kernel_seconds
     return launch_seconds + max(compute_seconds, memory_seconds)

@@ -1,58 +1,146 @@
-"""Bytes one device holds while the plan runs: liveness over the plan's local shards."""
+"""Bytes one device holds while the plan runs: arguments, results and temporaries.
+
+Kernels after fusion (`kernels.py`) in the compiler's order (`execution_order.py`); of a
+loop the body is counted once and what it stacks in full. State is donated: its next
+value is returned in its memory. Calibrated on CPUs: see `benchmarks/memory_error.py`.
+"""
 
 from __future__ import annotations
 
-from ..graph import Block, OpGraph
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..build_graph import COND, SCAN, SHARD_MAP, WHILE
+from ..graph import Operator, OpGraph
 from ..plan import ShardingPlan
-from ..spec import Spec, num_shards
+from ..spec import num_shards
+from .execution_order import Liveness, run_in_order
+from .kernels import Border, Value, kernel_block
+
+POINTER_BYTES = 8  # of each result, in the table that a program returns
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryProfile:
+    """What a plan is predicted to hold on one device.
+
+    `argument_bytes` and `output_bytes` (of results that take no argument's memory) are
+    held throughout; `liveness` is by block: what comes and goes.
+    """
+
+    graph: OpGraph
+    plan: ShardingPlan
+    argument_bytes: int
+    output_bytes: int
+    liveness: Mapping[int, Liveness]
+
+    @property
+    def temp_bytes(self) -> int:
+        """The most bytes that temporaries take at once."""
+        return self.liveness[0].peak_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of it, as `MemoryUse.device_bytes` of the compiled program."""
+        return self.argument_bytes + self.output_bytes + self.temp_bytes
+
+    def temporaries(self) -> tuple[Value, ...]:
+        """What takes memory of its own at the peak, besides arguments and results."""
+        return tuple(self._live(0, int(self.liveness[0].bytes.argmax())))
+
+    def _live(self, block: int, position: int) -> Iterator[Value]:
+        liveness = self.liveness[block]
+        if not liveness.order:
+            return
+        for value in liveness.live(position):
+            if value not in liveness.borrowed:
+                yield liveness.block.values[value]
+        kernel = liveness.block.kernels[liveness.order[position]]
+        if kernel.inner_bytes and kernel.operator is not None:
+            bodies = next(
+                op.bodies
+                for op in self.graph.blocks[block].operators
+                if op.index == kernel.operator
+            )
+            fullest = max(bodies, key=lambda body: self.liveness[body].peak_bytes)
+            yield from self._live(fullest, int(self.liveness[fullest].bytes.argmax()))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.peak_bytes:,} B a device = {self.argument_bytes:,} arguments "
+            f"+ {self.output_bytes:,} results + {self.temp_bytes:,} temporaries"
+        )
 
 
 def peak_bytes(graph: OpGraph, plan: ShardingPlan) -> int:
-    """Largest sum of live shards at any operator, per device.
-
-    State is donated: its next value takes its place once both are not needed at once.
-    Fusion is not modelled, so the figure is an estimate; the compiled program tells.
-    """
-    return _Liveness(graph, plan).block_peak(graph.blocks[0])
+    """The most bytes that one device is predicted to hold; see `MemoryProfile`."""
+    return memory_profile(graph, plan).peak_bytes
 
 
-class _Liveness:
+def memory_profile(graph: OpGraph, plan: ShardingPlan) -> MemoryProfile:
+    """The memory of a plan on one device."""
+    donated = tuple(
+        (position, each.output)
+        for position, each in enumerate(graph.inputs)
+        if each.output is not None
+    )
+    run = _Run(graph, plan)
+    run.block(0, Border(donated))
+    returned = {output for _, output in donated}
+    output_bytes = POINTER_BYTES * len(graph.outputs)
+    for position, operand in enumerate(graph.outputs):
+        if isinstance(operand, int) and position not in returned:
+            spec = plan.outputs[0][position]
+            whole = graph.tensors[operand].type.bytes
+            output_bytes += whole // num_shards(spec, plan.mesh.axis_sizes)
+    argument_bytes = sum(each.bytes for each in plan.inputs)
+    return MemoryProfile(graph, plan, argument_bytes, output_bytes, run.liveness)
+
+
+class _Run:
+    """Goes through blocks, inner ones first."""
+
     def __init__(self, graph: OpGraph, plan: ShardingPlan) -> None:
         self.graph, self.plan = graph, plan
+        self.liveness: dict[int, Liveness] = {}
+        self._operator_plans = {
+            op.index: each
+            for op, each in zip(graph.operators(), plan.operators, strict=True)
+        }
 
-    def shard_bytes(self, tensor: int, spec: Spec) -> int:
-        whole = self.graph.tensors[tensor].type.bytes
-        return whole // num_shards(spec, self.plan.mesh.axis_sizes)
+    def block(self, index: int, border: Border) -> int:
+        """The peak of a block, its operands and results apart."""
+        block = self.graph.blocks[index]
+        inner_bytes = {
+            op.index: max(self.bodies(op))
+            for op in block.operators
+            if op.bodies and op.kind != SHARD_MAP
+        }
+        kernels = kernel_block(
+            *(self.graph, self.plan, self._operator_plans, block, border, inner_bytes)
+        )
+        self.liveness[index] = run_in_order(kernels)
+        return self.liveness[index].peak_bytes
 
-    def held_bytes(self, tensor: int) -> int:
-        """A tensor and its copies, all live as long as it is read."""
-        plan = self.plan.tensors[tensor]
-        specs = [plan.spec, *(c.target for c in plan.conversions)]
-        return sum(self.shard_bytes(tensor, spec) for spec in dict.fromkeys(specs))
-
-    def block_peak(self, block: Block) -> int:
-        last_read: dict[int, int] = {}
-        for position, op in enumerate(block.operators):
-            for operand in op.operands:
-                if isinstance(operand, int):
-                    last_read[operand] = position
-        end = len(block.operators)
-        for operand in block.outputs:
-            if isinstance(operand, int):
-                last_read[operand] = end
-        expiring: dict[int, list[int]] = {}
-        for tensor, position in last_read.items():
-            expiring.setdefault(position, []).append(tensor)
-        kept = {i.tensor for i in self.graph.inputs if i.role != "state"}
-        live = sum(self.held_bytes(t) for t in block.inputs)
-        peak = live
-        for position, op in enumerate(block.operators):
-            made = sum(self.held_bytes(t) for t in op.results if t in last_read)
-            bodies = [self.block_peak(self.graph.blocks[body]) for body in op.bodies]
-            inner = max(bodies, default=0)
-            peak = max(peak, live + made + inner)
-            live += made
-            for tensor in expiring.get(position, ()):
-                if tensor not in kept:
-                    live -= self.held_bytes(tensor)
-        return peak
+    def bodies(self, op: Operator) -> list[int]:
+        blocks = [self.graph.blocks[body] for body in op.bodies]
+        borders = [Border()] * len(blocks)
+        if op.kind == SCAN:
+            consts, carry = op.params["num_consts"], op.params["num_carry"]
+            borders = [
+                Border(
+                    tuple((consts + k, k) for k in range(carry)),
+                    frozenset(range(consts + carry, len(blocks[0].inputs))),
+                    frozenset(range(carry, len(blocks[0].outputs))),
+                )
+            ]
+        elif op.kind == WHILE:
+            consts, carry = op.params["body_nconsts"], len(blocks[1].outputs)
+            replaced = tuple((consts + k, k) for k in range(carry))
+            borders = [Border(), Border(replaced)]
+        else:
+            assert op.kind == COND, f"{op.kind} has bodies"
+        return [
+            self.block(block.index, border)
+            for block, border in zip(blocks, borders, strict=True)
+        ]

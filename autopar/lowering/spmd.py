@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, use_abstract_mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 
 from ..graph import Block, Constant, Operand, Operator, OpGraph
 from ..jax_compat import NO_MESH, equation_context
@@ -24,7 +24,9 @@ from .blocks import BlockRunner
 from .collectives import apply_step
 
 
-def input_shardings(plan: ShardingPlan, mesh: Mesh) -> tuple[NamedSharding, ...]:
+def input_shardings(
+    plan: ShardingPlan, mesh: Mesh | AbstractMesh
+) -> tuple[NamedSharding, ...]:
     """The home of every graph input."""
     names = plan.mesh.axis_names
     return tuple(
@@ -34,7 +36,7 @@ def input_shardings(plan: ShardingPlan, mesh: Mesh) -> tuple[NamedSharding, ...]
 
 
 def output_shardings(
-    graph: OpGraph, plan: ShardingPlan, mesh: Mesh
+    graph: OpGraph, plan: ShardingPlan, mesh: Mesh | AbstractMesh
 ) -> tuple[NamedSharding, ...]:
     """Where every output of the function lies."""
     names = plan.mesh.axis_names
@@ -45,7 +47,10 @@ def output_shardings(
 
 
 def spmd_function(
-    graph: OpGraph, plan: ShardingPlan, mesh: Mesh, resharder: Resharder
+    graph: OpGraph,
+    plan: ShardingPlan,
+    mesh: Mesh | AbstractMesh,
+    resharder: Resharder,
 ) -> Callable[..., list[Any]]:
     """A traceable function of all graph inputs (global arrays) that runs the plan."""
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.experimental.layout import Layout, with_layout_constraint
+
 from ..graph import Operator
 from ..spec import REPLICATED
-from .base import Factor, pending_sums, register
+from .base import Factor, Shard, bind_params, pending_sums, register, stay_whole
 
 # The number of trailing dims of operand 0 that one problem spans.
 _PROBLEM_RANK = {
@@ -42,6 +48,10 @@ def batched_problem(op: Operator) -> list[Factor]:
     return batch_dims(op, _PROBLEM_RANK[op.kind])
 
 
+# JAX has it for one matrix only, so there is no batch to split.
+register("cholesky_update")(stay_whole)
+
+
 @register("triangular_solve")
 def triangular_solve(op: Operator) -> list[Factor]:
     """Each right-hand side is solved on its own, and the result is linear in them."""
@@ -53,6 +63,22 @@ def triangular_solve(op: Operator) -> list[Factor]:
     return factors + pending_sums(op, (1,))
 
 
-@register("fft")
+def bind_fft(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
+    """Transform a shard that is row-major, as XLA's CPU transform demands of both ends.
+
+    XLA itself lays an operand or result out as the collective beside it likes best, and
+    then fails when it runs.
+    """
+    del shard
+    (operand,) = operands
+    (result,) = bind_params(op, [_row_major(operand)])
+    return [_row_major(result)]
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+@register("fft", bind=bind_fft)
 def fft(op: Operator) -> list[Factor]:
     return batch_dims(op, len(op.params["fft_lengths"])) + pending_sums(op, (0,))

@@ -13,7 +13,7 @@ from jax import lax
 
 from ..graph import Operator
 from ..spec import REPLICATED, SUM
-from .base import Factor, Shard, bind_params, pending_sums, register
+from .base import Factor, Shard, bind_params, pending_sums, register, stay_whole
 from .elementwise import is_zero
 
 
@@ -23,10 +23,16 @@ def _bind_reshape(op: Operator, operands: Sequence[Any], shard: Shard) -> list[A
 
 @register("reshape", bind=_bind_reshape)
 def reshape(op: Operator) -> list[Factor]:
-    """The leading dims of two groups with equal products share their common divisor."""
-    source, target = op.operand_types[0].shape, op.result_types[0].shape
+    """The leading dims of two groups with equal products share their common divisor.
+
+    With `dimensions`, which the gradient of a grouped convolution has, the operand is
+    transposed by them first.
+    """
+    whole, target = op.operand_types[0].shape, op.result_types[0].shape
+    order = op.params["dimensions"] or range(len(whole))
+    source = [whole[dim] for dim in order]
     factors = [
-        Factor(f"d{i}", (i,), (j,), gcd(source[i], target[j]))
+        Factor(f"d{order[i]}", (order[i],), (j,), gcd(source[i], target[j]))
         for i, j in group_leaders(source, target)
     ]
     return factors + pending_sums(op, (0,))
@@ -153,6 +159,9 @@ def iota(op: Operator) -> list[Factor]:
 @register("empty", bind=_bind_broadcast)
 def empty(op: Operator) -> list[Factor]:
     return _result_dims(op)
+
+
+register("empty2")(stay_whole)  # a scalar
 
 
 def _result_dims(op: Operator) -> list[Factor]:

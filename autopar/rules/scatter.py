@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
@@ -90,7 +91,8 @@ def _without_dropped(op: Operator, updates: jax.Array, held: jax.Array) -> jax.A
     windows = set(op.params["dimension_numbers"].update_window_dims)
     dims = [dim for dim in range(updates.ndim) if dim not in windows]
     keep = lax.broadcast_in_dim(held, updates.shape, dims)
-    return jnp.where(keep, updates, _NEUTRAL[op.kind](updates.dtype))
+    neutral = np.asarray(_NEUTRAL[op.kind](updates.dtype), updates.dtype)
+    return jnp.where(keep, updates, neutral)
 
 
 @register(

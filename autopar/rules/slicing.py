@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ..graph import Operator
 from ..spec import REPLICATED
 from .base import Factor, Shard, bind_params, pending_sums, register
@@ -77,7 +80,35 @@ def pad(op: Operator) -> list[Factor]:
 def _bind_dynamic_slice(
     op: Operator, operands: Sequence[Any], shard: Shard
 ) -> list[Any]:
-    return bind_params(op, operands, slice_sizes=shard.result_shape(op))
+    array, *starts = operands
+    sizes = shard.result_shape(op)
+    clamped = _clamp_starts(starts, array.shape, sizes)
+    return bind_params(op, [array, *clamped], slice_sizes=sizes)
+
+
+def _bind_dynamic_update_slice(
+    op: Operator, operands: Sequence[Any], shard: Shard
+) -> list[Any]:
+    del shard
+    array, update, *starts = operands
+    clamped = _clamp_starts(starts, array.shape, update.shape)
+    return bind_params(op, [array, update, *clamped])
+
+
+def _clamp_starts(
+    starts: Sequence[Any], shape: Sequence[int], sizes: Sequence[int]
+) -> list[jax.Array]:
+    """Start indices as XLA clamps them, but before it sees them.
+
+    Where a shard is cut out of a slice, XLA adds the two starts and clamps their sum,
+    which is another element if the first start was out of range.
+    """
+    clamped = []
+    for start, whole, size in zip(starts, shape, sizes, strict=True):
+        index = jnp.asarray(start)
+        greatest = min(whole - size, jnp.iinfo(index.dtype).max)
+        clamped.append(jnp.clip(index, 0, greatest).astype(index.dtype))
+    return clamped
 
 
 @register("dynamic_slice", bind=_bind_dynamic_slice)
@@ -94,7 +125,7 @@ def dynamic_slice(op: Operator) -> list[Factor]:
     return factors + pending_sums(op, (0,))
 
 
-@register("dynamic_update_slice")
+@register("dynamic_update_slice", bind=_bind_dynamic_update_slice)
 def dynamic_update_slice(op: Operator) -> list[Factor]:
     """Like `dynamic_slice`, with the update as the part that is taken."""
     whole, updated = op.operand_types[0].shape, op.operand_types[1].shape

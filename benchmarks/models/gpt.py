@@ -102,6 +102,10 @@ SIZES = {
     "gpt-15b": _sized(num_layers=48, hidden=5120, num_heads=40),
     "gpt-39b": _sized(num_layers=48, hidden=8192, num_heads=64),
     "gpt-76b": _sized(num_layers=60, hidden=10240, num_heads=80),
+    # The size of GPT-3 (https://arxiv.org/abs/2005.14165, table 2.1).
+    "gpt-175b": replace(
+        _sized(num_layers=96, hidden=12288, num_heads=96), seq_len=2048
+    ),
 }
 
 

@@ -115,6 +115,8 @@ SIZES = {
     "moe-1.3b": _sized(num_layers=16, hidden=768, num_experts=16),
     "moe-2.4b": _sized(num_layers=16, hidden=1024, num_experts=16),
     "moe-10b": _sized(num_layers=16, hidden=1536, num_experts=32),
+    "moe-27b": _sized(num_layers=16, hidden=2048, num_experts=48),
+    "moe-70b": _sized(num_layers=32, hidden=2048, num_experts=64),
 }
 
 

@@ -78,6 +78,11 @@ SIZES = {
     "wide-resnet-4b": _wide(_DEPTH_50, channels=640, width_factor=2),
     "wide-resnet-13b": _wide(_DEPTH_101, channels=320, width_factor=16),
 }
+SIZES |= {
+    name.replace("wide-resnet", "wrn"): config
+    for name, config in SIZES.items()
+    if name.startswith("wide-resnet")
+}
 
 
 def make_model(config: Config) -> Model:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.models import Workload, build, gpt, names, vit
+from benchmarks.models import Workload, build, gpt, llama, names, vit
 from benchmarks.models.optimizers import optimizer_names
 from benchmarks.models.workload import Model
 
-FAMILIES = ("mlp", "gpt", "bert", "moe", "lstm", "vit", "resnet", "unet")
+FAMILIES = ("mlp", "gpt", "llama", "bert", "moe", "lstm", "vit", "resnet", "unet")
 
 # Compiling takes longer than running here, so compile without optimising.
 QUICK = {
@@ -81,6 +81,7 @@ def test_loss_falls_with_every_optimizer(optimizer: str) -> None:
                 "compute_dtype": "bfloat16",
             },
         ),
+        ("llama", {"scan_layers": True, "remat": True, "compute_dtype": "bfloat16"}),
         ("resnet", {"block": "bottleneck", "stem": "imagenet", "max_pool": True}),
     ],
     ids=str,
@@ -109,6 +110,46 @@ def test_forms_of_gpt_are_the_same_function(
     other_model = gpt.make_model(replace(config, **other_options))
     np.testing.assert_allclose(
         initial_loss(model), initial_loss(other_model), rtol=1e-5
+    )
+
+
+def test_forms_of_llama_are_the_same_function() -> None:
+    config = llama.Config.tiny()
+    unrolled, scanned = config, replace(config, scan_layers=True, remat=True)
+    np.testing.assert_allclose(
+        initial_loss(llama.make_model(unrolled)),
+        initial_loss(llama.make_model(scanned)),
+        rtol=1e-5,
+    )
+
+
+def test_rotated_products_depend_on_the_distance_alone() -> None:
+    rng = np.random.default_rng(0)
+    query, key = jnp.asarray(rng.normal(size=(2, 1, 1, 1, 16)), jnp.float32)
+    turned = [
+        llama.rotate(jnp.tile(x, (1, 9, 1, 1)), 100.0)[0, :, 0] for x in (query, key)
+    ]
+    products = np.asarray(turned[0] @ turned[1].T)
+    np.testing.assert_allclose(products[2:, 2:], products[:-2, :-2], atol=1e-5)
+    assert abs(products[0, 5] - products[5, 0]) > 1e-3
+
+
+def test_grouped_queries_share_a_head_of_keys_and_values() -> None:
+    config = replace(llama.Config.tiny(), num_heads=4, num_kv_heads=2, hidden=32)
+    whole = replace(config, num_kv_heads=4)
+    layer = llama.init_layer(config, jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (2, 8, 32))
+
+    def repeated(kernel: jax.Array) -> jax.Array:
+        heads = kernel.reshape(32, config.num_kv_heads, config.head_dim)
+        return jnp.repeat(heads, 2, axis=1).reshape(32, 32)
+
+    full = {n: {"kernel": repeated(layer[n]["kernel"])} for n in ("key", "value")}
+    np.testing.assert_allclose(
+        llama.attention(config, layer, x),
+        llama.attention(whole, {**layer, **full}, x),
+        rtol=2e-5,
+        atol=1e-6,
     )
 
 
@@ -196,6 +237,11 @@ def test_a_large_step_traces_without_allocating(scan_layers: bool) -> None:
     [
         ("gpt-125m", 0.165e9),
         ("gpt-39b", 39.5e9),
+        ("gpt-175b", 175e9),
+        ("llama-8b", 8.03e9),
+        ("llama-70b", 70.6e9),
+        ("moe-70b", 70e9),
+        ("wrn-13b", 13e9),
         ("bert-large", 0.335e9),
         ("vit-base", 0.0866e9),
         ("resnet-18", 0.01169e9),
@@ -215,6 +261,8 @@ def test_realistic_sizes_have_their_published_size(name: str, expected: float) -
         ("gpt", {"optimizer": "adamW"}, "did you mean 'adamw'"),
         ("gpt", {"num_layer": 3}, "did you mean 'num_layers'"),
         ("gpt", {"num_heads": 7}, "`num_heads` must divide `hidden` 64"),
+        ("llama", {"num_kv_heads": 3}, "`num_kv_heads` must divide `num_heads` 8"),
+        ("llama", {"num_heads": 64}, "heads of even size, but got 64"),
     ],
 )
 def test_mistakes_name_the_remedy(

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 
 from autopar.api import ParallelFunction
+from autopar.lowered_pipeline import CompiledPipeline
 from autopar.lowered_step import Compiled
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -37,7 +38,7 @@ class Compiling:
 
     def __init__(self, step: ParallelFunction) -> None:
         self._step = step
-        self.compiled: dict[int, Compiled] = {}
+        self.compiled: dict[int, Compiled | CompiledPipeline] = {}
 
     def __call__(self, *args: Any) -> Any:
         compiled = self._step.lower(*args).compile()

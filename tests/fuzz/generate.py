@@ -6,26 +6,45 @@ import random
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
-from tests.fuzz import arithmetic, shaping
+from tests.fuzz import arithmetic, calling, shaping
+from tests.fuzz.directed import choose, follow
 from tests.fuzz.nesting import grow
 from tests.fuzz.programs import Argument, Program
 from tests.fuzz.scope import Scope, infer, is_float, is_inexact
 
-assert arithmetic and shaping  # imported so that every operation registers
+assert arithmetic and calling and shaping  # imported so that every operation registers
+RULES = "rules"
 TOPICS = ("elements", "reductions", "products", "values", "shapes", "indexing")
-TOPICS += ("windows", "nesting")
+TOPICS += ("windows", "nesting", "calls", RULES)
 _DIVISIBLE = (8, 4, 2, 16)
 _OTHER = (8, 1, 3, 6, 5, 0)
 _FLOATS = ("float32", "float32", "float32", "bfloat16", "float16", "float64")
 
 
-def draw_program(draw: random.Random, topic: str = "") -> Program:
-    """A program of up to a dozen lines, with more of one topic if one is named."""
+def draw_program(
+    draw: random.Random, topic: str = "", wanted: frozenset[str] = frozenset()
+) -> Program:
+    """A program of up to a dozen lines, with more of one topic if one is named.
+
+    The topic `rules` follows recipes, those of the rules `wanted` if there are any.
+    """
     x64 = draw.randrange(4) == 3
     with jax.enable_x64(x64):
+        if topic == RULES:
+            return _follow_recipes(draw, wanted, x64)
         return _draw(draw, {topic: 4}, x64)
+
+
+def _follow_recipes(draw: random.Random, wanted: frozenset[str], x64: bool) -> Program:
+    """Recipes, and a few lines that work on what they made; all of it is returned."""
+    scope = Scope(draw, [draw.choice(_DIVISIBLE) for _ in range(3)])
+    arguments: list[Argument] = []
+    for recipe in choose(draw, 4 + draw.randrange(4), wanted):
+        arguments += follow(scope, recipe)
+    grow(scope, draw.randrange(4))
+    made = [name for line in scope.lines for name in line.results]
+    return Program(tuple(arguments), tuple(scope.lines), tuple(made), (), x64)
 
 
 def _draw(draw: random.Random, weights: dict[str, int], x64: bool) -> Program:
@@ -35,8 +54,7 @@ def _draw(draw: random.Random, weights: dict[str, int], x64: bool) -> Program:
     scope = Scope(draw, sizes, differentiable=wants_gradient)
     arguments = _arguments(draw, sizes, x64)
     for argument in arguments:
-        value = jax.eval_shape(lambda a=argument: jnp.asarray(a.value(0)))
-        scope.add_parameter(value, argument.name)
+        scope.add_parameter(argument.kind(), argument.name)
     grow(scope, 3 + draw.randrange(8), weights)
     program = Program(arguments, tuple(scope.lines), _results(scope), (), x64)
     if wants_gradient:

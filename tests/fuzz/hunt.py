@@ -1,51 +1,60 @@
 """Runs many seeds and reduces what fails: `python -m tests.fuzz.hunt FIRST LAST`.
 
+It looks for what earlier runs have not reached, adds to their record, and prints it.
 The environment of `tests/conftest.py` is set first: eight virtual CPU devices.
 """
 
 from __future__ import annotations
 
-import random
 import sys
 import traceback
 import warnings
+from pathlib import Path
 from time import perf_counter
 
 from tests import conftest
 
 assert conftest  # imported before jax, which reads its environment once
 
-from tests.fuzz.cases import draw_case  # noqa: E402
-from tests.fuzz.generate import TOPICS, draw_program  # noqa: E402
-from tests.fuzz.oracle import check_case, reference_of  # noqa: E402
-from tests.fuzz.record import Record  # noqa: E402
-from tests.fuzz.reduce import reduced, report_of  # noqa: E402
+import jax  # noqa: E402
+
+from tests.fuzz.generate import TOPICS  # noqa: E402
+from tests.fuzz.record import HUNTED, Record  # noqa: E402
+from tests.fuzz.trial import Failure, run_trial  # noqa: E402
+
+_EVERY = 25  # programs from one line of the record to the next
 
 
-def main(first: int, last: int) -> None:
+def main(first: int, last: int, path: Path = HUNTED) -> None:
     warnings.simplefilter("ignore")
-    start, known = perf_counter(), set[str]()
-    record = Record()
+    jax.config.update("jax_enable_compilation_cache", False)  # no program comes twice
+    known = set[str]()
+    covered, record, start = Record.load(path), Record(), perf_counter()
     for seed in range(first, last):
-        draw = random.Random(seed)
-        program = draw_program(draw, TOPICS[seed % len(TOPICS)])
-        case = draw_case(draw)
+        print(seed, end=" ", flush=True)  # XLA may end the process
         try:
-            record.add(check_case(reference_of(program), case))
-        except NotImplementedError as error:
-            record.refuse(str(error))
-        except Exception as error:
-            record.fail(error)
-            print(f"\n===== seed {seed} fails on {case}: {str(error)[:150]}")
-            name = f"{type(error).__name__}: {str(error)}"[:50]
-            if name not in known:
-                known.add(name)
-                print("".join(traceback.format_tb(error.__traceback__)[-3:])[-1500:])
-                print(report_of(*reduced(program, case, seconds=60.0)))
-        if record.counts["programs"] % 50 == 0 or seed == last - 1:
+            run_trial(seed, TOPICS[seed % len(TOPICS)], record, covered)
+        except Failure as failure:
+            _show(seed, failure, known)
+        if (seed + 1 - first) % _EVERY == 0 or seed == last - 1:
             record.elapsed = perf_counter() - start
-            print(record, flush=True)
+            record.save(path)
+            record, start = Record(), perf_counter()
+            jax.clear_caches()
+            print(Record.load(path), flush=True)
+
+
+def _show(seed: int, failure: Failure, known: set[str]) -> None:
+    """One line; the whole of it if it is not like any before."""
+    error = failure.__cause__
+    print(f"\n===== seed {seed} fails on {failure.case}: {str(error)[:150]}")
+    name = f"{type(error).__name__}: {error}"[:50]
+    if name in known or error is None:
+        return
+    known.add(name)
+    print("".join(traceback.format_tb(error.__traceback__)[-3:])[-1500:])
+    print(failure, flush=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), *map(Path, sys.argv[3:]))

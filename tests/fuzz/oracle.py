@@ -14,7 +14,7 @@ from autopar.build_graph import STRUCTURED
 from autopar.graph import OpGraph
 from autopar.lowered_step import Compiled, Lowered
 from autopar.plan import ShardingPlan
-from autopar.rules.base import factors_of, rule_of
+from autopar.rules.base import factors_of, rule_name, rule_of
 from tests.fuzz.plans import Case, Traced, lower_case, trace_program
 from tests.fuzz.programs import Program
 
@@ -28,9 +28,10 @@ class WrongProgram(AssertionError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one case showed: used strategies as (kind, factor), and fallbacks.
+    """What one case showed: strategies as (rule, factor), and fallbacks.
 
-    `seen` are those that some operator of the program could have used.
+    `reached` are those that an operator of the program, compiled and run, had along a
+    mesh axis of two or more devices; `seen` are all that rules offer its operators.
     """
 
     verdict: Verdict
@@ -51,6 +52,7 @@ class Reference:
     traced: Traced
     compiled: Any
     results: list[np.ndarray]
+    weak: list[bool]
 
     def is_stable(self, position: int, tolerance: float) -> bool:
         """Whether the result hardly moves when the arguments move by their rounding."""
@@ -73,7 +75,8 @@ def reference_of(program: Program) -> Reference:
     """Traces a program, and runs it on one device.
 
     Raises:
-      NotImplementedError: it holds what is refused with a clear error.
+      NotImplementedError: it holds what is refused with a clear error, or what XLA
+        cannot run on one device either.
     """
     with jax.enable_x64(program.x64):
         return _refer(program.function(), program.values, program.x64)
@@ -92,8 +95,13 @@ def _refer(
 ) -> Reference:
     args = values(0.0)
     traced = trace_program(function, args)
-    compiled = jax.jit(function).lower(*args).compile()
-    return Reference(values, x64, traced, compiled, leaves_of(compiled(*args)))
+    try:
+        compiled = jax.jit(function).lower(*args).compile()
+        results = jax.block_until_ready(compiled(*args))
+    except jax.errors.JaxRuntimeError as error:
+        raise NotImplementedError(f"XLA on one device: {error}"[:100]) from error
+    weak = [is_weak(leaf) for leaf in jax.tree.leaves(results)]
+    return Reference(values, x64, traced, compiled, leaves_of(results), weak)
 
 
 def check_case(reference: Reference, case: Case) -> Outcome:
@@ -126,17 +134,19 @@ def _compiled(lowered: Lowered) -> Compiled:
 def _compare(reference: Reference, results: Sequence[jax.Array]) -> Verdict:
     verdict: Verdict = "right"
     assert len(results) == len(reference.results)
-    for position, (array, whole) in enumerate(
-        zip(results, reference.results, strict=True)
+    for position, (array, whole, weak) in enumerate(
+        zip(results, reference.results, reference.weak, strict=True)
     ):
+        found = is_weak(array)
         if is_key_array(array):
             array = jax.random.key_data(array)
-        if (array.shape, array.dtype) != (whole.shape, whole.dtype):
+        if (array.shape, array.dtype, found) != (whole.shape, whole.dtype, weak):
             raise WrongProgram(
-                f"result {position} is {array.dtype}{array.shape}, but must be "
-                f"{whole.dtype}{whole.shape}"
+                f"result {position} is {type_text(array, found)}, but must be "
+                f"{type_text(whole, weak)}"
             )
         if not whole.size:  # JAX may show the shards of an empty array as whole
+            _compare_empty(position, array)
             continue
         tolerance = tolerance_of(whole, reference)
         for shard in array.addressable_shards:
@@ -155,12 +165,31 @@ def _compare(reference: Reference, results: Sequence[jax.Array]) -> Verdict:
     return verdict
 
 
+def _compare_empty(position: int, array: jax.Array) -> None:
+    for shard in array.addressable_shards:
+        if shard.data.size or shard.data.dtype != array.dtype:
+            raise WrongProgram(
+                f"result {position} has no elements, but on {shard.device} it is "
+                f"{shard.data.dtype}{shard.data.shape}"
+            )
+
+
+def type_text(value: Any, weak: bool) -> str:
+    """Dtype and shape, and whether the dtype gives way to others."""
+    return f"{'weak ' * weak}{value.dtype}{value.shape}"
+
+
 def leaves_of(tree: Any) -> list[np.ndarray]:
     """The leaves as numpy arrays, keys as their words."""
     return [
         np.asarray(jax.random.key_data(leaf) if is_key_array(leaf) else leaf)
         for leaf in jax.tree.leaves(tree)
     ]
+
+
+def is_weak(array: jax.Array) -> bool:
+    """Whether its dtype gives way to others; that of keys never does."""
+    return getattr(array, "weak_type", False)
 
 
 def is_key_array(value: Any) -> bool:
@@ -206,8 +235,10 @@ def strategies_of(
     for op, chosen in zip(graph.operators(), plan.operators, strict=True):
         if op.kind in STRUCTURED:
             continue
-        reached |= {(op.kind, name) for name in chosen.factors}
-        seen |= {(op.kind, factor.name) for factor in factors_of(op)}
+        rule, sizes = rule_name(op), plan.mesh.axis_sizes
+        axes = zip(chosen.factors, sizes, strict=True)
+        reached |= {(rule, name) for name, size in axes if size > 1}
+        seen |= {(rule, factor.name) for factor in factors_of(op)}
         if rule_of(op) is None:
-            fallbacks.add(op.kind)
+            fallbacks.add(rule)
     return frozenset(reached), frozenset(seen), frozenset(fallbacks)

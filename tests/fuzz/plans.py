@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -25,12 +25,13 @@ from autopar.planning import roles_of
 from autopar.programs import build_program
 from autopar.resharding import Resharder
 from autopar.roles import Roles
+from autopar.rules.base import rule_name
 from autopar.sharding_problem import ShardingProblem, build_problem
 from autopar.solver.assignment import Assignment
 from autopar.solver.choice_graph import ChoiceGraph
 from autopar.solver.solve import solve
 from autopar.spec import Spec
-from autopar.tracing import TracedFunction, trace
+from autopar.tracing import TracedFunction, trace, weak_outputs
 
 assert autopar.rules  # imported so that every rule registers
 # How choices are made: each at random, by the solver with random costs, by the solver.
@@ -109,6 +110,7 @@ def lower_case(traced: Traced, case: Case) -> Lowered:
         ],
         traced.function.jaxpr.consts,
         traced.donated,
+        weak_outputs(traced.function),
     )
     return Lowered(program, Plan(plan), traced.function, traced.graph)
 
@@ -125,6 +127,45 @@ def random_plan(
     else:
         assignment = uniform_choices(graph, case.seed)
     return read_plan(problem, assignment, CLUSTER, resharder)
+
+
+def case_reaching(
+    traced: Traced, case: Case, reached: Collection[tuple[str, str]], tries: int = 48
+) -> Case:
+    """The same mesh, with the seed that makes the most use of strategies not reached.
+
+    Args:
+      traced: the program.
+      case: what is returned if no seed reaches more.
+      reached: strategies as (rule, factor).
+      tries: how many seeds of uniform plans are tried.
+    """
+    problem = build_problem(
+        traced.graph, case.mesh, CLUSTER, _Unpriced(case.mesh, CLUSTER)
+    )
+    operators = list(traced.graph.operators())
+    axes = [axis for axis, size in enumerate(case.mesh.axis_sizes) if size > 1]
+    wanted = []  # for each operator that could: its node, and what each choice gives
+    for index, vertex in enumerate(problem.vertices):
+        if vertex.operator is None or vertex.strategies is None:
+            continue
+        rule, strategies = rule_name(operators[vertex.operator]), vertex.strategies
+        names = [(rule, factor.name) for factor in strategies.factors]
+        new = {i for i, name in enumerate(names) if name not in reached}
+        if new:
+            rows = strategies.factor_index[:, axes]
+            wanted.append(
+                (index, [[names[i] for i in row if i in new] for row in rows])
+            )
+
+    def gain(seed: int) -> int:
+        choices = uniform_choices(problem.choice_graph, seed).choices
+        return len({name for index, rows in wanted for name in rows[choices[index]]})
+
+    best = max(range(case.seed, case.seed + tries), key=gain) if wanted else case.seed
+    if not wanted or not gain(best):
+        return case
+    return replace(case, manner="uniform", seed=best)
 
 
 def uniform_choices(graph: ChoiceGraph, seed: int) -> Assignment:

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax, nn
+
+from tests.fuzz.functions import MESHES, NAMESPACE
 
 _INDENT = "    "
 
@@ -45,6 +46,10 @@ class Argument:
             values = values + 1j * random.normal(size=self.shape)
         moved = np.random.default_rng(seed + 1000).normal(size=self.shape)
         return np.asarray(values * (1 + noise * moved)).astype(dtype)
+
+    def kind(self) -> Any:
+        """Its type, as JAX has it."""
+        return jax.eval_shape(lambda: jnp.asarray(self.value(0)))
 
     @property
     def _size(self) -> int:
@@ -86,6 +91,12 @@ class Program:
     def __str__(self) -> str:
         types = ", ".join(map(str, self.arguments))
         return f"# jax_enable_x64={self.x64}; {types}\n{self.source()}"
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        """The only mesh it may run on: that of a shard_map in it; else empty."""
+        names = (name for name in MESHES if f"mesh={name}" in self.source())
+        return next((MESHES[name] for name in names), ())
 
     def source(self) -> str:
         """The text of a function named `program`."""
@@ -132,33 +143,6 @@ class Program:
         """The arguments, the same on every call."""
         with jax.enable_x64(self.x64):
             return [a.value(i, noise) for i, a in enumerate(self.arguments)]
-
-
-def mean_of(value: Any) -> Any:
-    """A bounded scalar that depends on every element of an inexact value; else 0."""
-    if not jnp.issubdtype(value.dtype, jnp.inexact) or not value.size:
-        return 0.0
-    if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        value = value.real + 0.5 * value.imag
-    return jnp.mean(jnp.tanh(value.astype(jnp.float32)))
-
-
-def moved(value: Any, slope: Any) -> Any:
-    """One step of gradient descent, in the value's own dtype."""
-    if slope.dtype == jax.dtypes.float0:
-        return value
-    return (value - 0.1 * slope).astype(value.dtype)
-
-
-NAMESPACE = {
-    "jax": jax,
-    "jnp": jnp,
-    "lax": lax,
-    "np": np,
-    "nn": nn,
-    "mean_of": mean_of,
-    "moved": moved,
-}
 
 
 def _function(name: str, parameters: Sequence[str], body: Sequence[str]) -> list[str]:

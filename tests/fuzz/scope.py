@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.fuzz.programs import NAMESPACE, Line, function_text
+from tests.fuzz.functions import NAMESPACE
+from tests.fuzz.programs import Line, function_text
 
 MAX_ELEMENTS = 4096
 MAX_RANK = 5

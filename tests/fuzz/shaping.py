@@ -34,6 +34,9 @@ def reshape(s: Scope) -> Written:
                 shape[d : d + 1] = s.one_of([n, shape[d] // n], [shape[d] // n, n])
     if s.draw.randrange(6) == 5:
         shape = [prod(shape)]
+    if s.draw.randrange(6) == 5:
+        order = s.draw.sample(range(len(s.shape(x))), len(s.shape(x)))
+        return f"lax.reshape({x}, {tuple(shape)}, {tuple(order)})"
     return f"{x}.reshape({tuple(shape)})"
 
 

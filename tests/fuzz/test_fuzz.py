@@ -1,28 +1,27 @@
 """Random programs under random plans give what one device gives, as their plans say.
 
-`make fuzz N=...` draws N fresh programs, and reports what they reached.
+`make test` runs the same few programs every time: those of the first seeds. `make fuzz
+N=...` draws N fresh ones, led to what was not reached before, and reports what was.
 """
 
 import os
-import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
 
 import jax
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.cases import draw_case
-from tests.fuzz.generate import TOPICS, draw_program
-from tests.fuzz.oracle import check_case, reference_of
+from tests.fuzz.generate import TOPICS
 from tests.fuzz.record import RECORDS, Record
-from tests.fuzz.reduce import reduced, report_of
+from tests.fuzz.trial import Failure, run_trial
 
 IS_LONG = "AUTOPAR_FUZZ_EXAMPLES" in os.environ
 EXAMPLES = int(os.environ.get("AUTOPAR_FUZZ_EXAMPLES", "60"))
-REDUCE_SECONDS = 60.0
+EACH = -(-EXAMPLES // len(TOPICS))
+COVERED = Record()  # what no program need look for any more
 
 pytestmark = [
     pytest.mark.fuzz,
@@ -36,41 +35,41 @@ def record() -> Iterator[Record]:
     found, start = Record(), perf_counter()
     if IS_LONG:  # no program comes twice
         jax.config.update("jax_enable_compilation_cache", False)
+        COVERED.merge(Record.load(RECORDS))  # of other processes too
     yield found
     found.elapsed = perf_counter() - start
     found.save(RECORDS)
     jax.config.update("jax_enable_compilation_cache", True)
 
 
+def first_seeds(test: Callable[..., None]) -> Callable[..., None]:
+    """The examples of every short run, whatever the release of hypothesis."""
+    for seed in range(EACH):
+        test = example(seed=seed)(test)
+    return test
+
+
 @pytest.mark.parametrize("topic", TOPICS)
 def test_programs_are_right_under_random_plans(topic: str, record: Record) -> None:
-    failures: dict[str, str] = {}
+    failures: dict[int, str] = {}
 
     @settings(
-        max_examples=max(1, EXAMPLES // len(TOPICS)),
-        phases=[Phase.explicit, Phase.generate],  # reduce.py knows programs better
-        suppress_health_check=[
-            HealthCheck.too_slow,
-            HealthCheck.data_too_large,
-            HealthCheck.large_base_example,
-        ],
-        report_multiple_bugs=False,
+        max_examples=EACH,
+        phases=[Phase.generate if IS_LONG else Phase.explicit],
+        suppress_health_check=[HealthCheck.too_slow],
+        report_multiple_bugs=False,  # reduce.py shrinks, as it knows programs better
     )
-    @given(st.randoms(use_true_random=False))
-    def check(draw: random.Random) -> None:
-        program, case = draw_program(draw, topic), draw_case(draw)
-        key = f"{program}\n{case}"
-        if key in failures:  # hypothesis repeats it for its own report
-            pytest.fail(failures[key], pytrace=False)
+    @first_seeds
+    @given(seed=st.integers(0, 2**32 - 1))
+    def check(seed: int) -> None:
+        if seed in failures:  # hypothesis repeats it for its own report
+            pytest.fail(failures[seed], pytrace=False)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                record.add(check_case(reference_of(program), case))
-        except NotImplementedError as error:
-            record.refuse(str(error))
-        except Exception as error:
-            record.fail(error)
-            failures[key] = report_of(*reduced(program, case, REDUCE_SECONDS))
-            pytest.fail(failures[key], pytrace=False)
+                run_trial(seed, topic, record, COVERED if IS_LONG else None)
+        except Failure as failure:
+            failures[seed] = str(failure)
+            pytest.fail(failures[seed], pytrace=False)
 
     check()

@@ -8,8 +8,9 @@ from autopar.graph import Operator
 from autopar.mesh import MeshShape
 from autopar.rules import base
 from autopar.rules.base import Factor, Rule
+from tests.fuzz import plans
 from tests.fuzz.oracle import WrongProgram, check_case, reference_of
-from tests.fuzz.plans import Case
+from tests.fuzz.plans import Case, case_reaching
 from tests.fuzz.programs import Argument, Line, Program
 from tests.fuzz.reduce import reduced
 
@@ -77,6 +78,33 @@ def test_a_wrong_replica_is_found(rules: dict[str, Rule]) -> None:
 
     rules["cumsum"] = Rule(lambda op: [], only_first_is_right)
     assert check(program("lax.cumsum({}, 0)"))
+
+
+@pytest.mark.parametrize("text", ["2.0", "jnp.full((0, 4), 2.0)"])
+def test_a_result_that_forgets_its_weak_type_is_found(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not check(program(text))
+    monkeypatch.setattr(plans, "weak_outputs", lambda traced: ())
+    assert all("weak float32" in message for message in check(program(text)))
+    assert len(check(program(text))) == len(CASES)
+
+
+@pytest.mark.parametrize("factor", ["d1", "sum0", "-"])
+def test_a_plan_is_led_to_the_strategy_that_is_missing(factor: str) -> None:
+    reference = reference_of(CUMSUM)
+    seen = check_case(reference, CASES[0]).seen
+    missing = ("cumsum", factor)
+    case = case_reaching(reference.traced, CASES[0], seen - {missing})
+    assert missing in check_case(reference, case).reached
+    assert case_reaching(reference.traced, CASES[0], seen) == CASES[0]
+
+
+def test_an_axis_of_one_device_reaches_nothing() -> None:
+    case = Case(MeshShape(("x", "y"), (1, 1)), "uniform", 0)
+    outcome = check_case(reference_of(CUMSUM), case)
+    assert not outcome.reached
+    assert ("cumsum", "d1") in outcome.seen
 
 
 def _fails(wanted: Program, case: Case) -> bool:

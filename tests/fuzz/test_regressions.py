@@ -94,3 +94,47 @@ def test_scatters_of_complex_and_of_bool() -> None:
 
     x = np.arange(8, dtype=np.complex64)
     check(function, x, np.arange(8) % 3 == 0, np.array([1, 5], np.uint32))
+
+
+def test_a_reshape_that_transposes_first() -> None:
+    """The gradient of a grouped convolution reshapes its kernel by `dimensions`."""
+
+    def convolved(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        y = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", feature_group_count=2)
+        return jnp.sin(y).mean()
+
+    x = np.random.default_rng(0).normal(size=(8, 4, 4, 4)).astype(np.float32)
+    kernel = np.random.default_rng(1).normal(size=(8, 2, 3, 3)).astype(np.float32)
+    check(jax.grad(convolved), x, kernel, seeds=2)
+    check(lambda x: lax.reshape(x, (32, 16), (1, 0, 3, 2)), x, seeds=2)
+
+
+def test_a_transform_between_collectives() -> None:
+    """XLA's CPU transform fails on what an all-to-all beside it lays out anew."""
+    x = np.random.default_rng(0).normal(size=(4, 16, 4, 4)).astype(np.float32)
+    check(lambda x: jnp.fft.fft(x, axis=-1).real / 4, x)
+
+
+def test_the_high_half_of_products() -> None:
+    """XLA has it on one device only."""
+    x = np.random.default_rng(0).integers(-(2**31), 2**31, (8, 8), np.int32)
+    check(lambda x: lax.mulhi(x, x + 1), x, seeds=2)
+
+
+def test_a_shard_of_a_slice_that_starts_out_of_range() -> None:
+    """XLA makes one slice of two, and clamps the sum of their starts."""
+
+    def function(x: jax.Array, start: jax.Array) -> Any:
+        taken = lax.dynamic_slice(jnp.sin(x), (start, start), (4, 4))
+        put = lax.dynamic_update_slice(x * 2, taken, (-start, start))
+        return jnp.cos(taken), jnp.cos(put)
+
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    for start in (7, -3):
+        check(function, x, np.int32(start), seeds=3)
+
+
+def test_scatters_of_unsigned_integers() -> None:
+    """The greatest one is no int32."""
+    x = np.arange(16, dtype=np.uint32)
+    check(lambda x: x.at[x - 2].min(2, mode="drop"), x)

@@ -80,6 +80,26 @@ def dense_stack(batch: int, hidden: int, num_layers: int = 6) -> Case:
     return Case(step, ((layers, optimizer.init(layers)), data))
 
 
+def f6() -> Case:
+    """F6: eight tanh layers 64 x 64 and a mean squared error, 32 rows; plain SGD.
+
+    Four stages of two layers and eight microbatches of four rows, 1,024 bytes each.
+    """
+
+    def step(layers: list[jax.Array], x: jax.Array, y: jax.Array) -> Any:
+        def loss(layers: list[jax.Array]) -> jax.Array:
+            hidden = x
+            for layer in layers:
+                hidden = jnp.tanh(hidden @ layer)
+            return jnp.mean((hidden - y) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(layers)
+        return sgd(layers, grads, rate=1.0), value
+
+    layers = [random(i, 64, 64, scale=0.125) for i in range(8)]
+    return Case(step, (layers, random(8, 32, 64), random(9, 32, 64)))
+
+
 BATCH, SEQ, HIDDEN, HEADS, HEAD_DIM, MLP = 2, 64, 128, 8, 16, 512
 BSH_BYTES = BATCH * SEQ * HIDDEN * 4
 

@@ -16,8 +16,11 @@ from autopar.compiled_collectives import collectives_in_compiled
 from autopar.costs.collectives import CollectiveKind, wire_bytes
 from autopar.group_names import GroupNames
 from autopar.lowered_collectives import collectives_in_lowered
+from autopar.lowered_pipeline import CompiledPipeline
 from autopar.lowered_step import Compiled
 from autopar.parallel_plan import Plan
+from autopar.plan import ShardingPlan
+from autopar.programs import SpmdProgram
 
 
 def run_as_planned(step: ParallelFunction, *args: Any) -> Compiled:
@@ -26,23 +29,37 @@ def run_as_planned(step: ParallelFunction, *args: Any) -> Compiled:
     The programs hold the planned collectives; they would fail their audit if any one
     of these were altered; the values are those of `jax.jit` on one device.
     """
-    compiled = step.lower(*args).compile()
+    compiled = cast("Compiled", step.lower(*args).compile())
     compiled.audit().raise_if_wrong()
-    _assert_audit_sees_changes(compiled)
+    _assert_audit_sees_changes(compiled.plan.sharding, compiled.lowered.program)
     expected = jax.jit(inspect.unwrap(step))(*args)
     results = compiled(*jax.tree.map(jnp.copy, args))  # state is donated
+    _assert_equal(results, expected)
+    return compiled
+
+
+def run_pipeline_as_planned(step: ParallelFunction, *args: Any) -> CompiledPipeline:
+    """As `run_as_planned`, for every program of a pipeline."""
+    compiled = cast("CompiledPipeline", step.lower(*args).compile())
+    compiled.audit().raise_if_wrong()
+    for piece in compiled.lowered.step.pipeline.pieces:
+        _assert_audit_sees_changes(piece.planned.plan, piece.program)
+    expected = jax.jit(inspect.unwrap(step))(*args)
+    _assert_equal(compiled(*jax.tree.map(jnp.copy, args)), expected)
+    return compiled
+
+
+def _assert_equal(results: Any, expected: Any) -> None:
     for got, want in zip(
         jax.tree.leaves(results), jax.tree.leaves(expected), strict=True
     ):
         scale = np.abs(np.asarray(want)).max(initial=0.0)
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * scale)
-    return compiled
 
 
-def _assert_audit_sees_changes(compiled: Compiled) -> None:
-    sharding = compiled.plan.sharding
-    lowered = collectives_in_lowered(compiled.lowered.program.lower())
-    optimized = collectives_in_compiled(compiled.as_text())
+def _assert_audit_sees_changes(sharding: ShardingPlan, program: SpmdProgram) -> None:
+    lowered = collectives_in_lowered(program.lower())
+    optimized = collectives_in_compiled(program.compile().as_text() or "")
 
     def is_ok(planned: Sequence[Collective]) -> bool:
         return audit(planned, lowered, optimized, num_devices=sharding.mesh.size).ok

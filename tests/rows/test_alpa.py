@@ -1,4 +1,4 @@
-"""Rows of Alpa: one decorator, and one solver for every intra-operator plan."""
+"""Rows of Alpa: one decorator, one solver for intra-operator plans, and stages."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.cluster import Cluster
+from autopar.runtime.transfer_plan import plan_transfer
+from autopar.runtime.transfers import Transfer
 from autopar.solver import ChoiceGraph, solve
 from autopar.solver.brute_force import brute_force
 from benchmarks.models.registry import build
@@ -25,15 +27,18 @@ from tests.rows.fixtures import (
     dense_stack,
     encoder,
     f1,
+    f6,
     many_transformations,
     mixture_of_experts,
     random,
+    sgd,
 )
 from tests.rows.named_plans import plan_of_layout, plan_within, problem_of
 from tests.rows.running import (
     all_reduce_bytes,
     homes,
     run_as_planned,
+    run_pipeline_as_planned,
     sent_bytes,
     traffic,
 )
@@ -154,7 +159,8 @@ def test_alp_2_f1_changes_at_batch_1024(batch: int) -> None:
     """Below, the hidden dim is split and the activation reduced: b d_io elements.
     Above, the batch is, and the gradients are reduced: 2 d_io d_h elements."""
     case = f1(batch)
-    plan = autopar.parallelize(case.step, cluster=without_launches()).plan(*case.args)
+    step = autopar.parallelize(case.step, mesh="x:8", cluster=without_launches())
+    plan = step.plan(*case.args)
     reduced_bytes = batch * 128 * 4 if batch < 1024 else 524_288
     assert sent_bytes(plan) == all_reduce_bytes(reduced_bytes, 8)
     (hidden,) = [op for op in plan.sharding.operators if op.kind == "max"]
@@ -167,7 +173,7 @@ def test_alp_2_f1_on_this_cluster_prefers_fewer_collectives(
 ) -> None:
     """One launch more, for the second weight, moves the change a little up."""
     case = f1(batch)
-    step = autopar.parallelize(case.step)
+    step = autopar.parallelize(case.step, mesh="x:8")
     plan = run_as_planned(step, *case.args).plan
     (hidden,) = [op for op in plan.sharding.operators if op.kind == "max"]
     assert hidden.factors == (factor,)
@@ -187,7 +193,7 @@ def test_alp_2_f1_hidden_parallel_reduces_32768_bytes() -> None:
     case = f1()
     named = plan_of_layout(case, "x:8", {512: "x"})
     assert traffic(named) == {("all_reduce", "x"): [32_768]}
-    plan = autopar.parallelize(case.step).plan(*case.args)
+    plan = autopar.parallelize(case.step, mesh="x:8").plan(*case.args)
     assert sent_bytes(plan) == all_reduce_bytes(32_768, 8)
     assert plan.predicted.step_seconds <= named.predicted.step_seconds
 
@@ -285,3 +291,86 @@ def test_alp_2_bert_reduces_activations_four_times_a_layer_less_one() -> None:
         for name, spec in columns_and_rows.items():
             assert homes(plan)[f"layers[{i}]['{name}']"] == spec
     assert plan.predicted.step_seconds < named.predicted.step_seconds
+
+
+def test_alp_3_f6_is_four_stages_of_two_layers() -> None:
+    """Each stage holds its two layers, and one microbatch of four rows crosses."""
+    case = f6()
+    method = autopar.PipelineParallel(num_stages=4, num_microbatches=8)
+    step = autopar.parallelize(case.step, method=method)
+    plan = run_pipeline_as_planned(step, *case.args).plan
+    layers = [
+        [i.path for i in each.sharding.inputs if i.path.startswith("layers[")]
+        for each in plan.stages.programs
+        if each.kind == "apply"
+    ]
+    assert layers == [[f"layers[{2 * k}]", f"layers[{2 * k + 1}]"] for k in range(4)]
+    assert {t.bytes for t in plan.stages.transfers} == {1_024}
+    new_layers, _ = step(*case.args)
+    stages = [{d.id // 2 for d in layer.devices()} for layer in new_layers]
+    assert stages == [{k} for k in (0, 0, 1, 1, 2, 2, 3, 3)]
+
+
+def test_alp_3_six_layers_on_any_number_of_stages_give_the_same_state() -> None:
+    case = dense_stack(16, 32)
+    for num_stages, meshes in ((2, None), (3, ["a:4", "a:2", "a:2"])):
+        method = autopar.PipelineParallel(num_stages, 4, stage_meshes=meshes)
+        step = autopar.parallelize(case.step, method=method)
+        run_pipeline_as_planned(step, *case.args)
+
+
+@pytest.mark.parametrize("semantics", ["exact", "independent"])
+def test_alp_5_gradients_are_accumulated_and_reduced_once_a_step(
+    semantics: Any,
+) -> None:
+    """The gradient of a 64 x 64 weight is 16,384 bytes; the other sum is the loss."""
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(w: jax.Array) -> jax.Array:
+            return jnp.mean(jnp.square(jnp.tanh(x @ w) @ w))
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - 0.1 * grad, value
+
+    args = random(0, 64, 64, scale=0.125), random(1, 4096, 64)
+    method = autopar.ShardParallel(4, microbatch_semantics=semantics)
+    pins = {"w": P(), "x": P("data")}
+    parallel = autopar.parallelize(step, method=method, mesh="data:8", pins=pins)
+    compiled = run_as_planned(parallel, *args)
+    found = [(e.kind, e.count, e.bytes) for e in compiled.plan.sharding.collectives]
+    assert sorted(found) == [("all_reduce", 1, 4), ("all_reduce", 1, 16_384)]
+    body = compiled.as_text().partition("\nENTRY ")[0]
+    assert "while(" in compiled.as_text() and " all-reduce(" not in body
+
+
+def test_alp_6_a_tensor_goes_from_one_mesh_to_another_of_other_shape() -> None:
+    """From four devices, split in rows over x, to four others, split over y (and z)."""
+
+    def step(
+        w: list[jax.Array], x: jax.Array, y: jax.Array
+    ) -> tuple[list[jax.Array], jax.Array]:
+        def loss(w: list[jax.Array]) -> jax.Array:
+            return jnp.mean((jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]) - y) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(w)
+        return sgd(w, grads), value
+
+    w = [random(i, 64, 64, scale=0.1) for i in (0, 1)]
+    args = w, random(2, 1024, 64), random(3, 1024, 64)
+    method = autopar.PipelineParallel(2, 2, stage_meshes=["x:4", "y:2;z:2"])
+    pins = {"x": P("x"), "w[0]": P(), "y": P("y"), "w[1]": P("z")}
+    parallel = autopar.parallelize(step, method=method, pins=pins)
+    compiled = run_pipeline_as_planned(parallel, *args)
+    (up,) = [
+        t for t in compiled.plan.stages.transfers if (t.source, t.target) == (0, 1)
+    ]
+    program = compiled.lowered.step.pipeline.program
+    source, target = (program.shardings[up.slot, stage] for stage in (0, 1))
+    assert (source.spec, target.spec) == (P("x"), P("y"))
+    finer = NamedSharding(target.mesh, P("y", "z"))
+    for wanted in (target, finer):
+        transfer = plan_transfer((512, 64), jnp.float32, source, wanted)
+        assert transfer.sent_bytes == up.bytes == 512 * 64 * 4
+        sent = Transfer(transfer)(jax.device_put(args[1][:512], source))
+        assert sent.sharding.is_equivalent_to(wanted, 2)
+        np.testing.assert_array_equal(sent, args[1][:512])

@@ -1,0 +1,295 @@
+"""`autopar calibrate`: measures the devices of this process, as costs want them.
+
+Every device is at work in every measurement, so that what they share (cores, memory,
+links) is shared as in a step. A measured program repeats one operation in a loop whose
+length is fixed when it is compiled, each iteration using the one before; seconds are
+the median of some runs, divided by the length.
+
+  products     square matrix products by dtype and size: peak flop/s and the curve
+  memory       a multiply-add over a long array: bytes/s
+  kernel       products of 8 x 8: what starting one costs
+  collectives  each kind, by size, over all devices and over pairs: latency and bytes/s
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from time import perf_counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .cluster import Cluster
+from .collective_fit import Timing, fit_links
+from .hardware import COLLECTIVE_KINDS, CollectiveKind
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured.
+
+    Attributes:
+      sizes: of the products, rows; larger ones are left out once a run is long.
+      dtypes: of the products.
+      memory_bytes: of the array that is streamed, on each device.
+      collective_bytes: what a device puts in or gets out, whichever is more. Sizes
+        after the second are left out once the time is up.
+      run_seconds: how long one run of a loop should take.
+      runs: how many runs each median is of; one, where a run takes much longer.
+      total_seconds: after which no more is begun than is needed.
+    """
+
+    sizes: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    memory_bytes: int = 1 << 24
+    collective_bytes: tuple[int, ...] = (1 << 12, 1 << 20, 1 << 16)
+    run_seconds: float = 0.05
+    runs: int = 3
+    total_seconds: float = 40.0
+
+
+def calibrate(effort: Effort | None = None, tell: Tell = lambda text: None) -> Cluster:
+    """This process's devices with measured constants, as one host.
+
+    Args:
+      effort: how much to measure.
+      tell: is given a line of text after each measurement.
+
+    Raises:
+      NotImplementedError: devices are spread over several processes.
+    """
+    if jax.process_count() > 1:
+        raise NotImplementedError(
+            f"Calibration measures the devices of one process, but jax runs in "
+            f"{jax.process_count()}; run it on one host, then set `num_hosts` and "
+            f"[network_link] in its file by hand."
+        )
+    return _Calibration(effort or Effort(), tell).run()
+
+
+class _Calibration:
+    def __init__(self, effort: Effort, tell: Tell) -> None:
+        self.effort, self.tell = effort, tell
+        self.base = Cluster.local()
+        self.devices = np.array(jax.devices())
+        self.deadline = perf_counter() + effort.total_seconds
+
+    def run(self) -> Cluster:
+        base = self.base
+        kernel_seconds = self.kernel_seconds()
+        peak_flops, efficiency = self.products(kernel_seconds)
+        bandwidth = self.memory_bandwidth(kernel_seconds)
+        device = replace(
+            base.device,
+            peak_flops=peak_flops,
+            efficiency=efficiency,
+            flops_efficiency=1.0,
+            memory_bandwidth=bandwidth,
+            memory_efficiency=1.0,
+        )
+        number = len(self.devices)
+        cluster = replace(
+            base,
+            name=f"1x{number}x{base.device.kind}",
+            num_hosts=1,
+            devices_per_host=number,
+            device=device,
+            kernel_seconds=kernel_seconds,
+            source=f"autopar calibrate, jax {jax.__version__}, {number} "
+            f"{self.devices[0].device_kind} devices",
+        )
+        if number == 1:
+            return replace(cluster, network_link=base.host_link)
+        launch_seconds, link = fit_links(list(self.collectives()), base.host_link.name)
+        self.tell(str(link))
+        return replace(
+            cluster,
+            launch_seconds=launch_seconds,
+            host_link=link,
+            network_link=link,
+        )
+
+    def kernel_seconds(self) -> float:
+        """What an operator that fuses with no other takes at least."""
+        seconds = self.product_seconds(8, "float32", self.base.kernel_seconds)
+        self.tell(f"kernel      {seconds * 1e6:8.2f} us")
+        return _rounded(seconds)
+
+    def products(
+        self, kernel_seconds: float
+    ) -> tuple[dict[str, float], dict[str, tuple[tuple[float, float], ...]]]:
+        """Peak flop/s by dtype, and the fraction of it by the size of a product."""
+        peaks, curves = {}, {}
+        for dtype in self.effort.dtypes:
+            rates: dict[float, float] = {}
+            guess = self.base.device.flops_per_second(dtype)
+            for size in self.effort.sizes:
+                flops = 2.0 * size**3
+                if flops / guess > self.effort.run_seconds:
+                    break
+                seconds = self.product_seconds(
+                    size, dtype, kernel_seconds + flops / guess
+                )
+                rates[flops] = flops / max(seconds - kernel_seconds, 0.2 * seconds)
+                guess = max(rates.values())
+                text = f"{rates[flops] / 1e9:10.1f} Gflop/s"
+                self.tell(f"product     {dtype:<8} {size:5d} {text}")
+            peaks[dtype] = _rounded(max(rates.values()))
+            curves[dtype] = efficiency_curve(rates)
+        return peaks, curves
+
+    def product_seconds(self, size: int, dtype: str, guess: float) -> float:
+        """Seconds of one square product, all devices at work."""
+        kernel = np.eye(size, dtype=np.float32)[::-1]
+
+        def step(x: jax.Array) -> jax.Array:
+            return x @ jnp.asarray(kernel, x.dtype)
+
+        start = np.ones((size, size), np.float32)
+        return self.seconds(step, jnp.asarray(start, dtype), guess)
+
+    def memory_bandwidth(self, kernel_seconds: float) -> float:
+        """Bytes/s of a multiply-add over an array, each element read and written."""
+        length = self.effort.memory_bytes // 4
+        guess = 2 * self.effort.memory_bytes / self.base.device.bytes_per_second
+
+        def step(x: jax.Array) -> jax.Array:
+            return x * 0.5 + 1.0
+
+        seconds = self.seconds(step, jnp.zeros(length, jnp.float32), guess)
+        rate = 2 * self.effort.memory_bytes / max(seconds - kernel_seconds, 1e-9)
+        self.tell(f"memory      {rate / 1e9:8.2f} GB/s a device")
+        return _rounded(rate)
+
+    def collectives(self) -> Iterator[Timing]:
+        """Every kind at every size, in groups of all devices and of two."""
+        number = len(self.devices)
+        group_sizes = sorted({number, 2 if number % 2 == 0 else number})
+        for index, num_bytes in enumerate(self.effort.collective_bytes):
+            for group_size in group_sizes:
+                for kind in COLLECTIVE_KINDS:
+                    if index < 2 or perf_counter() < self.deadline:
+                        yield self.collective(kind, group_size, num_bytes)
+
+    def collective(
+        self, kind: CollectiveKind, group_size: int, num_bytes: int
+    ) -> Timing:
+        """One collective of float32, of `num_bytes` on each device."""
+        length = max(num_bytes // 4 // group_size, 1) * group_size
+        guess = 2e-4 + 16 * length / self.base.host_link.bandwidth
+        start = jnp.zeros(length, jnp.float32)
+        seconds = self.seconds(_STEPS[kind](group_size), start, guess, group_size)
+        result = length // group_size if kind == "reduce_scatter" else length
+        text = f"{kind:<18} of {group_size:<3} {4 * length:8d} B"
+        self.tell(f"collective  {text} {seconds * 1e6:9.1f} us")
+        return Timing(kind, group_size, 4.0 * result, seconds)
+
+    def seconds(
+        self,
+        step: Callable[[jax.Array], jax.Array],
+        start: jax.Array,
+        guess: float,
+        group_size: int | None = None,
+    ) -> float:
+        """Seconds of one `step` in a loop, on every device at once."""
+        number = len(self.devices)
+        group_size = group_size or number
+        devices = self.devices.reshape(-1, group_size)
+        mesh = Mesh(devices, ("group", "member"), axis_types=(AxisType.Auto,) * 2)
+        sharding = NamedSharding(mesh, PartitionSpec(("group", "member")))
+        operand = jax.jit(
+            lambda x: jnp.broadcast_to(x, (number, *x.shape)), out_shardings=sharding
+        )(start)
+        length = int(min(max(self.effort.run_seconds / guess, 3), 2000))
+
+        def local(x: jax.Array) -> jax.Array:
+            return lax.fori_loop(0, length, lambda _, each: step(each), x[0])[None]
+
+        spec = PartitionSpec(("group", "member"))
+        run = jax.jit(
+            jax.shard_map(
+                local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+            )
+        )
+        jax.block_until_ready(run(operand))
+        times: list[float] = []
+        while len(times) < self.effort.runs:
+            if sum(times) > 4 * self.effort.run_seconds * self.effort.runs:
+                break
+            began = perf_counter()
+            jax.block_until_ready(run(operand))
+            times.append(perf_counter() - began)
+        return statistics.median(times) / length
+
+
+def efficiency_curve(
+    rates: Mapping[float, float],
+) -> tuple[tuple[float, float], ...]:
+    """Pairs of (flops, fraction of the best rate) in which larger takes no less time.
+
+    `rates` are flop/s by the flops of a product. Noise slows down, so a product that
+    took longer than a larger one is taken to be as quick.
+    """
+    peak = max(rates.values())
+    pairs: list[tuple[float, float]] = []
+    next_seconds = math.inf
+    for flops in sorted(rates, reverse=True):
+        fraction = float(f"{max(rates[flops] / peak, flops / next_seconds):.3g}")
+        while flops / fraction > next_seconds:  # by rounding
+            fraction = float(f"{1.01 * fraction:.3g}")
+        pairs.append((flops, fraction))
+        next_seconds = flops / fraction
+    return tuple(reversed(pairs))
+
+
+def _rounded(value: float) -> float:
+    """Four digits of it, as many as a measurement has at best."""
+    return float(f"{value:.4g}")
+
+
+def _all_reduce(group_size: int) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: lax.psum(x, "member")
+
+
+def _all_gather(group_size: int) -> Callable[[jax.Array], jax.Array]:
+    def step(x: jax.Array) -> jax.Array:
+        mine = x[: prod(x.shape) // group_size]
+        return lax.all_gather(mine, "member", tiled=True)
+
+    return step
+
+
+def _reduce_scatter(group_size: int) -> Callable[[jax.Array], jax.Array]:
+    def step(x: jax.Array) -> jax.Array:
+        shard = lax.psum_scatter(x, "member", tiled=True)
+        return lax.dynamic_update_slice(x, shard, (0,))
+
+    return step
+
+
+def _all_to_all(group_size: int) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: lax.all_to_all(x, "member", 0, 0, tiled=True)
+
+
+def _collective_permute(group_size: int) -> Callable[[jax.Array], jax.Array]:
+    ring = [(i, (i + 1) % group_size) for i in range(group_size)]
+    return lambda x: lax.ppermute(x, "member", ring)
+
+
+_STEPS: Mapping[str, Callable[[int], Callable[[Any], Any]]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "collective_permute": _collective_permute,
+}

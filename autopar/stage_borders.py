@@ -1,0 +1,68 @@
+"""Where stages begin along a line of work: the slowest as fast as can be, then cheap.
+
+Work is a line of units i with cost c_i; a border before unit p moves b_p bytes between
+stages. Borders lie between units that cost something, one place for each such gap, the
+one with the fewest bytes, and the last of these: what comes behind a product belongs
+to its stage, or the gradient of its parameter would be made on the next one. A dynamic
+program over (stages, border) finds the smallest slowest stage; a second one, over
+partitions in which no stage exceeds it nor an even share by more than `NEAR`, the
+fewest bytes and then the most even stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+NEAR = 0.15  # how far over an even share a stage may be to move fewer bytes
+_TIE = 1e-6  # weight of evenness where bytes are equal
+
+
+def stage_borders(
+    costs: Sequence[float], crossing_bytes: Sequence[float], num_stages: int
+) -> list[int]:
+    """Units at which stages 1, 2, ... begin; each stage has a unit with a cost.
+
+    `crossing_bytes[p]` is what a border before unit p moves.
+
+    Raises:
+      ValueError: fewer units with a cost than stages.
+    """
+    cost, crossing = np.asarray(costs, float), np.asarray(crossing_bytes, float)
+    heavy = np.flatnonzero(cost > 0)
+    if len(heavy) < num_stages:
+        raise ValueError(
+            f"`num_stages` must be at most the number of products of the step's "
+            f"forward pass, {len(heavy)}, but got {num_stages}."
+        )
+    places = [
+        last - int(np.argmin(crossing[last:first:-1]))
+        for first, last in zip(heavy[:-1], heavy[1:], strict=True)
+    ]
+    done = np.concatenate([[0.0], np.cumsum(cost)[np.array([*heavy[:-1], -1])]])
+    between = done[None, :] - done[:, None]  # cost of a stage from place i to place j
+    between[np.tril_indices(len(done))] = np.inf
+    slowest, _ = _best(between, np.zeros(len(done)), num_stages, np.maximum)
+    limit = max(slowest, done[-1] / num_stages * (1 + NEAR)) * (1 + 1e-9)
+    uneven = np.where(between <= limit, (between / done[-1]) ** 2 * _TIE, np.inf)
+    moved = np.array([0.0, *crossing[places], 0.0])
+    moved /= max(moved.sum(), 1.0)
+    _, chosen = _best(uneven, moved, num_stages, np.add)
+    return [places[i - 1] for i in chosen]
+
+
+def _best(
+    stage: np.ndarray, border: np.ndarray, num_stages: int, join: np.ufunc
+) -> tuple[float, list[int]]:
+    """The least joined cost of `num_stages` stages, and the places between them."""
+    reached = stage[0] + border
+    before: list[np.ndarray] = []
+    for _ in range(num_stages - 1):
+        through = join(reached[:, None], stage)
+        before.append(np.argmin(through, axis=0))
+        reached = through.min(axis=0) + border
+    chosen = [len(border) - 1]
+    for row in reversed(before):
+        chosen.append(int(row[chosen[-1]]))
+    return float(reached[-1]), chosen[:0:-1]

@@ -1,0 +1,304 @@
+"""Save a state with Orbax, and restore it into the shardings of any other plan.
+
+A checkpoint is an ordinary one of Orbax: nested dicts by the names in a leaf's path,
+every leaf whole, whatever meshes or pieces it was saved from. Orbax writes into a
+temporary directory and renames it, so one that was not finished is never taken for one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh
+from jax.tree_util import tree_map_with_path
+
+from autopar.distributed_array import AbstractDistributedArray, DistributedArray
+from autopar.programs import weakly_typed
+
+from .named_leaves import (
+    ABSTRACT,
+    NUMBERS,
+    NamedLeaves,
+    Names,
+    is_array,
+    leaves_by_names,
+    names_of,
+    nested,
+)
+
+_IN_PIECES = (DistributedArray, AbstractDistributedArray)
+_MARK = {"autopar": {"format": 1}}
+_UNFINISHED = ".orbax-checkpoint-tmp"
+_SHOWN = 3
+
+
+def save(path: str | os.PathLike[str], state: Any) -> None:
+    """Write a state to a new directory, as a checkpoint of Orbax.
+
+    Each array is written by the devices that hold it; one in pieces goes through this
+    process. What is neither array nor number (a module's functions) is left out.
+
+    Args:
+      path: the directory, which may not exist yet.
+      state: any tree of arrays, DistributedArrays, numbers and PRNG keys.
+
+    Raises:
+      ImportError: Orbax is not installed.
+      FileExistsError: the directory exists.
+      TypeError: a leaf is a shape only.
+      ValueError: there is nothing to save, or two leaves have one name.
+      RuntimeError: an array was donated or deleted.
+    """
+    orbax = _orbax("save")
+    directory = _absolute(path)
+    leaves = NamedLeaves(state)
+    stored = {n: x for n, x in leaves.by_names.items() if _size(x)}
+    if not stored:
+        raise ValueError(
+            f"A checkpoint holds arrays and numbers, but a {type(state).__name__} "
+            f"without any was given; pass the state that a step returns."
+        )
+    _check_readable(leaves.paths, stored)
+    if not _is_remote(directory) and Path(directory).exists():
+        raise FileExistsError(
+            f"A checkpoint is written to a directory of its own, but {directory} "
+            f"exists; name it by the step, or remove it first."
+        )
+    tree = nested({names: _stored_form(leaf) for names, leaf in stored.items()})
+    with orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer:
+        arguments = orbax.args.StandardSave(tree)
+        checkpointer.save(directory, args=arguments, custom_metadata=_MARK)
+
+
+def restore(path: str | os.PathLike[str], like: Any) -> Any:
+    """The state that `save`, or Orbax itself, wrote to a directory.
+
+    Each device reads its own part of an array only; one in pieces is read whole by this
+    process, once.
+
+    Args:
+      path: the directory.
+      like: a tree as it was saved, whose leaves say where each array goes: arrays or
+        jax.ShapeDtypeStruct with the shardings of any mesh, DistributedArrays, numpy
+        arrays and numbers. `step.abstract_state(...)` gives that of a plan. A shape
+        without sharding stands for a numpy array; what is no array is kept.
+
+    Raises:
+      ImportError: Orbax is not installed.
+      FileNotFoundError: no such directory.
+      ValueError: it holds no finished checkpoint, or leaves of other names, shapes or
+        dtypes.
+    """
+    orbax = _orbax("restore")
+    directory = _absolute(path)
+    wanted = NamedLeaves(like)
+    with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
+        stored = _stored_tree(checkpointer, directory)
+        read = {n: x for n, x in wanted.by_names.items() if _size(x)}
+        _check_alike(directory, wanted.paths, read, leaves_by_names(stored))
+        asked = tree_map_with_path(
+            lambda path, _: _restore_args(orbax, read[names_of(path)]),
+            stored,
+            is_leaf=is_array,
+        )
+        arguments = orbax.args.PyTreeRestore(item=stored, restore_args=asked)
+        found = leaves_by_names(checkpointer.restore(directory, args=arguments))
+    return wanted.replaced(
+        {
+            names: _placed(found[names], leaf, wanted.paths[names])
+            if names in read
+            else _empty(leaf)
+            for names, leaf in wanted.by_names.items()
+        }
+    )
+
+
+def _stored_form(leaf: Any) -> Any:
+    """A leaf as Orbax takes it: one in pieces is put together on this host."""
+    if not isinstance(leaf, DistributedArray):
+        return leaf
+    is_whole = len(leaf.pieces) == 1 and isinstance(leaf.pieces[0], jax.Array)
+    return leaf.pieces[0] if is_whole else np.asarray(leaf)
+
+
+def _check_readable(paths: Mapping[Names, str], leaves: Mapping[Names, Any]) -> None:
+    for names, leaf in leaves.items():
+        if isinstance(leaf, ABSTRACT):
+            raise TypeError(
+                f"A checkpoint holds values, but {paths[names]} is {leaf}; pass arrays."
+            )
+        if isinstance(leaf, jax.Array | DistributedArray) and leaf.is_deleted():
+            raise RuntimeError(
+                f"An array can be saved until it is donated or deleted, but "
+                f"{paths[names]} was; save the state that the last step returned."
+            )
+
+
+def _stored_tree(checkpointer: Any, directory: str) -> Any:
+    """The tree of a checkpoint with the type of each array in its place."""
+    if not _is_remote(directory) and not Path(directory).exists():
+        raise FileNotFoundError(
+            f"A checkpoint is a directory that autopar.save wrote, but {directory} is "
+            f"not there."
+        )
+    metadata = None
+    if _UNFINISHED not in directory:
+        with suppress(NotADirectoryError, KeyError, ValueError):
+            metadata = checkpointer.metadata(directory).item_metadata
+    if metadata is None:
+        raise ValueError(
+            f"A checkpoint is a directory that autopar.save or Orbax wrote to its end, "
+            f"but {directory} is none; one that was cut off has {_UNFINISHED} in its "
+            f"name, and is to be removed."
+        )
+    return metadata.tree
+
+
+def _check_alike(
+    directory: str,
+    paths: Mapping[Names, str],
+    wanted: Mapping[Names, Any],
+    stored: Mapping[Names, Any],
+) -> None:
+    """Raises ValueError if leaves differ in name, shape or dtype."""
+    missing = [paths[names] for names in wanted if names not in stored]
+    extra = [".".join(names) for names in stored if names not in wanted]
+    if missing or extra:
+        notes = [f"lacks {_some(missing)}"] * bool(missing)
+        notes += [f"holds {_some(extra)} besides"] * bool(extra)
+        raise ValueError(
+            f"`like` must be the tree that was saved, but the checkpoint {directory} "
+            f"{' and '.join(notes)}; give a tree with these leaves and no others."
+        )
+    for names, leaf in wanted.items():
+        (shape, dtype), has = _data_type(leaf), stored[names]
+        has_shape, has_dtype = tuple(has.shape), np.dtype(has.dtype)
+        if shape != has_shape:
+            raise ValueError(
+                f"`like` must have the shapes that were saved, but {paths[names]} is "
+                f"{list(shape)} and was saved as {list(has_shape)} in {directory}."
+            )
+        is_number = isinstance(leaf, NUMBERS) or getattr(leaf, "weak_type", False)
+        if dtype != has_dtype and not (is_number and dtype.kind == has_dtype.kind):
+            raise ValueError(
+                f"`like` must have the dtypes that were saved, but {paths[names]} is "
+                f"{dtype.name} and was saved as {has_dtype.name} in {directory}; "
+                f"restore it as that, and convert it afterwards."
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _data_type(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of what is stored of a leaf: of a key its data."""
+    if isinstance(leaf, NUMBERS):
+        return (), np.asarray(leaf).dtype
+    if _is_key(leaf):
+        kind = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        leaf = jax.eval_shape(jax.random.key_data, kind)
+    return tuple(leaf.shape), np.dtype(leaf.dtype)
+
+
+def _restore_args(orbax: Any, leaf: Any) -> Any:
+    """How Orbax reads a leaf: onto its devices, or into this process."""
+    sharding = getattr(leaf, "sharding", None)
+    if _has_devices(sharding):
+        return orbax.ArrayRestoreArgs(sharding=sharding, restore_type=jax.Array)
+    if isinstance(leaf, NUMBERS):
+        return orbax.RestoreArgs(restore_type=type(leaf))
+    if _is_key(leaf):
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return orbax.ArrayRestoreArgs(sharding=one, restore_type=jax.Array)
+    return orbax.RestoreArgs(restore_type=np.ndarray)
+
+
+def _placed(value: Any, like: Any, path: str) -> Any:
+    """What was read of a leaf, in the type and place of `like`.
+
+    Raises:
+      ValueError: a key of another implementation.
+    """
+    if isinstance(like, NUMBERS):
+        return type(like)(value)
+    if isinstance(like, np.generic):
+        return like.dtype.type(value)
+    if isinstance(like, _IN_PIECES):
+        return _in_pieces(np.asarray(value), like)
+    if _is_key(like):
+        if not _is_key(value):  # raw data, as older code saved it
+            return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
+        if value.dtype != like.dtype:
+            raise ValueError(
+                f"`like` must have the keys that were saved, but {path} is "
+                f"{like.dtype} and was saved as {value.dtype}."
+            )
+    if getattr(like, "weak_type", False):
+        return weakly_typed(jax.numpy.asarray(value, like.dtype))
+    return value
+
+
+def _has_devices(sharding: Any) -> bool:
+    """Whether arrays of a sharding can be made here: not those of a Ray cluster."""
+    is_one = isinstance(sharding, jax.sharding.Sharding)
+    return is_one and not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
+
+
+def _in_pieces(whole: np.ndarray, like: Any) -> Any:
+    """An array cut into the pieces of `like`; whole if some lie on other hosts."""
+    shardings = [piece.sharding for piece in like.pieces]
+    if not all(map(_has_devices, shardings)):
+        return whole  # the step that takes it moves it there
+    pieces, first = [], 0
+    for piece, sharding in zip(like.pieces, shardings, strict=True):
+        last = first + piece.shape[0] if len(shardings) > 1 else None
+        part = whole[first:last] if len(shardings) > 1 else whole
+        pieces.append(jax.device_put(part, sharding))
+        first = last or 0
+    return DistributedArray(pieces)
+
+
+def _empty(leaf: Any) -> Any:
+    """An array of no elements, which no checkpoint holds."""
+    zeros = np.zeros(leaf.shape, leaf.dtype)
+    sharding = getattr(leaf, "sharding", None)
+    return jax.device_put(zeros, sharding) if _has_devices(sharding) else zeros
+
+
+def _size(leaf: Any) -> int:
+    return 1 if isinstance(leaf, NUMBERS) else math.prod(leaf.shape)
+
+
+def _is_key(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    """The path as Orbax wants it; that of a bucket is absolute already."""
+    name = os.fspath(path)
+    return name if _is_remote(name) else os.path.abspath(name)
+
+
+def _is_remote(path: str) -> bool:
+    return "://" in path
+
+
+def _orbax(name: str) -> Any:
+    try:
+        import orbax.checkpoint as orbax
+    except ImportError as error:
+        raise ImportError(
+            f"autopar.{name} writes and reads checkpoints with Orbax, which is not "
+            f"installed; pip install 'autopar[checkpoint]'."
+        ) from error
+    return orbax

@@ -1,0 +1,88 @@
+"""Start one actor on each host of a Ray cluster, with the settings jax reads once."""
+
+from __future__ import annotations
+
+import os
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from autopar.cluster import Cluster, RayHosts
+from autopar.errors import HostLostError
+
+from .ray_hosts import VIRTUAL_DEVICES, find_hosts, import_ray
+from .ray_worker import HostWorker
+
+START_SECONDS = 120.0
+
+
+def start_actors(
+    cluster: Cluster, owner: object
+) -> tuple[list[Any], Callable[[], Any]]:
+    """An actor on each host, and what ends them all."""
+    assert cluster.ray_hosts is not None, "the cluster is one of Ray"
+    ray = import_ray()
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    hosts = cluster.ray_hosts
+    number, count = cluster.num_hosts, cluster.devices_per_host
+    _, found = find_hosts(hosts.address, number, count, hosts.platform)
+    share = _share(hosts.platform, count, found[0].kind == VIRTUAL_DEVICES)
+    group = placement_group([share] * number, strategy="STRICT_SPREAD")
+    actors: list[Any] = []
+
+    def close() -> None:
+        if ray.is_initialized():  # else Ray has ended them already
+            for actor in actors:
+                ray.kill(actor)
+            remove_placement_group(group)
+
+    finish = weakref.finalize(owner, close)
+    if not group.wait(START_SECONDS):
+        finish()
+        raise HostLostError(
+            f"The hosts must have {share} to spare, but within {START_SECONDS:g} s "
+            f"{number} of them had not; end what else runs there.",
+            0,
+        )
+    make = ray.remote(HostWorker)
+    for bundle in range(number):
+        actors.append(
+            make.options(
+                num_cpus=share.get("CPU", 0),
+                num_gpus=share.get("GPU", 0),
+                resources={k: v for k, v in share.items() if k not in ("CPU", "GPU")},
+                max_concurrency=4,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=bundle
+                ),
+                runtime_env={"env_vars": _environment(hosts, count)},
+            ).remote()
+        )
+    return actors, finish
+
+
+def _share(platform_: str, count: int, is_virtual: bool) -> dict[str, float]:
+    """What an actor takes of its host; virtual devices are shared by several."""
+    if platform_ != "cpu":
+        return {"CPU": 0.01, platform_.upper(): float(count)}
+    return {"CPU": 0.01, **({VIRTUAL_DEVICES: 0.01} if is_virtual else {})}
+
+
+def _environment(hosts: RayHosts, count: int) -> dict[str, str]:
+    """What jax reads when it starts on a host."""
+    names = {"JAX_PLATFORMS": hosts.lowering_platform}
+    if hosts.platform != "cpu":
+        return names
+    own = os.environ.get("XLA_FLAGS", "")
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", own).split()
+    flags.append(f"--xla_force_host_platform_device_count={count}")
+    # The default scheduler crashes on some programs with collectives.
+    scheduler = "--xla_cpu_enable_concurrency_optimized_scheduler"
+    if not any(flag.startswith(scheduler) for flag in flags):
+        flags.append(f"{scheduler}=false")
+    # With fewer threads than twice the devices, steps that overlap can deadlock.
+    threads = max(2 * count, os.cpu_count() or 1)
+    return {**names, "XLA_FLAGS": " ".join(flags), "NPROC": str(threads)}

@@ -1,0 +1,194 @@
+"""Arrays that live on the workers of a Ray cluster, and pieces of arrays on their way.
+
+The driver cuts an array so that each host gets its own shards, a shard that several of
+its devices hold once; a host sends back each shard that no other host sends.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from autopar.exported_program import ShardedType
+
+Tile = tuple[tuple[int, int], ...]  # start and stop in each dim
+
+
+@dataclass(frozen=True, eq=False)
+class HostShards:
+    """What one host holds of an array: its tiles, and the tile of each device."""
+
+    type: ShardedType
+    tiles: tuple[np.ndarray, ...]
+    tile_of_device: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the way."""
+        return sum(tile.nbytes for tile in self.tiles)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One tile of an array and where it belongs."""
+
+    tile: Tile
+    data: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the way."""
+        return self.data.nbytes
+
+
+def cut_for_hosts(
+    array: np.ndarray, type_: ShardedType, num_hosts: int
+) -> list[HostShards]:
+    """The shards of each host; devices are numbered host by host."""
+    per_host = type_.num_devices // num_hosts
+    hosts = []
+    for host in range(num_hosts):
+        tiles: dict[Tile, np.ndarray] = {}
+        keys = []
+        for device in range(host * per_host, (host + 1) * per_host):
+            index = type_.tile(device)
+            key = tuple((part.start, part.stop) for part in index)
+            keys.append(key)
+            if key not in tiles:
+                tiles[key] = np.ascontiguousarray(array[index]).reshape(
+                    tuple(stop - start for start, stop in key)
+                )
+        order = {key: position for position, key in enumerate(tiles)}
+        devices = tuple(order[key] for key in keys)
+        hosts.append(HostShards(type_, tuple(tiles.values()), devices))
+    return hosts
+
+
+def join_blocks(
+    shape: Sequence[int], dtype: str, blocks: Iterable[Block]
+) -> np.ndarray:
+    """The array that blocks make together.
+
+    Raises:
+      AssertionError: they do not cover it.
+    """
+    whole = np.empty(tuple(shape), np.dtype(dtype))
+    covered = 0
+    for block in blocks:
+        whole[tuple(slice(*part) for part in block.tile)] = block.data
+        covered += block.data.size
+    assert covered == whole.size, f"blocks cover {covered} of {whole.size} elements"
+    return whole
+
+
+class Keeper(Protocol):
+    """The workers that keep arrays, as their handles see them."""
+
+    lost: str | None
+
+    def fetch(self, number: int, group: int, type_: ShardedType) -> np.ndarray: ...
+    def forget(self, number: int, group: int) -> None: ...
+
+
+class RemoteArray:
+    """A handle to an array that one group of workers keeps under a number.
+
+    Its memory there is freed when the handle is collected, with the next call that
+    goes to the workers.
+    """
+
+    def __init__(
+        self, keeper: Keeper, group: int, number: int, type_: ShardedType
+    ) -> None:
+        self.keeper, self.group, self.number, self.type = keeper, group, number, type_
+        self._is_deleted = False
+        self._forget = weakref.finalize(self, keeper.forget, number, group)
+        self._forget.atexit = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole."""
+        return self.type.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype."""
+        return np.dtype(self.type.dtype)
+
+    @property
+    def sharding(self) -> str:
+        """How it lies on which hosts, in words."""
+        return f"{self.type}, group {self.group}"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self.check()
+        whole = self.keeper.fetch(self.number, self.group, self.type)
+        return whole if dtype is None else whole.astype(dtype)
+
+    def block_until_ready(self) -> RemoteArray:
+        """Does nothing: a step returns when all that it made is there."""
+        return self
+
+    def is_deleted(self) -> bool:
+        """Whether it was donated, deleted, or lost with its hosts."""
+        return self._is_deleted or self.keeper.lost is not None
+
+    def delete(self) -> None:
+        """Free its memory on the workers."""
+        self._is_deleted = True
+        self._forget()
+
+    def mark_donated(self) -> None:
+        """Note that a step has taken its memory."""
+        self._is_deleted = True
+        self._forget.detach()
+
+    def check(self) -> None:
+        """Does nothing if it is there.
+
+        Raises:
+          RuntimeError: it is not; says why.
+        """
+        if self.keeper.lost is not None:
+            raise RuntimeError(
+                f"Array {self.type} lived on workers that are gone: "
+                f"{self.keeper.lost} Restore it from a checkpoint, or make it anew."
+            )
+        if self._is_deleted:
+            raise RuntimeError(
+                f"Array {self.type} has been deleted: each array may be donated once, "
+                f"and this one's memory now holds the next state. Pass the state that "
+                f"the last call returned, or pass donate_argnums=() to "
+                f"autopar.parallelize to keep both."
+            )
+
+
+class Numbers:
+    """Numbers for arrays, and those that nobody refers to any more."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next = 0
+        self._dropped: deque[tuple[int, int]] = deque()
+
+    def fresh(self, count: int) -> range:
+        """As many numbers as are asked for, never given out before."""
+        with self._lock:
+            first, self._next = self._next, self._next + count
+        return range(first, first + count)
+
+    def drop(self, number: int, group: int) -> None:
+        """Note a number that is free; called by the garbage collector, so lock-free."""
+        self._dropped.append((number, group))
+
+    def take_dropped(self, group: int) -> tuple[int, ...]:
+        """The numbers dropped in a group since they were last taken."""
+        taken = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        self._dropped.extend(each for each in taken if each[1] != group)
+        return tuple(number for number, where in taken if where == group)

@@ -1,0 +1,101 @@
+"""What the driver tells a host: the job it runs each step, and one step of it; data."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+
+from autopar.exported_program import ExportedProgram, ShardedType
+
+from .instructions import Held
+from .ray_arrays import Block, HostShards
+from .timeline import Event
+
+
+@dataclass(frozen=True)
+class StageCode:
+    """A stage program as bytes; `constants` are the host's part of its constants."""
+
+    stage: int
+    code: ExportedProgram
+    constants: tuple[HostShards, ...]
+
+
+@dataclass(frozen=True)
+class HostJob:
+    """All that one host runs a step.
+
+    `instructions` is the text of its `InstructionList`, `programs` those it runs, by
+    their number there. `inputs` are the values it holds when a step begins, `zeros` the
+    first values of gradients. `crossing` has for each slot and stage that it is sent to
+    its type at home and there, `group_of_stage` which hosts a stage is on.
+    """
+
+    name: str
+    instructions: str
+    programs: Mapping[int, StageCode]
+    inputs: Mapping[Held, ShardedType]
+    zeros: Mapping[str, ShardedType]
+    crossing: Mapping[tuple[str, int], tuple[ShardedType, ShardedType]]
+    group_of_stage: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """One step of a job on one host.
+
+    Of what the step begins with, `held` are arrays that the host keeps under numbers
+    and `fed` come from the driver. Of what it ends with, `kept` stay under the numbers
+    given, and `returned` go to the driver. `freed` are numbers nobody needs any more.
+    """
+
+    job: int
+    held: Mapping[Held, int]
+    fed: Mapping[Held, HostShards]
+    kept: Mapping[Held, int]
+    returned: tuple[Held, ...]
+    freed: tuple[int, ...]
+    is_recorded: bool = False
+
+
+@dataclass(frozen=True)
+class StepReply:
+    """What a host has to say of a step; `donated` are numbers that exist no more.
+
+    Events are in seconds of the host's own monotonic clock.
+    """
+
+    returned: Mapping[Held, tuple[Block, ...]]
+    donated: tuple[int, ...]
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on a host as text; `is_echo` if another host's is its cause."""
+
+    summary: str
+    traceback: str
+    is_echo: bool = False
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """What a worker says of itself: versions must be alike on all hosts."""
+
+    address: str
+    process_id: int
+    python: str
+    jax: str
+    autopar: str
+
+
+def own_versions() -> dict[str, str]:
+    """The versions of this process, as `HostFacts` names them."""
+    return {
+        "python": platform.python_version(),
+        "jax": f"{metadata.version('jax')} with jaxlib {metadata.version('jaxlib')}",
+        "autopar": metadata.version("autopar"),
+    }

@@ -1,0 +1,59 @@
+"""A Ray cluster of virtual hosts on this machine, to try things out and for tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .ray_hosts import VIRTUAL_DEVICES, import_ray
+
+# Ray gives a frozen host up after seconds instead of a minute.
+_HEALTH_CHECK = {
+    "RAY_health_check_initial_delay_ms": "2000",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "5",
+}
+_OBJECT_STORE_BYTES = 256 << 20
+
+
+@contextmanager
+def local_ray_cluster(num_hosts: int, devices_per_host: int) -> Iterator[str]:
+    """Virtual hosts with virtual CPU devices; gives the cluster's address.
+
+    All its processes end with the context.
+
+    Raises:
+      ValueError: a number below one.
+      ImportError: ray is not installed.
+    """
+    for name, count in (("hosts", num_hosts), ("devices per host", devices_per_host)):
+        if count < 1:
+            raise ValueError(
+                f"A local cluster needs 1 or more {name}, but got {count}; use 2 hosts "
+                f"of 4 devices."
+            )
+    ray = import_ray()
+    for name, value in _HEALTH_CHECK.items():
+        os.environ.setdefault(name, value)
+    from ray.cluster_utils import Cluster
+
+    node = {
+        "num_cpus": max(2, os.cpu_count() or 1),
+        "resources": {VIRTUAL_DEVICES: devices_per_host},
+        "object_store_memory": _OBJECT_STORE_BYTES,
+        "include_dashboard": False,
+    }
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        for _ in range(num_hosts - 1):
+            cluster.add_node(**node)
+        cluster.wait_for_nodes()
+        yield str(cluster.address)
+    finally:
+        if ray.is_initialized() and ray.get_runtime_context().gcs_address == (
+            cluster.address
+        ):
+            ray.shutdown()
+        cluster.shutdown()

@@ -1,0 +1,153 @@
+"""From bytes to programs that a lane runs on the devices of its host group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+
+from autopar.exported_program import ExportedProgram, ShardedType
+from autopar.programs import PipelineProgram, StageProgram
+
+from .ray_arrays import Block, HostShards
+from .ray_job import HostJob
+from .transfer_plan import devices
+
+
+def mesh_of(type_: ShardedType) -> Mesh:
+    """The mesh of a type on the devices of this host group, in JAX's order."""
+    grid = np.array(jax.devices()[: type_.num_devices]).reshape(type_.axis_sizes)
+    auto = (AxisType.Auto,) * len(type_.axis_names)
+    return Mesh(grid, type_.axis_names, axis_types=auto)
+
+
+def sharding_of(type_: ShardedType) -> NamedSharding:
+    """The sharding of a type on the devices of this host group."""
+    return type_.on(mesh_of(type_))
+
+
+def place(shards: HostShards) -> jax.Array:
+    """The array of which this host was sent its shards."""
+    type_ = shards.type
+    sharding = sharding_of(type_)
+    here = jax.process_index()
+    local = [d for d in devices(sharding) if d.process_index == here]
+    parts = [shards.tiles[tile] for tile in shards.tile_of_device]
+    arrays = jax.device_put(parts, local)
+    return jax.make_array_from_single_device_arrays(
+        type_.shape, sharding, arrays, dtype=np.dtype(type_.dtype)
+    )
+
+
+def blocks_of(array: jax.Array) -> tuple[Block, ...]:
+    """The shards that this host sends of an array: no two hosts send the same."""
+    return tuple(
+        Block(
+            tuple(
+                part.indices(length)[:2]
+                for part, length in zip(shard.index, array.shape, strict=True)
+            ),
+            np.asarray(shard.data),
+        )
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    )
+
+
+def load_job(job: HostJob) -> PipelineProgram:
+    """The programs of a job, compiled; those of other hosts are missing."""
+    programs: dict[int, StageProgram] = {}
+    for number, stage_code in job.programs.items():
+        code = stage_code.code
+        constants = [place(shards) for shards in stage_code.constants]
+        programs[number] = StageProgram(
+            stage_code.stage,
+            "apply",
+            (),
+            (),
+            compile_code(code, constants),
+            code.donated,
+        )
+    last = max(programs, default=-1)
+    missing = StageProgram(-1, "apply", (), (), _is_elsewhere)
+    return PipelineProgram(
+        num_stages=0,
+        num_microbatches=0,
+        slots={},
+        programs=tuple(programs.get(i, missing) for i in range(last + 1)),
+        shardings={},
+        zeros={name: zeros_of(type_) for name, type_ in job.zeros.items()},
+    )
+
+
+def compile_code(
+    code: ExportedProgram, constants: Sequence[jax.Array]
+) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """An exported program as a function of lists of arrays, compiled at once."""
+    inputs = [sharding_of(type_) for type_ in code.inputs]
+    donated = [inputs[i] for i in code.donated]
+    kept = [inputs[i] for i in code.kept]
+    exported = export.deserialize(bytearray(code.code))
+
+    def call(donated: list[Any], kept: list[Any], constants: list[Any]) -> Any:
+        return exported.call(donated, kept, constants)
+
+    call.__name__ = code.name
+    jitted = jax.jit(
+        call,
+        in_shardings=(donated, kept, [sharding_of(t) for t in code.constants]),
+        out_shardings=[sharding_of(t) for t in code.outputs],
+        donate_argnums=(0,),
+    )
+    arguments, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
+    compiled = jitted.lower(*arguments).compile()
+
+    def run(values: Sequence[Any]) -> Sequence[Any]:
+        return compiled(
+            [values[i] for i in code.donated],
+            [values[i] for i in code.kept],
+            list(constants),
+        )
+
+    return run
+
+
+def zeros_of(type_: ShardedType) -> Callable[[], jax.Array]:
+    """Makes the first value of a gradient."""
+    return jax.jit(
+        lambda: jnp.zeros(type_.shape, np.dtype(type_.dtype)),
+        out_shardings=sharding_of(type_),
+    )
+
+
+class Resharding:
+    """Programs that copy arrays or bring them into other shardings, each made once."""
+
+    def __init__(self) -> None:
+        self._programs: dict[Sharding, Any] = {}
+
+    def bring(self, array: jax.Array, type_: ShardedType) -> jax.Array:
+        """The array itself if it lies as the type says, else a copy that does."""
+        sharding = sharding_of(type_)
+        if array.sharding.is_equivalent_to(sharding, array.ndim):
+            return array
+        return self.copy(array, sharding)
+
+    def copy_as(self, array: jax.Array, type_: ShardedType) -> jax.Array:
+        """A copy that lies as the type says."""
+        return self.copy(array, sharding_of(type_))
+
+    def copy(self, array: jax.Array, sharding: Sharding) -> jax.Array:
+        """A copy, made by the devices of the group together."""
+        if sharding not in self._programs:
+            self._programs[sharding] = jax.jit(jnp.copy, out_shardings=sharding)
+        return self._programs[sharding](array)
+
+
+def _is_elsewhere(_: Sequence[Any]) -> Sequence[Any]:
+    raise AssertionError("an instruction list runs the programs of its own host")

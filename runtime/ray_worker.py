@@ -1,0 +1,305 @@
+"""The actor of one host: keeps arrays, and runs its instruction lists.
+
+jax finds its devices when the driver says so, after the settings that it reads once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from .instructions import Held, InstructionList, Value
+from .ray_arrays import Block, HostShards
+from .ray_job import (
+    Failure,
+    HostFacts,
+    HostJob,
+    StepReply,
+    StepRequest,
+    own_versions,
+)
+
+if TYPE_CHECKING:
+    from autopar.programs import PipelineProgram
+
+    from .ray_programs import Resharding
+    from .ray_transport import Address, Transport
+
+_RUNS_IN_FLIGHT = 2
+
+
+def _reported(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose exceptions come back as `Failure`: they need not be picklable."""
+
+    @wraps(method)
+    def call(self: Any, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            return _failure(error)
+
+    return call
+
+
+def _failure(error: BaseException) -> Failure:
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    text = "".join(traceback.format_exception(error))
+    is_echo = type(error).__name__ == "PeerLost"
+    return Failure(f"{type(error).__name__}: {error}{notes}", text, is_echo)
+
+
+@dataclass
+class _Job:
+    data: HostJob
+    instructions: InstructionList
+    program: PipelineProgram
+    unfinished: deque[Any] = field(default_factory=deque)
+
+
+@dataclass
+class HostStep:
+    """What the lane of this host shares with those of others: the transport.
+
+    A stage that sends to another one of the same host sends a copy.
+    """
+
+    job: _Job
+    transport: Transport | None
+    resharding: Resharding
+    is_recorded: bool
+    start: float = 0.0  # events are in seconds of the host's own clock
+    is_stopped: bool = False
+    error: BaseException | None = None
+    _copies: dict[tuple[int, int], deque[Any]] = field(default_factory=dict)
+
+    @property
+    def program(self) -> PipelineProgram:
+        """The programs of this host."""
+        return self.job.program
+
+    def send(self, value: Value, source: int, target: int, array: Any) -> None:
+        """Offer a value to another stage; waits for nobody."""
+        groups = self.job.data.group_of_stage
+        if groups[source] != groups[target]:
+            assert self.transport is not None, "a job of one group sends nothing"
+            self.transport.send(value, source, target, groups[target], array)
+            return
+        _, type_ = self.job.data.crossing[value.slot, target]
+        copy = self.resharding.copy_as(array, type_)
+        self._copies.setdefault((source, target), deque()).append(copy)
+
+    def receive(self, value: Value, source: int, target: int) -> Any:
+        """The next value from another stage, which waits for its host."""
+        groups = self.job.data.group_of_stage
+        if groups[source] == groups[target]:
+            return self._copies[source, target].popleft()
+        assert self.transport is not None, "a job of one group receives nothing"
+        return self.transport.receive(value, source, target, groups[source])
+
+    def wait_for_readers(self, arrays: Sequence[Any] | None = None) -> None:
+        """Until other hosts have read these arrays, or all that was offered."""
+        if self.transport is not None:
+            self.transport.wait_for_readers(arrays)
+
+    def fail(self, error: BaseException, note: str) -> None:
+        """Keep the error."""
+        error.add_note(note)
+        self.error = error
+
+
+class HostWorker:
+    """One host's part of a cluster; made by the driver as a Ray actor.
+
+    Steps come one at a time; `ping` is answered meanwhile, on another thread.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[int, Any] = {}
+        self._jobs: dict[int, _Job] = {}
+        self._transport: Transport | None = None
+        self._resharding: Resharding | None = None
+        self._lock = threading.Lock()
+
+    def ping(self) -> float:
+        """The host's monotonic clock, in seconds."""
+        return perf_counter()
+
+    def wait(self, seconds: float) -> None:
+        """Does nothing for a while, as a worker in a hung collective."""
+        time.sleep(seconds)
+
+    @_reported
+    def facts(self) -> HostFacts:
+        """Address and versions."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        return HostFacts(address, os.getpid(), **own_versions())
+
+    def free_port(self) -> int:
+        """A port that nobody listens at now."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return probe.getsockname()[1]
+
+    @_reported
+    def join(
+        self,
+        config: Mapping[str, Any],
+        coordinator: str | None,
+        num_processes: int,
+        rank: int,
+        num_devices: int,
+    ) -> None:
+        """Start jax, as one process of a group if it has several.
+
+        Raises:
+          RuntimeError: the host has other devices than was said.
+        """
+        import jax
+
+        from .ray_programs import Resharding
+
+        self._resharding = Resharding()
+        for name, value in config.items():
+            jax.config.update(name, value)
+        if num_processes > 1:
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+            # It takes SIGTERM, so that workers survive their Ray cluster.
+            jax.config.update("jax_enable_preemption_service", False)
+            jax.distributed.initialize(
+                coordinator,
+                num_processes,
+                rank,
+                cluster_detection_method="deactivate",
+                heartbeat_timeout_seconds=5,
+            )
+        found = len(jax.local_devices())
+        if found != num_devices:
+            raise RuntimeError(
+                f"A host has the devices that Ray says it has, but jax finds {found} "
+                f"of platform {jax.default_backend()} and not {num_devices}; pass "
+                f"devices_per_host={found} to Cluster.ray()."
+            )
+
+    @_reported
+    def listen(self, address: str, secret: bytes) -> Address:
+        """Start the transfers between groups; where other hosts connect to."""
+        from .ray_transport import Transport
+
+        self._transport = Transport(address, secret)
+        return self._transport.control_address
+
+    @_reported
+    def connect(self, stage: int, peers: Mapping[int, Address]) -> None:
+        """Connect to the hosts of the other stages; all do so at once."""
+        assert self._transport is not None, "listen comes first"
+        self._transport.connect(stage, peers)
+
+    @_reported
+    def load(self, number: int, job: HostJob) -> None:
+        """Compile what a job needs."""
+        from .ray_programs import load_job
+
+        with self._lock:
+            if self._transport is not None:
+                self._transport.plan(number, job.crossing)
+            instructions = InstructionList.parse(job.instructions)
+            self._jobs[number] = _Job(job, instructions, load_job(job))
+
+    @_reported
+    def step(self, request: StepRequest) -> StepReply:
+        """Run one step; returns when all that it made is there."""
+        import jax
+
+        from .lane import Lane
+        from .ray_programs import blocks_of
+
+        with self._lock:
+            self._free(request.freed)
+            job = self._jobs[request.job]
+            transport = self._transport
+            assert self._resharding is not None, "join comes first"
+            step = HostStep(job, transport, self._resharding, request.is_recorded)
+            if transport is not None:
+                transport.use(request.job)
+            lane = Lane(
+                step,
+                job.instructions,
+                _RUNS_IN_FLIGHT,
+                job.unfinished,
+                self._inputs(job, request),
+            )
+            lane.run()
+            if step.error is not None:
+                raise step.error
+            step.wait_for_readers()
+            ends = {key: lane.held[key] for key in (*request.kept, *request.returned)}
+            jax.block_until_ready(list(ends.values()))
+            donated = self._forget_donated(request.held.values())
+            for key, number in request.kept.items():
+                self._arrays[number] = ends[key]
+            returned: dict[Held, tuple[Block, ...]] = {
+                key: blocks_of(ends[key]) for key in request.returned
+            }
+            return StepReply(returned, donated, tuple(lane.events))
+
+    @_reported
+    def fetch(self, number: int, freed: Sequence[int]) -> tuple[Block, ...]:
+        """This host's part of an array."""
+        from .ray_programs import blocks_of
+
+        with self._lock:
+            self._free(freed)
+            return blocks_of(self._arrays[number])
+
+    @_reported
+    def store(self, shards: Mapping[int, HostShards], freed: Sequence[int]) -> None:
+        """Keep arrays under their numbers."""
+        from .ray_programs import place
+
+        with self._lock:
+            self._free(freed)
+            self._arrays.update({n: place(each) for n, each in shards.items()})
+
+    @_reported
+    def kept(self, freed: Sequence[int]) -> tuple[int, ...]:
+        """The numbers of all arrays that are kept."""
+        with self._lock:
+            self._free(freed)
+            return tuple(self._arrays)
+
+    def _free(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._arrays.pop(number, None)
+
+    def _inputs(self, job: _Job, request: StepRequest) -> dict[Held, Any]:
+        """What the lane holds at first, each array where the job wants it."""
+        from .ray_programs import place
+
+        resharding = self._resharding
+        assert resharding is not None, "join comes first"
+        held: dict[Held, Any] = {}
+        seen: set[int] = set()
+        for key, number in request.held.items():
+            array = resharding.bring(self._arrays[number], job.data.inputs[key])
+            if number in seen:  # one buffer may be donated once
+                array = resharding.copy(array, array.sharding)
+            seen.add(number)
+            held[key] = array
+        held.update({key: place(shards) for key, shards in request.fed.items()})
+        return held
+
+    def _forget_donated(self, numbers: Any) -> tuple[int, ...]:
+        donated = {n for n in numbers if self._arrays[n].is_deleted()}
+        self._free(tuple(donated))
+        return tuple(sorted(donated))

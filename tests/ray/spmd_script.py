@@ -1,0 +1,47 @@
+"""One script for one process or several: trains, and prints what it did as JSON.
+
+Run as `spmd_script.py PLAN RANK NUM_PROCESSES PORT`; 8 virtual devices in all.
+"""
+
+import hashlib
+import json
+import re
+import sys
+
+import jax
+import numpy as np
+
+PLAN = sys.argv[1]
+RANK, NUM_PROCESSES, PORT = map(int, sys.argv[2:5])
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8 // NUM_PROCESSES)
+if NUM_PROCESSES > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        f"127.0.0.1:{PORT}",
+        NUM_PROCESSES,
+        RANK,
+        cluster_detection_method="deactivate",
+    )
+
+import autopar  # noqa: E402
+from tests.ray import f3_training  # noqa: E402
+
+
+def without_source(text: str) -> str:
+    """An HLO module without the tables of source lines, and what refers to them."""
+    head, _, tail = text.partition("\n")
+    computations = tail[tail.index("\n%") :]
+    return head + re.sub(r", metadata=\{[^}]*\}", "", computations)
+
+
+total = autopar.parallelize(lambda x: x.sum(), mesh="x:8")
+step = autopar.parallelize(f3_training.step, plan=autopar.Plan.load(PLAN))
+text = step.lower(*f3_training.arguments()).compile().as_text() or ""
+found = {
+    "devices": [jax.local_device_count(), jax.device_count()],
+    "sum": float(total(np.arange(64, dtype=np.float32))),
+    "hlo": hashlib.sha256(without_source(text).encode()).hexdigest(),
+    "losses": f3_training.losses(step),
+}
+print("\n" + json.dumps(found))

@@ -1,0 +1,158 @@
+"""Programs as bytes: made without devices, and equal to what they were made from."""
+
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.api import parallelize
+from autopar.cluster import Cluster, RayHosts
+from autopar.device_mesh import device_mesh, stage_meshes, submesh_of
+from autopar.effects import refuse_callbacks
+from autopar.exported_program import export_program, plain_array, with_keys
+from autopar.mesh import MeshShape
+from autopar.options import check_options
+from autopar.planning import plan_function
+from autopar.programs import build_program
+from autopar.resharding import Resharder
+from autopar.runtime.ray_arrays import cut_for_hosts
+from autopar.runtime.ray_programs import compile_code, place
+
+ELSEWHERE = RayHosts("10.0.0.1:6379", "cpu", 600.0)
+
+
+def remote_cluster() -> Cluster:
+    from dataclasses import replace
+
+    return replace(Cluster.preset("2x4xCPU"), ray_hosts=ELSEWHERE)
+
+
+def exported(fun: Any, *args: Any, mesh: str) -> Any:
+    """`fun` planned for hosts elsewhere, as bytes that went through a pickle."""
+    options = _options(mesh)
+    planned = plan_function(fun, args, {}, options)
+    sharding = planned.plan.sharding
+    program = build_program(
+        planned.graph,
+        sharding,
+        Resharder(sharding.mesh, planned.cluster),
+        device_mesh(sharding.mesh, None, planned.cluster),
+        planned.argument_types,
+        planned.traced.jaxpr.consts,
+        (0,),
+    )
+    code = pickle.loads(pickle.dumps(export_program(program, "cpu")))
+    return code, program.constants
+
+
+def _options(mesh: str) -> Any:
+    from inspect import signature
+
+    given: dict[str, Any] = dict.fromkeys(signature(check_options).parameters)
+    given |= {"mesh": mesh, "cluster": remote_cluster()}
+    given |= {"batch_argnums": "auto", "static_argnums": (), "donate_argnums": "auto"}
+    return check_options(**given)
+
+
+def run(code: Any, constants: Any, args: tuple[Any, ...]) -> list[Any]:
+    """The program on the devices of this process, with donated inputs."""
+    here = [
+        place(cut_for_hosts(plain_array(x), t, 1)[0])
+        for x, t in zip(args, code.inputs, strict=True)
+    ]
+    held = [
+        place(cut_for_hosts(plain_array(x), t, 1)[0])
+        for x, t in zip(constants, code.constants, strict=True)
+    ]
+    outputs = compile_code(code, held)(here)
+    assert here[0].is_deleted(), "donation is asked for again"
+    for output, type_ in zip(outputs, code.outputs, strict=True):
+        assert (output.shape, output.dtype.name) == (type_.shape, type_.dtype)
+    return [with_keys(x, t) for x, t in zip(outputs, code.outputs, strict=True)]
+
+
+def test_a_step_is_lowered_without_devices_and_equals_jit():
+    scale = jnp.linspace(0.5, 1.5, 32)
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, grad = jax.value_and_grad(lambda w: jnp.tanh(x @ w * scale).mean())(w)
+        return w - 0.1 * grad, loss
+
+    rng = np.random.default_rng(0)
+    args = rng.standard_normal((64, 32), np.float32), np.ones((16, 64), np.float32)
+    code, constants = exported(step, *args, mesh="data:2;model:4")
+    assert len(constants) == 1
+    for got, expected in zip(
+        run(code, constants, args), jax.jit(step)(*args), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_random_keys_pass_as_their_data():
+    def step(key: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        key, now = jax.random.split(key)
+        return key, x + jax.random.uniform(now, x.shape)
+
+    args = jax.random.key(1), np.zeros((8, 4), np.float32)
+    code, constants = exported(step, *args, mesh="x:8")
+    key, x = run(code, constants, args)
+    expected = jax.jit(step)(*args)
+    assert jax.random.key_data(key).tolist() == (
+        jax.random.key_data(expected[0]).tolist()
+    )
+    np.testing.assert_array_equal(x, expected[1])
+
+
+@pytest.mark.parametrize("kind", ["print", "pure_callback", "in a scan"])
+def test_host_callbacks_are_refused_with_their_line(kind: str):
+    def double(x: Any) -> Any:
+        return 2 * np.asarray(x)
+
+    def fun(x: jax.Array) -> jax.Array:
+        if kind == "print":
+            jax.debug.print("{}", x)
+        if kind == "pure_callback":
+            return jax.pure_callback(double, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        if kind == "in a scan":
+
+            def body(carry: jax.Array, _: Any) -> tuple[jax.Array, None]:
+                jax.debug.print("{}", carry.sum())
+                return carry + 1, None
+
+            return jax.lax.scan(body, x, None, 3)[0]
+        return x
+
+    from autopar.build_graph import build_graph
+    from autopar.planning import roles_of
+    from autopar.tracing import trace
+
+    traced = trace(fun, (np.ones(8, np.float32),), {})
+    with pytest.raises(NotImplementedError, match=r"test_exported_program\.py:\d+"):
+        refuse_callbacks(build_graph(traced, roles_of(traced)))
+
+
+def test_meshes_of_other_hosts_have_no_devices_and_differ_by_stage():
+    shapes = [MeshShape(("x",), (4,))] * 2
+    first, second = stage_meshes(shapes, remote_cluster())
+    assert first != second
+    assert [submesh_of(mesh) for mesh in (first, second)] == [0, 1]
+
+
+def test_a_step_for_other_hosts_is_planned_anywhere():
+    step = parallelize(lambda x: x.sum(), cluster=remote_cluster(), mesh="x:8")
+    plan = step.plan(jax.ShapeDtypeStruct((64,), jnp.float32))
+    assert plan.sharding.mesh.size == 8
+
+
+def test_a_program_of_other_hosts_is_audited_where_devices_stand_in():
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, grad = jax.value_and_grad(lambda w: jnp.tanh(x @ w).mean())(w)
+        return w - 0.1 * grad, loss
+
+    parallel = parallelize(step, cluster=remote_cluster(), mesh="x:8")
+    w, x = (jax.ShapeDtypeStruct((n, 512), jnp.float32) for n in (512, 4096))
+    lowered = parallel.lower(w, x)
+    assert lowered.compile().audit().ok

@@ -1,0 +1,166 @@
+"""What breaks on a host is told by the driver, in time, and leaves nothing behind."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from autopar.api import parallelize
+from autopar.cluster import Cluster
+from autopar.errors import HostLostError, WorkerError
+from autopar.methods import PipelineParallel
+from autopar.runtime import ray_watch
+from autopar.runtime.ray_workers import Workers
+from benchmarks.models import build
+
+
+def is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{process_id}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.1)
+
+
+class Pipeline:
+    """A pipeline of two stages on two hosts, with its first state."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        workload = build("mlp")
+        method = PipelineParallel(num_stages=2, num_microbatches=2)
+        self.step: Any = parallelize(workload.step, method=method, cluster=cluster)
+        self.first = workload.init(jax.random.key(0))
+        self.batch = workload.make_batch(0)
+
+    @property
+    def workers(self) -> Workers:
+        (pipelined,) = self.step._pipelines.values()
+        return pipelined.execute.workers
+
+    def process_ids(self) -> list[int]:
+        return [facts.process_id for facts in self.workers.facts]
+
+
+@pytest.fixture(scope="module")
+def pipeline(ray_cluster: Cluster) -> Iterator[Pipeline]:
+    made = Pipeline(ray_cluster)
+    yield made
+    made.step.close()
+
+
+def test_an_exception_tells_stage_host_task_and_traceback(pipeline: Pipeline):
+    state, _ = pipeline.step(pipeline.first, pipeline.batch)
+    processes = pipeline.process_ids()
+    # Some kernel of the last stage is replaced by one of another shape.
+    leaf = state.params["layers"][-1]["kernel"]
+    (piece,) = leaf.pieces
+    other = pipeline.workers.store([np.ones((3, 3), np.float32)], [square(piece)], 1)
+    piece.number = other[0].number
+    with pytest.raises(WorkerError) as caught:
+        pipeline.step(state, pipeline.batch)
+    text = str(caught.value)
+    assert caught.value.rank == 1
+    assert "host 1" in text and "stage 1" in text and "task 1F0" in text
+    assert "run 1F0 program" in text and "Traceback" in text
+    wait_until(lambda: not any(map(is_alive, processes)))
+
+
+def square(piece: Any) -> Any:
+    """A type as that of `piece`, but 3 x 3 and on all devices."""
+    from dataclasses import replace
+
+    return replace(piece.type, shape=(3, 3), dims=((), ()))
+
+
+def test_the_next_call_starts_new_workers_and_old_state_is_named_lost(
+    pipeline: Pipeline,
+):
+    state, _ = pipeline.step(pipeline.first, pipeline.batch)
+    pipeline.workers.close("a test ended them.")
+    with pytest.raises(RuntimeError, match=r"gone: a test ended them\. Restore"):
+        pipeline.step(state, pipeline.batch)
+    _, metrics = pipeline.step(pipeline.first, pipeline.batch)
+    assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dead_worker_is_reported_by_rank_within_seconds(
+    pipeline: Pipeline, rank: int
+):
+    state, _ = pipeline.step(pipeline.first, pipeline.batch)
+    processes = pipeline.process_ids()
+    os.kill(processes[rank], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(HostLostError, match=f"host {rank} at .* died") as caught:
+        for _ in range(1000):
+            state, _ = pipeline.step(state, pipeline.batch)
+    assert caught.value.rank == rank
+    assert time.monotonic() - start < 20
+    wait_until(lambda: not any(map(is_alive, processes)))
+
+
+def test_a_worker_that_dies_in_a_group_is_reported_by_rank(ray_cluster: Cluster):
+    workload = build("mlp")
+    step: Any = parallelize(workload.step, cluster=ray_cluster)
+    state, batch = workload.init(jax.random.key(0)), workload.make_batch(0)
+    state, _ = step(state, batch)
+    (executable,) = step._executables.values()
+    processes = [facts.process_id for facts in executable.workers.facts]
+    os.kill(processes[1], signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(HostLostError, match="host 1 at .* died"):
+        for _ in range(1000):
+            state, _ = step(state, batch)
+    assert time.monotonic() - start < 60
+    wait_until(lambda: not any(map(is_alive, processes)))
+
+
+def test_a_frozen_host_is_given_up(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch):
+    state, _ = pipeline.step(pipeline.first, pipeline.batch)
+    monkeypatch.setattr(ray_watch, "_SILENT_SECONDS", 4.0)
+    processes = pipeline.process_ids()
+    os.kill(processes[1], signal.SIGSTOP)
+    with pytest.raises(HostLostError, match="host 1 at .* silent"):
+        for _ in range(1000):
+            state, _ = pipeline.step(state, pipeline.batch)
+    wait_until(lambda: not any(map(is_alive, processes)), seconds=40)
+
+
+def test_a_call_that_takes_too_long_is_given_up(pipeline: Pipeline):
+    pipeline.step(pipeline.first, pipeline.batch)
+    workers, processes = pipeline.workers, pipeline.process_ids()
+    with pytest.raises(HostLostError, match=r"done in 1 s.*host 0.*host 1"):
+        workers.call("wait", {0: (60.0,), 1: (60.0,)}, seconds=1.0)
+    wait_until(lambda: not any(map(is_alive, processes)))
+
+
+def test_closing_or_dropping_a_step_ends_its_workers(ray_cluster: Cluster):
+    import gc
+
+    from ray.util import placement_group_table
+
+    for end in ("close", "drop"):
+        pipeline = Pipeline(ray_cluster)
+        state, _ = pipeline.step(pipeline.first, pipeline.batch)
+        processes = pipeline.process_ids()
+        assert all(map(is_alive, processes))
+        if end == "close":
+            pipeline.step.close()
+        del state, pipeline
+        gc.collect()
+        wait_until(lambda found=processes: not any(map(is_alive, found)))
+        groups = placement_group_table().values()
+        assert not [g for g in groups if g["state"] in ("CREATED", "PENDING")]

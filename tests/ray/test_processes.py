@@ -1,0 +1,93 @@
+"""CLI-1 and CLI-4: one process, many processes and a driver of many: one result."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.api import parallelize
+from autopar.cluster import Cluster
+from tests.ray import f3_training
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = ROOT / "tests" / "ray" / "spmd_script.py"
+
+
+@pytest.fixture(scope="module")
+def remote_step(ray_cluster: Cluster) -> Any:
+    return parallelize(f3_training.step, cluster=ray_cluster)
+
+
+@pytest.fixture(scope="module")
+def plan(remote_step: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    remote_step.plan(*f3_training.arguments()).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(plan: Path) -> dict[str, Any]:
+    (found,) = run(plan, 1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def together(plan: Path) -> list[dict[str, Any]]:
+    return run(plan, 2)
+
+
+def run(plan: Path, num_processes: int) -> list[dict[str, Any]]:
+    """What each of the processes printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    flags = [f for f in os.environ["XLA_FLAGS"].split() if "device_count" not in f]
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": " ".join(flags),
+        "PYTHONPATH": str(ROOT),
+    }
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                str(SCRIPT),
+                str(plan),
+                *map(str, (rank, num_processes, port)),
+            ],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_processes)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * num_processes
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def test_a_script_in_two_processes_equals_that_in_one(
+    alone: dict[str, Any], together: list[dict[str, Any]]
+):
+    assert alone["devices"] == [8, 8]
+    for found in together:
+        assert found["devices"] == [4, 8]
+        assert found["sum"] == alone["sum"] == sum(range(64))
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert together[0]["losses"] == together[1]["losses"]
+    assert alone["losses"][0] > alone["losses"][-1], "it learns"
+
+
+def test_every_process_compiles_the_same_program(together: list[dict[str, Any]]):
+    assert together[0]["hlo"] == together[1]["hlo"]
+
+
+def test_the_ray_driver_and_processes_run_one_plan_to_equal_losses(
+    remote_step: Any, together: list[dict[str, Any]]
+):
+    assert f3_training.losses(remote_step) == together[0]["losses"]

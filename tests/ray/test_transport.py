@@ -1,0 +1,136 @@
+"""Transfers between hosts, over the real transport between two ends in this process."""
+
+import threading
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.exported_program import ShardedType
+from autopar.runtime.instructions import Value
+from autopar.runtime.ray_programs import sharding_of
+from autopar.runtime.ray_transport import PeerLost, Transport
+
+SECRET = b"secret"
+JOB = 1
+
+
+def type_of(shape: tuple[int, ...], *dims: tuple[str, ...]) -> ShardedType:
+    return ShardedType(shape, "float32", ("a", "b"), (2, 4), dims)
+
+
+CROSSING = {
+    "equal": (type_of((8, 8), ("a",), ("b",)), type_of((8, 8), ("a",), ("b",))),
+    "transposed": (type_of((8, 8), ("a",), ("b",)), type_of((8, 8), ("b",), ("a",))),
+    "gathered": (type_of((8, 8), ("a", "b"), ()), type_of((8, 8), (), ())),
+    "cut": (type_of((16, 4), (), ()), type_of((16, 4), ("b",), ())),
+    "uneven": (type_of((3, 5), (), ()), type_of((3, 5), (), ())),
+    "scalar": (type_of(()), type_of(())),
+}
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Transport, Transport]]:
+    """Group 0 and group 1; both lie on the devices of this process."""
+    first, second = (Transport("127.0.0.1", SECRET) for _ in range(2))
+    address = second.control_address
+    other = threading.Thread(
+        target=second.connect, args=(1, {0: first.control_address})
+    )
+    other.start()
+    first.connect(0, {1: address})
+    other.join()
+    crossing = {(slot, 1): types for slot, types in CROSSING.items()}
+    for end in (first, second):
+        end.plan(JOB, crossing)
+        end.use(JOB)
+    yield first, second
+    first.close()
+    second.close()
+
+
+def array_of(type_: ShardedType) -> jax.Array:
+    numbers = np.random.default_rng(0).standard_normal(type_.shape, np.float32)
+    return jax.device_put(numbers, sharding_of(type_))
+
+
+@pytest.mark.parametrize("slot", CROSSING)
+def test_a_value_arrives_as_its_reader_wants_it(
+    ends: tuple[Transport, Transport], slot: str
+):
+    source, target = CROSSING[slot]
+    array = array_of(source)
+    ends[0].send(Value(slot, 0), 0, 1, 1, array)
+    got = ends[1].receive(Value(slot, 0), 0, 1, 0)
+    assert got.sharding.is_equivalent_to(sharding_of(target), got.ndim)
+    np.testing.assert_array_equal(got, array)
+    ends[0].wait_for_readers()
+
+
+def test_values_of_two_pairs_of_stages_do_not_mix(ends: tuple[Transport, Transport]):
+    array = array_of(CROSSING["equal"][0])
+    for end in ends:
+        end.plan(JOB, {("equal", stage): CROSSING["equal"] for stage in (1, 3)})
+        end.use(JOB)
+    ends[0].send(Value("equal", 0), 0, 1, 1, array)
+    ends[0].send(Value("equal", 0), 2, 3, 1, 2 * array)
+    second = ends[1].receive(Value("equal", 0), 2, 3, 0)
+    first = ends[1].receive(Value("equal", 0), 0, 1, 0)
+    np.testing.assert_array_equal(2 * first, second)
+
+
+def test_many_values_wait_for_their_reader_in_order(ends: tuple[Transport, Transport]):
+    array = array_of(CROSSING["transposed"][0])
+    for i in range(20):
+        ends[0].send(Value("transposed", i), 0, 1, 1, array + i)
+    for i in range(20):
+        got = ends[1].receive(Value("transposed", i), 0, 1, 0)
+        np.testing.assert_allclose(got, np.asarray(array) + i, rtol=1e-6)
+    ends[0].wait_for_readers()
+
+
+def test_a_buffer_may_be_donated_only_after_its_reader_has_it(
+    ends: tuple[Transport, Transport],
+):
+    array = array_of(CROSSING["equal"][0])
+    expected = np.asarray(array).copy()
+    ends[0].send(Value("equal"), 0, 1, 1, array)
+    waiting = threading.Thread(target=ends[0].wait_for_readers, args=([array],))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive(), "nobody has read it"
+    ends[0].wait_for_readers([jnp.zeros(3)])  # another array is free at once
+    got = ends[1].receive(Value("equal"), 0, 1, 0)
+    waiting.join(10)
+    assert not waiting.is_alive()
+    jax.jit(lambda x: x * 0, donate_argnums=0)(array)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_other_tiles_than_expected_are_refused_before_the_pull(
+    ends: tuple[Transport, Transport],
+):
+    gathered, _ = CROSSING["gathered"]
+    ends[0].plan(JOB, {("equal", 1): (gathered, gathered)})
+    ends[0].use(JOB)
+    ends[0].send(Value("equal"), 0, 1, 1, array_of(gathered))
+    with pytest.raises(ValueError, match="tiles that were offered"):
+        ends[1].receive(Value("equal"), 0, 1, 0)
+
+
+def test_an_array_in_another_sharding_than_planned_is_refused(
+    ends: tuple[Transport, Transport],
+):
+    with pytest.raises(ValueError, match="a transfer moves the array"):
+        ends[0].send(Value("equal"), 0, 1, 1, array_of(CROSSING["gathered"][0]))
+
+
+def test_a_closed_end_wakes_who_waits_for_it(ends: tuple[Transport, Transport]):
+    ends[0].send(Value("equal"), 0, 1, 1, array_of(CROSSING["equal"][0]))
+    ends[1].close()
+    with pytest.raises(PeerLost, match="group 1"):
+        ends[0].wait_for_readers()
+    with pytest.raises(PeerLost, match="group 1"):
+        ends[0].receive(Value("equal"), 1, 0, 1)

@@ -1,0 +1,65 @@
+"""Rows of GPipe that a step of stages shows: synchronous updates, one send a border."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.methods import PipelineParallel
+from autopar.runtime.instructions import Send
+from tests.rows.fixtures import f6
+from tests.rows.running import run_pipeline_as_planned
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_microbatches"), [(2, 1), (2, 8), (4, 2), (4, 8)]
+)
+def test_gpi_2_the_update_is_that_of_one_stage_and_one_microbatch(
+    num_stages: int, num_microbatches: int
+) -> None:
+    """New parameters are old ones less the gradients: K = 1, M = 1 is plain `jit`."""
+    case = f6()
+    method = PipelineParallel(num_stages, num_microbatches)
+    run_pipeline_as_planned(autopar.parallelize(case.step, method=method), *case.args)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_gpi_2_one_send_of_1024_bytes_a_microbatch_boundary_and_direction(
+    schedule: str,
+) -> None:
+    case = f6()
+    method = PipelineParallel(4, 8, schedule)
+    step = autopar.parallelize(case.step, method=method)
+    lowered: Any = step.lower(*case.args)
+    planned = {(t.source, t.target): t for t in lowered.plan.stages.transfers}
+    assert len(planned) == len(lowered.plan.stages.transfers)
+    sends = Counter(
+        (each.source, each.target, each.value.microbatch)
+        for list_ in lowered.step.execute.instructions
+        for each in list_.instructions
+        if isinstance(each, Send)
+    )
+    borders = [(0, 1), (1, 2), (2, 3), (3, 2), (2, 1), (1, 0)]
+    assert planned.keys() == set(borders)
+    assert {(t.bytes, t.count) for t in planned.values()} == {(1_024, 8)}
+    assert sends == Counter({(*pair, m): 1 for pair in borders for m in range(8)})
+    assert lowered.plan.stages.transfer_bytes == 6 * 8 * 1_024
+
+
+def test_gpi_5_stages_combine_with_data_and_tensor_parallelism() -> None:
+    """Two stages of 2 x 2 devices: rows over data, kernels by column and row."""
+    case = f6()
+    columns_and_rows = (P(None, "tensor"), P("tensor"))
+    pins = {f"layers[{i}]": columns_and_rows[i % 2] for i in range(8)}
+    pins |= {"x": P("data"), "y": P("data")}
+    step = autopar.parallelize(
+        case.step, method=PipelineParallel(2, 4), mesh="data:2;tensor:2", pins=pins
+    )
+    plan = run_pipeline_as_planned(step, *case.args).plan
+    for each in plan.stages.programs:
+        homes = {i.path: i.spec for i in each.sharding.inputs}
+        for i in range(8):
+            wanted = (-1, (i + 1) % 2)  # dim 1 of even layers, dim 0 of odd ones
+            assert homes.get(f"layers[{i}]", wanted) == wanted

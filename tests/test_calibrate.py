@@ -1,0 +1,181 @@
+"""What calibration measures, fits and writes, and that plans can be priced with it."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+import autopar.calibrate as measuring
+from autopar.build_graph import build_graph
+from autopar.calibrate import Effort, calibrate, efficiency_curve
+from autopar.cli import main
+from autopar.cluster import Cluster
+from autopar.cluster_file import to_toml
+from autopar.collective_fit import Timing, fit_links
+from autopar.costs.collectives import affine
+from autopar.hardware import COLLECTIVE_KINDS, AxisLink, Link
+from autopar.intra_op import plan_intra_op
+from autopar.mesh import MeshShape
+from autopar.plan_price import plan_seconds
+from autopar.planning import roles_of
+from autopar.tracing import trace
+from benchmarks.models import build
+
+QUICK = Effort(
+    sizes=(16, 32, 64),
+    dtypes=("float32",),
+    memory_bytes=1 << 16,
+    collective_bytes=(1 << 10, 1 << 14),
+    run_seconds=0.002,
+    runs=2,
+)
+
+
+def timings(link: AxisLink) -> list[Timing]:
+    found = []
+    for kind in COLLECTIVE_KINDS:
+        for size in (2, 8):
+            sized = AxisLink(
+                size,
+                link.alpha_seconds,
+                link.seconds_per_byte,
+                link.launch_seconds,
+                link.factors,
+            )
+            fixed, per_byte = affine(kind, [sized])
+            for num_bytes in (1e3, 1e5, 1e7):
+                seconds = fixed + per_byte * num_bytes
+                found.append(Timing(kind, size, num_bytes, seconds))
+    return found
+
+
+def test_the_constants_of_a_link_are_found_again() -> None:
+    launch_seconds, link = fit_links(timings(AxisLink(8, 2e-6, 1e-9, 1e-5)), "wire")
+    assert launch_seconds == pytest.approx(1e-5, rel=1e-3)
+    assert link.alpha_seconds == pytest.approx(2e-6, rel=1e-3)
+    assert link.bandwidth == pytest.approx(1e9, rel=1e-3)
+    for kind in COLLECTIVE_KINDS:
+        assert link.factors[kind] == pytest.approx((1.0, 1.0), rel=1e-2)
+
+
+def test_what_a_kind_differs_by_becomes_its_factors() -> None:
+    odd = {"all_to_all": (1.0, 3.0)}
+    truth = AxisLink(8, 2e-6, 1e-9, 1e-5, odd)
+    launch_seconds, link = fit_links(timings(truth), "wire")
+    assert link.factors["all_to_all"][1] == pytest.approx(3.0, rel=1e-2)
+    fitted = AxisLink(8, link.alpha_seconds, link.seconds_per_byte, launch_seconds)
+    fitted = AxisLink(
+        *(fitted.size, fitted.alpha_seconds),
+        fitted.seconds_per_byte,
+        launch_seconds,
+        link.factors,
+    )
+    for kind in COLLECTIVE_KINDS:
+        assert affine(kind, [fitted]) == pytest.approx(affine(kind, [truth]), rel=0.02)
+
+
+def test_a_curve_never_makes_a_larger_product_quicker() -> None:
+    rates = {1e3: 1e6, 1e6: 5e8, 1e7: 2e10, 1e9: 1e10}
+    curve = efficiency_curve(rates)
+    assert [flops for flops, _ in curve] == sorted(rates)
+    assert max(fraction for _, fraction in curve) == 1.0
+    seconds = [flops / fraction for flops, fraction in curve]
+    assert seconds == sorted(seconds)
+    flat = efficiency_curve({1e3: 1.0, 1e4: 20.0})
+    assert flat[0][1] == pytest.approx(0.1) and flat[1][1] == 1.0
+
+
+@pytest.fixture(scope="module")
+def measured() -> Cluster:
+    return calibrate(QUICK)
+
+
+def test_this_machine_is_measured_and_its_file_is_read_back(
+    measured: Cluster, tmp_path: Path
+) -> None:
+    path = tmp_path / "my.toml"
+    path.write_text(to_toml(measured, "two\nlines"))
+    loaded = Cluster.load(path)
+    assert to_toml(loaded) == to_toml(measured)
+    assert loaded.devices_per_host == jax.device_count()
+    assert 1e6 < loaded.device.peak_flops["float32"] < 1e15
+    assert len(loaded.device.efficiency["float32"]) == 3
+    assert set(loaded.host_link.factors) == set(COLLECTIVE_KINDS)
+    assert loaded.host_link == loaded.network_link
+
+
+def test_the_loops_hold_the_collectives_that_they_time() -> None:
+    mesh = jax.make_mesh((8,), ("member",), axis_types=(AxisType.Auto,))
+    names = {
+        "all_reduce": "psum",
+        "all_gather": "all_gather",
+        "reduce_scatter": "reduce_scatter",
+        "all_to_all": "all_to_all",
+        "collective_permute": "ppermute",
+    }
+    spec = jax.sharding.PartitionSpec("member")
+    for kind in COLLECTIVE_KINDS:
+        step = measuring._STEPS[kind](8)
+        mapped = jax.shard_map(
+            step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+        )
+        text = str(jax.make_jaxpr(mapped)(jax.numpy.zeros(8 * 64)))
+        assert f"{names[kind]}[" in text or f"{names[kind]}_invariant[" in text
+
+
+def test_collectives_keep_their_shape_so_that_a_loop_repeats_them() -> None:
+    mesh = jax.make_mesh((8,), ("member",), axis_types=(AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("member")
+    for kind in COLLECTIVE_KINDS:
+        mapped = jax.shard_map(
+            measuring._STEPS[kind](8),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=False,
+        )
+        assert jax.eval_shape(mapped, jax.numpy.zeros(8 * 64)).shape == (8 * 64,)
+
+
+def graph_of(name: str) -> Any:
+    workload = build(name)
+    traced = trace(workload.step, workload.abstract(), {})
+    return build_graph(traced, roles_of(traced))
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm"])
+def test_a_plan_priced_with_its_own_cluster_costs_what_it_predicts(name: str) -> None:
+    graph, cluster = graph_of(name), Cluster.preset("2x4xH100")
+    plan = plan_intra_op(graph, MeshShape(("x", "y"), (2, 4)), cluster, gap=0.01).plan
+    seconds = plan_seconds(graph, plan, cluster)
+    assert seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
+    slower = plan_seconds(graph, plan, Cluster.preset("2x4xV100"))
+    assert slower > 1.5 * seconds
+
+
+def test_the_command_writes_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measuring, "Effort", lambda: QUICK)
+    path = tmp_path / "my.toml"
+    with pytest.raises(SystemExit) as caught:
+        main(("calibrate", "--out", str(path)))
+    assert not caught.value.code
+    assert f"written to {path}" in capsys.readouterr().out
+    assert Cluster.load(path).num_devices == 8
+
+
+@pytest.mark.parametrize(
+    ("factors", "message"),
+    [
+        ({"all_sum": (1, 1)}, "did you mean all_reduce"),
+        ({"all_reduce": 2.0}, "must be two numbers, of its latency and of its bytes"),
+        ({"all_reduce": (1.0, -1.0)}, "`factors.all_reduce` must be a number above"),
+        ([1, 2], "`factors` must be a table"),
+    ],
+)
+def test_bad_factors_are_refused(factors: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Link("wire", 1e-6, 1e9, 1.0, factors)

@@ -1,0 +1,248 @@
+"""A memory budget is a hard constraint: of the plan, and of the compiled program."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.cluster import Cluster
+from autopar.costs.memory import memory_profile
+from autopar.intra_op import read_plan
+from autopar.memory_budget import RESERVED_FRACTION, default_budget, parse_budget
+from autopar.memory_use import MemoryUse
+from autopar.memory_users import memory_users
+from autopar.mesh import parse_mesh
+from autopar.program_points import live_sets
+from autopar.resharding import Resharder
+from autopar.sharding_problem import build_problem
+from autopar.solver import ChoiceGraph, Infeasible, solve
+from autopar.solver.brute_force import brute_force
+from benchmarks.models import build
+from tests.rows.fixtures import Case, random
+from tests.rows.named_plans import graph_of
+
+GPT: dict[str, Any] = {
+    "num_layers": 1,
+    "batch_size": 8,
+    "seq_len": 4,
+    "hidden": 32,
+    "num_heads": 4,
+    "vocab_size": 64,
+}
+
+
+def dear_launches() -> Cluster:
+    """The local cluster, where one collective more costs a lot."""
+    return replace(Cluster.local(), launch_seconds=1e-3)
+
+
+def compiled_bytes(compiled: Any) -> int:
+    return MemoryUse.of(compiled.compiled).device_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("70GiB", 70 * 2**30),
+        ("1.5 GB", 1_500_000_000),
+        ("900mb", 900_000_000),
+        ("4096", 4096),
+        (123, 123),
+    ],
+)
+def test_a_budget_is_bytes_or_a_text(given: int | str, expected: int) -> None:
+    assert parse_budget(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ("70 gigs", ValueError, "unit 'gigs'"),
+        ("lots", ValueError, "number with a unit"),
+        ("-1GiB", ValueError, "must be positive"),
+        (0, ValueError, "must be positive"),
+        (1.5, TypeError, "of type float"),
+        (True, TypeError, "of type bool"),
+    ],
+)
+def test_a_bad_budget_says_what_to_write(given: Any, error: type, text: str) -> None:
+    with pytest.raises(error, match=text) as raised:
+        autopar.parallelize(lambda x: x, memory_budget=given)
+    assert "'70GiB'" in str(raised.value)
+
+
+def test_a_plan_that_is_given_has_no_budget() -> None:
+    step = autopar.parallelize(lambda x: x + 1.0)
+    plan = step.plan(jnp.ones(8))
+    with pytest.raises(ValueError, match="`memory_budget` must be left out"):
+        autopar.parallelize(lambda x: x + 1.0, plan=plan, memory_budget="1GiB")
+
+
+def test_the_default_is_the_devices_memory_less_a_reserve() -> None:
+    cluster = Cluster.preset("8xH100")
+    reserve = 1 - RESERVED_FRACTION
+    assert default_budget(cluster) == int(cluster.device.memory_bytes * reserve)
+    plan = autopar.parallelize(lambda x: x + 1.0).plan(jnp.ones(8))
+    assert plan.predicted.peak_bytes <= default_budget(Cluster.local())
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize("mesh", ["x:8", "x:2;y:4"])
+def test_predicted_memory_is_near_the_compiled_programs(name: str, mesh: str) -> None:
+    """No plan is compiled again here: this is the model's own error."""
+    options: dict[str, Any] = {}
+    if name == "gpt":
+        options = {"scan_layers": True, "remat": True}
+    workload = build(name, **options)
+    step = autopar.parallelize(workload.step, mesh=mesh)
+    compiled = step.lower(*workload.abstract()).compile()
+    assert compiled.plan.predicted.memory_correction == 1.0
+    predicted = compiled.plan.predicted.peak_bytes
+    assert predicted == pytest.approx(compiled_bytes(compiled), rel=0.05)
+
+
+def losses(step: Any, state: Any, batch: Any) -> tuple[list[float], Any]:
+    found = []
+    for _ in range(2):
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    return found, state
+
+
+def test_as_the_budget_falls_optimizer_state_is_sharded_until_nothing_fits() -> None:
+    """Parameters are pinned whole, so that ZeRO is all that is left to do."""
+    workload = build("gpt", **GPT)
+    options: dict[str, Any] = dict(
+        mesh="x:8",
+        cluster=dear_launches(),
+        pins={r"^state\.params": P(), r"^batch": P("x")},
+    )
+    spec = workload.abstract()
+    budgets: list[int | None] = [None]
+    states, seconds = [], []
+    expected, final = losses(
+        jax.jit(workload.step), workload.init(jax.random.key(0)), workload.make_batch(0)
+    )
+    for _ in range(2):
+        budget = budgets[-1]
+        step = autopar.parallelize(workload.step, memory_budget=budget, **options)
+        compiled = step.lower(*spec).compile()
+        compiled.audit().raise_if_wrong()
+        held, plan = compiled_bytes(compiled), compiled.plan
+        if budget is not None:
+            assert held <= budget == plan.predicted.budget_bytes
+        states.append(plan.sharding.state_bytes())
+        seconds.append(plan.predicted.step_seconds)
+        found, state = losses(
+            step, workload.init(jax.random.key(0)), workload.make_batch(0)
+        )
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        for ours, theirs in zip(
+            jax.tree.leaves(state.params), jax.tree.leaves(final.params), strict=True
+        ):
+            np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=2e-4)
+        budgets.append(int(0.9 * held))
+    assert states[1] < states[0]
+    assert seconds[1] >= seconds[0]
+
+    tight = states[1] // 4
+    with pytest.raises(autopar.InfeasiblePlanError) as raised:
+        autopar.parallelize(workload.step, memory_budget=tight, **options).plan(*spec)
+    error = raised.value
+    assert error.least_budget_bytes is not None
+    assert tight < error.least_budget_bytes <= (budgets[1] or 0)
+    assert f"memory_budget={error.least_budget_bytes}" in str(error)
+    assert str(error).split("Most is taken by ")[1].count(";") == 4
+    assert "state.params" in str(error)
+
+
+def test_the_least_budget_that_an_error_names_does() -> None:
+    """Up to what compiling adds to the prediction, which the second error names."""
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, grad = jax.value_and_grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+        return w - 0.1 * grad, loss
+
+    spec = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    budget: int | None = 10_000
+    for _ in range(4):
+        try:
+            plan = autopar.parallelize(step, mesh="x:8", memory_budget=budget).plan(
+                spec, spec
+            )
+            break
+        except autopar.InfeasiblePlanError as error:
+            assert error.least_budget_bytes is not None
+            assert error.least_budget_bytes > (budget or 0)
+            budget = error.least_budget_bytes
+    else:
+        pytest.fail(f"no named budget did, the last being {budget}")
+    assert plan.predicted.budget_bytes == budget
+
+
+def test_users_of_memory_are_named_largest_first() -> None:
+    def step(params: jax.Array, x: jax.Array) -> tuple[Any, jax.Array]:
+        grads = jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(params)
+        updates, _ = optax.sgd(0.1).update(grads, optax.sgd(0.1).init(params))
+        return optax.apply_updates(params, updates), grads.sum()
+
+    lowered = autopar.parallelize(step, mesh="x:8").lower(
+        jnp.ones((64, 64)), jnp.ones((8, 64))
+    )
+    profile = memory_profile(lowered.graph, lowered.plan.sharding)
+    users = memory_users(profile)
+    sizes = [user.bytes for user in users]
+    assert sizes == sorted(sizes, reverse=True)
+    assert {"params", "x"} <= {user.name for user in users}
+    assert sum(sizes) + profile.output_bytes == profile.peak_bytes
+
+
+# Sizes of which few split four ways: brute force goes through every assignment.
+SMALL: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
+    "dot_relu_dot": (lambda x, w, v: jax.nn.relu(x @ w) @ v, ((3, 4), (4, 2), (2, 3))),
+    "read_twice": (lambda x, w: (x @ w) * jnp.sum(w), ((4, 3), (3, 4))),
+    "update": (lambda w, x: w - 0.1 * (x.T @ x @ w), ((4, 3), (3, 4))),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("fraction", [0.2, 0.5, 0.8])
+def test_small_graphs_bound_brute_force_plan(name: str, fraction: float) -> None:
+    """With live sets as they are planned with, and budgets that bind."""
+    fun, shapes = SMALL[name]
+    case = Case(fun, tuple(random(i, *shape) for i, shape in enumerate(shapes)))
+    mesh, cluster = parse_mesh("a:4"), Cluster.local()
+    resharder, graph = Resharder(mesh, cluster), graph_of(case)
+    problem = build_problem(graph, mesh, cluster, resharder, counts_memory=True)
+    free = solve(problem.choice_graph, gap=0.0)
+    plan = read_plan(problem, free, cluster, resharder)
+    sets = live_sets(problem, memory_profile(graph, plan))
+    full = replace(problem.choice_graph, live_sets=sets)
+    assert math.prod(node.costs.size for node in full.nodes) <= 3_000_000
+    budget = _budget(full, fraction)
+    try:
+        best = brute_force(replace(full, budget=budget))
+    except Infeasible as error:
+        with pytest.raises(Infeasible) as raised:
+            solve(replace(full, budget=budget), gap=0.0)
+        assert raised.value.least_budget >= error.least_budget * (1 - 1e-6)
+        return
+    found = solve(replace(full, budget=budget), gap=0.0, free=free)
+    assert full.peak_bytes(found.choices) <= budget * (1 + 1e-6)
+    assert found.bound <= best.cost * (1 + 1e-9)
+    assert found.cost == pytest.approx(best.cost, rel=1e-9)
+
+
+def _budget(graph: ChoiceGraph, fraction: float) -> float:
+    """So far between the least and the most that a live set can hold."""
+    least = np.array([node.bytes.min() for node in graph.nodes])
+    most = np.array([node.bytes.max() for node in graph.nodes])
+    low, high = graph.sum_live(least).max(), graph.sum_live(most).max()
+    return float(low + fraction * (high - low))

@@ -1,0 +1,278 @@
+"""Which meshes are tried where none is given, which one wins, and what is left."""
+
+import logging
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import autopar
+from autopar.build_graph import build_graph
+from autopar.cluster import Cluster
+from autopar.errors import InfeasiblePlanError
+from autopar.intra_op import IntraOpSolution, plan_intra_op
+from autopar.mesh import MeshShape
+from autopar.mesh_search import (
+    default_mesh,
+    is_refined_by,
+    least_seconds,
+    mesh_shapes,
+    neighbours,
+    search_meshes,
+)
+from autopar.planning import roles_of
+from autopar.tracing import trace
+from benchmarks.models import build
+
+
+def sizes_of(cluster: str) -> list[tuple[int, ...]]:
+    return [mesh.axis_sizes for mesh in mesh_shapes(Cluster.preset(cluster))]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "sizes"),
+    [
+        ("1xH100", [(1,)]),
+        ("7xH100", [(7,)]),
+        ("8xH100", [(8,), (4, 2), (2, 2, 2)]),
+        ("6xH100", [(6,), (3, 2)]),
+        ("12xH100", [(12,), (4, 3), (6, 2), (3, 2, 2)]),
+        ("2x4xA100", [(8,), (2, 4), (4, 2), (2, 2, 2)]),
+    ],
+)
+def test_shapes_follow_the_levels_and_symmetric_ones_come_once(
+    cluster: str, sizes: list[tuple[int, ...]]
+) -> None:
+    assert sizes_of(cluster) == sizes
+
+
+def test_no_cut_splits_hosts_unevenly() -> None:
+    for mesh in mesh_shapes(Cluster.preset("3x8xH100")):
+        runs = np.cumprod(mesh.axis_sizes[::-1])
+        assert all(8 % run == 0 or run % 8 == 0 for run in runs)
+
+
+def test_every_shape_holds_every_device_and_its_axes_are_x_y_z() -> None:
+    for mesh in mesh_shapes(Cluster.preset("8x8xH100")):
+        assert mesh.size == 64
+        assert mesh.axis_names == ("x", "y", "z")[: mesh.num_axes]
+
+
+def test_every_shape_is_reached_from_one_axis() -> None:
+    cluster = Cluster.preset("4x8xH100")
+    reached, waiting = set(), [mesh_shapes(cluster)[0]]
+    while waiting:
+        mesh = waiting.pop()
+        if mesh not in reached:
+            reached.add(mesh)
+            waiting += neighbours(mesh, cluster)
+    assert reached == set(mesh_shapes(cluster))
+
+
+def test_the_default_has_an_axis_for_each_level() -> None:
+    assert default_mesh(Cluster.preset("8xH100")).axis_sizes == (8,)
+    assert default_mesh(Cluster.preset("4x8xH100")).axis_sizes == (4, 8)
+    assert default_mesh(Cluster.preset("4x1xH100")).axis_sizes == (4,)
+
+
+def test_a_shape_is_refined_by_its_cuts_and_more() -> None:
+    whole, pair, three = (
+        MeshShape(("x", "y", "z")[: len(sizes)], sizes)
+        for sizes in ((8,), (4, 2), (2, 2, 2))
+    )
+    assert is_refined_by(whole, three) and is_refined_by(pair, three)
+    assert is_refined_by(pair, pair) and not is_refined_by(three, pair)
+
+
+@dataclass
+class Planner:
+    """Plans whose costs are given by sizes; the bound is `looseness` below the cost."""
+
+    seconds: dict[tuple[int, ...], float]
+    other: float = 9.0
+    looseness: float = 0.0
+    needs: tuple[int, int, int] = (90, 60, 30)
+
+    def __post_init__(self) -> None:
+        self.asked: list[tuple[tuple[int, ...], float]] = []
+
+    def __call__(self, mesh: MeshShape, gap: float) -> IntraOpSolution:
+        self.asked.append((mesh.axis_sizes, gap))
+        seconds = self.seconds.get(mesh.axis_sizes, self.other)
+        if seconds == np.inf:
+            raise InfeasiblePlanError(f"{mesh}", self.needs[mesh.num_axes - 1])
+        plan = SimpleNamespace(
+            mesh=mesh, predicted=SimpleNamespace(step_seconds=seconds)
+        )
+        bound = seconds - self.looseness
+        found = SimpleNamespace(bound=bound, gap=gap if gap > 1e-3 else 0.0)
+        return IntraOpSolution(cast(Any, plan), cast(Any, found))
+
+    @property
+    def shapes_asked(self) -> list[tuple[int, ...]]:
+        return [sizes for sizes, _ in self.asked]
+
+
+CLUSTER = Cluster.preset("8x8xH100")
+
+
+def test_the_search_climbs_to_a_shape_of_three_axes_and_solves_it_tightly() -> None:
+    planner = Planner({(64,): 5.0, (8, 8): 4.0, (16, 4): 3.0, (16, 2, 2): 2.0})
+    found = search_meshes(CLUSTER, planner)
+    assert found.solution.plan.mesh.axis_sizes == (16, 2, 2)
+    assert planner.asked[0] == ((64,), 1e-4)
+    assert planner.asked[-1] == ((16, 2, 2), 1e-4)
+    assert "mesh x:16;y:2;z:2 of 14 aligned shapes; tried x:64 5 s" in str(found)
+
+
+def test_equal_shapes_leave_the_simplest() -> None:
+    planner = Planner({}, other=1.0)
+    found = search_meshes(CLUSTER, planner)
+    assert found.solution.plan.mesh.axis_sizes == (64,)
+    assert planner.shapes_asked.count((64,)) == 1
+
+
+def test_a_gain_too_small_is_not_worth_an_axis() -> None:
+    found = search_meshes(CLUSTER, Planner({(8, 8): 0.999}, other=1.0))
+    assert found.solution.plan.mesh.axis_sizes == (64,)
+
+
+def test_at_the_floor_nothing_else_is_solved() -> None:
+    planner = Planner({(64,): 1.001})
+    search_meshes(CLUSTER, planner, floor_seconds=1.0)
+    assert planner.shapes_asked == [(64,)]
+
+
+def test_near_the_floor_one_cut_is_tried() -> None:
+    planner = Planner({}, other=1.1)
+    search_meshes(CLUSTER, planner, floor_seconds=1.0)
+    assert planner.shapes_asked == [(64,), (8, 8)]
+
+
+def test_a_bound_of_a_finer_shape_rules_out_the_coarser_ones() -> None:
+    # (4, 4, 4) is solved before (4, 16), and is it with the last axis cut.
+    costs = {(64,): 5.0, (8, 8): 4.0, (16, 4): 3.0, (4, 4, 4): 2.0}
+    planner = Planner(costs)
+    assert search_meshes(CLUSTER, planner).solution.plan.mesh.num_axes == 3
+    assert (4, 16) not in planner.shapes_asked
+    loose = Planner({**costs, (4, 16): 1.0}, looseness=1.5)
+    found = search_meshes(CLUSTER, loose).solution.plan.mesh
+    assert found.axis_sizes == (4, 4, 4)  # no neighbour of it has two axes
+
+
+def test_what_does_not_fit_on_one_axis_is_looked_for_on_more() -> None:
+    planner = Planner({(4, 2, 8): 7.0, (8, 4, 2): 6.0, (4, 4, 4): 5.0}, other=np.inf)
+    found = search_meshes(CLUSTER, planner)
+    assert found.solution.plan.mesh.num_axes == 3
+    assert "tried x:64 does not fit, x:8;y:8 does not fit, x:4;y:2;z:8 7 s" in str(
+        found
+    )
+
+
+def test_nothing_fits_gives_the_least_budget_of_all() -> None:
+    with pytest.raises(InfeasiblePlanError) as caught:
+        search_meshes(CLUSTER, Planner({}, other=np.inf))
+    assert caught.value.least_budget_bytes == 30
+
+
+def test_where_cutting_does_not_help_no_finer_shape_is_solved() -> None:
+    planner = Planner({}, other=np.inf, needs=(60, 60, 60))
+    with pytest.raises(InfeasiblePlanError):
+        search_meshes(CLUSTER, planner)
+    assert planner.shapes_asked == [(64,), (8, 8)]
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 2, 2)])
+def test_no_plan_goes_below_the_floor(shape: tuple[int, ...]) -> None:
+    cluster = Cluster.preset("8xA100")
+    workload = build("mlp")
+    traced = trace(workload.step, workload.abstract(), {})
+    graph = build_graph(traced, roles_of(traced))
+    mesh = MeshShape(("x", "y", "z")[: len(shape)], shape)
+    plan = plan_intra_op(graph, mesh, cluster).plan
+    assert 0 < least_seconds(graph, cluster) <= plan.predicted.step_seconds
+
+
+def test_a_finer_mesh_is_found_where_one_axis_does_not_divide(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def product(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.sin(x @ y)
+
+    kind = jax.ShapeDtypeStruct((4 * 3, 1 << 13), jnp.float32)
+    other = jax.ShapeDtypeStruct((1 << 13, 2 * 5), jnp.float32)
+    cluster = Cluster.preset("8xH100")
+    with caplog.at_level(logging.INFO, "autopar"):
+        plan = autopar.parallelize(product, cluster=cluster).plan(kind, other)
+    one_axis = autopar.parallelize(product, cluster=cluster, mesh="x:8")
+    assert plan.sharding.mesh.num_axes > 1
+    predicted = one_axis.plan(kind, other).predicted
+    assert plan.predicted.step_seconds < predicted.step_seconds
+    (line,) = [r.message for r in caplog.records if "aligned shapes" in r.message]
+    assert "of 3 aligned shapes; tried x:8" in line and "x:4;y:2" in line
+
+
+def test_a_searched_mesh_runs_and_is_the_same_each_time() -> None:
+    def product(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.sin(x @ y)
+
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(12, 256)), jnp.float32)
+    y = jnp.asarray(rng.normal(size=(256, 10)), jnp.float32)
+    step = autopar.parallelize(product)
+    np.testing.assert_allclose(step(x, y), product(x, y), rtol=2e-5, atol=2e-5)
+    again = autopar.parallelize(product).plan(x, y)
+    assert step.plan(x, y).sharding == again.sharding
+
+
+def meshes_tried(caplog: pytest.LogCaptureFixture) -> bool:
+    return any("aligned shapes" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": "a:4;b:2"},
+        {"pins": {"x": PartitionSpec("x")}},
+    ],
+    ids=str,
+)
+def test_what_the_user_names_is_not_searched(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def double(x: jax.Array) -> jax.Array:
+        return 2 * x
+
+    with caplog.at_level(logging.INFO, "autopar"):
+        autopar.parallelize(double, **options).plan(jnp.ones((8, 8)))
+    assert not meshes_tried(caplog)
+
+
+def test_a_pin_in_the_step_keeps_the_default_mesh(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def double(x: jax.Array) -> jax.Array:
+        return 2 * autopar.pin(x, PartitionSpec("x"))
+
+    with caplog.at_level(logging.INFO, "autopar"):
+        plan = autopar.parallelize(double).plan(jnp.ones((8, 8)))
+    assert plan.sharding.mesh.axis_sizes == (8,)
+    assert not meshes_tried(caplog)
+
+
+def test_arguments_split_on_a_mesh_keep_it(mesh_2d: Mesh) -> None:
+    def double(x: jax.Array) -> jax.Array:
+        return 2 * x
+
+    split = NamedSharding(mesh_2d, PartitionSpec("y"))
+    whole = NamedSharding(mesh_2d, PartitionSpec())
+    ones = jnp.ones((8, 8))
+    step = autopar.parallelize(double)
+    assert str(step.plan(jax.device_put(ones, split)).sharding.mesh) == "x:2;y:4"
+    other = autopar.parallelize(double).plan(jax.device_put(ones, whole))
+    assert other.sharding.mesh.axis_names == ("x",)
