@@ -42,6 +42,9 @@ def record() -> Iterator[Record]:
     jax.config.update("jax_enable_compilation_cache", True)
 
 
+FAILURES = RECORDS.with_name("fuzz_failures.txt")
+
+
 def first_seeds(test: Callable[..., None]) -> Callable[..., None]:
     """The examples of every short run, whatever the release of hypothesis."""
     for seed in range(EACH):
@@ -69,6 +72,7 @@ def test_programs_are_right_under_random_plans(topic: str, record: Record) -> No
                 warnings.simplefilter("ignore")
                 run_trial(seed, topic, record, COVERED if IS_LONG else None)
         except Failure as failure:
+            failure.keep(FAILURES)  # its reduction may take the process down
             failures[seed] = str(failure)
             pytest.fail(failures[seed], pytrace=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
+from pathlib import Path
 
 from tests.fuzz.cases import draw_case
 from tests.fuzz.generate import RULES, draw_program
@@ -21,6 +22,12 @@ class Failure(Exception):
 
     def __init__(self, program: Program, case: Case) -> None:
         self.program, self.case = program, case
+
+    def keep(self, path: Path) -> None:
+        """Append it to a file, as it was drawn."""
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            file.write(f"{self.__cause__!r}\non {self.case}\n{self.program}\n\n")
 
     def __str__(self) -> str:
         return report_of(*reduced(self.program, self.case, REDUCE_SECONDS))
