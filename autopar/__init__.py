@@ -7,29 +7,31 @@ import os as _os
 if not _os.path.isdir(_os.path.join(_os.path.dirname(__file__), "solver")):
     __path__.append(_os.path.dirname(_os.path.dirname(_os.path.abspath(__file__))))
 
-from . import layouts as layouts
 from .api import ParallelFunction as ParallelFunction
 from .api import parallelize as parallelize
 from .api import restore as restore
 from .api import save as save
-from .cluster import Cluster as Cluster
-from .distributed_array import AbstractDistributedArray as AbstractDistributedArray
-from .distributed_array import DistributedArray as DistributedArray
-from .distributed_array import fetch as fetch
+from .clusters.cluster import Cluster as Cluster
 from .errors import AuditError as AuditError
 from .errors import AutoparError as AutoparError
 from .errors import FallbackWarning as FallbackWarning
 from .errors import InfeasiblePlanError as InfeasiblePlanError
 from .errors import PlanFileError as PlanFileError
-from .layout_rules import LayoutRules as LayoutRules
-from .methods import Auto as Auto
-from .methods import PipelineParallel as PipelineParallel
-from .methods import ShardParallel as ShardParallel
-from .microbatches import BatchCoupledError as BatchCoupledError
-from .named_methods import DataParallel as DataParallel
-from .named_methods import Megatron as Megatron
-from .named_methods import Zero as Zero
-from .parallel_plan import Plan as Plan
-from .pin_primitive import pin as pin
-from .pins import FREE as FREE
+from .methods.layout_rules import LayoutRules as LayoutRules
+from .methods.methods import Auto as Auto
+from .methods.methods import PipelineParallel as PipelineParallel
+from .methods.methods import ShardParallel as ShardParallel
+from .methods.named_methods import DataParallel as DataParallel
+from .methods.named_methods import Megatron as Megatron
+from .methods.named_methods import Zero as Zero
+from .microbatches.microbatches import BatchCoupledError as BatchCoupledError
+from .plans.parallel_plan import Plan as Plan
 from .rules.custom import register_rule as register_rule
+from .sharding import layouts as layouts
+from .sharding.pin_primitive import pin as pin
+from .sharding.pins import FREE as FREE
+from .state.distributed_array import (
+    AbstractDistributedArray as AbstractDistributedArray,
+)
+from .state.distributed_array import DistributedArray as DistributedArray
+from .state.distributed_array import fetch as fetch

@@ -14,12 +14,9 @@ import jax
 from autopar.runtime.checkpoint import restore as restore
 from autopar.runtime.checkpoint import save as save
 
-from .calls import Call, open_call, plain_function
-from .cluster import Cluster
-from .compiled_memory import plan_fitting
-from .constant_leaves import ResultTree, takes_only_arrays
-from .device_mesh import device_mesh
-from .distributed_array import abstract_leaf
+from .audit.compiled_memory import plan_fitting
+from .clusters.cluster import Cluster
+from .clusters.device_mesh import device_mesh
 from .execution import (
     Executable,
     end_workers,
@@ -28,30 +25,33 @@ from .execution import (
     run_init,
     staged_plan,
 )
-from .jax_compat import InternalFloatingPointError, is_jit_disabled
-from .lowered_pipeline import LoweredPipeline
-from .lowered_step import Lowered
-from .mesh import MeshLike
-from .methods import Method, PipelineParallel
-from .options import Options, check_options, resolve_options
-from .parallel_plan import Plan
-from .pin_costs import PinCosts, pin_costs
-from .pins import PinsLike
-from .pipeline import PipelinedStep
-from .pipeline_plan import PlannedPipeline, plan_pipeline
-from .planning import Planned, leaves_of, many_signatures
-from .programs import SignatureChanged, SpmdProgram, build_program
-from .resharding import Resharder
-from .state_init import PlacedInit, placed_state, stage_homes, whole_homes
-from .static_arguments import StaticArguments
-from .traced_init import noting_state, step_call, trace_init
-from .tracing import (
+from .frontend.calls import Call, open_call, plain_function
+from .frontend.constant_leaves import ResultTree, takes_only_arrays
+from .frontend.static_arguments import StaticArguments
+from .frontend.tracing import (
     argument_paths,
     check_leaves,
     is_tracing,
     parameter_names,
     weak_outputs,
 )
+from .jax_compat import InternalFloatingPointError, is_jit_disabled
+from .lowering.lowered_pipeline import LoweredPipeline
+from .lowering.lowered_step import Lowered
+from .lowering.programs import SignatureChanged, SpmdProgram, build_program
+from .methods.methods import Method, PipelineParallel
+from .options import Options, check_options, resolve_options
+from .pipelines.pipeline import PipelinedStep
+from .pipelines.pipeline_plan import PlannedPipeline, plan_pipeline
+from .planner.pin_costs import PinCosts, pin_costs
+from .planner.planning import Planned, leaves_of, many_signatures
+from .plans.parallel_plan import Plan
+from .sharding.mesh import MeshLike
+from .sharding.pins import PinsLike
+from .sharding.resharding import Resharder
+from .state.distributed_array import abstract_leaf
+from .state.state_init import PlacedInit, placed_state, stage_homes, whole_homes
+from .state.traced_init import noting_state, step_call, trace_init
 
 _log = logging.getLogger("autopar")
 _MANY_SIGNATURES = 8  # from then on a user should know that each is compiled

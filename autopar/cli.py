@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from . import calibrate_command, plan_command
+from .commands import calibrate_command, plan_command
 
 app = typer.Typer(
     help="Automatic parallelization of unmodified JAX train steps.",
@@ -93,10 +93,10 @@ def demo(
     """
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print("autopar demo: starting jax")
-    from .virtual_devices import use_virtual_devices
+    from .clusters.virtual_devices import use_virtual_devices
 
     use_virtual_devices(devices)
-    from .demo import run_demo
+    from .commands.demo import run_demo
 
     if not run_demo(console, steps=steps, num_devices=devices).ok:
         raise typer.Exit(1)
@@ -112,7 +112,7 @@ def explain(
     operators: Annotated[bool, plan_command.OPERATORS] = False,
 ) -> None:
     """Print a saved plan: what is split how, and what it costs."""
-    from .parallel_plan import Plan
+    from .plans.parallel_plan import Plan
 
     Plan.load(path).explain(operators=operators)
 
@@ -142,7 +142,7 @@ def launch(
     \b
         autopar launch --hosts 2 --devices-per-host 4 train.py --steps 10
     """
-    from .launch import launch as run_script
+    from .commands.launch import launch as run_script
 
     code = run_script(script, context.args, hosts, devices_per_host)
     if code:
@@ -156,10 +156,10 @@ def doctor(
     ] = False,
 ) -> None:
     """Check that this installation can plan and run; exit code 1 if not."""
-    from .doctor import run_checks
+    from .commands.doctor import run_checks
 
     if coverage:
-        from .coverage import format_coverage
+        from .commands.coverage import format_coverage
 
         print(format_coverage())
         return

@@ -19,16 +19,16 @@ from autopar.runtime.schedule import (
 from autopar.runtime.simulate import simulate
 from autopar.runtime.worker import PipelineExecutable
 
-from .cluster import Cluster
-from .device_mesh import submesh_of
-from .effects import refuse_callbacks
-from .parallel_plan import Plan
-from .pipeline import PipelinedStep, lower_pipeline
-from .pipeline_plan import PlannedPipeline
-from .planning import Planned
-from .programs import SpmdProgram
-from .staged_plan import StagedPlan, StageProgramPlan, total_prediction
-from .state_init import InitProgram, PlacedInit, init_programs, made_state
+from .clusters.cluster import Cluster
+from .clusters.device_mesh import submesh_of
+from .frontend.effects import refuse_callbacks
+from .lowering.programs import SpmdProgram
+from .pipelines.pipeline import PipelinedStep, lower_pipeline
+from .pipelines.pipeline_plan import PlannedPipeline
+from .planner.planning import Planned
+from .plans.parallel_plan import Plan
+from .plans.staged_plan import StagedPlan, StageProgramPlan, total_prediction
+from .state.state_init import InitProgram, PlacedInit, init_programs, made_state
 
 Executable = LocalExecutable | RayExecutable | PipelinedStep
 

@@ -8,16 +8,16 @@ from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
-from .cluster import Cluster
-from .layout_rules import LayoutRules, as_layout_rules
-from .layouts import parse_layout
-from .memory_budget import parse_budget
-from .mesh import MeshLike
-from .methods import Auto, Method, Microbatched, PipelineParallel, check_method
-from .microbatch_semantics import MicrobatchSemantics
-from .parallel_plan import Plan
-from .staged_plan import StagedPlan
-from .static_arguments import keyword_names, resolve_positions
+from .clusters.cluster import Cluster
+from .frontend.static_arguments import keyword_names, resolve_positions
+from .methods.layout_rules import LayoutRules, as_layout_rules
+from .methods.methods import Auto, Method, Microbatched, PipelineParallel, check_method
+from .microbatches.microbatch_semantics import MicrobatchSemantics
+from .planner.memory_budget import parse_budget
+from .plans.parallel_plan import Plan
+from .plans.staged_plan import StagedPlan
+from .sharding.layouts import parse_layout
+from .sharding.mesh import MeshLike
 
 Positions = tuple[int, ...] | Literal["auto"]
 

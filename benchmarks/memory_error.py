@@ -74,7 +74,7 @@ def measure(model: str, mesh: str, budgets: Sequence[float]) -> Iterator[Measure
 
 def _measure(model: str, mesh: str, budget: int | None) -> Measurement:
     import autopar
-    from autopar.memory_use import MemoryUse
+    from autopar.audit.memory_use import MemoryUse
 
     from .models import build
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.programs import PipelineProgram, TaskKind
+    from autopar.lowering.programs import PipelineProgram, TaskKind
     from autopar.runtime.schedule import Schedule
 
 NUM_MICROBATCHES = 16
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.1, help="of a forward")
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
-    from autopar.virtual_devices import use_virtual_devices
+    from autopar.clusters.virtual_devices import use_virtual_devices
 
     use_virtual_devices(8)
     from rich.console import Console

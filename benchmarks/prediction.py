@@ -20,8 +20,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autopar.cluster import Cluster
-    from autopar.parallel_plan import Plan
+    from autopar.clusters.cluster import Cluster
+    from autopar.plans.parallel_plan import Plan
 
     from .models import Workload
 
@@ -68,10 +68,10 @@ def measure(
 
 def predicted_seconds(workload: Workload, plan: Plan, cluster: Cluster) -> float:
     """Seconds of a step under a plan, by a cluster's constants."""
-    from autopar.build_graph import build_graph
-    from autopar.plan_price import plan_seconds
-    from autopar.planning import roles_of
-    from autopar.tracing import trace
+    from autopar.frontend.tracing import trace
+    from autopar.graph.build_graph import build_graph
+    from autopar.planner.plan_price import plan_seconds
+    from autopar.planner.planning import roles_of
 
     traced = trace(workload.step, workload.abstract(), {})
     graph = build_graph(traced, roles_of(traced))
@@ -125,11 +125,11 @@ def main() -> None:
     parser.add_argument("--cluster", help="a file that autopar calibrate wrote")
     parser.add_argument("--json", help="write the measurements to this file")
     arguments = parser.parse_args()
-    from autopar.virtual_devices import use_virtual_devices
+    from autopar.clusters.virtual_devices import use_virtual_devices
 
     use_virtual_devices(8)
-    from autopar.calibrate import calibrate
-    from autopar.cluster import Cluster
+    from autopar.clusters.calibrate import calibrate
+    from autopar.clusters.cluster import Cluster
 
     from .models import build
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
-    from autopar.graph import OpGraph
-    from autopar.parallel_plan import Plan
+    from autopar.graph.op_graph import OpGraph
+    from autopar.plans.parallel_plan import Plan
 
     from .models import Workload
 
@@ -120,8 +120,8 @@ def _programs(workload: Workload, mesh: str) -> dict[str, Callable[[], _Program]
 
 
 def _compiled(jitted: Any, arguments: Sequence[Any]) -> _Program:
-    from autopar.compiled_collectives import collectives_in_compiled
-    from autopar.plan import total_bytes
+    from autopar.audit.compiled_collectives import collectives_in_compiled
+    from autopar.plans.plan import total_bytes
 
     start = perf_counter()
     compiled = jitted.lower(*arguments).compile()
@@ -139,9 +139,9 @@ def _global_function(graph: OpGraph, plan: Plan, mesh: Any) -> Callable[..., Any
     from jax import lax
     from jax.sharding import NamedSharding
 
-    from autopar.graph import Constant
+    from autopar.graph.op_graph import Constant
     from autopar.rules.base import bind_params
-    from autopar.spec import is_pending, to_partition_spec
+    from autopar.sharding.spec import is_pending, to_partition_spec
 
     names = plan.sharding.mesh.axis_names
 
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", help="write the measurements to this file")
     arguments = parser.parse_args()
-    from autopar.virtual_devices import use_virtual_devices
+    from autopar.clusters.virtual_devices import use_virtual_devices
 
     use_virtual_devices(8)
     from rich.console import Console

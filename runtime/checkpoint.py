@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import AbstractMesh
 from jax.tree_util import tree_map_with_path
 
-from autopar.distributed_array import AbstractDistributedArray, DistributedArray
-from autopar.programs import weakly_typed
+from autopar.lowering.programs import weakly_typed
+from autopar.state.distributed_array import AbstractDistributedArray, DistributedArray
 
 from .named_leaves import (
     ABSTRACT,

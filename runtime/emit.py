@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from autopar.programs import PipelineProgram
+from autopar.lowering.programs import PipelineProgram
 
 from .instructions import (
     Free,

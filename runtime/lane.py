@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import jax
 
-from autopar.programs import PipelineProgram
+from autopar.lowering.programs import PipelineProgram
 
 from .instructions import (
     Free,

@@ -9,17 +9,17 @@ from typing import Any
 
 import jax
 
-from autopar.distributed_array import (
-    AbstractDistributedArray,
-    DistributedArray,
-    abstract_leaf,
-    gathered,
-)
-from autopar.programs import (
+from autopar.lowering.programs import (
     SignatureChanged,
     SpmdProgram,
     is_checking_values,
     is_traced,
+)
+from autopar.state.distributed_array import (
+    AbstractDistributedArray,
+    DistributedArray,
+    abstract_leaf,
+    gathered,
 )
 
 _NO_DATA = (

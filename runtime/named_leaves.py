@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from autopar.distributed_array import AbstractDistributedArray, DistributedArray
+from autopar.state.distributed_array import AbstractDistributedArray, DistributedArray
 
 Names = tuple[str, ...]
 NUMBERS = (bool, int, float, complex)

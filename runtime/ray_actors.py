@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from autopar.cluster import Cluster, RayHosts
+from autopar.clusters.cluster import Cluster, RayHosts
 from autopar.errors import HostLostError
 
 from .ray_hosts import VIRTUAL_DEVICES, find_hosts, import_ray

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from autopar.exported_program import ShardedType
+from autopar.lowering.exported_program import ShardedType
 
 Tile = tuple[tuple[int, int], ...]  # start and stop in each dim
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import jax
 
-from autopar.cluster import Cluster
-from autopar.distributed_array import DistributedArray, abstract_leaf
-from autopar.exported_program import (
+from autopar.clusters.cluster import Cluster
+from autopar.lowering.exported_program import (
     ShardedType,
     export_program,
 )
-from autopar.programs import (
+from autopar.lowering.programs import (
     SignatureChanged,
     SpmdProgram,
     is_traced,
 )
+from autopar.state.distributed_array import DistributedArray, abstract_leaf
 
 from .instructions import InstructionList, Run, Value
 from .ray_steps import METRIC_BYTES, JobParts, LoadedJob

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
-from autopar.exported_program import ExportedProgram, ShardedType
+from autopar.lowering.exported_program import ExportedProgram, ShardedType
 
 from .instructions import Held
 from .ray_arrays import Block, HostShards

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.cluster import Cluster
-from autopar.distributed_array import DistributedArray
-from autopar.exported_program import ExportedProgram, ShardedType, export_program
-from autopar.programs import PipelineProgram, SpmdProgram
+from autopar.clusters.cluster import Cluster
+from autopar.lowering.exported_program import (
+    ExportedProgram,
+    ShardedType,
+    export_program,
+)
+from autopar.lowering.programs import PipelineProgram, SpmdProgram
+from autopar.state.distributed_array import DistributedArray
 
 from .emit import emit
 from .instructions import Held, InstructionList, Send, Value, made_and_used, step_inputs

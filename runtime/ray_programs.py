@@ -11,8 +11,8 @@ import numpy as np
 from jax import export
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
-from autopar.exported_program import ExportedProgram, ShardedType
-from autopar.programs import PipelineProgram, StageProgram
+from autopar.lowering.exported_program import ExportedProgram, ShardedType
+from autopar.lowering.programs import PipelineProgram, StageProgram
 
 from .ray_arrays import Block, HostShards
 from .ray_job import HostJob

@@ -12,14 +12,14 @@ from typing import Any
 
 import jax
 
-from autopar.cluster import Cluster
-from autopar.distributed_array import DistributedArray
-from autopar.exported_program import (
+from autopar.clusters.cluster import Cluster
+from autopar.lowering.exported_program import (
     ExportedProgram,
     ShardedType,
     plain_array,
     with_keys,
 )
+from autopar.state.distributed_array import DistributedArray
 
 from .instructions import Held, InstructionList
 from .ray_arrays import HostShards, RemoteArray, cut_for_hosts, join_blocks

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 from jax.experimental import transfer
 
-from autopar.exported_program import ShardedType
+from autopar.lowering.exported_program import ShardedType
 
 from .instructions import Value
 from .ray_programs import sharding_of

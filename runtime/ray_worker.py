@@ -29,7 +29,7 @@ from .ray_job import (
 )
 
 if TYPE_CHECKING:
-    from autopar.programs import PipelineProgram
+    from autopar.lowering.programs import PipelineProgram
 
     from .ray_programs import Resharding
     from .ray_transport import Address, Transport

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.cluster import Cluster
+from autopar.clusters.cluster import Cluster
 from autopar.errors import HostLostError, WorkerError
-from autopar.exported_program import ShardedType
+from autopar.lowering.exported_program import ShardedType
 
 from .ray_actors import START_SECONDS, start_actors
 from .ray_arrays import Block, Numbers, RemoteArray, cut_for_hosts, join_blocks

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
 
-from autopar.programs import TaskKind
+from autopar.lowering.programs import TaskKind
 
 _LETTERS: dict[TaskKind, str] = {"forward": "F", "backward": "B", "apply": "A"}
 _KINDS: dict[str, TaskKind] = {letter: kind for kind, letter in _LETTERS.items()}

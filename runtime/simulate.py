@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from autopar.programs import PipelineProgram, Slot, StageProgram, TaskKind
+from autopar.lowering.programs import PipelineProgram, Slot, StageProgram, TaskKind
 
 from .emit import emit
 from .instructions import (

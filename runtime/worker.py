@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from autopar.programs import PipelineProgram
+from autopar.lowering.programs import PipelineProgram
 
 from .emit import emit
 from .instructions import Held, Run, Value, step_inputs

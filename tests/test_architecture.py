@@ -17,19 +17,19 @@ PACKAGES = {
     "runtime": "autopar.runtime",
 }
 RUNTIME_MAY_IMPORT = (
-    "plan",
-    "programs",
-    "cluster",
-    "distributed_array",
+    "plans.plan",
+    "lowering.programs",
+    "lowering.exported_program",
+    "clusters.cluster",
+    "state.distributed_array",
     "errors",
-    "exported_program",
     "runtime",
 )
 # Only files of the runtime know ray, so these ask them: which hosts are there, and to
 # start a local cluster.
 RAY_QUESTIONS = {
-    "autopar.cluster": ("autopar.runtime.ray_hosts",),
-    "autopar.launch": ("autopar.runtime.ray_local",),
+    "autopar.clusters.cluster": ("autopar.runtime.ray_hosts",),
+    "autopar.commands.launch": ("autopar.runtime.ray_local",),
 }
 PRIVATE_JAX = ("jaxlib", "jax._", "jax.core", "jax.interpreters")
 JUNK_DRAWERS = {"util", "helper", "common", "manager", "core", "misc"}

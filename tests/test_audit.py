@@ -10,13 +10,13 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from autopar.audit import Audit, audit
-from autopar.collective import Collective
-from autopar.compiled_collectives import collectives_in_compiled
+from autopar.audit.audit import Audit, audit
+from autopar.audit.compiled_collectives import collectives_in_compiled
+from autopar.audit.lowered_collectives import collectives_in_lowered
+from autopar.audit.memory_use import MemoryUse
 from autopar.errors import AuditError, AutoparError
-from autopar.lowered_collectives import collectives_in_lowered
-from autopar.memory_use import MemoryUse
-from autopar.mesh import MeshShape
+from autopar.sharding.collective import Collective
+from autopar.sharding.mesh import MeshShape
 
 GRID = MeshShape(("data", "model"), (2, 4))
 DATA = GRID.groups(["data"])

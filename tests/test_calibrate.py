@@ -7,20 +7,20 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-import autopar.calibrate as measuring
-from autopar.build_graph import build_graph
-from autopar.calibrate import Effort, calibrate, efficiency_curve
+import autopar.clusters.calibrate as measuring
 from autopar.cli import main
-from autopar.cluster import Cluster
-from autopar.cluster_file import to_toml
-from autopar.collective_fit import Timing, fit_links
+from autopar.clusters.calibrate import Effort, calibrate, efficiency_curve
+from autopar.clusters.cluster import Cluster
+from autopar.clusters.cluster_file import to_toml
+from autopar.clusters.collective_fit import Timing, fit_links
+from autopar.clusters.hardware import COLLECTIVE_KINDS, AxisLink, Link
 from autopar.costs.collectives import affine
-from autopar.hardware import COLLECTIVE_KINDS, AxisLink, Link
-from autopar.intra_op import plan_intra_op
-from autopar.mesh import MeshShape
-from autopar.plan_price import plan_seconds
-from autopar.planning import roles_of
-from autopar.tracing import trace
+from autopar.frontend.tracing import trace
+from autopar.graph.build_graph import build_graph
+from autopar.planner.intra_op import plan_intra_op
+from autopar.planner.plan_price import plan_seconds
+from autopar.planner.planning import roles_of
+from autopar.sharding.mesh import MeshShape
 from benchmarks.models import build
 
 QUICK = Effort(

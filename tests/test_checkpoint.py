@@ -16,8 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.distributed_array import DistributedArray
-from autopar.methods import PipelineParallel
+from autopar.methods.methods import PipelineParallel
+from autopar.state.distributed_array import DistributedArray
 
 Tree = Any
 KEY = jax.random.key(0)

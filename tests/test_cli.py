@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from autopar.cli import main
-from autopar.doctor import Check, check_package, check_solver, run_checks
-from autopar.parallel_plan import Plan
+from autopar.commands.doctor import Check, check_package, check_solver, run_checks
+from autopar.plans.parallel_plan import Plan
 
 TRAIN = """
 import jax, jax.numpy as jnp

@@ -7,15 +7,12 @@ from pathlib import Path
 import jax
 import pytest
 
-import autopar.cluster
-from autopar.cluster import Cluster, Device, Link
+import autopar.clusters.cluster as clusters
+from autopar.clusters.cluster import Cluster, Device, Link
 from autopar.errors import AutoparError, ClusterFileError, FallbackWarning
-from autopar.mesh import MeshShape
+from autopar.sharding.mesh import MeshShape
 
-KINDS = sorted(
-    path.stem
-    for path in (Path(autopar.cluster.__file__).parent / "clusters").glob("*.toml")
-)
+KINDS = sorted(path.stem for path in Path(clusters.__file__).parent.glob("*.toml"))
 
 CLUSTER_TEXT = """
 name = "mine"
@@ -238,12 +235,12 @@ def test_the_local_cluster_is_the_devices_of_this_process() -> None:
     ],
 )
 def test_a_local_device_is_known_by_its_jax_kind(device_kind: str, kind: str) -> None:
-    assert autopar.cluster._preset_of(device_kind, "gpu").device.kind == kind
+    assert clusters._preset_of(device_kind, "gpu").device.kind == kind
 
 
 def test_an_unknown_local_device_falls_back_with_a_warning() -> None:
     with pytest.warns(FallbackWarning, match="'GeForce' has no preset, so its speed"):
-        assert autopar.cluster._preset_of("GeForce", "gpu").device.kind == "A100"
+        assert clusters._preset_of("GeForce", "gpu").device.kind == "A100"
 
 
 def test_a_cluster_prints_itself_on_one_screen() -> None:

@@ -5,8 +5,8 @@ from textwrap import dedent, indent
 
 import pytest
 
-from autopar.collective import Collective
-from autopar.compiled_collectives import collectives_in_compiled
+from autopar.audit.compiled_collectives import collectives_in_compiled
+from autopar.sharding.collective import Collective
 
 PAIRS = ((0, 2), (1, 3), (4, 6), (5, 7))
 QUADS = ((0, 1, 2, 3), (4, 5, 6, 7))

@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.constant_leaves import ResultTree, hold_constants, release_constants
+from autopar.frontend.constant_leaves import (
+    ResultTree,
+    hold_constants,
+    release_constants,
+)
 
 
 @jax.tree_util.register_dataclass

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import autopar
-from autopar.spec import to_partition_spec
+from autopar.sharding.spec import to_partition_spec
 from tests.rules.strategy_oracle import random_array
 
 P = PartitionSpec

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app
-from autopar.coverage import MEANINGS, coverage
+from autopar.commands.coverage import MEANINGS, coverage
 from tests.rules.strategy_oracle import random_array
 
 X = random_array(8, 16)

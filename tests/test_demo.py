@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from autopar.audit import Audit
-from autopar.demo import DemoResult, make_batch, read_corpus, run_demo
-from autopar.demo_model import Config
-from autopar.virtual_devices import use_virtual_devices
+from autopar.audit.audit import Audit
+from autopar.clusters.virtual_devices import use_virtual_devices
+from autopar.commands.demo import DemoResult, make_batch, read_corpus, run_demo
+from autopar.commands.demo_model import Config
 
 TINY = Config(num_layers=1, hidden=16, num_heads=2, seq_len=16, batch_size=8)
 

@@ -11,12 +11,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.distributed_array import DistributedArray
-from autopar.lowered_collectives import collectives_in_lowered
-from autopar.methods import PipelineParallel
-from autopar.placements import LeafPart
-from autopar.state_init import PlacedInit, init_programs, made_state
-from autopar.traced_init import trace_init
+from autopar.audit.lowered_collectives import collectives_in_lowered
+from autopar.methods.methods import PipelineParallel
+from autopar.state.distributed_array import DistributedArray
+from autopar.state.placements import LeafPart
+from autopar.state.state_init import PlacedInit, init_programs, made_state
+from autopar.state.traced_init import trace_init
 
 Tree = Any
 KEY = jax.random.key(0)

@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from autopar.explain import format_bytes, format_plan, format_seconds, format_source
-from autopar.leaf_groups import group_leaves
-from autopar.plan import InputPlan
-from autopar.spec import REPLICATED
+from autopar.plans.explain import (
+    format_bytes,
+    format_plan,
+    format_seconds,
+    format_source,
+)
+from autopar.plans.leaf_groups import group_leaves
+from autopar.plans.plan import InputPlan
+from autopar.sharding.spec import REPLICATED
 from tests.tiny_plans import make_plan
 
 GOLDEN = """\

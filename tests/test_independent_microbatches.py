@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from autopar.api import parallelize
-from autopar.methods import PipelineParallel, ShardParallel
-from autopar.microbatches import BatchCoupledError
+from autopar.methods.methods import PipelineParallel, ShardParallel
+from autopar.microbatches.microbatches import BatchCoupledError
 
 Independent = partial(ShardParallel, microbatch_semantics="independent")
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.distributed_array import DistributedArray
-from autopar.leaf_pieces import gather_leaf, join_leaf, split_leaf
+from autopar.state.distributed_array import DistributedArray
+from autopar.state.leaf_pieces import gather_leaf, join_leaf, split_leaf
 
 WHOLE = np.arange(6 * 8 * 4, dtype=np.float32).reshape(6, 8, 4)
 

@@ -12,16 +12,20 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.cluster import Cluster
+from autopar.audit.memory_use import MemoryUse
+from autopar.clusters.cluster import Cluster
 from autopar.costs.memory import memory_profile
-from autopar.intra_op import read_plan
-from autopar.memory_budget import RESERVED_FRACTION, default_budget, parse_budget
-from autopar.memory_use import MemoryUse
-from autopar.memory_users import memory_users
-from autopar.mesh import parse_mesh
-from autopar.program_points import live_sets
-from autopar.resharding import Resharder
-from autopar.sharding_problem import build_problem
+from autopar.planner.intra_op import read_plan
+from autopar.planner.memory_budget import (
+    RESERVED_FRACTION,
+    default_budget,
+    parse_budget,
+)
+from autopar.planner.memory_users import memory_users
+from autopar.planner.program_points import live_sets
+from autopar.planner.sharding_problem import build_problem
+from autopar.sharding.mesh import parse_mesh
+from autopar.sharding.resharding import Resharder
 from autopar.solver import ChoiceGraph, Infeasible, solve
 from autopar.solver.brute_force import brute_force
 from benchmarks.models import build

@@ -12,12 +12,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import autopar
-from autopar.build_graph import build_graph
-from autopar.cluster import Cluster
+from autopar.clusters.cluster import Cluster
 from autopar.errors import InfeasiblePlanError
-from autopar.intra_op import IntraOpSolution, plan_intra_op
-from autopar.mesh import MeshShape
-from autopar.mesh_search import (
+from autopar.frontend.tracing import trace
+from autopar.graph.build_graph import build_graph
+from autopar.planner.intra_op import IntraOpSolution, plan_intra_op
+from autopar.planner.mesh_search import (
     default_mesh,
     is_refined_by,
     least_seconds,
@@ -25,8 +25,8 @@ from autopar.mesh_search import (
     neighbours,
     search_meshes,
 )
-from autopar.planning import roles_of
-from autopar.tracing import trace
+from autopar.planner.planning import roles_of
+from autopar.sharding.mesh import MeshShape
 from benchmarks.models import build
 
 

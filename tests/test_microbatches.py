@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar.api import parallelize
-from autopar.microbatches import BatchCoupledError
-from autopar.pin_primitive import pin
+from autopar.microbatches.microbatches import BatchCoupledError
+from autopar.sharding.pin_primitive import pin
 from benchmarks.models import build
 
 from .rows.running import run_as_planned

@@ -15,10 +15,10 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar.collective import Collective
 from autopar.errors import AuditError
-from autopar.lowered_step import Compiled
-from autopar.plan import ShardingPlan
+from autopar.lowering.lowered_step import Compiled
+from autopar.plans.plan import ShardingPlan
+from autopar.sharding.collective import Collective
 
 P = jax.P
 

@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.cluster import Cluster
-from autopar.intra_op import plan_intra_op
-from autopar.mesh import parse_mesh
-from autopar.named_methods import NamedMethod, restrictions_of
-from autopar.parallel_plan import Plan
+from autopar.clusters.cluster import Cluster
+from autopar.methods.named_methods import NamedMethod, restrictions_of
+from autopar.planner.intra_op import plan_intra_op
+from autopar.plans.parallel_plan import Plan
+from autopar.sharding.mesh import parse_mesh
 from benchmarks.models import build
 from tests.rows.fixtures import BSH_BYTES, Case, f1, f3, mixture_of_experts, random
 from tests.rows.named_plans import graph_of

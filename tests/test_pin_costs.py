@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.mesh import parse_mesh
-from autopar.pin_conflicts import PinsByKey, blame_pins, shortest_conflict
-from autopar.spec import to_partition_spec
-from autopar.strategies import tensor_specs
+from autopar.planner.pin_conflicts import PinsByKey, blame_pins, shortest_conflict
+from autopar.planner.strategies import tensor_specs
+from autopar.sharding.mesh import parse_mesh
+from autopar.sharding.spec import to_partition_spec
 from tests.rows.fixtures import Case, f1, f3, random
 from tests.rows.named_plans import graph_of
 from tests.rows.running import homes, run_as_planned, traffic

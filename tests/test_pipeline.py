@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar.api import parallelize
-from autopar.methods import PipelineParallel
-from autopar.microbatches import BatchCoupledError
+from autopar.methods.methods import PipelineParallel
+from autopar.microbatches.microbatches import BatchCoupledError
 from benchmarks.models import build
 
 

@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar.api import parallelize
-from autopar.cluster import Cluster
+from autopar.clusters.cluster import Cluster
 from autopar.errors import PlanFileError
-from autopar.methods import PipelineParallel, ShardParallel
-from autopar.parallel_plan import Plan
+from autopar.methods.methods import PipelineParallel, ShardParallel
+from autopar.plans.parallel_plan import Plan
 from autopar.runtime.emit import emit
 from autopar.runtime.instructions import Send
 from autopar.runtime.schedule import one_f_one_b

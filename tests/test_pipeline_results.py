@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar.api import parallelize
-from autopar.methods import PipelineParallel, ShardParallel
+from autopar.methods.methods import PipelineParallel, ShardParallel
 
 from .test_pipeline import assert_equal, chain, normal
 

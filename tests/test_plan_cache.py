@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-import autopar.plan_cache as plan_cache
+import autopar.planner.plan_cache as plan_cache
 from autopar.errors import FallbackWarning
 
 
@@ -170,7 +170,7 @@ def test_jax_keeps_programs_beside_unless_the_user_chose_a_folder(folder: Path) 
 PROGRAM = """
 import logging, sys
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-from autopar.virtual_devices import use_virtual_devices
+from autopar.clusters.virtual_devices import use_virtual_devices
 use_virtual_devices(8)
 import autopar
 from benchmarks.models import build

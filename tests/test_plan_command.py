@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import autopar.plan_targets as plan_targets
+import autopar.commands.plan_targets as plan_targets
 from autopar.cli import main
-from autopar.plan_targets import find_step, parse_settings
+from autopar.commands.plan_targets import find_step, parse_settings
 
 TRAIN = """
 import jax, jax.numpy as jnp

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.errors import PlanFileError
-from autopar.mesh import MeshShape
-from autopar.parallel_plan import Plan
-from autopar.plan_file import from_json, to_json
+from autopar.plans.parallel_plan import Plan
+from autopar.plans.plan_file import from_json, to_json
+from autopar.sharding.mesh import MeshShape
 from tests.tiny_plans import make_plan
 
 TEXT = to_json(make_plan())

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from autopar.collective import Collective
-from autopar.compiled_collectives import collectives_in_compiled
-from autopar.lowered_collectives import collectives_in_lowered
-from autopar.mesh import MeshShape
-from autopar.rewrites import executions
-from autopar.trip_counts import _num_trips
+from autopar.audit.compiled_collectives import collectives_in_compiled
+from autopar.audit.lowered_collectives import collectives_in_lowered
+from autopar.audit.rewrites import executions
+from autopar.audit.trip_counts import _num_trips
+from autopar.sharding.collective import Collective
+from autopar.sharding.mesh import MeshShape
 
 MESHES = {
     "8": MeshShape(("x",), (8,)),

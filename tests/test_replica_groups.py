@@ -5,8 +5,8 @@ from math import prod
 
 import pytest
 
-from autopar.mesh import MeshShape
-from autopar.replica_groups import parse_groups
+from autopar.audit.replica_groups import parse_groups
+from autopar.sharding.mesh import MeshShape
 
 CUBE = MeshShape(("x", "y", "z"), (2, 3, 4))
 SUBSETS = [axes for n in (1, 2, 3) for axes in combinations(CUBE.axis_names, n)]

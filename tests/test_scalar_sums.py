@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.graph import Operator, OpGraph
-from autopar.microbatch_flow import tensors_of
-from autopar.microbatch_runners import WholeRunner
-from autopar.scalar_sums import sum_by_stage
-from autopar.stage_trace import graph_of
+from autopar.graph.op_graph import Operator, OpGraph
+from autopar.microbatches.microbatch_flow import tensors_of
+from autopar.microbatches.microbatch_runners import WholeRunner
+from autopar.pipelines.scalar_sums import sum_by_stage
+from autopar.pipelines.stage_trace import graph_of
 
 VALUES = [np.full((2,), 0.5 + i, np.float32) for i in range(6)]
 STAGES = [0, 1, 2, 0, 1, 2]

@@ -11,8 +11,8 @@ import pytest
 from jax import lax
 
 from autopar.api import parallelize
-from autopar.distributed_array import DistributedArray
-from autopar.methods import PipelineParallel
+from autopar.methods.methods import PipelineParallel
+from autopar.state.distributed_array import DistributedArray
 from benchmarks.models import build
 
 Case = tuple[Callable[..., Any], Any, Any]

@@ -4,11 +4,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cluster import Cluster
-from autopar.mesh import MeshShape
-from autopar.resharding import Resharder
-from autopar.spec import num_shards
-from autopar.spec_choices import SpecTable
+from autopar.clusters.cluster import Cluster
+from autopar.planner.spec_choices import SpecTable
+from autopar.sharding.mesh import MeshShape
+from autopar.sharding.resharding import Resharder
+from autopar.sharding.spec import num_shards
 
 MESH = MeshShape(("x", "y", "z"), (2, 2, 2))
 arrays = st.lists(

@@ -16,10 +16,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.lowered_collectives import collectives_in_lowered
-from autopar.placements import LeafPart
-from autopar.state_init import PlacedInit, init_programs
-from autopar.traced_init import trace_init
+from autopar.audit.lowered_collectives import collectives_in_lowered
+from autopar.state.placements import LeafPart
+from autopar.state.state_init import PlacedInit, init_programs
+from autopar.state.traced_init import trace_init
 from benchmarks.models import build
 
 Tree = Any

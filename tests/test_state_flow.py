@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from autopar.dim_names import DimTies
-from autopar.mesh import parse_mesh
-from autopar.state_flow import StateFlow, state_flow
+from autopar.graph.dim_names import DimTies
+from autopar.methods.state_flow import StateFlow, state_flow
+from autopar.sharding.mesh import parse_mesh
 from tests.rows.fixtures import Case, random
 from tests.rows.named_plans import graph_of
 

@@ -1,8 +1,6 @@
 """A hand-made plan with one of everything, for tests of what reads and prints plans."""
 
-from autopar.collective import Collective
-from autopar.mesh import MeshShape
-from autopar.plan import (
+from autopar.plans.plan import (
     Conversion,
     InputPlan,
     OperatorPlan,
@@ -10,7 +8,9 @@ from autopar.plan import (
     ShardingPlan,
     TensorPlan,
 )
-from autopar.spec import REPLICATED, SUM
+from autopar.sharding.collective import Collective
+from autopar.sharding.mesh import MeshShape
+from autopar.sharding.spec import REPLICATED, SUM
 
 MESH = MeshShape(("data", "model"), (2, 2))
 WHOLE = (REPLICATED, REPLICATED)

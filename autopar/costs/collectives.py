@@ -15,9 +15,9 @@ has two factors for each kind of collective, of all that is constant and of the 
 import math
 from collections.abc import Sequence
 
-from autopar.hardware import COLLECTIVE_KINDS as COLLECTIVE_KINDS
-from autopar.hardware import AxisLink as AxisLink
-from autopar.hardware import CollectiveKind as CollectiveKind
+from autopar.clusters.hardware import COLLECTIVE_KINDS as COLLECTIVE_KINDS
+from autopar.clusters.hardware import AxisLink as AxisLink
+from autopar.clusters.hardware import CollectiveKind as CollectiveKind
 
 
 def wire_bytes(kind: CollectiveKind, result_bytes: float, group_size: int) -> float:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from autopar.cluster import Cluster
+from autopar.clusters.cluster import Cluster
 
 Shape: TypeAlias = tuple[int, ...]
 Params: TypeAlias = Mapping[str, Any]

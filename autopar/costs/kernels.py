@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..build_graph import BARRIER, PINS, SCAN, STRUCTURED, WHILE
-from ..graph import Block, Operator, OpGraph
-from ..plan import OperatorPlan, ShardingPlan
-from ..spec import REPLICATED, Spec, num_shards
+from ..graph.build_graph import BARRIER, PINS, SCAN, STRUCTURED, WHILE
+from ..graph.op_graph import Block, Operator, OpGraph
+from ..plans.plan import OperatorPlan, ShardingPlan
+from ..sharding.spec import REPLICATED, Spec, num_shards
 from .compute import TRANSCENDENTAL, is_fusable
 
 _RENAMING = frozenset(

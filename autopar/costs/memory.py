@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..build_graph import COND, SCAN, SHARD_MAP, WHILE
-from ..graph import Operator, OpGraph
-from ..plan import ShardingPlan
-from ..spec import num_shards
+from ..graph.build_graph import COND, SCAN, SHARD_MAP, WHILE
+from ..graph.op_graph import Operator, OpGraph
+from ..plans.plan import ShardingPlan
+from ..sharding.spec import num_shards
 from .execution_order import Liveness, run_in_order
 from .kernels import Border, Value, kernel_block
 

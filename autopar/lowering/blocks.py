@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..build_graph import PINS
-from ..graph import Block, Operator, OpGraph
+from ..graph.build_graph import PINS
+from ..graph.op_graph import Block, Operator, OpGraph
 from .inline_shard_map import inline_shard_map
 
 

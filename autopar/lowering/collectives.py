@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..mesh import MeshShape
-from ..resharding import Step, wire_dtype
-from ..spec import MAX, MIN, SUM
+from ..sharding.mesh import MeshShape
+from ..sharding.resharding import Step, wire_dtype
+from ..sharding.spec import MAX, MIN, SUM
 
 _REDUCERS: dict[int, Callable[..., Any]] = {
     SUM: lax.psum,

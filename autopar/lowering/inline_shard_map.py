@@ -12,8 +12,8 @@ from typing import Any
 from jax import lax
 from jax.extend.core.primitives import all_gather_p, psum_p
 
-from ..build_graph import CALLS
-from ..graph import Operator
+from ..graph.build_graph import CALLS
+from ..graph.op_graph import Operator
 from ..jax_compat import (
     Literal,
     bind,

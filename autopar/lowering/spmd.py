@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 
-from ..graph import Block, Constant, Operand, Operator, OpGraph
+from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..jax_compat import NO_MESH, equation_context
-from ..plan import ShardingPlan
-from ..resharding import Resharder
+from ..plans.plan import ShardingPlan
 from ..rules.base import Shard, bind_unchanged, factors_of, rule_of
-from ..spec import Spec, to_partition_spec
+from ..sharding.resharding import Resharder
+from ..sharding.spec import Spec, to_partition_spec
 from .blocks import BlockRunner
 from .collectives import apply_step
 

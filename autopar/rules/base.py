@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..graph import Constant, Operator, TensorType
+from ..graph.op_graph import Constant, Operator, TensorType
 from ..jax_compat import bind
-from ..mesh import MeshShape
-from ..spec import REPLICATED, SUM, Spec, State, axes_of_dim, local_shape
+from ..sharding.mesh import MeshShape
+from ..sharding.spec import REPLICATED, SUM, Spec, State, axes_of_dim, local_shape
 
 
 @dataclass(frozen=True)

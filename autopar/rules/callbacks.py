@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..graph import Operator
-from ..spec import MAX, REPLICATED, SUM
+from ..graph.op_graph import Operator
+from ..sharding.spec import MAX, REPLICATED, SUM
 from .base import Factor, Shard, bind_params, register
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from ..graph import Operator
-from ..spec import REPLICATED, SUM
+from ..graph.op_graph import Operator
+from ..sharding.spec import REPLICATED, SUM
 from .base import Factor, Shard, bind_params, linear, register
 
 FEATURE_GROUPS = "feature_groups"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from ..graph import Operator
-from ..spec import MAX, MIN, REPLICATED, SUM, State
+from ..graph.op_graph import Operator
+from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
 from .base import (
     KERNEL_NAMES,
     Factor,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from ..graph import Operator
-from ..spec import REPLICATED, SUM, State
+from ..graph.op_graph import Operator
+from ..sharding.spec import REPLICATED, SUM, State
 from .base import Factor, linear, register
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..graph import Constant, Operator, TensorType
-from ..spec import REPLICATED
+from ..graph.op_graph import Constant, Operator, TensorType
+from ..sharding.spec import REPLICATED
 from .base import Factor, Shard, is_inexact, pending_sums, register
 
 UNARY = (

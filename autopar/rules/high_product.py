@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..graph import Operator
+from ..graph.op_graph import Operator
 from .base import Factor, Shard, register
 from .elementwise import dim_factors
 

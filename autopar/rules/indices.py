@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..spec import Spec, axes_of_dim
+from ..sharding.spec import Spec, axes_of_dim
 from .base import Shard
 
 # Shards count positions in int32, so longer dims are not split by position.

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from ..graph import Operator
-from ..spec import REPLICATED
+from ..graph.op_graph import Operator
+from ..sharding.spec import REPLICATED
 from .base import Factor, Shard, bind_params, pending_sums, register, stay_whole
 
 # The number of trailing dims of operand 0 that one problem spans.

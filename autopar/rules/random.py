@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from ..graph import Operator
-from ..spec import REPLICATED, is_pending
+from ..graph.op_graph import Operator
+from ..sharding.spec import REPLICATED, is_pending
 from .base import Factor, Shard, bind_params, register, stay_whole
 from .elementwise import dim_factors
 

@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ..graph import Operator
-from ..spec import MAX, MIN, REPLICATED, SUM, State
+from ..graph.op_graph import Operator
+from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
 from .base import Factor, pending_sums, register
 
 _PENDING: dict[str, State] = {

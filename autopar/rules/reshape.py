@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ..graph import Operator
-from ..spec import REPLICATED, SUM
+from ..graph.op_graph import Operator
+from ..sharding.spec import REPLICATED, SUM
 from .base import Factor, Shard, bind_params, pending_sums, register, stay_whole
 from .elementwise import is_zero
 

@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
-from ..graph import Operator
-from ..spec import MAX, MIN, REPLICATED, SUM, State
+from ..graph.op_graph import Operator
+from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
 from .base import Factor, Shard, bind_params, pending_sums, register
 from .indices import (
     MAX_INDEXED_SIZE,

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..graph import Operator
-from ..spec import REPLICATED
+from ..graph.op_graph import Operator
+from ..sharding.spec import REPLICATED
 from .base import Factor, Shard, bind_params, pending_sums, register
 from .elementwise import is_zero
 from .reduce import whole_dims

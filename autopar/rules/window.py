@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..graph import Operator
-from ..spec import REPLICATED
+from ..graph.op_graph import Operator
+from ..sharding.spec import REPLICATED
 from .base import Factor, pending_sums, register
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cluster import AxisLink, Cluster
+from autopar.clusters.cluster import AxisLink, Cluster
 from autopar.costs.collectives import (
     COLLECTIVE_KINDS,
     CollectiveKind,
@@ -13,7 +13,7 @@ from autopar.costs.collectives import (
     num_steps,
     wire_bytes,
 )
-from autopar.mesh import MeshShape
+from autopar.sharding.mesh import MeshShape
 
 FAST = AxisLink(4, alpha_seconds=1e-6, seconds_per_byte=1e-9, launch_seconds=1e-5)
 SLOW = AxisLink(2, alpha_seconds=5e-6, seconds_per_byte=1e-8, launch_seconds=1e-5)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.extend.core import Jaxpr
 
-from autopar.cluster import Cluster
+from autopar.clusters.cluster import Cluster
 from autopar.costs.compute import (
     FUSED_FRACTION,
     TRANSCENDENTAL_FLOPS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from math import prod
 
-from autopar.mesh import MeshShape
+from autopar.sharding.mesh import MeshShape
 from tests.fuzz.plans import Case
 from tests.fuzz.programs import Program
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.build_graph import STRUCTURED
-from autopar.graph import OpGraph
-from autopar.lowered_step import Compiled, Lowered
-from autopar.plan import ShardingPlan
+from autopar.graph.build_graph import STRUCTURED
+from autopar.graph.op_graph import OpGraph
+from autopar.lowering.lowered_step import Compiled, Lowered
+from autopar.plans.plan import ShardingPlan
 from autopar.rules.base import factors_of, rule_name, rule_of
 from tests.fuzz.plans import Case, Traced, lower_case, trace_program
 from tests.fuzz.programs import Program

@@ -13,25 +13,25 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 import autopar.rules
-from autopar.build_graph import build_graph
-from autopar.cluster import Cluster
-from autopar.graph import OpGraph
-from autopar.intra_op import read_plan
-from autopar.lowered_step import Lowered
-from autopar.mesh import MeshShape
-from autopar.parallel_plan import Plan
-from autopar.plan import ShardingPlan
-from autopar.planning import roles_of
-from autopar.programs import build_program
-from autopar.resharding import Resharder
-from autopar.roles import Roles
+from autopar.clusters.cluster import Cluster
+from autopar.frontend.roles import Roles
+from autopar.frontend.tracing import TracedFunction, trace, weak_outputs
+from autopar.graph.build_graph import build_graph
+from autopar.graph.op_graph import OpGraph
+from autopar.lowering.lowered_step import Lowered
+from autopar.lowering.programs import build_program
+from autopar.planner.intra_op import read_plan
+from autopar.planner.planning import roles_of
+from autopar.planner.sharding_problem import ShardingProblem, build_problem
+from autopar.plans.parallel_plan import Plan
+from autopar.plans.plan import ShardingPlan
 from autopar.rules.base import rule_name
-from autopar.sharding_problem import ShardingProblem, build_problem
+from autopar.sharding.mesh import MeshShape
+from autopar.sharding.resharding import Resharder
+from autopar.sharding.spec import Spec
 from autopar.solver.assignment import Assignment
 from autopar.solver.choice_graph import ChoiceGraph
 from autopar.solver.solve import solve
-from autopar.spec import Spec
-from autopar.tracing import TracedFunction, trace, weak_outputs
 
 assert autopar.rules  # imported so that every rule registers
 # How choices are made: each at random, by the solver with random costs, by the solver.

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from autopar.graph import Operator
-from autopar.mesh import MeshShape
+from autopar.graph.op_graph import Operator
 from autopar.rules import base
 from autopar.rules.base import Factor, Rule
+from autopar.sharding.mesh import MeshShape
 from tests.fuzz import plans
 from tests.fuzz.oracle import WrongProgram, check_case, reference_of
 from tests.fuzz.plans import Case, case_reaching

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar.mesh import MeshShape
+from autopar.sharding.mesh import MeshShape
 from tests.fuzz.oracle import check_function
 from tests.fuzz.plans import Case
 

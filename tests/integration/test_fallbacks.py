@@ -3,11 +3,11 @@
 import jax
 import pytest
 
-from autopar.build_graph import STRUCTURED, build_graph
-from autopar.graph import Operator, OpGraph
-from autopar.planning import roles_of
+from autopar.frontend.tracing import trace
+from autopar.graph.build_graph import STRUCTURED, build_graph
+from autopar.graph.op_graph import Operator, OpGraph
+from autopar.planner.planning import roles_of
 from autopar.rules.base import factors_of
-from autopar.tracing import trace
 from benchmarks.models import build
 
 MODELS = (

@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.lowered_step import Compiled
+from autopar.lowering.lowered_step import Compiled
 from benchmarks.models import bert, gpt, lstm, mlp, moe, resnet, unet, vit
 from benchmarks.models.optimizers import make_optimizer
 from benchmarks.models.training import make_workload

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autopar.api import parallelize
-from autopar.methods import PipelineParallel
+from autopar.methods.methods import PipelineParallel
 
 from . import varied_networks as networks
 from . import varied_steps as steps

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cluster import Cluster
+from autopar.clusters.cluster import Cluster
 from autopar.runtime.ray_local import local_ray_cluster
 
 NEED_NO_CLUSTER = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autopar.cluster import Cluster
+from autopar.clusters.cluster import Cluster
 from autopar.errors import WorkerError
 from autopar.runtime.ray_hosts import VIRTUAL_DEVICES, choose_hosts
 from autopar.runtime.ray_job import HostFacts, own_versions

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from autopar.api import parallelize
-from autopar.cluster import Cluster, RayHosts
-from autopar.device_mesh import device_mesh, stage_meshes, submesh_of
-from autopar.effects import refuse_callbacks
-from autopar.exported_program import export_program, plain_array, with_keys
-from autopar.mesh import MeshShape
+from autopar.clusters.cluster import Cluster, RayHosts
+from autopar.clusters.device_mesh import device_mesh, stage_meshes, submesh_of
+from autopar.frontend.effects import refuse_callbacks
+from autopar.lowering.exported_program import export_program, plain_array, with_keys
+from autopar.lowering.programs import build_program
 from autopar.options import check_options
-from autopar.planning import plan_function
-from autopar.programs import build_program
-from autopar.resharding import Resharder
+from autopar.planner.planning import plan_function
 from autopar.runtime.ray_arrays import cut_for_hosts
 from autopar.runtime.ray_programs import compile_code, place
+from autopar.sharding.mesh import MeshShape
+from autopar.sharding.resharding import Resharder
 
 ELSEWHERE = RayHosts("10.0.0.1:6379", "cpu", 600.0)
 
@@ -125,9 +125,9 @@ def test_host_callbacks_are_refused_with_their_line(kind: str):
             return jax.lax.scan(body, x, None, 3)[0]
         return x
 
-    from autopar.build_graph import build_graph
-    from autopar.planning import roles_of
-    from autopar.tracing import trace
+    from autopar.frontend.tracing import trace
+    from autopar.graph.build_graph import build_graph
+    from autopar.planner.planning import roles_of
 
     traced = trace(fun, (np.ones(8, np.float32),), {})
     with pytest.raises(NotImplementedError, match=r"test_exported_program\.py:\d+"):

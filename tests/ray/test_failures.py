@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from autopar.api import parallelize
-from autopar.cluster import Cluster
+from autopar.clusters.cluster import Cluster
 from autopar.errors import HostLostError, WorkerError
-from autopar.methods import PipelineParallel
+from autopar.methods.methods import PipelineParallel
 from autopar.runtime import ray_watch
 from autopar.runtime.ray_workers import Workers
 from benchmarks.models import build

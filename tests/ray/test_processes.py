@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autopar.api import parallelize
-from autopar.cluster import Cluster
+from autopar.clusters.cluster import Cluster
 from tests.ray import f3_training
 
 ROOT = Path(__file__).parent.parent.parent

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autopar.exported_program import ShardedType
+from autopar.lowering.exported_program import ShardedType
 from autopar.runtime.ray_arrays import (
     Block,
     Numbers,

@@ -12,11 +12,11 @@ import pytest
 
 import autopar
 from autopar.api import ParallelFunction, parallelize
-from autopar.cluster import Cluster
-from autopar.distributed_array import DistributedArray
-from autopar.methods import Method, PipelineParallel, ShardParallel
+from autopar.clusters.cluster import Cluster
+from autopar.methods.methods import Method, PipelineParallel, ShardParallel
 from autopar.runtime.ray_steps import METRIC_BYTES
 from autopar.runtime.ray_workers import Workers
+from autopar.state.distributed_array import DistributedArray
 from benchmarks.models import Workload, build
 
 TWO_STAGES = PipelineParallel(num_stages=2, num_microbatches=4)

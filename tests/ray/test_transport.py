@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.exported_program import ShardedType
+from autopar.lowering.exported_program import ShardedType
 from autopar.runtime.instructions import Value
 from autopar.runtime.ray_programs import sharding_of
 from autopar.runtime.ray_transport import PeerLost, Transport

@@ -5,19 +5,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.build_graph import build_graph, tensor_type
-from autopar.cluster import Cluster
-from autopar.graph import OpGraph
-from autopar.intra_op import read_plan
-from autopar.mesh import MeshLike, MeshShape, parse_mesh
-from autopar.parallel_plan import Plan
-from autopar.resharding import Resharder
-from autopar.roles import infer_roles
-from autopar.sharding_problem import ShardingProblem, Vertex, build_problem
+from autopar.clusters.cluster import Cluster
+from autopar.frontend.roles import infer_roles
+from autopar.frontend.tracing import trace
+from autopar.graph.build_graph import build_graph, tensor_type
+from autopar.graph.op_graph import OpGraph
+from autopar.planner.intra_op import read_plan
+from autopar.planner.sharding_problem import ShardingProblem, Vertex, build_problem
+from autopar.planner.strategies import strategy_seconds
+from autopar.plans.parallel_plan import Plan
+from autopar.sharding.mesh import MeshLike, MeshShape, parse_mesh
+from autopar.sharding.resharding import Resharder
+from autopar.sharding.spec import REPLICATED
 from autopar.solver import solve
-from autopar.spec import REPLICATED
-from autopar.strategies import strategy_seconds
-from autopar.tracing import trace
 from tests.rows.fixtures import Case
 
 

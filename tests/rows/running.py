@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.api import ParallelFunction
-from autopar.audit import audit
-from autopar.collective import Collective
-from autopar.compiled_collectives import collectives_in_compiled
+from autopar.audit.audit import audit
+from autopar.audit.compiled_collectives import collectives_in_compiled
+from autopar.audit.lowered_collectives import collectives_in_lowered
 from autopar.costs.collectives import CollectiveKind, wire_bytes
-from autopar.group_names import GroupNames
-from autopar.lowered_collectives import collectives_in_lowered
-from autopar.lowered_pipeline import CompiledPipeline
-from autopar.lowered_step import Compiled
-from autopar.parallel_plan import Plan
-from autopar.plan import ShardingPlan
-from autopar.programs import SpmdProgram
+from autopar.lowering.lowered_pipeline import CompiledPipeline
+from autopar.lowering.lowered_step import Compiled
+from autopar.lowering.programs import SpmdProgram
+from autopar.plans.parallel_plan import Plan
+from autopar.plans.plan import ShardingPlan
+from autopar.sharding.collective import Collective
+from autopar.sharding.group_names import GroupNames
 
 
 def run_as_planned(step: ParallelFunction, *args: Any) -> Compiled:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.cluster import Cluster
+from autopar.clusters.cluster import Cluster
 from autopar.runtime.transfer_plan import plan_transfer
 from autopar.runtime.transfers import Transfer
 from autopar.solver import ChoiceGraph, solve

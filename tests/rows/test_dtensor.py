@@ -9,12 +9,12 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.api import ParallelFunction
-from autopar.compiled_collectives import collectives_in_compiled
-from autopar.lowered_collectives import collectives_in_lowered
-from autopar.lowered_step import Compiled
-from autopar.placements import LeafPart
-from autopar.state_init import PlacedInit, init_programs
-from autopar.traced_init import trace_init
+from autopar.audit.compiled_collectives import collectives_in_compiled
+from autopar.audit.lowered_collectives import collectives_in_lowered
+from autopar.lowering.lowered_step import Compiled
+from autopar.state.placements import LeafPart
+from autopar.state.state_init import PlacedInit, init_programs
+from autopar.state.traced_init import trace_init
 from tests.rows.fixtures import Case
 from tests.rows.named_plans import plan_of_layout
 from tests.rows.running import homes, run_as_planned, traffic

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.layouts import (
+from autopar.sharding.layouts import (
     batch_sharded,
     inner_sharded,
     layout_text,

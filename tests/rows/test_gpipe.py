@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.methods import PipelineParallel
+from autopar.methods.methods import PipelineParallel
 from autopar.runtime.instructions import Send
 from tests.rows.fixtures import f6
 from tests.rows.running import run_pipeline_as_planned

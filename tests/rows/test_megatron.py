@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import Mesh
 
 import autopar
-from autopar.parallel_plan import Plan
+from autopar.plans.parallel_plan import Plan
 from tests.rows.fixtures import (
     BSH_BYTES,
     HEADS,

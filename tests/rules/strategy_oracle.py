@@ -19,10 +19,10 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from autopar.graph import Constant, Operand, Operator, TensorType
-from autopar.mesh import MeshShape
+from autopar.graph.op_graph import Constant, Operand, Operator, TensorType
 from autopar.rules.base import Factor, Shard, factors_of, rule_of
-from autopar.spec import MAX, MIN, REPLICATED, SUM, Spec, is_legal
+from autopar.sharding.mesh import MeshShape
+from autopar.sharding.spec import MAX, MIN, REPLICATED, SUM, Spec, is_legal
 
 MESH_2X2X2 = MeshShape(("x", "y", "z"), (2, 2, 2))
 MESH_2X4 = MeshShape(("x", "y"), (2, 4))

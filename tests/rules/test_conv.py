@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar.graph import Operator
+from autopar.graph.op_graph import Operator
 from autopar.rules import conv  # noqa: F401
-from autopar.spec import REPLICATED, SUM
+from autopar.sharding.spec import REPLICATED, SUM
 from tests.rules.strategy_oracle import (
     check_every_strategy,
     factor_table,

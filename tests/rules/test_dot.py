@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.spec import REPLICATED, SUM
+from autopar.sharding.spec import REPLICATED, SUM
 from tests.rules.strategy_oracle import (
     MESH_2X4,
     check_every_strategy,

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
 
 from autopar.rules.elementwise import NARY, UNARY
-from autopar.spec import REPLICATED, SUM
+from autopar.sharding.spec import REPLICATED, SUM
 from tests.rules.strategy_oracle import (
     MESH_2X2X2,
     MESH_2X4,

@@ -11,7 +11,7 @@ from jax import lax
 from jax.lax import GatherScatterMode
 
 from autopar.rules import gather, scatter  # noqa: F401
-from autopar.spec import MAX, REPLICATED, SUM
+from autopar.sharding.spec import MAX, REPLICATED, SUM
 from tests.rules.strategy_oracle import (
     MESH_2X4,
     MESH_8,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from autopar.rules.reshape import group_leaders
-from autopar.spec import REPLICATED, SUM
+from autopar.sharding.spec import REPLICATED, SUM
 from tests.rules.strategy_oracle import (
     MESH_2X4,
     MESH_8,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar.spec import REPLICATED, SUM
+from autopar.sharding.spec import REPLICATED, SUM
 from tests.rules.strategy_oracle import (
     MESH_2X4,
     check_every_strategy,

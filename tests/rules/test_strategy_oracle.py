@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.graph import Operator
+from autopar.graph.op_graph import Operator
 from autopar.rules import base
 from autopar.rules.base import Factor, Rule, linear
-from autopar.spec import MAX, REPLICATED, SUM
+from autopar.sharding.spec import MAX, REPLICATED, SUM
 from tests.rules.strategy_oracle import MESH_2X4, check_every_strategy, evaluate
 
 X = np.arange(32, dtype=np.float32).reshape(4, 8)

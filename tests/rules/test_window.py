@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar.spec import REPLICATED, SUM
+from autopar.sharding.spec import REPLICATED, SUM
 from tests.rules.strategy_oracle import (
     check_every_strategy,
     factor_table,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.programs import PipelineProgram, Slot, StageProgram, TaskKind
+from autopar.lowering.programs import PipelineProgram, Slot, StageProgram, TaskKind
 
 BATCH, WIDTH, RATE = 16, 8, 0.1
 

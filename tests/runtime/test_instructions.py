@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.programs import PipelineProgram, Slot, StageProgram
+from autopar.lowering.programs import PipelineProgram, Slot, StageProgram
 from autopar.runtime.emit import emit
 from autopar.runtime.instructions import (
     Free,

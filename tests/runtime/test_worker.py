@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.programs import PipelineProgram, TaskKind
+from autopar.lowering.programs import PipelineProgram, TaskKind
 from autopar.runtime.schedule import Schedule, Task, gpipe, interleaved, one_f_one_b
 from autopar.runtime.simulate import chain, simulate_schedule
 from autopar.runtime.worker import PipelineExecutable

@@ -1,0 +1,266 @@
+"""Reads the collectives out of a compiled program, optimized HLO text.
+
+The text is cut into computations, which are walked from the entry through calls,
+fusions, loops and branches; every collective found is reported with the product of the
+known trip counts around it.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.audit.replica_groups import parse_groups
+from autopar.sharding.collective import (
+    KINDS,
+    Collective,
+    Surroundings,
+    array_bytes,
+    device_groups,
+)
+
+_COLLECTIVES = {kind.replace("_", "-"): kind for kind in KINDS}
+_REDUCTIONS = {
+    "add": "sum",
+    "multiply": "product",
+    "maximum": "max",
+    "minimum": "min",
+    "and": "and",
+    "or": "or",
+}
+_RELEVANT = re.compile(
+    r"all-|to-all|collective-|reduce-scatter|body=|to_apply=|calls=|_computations?="
+)
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*)$")
+_OPCODE = re.compile(r"([a-z][\w\-]*)\(")
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
+_METADATA = re.compile(r", metadata=\{((?:[^{}\"]|\"(?:[^\"\\]|\\.)*\")*)\}")
+_CALLED = re.compile(
+    r"\b(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)"
+)
+_CALLED_LIST = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+
+
+def collectives_in_compiled(text: str) -> tuple[Collective, ...]:
+    """Returns the collectives of a compiled program, in the order they are printed.
+
+    A combined operation is reported as one collective per piece, an asynchronous pair
+    once, a branch of a conditional as `conditional`, and what runs in a loop of unknown
+    trip count once, as `unbounded`.
+
+    Args:
+      text: optimized HLO, as `compiled.as_text()` returns it, of any backend.
+
+    Raises:
+      ValueError: if the text has no entry computation, or spells groups or element
+        types in an unknown way.
+    """
+    return tuple(_Program.parse(text).read())
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    """One line: what it makes, by which opcode, with which attributes."""
+
+    result: str
+    opcode: str
+    rest: str
+    source: str
+
+    @classmethod
+    def parse(cls, line: str) -> "_Instruction | None":
+        found = _INSTRUCTION.match(line)
+        if not found:
+            return None
+        body = re.sub(r"/\*.*?\*/", "", found.group(1))
+        result = _leading_type(body)
+        opcode = _OPCODE.match(body, len(result) + 1)
+        if not opcode:
+            return None
+        rest = body[opcode.end() :]
+        metadata = _METADATA.search(rest)
+        name = re.search(r'op_name="([^"]*)"', metadata.group(1)) if metadata else None
+        return cls(
+            result,
+            opcode.group(1),
+            _METADATA.sub("", rest, count=1),
+            name.group(1) if name else "",
+        )
+
+    @property
+    def collective_kind(self) -> str | None:
+        return _COLLECTIVES.get(self.opcode.removesuffix("-start"))
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        lists = ",".join(_CALLED_LIST.findall(self.rest))
+        return (*_CALLED.findall(self.rest), *re.findall(r"[\w.\-]+", lists))
+
+    @property
+    def trip_count(self) -> int | None:
+        found = re.search(r'"known_trip_count":\{"n":"?(\d+)', self.rest)
+        return int(found.group(1)) if found else None
+
+    def attribute(self, name: str) -> str:
+        """The text from the value of an attribute on; empty where it is absent."""
+        found = re.search(rf"\b{name}=", self.rest)
+        return self.rest[found.end() :] if found else ""
+
+    def called_as(self, name: str) -> str:
+        """The one computation that an attribute names."""
+        found = re.match(r"%?([\w.\-]+)", self.attribute(name))
+        return found.group(1) if found else ""
+
+    def result_arrays(self) -> Iterator[tuple[str, int]]:
+        """Dtype and bytes of each array that the collective makes."""
+        result = self.result
+        if self.opcode.endswith("-start") and self.opcode != "all-reduce-start":
+            # (operands, results, ...): what is being sent, what comes back, and state.
+            result = _elements(result)[1]
+        for element, dims in _ARRAY.findall(result):
+            sizes = [int(size.removeprefix("<=")) for size in dims.split(",") if size]
+            yield array_bytes(element, sizes)
+
+
+@dataclass(frozen=True)
+class _Program:
+    """The computations of one module by name, and the size of its device grid."""
+
+    computations: Mapping[str, tuple[str, ...]]
+    entry: str
+    num_replicas: int
+    num_partitions: int
+
+    @classmethod
+    def parse(cls, text: str) -> "_Program":
+        computations: dict[str, list[str]] = {}
+        entry = name = ""
+        for line in text.splitlines():
+            if found := _COMPUTATION.match(line):
+                name = found.group(2)
+                computations[name] = []
+                entry = name if found.group(1) else entry
+            elif line.startswith("}"):
+                name = ""
+            elif name:
+                computations[name].append(line)
+        if not entry:
+            raise ValueError(
+                "Optimized HLO text must have an ENTRY computation, but got "
+                f"{text[:80]!r}; pass `compiled.as_text()`."
+            )
+        header = re.search(r"^HloModule .*$", text, re.MULTILINE)
+        sizes = [
+            int(found.group(1)) if found else 1
+            for name in ("replica_count", "num_partitions")
+            for found in [re.search(rf"\b{name}=(\d+)", header[0] if header else "")]
+        ]
+        lines = {name: tuple(body) for name, body in computations.items()}
+        return cls(lines, entry, *sizes)
+
+    @cached_property
+    def instructions(self) -> Mapping[str, tuple[_Instruction, ...]]:
+        """The instructions of each computation that communicate or call."""
+        return {
+            name: tuple(
+                instruction
+                for line in lines
+                if _RELEVANT.search(line) and (instruction := _Instruction.parse(line))
+            )
+            for name, lines in self.computations.items()
+        }
+
+    def read(self) -> Iterator[Collective]:
+        yield from self._walk(self.entry, Surroundings())
+
+    def _walk(self, name: str, around: Surroundings) -> Iterator[Collective]:
+        for instruction in self.instructions.get(name, ()):
+            if instruction.collective_kind:
+                yield from self._collectives(instruction, around)
+            elif instruction.opcode == "while":
+                yield from self._walk_loop(instruction, around)
+            elif not instruction.opcode.endswith(("-done", "-update")):
+                is_branch = instruction.opcode == "conditional"
+                inside = around.in_branch() if is_branch else around
+                for called in instruction.called:
+                    yield from self._walk(called, inside)
+
+    def _walk_loop(
+        self, loop: _Instruction, around: Surroundings
+    ) -> Iterator[Collective]:
+        trips = loop.trip_count
+        # The condition is tested once more than the body runs.
+        tests = around.in_loop(None if trips is None else trips + 1)
+        yield from self._walk(loop.called_as("condition"), tests)
+        if trips != 0:
+            yield from self._walk(loop.called_as("body"), around.in_loop(trips))
+
+    def _collectives(
+        self, instruction: _Instruction, around: Surroundings
+    ) -> Iterator[Collective]:
+        kind = instruction.collective_kind
+        assert kind, f"{instruction.opcode} is no collective."
+        is_permute = kind == "collective_permute"
+        name = "source_target_pairs" if is_permute else "replica_groups"
+        groups = device_groups(
+            parse_groups(instruction.attribute(name)),
+            kind=kind,
+            has_channel=bool(instruction.attribute("channel_id")),
+            has_global_ids="use_global_device_ids=true" in instruction.rest,
+            num_replicas=self.num_replicas,
+            num_partitions=self.num_partitions,
+        )
+        reduction = self._reduction(instruction.called_as("to_apply"))
+        arrays = list(instruction.result_arrays())
+        if kind == "all_to_all" and not instruction.attribute("dimensions"):
+            # This form makes a tuple with one piece from each device of the group.
+            arrays = [(arrays[0][0], sum(num_bytes for _, num_bytes in arrays))]
+        for dtype, num_bytes in arrays:
+            yield Collective(
+                kind,
+                groups,
+                dtype,
+                num_bytes,
+                around.count,
+                reduction,
+                instruction.source,
+                around.conditional,
+                around.unbounded,
+            )
+
+    def _reduction(self, computation: str) -> str:
+        opcodes = (
+            opcode
+            for line in self.computations.get(computation, ())
+            for opcode in re.findall(r" ([a-z]+)\(", line)
+        )
+        return next((_REDUCTIONS[o] for o in opcodes if o in _REDUCTIONS), "")
+
+
+def _leading_type(text: str) -> str:
+    """The result type that an instruction starts with; a tuple's is parenthesised."""
+    if not text.startswith("("):
+        return text.partition(" ")[0]
+    return text[: _closing(text) + 1]
+
+
+def _elements(tuple_type: str) -> list[str]:
+    """The elements of a tuple type, each a type."""
+    inside, elements, depth, start = tuple_type[1:-1], [], 0, 0
+    for index, character in enumerate(inside):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            elements.append(inside[start:index])
+            start = index + 1
+    return [*elements, inside[start:]]
+
+
+def _closing(text: str) -> int:
+    """Where the parenthesis that opens `text` closes."""
+    depth = 0
+    for index, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return index
+    raise ValueError(f"A parenthesis is not closed in {text[:80]!r}.")

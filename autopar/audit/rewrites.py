@@ -1,0 +1,122 @@
+"""Names what a compiler did to the planned collectives of one kind and group.
+
+widen             a narrow type is sent as a wider one (bfloat16 as float32 on CPU)
+combine           the same bytes, in other pieces
+hoist             moved out of a loop, so it runs less often
+dedup             an equal collective stays: equal operands, or sums added first
+reassociate       fewer bytes, in other pieces
+constant or dead  gone without a trace: its value is known, or nobody reads it
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from autopar.sharding.collective import Collective
+
+# dtype and bytes of one execution; counted by executions a step.
+_Piece = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was found; `is_allowed` says whether a plan still bounds the program."""
+
+    rewrites: tuple[str, ...]
+    is_allowed: bool
+
+    def __str__(self) -> str:
+        return "; ".join(self.rewrites)
+
+
+def compare(
+    planned: Sequence[Collective], compiled: Sequence[Collective]
+) -> Comparison:
+    """Compares collectives of one kind, reduction and group with a compiled program's.
+
+    Args:
+      planned: all that the plan has, or the lowered program where it equals the plan.
+      compiled: all that the compiled program has.
+    """
+    if _has_unknown_loop(compiled) and not _has_unknown_loop(planned):
+        return Comparison(("in a loop of unknown trip count",), False)
+    wanted = executions(planned)
+    seen, narrowed = _narrow(wanted, executions(compiled))
+    rewrites = [
+        f"widen: {times} x {num_bytes:,} B {dtype} sent as {wide}"
+        for ((dtype, num_bytes), wide), times in narrowed.items()
+    ]
+    gone, new = wanted - seen, seen - wanted
+    if _total(seen) > _total(wanted):
+        return Comparison((*rewrites, "more bytes than planned"), False)
+    if _total(seen) == _total(wanted):
+        if gone:
+            rewrites.append(
+                f"combine: same bytes in {seen.total()} pieces, not {wanted.total()}"
+            )
+        return Comparison(tuple(rewrites), True)
+    for piece in sorted(gone):
+        is_fewer_operations = _num_operations(compiled, piece) < _num_operations(
+            planned, piece
+        )
+        text = f"{gone[piece]} of {wanted[piece]} x {piece[1]:,} B {piece[0]} gone"
+        if new:
+            rewrites.append(f"reassociate: {text}, {new.total()} others came")
+        elif piece not in seen:
+            rewrites.append(f"constant or dead: {text}")
+        else:
+            rewrites.append(f"{'dedup' if is_fewer_operations else 'hoist'}: {text}")
+    return Comparison(tuple(rewrites), True)
+
+
+def executions(collectives: Iterable[Collective]) -> Counter[_Piece]:
+    """Counts executions a step by dtype and bytes."""
+    counts: Counter[_Piece] = Counter()
+    for each in collectives:
+        counts[each.dtype, each.bytes] += each.count
+    return counts
+
+
+def _narrow(
+    wanted: Counter[_Piece], seen: Counter[_Piece]
+) -> tuple[Counter[_Piece], Counter[tuple[_Piece, str]]]:
+    """Undoes widening: says in planned types what was sent in wider ones."""
+    narrowed: Counter[tuple[_Piece, str]] = Counter()
+    missing, extra, seen = wanted - seen, seen - wanted, Counter(seen)
+    for wide in sorted(extra):
+        for narrow in sorted(missing):
+            if times := min(extra[wide], missing[narrow]) * _is_widened(narrow, wide):
+                for counts in (extra, seen):
+                    counts[wide] -= times
+                missing[narrow] -= times
+                seen[narrow] += times
+                narrowed[narrow, wide[0]] += times
+    return +seen, narrowed
+
+
+def _is_widened(narrow: _Piece, wide: _Piece) -> bool:
+    narrow_type, wide_type = jnp.dtype(narrow[0]), jnp.dtype(wide[0])
+    is_same_class = any(
+        jnp.issubdtype(narrow_type, family) and jnp.issubdtype(wide_type, family)
+        for family in (jnp.floating, jnp.signedinteger, jnp.unsignedinteger)
+    )
+    is_wider = wide_type.itemsize > narrow_type.itemsize
+    return (
+        is_same_class
+        and is_wider
+        and narrow[1] * wide_type.itemsize == wide[1] * narrow_type.itemsize
+    )
+
+
+def _num_operations(collectives: Iterable[Collective], piece: _Piece) -> int:
+    return sum((each.dtype, each.bytes) == piece for each in collectives)
+
+
+def _total(pieces: Counter[_Piece]) -> int:
+    return sum(num_bytes * times for (_, num_bytes), times in pieces.items())
+
+
+def _has_unknown_loop(collectives: Iterable[Collective]) -> bool:
+    return any(each.unbounded for each in collectives)

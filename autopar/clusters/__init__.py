@@ -1,0 +1,1 @@
+"""Machines: their devices and links, by preset, file or measurement."""

@@ -1,0 +1,400 @@
+"""The physical machines: hosts, devices and links, from presets, files or this process.
+
+A link's bandwidth is what one device sends in one direction while every device of its
+host sends. Hosts share their network cards: a ring that leaves a host at one device
+while its neighbours stay silent gets the bandwidth of all the host's cards
+(`Cluster.link`).
+"""
+
+import dataclasses
+import os
+import re
+import tomllib
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from autopar.clusters.hardware import (
+    AxisLink,
+    Device,
+    Link,
+    check_integer,
+    check_positive,
+    nearest,
+)
+from autopar.errors import ClusterFileError, FallbackWarning
+from autopar.sharding.mesh import MeshShape
+
+_PRESETS = Path(__file__).parent
+_STAND_INS = {"gpu": "A100", "tpu": "v5e", "cpu": "CPU"}
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class RayHosts:
+    """Where a cluster's programs run: on the hosts of a running Ray cluster.
+
+    Attributes:
+      address: the Ray cluster's.
+      platform: `cpu`, `gpu` or `tpu`.
+      step_seconds: how long a step may take before its hosts are given up.
+    """
+
+    address: str
+    platform: str
+    step_seconds: float
+
+    @property
+    def lowering_platform(self) -> str:
+        """What jax calls the platform where it lowers for it."""
+        return {"gpu": "cuda"}.get(self.platform, self.platform)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal hosts of equal devices; devices are numbered host by host.
+
+    Attributes:
+      name: what it is called, such as `8x8xH100`.
+      num_hosts: number of hosts.
+      devices_per_host: number of devices in each.
+      device: the device.
+      host_link: joins the devices of a host.
+      network_link: joins hosts.
+      launch_seconds: what starting a collective costs.
+      kernel_seconds: what starting an operator that fuses with no other costs.
+      source: where the numbers are from.
+      ray_hosts: the Ray hosts that run its programs; this process, if None.
+
+    Raises:
+      ValueError: a count is not a positive integer, or a time is negative.
+    """
+
+    name: str
+    num_hosts: int
+    devices_per_host: int
+    device: Device
+    host_link: Link
+    network_link: Link
+    launch_seconds: float
+    kernel_seconds: float
+    source: str
+    ray_hosts: RayHosts | None = None
+
+    def __post_init__(self) -> None:
+        check_integer("num_hosts", self.num_hosts)
+        check_integer("devices_per_host", self.devices_per_host)
+        check_positive("launch_seconds", self.launch_seconds, zero=True)
+        check_positive("kernel_seconds", self.kernel_seconds, zero=True)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices in all."""
+        return self.num_hosts * self.devices_per_host
+
+    @classmethod
+    def local(cls) -> "Cluster":
+        """The devices that this process sees, at their preset's constants.
+
+        The constants of CPU devices do not depend on the machine, so that a plan for
+        virtual devices is the same everywhere; only their memory is the machine's,
+        shared out. An unknown accelerator gets those of a similar one, and a
+        `FallbackWarning`.
+
+        Raises:
+          ValueError: processes see unequal numbers of devices.
+        """
+        import jax
+
+        devices = jax.devices()
+        num_hosts = len({device.process_index for device in devices})
+        if len(devices) % num_hosts:
+            raise ValueError(
+                "every process must see as many devices as the others, but "
+                f"{len(devices)} devices are on {num_hosts} processes; describe them "
+                "in a file for Cluster.load."
+            )
+        first = devices[0]
+        preset = _preset_of(first.device_kind, first.platform)
+        cluster = dataclasses.replace(
+            preset,
+            name=f"local {num_hosts}x{len(devices) // num_hosts}x{preset.device.kind}",
+            num_hosts=num_hosts,
+            devices_per_host=len(devices) // num_hosts,
+        )
+        memory_bytes = _local_memory_bytes(first, cluster)
+        device = dataclasses.replace(cluster.device, memory_bytes=memory_bytes)
+        return dataclasses.replace(cluster, device=device)
+
+    @classmethod
+    def preset(cls, name: str) -> "Cluster":
+        """A cluster of known devices, whether or not one has it.
+
+        Args:
+          name: hosts x devices of each host x kind: `"8x8xH100"`; `"8xH100"` is one
+            host and `"H100"` one host as it is sold.
+
+        Raises:
+          ValueError: the name is malformed, or the kind unknown.
+        """
+        match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.-]*)", name.strip())
+        kinds = tuple(sorted(path.stem for path in _PRESETS.glob("*.toml")))
+        if not match:
+            raise ValueError(
+                "a preset is called hosts x devices x kind, such as '8x8xH100', but "
+                f"got {name!r}; kinds are {', '.join(kinds)}."
+            )
+        first, second, kind = match.groups()
+        by_lower = {known.lower(): known for known in kinds}
+        if kind.lower() not in by_lower:
+            raise ValueError(
+                f"a preset's kind must be one of {', '.join(kinds)}, but got {kind!r}"
+                f"{nearest(kind, kinds)}; describe other devices in a file for "
+                "Cluster.load."
+            )
+        hosts, devices = (first, second) if second else ("1", first)
+        table = _read_toml(_PRESETS / f"{by_lower[kind.lower()]}.toml")
+        table["name"] = name.strip()
+        table["num_hosts"] = int(hosts)
+        table["devices_per_host"] = int(devices or table["devices_per_host"])
+        return _from_table(table, f"cluster preset {name}")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Cluster":
+        """A cluster described in a TOML file; `autopar/clusters/*.toml` are examples.
+
+        Fields are those of `Cluster`, with tables `[device]`, `[device.peak_flops]`,
+        `[host_link]` and `[network_link]`. The network link gives either `bandwidth`
+        (bytes/s a device) or `host_bandwidth` (bytes/s of all cards of a host), and may
+        be left out where there is one host.
+
+        Raises:
+          ClusterFileError: the file cannot be read, or a field is missing, unknown, of
+            the wrong type or sign, or contradicts another.
+        """
+        return _from_table(_read_toml(Path(path)), f"cluster file {os.fspath(path)}")
+
+    @classmethod
+    def ray(
+        cls,
+        address: str | None = None,
+        *,
+        num_hosts: int | None = None,
+        devices_per_host: int | None = None,
+        platform: str | None = None,
+        step_seconds: float = 600.0,
+    ) -> "Cluster":
+        """The hosts of a running Ray cluster; steps planned for it run there.
+
+        Connects this process to the cluster if need be, and never starts one.
+
+        Args:
+          address: of the cluster; if left out, the one that this process is connected
+            to, else that of RAY_ADDRESS, else one that runs on this machine.
+          num_hosts: how many hosts to use; all if left out.
+          devices_per_host: how many devices of each; all if left out. A CPU host has
+            one, unless it was started with the resource `autopar_devices`.
+          platform: `cpu`, `gpu` or `tpu`; that of the accelerators if left out.
+          step_seconds: how long a step may take until its hosts are given up as hung.
+
+        Raises:
+          ConnectionError: no Ray cluster answers.
+          ImportError: ray is not installed.
+          ValueError: the cluster has too few hosts or devices.
+        """
+        from autopar.runtime.ray_hosts import find_hosts
+
+        for name, count in (("num_hosts", num_hosts), ("devices", devices_per_host)):
+            if count is not None:
+                check_integer(name, count)
+        check_positive("step_seconds", step_seconds)
+        found, hosts = find_hosts(address, num_hosts, devices_per_host, platform)
+        first, number = hosts[0], hosts[0].num_devices
+        preset = _preset_of_accelerator(first.kind, first.platform)
+        return dataclasses.replace(
+            preset,
+            name=f"ray {len(hosts)}x{number}x{preset.device.kind}",
+            num_hosts=len(hosts),
+            devices_per_host=number,
+            ray_hosts=RayHosts(found, first.platform, step_seconds),
+        )
+
+    def axis_links(self, mesh: MeshShape) -> tuple[AxisLink, ...]:
+        """The link that each mesh axis uses on its own, in axis order; see `link`."""
+        return tuple(self.link(mesh, (name,)) for name in mesh.axis_names)
+
+    def link(self, mesh: MeshShape, axes: Iterable[str]) -> AxisLink:
+        """The link that a collective over some mesh axes uses.
+
+        The mesh's devices are the cluster's first ones, in row-major order. Groups that
+        stay in a host use its link. Of a group that leaves hosts one ring edge crosses
+        each host's cards, so these are shared by as many rings as leave the host: the
+        groups of the other axes inside it.
+
+        Args:
+          mesh: the mesh.
+          axes: names of the axes that the collective runs over.
+
+        Raises:
+          ValueError: an unknown axis, or a mesh of more devices than the cluster has.
+        """
+        if mesh.size > self.num_devices:
+            raise ValueError(
+                f"a mesh cannot hold more devices than its cluster, but {mesh} needs "
+                f"{mesh.size} and {self.name} has {self.num_devices}; use smaller axes."
+            )
+        groups = np.array(mesh.groups(axes))
+        hosts = groups // self.devices_per_host
+        leaves = (hosts != hosts[:, :1]).any(axis=1)
+        within, between = self.host_link, self.network_link
+        if not leaves.any():
+            alpha_seconds = within.alpha_seconds
+            seconds_per_byte = within.seconds_per_byte
+        else:
+            rings_by_host = np.zeros(self.num_hosts, int)
+            for row in hosts[leaves]:
+                rings_by_host[np.unique(row)] += 1
+            share = int(rings_by_host.max()) / self.devices_per_host
+            seconds_per_byte = share * between.seconds_per_byte
+            alpha_seconds = between.alpha_seconds
+            if any(len(np.unique(row)) < len(row) for row in hosts):
+                alpha_seconds = max(alpha_seconds, within.alpha_seconds)
+                seconds_per_byte = max(seconds_per_byte, within.seconds_per_byte)
+        factors = (between if leaves.any() else within).factors
+        return AxisLink(
+            *(groups.shape[1], alpha_seconds, seconds_per_byte),
+            *(self.launch_seconds, factors),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.num_devices} devices, "
+            f"{self.devices_per_host} a host\n"
+            f"  device        {self.device}\n"
+            f"  within hosts  {self.host_link}\n"
+            f"  between hosts {self.network_link}\n"
+            f"  launches      collective {self.launch_seconds * 1e6:g} us, "
+            f"kernel {self.kernel_seconds * 1e6:g} us"
+        )
+
+
+def _preset_of(device_kind: str, platform: str) -> Cluster:
+    presets = [Cluster.preset(path.stem) for path in _PRESETS.glob("*.toml")]
+    matches = [
+        (len(start), preset)
+        for preset in presets
+        for start in preset.device.jax_kinds
+        if device_kind.startswith(start)
+    ]
+    if matches:
+        return max(matches, key=lambda match: match[0])[1]
+    stand_in = _STAND_INS.get(platform, "A100")
+    if platform != "cpu":
+        warnings.warn(
+            f"the {platform} {device_kind!r} has no preset, so its speed is taken to "
+            f"be that of {stand_in}; describe it in a file for Cluster.load.",
+            FallbackWarning,
+            stacklevel=3,
+        )
+    return Cluster.preset(stand_in)
+
+
+def _preset_of_accelerator(kind: str, platform: str) -> Cluster:
+    """The preset of what Ray calls an accelerator, such as `H100` or `TPU-V4`."""
+    known = {path.stem.lower(): path.stem for path in _PRESETS.glob("*.toml")}
+    name = known.get(kind.lower().removeprefix("tpu-"))
+    return Cluster.preset(name) if name else _preset_of(kind, platform)
+
+
+def _local_memory_bytes(device: Any, cluster: Cluster) -> int:
+    if device.platform == "cpu":
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return physical // cluster.devices_per_host
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return int(limit or cluster.device.memory_bytes)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ClusterFileError(
+            f"cluster file {path} does not exist; for known devices use "
+            "Cluster.preset('8x8xH100')."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ClusterFileError(
+            f"cluster file {path} must be a TOML file, but reading it failed: {error}."
+        ) from error
+
+
+def _from_table(table: Mapping[str, Any], where: str) -> Cluster:
+    """A cluster from nested tables; errors name `where` and the field."""
+    table = dict(table)
+    if table.get("num_hosts") == 1 and "host_link" in table:
+        table.setdefault("network_link", table["host_link"])
+    _check_fields(Cluster, table, where, "")
+    if "ray_hosts" in table:
+        raise ClusterFileError(
+            f"{where}: `ray_hosts` cannot be given in a file; use Cluster.ray()."
+        )
+    device = {**_table(table, "device", where)}
+    device["jax_kinds"] = tuple(device.get("jax_kinds", ()))
+    network = {**_table(table, "network_link", where)}
+    if "host_bandwidth" in network:
+        if "bandwidth" in network:
+            raise ClusterFileError(
+                f"{where}: `network_link` gives both `bandwidth` (a device) and "
+                "`host_bandwidth` (all cards of a host); keep one."
+            )
+        try:
+            check_positive("network_link.host_bandwidth", network["host_bandwidth"])
+            check_integer("devices_per_host", table["devices_per_host"])
+        except ValueError as error:
+            raise ClusterFileError(f"{where}: {error}") from None
+        per_host = network.pop("host_bandwidth")
+        network["bandwidth"] = per_host / table["devices_per_host"]
+    table["device"] = _build(Device, device, where, "device.")
+    host = _table(table, "host_link", where)
+    table["host_link"] = _build(Link, host, where, "host_link.")
+    table["network_link"] = _build(Link, network, where, "network_link.")
+    return _build(Cluster, table, where, "")
+
+
+def _table(table: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
+    value = table[name]
+    if not isinstance(value, Mapping):
+        raise ClusterFileError(
+            f"{where}: `{name}` must be a table, but got {value!r}; write [{name}]."
+        )
+    return value
+
+
+def _build(make: type[_T], table: Mapping[str, Any], where: str, prefix: str) -> _T:
+    _check_fields(make, table, where, prefix)
+    try:
+        return make(**table)
+    except ValueError as error:
+        text = str(error).replace("`", f"`{prefix}", 1)
+        raise ClusterFileError(f"{where}: {text}") from None
+
+
+def _check_fields(
+    make: type[Any], table: Mapping[str, Any], where: str, prefix: str
+) -> None:
+    fields = dataclasses.fields(make)
+    names = [f.name for f in fields]
+    for name in table:
+        if name not in names:
+            raise ClusterFileError(
+                f"{where}: field `{prefix}{name}` is unknown"
+                f"{nearest(name, names)}; fields are {', '.join(names)}."
+            )
+    for f in fields:
+        defaults = {f.default, f.default_factory}
+        if f.name not in table and defaults == {dataclasses.MISSING}:
+            raise ClusterFileError(f"{where}: field `{prefix}{f.name}` is missing.")

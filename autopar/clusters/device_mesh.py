@@ -1,0 +1,96 @@
+"""The devices that a mesh shape means: of this process, or none if they are remote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
+
+from ..sharding.mesh import MeshLike, MeshShape
+from .cluster import Cluster, RayHosts
+
+
+def device_mesh(
+    shape: MeshShape, given: MeshLike | None, cluster: Cluster
+) -> Mesh | AbstractMesh:
+    """The mesh that a program of `cluster` is lowered for.
+
+    Devices are those of the user's own mesh, if `given` is one, else the first ones of
+    this process. Programs of a Ray cluster are lowered without devices.
+
+    Raises:
+      ValueError: this process has too few devices, or a mesh of its devices was given
+        for hosts that are elsewhere.
+    """
+    auto = (AxisType.Auto,) * shape.num_axes
+    if cluster.ray_hosts is not None:
+        if isinstance(given, Mesh):
+            raise ValueError(
+                f"A mesh for Ray hosts names axes and sizes, as its devices are not of "
+                f"this process, but got {given}; write mesh={str(shape)!r}."
+            )
+        if shape.size != cluster.num_devices:
+            raise ValueError(
+                f"A step uses all devices of its Ray hosts, which are "
+                f"{cluster.num_devices}, but the mesh {shape} has {shape.size}; ask "
+                f"for fewer with Cluster.ray(num_hosts=, devices_per_host=)."
+            )
+        return _remote_mesh(shape, cluster.ray_hosts, 0)
+    if isinstance(given, Mesh):
+        devices = given.devices
+    else:
+        available = jax.devices()
+        if len(available) < shape.size:
+            raise ValueError(
+                f"The mesh {shape} needs {shape.size} devices, but this process has "
+                f"{len(available)}; use a smaller mesh, or plan only with "
+                f"step.plan(...), which needs no devices."
+            )
+        devices = np.array(available[: shape.size]).reshape(shape.axis_sizes)
+    return Mesh(devices, shape.axis_names, axis_types=auto)
+
+
+def stage_meshes(
+    shapes: Sequence[MeshShape], cluster: Cluster
+) -> Sequence[Mesh | AbstractMesh]:
+    """A mesh of each shape: devices of this process dealt out in order, or none.
+
+    Meshes without devices tell by their kind of device which submesh they are.
+
+    Raises:
+      ValueError: this process has too few devices.
+    """
+    meshes: list[Mesh | AbstractMesh] = []
+    available, first = jax.devices() if cluster.ray_hosts is None else [], 0
+    for number, shape in enumerate(shapes):
+        names, auto = shape.axis_names, (AxisType.Auto,) * shape.num_axes
+        if cluster.ray_hosts is not None:
+            meshes.append(_remote_mesh(shape, cluster.ray_hosts, number))
+            continue
+        devices = np.array(available[first : first + shape.size])
+        if len(devices) < shape.size:
+            raise ValueError(
+                f"The submeshes of the pipeline need "
+                f"{sum(shape.size for shape in shapes)} devices, but this process has "
+                f"{len(available)}; use smaller ones, or plan only with "
+                f"step.plan(...), which needs no devices."
+            )
+        meshes.append(Mesh(devices.reshape(shape.axis_sizes), names, axis_types=auto))
+        first += shape.size
+    return meshes
+
+
+def _remote_mesh(shape: MeshShape, hosts: RayHosts, submesh: int) -> AbstractMesh:
+    auto = (AxisType.Auto,) * shape.num_axes
+    kind = AbstractDevice(f"submesh {submesh}", None, hosts.lowering_platform)
+    return AbstractMesh(
+        shape.axis_sizes, shape.axis_names, axis_types=auto, abstract_device=kind
+    )
+
+
+def submesh_of(mesh: Any) -> int:
+    """Which submesh of a pipeline a mesh without devices is."""
+    return int(mesh.abstract_device.device_kind.removeprefix("submesh "))

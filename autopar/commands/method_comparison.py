@@ -1,0 +1,121 @@
+"""A plan beside those of every named method, on the same step, cluster and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ..errors import InfeasiblePlanError
+from ..methods.methods import Method
+from ..methods.named_methods import DataParallel, Megatron, Zero
+from ..options import Options
+from ..planner.planning import Planned, batch_tensors, plan_graph
+from ..plans.explain import format_bytes, format_seconds
+from ..plans.plan import ShardingPlan
+
+MethodPlan = ShardingPlan | Exception
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method's plan, or the error that says why it has none."""
+
+    name: str
+    plan: MethodPlan
+
+
+def named_methods(planned: Planned, options: Options) -> tuple[Method, ...]:
+    """The methods with a name that a step can be compared with.
+
+    A tensor-parallel group is a host's devices, or two where there is one host.
+    """
+    cluster = planned.cluster
+    size = cluster.devices_per_host if cluster.num_hosts > 1 else 2
+    batches = {
+        "num_microbatches": options.num_microbatches,
+        "microbatch_semantics": options.microbatch_semantics,
+    }
+    methods: list[Method] = [DataParallel(**batches)]
+    methods += [Zero(stage, **batches) for stage in (1, 2, 3)]
+    if cluster.num_devices % size == 0 and cluster.num_devices > 1:
+        methods += [Megatron(size, sequence, **batches) for sequence in (False, True)]
+    return tuple(methods)
+
+
+def compare(
+    planned: Planned,
+    leaves: Sequence[Any],
+    options: Options,
+    on_method: Callable[[str], None] = lambda name: None,
+) -> Iterator[Row]:
+    """The plan's row, then one for each named method.
+
+    Args:
+      planned: the plan with its trace and graph.
+      leaves: the example arguments' leaves.
+      options: what it was planned with; the method is replaced.
+      on_method: is told what is planned next.
+    """
+    yield Row("this plan", planned.plan.sharding)
+    batch = batch_tensors(planned.traced, planned.graph, options)
+    for method in named_methods(planned, options):
+        on_method(str(method))
+        name = _short(method)
+        chosen = replace(options, method=method, mesh=None, pins={}, rules=None)
+        try:
+            plan = plan_graph(planned.graph, leaves, batch, planned.cluster, chosen)
+        except (ValueError, NotImplementedError) as error:
+            yield Row(name, error)
+        else:
+            yield Row(name, plan.sharding)
+
+
+def comparison_table(rows: Sequence[Row]) -> Table:
+    """Step time, collectives and memory of every row."""
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("method")
+    table.add_column("mesh")
+    for column in ("step", "x", "collectives", "memory", "gap"):
+        table.add_column(column, justify="right", no_wrap=True)
+    first = rows[0].plan
+    for row in rows:
+        table.add_row(row.name, *_cells(row.plan, first))
+    return table
+
+
+def _cells(plan: MethodPlan, first: MethodPlan) -> list[str | Text]:
+    if isinstance(plan, InfeasiblePlanError):
+        least = plan.least_budget_bytes
+        needs = f"needs {format_bytes(least)}" if least else "does not fit"
+        return ["", "-", "", "", needs, ""]
+    if isinstance(plan, Exception):
+        sentence = str(plan).split(";")[0].split(". ")[0]
+        return [Text(f"refused: {sentence}", style="dim", overflow="fold")]
+    assert isinstance(first, ShardingPlan)
+    predicted = plan.predicted
+    return [
+        str(plan.mesh),
+        format_seconds(predicted.step_seconds),
+        f"{predicted.step_seconds / first.predicted.step_seconds:.2f}",
+        format_bytes(predicted.collective_bytes),
+        format_bytes(predicted.peak_bytes),
+        f"{predicted.optimality_gap:.2%}",
+    ]
+
+
+def _short(method: Method) -> str:
+    """The method without the arguments that all have."""
+    text = str(method)
+    name, _, arguments = text.rstrip(")").partition("(")
+    kept = [
+        each
+        for each in arguments.split(", ")
+        if each
+        and not each.startswith(("num_microbatches", "microbatch_semantics"))
+        and not each.endswith("=False")
+    ]
+    return f"{name}({', '.join(kept)})"

@@ -1,0 +1,242 @@
+"""`autopar plan`: plan a step for a cluster, compare it, keep it.
+
+jax is imported inside: `autopar --help` does without.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.status import Status
+
+if TYPE_CHECKING:
+    from ..clusters.cluster import Cluster
+    from ..planner.planning import Planned
+    from ..plans.parallel_plan import Plan
+    from .method_comparison import Row
+    from .plan_targets import Target
+
+OPERATORS = typer.Option(
+    "--operators", help="List every operator, not only heavy ones."
+)
+
+
+def plan(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="MODULE:NAME, importable from the current folder, or a model by name.",
+        ),
+    ],
+    args: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="Example arguments of the step: a tuple, or a function that returns "
+            "one. TARGET is then the step itself.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="A preset such as 8x8xH100 (hosts x devices x kind), or the path of a "
+            "TOML file. Default: the devices here.",
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES", help="Memory that a device may fill, such as 70GiB."
+        ),
+    ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            help="Mesh axes, such as 'data:2;model:4'; a size of -1 fills. Default: "
+            "shapes that follow the cluster's levels are searched.",
+        ),
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="Parts of the batch that run one by one.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="An option of a model by name, such as num_layers=4; may be repeated.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--out", "--output", help="Write the plan there, as JSON."),
+    ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option(help="Plan the named methods too, and print all in one table."),
+    ] = True,
+    operators: Annotated[bool, OPERATORS] = False,
+) -> None:
+    """Plan a train step for a cluster, which need not be here.
+
+    TARGET is one of
+
+    \b
+      MODULE:FUNCTION  a function without arguments that returns (step, args)
+      MODULE:OBJECT    an object with a method step, and a method abstract() that
+                       returns args; or a function that returns such an object
+      MODULE:STEP      the step itself, with its args named by --args
+      NAME             a model of autopar's source checkout: gpt-39b, gpt-175b,
+                       llama-8b, moe-70b, wrn-13b and those of benchmarks/models
+
+    where args is a tuple with an example for each argument of the step: arrays or
+    jax.ShapeDtypeStruct. Only shapes and dtypes count, and nothing is run.
+
+    Example, with a file train.py in the current folder:
+
+    \b
+        def for_autopar():
+            return train_step, (state, batch)
+
+    \b
+        autopar plan train:for_autopar --cluster 2x8xH100 --budget 70GiB
+        autopar plan llama-8b --set scan_layers=true --cluster 8x8xH100 --out plan.json
+    """
+    from .plan_targets import find_step, parse_settings
+
+    console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
+    found = find_step(target, args, parse_settings(settings or []))
+    options = {
+        "mesh": mesh,
+        "cluster": find_cluster(cluster),
+        "memory_budget": budget,
+        "num_microbatches": microbatches,
+    }
+    made, rows = _plan(console, found, options, compare)
+    made.explain(operators=operators)
+    if rows:
+        from .method_comparison import comparison_table
+
+        console.print("\nbeside named methods, on the same costs", style="bold")
+        console.print(comparison_table(rows))
+    if output is not None:
+        made.save(output)
+        print(f"\nwritten to {output}")
+
+
+def find_cluster(text: str | None) -> Cluster | None:
+    """A preset by name, or a cluster file by path; None for the devices here."""
+    from ..clusters.cluster import Cluster
+
+    if text is None:
+        return None
+    is_file = text.endswith(".toml") or "/" in text
+    return Cluster.load(text) if is_file else Cluster.preset(text)
+
+
+def _plan(
+    console: Console, target: Target, options: Mapping[str, Any], compare: bool
+) -> tuple[Plan, list[Row]]:
+    from ..api import ParallelFunction
+
+    if isinstance(target.step, ParallelFunction):
+        given = [name for name, value in options.items() if value is not None]
+        if given:
+            raise ValueError(
+                "--cluster, --mesh, --budget and --microbatches need the plain step, "
+                f"but the one given is parallelized with its own, and got "
+                f"{', '.join(given)}; leave them out, or give its function."
+            )
+        with _progress(console) as status:
+            status.update("planning")
+            return target.step.plan(*target.args), []
+    with _progress(console) as status:
+        return _plan_plain(target, options, compare, status)
+
+
+def _plan_plain(
+    target: Target, given: Mapping[str, Any], compare: bool, status: Status
+) -> tuple[Plan, list[Row]]:
+    import jax
+
+    from ..frontend.calls import open_call, plain_function
+    from ..frontend.constant_leaves import takes_only_arrays
+    from ..frontend.static_arguments import StaticArguments
+    from ..options import check_options, resolve_options
+    from ..planner.planning import plan_function
+    from . import method_comparison
+
+    checked = check_options(
+        method=None,
+        plan=None,
+        pins=None,
+        rules=None,
+        batch_argnums="auto",
+        static_argnums=(),
+        donate_argnums="auto",
+        **given,
+    )
+    options = resolve_options(target.step, checked)
+    nothing = StaticArguments((), ())
+    only_arrays = takes_only_arrays(target.step)
+    with open_call(nothing, target.args, {}, only_arrays) as call:
+        status.update(f"tracing and planning {target.name}")
+        fun = plain_function(target.step, call.statics)
+        args, kwargs = call.arguments()
+        planned = plan_function(fun, args, kwargs, options)
+        _tell(planned)
+        rows: list[Row] = []
+        if compare:
+            leaves = jax.tree.leaves((args, kwargs))
+            rows += method_comparison.compare(
+                planned,
+                leaves,
+                options,
+                lambda name: status.update(f"comparing with {name}"),
+            )
+    return planned.plan, rows
+
+
+def _tell(planned: Planned) -> None:
+    log = logging.getLogger("autopar")
+    log.info(planned.summary())
+    for note in planned.roles.notes:
+        log.warning(note)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Status]:
+    """A line that moves on a terminal; what autopar logs is printed above it."""
+    log = logging.getLogger("autopar")
+    handler = _Printed(Console(stderr=True, highlight=False, soft_wrap=True))
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        with console.status("starting jax") as status:
+            yield status
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+
+class _Printed(logging.Handler):
+    """Prints records with the seconds since the start."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.INFO)
+        self.console, self.start = console, perf_counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        seconds = perf_counter() - self.start
+        text = record.getMessage()
+        self.console.print(f"{seconds:6.1f} s  {text}", style="dim", markup=False)

@@ -1,0 +1,153 @@
+"""What `autopar plan` is asked to plan: a user's step, or a model of the checkout.
+
+A target with a colon names something importable; see `find_step` for what it may be. A
+target without one names a model of `benchmarks/models`, which only a source checkout
+has: the installed package does not depend on it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A step, its example arguments, and what to call the two together."""
+
+    name: str
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def find_step(
+    target: str, args: str | None = None, settings: Mapping[str, Any] | None = None
+) -> Target:
+    """The step that a command line names, with example arguments.
+
+    Args:
+      target: `module:name`, of a function without arguments that returns (step, args);
+        of an object, or of a function that returns one, with a method `step` and a
+        method `abstract()` that returns args; or, with `args`, of the step itself.
+        Without a colon, the name of a model of the checkout.
+      args: `module:name` of the example arguments, or of a function that returns them.
+      settings: of a model of the checkout: options by name.
+
+    Raises:
+      TypeError: what is named is none of these.
+      ValueError: nothing has that name.
+    """
+    if ":" not in target:
+        return _model(target, args, settings or {})
+    if settings:
+        raise ValueError(
+            f"settings are those of a model of the checkout, but {target!r} is a step "
+            f"of your own; leave out {', '.join(settings)}."
+        )
+    found = look_up(target)
+    if args is not None:
+        examples = look_up(args)
+        made = found, examples() if callable(examples) else examples
+    else:
+        made = found if _is_workload(found) else found()
+        if _is_workload(made):
+            made = made.step, made.abstract()
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise TypeError(
+            f"{target} must return (step, args), or an object with `step` and "
+            f"`abstract()`, but returned {made!r}; if it is the step itself, name its "
+            f"example arguments with --args."
+        )
+    step, examples = made
+    if not callable(step):
+        raise TypeError(f"the step must be a function, but got {step!r}.")
+    if not isinstance(examples, tuple):
+        raise TypeError(
+            f"the example arguments must be a tuple, one item for each argument of the "
+            f"step, but got a {type(examples).__name__}; write (state, batch)."
+        )
+    return Target(target, step, examples)
+
+
+def look_up(target: str) -> Any:
+    """What `module:name` names, looked for from the current folder first."""
+    module_name, colon, name = target.partition(":")
+    if not (module_name and colon and name):
+        raise ValueError(
+            f"a target is MODULE:NAME, such as train:for_autopar, but got {target!r}."
+        )
+    sys.path.insert(0, str(Path.cwd()))
+    module = importlib.import_module(module_name.removesuffix(".py").replace("/", "."))
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            known = [each for each in vars(module) if not each.startswith("_")]
+            raise ValueError(
+                f"module {module_name!r} has no {name!r}; it has "
+                f"{', '.join(known[:20]) or 'nothing public'}."
+            )
+        found = getattr(found, part)
+    return cast("Any", found)
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
+    """`num_layers=4` and the like as values by name; a word that is no value is text.
+
+    Raises:
+      ValueError: a text without `=`, or a name given twice.
+    """
+    settings: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals) or name in settings:
+            raise ValueError(
+                f"a setting is NAME=VALUE, each name once, such as num_layers=4, but "
+                f"got {text!r}."
+            )
+        try:
+            settings[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            words = {"true": True, "false": False, "none": None}
+            settings[name] = words.get(value.lower(), value)
+    return settings
+
+
+def _is_workload(found: Any) -> bool:
+    return all(callable(getattr(found, name, None)) for name in ("step", "abstract"))
+
+
+def _model(name: str, args: str | None, settings: Mapping[str, Any]) -> Target:
+    if args is not None:
+        raise ValueError(
+            f"a model has its own example arguments, but --args is {args!r}; leave it "
+            f"out, or name the step as MODULE:FUNCTION."
+        )
+    if not (_ROOT / "benchmarks" / "models" / "registry.py").exists():
+        raise ValueError(
+            f"a target is MODULE:NAME, such as train:for_autopar, but got {name!r}. "
+            f"Models by name, such as gpt-39b, are part of autopar's source checkout "
+            f"and not of the installed package; run this from a checkout."
+        )
+    sys.path.insert(0, str(_ROOT))
+    try:
+        build = importlib.import_module("benchmarks.models").build
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"the models of the checkout need the package {error.name!r}, which is not "
+            f"installed; pip install 'autopar[dev]'."
+        ) from error
+    try:
+        workload = build(name, **settings)
+    except ValueError as error:
+        raise ValueError(
+            f"a target is MODULE:NAME, such as train:for_autopar, or a model by name: "
+            f"{error}"
+        ) from error
+    return Target(name, workload.step, workload.abstract())

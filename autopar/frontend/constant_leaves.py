@@ -1,0 +1,143 @@
+"""Leaves that are no arrays, such as a module's functions, held out of the trace."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..jax_compat import PyTreeDef
+from ..state.distributed_array import AbstractDistributedArray, DistributedArray
+from .tracing import is_array_leaf
+
+_CONTAINERS = (tuple, list, dict, OrderedDict, defaultdict, type(None))
+_ARRAYS = (
+    jax.Array,
+    DistributedArray,
+    jax.ShapeDtypeStruct,
+    AbstractDistributedArray,
+    np.ndarray,
+    np.generic,
+)
+
+# Position among the leaves, type and value: 1 and True are equal, yet two constants.
+Constants = tuple[tuple[int, type, Any], ...]
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class Held:
+    """A constant in the place of its leaf: part of the tree, and no leaf of it."""
+
+    value: Any
+
+    def tree_flatten(self) -> tuple[tuple[()], tuple[type, Any]]:
+        return (), (type(self.value), self.value)
+
+    @classmethod
+    def tree_unflatten(cls, typed: tuple[type, Any], _: Sequence[Any]) -> Held:
+        return cls(typed[1])
+
+
+def constants_of(
+    leaves: Sequence[Any], tree: PyTreeDef, only_arrays: bool = False
+) -> Constants:
+    """The leaves that are constants; what cannot be hashed is none.
+
+    Of those of a registered class, all that are neither arrays nor numbers. Of those of
+    an Equinox module all but arrays, and so of all leaves with `only_arrays`. In a
+    dict, list or tuple of the user's own, such a leaf is a mistake and stays one.
+    """
+    return tuple(
+        (position, type(leaves[position]), leaves[position])
+        for position, is_strict in _places(tree, only_arrays)
+        if not isinstance(leaves[position], _ARRAYS)
+        and (is_strict or not is_array_leaf(leaves[position]))
+        and _is_hashable(leaves[position])
+    )
+
+
+def takes_only_arrays(fun: Callable[..., Any]) -> bool:
+    """Whether all but arrays are constants to `fun`: one that is filter_jit-ted."""
+    return isinstance(fun, _equinox_modules())
+
+
+def hold_constants(value: Any, only_arrays: bool = False) -> Any:
+    """The same tree with its constants held."""
+    leaves, tree = jax.tree.flatten(value)
+    for position, _, constant in constants_of(leaves, tree, only_arrays):
+        leaves[position] = Held(constant)
+    return jax.tree.unflatten(tree, leaves)
+
+
+def release_constants(value: Any) -> Any:
+    """The tree that `hold_constants` was given."""
+    return ResultTree.of(jax.tree.structure(value)).unflatten(jax.tree.leaves(value))
+
+
+@dataclass(frozen=True)
+class ResultTree:
+    """How leaves become a tree that holds constants; `unflatten` releases them."""
+
+    tree: PyTreeDef
+    constants: Constants
+
+    @classmethod
+    def of(cls, tree: PyTreeDef) -> ResultTree:
+        numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
+        leaves, full = jax.tree.flatten(numbered, is_leaf=_is_held)
+        held = ((i, leaf.value) for i, leaf in enumerate(leaves) if _is_held(leaf))
+        return cls(full, tuple((i, type(value), value) for i, value in held))
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        leaves = list(leaves)
+        for position, _, value in self.constants:
+            leaves.insert(position, value)
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+@functools.lru_cache
+def _places(tree: PyTreeDef, only_arrays: bool) -> tuple[tuple[int, bool], ...]:
+    """Positions of leaves that may be constants, and whether only arrays are not."""
+    modules = _equinox_modules()
+    places: list[tuple[int, bool]] = []
+    next_leaf = 0
+
+    def walk(node: PyTreeDef, is_inside: bool, is_strict: bool) -> None:
+        nonlocal next_leaf
+        data = node.node_data()
+        if data is None:
+            if is_inside:
+                places.append((next_leaf, is_strict))
+            next_leaf += 1
+            return
+        is_inside = is_inside or not issubclass(data[0], _CONTAINERS)
+        is_strict = is_strict or issubclass(data[0], modules)
+        for child in node.children():
+            walk(child, is_inside, is_strict)
+
+    walk(tree, only_arrays, only_arrays)
+    return tuple(places)
+
+
+def _equinox_modules() -> tuple[type, ...]:
+    equinox = sys.modules.get("equinox")
+    return (equinox.Module,) if equinox else ()
+
+
+def _is_held(node: Any) -> bool:
+    return isinstance(node, Held)
+
+
+def _is_hashable(leaf: Any) -> bool:
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,66 @@
+"""Which side effects a step may have: callbacks that no order is asked of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..graph.op_graph import OpGraph
+from ..jax_compat import source_line
+
+CALLBACKS = ("debug_callback", "debug_print", "io_callback")
+_REF_EFFECTS = (
+    "InternalMutableArrayEffect",
+    "ReadEffect",
+    "WriteEffect",
+    "AccumEffect",
+)
+
+
+def refuse_effects(eqn: Any) -> None:
+    """Does nothing if the equation has no side effect, or one that can run once.
+
+    Raises:
+      NotImplementedError: the effect is ordered, or is none of an unordered callback;
+        says why and what to write instead.
+    """
+    names = sorted(type(effect).__name__ for effect in eqn.effects)
+    kind, where = eqn.primitive.name, source_line(eqn)
+    if any(name.startswith("Ordered") for name in names):
+        raise NotImplementedError(
+            f"Side effects must be unordered, but {kind!r} at {where} is ordered: the "
+            f"devices of a parallel step run on their own, and nothing keeps the order "
+            f"of what they call. Write ordered=False, or return the value and use it "
+            f"outside of the step."
+        )
+    if any(name in _REF_EFFECTS for name in names):
+        raise NotImplementedError(
+            f"A parallel step must be a function of its arguments, but {kind!r} at "
+            f"{where} reads or writes a mutable Ref, which has no sharding of its own. "
+            f"Take the array as an argument and return its next value."
+        )
+    # In a user's own shard_map a callback is each device's own, as it is in jax.jit.
+    is_own = kind == "shard_map" and set(names) <= {"DebugEffect", "IOEffect"}
+    if names and kind not in CALLBACKS and not is_own:
+        raise NotImplementedError(
+            f"Side effects must be those of jax.debug.print, jax.debug.callback or "
+            f"io_callback, which can run once, but {kind!r} at {where} has "
+            f"{', '.join(names)}. Take it out of the step, or declare it free of side "
+            f"effects if it is."
+        )
+
+
+def refuse_callbacks(graph: OpGraph) -> None:
+    """Does nothing if a step calls nothing on the host that runs it.
+
+    Raises:
+      NotImplementedError: it does, and is to run on hosts that have not its Python
+        code; names the operator's source line.
+    """
+    for op in graph.operators():
+        if op.kind in (*CALLBACKS, "pure_callback"):
+            raise NotImplementedError(
+                f"A step that goes to other hosts must be free of host callbacks, as "
+                f"Python code is not sent there, but {op.kind!r} at "
+                f"{source_line(op.eqn)} is one; return the value from the step and "
+                f"use it outside."
+            )

@@ -1,0 +1,193 @@
+"""Flax NNX modules as arguments: split around the step, as `nnx.jit` does.
+
+A step of NNX changes its modules in place. Traced as they are, the changes would be
+made to what was merely traced, and lost; so each module goes in as a tree of arrays,
+what changed comes out as one, and the caller's own objects are updated.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ..jax_compat import PyTreeDef
+
+_TAG = "autopar"
+
+
+class _NoName:
+    """The step from a module to its arrays, which a path leaves out."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True)
+class GraphNode:
+    """A module as `nnx.split` has it: what it is, and its arrays as nested dicts."""
+
+    graphdef: Any
+    arrays: Any
+
+    def tree_flatten_with_keys(self) -> tuple[Iterable[tuple[Any, Any]], Any]:
+        return ((_NoName(), self.arrays),), self.graphdef
+
+    @classmethod
+    def tree_unflatten(cls, graphdef: Any, children: Sequence[Any]) -> GraphNode:
+        return cls(graphdef, *children)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Unchanged:
+    """An array of a module that a step left as it is: a position among the leaves."""
+
+    position: int
+
+
+def is_module(node: Any) -> bool:
+    """Whether a node is an NNX module or variable; does not import flax."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and nnx.graph.is_graph_node(node)
+
+
+def has_modules(tree: PyTreeDef) -> bool:
+    """Whether a tree has NNX modules or variables among its nodes."""
+    return "flax.nnx" in sys.modules and _has_module_types(tree)
+
+
+@contextmanager
+def split_modules(args: Any, kwargs: Any) -> Iterator[tuple[Any, Any, Callable]]:
+    """The arguments with graph nodes for modules, and what to do with the result.
+
+    That is to be called with what `run_merged` returns; it updates the caller's modules
+    and gives what the caller's function returned.
+    """
+    nnx = sys.modules["flax.nnx"]
+    with nnx.update_context(_TAG):
+        with nnx.split_context(_TAG) as context:
+            split = _split(context, (args, kwargs))
+        if not _graph_nodes(split):
+            yield args, kwargs, lambda result: result
+            return
+
+        def finish(result: tuple[Any, Any]) -> Any:
+            leaves = jax.tree.leaves(split)
+            changed, returned = jax.tree.map(
+                lambda x: leaves[x.position] if isinstance(x, Unchanged) else x,
+                result,
+                is_leaf=lambda x: isinstance(x, Unchanged),
+            )
+            with nnx.merge_context(_TAG, inner=False) as context:
+                return _merged(context, (changed, returned))[1]
+
+        yield *split, finish
+
+
+def run_merged(fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`fun` of merged modules; `(the modules after it, its result)`, both split.
+
+    Without graph nodes among the arguments simply `fun(*args, **kwargs)`: an
+    `nnx.State` is a tree like any other, as it is to `jax.jit`.
+    """
+    if not _graph_nodes((args, kwargs)):
+        return fun(*args, **kwargs)
+    nnx = sys.modules["flax.nnx"]
+    before = jax.tree.leaves((args, kwargs))
+    with nnx.merge_context(_TAG, inner=True) as context:
+        args, kwargs = _merged(context, (args, kwargs))
+    result = fun(*args, **kwargs)
+    modules = list(
+        filter(is_module, jax.tree.leaves((args, kwargs), is_leaf=_is_whole))
+    )
+    with nnx.split_context(_TAG) as context:
+        changed, returned = _split(context, (modules, result))
+    position_by_id = {id(leaf): position for position, leaf in enumerate(before)}
+
+    def unless_unchanged(leaf: Any) -> Any:
+        position = position_by_id.get(id(leaf))
+        return leaf if position is None else Unchanged(position)
+
+    return jax.tree.map(unless_unchanged, changed), returned
+
+
+def split_result(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun` with graph nodes for the modules in its result."""
+
+    @functools.wraps(fun)
+    def split(*args: Any, **kwargs: Any) -> Any:
+        result = fun(*args, **kwargs)
+        if "flax.nnx" not in sys.modules or not has_modules(jax.tree.structure(result)):
+            return result
+        with sys.modules["flax.nnx"].split_context() as context:
+            return _split(context, result)
+
+    return split
+
+
+def merge_modules(tree: Any) -> Any:
+    """The tree with modules for graph nodes."""
+    if not _graph_nodes(tree):
+        return tree
+    with sys.modules["flax.nnx"].merge_context() as context:
+        return _merged(context, tree)
+
+
+def _split(context: Any, tree: Any) -> Any:
+    nnx = sys.modules["flax.nnx"]
+
+    def split(node: Any) -> Any:
+        if not is_module(node):
+            return node
+        graphdef, state = context.split(node)
+        if isinstance(state, nnx.Variable):
+            return GraphNode(graphdef, state.get_raw_value())
+        return GraphNode(graphdef, nnx.to_pure_dict(state))
+
+    return jax.tree.map(split, tree, is_leaf=_is_whole)
+
+
+def _merged(context: Any, tree: Any) -> Any:
+    nnx = sys.modules["flax.nnx"]
+
+    def merge(node: Any) -> Any:
+        if not _is_graph_node(node):
+            return node
+        is_dict = isinstance(node.arrays, dict)
+        state = nnx.State(node.arrays) if is_dict else nnx.Variable(node.arrays)
+        return context.merge(node.graphdef, state)
+
+    return jax.tree.map(merge, tree, is_leaf=_is_graph_node)
+
+
+def _graph_nodes(tree: Any) -> list[Any]:
+    leaves = jax.tree.leaves(tree, is_leaf=_is_graph_node)
+    return list(filter(_is_graph_node, leaves))
+
+
+def _is_whole(node: Any) -> bool:
+    return is_module(node) or isinstance(node, sys.modules["flax.nnx"].State)
+
+
+def _is_graph_node(node: Any) -> bool:
+    return isinstance(node, GraphNode)
+
+
+@functools.lru_cache
+def _has_module_types(tree: PyTreeDef) -> bool:
+    nnx = sys.modules["flax.nnx"]
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        data = node.node_data()
+        if data is not None and issubclass(data[0], (nnx.Pytree, nnx.Variable)):
+            return True
+        nodes += node.children()
+    return False

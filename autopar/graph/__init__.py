@@ -1,0 +1,1 @@
+"""The operator graph of one traced function, and what is read off it."""

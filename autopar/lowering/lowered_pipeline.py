@@ -1,0 +1,130 @@
+"""A lowered and a compiled pipeline, in the words of `jax.stages`, with the audits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ..audit.audit import Audit
+from ..frontend.calls import open_call
+from ..frontend.constant_leaves import ResultTree
+from ..frontend.static_arguments import StaticArguments
+from ..pipelines.pipeline import PipelinedStep
+from ..pipelines.stage_lowering import LoweredPiece
+from ..plans.parallel_plan import Plan
+from .programs import SignatureChanged
+
+
+@dataclass(frozen=True)
+class PipelineAudit:
+    """The audits of all programs of a pipeline, by what they are of; prints them."""
+
+    audits: tuple[tuple[str, Audit], ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every difference of every program is explained."""
+        return all(each.ok for _, each in self.audits)
+
+    def __iter__(self) -> Iterator[Audit]:
+        return (each for _, each in self.audits)
+
+    def raise_if_wrong(self) -> None:
+        """Does nothing if all is as planned or explained.
+
+        Raises:
+          AuditError: if not, with a note that names the stage program.
+        """
+        for name, each in self.audits:
+            try:
+                each.raise_if_wrong()
+            except Exception as error:
+                error.add_note(f"found in the program of {name}")
+                raise
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}\n{each}" for name, each in self.audits)
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredPipeline:
+    """A lowered pipeline: StableHLO of every stage program, and the plan it came from.
+
+    With `only_arrays`, all other leaves of a call are constants.
+    """
+
+    step: PipelinedStep
+    plan: Plan
+    only_arrays: bool = False
+
+    def as_text(self) -> str:
+        """The StableHLO modules, each below a line that names its stage and kind."""
+        return "\n".join(
+            f"// {_name(piece)}\n{piece.program.lower().as_text()}"
+            for piece in self.step.pipeline.pieces
+        )
+
+    def compile(self) -> CompiledPipeline:
+        """Compile every program for the devices of its stage."""
+        for piece in self.step.pipeline.pieces:
+            piece.program.compile()
+        return CompiledPipeline(self)
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledPipeline:
+    """A compiled pipeline, with the audit of its collectives against the plan."""
+
+    lowered: LoweredPipeline
+
+    @property
+    def plan(self) -> Plan:
+        return self.lowered.plan
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step with arguments of the lowered types, static ones left out."""
+        step = self.lowered.step
+        traced = step.pipeline.traced
+        only_arrays = self.lowered.only_arrays
+        with open_call(StaticArguments(), args, kwargs, only_arrays) as call:
+            tree = jax.tree.structure(call.arguments())
+            if tree != traced.in_tree:
+                raise TypeError(
+                    f"A compiled step must be called with the arguments it was lowered "
+                    f"for, and the same constants in them: {traced.in_tree!s:.200}, "
+                    f"but got {tree!s:.200}; call the parallelized function, or lower "
+                    f"again."
+                )
+            try:
+                results = step(call.leaves)
+            except SignatureChanged:
+                raise TypeError(
+                    "A compiled step must be called with the types it was lowered for, "
+                    "but some shape or dtype differs; lower again, or call the "
+                    "parallelized function, which compiles for each shape."
+                ) from None
+            return call.result(ResultTree.of(traced.out_tree), results)
+
+    def as_text(self) -> str:
+        """The optimized HLO modules, each below a line that names its program."""
+        return "\n".join(
+            f"// {_name(piece)}\n{piece.program.compile().as_text()}"
+            for piece in self.lowered.step.pipeline.pieces
+        )
+
+    def memory_analysis(self) -> tuple[Any, ...]:
+        """What the compiler says of the memory of each stage program."""
+        pieces = self.lowered.step.pipeline.pieces
+        return tuple(piece.program.compile().memory_analysis() for piece in pieces)
+
+    def audit(self) -> PipelineAudit:
+        """Compare the plans' collectives with those of all stage programs."""
+        pieces = self.lowered.step.pipeline.pieces
+        return PipelineAudit(tuple((_name(piece), piece.audit()) for piece in pieces))
+
+
+def _name(piece: LoweredPiece) -> str:
+    return f"stage {piece.planned.piece.stage}, {piece.planned.piece.kind}"

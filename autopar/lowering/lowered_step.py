@@ -1,0 +1,107 @@
+"""A lowered and a compiled step, in the words of `jax.stages`, with the audit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from ..audit.audit import Audit, MemoryUse, audit
+from ..audit.compiled_collectives import collectives_in_compiled
+from ..audit.lowered_collectives import collectives_in_lowered
+from ..frontend.calls import open_call
+from ..frontend.constant_leaves import ResultTree
+from ..frontend.static_arguments import StaticArguments
+from ..frontend.tracing import TracedFunction
+from ..graph.build_graph import tensor_type
+from ..graph.op_graph import OpGraph
+from ..plans.parallel_plan import Plan
+from ..state.distributed_array import abstract_leaf, gathered
+from .programs import SpmdProgram
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A lowered step: StableHLO on no particular data, and the plan it came from."""
+
+    program: SpmdProgram
+    plan: Plan
+    traced: TracedFunction
+    graph: OpGraph
+    only_arrays: bool = False  # all other leaves are constants
+
+    def as_text(self) -> str:
+        """The StableHLO module."""
+        return self.program.lower().as_text()
+
+    def compile(self) -> Compiled:
+        """Compile for the devices of the mesh."""
+        return Compiled(self, self.program.compile())
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A compiled step, with the audit of its collectives against the plan."""
+
+    lowered: Lowered
+    compiled: jax.stages.Compiled
+
+    @property
+    def plan(self) -> Plan:
+        return self.lowered.plan
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step with arguments of the lowered types, static ones left out."""
+        only_arrays = self.lowered.only_arrays
+        with open_call(StaticArguments(), args, kwargs, only_arrays) as call:
+            tree = jax.tree.structure(call.arguments())
+            if tree != self.lowered.traced.in_tree:
+                expected, got = str(self.lowered.traced.in_tree), str(tree)
+                raise TypeError(
+                    f"A compiled step must be called with the arguments it was lowered "
+                    f"for, and the same constants in them: {expected:.200}, but got "
+                    f"{got:.200}; call the parallelized function, or lower again."
+                )
+            program = self.lowered.program
+            self._check_types(call.leaves)
+            whole = map(gathered, call.leaves, program.shardings)
+            placed = jax.device_put(list(whole), list(program.shardings))
+            donated, kept = program.split(placed)
+            outputs = self.compiled(donated, kept, list(program.constants))
+            return call.result(ResultTree.of(self.lowered.traced.out_tree), outputs)
+
+    def _check_types(self, leaves: Sequence[Any]) -> None:
+        program = self.lowered.program
+        types = zip(program.paths, leaves, program.argument_types, strict=True)
+        for path, leaf, planned_type in types:
+            given = tensor_type(jax.typeof(abstract_leaf(leaf)))
+            planned = tensor_type(planned_type)
+            if given != planned:
+                raise TypeError(
+                    f"A compiled step must be called with the types it was lowered "
+                    f"for, but {path} is {given} and was {planned}; lower again, or "
+                    f"call the parallelized function, which compiles for each shape."
+                )
+
+    def as_text(self) -> str:
+        """The optimized HLO module."""
+        return self.compiled.as_text() or ""
+
+    def memory_analysis(self) -> Any:
+        """What the compiler says of memory, as `jax.stages.Compiled` does."""
+        return self.compiled.memory_analysis()
+
+    def audit(self) -> Audit:
+        """Compare the plan's collectives with those of the two programs."""
+        sharding = self.plan.sharding
+        return audit(
+            sharding.collectives,
+            collectives_in_lowered(self.lowered.program.lower()),
+            collectives_in_compiled(self.as_text()),
+            memory=MemoryUse.of(self.compiled),
+            num_devices=sharding.mesh.size,
+            mesh=sharding.mesh,
+            predicted_bytes=sharding.predicted.peak_bytes,
+        )

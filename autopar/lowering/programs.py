@@ -1,0 +1,202 @@
+"""Lowered plans as something that runs: one SPMD function, or a program a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from ..graph.op_graph import OpGraph
+from ..jax_compat import Tracer, weakly_typed
+from ..jax_compat import is_checking_values as is_checking_values
+from ..plans.plan import ShardingPlan
+from ..sharding.resharding import Resharder
+from .spmd import input_shardings, output_shardings, spmd_function
+
+SlotKind = Literal["state", "batch", "activation", "gradient", "result"]
+TaskKind = Literal["forward", "backward", "apply"]
+
+
+class SignatureChanged(Exception):
+    """A program was called with other types than it was planned for."""
+
+
+def is_traced(leaves: Sequence[Any]) -> bool:
+    """Whether a call stands inside a JAX transformation, and has no values yet."""
+    return any(isinstance(leaf, Tracer) for leaf in leaves)
+
+
+@dataclass(frozen=True, eq=False)
+class SpmdProgram:
+    """`jitted(donated, kept, constants)` runs one step and returns flat outputs.
+
+    `donated` and `kept` are positions among the argument leaves; `paths`, `shardings`
+    and `argument_types` are the name, home and type of every leaf; `constants` are the
+    closed-over arrays, in place. On an abstract mesh, which cannot be compiled for but
+    exported, constants are where they were.
+    """
+
+    jitted: Any
+    donated: tuple[int, ...]
+    kept: tuple[int, ...]
+    paths: tuple[str, ...]
+    shardings: tuple[NamedSharding, ...]
+    constants: tuple[Any, ...]
+    argument_types: tuple[jax.ShapeDtypeStruct, ...]
+    constant_shardings: tuple[NamedSharding, ...]
+    output_shardings: tuple[NamedSharding, ...]
+    mesh: Mesh | AbstractMesh
+
+    def split(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The leaves that are donated and those that are kept."""
+        return [leaves[i] for i in self.donated], [leaves[i] for i in self.kept]
+
+    def lower(self) -> jax.stages.Lowered:
+        """Lower for the argument types the plan was made for, once."""
+        return self._lowered
+
+    def compile(self) -> jax.stages.Compiled:
+        """Compile for the devices of the mesh, once."""
+        return self._compiled
+
+    @cached_property
+    def _lowered(self) -> jax.stages.Lowered:
+        donated, kept = self.split(self.argument_types)
+        if isinstance(self.mesh, Mesh):
+            return self.jitted.lower(donated, kept, list(self.constants))
+        constants = [jax.ShapeDtypeStruct(c.shape, c.dtype) for c in self.constants]
+        device = self.mesh.abstract_device
+        assert device is not None, "a mesh of other hosts says what its devices are"
+        traced = self.jitted.trace(donated, kept, constants)
+        return traced.lower(lowering_platforms=(device.platform,))
+
+    @cached_property
+    def _compiled(self) -> jax.stages.Compiled:
+        if isinstance(self.mesh, Mesh):
+            return self._lowered.compile()
+        here = tuple(jax.devices()[: self.mesh.size])
+        if len(here) < self.mesh.size:
+            raise RuntimeError(
+                f"A program of other hosts is compiled there; to compile it here takes "
+                f"as many devices, which are {self.mesh.size}, and this process has "
+                f"{len(here)}. Start it with XLA_FLAGS=--xla_force_host_platform_"
+                f"device_count={self.mesh.size}, or call the step."
+            )
+        return self._lowered.compile(device_assignment=here)
+
+
+def build_program(
+    graph: OpGraph,
+    plan: ShardingPlan,
+    resharder: Resharder,
+    mesh: Mesh | AbstractMesh,
+    argument_types: Sequence[jax.ShapeDtypeStruct],
+    constants: Sequence[Any],
+    donated: Sequence[int],
+    weak_outputs: Sequence[int] = (),
+) -> SpmdProgram:
+    """The program of `plan` on the devices of `mesh`, or on those of another host.
+
+    `argument_types` are the leaves of the call, `constants` the closed-over arrays that
+    follow them among the graph's inputs, `donated` positions whose buffers may be
+    reused, `weak_outputs` positions of results that are weakly typed.
+    """
+    homes = input_shardings(plan, mesh)
+    num_arguments = len(argument_types)
+    kept = tuple(i for i in range(num_arguments) if i not in set(donated))
+    run = spmd_function(graph, plan, mesh, resharder)
+
+    def step(
+        donated_leaves: list[Any], kept_leaves: list[Any], constant_leaves: list[Any]
+    ) -> list[Any]:
+        leaves: list[Any] = [None] * num_arguments
+        for position, leaf in zip(donated, donated_leaves, strict=True):
+            leaves[position] = leaf
+        for position, leaf in zip(kept, kept_leaves, strict=True):
+            leaves[position] = leaf
+        outputs = list(run(*leaves, *constant_leaves))
+        for position in weak_outputs:
+            outputs[position] = weakly_typed(outputs[position])
+        return outputs
+
+    step.__name__ = graph.name
+    ends = output_shardings(graph, plan, mesh)
+    jitted = jax.jit(
+        step,
+        in_shardings=(
+            [homes[i] for i in donated],
+            [homes[i] for i in kept],
+            list(homes[num_arguments:]),
+        ),
+        out_shardings=list(ends),
+        donate_argnums=(0,),
+    )
+    placed = list(constants)
+    if isinstance(mesh, Mesh):
+        placed = jax.device_put(placed, list(homes[num_arguments:]))
+    return SpmdProgram(
+        jitted,
+        tuple(donated),
+        kept,
+        tuple(i.path for i in plan.inputs[:num_arguments]),
+        homes[:num_arguments],
+        tuple(placed),
+        tuple(argument_types),
+        homes[num_arguments:],
+        ends,
+        mesh,
+    )
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A named value that stage programs read and write.
+
+    By `kind`: a *state* lives across steps, and whoever reads it gets what the step
+    began with; a *batch* slot is fed from outside, once a microbatch; an *activation*
+    (residual, cotangent) is made once a microbatch; a *gradient* starts at zero and is
+    accumulated over the microbatches; a *result* leaves the step. What an apply program
+    makes exists once a step, whatever its kind. `stage` makes or holds it.
+    """
+
+    name: str
+    kind: SlotKind
+    stage: int
+
+
+@dataclass(frozen=True, eq=False)
+class StageProgram:
+    """What a task of one stage and kind runs; `run` takes and returns lists of arrays.
+
+    `inputs` and `outputs` are slot names in the order of `run`'s lists. `donated` are
+    the positions of inputs whose buffers it reuses: accumulators, old state.
+    """
+
+    stage: int
+    kind: TaskKind
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    run: Callable[[Sequence[Any]], Sequence[Any]]
+    donated: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineProgram:
+    """A step cut into stage programs, and where each stage makes or wants each slot.
+
+    `shardings` has an entry for the (slot, stage) that makes or holds it and for every
+    other stage that reads it; `zeros` makes the first value of each gradient slot. A
+    task with several programs runs them in their order in `programs`; apply programs
+    are in an order in which those of all stages could run one after the other.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    slots: Mapping[str, Slot]
+    programs: tuple[StageProgram, ...]
+    shardings: Mapping[tuple[str, int], NamedSharding]
+    zeros: Mapping[str, Callable[[], Any]]

@@ -1,0 +1,1 @@
+"""Kinds of parallelism by name, as what they leave of the sharding problem."""

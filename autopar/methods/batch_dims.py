@@ -1,0 +1,74 @@
+"""Dims that are split with the batch, in every tensor of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ..graph.dim_names import Dim, DimTies
+from ..graph.op_graph import OpGraph
+from ..sharding.mesh import MeshShape
+from .restrictions import NOT_SPLIT, States
+from .state_flow import StateFlow, state_flow
+
+
+@dataclass(frozen=True, eq=False)
+class BatchDims:
+    """The dims, by tensor, that are split with the batch over some mesh axes."""
+
+    graph: OpGraph
+    mesh: MeshShape
+    ties: DimTies
+    axes: Sequence[int]
+    dims: dict[int, frozenset[int]]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        graph: OpGraph,
+        mesh: MeshShape,
+        batch: Sequence[int],
+        axes: Sequence[int],
+    ) -> BatchDims:
+        """The dims that are split as dim 0 of the tensors in `batch` over `axes`.
+
+        Raises:
+          ValueError: there is no batch, or one that the axes do not divide; `name` is
+            the method that says so.
+        """
+        parts = prod(mesh.axis_sizes[axis] for axis in axes)
+        if not batch and parts > 1:
+            raise ValueError(
+                f"{name} splits the batch, but {graph.name} has no argument that is "
+                f"batch; name it with `batch_argnums`."
+            )
+        for tensor in (graph.tensors[index] for index in batch):
+            if tensor.type.shape[0] % parts:
+                raise ValueError(
+                    f"{name} splits the batch into {parts} parts on the mesh {mesh}, "
+                    f"but {tensor.name} is {tensor.type}; use a batch that {parts} "
+                    f"divides, or fewer devices."
+                )
+        ties = DimTies.of(graph, mesh)
+        reached = ties.reach([(tensor, 0) for tensor in batch], parts)
+        return cls(graph, mesh, ties, axes, dims_by_tensor(reached))
+
+    def states(self, tensor: int, axis: int) -> States:
+        """What an axis may do to a tensor: split its batch dims, or nothing."""
+        if axis in self.axes and tensor in self.dims:
+            return self.dims[tensor]
+        return NOT_SPLIT
+
+    def flow(self) -> StateFlow:
+        """What state is for."""
+        return state_flow(self.graph, self.dims)
+
+
+def dims_by_tensor(dims: Iterable[Dim]) -> dict[int, frozenset[int]]:
+    """The same dims, those of a tensor together."""
+    found: dict[int, set[int]] = {}
+    for tensor, dim in dims:
+        found.setdefault(tensor, set()).add(dim)
+    return {tensor: frozenset(each) for tensor, each in found.items()}

@@ -1,0 +1,116 @@
+"""Megatron's tensor parallelism as demands on tensors, with sequence parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from math import prod
+
+from ..graph.op_graph import OpGraph
+from ..sharding.mesh import MeshShape
+from .batch_dims import BatchDims, dims_by_tensor
+from .restrictions import NOT_SPLIT, PENDING, Demand, Restriction, States
+from .tensor_parallel_dims import tensor_parallel_dims
+
+
+def megatron_restriction(
+    name: str,
+    num_parts: int,
+    graph: OpGraph,
+    mesh: MeshShape,
+    batch: Sequence[int],
+    *,
+    sequence: bool,
+) -> Restriction:
+    """What Megatron leaves to the solver.
+
+    Args:
+      name: what errors call the method.
+      num_parts: devices in a group.
+      graph: the step.
+      mesh: its last axes hold a group.
+      batch: the tensors whose dim 0 is the batch.
+      sequence: whether what lies between layers is split by dim 1 of the batch.
+
+    Raises:
+      ValueError: the mesh or the batch does not fit.
+      NotImplementedError: dim 1 of the batch is not found between the layers.
+    """
+    first = _first_tensor_axis(name, num_parts, mesh)
+    work = BatchDims.of(name, graph, mesh, batch, range(first))
+    parameters = work.flow().parameters
+    split = dims_by_tensor(
+        tensor_parallel_dims(work.ties, num_parts, parameters, batch)
+    )
+    between: dict[int, frozenset[int]] = {}
+    if sequence:
+        between = _sequence_dims(name, num_parts, work, batch)
+        _check_sequence(name, graph, between, split)
+    everywhere: dict[int, Demand] = {}
+    made: dict[int, Demand] = {}
+    for tensor in graph.tensors:
+        data = tuple(work.states(tensor.index, axis) for axis in range(first))
+        inside: States = split.get(tensor.index, NOT_SPLIT)
+        if tensor.index not in split and tensor.index in between:
+            dims = between[tensor.index]
+            inside = NOT_SPLIT | dims
+            made[tensor.index] = data + (PENDING | dims,) * (mesh.num_axes - first)
+        everywhere[tensor.index] = data + (inside,) * (mesh.num_axes - first)
+    return Restriction(name, everywhere, made, {})
+
+
+def _first_tensor_axis(name: str, num_parts: int, mesh: MeshShape) -> int:
+    for first in range(mesh.num_axes, -1, -1):
+        if prod(mesh.axis_sizes[first:]) == num_parts:
+            return first
+    raise ValueError(
+        f"The last mesh axes must hold the devices of a group, but {name} has "
+        f"the mesh {mesh}; use a last axis of {num_parts}, or leave out `mesh`."
+    )
+
+
+def _sequence_dims(
+    name: str, num_parts: int, work: BatchDims, batch: Sequence[int]
+) -> dict[int, frozenset[int]]:
+    """The dim that is dim 1 of the batch, in every tensor that has it once.
+
+    State is split by it only if it is of examples: a table of positions is not.
+    """
+    shapes = {tensor: work.graph.tensors[tensor].type.shape for tensor in batch}
+    origins = [
+        (tensor, 1)
+        for tensor, shape in shapes.items()
+        if len(shape) > 1 and shape[1] % num_parts == 0
+    ]
+    if not origins:
+        found = sorted(set(shapes.values()))
+        raise ValueError(
+            f"{name} splits dim 1 of the batch by {num_parts}, but "
+            f"the batch has the shapes {found}; use a length that {num_parts} "
+            f"divides, or leave out sequence=True."
+        )
+    state = {each.tensor for each in work.graph.inputs if each.role == "state"}
+    reached = dims_by_tensor(work.ties.reach(origins, num_parts))
+    return {
+        tensor: dims
+        for tensor, dims in reached.items()
+        if len(dims) == 1 and (tensor not in state or tensor in work.dims)
+    }
+
+
+def _check_sequence(
+    name: str,
+    graph: OpGraph,
+    sequence: Collection[int],
+    split: Collection[int],
+) -> None:
+    """Refuse a sequence that no split layer reads or makes."""
+    for op in graph.operators():
+        tensors = {o for o in (*op.operands, *op.results) if isinstance(o, int)}
+        if any(t in split for t in tensors):
+            if any(t in sequence and t not in split for t in tensors):
+                return
+    raise NotImplementedError(
+        f"{name} splits what lies between its layers by dim 1 of the batch, "
+        f"but no operator rule takes that dim as far as a layer of {graph.name}; leave "
+        f"out sequence=True."
+    )

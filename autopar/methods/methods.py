@@ -1,0 +1,165 @@
+"""Methods: what kinds of parallelism a plan may use. The solver does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from ..microbatches.microbatch_semantics import MicrobatchSemantics, check_semantics
+from ..sharding.mesh import MeshLike
+from .named_methods import NAMED_METHODS, NamedMethod
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Search everything there is; today that is intra-operator parallelism."""
+
+
+@dataclass(frozen=True)
+class ShardParallel:
+    """Intra-operator parallelism: every operator is split over the whole mesh.
+
+    Args:
+      num_microbatches: how many parts of the batch are run one after the other;
+        microbatch m holds the examples i with i mod `num_microbatches` = m.
+      microbatch_semantics: "exact": values are those of the whole batch, and a step
+        that cannot be cut so (BatchNorm in training) is refused. "independent": each
+        microbatch runs as if it were the batch. Losses, gradients and statistics are
+        then the means over the microbatches, integers (counts) are summed, values for
+        each example are joined, and the optimizer runs once. The loss must be a mean:
+        of a sum over the batch you get the mean of the microbatches' sums. BatchNorm's
+        running statistics move once a step, by the mean of the microbatches'
+        statistics. Random keys are the same in every microbatch.
+    """
+
+    num_microbatches: int = 1
+    microbatch_semantics: MicrobatchSemantics = "exact"
+
+
+@dataclass(frozen=True)
+class PipelineParallel:
+    """Inter-operator parallelism: stages on submeshes, a microbatch after the other.
+
+    A step without a backward pass (evaluation) runs forward only, whatever the
+    schedule. Values for each example come back in the order of the batch.
+
+    Args:
+      num_stages: into how many parts the layers are cut.
+      num_microbatches: how many parts of the batch follow each other.
+      schedule: "1f1b", "gpipe" or "interleaved".
+      stages_per_submesh: how many stages share a submesh, in turns: stage s runs on
+        submesh s mod their number. More than 1 needs the interleaved schedule.
+      stage_meshes: the shape of each submesh, such as `["x:4", "x:2", "x:2"]`. If left
+        out, the devices are dealt out evenly and `mesh` of `parallelize` is the shape
+        of one part.
+      microbatch_semantics: "exact" or "independent", as for `ShardParallel`.
+    """
+
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    schedule: str = "1f1b"
+    stages_per_submesh: int = 1
+    stage_meshes: Sequence[MeshLike] | None = None
+    microbatch_semantics: MicrobatchSemantics = "exact"
+
+    @property
+    def num_submeshes(self) -> int:
+        """How many parts the devices are dealt out in."""
+        assert self.num_stages is not None
+        return self.num_stages // self.stages_per_submesh
+
+
+Method = Auto | ShardParallel | PipelineParallel | NamedMethod
+# All of these say how many microbatches there are, and what they mean.
+Microbatched = ShardParallel | PipelineParallel | NamedMethod
+METHODS = (Auto, ShardParallel, PipelineParallel, *NAMED_METHODS)
+
+
+def check_method(method: object) -> Method:
+    """The method, or a TypeError that says what could be given.
+
+    Raises NotImplementedError for what is on the roadmap.
+    """
+    if method is None:
+        return Auto()
+    if isinstance(method, type) and issubclass(method, METHODS):
+        raise TypeError(
+            f"`method` must be an instance, but got the class {method.__name__}; write "
+            f"{method.__name__}()."
+        )
+    if not isinstance(method, METHODS):
+        names = ", ".join(f"autopar.{kind.__name__}()" for kind in METHODS)
+        raise TypeError(
+            f"`method` must be one of {names} or None, but got {method!r} of type "
+            f"{type(method).__name__}."
+        )
+    if isinstance(method, Microbatched):
+        check_semantics(method.microbatch_semantics)
+    if isinstance(method, PipelineParallel):
+        _check_pipeline(method)
+    return method
+
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
+
+
+def _check_pipeline(method: PipelineParallel) -> None:
+    if method.num_stages is None:
+        raise NotImplementedError(
+            "The number of stages is not searched for yet (docs/roadmap.md); give it: "
+            "autopar.PipelineParallel(num_stages=2, num_microbatches=8)."
+        )
+    for name in ("num_stages", "num_microbatches", "stages_per_submesh"):
+        number = getattr(method, name)
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise ValueError(
+                f"`{name}` must be a whole number from 1 up, but got {number!r}."
+            )
+    if method.num_stages == 1:
+        raise ValueError(
+            "A pipeline has two stages or more, but `num_stages` is 1; for one stage "
+            "use autopar.ShardParallel(num_microbatches=...)."
+        )
+    if method.schedule not in SCHEDULES:
+        near = get_close_matches(str(method.schedule).lower(), SCHEDULES, 1, 0.3)
+        raise ValueError(
+            f"`schedule` must be one of {', '.join(SCHEDULES)}, but got "
+            f"{method.schedule!r}; use {(near or SCHEDULES)[0]!r}."
+        )
+    _check_submeshes(method)
+
+
+def _check_submeshes(method: PipelineParallel) -> None:
+    num_stages, shared = method.num_stages, method.stages_per_submesh
+    assert num_stages is not None
+    if (shared > 1) != (method.schedule == "interleaved"):
+        raise ValueError(
+            f"Stages share a submesh in the interleaved schedule and in no other, but "
+            f"got schedule={method.schedule!r} and stages_per_submesh={shared}; use "
+            f"schedule='interleaved', stages_per_submesh=2, or neither."
+        )
+    if num_stages % shared:
+        raise ValueError(
+            f"`stages_per_submesh` must divide `num_stages`, which is {num_stages}, "
+            f"but got {shared}."
+        )
+    if method.num_submeshes == 1:
+        raise ValueError(
+            f"A pipeline has two submeshes or more, but {num_stages} stages share one; "
+            f"use fewer `stages_per_submesh`."
+        )
+    number = method.num_microbatches
+    if shared > 1 and number is not None and number % method.num_submeshes:
+        above = -(-number // method.num_submeshes) * method.num_submeshes
+        raise ValueError(
+            f"An interleaved schedule takes microbatches in groups of one for each "
+            f"submesh, but {number} is no multiple of {method.num_submeshes}; use "
+            f"num_microbatches={above}."
+        )
+    meshes = method.stage_meshes
+    if meshes is not None and len(meshes) != method.num_submeshes:
+        raise ValueError(
+            f"`stage_meshes` must have the shape of each of {method.num_submeshes} "
+            f"submeshes, but got {len(meshes)}: {list(meshes)}."
+        )

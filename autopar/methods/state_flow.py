@@ -1,0 +1,84 @@
+"""What state is for: parameters are read by work on examples, the rest by the update.
+
+Values flow through operators and into the bodies of loops and branches, but not around
+a loop: what one iteration leaves for the next is told apart by what it does first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ..graph.build_graph import SHARD_MAP, STRUCTURED
+from ..graph.op_graph import Operator, OpGraph
+from ..graph.ports import ports_of
+
+
+@dataclass(frozen=True)
+class StateFlow:
+    """Tensors by what they are made of and what they are made for.
+
+    `parameters` are arguments; the others are sets of tensors without a batch dim.
+    `of_parameters` are made of parameters alone, for work on examples: casts, slices.
+    `of_gradients` are made of sums over the batch, for no work on examples: gradients,
+    and all that an update makes of them. `of_state` are made of no example.
+    """
+
+    parameters: frozenset[int]
+    of_parameters: frozenset[int]
+    of_gradients: frozenset[int]
+    of_state: frozenset[int]
+
+
+def state_flow(graph: OpGraph, per_example: Collection[int]) -> StateFlow:
+    """How state flows in a step, given the tensors that have a batch dim."""
+    following: dict[int, set[int]] = {}
+    preceding: dict[int, set[int]] = {}
+    for source, target in _flow(graph):
+        following.setdefault(source, set()).add(target)
+        preceding.setdefault(target, set()).add(source)
+    state = [i.tensor for i in graph.inputs if i.role == "state"]
+    from_examples = _reached(per_example, following)
+    for_examples = _reached(per_example, preceding)
+    from_state = _reached(state, following)
+    parameters = frozenset(t for t in state if t in for_examples)
+    from_parameters = _reached(parameters, following)
+    examples = frozenset(per_example)
+    return StateFlow(
+        parameters,
+        frozenset((from_parameters & for_examples) - from_examples - examples),
+        frozenset(from_examples - for_examples - examples),
+        frozenset(from_state - from_examples - examples),
+    )
+
+
+def _reached(
+    starts: Iterable[int], neighbours: Mapping[int, Collection[int]]
+) -> set[int]:
+    found = set(starts)
+    left = list(found)
+    while left:
+        for each in neighbours.get(left.pop(), ()):
+            if each not in found:
+                found.add(each)
+                left.append(each)
+    return found
+
+
+def _flow(graph: OpGraph) -> Iterator[tuple[int, int]]:
+    """Each pair of a tensor and one that is made of it."""
+    for op in graph.operators():
+        if op.kind in STRUCTURED and op.kind != SHARD_MAP:
+            yield from _port_flow(graph, op)
+        else:
+            for operand in op.operands:
+                if isinstance(operand, int):
+                    yield from ((operand, result) for result in op.results)
+
+
+def _port_flow(graph: OpGraph, op: Operator) -> Iterator[tuple[int, int]]:
+    for port in ports_of(graph, op):
+        for source, _, site in port.reads:
+            for target, _ in port.writes:
+                if site[0] == "operand" or target in op.results:
+                    yield source, target

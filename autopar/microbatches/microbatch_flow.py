@@ -1,0 +1,306 @@
+"""How a batch flows through a graph that is cut into microbatches.
+
+Every tensor gets a state along the sequential axis, every operator a factor that keeps
+it, by the same rules that split operators over devices; what needs the whole is done
+behind the loop, and what it holds up there is remembered as a coupling.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..graph.build_graph import SHARD_MAP, STRUCTURED
+from ..graph.op_graph import Constant, Operand, Operator, OpGraph
+from ..graph.ports import Port, ports_of
+from ..planner.strategies import is_heavy_operator
+from ..rules.base import Factor, factors_of, replicate
+from ..sharding.spec import REPLICATED, SUM, State
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Operators of the outermost block: before, in and behind the loop."""
+
+    before: tuple[Operator, ...]
+    loop: tuple[Operator, ...]
+    behind: tuple[Operator, ...]
+
+
+@dataclass
+class Flow:
+    """States along the microbatch axis, found in one walk from the batch on."""
+
+    graph: OpGraph
+    num_microbatches: int
+    batch_size: int
+    hoisted: set[int]
+    sums_stay_apart: bool = False
+    state: dict[int, State] = field(default_factory=dict)
+    factor: dict[int, Factor] = field(default_factory=dict)
+    behind: set[int] = field(default_factory=set)  # tensors known after the loop
+    made_by: dict[int, Operator] = field(default_factory=dict)
+    couplings: list[tuple[Operator, int]] = field(default_factory=list)
+    is_behind: dict[int, bool] = field(default_factory=dict)  # by operator
+    port_state: dict[tuple[int, int], State] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.num_readers = Counter(
+            tensor
+            for block in self.graph.blocks
+            for read in (block.outputs, *(op.operands for op in block.operators))
+            for tensor in tensors_of(read)
+        )
+
+    def run(self, batch: Sequence[int]) -> None:
+        outermost = self.graph.blocks[0]
+        for tensor in outermost.inputs:
+            self.state[tensor] = REPLICATED
+        for tensor in batch:
+            self.state[tensor] = 0
+        for op in outermost.operators:
+            for result in op.results:
+                self.made_by[result] = op
+            if op.index in self.hoisted:
+                self.run_once(op, behind=False)
+                continue
+            late = [t for t in tensors_of(op.operands) if t in self.behind]
+            if late or not self.run_split(op):
+                cut = [t for t in tensors_of(op.operands) if self.state[t] >= 0]
+                sums = [t for t in tensors_of(op.operands) if self.state[t] == SUM]
+                if cut:  # held up by what it reads, or by needing all examples itself
+                    self.couplings.append((op, [*late, *sums, *op.results][0]))
+                self.run_once(op, behind=True)
+
+    def run_once(self, op: Operator, *, behind: bool) -> None:
+        """The operator sees everything whole, before or behind the loop."""
+        self.is_behind[op.index] = behind
+        self.set_whole(op)
+        if behind:
+            self.behind.update(op.results)
+
+    def set_whole(self, op: Operator) -> None:
+        self.factor[op.index] = replicate(op)
+        for result in op.results:
+            self.state[result] = REPLICATED
+        for body in op.bodies:
+            block = self.graph.blocks[body]
+            for tensor in block.inputs:
+                self.state[tensor] = REPLICATED
+            for inner in block.operators:
+                self.set_whole(inner)
+
+    def run_split(self, op: Operator) -> bool:
+        """Find what an operator does to one microbatch; False if it needs all."""
+        if op.kind in STRUCTURED:
+            return self.run_structured(op)
+        states = [self.state_of(operand) for operand in op.operands]
+        factor = self.match(op, states)
+        if factor is None:
+            return False
+        self.factor[op.index] = factor
+        for result, state in zip(op.results, factor.results, strict=True):
+            self.state[result] = state
+            self.made_by[result] = op
+        for operand, wanted in zip(op.operands, factor.operands, strict=True):
+            if isinstance(operand, int):
+                self.make_cut(operand, wanted)
+        return True
+
+    def make_cut(self, tensor: int, wanted: State) -> None:
+        """Make a broadcast value cut from the start: its one reader wants it so."""
+        maker = self.made_by.get(tensor)
+        if maker is None or maker.kind != "broadcast_in_dim" or wanted < 0:
+            return
+        if self.num_readers[tensor] > 1 or self.state[tensor] != REPLICATED:
+            return
+        for factor in factors_of(maker):
+            is_made_cut = factor.results == (wanted,) and all(
+                state == REPLICATED for state in factor.operands
+            )
+            if is_made_cut and self.is_cut_alike(maker, factor):
+                self.factor[maker.index] = factor
+                self.state[tensor] = wanted
+
+    def match(self, op: Operator, states: Sequence[State]) -> Factor | None:
+        """The factor that takes operands in `states`; whole ones can be cut for it."""
+        if all(state == REPLICATED for state in states):
+            return replicate(op)
+        found = [
+            factor
+            for factor in factors_of(op)
+            if not factor.is_positional
+            and self.is_cut_alike(op, factor)
+            and all(
+                has in (REPLICATED, wanted)
+                for has, wanted in zip(states, factor.operands, strict=True)
+            )
+        ]
+        if not found:
+            return None
+        return min(found, key=lambda f: _num_cut(states, f.operands))
+
+    def is_cut_alike(self, op: Operator, factor: Factor) -> bool:
+        """Whether the dims that a factor cuts hold whole examples, or it only sums."""
+        states = (*factor.operands, *factor.results)
+        types = (*op.operand_types, *op.result_types)
+        return all(
+            kind.shape[state] > 0 and kind.shape[state] % self.batch_size == 0
+            if state >= 0
+            else state >= SUM
+            for state, kind in zip(states, types, strict=True)
+        )
+
+    def run_structured(self, op: Operator) -> bool:
+        """Iterate the ports of a loop or branch until their states are stable."""
+        reads = tensors_of(op.operands)
+        if op.kind == SHARD_MAP and any(self.state[t] != REPLICATED for t in reads):
+            return False  # its body is written for the shapes of the whole
+        ports = ports_of(self.graph, op)
+        state: dict[int, State] = dict.fromkeys(range(len(ports)), REPLICATED)
+        while True:
+            for number, port in enumerate(ports):
+                for tensor, extra in port.writes:
+                    self.state[tensor] = shifted(state[number], extra)
+            for body in op.bodies:
+                for inner in self.graph.blocks[body].operators:
+                    if not self.run_split(inner):
+                        return False
+            changed = False
+            for number, port in enumerate(ports):
+                joined = self.join(port, state[number])
+                if joined is None or (port.is_whole and joined != REPLICATED):
+                    return False
+                changed |= joined != state[number]
+                state[number] = joined
+            if not changed:
+                for number, found in state.items():
+                    self.port_state[op.index, number] = found
+                return True
+
+    def join(self, port: Port, state: State) -> State | None:
+        """The one state of all that a port reads; None if two of them differ."""
+        for operand, extra, _ in port.reads:
+            found = self.state.get(operand, REPLICATED)
+            if found == REPLICATED:
+                continue
+            if 0 <= found < extra:
+                return None
+            found = found - extra if found >= 0 else found
+            if state not in (REPLICATED, found):
+                return None
+            state = found
+        return state
+
+    def state_of(self, operand: Operand) -> State:
+        return REPLICATED if isinstance(operand, Constant) else self.state[operand]
+
+    def is_loop(self, op: Operator) -> bool:
+        """Whether an operator of the outermost block does another thing each time."""
+        if op.index in self.is_behind:
+            return False
+        tensors = [*tensors_of(op.operands), *op.results]
+        return any(self.state[tensor] != REPLICATED for tensor in tensors)
+
+    def first_coupling(self) -> tuple[Operator, int] | None:
+        """The first example-wise operator stuck behind the loop with heavy work after.
+
+        What leads to no heavy work (metrics) may be computed behind the loop.
+        """
+        if not self.couplings:
+            return None
+        stuck: set[int] = set()
+        culprit: dict[int, tuple[Operator, int]] = {}
+        starts = {op.index: (op, tensor) for op, tensor in self.couplings}
+        for op in self.graph.blocks[0].operators:
+            reads = [t for t in tensors_of(op.operands) if t in stuck]
+            if reads:
+                source = culprit[reads[0]]
+            elif op.index in starts:
+                source = starts[op.index]
+            else:
+                continue
+            if self.holds_heavy_work(op):
+                return source
+            stuck.update(op.results)
+            culprit.update(dict.fromkeys(op.results, source))
+        return None
+
+    def holds_heavy_work(self, op: Operator) -> bool:
+        if op.kind not in STRUCTURED:
+            return is_heavy_operator(op)
+        return any(
+            self.holds_heavy_work(inner)
+            for body in op.bodies
+            for inner in self.graph.blocks[body].operators
+        )
+
+    def cheap_ancestors(self, tensor: int) -> set[int] | None:
+        """Operators that make a tensor from the inputs, if none of them is heavy."""
+        found: set[int] = set()
+        waiting = [tensor]
+        while waiting:
+            op = self.made_by.get(waiting.pop())
+            if op is None or op.index in found:
+                continue
+            if self.holds_heavy_work(op):
+                return None
+            found.add(op.index)
+            waiting.extend(tensors_of(op.operands))
+        return found
+
+    def is_better_behind(self, op: Operator, needed: set[int]) -> bool:
+        """Whether a linear operator on sums can run once: it makes no more to carry."""
+        if op.bodies or not needed.isdisjoint(op.results):
+            return False
+        if op.kind == "convert_element_type":
+            return False  # a sum is kept in the wider dtype
+        states = [self.state[tensor] for tensor in tensors_of(op.operands)]
+        if any(state not in (REPLICATED, SUM) for state in states):
+            return False
+        types = [self.graph.tensors[tensor].type for tensor in tensors_of(op.operands)]
+        carried = sum(
+            kind.bytes
+            for kind, state in zip(types, states, strict=True)
+            if state == SUM
+        )
+        if self.sums_stay_apart and op.kind in ("add", "add_any"):
+            return True
+        return carried <= sum(kind.bytes for kind in op.result_types)
+
+    def phases(self) -> Phases:
+        """The phases: what the loop does not need comes behind it."""
+        before: list[Operator] = []
+        loop: list[Operator] = []
+        behind: list[Operator] = []
+        needed: set[int] = set()
+        for op in reversed(self.graph.blocks[0].operators):
+            if self.is_loop(op) and not self.is_better_behind(op, needed):
+                loop.append(op)
+                needed.update(tensors_of(op.operands))
+            elif not needed.isdisjoint(op.results):
+                before.append(op)
+                needed.update(tensors_of(op.operands))
+            else:
+                behind.append(op)
+        return Phases(
+            tuple(reversed(before)), tuple(reversed(loop)), tuple(reversed(behind))
+        )
+
+
+def tensors_of(operands: Iterable[Operand]) -> list[int]:
+    """The operands that are no literals."""
+    return [operand for operand in operands if isinstance(operand, int)]
+
+
+def shifted(state: State, extra: int) -> State:
+    """The state of a tensor with `extra` more leading dims."""
+    return state + extra if state >= 0 else state
+
+
+def _num_cut(states: Sequence[State], wanted: Sequence[State]) -> int:
+    return sum(
+        has == REPLICATED and state != REPLICATED
+        for has, state in zip(states, wanted, strict=True)
+    )

@@ -1,0 +1,287 @@
+"""Microbatches that are batches of their own: what `"independent"` means, exactly.
+
+The step is traced again for one microbatch, with its shapes, so that everything which
+looks at the whole batch (BatchNorm's statistics, the capacity of experts, the negatives
+of a contrastive loss) looks at the microbatch. Its work falls into two parts:
+
+    in the loop  all that reads the batch, forward and backward, and what comes before
+    behind it    the update: what is made of gradients, and not to be differentiated
+
+What crosses from one to the other, or is returned, becomes one value of the step:
+
+    floats       the mean over the microbatches: losses, gradients, statistics
+    integers     their sum: they are counts
+    per example  joined in the order of the batch: logits, predictions
+
+So gradients are those of the mean of the microbatches' losses, and the update is done
+once. Random keys are the same in every microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..frontend.roles import Roles
+from ..frontend.tracing import TracedFunction, trace
+from ..graph.build_graph import build_graph, tensor_type
+from ..graph.op_graph import Operator, OpGraph
+from .microbatch_flow import Phases, tensors_of
+from .microbatch_runners import WholeRunner
+from .microbatch_step import Leaving, MicrobatchedStep, leaving_tensors
+from .microbatches import BatchCoupledError, batch_size_of
+
+_DIFFERENTIATED = ("jvp(", "transpose(")  # name scopes that jax.grad leaves
+
+
+def independent_step(
+    trace_part: Callable[[], TracedFunction],
+    graph: OpGraph,
+    roles: Roles,
+    batch: Sequence[int],
+    num_microbatches: int,
+    *,
+    sums_stay_apart: bool = False,
+) -> MicrobatchedStep:
+    """A step as independent microbatches; `trace_part` traces it for one of them.
+
+    `batch` are the inputs of `graph`, that of the whole batch, that are cut along dim
+    0. With `sums_stay_apart`, gradients are not added to each other in the loop.
+
+    Raises:
+      ValueError: the batch size is not divisible, or a state is updated without
+        gradients that `jax.grad` made.
+      BatchCoupledError: a microbatch is traced to another program than the batch, or
+        returns a value that is neither one for the batch nor one for each example.
+    """
+    batch_size = batch_size_of(graph, batch, num_microbatches)
+    part = build_graph(trace_part(), roles)
+    varying = _varying(graph, part, num_microbatches)
+    flow = _Flow(part, frozenset(batch), frozenset(varying))
+    _check_updates(flow, roles)
+    phases = flow.phases(sums_stay_apart)
+    read_behind = {t for op in phases.behind for t in tensors_of(op.operands)}
+    leaving = []
+    for tensor in leaving_tensors(part, phases):
+        dim = None
+        if tensor in varying:
+            dim = _example_dim(part, graph, tensor, num_microbatches)
+        elif num_microbatches > 1:
+            _check_combined(part, tensor, roles)
+        assert dim is None or tensor not in read_behind
+        leaving.append(Leaving(tensor, dim))
+
+    def run_part(
+        whole: dict[int, Any],
+        parts: Mapping[int, Any],
+        counter: Any,
+        before: Sequence[Operator],
+    ) -> list[Any]:
+        del counter  # no microbatch knows its number
+        runner = WholeRunner(part)
+        runner.values.update({**whole, **parts})
+        runner.run_operators([*before, *phases.loop])
+        return [
+            _share(runner.values[each.tensor], each, num_microbatches)
+            for each in leaving
+        ]
+
+    return MicrobatchedStep(
+        part,
+        tuple(batch),
+        batch_size,
+        num_microbatches,
+        phases,
+        tuple(leaving),
+        run_part,
+    )
+
+
+def _check_combined(part: OpGraph, tensor: int, roles: Roles) -> None:
+    """Refuse a value that is neither a mean nor a count."""
+    found = part.tensors[tensor]
+    if not jnp.issubdtype(found.type.dtype, jnp.number):
+        raise NotImplementedError(
+            f"Values of independent microbatches become one by their mean or sum, but "
+            f"{found.name!r} is {found.type}; return a number instead, or compute it "
+            f"from the gradients."
+        )
+    updated = {part.outputs[o]: o for o in roles.next_output if o is not None}
+    if tensor in updated and not jnp.issubdtype(found.type.dtype, jnp.inexact):
+        raise NotImplementedError(
+            f"A count in the state may only be added to in a step of independent "
+            f"microbatches, but {part.output_paths[updated[tensor]]} is made by "
+            f"{found.name!r}; write it as the old count + that of the batch."
+        )
+
+
+def _share(value: jax.Array, leaving: Leaving, num_microbatches: int) -> jax.Array:
+    """What a microbatch adds to the value of the step, or its part of it."""
+    if leaving.dim is not None or not jnp.issubdtype(value.dtype, jnp.inexact):
+        return value
+    return value / jnp.asarray(num_microbatches, value.dtype)
+
+
+def trace_microbatch(
+    fun: Callable[..., Any],
+    traced: TracedFunction,
+    graph: OpGraph,
+    batch: Sequence[int],
+    num_microbatches: int,
+) -> TracedFunction:
+    """`fun` traced for one microbatch of the `batch` inputs of its `graph`.
+
+    Raises:
+      BatchCoupledError: other arrays are closed over for the smaller batch.
+      Exception: whatever `fun` raises, with a note.
+    """
+    leaves = []
+    for var, each in zip(traced.jaxpr.jaxpr.invars, graph.inputs, strict=False):
+        shape, weak = tuple(var.aval.shape), var.aval.weak_type
+        if each.tensor in batch:
+            shape = (shape[0] // num_microbatches, *shape[1:])
+        leaves.append(jax.ShapeDtypeStruct(shape, var.aval.dtype, weak_type=weak))
+    args, kwargs = jax.tree.unflatten(traced.in_tree, leaves)
+    try:
+        part = trace(fun, args, kwargs)
+    except Exception as error:
+        error.add_note(
+            f"The step was traced for one of {num_microbatches} independent "
+            f"microbatches; it must work for a batch of that size."
+        )
+        raise
+    constants = [tensor_type(var.aval) for var in traced.jaxpr.jaxpr.constvars]
+    if [tensor_type(var.aval) for var in part.jaxpr.jaxpr.constvars] != constants:
+        raise BatchCoupledError(
+            "A step must close over the same arrays for every size of batch, but it "
+            "does not for one microbatch; pass them as arguments."
+        )
+    return part
+
+
+def _varying(whole: OpGraph, part: OpGraph, num_microbatches: int) -> set[int]:
+    """Tensors whose shape depends on the number of examples."""
+    of_whole, of_part = whole.operators(), part.operators()
+    if [*map(_form, of_whole)] == [*map(_form, of_part)]:
+        pairs = zip(whole.tensors, part.tensors, strict=True)
+        return {a.index for a, b in pairs if a.type != b.type}
+    pairs = zip_longest(of_whole, of_part)
+    a, b = next((a, b) for a, b in pairs if not (a and b) or _form(a) != _form(b))
+    at = a or b
+    assert at is not None
+    raise BatchCoupledError(
+        f"A step must be the same program for the batch and for one of "
+        f"{num_microbatches} independent microbatches, but they differ from "
+        f"{at.name!r} at {at.source or 'an unknown line'} on; use fewer microbatches "
+        f"(a batch of one example is often a case of its own)."
+    )
+
+
+def _form(op: Operator) -> tuple[Any, ...]:
+    """What two operators of equal programs share, whatever their shapes."""
+    return op.kind, op.results, tuple(o for o in op.operands if isinstance(o, int))
+
+
+def _example_dim(
+    part: OpGraph, whole: OpGraph, tensor: int, num_microbatches: int
+) -> int:
+    """The one dim of a tensor along which its parts make up the whole batch's."""
+    small, large = part.tensors[tensor].type.shape, whole.tensors[tensor].type.shape
+    dims = [
+        d for d, pair in enumerate(zip(small, large, strict=True)) if len({*pair}) > 1
+    ]
+    if len(dims) == 1 and small[dims[0]] * num_microbatches == large[dims[0]]:
+        return dims[0]
+    raise BatchCoupledError(
+        f"A step of independent microbatches may return one value for the batch or one "
+        f"for each example, but {part.tensors[tensor].name!r} is {list(small)} for a "
+        f"microbatch and {list(large)} for the batch; leave it out of the results."
+    )
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """What of a microbatch's graph reads the batch, and what is made of gradients."""
+
+    graph: OpGraph
+    batch: frozenset[int]
+    varying: frozenset[int]
+
+    @cached_property
+    def of_batch(self) -> frozenset[int]:
+        """Tensors that depend on the batch."""
+        return self._descendants(self.batch, lambda op: False)
+
+    @cached_property
+    def of_gradients(self) -> frozenset[int]:
+        """Tensors that are gradients of the batch, or depend on them."""
+        return self._descendants(frozenset(), self._is_backward)
+
+    def _descendants(
+        self, sources: frozenset[int], is_source: Callable[[Operator], bool]
+    ) -> frozenset[int]:
+        found = set(sources)
+        for op in self.graph.blocks[0].operators:
+            if is_source(op) or not found.isdisjoint(tensors_of(op.operands)):
+                found.update(op.results)
+        return frozenset(found)
+
+    def _is_backward(self, op: Operator) -> bool:
+        is_of_batch = not self.of_batch.isdisjoint(tensors_of(op.operands))
+        return is_of_batch and "transpose(" in op.name
+
+    def phases(self, sums_stay_apart: bool) -> Phases:
+        """What the loop needs comes before it, what is made of gradients behind."""
+        before: list[Operator] = []
+        loop: list[Operator] = []
+        behind: list[Operator] = []
+        needed: set[int] = set()
+        for op in reversed(self.graph.blocks[0].operators):
+            is_needed = not needed.isdisjoint(op.results)
+            if self.of_batch.isdisjoint(op.results):
+                (before if is_needed else behind).append(op)
+            elif not is_needed and self._is_update(op, sums_stay_apart):
+                behind.append(op)
+                continue
+            else:
+                loop.append(op)
+                is_needed = True
+            if is_needed:
+                needed.update(tensors_of(op.operands))
+        return Phases(*(tuple(reversed(part)) for part in (before, loop, behind)))
+
+    def _is_update(self, op: Operator, sums_stay_apart: bool) -> bool:
+        """Whether an operator that the loop does not need may run on the means."""
+        reads = tensors_of(op.operands)
+        if not self.varying.isdisjoint([*reads, *op.results]):
+            return False
+        if op.kind in ("add", "add_any"):
+            # A count is added to once, and a tied parameter's gradients belong to
+            # different stages.
+            if sums_stay_apart or not self.of_batch.issuperset(reads):
+                return True
+        if any(scope in op.name for scope in _DIFFERENTIATED):
+            return False
+        return not self.of_gradients.isdisjoint(reads)
+
+
+def _check_updates(flow: _Flow, roles: Roles) -> None:
+    """Refuse a state whose next value the rules above would get wrong."""
+    graph = flow.graph
+    for each, output in zip(graph.inputs, roles.next_output, strict=False):
+        operand = None if output is None else graph.outputs[output]
+        if operand not in flow.of_batch:
+            continue
+        if not flow.of_gradients:
+            raise ValueError(
+                f"Independent microbatches need gradients that jax.grad (or vjp) made, "
+                f"to tell the update from what is averaged, but {each.path} is updated "
+                f"without any; compute them with jax.value_and_grad, or leave "
+                f"num_microbatches at 1."
+            )

@@ -1,0 +1,75 @@
+"""Cut a traced step into microbatches: the same function, with a loop over them.
+
+The loop is an ordinary scan of the new trace, so planning and lowering need to know
+nothing of it: a gradient is a carry that stays pending until the loop ends and is
+reduced once a step; what is sliced from the batch was split over devices before it was
+cut, and stays where it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..frontend.tracing import TracedFunction
+from ..lowering.blocks import as_array
+from .microbatch_runners import WholeRunner, join_parts, part_of
+from .microbatch_step import MicrobatchedStep
+
+
+def with_microbatch_loop(
+    traced: TracedFunction, step: MicrobatchedStep
+) -> TracedFunction:
+    """`traced`, which takes and returns the whole batch, with a loop over `step`."""
+    if not step.phases.loop:
+        return traced
+
+    def run(*leaves: Any) -> list[Any]:
+        runner, outermost = WholeRunner(step.graph), step.graph.blocks[0]
+        runner.values.update(zip(outermost.inputs, leaves, strict=True))
+        runner.run_operators(step.phases.before)
+        _run_loop(step, runner.values)
+        runner.run_operators(step.phases.behind)
+        return runner.outputs(outermost)
+
+    types = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+        for v in traced.jaxpr.jaxpr.invars
+    ]
+    constants = [as_array(value) for value in traced.jaxpr.consts]
+    closed = jax.make_jaxpr(lambda *leaves: run(*leaves, *constants))(*types)
+    return replace(traced, jaxpr=closed)
+
+
+def _run_loop(step: MicrobatchedStep, values: dict[int, Any]) -> None:
+    """Scan over the microbatches; sums are carried, parts of outputs stacked."""
+    summed = [each.tensor for each in step.leaving if each.dim is None]
+    joined = [each for each in step.leaving if each.dim is not None]
+    whole = {t: value for t, value in values.items() if t not in step.batch}
+    grain = step.grain(step.batch_size)
+
+    def body(sums: list[Any], counter: Any) -> tuple[list[Any], list[Any]]:
+        parts = {t: part_of(values[t], 0, counter, grain) for t in step.batch}
+        found = step.run_part(whole, parts, counter, ())
+        by_tensor = {
+            each.tensor: value for each, value in zip(step.leaving, found, strict=True)
+        }
+        added = [
+            total + by_tensor[tensor]
+            for total, tensor in zip(sums, summed, strict=True)
+        ]
+        return added, [by_tensor[each.tensor] for each in joined]
+
+    types = [step.graph.tensors[tensor].type for tensor in summed]
+    zeros = [jnp.zeros(kind.shape, kind.dtype) for kind in types]
+    counters = jnp.arange(step.num_microbatches, dtype=jnp.uint32)
+    sums, stacked = lax.scan(body, zeros, counters)
+    values.update(zip(summed, sums, strict=True))
+    for each, parts in zip(joined, stacked, strict=True):
+        assert each.dim is not None
+        size = parts.shape[each.dim + 1] * step.num_microbatches
+        values[each.tensor] = join_parts(parts, each.dim, step.grain(size))

@@ -1,0 +1,174 @@
+"""Run a graph's operators while a new function is traced: whole, or on a microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..graph.build_graph import PINS, STRUCTURED
+from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
+from ..graph.ports import Site
+from ..jax_compat import equation_context, user_context
+from ..lowering.blocks import BlockRunner, as_array
+from ..rules.base import Shard, bind_params, bind_unchanged, rule_of
+from ..sharding.mesh import MeshShape
+from ..sharding.spec import REPLICATED, SUM, State
+from .microbatches import MicrobatchSplit
+
+_AXIS = "microbatch"
+
+
+class RetracingRunner(BlockRunner):
+    """What is traced again keeps its source lines and name scopes."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        super().__init__(graph)
+        self.values: dict[int, Any] = {}
+
+    def scope(self, op: Operator) -> str:
+        return op.name.rpartition("/")[0]
+
+    def write(self, tensor: int, value: Any) -> None:
+        self.values[tensor] = value
+
+    def execute(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
+        if op.kind in PINS:  # a pin says the same of a part as of the whole
+            with equation_context(op.eqn), user_context(op.eqn):
+                return bind_params(op, [as_array(x) for x in operands])
+        return super().execute(op, operands)
+
+
+class WholeRunner(RetracingRunner):
+    """Runs operators on whole arrays, as the function itself does."""
+
+    def value(self, operand: Operand) -> Any:
+        """A tensor as it was made, or a literal."""
+        if isinstance(operand, Constant):
+            return operand.value
+        return self.values[operand]
+
+    def operands(self, op: Operator) -> list[Any]:
+        return [self.value(operand) for operand in op.operands]
+
+    def outputs(self, block: Block) -> list[Any]:
+        return [as_array(self.value(operand)) for operand in block.outputs]
+
+    def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
+        with equation_context(op.eqn), user_context(op.eqn):
+            return bind_params(op, operands)
+
+
+class _MicrobatchShard(Shard):
+    """The shard of one microbatch: its index is the loop counter."""
+
+    counter: Any
+
+    def block_index(self, axes: Sequence[int]) -> jax.Array:
+        return self.counter if axes else jnp.uint32(0)
+
+    def offset(self, spec: Any, dim: int, local_size: int) -> jax.Array:
+        raise AssertionError("a positional factor cannot cut a microbatch")
+
+
+class MicrobatchRunner(RetracingRunner):
+    """Runs blocks on one microbatch; whole values are cut where a reader needs it."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        split: MicrobatchSplit,
+        whole: dict[int, Any],
+        counter: jax.Array,
+    ) -> None:
+        super().__init__(graph)
+        self.split, self.whole, self.counter = split, whole, counter
+        self.mesh = MeshShape((_AXIS,), (split.num_microbatches,))
+        self.cut: dict[tuple[int, State], Any] = {}
+        self.port_states: dict[Site, State] = {}
+
+    def write(self, tensor: int, value: Any) -> None:
+        super().write(tensor, value)
+        for key in [key for key in self.cut if key[0] == tensor]:
+            del self.cut[key]  # a body runs again: its copies are of another trace
+
+    def read(self, tensor: int, state: State) -> Any:
+        """The tensor in `state`: as it is, or cut or masked from the whole."""
+        is_made_here = tensor in self.values
+        has = self.split.state[tensor] if is_made_here else REPLICATED
+        value = self.values[tensor] if is_made_here else self.whole[tensor]
+        if state == has:
+            return value
+        key = (tensor, state)
+        if key not in self.cut:
+            if state == SUM:
+                self.cut[key] = jnp.where(
+                    self.counter == 0, value, jnp.zeros_like(value)
+                )
+            else:
+                self.cut[key] = part_of(
+                    value, state, self.counter, self.split.grain(value.shape[state])
+                )
+        return self.cut[key]
+
+    def operands(self, op: Operator) -> list[Any]:
+        if op.kind in STRUCTURED:
+            self.port_states.update(self.split.read_states(self.graph, op))
+            states = [
+                self.port_states.get(("operand", op.index, position), REPLICATED)
+                for position in range(len(op.operands))
+            ]
+        else:
+            states = list(self.split.factor[op.index].operands)
+        return [
+            o.value if isinstance(o, Constant) else self.read(o, state)
+            for o, state in zip(op.operands, states, strict=True)
+        ]
+
+    def outputs(self, block: Block) -> list[Any]:
+        return [
+            as_array(o.value)
+            if isinstance(o, Constant)
+            else self.read(o, self.port_states["output", block.index, position])
+            for position, o in enumerate(block.outputs)
+        ]
+
+    def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
+        factor = self.split.factor[op.index]
+        shard = _MicrobatchShard(
+            self.mesh,
+            (factor,),
+            tuple((state,) for state in factor.operands),
+            tuple((state,) for state in factor.results),
+        )
+        object.__setattr__(shard, "counter", self.counter)
+        rule = rule_of(op)
+        bind = rule.bind if rule is not None else bind_unchanged
+        with equation_context(op.eqn), user_context(op.eqn):
+            return bind(op, operands, shard)
+
+
+def part_of(
+    whole: jax.Array, dim: int, counter: jax.Array, grain: tuple[int, int, int]
+) -> jax.Array:
+    """Microbatch `counter` of an array along `dim`.
+
+    `grain` is that dim as [examples of a microbatch, microbatches, values of each].
+    """
+    examples, _, values = grain
+    before, after = whole.shape[:dim], whole.shape[dim + 1 :]
+    spread = whole.reshape(*before, *grain, *after)
+    part = lax.dynamic_index_in_dim(spread, counter, dim + 1, keepdims=False)
+    return part.reshape(*before, examples * values, *after)
+
+
+def join_parts(parts: jax.Array, dim: int, grain: tuple[int, int, int]) -> jax.Array:
+    """The whole of stacked microbatches [M, ...] along `dim` of one of them."""
+    examples, num_parts, values = grain
+    before, after = parts.shape[1 : dim + 1], parts.shape[dim + 2 :]
+    spread = parts.reshape(num_parts, *before, examples, values, *after)
+    moved = jnp.moveaxis(spread, 0, dim + 1)
+    return moved.reshape(*before, examples * num_parts * values, *after)

@@ -1,0 +1,159 @@
+"""Which work a microbatch loop does, and which is done once a step.
+
+The microbatch is one more mesh axis, a sequential one: its index is the loop counter
+and its sum is accumulation over the loop; any other collective over it is impossible.
+Every tensor has a state along it, found by the factors that split operators over
+devices:
+
+    d >= 0       the loop sees one part of dim d at a time, of every example kind alike
+    REPLICATED   the same in every iteration: made before the loop
+    SUM          a sum over the iterations: a gradient, a loss
+
+An operator that needs such a value whole runs behind the loop, once a step. The batch
+is cut minor: microbatch m holds the examples i with i mod M = m, so the parts of a
+batch that is split over devices stay on their devices. A dim that holds k values for
+each example (after a reshape) is cut in grains of k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..graph.op_graph import Operator, OpGraph
+from ..graph.ports import Site, ports_of
+from ..rules.base import Factor
+from ..sharding.spec import State
+from .microbatch_flow import Flow, Phases, shifted, tensors_of
+
+
+class BatchCoupledError(ValueError):
+    """The step needs the whole batch at once, so it cannot be cut into microbatches."""
+
+
+@dataclass(frozen=True)
+class MicrobatchSplit:
+    """States of all tensors and factors of all operators along the microbatch axis.
+
+    `port_state` is that of the ports of loops and branches inside.
+    """
+
+    num_microbatches: int
+    batch_size: int
+    state: dict[int, State]
+    factor: dict[int, Factor]
+    port_state: dict[tuple[int, int], State]  # by operator, port
+    phases: Phases
+
+    def grain(self, size: int) -> tuple[int, int, int]:
+        """A cut dim of `size` as [examples of a microbatch, microbatches, values]."""
+        return grain_of(self.batch_size, self.num_microbatches, size)
+
+    def read_states(self, graph: OpGraph, op: Operator) -> dict[Site, State]:
+        """The state in which a structured operator's ports read their tensors."""
+        return {
+            site: shifted(self.port_state[op.index, number], extra)
+            for number, port in enumerate(ports_of(graph, op))
+            for _, extra, site in port.reads
+        }
+
+
+def split_microbatches(
+    graph: OpGraph,
+    batch: Sequence[int],
+    num_microbatches: int,
+    *,
+    sums_stay_apart: bool = False,
+) -> MicrobatchSplit:
+    """Cut the step into `num_microbatches` parts along dim 0 of the `batch` tensors.
+
+    Reduced values that flow back into work on examples (a mask's token count) are
+    computed before the loop on the whole batch when that takes no product. With
+    `sums_stay_apart`, sums are not added to each other in the loop: the two gradients
+    of a tied parameter may belong to different stages.
+
+    Raises:
+      ValueError: the batch arguments differ in size, or it is not divisible.
+      BatchCoupledError: heavy work needs a value of the whole batch.
+    """
+    batch_size = batch_size_of(graph, batch, num_microbatches)
+    hoisted: set[int] = set()
+    while True:
+        flow = Flow(graph, num_microbatches, batch_size, hoisted, sums_stay_apart)
+        flow.run(batch)
+        coupled = flow.first_coupling()
+        if coupled is None:
+            return MicrobatchSplit(
+                num_microbatches,
+                batch_size,
+                flow.state,
+                flow.factor,
+                flow.port_state,
+                flow.phases(),
+            )
+        reader, tensor = coupled
+        chain = flow.cheap_ancestors(tensor)
+        if chain is None or chain <= hoisted:
+            raise BatchCoupledError(_coupling(flow, reader, tensor))
+        hoisted |= chain
+
+
+def grain_of(batch_size: int, num_microbatches: int, size: int) -> tuple[int, int, int]:
+    """A cut dim of `size` as [examples of a microbatch, microbatches, values each]."""
+    return batch_size // num_microbatches, num_microbatches, size // batch_size
+
+
+def batch_size_of(graph: OpGraph, batch: Sequence[int], num_microbatches: int) -> int:
+    """The size of the `batch` tensors along dim 0, which the microbatches divide.
+
+    Raises:
+      ValueError: there are none, they differ, or it is not divisible.
+    """
+    scalars = [graph.tensors[t].name for t in batch if not graph.tensors[t].type.rank]
+    if scalars:
+        raise ValueError(
+            f"A batch argument must have examples along dim 0, but {scalars[0]} is a "
+            f"scalar; leave it out of batch_argnums."
+        )
+    sizes = {graph.tensors[t].type.shape[0]: graph.tensors[t].name for t in batch}
+    if not sizes:
+        raise ValueError(
+            "A step is cut into microbatches along dim 0 of its batch arguments, but "
+            "none was found; name them with batch_argnums."
+        )
+    if len(sizes) > 1:
+        found = ", ".join(f"{name} has {size}" for size, name in sizes.items())
+        raise ValueError(
+            f"All batch arguments must have one size along dim 0, but {found}; name "
+            f"those that are cut with batch_argnums."
+        )
+    (size,) = sizes
+    if size % num_microbatches:
+        raise ValueError(_indivisible(num_microbatches, size))
+    return size
+
+
+def _indivisible(num_microbatches: int, size: int) -> str:
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    nearest = sorted(divisors, key=lambda n: (abs(n - num_microbatches), n))[:2]
+    return (
+        f"`num_microbatches` must divide the batch size {size}, but got "
+        f"{num_microbatches}; use {' or '.join(map(str, sorted(nearest)))}."
+    )
+
+
+def _coupling(flow: Flow, reader: Operator, tensor: int) -> str:
+    maker = flow.made_by.get(tensor, reader)
+    while not maker.source:  # JAX's own equations have no line: name who feeds them
+        known = [t for t in tensors_of(maker.operands) if t in flow.made_by]
+        if not known:
+            break
+        maker = flow.made_by[known[0]]
+    return (
+        f"A step is cut into microbatches only if that changes no value, but the "
+        f"result of {maker.name!r} at {maker.source or 'an unknown line'} takes the "
+        f"whole batch and flows back into work on examples ({reader.name!r}); leave "
+        f"num_microbatches at 1, or give the method "
+        f'microbatch_semantics="independent", which makes each microbatch a batch of '
+        f"its own."
+    )

@@ -1,0 +1,1 @@
+"""A step cut into stages, each on a submesh of its own."""

@@ -1,0 +1,199 @@
+"""Which values of a step come in pieces when its scans over layers are cut by length.
+
+A scan of 12 layers that is cut into [4, 8] reads its stacked inputs in two pieces and
+stacks its results in two. From there pieces spread by the same rules that split
+operators over devices: elementwise work, casts, reductions, broadcasts run piece by
+piece, on whatever dim the layers lie. What has no such form reads the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..graph.build_graph import BARRIER, PINS, SCAN, STRUCTURED
+from ..graph.op_graph import Constant, Operand, Operator, OpGraph
+from ..microbatches.microbatch_flow import tensors_of
+from ..rules.base import Factor, factors_of
+from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
+
+PASSING = (BARRIER, *PINS)  # results are the operands
+_JOINED = (SUM, MAX, MIN)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor in pieces along `dim`: `lengths[k]` layers are in piece k."""
+
+    dim: int
+    lengths: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.lengths)
+
+    def borders(self) -> tuple[tuple[int, int], ...]:
+        """The first layer of each piece and the first behind it."""
+        ends = [sum(self.lengths[: k + 1]) for k in range(len(self.lengths))]
+        return tuple(
+            (end - length, end) for end, length in zip(ends, self.lengths, strict=True)
+        )
+
+
+@dataclass
+class PieceFlow:
+    """Cuts of the tensors of the outermost block, found by walks until none changes.
+
+    `lengths` are those of the scans over layers, by operator; `fixed` are inputs that
+    stay whole. A reader that needs a value in pieces asks whoever makes it, back to
+    the inputs, so that a parameter, its cast and its moments are cut alike.
+    """
+
+    graph: OpGraph
+    lengths: Mapping[int, tuple[int, ...]]
+    fixed: frozenset[int]
+    cut: dict[int, Cut] = field(default_factory=dict)  # by tensor
+    factor: dict[int, Factor] = field(default_factory=dict)  # by operator
+    operator_lengths: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    wanted: dict[int, Cut] = field(default_factory=dict)  # by tensor
+
+    def __post_init__(self) -> None:
+        operators = self.graph.blocks[0].operators
+        self.made = {t for op in operators for t in op.results}
+
+    def run(self) -> None:
+        inputs = self.graph.blocks[0].inputs
+        num_wanted = -1
+        while len(self.wanted) > num_wanted:
+            num_wanted = len(self.wanted)
+            self.cut = {t: self.wanted[t] for t in inputs if t in self.wanted}
+            self.factor, self.operator_lengths = {}, {}
+            for op in self.graph.blocks[0].operators:
+                self.visit(op)
+            self.tie_state()
+
+    def visit(self, op: Operator) -> None:
+        if op.kind == SCAN:
+            self.visit_scan(op)
+        elif op.kind in PASSING:
+            for operand, result in zip(op.operands, op.results, strict=True):
+                if isinstance(operand, int) and operand in self.cut:
+                    self.cut[result] = self.cut[operand]
+                elif result in self.wanted:
+                    self.want(operand, self.wanted[result])
+        elif op.kind not in STRUCTURED:
+            lengths = self.lengths_at(op)
+            factor = self.match(op, lengths) if lengths else None
+            if lengths and factor:
+                self.take(op, factor, lengths)
+
+    def lengths_at(self, op: Operator) -> tuple[int, ...] | None:
+        """How an operator's operands are cut, or how a reader wants its result."""
+        known = [self.cut[t] for t in tensors_of(op.operands) if t in self.cut]
+        known.extend(self.wanted[t] for t in op.results if t in self.wanted)
+        return known[0].lengths if known else None
+
+    def match(self, op: Operator, lengths: tuple[int, ...]) -> Factor | None:
+        """The factor that keeps all pieces; whole operands can be cut for it."""
+        if op.kind == "conv_general_dilated":
+            return None  # its groups are dealt out in equal parts only
+        has = [
+            cut.dim if cut is not None and cut.lengths == lengths else None
+            for cut in map(self.cut_of, op.operands)
+        ]
+        asked = [self.wanted[t].dim if t in self.wanted else None for t in op.results]
+        found = [
+            factor
+            for factor in factors_of(op)
+            if self.is_piecewise(op, factor, sum(lengths))
+            and all(
+                dim in (None, state)
+                for dim, state in zip(has, factor.operands, strict=True)
+            )
+            and (
+                any(dim is not None for dim in has)
+                or all(
+                    dim in (None, state)
+                    for dim, state in zip(asked, factor.results, strict=True)
+                )
+            )
+        ]
+        return min(found, key=lambda f: _num_cut(has, f), default=None)
+
+    def is_piecewise(self, op: Operator, factor: Factor, num_layers: int) -> bool:
+        """Whether a factor may be cut between any two of `num_layers`."""
+        types = (*op.operand_types, *op.result_types)
+        states = (*factor.operands, *factor.results)
+        return (
+            any(state >= 0 for state in states)
+            and factor.size % num_layers == 0
+            and all(state >= REPLICATED for state in factor.operands)
+            and all(state >= 0 or state in _JOINED for state in factor.results)
+            and all(
+                kind.shape[state] > 0 and kind.shape[state] % num_layers == 0
+                for state, kind in zip(states, types, strict=True)
+                if state >= 0
+            )
+        )
+
+    def take(self, op: Operator, factor: Factor, lengths: tuple[int, ...]) -> None:
+        """The operator runs piece by piece."""
+        self.factor[op.index] = factor
+        self.operator_lengths[op.index] = lengths
+        for operand, state in zip(op.operands, factor.operands, strict=True):
+            if state >= 0:
+                self.want(operand, Cut(state, lengths))
+        for result, state in zip(op.results, factor.results, strict=True):
+            if state >= 0:
+                self.cut[result] = Cut(state, lengths)
+
+    def visit_scan(self, op: Operator) -> None:
+        slices = op.operands[op.params["num_consts"] + op.params["num_carry"] :]
+        known = [cut for cut in map(self.cut_of, slices) if cut and cut.dim == 0]
+        if op.index in self.lengths:
+            lengths = self.lengths[op.index]
+        elif known and known[0].num_layers == op.params["length"]:
+            lengths = known[0].lengths
+        else:
+            return
+        self.operator_lengths[op.index] = lengths
+        for operand in slices:
+            self.want(operand, Cut(0, lengths))
+        for result in op.results[op.params["num_carry"] :]:
+            self.cut[result] = Cut(0, lengths)
+
+    def want(self, operand: Operand, cut: Cut) -> None:
+        """A reader would have `operand` in pieces; the next walk may make it so."""
+        if isinstance(operand, Constant) or operand in self.cut:
+            return
+        kind = self.graph.tensors[operand].type
+        if operand not in self.made and (
+            operand in self.fixed or cut.dim != 0 or kind.is_extended
+        ):
+            return
+        self.wanted.setdefault(operand, cut)
+
+    def tie_state(self) -> None:
+        """The next value of a leaf comes in the pieces that the leaf is taken in."""
+        for graph_input in self.graph.inputs:
+            if graph_input.output is None:
+                continue
+            after = self.graph.outputs[graph_input.output]
+            before = self.cut_of(graph_input.tensor)
+            cut = self.cut_of(after)
+            if before is not None:
+                self.want(after, before)
+            elif cut is not None and cut.dim == 0:
+                self.want(graph_input.tensor, cut)
+
+    def cut_of(self, operand: Operand) -> Cut | None:
+        return self.cut.get(operand) if isinstance(operand, int) else None
+
+
+def _num_cut(has: list[State | None], factor: Factor) -> tuple[int, int]:
+    """How many whole operands a factor needs cut, and how many results it joins."""
+    sliced = sum(
+        dim is None and state >= 0
+        for dim, state in zip(has, factor.operands, strict=True)
+    )
+    return sliced, sum(state < 0 for state in factor.results)

@@ -1,0 +1,224 @@
+"""A planned pipeline on devices: how leaves become slots, and results leaves again."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import NamedSharding
+
+from ..audit.audit import Audit
+from ..clusters.device_mesh import stage_meshes
+from ..frontend.tracing import TracedFunction
+from ..lowering.programs import PipelineProgram, SignatureChanged
+from ..microbatches.microbatch_runners import join_parts
+from ..state.distributed_array import abstract_leaf
+from ..state.leaf_pieces import gather_leaf, join_leaf, split_leaf
+from .piece_trace import PiecedStep
+from .pipeline_plan import PlannedPipeline
+from .stage_lowering import LoweredPiece, lower_stages
+from .stage_trace import COUNTER, StepParts
+
+
+@dataclass(frozen=True, eq=False)
+class Pipeline:
+    """One signature of a step as stage programs, and how leaves become slots."""
+
+    planned: PlannedPipeline
+    program: PipelineProgram
+    pieces: tuple[LoweredPiece, ...]
+    argument_types: tuple[tuple[tuple[int, ...], Any], ...]
+    _prepare: Callable[..., Any]
+    _cut: Callable[..., Any]
+
+    @property
+    def traced(self) -> TracedFunction:
+        """The step itself."""
+        return self.planned.traced
+
+    @property
+    def pieced(self) -> PiecedStep:
+        """The step with scans cut by length, whose leaf pieces have slots."""
+        return self.planned.pieced
+
+    @property
+    def parts(self) -> StepParts:
+        """The functions that the pieced step is made of."""
+        return self.planned.parts
+
+    def split(self, leaves: Sequence[Any]) -> list[Any]:
+        """The step's argument leaves in pieces, each where it lies if it lies home."""
+        pieces: list[Any] = []
+        for leaf, lengths in zip(leaves, self.pieced.input_lengths, strict=True):
+            if lengths is None:
+                pieces.append(leaf)
+                continue
+            first = len(pieces)
+            names = self.pieced.traced.input_paths[first : first + len(lengths)]
+            pieces.extend(split_leaf(leaf, lengths, [self.home(n) for n in names]))
+        return pieces
+
+    def join(self, pieces: Sequence[Any]) -> list[Any]:
+        """The step's result leaves from their pieces."""
+        waiting = zip(pieces, self.planned.next_leaf, strict=True)
+        leaves = []
+        for lengths in self.pieced.output_lengths:
+            number = 1 if lengths is None else len(lengths)
+            parts, of_state = zip(*itertools.islice(waiting, number), strict=True)
+            if lengths is None:
+                leaves.extend(parts)
+            elif of_state[0] is None:
+                leaves.append(gather_leaf(parts))
+            else:
+                leaves.append(join_leaf(parts))
+        return leaves
+
+    def home(self, name: str) -> NamedSharding | None:
+        """Where a slot lives, if some stage holds or reads it."""
+        slot = self.program.slots.get(name)
+        return None if slot is None else self.program.shardings.get((name, slot.stage))
+
+    def constants(self) -> dict[str, Any]:
+        """The arrays that the step closes over, by slot."""
+        arrays = self.pieced.traced.jaxpr.consts
+        inputs = [i.path for i in self.parts.step.graph.inputs if i.role == "constant"]
+        found = dict(zip(inputs, arrays, strict=True))
+        return {n: value for n, value in found.items() if self.is_slot(n, "state")}
+
+    def state_of(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        """The leaf pieces that live on stages and what was prepared, by slot."""
+        named = dict(zip(self.pieced.traced.input_paths, leaves, strict=True))
+        found = dict(named)
+        if self.parts.prepared:
+            whole = [named[path] for path in self.parts.batch]
+            found.update(zip(self.parts.prepared, self._prepare(*whole), strict=True))
+        return {n: value for n, value in found.items() if self.is_slot(n, "state")}
+
+    def is_slot(self, name: str, kind: str) -> bool:
+        """Whether some stage holds or reads a slot of this kind and name."""
+        slot = self.program.slots.get(name)
+        return slot is not None and slot.kind == kind
+
+    def batch_of(self, leaves: Sequence[Any]) -> dict[str, list[Any]]:
+        """A value for each microbatch, by slot: the batch, cut minor."""
+        number = self.program.num_microbatches
+        named = dict(zip(self.pieced.traced.input_paths, leaves, strict=True))
+        whole = [named[path] for path in self.parts.batch]
+        fed: dict[str, list[Any]] = dict(
+            zip(self.parts.batch, self._cut(*whole), strict=True)
+        )
+        fed[COUNTER] = [np.uint32(m) for m in range(number)]
+        return {n: parts for n, parts in fed.items() if self.is_slot(n, "batch")}
+
+    def audit(self) -> tuple[Audit, ...]:
+        """Planned, lowered and compiled collectives of every stage program."""
+        return tuple(piece.audit() for piece in self.pieces)
+
+    def results_from(
+        self, leaves: Sequence[Any], values: Mapping[str, Any]
+    ) -> list[Any]:
+        """The pieces of the step's result, from new state and results by slot."""
+        traced, parts, planned = self.pieced.traced, self.parts, self.planned
+        named = {**dict(zip(traced.input_paths, leaves, strict=True)), **values}
+        results = []
+        for path, leaf in zip(traced.output_paths, planned.next_leaf, strict=True):
+            if path in parts.joined:
+                slot, dim = parts.joined[path]
+                results.append(self.joined(slot, dim, values[slot]))
+            elif path in parts.fed:
+                results.append(named[parts.fed[path]])
+            elif path in planned.unchanged:
+                results.append(named[planned.unchanged[path]])
+            else:
+                results.append(
+                    named[path if leaf is None else traced.input_paths[leaf]]
+                )
+        return results
+
+    def joined(self, slot: str, dim: int, parts: Sequence[Any]) -> Any:
+        """A value for each example of the batch from those of all microbatches."""
+        step = self.parts.step
+        grain = step.grain(parts[0].shape[dim] * step.num_microbatches)
+        return _join_minor(dim, grain, self.home(slot))(tuple(parts))
+
+
+@dataclass(frozen=True, eq=False)
+class PipelinedStep:
+    """A pipeline and what executes it: flat leaves in, flat leaves out.
+
+    `constants` are the arrays that the step closes over, where the last step left them.
+    """
+
+    pipeline: Pipeline
+    execute: Callable[..., tuple[dict[str, Any], dict[str, Any]]]
+    constants: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """One step.
+
+        Raises:
+          SignatureChanged: other shapes or dtypes than those it was planned for.
+        """
+        abstract = (jax.typeof(abstract_leaf(leaf)) for leaf in leaves)
+        if tuple((t.shape, t.dtype) for t in abstract) != self.pipeline.argument_types:
+            raise SignatureChanged
+        pieces = self.pipeline.split(leaves)
+        constants = self.constants or self.pipeline.constants()
+        state, results = self.execute(
+            {**self.pipeline.state_of(pieces), **constants},
+            self.pipeline.batch_of(pieces),
+        )
+        self.constants.update((name, state[name]) for name in constants)
+        found = self.pipeline.results_from(pieces, {**state, **results})
+        return self.pipeline.join(found)
+
+
+def lower_pipeline(planned: PlannedPipeline) -> Pipeline:
+    """The pipeline on the devices of this process, or on those of its Ray hosts.
+
+    Raises:
+      ValueError: there are too few devices.
+    """
+    by_submesh = stage_meshes(planned.shapes, planned.cluster)
+    stages = range(planned.flow.num_stages)
+    pieces, program = lower_stages(
+        planned.flow,
+        planned.pieces,
+        planned.specs,
+        planned.types,
+        planned.cluster,
+        [by_submesh[planned.submesh(stage)] for stage in stages],
+    )
+    number = planned.flow.num_microbatches
+    jaxpr = planned.traced.jaxpr.jaxpr
+    return Pipeline(
+        planned,
+        program,
+        pieces,
+        tuple((var.aval.shape, var.aval.dtype) for var in jaxpr.invars),
+        jax.jit(jaxpr_as_fun(planned.parts.prepare)),
+        jax.jit(functools.partial(_cut_minor, number)),
+    )
+
+
+def _cut_minor(number: int, *whole: jax.Array) -> list[list[jax.Array]]:
+    """Microbatch m of an array holds its rows i with i mod `number` = m."""
+    spread = [x.reshape(x.shape[0] // number, number, *x.shape[1:]) for x in whole]
+    return [[x[:, m] for m in range(number)] for x in spread]
+
+
+@functools.lru_cache(maxsize=256)
+def _join_minor(
+    dim: int, grain: tuple[int, int, int], home: NamedSharding | None
+) -> Callable[..., jax.Array]:
+    """The inverse of `_cut_minor` along `dim`; the whole is split as its parts are."""
+    return jax.jit(
+        lambda parts: join_parts(jnp.stack(parts), dim, grain), out_shardings=home
+    )

@@ -1,0 +1,231 @@
+"""Which stage applies which part of the update, and in how many rounds.
+
+Operators that share arrays belong together: the component of a parameter holds its
+moments and goes where the parameter lives. Scalars may cross stages: a global norm is
+added up from every stage's part, so what reads it runs one round later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import networkx
+
+from ..graph.op_graph import Operator, OpGraph
+from ..microbatches.microbatch_flow import tensors_of
+from .scalar_sums import sum_by_stage
+
+
+@dataclass(frozen=True)
+class ApplyCut:
+    """Operators by (stage, round), and the stage of every input and output.
+
+    `made_on` is the (stage, round) of the scalars that cross stages. `graph` is the
+    apply graph with its sums of scalars added up stage by stage.
+    """
+
+    graph: OpGraph
+    operators: dict[tuple[int, int], tuple[Operator, ...]]
+    home: dict[int, int]
+    output_stage: tuple[int, ...]
+    made_on: dict[int, tuple[int, int]]
+
+
+def cut_apply(
+    graph: OpGraph,
+    home: Mapping[int, int],
+    sums: Mapping[int, int],
+    everywhere: frozenset[int],
+    last: int,
+) -> ApplyCut:
+    """Place the operators of an apply graph on stages 0 to `last`.
+
+    `home` is the stage of the parameters, `sums` that of the sums over microbatches,
+    which are sent once if the parameter lives elsewhere; `everywhere` are inputs that
+    every stage may read, as they do not change. Other arrays (moments) follow what they
+    meet.
+
+    Raises:
+      NotImplementedError: two stages' arrays meet in one operator.
+    """
+    operators = graph.blocks[0].operators
+    small = {t.index for t in graph.tensors if t.type.size <= 1} | everywhere
+    small |= _made_of(operators, everywhere, small)
+    together = networkx.utils.UnionFind()
+    for tensor in graph.blocks[0].inputs:
+        if tensor not in small:
+            together[("tensor", tensor)]  # every array is in some component
+    for op in operators:
+        arrays = [t for t in (*tensors_of(op.operands), *op.results) if t not in small]
+        if arrays:
+            together.union(("operator", op.index), *(("tensor", t) for t in arrays))
+    for graph_input in graph.inputs:  # a leaf's next value is made where the leaf lives
+        after = (
+            None if graph_input.output is None else graph.outputs[graph_input.output]
+        )
+        if isinstance(after, int) and not {after, graph_input.tensor} & small:
+            together.union(("tensor", graph_input.tensor), ("tensor", after))
+    stage_of: dict[object, int] = {}
+    for tensor, stage in home.items():
+        if tensor in small:
+            continue
+        root = together[("tensor", tensor)]
+        if stage_of.setdefault(root, stage) != stage:
+            raise NotImplementedError(
+                f"Arrays of stages {stage_of[root]} and {stage} meet in the update of "
+                f"{graph.tensors[tensor].name}; use fewer stages."
+            )
+    for tensor, stage in sums.items():
+        if tensor not in small:
+            stage_of.setdefault(together[("tensor", tensor)], stage)
+
+    def stage_of_operator(op: Operator) -> int | None:
+        """The stage of an operator on arrays; None if it only has scalars."""
+        arrays = [t for t in (*tensors_of(op.operands), *op.results) if t not in small]
+        return stage_of.get(together[("tensor", arrays[0])], 0) if arrays else None
+
+    known = {**home, **sums}
+    num_tensors = len(graph.tensors)
+    graph, summed_on = sum_by_stage(graph, stage_of_operator)
+    small.update(range(num_tensors, len(graph.tensors)))
+
+    def stage_or_sum(op: Operator) -> int | None:
+        return summed_on.get(op.index, stage_of_operator(op))
+
+    return _Rounds(graph, known, small, everywhere, last, stage_or_sum).cut(
+        {
+            t: stage_of.get(together[("tensor", t)], 0)
+            for t in graph.blocks[0].inputs
+            if t not in small
+        }
+    )
+
+
+def _made_of(
+    operators: Sequence[Operator], everywhere: frozenset[int], small: Set[int]
+) -> set[int]:
+    """What is made of the inputs of every stage, and scalars, alone."""
+    found = set(everywhere)
+    for op in operators:
+        reads = tensors_of(op.operands)
+        if not found.isdisjoint(reads) and found.union(small).issuperset(reads):
+            found.update(op.results)
+    return found
+
+
+class _Rounds:
+    """Orders operators into rounds: scalars of one round cross before the next."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        home: Mapping[int, int],
+        small: set[int],
+        everywhere: frozenset[int],
+        last: int,
+        stage_of_operator: object,
+    ) -> None:
+        self.graph, self.last, self.everywhere = graph, last, everywhere
+        self.operators = graph.blocks[0].operators
+        self.made_by = {t: op for op in self.operators for t in op.results}
+        self.stage = {op.index: stage_of_operator(op) for op in self.operators}  # type: ignore[operator]
+        self.given = {t: home.get(t, 0) for t in graph.blocks[0].inputs if t in small}
+
+    def cut(self, array_home: Mapping[int, int]) -> ApplyCut:
+        rounds: dict[int, int] = {}
+        for op in self.operators:
+            stage = self.stage[op.index]
+            if stage is not None:
+                rounds[op.index] = self.round_at(op, stage, rounds)
+        self.postpone(rounds)
+        made_on: dict[int, tuple[int, int]] = {}
+        chosen: dict[tuple[int, int], dict[int, Operator]] = {}
+        for op in self.operators:
+            stage = self.stage[op.index]
+            if stage is not None:
+                number = rounds[op.index]
+                self.include(op, chosen.setdefault((stage, number), {}))
+                made_on.update(dict.fromkeys(op.results, (stage, number)))
+        outputs = []
+        for position, operand in enumerate(self.graph.outputs):
+            outputs.append(self.output_stage(position, operand, array_home))
+            if isinstance(operand, int) and operand not in made_on:
+                maker = self.made_by.get(operand)
+                if maker is not None:
+                    stage = outputs[-1]
+                    number = self.round_at(maker, stage, rounds)
+                    self.include(maker, chosen.setdefault((stage, number), {}))
+                    made_on[operand] = (stage, number)
+        ordered = {
+            key: tuple(op for op in self.operators if op.index in found)
+            for key, found in sorted(chosen.items())
+        }
+        home = {**array_home, **self.given}
+        return ApplyCut(self.graph, ordered, home, tuple(outputs), made_on)
+
+    def postpone(self, rounds: dict[int, int]) -> None:
+        """What is made of inputs alone is made in the round that first reads it.
+
+        Decayed moments need not wait in memory for the global norm.
+        """
+        of_inputs: set[int] = set()
+        for op in self.operators:
+            makers = [self.made_by.get(t) for t in tensors_of(op.operands)]
+            if all(maker is None or maker.index in of_inputs for maker in makers):
+                of_inputs.add(op.index)
+        last_round: dict[int | None, int] = {}
+        for op in self.operators:
+            if op.index in rounds:
+                stage = self.stage[op.index]
+                last = max(last_round.get(stage, 0), rounds[op.index])
+                last_round[stage] = last
+        first_read: dict[int, int] = {}
+        for op in reversed(self.operators):
+            stage = self.stage[op.index]
+            if op.index in of_inputs and stage is not None:
+                reads = [first_read[t] for t in op.results if t in first_read]
+                wanted = min(reads, default=last_round[stage])
+                rounds[op.index] = max(rounds[op.index], wanted)
+            for tensor in tensors_of(op.operands):
+                maker = self.made_by.get(tensor)
+                is_here = maker is not None and self.stage[maker.index] == stage
+                number = rounds[op.index] if is_here and stage is not None else 0
+                first_read[tensor] = min(first_read.get(tensor, number), number)
+
+    def round_at(self, op: Operator, stage: int, rounds: Mapping[int, int]) -> int:
+        """The first round of `stage` in which all scalars that `op` needs are there."""
+        number = 0
+        for tensor in tensors_of(op.operands):
+            maker = self.made_by.get(tensor)
+            if maker is None:
+                continue
+            made = self.stage[maker.index]
+            if made is None:
+                number = max(number, self.round_at(maker, stage, rounds))
+            else:
+                number = max(number, rounds[maker.index] + (made != stage))
+        return number
+
+    def include(self, op: Operator, found: dict[int, Operator]) -> None:
+        """The operator, and the scalar ones it needs, made again on every stage."""
+        found[op.index] = op
+        for tensor in tensors_of(op.operands):
+            maker = self.made_by.get(tensor)
+            if maker is not None and self.stage[maker.index] is None:
+                self.include(maker, found)
+
+    def output_stage(
+        self, position: int, operand: object, array_home: Mapping[int, int]
+    ) -> int:
+        for graph_input in self.graph.inputs:
+            if graph_input.output == position:
+                known = {**self.given, **array_home}
+                return known.get(graph_input.tensor, 0)
+        maker = self.made_by.get(operand) if isinstance(operand, int) else None
+        if maker is not None:
+            stage = self.stage[maker.index]
+            return self.last if stage is None else stage
+        if isinstance(operand, int):
+            return {**self.given, **array_home}.get(operand, self.last)
+        return self.last

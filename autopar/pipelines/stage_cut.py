@@ -1,0 +1,278 @@
+"""Which stage runs each operator of a microbatch, forward and backward.
+
+Stages are cut along the forward work, in trace order, so that the slowest has as few
+flops as can be and few bytes cross; scans over layers are cut by length for it first
+(`scan_lengths`). The backward work follows by
+*where values are available*: a forward value where it is made and where the forward
+reads it, a parameter on its stage, a cotangent on its stage and below. What comes from
+parameters or from the batch alone, without products, is made again where it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..graph.build_graph import SCAN, STRUCTURED
+from ..graph.op_graph import Operator, OpGraph
+from ..microbatches.microbatch_flow import tensors_of
+from ..planner.strategies import is_heavy_operator, total_flops
+from ..rules.base import is_inexact
+from .stage_borders import stage_borders
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """Stages of a microbatch's operators.
+
+    `forward` and `backward` are the operators of each stage in executed order, those
+    that are made again everywhere included where needed. `made_on` is the stage and
+    phase that makes each tensor another program may read; `home` the stage where every
+    parameter lives: the first that reads it. A later one (tied embeddings) gets a copy
+    each step.
+    """
+
+    num_stages: int
+    forward: tuple[tuple[Operator, ...], ...]
+    backward: tuple[tuple[Operator, ...], ...]
+    made_on: dict[int, tuple[int, str]]
+    home: dict[int, int]
+
+
+def cut_stages(graph: OpGraph, held: Iterable[int], num_stages: int) -> StageCut:
+    """Cut the outermost block of a microbatch's graph into `num_stages` stages.
+
+    `held` are the inputs that live on a stage; the others are fed to every stage.
+
+    Raises:
+      ValueError: fewer products than stages.
+      NotImplementedError: a backward operator finds no stage that has all it reads.
+    """
+    cutter = _Cutter(graph, frozenset(held), num_stages)
+    cutter.cut_forward()
+    cutter.place_backward()
+    return cutter.result()
+
+
+def scan_lengths(
+    graph: OpGraph, held: Iterable[int], num_stages: int
+) -> dict[int, tuple[int, ...]]:
+    """How many layers of each scan over layers go into each of its chunks, by operator.
+
+    Such a scan does products with slices of what lives on stages; it is cut where
+    stages begin, as if its layers were written one after the other. Scans that lie in
+    one stage are left out.
+
+    Raises:
+      ValueError: fewer products than stages, with those of every layer counted.
+    """
+    cutter = _Cutter(graph, frozenset(held), num_stages)
+    work = cutter.forward_work()
+    costs, live, units = [], [], []
+    for op, cost, moved in zip(
+        work, cutter.costs(work), cutter.live_bytes(work)[:-1], strict=True
+    ):
+        number = op.params["length"] if cutter.is_over_layers(op) else 1
+        costs.extend([cost / number] * number)
+        live.extend([moved] * number)
+        units.extend((op, layer) for layer in range(number))
+    chunks: dict[int, tuple[int, ...]] = {}
+    inside: dict[int, list[int]] = {}
+    for border in stage_borders(costs, live, num_stages):
+        op, layer = units[border]
+        if layer > 0:
+            inside.setdefault(op.index, []).append(layer)
+    for op in work:
+        if op.index in inside:
+            ends = [0, *inside[op.index], op.params["length"]]
+            chunks[op.index] = tuple(
+                last - first for first, last in zip(ends[:-1], ends[1:], strict=True)
+            )
+    return chunks
+
+
+@dataclass
+class _Cutter:
+    graph: OpGraph
+    held: frozenset[int]
+    num_stages: int
+    stage: dict[int, int] = field(default_factory=dict)  # by operator
+    floating: set[int] = field(default_factory=set)  # operators made where read
+    backward: set[int] = field(default_factory=set)  # operators
+    made_by: dict[int, Operator] = field(default_factory=dict)
+    available: dict[int, frozenset[int]] = field(default_factory=dict)
+    cotangent: dict[int, int] = field(default_factory=dict)  # stage by tensor
+    home: dict[int, int] = field(default_factory=dict)
+    from_held: dict[int, bool] = field(default_factory=dict)  # by tensor
+    from_fed: dict[int, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.operators = self.graph.blocks[0].operators
+        from_held, from_fed = self.from_held, self.from_fed
+        for tensor in self.graph.blocks[0].inputs:
+            from_held[tensor] = tensor in self.held
+            from_fed[tensor] = tensor not in self.held
+        for op in self.operators:
+            reads = tensors_of(op.operands)
+            makers = [self.made_by[t] for t in reads if t in self.made_by]
+            is_backward = "transpose(" in op.name or any(
+                maker.index in self.backward for maker in makers
+            )
+            held = any(from_held[t] for t in reads)
+            fed = any(from_fed[t] for t in reads)
+            if is_backward:
+                self.backward.add(op.index)
+            elif not (held and fed) and not _holds_heavy(self.graph, op):
+                self.floating.add(op.index)
+            for result in op.results:
+                self.made_by[result] = op
+                from_held[result], from_fed[result] = held, fed
+
+    def forward_work(self) -> list[Operator]:
+        """What stages are cut along, in trace order."""
+        return [
+            op
+            for op in self.operators
+            if op.index not in self.backward and op.index not in self.floating
+        ]
+
+    def costs(self, work: Sequence[Operator]) -> list[float]:
+        return [_flops(self.graph, op) for op in work]
+
+    def is_over_layers(self, op: Operator) -> bool:
+        """Whether a scan slices parameters, or what is made of nothing else."""
+        if op.kind != SCAN or not _holds_heavy(self.graph, op):
+            return False
+        slices = op.operands[op.params["num_consts"] + op.params["num_carry"] :]
+        return op.params["length"] > 1 and any(
+            self.from_held[t]
+            and not self.from_fed[t]
+            and is_inexact(self.graph.tensors[t].type)
+            for t in tensors_of(slices)
+        )
+
+    def cut_forward(self) -> None:
+        """Contiguous parts of the forward work in trace order."""
+        work = self.forward_work()
+        borders = stage_borders(
+            self.costs(work), self.live_bytes(work), self.num_stages
+        )
+        for stage, (first, last) in enumerate(
+            zip([0, *borders], [*borders, len(work)], strict=True)
+        ):
+            for op in work[first:last]:
+                self.stage[op.index] = stage
+        every = frozenset(range(self.num_stages))
+        for tensor in self.graph.blocks[0].inputs:
+            self.available[tensor] = frozenset() if tensor in self.held else every
+        for op in work:
+            for tensor in self._sources(op):
+                here = self.available.get(tensor, frozenset())
+                self.available[tensor] = here | {self.stage[op.index]}
+            for result in op.results:
+                here = self.available.get(result, frozenset())
+                self.available[result] = here | {self.stage[op.index]}
+        for tensor in self.held:
+            if self.available[tensor]:
+                self.home[tensor] = min(self.available[tensor])
+
+    def live_bytes(self, work: Sequence[Operator]) -> list[float]:
+        """Bytes made before each position of `work` and read from there on."""
+        made = {t: i for i, op in enumerate(work) for t in op.results}
+        last: dict[int, int] = {}
+        for i, op in enumerate(work):
+            for tensor in self._sources(op):
+                if tensor in made:
+                    last[tensor] = i
+        change = [0.0] * (len(work) + 2)
+        for tensor, position in last.items():
+            size = self.graph.tensors[tensor].type.bytes
+            change[made[tensor] + 1] += size
+            change[position + 1] -= size
+        live, total = [], 0.0
+        for position in range(len(work) + 1):
+            total += change[position]
+            live.append(total)
+        return live
+
+    def _sources(self, op: Operator) -> set[int]:
+        """What an operator reads, through the operators that are made where read."""
+        found: set[int] = set()
+        waiting = tensors_of(op.operands)
+        while waiting:
+            tensor = waiting.pop()
+            maker = self.made_by.get(tensor)
+            if maker is not None and maker.index in self.floating:
+                waiting.extend(tensors_of(maker.operands))
+            else:
+                found.add(tensor)
+        return found
+
+    def place_backward(self) -> None:
+        for op in self.operators:
+            if op.index not in self.backward:
+                continue
+            sources = self._sources(op)
+            stages = frozenset(range(self.num_stages))
+            for tensor in sources:
+                if tensor not in self.cotangent:
+                    stages &= self.available[tensor]
+            below = [self.cotangent[t] for t in sources if t in self.cotangent]
+            fitting = [s for s in stages if s <= min(below, default=self.num_stages)]
+            if not fitting:
+                raise NotImplementedError(
+                    f"No stage has all that the backward operator {op.name!r} "
+                    f"({op.source}) reads; use fewer stages."
+                )
+            if not below and len(fitting) > 1 and not _holds_heavy(self.graph, op):
+                self.floating.add(op.index)
+                continue
+            self.stage[op.index] = max(fitting)
+            for result in op.results:
+                self.cotangent[result] = max(fitting)
+
+    def result(self) -> StageCut:
+        forward, backward = [], []
+        made_on: dict[int, tuple[int, str]] = {}
+        for stage in range(self.num_stages):
+            for phase, tasks in (("forward", forward), ("backward", backward)):
+                own = [
+                    op
+                    for op in self.operators
+                    if self.stage.get(op.index) == stage
+                    and (op.index in self.backward) == (phase == "backward")
+                ]
+                for op in own:
+                    made_on.update(dict.fromkeys(op.results, (stage, phase)))
+                tasks.append(self.with_floating(own))
+        return StageCut(
+            self.num_stages, tuple(forward), tuple(backward), made_on, self.home
+        )
+
+    def with_floating(self, own: Sequence[Operator]) -> tuple[Operator, ...]:
+        """The operators and all they need that is made where it is read, in order."""
+        needed = {op.index for op in own}
+        waiting = [t for op in own for t in tensors_of(op.operands)]
+        while waiting:
+            maker = self.made_by.get(waiting.pop())
+            if maker is None or maker.index in needed:
+                continue
+            if maker.index in self.floating:
+                needed.add(maker.index)
+                waiting.extend(tensors_of(maker.operands))
+        return tuple(op for op in self.operators if op.index in needed)
+
+
+def _holds_heavy(graph: OpGraph, op: Operator) -> bool:
+    return _flops(graph, op) > 0
+
+
+def _flops(graph: OpGraph, op: Operator) -> float:
+    """Flops of heavy work in one microbatch, bodies included."""
+    if op.kind not in STRUCTURED:
+        return total_flops(op) if is_heavy_operator(op) else 0.0
+    return sum(
+        _flops(graph, inner) * graph.blocks[body].weight / graph.blocks[op.block].weight
+        for body in op.bodies
+        for inner in graph.blocks[body].operators
+    )

@@ -1,0 +1,126 @@
+"""Planned stage programs on the devices of their submeshes, as something that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from ..audit.audit import Audit, MemoryUse, audit
+from ..audit.compiled_collectives import collectives_in_compiled
+from ..audit.lowered_collectives import collectives_in_lowered
+from ..clusters.cluster import Cluster
+from ..graph.op_graph import TensorType
+from ..lowering.programs import PipelineProgram, Slot, SpmdProgram, StageProgram
+from ..sharding.spec import Spec, to_partition_spec
+from .stage_programs import PlannedPiece
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredPiece:
+    """A planned stage program and its program on the devices of its stage."""
+
+    planned: PlannedPiece
+    program: SpmdProgram
+
+    def audit(self) -> Audit:
+        """Planned, lowered and compiled collectives."""
+        plan, compiled = self.planned.plan, self.program.compile()
+        return audit(
+            plan.collectives,
+            collectives_in_lowered(self.program.lower()),
+            collectives_in_compiled(compiled.as_text() or ""),
+            num_devices=plan.mesh.size,
+            mesh=plan.mesh,
+            memory=MemoryUse.of(compiled),
+            predicted_bytes=plan.predicted.peak_bytes,
+        )
+
+
+def dataflow(
+    num_stages: int,
+    num_microbatches: int,
+    slots: Mapping[str, Slot],
+    pieces: Sequence[PlannedPiece],
+) -> PipelineProgram:
+    """The stage programs without code: to emit and simulate, not to run."""
+    return PipelineProgram(
+        num_stages,
+        num_microbatches,
+        slots,
+        tuple(_stage_program(piece, _refuse_to_run) for piece in pieces),
+        shardings={},
+        zeros={},
+    )
+
+
+def lower_stages(
+    flow: PipelineProgram,
+    pieces: Sequence[PlannedPiece],
+    specs: Mapping[tuple[str, int], Spec],
+    types: Mapping[str, TensorType],
+    cluster: Cluster,
+    meshes: Sequence[Mesh | AbstractMesh],
+) -> tuple[tuple[LoweredPiece, ...], PipelineProgram]:
+    """The programs of a dataflow on the mesh of each stage.
+
+    `specs` are those of each slot on each stage that holds it, `types` by slot.
+    """
+    shardings = {
+        (name, stage): NamedSharding(
+            meshes[stage],
+            to_partition_spec(spec, types[name].rank, meshes[stage].axis_names),
+        )
+        for (name, stage), spec in specs.items()
+    }
+    lowered = tuple(
+        LoweredPiece(piece, piece.program(cluster, meshes[piece.piece.stage]))
+        for piece in pieces
+    )
+    zeros = {
+        name: _zeros(types[name], shardings[name, slot.stage])
+        for name, slot in flow.slots.items()
+        if slot.kind == "gradient"
+    }
+    program = PipelineProgram(
+        flow.num_stages,
+        flow.num_microbatches,
+        flow.slots,
+        tuple(_stage_program(p.planned, _runner_of(p.program)) for p in lowered),
+        shardings,
+        zeros,
+    )
+    return lowered, program
+
+
+def _stage_program(
+    piece: PlannedPiece, run: Callable[[Sequence[Any]], Sequence[Any]]
+) -> StageProgram:
+    return StageProgram(
+        piece.piece.stage,
+        piece.piece.kind,
+        piece.inputs,
+        piece.outputs,
+        run,
+        piece.donated,
+    )
+
+
+def _zeros(kind: TensorType, sharding: NamedSharding) -> Callable[[], Any]:
+    return jax.jit(lambda: jnp.zeros(kind.shape, kind.dtype), out_shardings=sharding)
+
+
+def _runner_of(program: SpmdProgram) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    def run(values: Sequence[Any]) -> Sequence[Any]:
+        donated, kept = program.split(values)
+        return program.jitted(donated, kept, list(program.constants))
+
+    return run
+
+
+def _refuse_to_run(_: Sequence[object]) -> list[object]:
+    raise AssertionError("a planned pipeline has no code until it is lowered")

@@ -1,0 +1,376 @@
+"""Plan every program of a pipelined step, each for its stage's submesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from ..clusters.cluster import Cluster
+from ..errors import PlanFileError
+from ..graph.op_graph import Constant, Operator, OpGraph, TensorType
+from ..lowering.blocks import as_array
+from ..lowering.programs import Slot, SlotKind, SpmdProgram, TaskKind, build_program
+from ..microbatches.microbatch_flow import tensors_of
+from ..microbatches.microbatch_runners import WholeRunner
+from ..planner.intra_op import plan_intra_op
+from ..plans.plan import ShardingPlan
+from ..plans.plan_check import check_against
+from ..plans.staged_plan import StageProgramPlan
+from ..sharding.mesh import MeshShape
+from ..sharding.pins import Pin
+from ..sharding.resharding import Resharder
+from ..sharding.spec import Spec, axes_of_dim
+from .stage_apply import ApplyCut
+from .stage_cut import StageCut
+from .stage_pins import StagePins
+from .stage_trace import StepParts, graph_of
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One stage program before it is planned: operators, what they read and return.
+
+    Inputs and outputs come as slot names; `added` are outputs that an accumulator of
+    the same name takes in.
+    """
+
+    stage: int
+    kind: TaskKind
+    operators: tuple[Operator, ...]
+    inputs: dict[str, int]  # tensor by slot
+    outputs: dict[str, int | Constant]  # by slot
+    added: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedPiece:
+    """A stage program with its plan: lists of slots in, lists of slots out.
+
+    `graph` computes it, `donated` are positions of inputs whose buffers it reuses.
+    """
+
+    piece: Piece
+    graph: OpGraph
+    plan: ShardingPlan
+    structs: tuple[jax.ShapeDtypeStruct, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    donated: tuple[int, ...]
+
+    @property
+    def output_types(self) -> list[TensorType]:
+        """The type of each output."""
+        return [
+            operand.type
+            if isinstance(operand, Constant)
+            else self.graph.tensors[operand].type
+            for operand in self.graph.outputs
+        ]
+
+    def program(self, cluster: Cluster, mesh: Mesh | AbstractMesh) -> SpmdProgram:
+        """The program on the devices of its stage."""
+        resharder = Resharder(self.plan.mesh, cluster)
+        return build_program(
+            self.graph, self.plan, resharder, mesh, self.structs, (), self.donated
+        )
+
+
+@dataclass
+class PipelineBuilder:
+    """Collects the pieces of a step and plans them, stage by stage.
+
+    `shapes` are the meshes of the stages; `given`, if there, are plans to use for the
+    pieces as they are, in order.
+    """
+
+    parts: StepParts
+    cut: StageCut
+    apply: ApplyCut
+    cluster: Cluster
+    shapes: Sequence[MeshShape]
+    state_outputs: Mapping[str, str]  # output path by state leaf
+    pins: StagePins
+    given: Sequence[StageProgramPlan] | None = None
+    kept: frozenset[str] = frozenset()  # leaves whose buffers are not reused
+    specs: dict[tuple[str, int], Spec] = field(default_factory=dict)
+    types: dict[str, TensorType] = field(default_factory=dict)
+    slots: dict[str, Slot] = field(default_factory=dict)
+
+    def build(self) -> list[PlannedPiece]:
+        """Plan all pieces; those of one stage agree on the specs they share.
+
+        Raises:
+          PlanFileError: the given plans are of another step.
+        """
+        pieces = [*self.microbatch_pieces(), *self.apply_pieces()]
+        if self.given is None:
+            return [self.plan_piece(piece, None) for piece in pieces]
+        planned = [f"stage {each.stage}, {each.kind}" for each in self.given]
+        wanted = [f"stage {piece.stage}, {piece.kind}" for piece in pieces]
+        if planned != wanted:
+            raise PlanFileError(
+                f"a plan of a pipeline must fit the step it runs, but has the programs "
+                f"{planned} and the step has {wanted}; plan again with step.plan(...)."
+            )
+        return [
+            self.plan_piece(piece, each.sharding)
+            for piece, each in zip(pieces, self.given, strict=True)
+        ]
+
+    def microbatch_pieces(self) -> list[Piece]:
+        graph, cut = self.parts.microbatch, self.cut
+        names = {t.index: t.name for t in graph.tensors}
+        stages = range(cut.num_stages)
+        tasks: list[tuple[int, TaskKind, tuple[Operator, ...]]] = [
+            *((s, "forward", cut.forward[s]) for s in stages),
+            *((s, "backward", cut.backward[s]) for s in stages),
+        ]
+        made_nowhere = _made_nowhere(graph, cut)
+        if made_nowhere:
+            last = cut.num_stages - 1
+            needed = {op.index for op in (*cut.forward[last], *made_nowhere)}
+            operators = tuple(o for o in graph.blocks[0].operators if o.index in needed)
+            tasks[last] = (last, "forward", operators)
+        reads = {task[:2]: _reads(task[2]) for task in tasks}
+        made = {t for op in graph.blocks[0].operators for t in op.results}
+        handed_on = [operand for operand in graph.outputs if operand not in made]
+        for tensor in tensors_of(handed_on):
+            if tensor not in reads[cut.num_stages - 1, "forward"]:
+                reads[cut.num_stages - 1, "forward"].append(tensor)
+        for graph_input in graph.inputs:
+            home = cut.home.get(graph_input.tensor)
+            found = graph_input.tensor
+            readers = [key[0] for key, tensors in reads.items() if found in tensors]
+            if graph_input.path in self.parts.prepared and readers:
+                self.slot(graph_input.path, "state", readers[0])
+            elif home is not None:
+                self.slot(graph_input.path, "state", home)
+            elif readers and graph_input.path not in self.parts.held:
+                self.slot(graph_input.path, "batch", 0)
+        pieces = []
+        for stage, kind, operators in tasks:
+            own: set[int | Constant] = {
+                t for t, made in cut.made_on.items() if made == (stage, kind)
+            }
+            elsewhere = {
+                t for key, found in reads.items() if key != (stage, kind) for t in found
+            }
+            outputs: dict[str, int | Constant] = {}
+            for tensor in sorted(elsewhere.intersection(cut.made_on, own)):
+                outputs[names[tensor]] = tensor
+                self.slot(names[tensor], "activation", stage)
+            added = []
+            if (stage, kind) == (cut.num_stages - 1, "forward"):
+                own.update(t for op in made_nowhere for t in op.results)
+                own.update(handed_on)
+            for name, operand in zip(graph.output_paths, graph.outputs, strict=True):
+                if operand in own:
+                    outputs[name] = operand
+                    is_sum = name in self.parts.sums
+                    self.slot(name, "gradient" if is_sum else "result", stage)
+                    added.extend([name] * is_sum)
+            inputs = {names[t]: t for t in reads[stage, kind]}
+            if operators or outputs:
+                pieces.append(
+                    Piece(stage, kind, operators, inputs, outputs, tuple(added))
+                )
+        missing = set(graph.output_paths) - set(self.slots)
+        assert not missing, f"no stage makes {', '.join(sorted(missing))}"
+        return pieces
+
+    def apply_pieces(self) -> list[Piece]:
+        graph, cut = self.parts.apply, self.apply
+        names = {t.index: t.name for t in graph.tensors}
+        for graph_input in graph.inputs:
+            if graph_input.path in self.parts.held:
+                self.slot(graph_input.path, "state", cut.home[graph_input.tensor])
+        leaf_of = {output: leaf for leaf, output in self.state_outputs.items()}
+        last_round = {stage: (stage, number) for stage, number in sorted(cut.operators)}
+        passing = self.passing(last_round)
+        tasks = {**dict.fromkeys(passing.values(), ()), **cut.operators}
+        reads = {key: _reads(ops) for key, ops in tasks.items()}
+        for position, key in passing.items():
+            operand = graph.outputs[position]
+            if isinstance(operand, int) and operand not in reads[key]:
+                reads[key].append(operand)
+        for (stage, _), found in reads.items():
+            for tensor in found:
+                if names[tensor] in self.parts.prepared:
+                    self.slot(names[tensor], "state", stage)
+        passed: dict[int, dict[str, int]] = {}
+        pieces = []
+        for key, operators in sorted(tasks.items(), key=lambda item: item[0][1]):
+            stage, _ = key
+            own = {t for t, made in cut.made_on.items() if made == key}
+            crossing = {t for k, found in reads.items() if k != key for t in found}
+            outputs: dict[str, int | Constant] = {}
+            for tensor in sorted(own & crossing):
+                outputs[f"apply {names[tensor]}"] = tensor
+                self.slot(f"apply {names[tensor]}", "activation", stage)
+            for position, (path, operand) in enumerate(
+                zip(graph.output_paths, graph.outputs, strict=True)
+            ):
+                if operand not in own and passing.get(position) != key:
+                    continue
+                name = leaf_of.get(path, path)
+                if name == path:
+                    self.slot(name, "result", stage)
+                elif operand in own and key != last_round[stage]:
+                    # A later round may still read the old value: it hands on the new.
+                    assert isinstance(operand, int)
+                    passed.setdefault(stage, {})[name] = operand
+                    name = f"apply {names[operand]}"
+                    self.slot(name, "activation", stage)
+                outputs[name] = operand
+            inputs = {}
+            for tensor in reads[key]:
+                made = cut.made_on.get(tensor)
+                name = names[tensor] if made is None else f"apply {names[tensor]}"
+                inputs[name] = tensor
+            if key == last_round.get(stage):
+                for name, tensor in passed.get(stage, {}).items():
+                    inputs[f"apply {names[tensor]}"] = tensor
+                    outputs[name] = tensor
+            pieces.append(Piece(stage, "apply", operators, inputs, outputs))
+        return pieces
+
+    def passing(
+        self, last_round: Mapping[int, tuple[int, int]]
+    ) -> dict[int, tuple[int, int]]:
+        """Where outputs that no operator makes are handed on, by position.
+
+        Those are literals, raw sums, and leaves that become something else: a leaf that
+        stays where it is needs no program.
+        """
+        graph = self.parts.apply
+        found = {}
+        for position, (path, operand) in enumerate(
+            zip(graph.output_paths, graph.outputs, strict=True)
+        ):
+            is_unchanged = self.unchanged(path) is not None
+            if not is_unchanged and operand not in self.apply.made_on:
+                stage = self.apply.output_stage[position]
+                found[position] = last_round.get(stage, (stage, 0))
+        return found
+
+    def unchanged(self, path: str) -> str | None:
+        """The leaf that an output of apply is, if that leaf is not updated."""
+        graph = self.parts.apply
+        paths = {i.tensor: i.path for i in graph.inputs}
+        by_path = dict(zip(graph.output_paths, graph.outputs, strict=True))
+        leaf = paths.get(by_path[path])  # type: ignore[arg-type]
+        if leaf is None or leaf in self.parts.sums:
+            return None
+        next_value = by_path.get(self.state_outputs.get(leaf, ""))
+        is_kept = next_value is None or paths.get(next_value) == leaf  # type: ignore[arg-type]
+        return leaf if is_kept else None
+
+    def slot(self, name: str, kind: SlotKind, stage: int) -> None:
+        self.slots.setdefault(name, Slot(name, kind, stage))
+
+    def plan_piece(self, piece: Piece, given: ShardingPlan | None) -> PlannedPiece:
+        graph = self.parts.apply if piece.kind == "apply" else self.parts.microbatch
+        names = [*piece.inputs, *piece.added]
+        operands = [*piece.inputs.values(), *(piece.outputs[n] for n in piece.added)]
+        types = [
+            o.type if isinstance(o, Constant) else graph.tensors[o].type
+            for o in operands
+        ]
+        structs = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
+
+        def task(*values: Any) -> list[Any]:
+            runner = WholeRunner(graph)
+            given = dict(zip(names, values, strict=True))
+            runner.values.update({t: given[n] for n, t in piece.inputs.items()})
+            runner.run_operators(piece.operators)
+            found = []
+            for name, operand in piece.outputs.items():
+                value = as_array(runner.value(operand))
+                found.append(given[name] + value if name in piece.added else value)
+            return found
+
+        task.__name__ = f"{piece.kind}_{piece.stage}"
+        output_names = list(piece.outputs)
+        ties = [
+            output_names.index(name)
+            if name in piece.outputs
+            and (name in piece.added or self.slots[name].kind == "state")
+            else None
+            for name in names
+        ]
+        part = graph_of(task, structs, names, output_names, ties)
+        plan = given or self.solve(piece, part)
+        if given is not None:
+            check_against(given, part)
+        planned = PlannedPiece(
+            piece,
+            part,
+            plan,
+            tuple(structs),
+            tuple(names),
+            tuple(output_names),
+            tuple(
+                i
+                for i, (name, tie) in enumerate(zip(names, ties, strict=True))
+                if tie is not None and name not in self.kept
+            ),
+        )
+        self.note(planned)
+        return planned
+
+    def solve(self, piece: Piece, part: OpGraph) -> ShardingPlan:
+        shape = self.shapes[piece.stage]
+        kept = {
+            i.tensor: _pin(self.specs[i.path, piece.stage], part, i.tensor)
+            for i in part.inputs
+            if (i.path, piece.stage) in self.specs
+        }
+        pins = {**self.pins.of_piece(part, shape), **kept}
+        return plan_intra_op(part, shape, self.cluster, pins=pins).plan
+
+    def note(self, planned: PlannedPiece) -> None:
+        """Remember the specs of slots, which later pieces of the stage keep to."""
+        stage = planned.piece.stage
+        for i in planned.plan.inputs:
+            self.specs.setdefault((i.path, stage), i.spec)
+        for path, spec in zip(planned.outputs, planned.plan.outputs[0], strict=True):
+            self.specs.setdefault((path, stage), spec)
+        for name, kind in zip(planned.outputs, planned.output_types, strict=True):
+            self.types.setdefault(name, kind)
+        for name, struct in zip(planned.inputs, planned.structs, strict=True):
+            self.types.setdefault(name, TensorType(struct.shape, struct.dtype))
+
+
+def _made_nowhere(graph: OpGraph, cut: StageCut) -> list[Operator]:
+    """Operators of outputs that no stage makes: of the batch alone, such as counts."""
+    made_by = {t: op for op in graph.blocks[0].operators for t in op.results}
+    found: dict[int, Operator] = {}
+    waiting = [t for t in tensors_of(graph.outputs) if t not in cut.made_on]
+    while waiting:
+        tensor = waiting.pop()
+        op = None if tensor in cut.made_on else made_by.get(tensor)
+        if op is not None and op.index not in found:
+            found[op.index] = op
+            waiting.extend(tensors_of(op.operands))
+    return list(found.values())
+
+
+def _reads(operators: Iterable[Operator]) -> list[int]:
+    """Tensors that operators read and do not make, in order of first reading."""
+    made: set[int] = set()
+    read: dict[int, None] = {}
+    for op in operators:
+        for tensor in tensors_of(op.operands):
+            if tensor not in made:
+                read[tensor] = None
+        made.update(op.results)
+    return list(read)
+
+
+def _pin(spec: Spec, graph: OpGraph, tensor: int) -> Pin:
+    rank = graph.tensors[tensor].type.rank
+    return Pin(tuple(axes_of_dim(spec, dim) for dim in range(rank)))

@@ -1,0 +1,202 @@
+"""The three functions that a pipelined step is made of, each traced for itself.
+
+prepare    once a step, from the batch: what a microbatch cannot know (token counts)
+microbatch forward and backward of one microbatch: sums of gradients and losses
+apply      once a step: the optimizer, from the sums over all microbatches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..frontend.roles import Roles
+from ..frontend.tracing import TracedFunction
+from ..graph.build_graph import build_graph
+from ..graph.op_graph import Operator, OpGraph, TensorType
+from ..jax_compat import ClosedJaxpr, dead_code_eliminated
+from ..lowering.blocks import as_array
+from ..microbatches.microbatch_flow import tensors_of
+from ..microbatches.microbatch_runners import WholeRunner
+from ..microbatches.microbatch_step import MicrobatchedStep
+
+COUNTER = "microbatch"
+
+
+@dataclass(frozen=True, eq=False)
+class StepParts:
+    """Graphs of the parts of a step; names of their inputs and outputs are slots.
+
+    `held` are the leaves that live on stages, closed-over arrays among them, `batch`
+    those cut into microbatches, `prepared` what the prepare function makes of the whole
+    batch. A microbatch returns `sums`, which are added up, and parts of the outputs
+    that have a value for each example: `joined` has slot and dim of each, by output
+    path. `fed` outputs are batch leaves as they came; the others are made by apply, or
+    passed through.
+    """
+
+    step: MicrobatchedStep
+    prepare: ClosedJaxpr
+    microbatch: OpGraph
+    apply: OpGraph
+    held: tuple[str, ...]
+    batch: tuple[str, ...]
+    prepared: tuple[str, ...]
+    sums: tuple[str, ...]
+    joined: Mapping[str, tuple[str, int]]
+    fed: Mapping[str, str]
+
+
+def trace_parts(traced: TracedFunction, step: MicrobatchedStep) -> StepParts:
+    """Trace the parts of a step that was cut into microbatches.
+
+    Raises:
+      NotImplementedError: the step needs values of all examples behind the loop, or
+        parameters and the whole batch together before it.
+    """
+    graph = step.graph
+    batch = list(step.batch)
+    held = [i.tensor for i in graph.inputs if i.tensor not in step.batch]
+    phases = step.phases
+    of_batch, of_held = _dependencies(phases.before, batch)
+    names = {t.index: t.name for t in graph.tensors}
+    made_of_batch = {t for op in of_batch for t in op.results}
+    inside = [*of_held, *phases.loop, *phases.behind]
+    read = [t for op in inside for t in tensors_of(op.operands)]
+    read.extend(tensors_of(graph.outputs))
+    prepared = [t for t in dict.fromkeys(read) if t in made_of_batch]
+    sums = [each.tensor for each in step.leaving if each.dim is None]
+    joined = [each for each in step.leaving if each.dim is not None]
+    _check_behind(step, prepared)
+
+    def prepare(*leaves: Any) -> list[Any]:
+        runner = WholeRunner(graph)
+        runner.values.update(zip(batch, leaves, strict=True))
+        generators = [op for op in of_held if not tensors_of(op.operands)]
+        runner.run_operators([*generators, *of_batch])
+        return [jnp.asarray(runner.values[t]) for t in prepared]
+
+    def microbatch(*leaves: Any) -> list[Any]:
+        *rest, counter = leaves
+        values = dict(zip([*held, *batch, *prepared], rest, strict=True))
+        whole = {t: values[t] for t in (*held, *prepared)}
+        cut = {t: values[t] for t in batch}
+        found = step.run_part(whole, cut, counter, of_held)
+        by_tensor = dict(zip((e.tensor for e in step.leaving), found, strict=True))
+        return [by_tensor[t] for t in (*sums, *(each.tensor for each in joined))]
+
+    parts = {each.tensor: f"part of {names[each.tensor]}" for each in joined}
+    outputs = list(zip(graph.output_paths, graph.outputs, strict=True))
+    elsewhere = {*parts, *batch}
+    applied = [(path, operand) for path, operand in outputs if operand not in elsewhere]
+
+    def apply(*leaves: Any) -> list[Any]:
+        runner = WholeRunner(graph)
+        runner.values.update(zip([*held, *prepared, *sums], leaves, strict=True))
+        runner.run_operators([*of_held, *phases.behind])
+        return [as_array(runner.value(operand)) for _, operand in applied]
+
+    types = {t.index: _struct(t.type) for t in graph.tensors}
+    taken = [
+        *(types[t] for t in held),
+        *(step.part_types[t] for t in batch),
+        *(types[t] for t in prepared),
+        jax.ShapeDtypeStruct((), jnp.uint32),
+    ]
+    sum_names = [f"sum of {names[t]}" for t in sums]
+    taken_names = [names[t] for t in (*held, *batch, *prepared)]
+    given = [types[t] for t in (*held, *prepared, *sums)]
+    given_names = [*(names[t] for t in (*held, *prepared)), *sum_names]
+    return StepParts(
+        step=step,
+        prepare=dead_code_eliminated(
+            jax.make_jaxpr(prepare)(*(types[t] for t in batch))
+        ),
+        microbatch=graph_of(
+            microbatch, taken, [*taken_names, COUNTER], [*sum_names, *parts.values()]
+        ),
+        apply=graph_of(apply, given, given_names, [path for path, _ in applied]),
+        held=tuple(names[t] for t in held),
+        batch=tuple(names[t] for t in batch),
+        prepared=tuple(names[t] for t in prepared),
+        sums=tuple(sum_names),
+        joined={
+            path: (parts[each.tensor], each.dim or 0)
+            for path, operand in outputs
+            for each in joined
+            if each.tensor == operand
+        },
+        fed={
+            path: names[t] for path, t in outputs if isinstance(t, int) and t in batch
+        },
+    )
+
+
+def _check_behind(step: MicrobatchedStep, prepared: Sequence[int]) -> None:
+    """Refuse work behind the loop on all examples: they lie on several stages."""
+    examples = {*step.batch, *(e.tensor for e in step.leaving if e.dim is not None)}
+    for op in step.phases.behind:
+        read = examples.intersection(tensors_of(op.operands)).difference(prepared)
+        if read:
+            name = step.graph.tensors[min(read)].name
+            raise NotImplementedError(
+                f"A pipelined step may return values for each example, but not compute "
+                f"with those of all microbatches for now, as {op.name!r} at "
+                f"{op.source or 'an unknown line'} does with {name}; return {name} and "
+                f"compute it outside of the step."
+            )
+
+
+def graph_of(
+    fun: Any,
+    types: Sequence[jax.ShapeDtypeStruct],
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    next_output: Sequence[int | None] | None = None,
+) -> OpGraph:
+    """The graph of a function of flat arrays; `next_output` ties inputs to outputs."""
+    closed = dead_code_eliminated(jax.make_jaxpr(fun)(*types))
+    ties = tuple(next_output or [None] * len(types))
+    trees = jax.tree.structure(((0,) * len(types), {}))
+    traced = TracedFunction(
+        fun.__name__,
+        closed,
+        trees,
+        jax.tree.structure((0,) * len(output_names)),
+        tuple(input_names),
+        tuple(output_names),
+    )
+    roles = Roles(tuple("other" if tie is None else "state" for tie in ties), ties, ())
+    return build_graph(traced, roles)
+
+
+def _dependencies(
+    before: Sequence[Operator], batch: Sequence[int]
+) -> tuple[list[Operator], list[Operator]]:
+    """Operators before the loop that read the batch, and those that do not."""
+    of_batch: list[Operator] = []
+    of_held: list[Operator] = []
+    from_batch = set(batch)
+    for op in before:
+        if from_batch.isdisjoint(tensors_of(op.operands)):
+            of_held.append(op)
+        else:
+            of_batch.append(op)
+            from_batch.update(op.results)
+    made_of_held = {t: op for op in of_held for t in op.results}
+    for op in of_batch:
+        makers = [made_of_held.get(t) for t in tensors_of(op.operands)]
+        if any(maker and tensors_of(maker.operands) for maker in makers):
+            raise NotImplementedError(
+                f"What is computed once from the whole batch may not read parameters "
+                f"for now, but {op.name!r} at {op.source} does."
+            )
+    return of_batch, of_held
+
+
+def _struct(kind: TensorType) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype)

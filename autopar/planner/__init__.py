@@ -1,0 +1,1 @@
+"""Which strategy each operator gets: the problem, its solution, and the plan."""

@@ -1,0 +1,63 @@
+"""Memory budgets: how they are written, and the one of a cluster that is given none."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+from ..clusters.cluster import Cluster
+
+RESERVED_FRACTION = 0.08
+"""The part of a device's memory that plans leave alone: the runtime's own, buffers of
+collectives, and what an allocator loses between arrays."""
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")},
+    **{f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")},
+}
+_EXAMPLES = "write '70GiB', '900MB' or a whole number of bytes"
+
+
+def parse_budget(given: int | str) -> int:
+    """Bytes a device, from a whole number or a text such as `"70GiB"` or `"1.5 GB"`.
+
+    Raises:
+      TypeError: neither a whole number nor a text.
+      ValueError: not positive, or a text that is no number with a unit.
+    """
+    if isinstance(given, bool) or not isinstance(given, int | str):
+        raise TypeError(
+            f"`memory_budget` must be bytes a device, but got {given!r} of type "
+            f"{type(given).__name__}; {_EXAMPLES}."
+        )
+    amount = _parse(given) if isinstance(given, str) else given
+    if amount <= 0:
+        raise ValueError(
+            f"`memory_budget` must be positive, but got {given!r}; {_EXAMPLES}, or "
+            f"leave it out for the device's memory."
+        )
+    return amount
+
+
+def _parse(text: str) -> int:
+    match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?|-?\.\d+)\s*([A-Za-z]*)\s*", text)
+    if not match:
+        raise ValueError(
+            f"`memory_budget` must be a number with a unit, but got {text!r}; "
+            f"{_EXAMPLES}."
+        )
+    number, unit = match.groups()
+    by_lower = {each.lower(): size for each, size in _UNITS.items()}
+    if unit.lower() not in by_lower:
+        raise ValueError(
+            f"`memory_budget` must be in {', '.join(u for u in _UNITS if u)}, but got "
+            f"the unit {unit!r} in {text!r}; {_EXAMPLES}."
+        )
+    return int(Fraction(number) * by_lower[unit.lower()])
+
+
+def default_budget(cluster: Cluster) -> int:
+    """A device's memory less the reserve, in bytes."""
+    return int(cluster.device.memory_bytes * (1 - RESERVED_FRACTION))

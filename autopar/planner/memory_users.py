@@ -1,0 +1,57 @@
+"""What takes the most memory, by name, for errors and reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..costs.memory import MemoryProfile
+from ..errors import InfeasiblePlanError
+from ..plans.explain import format_bytes
+
+NUM_NAMED = 5
+
+
+@dataclass(frozen=True)
+class MemoryUser:
+    """A named value that is in memory at the peak, in bytes of one device."""
+
+    name: str
+    bytes: int
+    note: str = ""
+
+    def __str__(self) -> str:
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.name}{note} {format_bytes(self.bytes)}"
+
+
+def memory_users(profile: MemoryProfile) -> tuple[MemoryUser, ...]:
+    """All that is in memory at the peak, largest first."""
+    graph = profile.graph
+    makers = {result: op for op in graph.operators() for result in op.results}
+    paths = {each.tensor: each.path for each in graph.inputs}
+    users = [MemoryUser(each.path, each.bytes) for each in profile.plan.inputs]
+    for value in profile.temporaries():
+        tensor = graph.tensors[value.tensor]
+        if value.tensor in makers:
+            note = f"{tensor.type}, {makers[value.tensor].source}".rstrip(", ")
+        else:
+            note = f"a copy, {tensor.type}"
+        name = paths.get(value.tensor, tensor.name)
+        users.append(MemoryUser(name, value.bytes, note))
+    return tuple(sorted(users, key=lambda user: (-user.bytes, user.name)))
+
+
+def infeasible_error(profile: MemoryProfile, budget_bytes: int) -> InfeasiblePlanError:
+    """That nothing fits a budget; `profile` is of the plan that needs the least."""
+    least = profile.peak_bytes
+    users = memory_users(profile)[:NUM_NAMED]
+    largest = "; ".join(map(str, users))
+    return InfeasiblePlanError(
+        f"A plan must fit the memory budget of {budget_bytes:,} B "
+        f"({format_bytes(budget_bytes)}) a device, but the least found to do is "
+        f"{least:,} B ({format_bytes(least)}) on the mesh {profile.plan.mesh}; give "
+        f"memory_budget={least}, more devices, more microbatches or a smaller batch. "
+        f"Most is taken by {largest}.",
+        least_budget_bytes=least,
+        tightest_constraint=f"memory: {users[0]}" if users else "memory",
+    )

@@ -1,0 +1,228 @@
+"""Plans kept between processes, by the content of all that they depend on.
+
+A plan is found again if the graph (operators, params, source lines), where arguments
+lie, the options, the cluster, autopar's own code and jax are the same. Files are plans
+as `Plan.save` writes them, compressed; nothing in them is run.
+
+`AUTOPAR_CACHE_DIR` moves the cache, and `off` switches it off. JAX's persistent
+compilation cache is switched on in a folder beside it, unless the user set one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import logging
+import os
+import platform
+import re
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from ..clusters.cluster import Cluster
+from ..clusters.cluster_file import to_toml
+from ..errors import FallbackWarning, PlanFileError
+from ..graph.op_graph import Constant, OpGraph
+from ..options import Options
+from ..plans.parallel_plan import Plan
+from ..plans.plan_check import check_against
+from ..plans.plan_file import from_json, to_json
+from ..rules.base import factors_of, rule_of
+
+VARIABLE = "AUTOPAR_CACHE_DIR"
+MOST_PLANS = 256
+_OFF = ("off", "0", "none", "")
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_NOT_OF_THE_PLAN = ("cluster", "plan", "donate_argnums", "names")
+_log = logging.getLogger("autopar")
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """Where one plan is kept; nowhere, if the cache is off."""
+
+    path: Path | None
+
+    def load(self, graph: OpGraph) -> Plan | None:
+        """The plan, or None: a file that is no plan of this graph is dropped."""
+        if self.path is None or not self.path.exists():
+            return None
+        try:
+            text = gzip.decompress(self.path.read_bytes()).decode()
+            plan = from_json(text, str(self.path))
+            check_against(plan, graph)
+        except (OSError, EOFError, ValueError, PlanFileError) as error:
+            warnings.warn(
+                f"A cached plan cannot be read and is made anew: {self.path}: {error}",
+                FallbackWarning,
+                stacklevel=2,
+            )
+            return None
+        return Plan(plan)
+
+    def store(self, plan: Plan) -> None:
+        """Keeps the plan; a folder that cannot be written is told once."""
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
+            with os.fdopen(handle, "wb") as file:
+                file.write(gzip.compress(to_json(plan.sharding).encode(), 3))
+            os.replace(name, self.path)
+            _drop_oldest(self.path.parent)
+        except OSError as error:
+            _tell_unwritable(str(self.path.parent), str(error))
+
+
+def cache_entry(
+    graph: OpGraph,
+    leaves: Sequence[Any],
+    batch: Sequence[int],
+    cluster: Cluster,
+    options: Options,
+) -> CacheEntry:
+    """Where the plan of a graph is kept; the arguments are those of `plan_graph`."""
+    folder = cache_folder()
+    if folder is None:
+        return CacheEntry(None)
+    digest = hashlib.sha256()
+    for line in _content(graph, leaves, batch, cluster, options):
+        digest.update(line.encode())
+        digest.update(b"\n")
+    return CacheEntry(folder / "plans" / f"{digest.hexdigest()[:40]}.json.gz")
+
+
+def cache_folder() -> Path | None:
+    """The folder of the cache; None if it is switched off."""
+    given = os.environ.get(VARIABLE)
+    if given is not None:
+        return None if given.strip().lower() in _OFF else Path(given).expanduser()
+    if sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "autopar"
+
+
+def use_compilation_cache() -> None:
+    """Switches JAX's persistent compilation cache on, unless the user set it.
+
+    Programs of one CPU may crash on another, so each kind has a folder of its own.
+    """
+    folder = cache_folder()
+    is_set = getattr(jax.config, "jax_compilation_cache_dir", None) is not None
+    is_on = getattr(jax.config, "jax_enable_compilation_cache", True)
+    if folder is None or is_set or not is_on:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder / f"jax-{_machine()}"))
+
+
+def _content(
+    graph: OpGraph,
+    leaves: Sequence[Any],
+    batch: Sequence[int],
+    cluster: Cluster,
+    options: Options,
+) -> Iterator[str]:
+    yield f"jax {jax.__version__} autopar {_code()}"
+    yield f"{cluster.name}\n{to_toml(cluster)}"
+    for each in fields(options):
+        if each.name not in _NOT_OF_THE_PLAN:
+            yield _text(f"{each.name} {getattr(options, each.name)!r}")
+    yield f"batch {list(batch)}"
+    for leaf in leaves:
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            yield f"{tuple(sharding.mesh.shape.items())} {sharding.spec}"
+        else:
+            yield "-"
+    yield from _graph_content(graph)
+
+
+def _graph_content(graph: OpGraph) -> Iterator[str]:
+    yield f"{graph.name} {graph.inputs} {graph.output_paths}"
+    yield from (f"{tensor} {tensor.block}" for tensor in graph.tensors)
+    for block in graph.blocks:
+        outputs = [_operand(operand) for operand in block.outputs]
+        trips = block.trip_count, block.weight, block.conditional, block.unbounded
+        yield f"block {block.parent} {trips} {block.inputs} {outputs}"
+        for op in block.operators:
+            operands = [_operand(operand) for operand in op.operands]
+            yield f"{op.name} {op.kind} {op.source} {operands} {op.results} {op.bodies}"
+            yield _text(sorted((k, str(v)) for k, v in op.params.items()))
+            rule = rule_of(op)
+            if rule is not None and _is_registered_by_user(rule.factors):
+                yield f"{factors_of(op)}"
+
+
+def _is_registered_by_user(factors: Any) -> bool:
+    module = str(getattr(factors, "__module__", ""))
+    return module == "autopar.rules.custom" or not module.startswith("autopar.")
+
+
+def _operand(operand: int | Constant) -> str:
+    if not isinstance(operand, Constant):
+        return f"%{operand}"
+    value = operand.value
+    whole = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    return f"{operand.type} {whole!r}"
+
+
+def _text(value: Any) -> str:
+    """As it prints, without the addresses of objects."""
+    return _ADDRESS.sub("", str(value))
+
+
+@cache
+def _code() -> str:
+    """Changes whenever a file of autopar or its solver does."""
+    here = Path(__file__).parents[1]
+    folders = [here, here.parent / "solver"]
+    digest = hashlib.sha256()
+    for path in sorted(p for folder in folders for p in folder.rglob("*.py")):
+        digest.update(f"{path.name}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@cache
+def _machine() -> str:
+    """Names the kind of this machine's processor."""
+    text = f"{platform.machine()} {platform.processor()}"
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        wanted = ("model name", "flags", "Features")
+        text += "".join(sorted({each for each in lines if each.startswith(wanted)}))
+    except OSError:
+        _log.debug("no /proc/cpuinfo: the processor goes by %s", text)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _drop_oldest(folder: Path) -> None:
+    """Keeps the newest plans, as many as `MOST_PLANS`."""
+    plans = list(folder.glob("*.json.gz"))
+    if len(plans) > MOST_PLANS:
+        plans.sort(key=lambda path: path.stat().st_mtime)
+        for path in plans[: len(plans) - MOST_PLANS]:
+            path.unlink(missing_ok=True)
+
+
+@cache
+def _tell_unwritable(folder: str, reason: str) -> None:
+    _log.warning(
+        "plans are not kept, as %s cannot be written (%s); set %s to another folder, "
+        "or to off",
+        *(folder, reason, VARIABLE),
+    )

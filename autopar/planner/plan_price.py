@@ -1,0 +1,75 @@
+"""What a plan costs with other constants than those it was chosen by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..clusters.cluster import Cluster
+from ..costs.compute import operator_seconds
+from ..graph.build_graph import SHARD_MAP, STRUCTURED
+from ..graph.op_graph import Operator, OpGraph, TensorType
+from ..graph.user_shard_map import body_work
+from ..plans.plan import OperatorPlan, ShardingPlan
+from ..sharding.resharding import Resharder
+from ..sharding.spec import Spec, num_shards
+from .intra_op import shard_map_collectives
+from .strategies import SLICING, total_flops
+
+
+def plan_seconds(graph: OpGraph, plan: ShardingPlan, cluster: Cluster) -> float:
+    """Seconds of a step under a plan, by the constants of a cluster.
+
+    With the cluster that the plan was made for it is the plan's own prediction.
+
+    Args:
+      graph: the step that the plan is of.
+      plan: its plan.
+      cluster: has as many devices as the plan's mesh, or more.
+    """
+    resharder = Resharder(plan.mesh, cluster)
+    seconds = 0.0
+    for op, planned in zip(graph.operators(), plan.operators, strict=True):
+        weight = graph.blocks[op.block].weight
+        seconds += (
+            _operator_seconds(op, planned, plan.mesh.axis_sizes, cluster) * weight
+        )
+        if op.kind == SHARD_MAP:
+            block = graph.blocks[op.block]
+            for _, each in shard_map_collectives(op, block, resharder):
+                seconds += each * weight / block.trip_count
+    for index, tensor in enumerate(plan.tensors):
+        num_bytes = graph.tensors[index].type.bytes
+        for copy in tensor.conversions:
+            fixed, per_byte = resharder.seconds(copy.source, copy.target)
+            weight = graph.blocks[tensor.block].weight
+            seconds += (fixed + per_byte * num_bytes) * weight
+    return seconds
+
+
+def _operator_seconds(
+    op: Operator, planned: OperatorPlan, sizes: Sequence[int], cluster: Cluster
+) -> float:
+    if op.kind == SHARD_MAP:
+        return body_work(op, cluster)[1]
+    if op.kind in STRUCTURED:
+        return 0.0
+    skipped = op.kind in SLICING  # only what is taken out of the first is read
+    moved = _local_bytes(
+        op.operand_types[skipped:], planned.operand_specs[skipped:], sizes
+    )
+    moved += _local_bytes(op.result_types, planned.result_specs, sizes)
+    dtypes = [kind.dtype for kind in op.operand_types if not kind.is_extended]
+    return operator_seconds(
+        op.kind,
+        total_flops(op) / planned.split,
+        moved,
+        dtypes[0] if dtypes else "float32",
+        cluster,
+    )
+
+
+def _local_bytes(
+    types: Sequence[TensorType], specs: Sequence[Spec], sizes: Sequence[int]
+) -> float:
+    shards = [num_shards(spec, tuple(sizes)) for spec in specs]
+    return sum(t.bytes / n for t, n in zip(types, shards, strict=True))

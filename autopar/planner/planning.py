@@ -1,0 +1,255 @@
+"""Plan a function for one signature: trace, roles, graph, microbatches, solve."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+import jax
+
+from .. import rules as _rules
+from ..clusters.cluster import Cluster
+from ..errors import InfeasiblePlanError
+from ..frontend.roles import Roles, infer_roles
+from ..frontend.tracing import TracedFunction, trace
+from ..graph.build_graph import PINS, build_graph, tensor_type
+from ..graph.constraints import check_returned_pins, warn_ignored_constraints
+from ..graph.op_graph import OpGraph
+from ..graph.user_shard_map import check_shard_maps, user_mesh
+from ..methods.methods import Auto, ShardParallel
+from ..methods.named_methods import Megatron, restrictions_of
+from ..microbatches.microbatch_independent import trace_microbatch
+from ..microbatches.microbatch_loop import with_microbatch_loop
+from ..microbatches.microbatch_semantics import microbatched
+from ..options import Options
+from ..plans.parallel_plan import Plan
+from ..plans.plan_file import check_against
+from ..sharding.mesh import MeshShape, parse_mesh
+from ..sharding.pins import resolve_pins
+from ..state.placements import mesh_of_leaves, placement_pins
+from .intra_op import IntraOpSolution, warn_fallbacks
+from .memory_budget import default_budget
+from .mesh_search import TIGHT_GAP, default_mesh, least_seconds, search_meshes
+from .pin_conflicts import PinsByKey, blame_pins
+from .plan_cache import cache_entry, use_compilation_cache
+from .plan_within import plan_within
+
+_log = logging.getLogger("autopar")
+assert _rules  # imported so that every rule registers
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """One signature of a function: its trace, graph, plan and argument types."""
+
+    traced: TracedFunction
+    graph: OpGraph
+    roles: Roles
+    plan: Plan
+    cluster: Cluster
+    argument_types: tuple[jax.ShapeDtypeStruct, ...]
+
+    def summary(self) -> str:
+        """One line: the mesh, and what was taken as state and batch."""
+        roles = self.roles.summary(self.traced.input_paths)
+        return f"{self.traced.name} on {self.plan.sharding.mesh}: {roles}"
+
+
+def plan_function(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+) -> Planned:
+    """Trace `fun` on its dynamic arguments and plan it, or check the plan given."""
+    use_compilation_cache()
+    traced = whole = trace(fun, args, kwargs)
+    avals = [var.aval for var in traced.jaxpr.jaxpr.invars]
+    roles = roles_of(traced)
+    graph = of_whole = build_graph(traced, roles)
+    if options.num_microbatches > 1:
+        number, batch = options.num_microbatches, batch_tensors(traced, graph, options)
+        step = microbatched(
+            lambda: trace_microbatch(fun, whole, of_whole, batch, number),
+            graph,
+            roles,
+            batch,
+            number,
+            options.microbatch_semantics,
+        )
+        traced = with_microbatch_loop(traced, step)
+        graph = build_graph(traced, roles)
+    cluster = options.cluster or Cluster.local()
+    leaves = jax.tree.leaves((args, kwargs))
+    plan = options.plan
+    if plan is None:
+        batch = batch_tensors(traced, graph, options)
+        plan = _plan_or_blame_pins(graph, leaves, batch, cluster, options)
+    else:
+        check_shard_maps(graph, plan.sharding.mesh)
+        check_against(plan.sharding, graph)
+    types = tuple(
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        for aval in avals
+    )
+    return Planned(traced, graph, roles, plan, cluster, types)
+
+
+def roles_of(traced: TracedFunction) -> Roles:
+    """Which leaves of a traced function are state and which the batch."""
+    jaxpr = traced.jaxpr.jaxpr
+    return infer_roles(
+        traced.in_tree,
+        traced.out_tree,
+        [tensor_type(var.aval) for var in jaxpr.invars],
+        [tensor_type(var.aval) for var in jaxpr.outvars],
+        traced.input_paths,
+    )
+
+
+def _plan_or_blame_pins(
+    graph: OpGraph,
+    leaves: Sequence[Any],
+    batch: Sequence[int],
+    cluster: Cluster,
+    options: Options,
+) -> Plan:
+    def plan_with(pins: PinsByKey) -> Plan:
+        some = replace(options, pins=pins)
+        return plan_graph(graph, leaves, batch, cluster, some)
+
+    try:
+        return plan_with(options.pins)
+    except InfeasiblePlanError as error:
+        raise blame_pins(error, options.pins, plan_with) from None
+
+
+def plan_graph(
+    graph: OpGraph,
+    leaves: Sequence[Any],
+    batch: Sequence[int],
+    cluster: Cluster,
+    options: Options,
+) -> Plan:
+    """The cheapest plan of a step's graph, over all meshes where none is named.
+
+    `leaves` are those of the step's arguments, and `batch` the graph's inputs that are
+    split with the batch.
+    """
+    start = perf_counter()
+    warn_fallbacks(graph)
+    mesh = _mesh_shape(options, cluster, graph, leaves)
+    if mesh is not None:
+        check_shard_maps(graph, mesh)
+        warn_ignored_constraints(graph, mesh)
+    entry = cache_entry(graph, leaves, batch, cluster, options)
+    known = entry.load(graph)
+    if known is not None:
+        seconds = perf_counter() - start
+        _log.info("%s: plan from %s in %.1f s", graph.name, entry.path, seconds)
+        return known
+
+    def plan_on(mesh: MeshShape, gap: float) -> IntraOpSolution:
+        placed = placement_pins(leaves, graph, mesh)
+        pinned = resolve_pins(options.pins, graph, mesh)
+        check_returned_pins(graph, pinned, mesh)
+        pins = {**placed, **pinned}
+        restrictions = restrictions_of(
+            options.method, options.rules, graph, mesh, batch
+        )
+        return plan_within(
+            *(graph, mesh, cluster, budget_of(options, cluster)),
+            pins=pins,
+            restrictions=restrictions,
+            gap=gap,
+        )
+
+    if mesh is None:
+        floor_seconds = least_seconds(graph, cluster)
+        search = search_meshes(cluster, plan_on, floor_seconds)
+        _log.info("%s: %s", graph.name, search)
+        solution = search.solution
+    else:
+        solution = plan_on(mesh, TIGHT_GAP)
+    _log.info(
+        "%s: planned %d operators in %.1f s, gap %.3g%%",
+        graph.name,
+        len(graph.operators()),
+        perf_counter() - start,
+        100 * solution.assignment.gap,
+    )
+    plan = Plan(solution.plan)
+    entry.store(plan)
+    return plan
+
+
+def budget_of(options: Options, cluster: Cluster) -> int:
+    """What a device may hold, in bytes: as asked for, or its memory less a reserve."""
+    return options.memory_budget or default_budget(cluster)
+
+
+def many_signatures(first: Planned, latest: Planned, number: int) -> str:
+    """What to tell a user whose function is compiled again and again."""
+    name, changed = first.traced.name, "its constants or the tree of its arguments"
+    if first.traced.in_tree == latest.traced.in_tree:
+        types = zip(first.argument_types, latest.argument_types, strict=True)
+        path, (old, new) = next(
+            (path, pair)
+            for path, pair in zip(first.traced.input_paths, types, strict=True)
+            if pair[0] != pair[1] or pair[0].weak_type != pair[1].weak_type
+        )
+        changed = f"{path}, which was {_type_text(old)} and is {_type_text(new)}"
+    return (
+        f"{name} should be called with few kinds of arguments, as each is planned and "
+        f"compiled, but by now it was with more than {number}: what changed is "
+        f"{changed}. Pad batches to a few sizes, and pass numbers as arrays."
+    )
+
+
+def _type_text(kind: jax.ShapeDtypeStruct) -> str:
+    return f"{'weak ' * kind.weak_type}{kind.dtype.name}{list(kind.shape)}"
+
+
+def leaves_of(
+    traced: TracedFunction, argnums: Sequence[int], options: Options
+) -> list[int]:
+    """Leaf positions of the arguments at `argnums`, also of those given by keyword."""
+    leaves = range(traced.in_tree.num_leaves)
+    args, kwargs = jax.tree.unflatten(traced.in_tree, leaves)
+    positions = (i for i in itertools.count() if i not in options.static_argnums)
+    chosen = [each for each, i in zip(args, positions, strict=False) if i in argnums]
+    names = options.names_at(argnums)
+    return jax.tree.leaves([chosen, [kwargs[n] for n in names if n in kwargs]])
+
+
+def batch_tensors(
+    traced: TracedFunction, graph: OpGraph, options: Options
+) -> list[int]:
+    """Graph inputs that are cut into microbatches along their first dim."""
+    if options.batch_argnums == "auto":
+        return [i.tensor for i in graph.inputs if i.role == "batch"]
+    chosen = leaves_of(traced, options.batch_argnums, options)
+    return [graph.inputs[leaf].tensor for leaf in chosen]
+
+
+def _mesh_shape(
+    options: Options, cluster: Cluster, graph: OpGraph, leaves: Sequence[Any]
+) -> MeshShape | None:
+    """The mesh that the user, the step or the arguments name; None: search for one."""
+    if options.mesh is not None:
+        return parse_mesh(options.mesh, cluster.num_devices)
+    named = user_mesh(graph) or mesh_of_leaves(leaves, cluster.num_devices)
+    if named is not None:
+        return named
+    if isinstance(options.method, Megatron):
+        return options.method.mesh(cluster.num_devices)
+    names_axes = any(entry for spec in options.pins.values() for entry in spec or ())
+    has_pins = any(op.kind in PINS for op in graph.operators())
+    is_free = isinstance(options.method, Auto | ShardParallel)
+    if names_axes or has_pins or options.rules or not is_free:
+        return default_mesh(cluster)
+    return None

@@ -1,0 +1,166 @@
+"""All strategies of one operator on one mesh, as arrays: one factor per mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from ..clusters.cluster import Cluster
+from ..costs.compute import flops, is_heavy, operator_seconds
+from ..graph.build_graph import STRUCTURED
+from ..graph.op_graph import Operator, OpGraph, TensorType
+from ..rules.base import Factor, factors_of
+from ..sharding.mesh import MeshShape
+from ..sharding.spec import REPLICATED, SUM, Spec
+
+SLICING = ("slice", "dynamic_slice", "gather")
+# Heavy operators that together hold less than this part of all heavy flops may be
+# repeated on devices; every other must be split over each axis that can split it.
+REPLICABLE_FLOPS = 0.005
+
+
+@dataclass(frozen=True, eq=False)
+class Strategies:
+    """The legal strategies of an operator, one a row.
+
+    `factors` are the operator's; `factor_index` is [n, axes]. Specs are [n, operands,
+    axes] and [n, results, axes]. `share` [n] is the part of the work one device does.
+    """
+
+    factors: tuple[Factor, ...]
+    factor_index: np.ndarray
+    operand_specs: np.ndarray
+    result_specs: np.ndarray
+    share: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.share)
+
+    def chosen(self, row: int) -> tuple[Factor, ...]:
+        """The factor of each mesh axis under strategy `row`."""
+        return tuple(self.factors[i] for i in self.factor_index[row])
+
+
+def enumerate_strategies(op: Operator, mesh: MeshShape) -> Strategies:
+    """Every way to give each mesh axis a factor that divides."""
+    factors = factors_of(op)
+    sizes = np.array(mesh.axis_sizes)
+    rows = np.array(list(product(range(len(factors)), repeat=len(sizes))))
+    legal = np.ones(len(rows), bool)
+    for index, factor in enumerate(factors):
+        if factor.size:
+            used = np.where(rows == index, sizes, 1).prod(axis=1)
+            legal &= factor.size % used == 0
+    operand_states = np.array([f.operands for f in factors], int).reshape(
+        len(factors), len(op.operands)
+    )
+    result_states = np.array([f.results for f in factors], int).reshape(
+        len(factors), len(op.results)
+    )
+    operand_specs = operand_states[rows].transpose(0, 2, 1)
+    result_specs = result_states[rows].transpose(0, 2, 1)
+    for types, specs in (
+        (op.operand_types, operand_specs),
+        (op.result_types, result_specs),
+    ):
+        for position, kind in enumerate(types):
+            legal &= legal_rows(kind, specs[:, position], sizes)
+    rows, operand_specs = rows[legal], operand_specs[legal]
+    result_specs = result_specs[legal]
+    splits = np.array([factor.splits for factor in factors])
+    share = 1.0 / np.where(splits[rows], sizes, 1).prod(axis=1)
+    return Strategies(factors, rows, operand_specs, result_specs, share)
+
+
+def legal_rows(kind: TensorType, specs: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Which of `specs` [n, axes] split every dim of a tensor evenly: bool [n]."""
+    legal = np.ones(len(specs), bool)
+    for dim, size in enumerate(kind.shape):
+        used = np.where(specs == dim, sizes, 1).prod(axis=1)
+        legal &= (size % used == 0) & ((used == 1) | (size > 0))
+    return legal
+
+
+def tensor_specs(
+    kind: TensorType, mesh: MeshShape, *, pending: bool
+) -> tuple[Spec, ...]:
+    """Every spec a tensor may have, pending sums included if asked for."""
+    states = [REPLICATED]
+    if not kind.is_extended:
+        states.extend(range(kind.rank))
+        if pending and np.issubdtype(accumulation_dtype(kind), np.inexact):
+            states.append(SUM)
+    specs = np.array(list(product(states, repeat=mesh.num_axes)))
+    legal = legal_rows(kind, specs, np.array(mesh.axis_sizes))
+    return tuple(tuple(int(state) for state in row) for row in specs[legal])
+
+
+def accumulation_dtype(kind: TensorType) -> np.dtype:
+    """The dtype, with JAX's small floats (which numpy does not class) as float16."""
+    name = kind.dtype.name
+    small = name.startswith(("bfloat", "float8", "float4", "float6"))
+    return np.dtype(np.float16) if small else np.dtype(kind.dtype)
+
+
+def shard_fractions(specs: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """The part of a tensor that one device holds under `specs` [n, axes]: [n]."""
+    return 1.0 / np.where(specs >= 0, np.array(sizes), 1).prod(axis=1)
+
+
+def strategy_seconds(
+    op: Operator, strategies: Strategies, mesh: MeshShape, cluster: Cluster
+) -> np.ndarray:
+    """Seconds of one execution under each strategy: [n]."""
+    num_flops = total_flops(op)
+    moved = np.zeros(len(strategies))
+    for types, specs in (
+        (op.operand_types, strategies.operand_specs),
+        (op.result_types, strategies.result_specs),
+    ):
+        for position, kind in enumerate(types):
+            if types is op.operand_types and op.kind in SLICING and position == 0:
+                continue  # only what is taken out of it is read
+            fractions = shard_fractions(specs[:, position], mesh.axis_sizes)
+            moved += kind.bytes * fractions
+    dtype = next((t.dtype for t in op.operand_types if not t.is_extended), None)
+    dtype = "float32" if dtype is None else dtype
+    return np.array(
+        [
+            operator_seconds(op.kind, num_flops * share, num_bytes, dtype, cluster)
+            for share, num_bytes in zip(strategies.share, moved, strict=True)
+        ]
+    )
+
+
+def total_flops(op: Operator) -> float:
+    """Flops of the whole operator, on one device."""
+    return flops(
+        op.kind,
+        op.params,
+        [kind.shape for kind in op.operand_types],
+        [kind.shape for kind in op.result_types],
+    )
+
+
+def is_heavy_operator(op: Operator) -> bool:
+    """Whether repeating this operator's work on every device would be waste."""
+    return is_heavy(op.kind)
+
+
+def operators_to_split(graph: OpGraph) -> set[int]:
+    """Heavy operators but the smallest, which hold under REPLICABLE_FLOPS together."""
+    heavy = []
+    for block in graph.blocks:
+        for op in block.operators:
+            if op.kind not in STRUCTURED and is_heavy_operator(op):
+                heavy.append((total_flops(op) * block.weight, op.index))
+    allowed = REPLICABLE_FLOPS * sum(amount for amount, _ in heavy)
+    chosen = set()
+    for amount, index in sorted(heavy):
+        allowed -= amount
+        if allowed < 0:
+            chosen.add(index)
+    return chosen

@@ -1,0 +1,1 @@
+"""Plans as data: to check, keep, read and print."""

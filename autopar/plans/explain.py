@@ -1,0 +1,270 @@
+"""Prints a plan so that a person can judge it: what is split how, and what it costs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from io import StringIO
+from math import isfinite
+from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..costs.compute import is_heavy
+from ..sharding.collective import Collective
+from ..sharding.group_names import GroupNames
+from ..sharding.spec import MAX, MIN, REPLICATED, SUM, Spec, State, format_spec
+from .leaf_groups import group_leaves
+from .plan import OperatorPlan, ShardingPlan
+
+_WIDTH = 100  # columns where there is no terminal to ask
+_WORDS = {REPLICATED: "whole", SUM: "sum", MAX: "max", MIN: "min"}
+_T = TypeVar("_T")
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def format_plan(plan: ShardingPlan, *, operators: bool = False) -> str:
+    """The plan as text of 100 columns.
+
+    Args:
+      plan: the plan.
+      operators: list every operator, not only the heavy ones.
+    """
+    text = StringIO()
+    console = Console(file=text, width=_WIDTH, color_system=None)
+    for part in plan_parts(plan, operators):
+        console.print(part)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def print_plan(plan: ShardingPlan, *, operators: bool = False) -> None:
+    """Print the plan, as wide as the terminal is; see `format_plan`."""
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    for part in plan_parts(plan, operators):
+        console.print(part)
+
+
+def plan_parts(plan: ShardingPlan, operators: bool) -> Iterator[RenderableType]:
+    """What is printed of a plan, part by part."""
+    yield _header(plan)
+    yield _leaf_table(plan)
+    yield _operator_table(plan) if operators else _heavy_table(plan)
+    yield _collective_table(plan)
+
+
+def _header(plan: ShardingPlan) -> RenderableType:
+    predicted = plan.predicted
+    mesh = f"{plan.mesh} ({plan.mesh.size} devices), cluster {plan.cluster}"
+    split = (
+        f"{format_seconds(predicted.compute_seconds)} compute + "
+        f"{format_seconds(predicted.collective_seconds)} collectives"
+    )
+    memory = (
+        f"{format_bytes(predicted.peak_bytes)} a device at the peak, "
+        f"{format_bytes(plan.state_bytes())} of it state"
+    )
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row("mesh", Text(mesh))
+    grid.add_row("predicted", f"{format_seconds(predicted.step_seconds)} = {split}")
+    grid.add_row("collectives", f"{format_bytes(predicted.collective_bytes)} a device")
+    grid.add_row("memory", memory)
+    if predicted.bubble_fraction:
+        grid.add_row("bubble", f"{predicted.bubble_fraction:.1%} of the time")
+    gap = f"at most {predicted.optimality_gap:.3%} from the optimum"
+    grid.add_row(
+        "gap", gap if isfinite(predicted.optimality_gap) else "no bound is known"
+    )
+    grid.add_row(
+        "split", f"{predicted.split_flops_fraction:.1%} of the heavy flops, none twice"
+    )
+    return Group(Text(f"plan of {plan.function}, for one step", style="bold"), grid)
+
+
+def _leaf_table(plan: ShardingPlan) -> RenderableType:
+    groups = group_leaves(plan.inputs)
+    tree = next((group.tree for group in groups if group.mirrors), "")
+    table = _table()
+    table.add_column("leaf", overflow="fold")
+    table.add_column("leaves", justify="right")
+    table.add_column("shape", overflow="fold")
+    table.add_column("split over", overflow="fold")
+    table.add_column("bytes a device", justify="right", no_wrap=True)
+    for group in groups:
+        first = group.first
+        is_short = group.tree and group.tree == tree
+        table.add_row(
+            Text(f"..{group.path[len(tree) :]}" if is_short else group.path),
+            str(len(group.leaves)),
+            Text(_shape(first.shape)),
+            Text(format_spec(first.spec, len(first.shape), plan.mesh.axis_names)),
+            format_bytes(group.bytes),
+        )
+    if tree:
+        mirrors = dict.fromkeys(mirror for group in groups for mirror in group.mirrors)
+        note = f".. is {tree}, counted with what is split alike in {', '.join(mirrors)}"
+        return Group(_section("state and batch", table), Text(note, style="dim"))
+    return _section("state and batch", table)
+
+
+def _heavy_table(plan: ShardingPlan) -> RenderableType:
+    """Products and convolutions; those of one line that are split alike are one row."""
+    heavy = [op for op in plan.operators if is_heavy(op.kind)]
+    total = sum(op.seconds for op in plan.operators) or 1.0
+    title = (
+        f"heavy operators ({len(heavy)} of {len(plan.operators)}): the dim of the "
+        "result that each axis splits"
+    )
+    table = _table()
+    table.add_column("operator", overflow="fold")
+    table.add_column("line", overflow="fold")
+    for name in plan.mesh.axis_names:
+        table.add_column(Text(name), overflow="fold")
+    table.add_column("compute", justify="right", no_wrap=True)
+    for same in _grouped(heavy, lambda op: (_phase(op), op.source, _splits(op))):
+        times = f" x{len(same)}" if len(same) > 1 else ""
+        seconds = sum(op.seconds for op in same)
+        table.add_row(
+            f"{same[0].kind}{_phase(same[0])}{times}",
+            Text(format_source(same[0].source)),
+            *_splits(same[0]),
+            f"{seconds / total:.1%}",
+        )
+    return _section(title, table)
+
+
+def _operator_table(plan: ShardingPlan) -> RenderableType:
+    """Every operator, one a row."""
+    title = "operators: the factor each axis splits, and the specs it makes"
+    table = _table()
+    table.add_column("operator", overflow="fold")
+    table.add_column("line", overflow="fold")
+    table.add_column("factors", overflow="fold")
+    table.add_column("makes", overflow="fold")
+    table.add_column("seconds", justify="right", no_wrap=True)
+    ranks = {tensor.name: len(tensor.shape) for tensor in plan.tensors}
+    names = plan.mesh.axis_names
+    for op in plan.operators:
+        factors = (f"{n}:{f}" for n, f in zip(names, op.factors, strict=False))
+        single = len(op.result_specs) == 1
+        specs = [
+            format_spec(spec, ranks[op.name if single else f"{op.name}:{i}"], names)
+            for i, spec in enumerate(op.result_specs)
+        ]
+        table.add_row(
+            Text(op.name),
+            Text(format_source(op.source)),
+            Text(" ".join(factors) or "-"),
+            Text(", ".join(specs)),
+            format_seconds(op.seconds),
+        )
+    return _section(title, table)
+
+
+def _collective_table(plan: ShardingPlan) -> RenderableType:
+    if not plan.collectives:
+        return Text("\nno collectives: every device works on its own")
+    lines = {op.source for op in plan.operators}
+    names = GroupNames(plan.mesh.size, plan.mesh)
+
+    def key(each: Collective) -> tuple[str, str, str]:
+        return (_line_of(each, lines), each.name, names.name(each.kind, each.groups))
+
+    table = _table()
+    table.add_column("line", overflow="fold")
+    table.add_column("collective", overflow="fold")
+    table.add_column("over", overflow="fold")
+    table.add_column("count", justify="right")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    groups = _grouped(plan.collectives, key)
+    groups.sort(key=lambda same: -sum(each.total_bytes for each in same))
+    for same in groups:
+        line, collective, axes = key(same[0])
+        table.add_row(
+            Text(format_source(line)),
+            collective,
+            Text(axes),
+            f"{sum(each.count for each in same):,}",
+            format_bytes(sum(each.total_bytes for each in same)),
+        )
+    return _section("collectives, a device a step", table)
+
+
+def _line_of(each: Collective, lines: set[str]) -> str:
+    """The source line of a collective, or what it converts where that has none."""
+    name = each.source
+    for index, letter in enumerate(each.source):
+        if letter == " " and each.source[index + 1 :] in lines:
+            name = each.source[index + 1 :]
+    return name
+
+
+def _phase(op: OperatorPlan) -> str:
+    return " (backward)" if "transpose(" in op.name else ""
+
+
+def _splits(op: OperatorPlan) -> tuple[str, ...]:
+    """For each mesh axis what it does to the operator's first result, in words."""
+    result: Spec = op.result_specs[0] if op.result_specs else ()
+    return tuple(_state_words(state) for state in result)
+
+
+def _state_words(state: State) -> str:
+    return f"dim {state}" if state >= 0 else _WORDS[state]
+
+
+def _grouped(items: Iterable[_T], key: Callable[[_T], _Key]) -> list[list[_T]]:
+    """Items of equal keys together, in the order of the first."""
+    groups: dict[_Key, list[_T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+def _section(title: str, table: Table) -> RenderableType:
+    return Group(Text(f"\n{title}", style="bold"), table)
+
+
+def _table() -> Table:
+    return Table(
+        box=None,
+        header_style="dim",
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def format_source(source: str) -> str:
+    """A source line below the current folder as `models/gpt.py:12 (attention)`."""
+    place, _, function = source.partition(" (")
+    path, *numbers = place.rsplit(":", 2)
+    if not numbers:
+        return source
+    try:
+        path = str(Path(path).relative_to(Path.cwd()))
+    except ValueError:
+        pass
+    name = function.rstrip(")").rpartition(".")[2]
+    return f"{path}:{numbers[0]}" + (f" ({name})" if name else "")
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits and a unit: `1.23 ms`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Three digits or more and a unit: `1.5 MiB`."""
+    for unit, power in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
+        if num_bytes >= 1024**power:
+            return f"{num_bytes / 1024**power:,.1f} {unit}"
+    return f"{num_bytes:,.0f} B"

@@ -1,0 +1,116 @@
+"""The plan of one function on one mesh: data only, complete enough to lower and audit.
+
+Every entry carries the stable name of what it plans. The plan holds no JAX object, so
+it is printed, compared and saved as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..graph.op_graph import Role
+from ..sharding.collective import Collective
+from ..sharding.mesh import MeshShape
+from ..sharding.spec import Spec
+
+
+@dataclass(frozen=True)
+class OperatorPlan:
+    """How one operator runs: the factor each mesh axis splits, and the specs it needs.
+
+    `seconds` is the predicted compute time of a step, all its executions together.
+    """
+
+    name: str
+    kind: str
+    source: str
+    factors: tuple[str, ...]
+    operand_specs: tuple[Spec, ...]
+    result_specs: tuple[Spec, ...]
+    flops: float
+    split: int  # over how many devices the work is divided
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A copy of a tensor in another spec, made once from one that exists."""
+
+    source: Spec
+    target: Spec
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """The spec a tensor is made in, and its copies in the order they can be made."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    block: int
+    spec: Spec
+    conversions: tuple[Conversion, ...] = ()
+
+
+@dataclass(frozen=True)
+class InputPlan:
+    """An argument leaf (or closed-over array): its path, role and home."""
+
+    path: str
+    role: Role
+    spec: Spec
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the plan and the cost model say, before anything is lowered.
+
+    Seconds are of one step; bytes are per device. `collective_bytes` are HLO result
+    bytes. `optimality_gap` is relative, against a bound of the full problem.
+    `budget_bytes` is what `peak_bytes` had to fit, 0 without a budget;
+    `memory_correction` the error of the memory model, as compiling plans of this
+    function showed it, by which `peak_bytes` is corrected.
+    """
+
+    step_seconds: float
+    compute_seconds: float
+    collective_seconds: float
+    collective_bytes: int
+    peak_bytes: int
+    bubble_fraction: float
+    optimality_gap: float
+    split_flops_fraction: float
+    budget_bytes: int = 0
+    memory_correction: float = 1.0
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """The decision for a whole function.
+
+    `operators` are in the graph's order, `tensors` by tensor index; `outputs` has, for
+    each block, the spec in which it returns each of its outputs.
+    """
+
+    function: str
+    mesh: MeshShape
+    cluster: str
+    inputs: tuple[InputPlan, ...]
+    operators: tuple[OperatorPlan, ...]
+    tensors: tuple[TensorPlan, ...]
+    outputs: tuple[tuple[Spec, ...], ...]
+    trip_counts: tuple[int, ...]  # executions a step, by block
+    collectives: tuple[Collective, ...]
+    predicted: Prediction
+
+    def state_bytes(self) -> int:
+        """Bytes of state on one device."""
+        return sum(i.bytes for i in self.inputs if i.role == "state")
+
+
+def total_bytes(collectives: Sequence[Collective]) -> int:
+    """Per-device result bytes of a step."""
+    return sum(collective.total_bytes for collective in collectives)

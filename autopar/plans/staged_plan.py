@@ -1,0 +1,142 @@
+"""The decision for a pipelined step: a plan for each program, and what crosses."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..lowering.programs import TaskKind
+from ..methods.methods import PipelineParallel
+from ..microbatches.microbatch_semantics import MicrobatchSemantics
+from ..sharding.mesh import MeshShape
+from .plan import Prediction, ShardingPlan
+
+
+@dataclass(frozen=True)
+class StageProgramPlan:
+    """What one stage runs for tasks of one kind, and how it is split over its submesh.
+
+    An apply task may have several programs, which run one after the other.
+    """
+
+    stage: int
+    kind: TaskKind
+    sharding: ShardingPlan
+
+
+@dataclass(frozen=True)
+class PlannedTransfer:
+    """A value that goes from one stage's submesh to another's, `count` times a step.
+
+    `bytes` are those of the whole value, each of which is sent once.
+    """
+
+    slot: str
+    source: int
+    target: int
+    bytes: int
+    count: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of a step."""
+        return self.bytes * self.count
+
+
+@dataclass(frozen=True)
+class StagedPlan:
+    """The decision for a pipelined step.
+
+    `meshes` are those of the submeshes: stage s is on number s mod their number. `rows`
+    are the tasks of each submesh in order, as `0F0 0F1 0B0`. `peak_bytes` are predicted
+    for one device of each submesh. Of `predicted`, seconds are of a step of the whole
+    pipeline, bytes of one device of the submesh that has most.
+    """
+
+    function: str
+    cluster: str
+    num_stages: int
+    num_microbatches: int
+    schedule: str
+    microbatch_semantics: MicrobatchSemantics
+    meshes: tuple[MeshShape, ...]
+    programs: tuple[StageProgramPlan, ...]
+    transfers: tuple[PlannedTransfer, ...]
+    rows: tuple[str, ...]
+    peak_bytes: tuple[int, ...]
+    predicted: Prediction
+
+    @property
+    def method(self) -> PipelineParallel:
+        """The method that plans it so."""
+        return PipelineParallel(
+            self.num_stages,
+            self.num_microbatches,
+            self.schedule,
+            self.num_stages // len(self.meshes),
+            self.meshes,
+            self.microbatch_semantics,
+        )
+
+    @property
+    def transfer_bytes(self) -> int:
+        """Bytes that cross between submeshes in a step, in all."""
+        return sum(each.total_bytes for each in self.transfers)
+
+    def mesh(self, stage: int) -> MeshShape:
+        """The mesh of a stage."""
+        return self.meshes[stage % len(self.meshes)]
+
+    def of_stage(self, stage: int) -> tuple[StageProgramPlan, ...]:
+        """The programs of a stage."""
+        return tuple(each for each in self.programs if each.stage == stage)
+
+    def times(self, program: StageProgramPlan) -> int:
+        """How often a program runs in a step."""
+        return 1 if program.kind == "apply" else self.num_microbatches
+
+    def task_seconds(self, stage: int, kind: TaskKind) -> float:
+        """Predicted seconds of one task, all its programs together."""
+        return sum(
+            each.sharding.predicted.step_seconds
+            for each in self.of_stage(stage)
+            if each.kind == kind
+        )
+
+
+def total_prediction(
+    programs: Iterable[StageProgramPlan],
+    num_submeshes: int,
+    num_microbatches: int,
+    peak_bytes: int,
+    step_seconds: float,
+    bubble_fraction: float,
+) -> Prediction:
+    """What a pipeline takes: its busiest submesh, and the whole step.
+
+    The gap is infinite: no bound is known for the choice of stages.
+    """
+    compute: dict[int, float] = defaultdict(float)
+    collective: dict[int, float] = defaultdict(float)
+    bytes_: dict[int, int] = defaultdict(int)
+    flops = split = 0.0
+    for each in programs:
+        submesh, found = each.stage % num_submeshes, each.sharding.predicted
+        times = 1 if each.kind == "apply" else num_microbatches
+        compute[submesh] += found.compute_seconds * times
+        collective[submesh] += found.collective_seconds * times
+        bytes_[submesh] += found.collective_bytes * times
+        done = sum(op.flops for op in each.sharding.operators) * times
+        flops += done
+        split += done * found.split_flops_fraction
+    return Prediction(
+        step_seconds=step_seconds,
+        compute_seconds=max(compute.values(), default=0.0),
+        collective_seconds=max(collective.values(), default=0.0),
+        collective_bytes=max(bytes_.values(), default=0),
+        peak_bytes=peak_bytes,
+        bubble_fraction=bubble_fraction,
+        optimality_gap=float("inf"),
+        split_flops_fraction=split / flops if flops else 1.0,
+    )

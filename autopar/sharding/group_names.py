@@ -1,0 +1,65 @@
+"""Prints the device groups of a collective as the mesh axes it runs over."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+from autopar.sharding.collective import Groups, format_groups
+from autopar.sharding.mesh import MeshShape
+
+
+@dataclass(frozen=True)
+class GroupNames:
+    """Names for groups of `num_devices` devices, with axis names if a mesh is given.
+
+    Raises:
+      ValueError: if the mesh has another number of devices.
+    """
+
+    num_devices: int
+    mesh: MeshShape | None = None
+
+    def __post_init__(self) -> None:
+        if self.mesh and self.mesh.size != self.num_devices:
+            raise ValueError(
+                f"the mesh must have {self.num_devices} devices, but got {self.mesh} "
+                f"with {self.mesh.size}; pass the mesh that the plan was made for."
+            )
+
+    def name(self, kind: str, groups: Groups) -> str:
+        """Returns `model`, `data,model` or, if no axes fit, the groups themselves."""
+        if kind == "collective_permute":
+            for axes, members in self._members.items():
+                if all(target in members.get(source, ()) for source, target in groups):
+                    return axes
+            return format_groups(groups)
+        members = _by_member(groups)
+        axes = next((a for a, m in self._members.items() if m == members), None)
+        if axes is None:
+            return format_groups(groups)
+        is_in_order = all(list(group) == sorted(group) for group in groups)
+        return axes if is_in_order else f"{axes} in the order {groups[0]}"
+
+    @cached_property
+    def _members(self) -> dict[str, dict[int, frozenset[int]]]:
+        """For each set of axes, fewest first, whom each device talks to."""
+        if self.mesh is None:
+            everyone = frozenset(range(self.num_devices))
+            return {f"all {self.num_devices}": dict.fromkeys(everyone, everyone)}
+        named = {}
+        for axes in _subsets(self.mesh):
+            # Axes of size 1 add nothing: the fewest axes name the groups.
+            members = _by_member(self.mesh.groups(axes))
+            if members not in named.values():
+                named[",".join(axes)] = members
+        return named
+
+
+def _by_member(groups: Groups) -> dict[int, frozenset[int]]:
+    return {device: frozenset(group) for group in groups for device in group}
+
+
+def _subsets(mesh: MeshShape) -> Iterator[tuple[str, ...]]:
+    for num_axes in range(1, mesh.num_axes + 1):
+        yield from combinations(mesh.axis_names, num_axes)

@@ -1,0 +1,87 @@
+"""Specs and device groups as the short texts that plan files are made of."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..plans.record import Record
+from .collective import Groups, canonical_groups
+from .mesh import MeshShape
+from .spec import MAX, MIN, REPLICATED, SUM, Spec
+
+_WORDS = {SUM: "sum", MAX: "max", MIN: "min"}
+_STATES = {word: state for state, word in _WORDS.items()}
+
+
+@dataclass(frozen=True)
+class SpecText:
+    """Writes and reads the specs and device groups of one mesh.
+
+    `data:0 model:sum` says that `data` splits dim 0 and `model` owes a sum; an axis
+    that is not named holds replicas, and `-` says that all do.
+    """
+
+    mesh: MeshShape
+
+    def write(self, spec: Spec) -> str:
+        names = zip(self.mesh.axis_names, spec, strict=True)
+        parts = [f"{n}:{_WORDS.get(s, s)}" for n, s in names if s != REPLICATED]
+        return " ".join(parts) or "-"
+
+    def write_all(self, specs: Iterable[Spec]) -> list[str]:
+        return [self.write(spec) for spec in specs]
+
+    @cached_property
+    def _state(self) -> re.Pattern[str]:
+        # By the mesh's own names, as these may hold spaces and colons.
+        names = sorted(map(re.escape, self.mesh.axis_names), key=len, reverse=True)
+        return re.compile(rf"({'|'.join(names)}):(\d+|{'|'.join(_STATES)})(?:\s+|$)")
+
+    def read(self, record: Record) -> Spec:
+        text = record.text().strip()
+        states = [REPLICATED] * self.mesh.num_axes
+        position = 0
+        while text != "-" and position < max(len(text), 1):
+            found = self._state.match(text, position)
+            if found is None:
+                axes = ", ".join(self.mesh.axis_names)
+                record.fail(
+                    "must be `-` or pairs such as `data:0 model:sum` with axes of the "
+                    f"mesh ({axes}) and a dim, sum, max or min, but got {text!r}"
+                )
+            name, state = found.groups()
+            axis = self.mesh.index_of(name)
+            if states[axis] != REPLICATED:
+                record.fail(f"names the axis {name!r} twice: {text!r}")
+            states[axis] = _STATES[state] if state in _STATES else int(state)
+            position = found.end()
+        return tuple(states)
+
+    @cached_property
+    def _axes_by_groups(self) -> dict[Groups, tuple[str, ...]]:
+        subsets: list[tuple[str, ...]] = [()]
+        for name in self.mesh.axis_names:
+            subsets += [(*subset, name) for subset in subsets]
+        subsets.sort(key=len, reverse=True)  # of equal groups the fewest axes stay
+        return {self.mesh.groups(axes): axes for axes in subsets}
+
+    def write_groups(self, groups: Groups, kind: str) -> str | list[list[int]]:
+        """Names of axes where they say it all, else the device numbers."""
+        is_permute = kind == "collective_permute"
+        axes = None if is_permute else self._axes_by_groups.get(groups)
+        return [list(group) for group in groups] if axes is None else "+".join(axes)
+
+    def read_groups(self, record: Record, kind: str) -> Groups:
+        if not isinstance(record.value, str):
+            size = self.mesh.size
+            return tuple(group.integers(below=size) for group in record.items())
+        for groups, axes in self._axes_by_groups.items():
+            if "+".join(axes) == record.value:
+                return canonical_groups(kind, groups)
+        return record.fail(
+            f"must be axes of the mesh {self.mesh} joined by `+`, or lists of device "
+            f"numbers, but got {record.value!r}"
+        )

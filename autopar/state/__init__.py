@@ -1,0 +1,1 @@
+"""State in its places: made, held and addressed there."""
