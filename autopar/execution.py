@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.runtime.emit import emit
+from autopar.runtime.held_values import HeldByTask, held_by_task
 from autopar.runtime.local import LocalExecutable, run_once
 from autopar.runtime.ray_executable import RayExecutable
 from autopar.runtime.ray_pipeline import RayPipelineExecutable
 from autopar.runtime.schedule import (
     Schedule,
+    Task,
     forward_only,
     gpipe,
     interleaved,
     one_f_one_b,
+    zero_bubble_h1,
+    zero_bubble_h2,
 )
-from autopar.runtime.simulate import simulate
+from autopar.runtime.simulate import Simulation, simulate
+from autopar.runtime.step_trace import StepTrace
 from autopar.runtime.worker import PipelineExecutable
 
 from .clusters.cluster import Cluster
 from .clusters.device_mesh import submesh_of
 from .frontend.effects import refuse_callbacks
 from .lowering.programs import SpmdProgram
+from .methods.schedule_choice import rows_of, schedule_name
 from .pipelines.pipeline import PipelinedStep, lower_pipeline
 from .pipelines.pipeline_plan import PlannedPipeline
 from .planner.planning import Planned
@@ -59,13 +66,28 @@ def pipelined_step(planned: PlannedPipeline) -> PipelinedStep:
     cluster, schedule = planned.cluster, schedule_of(planned)
     if cluster.ray_hosts is None:
         pipeline = lower_pipeline(planned)
-        return PipelinedStep(pipeline, PipelineExecutable(pipeline.program, schedule))
+        execute = PipelineExecutable(pipeline.program, schedule)
+        return PipelinedStep(pipeline, execute, _recorder(planned, execute))
     for piece in planned.pieces:
         refuse_callbacks(piece.graph)
     pipeline = lower_pipeline(planned)
     codes = [piece.program for piece in pipeline.pieces]
     execute = RayPipelineExecutable(pipeline.program, codes, schedule, cluster)
-    return PipelinedStep(pipeline, execute)
+    return PipelinedStep(pipeline, execute, _recorder(planned, execute))
+
+
+def _recorder(
+    planned: PlannedPipeline, execute: PipelineExecutable | RayPipelineExecutable
+) -> Callable[..., Any]:
+    """Runs a step like `execute`, and returns its trace besides."""
+
+    def record(state: Any, batch: Any) -> tuple[Any, Any, StepTrace]:
+        new_state, results, measured = execute.record(state, batch)
+        predicted = _simulation(planned).timeline
+        name = planned.traced.name
+        return new_state, results, StepTrace(name, predicted, measured)
+
+    return record
 
 
 def end_workers(steps: Sequence[Executable]) -> None:
@@ -78,28 +100,12 @@ def end_workers(steps: Sequence[Executable]) -> None:
 
 def staged_plan(planned: PlannedPipeline) -> Plan:
     """The plan of a pipeline, whose time and memory a simulated step says."""
-    schedule = schedule_of(planned)
     method, flow = planned.method, planned.flow
     programs = tuple(
         StageProgramPlan(piece.piece.stage, piece.piece.kind, piece.plan)
         for piece in planned.pieces
     )
-    seconds = {
-        (stage, kind): sum(
-            each.sharding.predicted.step_seconds
-            for each in programs
-            if (each.stage, each.kind) == (stage, kind)
-        )
-        for stage, kind in {(each.stage, each.kind) for each in programs}
-    }
-    simulation = simulate(
-        emit(flow, schedule),
-        lambda task: seconds[task.stage, task.kind],
-        lambda send: planned.transfer_seconds(
-            send.value.slot, send.source, send.target
-        ),
-        planned.slot_bytes,
-    )
+    simulation = _simulation(planned)
     peak_bytes = tuple(
         held + planned.working_bytes(submesh)
         for submesh, held in enumerate(simulation.peak_bytes)
@@ -110,12 +116,12 @@ def staged_plan(planned: PlannedPipeline) -> Plan:
             planned.cluster.name,
             flow.num_stages,
             flow.num_microbatches,
-            method.schedule,
+            schedule_name(method.schedule),
             method.microbatch_semantics,
             planned.shapes,
             programs,
             planned.transfers(),
-            tuple(" ".join(map(str, row)) for row in schedule.rows),
+            tuple(" ".join(map(str, row)) for row in schedule_of(planned).rows),
             peak_bytes,
             total_prediction(
                 programs,
@@ -127,6 +133,28 @@ def staged_plan(planned: PlannedPipeline) -> Plan:
             ),
         )
     )
+
+
+def _simulation(planned: PlannedPipeline) -> Simulation:
+    """A step of the planned stage programs, at their predicted times."""
+    seconds: defaultdict[tuple[int, str], float] = defaultdict(float)
+    for each in planned.pieces:
+        key = each.piece.stage, each.piece.kind
+        seconds[key] += each.plan.predicted.step_seconds
+    return simulate(
+        emit(planned.flow, schedule_of(planned)),
+        lambda task: seconds[task.stage, task.kind],
+        lambda send: planned.transfer_seconds(
+            send.value.slot, send.source, send.target
+        ),
+        planned.slot_bytes,
+    )
+
+
+def held_by_submesh(planned: PlannedPipeline) -> tuple[tuple[HeldByTask, ...], ...]:
+    """What one device of each submesh holds while it runs each of its tasks."""
+    lists = emit(planned.flow, schedule_of(planned))
+    return tuple(held_by_task(list_, planned.slot_bytes) for list_ in lists)
 
 
 def run_init(placed: PlacedInit, cluster: Cluster) -> Any:
@@ -153,8 +181,21 @@ def _run_init_program(
 def schedule_of(planned: PlannedPipeline) -> Schedule:
     """The schedule that the method asks for; without a backward pass, forwards only."""
     sizes = planned.flow.num_stages, planned.flow.num_microbatches
-    if planned.method.schedule == "interleaved":
+    wanted = planned.method.schedule
+    if not isinstance(wanted, str):
+        rows = [row.split() for row in rows_of(wanted, *sizes)]
+        tasks = tuple(tuple(map(Task.parse, row)) for row in rows)
+        return Schedule(schedule_name(wanted), *sizes, tasks)
+    if wanted == "interleaved":
         return interleaved(*sizes, planned.method.num_submeshes)
     if not planned.has_backward:
         return forward_only(*sizes)
-    return {"1f1b": one_f_one_b, "gpipe": gpipe}[planned.method.schedule](*sizes)
+    return _SCHEDULES[wanted](*sizes)
+
+
+_SCHEDULES = {
+    "1f1b": one_f_one_b,
+    "gpipe": gpipe,
+    "zb_h1": zero_bubble_h1,
+    "zb_h2": zero_bubble_h2,
+}

@@ -44,7 +44,10 @@ class Measurement:
 
 
 def measure(schedule: Schedule, seconds: float, steps: int) -> Measurement:
-    """Forward waits `seconds`, backward twice as long, apply not at all."""
+    """Forward waits `seconds`, backward twice as long, apply not at all.
+
+    Where weights have tasks of their own, they take half of backward's wait.
+    """
     import jax
 
     from autopar.runtime.simulate import simulate_schedule
@@ -52,7 +55,8 @@ def measure(schedule: Schedule, seconds: float, steps: int) -> Measurement:
 
     costs: dict[TaskKind, float] = {
         "forward": seconds,
-        "backward": 2 * seconds,
+        "backward": seconds if schedule.has_weight_tasks else 2 * seconds,
+        "weight": seconds,
         "apply": 0.0,
     }
     theory = simulate_schedule(schedule, lambda task: costs[task.kind])
@@ -82,7 +86,8 @@ def _waiting(schedule: Schedule, costs: dict[TaskKind, float]) -> PipelineProgra
 
     from autopar.runtime.simulate import chain
 
-    program = chain(schedule.num_stages, schedule.num_microbatches)
+    sizes = schedule.num_stages, schedule.num_microbatches
+    program = chain(*sizes, schedule.has_weight_tasks)
     homes = []
     for stage in range(schedule.num_stages):
         device = jax.devices()[schedule.submesh_by_stage[stage]]
@@ -120,7 +125,13 @@ def main() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from autopar.runtime.schedule import gpipe, interleaved, one_f_one_b
+    from autopar.runtime.schedule import (
+        gpipe,
+        interleaved,
+        one_f_one_b,
+        zero_bubble_h1,
+        zero_bubble_h2,
+    )
 
     table = Table(title=f"{NUM_MICROBATCHES} microbatches, {arguments.seconds} s waits")
     for column in ("schedule", "stages", "theory s", "median s", "median x", "best x"):
@@ -130,6 +141,8 @@ def main() -> None:
         one_f_one_b(4, NUM_MICROBATCHES),
         one_f_one_b(8, NUM_MICROBATCHES),
         interleaved(8, NUM_MICROBATCHES, num_submeshes=4),
+        zero_bubble_h1(4, NUM_MICROBATCHES),
+        zero_bubble_h2(4, NUM_MICROBATCHES),
     ]
     for schedule in schedules:
         found = measure(schedule, arguments.seconds, arguments.steps)

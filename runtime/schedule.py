@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
 
 from autopar.lowering.programs import TaskKind
 
-_LETTERS: dict[TaskKind, str] = {"forward": "F", "backward": "B", "apply": "A"}
+_LETTERS: dict[TaskKind, str] = {
+    "forward": "F",
+    "backward": "B",
+    "weight": "W",
+    "apply": "A",
+}
 _KINDS: dict[str, TaskKind] = {letter: kind for kind, letter in _LETTERS.items()}
 assert set(_LETTERS) == set(get_args(TaskKind)), "every kind of task has a letter"
 
@@ -37,11 +42,11 @@ class Task:
     @staticmethod
     def parse(text: str) -> Task:
         """The task that prints as `text`."""
-        match = re.fullmatch(r"(\d+)(?:([FB])(\d+)|(A))", text)
+        match = re.fullmatch(r"(\d+)(?:([FBW])(\d+)|(A))", text)
         if match is None:
             raise ValueError(
-                f"a task is a stage, F or B and a microbatch, or a stage and A, but "
-                f"got {text!r}; write it as 2F0 or 2A."
+                f"a task is a stage, one of F, B and W and a microbatch, or a stage "
+                f"and A, but got {text!r}; write it as 2F0 or 2A."
             )
         stage, letter, microbatch, apply = match.groups()
         if apply:
@@ -89,6 +94,11 @@ class Schedule:
                 f"a schedule of {self.num_stages} stages and {self.num_microbatches} "
                 f"microbatches cannot run {', '.join(outside)}; remove them."
             )
+
+    @cached_property
+    def has_weight_tasks(self) -> bool:
+        """Whether weights have tasks of their own, apart from backward."""
+        return any(task.kind == "weight" for row in self.rows for task in row)
 
     @cached_property
     def submesh_by_stage(self) -> dict[int, int]:
@@ -198,21 +208,52 @@ def interleaved(num_stages: int, num_microbatches: int, num_submeshes: int) -> S
     return Schedule("interleaved", num_stages, num_microbatches, tuple(rows))
 
 
-def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
-    """ZB-H1 and ZB-H2 (Qi et al. 2023): not written yet."""
-    raise NotImplementedError(
-        "zero-bubble schedules need backward programs split into input and weight "
-        "parts, which is a later part of the roadmap (docs/design.md 7.8); use "
-        "one_f_one_b or interleaved."
-    )
+def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
+    """ZB-H1 (Qi et al. 2023, section 2.1): 1F1B whose weight parts fill its bubble.
+
+    Stage i runs weight parts i microbatches late. With equal times of forward, backward
+    and weight a third of 1F1B's bubble is left, and no stage holds more microbatches
+    than the first of 1F1B: p of p stages.
+    """
+    return _zero_bubble("zero_bubble_h1", num_stages, num_microbatches, 1)
 
 
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
-    "forward_only": forward_only,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "zero_bubble": zero_bubble,
-}
+def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
+    """ZB-H2 (Qi et al. 2023, section 2.2): no bubble, for twice the microbatches held.
+
+    Every stage is busy from its first task to its last, with up to 2p - 1 microbatches
+    in flight on each of p stages, if there are as many.
+    """
+    return _zero_bubble("zero_bubble_h2", num_stages, num_microbatches, 2)
+
+
+def _zero_bubble(
+    name: str, num_stages: int, num_microbatches: int, warm_up: int
+) -> Schedule:
+    """Stage i of p runs `warm_up` (p - i - 1) forwards ahead, weights `warm_up` i late.
+
+    So all stages hold as many microbatches, one forward and one weight part apart.
+    """
+    _check(num_stages, num_microbatches)
+    microbatches = range(num_microbatches)
+    rows = []
+    for stage in range(num_stages):
+        late = warm_up * stage
+        weights = _run("weight", stage, microbatches)
+        tasks = list(
+            _alternate(
+                _run("forward", stage, microbatches),
+                _run("backward", stage, microbatches),
+                warm_up * (num_stages - stage - 1),
+                stages=[],
+            )
+        )
+        for number in range(late, num_microbatches):
+            behind = tasks.index(Task(stage, number, "backward"))
+            tasks.insert(behind + 1, weights[number - late])
+        tasks += weights[max(num_microbatches - late, 0) :]
+        rows.append((*tasks, Task(stage, None, "apply")))
+    return Schedule(name, num_stages, num_microbatches, tuple(rows))
 
 
 def _check(num_stages: int, num_microbatches: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.lowering.programs import PipelineProgram, Slot, StageProgram, TaskKind
 
@@ -28,7 +29,8 @@ from .timeline import Event, Timeline
 class Simulation:
     """What running the lists would take; tuples are by submesh.
 
-    `peak_microbatches` counts (stage, microbatch) pairs between forward and backward;
+    `peak_microbatches` counts (stage, microbatch) pairs between forward and the last
+    task of the pair, backward or weight;
     `peak_bytes` the values that instructions hold, received ones from when they are
     taken; `sent_bytes` is by (source, target) stages.
     """
@@ -114,6 +116,12 @@ class _Lane:
     peak_bytes: int = 0
     peak_microbatches: int = 0
 
+    @cached_property
+    def last_kind(self) -> TaskKind:
+        """Of a microbatch's tasks: behind it, what it keeps is needed no longer."""
+        kinds = {task.kind for task in _tasks(self.list_.instructions)}
+        return "weight" if "weight" in kinds else "backward"
+
     @property
     def is_done(self) -> bool:
         return self.position == len(self.list_.instructions)
@@ -133,7 +141,7 @@ class _Lane:
         if task.kind == "forward":
             self.in_flight.add(key)
         self.peak_microbatches = max(self.peak_microbatches, len(self.in_flight))
-        if task.kind == "backward":
+        if task.kind == self.last_kind:
             self.in_flight.discard(key)
 
     def hold(
@@ -203,18 +211,22 @@ def simulate_schedule(
     transfer_seconds: Callable[[Send], float] = lambda _: 0.0,
 ) -> Simulation:
     """A schedule of stages in a plain chain: forward up, backward down, then apply."""
+    sizes = schedule.num_stages, schedule.num_microbatches
     return simulate(
-        emit(chain(schedule.num_stages, schedule.num_microbatches), schedule),
+        emit(chain(*sizes, schedule.has_weight_tasks), schedule),
         task_seconds,
         transfer_seconds,
     )
 
 
-def chain(num_stages: int, num_microbatches: int) -> PipelineProgram:
+def chain(
+    num_stages: int, num_microbatches: int, has_weight_tasks: bool = False
+) -> PipelineProgram:
     """The dataflow of stages in a chain, without code: to simulate, not to run.
 
     Stage i makes `output i` of `output i-1` (of `batch`) and keeps `residual i`;
-    backward makes `cotangent i` for stage i-1 and adds to `gradient i`.
+    backward makes `cotangent i` for stage i-1 and adds to `gradient i`, which the
+    weight task does instead, with what backward `kept i`, if there is one.
     """
     slots: list[Slot] = [Slot("batch", "batch", 0)]
     programs: list[StageProgram] = []
@@ -233,9 +245,19 @@ def chain(num_stages: int, num_microbatches: int) -> PipelineProgram:
         down = (f"cotangent {i}",) if i else ()
         programs += [
             _body(i, "forward", (state, below), (f"output {i}", f"residual {i}")),
-            _body(i, "backward", (f"residual {i}", above, gradient), (*down, gradient)),
-            _body(i, "apply", (state, gradient), (state,)),
         ]
+        residual = f"residual {i}"
+        if has_weight_tasks:
+            slots.append(Slot(f"kept {i}", "activation", i))
+            programs += [
+                _body(i, "backward", (residual, above), (*down, f"kept {i}")),
+                _body(i, "weight", (residual, f"kept {i}", gradient), (gradient,)),
+            ]
+        else:
+            programs.append(
+                _body(i, "backward", (residual, above, gradient), (*down, gradient))
+            )
+        programs.append(_body(i, "apply", (state, gradient), (state,)))
     return PipelineProgram(
         num_stages,
         num_microbatches,

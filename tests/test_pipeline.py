@@ -127,6 +127,9 @@ CASES = [
     (encoder_decoder, 2, 4, "1f1b"),
     (encoder_decoder, 4, 2, "gpipe"),
     (tied_gpt, 2, 4, "1f1b"),
+    (multilayer_perceptron, 4, 8, "zb_h1"),
+    (encoder_decoder, 4, 8, "zb_h2"),
+    (tied_gpt, 2, 4, "zb_h1"),
 ]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from ..audit.audit import Audit
+from ..errors import AuditError
 from ..frontend.calls import open_call
 from ..frontend.constant_leaves import ResultTree
 from ..frontend.static_arguments import StaticArguments
@@ -41,7 +42,7 @@ class PipelineAudit:
         for name, each in self.audits:
             try:
                 each.raise_if_wrong()
-            except Exception as error:
+            except AuditError as error:
                 error.add_note(f"found in the program of {name}")
                 raise
 
@@ -86,8 +87,30 @@ class CompiledPipeline:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step with arguments of the lowered types, static ones left out."""
-        step = self.lowered.step
-        traced = step.pipeline.traced
+        return self._run(self.lowered.step, args, kwargs)
+
+    def record(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Run one step as `__call__` does, and return its results and its trace.
+
+        The trace has the predicted and the measured timeline, prints both, and
+        `trace.save("step.json")` writes them for ui.perfetto.dev.
+        """
+        traces: list[Any] = []
+
+        def step(leaves: Sequence[Any]) -> list[Any]:
+            results, trace = self.lowered.step.recorded(leaves)
+            traces.append(trace)
+            return results
+
+        return self._run(step, args, kwargs), traces[0]
+
+    def _run(
+        self,
+        step: Callable[[Sequence[Any]], list[Any]],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        traced = self.lowered.step.pipeline.traced
         only_arrays = self.lowered.only_arrays
         with open_call(StaticArguments(), args, kwargs, only_arrays) as call:
             tree = jax.tree.structure(call.arguments())

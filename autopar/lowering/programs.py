@@ -18,7 +18,9 @@ from ..sharding.resharding import Resharder
 from .spmd import input_shardings, output_shardings, spmd_function
 
 SlotKind = Literal["state", "batch", "activation", "gradient", "result"]
-TaskKind = Literal["forward", "backward", "apply"]
+# Where weights have tasks of their own, backward makes the cotangents that others wait
+# for, and weight the rest of the backward work.
+TaskKind = Literal["forward", "backward", "weight", "apply"]
 
 
 class SignatureChanged(Exception):

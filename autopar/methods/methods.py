@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 
 from ..microbatches.microbatch_semantics import MicrobatchSemantics, check_semantics
 from ..sharding.mesh import MeshLike
 from .named_methods import NAMED_METHODS, NamedMethod
+from .schedule_choice import ScheduleFunction, check_schedule
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,11 @@ class PipelineParallel:
     Args:
       num_stages: into how many parts the layers are cut.
       num_microbatches: how many parts of the batch follow each other.
-      schedule: "1f1b", "gpipe" or "interleaved".
+      schedule: "1f1b", "gpipe", "interleaved", "zb_h1" or "zb_h2" (zero bubble: the
+        part of backward that only parameters need runs later, where the submesh would
+        wait), or a function of the numbers of stages and microbatches that returns a
+        row of tasks for each submesh, such as `["0F0 0B0 0A", "1F0 1B0 1A"]`: stage,
+        F(orward), B(ackward), W(eight) or A(pply), microbatch.
       stages_per_submesh: how many stages share a submesh, in turns: stage s runs on
         submesh s mod their number. More than 1 needs the interleaved schedule.
       stage_meshes: the shape of each submesh, such as `["x:4", "x:2", "x:2"]`. If left
@@ -58,7 +62,7 @@ class PipelineParallel:
 
     num_stages: int | None = None
     num_microbatches: int | None = None
-    schedule: str = "1f1b"
+    schedule: str | ScheduleFunction = "1f1b"
     stages_per_submesh: int = 1
     stage_meshes: Sequence[MeshLike] | None = None
     microbatch_semantics: MicrobatchSemantics = "exact"
@@ -101,9 +105,6 @@ def check_method(method: object) -> Method:
     return method
 
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved")
-
-
 def _check_pipeline(method: PipelineParallel) -> None:
     if method.num_stages is None:
         raise NotImplementedError(
@@ -121,19 +122,15 @@ def _check_pipeline(method: PipelineParallel) -> None:
             "A pipeline has two stages or more, but `num_stages` is 1; for one stage "
             "use autopar.ShardParallel(num_microbatches=...)."
         )
-    if method.schedule not in SCHEDULES:
-        near = get_close_matches(str(method.schedule).lower(), SCHEDULES, 1, 0.3)
-        raise ValueError(
-            f"`schedule` must be one of {', '.join(SCHEDULES)}, but got "
-            f"{method.schedule!r}; use {(near or SCHEDULES)[0]!r}."
-        )
+    check_schedule(method.schedule)
     _check_submeshes(method)
 
 
 def _check_submeshes(method: PipelineParallel) -> None:
     num_stages, shared = method.num_stages, method.stages_per_submesh
     assert num_stages is not None
-    if (shared > 1) != (method.schedule == "interleaved"):
+    is_by_name = isinstance(method.schedule, str)
+    if is_by_name and (shared > 1) != (method.schedule == "interleaved"):
         raise ValueError(
             f"Stages share a submesh in the interleaved schedule and in no other, but "
             f"got schedule={method.schedule!r} and stages_per_submesh={shared}; use "
@@ -150,7 +147,12 @@ def _check_submeshes(method: PipelineParallel) -> None:
             f"use fewer `stages_per_submesh`."
         )
     number = method.num_microbatches
-    if shared > 1 and number is not None and number % method.num_submeshes:
+    if (
+        is_by_name
+        and shared > 1
+        and number is not None
+        and number % method.num_submeshes
+    ):
         above = -(-number // method.num_submeshes) * method.num_submeshes
         raise ValueError(
             f"An interleaved schedule takes microbatches in groups of one for each "

@@ -153,11 +153,13 @@ class Pipeline:
 class PipelinedStep:
     """A pipeline and what executes it: flat leaves in, flat leaves out.
 
-    `constants` are the arrays that the step closes over, where the last step left them.
+    `record` executes it too, and returns a trace of the step besides; `constants` are
+    the arrays that the step closes over, where the last step left them.
     """
 
     pipeline: Pipeline
     execute: Callable[..., tuple[dict[str, Any], dict[str, Any]]]
+    record: Callable[..., tuple[dict[str, Any], dict[str, Any], Any]]
     constants: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
@@ -166,12 +168,30 @@ class PipelinedStep:
         Raises:
           SignatureChanged: other shapes or dtypes than those it was planned for.
         """
+        return self._run(leaves, self.execute)
+
+    def recorded(self, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
+        """One step, as `__call__`, and its trace."""
+        traces: list[Any] = []
+
+        def execute(state: Any, batch: Any) -> tuple[Any, Any]:
+            *found, trace = self.record(state, batch)
+            traces.append(trace)
+            return found[0], found[1]
+
+        return self._run(leaves, execute), traces[0]
+
+    def _run(
+        self,
+        leaves: Sequence[Any],
+        execute: Callable[..., tuple[dict[str, Any], dict[str, Any]]],
+    ) -> list[Any]:
         abstract = (jax.typeof(abstract_leaf(leaf)) for leaf in leaves)
         if tuple((t.shape, t.dtype) for t in abstract) != self.pipeline.argument_types:
             raise SignatureChanged
         pieces = self.pipeline.split(leaves)
         constants = self.constants or self.pipeline.constants()
-        state, results = self.execute(
+        state, results = execute(
             {**self.pipeline.state_of(pieces), **constants},
             self.pipeline.batch_of(pieces),
         )

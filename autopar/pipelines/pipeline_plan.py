@@ -16,6 +16,7 @@ from ..graph.build_graph import build_graph
 from ..graph.op_graph import OpGraph, TensorType
 from ..lowering.programs import PipelineProgram
 from ..methods.methods import PipelineParallel
+from ..methods.schedule_choice import has_weight_tasks
 from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_semantics import microbatched
 from ..microbatches.microbatch_step import MicrobatchedStep
@@ -155,6 +156,7 @@ def plan_pipeline(
         parts.microbatch,
         [i.tensor for i in parts.microbatch.inputs if i.path in parts.held],
         num_stages,
+        has_weight_tasks(method.schedule, num_stages, step.num_microbatches),
     )
     leaves = dict(zip(whole.input_paths, jax.tree.leaves((args, kwargs)), strict=True))
     read_only = {

@@ -18,44 +18,62 @@ from ..graph.op_graph import Operator, OpGraph
 from ..microbatches.microbatch_flow import tensors_of
 from ..planner.strategies import is_heavy_operator, total_flops
 from ..rules.base import is_inexact
-from .stage_borders import stage_borders
+from .remat_windows import inseparable
+from .stage_borders import border_places, stage_borders
 
 
 @dataclass(frozen=True)
 class StageCut:
     """Stages of a microbatch's operators.
 
-    `forward` and `backward` are the operators of each stage in executed order, those
-    that are made again everywhere included where needed. `made_on` is the stage and
-    phase that makes each tensor another program may read; `home` the stage where every
-    parameter lives: the first that reads it. A later one (tied embeddings) gets a copy
-    each step.
+    `forward`, `backward` and `weight` are the operators of each stage in executed
+    order, those that are made again everywhere included where needed. `made_on` is the
+    stage and phase that makes each tensor another program may read; `home` the stage
+    where every parameter lives: the first that reads it. A later one (tied embeddings)
+    gets a copy each step.
     """
 
     num_stages: int
     forward: tuple[tuple[Operator, ...], ...]
     backward: tuple[tuple[Operator, ...], ...]
+    weight: tuple[tuple[Operator, ...], ...]
     made_on: dict[int, tuple[int, str]]
     home: dict[int, int]
 
 
-def cut_stages(graph: OpGraph, held: Iterable[int], num_stages: int) -> StageCut:
+def cut_stages(
+    graph: OpGraph,
+    held: Iterable[int],
+    num_stages: int,
+    has_weight_tasks: bool = False,
+    products: Sequence[int] | None = None,
+) -> StageCut:
     """Cut the outermost block of a microbatch's graph into `num_stages` stages.
 
+    `has_weight_tasks` leaves to backward what lower stages wait for, and to weight the
+    rest; the first stage, which none waits for, keeps its backward whole.
+
     `held` are the inputs that live on a stage; the others are fed to every stage.
+    `products` says how many products of the forward work each stage has, those of every
+    layer of a scan apart; if left out, stages take about the same time.
 
     Raises:
       ValueError: fewer products than stages.
       NotImplementedError: a backward operator finds no stage that has all it reads.
     """
     cutter = _Cutter(graph, frozenset(held), num_stages)
-    cutter.cut_forward()
+    cutter.cut_forward(products)
     cutter.place_backward()
+    if has_weight_tasks:
+        cutter.split_backward()
     return cutter.result()
 
 
 def scan_lengths(
-    graph: OpGraph, held: Iterable[int], num_stages: int
+    graph: OpGraph,
+    held: Iterable[int],
+    num_stages: int,
+    products: Sequence[int] | None = None,
 ) -> dict[int, tuple[int, ...]]:
     """How many layers of each scan over layers go into each of its chunks, by operator.
 
@@ -68,18 +86,11 @@ def scan_lengths(
     """
     cutter = _Cutter(graph, frozenset(held), num_stages)
     work = cutter.forward_work()
-    costs, live, units = [], [], []
-    for op, cost, moved in zip(
-        work, cutter.costs(work), cutter.live_bytes(work)[:-1], strict=True
-    ):
-        number = op.params["length"] if cutter.is_over_layers(op) else 1
-        costs.extend([cost / number] * number)
-        live.extend([moved] * number)
-        units.extend((op, layer) for layer in range(number))
+    line = cutter.work_line()
     chunks: dict[int, tuple[int, ...]] = {}
     inside: dict[int, list[int]] = {}
-    for border in stage_borders(costs, live, num_stages):
-        op, layer = units[border]
+    for border in line.borders(num_stages, products):
+        op, layer = line.units[border]
         if layer > 0:
             inside.setdefault(op.index, []).append(layer)
     for op in work:
@@ -91,6 +102,53 @@ def scan_lengths(
     return chunks
 
 
+@dataclass(frozen=True, eq=False)
+class WorkLine:
+    """The forward work that stages are cut along: units in trace order.
+
+    A unit is an operator, or one iteration of a scan over layers, with its number.
+    `crossing_bytes[p]` is what a border before unit p moves, infinite where none may
+    lie: remat hands a layer's parameters on together with its input, in the backward
+    pass, so these must be on one stage.
+    """
+
+    units: tuple[tuple[Operator, int], ...]
+    costs: tuple[float, ...]  # flops
+    crossing_bytes: tuple[float, ...]
+
+    def borders(self, num_stages: int, products: Sequence[int] | None) -> list[int]:
+        """Units at which stages 1, 2, ... begin.
+
+        Raises:
+          ValueError: fewer products than stages, or others than `products` add up to.
+        """
+        if products is None:
+            return stage_borders(self.costs, self.crossing_bytes, num_stages)
+        total = sum(cost > 0 for cost in self.costs)
+        if len(products) != num_stages or sum(products) != total or min(products) < 1:
+            raise ValueError(
+                f"`stage_products` must give each of {num_stages} stages one product or "
+                f"more, {total} in all, as the step's forward pass has, but got "
+                f"{tuple(products)}."
+            )
+        places = border_places(self.costs, self.crossing_bytes)
+        found, before = [], 0
+        for number in products[:-1]:
+            before += number
+            found.append(places[before - 1])
+            if self.crossing_bytes[found[-1]] == float("inf"):
+                raise ValueError(
+                    f"A rematerialised layer must be on one stage, but a border after "
+                    f"product {before} would cut one; move it in `stage_products`."
+                )
+        return found
+
+
+def work_line(graph: OpGraph, held: Iterable[int]) -> WorkLine:
+    """The forward work of a step, or of a microbatch, that stages are cut along."""
+    return _Cutter(graph, frozenset(held), 1).work_line()
+
+
 @dataclass
 class _Cutter:
     graph: OpGraph
@@ -99,6 +157,7 @@ class _Cutter:
     stage: dict[int, int] = field(default_factory=dict)  # by operator
     floating: set[int] = field(default_factory=set)  # operators made where read
     backward: set[int] = field(default_factory=set)  # operators
+    weight: set[int] = field(default_factory=set)  # operators of backward that can wait
     made_by: dict[int, Operator] = field(default_factory=dict)
     available: dict[int, frozenset[int]] = field(default_factory=dict)
     cotangent: dict[int, int] = field(default_factory=dict)  # stage by tensor
@@ -151,12 +210,38 @@ class _Cutter:
             for t in tensors_of(slices)
         )
 
-    def cut_forward(self) -> None:
+    def work_line(self) -> WorkLine:
+        """The forward work, scans over layers written out."""
+        work = self.forward_work()
+        costs, live, units = [], [], []
+        crossing = self.crossing_bytes(work)
+        for op, cost, moved in zip(work, self.costs(work), crossing, strict=True):
+            number = op.params["length"] if self.is_over_layers(op) else 1
+            costs.extend([cost / number] * number)
+            live.extend([moved] * number)
+            units.extend((op, layer) for layer in range(number))
+        return WorkLine(tuple(units), tuple(costs), tuple(live))
+
+    def crossing_bytes(self, work: Sequence[Operator]) -> list[float]:
+        """What a border before each position moves; infinite where none may lie."""
+        crossing = self.live_bytes(work)[:-1]
+        backward = [op for op in self.operators if op.index in self.backward]
+        for first, last in inseparable(work, backward, self._sources):
+            crossing[first + 1 : last + 1] = [float("inf")] * (last - first)
+        return crossing
+
+    def cut_forward(self, products: Sequence[int] | None = None) -> None:
         """Contiguous parts of the forward work in trace order."""
         work = self.forward_work()
-        borders = stage_borders(
-            self.costs(work), self.live_bytes(work), self.num_stages
-        )
+        if products is None:
+            line = WorkLine(
+                tuple((op, 0) for op in work),
+                tuple(self.costs(work)),
+                tuple(self.crossing_bytes(work)),
+            )
+            borders = line.borders(self.num_stages, None)
+        else:
+            borders = self.chunk_borders(work, products)
         for stage, (first, last) in enumerate(
             zip([0, *borders], [*borders, len(work)], strict=True)
         ):
@@ -175,6 +260,19 @@ class _Cutter:
         for tensor in self.held:
             if self.available[tensor]:
                 self.home[tensor] = min(self.available[tensor])
+
+    def chunk_borders(
+        self, work: Sequence[Operator], products: Sequence[int]
+    ) -> list[int]:
+        """Positions of stages' first operators where scans are cut by length."""
+        line = self.work_line()
+        position = {op.index: i for i, op in enumerate(work)}
+        found = []
+        for border in line.borders(self.num_stages, products):
+            op, layer = line.units[border]
+            assert layer == 0, f"the scan {op.name} is cut elsewhere"
+            found.append(position[op.index])
+        return found
 
     def live_bytes(self, work: Sequence[Operator]) -> list[float]:
         """Bytes made before each position of `work` and read from there on."""
@@ -231,22 +329,50 @@ class _Cutter:
             for result in op.results:
                 self.cotangent[result] = max(fitting)
 
+    def split_backward(self) -> None:
+        """Finds the backward work that no lower stage waits for."""
+        stage_of, makers = self.stage, self.made_by
+        waiting = [
+            op for op in self.operators if op.index in self.backward & stage_of.keys()
+        ]
+        awaited = {op.index for op in waiting if stage_of[op.index] == 0}
+        for op in reversed(waiting):
+            if op.index not in awaited:
+                self.weight.add(op.index)
+                continue
+            for tensor in self._sources(op):
+                if tensor in makers:
+                    awaited.add(makers[tensor].index)
+
+    def phase(self, op: Operator) -> str:
+        if op.index in self.weight:
+            return "weight"
+        return "backward" if op.index in self.backward else "forward"
+
     def result(self) -> StageCut:
-        forward, backward = [], []
+        tasks: dict[str, list[tuple[Operator, ...]]] = {
+            "forward": [],
+            "backward": [],
+            "weight": [],
+        }
         made_on: dict[int, tuple[int, str]] = {}
         for stage in range(self.num_stages):
-            for phase, tasks in (("forward", forward), ("backward", backward)):
+            for phase, of_stages in tasks.items():
                 own = [
                     op
                     for op in self.operators
-                    if self.stage.get(op.index) == stage
-                    and (op.index in self.backward) == (phase == "backward")
+                    if self.stage.get(op.index) == stage and self.phase(op) == phase
                 ]
                 for op in own:
                     made_on.update(dict.fromkeys(op.results, (stage, phase)))
-                tasks.append(self.with_floating(own))
+                of_stages.append(self.with_floating(own))
         return StageCut(
-            self.num_stages, tuple(forward), tuple(backward), made_on, self.home
+            self.num_stages,
+            tuple(tasks["forward"]),
+            tuple(tasks["backward"]),
+            tuple(tasks["weight"]),
+            made_on,
+            self.home,
         )
 
     def with_floating(self, own: Sequence[Operator]) -> tuple[Operator, ...]:

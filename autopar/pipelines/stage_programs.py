@@ -128,6 +128,7 @@ class PipelineBuilder:
         tasks: list[tuple[int, TaskKind, tuple[Operator, ...]]] = [
             *((s, "forward", cut.forward[s]) for s in stages),
             *((s, "backward", cut.backward[s]) for s in stages),
+            *((s, "weight", cut.weight[s]) for s in stages),
         ]
         made_nowhere = _made_nowhere(graph, cut)
         if made_nowhere:

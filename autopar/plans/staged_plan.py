@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..lowering.programs import TaskKind
 from ..methods.methods import PipelineParallel
+from ..methods.schedule_choice import SCHEDULES, ScheduleRows
 from ..microbatches.microbatch_semantics import MicrobatchSemantics
 from ..sharding.mesh import MeshShape
 from .plan import Prediction, ShardingPlan
@@ -73,7 +74,9 @@ class StagedPlan:
         return PipelineParallel(
             self.num_stages,
             self.num_microbatches,
-            self.schedule,
+            self.schedule
+            if self.schedule in SCHEDULES
+            else ScheduleRows(self.schedule, self.rows),
             self.num_stages // len(self.meshes),
             self.meshes,
             self.microbatch_semantics,

@@ -31,7 +31,9 @@ from autopar.runtime.simulate import chain
 
 Values = st.builds(Value, st.text(), st.none() | st.integers(0, 99))
 Stages = st.integers(0, 99)
-Tasks = st.builds(Task, Stages, Stages, st.sampled_from(["forward", "backward"]))
+Tasks = st.builds(
+    Task, Stages, Stages, st.sampled_from(["forward", "backward", "weight"])
+)
 Several = st.lists(Values, max_size=3).map(tuple)
 Instructions = st.one_of(
     st.builds(Run, Tasks, Stages, Several, Several),

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.lowering.programs import TaskKind
 from autopar.runtime.schedule import (
     Schedule,
     Task,
@@ -14,7 +15,8 @@ from autopar.runtime.schedule import (
     gpipe,
     interleaved,
     one_f_one_b,
-    zero_bubble,
+    zero_bubble_h1,
+    zero_bubble_h2,
 )
 from autopar.runtime.simulate import simulate_schedule
 
@@ -28,7 +30,9 @@ def _interleaved(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 Schedules = pytest.mark.parametrize(
-    "make_schedule", [gpipe, one_f_one_b, _interleaved], ids=lambda f: f.__name__
+    "make_schedule",
+    [gpipe, one_f_one_b, _interleaved, zero_bubble_h1, zero_bubble_h2],
+    ids=lambda f: f.__name__,
 )
 
 
@@ -36,6 +40,11 @@ def _seconds(stages_a_submesh: int = 1) -> Callable[[Task], float]:
     """Unit costs of the acceptance rows: forward 1, backward 2, of a whole submesh."""
     costs = {"forward": 1.0, "backward": 2.0, "apply": 0.0}
     return lambda task: costs[task.kind] / stages_a_submesh
+
+
+def _with_weights(task: Task) -> float:
+    """Backward in two parts of the same time as forward."""
+    return 0.0 if task.kind == "apply" else 1.0
 
 
 def _dependencies(schedule: Schedule) -> nx.DiGraph:
@@ -48,6 +57,9 @@ def _dependencies(schedule: Schedule) -> nx.DiGraph:
         chain = [Task(s, i, "forward") for s in range(last + 1)]
         chain += [Task(s, i, "backward") for s in range(last, -1, -1)]
         nx.add_path(graph, chain)
+        if schedule.has_weight_tasks:
+            for s in range(last + 1):
+                nx.add_path(graph, [Task(s, i, "backward"), Task(s, i, "weight")])
     return graph
 
 
@@ -60,10 +72,11 @@ def test_each_task_runs_once_and_none_waits_for_itself(
 ) -> None:
     schedule = make_schedule(num_stages, num_microbatches)
     tasks = [task for row in schedule.rows for task in row]
+    kinds: list[TaskKind] = ["forward", "backward"]
     wanted = {
         Task(stage, microbatch, kind)
         for stage in range(schedule.num_stages)
-        for kind in ("forward", "backward")
+        for kind in [*kinds, *(["weight"] if schedule.has_weight_tasks else [])]
         for microbatch in range(schedule.num_microbatches)
     } | {Task(stage, None, "apply") for stage in range(schedule.num_stages)}
     assert len(tasks) == len(wanted)
@@ -103,7 +116,34 @@ def test_meg_5_1f1b_and_interleaved() -> None:
         assert found.peak_microbatches[0] / chunks == peak
 
 
-@pytest.mark.parametrize("text", ["2F0", "0B13", "7A"])
+def test_meg_5_zero_bubble() -> None:
+    first = simulate_schedule(zero_bubble_h1(4, 8), _with_weights)
+    assert first.timeline.makespan_seconds == 27
+    assert first.peak_microbatches == (4,) * 4
+    second = simulate_schedule(zero_bubble_h2(4, 8), _with_weights)
+    assert second.peak_microbatches == (7,) * 4
+    for submesh in range(4):
+        tasks = [e for e in second.timeline.events if e.submesh == submesh]
+        tasks = [e for e in tasks if e.task.kind != "apply"]
+        span = max(e.end for e in tasks) - min(e.start for e in tasks)
+        assert span == second.timeline.busy_seconds(submesh)
+
+
+@given(num_stages=Sizes, extra=st.integers(0, 9))
+def test_zero_bubble_leaves_a_third_of_the_bubble_or_none_inside(
+    num_stages: int, extra: int
+) -> None:
+    p, m = num_stages, num_stages + extra
+    first = simulate_schedule(zero_bubble_h1(p, m), _with_weights)
+    assert first.timeline.makespan_seconds == 3 * m + (p - 1)
+    assert max(first.peak_microbatches) == min(p, m)
+    m = 2 * p + extra
+    second = simulate_schedule(zero_bubble_h2(p, m), _with_weights)
+    assert max(second.peak_microbatches) == 2 * p - 1
+    assert second.timeline.makespan_seconds == 3 * m + (p - 1)
+
+
+@pytest.mark.parametrize("text", ["2F0", "0B13", "1W2", "7A"])
 def test_a_task_prints_and_parses_back(text: str) -> None:
     assert str(Task.parse(text)) == text
 
@@ -141,5 +181,3 @@ def test_a_schedule_that_makes_no_sense_is_refused() -> None:
         interleaved(6, 4, num_submeshes=4)
     with pytest.raises(ValueError, match="one stage and one microbatch"):
         gpipe(0, 1)
-    with pytest.raises(NotImplementedError, match="roadmap"):
-        zero_bubble(4, 8)
