@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, overload
-
-import jax
+from typing import Any, Literal, Unpack, overload
 
 from autopar.runtime.checkpoint import restore as restore
 from autopar.runtime.checkpoint import save as save
@@ -40,16 +39,21 @@ from .lowering.lowered_pipeline import LoweredPipeline
 from .lowering.lowered_step import Lowered
 from .lowering.programs import SignatureChanged, SpmdProgram, build_program
 from .methods.methods import Method, PipelineParallel
-from .options import Options, check_options, resolve_options
+from .options import (
+    Options,
+    ParallelizeArguments,
+    check_options,
+    resolve_options,
+)
 from .pipelines.pipeline import PipelinedStep
 from .pipelines.pipeline_plan import PlannedPipeline, plan_pipeline
 from .planner.pin_costs import PinCosts, pin_costs
 from .planner.planning import Planned, leaves_of, many_signatures
 from .plans.parallel_plan import Plan
+from .report.step_origin import with_pipeline_origin, with_step_origin
 from .sharding.mesh import MeshLike
 from .sharding.pins import PinsLike
 from .sharding.resharding import Resharder
-from .state.distributed_array import abstract_leaf
 from .state.state_init import PlacedInit, placed_state, stage_homes, whole_homes
 from .state.traced_init import noting_state, step_call, trace_init
 
@@ -110,9 +114,12 @@ class ParallelFunction:
         Needs no device of the target cluster.
         """
         with self._open(args, kwargs) as call:
-            if isinstance(self._options.method, PipelineParallel):
-                return staged_plan(self._plan_pipeline(call, self._options.method))
-            return self._plan(call).plan
+            leaves, options = call.leaves, self._options
+            if isinstance(options.method, PipelineParallel):
+                staged = self._plan_pipeline(call, options.method)
+                known = self._pipelines.get(staged)
+                return with_pipeline_origin(staged, leaves, options, known)
+            return with_step_origin(self._plan(call), leaves, options, self._program)
 
     def pin_costs(self, *args: Any, **kwargs: Any) -> PinCosts:
         """What each pin adds to a step; it is solved again without each of them."""
@@ -227,7 +234,7 @@ class ParallelFunction:
         args, kwargs = call.arguments()
         names = parameter_names(fun, len(args))
         check_leaves(call.leaves, argument_paths(names, args, kwargs))
-        return fun, args, kwargs, (call.key, tuple(map(_abstract, call.leaves)))
+        return fun, args, kwargs, (call.key, call.types())
 
     def _plan(self, call: Call) -> Planned:
         """The plan for the types of a call's arguments, made once."""
@@ -272,35 +279,11 @@ class ParallelFunction:
 
 @overload
 def parallelize(
-    fun: Callable[..., Any],
-    *,
-    method: Method | None = None,
-    mesh: MeshLike | None = None,
-    cluster: Cluster | None = None,
-    plan: Plan | None = None,
-    pins: PinsLike | None = None,
-    rules: Any = None,
-    memory_budget: int | str | None = None,
-    num_microbatches: int | None = None,
-    batch_argnums: int | Sequence[int] | Literal["auto"] = "auto",
-    static_argnums: int | Sequence[int] = (),
-    donate_argnums: int | Sequence[int] | Literal["auto"] = "auto",
+    fun: Callable[..., Any], **options: Unpack[ParallelizeArguments]
 ) -> ParallelFunction: ...
 @overload
 def parallelize(
-    fun: None = None,
-    *,
-    method: Method | None = None,
-    mesh: MeshLike | None = None,
-    cluster: Cluster | None = None,
-    plan: Plan | None = None,
-    pins: PinsLike | None = None,
-    rules: Any = None,
-    memory_budget: int | str | None = None,
-    num_microbatches: int | None = None,
-    batch_argnums: int | Sequence[int] | Literal["auto"] = "auto",
-    static_argnums: int | Sequence[int] = (),
-    donate_argnums: int | Sequence[int] | Literal["auto"] = "auto",
+    fun: None = None, **options: Unpack[ParallelizeArguments]
 ) -> Callable[[Callable[..., Any]], ParallelFunction]: ...
 def parallelize(
     fun: Callable[..., Any] | None = None,
@@ -309,9 +292,12 @@ def parallelize(
     mesh: MeshLike | None = None,
     cluster: Cluster | None = None,
     plan: Plan | None = None,
+    like: Plan | str | os.PathLike[str] | None = None,
     pins: PinsLike | None = None,
     rules: Any = None,
     memory_budget: int | str | None = None,
+    remat: str | None = None,
+    offload: str | None = None,
     num_microbatches: int | None = None,
     batch_argnums: int | Sequence[int] | Literal["auto"] = "auto",
     static_argnums: int | Sequence[int] = (),
@@ -332,6 +318,9 @@ def parallelize(
         fills. All devices along one axis if left out.
       cluster: the hardware to plan for; `Cluster.local()` if left out.
       plan: a plan to run as it is, from `step.plan` or `Plan.load`.
+      like: a plan of an earlier form of the step, or the path of one: what is still
+        there keeps its place and, where it costs nothing, its operators their form;
+        the rest is solved. What could not be kept is logged.
       pins: how arguments lie on the mesh, by path or regular expression (the path
         first, then the first expression that is found in it), as a PartitionSpec or a
         text such as `"[data, -]"`; `autopar.FREE` leaves a dim to the solver. What is
@@ -341,6 +330,11 @@ def parallelize(
       memory_budget: what a device may hold, as bytes or a text such as "70GiB"; its
         memory less a reserve if left out. Where the devices are in this process, plans
         that come near it are compiled, and planned again if the program needs more.
+      remat: what the backward pass makes again instead of keeping: "selective" (scores
+        of attention), "cheap" (all but products), "full" (layers), or "auto": what the
+        budget takes. jax.checkpoint in the step is kept to in any case.
+      offload: "optimizer_state" keeps what only the update reads in the host's memory,
+        "auto" as much of it as the budget takes; what is used last goes first.
       num_microbatches: how many parts of the batch run one after the other; gradients
         are added up and reduced once. Values stay those of the whole batch, unless
         the method has `microbatch_semantics="independent"`.
@@ -362,6 +356,7 @@ def parallelize(
         mesh=mesh,
         cluster=cluster,
         plan=plan,
+        like=like,
         pins=pins,
         rules=rules,
         memory_budget=memory_budget,
@@ -369,6 +364,8 @@ def parallelize(
         batch_argnums=batch_argnums,
         static_argnums=static_argnums,
         donate_argnums=donate_argnums,
+        remat=remat,
+        offload=offload,
     )
 
     def wrap(fun: Callable[..., Any]) -> ParallelFunction:
@@ -380,12 +377,3 @@ def parallelize(
         return ParallelFunction(fun, options)
 
     return wrap if fun is None else wrap(fun)
-
-
-def _abstract(leaf: Any) -> tuple[Any, ...]:
-    """What a leaf's trace depends on: shape, dtype and weak type."""
-    leaf = abstract_leaf(leaf)
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.shape, leaf.dtype, leaf.weak_type
-    aval = jax.typeof(leaf)
-    return aval.shape, aval.dtype, getattr(aval, "weak_type", False)

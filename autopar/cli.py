@@ -1,4 +1,4 @@
-"""The command line: `autopar demo | plan | calibrate | explain | launch | doctor`.
+"""The command line: `autopar demo | plan | explain | diff | report | calibrate | ...`.
 
 jax is configured inside the commands: devices are fixed when it is first used.
 """
@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .commands import calibrate_command, plan_command
+from .commands import calibrate_command, explain_command, plan_command, report_command
 
 app = typer.Typer(
     help="Automatic parallelization of unmodified JAX train steps.",
@@ -104,17 +104,9 @@ def demo(
 
 app.command()(plan_command.plan)
 app.command()(calibrate_command.calibrate)
-
-
-@app.command()
-def explain(
-    path: Annotated[Path, typer.Argument(help="A plan, as plan.save wrote it.")],
-    operators: Annotated[bool, plan_command.OPERATORS] = False,
-) -> None:
-    """Print a saved plan: what is split how, and what it costs."""
-    from .plans.parallel_plan import Plan
-
-    Plan.load(path).explain(operators=operators)
+app.command()(explain_command.explain)
+app.command()(explain_command.diff)
+app.command()(report_command.report)
 
 
 @app.command(

@@ -131,6 +131,7 @@ def staged_plan(planned: PlannedPipeline) -> Plan:
                 simulation.timeline.makespan_seconds,
                 simulation.timeline.bubble_fraction,
             ),
+            tuple(method.stage_products or ()),
         )
     )
 

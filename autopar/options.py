@@ -2,24 +2,54 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from jax.sharding import PartitionSpec
 
 from .clusters.cluster import Cluster
 from .frontend.static_arguments import keyword_names, resolve_positions
 from .methods.layout_rules import LayoutRules, as_layout_rules
-from .methods.methods import Auto, Method, Microbatched, PipelineParallel, check_method
+from .methods.methods import (
+    Auto,
+    Method,
+    Microbatched,
+    PipelineParallel,
+    ShardParallel,
+    check_method,
+)
 from .microbatches.microbatch_semantics import MicrobatchSemantics
 from .planner.memory_budget import parse_budget
+from .planner.step_variants import Offload, check_offload
 from .plans.parallel_plan import Plan
 from .plans.staged_plan import StagedPlan
+from .rematerialisation.remat import check_remat
 from .sharding.layouts import parse_layout
 from .sharding.mesh import MeshLike
+from .sharding.pins import PinsLike
 
 Positions = tuple[int, ...] | Literal["auto"]
+
+
+class ParallelizeArguments(TypedDict, total=False):
+    """The arguments of `autopar.parallelize` besides the function."""
+
+    method: Method | None
+    mesh: MeshLike | None
+    cluster: Cluster | None
+    plan: Plan | None
+    like: Plan | str | os.PathLike[str] | None
+    pins: PinsLike | None
+    rules: Any
+    memory_budget: int | str | None
+    remat: str | None
+    offload: str | None
+    num_microbatches: int | None
+    batch_argnums: int | Sequence[int] | Literal["auto"]
+    static_argnums: int | Sequence[int]
+    donate_argnums: int | Sequence[int] | Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +72,9 @@ class Options:
     names: tuple[str, ...] = ()
     rules: LayoutRules | None = None
     memory_budget: int | None = None  # bytes a device
+    like: Plan | None = None
+    remat: str | None = None  # "auto", or as `Remat` prints
+    offload: Offload | None = None
 
     def names_at(self, positions: Sequence[int]) -> tuple[str, ...]:
         """Keywords for the arguments at `positions`."""
@@ -89,8 +122,12 @@ def check_options(
     batch_argnums: int | Sequence[int] | Literal["auto"],
     static_argnums: int | Sequence[int],
     donate_argnums: int | Sequence[int] | Literal["auto"],
+    remat: str | None = None,
+    offload: str | None = None,
+    like: Plan | str | os.PathLike[str] | None = None,
 ) -> Options:
     """The options as one value; errors are those of `autopar.parallelize`."""
+    model = _plan_to_be_like(like, plan, method, rules)
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(
             f"`plan` must be an autopar.Plan, but got {plan!r} of type "
@@ -118,6 +155,8 @@ def check_options(
             f"autopar.Cluster.local(), .preset('8xH100') or .load(path)."
         )
     checked = _method_of_plan(plan, check_method(method))
+    again, at_host = check_remat(remat), check_offload(offload)
+    _check_memory_choices(again, at_host, plan, checked)
     if memory_budget is not None and isinstance(checked, PipelineParallel):
         raise NotImplementedError(
             f"`memory_budget` is not there for pipelines yet (docs/roadmap.md), but "
@@ -133,7 +172,7 @@ def check_options(
         mesh,
         cluster,
         plan,
-        _pins_by_key(pins or {}),
+        pins_by_key(pins or {}),
         _num_microbatches(num_microbatches, checked),
         checked.microbatch_semantics if isinstance(checked, Microbatched) else "exact",
         _positions(batch_argnums),
@@ -141,7 +180,61 @@ def check_options(
         _positions(donate_argnums),
         rules=as_layout_rules(rules),
         memory_budget=None if memory_budget is None else parse_budget(memory_budget),
+        like=model,
+        remat=again,
+        offload=at_host,
     )
+
+
+def _plan_to_be_like(
+    like: Plan | str | os.PathLike[str] | None,
+    plan: Plan | None,
+    method: Method | None,
+    rules: Any,
+) -> Plan | None:
+    """The plan that `like` is, or is the path of."""
+    if like is None:
+        return None
+    others = {"plan": plan, "rules": rules}
+    given = [name for name, value in others.items() if value is not None]
+    if given or not isinstance(check_method(method), Auto | ShardParallel):
+        raise ValueError(
+            f"`like` keeps what a plan chose, so `plan`, `rules` and methods with a "
+            f"name of their own must be left out with it, but got "
+            f"{' and '.join(given) or method}; pins may be given."
+        )
+    if isinstance(like, str | os.PathLike):
+        like = Plan.load(like)
+    if not isinstance(like, Plan):
+        raise TypeError(
+            f"`like` must be an autopar.Plan or the path of a plan file, but got "
+            f"{like!r} of type {type(like).__name__}."
+        )
+    if isinstance(like.decision, StagedPlan):
+        raise NotImplementedError(
+            f"`like` is not there for pipelines yet (docs/roadmap.md), but the plan of "
+            f"{like.decision.function!r} is one; give method={like.decision.method} "
+            f"and pins."
+        )
+    return like
+
+
+def _check_memory_choices(
+    remat: str | None, offload: Offload | None, plan: Plan | None, method: Method
+) -> None:
+    """Raises where `remat` or `offload` cannot be had."""
+    for name, given in (("remat", remat), ("offload", offload)):
+        if given is not None and plan is not None:
+            raise ValueError(
+                f"A plan is run as it is, so `{name}` must be left out with `plan`, "
+                f"but got {given!r}; plan with it: parallelize(f, {name}=...).plan(...)."
+            )
+        if given is not None and isinstance(method, PipelineParallel):
+            remedy = "use jax.checkpoint in the step" if name == "remat" else ""
+            raise NotImplementedError(
+                f"`{name}` is not there for pipelines yet (docs/roadmap.md), but got "
+                f"{given!r}; {remedy or 'use more stages'}, or autopar.ShardParallel()."
+            )
 
 
 def _method_of_plan(plan: Plan | None, method: Method) -> Method:
@@ -158,7 +251,11 @@ def _method_of_plan(plan: Plan | None, method: Method) -> Method:
     own = plan.decision.method
     given = own if isinstance(method, Auto) else method
     if isinstance(given, PipelineParallel):
-        given = replace(given, stage_meshes=own.stage_meshes)
+        given = replace(
+            given, stage_meshes=own.stage_meshes, stage_products=own.stage_products
+        )
+        if given.num_stages is None:
+            given = own
     if given != own:
         raise ValueError(
             f"A plan is run as it is, but `plan` is of a pipeline made with {own}, and "
@@ -167,9 +264,14 @@ def _method_of_plan(plan: Plan | None, method: Method) -> Method:
     return own
 
 
-def _pins_by_key(
+def pins_by_key(
     pins: Mapping[str, Any] | Sequence[tuple[str, Any]],
 ) -> dict[str, Any]:
+    """Pins as specs by path or expression; texts such as `[data, -]` are read.
+
+    Raises:
+      ValueError: a key is there twice, or a text is no layout.
+    """
     pairs = list(pins.items() if isinstance(pins, Mapping) else pins)
     by_key = {
         key: parse_layout(spec) if isinstance(spec, str) else spec

@@ -1,223 +1,312 @@
 """Solving within a budget that binds.
 
-1. Prices on memory give a bound and plans on both sides of the budget (multipliers.py).
-2. What costs too much at the best prices is fixed (the priced cost of a plan that fits
-   is at most its cost).
-3. An ILP mixes the plans seen: every node takes its choice from one of them, so that
-   some layers follow the cheap plan and some the small one.
-4. The ILP over everything that is left, where that is small enough.
+The graph is reduced once (kept_choices.py). Then, with rows of memory that come as they
+are broken (memory_rows.py):
+
+  small    the linear relaxation of all that is left, and branching (`_close`)
+  large    prices on memory from a relaxation of few choices, a bound at these prices
+           and the choices it holds likely, in turn (`_price`); a plan among those few;
+           whatever costs too much at the prices goes, until what is left is small
+  nothing  the least peak of all, in the same way (`_find_least`)
+
+All limits count work. Only if the time of the search is up, which is meant for machines
+that are stuck, results depend on it.
 """
 
+import logging
 from collections.abc import Sequence
 from math import inf
-from time import perf_counter
 
 import numpy as np
 
-from .choice_graph import ChoiceGraph, Infeasible
-from .fix import fix
-from .free import bound_choices, solve_free
-from .ilp import is_small_enough, solve_ilp
-from .live_sets import keep_binding
-from .multipliers import SeenPlan, best_prices, least_peak_prices, price
-from .reduce import reduce
+from .branching import Judged, Tree, branch_and_bound
+from .choice_graph import ChoiceGraph, Infeasible, allowed
+from .free import bound_choices
+from .kept_choices import KeptChoices
+from .memory_rows import Check, MemoryRow, Verdict, check_live_sets, most_spread
+from .multipliers import price, price_of_peak
+from .relaxation import Relaxation, num_pairs
 from .search import Search
 
-MOST_PRICES_IN_VAIN = 2
-MOST_PEAK_ROUNDS = 12
-PRICED_GAP = 0.25
-MOST_ROUNDS = 8
-WORTH_PRICING_AGAIN = 0.02
+MOST_PAIRS = 45_000
+MOST_LIKELY = 2000
+MOST_PRICES = 5
+MOST_ATTEMPTS = 3
+PRICED_GAP = 0.1
+LEAST_PEAK_GAP = 2e-3
+GUARD_SECONDS = 600.0
+_log = logging.getLogger("autopar")
 
 
 def solve_within_budget(search: Search, known: Sequence[Sequence[int]]) -> None:
-    """Closes the gap of `search.graph` as far as time allows.
+    """Closes the gap of `search.graph`, whose live sets say all about memory.
 
     `known` are plans within budget or not, the best without the budget among them.
 
     Raises:
         Infeasible: nothing fits, or nothing was found that does.
     """
-    _WithinBudget(search).run(known)
+    graph = search.graph
+    assert graph.budget is not None, "only a budget can bind"
+    members = {node for live in graph.live_sets for node in live}
+    held = [v for v in most_spread(graph, 0.0) if v in members]
+    check = check_live_sets(graph)
+    BudgetSearch(search, allowed(graph.budget), check, held).run(known)
 
 
-class _WithinBudget:
-    def __init__(self, search: Search) -> None:
-        self.search = search
-        self.seconds = search.seconds_left
-        self.plans: list[SeenPlan] = []
-        self.ceiling = inf
-        self.graph = search.graph
+class BudgetSearch:
+    """The search for the cheapest assignment that a check accepts.
+
+    Args:
+        search: the problem; what is accepted is offered to it.
+        budget: what the check's peak may be.
+        check: the word on memory; asked once about each assignment.
+        held: nodes whose bytes matter to rows; the others count at their least.
+    """
+
+    def __init__(
+        self, search: Search, budget: float, check: Check, held: Sequence[int]
+    ) -> None:
+        self.search, self.budget = search, budget
+        self._check = check
+        self._verdicts: dict[tuple[int, ...], Verdict] = {}
+        self.kept = KeptChoices(search.graph, held, search.pool)
+        self.graph = self.kept.graph
+        self.rows: list[MemoryRow] = []
+        self.least, self.least_bound = inf, 0.0
+        self.least_choices: tuple[int, ...] | None = None
 
     def run(self, known: Sequence[Sequence[int]]) -> None:
-        try:
-            self._run(known)
-        finally:
-            self.search.seen = tuple(dict.fromkeys(p.choices for p in self.plans))
+        """Raises the bound and offers plans until the gap is closed or work is done.
 
-    def _run(self, known: Sequence[Sequence[int]]) -> None:
-        search = self.search
+        Raises:
+            Infeasible: nothing fits, or nothing was found that does.
+        """
         for choices in known:
-            self._see(choices)
-        self._find_one_that_fits()
-        if search.choices is None:
+            self.ask(tuple(choices))
+        everything = np.ones(self.graph.num_choices, bool)
+        if self.search.is_closed:
             return
-        self.graph = keep_binding(search.graph)
-        self._see(search.choices)
-        self._forget_forbidden()
-        for _ in range(MOST_ROUNDS):
-            marginals = self._price()
-            if search.is_closed or search.seconds_left <= 0:
-                return
-            self._mix()
-            if search.is_closed or search.seconds_left <= 0:
-                return
-            num_fixed = self._fix(marginals)
-            search.finish_phase("fix", self.graph)
-            if num_fixed < WORTH_PRICING_AGAIN * search.graph.num_choices:
-                break
-        self._solve_ilp(self.graph, search.seconds_left, "ilp", is_bound=True)
-
-    def _see(self, choices: Sequence[int]) -> SeenPlan:
-        used = self.graph.used_bytes(choices)
-        plan = SeenPlan(tuple(choices), self.search.graph.cost(choices), used)
-        self.plans.append(plan)
-        self.search.offer(choices)
-        return plan
-
-    def _forget_forbidden(self) -> None:
-        """Keeps the plans that are still allowed, and those that fit."""
-        choices = [plan.choices for plan in self.plans]
-        self.plans = []
-        for plan in dict.fromkeys(choices):
-            if self.graph.cost(plan) < inf or self.search.graph.is_within_budget(plan):
-                self._see(plan)
-
-    def _solve_priced(
-        self, prices: np.ndarray, with_costs: bool, gap: float
-    ) -> tuple[SeenPlan, float, list[np.ndarray]]:
-        """A plan, a bound and, of priced costs, the marginals."""
-        deadline = perf_counter() + min(self.search.seconds_left, self.seconds / 10)
-        priced = price(self.graph, prices, with_costs)
-        inner, marginals = Search(priced, gap, deadline, self.search.pool), []
-        if with_costs:
-            marginals = bound_choices(inner, self.search.threshold)
+        if num_pairs(self.graph, everything) <= MOST_PAIRS:
+            self._run_small(everything)
         else:
-            solve_free(inner, with_ilp=False)
-        if inner.choices is None:
-            raise Infeasible("the time was up before any plan was found")
-        return self._see(inner.choices), inner.bound, marginals
+            self._run_large(everything)
+        self._warn_if_out_of_time()
 
-    def _find_one_that_fits(self) -> None:
+    def ask(self, choices: tuple[int, ...]) -> Verdict:
+        """What the check says of a plan of the full graph; one that fits is offered."""
+        if choices not in self._verdicts:
+            verdict = self._check(choices)
+            self._verdicts[choices] = verdict
+            if verdict.peak < self.least:
+                self.least, self.least_choices = verdict.peak, choices
+            if verdict.peak <= self.budget:
+                self.search.offer(choices)
+            self.rows += map(self.kept.row, verdict.rows)
+        return self._verdicts[choices]
+
+    def _run_small(self, everything: np.ndarray) -> None:
+        tree = self._close(everything, "branch")
+        if self.search.choices is None:
+            self._find_least(everything)
+            if self.search.choices is None:
+                raise self._does_not_fit()
+            tree = self._close(everything, "branch")
+        self.search.raise_bound(tree.bound - self.kept.slack)
+        self.search.finish_phase("branch", self.graph)
+
+    def _close(self, domain: np.ndarray, name: str) -> Tree:
+        """The cheapest plan within a domain, and a bound on all of those."""
+        relaxation = self._relaxation(domain)
+
+        def judge(choices: tuple[int, ...], value: float) -> Judged:
+            full = self.kept.expand(choices)
+            verdict = self.ask(full)
+            if verdict.peak <= self.budget:
+                return Judged(self.search.graph.cost(full))
+            return Judged(inf, self._rows_against(verdict, choices, self.budget))
+
+        tree = branch_and_bound(
+            relaxation,
+            domain,
+            judge,
+            gap=self.search.gap,
+            value=self.search.cost,
+            is_out_of_time=self._is_out_of_time,
+        )
+        self.search.finish_phase(name, self.graph)
+        return tree
+
+    def _find_least(self, domain: np.ndarray) -> Tree:
+        """The plan of the least peak within a domain, or one that fits, with a bound."""
+        relaxation = self._relaxation(domain, minimises_peak=True)
+
+        def judge(choices: tuple[int, ...], value: float) -> Judged:
+            verdict = self.ask(self.kept.expand(choices))
+            beyond = value + LEAST_PEAK_GAP / 2 * abs(value)
+            if verdict.peak <= max(self.budget, beyond):
+                return Judged(verdict.peak)
+            return Judged(verdict.peak, self._rows_against(verdict, choices, beyond))
+
+        tree = branch_and_bound(
+            relaxation,
+            domain,
+            judge,
+            gap=LEAST_PEAK_GAP,
+            value=self.least,
+            is_out_of_time=self._is_out_of_time,
+        )
+        self.search.finish_phase("least bytes", self.graph)
+        self.least_bound = max(self.least_bound, tree.bound)
+        return tree
+
+    def _relaxation(
+        self, domain: np.ndarray, minimises_peak: bool = False
+    ) -> Relaxation:
+        known = self.search.cost if self.search.cost < inf else self.search.bound
+        size = max(known - self.graph.constant, 1e-3 * abs(known))
+        relaxation = Relaxation(
+            self.graph,
+            domain,
+            self.budget,
+            size=size if size < inf else 1.0,
+            minimises_peak=minimises_peak,
+        )
+        for row in self.rows:
+            relaxation.add_row(row)
+        return relaxation
+
+    def _rows_against(
+        self, verdict: Verdict, choices: tuple[int, ...], limit: float
+    ) -> tuple[MemoryRow, ...]:
+        """The verdict's rows that a plan breaks, one of them lifted if none does."""
+        rows = [self.kept.row(row) for row in verdict.rows]
+        broken = tuple(row for row in rows if row.used(choices) > limit)
+        if broken:
+            return broken
+        top = max(rows, key=lambda row: row.used(choices))
+        lifted = top.constant + verdict.peak - top.used(choices)
+        self.rows.append(MemoryRow(top.nodes, top.weights, lifted))
+        return (self.rows[-1],)
+
+    def _run_large(self, everything: np.ndarray) -> None:
         search = self.search
-        if search.choices is not None:
-            return
-        budget = search.graph.budget or 0.0
-        bound = self._least_peak(stop_at=budget)
-        search.finish_phase("least bytes", self.graph)
-        if search.choices is None and bound <= budget:
-            try:
-                self.graph = keep_binding(search.graph)
-                self._solve_ilp(self.graph, self.seconds / 4, "first fit", False)
-            except Infeasible:
-                bound = max(bound, budget)
-        if search.choices is None:
-            raise _does_not_fit(search.graph, self.plans, bound)
-
-    def _least_peak(self, stop_at: float) -> float:
-        """Sees plans of ever smaller peaks, down to `stop_at`; returns a bound."""
-        graph = self.graph
-        least, bound = inf, 0.0
-        prices = np.full(len(graph.live_sets), 1.0 / max(len(graph.live_sets), 1))
-        seen: list[SeenPlan] = []
-        for _ in range(MOST_PEAK_ROUNDS):
-            plan, value, _ = self._solve_priced(prices, False, 1e-6)
-            seen.append(plan)
-            least, bound = min(least, plan.used.max(initial=0.0)), max(bound, value)
-            if least <= stop_at or bound > max(stop_at, least * (1 - 1e-6)):
-                break
-            if self.search.seconds_left < self.seconds / 2:
-                break
-            prices, top = least_peak_prices(seen)
-            if top <= bound * (1 + 1e-6):
-                break
-        return bound
-
-    def _price(self) -> list[np.ndarray]:
-        """Raises the bound to the best prices; returns the marginals there."""
-        search, budget = self.search, self.graph.budget or 0.0
-        best, marginals, num_in_vain = -inf, [], 0
-        while num_in_vain < MOST_PRICES_IN_VAIN:
-            prices, top = best_prices(self.plans, budget)
-            if top - best <= PRICED_GAP * search.gap * abs(top) + 1e-12 * abs(top):
-                break
-            before = search.cost
-            _, bound, found = self._solve_priced(prices, True, search.gap * PRICED_GAP)
-            search.raise_bound(min(bound, self.ceiling))
-            is_better = bound > best + search.gap * abs(bound) or search.cost < before
-            num_in_vain = 0 if is_better else num_in_vain + 1
-            if bound > best or not marginals:
-                best, marginals = max(best, bound), found
+        if not self.rows:
+            raise self._does_not_fit()
+        domain = self._likely(everything, self._priced(np.zeros(len(self.rows)))[1])
+        for _ in range(MOST_ATTEMPTS):
+            domain, marginals = self._price(domain)
             search.finish_phase("prices", self.graph)
-            if search.is_closed or search.seconds_left < self.seconds / 4:
+            if search.is_closed or self._is_out_of_time():
+                return
+            self._close(domain, "branch few")
+            if search.choices is None:
+                self._find_least(domain)
+            if search.is_closed or search.choices is None:
+                continue
+            left = np.concatenate(marginals) <= self._threshold + self.kept.slack
+            if num_pairs(self.graph, left) <= MOST_PAIRS:
+                threshold = self._threshold
+                tree = self._close(left, "branch")
+                search.raise_bound(min(tree.bound, threshold) - self.kept.slack)
+                search.finish_phase("branch", self.graph)
+                return
+        if search.choices is None:
+            raise self._does_not_fit()
+
+    @property
+    def _threshold(self) -> float:
+        return self.search.cost - self.search.gap * abs(self.search.cost)
+
+    def _price(self, domain: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Raises the bound; returns the domain with likely choices, and the marginals.
+
+        Marginals [k] per node are lower bounds on the cost of what makes each choice.
+        """
+        search = self.search
+        best, kept = -inf, [np.full(n.costs.size, -inf) for n in self.graph.nodes]
+        for _ in range(MOST_PRICES):
+            relaxed = self._relaxation(domain).solve(domain)
+            if relaxed is not None and relaxed.value < inf:
+                bound, marginals = self._priced(relaxed.prices)
+                search.raise_bound(bound - self.kept.slack)
+                if bound > best:
+                    best, kept = bound, marginals
+                is_best = relaxed.value - best <= PRICED_GAP * search.gap * abs(best)
+            else:
+                marginals, is_best = self._priced_peak(domain), False
+            domain = self._likely(domain, marginals)
+            if is_best or search.is_closed or self._is_out_of_time():
                 break
+        return domain, kept
+
+    def _priced(self, prices: np.ndarray) -> tuple[float, list[np.ndarray]]:
+        """The bound at prices [rows], and a bound on the cost of each choice."""
+        rows = self.rows[: len(prices)]
+        priced = price(self.graph, rows, prices, self.budget)
+        return self._bound(priced, self._threshold if self.search.cost < inf else inf)
+
+    def _priced_peak(self, domain: np.ndarray) -> list[np.ndarray]:
+        """Bounds on the peak of what makes each choice, at the best prices."""
+        relaxed = self._relaxation(domain, minimises_peak=True).solve(domain)
+        if relaxed is None or relaxed.value == inf:
+            return [np.zeros(node.costs.size) for node in self.graph.nodes]
+        prices = relaxed.prices / max(float(relaxed.prices.sum()), 1e-250)
+        bound, marginals = self._bound(
+            price_of_peak(self.graph, self.rows[: len(prices)], prices), -inf
+        )
+        self.least_bound = max(self.least_bound, bound)
+        if self.least_bound > self.budget:
+            raise self._does_not_fit()
         return marginals
 
-    def _mix(self) -> None:
-        nodes = list(self.graph.nodes)
-        marginals = []
-        for index, node in enumerate(nodes):
-            is_seen = np.zeros(node.costs.size, bool)
-            is_seen[[plan.choices[index] for plan in self.plans]] = True
-            marginals.append(np.where(is_seen, -inf, inf))
-        seen = fix(self.graph, marginals, 0.0)
-        limit = min(self.search.seconds_left / 2, self.seconds / 6)
-        self._solve_ilp(seen.graph, limit, "mix", is_bound=False)
+    def _bound(
+        self, priced: ChoiceGraph, of_interest: float
+    ) -> tuple[float, list[np.ndarray]]:
+        gap = PRICED_GAP * self.search.gap
+        inner = Search(priced, gap, self.search.deadline, self.search.pool)
+        marginals = bound_choices(inner, of_interest)
+        if inner.choices is not None:
+            self.ask(self.kept.expand(inner.choices))
+        return inner.bound, marginals
 
-    def _fix(self, marginals: Sequence[np.ndarray]) -> int:
-        self.ceiling = min(self.ceiling, self.search.threshold)
-        fixed = fix(self.graph, marginals, self.search.threshold)
-        try:
-            self.graph = keep_binding(fixed.graph)
-        except Infeasible:
-            self.search.raise_bound(self.ceiling)
-        self._forget_forbidden()
-        return fixed.num_fixed
+    def _likely(
+        self, domain: np.ndarray, marginals: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """The domain and the choices of least marginal, so many as make it small."""
+        beyond = np.concatenate([each - each.min() for each in marginals])
+        order = np.sort(beyond)
+        number = MOST_LIKELY + len(self.graph.nodes)
+        small = domain if num_pairs(self.graph, domain) <= MOST_PAIRS else None
+        while number > len(self.graph.nodes):
+            chosen = beyond <= order[min(number, order.size) - 1]
+            together = chosen if small is None else chosen | small
+            if num_pairs(self.graph, together) <= MOST_PAIRS:
+                return together
+            number = len(self.graph.nodes) + (number - len(self.graph.nodes)) // 2
+        return beyond <= 0.0 if small is None else small
 
-    def _solve_ilp(
-        self, graph: ChoiceGraph, seconds: float, name: str, is_bound: bool
-    ) -> None:
-        search = self.search
-        try:
-            reduced = reduce(graph, search.pool)
-        except Infeasible:
-            if is_bound:
-                search.raise_bound(self.ceiling)
-            return
-        if is_small_enough(reduced.graph):
-            result = solve_ilp(
-                reduced.graph,
-                gap=search.gap,
-                time_limit_seconds=max(seconds, 0.1),
-                cost=search.cost,
+    def _is_out_of_time(self) -> bool:
+        return self.search.seconds_left <= 0
+
+    def _warn_if_out_of_time(self) -> None:
+        if self._is_out_of_time() and not self.search.is_closed:
+            _log.warning(
+                "the time for a plan within its budget was up before the work was: the "
+                "plan has a gap and depends on the machine; give it more time."
             )
-            if result.choices is not None:
-                self._see(reduced.expand(result.choices))
-            if is_bound:
-                search.raise_bound(min(result.bound - reduced.slack, self.ceiling))
-        search.finish_phase(name, reduced.graph)
 
-
-def _does_not_fit(
-    graph: ChoiceGraph, plans: Sequence[SeenPlan], bound: float
-) -> Infeasible:
-    peaks = [(graph.peak_bytes(plan.choices), plan.choices) for plan in plans]
-    least, choices = min(peaks, default=(inf, None))
-    return Infeasible(
-        f"every live set must fit the budget {graph.budget:.6g}, but the least known "
-        f"to do is {least:.6g} (and nothing below {bound:.6g} can); raise the budget "
-        f"to {least:.6g}.",
-        least,
-        bound,
-        choices,
-    )
+    def _does_not_fit(self) -> Infeasible:
+        budget, least, bound = (
+            self.budget,
+            self.least,
+            min(self.least_bound, self.least),
+        )
+        return Infeasible(
+            f"every plan must fit the budget {budget:.6g}, but none can below "
+            f"{bound:.6g}, and the least found to do is {least:.6g}; raise the budget "
+            f"to {least:.6g}.",
+            least,
+            bound,
+            self.least_choices,
+        )

@@ -16,6 +16,8 @@ from math import inf, isfinite
 
 import numpy as np
 
+MANY_NODES = 1000
+
 
 @dataclass(frozen=True, eq=False)
 class Node:
@@ -63,6 +65,11 @@ class ChoiceGraph:
     budget: float | None = None
     constant: float = 0.0
 
+    @cached_property
+    def types(self) -> "Types":
+        """Which nodes and edges share their arrays."""
+        return Types.of(self)
+
     @property
     def num_choices(self) -> int:
         """All choices of all nodes."""
@@ -70,6 +77,8 @@ class ChoiceGraph:
 
     def cost(self, choices: Sequence[int]) -> float:
         """The total cost of one choice per node; inf where something is forbidden."""
+        if len(self.nodes) > MANY_NODES:
+            return self.types.cost(self, choices)
         total = self.constant
         for node, choice in zip(self.nodes, choices, strict=True):
             total += node.costs[choice]
@@ -151,6 +160,53 @@ class ChoiceGraph:
         return "\n".join(lines + ([f"  ... {hidden} more"] if hidden else []))
 
 
+@dataclass(frozen=True, eq=False)
+class Types:
+    """Nodes and edges by type: those that share their arrays are of one.
+
+    `node` [nodes] and `edge` [edges] are types, `first` and `second` [edges] the ends;
+    `node_of` and `edge_of` [types] are one index of each type.
+    """
+
+    node: np.ndarray
+    node_of: np.ndarray
+    edge: np.ndarray
+    edge_of: np.ndarray
+    first: np.ndarray
+    second: np.ndarray
+
+    @classmethod
+    def of(cls, graph: ChoiceGraph) -> "Types":
+        node = _numbered([id(node.costs) for node in graph.nodes])
+        edge = _numbered(
+            [(id(e.first_class), id(e.second_class), id(e.costs)) for e in graph.edges]
+        )
+        first = np.array([edge.first for edge in graph.edges], np.intp)
+        second = np.array([edge.second for edge in graph.edges], np.intp)
+        return cls(*node, *edge, first, second)
+
+    def cost(self, graph: ChoiceGraph, choices: Sequence[int]) -> float:
+        """The total cost of one choice per node."""
+        chosen = np.asarray(choices, np.intp)
+        total = graph.constant
+        for index, members in zip(self.node_of, self._node_members, strict=True):
+            total += graph.nodes[index].costs[chosen[members]].sum()
+        for index, members in zip(self.edge_of, self._edge_members, strict=True):
+            edge = graph.edges[index]
+            rows = edge.first_class[chosen[self.first[members]]]
+            columns = edge.second_class[chosen[self.second[members]]]
+            total += edge.costs[rows, columns].sum()
+        return float(total)
+
+    @cached_property
+    def _node_members(self) -> list[np.ndarray]:
+        return _members(self.node, self.node_of.size)
+
+    @cached_property
+    def _edge_members(self) -> list[np.ndarray]:
+        return _members(self.edge, self.edge_of.size)
+
+
 class Infeasible(ValueError):
     """No assignment exists, or none within the budget.
 
@@ -207,6 +263,18 @@ def shared_copy(
             for reader, needs in readers
         ),
     )
+
+
+def _numbered(keys: list) -> tuple[np.ndarray, np.ndarray]:
+    """The number of each key in order of appearance, and where each appears first."""
+    numbers: dict[object, int] = {}
+    each = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.intp)
+    return each, np.unique(each, return_index=True)[1]
+
+
+def _members(types: np.ndarray, count: int) -> list[np.ndarray]:
+    order = np.argsort(types, kind="stable")
+    return np.split(order, np.searchsorted(types[order], np.arange(1, count)))
 
 
 def _verify_node(index: int, node: Node) -> None:

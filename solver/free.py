@@ -1,5 +1,6 @@
 """Solving without a budget: one exact step after another, until the gap is closed.
 
+A graph of equal layers is first solved with few of them (`folded.py`). Otherwise:
 join copies, then in turn: reduce; pass messages; fix what costs too much; and where the
 messages stall, merge nodes. The ILP gets what is left once nothing can be merged.
 """
@@ -12,6 +13,7 @@ import numpy as np
 
 from .choice_graph import ChoiceGraph, Infeasible
 from .fix import fix
+from .folded import solve_folded
 from .ilp import is_small_enough, solve_ilp
 from .join import join_copies
 from .likely import improve_among_likely
@@ -48,6 +50,10 @@ def solve_free(search: Search, with_ilp: bool = True) -> None:
     Raises:
         Infeasible: every plan is forbidden.
     """
+    if with_ilp:
+        solve_folded(search)
+        if search.is_closed:
+            return
     _Descent(search, with_ilp).run()
 
 

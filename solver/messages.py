@@ -57,7 +57,7 @@ class Messages:
 
 
 @dataclass(eq=False)
-class _Half:
+class Half:
     """An edge seen from one end: `matrix` [classes here, classes there].
 
     `order` and `starts` sort the choices here by class (None when each choice is its
@@ -70,7 +70,7 @@ class _Half:
     order: np.ndarray | None
     starts: np.ndarray | None
     incoming: np.ndarray
-    mirror: "_Half" = field(init=False, repr=False)
+    mirror: "Half" = field(init=False, repr=False)
 
     def least_by_class(self, values: np.ndarray) -> np.ndarray:
         if self.order is None or self.starts is None:
@@ -87,23 +87,34 @@ class _Half:
 class Passing:
     """Messages on one graph, whose budget is not looked at.
 
-    `cost` is that of a plan already known (inf for none).
+    `cost` is that of a plan already known (inf for none), `order` that of the sweeps if
+    not `sweep_order`'s. `swept` is the bound of the messages as they stand, `bound` the
+    best so far, and `halves` each edge as seen from its first and its second node.
     """
 
-    def __init__(self, graph: ChoiceGraph, cost: float = inf) -> None:
+    def __init__(
+        self,
+        graph: ChoiceGraph,
+        cost: float = inf,
+        order: Sequence[int] | None = None,
+    ) -> None:
         self.graph = graph
         self.descent = Descent(graph)
         self.ceiling = _ceiling(graph, cost)
         self.costs = [np.minimum(node.costs, self.ceiling) for node in graph.nodes]
-        self.order = sweep_order(graph)
-        self.earlier, self.later = _halves(graph, self.ceiling, self.order)
+        self.order = sweep_order(graph) if order is None else list(order)
+        self.halves = _halves(graph, self.ceiling)
+        self.rank = np.empty(len(graph.nodes), np.intp)
+        self.rank[self.order] = np.arange(len(graph.nodes))
+        self.earlier, self.later = _around(graph, self.halves, self.rank.tolist())
         self.weights = [
             1.0 / max(len(before), len(after), 1)
             for before, after in zip(self.earlier, self.later, strict=True)
         ]
         self.best: tuple[int, ...] | None = None
         self.best_cost = inf
-        self.bound, self.num_rounds = -inf, 0
+        self.bound = self.swept = -inf
+        self.num_rounds = 0
         self.marginals = [np.full(costs.size, -inf) for costs in self.costs]
 
     def run(
@@ -157,9 +168,16 @@ class Passing:
         bound = self.graph.constant
         for node in reversed(self.order):
             bound += self._send(node, self.later[node], self.earlier[node])
-        self.bound = max(self.bound, bound)
+        self.swept, self.bound = bound, max(self.bound, bound)
 
-    def _send(self, node: int, behind: list[_Half], ahead: list[_Half]) -> float:
+    def reparametrised(self, node: int) -> np.ndarray:
+        """[k] the costs of a node with all messages into it."""
+        values = self.costs[node].copy()
+        for half in (*self.earlier[node], *self.later[node]):
+            half.add_incoming(values)
+        return values
+
+    def _send(self, node: int, behind: list[Half], ahead: list[Half]) -> float:
         """Updates the messages ahead; returns what the bound gains on the way back."""
         values = self.costs[node].copy()
         for half in behind:
@@ -215,15 +233,11 @@ def _largest(costs: np.ndarray) -> float:
     return float(np.max(costs, where=np.isfinite(costs), initial=0.0))
 
 
-def _halves(
-    graph: ChoiceGraph, ceiling: float, sweep: Sequence[int]
-) -> tuple[list[list[_Half]], list[list[_Half]]]:
-    """Per node, its edges to earlier and to later nodes in the order of the sweeps."""
-    rank = {node: position for position, node in enumerate(sweep)}
-    earlier: list[list[_Half]] = [[] for _ in graph.nodes]
-    later: list[list[_Half]] = [[] for _ in graph.nodes]
+def _halves(graph: ChoiceGraph, ceiling: float) -> list[tuple[Half, Half]]:
+    """Per edge, how it looks from its first and from its second node."""
     sorted_by_id: dict[int, tuple[np.ndarray | None, np.ndarray | None]] = {}
     matrix_by_id: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    pairs = []
     for edge in graph.edges:
         if id(edge.costs) not in matrix_by_id:
             matrix = np.minimum(edge.costs, ceiling)
@@ -239,9 +253,20 @@ def _halves(
                 sorted_by_id[id(classes)] = _sort_by_class(classes, len(costs))
             order, starts = sorted_by_id[id(classes)]
             incoming = np.zeros(len(costs))
-            halves.append(_Half(other, classes, costs, order, starts, incoming))
+            halves.append(Half(other, classes, costs, order, starts, incoming))
         here, there = halves
         here.mirror, there.mirror = there, here
+        pairs.append((here, there))
+    return pairs
+
+
+def _around(
+    graph: ChoiceGraph, halves: Sequence[tuple[Half, Half]], rank: Sequence[int]
+) -> tuple[list[list[Half]], list[list[Half]]]:
+    """Per node, its edges to earlier and to later nodes in the order of the sweeps."""
+    earlier: list[list[Half]] = [[] for _ in graph.nodes]
+    later: list[list[Half]] = [[] for _ in graph.nodes]
+    for edge, (here, there) in zip(graph.edges, halves, strict=True):
         is_forward = rank[edge.first] < rank[edge.second]
         (later if is_forward else earlier)[edge.first].append(here)
         (earlier if is_forward else later)[edge.second].append(there)

@@ -209,7 +209,8 @@ def refuse(problem: PlacementProblem, group: Sequence[int]) -> NoPlacement:
     return NoPlacement(
         f"operators must fit into the memory of the devices, "
         f"{problem.capacity.tolist()} bytes, but {names} found no room; the largest is "
-        f"{problem.names[largest]} with {problem.bytes[largest]:.0f} bytes of {problem.bytes.sum():.0f} in all. "
+        f"{problem.names[largest]} with {problem.bytes[largest]:.0f} bytes of "
+        f"{problem.bytes.sum():.0f} in all. "
         f"Use more devices or larger ones, or split that operator."
     )
 

@@ -95,7 +95,7 @@ def topological_fill(problem: PlacementProblem) -> Placed:
 
 
 def list_scheduling(problem: PlacementProblem) -> Placed:
-    """Most urgent first, each where it is done earliest (HEFT, Topcuoglu et al. 2002)."""
+    """Most urgent first, each where it is done earliest (HEFT, Topcuoglu 2002)."""
     order = sorted(problem.order, key=lambda op: -problem.urgency[op])
 
     def rule(part: _Partial, group: Sequence[int], device: int) -> tuple[float, ...]:

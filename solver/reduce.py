@@ -10,7 +10,7 @@ Alternated to a fixpoint, driven by a queue of nodes whose surroundings changed:
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -54,17 +54,24 @@ class Reduced:
         return f"Reduced in {len(self.steps)} steps to {self.graph}"
 
 
-def reduce(graph: ChoiceGraph, pool: ArrayPool | None = None) -> Reduced:
+def reduce(
+    graph: ChoiceGraph,
+    pool: ArrayPool | None = None,
+    *,
+    held: Collection[int] = (),
+) -> Reduced:
     """Reduces a graph without changing its optimum.
 
     Args:
         graph: any valid graph; with a budget, its live sets are kept.
         pool: shared arrays of earlier reductions of the same graph.
+        held: nodes that keep all their choices, in place, so that they may have more
+            edges than the graph has.
 
     Raises:
         Infeasible: some node has no choice left.
     """
-    return _Reduction(graph, pool or ArrayPool()).run()
+    return _Reduction(graph, pool or ArrayPool(), held).run()
 
 
 class _Reduction:
@@ -73,7 +80,9 @@ class _Reduction:
     `halves[v][u]` is (classes of v, matrix [classes of v, classes of u]).
     """
 
-    def __init__(self, graph: ChoiceGraph, pool: ArrayPool) -> None:
+    def __init__(
+        self, graph: ChoiceGraph, pool: ArrayPool, kept_whole: Collection[int]
+    ) -> None:
         self.graph, self.pool = graph, pool
         count = len(graph.nodes)
         self.costs = [pool.adopt(node.costs, np.float64) for node in graph.nodes]
@@ -87,6 +96,9 @@ class _Reduction:
         self.constant, self.slack = graph.constant, 0.0
         self.steps: list[Step] = []
         self.is_folded = [False] * count
+        self.is_held = [False] * count
+        for node in kept_whole:
+            self.is_held[node] = True
         self.queue = deque(range(count))
         self.is_queued = [True] * count
 
@@ -103,7 +115,7 @@ class _Reduction:
         while self.queue:
             node = self.queue.popleft()
             self.is_queued[node] = False
-            if not self.is_folded[node]:
+            if not self.is_folded[node] and not self.is_held[node]:
                 self._drop_forbidden(node)
                 self._drop_dominated(node)
                 self._fold(node)

@@ -47,7 +47,8 @@ def plan_fitting(
         return planned
 
     def compiled_bytes(planned: Planned) -> int:
-        return MemoryUse.of(program_of(planned).compile()).device_bytes
+        program = program_of(planned)
+        return MemoryUse.of(program.compile(), program.host_bytes).device_bytes
 
     def plan_again(budget_bytes: int) -> Planned:
         return plan_function(

@@ -25,8 +25,11 @@ class MemoryUse:
     alias_bytes: int
 
     @classmethod
-    def of(cls, compiled: jax.stages.Compiled) -> "MemoryUse":
+    def of(cls, compiled: jax.stages.Compiled, host_bytes: int = 0) -> "MemoryUse":
         """Asks the compiler.
+
+        `host_bytes` of the arguments, and of the results that take their memory, are
+        the host's. A backend whose devices share it counts them among its own.
 
         Raises:
           ValueError: if the backend does not say.
@@ -37,8 +40,9 @@ class MemoryUse:
                 "The memory of a compiled program must be known, but this backend "
                 "returned no `memory_analysis()`; audit without `memory`."
             )
+        shared = 0 if stats.host_argument_size_in_bytes else host_bytes
         return cls(
-            int(stats.argument_size_in_bytes),
+            int(stats.argument_size_in_bytes) - shared,
             int(stats.output_size_in_bytes),
             int(stats.temp_size_in_bytes),
             int(stats.alias_size_in_bytes),

@@ -34,6 +34,8 @@ class Device:
         by its size: pairs of (flops of the product, fraction), ascending. Sizes between
         are interpolated; a dtype left out has `flops_efficiency` at every size. What
         starting a kernel costs (`Cluster.kernel_seconds`) comes on top.
+      host_memory_bandwidth: bytes/s between the device and its host's memory, in each
+        direction; that of PCIe 3.0 x16 if left out.
 
     Raises:
       ValueError: a number is missing, not positive, or a fraction above one; a dtype
@@ -48,10 +50,12 @@ class Device:
     memory_efficiency: float = 1.0
     jax_kinds: tuple[str, ...] = ()
     efficiency: Mapping[str, Curve] = field(default_factory=dict, hash=False)
+    host_memory_bandwidth: float = 16e9
 
     def __post_init__(self) -> None:
         check_integer("memory_bytes", self.memory_bytes)
         check_positive("memory_bandwidth", self.memory_bandwidth)
+        check_positive("host_memory_bandwidth", self.host_memory_bandwidth)
         check_fraction("flops_efficiency", self.flops_efficiency)
         check_fraction("memory_efficiency", self.memory_efficiency)
         if not isinstance(self.peak_flops, Mapping) or "float32" not in self.peak_flops:

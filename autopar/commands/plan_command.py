@@ -68,6 +68,20 @@ def plan(
     microbatches: Annotated[
         int | None, typer.Option(help="Parts of the batch that run one by one.")
     ] = None,
+    remat: Annotated[
+        str | None,
+        typer.Option(
+            help="What the backward pass makes again: selective, cheap, full, or auto: "
+            "what the budget takes."
+        ),
+    ] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            help="What lies in the host's memory: optimizer_state, or auto: as much of "
+            "it as the budget takes."
+        ),
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -76,6 +90,38 @@ def plan(
             help="An option of a model by name, such as num_layers=4; may be repeated.",
         ),
     ] = None,
+    like: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN",
+            help="Keep what this plan chose for what is still there, plan the rest, "
+            "and print what changes.",
+        ),
+    ] = None,
+    pins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--pin",
+            metavar="PATH=SPEC",
+            help="What if: pin an argument, by path or expression, as in "
+            "'params/w=[-, model]'; plan again, print what changes. May be repeated.",
+        ),
+    ] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN",
+            help="Only compare with this plan: exit code 0 if the plan made now is the "
+            "same, else 1 with what changes.",
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float,
+        typer.Option(
+            help="With --check: how much more the step may take and a device hold, as "
+            "a part of what was kept."
+        ),
+    ] = 0.01,
     output: Annotated[
         Path | None,
         typer.Option("--out", "--output", help="Write the plan there, as JSON."),
@@ -110,8 +156,19 @@ def plan(
     \b
         autopar plan train:for_autopar --cluster 2x8xH100 --budget 70GiB
         autopar plan llama-8b --set scan_layers=true --cluster 8x8xH100 --out plan.json
+        autopar plan train:for_autopar --cluster 2x8xH100 --check plan.json
     """
-    from .plan_targets import find_step, parse_settings
+    from ..plans.parallel_plan import Plan
+    from .plan_targets import find_step, parse_pins, parse_settings
+
+    if check is not None and (output is not None or pins or like is not None):
+        raise ValueError(
+            "--check compares a plan and writes nothing, so --out, --pin and --like "
+            "must be left out with it; write the new plan by a command of its own."
+        )
+    kept = None if check is None else Plan.load(check)
+    before = None if like is None else Plan.load(like)
+    more_pins = parse_pins(pins or [])
 
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     found = find_step(target, args, parse_settings(settings or []))
@@ -120,9 +177,21 @@ def plan(
         "cluster": find_cluster(cluster),
         "memory_budget": budget,
         "num_microbatches": microbatches,
+        "remat": remat,
+        "offload": offload,
+        "like": before,
     }
-    made, rows = _plan(console, found, options, compare)
+    is_compared = compare and kept is None and before is None and not more_pins
+    made, rows = _plan(console, found, options, is_compared)
+    if kept is not None:
+        _check(console, made, kept, tolerance)
+        return
+    if more_pins:
+        before, made = made, made.what_if(more_pins)
     made.explain(operators=operators)
+    if before is not None:
+        console.print()
+        before.diff(made).print()
     if rows:
         from .method_comparison import comparison_table
 
@@ -131,6 +200,21 @@ def plan(
     if output is not None:
         made.save(output)
         print(f"\nwritten to {output}")
+
+
+def _check(console: Console, made: Plan, kept: Plan, tolerance: float) -> None:
+    """Says whether a plan is the kept one; exit code 1 if not."""
+    from ..plans.kept_plan import check_kept
+
+    found = check_kept(made.decision, kept.decision, tolerance)
+    if found.is_kept:
+        console.print(str(found), markup=False)
+        return
+    found.diff.print()
+    raise ValueError(
+        f"{found}. If it is as wanted now, keep it: autopar plan ... --out with the "
+        f"path of the kept plan."
+    )
 
 
 def find_cluster(text: str | None) -> Cluster | None:
@@ -152,9 +236,10 @@ def _plan(
         given = [name for name, value in options.items() if value is not None]
         if given:
             raise ValueError(
-                "--cluster, --mesh, --budget and --microbatches need the plain step, "
-                f"but the one given is parallelized with its own, and got "
-                f"{', '.join(given)}; leave them out, or give its function."
+                "--cluster, --mesh, --budget, --microbatches, --remat, --offload and "
+                "--like need the plain step, but the one given is parallelized with "
+                f"its own, and got {', '.join(given)}; leave them out, or give its "
+                "function."
             )
         with _progress(console) as status:
             status.update("planning")
@@ -173,6 +258,7 @@ def _plan_plain(
     from ..frontend.static_arguments import StaticArguments
     from ..options import check_options, resolve_options
     from ..planner.planning import plan_function
+    from ..planner.traced_step import traced_step
     from . import method_comparison
 
     checked = check_options(
@@ -203,7 +289,8 @@ def _plan_plain(
                 options,
                 lambda name: status.update(f"comparing with {name}"),
             )
-    return planned.plan, rows
+        made = traced_step(planned, call.leaves, options)
+    return made, rows
 
 
 def _tell(planned: Planned) -> None:

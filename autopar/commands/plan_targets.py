@@ -119,6 +119,26 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
+def parse_pins(texts: Sequence[str]) -> dict[str, str]:
+    """`params/w=[-, model]` and the like as layouts by path or expression.
+
+    The layout begins at the last `=[`, as expressions may hold either.
+
+    Raises:
+      ValueError: a text without one, or a path given twice.
+    """
+    pins: dict[str, str] = {}
+    for text in texts:
+        path, equals, layout = text.rpartition("=[")
+        if not (path and equals) or path in pins:
+            raise ValueError(
+                f"a pin is PATH=SPEC, each path once, such as 'params/w=[-, model]', "
+                f"but got {text!r}."
+            )
+        pins[path] = f"[{layout}"
+    return pins
+
+
 def _is_workload(found: Any) -> bool:
     return all(callable(getattr(found, name, None)) for name in ("step", "abstract"))
 

@@ -207,21 +207,21 @@ def _borrowed(
     places = _places(block, order, sizes, duplicated)
     if not places:
         return frozenset()
-    room, begins, finishes = (np.array(each) for each in zip(*places, strict=True))
+    count, most = len(places), len(places) + int((starts >= 0).sum())
+    free = np.zeros((3, most), np.int64)  # bytes ascending, first and last position
+    free[:, :count] = np.array(places).T
     found = []
     for value in sorted(np.flatnonzero(starts >= 0), key=lambda v: (-sizes[v], v)):
-        start, end = starts[value], ends[value]
-        fits = (room >= sizes[value]) & (begins <= start) & (finishes >= end)
-        if not sizes[value] or not fits.any():
+        start, end, size = starts[value], ends[value], sizes[value]
+        large = int(free[0, :count].searchsorted(size)) if size else count
+        fits = (free[1, large:count] <= start) & (free[2, large:count] >= end)
+        if not fits.any():
             continue
-        place = int(fits.argmax())
+        place = large + int(fits.argmax())
         found.append(int(value))
-        rest = (room[place], end + 1, finishes[place])
-        finishes[place] = start - 1
-        room, begins, finishes = (
-            np.insert(each, place, more)
-            for each, more in zip((room, begins, finishes), rest, strict=True)
-        )
+        free[:, place + 1 : count + 1] = free[:, place:count].copy()
+        free[1, place], free[2, place + 1] = end + 1, start - 1
+        count += 1
     return frozenset(found)
 
 

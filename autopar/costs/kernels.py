@@ -9,7 +9,8 @@ A model of XLA's fusion, from the plan alone:
              memory and write memory
 
 A reduction does one elementwise operator itself. Reshapes and transposes of matrices
-are other names for the same memory. What is left is a list of kernels for each block,
+are other names for the same memory, and so is what passes a barrier; but nothing is
+fused across one, and who reads some of it waits for all. What is left is a list of kernels for each block,
 over *values*: a tensor in one spec, in memory.
 """
 
@@ -87,11 +88,14 @@ class Border:
 
     `replaced` pairs an input with the output that is returned in its memory. `sliced`
     inputs are cut out of something larger, `stored` outputs put into something larger.
+    `fetched` inputs come from the host's memory, `sent` outputs go there.
     """
 
     replaced: tuple[tuple[int, int], ...] = ()
     sliced: frozenset[int] = frozenset()
     stored: frozenset[int] = frozenset()
+    fetched: frozenset[int] = frozenset()
+    sent: frozenset[int] = frozenset()
 
 
 def kernel_block(
@@ -113,14 +117,16 @@ def kernel_block(
       inner_bytes: by operator, what its bodies hold.
     """
     builder = _Builder(graph, plan, block)
-    builder.add_inputs(border.sliced)
+    builder.add_inputs(border.sliced, border.fetched)
     for op in block.operators:
         specs = operator_plans[op.index].operand_specs
         builder.add_operator(op, specs, inner_bytes.get(op.index, 0))
     outputs = builder.add_outputs()
     builder.add_stores(outputs[position] for position in sorted(border.stored))
+    builder.add_sends(outputs[position] for position in sorted(border.sent))
     pairs = [(builder.inputs[old], outputs[new]) for old, new in border.replaced]
-    kept = (v for p, v in enumerate(outputs) if p not in border.stored)
+    gone = border.stored | border.sent
+    kept = (v for p, v in enumerate(outputs) if p not in gone)
     return builder.finish(
         frozenset(value for value in kept if value is not None),
         tuple((old, new) for old, new in pairs if new is not None and new != old),
@@ -155,6 +161,7 @@ class _Builder:
         self.values: list[Value] = []
         self.inputs: list[int] = []
         self._at: dict[tuple[int, Spec], int] = {}
+        self._barrier: dict[int, int] = {}  # what has to be passed, by tensor
         self._nodes: list[_Node] = []
         self._maker: list[int | None] = []
 
@@ -172,12 +179,13 @@ class _Builder:
             self._maker[value] = len(self._nodes)
         self._nodes.append(node)
 
-    def add_inputs(self, sliced: frozenset[int]) -> None:
+    def add_inputs(self, sliced: frozenset[int], fetched: frozenset[int]) -> None:
         for position, tensor in enumerate(self.block.inputs):
             spec, is_cut = self.plan.tensors[tensor].spec, position in sliced
-            self.inputs.append(self._add_value(tensor, spec, is_outside=not is_cut))
-            if is_cut:
-                self._add_node(_Node(None, [], [self.inputs[-1]], is_cheap=True))
+            is_outside = not (is_cut or position in fetched)
+            self.inputs.append(self._add_value(tensor, spec, is_outside=is_outside))
+            if not is_outside:
+                self._add_node(_Node(None, [], [self.inputs[-1]], is_cheap=is_cut))
 
     def _read(self, tensor: int, spec: Spec) -> int:
         """The value of a tensor in a spec, converted if it is not there."""
@@ -200,17 +208,32 @@ class _Builder:
             for operand, spec in zip(op.operands, specs, strict=True)
             if isinstance(operand, int)
         ]
+        passed = (self._barrier.get(o) for o in op.operands if isinstance(o, int))
+        waits = [value for value in dict.fromkeys(passed) if value is not None]
         if _is_renaming(op) and len(reads) == len(op.results):
             for value, result in zip(reads, op.results, strict=True):
                 self._at[result, self.plan.tensors[result].spec] = value
+            if op.kind == BARRIER:
+                waits = [self.add_barrier(op, [*reads, *waits])]
+            if waits:
+                self._barrier.update(dict.fromkeys(op.results, waits[0]))
             return
         writes = [self._add_value(r, self.plan.tensors[r].spec) for r in op.results]
         carries = _carries(op, reads, writes)
+        reads += waits
         cheap, expensive, reducing = _classes(op)
         absorbs = cheap or expensive or reducing
         self._add_node(
             _Node(op.index, reads, writes, cheap, expensive, absorbs, inner, carries)
         )
+
+    def add_barrier(self, op: Operator, reads: list[int]) -> int:
+        """A value of no bytes, which readers of a barrier's results wait for."""
+        self.values.append(Value(-1, (), 0, is_copy=False, is_outside=True))
+        self._maker.append(None)
+        passed = len(self.values) - 1
+        self._add_node(_Node(op.index, reads, [passed]))
+        return passed
 
     def add_outputs(self) -> list[int | None]:
         """The value of each output; None for literals."""
@@ -224,6 +247,11 @@ class _Builder:
         for value in values:
             if value is not None:
                 self._add_node(_Node(None, [value], [], absorbs=True))
+
+    def add_sends(self, values: Iterable[int | None]) -> None:
+        for value in values:
+            if value is not None:
+                self._add_node(_Node(None, [value], []))
 
     def finish(
         self, kept: frozenset[int], replaced: tuple[tuple[int, int], ...]

@@ -79,21 +79,21 @@ def peak_bytes(graph: OpGraph, plan: ShardingPlan) -> int:
 
 def memory_profile(graph: OpGraph, plan: ShardingPlan) -> MemoryProfile:
     """The memory of a plan on one device."""
-    donated = tuple(
-        (position, each.output)
-        for position, each in enumerate(graph.inputs)
-        if each.output is not None
-    )
+    at_host = [each.memory == "host" for each in graph.inputs]
+    tied = {p: i.output for p, i in enumerate(graph.inputs) if i.output is not None}
+    fetched = frozenset(position for position, is_there in enumerate(at_host) if is_there)
+    sent = frozenset(output for position, output in tied.items() if at_host[position])
+    donated = tuple((p, output) for p, output in tied.items() if not at_host[p])
     run = _Run(graph, plan)
-    run.block(0, Border(donated))
-    returned = {output for _, output in donated}
+    run.block(0, Border(donated, fetched=fetched, sent=sent))
+    returned = set(tied.values())
     output_bytes = POINTER_BYTES * len(graph.outputs)
     for position, operand in enumerate(graph.outputs):
         if isinstance(operand, int) and position not in returned:
             spec = plan.outputs[0][position]
             whole = graph.tensors[operand].type.bytes
             output_bytes += whole // num_shards(spec, plan.mesh.axis_sizes)
-    argument_bytes = sum(each.bytes for each in plan.inputs)
+    argument_bytes = sum(each.bytes for each in plan.inputs if each.memory == "device")
     return MemoryProfile(graph, plan, argument_bytes, output_bytes, run.liveness)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from ..jax_compat import PyTreeDef
+from ..state.distributed_array import abstract_leaf
 from .constant_leaves import (
     ResultTree,
     constants_of,
@@ -44,6 +45,10 @@ class Call:
     def arguments(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """What is traced: arguments whose leaves are `leaves`."""
         return hold_constants((self.args, self.kwargs), self.only_arrays)
+
+    def types(self) -> tuple[Any, ...]:
+        """What a trace depends on, by leaf: shape, dtype and weak type."""
+        return tuple(map(_type_of, self.leaves))
 
     def result(self, tree: ResultTree, leaves: Sequence[Any]) -> Any:
         """What the user's function returns."""
@@ -80,6 +85,14 @@ def plain_function(fun: Callable[..., Any], statics: Statics) -> Callable[..., A
         return hold_constants(run_merged(bound, args, kwargs), only_arrays)
 
     return plain
+
+
+def _type_of(leaf: Any) -> tuple[Any, ...]:
+    leaf = abstract_leaf(leaf)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.shape, leaf.dtype, leaf.weak_type
+    aval = jax.typeof(leaf)
+    return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
 
 
 def _make_call(

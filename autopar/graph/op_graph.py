@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
 import numpy as np
 
 Role = Literal["state", "batch", "constant", "other"]
+MemoryKind = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class TensorType:
     def rank(self) -> int:
         return len(self.shape)
 
-    @property
+    @cached_property
     def size(self) -> int:
         return prod(self.shape)
 
@@ -35,7 +37,7 @@ class TensorType:
     def itemsize(self) -> int:
         return int(self.dtype.itemsize)
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         return self.size * self.itemsize
 
@@ -125,12 +127,17 @@ class Block:
 
 @dataclass(frozen=True)
 class GraphInput:
-    """An argument leaf (or closed-over array) and where its next value is returned."""
+    """An argument leaf (or closed-over array) and where its next value is returned.
+
+    What lies in the host's `memory` is brought in when it is read first, and its next
+    value sent back.
+    """
 
     tensor: int
     path: str
     role: Role
     output: int | None = None  # position among the outputs, for state
+    memory: MemoryKind = "device"
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,9 @@ def apply_step(x: jax.Array, step: Step, mesh: MeshShape) -> jax.Array:
         case "all_gather":
             return lax.all_gather(x, names, axis=step.dim, tiled=True)
         case "all_to_all":
+            # XLA's CPU compiler sends the parts of a concatenation as they are, and
+            # refuses them if their layouts differ.
+            x = lax.optimization_barrier(x)
             return lax.all_to_all(
                 x, names, split_axis=step.target_dim, concat_axis=step.dim, tiled=True
             )

@@ -100,7 +100,7 @@ class Compiled:
             sharding.collectives,
             collectives_in_lowered(self.lowered.program.lower()),
             collectives_in_compiled(self.as_text()),
-            memory=MemoryUse.of(self.compiled),
+            memory=MemoryUse.of(self.compiled, self.lowered.program.host_bytes),
             num_devices=sharding.mesh.size,
             mesh=sharding.mesh,
             predicted_bytes=sharding.predicted.peak_bytes,

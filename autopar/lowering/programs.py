@@ -10,17 +10,24 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from ..graph.build_graph import BARRIER
 from ..graph.op_graph import OpGraph
 from ..jax_compat import Tracer, weakly_typed
 from ..jax_compat import is_checking_values as is_checking_values
 from ..plans.plan import ShardingPlan
 from ..sharding.resharding import Resharder
+from .host_memory import HostLeaves, at_host, host_bytes
 from .spmd import input_shardings, output_shardings, spmd_function
 
 SlotKind = Literal["state", "batch", "activation", "gradient", "result"]
 # Where weights have tasks of their own, backward makes the cotangents that others wait
 # for, and weight the rest of the backward work.
 TaskKind = Literal["forward", "backward", "weight", "apply"]
+
+
+# XLA's CPU compiler drops barriers before it joins equal operators: what is to be
+# gathered or computed again would be kept instead.
+KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 class SignatureChanged(Exception):
@@ -56,6 +63,11 @@ class SpmdProgram:
     def split(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The leaves that are donated and those that are kept."""
         return [leaves[i] for i in self.donated], [leaves[i] for i in self.kept]
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the arguments that the host holds for one device."""
+        return host_bytes(self.shardings, self.argument_types)
 
     def lower(self) -> jax.stages.Lowered:
         """Lower for the argument types the plan was made for, once."""
@@ -107,7 +119,9 @@ def build_program(
     follow them among the graph's inputs, `donated` positions whose buffers may be
     reused, `weak_outputs` positions of results that are weakly typed.
     """
-    homes = input_shardings(plan, mesh)
+    host = HostLeaves.of(graph, plan)
+    homes = at_host(input_shardings(plan, mesh), host.inputs)
+    ends = at_host(output_shardings(graph, plan, mesh), host.outputs)
     num_arguments = len(argument_types)
     kept = tuple(i for i in range(num_arguments) if i not in set(donated))
     run = spmd_function(graph, plan, mesh, resharder)
@@ -120,13 +134,14 @@ def build_program(
             leaves[position] = leaf
         for position, leaf in zip(kept, kept_leaves, strict=True):
             leaves[position] = leaf
-        outputs = list(run(*leaves, *constant_leaves))
+        given = host.fetched([*leaves, *constant_leaves], homes)
+        outputs = host.sent(run(*given), ends)
         for position in weak_outputs:
             outputs[position] = weakly_typed(outputs[position])
         return outputs
 
     step.__name__ = graph.name
-    ends = output_shardings(graph, plan, mesh)
+    kinds = {op.kind for op in graph.operators()}
     jitted = jax.jit(
         step,
         in_shardings=(
@@ -136,6 +151,7 @@ def build_program(
         ),
         out_shardings=list(ends),
         donate_argnums=(0,),
+        compiler_options=KEEP_BARRIERS if BARRIER in kinds and _is_cpu(mesh) else None,
     )
     placed = list(constants)
     if isinstance(mesh, Mesh):
@@ -152,6 +168,10 @@ def build_program(
         ends,
         mesh,
     )
+
+
+def _is_cpu(mesh: Mesh | AbstractMesh) -> bool:
+    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..jax_compat import NO_MESH, equation_context
+from ..methods.gather_again import companions
 from ..plans.plan import ShardingPlan
 from ..rules.base import Shard, bind_unchanged, factors_of, rule_of
 from ..sharding.resharding import Resharder
@@ -83,6 +85,7 @@ class _ShardRunner(BlockRunner):
         self.plan, self.resharder = plan, resharder
         self.position = {op.index: i for i, op in enumerate(graph.operators())}
         self.copies: dict[int, dict[Spec, Any]] = {}
+        self.companions = companions(graph)
 
     def write(self, tensor: int, value: Any) -> None:
         self.copies[tensor] = {self.plan.tensors[tensor].spec: value}
@@ -115,6 +118,14 @@ class _ShardRunner(BlockRunner):
                     shard = apply_step(shard, step, self.plan.mesh)
             copies[spec] = shard
         return copies[spec]
+
+    def execute(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
+        """As ever; what is gathered again is not before what it is read with."""
+        if op.index not in self.companions:
+            return super().execute(op, operands)
+        copies = self.copies[self.companions[op.index]]
+        companion = next(iter(copies.values()))
+        return lax.optimization_barrier((operands[0], companion))[:1]
 
     def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
         plan = self.plan.operators[self.position[op.index]]

@@ -58,6 +58,12 @@ class PipelineParallel:
         out, the devices are dealt out evenly and `mesh` of `parallelize` is the shape
         of one part.
       microbatch_semantics: "exact" or "independent", as for `ShardParallel`.
+      stage_products: how many products (matrix products, convolutions) the forward
+        pass of each stage has, those of every layer of a scan apart; stages of about
+        equal work if left out.
+
+    Without `num_stages`, stages and their submeshes are searched for, and with them
+    whatever is left out of `num_microbatches`, `schedule` and `mesh`.
     """
 
     num_stages: int | None = None
@@ -66,6 +72,7 @@ class PipelineParallel:
     stages_per_submesh: int = 1
     stage_meshes: Sequence[MeshLike] | None = None
     microbatch_semantics: MicrobatchSemantics = "exact"
+    stage_products: Sequence[int] | None = None
 
     @property
     def num_submeshes(self) -> int:

@@ -45,24 +45,33 @@ class Zero:
 
     Args:
       stage: 1 splits the optimizer's state; 2 the gradients too, also those that are
-        added up over microbatches; 3 the parameters too, which are gathered before they
-        are used: once a step, and in every iteration of a loop over layers.
+        added up over microbatches; 3 the parameters too, which are gathered layer by
+        layer where they are used.
+      reshard_after_forward: of stage 3, as in FSDP: drop what was gathered for the
+        forward pass and gather it again for the backward pass, 3 (n-1)/n elements for
+        each parameter; or keep it, 2 (n-1)/n, and all parameters whole in between.
       num_microbatches: as for `autopar.ShardParallel`.
       microbatch_semantics: as for `autopar.ShardParallel`.
 
     Raises:
-      ValueError: another stage.
+      ValueError: another stage, or parameters to keep whole that are not split.
     """
 
     stage: int
     num_microbatches: int = 1
     microbatch_semantics: MicrobatchSemantics = "exact"
+    reshard_after_forward: bool = True
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3):
             raise ValueError(
                 f"ZeRO has stages 1 (optimizer state), 2 (gradients) and 3 "
                 f"(parameters), but got {self.stage!r}."
+            )
+        if self.stage != 3 and not self.reshard_after_forward:
+            raise ValueError(
+                f"`reshard_after_forward` is of parameters that are split, as in "
+                f"stage 3, but got stage {self.stage}; leave it out."
             )
 
 
@@ -154,12 +163,21 @@ def restriction_of(
     axes = range(mesh.num_axes)
     work = BatchDims.of(_name(method), graph, mesh, batch, axes)
     if isinstance(method, Zero):
-        return zero_restriction(_name(method), method.stage, work)
+        return zero_restriction(
+            _name(method), method.stage, work, keeps=not method.reshard_after_forward
+        )
     everywhere = {
         tensor.index: tuple(work.states(tensor.index, axis) for axis in axes)
         for tensor in graph.tensors
     }
     return Restriction(_name(method), everywhere, {}, {})
+
+
+def gathers_again(method: object) -> bool:
+    """Whether a method asks for parameters to be gathered in both passes."""
+    return (
+        isinstance(method, Zero) and method.stage == 3 and method.reshard_after_forward
+    )
 
 
 def restrictions_of(

@@ -8,11 +8,12 @@ wherever a rule offers them; the solver chooses among these as ever.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ..clusters.cluster import Cluster
+from ..planner.pin_choices import ChoicePins
 from ..planner.sharding_problem import Access, ShardingProblem, Vertex
 from ..planner.spec_choices import SpecChoices
 from ..planner.strategies import operators_to_split, strategy_seconds, tensor_specs
@@ -23,6 +24,7 @@ NOT_SPLIT = PENDING | {REPLICATED}
 WHOLE = frozenset((REPLICATED,))
 
 _EPSILON = 1e-9
+_LESS_WEIGHT = 1e-3
 
 States = frozenset[State] | None  # None: any
 Demand = tuple[States, ...]  # by mesh axis
@@ -35,13 +37,17 @@ class Restriction:
 
     `everywhere` holds for every copy of a tensor, `made` for what operators and borders
     of loops write, `homes` for where arguments lie and state returns to. The narrower
-    demand stands in place of the wider. `name` is what errors call it.
+    demand stands in place of the wider. Of homes that meet it alike those `preferred`
+    stay, if there are any. `returned` holds for what the function returns that is no
+    state. `name` is what errors call it.
     """
 
     name: str
     everywhere: Demands
     made: Demands
     homes: Demands
+    preferred: Demands = field(default_factory=dict)
+    returned: Demands = field(default_factory=dict)
 
     def of(self, vertex: Vertex, access: Access, *, is_write: bool) -> Demand | None:
         """What a vertex must do with a tensor; None if anything goes."""
@@ -50,11 +56,16 @@ class Restriction:
             demands.insert(0, self.made)
         if is_write and vertex.kind == "home":
             demands.insert(0, self.homes)
+        if not is_write and vertex.kind == "result":
+            demands.insert(0, self.returned)
         return next((d[access.tensor] for d in demands if access.tensor in d), None)
 
 
+Limit = Restriction | ChoicePins
+
+
 def restrict(
-    problem: ShardingProblem, restrictions: Sequence[Restriction], cluster: Cluster
+    problem: ShardingProblem, limits: Sequence[Limit], cluster: Cluster
 ) -> ShardingProblem:
     """The problem with every other choice forbidden.
 
@@ -64,8 +75,18 @@ def restrict(
       ValueError: an argument cannot lie as two restrictions, or a pin and a
         restriction, want it.
     """
-    if not restrictions:
-        return problem
+    restrictions = [each for each in limits if isinstance(each, Restriction)]
+    if restrictions:
+        problem = _restricted(problem, restrictions, cluster)
+    for each in limits:
+        if isinstance(each, ChoicePins):
+            problem = each.applied(problem)
+    return problem
+
+
+def _restricted(
+    problem: ShardingProblem, restrictions: Sequence[Restriction], cluster: Cluster
+) -> ShardingProblem:
     restricted = _Restricted(problem, restrictions, cluster)
     vertices = tuple(map(restricted.vertex, problem.vertices))
     nodes = tuple(
@@ -95,7 +116,7 @@ class _Restricted:
         each_met = [self._met(vertex, each) for each in self.restrictions]
         if vertex.kind == "home":
             self._check_home(vertex, each_met)
-        met = np.sum(each_met, axis=0)
+        met = np.sum(each_met, axis=0) + self._preferred(vertex)
         seconds = self._seconds(vertex)
         possible = np.isfinite(seconds)
         if not possible.any():
@@ -114,6 +135,15 @@ class _Restricted:
             if demand is not None:
                 met = met + self._met_by(access.choices, demand)
         return met
+
+    def _preferred(self, vertex: Vertex) -> float | np.ndarray:
+        """What is met besides, of far less weight than any demand."""
+        if vertex.kind != "home":
+            return 0.0
+        (access,) = vertex.writes
+        wanted = (each.preferred.get(access.tensor) for each in self.restrictions)
+        met = [self._met_by(access.choices, each) for each in wanted if each]
+        return _LESS_WEIGHT * np.sum(met, axis=0)
 
     def _check_home(self, vertex: Vertex, each_met: Sequence[np.ndarray]) -> None:
         """Refuse what a pin, or one restriction, makes impossible for another."""

@@ -52,6 +52,22 @@ def state_flow(graph: OpGraph, per_example: Collection[int]) -> StateFlow:
     )
 
 
+def made_of(graph: OpGraph, tensors: Iterable[int]) -> set[int]:
+    """The tensors, and all that is made of them."""
+    following: dict[int, set[int]] = {}
+    for source, target in _flow(graph):
+        following.setdefault(source, set()).add(target)
+    return _reached(tensors, following)
+
+
+def makers_of(graph: OpGraph, tensors: Iterable[int]) -> set[int]:
+    """The tensors, and all that they are made of."""
+    preceding: dict[int, set[int]] = {}
+    for source, target in _flow(graph):
+        preceding.setdefault(target, set()).add(source)
+    return _reached(tensors, preceding)
+
+
 def _reached(
     starts: Iterable[int], neighbours: Mapping[int, Collection[int]]
 ) -> set[int]:

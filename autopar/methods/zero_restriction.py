@@ -4,7 +4,8 @@ Gradients and parameters in loops need care. An iteration that hands no example 
 next, as in a loop over microbatches, is a step of its own: it reduces its gradients
 (stage 2) and gathers its parameters (stage 3). Where examples pass from iteration to
 iteration, as over time, a weight that all of them read is gathered and its gradient
-reduced once; the slices of a loop over layers are gathered in turn.
+reduced once; the slices of a loop over layers are gathered in turn. That the backward
+pass gathers again is said by barriers (`gather_again.py`), whose results are split too.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from .restrictions import PENDING, WHOLE, Demand, Restriction, States
 from .state_flow import StateFlow
 
 
-def zero_restriction(name: str, stage: int, work: BatchDims) -> Restriction:
+def zero_restriction(
+    name: str, stage: int, work: BatchDims, *, keeps: bool = False
+) -> Restriction:
     """What ZeRO of a stage leaves to the solver.
 
-    `work` is split over every mesh axis, and `name` is what errors call the method.
+    `work` is split over every mesh axis, and `name` is what errors call the method. Of
+    stage 3, `keeps`: parameters of loops over layers are gathered once, before them.
     """
     graph, flow = work.graph, work.flow()
 
@@ -32,15 +36,24 @@ def zero_restriction(name: str, stage: int, work: BatchDims) -> Restriction:
     def split(tensor: int) -> frozenset[int]:
         return frozenset(range(graph.tensors[tensor].type.rank))
 
-    homes = {}
+    homes, preferred = {}, {}
+    loops = tuple(_loops(graph))
+    shapes = [tensor.type.shape for tensor in graph.tensors]
+    stacked = {shapes[tensor] for loop in loops for tensor in loop.stacked_in}
     for each in graph.inputs:
         is_split = each.role == "state" and (
             each.tensor not in flow.parameters or stage == 3
         )
         states = split(each.tensor) if is_split else WHOLE
         homes[each.tensor] = demand(work.dims.get(each.tensor, states))
+        # Contiguous parts are gathered and scattered without a transpose.
+        shape = shapes[each.tensor]
+        dims = range(shape in stacked, len(shape))
+        even = (dim for dim in dims if shape[dim] % work.mesh.size == 0)
+        major = next(even, None)
+        if stage == 3 and is_split and major is not None:
+            preferred[each.tensor] = demand(frozenset({major}))
     made: dict[int, Demand] = {}
-    loops = tuple(_loops(graph))
     if stage >= 2:
         reduced = _read_with_state(graph, flow)
         for loop in loops:
@@ -53,8 +66,12 @@ def zero_restriction(name: str, stage: int, work: BatchDims) -> Restriction:
         steady = {t for loop in loops if loop.hands_on(work.dims) for t in loop.steady}
         gathered = flow.of_parameters - steady
         made |= {tensor: demand(split(tensor)) for tensor in gathered}
+        if keeps:
+            bodies = {loop.body for loop in loops if loop.hands_on(work.dims)}
+            inside = (t for t in gathered if graph.tensors[t].block in bodies)
+            made |= {tensor: demand(WHOLE) for tensor in inside}
     everywhere = {tensor: demand(dims) for tensor, dims in work.dims.items()}
-    return Restriction(name, everywhere, made, homes)
+    return Restriction(name, everywhere, made, homes, preferred)
 
 
 def _read_with_state(graph: OpGraph, flow: StateFlow) -> set[int]:
@@ -72,9 +89,11 @@ def _read_with_state(graph: OpGraph, flow: StateFlow) -> set[int]:
 
 @dataclass(frozen=True)
 class _Loop:
-    """What every iteration reads whole; what is carried in, out, and stacked up."""
+    """A body; what each run reads whole; what is sliced, carried in, out, stacked up."""
 
+    body: int
     steady: tuple[int, ...]
+    stacked_in: tuple[int, ...]
     carried_in: tuple[int, ...]
     carried_out: tuple[int, ...]
     stacked_out: tuple[int, ...]
@@ -90,10 +109,11 @@ def _loops(graph: OpGraph) -> Iterator[_Loop]:
             body = graph.blocks[op.bodies[0]].inputs
             first = op.params["num_consts"]
             last = first + op.params["num_carry"]
+            sliced = tuple(o for o in op.operands[last:] if isinstance(o, int))
         elif op.kind == WHILE:
             body = graph.blocks[op.bodies[1]].inputs
-            first, last = op.params["body_nconsts"], len(body)
+            first, last, sliced = op.params["body_nconsts"], len(body), ()
         else:
             continue
         outs = op.results[: last - first], op.results[last - first :]
-        yield _Loop(body[:first], body[first:last], *outs)
+        yield _Loop(op.bodies[-1], body[:first], sliced, body[first:last], *outs)

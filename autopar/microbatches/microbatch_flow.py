@@ -275,8 +275,9 @@ class Flow:
         loop: list[Operator] = []
         behind: list[Operator] = []
         needed: set[int] = set()
+        in_loop = self.loop_operators()
         for op in reversed(self.graph.blocks[0].operators):
-            if self.is_loop(op) and not self.is_better_behind(op, needed):
+            if op.index in in_loop and not self.is_better_behind(op, needed):
                 loop.append(op)
                 needed.update(tensors_of(op.operands))
             elif not needed.isdisjoint(op.results):
@@ -287,6 +288,21 @@ class Flow:
         return Phases(
             tuple(reversed(before)), tuple(reversed(loop)), tuple(reversed(behind))
         )
+
+    def loop_operators(self) -> set[int]:
+        """Those that do another thing each time, and what reads their results.
+
+        A barrier (remat) hands parameters on, the same each time, beside examples.
+        """
+        found: set[int] = set()
+        made: set[int] = set()
+        for op in self.graph.blocks[0].operators:
+            reads = tensors_of(op.operands)
+            late = op.index not in self.is_behind and not made.isdisjoint(reads)
+            if late or self.is_loop(op):
+                found.add(op.index)
+                made.update(op.results)
+        return found
 
 
 def tensors_of(operands: Iterable[Operand]) -> list[int]:

@@ -71,7 +71,7 @@ def exact_step(
 ) -> MicrobatchedStep:
     """The step whose values are those of the whole batch: `graph`, cut by `split`."""
     leaving = tuple(
-        Leaving(t, None if split.state[t] == SUM else split.state[t])
+        Leaving(t, split.state[t] if split.state[t] >= 0 else None)
         for t in leaving_tensors(graph, split.phases)
     )
 
@@ -84,7 +84,12 @@ def exact_step(
         runner = MicrobatchRunner(graph, split, whole, counter)
         runner.values.update(parts)
         runner.run_operators([*before, *split.phases.loop])
-        return [runner.values[each.tensor] for each in leaving]
+        return [
+            runner.values[each.tensor]
+            if each.dim is not None
+            else runner.read(each.tensor, SUM)
+            for each in leaving
+        ]
 
     return MicrobatchedStep(
         graph,

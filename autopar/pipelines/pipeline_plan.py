@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -25,12 +25,15 @@ from ..planner.planning import batch_tensors, leaves_of, roles_of
 from ..plans.staged_plan import PlannedTransfer
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.spec import Spec, local_shape
-from .piece_trace import PiecedStep, cut_scans
+from .cut_step import cut_step
+from .piece_trace import PiecedStep
 from .stage_apply import ApplyCut, cut_apply
 from .stage_cut import StageCut, cut_stages, scan_lengths
 from .stage_lowering import dataflow
+from .stage_pieces import PlannedPiece
 from .stage_pins import StagePins
-from .stage_programs import PipelineBuilder, PlannedPiece
+from .stage_planner import StagePlanner
+from .stage_programs import PipelineBuilder
 from .stage_trace import StepParts, trace_parts
 
 
@@ -133,10 +136,16 @@ def plan_pipeline(
     kwargs: Mapping[str, Any],
     method: PipelineParallel,
     options: Options,
+    *,
+    whole: TracedFunction | None = None,
+    split: Collection[int] = (),
+    planner: StagePlanner | None = None,
 ) -> PlannedPipeline:
     """Trace `fun`, cut it into the stages that `method` asks for and plan them.
 
-    The plans of `options.plan`, if there are any, are used as they are.
+    The plans of `options.plan`, if there are any, are used as they are. `whole` is the
+    trace of `fun`, if it is there; `split` are stages whose state lies in as many parts
+    as they have devices, and `planner` knows plans of equal programs.
 
     Raises:
       ValueError: more stages than devices or products, or microbatches that do not
@@ -147,37 +156,17 @@ def plan_pipeline(
     """
     cluster = options.cluster or Cluster.local()
     shapes = submesh_shapes(method, options, cluster)
-    whole = trace(fun, args, kwargs)
-    num_stages = method.num_stages or 2
-    pieced, step = _microbatched(fun, whole, method, options)
-    traced, roles = pieced.traced, pieced.roles
-    parts = _tied(trace_parts(traced, step), traced, roles)
-    cut = cut_stages(
-        parts.microbatch,
-        [i.tensor for i in parts.microbatch.inputs if i.path in parts.held],
-        num_stages,
-        has_weight_tasks(method.schedule, num_stages, step.num_microbatches),
+    whole = whole or trace(fun, args, kwargs)
+    leaves = jax.tree.leaves((args, kwargs))
+    made = cut_step(fun, whole, leaves, method, options)
+    num_stages, traced, roles = (
+        made.cut.num_stages,
+        made.pieced.traced,
+        made.pieced.roles,
     )
-    leaves = dict(zip(whole.input_paths, jax.tree.leaves((args, kwargs)), strict=True))
-    read_only = {
-        path: leaves[path]
-        for path, output in zip(traced.input_paths, roles.next_output, strict=True)
-        if output is None and path in leaves
-    }
-    apply = _cut_apply(parts, cut)
-    parts = replace(parts, apply=apply.graph)
-    builder = PipelineBuilder(
-        parts,
-        cut,
-        apply,
-        cluster,
+    builder = made.builder(
         [shapes[stage % len(shapes)] for stage in range(num_stages)],
-        _next_paths(traced, roles),
-        StagePins.checked(
-            pieced.by_piece(options.pins, whole), traced.input_paths, read_only
-        ),
-        None if options.plan is None else options.plan.stages.programs,
-        _kept(whole, pieced, options),
+        *(options, split, planner),
     )
     pieces = builder.build()
     next_leaf: list[int | None] = [None] * len(traced.output_paths)
@@ -186,36 +175,22 @@ def plan_pipeline(
             next_leaf[output] = leaf
     return PlannedPipeline(
         whole,
-        pieced,
-        parts,
+        made.pieced,
+        made.parts,
         method,
         cluster,
         shapes,
-        dataflow(num_stages, step.num_microbatches, builder.slots, pieces),
+        dataflow(num_stages, made.step.num_microbatches, builder.slots, pieces),
         tuple(pieces),
         builder.specs,
         builder.types,
         tuple(next_leaf),
         {
             path: leaf
-            for path in parts.apply.output_paths
+            for path in made.parts.apply.output_paths
             if (leaf := builder.unchanged(path)) is not None
         },
     )
-
-
-def _kept(
-    whole: TracedFunction, pieced: PiecedStep, options: Options
-) -> frozenset[str]:
-    """Paths of the leaf pieces whose buffers the user wants to keep."""
-    if options.donate_argnums == "auto":
-        return frozenset()
-    donated = leaves_of(whole, options.donate_argnums, options)
-    paths, kept = iter(pieced.traced.input_paths), set()
-    for position, lengths in enumerate(pieced.input_lengths):
-        own = [next(paths) for _ in lengths or (0,)]
-        kept.update(own if position not in donated else ())
-    return frozenset(kept)
 
 
 def submesh_shapes(
@@ -275,88 +250,3 @@ def _uneven(num_devices: int, number: int) -> list[str]:
 def _nearest_divisor(num_devices: int, number: int) -> int:
     divisors = [n for n in range(2, num_devices + 1) if num_devices % n == 0]
     return min(divisors, key=lambda n: (abs(n - number), n), default=1)
-
-
-def _microbatched(
-    fun: Callable[..., Any],
-    whole: TracedFunction,
-    method: PipelineParallel,
-    options: Options,
-) -> tuple[PiecedStep, MicrobatchedStep]:
-    """The step with its scans over layers cut by length, cut into microbatches."""
-    roles = roles_of(whole)
-    graph = build_graph(whole, roles)
-    number = method.num_microbatches or options.num_microbatches
-    batch = batch_tensors(whole, graph, options)
-    held = [i.tensor for i in graph.inputs if i.tensor not in batch]
-    lengths = scan_lengths(graph, held, method.num_stages or 2)
-
-    def pieced_of(traced: TracedFunction, graph: OpGraph) -> PiecedStep:
-        if not lengths:
-            return PiecedStep.uncut(traced, roles)
-        return cut_scans(traced, graph, roles, lengths, batch)
-
-    def trace_part() -> TracedFunction:
-        part = trace_microbatch(fun, whole, graph, batch, number)
-        return pieced_of(part, build_graph(part, roles)).traced
-
-    pieced = pieced_of(whole, graph)
-    of_pieces = build_graph(pieced.traced, pieced.roles) if lengths else graph
-    paths = {graph.tensors[tensor].name for tensor in batch}
-    step = microbatched(
-        trace_part,
-        of_pieces,
-        pieced.roles,
-        [i.tensor for i in of_pieces.inputs if i.path in paths],
-        number,
-        options.microbatch_semantics,
-        sums_stay_apart=True,
-    )
-    return pieced, step
-
-
-def _cut_apply(parts: StepParts, cut: StageCut) -> ApplyCut:
-    """The update on the stages of the parameters and sums."""
-    of_apply = {i.path: i.tensor for i in parts.apply.inputs}
-    names = {t.index: t.name for t in parts.microbatch.tensors}
-    made_by = dict(
-        zip(parts.microbatch.output_paths, parts.microbatch.outputs, strict=True)
-    )
-    last = cut.num_stages - 1
-    sums = {name: made_by[name] for name in parts.sums}
-    updated = {i.path for i in parts.apply.inputs if i.output is not None}
-    read_only = [name for name in parts.held if name not in updated]
-    return cut_apply(
-        parts.apply,
-        {of_apply[names[tensor]]: stage for tensor, stage in cut.home.items()},
-        {
-            of_apply[name]: cut.made_on[operand][0]
-            if isinstance(operand, int) and operand in cut.made_on
-            else last
-            for name, operand in sums.items()
-        },
-        frozenset(of_apply[name] for name in (*parts.prepared, *read_only)),
-        last,
-    )
-
-
-def _next_paths(traced: TracedFunction, roles: Roles) -> dict[str, str]:
-    """The result path of every state leaf."""
-    return {
-        path: traced.output_paths[output]
-        for path, output in zip(traced.input_paths, roles.next_output, strict=True)
-        if output is not None
-    }
-
-
-def _tied(parts: StepParts, traced: TracedFunction, roles: Roles) -> StepParts:
-    """The apply graph told which output is the next value of which input."""
-    outputs = _next_paths(traced, roles)
-    position = {path: i for i, path in enumerate(parts.apply.output_paths)}
-    inputs = tuple(
-        replace(i, output=position[outputs[i.path]])
-        if outputs.get(i.path) in position
-        else i
-        for i in parts.apply.inputs
-    )
-    return replace(parts, apply=replace(parts.apply, inputs=inputs))

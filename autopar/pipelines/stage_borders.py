@@ -24,32 +24,49 @@ def stage_borders(
 ) -> list[int]:
     """Units at which stages 1, 2, ... begin; each stage has a unit with a cost.
 
-    `crossing_bytes[p]` is what a border before unit p moves.
+    `crossing_bytes[p]` is what a border before unit p moves, infinite where none may
+    lie.
 
     Raises:
       ValueError: fewer units with a cost than stages.
     """
     cost, crossing = np.asarray(costs, float), np.asarray(crossing_bytes, float)
+    places = border_places(cost, crossing)
     heavy = np.flatnonzero(cost > 0)
-    if len(heavy) < num_stages:
+    if np.isfinite(crossing[places]).sum() + bool(len(heavy)) < num_stages:
+        whole = np.isfinite(crossing[places]).sum() + bool(len(heavy))
         raise ValueError(
             f"`num_stages` must be at most the number of products of the step's "
-            f"forward pass, {len(heavy)}, but got {num_stages}."
+            f"forward pass, {len(heavy)}"
+            + (f", of which {whole} can be apart" if whole < len(heavy) else "")
+            + f", but got {num_stages}."
         )
-    places = [
-        last - int(np.argmin(crossing[last:first:-1]))
-        for first, last in zip(heavy[:-1], heavy[1:], strict=True)
-    ]
     done = np.concatenate([[0.0], np.cumsum(cost)[np.array([*heavy[:-1], -1])]])
     between = done[None, :] - done[:, None]  # cost of a stage from place i to place j
     between[np.tril_indices(len(done))] = np.inf
-    slowest, _ = _best(between, np.zeros(len(done)), num_stages, np.maximum)
+    refused = np.array([0.0, *np.where(np.isfinite(crossing[places]), 0, np.inf), 0.0])
+    slowest, _ = _best(between, refused, num_stages, np.maximum)
     limit = max(slowest, done[-1] / num_stages * (1 + NEAR)) * (1 + 1e-9)
     uneven = np.where(between <= limit, (between / done[-1]) ** 2 * _TIE, np.inf)
     moved = np.array([0.0, *crossing[places], 0.0])
-    moved /= max(moved.sum(), 1.0)
+    moved /= max(moved[np.isfinite(moved)].sum(), 1.0)
     _, chosen = _best(uneven, moved, num_stages, np.add)
     return [places[i - 1] for i in chosen]
+
+
+def border_places(
+    costs: Sequence[float] | np.ndarray, crossing_bytes: Sequence[float] | np.ndarray
+) -> list[int]:
+    """The unit that a border after the k-th unit with a cost comes before, for all k.
+
+    It is the one with the fewest bytes of its gap, of equal ones the last.
+    """
+    crossing = np.asarray(crossing_bytes, float)
+    heavy = np.flatnonzero(np.asarray(costs, float) > 0)
+    return [
+        int(last - np.argmin(crossing[last:first:-1]))
+        for first, last in zip(heavy[:-1], heavy[1:], strict=True)
+    ]
 
 
 def _best(

@@ -17,7 +17,7 @@ from ..clusters.cluster import Cluster
 from ..graph.op_graph import TensorType
 from ..lowering.programs import PipelineProgram, Slot, SpmdProgram, StageProgram
 from ..sharding.spec import Spec, to_partition_spec
-from .stage_programs import PlannedPiece
+from .stage_pieces import PlannedPiece
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,81 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
 
 from ..clusters.cluster import Cluster
 from ..errors import PlanFileError
 from ..graph.op_graph import Constant, Operator, OpGraph, TensorType
 from ..lowering.blocks import as_array
-from ..lowering.programs import Slot, SlotKind, SpmdProgram, TaskKind, build_program
+from ..lowering.programs import Slot, SlotKind, TaskKind
 from ..microbatches.microbatch_flow import tensors_of
 from ..microbatches.microbatch_runners import WholeRunner
-from ..planner.intra_op import plan_intra_op
 from ..plans.plan import ShardingPlan
 from ..plans.plan_check import check_against
 from ..plans.staged_plan import StageProgramPlan
 from ..sharding.mesh import MeshShape
-from ..sharding.pins import Pin
-from ..sharding.resharding import Resharder
-from ..sharding.spec import Spec, axes_of_dim
+from ..sharding.spec import Spec
 from .stage_apply import ApplyCut
 from .stage_cut import StageCut
+from .stage_pieces import (
+    Piece,
+    PlannedPiece,
+    TracedPiece,
+    joint_piece,
+    made_nowhere,
+    reads_of,
+)
 from .stage_pins import StagePins
+from .stage_planner import StagePlanner, pin_of, specs_read
 from .stage_trace import StepParts, graph_of
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """One stage program before it is planned: operators, what they read and return.
-
-    Inputs and outputs come as slot names; `added` are outputs that an accumulator of
-    the same name takes in.
-    """
-
-    stage: int
-    kind: TaskKind
-    operators: tuple[Operator, ...]
-    inputs: dict[str, int]  # tensor by slot
-    outputs: dict[str, int | Constant]  # by slot
-    added: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedPiece:
-    """A stage program with its plan: lists of slots in, lists of slots out.
-
-    `graph` computes it, `donated` are positions of inputs whose buffers it reuses.
-    """
-
-    piece: Piece
-    graph: OpGraph
-    plan: ShardingPlan
-    structs: tuple[jax.ShapeDtypeStruct, ...]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    donated: tuple[int, ...]
-
-    @property
-    def output_types(self) -> list[TensorType]:
-        """The type of each output."""
-        return [
-            operand.type
-            if isinstance(operand, Constant)
-            else self.graph.tensors[operand].type
-            for operand in self.graph.outputs
-        ]
-
-    def program(self, cluster: Cluster, mesh: Mesh | AbstractMesh) -> SpmdProgram:
-        """The program on the devices of its stage."""
-        resharder = Resharder(self.plan.mesh, cluster)
-        return build_program(
-            self.graph, self.plan, resharder, mesh, self.structs, (), self.donated
-        )
 
 
 @dataclass
@@ -84,7 +40,8 @@ class PipelineBuilder:
     """Collects the pieces of a step and plans them, stage by stage.
 
     `shapes` are the meshes of the stages; `given`, if there, are plans to use for the
-    pieces as they are, in order.
+    pieces as they are, in order. State of the stages in `split` lies in as many parts
+    as they have devices. `wanted` are the specs in which a stage returns values.
     """
 
     parts: StepParts
@@ -96,6 +53,9 @@ class PipelineBuilder:
     pins: StagePins
     given: Sequence[StageProgramPlan] | None = None
     kept: frozenset[str] = frozenset()  # leaves whose buffers are not reused
+    split: frozenset[int] = frozenset()
+    planner: StagePlanner | None = None  # knows plans of equal programs
+    wanted: dict[tuple[str, int], Spec] = field(default_factory=dict)
     specs: dict[tuple[str, int], Spec] = field(default_factory=dict)
     types: dict[str, TensorType] = field(default_factory=dict)
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -108,6 +68,8 @@ class PipelineBuilder:
         """
         pieces = [*self.microbatch_pieces(), *self.apply_pieces()]
         if self.given is None:
+            for stage in range(self.cut.num_stages):
+                self.plan_jointly([each for each in pieces if each.stage == stage])
             return [self.plan_piece(piece, None) for piece in pieces]
         planned = [f"stage {each.stage}, {each.kind}" for each in self.given]
         wanted = [f"stage {piece.stage}, {piece.kind}" for piece in pieces]
@@ -130,13 +92,13 @@ class PipelineBuilder:
             *((s, "backward", cut.backward[s]) for s in stages),
             *((s, "weight", cut.weight[s]) for s in stages),
         ]
-        made_nowhere = _made_nowhere(graph, cut)
-        if made_nowhere:
+        nowhere = made_nowhere(graph, cut)
+        if nowhere:
             last = cut.num_stages - 1
-            needed = {op.index for op in (*cut.forward[last], *made_nowhere)}
+            needed = {op.index for op in (*cut.forward[last], *nowhere)}
             operators = tuple(o for o in graph.blocks[0].operators if o.index in needed)
             tasks[last] = (last, "forward", operators)
-        reads = {task[:2]: _reads(task[2]) for task in tasks}
+        reads = {task[:2]: reads_of(task[2]) for task in tasks}
         made = {t for op in graph.blocks[0].operators for t in op.results}
         handed_on = [operand for operand in graph.outputs if operand not in made]
         for tensor in tensors_of(handed_on):
@@ -166,7 +128,7 @@ class PipelineBuilder:
                 self.slot(names[tensor], "activation", stage)
             added = []
             if (stage, kind) == (cut.num_stages - 1, "forward"):
-                own.update(t for op in made_nowhere for t in op.results)
+                own.update(t for op in nowhere for t in op.results)
                 own.update(handed_on)
             for name, operand in zip(graph.output_paths, graph.outputs, strict=True):
                 if operand in own:
@@ -193,7 +155,7 @@ class PipelineBuilder:
         last_round = {stage: (stage, number) for stage, number in sorted(cut.operators)}
         passing = self.passing(last_round)
         tasks = {**dict.fromkeys(passing.values(), ()), **cut.operators}
-        reads = {key: _reads(ops) for key, ops in tasks.items()}
+        reads = {key: reads_of(ops) for key, ops in tasks.items()}
         for position, key in passing.items():
             operand = graph.outputs[position]
             if isinstance(operand, int) and operand not in reads[key]:
@@ -273,7 +235,31 @@ class PipelineBuilder:
     def slot(self, name: str, kind: SlotKind, stage: int) -> None:
         self.slots.setdefault(name, Slot(name, kind, stage))
 
-    def plan_piece(self, piece: Piece, given: ShardingPlan | None) -> PlannedPiece:
+    def plan_jointly(self, pieces: Sequence[Piece]) -> ShardingPlan | None:
+        """Plan forward and backward of a stage as one; later plans keep to it.
+
+        None for a stage that has one of them alone.
+        """
+        joint = joint_piece(
+            [each for each in pieces if each.kind != "apply"], self.parts.microbatch
+        )
+        if joint is None:
+            return None
+        part = self.trace_piece(joint).graph
+        plan, stage = self.solve(joint, part), joint.stage
+        for each in plan.inputs:
+            self.specs.setdefault((each.path, stage), each.spec)
+        read = specs_read(plan, part)
+        for position, (slot, operand) in enumerate(
+            zip(part.output_paths, part.outputs, strict=True)
+        ):
+            if isinstance(operand, int) and slot not in joint.added:
+                spec = plan.outputs[0][position]
+                self.wanted[slot, stage] = read.get(operand, spec)
+        return plan
+
+    def trace_piece(self, piece: Piece) -> TracedPiece:
+        """The graph of a piece, whose inputs and outputs are slots in order."""
         graph = self.parts.apply if piece.kind == "apply" else self.parts.microbatch
         names = [*piece.inputs, *piece.added]
         operands = [*piece.inputs.values(), *(piece.outputs[n] for n in piece.added)]
@@ -304,6 +290,11 @@ class PipelineBuilder:
             for name in names
         ]
         part = graph_of(task, structs, names, output_names, ties)
+        return TracedPiece(part, tuple(structs), tuple(names), tuple(ties))
+
+    def plan_piece(self, piece: Piece, given: ShardingPlan | None) -> PlannedPiece:
+        traced = self.trace_piece(piece)
+        part, names = traced.graph, traced.inputs
         plan = given or self.solve(piece, part)
         if given is not None:
             check_against(given, part)
@@ -311,12 +302,12 @@ class PipelineBuilder:
             piece,
             part,
             plan,
-            tuple(structs),
-            tuple(names),
-            tuple(output_names),
+            traced.structs,
+            names,
+            tuple(piece.outputs),
             tuple(
                 i
-                for i, (name, tie) in enumerate(zip(names, ties, strict=True))
+                for i, (name, tie) in enumerate(zip(names, traced.ties, strict=True))
                 if tie is not None and name not in self.kept
             ),
         )
@@ -324,14 +315,26 @@ class PipelineBuilder:
         return planned
 
     def solve(self, piece: Piece, part: OpGraph) -> ShardingPlan:
-        shape = self.shapes[piece.stage]
+        shape, stage = self.shapes[piece.stage], piece.stage
         kept = {
-            i.tensor: _pin(self.specs[i.path, piece.stage], part, i.tensor)
+            i.tensor: pin_of(self.specs[i.path, stage], part, i.tensor)
             for i in part.inputs
-            if (i.path, piece.stage) in self.specs
+            if (i.path, stage) in self.specs
         }
         pins = {**self.pins.of_piece(part, shape), **kept}
-        return plan_intra_op(part, shape, self.cluster, pins=pins).plan
+        returned = {
+            operand: self.wanted[path, stage]
+            for path, operand in zip(part.output_paths, part.outputs, strict=True)
+            if isinstance(operand, int) and (path, stage) in self.wanted
+        }
+        split = [
+            i.tensor
+            for i in part.inputs
+            if stage in self.split and self.slots[i.path].kind in ("state", "gradient")
+        ]
+        if self.planner is None:
+            self.planner = StagePlanner(self.cluster)
+        return self.planner.plan(part, shape, pins, returned, split)
 
     def note(self, planned: PlannedPiece) -> None:
         """Remember the specs of slots, which later pieces of the stage keep to."""
@@ -344,34 +347,3 @@ class PipelineBuilder:
             self.types.setdefault(name, kind)
         for name, struct in zip(planned.inputs, planned.structs, strict=True):
             self.types.setdefault(name, TensorType(struct.shape, struct.dtype))
-
-
-def _made_nowhere(graph: OpGraph, cut: StageCut) -> list[Operator]:
-    """Operators of outputs that no stage makes: of the batch alone, such as counts."""
-    made_by = {t: op for op in graph.blocks[0].operators for t in op.results}
-    found: dict[int, Operator] = {}
-    waiting = [t for t in tensors_of(graph.outputs) if t not in cut.made_on]
-    while waiting:
-        tensor = waiting.pop()
-        op = None if tensor in cut.made_on else made_by.get(tensor)
-        if op is not None and op.index not in found:
-            found[op.index] = op
-            waiting.extend(tensors_of(op.operands))
-    return list(found.values())
-
-
-def _reads(operators: Iterable[Operator]) -> list[int]:
-    """Tensors that operators read and do not make, in order of first reading."""
-    made: set[int] = set()
-    read: dict[int, None] = {}
-    for op in operators:
-        for tensor in tensors_of(op.operands):
-            if tensor not in made:
-                read[tensor] = None
-        made.update(op.results)
-    return list(read)
-
-
-def _pin(spec: Spec, graph: OpGraph, tensor: int) -> Pin:
-    rank = graph.tensors[tensor].type.rank
-    return Pin(tuple(axes_of_dim(spec, dim) for dim in range(rank)))

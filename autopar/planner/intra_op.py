@@ -12,11 +12,12 @@ from autopar.solver.solve import solve
 
 from ..clusters.cluster import Cluster
 from ..costs.collectives import COLLECTIVE_KINDS, collective_seconds
+from ..costs.host_memory import host_seconds
 from ..costs.memory import peak_bytes
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.op_graph import Block, Constant, Operator, OpGraph
 from ..graph.user_shard_map import body_collectives, body_work
-from ..methods.restrictions import Restriction, restrict
+from ..methods.restrictions import Limit, restrict
 from ..plans.plan import (
     Conversion,
     InputPlan,
@@ -52,7 +53,7 @@ def plan_intra_op(
     cluster: Cluster,
     *,
     pins: Mapping[int, Pin] | None = None,
-    restrictions: Sequence[Restriction] = (),
+    restrictions: Sequence[Limit] = (),
     gap: float = 1e-4,
 ) -> IntraOpSolution:
     """The cheapest sharding plan of `graph` on `mesh`, with its bound.
@@ -83,18 +84,20 @@ def read_plan(
     trips = tuple(block.trip_count for block in graph.blocks)
     collectives, collective_seconds = _collectives(graph, tensors, resharder)
     compute_seconds = sum(op.seconds for op in operators)
+    inputs = tuple(reader.input_plans())
+    moving_seconds = host_seconds(graph.inputs, inputs, cluster)
     plan = ShardingPlan(
         function=graph.name,
         mesh=mesh,
         cluster=cluster.name,
-        inputs=tuple(reader.input_plans()),
+        inputs=inputs,
         operators=operators,
         tensors=tensors,
         outputs=tuple(reader.outputs()),
         trip_counts=trips,
         collectives=collectives,
         predicted=Prediction(
-            step_seconds=compute_seconds + collective_seconds,
+            step_seconds=compute_seconds + collective_seconds + moving_seconds,
             compute_seconds=compute_seconds,
             collective_seconds=collective_seconds,
             collective_bytes=total_bytes(collectives),
@@ -102,6 +105,8 @@ def read_plan(
             bubble_fraction=0.0,
             optimality_gap=float(assignment.gap),
             split_flops_fraction=_split_fraction(graph, operators, mesh),
+            host_seconds=moving_seconds,
+            host_bytes=sum(each.bytes for each in inputs if each.memory == "host"),
         ),
     )
     return _with_peak(graph, plan)
@@ -219,6 +224,7 @@ class _Reader:
                 spec,
                 kind.shape,
                 kind.bytes // num_shards(spec, sizes),
+                graph_input.memory,
             )
 
 

@@ -29,7 +29,8 @@ def memory_users(profile: MemoryProfile) -> tuple[MemoryUser, ...]:
     graph = profile.graph
     makers = {result: op for op in graph.operators() for result in op.results}
     paths = {each.tensor: each.path for each in graph.inputs}
-    users = [MemoryUser(each.path, each.bytes) for each in profile.plan.inputs]
+    inputs = [each for each in profile.plan.inputs if each.memory == "device"]
+    users = [MemoryUser(each.path, each.bytes) for each in inputs]
     for value in profile.temporaries():
         tensor = graph.tensors[value.tensor]
         if value.tensor in makers:
@@ -50,7 +51,8 @@ def infeasible_error(profile: MemoryProfile, budget_bytes: int) -> InfeasiblePla
         f"A plan must fit the memory budget of {budget_bytes:,} B "
         f"({format_bytes(budget_bytes)}) a device, but the least found to do is "
         f"{least:,} B ({format_bytes(least)}) on the mesh {profile.plan.mesh}; give "
-        f"memory_budget={least}, more devices, more microbatches or a smaller batch. "
+        f"memory_budget={least}, more devices, more microbatches, a smaller batch, "
+        f"remat='auto' or offload='auto'. "
         f"Most is taken by {largest}.",
         least_budget_bytes=least,
         tightest_constraint=f"memory: {users[0]}" if users else "memory",

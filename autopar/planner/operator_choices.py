@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from .spec_choices import SpecChoices
-from .strategies import Strategies
+from ..clusters.cluster import Cluster
+from ..graph.op_graph import Constant, Operand, Operator
+from ..sharding.mesh import MeshShape
+from .spec_choices import SpecChoices, SpecTable
+from .strategies import Strategies, enumerate_strategies, strategy_seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +22,73 @@ class OperatorChoices:
     seconds: np.ndarray
     operands: tuple[SpecChoices, ...]
     results: tuple[SpecChoices, ...]
+
+
+class OperatorTable:
+    """The choices of every operator on one mesh; operators of a kind share them.
+
+    `must_split` are the operators whose work no two devices may do twice.
+    """
+
+    def __init__(
+        self,
+        mesh: MeshShape,
+        cluster: Cluster,
+        specs: SpecTable,
+        must_split: Collection[int],
+    ) -> None:
+        self._mesh, self._cluster, self._specs = mesh, cluster, specs
+        self._must_split = must_split
+        self._known: dict[object, OperatorChoices] = {}
+        self._weighted: dict[tuple[int, float], np.ndarray] = {}
+
+    def of(self, op: Operator) -> OperatorChoices:
+        """The choices of one operator."""
+        must_split = op.index in self._must_split
+        key = (
+            op.kind,
+            op.operand_types,
+            op.result_types,
+            tuple([_constant_key(o) for o in op.operands]),
+            params_key(op.params),
+            must_split,
+        )
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._enumerate(op, must_split)
+        return known
+
+    def seconds(self, choices: OperatorChoices, weight: float) -> np.ndarray:
+        """[n] seconds of `weight` executions."""
+        key = id(choices), weight
+        if key not in self._weighted:
+            self._weighted[key] = choices.seconds * weight
+        return self._weighted[key]
+
+    def _enumerate(self, op: Operator, must_split: bool) -> OperatorChoices:
+        strategies = enumerate_strategies(op, self._mesh)
+        seconds = strategy_seconds(op, strategies, self._mesh, self._cluster)
+        if must_split:
+            is_split = strategies.share <= strategies.share.min() * 1.001
+            seconds = np.where(is_split, seconds, np.inf)
+        operands = strategies.operand_specs.swapaxes(0, 1)
+        results = strategies.result_specs.swapaxes(0, 1)
+        return OperatorChoices(
+            strategies,
+            seconds,
+            tuple(self._specs.choices(specs) for specs in operands),
+            tuple(self._specs.choices(specs) for specs in results),
+        )
+
+
+def _constant_key(operand: Operand) -> object:
+    """Equal for equal literals; None for a tensor."""
+    if not isinstance(operand, Constant):
+        return None
+    if operand.type.is_extended:
+        return repr(operand.value)
+    value = np.asarray(operand.value)
+    return value.dtype, value.shape, value.tobytes()
 
 
 def params_key(params: Mapping[str, object]) -> object:

@@ -105,10 +105,10 @@ def _without_each(
         yield key, graph, {k: spec for k, spec in pins.items() if k != key}
     lines = dict.fromkeys(op.source for op in graph.operators() if op.kind == _PIN)
     for line in lines:
-        yield f"autopar.pin at {line}", _unpinned(graph, line), pins
+        yield f"autopar.pin at {line}", unpinned(graph, line), pins
 
 
-def _unpinned(graph: OpGraph, line: str) -> OpGraph:
+def unpinned(graph: OpGraph, line: str) -> OpGraph:
     """The graph with the pins of one source line free."""
 
     def freed(op: Operator) -> Operator:

@@ -43,7 +43,7 @@ VARIABLE = "AUTOPAR_CACHE_DIR"
 MOST_PLANS = 256
 _OFF = ("off", "0", "none", "")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-_NOT_OF_THE_PLAN = ("cluster", "plan", "donate_argnums", "names")
+_NOT_OF_THE_PLAN = ("cluster", "plan", "like", "donate_argnums", "names")
 _log = logging.getLogger("autopar")
 
 

@@ -26,7 +26,7 @@ from autopar.solver.solve import solve
 from ..clusters.cluster import Cluster
 from ..costs.memory import MemoryProfile, memory_profile
 from ..graph.op_graph import OpGraph
-from ..methods.restrictions import Restriction, restrict
+from ..methods.restrictions import Limit, restrict
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
@@ -52,7 +52,7 @@ def plan_within(
     budget_bytes: int,
     *,
     pins: Mapping[int, Pin] | None = None,
-    restrictions: Sequence[Restriction] = (),
+    restrictions: Sequence[Limit] = (),
     gap: float = 1e-4,
 ) -> IntraOpSolution:
     """The cheapest plan whose predicted peak is at most `budget_bytes` a device.

@@ -20,8 +20,11 @@ from ..graph.build_graph import PINS, build_graph, tensor_type
 from ..graph.constraints import check_returned_pins, warn_ignored_constraints
 from ..graph.op_graph import OpGraph
 from ..graph.user_shard_map import check_shard_maps, user_mesh
+from ..methods.gather_again import gathering_again, graph_of_plan
 from ..methods.methods import Auto, ShardParallel
-from ..methods.named_methods import Megatron, restrictions_of
+from ..methods.named_methods import Megatron, gathers_again, restrictions_of
+from ..methods.unsplit_state import warn_unsplit_state
+from ..methods.restrictions import Limit
 from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_loop import with_microbatch_loop
 from ..microbatches.microbatch_semantics import microbatched
@@ -33,10 +36,13 @@ from ..sharding.pins import resolve_pins
 from ..state.placements import mesh_of_leaves, placement_pins
 from .intra_op import IntraOpSolution, warn_fallbacks
 from .memory_budget import default_budget
+from .memory_search import choose_variant
 from .mesh_search import TIGHT_GAP, default_mesh, least_seconds, search_meshes
 from .pin_conflicts import PinsByKey, blame_pins
-from .plan_cache import cache_entry, use_compilation_cache
+from .plan_cache import CacheEntry, cache_entry, use_compilation_cache
+from .plan_like import memory_choices, plan_like
 from .plan_within import plan_within
+from .step_variants import StepVariant, StepVariants
 
 _log = logging.getLogger("autopar")
 assert _rules  # imported so that every rule registers
@@ -85,11 +91,29 @@ def plan_function(
         graph = build_graph(traced, roles)
     cluster = options.cluster or Cluster.local()
     leaves = jax.tree.leaves((args, kwargs))
+    batch = batch_tensors(traced, graph, options)
+    variants = StepVariants(traced, graph, roles, batch)
     plan = options.plan
     if plan is None:
-        batch = batch_tensors(traced, graph, options)
-        plan = _plan_or_blame_pins(graph, leaves, batch, cluster, options)
+
+        def plan_variant(variant: StepVariant, budget_bytes: int) -> Plan:
+            def plan_with(some: Options, limits: Sequence[Limit] = ()) -> Plan:
+                graph = variant.graph
+                return plan_or_blame_pins(graph, leaves, batch, cluster, some, limits)
+
+            some = replace(options, memory_budget=budget_bytes)
+            if options.like is None:
+                return plan_with(some)
+            return plan_like(variant.graph, cluster, some, plan_with)
+
+        budget_bytes = budget_of(options, cluster)
+        remat, offload = memory_choices(options)
+        chosen = choose_variant(variants, remat, offload, budget_bytes, plan_variant)
+        variant, plan = chosen.variant, chosen.plan
     else:
+        variant = variants.of_plan(plan.sharding)
+    traced, graph = variant.traced, graph_of_plan(variant.graph, plan.sharding)
+    if options.plan is not None:
         check_shard_maps(graph, plan.sharding.mesh)
         check_against(plan.sharding, graph)
     types = tuple(
@@ -111,16 +135,23 @@ def roles_of(traced: TracedFunction) -> Roles:
     )
 
 
-def _plan_or_blame_pins(
+def plan_or_blame_pins(
     graph: OpGraph,
     leaves: Sequence[Any],
     batch: Sequence[int],
     cluster: Cluster,
     options: Options,
+    limits: Sequence[Limit] = (),
 ) -> Plan:
+    """As `plan_graph`; where no plan exists, the error names the fewest pins to blame.
+
+    Raises:
+      InfeasiblePlanError: no plan exists.
+    """
+
     def plan_with(pins: PinsByKey) -> Plan:
         some = replace(options, pins=pins)
-        return plan_graph(graph, leaves, batch, cluster, some)
+        return plan_graph(graph, leaves, batch, cluster, some, limits)
 
     try:
         return plan_with(options.pins)
@@ -134,19 +165,24 @@ def plan_graph(
     batch: Sequence[int],
     cluster: Cluster,
     options: Options,
+    limits: Sequence[Limit] = (),
 ) -> Plan:
     """The cheapest plan of a step's graph, over all meshes where none is named.
 
     `leaves` are those of the step's arguments, and `batch` the graph's inputs that are
-    split with the batch.
+    split with the batch. Plans with `limits` on single choices are not cached.
     """
     start = perf_counter()
+    if gathers_again(options.method):
+        graph = gathering_again(graph)
     warn_fallbacks(graph)
     mesh = _mesh_shape(options, cluster, graph, leaves)
     if mesh is not None:
         check_shard_maps(graph, mesh)
         warn_ignored_constraints(graph, mesh)
-    entry = cache_entry(graph, leaves, batch, cluster, options)
+    entry = CacheEntry(None)
+    if not limits:
+        entry = cache_entry(graph, leaves, batch, cluster, options)
     known = entry.load(graph)
     if known is not None:
         seconds = perf_counter() - start
@@ -164,7 +200,7 @@ def plan_graph(
         return plan_within(
             *(graph, mesh, cluster, budget_of(options, cluster)),
             pins=pins,
-            restrictions=restrictions,
+            restrictions=(*restrictions, *limits),
             gap=gap,
         )
 

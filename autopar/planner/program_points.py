@@ -6,7 +6,7 @@ as well; a plan that peaks elsewhere brings points of its own (`memory_budget.py
 
 At a point a tensor is held by its writer from when it is made until it is copied, and
 by its relay while the copy is read; a tensor with a relay that is read as it was made
-is the relay's. Arguments are held throughout.
+is the relay's. Arguments are held throughout, but for those in the host's memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def live_sets(
     problem: ShardingProblem, profile: MemoryProfile
 ) -> tuple[tuple[int, ...], ...]:
     """What the problem's vertices hold together at the points of one of its plans."""
-    homes = [problem.writers[each.tensor][0] for each in problem.graph.inputs]
+    inputs = [each for each in problem.graph.inputs if each.memory == "device"]
+    homes = [problem.writers[each.tensor][0] for each in inputs]
     points = _Points(problem, profile)
     found = (tuple(sorted({*homes, *point})) for point in points.of_block(0, STRETCHES))
     return tuple(dict.fromkeys(found))

@@ -23,28 +23,22 @@ import numpy as np
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
 
 from ..clusters.cluster import Cluster
+from ..costs.host_memory import host_seconds_per_byte
 from ..graph.build_graph import STRUCTURED
-from ..graph.op_graph import Constant, Operator, OpGraph, TensorType
+from ..graph.op_graph import Operator, OpGraph, TensorType
 from ..graph.ports import Site, ports_of
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
 from ..sharding.spec import replicated
-from .operator_choices import OperatorChoices, params_key
-from .relay_choices import (
-    is_copied,
-    lasting_tensors,
-    relay_edge,
-    twice,
-    without_growth,
-)
+from .operator_choices import OperatorTable
+from .relay_choices import is_copied, lasting_tensors, twice
+from .reshard_edges import ReshardEdges
 from .spec_choices import SpecChoices, SpecTable
 from .strategies import (
     Strategies,
-    enumerate_strategies,
     is_heavy_operator,
     operators_to_split,
-    strategy_seconds,
     tensor_specs,
 )
 
@@ -134,7 +128,6 @@ class _Builder:
         counts_memory: bool,
     ) -> None:
         self.graph, self.mesh, self.cluster = graph, mesh, cluster
-        self.resharder = resharder
         self.counts_memory = counts_memory
         self.lasting = lasting_tensors(graph) if counts_memory else frozenset()
         self.vertices: list[Vertex] = []
@@ -142,12 +135,13 @@ class _Builder:
         self.heavy: set[int] = set()  # vertices
         self.relays: dict[int, int] = {}
         self.writers: dict[int, tuple[int, Access]] = {}
-        self.must_split = operators_to_split(graph)
+        self.resharding = ReshardEdges(resharder)
         self._specs = SpecTable(mesh.axis_sizes)
-        self._legal: dict[object, np.ndarray] = {}
-        self._strategies: dict[object, OperatorChoices] = {}
-        self._matrices: dict[object, np.ndarray | None] = {}
-        self._affine: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+        must_split = operators_to_split(graph)
+        self.operators = OperatorTable(mesh, cluster, self._specs, must_split)
+        self._legal: dict[object, SpecChoices] = {}
+        self._held: dict[object, np.ndarray] = {}
+        self._zeros: dict[int, np.ndarray] = {}
 
     def add_vertex(
         self,
@@ -159,14 +153,7 @@ class _Builder:
         operator: int | None = None,
         strategies: Strategies | None = None,
     ) -> int:
-        held = np.zeros(len(seconds))
-        for access in writes:
-            whole = self.graph.tensors[access.tensor].type.bytes
-            part = whole * access.choices.fractions
-            # All that a port writes is one memory, inside a loop and out.
-            held = np.maximum(held, part) if kind == "port" else held + part
-        if kind == "relay" and writes[0].tensor in self.lasting:
-            held = held * is_copied(len(held))
+        held = self._held_bytes(kind, len(seconds), writes)
         vertex = Vertex(
             kind,
             name,
@@ -184,6 +171,26 @@ class _Builder:
                 self.writers[access.tensor] = (index, access)
         return index
 
+    def _held_bytes(
+        self, kind: VertexKind, num_choices: int, writes: Sequence[Access]
+    ) -> np.ndarray:
+        """[choices] the bytes of what a vertex writes; one array for equal vertices."""
+        tensors = self.graph.tensors
+        sizes = [tensors[access.tensor].type.bytes for access in writes]
+        is_beside = kind == "relay" and writes[0].tensor in self.lasting
+        key = (
+            *(kind == "port", is_beside, num_choices, *sizes),
+            *[id(access.choices) for access in writes],
+        )
+        if key not in self._held:
+            held = np.zeros(num_choices)
+            for whole, access in zip(sizes, writes, strict=True):
+                part = whole * access.choices.fractions
+                # All that a port writes is one memory, inside a loop and out.
+                held = np.maximum(held, part) if kind == "port" else held + part
+            self._held[key] = held * is_copied(num_choices) if is_beside else held
+        return self._held[key]
+
     def spec_vertex(
         self,
         kind: VertexKind,
@@ -195,37 +202,40 @@ class _Builder:
         pending: bool,
         whole: bool = False,
         pin: Pin | None = None,
+        seconds_per_byte: float = 0.0,
     ) -> int:
         """A vertex whose choices are specs of one tensor.
 
         Written and read tensors come with the number of leading dims they have more
         than `tensor_type` (1 for what a scan slices or stacks). `whole`: the program
-        itself holds the value, so it can only be replicated.
+        itself holds the value, so it can only be replicated. `seconds_per_byte` are of
+        what a device has of the tensor.
         """
-        specs = self._legal_specs(tensor_type, pending, whole)
+        choices = self._legal_specs(tensor_type, pending, whole)
         if pin is not None:
-            specs = np.array([s for s in specs.tolist() if pin.allows(tuple(s))])
+            specs = [s for s in choices.specs.tolist() if pin.allows(tuple(s))]
+            choices = self._specs.choices(np.array(specs))
         if kind == "relay" and writes[0][0] in self.lasting:
-            specs = twice(specs)
-
-        def shifted(extra: int) -> SpecChoices:
-            return self._specs.choices(np.where(specs >= 0, specs + extra, specs))
-
+            choices = self._specs.choices(twice(choices.specs))
+        seconds = self._zeros.setdefault(len(choices.classes), choices.fractions * 0.0)
+        if seconds_per_byte:
+            seconds = choices.fractions * (tensor_type.bytes * seconds_per_byte)
+        shifted = self._specs.shifted
         return self.add_vertex(
             kind,
             name,
-            np.zeros(len(specs)),
-            [Access(tensor, shifted(extra)) for tensor, extra in writes],
-            [Access(tensor, shifted(extra), site) for tensor, extra, site in reads],
+            seconds,
+            [Access(tensor, shifted(choices, extra)) for tensor, extra in writes],
+            [Access(t, shifted(choices, extra), site) for t, extra, site in reads],
         )
 
-    def _legal_specs(self, kind: TensorType, pending: bool, whole: bool) -> np.ndarray:
+    def _legal_specs(self, kind: TensorType, pending: bool, whole: bool) -> SpecChoices:
         key = (kind, pending, whole)
         if key not in self._legal:
             legal = tensor_specs(kind, self.mesh, pending=pending)
             if whole:
                 legal = (replicated(self.mesh.num_axes),)
-            self._legal[key] = np.array(legal)
+            self._legal[key] = self._specs.choices(np.array(legal))
         return self._legal[key]
 
     def add_homes(self, pins: Mapping[int, Pin]) -> None:
@@ -244,6 +254,7 @@ class _Builder:
                 reads,
                 pending=False,
                 pin=pins.get(tensor.index),
+                seconds_per_byte=host_seconds_per_byte(graph_input, self.cluster),
             )
 
     def add_results(self) -> None:
@@ -274,14 +285,14 @@ class _Builder:
                     pin=port.pin(self.mesh),
                 )
             return
-        choices = self._strategies_of(op)
+        choices = self.operators.of(op)
         weight = self.graph.blocks[op.block].weight
         if is_heavy_operator(op):
             self.heavy.add(len(self.vertices))
         self.add_vertex(
             "operator",
             op.name,
-            choices.seconds * weight,
+            self.operators.seconds(choices, weight),
             [
                 Access(tensor, specs)
                 for tensor, specs in zip(op.results, choices.results, strict=True)
@@ -297,38 +308,6 @@ class _Builder:
             choices.strategies,
         )
 
-    def _strategies_of(self, op: Operator) -> OperatorChoices:
-        must_split = op.index in self.must_split
-        key = (
-            op.kind,
-            op.operand_types,
-            op.result_types,
-            tuple(
-                repr(o.value) if isinstance(o, Constant) else "" for o in op.operands
-            ),
-            params_key(op.params),
-            must_split,
-        )
-        if key not in self._strategies:
-            strategies = enumerate_strategies(op, self.mesh)
-            seconds = strategy_seconds(op, strategies, self.mesh, self.cluster)
-            if must_split:
-                seconds = np.where(
-                    strategies.share > strategies.share.min() * 1.001, np.inf, seconds
-                )
-            self._strategies[key] = OperatorChoices(
-                strategies,
-                seconds,
-                *(
-                    tuple(self._specs.choices(specs) for specs in by_tensor)
-                    for by_tensor in (
-                        strategies.operand_specs.swapaxes(0, 1),
-                        strategies.result_specs.swapaxes(0, 1),
-                    )
-                ),
-            )
-        return self._strategies[key]
-
     def connect(self) -> None:
         """Edges from each tensor's writer to its readers, by a relay if many."""
         readers: dict[int, list[tuple[int, Access]]] = {}
@@ -339,16 +318,13 @@ class _Builder:
             writer, access = self.writers[tensor_index]
             if len(reads) > 1 or (self.counts_memory and writer in self.heavy):
                 tensor = self.graph.tensors[tensor_index]
-                pending = any(
-                    state < -1 for spec in access.choices.distinct for state in spec
-                )
                 relay = self.spec_vertex(
                     "relay",
                     f"copy of {tensor.name}",
                     tensor.type,
                     [(tensor_index, 0)],
                     [(tensor_index, 0, None)],
-                    pending=pending,
+                    pending=access.choices.may_be_pending,
                 )
                 self.relays[tensor_index] = relay
                 self.add_edge(writer, access, relay, self.vertices[relay].reads[0])
@@ -359,35 +335,19 @@ class _Builder:
     def add_edge(self, writer: int, write: Access, reader: int, read: Access) -> None:
         if writer == reader:  # both ends have the same spec under every choice
             return
-        tensor = self.graph.tensors[write.tensor]
+        index = write.tensor
+        tensor = self.graph.tensors[index]
         weight = self.graph.blocks[tensor.block].weight
         sources, targets = write.choices, read.choices
-        matrix = self._matrix(sources, targets, tensor.type.bytes, weight)
-        relay = self.relays.get(tensor.index)
-        if relay == reader and tensor.index in self.lasting:
-            edge = relay_edge(writer, reader, sources, targets, matrix)
-            self.edges.append(edge)
-            return
-        if relay == writer and matrix is not None and self.counts_memory:
-            matrix = without_growth(sources, targets, matrix)
+        matrix = self.resharding.costs(sources, targets, tensor.type.bytes, weight)
+        if self.counts_memory:
+            relay = self.relays.get(index)
+            if relay == reader and index in self.lasting:
+                ends = (writer, reader, sources, targets)
+                self.edges.append(self.resharding.to_lasting_relay(*ends, matrix))
+                return
+            if relay == writer and matrix is not None:
+                matrix = self.resharding.without_growth(sources, targets, matrix)
         if matrix is not None:
             classes = sources.classes, targets.classes
             self.edges.append(Edge(writer, reader, *classes, matrix))
-
-    def _matrix(
-        self,
-        sources: SpecChoices,
-        targets: SpecChoices,
-        tensor_bytes: int,
-        weight: float,
-    ) -> np.ndarray | None:
-        """[sources, targets] seconds; None where all are 0."""
-        key = (id(sources), id(targets), tensor_bytes, weight)
-        if key not in self._matrices:
-            pair = (sources.distinct, targets.distinct)
-            if pair not in self._affine:
-                self._affine[pair] = self.resharder.affine_matrices(*pair)
-            fixed, per_byte = self._affine[pair]
-            matrix = (fixed + per_byte * tensor_bytes) * weight
-            self._matrices[key] = matrix if matrix.any() else None
-        return self._matrices[key]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from ..sharding.spec import Spec
+from ..sharding.spec import REPLICATED, Spec
 from .strategies import shard_fractions
 
 
@@ -36,6 +37,11 @@ class SpecChoices:
         fractions = shard_fractions(self.specs, self.axis_sizes)
         object.__setattr__(self, "fractions", fractions)
 
+    @cached_property
+    def may_be_pending(self) -> bool:
+        """Whether some spec has a pending reduction."""
+        return any(state < REPLICATED for spec in self.distinct for state in spec)
+
     def of(self, choice: int) -> Spec:
         """The spec under one choice."""
         return self.distinct[self.classes[choice]]
@@ -55,6 +61,7 @@ class SpecTable:
     def __init__(self, axis_sizes: Sequence[int]) -> None:
         self._axis_sizes = tuple(axis_sizes)
         self._known: dict[_Key, SpecChoices] = {}
+        self._shifted: dict[tuple[int, int], SpecChoices] = {}
 
     def choices(self, specs: np.ndarray) -> SpecChoices:
         """The value with these specs [k, axes]."""
@@ -63,3 +70,15 @@ class SpecTable:
         if key not in self._known:
             self._known[key] = SpecChoices(specs, self._axis_sizes)
         return self._known[key]
+
+    def shifted(self, choices: SpecChoices, extra: int) -> SpecChoices:
+        """The same choices of a tensor with `extra` more leading dims."""
+        if not extra:
+            return choices
+        key = id(choices), extra
+        if key not in self._shifted:
+            specs = choices.specs
+            self._shifted[key] = self.choices(
+                np.where(specs >= 0, specs + extra, specs)
+            )
+        return self._shifted[key]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
+from operator import itemgetter
 
 import numpy as np
 
@@ -151,16 +152,17 @@ def is_heavy_operator(op: Operator) -> bool:
 
 
 def operators_to_split(graph: OpGraph) -> set[int]:
-    """Heavy operators but the smallest, which hold under REPLICABLE_FLOPS together."""
+    """Heavy operators but the smallest kinds, under REPLICABLE_FLOPS together."""
     heavy = []
     for block in graph.blocks:
         for op in block.operators:
             if op.kind not in STRUCTURED and is_heavy_operator(op):
                 heavy.append((total_flops(op) * block.weight, op.index))
     allowed = REPLICABLE_FLOPS * sum(amount for amount, _ in heavy)
-    chosen = set()
-    for amount, index in sorted(heavy):
-        allowed -= amount
+    chosen: set[int] = set()
+    for amount, equal in groupby(sorted(heavy), key=itemgetter(0)):
+        indices = [index for _, index in equal]
+        allowed -= amount * len(indices)  # equal operators are treated alike
         if allowed < 0:
-            chosen.add(index)
+            chosen.update(indices)
     return chosen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from io import StringIO
 from math import isfinite
 from pathlib import Path
@@ -18,9 +18,9 @@ from ..sharding.collective import Collective
 from ..sharding.group_names import GroupNames
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, Spec, State, format_spec
 from .leaf_groups import group_leaves
-from .plan import OperatorPlan, ShardingPlan
+from .plan import InputPlan, OperatorPlan, ShardingPlan
 
-_WIDTH = 100  # columns where there is no terminal to ask
+WIDTH = 100  # columns where there is no terminal to ask
 _WORDS = {REPLICATED: "whole", SUM: "sum", MAX: "max", MIN: "min"}
 _T = TypeVar("_T")
 _Key = TypeVar("_Key", bound=Hashable)
@@ -33,17 +33,27 @@ def format_plan(plan: ShardingPlan, *, operators: bool = False) -> str:
       plan: the plan.
       operators: list every operator, not only the heavy ones.
     """
-    text = StringIO()
-    console = Console(file=text, width=_WIDTH, color_system=None)
-    for part in plan_parts(plan, operators):
-        console.print(part)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    return as_text(plan_parts(plan, operators))
 
 
 def print_plan(plan: ShardingPlan, *, operators: bool = False) -> None:
     """Print the plan, as wide as the terminal is; see `format_plan`."""
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    for part in plan_parts(plan, operators):
+    show(plan_parts(plan, operators))
+
+
+def as_text(parts: Iterable[RenderableType]) -> str:
+    """What is printed, as lines of 100 columns."""
+    text = StringIO()
+    console = Console(file=text, width=WIDTH, color_system=None)
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def show(parts: Iterable[RenderableType]) -> None:
+    """Print, as wide as the terminal is."""
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    for part in parts:
         console.print(part)
 
 
@@ -62,6 +72,8 @@ def _header(plan: ShardingPlan) -> RenderableType:
         f"{format_seconds(predicted.compute_seconds)} compute + "
         f"{format_seconds(predicted.collective_seconds)} collectives"
     )
+    if predicted.host_seconds:
+        split += f" + {format_seconds(predicted.host_seconds)} host transfers"
     memory = (
         f"{format_bytes(predicted.peak_bytes)} a device at the peak, "
         f"{format_bytes(plan.state_bytes())} of it state"
@@ -71,6 +83,14 @@ def _header(plan: ShardingPlan) -> RenderableType:
     grid.add_row("predicted", f"{format_seconds(predicted.step_seconds)} = {split}")
     grid.add_row("collectives", f"{format_bytes(predicted.collective_bytes)} a device")
     grid.add_row("memory", memory)
+    if plan.remat:
+        grid.add_row("remat", f"{plan.remat}: what the backward pass makes again")
+    if predicted.host_bytes:
+        host = (
+            f"{format_bytes(predicted.host_bytes)} a device of state, moved for the "
+            f"update in {format_seconds(predicted.host_seconds)}"
+        )
+        grid.add_row("host memory", host)
     if predicted.bubble_fraction:
         grid.add_row("bubble", f"{predicted.bubble_fraction:.1%} of the time")
     gap = f"at most {predicted.optimality_gap:.3%} from the optimum"
@@ -86,27 +106,33 @@ def _header(plan: ShardingPlan) -> RenderableType:
 def _leaf_table(plan: ShardingPlan) -> RenderableType:
     groups = group_leaves(plan.inputs)
     tree = next((group.tree for group in groups if group.mirrors), "")
-    table = _table()
-    table.add_column("leaf", overflow="fold")
-    table.add_column("leaves", justify="right")
-    table.add_column("shape", overflow="fold")
-    table.add_column("split over", overflow="fold")
-    table.add_column("bytes a device", justify="right", no_wrap=True)
+    rows = table()
+    rows.add_column("leaf", overflow="fold")
+    rows.add_column("leaves", justify="right")
+    rows.add_column("shape", overflow="fold")
+    rows.add_column("split over", overflow="fold")
+    rows.add_column("bytes a device", justify="right", no_wrap=True)
     for group in groups:
         first = group.first
         is_short = group.tree and group.tree == tree
-        table.add_row(
+        rows.add_row(
             Text(f"..{group.path[len(tree) :]}" if is_short else group.path),
             str(len(group.leaves)),
             Text(_shape(first.shape)),
-            Text(format_spec(first.spec, len(first.shape), plan.mesh.axis_names)),
+            Text(_place(first, plan)),
             format_bytes(group.bytes),
         )
     if tree:
         mirrors = dict.fromkeys(mirror for group in groups for mirror in group.mirrors)
         note = f".. is {tree}, counted with what is split alike in {', '.join(mirrors)}"
-        return Group(_section("state and batch", table), Text(note, style="dim"))
-    return _section("state and batch", table)
+        return Group(section("state and batch", rows), Text(note, style="dim"))
+    return section("state and batch", rows)
+
+
+def _place(leaf: InputPlan, plan: ShardingPlan) -> str:
+    """How a leaf is split, and that the host has it."""
+    text = format_spec(leaf.spec, len(leaf.shape), plan.mesh.axis_names)
+    return f"{text} on the host" if leaf.memory == "host" else text
 
 
 def _heavy_table(plan: ShardingPlan) -> RenderableType:
@@ -117,33 +143,33 @@ def _heavy_table(plan: ShardingPlan) -> RenderableType:
         f"heavy operators ({len(heavy)} of {len(plan.operators)}): the dim of the "
         "result that each axis splits"
     )
-    table = _table()
-    table.add_column("operator", overflow="fold")
-    table.add_column("line", overflow="fold")
+    rows = table()
+    rows.add_column("operator", overflow="fold")
+    rows.add_column("line", overflow="fold")
     for name in plan.mesh.axis_names:
-        table.add_column(Text(name), overflow="fold")
-    table.add_column("compute", justify="right", no_wrap=True)
+        rows.add_column(Text(name), overflow="fold")
+    rows.add_column("compute", justify="right", no_wrap=True)
     for same in _grouped(heavy, lambda op: (_phase(op), op.source, _splits(op))):
         times = f" x{len(same)}" if len(same) > 1 else ""
         seconds = sum(op.seconds for op in same)
-        table.add_row(
+        rows.add_row(
             f"{same[0].kind}{_phase(same[0])}{times}",
             Text(format_source(same[0].source)),
             *_splits(same[0]),
             f"{seconds / total:.1%}",
         )
-    return _section(title, table)
+    return section(title, rows)
 
 
 def _operator_table(plan: ShardingPlan) -> RenderableType:
     """Every operator, one a row."""
     title = "operators: the factor each axis splits, and the specs it makes"
-    table = _table()
-    table.add_column("operator", overflow="fold")
-    table.add_column("line", overflow="fold")
-    table.add_column("factors", overflow="fold")
-    table.add_column("makes", overflow="fold")
-    table.add_column("seconds", justify="right", no_wrap=True)
+    rows = table()
+    rows.add_column("operator", overflow="fold")
+    rows.add_column("line", overflow="fold")
+    rows.add_column("factors", overflow="fold")
+    rows.add_column("makes", overflow="fold")
+    rows.add_column("seconds", justify="right", no_wrap=True)
     ranks = {tensor.name: len(tensor.shape) for tensor in plan.tensors}
     names = plan.mesh.axis_names
     for op in plan.operators:
@@ -153,14 +179,14 @@ def _operator_table(plan: ShardingPlan) -> RenderableType:
             format_spec(spec, ranks[op.name if single else f"{op.name}:{i}"], names)
             for i, spec in enumerate(op.result_specs)
         ]
-        table.add_row(
+        rows.add_row(
             Text(op.name),
             Text(format_source(op.source)),
             Text(" ".join(factors) or "-"),
             Text(", ".join(specs)),
             format_seconds(op.seconds),
         )
-    return _section(title, table)
+    return section(title, rows)
 
 
 def _collective_table(plan: ShardingPlan) -> RenderableType:
@@ -170,29 +196,29 @@ def _collective_table(plan: ShardingPlan) -> RenderableType:
     names = GroupNames(plan.mesh.size, plan.mesh)
 
     def key(each: Collective) -> tuple[str, str, str]:
-        return (_line_of(each, lines), each.name, names.name(each.kind, each.groups))
+        return (line_of(each, lines), each.name, names.name(each.kind, each.groups))
 
-    table = _table()
-    table.add_column("line", overflow="fold")
-    table.add_column("collective", overflow="fold")
-    table.add_column("over", overflow="fold")
-    table.add_column("count", justify="right")
-    table.add_column("bytes", justify="right", no_wrap=True)
+    rows = table()
+    rows.add_column("line", overflow="fold")
+    rows.add_column("collective", overflow="fold")
+    rows.add_column("over", overflow="fold")
+    rows.add_column("count", justify="right")
+    rows.add_column("bytes", justify="right", no_wrap=True)
     groups = _grouped(plan.collectives, key)
     groups.sort(key=lambda same: -sum(each.total_bytes for each in same))
     for same in groups:
         line, collective, axes = key(same[0])
-        table.add_row(
+        rows.add_row(
             Text(format_source(line)),
             collective,
             Text(axes),
             f"{sum(each.count for each in same):,}",
             format_bytes(sum(each.total_bytes for each in same)),
         )
-    return _section("collectives, a device a step", table)
+    return section("collectives, a device a step", rows)
 
 
-def _line_of(each: Collective, lines: set[str]) -> str:
+def line_of(each: Collective, lines: set[str]) -> str:
     """The source line of a collective, or what it converts where that has none."""
     name = each.source
     for index, letter in enumerate(each.source):
@@ -208,10 +234,21 @@ def _phase(op: OperatorPlan) -> str:
 def _splits(op: OperatorPlan) -> tuple[str, ...]:
     """For each mesh axis what it does to the operator's first result, in words."""
     result: Spec = op.result_specs[0] if op.result_specs else ()
-    return tuple(_state_words(state) for state in result)
+    return tuple(state_words(state) for state in result)
 
 
-def _state_words(state: State) -> str:
+def split_words(spec: Spec, names: Sequence[str]) -> str:
+    """What each mesh axis does to a tensor: `x dim 1, y sum`; `whole` if nothing."""
+    words = [
+        f"{name} {state_words(state)}"
+        for name, state in zip(names, spec, strict=True)
+        if state != REPLICATED
+    ]
+    return ", ".join(words) or "whole"
+
+
+def state_words(state: State) -> str:
+    """What a mesh axis does to a tensor: `dim 1`, `whole`, `sum`."""
     return f"dim {state}" if state >= 0 else _WORDS[state]
 
 
@@ -223,17 +260,20 @@ def _grouped(items: Iterable[_T], key: Callable[[_T], _Key]) -> list[list[_T]]:
     return list(groups.values())
 
 
-def _section(title: str, table: Table) -> RenderableType:
-    return Group(Text(f"\n{title}", style="bold"), table)
+def section(title: str, rows: RenderableType) -> RenderableType:
+    """Rows below a title."""
+    return Group(Text(f"\n{title}", style="bold"), rows)
 
 
-def _table() -> Table:
-    return Table(
-        box=None,
-        header_style="dim",
-        padding=(0, 2, 0, 0),
-        pad_edge=False,
-    )
+def table(*columns: str) -> Table:
+    """A table without lines; columns that begin with `>` are flush right."""
+    made = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
+    for column in columns:
+        if column.startswith(">"):
+            made.add_column(Text(column[1:]), justify="right", no_wrap=True)
+        else:
+            made.add_column(Text(column), overflow="fold")
+    return made
 
 
 def _shape(shape: Iterable[int]) -> str:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from io import StringIO
+from typing import get_args
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ..costs.compute import is_heavy
-from .explain import format_bytes, format_seconds, format_source, plan_parts
+from ..lowering.programs import TaskKind
+from .explain import (
+    as_text,
+    format_bytes,
+    format_seconds,
+    format_source,
+    plan_parts,
+    show,
+    table,
+)
 from .plan import ShardingPlan
 from .staged_plan import StagedPlan
 
-_WIDTH = 100  # columns where there is no terminal to ask
 _MOST_LINES = 4  # source lines that are named for a stage
 
 
@@ -26,18 +33,12 @@ def format_plan(plan: StagedPlan, *, operators: bool = False) -> str:
       plan: the plan.
       operators: show the plan of every stage program too.
     """
-    text = StringIO()
-    console = Console(file=text, width=_WIDTH, color_system=None)
-    for part in _parts(plan, operators):
-        console.print(part)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    return as_text(_parts(plan, operators))
 
 
 def print_plan(plan: StagedPlan, *, operators: bool = False) -> None:
     """Print the plan, as wide as the terminal is; see `format_plan`."""
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    for part in _parts(plan, operators):
-        console.print(part)
+    show(_parts(plan, operators))
 
 
 def _parts(plan: StagedPlan, operators: bool) -> Iterator[RenderableType]:
@@ -81,9 +82,12 @@ def _header(plan: StagedPlan) -> RenderableType:
 
 
 def _stage_table(plan: StagedPlan) -> RenderableType:
-    table = _table("stage", "mesh", "forward", "backward", "apply", "peak", "products")
+    used = {each.kind for each in plan.programs}
+    kinds: list[TaskKind] = [
+        kind for kind in get_args(TaskKind) if kind != "weight" or kind in used
+    ]
+    rows = table("stage", "mesh", *kinds, "peak", "products")
     for stage in range(plan.num_stages):
-        kinds = ("forward", "backward", "apply")
         submesh = stage % len(plan.meshes)
         heavy = [
             line
@@ -91,7 +95,7 @@ def _stage_table(plan: StagedPlan) -> RenderableType:
             if each.kind == "forward"
             for line in _heavy_lines(each.sharding)
         ]
-        table.add_row(
+        rows.add_row(
             str(stage),
             Text(f"{submesh}: {plan.mesh(stage)}"),
             *(format_seconds(plan.task_seconds(stage, kind)) for kind in kinds),
@@ -99,7 +103,7 @@ def _stage_table(plan: StagedPlan) -> RenderableType:
             Text(_some(heavy)),
         )
     title = "stages: seconds of one microbatch, bytes of one device"
-    return Group(Text(f"\n{title}", style="bold"), table)
+    return Group(Text(f"\n{title}", style="bold"), rows)
 
 
 def _heavy_lines(plan: ShardingPlan) -> list[str]:
@@ -117,9 +121,9 @@ def _some(lines: list[str]) -> str:
 def _transfer_table(plan: StagedPlan) -> RenderableType:
     if not plan.transfers:
         return Text("\nno transfers: the stages share one submesh")
-    table = _table("from", "to", "value", "bytes", "times", "total")
+    rows = table("from", "to", "value", "bytes", "times", "total")
     for each in sorted(plan.transfers, key=lambda each: -each.total_bytes):
-        table.add_row(
+        rows.add_row(
             str(each.source),
             str(each.target),
             Text(each.slot),
@@ -127,16 +131,9 @@ def _transfer_table(plan: StagedPlan) -> RenderableType:
             str(each.count),
             format_bytes(each.total_bytes),
         )
-    return Group(Text("\ntransfers, a step", style="bold"), table)
+    return Group(Text("\ntransfers, a step", style="bold"), rows)
 
 
 def _schedule(plan: StagedPlan) -> RenderableType:
     rows = [f"submesh {i}: {row}" for i, row in enumerate(plan.rows)]
     return Group(Text("\nschedule", style="bold"), Text("\n".join(rows)))
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table

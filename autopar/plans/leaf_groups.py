@@ -7,10 +7,9 @@ that mirror another (an optimizer's moments) join the rows of the tree they mirr
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-
-from .plan import InputPlan
+from typing import Generic, Protocol, TypeVar
 
 # A layer's number: `[3]`, or the end of a key as in `['layers_3']`.
 _NUMBER = re.compile(r"(?<=\[)\d+(?=\])|(?<=_)\d+(?='\])")
@@ -18,8 +17,26 @@ _TOKEN = re.compile(r"\[[^\]]*\]|\.?[^.\[]+")
 _LEAST_MIRRORED = 3  # leaves: below that likeness is chance
 
 
+class Leaf(Protocol):
+    """What is grouped: an argument's leaf, and how it lies in one plan or in two."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def role(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def spec(self) -> Hashable: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+L = TypeVar("L", bound=Leaf)
+
+
 @dataclass(frozen=True)
-class LeafGroup:
+class LeafGroup(Generic[L]):
     """Leaves of one shape, spec and role.
 
     `tree` is the path of the mirrored tree that the group is of, if any; `mirrors` are
@@ -27,12 +44,12 @@ class LeafGroup:
     """
 
     path: str
-    leaves: tuple[InputPlan, ...]
+    leaves: tuple[L, ...]
     tree: str = ""
     mirrors: tuple[str, ...] = ()
 
     @property
-    def first(self) -> InputPlan:
+    def first(self) -> L:
         """A leaf that stands for all."""
         return self.leaves[0]
 
@@ -42,12 +59,12 @@ class LeafGroup:
         return sum(leaf.bytes for leaf in self.leaves)
 
 
-def group_leaves(leaves: Iterable[InputPlan]) -> tuple[LeafGroup, ...]:
+def group_leaves(leaves: Iterable[L]) -> tuple[LeafGroup[L], ...]:
     """The leaves in groups, in the order of each group's first leaf."""
-    by_pattern: dict[object, list[InputPlan]] = {}
+    by_pattern: dict[object, list[L]] = {}
     for leaf in leaves:
         pattern = _NUMBER.sub("*", leaf.path)
-        key = (pattern, leaf.shape, leaf.spec, leaf.role, leaf.bytes)
+        key = (pattern, leaf.shape, _home(leaf), leaf.role, leaf.bytes)
         by_pattern.setdefault(key, []).append(leaf)
     groups = [
         LeafGroup(_common_path(same), tuple(same)) for same in by_pattern.values()
@@ -55,25 +72,31 @@ def group_leaves(leaves: Iterable[InputPlan]) -> tuple[LeafGroup, ...]:
     return _join_mirrors(groups)
 
 
-def _common_path(leaves: Sequence[InputPlan]) -> str:
+def _home(leaf: Leaf) -> Hashable:
+    """Where a leaf lies: its spec, and whose memory it is in."""
+    return leaf.spec, getattr(leaf, "memory", "device")
+
+
+def _common_path(leaves: Sequence[Leaf]) -> str:
     """The path with `*` for each number in which the leaves differ."""
     numbers = zip(*(_NUMBER.findall(leaf.path) for leaf in leaves), strict=True)
     shown = iter([n[0] if len(set(n)) == 1 else "*" for n in numbers])
     return _NUMBER.sub(lambda _: next(shown), leaves[0].path)
 
 
-def _join_mirrors(groups: Sequence[LeafGroup]) -> tuple[LeafGroup, ...]:
+def _join_mirrors(groups: Sequence[LeafGroup[L]]) -> tuple[LeafGroup[L], ...]:
     """Groups of the trees that look like the largest tree, joined with its own."""
     trees = _mirrored_trees(groups)
     if len(trees) < 2:
         return tuple(groups)
-    joined: dict[object, LeafGroup] = {}
+    joined: dict[object, LeafGroup[L]] = {}
     for group in groups:
         tree = next((t for t in trees if _is_below(group.path, t)), None)
         if tree is None:
-            joined[group.path, group.first.spec] = group
+            joined[group.path, _home(group.first)] = group
             continue
-        key = (group.path[len(tree) :], group.first.shape, group.first.spec, "mirrored")
+        home = _home(group.first)
+        key = (group.path[len(tree) :], group.first.shape, home, "mirrored")
         if key in joined:
             known = joined[key]
             leaves, mirrors = known.leaves + group.leaves, (*known.mirrors, tree)
@@ -87,7 +110,7 @@ def _is_below(path: str, tree: str) -> bool:
     return path.startswith(tree) and path[len(tree) :][:1] in (".", "[")
 
 
-def _mirrored_trees(groups: Sequence[LeafGroup]) -> list[str]:
+def _mirrored_trees(groups: Sequence[LeafGroup[L]]) -> list[str]:
     """The paths of the largest trees of state that have the same leaves."""
     members: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
     for group in groups:

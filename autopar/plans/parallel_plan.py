@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..audit.audit import Audit
+from ..report.findings import PlanOrigin
+from ..report.html_page import page_of
+from ..report.report import StageAudits, make_report, write_page
+from ..sharding.pins import PinsLike
 from . import explain as _explain
+from . import explain_choice as _explain_choice
 from . import explain_stages as _explain_stages
 from . import plan_file as _plan_file
 from . import staged_plan_file as _staged_plan_file
 from .plan import Prediction, ShardingPlan
+from .plan_diff import PlanDiff, diff_plans
+from .reasons import PlanSource
 from .staged_plan import StagedPlan
 
 
@@ -20,9 +29,17 @@ class Plan:
 
     `predicted` comes from the plan and the cost model alone; `parallelize(plan=...)`
     runs the plan as it is. `decision` is one `ShardingPlan`, or that of a pipeline.
+    `origin` is the step it is of, with its trace: only plans of `step.plan` know it,
+    and it is neither saved nor copied to other processes. `source` plans that step
+    again under other conditions, and comes and goes with it.
     """
 
     decision: ShardingPlan | StagedPlan
+    origin: PlanOrigin | None = field(default=None, compare=False, repr=False)
+    source: PlanSource | None = field(default=None, compare=False, repr=False)
+
+    def __reduce__(self) -> tuple[type[Plan], tuple[ShardingPlan | StagedPlan]]:
+        return Plan, (self.decision,)
 
     @property
     def sharding(self) -> ShardingPlan:
@@ -58,16 +75,94 @@ class Plan:
         """Seconds, bytes, memory and optimality gap of a step."""
         return self.decision.predicted
 
-    def explain(self, *, operators: bool = False) -> None:
+    def explain(
+        self,
+        *,
+        tensor: str | None = None,
+        op: str | None = None,
+        operators: bool = False,
+    ) -> None:
         """Print the plan: specs of tensors, collectives by source line, cost and gap.
 
         Args:
+          tensor: print instead why this tensor is made as it is: what made it so, the
+            runner-up and its price. A path as the plan prints it (`params['w']`, or
+            `params/w`), or the name of the operator that makes it.
+          op: the same of an operator, by its name in the plan.
           operators: print the strategy of every operator too, not only of heavy ones.
+
+        Raises:
+          ValueError: nothing has that name; names what is like it.
         """
-        if isinstance(self.decision, StagedPlan):
+        if tensor is not None or op is not None:
+            asked = self.decision, self.source
+            parts = []
+            if tensor is not None:
+                parts += _explain_choice.tensor_parts(asked[0], tensor, asked[1])
+            if op is not None:
+                parts += _explain_choice.operator_parts(asked[0], op, asked[1])
+            _explain.show(parts)
+        elif isinstance(self.decision, StagedPlan):
             _explain_stages.print_plan(self.decision, operators=operators)
         else:
             _explain.print_plan(self.decision, operators=operators)
+
+    def report(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        alternatives: bool | Mapping[str, Plan] = True,
+        audit: bool | Audit | StageAudits = True,
+    ) -> None:
+        """Write the plan as one HTML file, which opens in a browser without a network.
+
+        A plan that was loaded from a file has no trace: the report then shows what the
+        file has, and says what is missing and how to get it.
+
+        Args:
+          path: the file to write.
+          alternatives: other plans to compare with, by name. True solves the step for
+            every named method and without each pin, which takes as long as planning
+            did for each; False leaves that out.
+          audit: what `step.lower(...).compile().audit()` returned. True compiles the
+            step, if this process has as many devices; False leaves that out.
+
+        Raises:
+          ImportError: plotly is not installed.
+        """
+        given = alternatives
+        if not isinstance(given, bool):
+            given = {name: plan.decision for name, plan in given.items()}
+        report = make_report(self.decision, self.origin, given, audit)
+        write_page(page_of(report), path)
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What changes from this plan to another, which prints as tables.
+
+        Leaves are told apart by path, operators and collectives by source line.
+        """
+        return diff_plans(self.decision, other.decision)
+
+    def what_if(self, pins: PinsLike) -> Plan:
+        """The plan of the same step on the same mesh, with more pins.
+
+        Nothing is traced again. `print(plan.diff(plan.what_if(pins)))` shows what the
+        pins do; the result can be asked again, and runs as `parallelize(step, plan=)`.
+
+        Args:
+          pins: as those of `parallelize`; they come before those of the plan itself.
+
+        Raises:
+          InfeasiblePlanError: no plan has these pins; names the fewest to blame.
+          ValueError: a pin matches nothing or cannot be, or the plan was loaded.
+        """
+        if self.source is None:
+            raise ValueError(
+                f"A plan can be solved again if its step is at hand, but that of "
+                f"{self.decision.function!r} was loaded; ask the plan of "
+                f"parallelize(step, plan=plan).plan(...), which has both."
+            )
+        return self.source.what_if(self, pins)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""

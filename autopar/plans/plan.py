@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..graph.op_graph import Role
+from ..graph.op_graph import MemoryKind, Role
 from ..sharding.collective import Collective
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec
@@ -55,13 +55,18 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class InputPlan:
-    """An argument leaf (or closed-over array): its path, role and home."""
+    """An argument leaf (or closed-over array): its path, role and home.
+
+    What has its home in the host's `memory` is brought to the device for the update,
+    and its next value sent back.
+    """
 
     path: str
     role: Role
     spec: Spec
     shape: tuple[int, ...]
     bytes: int
+    memory: MemoryKind = "device"
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,8 @@ class Prediction:
     bytes. `optimality_gap` is relative, against a bound of the full problem.
     `budget_bytes` is what `peak_bytes` had to fit, 0 without a budget;
     `memory_correction` the error of the memory model, as compiling plans of this
-    function showed it, by which `peak_bytes` is corrected.
+    function showed it, by which `peak_bytes` is corrected. `host_seconds` is what
+    moving state between host and device takes, `host_bytes` what the host holds of it.
     """
 
     step_seconds: float
@@ -85,6 +91,8 @@ class Prediction:
     split_flops_fraction: float
     budget_bytes: int = 0
     memory_correction: float = 1.0
+    host_seconds: float = 0.0
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,8 @@ class ShardingPlan:
     """The decision for a whole function.
 
     `operators` are in the graph's order, `tensors` by tensor index; `outputs` has, for
-    each block, the spec in which it returns each of its outputs.
+    each block, the spec in which it returns each of its outputs. `remat` says what the
+    backward pass of the step makes again, as `Remat` prints; "" if nothing.
     """
 
     function: str
@@ -105,10 +114,16 @@ class ShardingPlan:
     trip_counts: tuple[int, ...]  # executions a step, by block
     collectives: tuple[Collective, ...]
     predicted: Prediction
+    remat: str = ""
 
     def state_bytes(self) -> int:
-        """Bytes of state on one device."""
-        return sum(i.bytes for i in self.inputs if i.role == "state")
+        """Bytes of state on one device, without what lies in the host's memory."""
+        state = (i for i in self.inputs if i.role == "state")
+        return sum(i.bytes for i in state if i.memory == "device")
+
+    def host_bytes(self) -> int:
+        """Bytes of state that the host holds for one device."""
+        return sum(i.bytes for i in self.inputs if i.memory == "host")
 
 
 def total_bytes(collectives: Sequence[Collective]) -> int:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, get_args
 
-from ..graph.op_graph import Role
+from ..graph.op_graph import MemoryKind, Role
+from ..rematerialisation.remat import Remat
 from ..sharding.collective import KINDS, Collective
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec, is_legal, is_pending
@@ -32,7 +33,8 @@ from .record import Record, number_to_json, read_json
 FORMAT = "autopar-plan"
 VERSION = 1
 
-_COUNTS = ("collective_bytes", "peak_bytes", "budget_bytes")
+_COUNTS = ("collective_bytes", "peak_bytes", "budget_bytes", "host_bytes")
+_LATER = ("host_seconds", "host_bytes")  # not in files of earlier versions
 
 
 def to_json(plan: ShardingPlan) -> str:
@@ -44,10 +46,12 @@ def to_json(plan: ShardingPlan) -> str:
 def plan_to_json(plan: ShardingPlan) -> dict[str, Any]:
     """The plan as JSON values."""
     text = SpecText(plan.mesh)
+    remat = {"remat": plan.remat} if plan.remat else {}
     return {
         "function": plan.function,
         "mesh": mesh_to_json(plan.mesh),
         "cluster": plan.cluster,
+        **remat,
         "predicted": prediction_to_json(plan.predicted),
         "inputs": [_input_to_json(each, text) for each in plan.inputs],
         "operators": [_operator_to_json(each, text) for each in plan.operators],
@@ -84,7 +88,8 @@ def from_json(text: str, where: str) -> ShardingPlan:
 
 def plan_from_json(record: Record, others: Sequence[str] = ()) -> ShardingPlan:
     """The plan that `plan_to_json` wrote, in an object with `others` besides."""
-    top = record.fields([*others, *(f.name for f in fields(ShardingPlan))])
+    names = [f.name for f in fields(ShardingPlan) if f.name != "remat"]
+    top = record.fields([*others, *names], ["remat"])
     read = _Reader(mesh_from_json(top["mesh"]))
     num_blocks = len(top["trip_counts"].integers())
     outputs = tuple(read.specs(specs) for specs in top["outputs"].items())
@@ -104,7 +109,16 @@ def plan_from_json(record: Record, others: Sequence[str] = ()) -> ShardingPlan:
         trip_counts=top["trip_counts"].integers(),
         collectives=tuple(map(read.collective, top["collectives"].items())),
         predicted=prediction_from_json(top["predicted"]),
+        remat=_remat_from_json(top["remat"]) if "remat" in top else "",
     )
+
+
+def _remat_from_json(record: Record) -> str:
+    """A `Remat` as it prints."""
+    try:
+        return str(Remat.parse(record.text()))
+    except ValueError as error:
+        record.fail(f"says nothing: {error}")
 
 
 @dataclass(frozen=True)
@@ -130,14 +144,18 @@ class _Reader:
         return spec
 
     def input(self, record: Record) -> InputPlan:
-        found = record.fields(["path", "role", "spec", "shape", "bytes"])
+        names = ["path", "role", "spec", "shape", "bytes"]
+        found = record.fields(names, ["memory"])
         shape = found["shape"].integers()
         spec = self.legal_spec(found["spec"], shape)
         if is_pending(spec):
             found["spec"].fail("must owe no reduction, as an argument is complete")
         role: Any = found["role"].text(get_args(Role))
         bytes_ = found["bytes"].integer()
-        return InputPlan(found["path"].text(), role, spec, shape, bytes_)
+        memory: Any = "device"
+        if "memory" in found:
+            memory = found["memory"].text(get_args(MemoryKind))
+        return InputPlan(found["path"].text(), role, spec, shape, bytes_, memory)
 
     def operator(self, record: Record) -> OperatorPlan:
         found = record.fields([*_OPERATOR_FIELDS])
@@ -227,6 +245,7 @@ def _input_to_json(each: InputPlan, text: SpecText) -> dict[str, Any]:
         "spec": text.write(each.spec),
         "shape": list(each.shape),
         "bytes": each.bytes,
+        **({"memory": each.memory} if each.memory != "device" else {}),
     }
 
 
@@ -296,6 +315,7 @@ def mesh_from_json(record: Record) -> MeshShape:
 def prediction_to_json(predicted: Prediction) -> dict[str, Any]:
     """All figures by name; infinities are strings."""
     values = {f.name: getattr(predicted, f.name) for f in fields(Prediction)}
+    values = {n: v for n, v in values.items() if v or n not in _LATER}
     return {
         name: int(value) if name in _COUNTS else number_to_json(value)
         for name, value in values.items()
@@ -305,10 +325,11 @@ def prediction_to_json(predicted: Prediction) -> dict[str, Any]:
 def prediction_from_json(record: Record) -> Prediction:
     """The figures that `prediction_to_json` wrote."""
     names = [f.name for f in fields(Prediction)]
-    found = record.fields(names)
+    found = record.fields([n for n in names if n not in _LATER], _LATER)
     values: dict[str, Any] = {
         name: found[name].integer() if name in _COUNTS else found[name].number()
         for name in names
+        if name in found
     }
     return Prediction(**values)
 

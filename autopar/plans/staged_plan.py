@@ -52,7 +52,8 @@ class StagedPlan:
     `meshes` are those of the submeshes: stage s is on number s mod their number. `rows`
     are the tasks of each submesh in order, as `0F0 0F1 0B0`. `peak_bytes` are predicted
     for one device of each submesh. Of `predicted`, seconds are of a step of the whole
-    pipeline, bytes of one device of the submesh that has most.
+    pipeline, bytes of one device of the submesh that has most. `stage_products` are
+    the products of each stage's forward pass, where these were chosen.
     """
 
     function: str
@@ -67,6 +68,7 @@ class StagedPlan:
     rows: tuple[str, ...]
     peak_bytes: tuple[int, ...]
     predicted: Prediction
+    stage_products: tuple[int, ...] = ()
 
     @property
     def method(self) -> PipelineParallel:
@@ -80,6 +82,7 @@ class StagedPlan:
             self.num_stages // len(self.meshes),
             self.meshes,
             self.microbatch_semantics,
+            self.stage_products or None,
         )
 
     @property

@@ -27,7 +27,7 @@ VERSION = 1
 
 _TEXTS = ("function", "cluster", "schedule", "microbatch_semantics")
 _COUNTS = ("num_stages", "num_microbatches")
-_LISTS = ("meshes", "transfers", "rows", "peak_bytes", "programs")
+_LISTS = ("meshes", "transfers", "rows", "peak_bytes", "stage_products", "programs")
 
 
 def is_staged(text: str) -> bool:
@@ -46,6 +46,7 @@ def to_json(plan: StagedPlan) -> str:
         "transfers": [vars(each) for each in plan.transfers],
         "rows": list(plan.rows),
         "peak_bytes": list(plan.peak_bytes),
+        "stage_products": list(plan.stage_products),
     }
     programs = ",\n".join(indent(_program_to_json(p), "    ") for p in plan.programs)
     head = lines_of(document).removesuffix("\n}")
@@ -95,6 +96,7 @@ def from_json(text: str, where: str) -> StagedPlan:
         rows=tuple(item.text() for item in top["rows"].items()),
         peak_bytes=top["peak_bytes"].integers(),
         predicted=prediction_from_json(top["predicted"]),
+        stage_products=top["stage_products"].integers(),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..frontend.host_calls import HostCalls
 from ..graph.op_graph import Constant, Operator, TensorType
 from ..jax_compat import bind
 from ..sharding.mesh import MeshShape
@@ -63,6 +64,8 @@ class Shard:
     factors: tuple[Factor, ...]  # one per mesh axis
     operand_specs: tuple[Spec, ...]
     result_specs: tuple[Spec, ...]
+    # Of the program that is made; None while a function is traced again.
+    host_calls: HostCalls | None = field(default=None, kw_only=True)
 
     def operand_shape(self, op: Operator, position: int) -> tuple[int, ...]:
         """Local shape of an operand."""

@@ -8,13 +8,17 @@ each device calls it with whole operands.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..frontend.effects import CALLBACKS
+from ..frontend.host_calls import HostCalls
 from ..graph.op_graph import Operator
 from ..sharding.spec import MAX, REPLICATED, SUM
 from .base import Factor, Shard, bind_params, register
@@ -24,9 +28,23 @@ def bind_once(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
     """Bind the primitive on the first device; zeros on the others."""
     return lax.cond(
         shard.is_first(range(shard.mesh.num_axes)),
-        lambda: bind_params(op, operands),
+        lambda: _bind_guarded(op, operands, shard.host_calls),
         lambda: [jnp.zeros(kind.shape, kind.dtype) for kind in op.result_types],
     )
+
+
+def _bind_guarded(
+    op: Operator, operands: Sequence[Any], calls: HostCalls | None
+) -> list[Any]:
+    """Bind the primitive, its callback in the hands of the program's host calls."""
+    if calls is None or op.kind not in CALLBACKS:
+        return bind_params(op, operands)
+    if op.kind == "debug_print":
+        show = functools.partial(op.eqn.primitive.impl, **op.params)
+        jax.debug.callback(calls.guarded(show, (), op.source), *operands)
+        return []
+    call = calls.guarded(op.params["callback"], op.result_types, op.source)
+    return bind_params(op, operands, callback=call)
 
 
 @register(

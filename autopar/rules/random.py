@@ -53,7 +53,7 @@ def bind_random_bits(op: Operator, operands: Sequence[Any], shard: Shard) -> lis
     if _counts_positions(keys):
         return [_threefry_bits(op, keys, starts, local)]
     (bits,) = bind_params(op, operands)
-    return [lax.dynamic_slice(bits, starts, local)]
+    return [_part(bits, starts, local)]
 
 
 @register("random_bits", bind=bind_random_bits)
@@ -74,9 +74,7 @@ def _threefry_bits(
 ) -> jax.Array:
     """Bits of the part `local` at `starts`, as jax makes them for the whole."""
     rank = keys.ndim
-    words = lax.dynamic_slice(
-        jax.random.key_data(keys), (*starts[:rank], 0), (*local[:rank], 2)
-    )
+    words = _part(jax.random.key_data(keys), starts[:rank], local[:rank])
     first, second = (lax.index_in_dim(words, i, rank, keepdims=False) for i in (0, 1))
     high, low = count_positions(op.params["shape"], local[rank:], starts[rank:])
     if rank:
@@ -93,6 +91,15 @@ def _threefry_bits(
         high, low = (lax.convert_element_type(word, dtype) for word in (high, low))
         return lax.shift_left(high, lax.full_like(high, 32)) | low
     return lax.convert_element_type(high ^ low, dtype)
+
+
+def _part(
+    whole: jax.Array, starts: Sequence[jax.Array], sizes: Sequence[int]
+) -> jax.Array:
+    """The part of `sizes` at `starts` of the leading dims, with all of the others."""
+    rest = whole.shape[len(sizes) :]
+    zeros = [jnp.int32(0)] * len(rest)  # a Python zero is an int64 where x64 is on
+    return lax.dynamic_slice(whole, (*starts, *zeros), (*sizes, *rest))
 
 
 def count_positions(

@@ -85,11 +85,11 @@ def keys_of_arguments(
       ValueError: a key matches nothing; `noun` is what it is the key of.
     """
     check_matched(keys, [graph_input.path for graph_input in graph.inputs], noun)
-    spellings = [_spellings(graph_input.path) for graph_input in graph.inputs]
-    paths = {name for names in spellings for name in names}
+    names_of = [spellings(graph_input.path) for graph_input in graph.inputs]
+    paths = {name for names in names_of for name in names}
     expressions = [key for key in keys if key not in paths]
     found = {}
-    for graph_input, names in zip(graph.inputs, spellings, strict=True):
+    for graph_input, names in zip(graph.inputs, names_of, strict=True):
         own = [key for key in keys if key in names]
         own += [key for key in expressions if _is_found(key, names)]
         if own:
@@ -106,17 +106,17 @@ def check_matched(keys: Iterable[str], paths: Sequence[str], noun: str = "pin") 
 
 def is_path(key: str, paths: Sequence[str]) -> bool:
     """Whether a pin's key is one of the paths, in either spelling."""
-    return any(key in _spellings(path) for path in paths)
+    return any(key in spellings(path) for path in paths)
 
 
 def is_matched(key: str, paths: Sequence[str]) -> bool:
     """Whether a pin's key is one of the paths, or an expression found in one."""
-    spellings = map(_spellings, paths)
-    return any(key in names or _is_found(key, names) for names in spellings)
+    both = map(spellings, paths)
+    return any(key in names or _is_found(key, names) for names in both)
 
 
-def _spellings(path: str) -> tuple[str, str]:
-    """`params['mlp']['w1']` and `params/mlp/w1`."""
+def spellings(path: str) -> tuple[str, str]:
+    """How a path may be written: `params['mlp']['w1']` and `params/mlp/w1`."""
     return path, re.sub(r"[\[\].'\"]+", "/", path).strip("/")
 
 
@@ -128,7 +128,7 @@ def _is_found(expression: str, names: Sequence[str]) -> bool:
 
 
 def _unmatched(key: str, paths: Sequence[str], noun: str) -> str:
-    by_spelling = {name: path for path in paths for name in _spellings(path)}
+    by_spelling = {name: path for path in paths for name in spellings(path)}
     by_spelling |= {name.split("/")[-1]: path for name, path in by_spelling.items()}
     close = difflib.get_close_matches(key, by_spelling, n=1, cutoff=0.3)
     remedy = f"did you mean {by_spelling[close[0]]}?" if close else "leave it out."

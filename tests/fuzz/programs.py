@@ -30,8 +30,12 @@ class Argument:
     low: int = 0
     high: int = 10
 
-    def value(self, seed: int, noise: float = 0.0) -> Any:
-        """An array of numpy, or typed keys; `noise` moves inexact values relatively."""
+    def value(self, seed: int, noise: float = 0.0, draw: int = 0) -> Any:
+        """An array of numpy, or typed keys.
+
+        `noise` moves inexact values relatively, in a direction that is drawn anew for
+        each number `draw`.
+        """
         random = np.random.default_rng(seed)
         if self.dtype == "key":
             keys = jax.random.split(jax.random.key(seed), max(1, self._size))
@@ -44,7 +48,7 @@ class Argument:
         values = random.normal(size=self.shape)
         if dtype.kind == "c":
             values = values + 1j * random.normal(size=self.shape)
-        moved = np.random.default_rng(seed + 1000).normal(size=self.shape)
+        moved = np.random.default_rng((seed, draw)).normal(size=self.shape)
         return np.asarray(values * (1 + noise * moved)).astype(dtype)
 
     def kind(self) -> Any:
@@ -139,10 +143,10 @@ class Program:
         exec(compile(self.source(), "<fuzz>", "exec"), scope)
         return scope["program"]
 
-    def values(self, noise: float = 0.0) -> list[Any]:
+    def values(self, noise: float = 0.0, draw: int = 0) -> list[Any]:
         """The arguments, the same on every call."""
         with jax.enable_x64(self.x64):
-            return [a.value(i, noise) for i, a in enumerate(self.arguments)]
+            return [a.value(i, noise, draw) for i, a in enumerate(self.arguments)]
 
 
 def _function(name: str, parameters: Sequence[str], body: Sequence[str]) -> list[str]:

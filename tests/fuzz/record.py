@@ -53,6 +53,11 @@ class Record:
         is_ours = type(error).__name__ == "WrongProgram"
         self.counts[kind if is_ours else "crashed"] += 1
 
+    def lose(self) -> None:
+        """A program that the process died of."""
+        self.counts["programs"] += 1
+        self.counts["crashed"] += 1
+
     def missing(self) -> frozenset[str]:
         """Rules of which something is not reached."""
         never = registered_kinds() - {rule for rule, _ in self.seen}
@@ -70,8 +75,9 @@ class Record:
             "refusals": self.refusals,
             "elapsed": self.elapsed,
         }
-        with path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        data = (json.dumps(line) + "\n").encode()
+        with path.open("ab", buffering=0) as file:  # whole, whoever else appends
+            file.write(data)
 
     def merge(self, other: Record) -> None:
         """Add what another run covered."""

@@ -1,15 +1,25 @@
 """The oracle finds what it is there to find: wrong rules, and plans not kept to."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
 from autopar.graph.op_graph import Operator
 from autopar.rules import base
 from autopar.rules.base import Factor, Rule
 from autopar.sharding.mesh import MeshShape
 from tests.fuzz import plans
-from tests.fuzz.oracle import WrongProgram, check_case, reference_of
+from tests.fuzz.oracle import (
+    WrongProgram,
+    check_case,
+    reference_of,
+    reference_of_function,
+)
 from tests.fuzz.plans import Case, case_reaching
 from tests.fuzz.programs import Argument, Line, Program
 from tests.fuzz.reduce import reduced
@@ -88,6 +98,45 @@ def test_a_result_that_forgets_its_weak_type_is_found(
     monkeypatch.setattr(plans, "weak_outputs", lambda traced: ())
     assert all("weak float32" in message for message in check(program(text)))
     assert len(check(program(text))) == len(CASES)
+
+
+def noisy(value: np.ndarray) -> Callable[[float, int], list[np.ndarray]]:
+    """One argument, moved as those of random programs are."""
+
+    def values(noise: float, draw: int) -> list[np.ndarray]:
+        moves = np.random.default_rng(draw).normal(size=value.shape)
+        return [(value * (1 + noise * moves)).astype(value.dtype)]
+
+    return values
+
+
+def test_a_value_at_a_jump_is_unstable() -> None:
+    """What rounding does to it takes it to another float of 10 bits, or not."""
+    values = noisy(np.array([3.1884766], np.float32))
+    at_jump = reference_of_function(lambda x: lax.reduce_precision(x, 5, 10), values)
+    assert not at_jump.is_stable(0, 1e-5)
+    assert reference_of_function(jnp.sin, values).is_stable(0, 1e-5)
+
+
+def divided_by_zero(x: jax.Array) -> jax.Array:
+    return jnp.sum(x, 1) / jnp.floor(0 * x[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("function", "is_right"),
+    [(divided_by_zero, True), (lambda x: 1 / divided_by_zero(x), False)],
+)
+def test_infinity_may_become_nan_and_nothing_finite(
+    function: Callable[..., Any], is_right: bool
+) -> None:
+    reference = reference_of_function(function, noisy(np.ones((8, 4), np.float32)))
+    verdicts = set()
+    for case in CASES:
+        try:
+            verdicts.add(check_case(reference, case).verdict)
+        except WrongProgram:
+            verdicts.add("wrong")
+    assert verdicts == {"right", "unstable" if is_right else "wrong"}
 
 
 @pytest.mark.parametrize("factor", ["d1", "sum0", "-"])

@@ -115,6 +115,12 @@ def test_a_transform_between_collectives() -> None:
     check(lambda x: jnp.fft.fft(x, axis=-1).real / 4, x)
 
 
+def test_an_exchange_of_what_was_joined() -> None:
+    """XLA's CPU compiler fails on operands of an all-to-all with different layouts."""
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32) > 0
+    check(lambda x: jnp.concatenate([jnp.moveaxis(x, 1, 0), x], 1), x, seeds=8)
+
+
 def test_the_high_half_of_products() -> None:
     """XLA has it on one device only."""
     x = np.random.default_rng(0).integers(-(2**31), 2**31, (8, 8), np.int32)
@@ -138,3 +144,25 @@ def test_scatters_of_unsigned_integers() -> None:
     """The greatest one is no int32."""
     x = np.arange(16, dtype=np.uint32)
     check(lambda x: x.at[x - 2].min(2, mode="drop"), x)
+
+
+def test_bits_of_split_keys_where_integers_are_wide() -> None:
+    """The offsets of a shard are int32, and a Python zero beside them is an int64."""
+
+    def function(key: jax.Array) -> Any:
+        keys = jax.random.split(key, 4)
+        return jax.vmap(lambda k: jax.random.bits(k, (2, 8)))(keys)
+
+    with jax.enable_x64(True):
+        for implementation in ("threefry2x32", "rbg"):
+            check(function, jax.random.key(0, impl=implementation), seeds=2)
+
+
+def test_infinity_may_become_nan_where_a_pending_sum_is_multiplied() -> None:
+    """JAX's gradient of a scatter out of range divides by zero, and multiplies it."""
+
+    def function(x: jax.Array) -> Any:
+        y = x.at[np.array([6, 0, 1])].max(jnp.mean(x), mode="clip")
+        return jnp.mean(jnp.tanh(y))
+
+    check(jax.grad(function), np.arange(20, dtype="f").reshape(5, 4))

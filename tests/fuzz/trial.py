@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from tests.fuzz.cases import draw_case
@@ -25,12 +25,22 @@ class Failure(Exception):
 
     def keep(self, path: Path) -> None:
         """Append it to a file, as it was drawn."""
-        path.parent.mkdir(exist_ok=True)
-        with path.open("a") as file:
-            file.write(f"{self.__cause__!r}\non {self.case}\n{self.program}\n\n")
+        keep(path, repr(self.__cause__), text_of(self.program, self.case))
 
     def __str__(self) -> str:
         return report_of(*reduced(self.program, self.case, REDUCE_SECONDS))
+
+
+def keep(path: Path, error: str, text: str) -> None:
+    """Append a program that failed, in one piece whoever else appends."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        file.write(f"{error}\n{text}\n\n".encode())
+
+
+def text_of(program: Program, case: Case) -> str:
+    """All that is needed to run it again by hand."""
+    return f"on {case}\n{program}"
 
 
 def draw_program_of(
@@ -42,11 +52,18 @@ def draw_program_of(
     return draw_program(draw, topic, frozenset(wanted))
 
 
-def run_trial(seed: int, topic: str, record: Record, covered: Record | None) -> None:
+def run_trial(
+    seed: int,
+    topic: str,
+    record: Record,
+    covered: Record | None,
+    started: Callable[[str], object] = len,
+) -> None:
     """Draw a program and a case by seed, run it, and add what it shows to `record`.
 
     What `covered` misses is what it looks for: the same seed gives the same trial as
     long as that is the same. The plan is then the one of several that uses the most.
+    `started` is given the text of what is about to be run, which may end the process.
 
     Raises:
       Failure: the program is wrong, or fails.
@@ -54,10 +71,12 @@ def run_trial(seed: int, topic: str, record: Record, covered: Record | None) -> 
     draw = random.Random(f"{topic} {seed}")
     program = draw_program_of(draw, topic, covered.missing() if covered else ())
     case = draw_case(draw, program)
+    started(text_of(program, case))
     try:
         reference = reference_of(program)
         if covered is not None and draw.randrange(4):
             case = case_reaching(reference.traced, case, covered.reached)
+            started(text_of(program, case))
         outcome: Outcome = check_case(reference, case)
     except NotImplementedError as error:
         record.refuse(str(error))

@@ -1,0 +1,157 @@
+"""`autopar explain` and `autopar diff`: why a plan is as it is, and what two change.
+
+jax is imported inside: `autopar --help` does without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .plan_command import OPERATORS, find_cluster
+
+if TYPE_CHECKING:
+    from ..clusters.cluster import Cluster
+    from ..plans.parallel_plan import Plan
+    from .plan_targets import Target
+
+
+def explain(
+    path: Annotated[Path, typer.Argument(help="A plan, as plan.save wrote it.")],
+    tensor: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Say why this argument, or the result of this operator, is as it is.",
+        ),
+    ] = None,
+    op: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Say why this operator is split as it is."),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="The step of the plan, as `autopar plan` takes it: with it the "
+            "runner-up is found and priced.",
+        ),
+    ] = None,
+    args: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:NAME", help="Example arguments of the step."),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="The plan's cluster, as a preset or the path of a TOML file; needed "
+            "where the plan does not name a preset."
+        ),
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="As the plan was made with.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="An option of a model by name, such as num_layers=4; may be repeated.",
+        ),
+    ] = None,
+    operators: Annotated[bool, OPERATORS] = False,
+) -> None:
+    """Print a saved plan: what is split how, and what it costs.
+
+    With --tensor or --op: why this one is as it is, what it is read as and copied to;
+    with --target too, what held it, the best plan with another choice here, and the
+    price of that by compute, communication and memory.
+
+    Example:
+
+    \b
+        autopar explain plan.json
+        autopar explain plan.json --tensor params/w
+        autopar explain plan.json --tensor params/w --target train:for_autopar
+    """
+    from ..plans.parallel_plan import Plan
+
+    plan = Plan.load(path)
+    if target is not None:
+        from .plan_targets import find_step, parse_settings
+
+        found = find_step(target, args, parse_settings(settings or []))
+        plan = with_step(plan, found, find_cluster(cluster), microbatches)
+    elif settings or (args, cluster, microbatches) != (None, None, None):
+        raise ValueError(
+            "--args, --set, --cluster and --microbatches say more of the step, but "
+            "--target is not given; add --target MODULE:NAME, or leave them out."
+        )
+    plan.explain(tensor=tensor, op=op, operators=operators)
+
+
+def diff(
+    before: Annotated[Path, typer.Argument(help="A plan, as plan.save wrote it.")],
+    after: Annotated[Path, typer.Argument(help="Another plan.")],
+) -> None:
+    """Print what changes from one plan to another, and what that costs.
+
+    Leaves are told apart by path and grouped by layer; operators and collectives by
+    source line. Figures are of one step and one device.
+
+    Example:
+
+    \b
+        autopar diff old.json new.json
+    """
+    from ..plans.parallel_plan import Plan
+
+    Plan.load(before).diff(Plan.load(after)).print()
+
+
+def with_step(
+    plan: Plan, target: Target, cluster: Cluster | None, microbatches: int | None
+) -> Plan:
+    """A plan that was kept, with the step that it is of.
+
+    Raises:
+      PlanFileError: it is of another step.
+      ValueError: the plan names no preset, and no cluster is given.
+    """
+    from ..api import ParallelFunction, parallelize
+    from ..plans.staged_plan import StagedPlan
+
+    if isinstance(target.step, ParallelFunction):
+        source = target.step.plan(*target.args).source
+        if source is None or isinstance(plan.decision, StagedPlan):
+            return plan
+        source.check(plan.decision)
+        return replace(plan, source=source)
+    cluster = cluster or cluster_of_plan(plan)
+    step = parallelize(
+        target.step, plan=plan, cluster=cluster, num_microbatches=microbatches
+    )
+    return step.plan(*target.args)
+
+
+def cluster_of_plan(plan: Plan) -> Cluster | None:
+    """The cluster that a plan names; None for the devices here.
+
+    Raises:
+      ValueError: it is neither these nor a preset.
+    """
+    from ..clusters.cluster import Cluster
+
+    name = plan.decision.cluster
+    if name == Cluster.local().name:
+        return None
+    try:
+        return Cluster.preset(name)
+    except ValueError:
+        raise ValueError(
+            f"The costs of a plan are those of its cluster, but the plan is for "
+            f"{name!r}, which is no preset; name its file with --cluster."
+        ) from None

@@ -1,0 +1,119 @@
+"""A stage program before and after it is planned: what it runs, reads and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from ..clusters.cluster import Cluster
+from ..graph.op_graph import Constant, Operator, OpGraph, TensorType
+from ..lowering.programs import SpmdProgram, TaskKind, build_program
+from ..microbatches.microbatch_flow import tensors_of
+from ..plans.plan import ShardingPlan
+from ..sharding.resharding import Resharder
+from .stage_cut import StageCut
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """One stage program before it is planned: operators, what they read and return.
+
+    Inputs and outputs come as slot names; `added` are outputs that an accumulator of
+    the same name takes in.
+    """
+
+    stage: int
+    kind: TaskKind
+    operators: tuple[Operator, ...]
+    inputs: dict[str, int]  # tensor by slot
+    outputs: dict[str, int | Constant]  # by slot
+    added: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedPiece:
+    """A stage program with its plan: lists of slots in, lists of slots out.
+
+    `graph` computes it, `donated` are positions of inputs whose buffers it reuses.
+    """
+
+    piece: Piece
+    graph: OpGraph
+    plan: ShardingPlan
+    structs: tuple[jax.ShapeDtypeStruct, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    donated: tuple[int, ...]
+
+    @property
+    def output_types(self) -> list[TensorType]:
+        """The type of each output."""
+        return [
+            operand.type
+            if isinstance(operand, Constant)
+            else self.graph.tensors[operand].type
+            for operand in self.graph.outputs
+        ]
+
+    def program(self, cluster: Cluster, mesh: Mesh | AbstractMesh) -> SpmdProgram:
+        """The program on the devices of its stage."""
+        resharder = Resharder(self.plan.mesh, cluster)
+        return build_program(
+            self.graph, self.plan, resharder, mesh, self.structs, (), self.donated
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class TracedPiece:
+    """The graph of a piece: its inputs are slots, some tied to outputs."""
+
+    graph: OpGraph
+    structs: tuple[jax.ShapeDtypeStruct, ...]
+    inputs: tuple[str, ...]
+    ties: tuple[int | None, ...]
+
+
+def joint_piece(pieces: Sequence[Piece], graph: OpGraph) -> Piece | None:
+    """All work of a stage on a microbatch as one piece; None if it is one already.
+
+    What the pieces hand to each other is inside, and returned too.
+    """
+    if len(pieces) < 2:
+        return None
+    stage = pieces[0].stage
+    made = {name for piece in pieces for name in piece.outputs}
+    chosen = {op.index for piece in pieces for op in piece.operators}
+    operators = tuple(op for op in graph.blocks[0].operators if op.index in chosen)
+    inputs = {n: t for p in pieces for n, t in p.inputs.items() if n not in made}
+    outputs = {n: operand for p in pieces for n, operand in p.outputs.items()}
+    added = tuple(name for piece in pieces for name in piece.added)
+    return Piece(stage, "backward", operators, inputs, outputs, added)
+
+
+def made_nowhere(graph: OpGraph, cut: StageCut) -> list[Operator]:
+    """Operators of outputs that no stage makes: of the batch alone, such as counts."""
+    made_by = {t: op for op in graph.blocks[0].operators for t in op.results}
+    found: dict[int, Operator] = {}
+    waiting = [t for t in tensors_of(graph.outputs) if t not in cut.made_on]
+    while waiting:
+        tensor = waiting.pop()
+        op = None if tensor in cut.made_on else made_by.get(tensor)
+        if op is not None and op.index not in found:
+            found[op.index] = op
+            waiting.extend(tensors_of(op.operands))
+    return list(found.values())
+
+
+def reads_of(operators: Iterable[Operator]) -> list[int]:
+    """Tensors that operators read and do not make, in order of first reading."""
+    made: set[int] = set()
+    read: dict[int, None] = {}
+    for op in operators:
+        for tensor in tensors_of(op.operands):
+            if tensor not in made:
+                read[tensor] = None
+        made.update(op.results)
+    return list(read)

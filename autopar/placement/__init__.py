@@ -1,0 +1,1 @@
+"""Every operator whole on one device, and which device that is."""

@@ -1,0 +1,245 @@
+"""The placement problem of a step: its leaves and operators, devices, and links."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+import numpy as np
+
+from autopar.solver.placement import PlacementProblem
+
+from ..clusters.cluster import Cluster
+from ..costs.compute import operator_seconds
+from ..graph.build_graph import STRUCTURED
+from ..graph.op_graph import GraphInput, Operator, OpGraph
+from ..methods.place_operators import PlaceOperators
+from ..microbatches.microbatch_flow import tensors_of
+from ..planner.strategies import is_heavy_operator, total_flops
+
+
+@dataclass(frozen=True, eq=False)
+class OperatorNodes:
+    """Leaves and operators of a graph's outermost block as nodes of a problem.
+
+    Nodes 0.. are the inputs that anything reads or returns, then the operators.
+    """
+
+    graph: OpGraph
+    problem: PlacementProblem
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self.graph.inputs)
+
+    def node_of(self, op_position: int) -> int:
+        """The node of an operator, by its position in the block."""
+        return self.num_inputs + op_position
+
+
+def operator_nodes(
+    graph: OpGraph, method: PlaceOperators, cluster: Cluster, budget: int | None
+) -> OperatorNodes:
+    """The problem of placing a step's operators on the devices of a cluster.
+
+    Args:
+      budget: bytes a device may hold; its memory, if None.
+
+    Raises:
+      ValueError: the method names devices that are not there, or matches nothing.
+      NoPlacement: what must be together may not be.
+    """
+    operators = graph.blocks[0].operators
+    num_devices = cluster.num_devices
+    speeds = np.array(_speeds(method, num_devices))
+    work = [0.0] * len(graph.inputs)
+    work += [_seconds(graph, op, cluster) for op in operators]
+    seconds = np.array(work)[:, None] / speeds[None, :]
+    names = [i.path for i in graph.inputs] + [op.name for op in operators]
+    _pin(seconds, names, method, num_devices)
+    sizes = [graph.tensors[i.tensor].type.bytes for i in graph.inputs]
+    sizes += [sum(kind.bytes for kind in op.result_types) for op in operators]
+    memory = budget if budget is not None else cluster.device.memory_bytes
+    latency, per_byte = _links(cluster)
+    problem = PlacementProblem(
+        tuple(names),
+        seconds,
+        _edges(graph),
+        np.array(sizes, float),
+        np.full(num_devices, float(memory)),
+        latency,
+        per_byte,
+        _together(graph, names, method, np.isfinite(seconds)),
+    )
+    return OperatorNodes(graph, problem)
+
+
+def _speeds(method: PlaceOperators, num_devices: int) -> Sequence[float]:
+    speeds = method.speeds or (1.0,) * num_devices
+    if len(speeds) != num_devices:
+        raise ValueError(
+            f"`speeds` must have a number for each of {num_devices} devices, but got "
+            f"{len(speeds)}: {list(speeds)}."
+        )
+    return speeds
+
+
+def _seconds(graph: OpGraph, op: Operator, cluster: Cluster) -> float:
+    """Of one execution of an operator on one device, its bodies included."""
+    if op.kind in STRUCTURED:
+        return sum(
+            _seconds(graph, inner, cluster)
+            * graph.blocks[body].weight
+            / graph.blocks[op.block].weight
+            for body in op.bodies
+            for inner in graph.blocks[body].operators
+        )
+    kinds = (*op.operand_types, *op.result_types)
+    dtype = op.operand_types[0].dtype if op.operand_types else op.result_types[0].dtype
+    moved = sum(kind.bytes for kind in kinds)
+    return operator_seconds(op.kind, total_flops(op), moved, dtype, cluster)
+
+
+def _edges(graph: OpGraph) -> tuple[tuple[int, int, float], ...]:
+    maker = {i.tensor: number for number, i in enumerate(graph.inputs)}
+    found = []
+    for position, op in enumerate(graph.blocks[0].operators):
+        node = len(graph.inputs) + position
+        for tensor in dict.fromkeys(tensors_of(op.operands)):
+            size = float(graph.tensors[tensor].type.bytes)
+            found.append((maker[tensor], node, size))
+        maker.update(dict.fromkeys(op.results, node))
+    return tuple(found)
+
+
+def _links(cluster: Cluster) -> tuple[np.ndarray, np.ndarray]:
+    """Latency and seconds a byte between any two devices."""
+    hosts = np.arange(cluster.num_devices) // cluster.devices_per_host
+    is_near = hosts[:, None] == hosts[None, :]
+    near, far = cluster.host_link, cluster.network_link
+    latency = np.where(is_near, near.alpha_seconds, far.alpha_seconds)
+    per_byte = np.where(
+        is_near,
+        1 / (near.bandwidth * near.efficiency),
+        1 / (far.bandwidth * far.efficiency),
+    )
+    apart = 1.0 - np.eye(cluster.num_devices)
+    return latency * apart, per_byte * apart
+
+
+def _pin(
+    seconds: np.ndarray, names: Sequence[str], method: PlaceOperators, num_devices: int
+) -> None:
+    """Makes a pinned node impossible elsewhere."""
+    for pattern, device in method.devices.items():
+        if not 0 <= device < num_devices:
+            raise ValueError(
+                f"`devices` must name devices from 0 to {num_devices - 1}, but "
+                f"{pattern!r} asks for {device}."
+            )
+        for node in _matching(pattern, names, "devices"):
+            others = [d for d in range(num_devices) if d != device]
+            seconds[node, others] = np.inf
+
+
+def _matching(pattern: str, names: Sequence[str], option: str) -> list[int]:
+    found = [node for node, name in enumerate(names) if re.search(pattern, name)]
+    if not found:
+        shown = ", ".join(names[:8])
+        raise ValueError(
+            f"`{option}` must match a leaf's path or an operator's name, but "
+            f"{pattern!r} matches none of {shown}, ...; see plan.explain()."
+        )
+    return found
+
+
+def _together(
+    graph: OpGraph, names: Sequence[str], method: PlaceOperators, is_allowed: np.ndarray
+) -> tuple[tuple[int, ...], ...]:
+    """Groups: what the method asks for, and what belongs together unless pinned apart.
+
+    That is state with its update, and light operators with their only reader.
+    """
+    asked = [tuple(_matching(text, names, "together")) for text in method.together]
+    groups: list[tuple[int, ...]] = []
+    operators = graph.blocks[0].operators
+    maker = {i.tensor: number for number, i in enumerate(graph.inputs)}
+    for position, op in enumerate(operators):
+        maker.update(dict.fromkeys(op.results, len(graph.inputs) + position))
+    for number, graph_input in enumerate(graph.inputs):
+        groups.append((number, *_update(graph, graph_input, maker)))
+    groups += _light_with_heavy(graph, maker)
+    joined = nx.utils.UnionFind(range(len(names)))
+    allowed = {node: is_allowed[node] for node in range(len(names))}
+    for group in asked:
+        for node in group[1:]:
+            both = allowed[joined[group[0]]] & allowed[joined[node]]
+            joined.union(group[0], node)
+            allowed[joined[node]] = both
+    for group in groups:
+        for node in group[1:]:
+            both = allowed[joined[group[0]]] & allowed[joined[node]]
+            if both.any():
+                joined.union(group[0], node)
+                allowed[joined[node]] = both
+    return tuple(tuple(sorted(group)) for group in joined.to_sets())
+
+
+def _update(
+    graph: OpGraph, graph_input: GraphInput, maker: dict[int, int]
+) -> list[int]:
+    """Nodes that make a state leaf's next value from arrays of its shape, light ones.
+
+    They end at other state (moments), and at what work on examples made (gradients).
+    """
+    if graph_input.output is None:
+        return []
+    shape = graph.tensors[graph_input.tensor].type.shape
+    operators = graph.blocks[0].operators
+    waiting: list[object] = [graph.outputs[graph_input.output]]
+    found: dict[int, None] = {}
+    while waiting:
+        tensor = waiting.pop()
+        if not isinstance(tensor, int) or graph.tensors[tensor].type.shape != shape:
+            continue
+        node = maker[tensor]
+        if node in found:
+            continue
+        if node < len(graph.inputs):
+            if graph.inputs[node].output is not None and shape:
+                found[node] = None
+            continue
+        op = operators[node - len(graph.inputs)]
+        if op.kind in STRUCTURED or is_heavy_operator(op):
+            continue
+        found[node] = None
+        waiting.extend(op.operands)
+    return list(found)
+
+
+def _light_with_heavy(
+    graph: OpGraph, maker: dict[int, int]
+) -> list[tuple[int, ...]]:
+    """A light operator with one reader is never apart from it: it would only be sent.
+
+    Not if it makes less than it reads: then what it makes is the cheaper to send.
+    """
+    readers: dict[int, list[int]] = {}
+    operators = graph.blocks[0].operators
+    first = len(graph.inputs)
+    for position, op in enumerate(operators):
+        for tensor in dict.fromkeys(tensors_of(op.operands)):
+            readers.setdefault(maker[tensor], []).append(first + position)
+    groups = []
+    for position, op in enumerate(operators):
+        is_light = op.kind not in STRUCTURED and not is_heavy_operator(op)
+        mine = readers.get(first + position, [])
+        made = sum(kind.bytes for kind in op.result_types)
+        read = sum(graph.tensors[t].type.bytes for t in tensors_of(op.operands))
+        if is_light and len(mine) == 1 and made >= read:
+            groups.append((first + position, mine[0]))
+        elif is_light and not tensors_of(op.operands) and mine:
+            groups.append((first + position, mine[0]))
+    return groups

@@ -1,0 +1,252 @@
+"""A plan for a step that has changed since another plan was made: what can stay, stays.
+
+Arguments that still have their path keep their spec, as pins. Operators that still have
+their name, kind and types keep their factors, unless that costs more than planning them
+anew: names of operators are numbered, and mean others once one is put before them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from jax.sharding import PartitionSpec
+
+from ..clusters.cluster import Cluster
+from ..errors import InfeasiblePlanError, PlanFileError
+from ..graph.build_graph import STRUCTURED
+from ..graph.op_graph import Operator, OpGraph
+from ..methods.gather_again import graph_of_plan
+from ..methods.restrictions import Limit
+from ..options import Options
+from ..plans.parallel_plan import Plan
+from ..plans.plan import OperatorPlan, ShardingPlan
+from ..plans.plan_check import check_against
+from ..sharding.mesh import MeshShape, parse_mesh
+from ..sharding.pins import keys_of_arguments, parse_pin
+from ..sharding.spec import to_partition_spec
+from .memory_budget import default_budget
+from .pin_choices import ChoicePins, Factors
+from .step_variants import Offload
+
+OPERATORS_MAY_COST = 0.01  # of a step, for operators that keep their factors
+_MOST_NAMED = 8
+_log = logging.getLogger("autopar")
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """What a changed step keeps of a plan.
+
+    `pins` are by path, `factors` by operator index; `anew` says of each argument that
+    keeps nothing why, `gone` are paths of the plan that the step has no more.
+    """
+
+    mesh: MeshShape
+    pins: Mapping[str, PartitionSpec]
+    factors: Mapping[int, Factors]
+    anew: Mapping[str, str]
+    gone: tuple[str, ...]
+    num_operators: int
+
+    def limits(self) -> tuple[ChoicePins, ...]:
+        """The operators' factors as a limit of the problem."""
+
+        def is_kept(own: Factors) -> Any:
+            return lambda factors: factors == own
+
+        tests = {index: is_kept(own) for index, own in self.factors.items()}
+        return (ChoicePins("a plan that was given as `like`", {}, tests, True),)
+
+    def __str__(self) -> str:
+        number = len(self.pins) + len(self.anew)
+        words = [
+            f"{len(self.pins)} of {number} arguments lie as in the plan given as "
+            f"`like`, {len(self.factors)} of {self.num_operators} operators are as there"
+        ]
+        if self.anew:
+            words.append(f"planned anew: {_some(self.anew)}")
+        if self.gone:
+            words.append(f"no more there: {', '.join(self.gone[:_MOST_NAMED])}")
+        return "; ".join(words)
+
+
+class PlanWith(Protocol):
+    """Plans the step with other options, and with limits on single choices."""
+
+    def __call__(self, some: Options, limits: Sequence[Limit] = (), /) -> Plan: ...
+
+
+def plan_like(
+    graph: OpGraph, cluster: Cluster, options: Options, plan_with: PlanWith
+) -> Plan:
+    """The plan of a step that keeps what it can of `options.like`.
+
+    A plan of this very step that fits the budget is returned as it is. What was kept is
+    logged, as a warning if anything could not be.
+
+    Raises:
+      InfeasiblePlanError: no plan exists, whatever is kept.
+      ValueError: as `likeness_of`.
+    """
+    if _is_unchanged(options, graph, cluster):
+        assert options.like is not None
+        _log.info("%s: the plan given as `like` is of this very step", graph.name)
+        return Plan(options.like.sharding)
+    likeness = likeness_of(options, graph, cluster)
+    kept = options_like(options, likeness)
+    try:
+        alone = plan_with(kept)
+    except InfeasiblePlanError as error:
+        _log.warning(
+            "%s: no plan keeps the arguments as in the plan given as `like`, so all is "
+            "planned anew: %s",
+            *(graph.name, error),
+        )
+        return plan_with(replace(options, like=None, mesh=likeness.mesh))
+    if likeness.factors:
+        try:
+            both = plan_with(kept, likeness.limits())
+        except InfeasiblePlanError:
+            both = None
+        most = alone.predicted.step_seconds * (1 + OPERATORS_MAY_COST)
+        if both is not None and both.predicted.step_seconds <= most:
+            _tell(likeness, graph)
+            return both
+    _tell(replace(likeness, factors={}), graph)
+    return alone
+
+
+def memory_choices(options: Options) -> tuple[str | None, Offload | None]:
+    """What to make again and to offload: as asked for, or as in `options.like`."""
+    remat, offload = options.remat, options.offload
+    if options.like is not None:
+        plan = options.like.sharding
+        remat = remat or plan.remat or None
+        if offload is None and plan.host_bytes():
+            offload = "optimizer_state"
+    return remat, offload
+
+
+def options_like(options: Options, likeness: Likeness) -> Options:
+    """The options with what is kept as pins, and `like` itself left out."""
+    pins = {**likeness.pins, **options.pins}
+    return replace(options, like=None, pins=pins, mesh=likeness.mesh)
+
+
+def likeness_of(options: Options, graph: OpGraph, cluster: Cluster) -> Likeness:
+    """What a step keeps of the plan `options.like`; pins of the user come before it.
+
+    Raises:
+      ValueError: the plan is for another number of devices, and no mesh is named.
+    """
+    assert options.like is not None
+    plan = options.like.sharding
+    mesh = _mesh(options, plan, cluster)
+    pinned = keys_of_arguments(options.pins, graph, "pin")
+    old = {each.path: each for each in plan.inputs}
+    pins: dict[str, PartitionSpec] = {}
+    anew: dict[str, str] = {}
+    for each in graph.inputs:
+        if each.tensor in pinned:
+            continue
+        kind, known = graph.tensors[each.tensor].type, old.get(each.path)
+        if known is None:
+            anew[each.path] = "is new"
+        elif len(known.shape) != kind.rank:
+            anew[each.path] = f"had the shape {list(known.shape)}"
+        else:
+            spec = to_partition_spec(known.spec, kind.rank, plan.mesh.axis_names)
+            try:
+                parse_pin(spec, kind, mesh, each.path)
+                pins[each.path] = spec
+            except ValueError:
+                anew[each.path] = f"{kind} on {mesh} cannot lie as {spec}"
+    paths = {each.path for each in graph.inputs}
+    return Likeness(
+        mesh,
+        pins,
+        _factors(plan, graph, mesh),
+        anew,
+        tuple(path for path in old if path not in paths),
+        len(graph.operators()),
+    )
+
+
+def _is_unchanged(options: Options, graph: OpGraph, cluster: Cluster) -> bool:
+    """Whether `options.like` can be had as it is: of this step, and fitting."""
+    assert options.like is not None
+    plan = options.like.sharding
+    if options.pins or plan.cluster != cluster.name:
+        return False
+    predicted = plan.predicted
+    budget = options.memory_budget or default_budget(cluster)
+    if predicted.peak_bytes / predicted.memory_correction > budget:
+        return False
+    if _mesh(options, plan, cluster) != plan.mesh:
+        return False
+    try:
+        check_against(plan, graph_of_plan(graph, plan))
+    except PlanFileError:
+        return False
+    return True
+
+
+def _tell(likeness: Likeness, graph: OpGraph) -> None:
+    is_whole = not likeness.anew and not likeness.gone
+    level = logging.INFO if is_whole else logging.WARNING
+    _log.log(level, "%s: %s", graph.name, likeness)
+
+
+def _mesh(options: Options, plan: ShardingPlan, cluster: Cluster) -> MeshShape:
+    if options.mesh is not None:
+        return parse_mesh(options.mesh, cluster.num_devices)
+    if plan.mesh.size != cluster.num_devices:
+        names = ";".join(f"{name}:-1" for name in plan.mesh.axis_names[:1])
+        rest = zip(plan.mesh.axis_names[1:], plan.mesh.axis_sizes[1:], strict=True)
+        names += "".join(f";{name}:{size}" for name, size in rest)
+        raise ValueError(
+            f"`like` must be a plan for as many devices as there are, but its mesh is "
+            f"{plan.mesh} and {cluster.name} has {cluster.num_devices}; name the mesh, "
+            f"for example mesh={names!r}."
+        )
+    return plan.mesh
+
+
+def _factors(
+    plan: ShardingPlan, graph: OpGraph, mesh: MeshShape
+) -> dict[int, tuple[str, ...]]:
+    """The factors of the operators that are as they were, by index."""
+    if plan.mesh != mesh:
+        return {}
+    old = {op.name: op for op in plan.operators}
+    types = {t.name: (t.shape, t.dtype) for t in plan.tensors}
+    return {
+        op.index: old[op.name].factors
+        for op in graph.operators()
+        if op.name in old and _is_same(op, old[op.name], types, graph)
+    }
+
+
+def _is_same(
+    op: Operator,
+    old: OperatorPlan,
+    types: Mapping[str, tuple[Sequence[int], str]],
+    graph: OpGraph,
+) -> bool:
+    if op.kind in STRUCTURED or op.kind != old.kind:
+        return False
+    if len(op.operands) != len(old.operand_specs):
+        return False
+    names = [graph.tensors[result].name for result in op.results]
+    kinds = [(kind.shape, kind.dtype.name) for kind in op.result_types]
+    known = [types.get(name) for name in names]
+    return len(names) == len(old.result_specs) and known == kinds
+
+
+def _some(reasons: Mapping[str, str]) -> str:
+    words = [f"{path} ({reason})" for path, reason in reasons.items()]
+    rest = len(words) - _MOST_NAMED
+    return ", ".join(words[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,133 @@
+"""One step as several graphs: what is made again, and what lies in the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from ..frontend.roles import Roles
+from ..frontend.tracing import TracedFunction
+from ..graph.build_graph import build_graph
+from ..graph.op_graph import OpGraph
+from ..methods.state_flow import makers_of
+from ..microbatches.microbatch_flow import tensors_of
+from ..plans.plan import ShardingPlan
+from ..rematerialisation.phases import Phases
+from ..rematerialisation.recompute_sets import recompute_sets
+from ..rematerialisation.remat import Remat
+from ..rematerialisation.remat_trace import with_recomputation
+
+Offload = Literal["auto", "optimizer_state"]
+
+
+def check_offload(given: object) -> Offload | None:
+    """The option `offload`, or an error that says what could be given.
+
+    Raises:
+      ValueError: something else.
+    """
+    for known in get_args(Offload):
+        if given == known:
+            return known
+    if given is None:
+        return None
+    raise ValueError(
+        f"`offload` must be None, {' or '.join(map(repr, get_args(Offload)))}, but got "
+        f"{given!r}."
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class StepVariant:
+    """A step to be planned: its trace, and its graph, which says what the host holds.
+
+    `num_segments` is how many segments `remat` could do again; 0 if none does.
+    """
+
+    traced: TracedFunction
+    graph: OpGraph
+    remat: Remat | None
+    num_segments: int
+
+    @property
+    def num_at_host(self) -> int:
+        return sum(each.memory == "host" for each in self.graph.inputs)
+
+    def __str__(self) -> str:
+        made = f"remat {self.remat}" if self.remat else "no remat"
+        return f"{made}, {self.num_at_host} arguments in the host's memory"
+
+
+class StepVariants:
+    """Makes variants of one step; `batch` are the graph's inputs that hold examples."""
+
+    def __init__(
+        self,
+        traced: TracedFunction,
+        graph: OpGraph,
+        roles: Roles,
+        batch: Sequence[int],
+    ) -> None:
+        self.traced, self.graph, self.roles = traced, graph, roles
+        self.batch = tuple(batch)
+        self.offloadable = optimizer_state(graph)
+        self._by_remat = {"": StepVariant(traced, graph, None, 0)}
+
+    def make(self, remat: Remat | None, at_host: Collection[int] = ()) -> StepVariant:
+        """The variant with `remat` and the inputs at these positions on the host."""
+        variant = self._with_remat(remat)
+        if not at_host:
+            return variant
+        inputs = tuple(
+            replace(each, memory="host") if position in at_host else each
+            for position, each in enumerate(variant.graph.inputs)
+        )
+        return replace(variant, graph=replace(variant.graph, inputs=inputs))
+
+    def of_plan(self, plan: ShardingPlan) -> StepVariant:
+        """The variant that a plan was made of."""
+        at_host = [i for i, each in enumerate(plan.inputs) if each.memory == "host"]
+        return self.make(Remat.parse(plan.remat) if plan.remat else None, at_host)
+
+    def _with_remat(self, remat: Remat | None) -> StepVariant:
+        key = str(remat or "")
+        if key not in self._by_remat:
+            assert remat is not None
+            sets = recompute_sets(self.graph, self.batch, remat)
+            if sets.is_empty:
+                plain = StepVariant(self.traced, self.graph, remat, 0)
+                self._by_remat[key] = plain
+                return plain
+            traced = with_recomputation(self.traced, self.graph, sets)
+            graph = build_graph(traced, self.roles)
+            number = sets.num_segments
+            self._by_remat[key] = StepVariant(traced, graph, remat, number)
+        return self._by_remat[key]
+
+
+def optimizer_state(graph: OpGraph) -> tuple[int, ...]:
+    """Positions of the inputs that are state which only the update reads.
+
+    The one whose first use is furthest in the future comes first (Belady 1966): it is
+    what memory is best without. Scalars are no gain and left out.
+    """
+    phases = [Phases.of(block) for block in graph.blocks]
+    backward = [op for each in phases for op in each.backward]
+    read = {t for op in backward for t in (*tensors_of(op.operands), *op.results)}
+    needed = makers_of(graph, read)
+    first_use: dict[int, int] = {}
+    for position, op in enumerate(graph.blocks[0].operators):
+        for tensor in tensors_of(op.operands):
+            first_use.setdefault(tensor, position)
+    found = [
+        position
+        for position, each in enumerate(graph.inputs)
+        if each.role == "state"
+        and backward
+        and each.tensor not in needed
+        and each.tensor in first_use
+        and graph.tensors[each.tensor].type.rank
+        and not graph.tensors[each.tensor].type.is_extended
+    ]
+    return tuple(sorted(found, key=lambda p: -first_use[graph.inputs[p].tensor]))

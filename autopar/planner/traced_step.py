@@ -1,0 +1,309 @@
+"""A step that was planned, kept to be planned again: what a plan could be instead.
+
+Nothing is traced again. The runner-up of a choice is exact, up to the gap at which the
+solver stops: the problem is solved again with that choice forbidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.solver.choice_graph import Infeasible
+
+from ..clusters.cluster import Cluster
+from ..errors import InfeasiblePlanError
+from ..graph.build_graph import STRUCTURED
+from ..graph.op_graph import Constant, Operator, OpGraph
+from ..graph.ports import ports_of
+from ..methods.named_methods import restrictions_of
+from ..methods.restrictions import Limit, Restriction
+from ..options import Options, pins_by_key
+from ..plans.parallel_plan import Plan
+from ..plans.plan import ShardingPlan
+from ..plans.plan_check import check_against
+from ..plans.reasons import Alternative, Reasons
+from ..sharding.mesh import MeshShape
+from ..sharding.pins import Pin, PinsLike, keys_of_arguments, resolve_pins
+from ..sharding.spec import Spec, format_spec
+from ..state.placements import placement_pins
+from .mesh_search import TIGHT_GAP
+from .pin_choices import ChoicePins
+from .pin_costs import unpinned
+from .plan_within import plan_within
+from .planning import Planned, batch_tensors, budget_of, plan_or_blame_pins
+
+_PIN = "autopar_pin"
+_NEAR_BUDGET = 0.5  # below this part of it a budget holds nothing
+_ANY_BUDGET = 1 << 62
+
+
+@dataclass(frozen=True, eq=False)
+class TracedStep:
+    """The graph of a step, what it is called with, and what was asked of its plan.
+
+    `leaves` are types with shardings: a plan keeps no arrays alive.
+    """
+
+    graph: OpGraph
+    leaves: tuple[Any, ...]
+    batch: tuple[int, ...]
+    cluster: Cluster
+    options: Options
+
+    def check(self, plan: ShardingPlan) -> None:
+        """Does nothing if a plan is of this step.
+
+        Raises:
+          PlanFileError: it is of another.
+        """
+        check_against(plan, self.graph)
+
+    def what_if(self, plan: Plan, pins: PinsLike) -> Plan:
+        """The step planned with more pins, on the mesh of `plan`.
+
+        Raises:
+          InfeasiblePlanError: no plan has these pins; names the fewest to blame.
+          ValueError: a pin matches nothing, or cannot be.
+        """
+        more = pins_by_key(pins)
+        both = {**more, **{k: v for k, v in self.options.pins.items() if k not in more}}
+        predicted = plan.predicted
+        options = replace(
+            self.options,
+            pins=both,
+            mesh=plan.sharding.mesh,
+            plan=None,
+            memory_budget=self._budget(plan.sharding),
+        )
+        made = plan_or_blame_pins(
+            self.graph, self.leaves, self.batch, self.cluster, options
+        )
+        found = replace(made.sharding, remat=plan.sharding.remat)
+        made = _corrected(found, predicted.memory_correction)
+        asked = replace(self.options, pins=both, plan=None)
+        return Plan(made, source=replace(self, options=asked))
+
+    def tensor_reasons(self, plan: ShardingPlan, tensor: int) -> Reasons:
+        """Why a tensor, by index, is made in its spec."""
+        asked = _Asked(self, plan)
+        holders = list(asked.holders(tensor))
+        own, text = plan.tensors[tensor].spec, asked.spec_text
+
+        name = plan.tensors[tensor].name
+
+        def seen(other: ShardingPlan) -> str:
+            found = next(each for each in other.tensors if each.name == name)
+            return text(tensor, found.spec)
+
+        another = ChoicePins(
+            f"another spec than {seen(plan)} for {name}",
+            {tensor: lambda spec: spec != own},
+            {},
+        )
+        alternatives = [asked.alternative("the runner-up", seen, limits=[another])]
+        for words, lifted in holders:
+            if lifted:
+                title = f"without {words.split(': ')[0]}"
+                alternatives.append(asked.alternative(title, seen, **lifted))
+        alternatives += asked.without_budget(seen)
+        return Reasons(
+            tuple(words for words, _ in holders),
+            tuple(alternatives),
+            tuple(asked.readers(tensor)),
+        )
+
+    def operator_reasons(self, plan: ShardingPlan, operator: int) -> Reasons:
+        """Why an operator, by position, has its factors."""
+        asked, op = _Asked(self, plan), self.graph.operators()[operator]
+        own = plan.operators[operator].factors
+        if op.kind in STRUCTURED:
+            return Reasons(
+                (
+                    "the tensors that enter and leave it, which have one spec on both "
+                    "sides; ask for one of them with --tensor",
+                ),
+                (),
+            )
+
+        def seen(other: ShardingPlan) -> str:
+            return factors_text(other.operators[operator].factors, plan.mesh)
+
+        another = ChoicePins(
+            f"other factors than {seen(plan)} for {op.name}",
+            {},
+            {op.index: lambda factors: factors != own},
+        )
+        found = [asked.alternative("the runner-up", seen, limits=[another])]
+        found += asked.without_budget(seen)
+        holders = dict.fromkeys(
+            f"{words}, for {plan.tensors[tensor].name}"
+            for tensor in (*_tensors(op), *op.results)
+            for words, _ in asked.holders(tensor)
+        )
+        return Reasons(tuple(holders), tuple(found))
+
+    def _budget(self, plan: ShardingPlan) -> int:
+        """What a device may hold by the model, whose error on the step was seen."""
+        predicted = plan.predicted
+        allowed = predicted.budget_bytes or budget_of(self.options, self.cluster)
+        return int(allowed / predicted.memory_correction)
+
+
+def traced_step(planned: Planned, leaves: Sequence[Any], options: Options) -> Plan:
+    """The plan of a step, with the step beside it.
+
+    Args:
+      planned: the step and its plan.
+      leaves: the leaves of its arguments; only their places are kept.
+      options: what it was planned with.
+    """
+    types = [
+        jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
+        if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding)
+        else kind
+        for leaf, kind in zip(leaves, planned.argument_types, strict=False)
+    ]
+    batch = batch_tensors(planned.traced, planned.graph, options)
+    step = TracedStep(
+        planned.graph, tuple(types), tuple(batch), planned.cluster, options
+    )
+    return replace(planned.plan, source=step)
+
+
+def factors_text(factors: Sequence[str], mesh: MeshShape) -> str:
+    """`x m0, y -`: what each mesh axis splits."""
+    names = zip(mesh.axis_names, factors, strict=False)
+    return ", ".join(f"{name} {factor}" for name, factor in names)
+
+
+def _corrected(plan: ShardingPlan, correction: float) -> ShardingPlan:
+    """With the error of the memory model that was seen on the step."""
+    predicted = replace(
+        plan.predicted,
+        peak_bytes=round(plan.predicted.peak_bytes * correction),
+        memory_correction=correction,
+    )
+    return replace(plan, predicted=predicted)
+
+
+def _tensors(op: Operator) -> Iterator[int]:
+    yield from (each for each in op.operands if not isinstance(each, Constant))
+
+
+Lifted = Mapping[str, Any]  # arguments of `alternative`
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """Questions about one plan of a step."""
+
+    step: TracedStep
+    plan: ShardingPlan
+
+    @property
+    def _restrictions(self) -> tuple[Restriction, ...]:
+        options, mesh = self.step.options, self.plan.mesh
+        rules = options.method, options.rules
+        return tuple(restrictions_of(*rules, self.step.graph, mesh, self.step.batch))
+
+    @property
+    def _placed(self) -> dict[int, Pin]:
+        return placement_pins(self.step.leaves, self.step.graph, self.plan.mesh)
+
+    def spec_text(self, tensor: int, spec: Spec) -> str:
+        """A spec as plans print it."""
+        rank = len(self.plan.tensors[tensor].shape)
+        return format_spec(spec, rank, self.plan.mesh.axis_names)
+
+    def alternative(
+        self,
+        title: str,
+        seen: Any,
+        *,
+        limits: Sequence[Limit] = (),
+        pins: Mapping[str, PartitionSpec] | None = None,
+        graph: OpGraph | None = None,
+        has_restrictions: bool = True,
+        is_placed: bool = True,
+        budget: int | None = None,
+    ) -> Alternative:
+        """The step planned with one thing changed; `seen` reads the choice then."""
+        step, mesh = self.step, self.plan.mesh
+        graph = graph or step.graph
+        pinned = resolve_pins(step.options.pins if pins is None else pins, graph, mesh)
+        own = self._restrictions if has_restrictions else ()
+        try:
+            found = plan_within(
+                *(graph, mesh, step.cluster),
+                step._budget(self.plan) if budget is None else budget,
+                pins={**(self._placed if is_placed else {}), **pinned},
+                restrictions=(*own, *limits),
+                gap=TIGHT_GAP,
+            ).plan
+        except (InfeasiblePlanError, Infeasible) as error:
+            return Alternative(title, "", None, _refusal(error))
+        found = _corrected(found, self.plan.predicted.memory_correction)
+        return Alternative(title, seen(found), found)
+
+    def without_budget(self, seen: Any) -> Iterator[Alternative]:
+        """The plan if memory were free, where the budget may have held something."""
+        budget = self.step._budget(self.plan)
+        predicted = self.plan.predicted
+        used = predicted.peak_bytes / predicted.memory_correction
+        if used < _NEAR_BUDGET * budget:
+            return
+        found = self.alternative("with unlimited memory", seen, budget=_ANY_BUDGET)
+        if found.plan is not None and found.choice != seen(self.plan):
+            yield found
+
+    def holders(self, tensor: int) -> Iterator[tuple[str, Lifted]]:
+        """What leaves a tensor no, or less, choice, and how to plan without it."""
+        graph, pins = self.step.graph, self.step.options.pins
+        key = keys_of_arguments(pins, graph, "pin").get(tensor)
+        if key is not None:
+            rest = {k: spec for k, spec in pins.items() if k != key}
+            yield f"the pin {key!r}: {pins[key]}", {"pins": rest}
+        elif tensor in self._placed:
+            words = "the place where the argument lies when the step is called"
+            yield words, {"is_placed": False}
+        makers = (op for op in graph.operators() if op.kind in STRUCTURED)
+        for op in makers:
+            for port in ports_of(graph, op):
+                if tensor not in [written for written, _ in port.writes]:
+                    continue
+                if port.is_whole:
+                    yield f"{port.name}, which every device must have whole", {}
+                if port.pin(self.plan.mesh) and port.constraint is not None:
+                    where, spec = port.constraint.where, port.constraint.spec
+                    is_pin = op.kind == _PIN
+                    lifted = {"graph": unpinned(graph, op.source)} if is_pin else {}
+                    yield f"{where}: {spec}", lifted
+        for each in self._restrictions:
+            demands = (each.homes, each.made, each.everywhere)
+            if any(tensor in demand and any(demand[tensor]) for demand in demands):
+                yield each.name, {"has_restrictions": False}
+
+    def readers(self, tensor: int) -> Iterator[tuple[str, str]]:
+        """Operators and outputs with the spec in which they read a tensor."""
+        graph = self.step.graph
+        for op, planned in zip(graph.operators(), self.plan.operators, strict=True):
+            pairs = zip(op.operands, planned.operand_specs, strict=True)
+            for operand, spec in pairs:
+                if not isinstance(operand, Constant) and operand == tensor:
+                    yield op.name, self.spec_text(tensor, spec)
+        for operand, spec, path in zip(
+            graph.outputs, self.plan.outputs[0], graph.output_paths, strict=True
+        ):
+            if not isinstance(operand, Constant) and operand == tensor:
+                yield f"output {path}", self.spec_text(tensor, spec)
+
+
+def _refusal(error: Exception) -> str:
+    if isinstance(error, InfeasiblePlanError) and error.least_budget_bytes:
+        return f"none fits the memory: {error.least_budget_bytes:,} B would do"
+    return "there is no other choice here"

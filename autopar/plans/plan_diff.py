@@ -1,0 +1,326 @@
+"""What changes from one plan to another: by cost, by leaf, by operator, by collective.
+
+Leaves go by path, operators and collectives by source line, so that the layers of a
+deep model that change alike are one row.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .explain import (
+    as_text,
+    format_bytes,
+    format_seconds,
+    format_source,
+    section,
+    show,
+    table,
+)
+from .leaf_groups import group_leaves
+from .plan import Prediction
+from .plan_parts import (
+    Decision,
+    LeafPart,
+    OperatorPart,
+    PlanParts,
+    decision_only,
+    parts_of,
+)
+
+_MOST_ROWS = 20  # of a table; what is left out is counted
+_LINE_WIDTH = 36  # columns that a source line gets before it is folded
+_ABSENT = "none"
+
+
+@dataclass(frozen=True)
+class ChangedLeaf:
+    """A leaf as it lies in two plans; `spec` has both, "none" where it is not there."""
+
+    path: str
+    role: str
+    shape: tuple[int, ...]
+    spec: tuple[str, str]
+    before_bytes: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ChangedLine:
+    """What one source line does in two plans: words with their number, and the sums."""
+
+    what: str
+    source: str
+    before: tuple[tuple[str, int], ...]
+    after: tuple[tuple[str, int], ...]
+    before_sum: float
+    after_sum: float
+
+
+@dataclass(frozen=True)
+class PlanDiff:
+    """What changes from the plan `before` to the plan `after`; prints as tables."""
+
+    before: PlanParts
+    after: PlanParts
+
+    @cached_property
+    def is_equal(self) -> bool:
+        """Whether the plans are the same in all that they decide and predict."""
+        same = self.before.decision == self.after.decision
+        return same or (self.has_same_decisions and not any(self._figures(True)))
+
+    @cached_property
+    def has_same_decisions(self) -> bool:
+        """Whether both run the same program, whatever it is predicted to take."""
+        mine, other = map(decision_only, (self.before.decision, self.after.decision))
+        return mine == other
+
+    @cached_property
+    def leaves(self) -> tuple[ChangedLeaf, ...]:
+        """The leaves that lie elsewhere, or are in one plan only."""
+        paths = dict.fromkeys([*self.before.leaves, *self.after.leaves])
+        changed = (self._leaf(path) for path in paths)
+        return tuple(each for each in changed if each is not None)
+
+    @cached_property
+    def operators(self) -> tuple[ChangedLine, ...]:
+        """The lines whose products and convolutions split otherwise, dearest first."""
+        return self._operator_lines(lambda op: op.is_heavy)
+
+    @cached_property
+    def light_operators(self) -> tuple[ChangedLine, ...]:
+        """The lines whose other operators split otherwise, dearest first."""
+        return self._operator_lines(lambda op: not op.is_heavy)
+
+    @cached_property
+    def collectives(self) -> tuple[ChangedLine, ...]:
+        """The lines that send other collectives, those of the most bytes first."""
+        latest = {each.tensor: each.source for each in self.after.traffic}
+        lines: dict[str, list[list[tuple[str, int, float]]]] = {}
+        for side, parts in enumerate((self.before, self.after)):
+            for each in parts.traffic:
+                source = latest.get(each.tensor, each.source) or each.source
+                words = f"{each.collective} over {each.axes}"
+                row = lines.setdefault(source or each.tensor, [[], []])
+                row[side].append((words, each.count, float(each.bytes)))
+        return _changed((("", source), row) for source, row in lines.items())
+
+    def _leaf(self, path: str) -> ChangedLeaf | None:
+        mine, other = self.before.leaves.get(path), self.after.leaves.get(path)
+        some: LeafPart | None = other or mine
+        assert some is not None
+        found = ChangedLeaf(
+            path,
+            some.role,
+            some.shape,
+            (mine.spec if mine else _ABSENT, other.spec if other else _ABSENT),
+            mine.bytes if mine else 0,
+            other.bytes if other else 0,
+        )
+        is_same = found.spec[0] == found.spec[1] and found.before_bytes == found.bytes
+        return None if is_same else found
+
+    def _operator_lines(
+        self, is_wanted: Callable[[OperatorPart], bool]
+    ) -> tuple[ChangedLine, ...]:
+        latest = {(op.name, op.kind): op.source for op in self.after.operators}
+        lines: dict[tuple[str, str], list[list[tuple[str, int, float]]]] = {}
+        for side, parts in enumerate((self.before, self.after)):
+            for op in filter(is_wanted, parts.operators):
+                source = latest.get((op.name, op.kind), op.source)
+                row = lines.setdefault((f"{op.kind}{op.phase}", source), [[], []])
+                row[side].append((op.splits, 1, op.seconds))
+        return _changed(lines.items())
+
+    def _figures(self, only_changed: bool) -> Iterator[tuple[str, str, str, str]]:
+        """Each figure in words: its name, before, after and what it changes by."""
+        mine, other = self.before.predicted, self.after.predicted
+        states = self.before.state_bytes, self.after.state_bytes
+        rows: list[tuple[str, float, float, Callable[[float], str]]] = [
+            *((name, read(mine), read(other), words) for name, read, words in _FIGURES),
+            ("  of it state", *states, format_bytes),
+        ]
+        for name, was, now, words in rows:
+            if was != now or not only_changed:
+                yield name, words(was), words(now), _change(was, now, words)
+        gaps = mine.optimality_gap, other.optimality_gap
+        if gaps[0] != gaps[1] and not only_changed:
+            yield "gap", _share(gaps[0]), _share(gaps[1]), ""
+
+    def print(self) -> None:
+        """Print the difference, as wide as the terminal is."""
+        show(self._printed())
+
+    def __str__(self) -> str:
+        return as_text(self._printed())
+
+    def _printed(self) -> Iterator[RenderableType]:
+        title = f"from one plan of {self.before.decision.function} to another"
+        if self.before.decision.function != self.after.decision.function:
+            title = (
+                f"from a plan of {self.before.decision.function} to one of "
+                f"{self.after.decision.function}"
+            )
+        yield Text(title, style="bold")
+        if self.is_equal:
+            yield Text("the plans are equal")
+            return
+        yield self._figure_table()
+        if self.has_same_decisions:
+            yield Text("\nboth split everything alike and run the same program")
+            return
+        yield from self._leaf_table()
+        yield from _line_tables(
+            "products and convolutions", self.operators, format_seconds
+        )
+        yield from _line_tables("collectives, a step", self.collectives, format_bytes)
+        yield from self._rest()
+
+    def _figure_table(self) -> RenderableType:
+        grid = table("", ">before", ">after", ">change")
+        words = (
+            ("mesh", self.before.meshes, self.after.meshes),
+            ("form", self.before.form, self.after.form),
+            (
+                "cluster",
+                self.before.decision.cluster,
+                self.after.decision.cluster,
+            ),
+        )
+        for name, was, now in words:
+            if was != now:
+                grid.add_row(name, Text(was), Text(now), "")
+        for row in self._figures(False):
+            grid.add_row(*row)
+        return grid
+
+    def _leaf_table(self) -> Iterator[RenderableType]:
+        if not self.leaves:
+            return
+        groups = sorted(
+            group_leaves(self.leaves), key=lambda g: -abs(g.bytes - _before(g.leaves))
+        )
+        grid = table("leaf", ">leaves", "shape", "before", "after", ">bytes a device")
+        for group in groups[:_MOST_ROWS]:
+            also = f" and in {', '.join(group.mirrors)}" if group.mirrors else ""
+            was = _before(group.leaves)
+            grid.add_row(
+                Text(f"{group.path}{also}"),
+                str(len(group.leaves)),
+                Text(str(list(group.first.shape))),
+                Text(group.first.spec[0]),
+                Text(group.first.spec[1]),
+                f"{format_bytes(was)} -> {format_bytes(group.bytes)}",
+            )
+        yield section("leaves that lie elsewhere", _shortened(grid, len(groups)))
+
+    def _rest(self) -> Iterator[RenderableType]:
+        """Elementwise operators and the like, which are many, in one line."""
+        number = sum(
+            sum((Counter(dict(e.before)) - Counter(dict(e.after))).values())
+            for e in self.light_operators
+        )
+        if self.light_operators:
+            was = sum(each.before_sum for each in self.light_operators)
+            now = sum(each.after_sum for each in self.light_operators)
+            yield Text(
+                f"\nother operators: on {len(self.light_operators)} lines {number} "
+                f"split otherwise; these lines take {format_seconds(was)} -> "
+                f"{format_seconds(now)}"
+            )
+
+
+def diff_plans(before: Decision, after: Decision) -> PlanDiff:
+    """What changes from one plan to the other."""
+    return PlanDiff(parts_of(before), parts_of(after))
+
+
+def _share(value: float) -> str:
+    return f"{value:.3%}" if isfinite(value) else "no bound"
+
+
+def _figure(name: str) -> Callable[[Prediction], float]:
+    return lambda predicted: getattr(predicted, name)
+
+
+_FIGURES: tuple[
+    tuple[str, Callable[[Prediction], float], Callable[[float], str]], ...
+] = (
+    ("step", _figure("step_seconds"), format_seconds),
+    ("  compute", _figure("compute_seconds"), format_seconds),
+    ("  collectives", _figure("collective_seconds"), format_seconds),
+    ("collectives send", _figure("collective_bytes"), format_bytes),
+    ("peak memory", _figure("peak_bytes"), format_bytes),
+)
+
+
+def _change(was: float, now: float, words: Callable[[float], str]) -> str:
+    """`+1.2 ms, +3.4%`, or nothing if nothing changes."""
+    if was == now or not (isfinite(was) and isfinite(now)):
+        return ""
+    sign = "+" if now > was else "-"
+    part = f", {100 * (now - was) / was:+.1f}%" if was else ""
+    return f"{sign}{words(abs(now - was))}{part}"
+
+
+def _before(leaves: Iterable[ChangedLeaf]) -> int:
+    return sum(leaf.before_bytes for leaf in leaves)
+
+
+def _changed(
+    lines: Iterable[tuple[tuple[str, str], list[list[tuple[str, int, float]]]]],
+) -> tuple[ChangedLine, ...]:
+    """The lines on which the two sides differ, those that change most first."""
+    found = []
+    for (what, source), sides in lines:
+        counts: list[Counter[str]] = [Counter(), Counter()]
+        for side, count in zip(sides, counts, strict=True):
+            for words, times, _ in side:
+                count[words] += times
+        before, after = (tuple(sorted(count.items())) for count in counts)
+        sums = [sum(amount for _, _, amount in side) for side in sides]
+        if before != after or (not what and sums[0] != sums[1]):
+            found.append(ChangedLine(what, source, before, after, *sums))
+    found.sort(key=lambda line: -abs(line.after_sum - line.before_sum))
+    return tuple(found)
+
+
+def _line_tables(
+    title: str, lines: tuple[ChangedLine, ...], words: Callable[[float], str]
+) -> Iterator[RenderableType]:
+    if not lines:
+        return
+    has_what = any(line.what for line in lines)
+    columns = ("operator",) if has_what else ()
+    grid = table(*columns, "line", "before", "after", ">change")
+    places = [format_source(line.source) for line in lines[:_MOST_ROWS]]
+    grid.columns[len(columns)].min_width = min(_LINE_WIDTH, max(map(len, places)))
+    for line in lines[:_MOST_ROWS]:
+        cells = (Text(line.what),) if has_what else ()
+        grid.add_row(
+            *cells,
+            Text(format_source(line.source)),
+            Text(_listed(line.before)),
+            Text(_listed(line.after)),
+            f"{words(line.before_sum)} -> {words(line.after_sum)}",
+        )
+    yield section(title, _shortened(grid, len(lines)))
+
+
+def _listed(counted: tuple[tuple[str, int], ...]) -> str:
+    parts = [f"{words} x{n}" if n > 1 else words for words, n in counted]
+    return "\n".join(parts) or _ABSENT
+
+
+def _shortened(grid: Table, number: int) -> RenderableType:
+    rest = number - _MOST_ROWS
+    return Group(grid, Text(f"and {rest} more", style="dim")) if rest > 0 else grid

@@ -1,0 +1,66 @@
+"""Why a plan chose as it did, told by what can plan its step again."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from .plan import ShardingPlan
+
+if TYPE_CHECKING:
+    from ..sharding.pins import PinsLike
+    from .parallel_plan import Plan
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A plan with one thing changed: its price is the difference to the plan at hand.
+
+    `plan` is None where there is none, and `refusal` then says why.
+    """
+
+    title: str
+    choice: str
+    plan: ShardingPlan | None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Reasons:
+    """What holds one choice of a plan, who reads its result, what else could be.
+
+    `readers` are operators and outputs with the spec they read the tensor in.
+    """
+
+    holders: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+    readers: tuple[tuple[str, str], ...] = ()
+
+
+class PlanSource(Protocol):
+    """The traced step that a plan was made of, which can be planned again."""
+
+    def check(self, plan: ShardingPlan) -> None:
+        """Raises PlanFileError if the plan is of another step."""
+        ...
+
+    def what_if(self, plan: Plan, pins: PinsLike) -> Plan:
+        """The step planned with more pins, on the same mesh."""
+        ...
+
+    def tensor_reasons(self, plan: ShardingPlan, tensor: int) -> Reasons:
+        """Why a tensor, by index, is made in its spec."""
+        ...
+
+    def operator_reasons(self, plan: ShardingPlan, operator: int) -> Reasons:
+        """Why an operator, by position, has its factors."""
+        ...
+
+
+def nearest_names(name: str, known: Sequence[str], number: int = 5) -> list[str]:
+    """The known names that are most like one, those that hold it first."""
+    holding = [each for each in known if name in each]
+    close = difflib.get_close_matches(name, known, number, 0.4)
+    return list(dict.fromkeys([*holding[:number], *close]))[:number]

@@ -1,0 +1,1 @@
+"""A plan as one HTML file that opens without a network."""

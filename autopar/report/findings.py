@@ -1,0 +1,142 @@
+"""What a report shows beside the plan itself, and what it could not find out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, Protocol
+
+from ..audit.audit import Audit
+from ..clusters.cluster import Cluster
+from ..plans.plan import Prediction, ShardingPlan
+from ..plans.staged_plan import StagedPlan
+
+Decision = ShardingPlan | StagedPlan
+Section = Literal["method", "seconds", "memory", "alternatives", "pins", "audit"]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What another plan of the same step would cost, or why there is none.
+
+    `predicted` is None if there is no plan; `refusal` then says why.
+    """
+
+    name: str
+    mesh: str = ""
+    predicted: Prediction | None = None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class HeldValue:
+    """A value in memory, in bytes of one device; `note` says what and where from."""
+
+    name: str
+    bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """What one device holds while a program runs, point by point in executed order.
+
+    Args:
+      title: which device or program.
+      base_bytes: what is held throughout, such as arguments and results.
+      bytes: all that is held at each point.
+      labels: what runs there.
+      users: what is held at the peak, largest first.
+      num_points: how many points there are; `bytes` may have fewer, the fullest of
+        each stretch.
+    """
+
+    title: str
+    base_bytes: int
+    bytes: tuple[int, ...]
+    labels: tuple[str, ...]
+    users: tuple[HeldValue, ...]
+    num_points: int
+
+    @property
+    def peak(self) -> int:
+        """The first point at which most is held."""
+        return self.bytes.index(max(self.bytes))
+
+
+@dataclass(frozen=True)
+class PinPrice:
+    """Seconds of a step with all pins, and with all but this one."""
+
+    pin: str
+    seconds: float
+    seconds_without: float
+
+
+@dataclass(frozen=True)
+class Findings:
+    """All that a plan does not hold itself.
+
+    Args:
+      method: what the plan was asked for, in words.
+      cluster: prices collectives one by one.
+      kinds: what an argument is, by path: `parameter`, `optimizer state` and the like.
+      curves: memory over a step.
+      alternatives: other plans of the step.
+      pins: what each pin costs.
+      audits: planned beside seen, by the name of the program.
+      cautions: warnings that were given while the step was planned.
+      missing: for a section that is empty, why, and how to fill it.
+    """
+
+    method: str = ""
+    cluster: Cluster | None = None
+    kinds: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    curves: tuple[MemoryCurve, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    pins: tuple[PinPrice, ...] = ()
+    audits: tuple[tuple[str, Audit], ...] = ()
+    cautions: tuple[str, ...] = ()
+    missing: Mapping[Section, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+class PlanOrigin(Protocol):
+    """The step that a plan is of, with its trace: where findings come from."""
+
+    def findings(self, *, alternatives: bool, audit: bool) -> Findings:
+        """All there is to find; what takes long only if it is asked for."""
+        ...
+
+
+_HOW = (
+    "call report on the plan that step.plan(...) returns, or give the command the step "
+    "too: autopar report plan.json --target MODULE:NAME"
+)
+
+
+def findings_of_file(cluster: Cluster | None) -> Findings:
+    """What there is beside a plan that was read from a file, without its step."""
+    seconds = (
+        "the plan's cluster is no preset, so that collectives have no price of their "
+        f"own here; {_HOW} --cluster FILE"
+    )
+    missing: dict[Section, str] = {
+        "method": f"a plan file does not say which method made it; {_HOW}.",
+        "memory": f"when a value is held takes the step's trace; {_HOW}.",
+        "alternatives": f"other plans take the step's trace; {_HOW}.",
+        "pins": f"a plan file does not say what was pinned; {_HOW}.",
+        "audit": f"an audit takes the step's program; {_HOW}, or pass "
+        "audit=step.lower(...).compile().audit().",
+    }
+    if cluster is None:
+        missing["seconds"] = seconds + "."
+    return Findings(cluster=cluster, missing=missing)
+
+
+def cluster_by_name(name: str) -> Cluster | None:
+    """The cluster that a plan names, if that is a preset or made of one."""
+    try:
+        return Cluster.preset(name.removeprefix("local ").removeprefix("ray "))
+    except ValueError:
+        return None

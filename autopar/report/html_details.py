@@ -1,0 +1,361 @@
+"""The further sections of a report: arguments, traffic, memory, other plans, audit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..audit.audit import Audit
+from ..plans.explain import format_bytes, format_seconds, format_source
+from ..plans.staged_plan import StagedPlan
+from .figures import alternatives_figure, memory_figure
+from .findings import Alternative, MemoryCurve
+from .html_elements import (
+    Cell,
+    Child,
+    Column,
+    Html,
+    bytes_cell,
+    count_cell,
+    missing_note,
+    path_text,
+    seconds_cell,
+    spec_text,
+    table,
+    tag,
+)
+from .html_summary import figure_slot, legend
+from .leaf_tree import Branch, Leaf
+from .report import Report, alternative
+
+
+def arguments_section(report: Report) -> Html:
+    """Parameters, optimizer state and batch by path, with their specs and bytes."""
+    opened = tag(
+        "p",
+        tag("button", "open all", type="button", data_open="arguments"),
+        " ",
+        tag("button", "close all", type="button", data_close="arguments"),
+        class_="buttons",
+    )
+    trees = [_branch_details(tree, "", is_open=True) for tree in report.trees]
+    return tag(
+        "section",
+        tag("h2", "Arguments and how they are split"),
+        legend(report),
+        opened,
+        tag("div", trees, class_="tree"),
+        id="arguments",
+    )
+
+
+def _branch_details(branch: Branch, above: str, *, is_open: bool = False) -> Html:
+    leaves = branch.all_leaves()
+    name = branch.path.removeprefix(above) or branch.name
+    sizes = (
+        f"{len(leaves):,} {'leaf' if len(leaves) == 1 else 'leaves'}, "
+        f"{format_bytes(branch.whole_bytes)} in all, "
+        f"{format_bytes(branch.device_bytes)} a device"
+    )
+    summary = tag("summary", tag("code", name), " ", tag("span", sizes, class_="sizes"))
+    inside: list[Child] = []
+    if branch.leaves:
+        inside.append(_leaf_table(branch))
+    inside += [_branch_details(below, branch.path) for below in branch.branches]
+    return tag("details", summary, tag("div", inside), open=is_open)
+
+
+def _leaf_table(branch: Branch) -> Html:
+    has_stages = any(leaf.stage is not None for leaf in branch.leaves)
+    columns = [
+        Column("leaf"),
+        *([Column("stage", True)] if has_stages else []),
+        Column("shape"),
+        Column("type"),
+        Column("split over"),
+        Column("bytes in all", True),
+        Column("bytes a device", True),
+    ]
+    rows = [_leaf_row(leaf, branch.path, has_stages) for leaf in branch.leaves]
+    name = f"leaves of {branch.path or branch.name}"
+    return table(name, columns, rows, caption=name)
+
+
+def _leaf_row(leaf: Leaf, prefix: str, has_stages: bool) -> list[Cell]:
+    stage = [Cell("" if leaf.stage is None else str(leaf.stage))] if has_stages else []
+    return [
+        Cell(path_text(leaf.path, prefix)),
+        *stage,
+        Cell(f"[{', '.join(map(str, leaf.shape))}]"),
+        Cell(leaf.dtype),
+        Cell(spec_text(leaf.spec, len(leaf.shape), leaf.mesh)),
+        bytes_cell(leaf.whole_bytes),
+        bytes_cell(leaf.device_bytes),
+    ]
+
+
+def collectives_section(report: Report) -> Html:
+    """Every collective by the line of the user's code that it comes from."""
+    lines = report.collectives
+    total = sum(line.bytes for line in lines)
+    title = tag("h2", "Communication by source line")
+    if not lines:
+        words = "There are no collectives: every device works on its own."
+        return tag("section", title, tag("p", words), id="collectives")
+    in_programs = any(line.program for line in lines)
+    columns = [
+        Column("source line"),
+        *([Column("program")] if in_programs else []),
+        Column("collective"),
+        Column("over axes"),
+        Column("type"),
+        Column("times", True, "executions in a step"),
+        Column("bytes", True, "result bytes of one device in a step"),
+        Column("seconds", True, "predicted, of one step"),
+    ]
+    rows = []
+    for line in lines:
+        short = format_source(line.source) or "unknown"
+        where = tag("code", short, title=line.source)
+        marks = f" ({line.marks})" if line.marks else ""
+        rows.append(
+            [
+                Cell(where, short),
+                *([Cell(line.program)] if in_programs else []),
+                Cell(line.collective + marks),
+                Cell(line.axes),
+                Cell(line.dtypes),
+                count_cell(line.count),
+                bytes_cell(line.bytes),
+                seconds_cell(line.seconds),
+            ]
+        )
+    words = f"{format_bytes(total)} a device in a step"
+    if in_programs:
+        words += ", all stages together"
+    if report.is_priced:
+        seconds = sum(line.seconds or 0.0 for line in lines)
+        words += f", {format_seconds(seconds)}"
+    note: Child = ""
+    if "seconds" in report.findings.missing:
+        note = missing_note(report.findings.missing["seconds"])
+    caption = f"Collectives: {words}; a heading sorts"
+    body = table("collective-lines", columns, rows, caption=caption, is_sortable=True)
+    return tag("section", title, note, body, id="collectives")
+
+
+def memory_section(report: Report) -> Html:
+    """Memory over the step with the budget, and what is held at the peak."""
+    predicted = report.decision.predicted
+    title = tag("h2", "Memory over the step")
+    curves = report.findings.curves
+    if not curves:
+        note = missing_note(report.findings.missing.get("memory", ""))
+        words = (
+            f"Predicted peak: {format_bytes(predicted.peak_bytes)} a device. The "
+            f"largest arguments, which are held throughout:"
+        )
+        users = _argument_users(report)
+        return tag("section", title, note, tag("p", words), users, id="memory")
+    figure = figure_slot("memory", memory_figure(curves, predicted.budget_bytes))
+    words = _memory_words(report, curves)
+    users = [_user_table(curve, len(curves) == 1) for curve in curves]
+    body = tag("figure", tag("figcaption", words), figure)
+    return tag("section", title, body, users, id="memory")
+
+
+def _memory_words(report: Report, curves: tuple[MemoryCurve, ...]) -> str:
+    predicted = report.decision.predicted
+    budget, peak = predicted.budget_bytes, predicted.peak_bytes
+    if len(curves) == 1 and not isinstance(report.decision, StagedPlan):
+        words = (
+            f"What one device holds while the program's {curves[0].num_points:,} "
+            f"kernels run, as the memory model sees it; loops are one kernel. "
+        )
+    else:
+        words = (
+            "What one device of each submesh holds while it runs its tasks; room for "
+            "the largest program is kept throughout. "
+        )
+    if budget > 2.5 * peak:
+        words += (
+            f"The budget of {format_bytes(budget)} is {budget / peak:,.0f} times the "
+            f"peak and not drawn."
+        )
+    elif not budget:
+        words += "There is no budget to draw."
+    return words
+
+
+def _user_table(curve: MemoryCurve, is_open: bool) -> Html:
+    columns = [
+        Column("value"),
+        Column("bytes", True),
+        Column("part of the peak", True),
+        Column("what it is"),
+    ]
+    peak = max(curve.bytes)
+    rows = [
+        [
+            Cell(path_text(user.name)),
+            bytes_cell(user.bytes),
+            Cell(f"{user.bytes / peak:.1%}" if peak else "", user.bytes),
+            Cell(_note_text(user.note)),
+        ]
+        for user in curve.users
+    ]
+    at = curve.labels[curve.peak]
+    caption = f"Largest of what {curve.title} holds at the peak, {format_bytes(peak)}"
+    name = f"users of {curve.title}"
+    body = table(name, columns, rows, caption=f"{caption}, while it runs: {at}")
+    return tag("details", tag("summary", caption), body, open=is_open)
+
+
+def _note_text(note: str) -> str:
+    """A note whose source line is short."""
+    kind, comma, source = note.rpartition(", ")
+    return f"{kind}{comma}{format_source(source)}" if comma else note
+
+
+def _argument_users(report: Report) -> Html:
+    leaves = sorted(
+        (leaf for tree in report.trees for leaf in tree.all_leaves()),
+        key=lambda leaf: -leaf.device_bytes,
+    )
+    columns = [Column("argument"), Column("bytes a device", True)]
+    rows = [[Cell(path_text(x.path)), bytes_cell(x.device_bytes)] for x in leaves[:10]]
+    return table("largest-arguments", columns, rows, caption="Largest arguments")
+
+
+def alternatives_section(report: Report) -> Html:
+    """What other plans and the pins cost."""
+    found = report.findings
+    parts: list[Child] = [tag("h2", "Alternatives and what they would cost")]
+    if found.alternatives:
+        rows = (alternative("this plan", report.decision), *found.alternatives)
+        parts += [
+            figure_slot("alternatives", alternatives_figure(rows)),
+            _alternatives_table(rows),
+        ]
+    else:
+        reason = found.missing.get("alternatives", "there are none.")
+        parts.append(missing_note(reason))
+    parts.append(tag("h3", "Pins"))
+    if found.pins:
+        parts.append(_pin_table(report))
+    else:
+        parts.append(tag("p", found.missing.get("pins", "nothing was pinned.")))
+    return tag("section", parts, id="alternatives")
+
+
+def _alternatives_table(rows: tuple[Alternative, ...]) -> Html:
+    columns = [
+        Column("plan"),
+        Column("mesh"),
+        Column("step", True),
+        Column("times", True, "how many times the step time of this plan"),
+        Column("compute", True),
+        Column("communication", True),
+        Column("sent", True, "bytes of collectives, a device a step"),
+        Column("memory", True, "peak of one device"),
+        Column("gap", True, "from the best plan of that method, at most"),
+    ]
+    first = rows[0].predicted
+    assert first is not None
+    lines = []
+    for row in rows:
+        found = row.predicted
+        if found is None:
+            refusal = Cell(tag("span", row.refusal, class_="refusal"))
+            lines.append([Cell(row.name), refusal, *[Cell("–")] * 7])
+            continue
+        ratio = found.step_seconds / first.step_seconds if first.step_seconds else 1.0
+        is_bound = found.optimality_gap != float("inf")
+        gap = f"{found.optimality_gap:.2%}" if is_bound else "–"
+        lines.append(
+            [
+                Cell(row.name),
+                Cell(row.mesh),
+                seconds_cell(found.step_seconds),
+                Cell(f"{ratio:.2f}", ratio),
+                seconds_cell(found.compute_seconds),
+                seconds_cell(found.collective_seconds),
+                bytes_cell(found.collective_bytes),
+                bytes_cell(found.peak_bytes),
+                Cell(gap),
+            ]
+        )
+    caption = "This plan beside others of the same step, on the same costs"
+    name = "alternative-plans"
+    return table(name, columns, lines, caption=caption, is_sortable=True)
+
+
+def _pin_table(report: Report) -> Html:
+    columns = [
+        Column("pin"),
+        Column("step without it", True),
+        Column("it costs", True),
+    ]
+    rows = [
+        [
+            Cell(path_text(each.pin)),
+            seconds_cell(each.seconds_without),
+            seconds_cell(max(0.0, each.seconds - each.seconds_without)),
+        ]
+        for each in report.findings.pins
+    ]
+    return table("pins", columns, rows, caption="What each pin adds to a step")
+
+
+def audit_section(report: Report) -> Html:
+    """The plan's collectives beside those of its programs."""
+    found = report.findings
+    title = tag("h2", "Audit: planned beside what the program does")
+    if not found.audits:
+        note = missing_note(found.missing.get("audit", "the plan was not audited."))
+        return tag("section", title, note, id="audit")
+    bodies = [_audit(name, each, len(found.audits) == 1) for name, each in found.audits]
+    num_wrong = sum(not each.ok for _, each in found.audits)
+    words = "Every collective of the programs is as planned, or explained."
+    if num_wrong:
+        words = f"{num_wrong} of {len(bodies)} programs are not as planned."
+    verdict = tag("p", words, class_="wrong" if num_wrong else "right")
+    return tag("section", title, verdict, bodies, id="audit")
+
+
+def _audit(name: str, audit: Audit, is_only: bool) -> Html:
+    columns = [
+        Column("collective"),
+        Column("over axes"),
+        Column("planned", True),
+        Column("lowered", True),
+        Column("compiled", True),
+        Column("explanation"),
+    ]
+    rows = [
+        [
+            Cell(row.collective),
+            Cell(row.axes),
+            bytes_cell(row.planned_bytes),
+            bytes_cell(row.lowered_bytes),
+            Cell("–") if row.compiled_bytes is None else bytes_cell(row.compiled_bytes),
+            Cell(tag("strong", row.explanation) if row.is_wrong else row.explanation),
+        ]
+        for row in audit.rows
+    ]
+    verdict = "as planned" if audit.ok else "NOT as planned"
+    caption = "Bytes of collectives, a device a step"
+    body = table(f"audit {name}", columns, rows, caption=caption)
+    inside = [body if rows else tag("p", "No collectives."), *_audited_memory(audit)]
+    head = tag("summary", f"{name or 'the program'}: {verdict}")
+    return tag("details", head, inside, open=is_only or not audit.ok)
+
+
+def _audited_memory(audit: Audit) -> Iterator[Html]:
+    if audit.memory is None:
+        return
+    words = f"Memory of the compiled program: {format_bytes(audit.memory.device_bytes)}"
+    if audit.predicted_bytes:
+        ratio = audit.memory.device_bytes / audit.predicted_bytes
+        predicted = format_bytes(audit.predicted_bytes)
+        words += f" a device, {ratio:.2f} of the {predicted} predicted"
+    yield tag("p", f"{words}.")

@@ -1,0 +1,116 @@
+"""Memory over a step, as the memory model and the schedule see it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import ceil
+
+from ..costs.memory import MemoryProfile
+from ..graph.op_graph import Operator
+from ..planner.memory_users import memory_users
+from ..plans.explain import format_source
+from .findings import HeldValue, MemoryCurve
+
+MOST_POINTS = 400
+MOST_USERS = 25
+
+
+def curve_of_program(profile: MemoryProfile, correction: float = 1.0) -> MemoryCurve:
+    """The curve of one program, kernel by kernel in the compiler's order.
+
+    `correction` is the error of the model, as compiling showed it.
+    """
+    graph, liveness = profile.graph, profile.liveness[0]
+    base = profile.argument_bytes + profile.output_bytes
+    operators = {op.index: op for op in graph.blocks[0].operators}
+    labels = []
+    for index in liveness.order:
+        operator = liveness.block.kernels[index].operator
+        labels.append(_label(None if operator is None else operators.get(operator)))
+    users = [
+        HeldValue(user.name, user.bytes, user.note) for user in memory_users(profile)
+    ]
+    return thinned(
+        MemoryCurve(
+            "one device",
+            round(base * correction),
+            tuple(round((base + each) * correction) for each in liveness.bytes.tolist())
+            or (round(base * correction),),
+            tuple(labels) or ("nothing runs",),
+            tuple(users[:MOST_USERS]),
+            len(liveness.order),
+        )
+    )
+
+
+def curve_of_submesh(
+    title: str,
+    working_bytes: int,
+    tasks: Sequence[tuple[str, Counter[str], int]],
+    slot_bytes: Mapping[str, int],
+    notes: Mapping[str, str],
+) -> MemoryCurve:
+    """The curve of a submesh, task by task.
+
+    Args:
+      title: which submesh.
+      working_bytes: what its largest program takes besides its arguments and results;
+        the plan keeps it free for every task.
+      tasks: name of each task, how many values of each slot are held, and their bytes.
+      slot_bytes: of one value on one device.
+      notes: types of slots, by name.
+    """
+    fullest = max(tasks, key=lambda task: task[2])
+    users = [
+        HeldValue(
+            slot,
+            slot_bytes[slot] * count,
+            f"{notes.get(slot, '')}{f', {count} microbatches' if count > 1 else ''}",
+        )
+        for slot, count in fullest[1].items()
+    ]
+    users.append(HeldValue("temporaries of its largest program", working_bytes))
+    users.sort(key=lambda user: (-user.bytes, user.name))
+    return thinned(
+        MemoryCurve(
+            title,
+            working_bytes,
+            tuple(held + working_bytes for _, _, held in tasks),
+            tuple(name for name, _, _ in tasks),
+            tuple(users[:MOST_USERS]),
+            len(tasks),
+        )
+    )
+
+
+def thinned(curve: MemoryCurve) -> MemoryCurve:
+    """The curve with at most `MOST_POINTS` points, the fullest of each stretch."""
+    stretch = ceil(len(curve.bytes) / MOST_POINTS)
+    if stretch <= 1:
+        return curve
+    points = range(len(curve.bytes))
+    kept = [
+        max(points[first : first + stretch], key=curve.bytes.__getitem__)
+        for first in points[::stretch]
+    ]
+    return MemoryCurve(
+        curve.title,
+        curve.base_bytes,
+        tuple(curve.bytes[i] for i in kept),
+        tuple(curve.labels[i] for i in kept),
+        curve.users,
+        curve.num_points,
+    )
+
+
+def _label(operator: Operator | None) -> str:
+    if operator is None:
+        return "a copy in another spec"
+    phase = ""
+    if "transpose(" in operator.name:
+        phase = "backward: "
+    elif "jvp(" in operator.name:
+        phase = "forward: "
+    source = format_source(operator.source)
+    return f"{phase}{operator.kind}" + (f" at {source}" if source else "")

@@ -1,0 +1,238 @@
+"""Branch and bound on the linear relaxation, by what decides most: who holds memory.
+
+Between rows of memory a relaxation mixes few nodes, those that hold much in one choice
+and little in another. To allow only the small or only the large choices of such a node
+moves the value a lot. So of each such node both halves are tried (`_halves`), and
+
+  - a half whose value is beyond the threshold is given up for good: no branch at all;
+  - else the node whose worse half is the dearest is branched on, its better half first,
+    so that complete assignments are met early (a plunge).
+
+A complete assignment is shown to `Judge`, which may answer with rows that it breaks:
+they join the relaxation and its value is asked for again. All limits count work, never
+seconds, so that equal problems have equal results.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+
+import numpy as np
+
+from .memory_rows import MemoryRow
+from .relaxation import Relaxation, Relaxed
+from .search import LEAST_GAP
+
+CANDIDATES = 6
+WHOLE = 1 - 1e-6
+MOST_SOLVES = 600
+MOST_PIVOTS = 150_000
+MOST_PLUNGES = 40
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Of a complete assignment: its value if it is allowed, rows it breaks if not."""
+
+    value: float
+    rows: tuple[MemoryRow, ...] = ()
+
+
+Judge = Callable[[tuple[int, ...], float], Judged]
+"""Asked about a complete assignment and the relaxation's value of it."""
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What was found: no assignment of the relaxation's is below `bound`.
+
+    `choices`, of `value`, is the best allowed one met (None: none better than known).
+    """
+
+    bound: float
+    value: float
+    choices: tuple[int, ...] | None
+    num_solves: int
+
+    def __str__(self) -> str:
+        return f"Tree: bound {self.bound:.6g}, value {self.value:.6g}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Half:
+    domain: np.ndarray
+    relaxed: Relaxed
+
+
+def branch_and_bound(
+    relaxation: Relaxation,
+    domain: np.ndarray,
+    judge: Judge,
+    *,
+    gap: float,
+    value: float = inf,
+    most_solves: int = MOST_SOLVES,
+    is_out_of_time: Callable[[], bool] = lambda: False,
+) -> Tree:
+    """The best allowed assignment within a domain, to a relative gap if work allows.
+
+    Args:
+        relaxation: the program, to which rows are added.
+        domain: bool [choices].
+        judge: says whether a complete assignment is allowed.
+        gap: relative distance of bound to value at which to stop.
+        value: that of an assignment already known.
+        most_solves: most linear programs solved.
+        is_out_of_time: a guard outside of what is counted.
+    """
+    tree = _Tree(relaxation, judge, gap, value, most_solves, is_out_of_time)
+    return tree.run(domain)
+
+
+class _Tree:
+    def __init__(
+        self,
+        relaxation: Relaxation,
+        judge: Judge,
+        gap: float,
+        value: float,
+        most_solves: int,
+        is_out_of_time: Callable[[], bool],
+    ) -> None:
+        self.relaxation, self.judge, self.gap = relaxation, judge, gap
+        self.value, self.choices = value, None
+        self.is_out_of_time = is_out_of_time
+        self.last_solve = relaxation.num_solves + most_solves
+        self.last_pivot = relaxation.num_pivots + MOST_PIVOTS
+        self.starts = relaxation.starts
+        self.order = count()
+        self.open: list[tuple[float, int, np.ndarray]] = []
+        self.lost = inf  # the least value of what was left alone at a limit
+
+    @property
+    def threshold(self) -> float:
+        if self.value == inf:
+            return inf
+        return self.value - max(self.gap, LEAST_GAP) * abs(self.value)
+
+    @property
+    def is_exhausted(self) -> bool:
+        return (
+            self.relaxation.num_solves >= self.last_solve
+            or self.relaxation.num_pivots >= self.last_pivot
+            or self.is_out_of_time()
+        )
+
+    def run(self, domain: np.ndarray) -> Tree:
+        first = self.relaxation.num_solves
+        heappush(self.open, (-inf, next(self.order), domain))
+        while self.open and self.open[0][0] < self.threshold and not self.is_exhausted:
+            bound, _, part = heappop(self.open)
+            self._plunge(bound, part)
+        bound = min([self.lost, self.threshold, *(each[0] for each in self.open)])
+        solves = self.relaxation.num_solves - first
+        return Tree(min(bound, self.value), self.value, self.choices, solves)
+
+    def _plunge(self, bound: float, domain: np.ndarray) -> None:
+        relaxed = self.relaxation.solve(domain)
+        for _ in range(MOST_PLUNGES):
+            if relaxed is None or (
+                relaxed.value < self.threshold and self.is_exhausted
+            ):
+                self._leave(bound if relaxed is None else max(bound, relaxed.value))
+                return
+            if relaxed.value >= self.threshold:
+                return
+            bound = max(bound, relaxed.value)
+            domain = domain & (relaxed.excess <= self.threshold - relaxed.value)
+            mixed = self._mixed(relaxed)
+            if not mixed:
+                judged = self._judge(relaxed)
+                if not judged.rows:
+                    if judged.value > relaxed.value + 1e-6 * abs(relaxed.value):
+                        self._leave(bound)
+                    return
+                for row in judged.rows:
+                    self.relaxation.add_row(row)
+                relaxed = self.relaxation.solve(domain)
+                continue
+            halves = self._branch(domain, relaxed, mixed)
+            if not halves:
+                return
+            for other in halves[1:]:
+                value = max(bound, other.relaxed.value)
+                heappush(self.open, (value, next(self.order), other.domain))
+            domain, relaxed = halves[0].domain, halves[0].relaxed
+        heappush(self.open, (bound, next(self.order), domain))
+
+    def _leave(self, bound: float) -> None:
+        self.lost = min(self.lost, bound)
+
+    def _judge(self, relaxed: Relaxed) -> Judged:
+        parts = np.split(relaxed.shares, self.starts[1:-1])
+        choices = tuple(int(part.argmax()) for part in parts)
+        judged = self.judge(choices, relaxed.value)
+        if judged.value < self.value:
+            self.value, self.choices = judged.value, choices
+        return judged
+
+    def _mixed(self, relaxed: Relaxed) -> list[int]:
+        """Nodes that are not decided, those that mix the most memory first."""
+        most = np.maximum.reduceat(relaxed.shares, self.starts[:-1])
+        nodes = self.relaxation.graph.nodes
+        ranked = []
+        for node in np.flatnonzero(most < WHOLE).tolist():
+            shares = relaxed.shares[self.starts[node] : self.starts[node + 1]]
+            held = nodes[node].bytes[shares > 1e-6]
+            rest = 1 - float(most[node])
+            ranked.append((-float(np.ptp(held)) * min(rest, 0.5), -rest, node))
+        return [node for *_, node in sorted(ranked)]
+
+    def _branch(
+        self, domain: np.ndarray, relaxed: Relaxed, mixed: list[int]
+    ) -> list[_Half]:
+        """The parts of the domain that are left, the better one first.
+
+        One part where all else is beyond the threshold, none where everything is.
+        """
+        best: tuple[float, list[_Half]] | None = None
+        for node in mixed[:CANDIDATES]:
+            halves = []
+            for part in self._halves(node, domain, relaxed):
+                found = self.relaxation.solve(part)
+                if found is None:
+                    self._leave(relaxed.value)
+                elif found.value < self.threshold:
+                    halves.append(_Half(part, found))
+            halves.sort(key=lambda half: half.relaxed.value)
+            if len(halves) < 2:
+                return halves
+            low, high = (half.relaxed.value - relaxed.value for half in halves)
+            score = low + 0.1 * high
+            if best is None or score > best[0]:
+                best = score, halves
+            if self.is_exhausted:
+                break
+        assert best is not None, "some node is mixed"
+        return best[1]
+
+    def _halves(
+        self, node: int, domain: np.ndarray, relaxed: Relaxed
+    ) -> list[np.ndarray]:
+        """Small and large choices of a node, or the likeliest and the others."""
+        own = slice(self.starts[node], self.starts[node + 1])
+        shares, held = relaxed.shares[own], self.relaxation.graph.nodes[node].bytes
+        chosen = shares > 1e-6
+        mean = float((shares * held).sum() / shares.sum())
+        is_low = held <= mean
+        if np.ptp(held[chosen]) <= 1e-9 * held.max(initial=0.0):
+            is_low = np.arange(held.size) == shares.argmax()
+        parts = []
+        for side in (is_low, ~is_low):
+            part = domain.copy()
+            part[own] &= side
+            if part[own].any():
+                parts.append(part)
+        return parts

@@ -1,0 +1,55 @@
+"""A graph reduced once for every price, row and budget, and rows rewritten on it.
+
+A choice is dropped only for one that is no worse in cost and bytes, and a node whose
+choices differ in bytes stays. So whatever rows of memory come later, the best
+assignment is among those left, as far as a row's weights are the bytes of its nodes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from .array_pool import ArrayPool
+from .choice_graph import ChoiceGraph
+from .memory_rows import MemoryRow
+from .reduce import reduce
+from .unfold import Drop
+
+
+class KeptChoices:
+    """`graph` is what is left of `full`; `slack` is the rounding of its costs.
+
+    `held` are the nodes whose bytes matter.
+    """
+
+    def __init__(self, full: ChoiceGraph, held: Sequence[int], pool: ArrayPool) -> None:
+        given = replace(full, live_sets=(tuple(held),), budget=inf)
+        self._reduced = reduce(given, pool)
+        self.full, self.slack = full, self._reduced.slack
+        self.graph = replace(self._reduced.graph, live_sets=(), budget=None)
+        self._left = {v: np.arange(n.costs.size) for v, n in enumerate(full.nodes)}
+        for step in self._reduced.steps:
+            if isinstance(step, Drop):
+                self._left[step.node] = self._left[step.node][step.kept]
+        self._index = {v: index for index, v in enumerate(self._reduced.kept)}
+
+    def expand(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """The assignment of the full graph of the same cost."""
+        return self._reduced.expand(choices)
+
+    def row(self, row: MemoryRow) -> MemoryRow:
+        """The same row on what is left; nodes that are gone count at their least."""
+        nodes, weights, constant = [], [], row.constant
+        for node, weight in zip(row.nodes, row.weights, strict=True):
+            left = weight[self._left[node]]
+            if node in self._index and np.ptp(left) > 0:
+                nodes.append(self._index[node])
+                weights.append(left)
+            else:
+                constant += float(left.min())
+        return MemoryRow(tuple(nodes), tuple(weights), constant)
+
+    def __str__(self) -> str:
+        return f"KeptChoices: {self.graph}"
