@@ -35,3 +35,4 @@ from .state.distributed_array import (
 )
 from .state.distributed_array import DistributedArray as DistributedArray
 from .state.distributed_array import fetch as fetch
+from .state.memmap_store import MemmapStore as MemmapStore

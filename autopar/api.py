@@ -46,7 +46,12 @@ from .options import (
     resolve_options,
 )
 from .pipelines.pipeline import PipelinedStep
-from .pipelines.pipeline_plan import PlannedPipeline, plan_pipeline
+from .pipelines.pipeline_choice import (
+    better_pipeline,
+    may_be_pipelined,
+    planned_pipeline,
+)
+from .pipelines.pipeline_plan import PlannedPipeline
 from .planner.pin_costs import PinCosts, pin_costs
 from .planner.planning import Planned, leaves_of, many_signatures
 from .plans.parallel_plan import Plan
@@ -78,7 +83,7 @@ class ParallelFunction:
         self._planned: dict[Any, Planned] = {}
         self._programs: dict[Planned, SpmdProgram] = {}
         self._executables: dict[Planned, Executable] = {}
-        self._staged: dict[Any, PlannedPipeline] = {}
+        self._staged: dict[Any, PlannedPipeline | None] = {}
         self._pipelines: dict[PlannedPipeline, PipelinedStep] = {}
         self._latest: dict[Any, tuple[Executable, ResultTree]] = {}
         self._lock = threading.RLock()
@@ -115,8 +120,8 @@ class ParallelFunction:
         """
         with self._open(args, kwargs) as call:
             leaves, options = call.leaves, self._options
-            if isinstance(options.method, PipelineParallel):
-                staged = self._plan_pipeline(call, options.method)
+            staged = self._staged_plan(call)
+            if staged is not None:
                 known = self._pipelines.get(staged)
                 return with_pipeline_origin(staged, leaves, options, known)
             return with_step_origin(self._plan(call), leaves, options, self._program)
@@ -129,10 +134,10 @@ class ParallelFunction:
     def lower(self, *args: Any, **kwargs: Any) -> Lowered | LoweredPipeline:
         """Lower for these arguments, as `jax.jit(f).lower` does; runs nothing."""
         with self._open(args, kwargs) as call, self._lock:
-            if isinstance(self._options.method, PipelineParallel):
-                plan = staged_plan(self._plan_pipeline(call, self._options.method))
-                step, _ = self._pipelined(call, self._options.method)
-                return LoweredPipeline(step, plan, self._only_arrays)
+            staged = self._staged_plan(call)
+            if staged is not None:
+                step, _ = self._pipelined(call, staged)
+                return LoweredPipeline(step, staged_plan(staged), self._only_arrays)
             planned = self._plan(call)
             program = self._program(planned)
         return Lowered(
@@ -181,8 +186,9 @@ class ParallelFunction:
         init = trace_init(init_fn, args, kwargs)
         step = step_call(init, batch, self._fun, self._static, self._only_arrays)
         with noting_state(init), self._open(*step) as call, self._lock:
-            if isinstance(self._options.method, PipelineParallel):
-                pipeline = self._pipelined(call, self._options.method)[0].pipeline
+            staged = self._staged_plan(call)
+            if staged is not None:
+                pipeline = self._pipelined(call, staged)[0].pipeline
                 homes, traced = stage_homes(pipeline), pipeline.traced
             else:
                 planned = self._plan(call)
@@ -197,8 +203,9 @@ class ParallelFunction:
     def _executable(self, call: Call) -> tuple[Executable, ResultTree]:
         """What runs this call and calls of its types, and the tree of its results."""
         with self._lock:
-            if isinstance(self._options.method, PipelineParallel):
-                return self._pipelined(call, self._options.method)
+            staged = self._staged_plan(call)
+            if staged is not None:
+                return self._pipelined(call, staged)
             planned = self._plan(call)
             if planned not in self._executables:
                 self._executables[planned] = executable_of(planned, self._program)
@@ -208,9 +215,8 @@ class ParallelFunction:
             return executable, result_tree
 
     def _pipelined(
-        self, call: Call, method: PipelineParallel
+        self, call: Call, planned: PlannedPipeline
     ) -> tuple[PipelinedStep, ResultTree]:
-        planned = self._plan_pipeline(call, method)
         if planned not in self._pipelines:
             self._pipelines[planned] = pipelined_step(planned)
         step = self._pipelines[planned]
@@ -218,13 +224,23 @@ class ParallelFunction:
         self._latest[call.key] = step, result_tree
         return step, result_tree
 
-    def _plan_pipeline(self, call: Call, method: PipelineParallel) -> PlannedPipeline:
-        """The stages for the types of a call's arguments, planned once."""
-        fun, args, kwargs, key = self._traced_call(call)
+    def _staged_plan(self, call: Call) -> PlannedPipeline | None:
+        """The pipeline for the types of a call's arguments, planned once, or None."""
+        options = self._options
+        method, is_auto = options.method, may_be_pipelined(options)
+        if not is_auto and not isinstance(method, PipelineParallel):
+            return None
+        *traced, key = self._traced_call(call)
+        fun, args, kwargs = traced
         with self._lock:
             if key not in self._staged:
-                self._staged[key] = plan_pipeline(
-                    fun, args, kwargs, method, self._options
+                self._staged[key] = (
+                    planned_pipeline((fun, args, kwargs), method, options, staged_plan)
+                    if isinstance(method, PipelineParallel)
+                    else better_pipeline(
+                        *((fun, args, kwargs), options),
+                        *(lambda: self._plan(call), staged_plan),
+                    )
                 )
             return self._staged[key]
 

@@ -27,7 +27,7 @@ from .plans.parallel_plan import Plan
 from .plans.staged_plan import StagedPlan
 from .rematerialisation.remat import check_remat
 from .sharding.layouts import parse_layout
-from .sharding.mesh import MeshLike
+from .sharding.mesh import MeshLike, parse_mesh
 from .sharding.pins import PinsLike
 
 Positions = tuple[int, ...] | Literal["auto"]
@@ -149,6 +149,8 @@ def check_options(
             f"A plan is run as it is, so `pins` must be left out with `plan`, but got "
             f"{list(pins)}; plan with them: parallelize(f, pins=...).plan(...)."
         )
+    if plan is not None and mesh is not None:
+        _check_mesh_of_plan(mesh, plan)
     if cluster is not None and not isinstance(cluster, Cluster):
         raise TypeError(
             f"`cluster` must be an autopar.Cluster, but got {cluster!r}; use "
@@ -157,11 +159,6 @@ def check_options(
     checked = _method_of_plan(plan, check_method(method))
     again, at_host = check_remat(remat), check_offload(offload)
     _check_memory_choices(again, at_host, plan, checked)
-    if memory_budget is not None and isinstance(checked, PipelineParallel):
-        raise NotImplementedError(
-            f"`memory_budget` is not there for pipelines yet (docs/roadmap.md), but "
-            f"got {memory_budget!r}; use more stages, or autopar.ShardParallel()."
-        )
     if rules is not None and isinstance(checked, PipelineParallel):
         raise NotImplementedError(
             f"`rules` are not there for pipelines yet (docs/roadmap.md), but got "
@@ -184,6 +181,23 @@ def check_options(
         remat=again,
         offload=at_host,
     )
+
+
+def _check_mesh_of_plan(mesh: MeshLike, plan: Plan) -> None:
+    """Raises if a plan of one program is to run on another mesh than its own."""
+    if isinstance(plan.decision, StagedPlan):
+        return
+    own = plan.sharding.mesh
+    try:
+        is_same = parse_mesh(mesh, own.size) == own
+    except ValueError:
+        is_same = False
+    if not is_same:
+        raise ValueError(
+            f"A plan runs on the mesh it was made for, which is {own}, but `mesh` is "
+            f"{mesh!r}; leave `mesh` out, or plan for it with parallelize(f, "
+            f"like=plan, mesh=...)."
+        )
 
 
 def _plan_to_be_like(
@@ -227,7 +241,7 @@ def _check_memory_choices(
         if given is not None and plan is not None:
             raise ValueError(
                 f"A plan is run as it is, so `{name}` must be left out with `plan`, "
-                f"but got {given!r}; plan with it: parallelize(f, {name}=...).plan(...)."
+                f"but got {given!r}; plan with it: parallelize(f, {name}=...)."
             )
         if given is not None and isinstance(method, PipelineParallel):
             remedy = "use jax.checkpoint in the step" if name == "remat" else ""

@@ -90,6 +90,9 @@ class LocalExecutable:
             donated = _without_repeats(donated)
         if is_checking_values():  # the function is run on them again if it fails
             donated = jax.tree.map(jax.numpy.copy, donated)
+        return self.program.watched(lambda: self._dispatch(donated, kept))
+
+    def _dispatch(self, donated: list[Any], kept: list[Any]) -> list[Any]:
         with _DISPATCH:
             return self._compiled(donated, kept, list(self.program.constants))
 
@@ -161,8 +164,12 @@ def run_once(program: SpmdProgram, leaves: Sequence[Any]) -> list[Any]:
         raise TypeError(_NO_DATA)
     whole = map(gathered, leaves, program.shardings)
     placed = jax.device_put(list(whole), list(program.shardings))
-    with _DISPATCH:
-        return program.jitted([], placed, list(program.constants))
+
+    def dispatch() -> list[Any]:
+        with _DISPATCH:
+            return program.jitted([], placed, list(program.constants))
+
+    return program.watched(dispatch)
 
 
 def check_platform(path: str, devices: Set[Any], home_devices: Set[Any]) -> None:

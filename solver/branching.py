@@ -9,8 +9,9 @@ moves the value a lot. So of each such node both halves are tried (`_halves`), a
     so that complete assignments are met early (a plunge).
 
 A complete assignment is shown to `Judge`, which may answer with rows that it breaks:
-they join the relaxation and its value is asked for again. All limits count work, never
-seconds, so that equal problems have equal results.
+they join the relaxation and its value is asked for again. The choices that relaxations
+met are few and good: `Improve` looks for a better assignment among those alone. All
+limits count work, never seconds, so that equal problems have equal results.
 """
 
 from collections.abc import Callable
@@ -21,27 +22,34 @@ from math import inf
 
 import numpy as np
 
-from .memory_rows import MemoryRow
 from .relaxation import Relaxation, Relaxed
 from .search import LEAST_GAP
 
 CANDIDATES = 6
+FIRST_CANDIDATES = 2  # as long as no assignment is known
 WHOLE = 1 - 1e-6
 MOST_SOLVES = 600
 MOST_PIVOTS = 150_000
-MOST_PLUNGES = 40
+MOST_PLUNGES = 60
+FIRST_IMPROVEMENT = 4  # after so many solves, then twice as many each time
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Of a complete assignment: its value if it is allowed, rows it breaks if not."""
+    """Of a complete assignment: its value, inf if it is not allowed.
+
+    `is_cut`: rows that it breaks were added to the relaxation.
+    """
 
     value: float
-    rows: tuple[MemoryRow, ...] = ()
+    is_cut: bool = False
 
 
 Judge = Callable[[tuple[int, ...], float], Judged]
 """Asked about a complete assignment and the relaxation's value of it."""
+
+Improve = Callable[[np.ndarray], float]
+"""Looks among some choices (bool [choices]); the best value known then."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,9 @@ def branch_and_bound(
     *,
     gap: float,
     value: float = inf,
+    candidates: int = CANDIDATES,
     most_solves: int = MOST_SOLVES,
+    improve: Improve | None = None,
     is_out_of_time: Callable[[], bool] = lambda: False,
 ) -> Tree:
     """The best allowed assignment within a domain, to a relative gap if work allows.
@@ -84,10 +94,14 @@ def branch_and_bound(
         judge: says whether a complete assignment is allowed.
         gap: relative distance of bound to value at which to stop.
         value: that of an assignment already known.
+        candidates: nodes of which both halves are tried at each branch.
         most_solves: most linear programs solved.
+        improve: asked now and then about the choices met so far.
         is_out_of_time: a guard outside of what is counted.
     """
-    tree = _Tree(relaxation, judge, gap, value, most_solves, is_out_of_time)
+    tree = _Tree(relaxation, judge, gap, value, is_out_of_time)
+    tree.candidates, tree.improve = candidates, improve
+    tree.last_solve = relaxation.num_solves + most_solves
     return tree.run(domain)
 
 
@@ -98,14 +112,16 @@ class _Tree:
         judge: Judge,
         gap: float,
         value: float,
-        most_solves: int,
         is_out_of_time: Callable[[], bool],
     ) -> None:
         self.relaxation, self.judge, self.gap = relaxation, judge, gap
         self.value, self.choices = value, None
         self.is_out_of_time = is_out_of_time
-        self.last_solve = relaxation.num_solves + most_solves
-        self.last_pivot = relaxation.num_pivots + MOST_PIVOTS
+        self.candidates = CANDIDATES
+        self.improve: Improve | None = None
+        self.last_solve, self.last_pivot = 0, relaxation.num_pivots + MOST_PIVOTS
+        self.met = np.zeros(relaxation.domain.size, bool)
+        self.next_improvement = relaxation.num_solves + FIRST_IMPROVEMENT
         self.starts = relaxation.starts
         self.order = count()
         self.open: list[tuple[float, int, np.ndarray]] = []
@@ -136,7 +152,7 @@ class _Tree:
         return Tree(min(bound, self.value), self.value, self.choices, solves)
 
     def _plunge(self, bound: float, domain: np.ndarray) -> None:
-        relaxed = self.relaxation.solve(domain)
+        relaxed, shown = self._solve(domain), None
         for _ in range(MOST_PLUNGES):
             if relaxed is None or (
                 relaxed.value < self.threshold and self.is_exhausted
@@ -149,15 +165,17 @@ class _Tree:
             domain = domain & (relaxed.excess <= self.threshold - relaxed.value)
             mixed = self._mixed(relaxed)
             if not mixed:
-                judged = self._judge(relaxed)
-                if not judged.rows:
+                choices = self._choices(relaxed)
+                judged = self.judge(choices, relaxed.value)
+                if judged.value < self.value:
+                    self.value, self.choices = judged.value, choices
+                if not judged.is_cut or choices == shown:
                     if judged.value > relaxed.value + 1e-6 * abs(relaxed.value):
                         self._leave(bound)
                     return
-                for row in judged.rows:
-                    self.relaxation.add_row(row)
-                relaxed = self.relaxation.solve(domain)
+                relaxed, shown = self._solve(domain), choices
                 continue
+            num_rows = len(self.relaxation.rows)
             halves = self._branch(domain, relaxed, mixed)
             if not halves:
                 return
@@ -165,18 +183,30 @@ class _Tree:
                 value = max(bound, other.relaxed.value)
                 heappush(self.open, (value, next(self.order), other.domain))
             domain, relaxed = halves[0].domain, halves[0].relaxed
+            if len(self.relaxation.rows) > num_rows:
+                relaxed = self._solve(domain)
         heappush(self.open, (bound, next(self.order), domain))
+
+    def _solve(self, domain: np.ndarray) -> Relaxed | None:
+        relaxed = self.relaxation.solve(domain)
+        if relaxed is not None and relaxed.value < inf:
+            self.met |= relaxed.shares > 1e-6
+        return relaxed
+
+    def _improve(self) -> None:
+        """Looks among the choices met, if it is time to."""
+        solves = self.relaxation.num_solves
+        if self.improve is None or solves < self.next_improvement:
+            return
+        self.next_improvement = 2 * solves
+        self.value = min(self.value, self.improve(self.met))
 
     def _leave(self, bound: float) -> None:
         self.lost = min(self.lost, bound)
 
-    def _judge(self, relaxed: Relaxed) -> Judged:
+    def _choices(self, relaxed: Relaxed) -> tuple[int, ...]:
         parts = np.split(relaxed.shares, self.starts[1:-1])
-        choices = tuple(int(part.argmax()) for part in parts)
-        judged = self.judge(choices, relaxed.value)
-        if judged.value < self.value:
-            self.value, self.choices = judged.value, choices
-        return judged
+        return tuple(int(part.argmax()) for part in parts if part.size)
 
     def _mixed(self, relaxed: Relaxed) -> list[int]:
         """Nodes that are not decided, those that mix the most memory first."""
@@ -197,26 +227,34 @@ class _Tree:
 
         One part where all else is beyond the threshold, none where everything is.
         """
-        best: tuple[float, list[_Half]] | None = None
-        for node in mixed[:CANDIDATES]:
-            halves = []
-            for part in self._halves(node, domain, relaxed):
-                found = self.relaxation.solve(part)
-                if found is None:
-                    self._leave(relaxed.value)
-                elif found.value < self.threshold:
-                    halves.append(_Half(part, found))
-            halves.sort(key=lambda half: half.relaxed.value)
-            if len(halves) < 2:
-                return halves
+        tried: list[list[_Half]] = []
+        number = FIRST_CANDIDATES if self.value == inf else self.candidates
+        for node in mixed[:number]:
+            tried.append(self._try(node, domain, relaxed))
+            if len(tried[-1]) < 2 or self.is_exhausted:
+                return tried[-1]
+        self._improve()
+        for halves in tried:
+            left = [half for half in halves if half.relaxed.value < self.threshold]
+            if len(left) < 2:
+                return left
+
+        def score(halves: list[_Half]) -> float:
             low, high = (half.relaxed.value - relaxed.value for half in halves)
-            score = low + 0.1 * high
-            if best is None or score > best[0]:
-                best = score, halves
-            if self.is_exhausted:
-                break
-        assert best is not None, "some node is mixed"
-        return best[1]
+            return low + 0.1 * high
+
+        return max(tried, key=score)
+
+    def _try(self, node: int, domain: np.ndarray, relaxed: Relaxed) -> list[_Half]:
+        """The halves of a node that are below the threshold, the better one first."""
+        halves = []
+        for part in self._halves(node, domain, relaxed):
+            found = self._solve(part)
+            if found is None:
+                self._leave(relaxed.value)
+            elif found.value < self.threshold:
+                halves.append(_Half(part, found))
+        return sorted(halves, key=lambda half: half.relaxed.value)
 
     def _halves(
         self, node: int, domain: np.ndarray, relaxed: Relaxed

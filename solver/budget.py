@@ -30,10 +30,13 @@ from .search import Search
 
 MOST_PAIRS = 45_000
 MOST_LIKELY = 2000
+MOST_SOLVES, MOST_INNER_SOLVES, FIRST_SOLVES = 300, 250, 20
+FIRST_MARGINS = (1.0, 0.95, 0.9, 0.8)  # of the budget
 MOST_PRICES = 5
 MOST_ATTEMPTS = 3
+MOST_SET_UPS = 4
 PRICED_GAP = 0.1
-LEAST_PEAK_GAP = 2e-3
+LEAST_PEAK_GAP = 5e-3
 GUARD_SECONDS = 600.0
 _log = logging.getLogger("autopar")
 
@@ -67,12 +70,9 @@ class BudgetSearch:
     def __init__(
         self, search: Search, budget: float, check: Check, held: Sequence[int]
     ) -> None:
-        self.search, self.budget = search, budget
-        self._check = check
+        self.search, self.budget, self._limit = search, budget, budget
+        self._check, self._held = check, frozenset(held)
         self._verdicts: dict[tuple[int, ...], Verdict] = {}
-        self.kept = KeptChoices(search.graph, held, search.pool)
-        self.graph = self.kept.graph
-        self.rows: list[MemoryRow] = []
         self.least, self.least_bound = inf, 0.0
         self.least_choices: tuple[int, ...] | None = None
 
@@ -84,110 +84,185 @@ class BudgetSearch:
         """
         for choices in known:
             self.ask(tuple(choices))
+        for attempt in range(MOST_SET_UPS):
+            if self.search.is_closed or self._is_out_of_time():
+                break
+            self._set_up()
+            try:
+                self._run()
+            except Infeasible:
+                if not self._is_blunt or attempt == MOST_SET_UPS - 1:
+                    raise
+            if not self._is_blunt:
+                break
+        self._warn_if_out_of_time()
+
+    def _set_up(self) -> None:
+        """Reduces the graph, but for the nodes that the rows met so far name."""
+        rows = self._full_rows()
+        named = {node for row in rows for node in row.nodes}
+        held = sorted(self._held & named)
+        self.kept = KeptChoices(self.search.graph, held, self.search.pool)
+        self.graph = self.kept.graph
+        self.rows = [self.kept.row(row) for row in rows]
+        self._met = np.zeros(self.graph.num_choices, bool)
+        self._is_blunt = False
+
+    def _full_rows(self) -> list[MemoryRow]:
+        rows = [row for each in self._verdicts.values() for row in each.rows]
+        return list({id(row): row for row in rows}.values())
+
+    def _run(self) -> None:
         everything = np.ones(self.graph.num_choices, bool)
-        if self.search.is_closed:
-            return
         if num_pairs(self.graph, everything) <= MOST_PAIRS:
             self._run_small(everything)
         else:
             self._run_large(everything)
-        self._warn_if_out_of_time()
 
     def ask(self, choices: tuple[int, ...]) -> Verdict:
         """What the check says of a plan of the full graph; one that fits is offered."""
-        if choices not in self._verdicts:
-            verdict = self._check(choices)
-            self._verdicts[choices] = verdict
-            if verdict.peak < self.least:
-                self.least, self.least_choices = verdict.peak, choices
-            if verdict.peak <= self.budget:
-                self.search.offer(choices)
-            self.rows += map(self.kept.row, verdict.rows)
-        return self._verdicts[choices]
+        if choices in self._verdicts:
+            return self._verdicts[choices]
+        known = set(map(id, self._full_rows()))
+        verdict = self._check(choices)
+        self._verdicts[choices] = verdict
+        if verdict.peak < self.least:
+            self.least, self.least_choices = verdict.peak, choices
+        if verdict.peak <= self.budget:
+            self.search.offer(choices)
+        if hasattr(self, "kept"):
+            new = (row for row in verdict.rows if id(row) not in known)
+            self.rows += map(self.kept.row, new)
+        return verdict
 
     def _run_small(self, everything: np.ndarray) -> None:
-        tree = self._close(everything, "branch")
+        if self.search.choices is None and self._meet_least(everything):
+            self._find_first(everything)
         if self.search.choices is None:
-            self._find_least(everything)
-            if self.search.choices is None:
-                raise self._does_not_fit()
-            tree = self._close(everything, "branch")
+            self._find_least(everything, is_whole=True)
+        if self.search.choices is None:
+            raise self._does_not_fit()
+        tree = self._close(everything, "branch")
         self.search.raise_bound(tree.bound - self.kept.slack)
         self.search.finish_phase("branch", self.graph)
 
-    def _close(self, domain: np.ndarray, name: str) -> Tree:
+    def _find_first(self, domain: np.ndarray) -> None:
+        """Any plan that fits: rows leave ever more room for points not yet met."""
+        for margin in FIRST_MARGINS:
+            if self.search.choices is None and not self._is_out_of_time():
+                self._limit = margin * self.budget
+                self._close(domain, "first plan", FIRST_SOLVES)
+        self._limit = self.budget
+
+    def _meet_least(self, domain: np.ndarray) -> bool:
+        """Meets the choices of the least peak; whether that leaves hope."""
+        relaxed = self._relaxation(self.kept, domain, True).solve(domain)
+        if relaxed is not None and relaxed.value < inf:
+            self._met |= relaxed.shares > 1e-6
+            self.least_bound = max(self.least_bound, relaxed.value)
+        return self.least_bound <= self.budget
+
+    def _close(
+        self, domain: np.ndarray, name: str, most_solves: int = MOST_SOLVES
+    ) -> Tree:
         """The cheapest plan within a domain, and a bound on all of those."""
-        relaxation = self._relaxation(domain)
-
-        def judge(choices: tuple[int, ...], value: float) -> Judged:
-            full = self.kept.expand(choices)
-            verdict = self.ask(full)
-            if verdict.peak <= self.budget:
-                return Judged(self.search.graph.cost(full))
-            return Judged(inf, self._rows_against(verdict, choices, self.budget))
-
-        tree = branch_and_bound(
-            relaxation,
-            domain,
-            judge,
-            gap=self.search.gap,
-            value=self.search.cost,
-            is_out_of_time=self._is_out_of_time,
-        )
+        tree = self._branch(self.kept, domain, most_solves, is_of_peak=False)
         self.search.finish_phase(name, self.graph)
         return tree
 
-    def _find_least(self, domain: np.ndarray) -> Tree:
+    def _find_least(self, domain: np.ndarray, is_whole: bool) -> None:
         """The plan of the least peak within a domain, or one that fits, with a bound."""
-        relaxation = self._relaxation(domain, minimises_peak=True)
+        tree = self._branch(self.kept, domain, MOST_SOLVES, is_of_peak=True)
+        if is_whole:
+            self.least_bound = max(self.least_bound, tree.bound)
+        self.search.finish_phase("least bytes", self.graph)
+
+    def _branch(
+        self,
+        kept: KeptChoices,
+        domain: np.ndarray,
+        most_solves: int,
+        *,
+        is_of_peak: bool,
+    ) -> Tree:
+        """Branch and bound, now and then among the choices met alone."""
+        relaxation = self._relaxation(kept, domain, is_of_peak)
+        is_inner = kept is not self.kept
 
         def judge(choices: tuple[int, ...], value: float) -> Judged:
-            verdict = self.ask(self.kept.expand(choices))
-            beyond = value + LEAST_PEAK_GAP / 2 * abs(value)
-            if verdict.peak <= max(self.budget, beyond):
-                return Judged(verdict.peak)
-            return Judged(verdict.peak, self._rows_against(verdict, choices, beyond))
+            full = self._full(kept, choices)
+            verdict = self.ask(full)
+            limit = self.budget
+            if is_of_peak:
+                limit = max(limit, value + LEAST_PEAK_GAP / 2 * abs(value))
+            own = verdict.peak if is_of_peak else self.search.graph.cost(full)
+            if verdict.peak <= limit:
+                return Judged(own)
+            if not is_of_peak:
+                limit = self._limit
+            is_cut = self._is_cut(kept, verdict, choices, limit)
+            self._add_rows(kept, relaxation)
+            return Judged(own if is_of_peak else inf, is_cut)
 
-        tree = branch_and_bound(
+        def improve(met: np.ndarray) -> float:
+            self._met |= met
+            few = self.kept.among(self._met & domain, self.search.pool)
+            everything = np.ones(few.graph.num_choices, bool)
+            most = MOST_INNER_SOLVES
+            self._branch(few, everything, most, is_of_peak=is_of_peak)
+            self._add_rows(kept, relaxation)
+            return self.least if is_of_peak else self.search.cost
+
+        return branch_and_bound(
             relaxation,
             domain,
             judge,
-            gap=LEAST_PEAK_GAP,
-            value=self.least,
+            gap=LEAST_PEAK_GAP if is_of_peak else self.search.gap * (1 - 1e-3),
+            value=self.least if is_of_peak else self.search.cost,
+            candidates=2 if is_inner else 6,
+            most_solves=most_solves,
+            improve=None if is_inner else improve,
             is_out_of_time=self._is_out_of_time,
         )
-        self.search.finish_phase("least bytes", self.graph)
-        self.least_bound = max(self.least_bound, tree.bound)
-        return tree
+
+    def _full(self, kept: KeptChoices, choices: Sequence[int]) -> tuple[int, ...]:
+        if kept is not self.kept:
+            choices = kept.expand(choices)
+        return self.kept.expand(choices)
 
     def _relaxation(
-        self, domain: np.ndarray, minimises_peak: bool = False
+        self, kept: KeptChoices, domain: np.ndarray, is_of_peak: bool = False
     ) -> Relaxation:
         known = self.search.cost if self.search.cost < inf else self.search.bound
-        size = max(known - self.graph.constant, 1e-3 * abs(known))
+        size = max(known - kept.graph.constant, 1e-3 * abs(known))
         relaxation = Relaxation(
-            self.graph,
+            kept.graph,
             domain,
-            self.budget,
+            self._limit,
             size=size if size < inf else 1.0,
-            minimises_peak=minimises_peak,
+            minimises_peak=is_of_peak,
         )
-        for row in self.rows:
-            relaxation.add_row(row)
+        self._add_rows(kept, relaxation)
         return relaxation
 
-    def _rows_against(
-        self, verdict: Verdict, choices: tuple[int, ...], limit: float
-    ) -> tuple[MemoryRow, ...]:
-        """The verdict's rows that a plan breaks, one of them lifted if none does."""
+    def _add_rows(self, kept: KeptChoices, relaxation: Relaxation) -> None:
+        """Adds the rows that came since the last time."""
+        for row in self.rows[len(relaxation.rows) :]:
+            relaxation.add_row(row if kept is self.kept else kept.row(row))
+
+    def _is_cut(
+        self,
+        kept: KeptChoices,
+        verdict: Verdict,
+        choices: tuple[int, ...],
+        limit: float,
+    ) -> bool:
+        """Whether a row says of a plan of `kept` that it needs more than a limit."""
         rows = [self.kept.row(row) for row in verdict.rows]
-        broken = tuple(row for row in rows if row.used(choices) > limit)
-        if broken:
-            return broken
-        top = max(rows, key=lambda row: row.used(choices))
-        lifted = top.constant + verdict.peak - top.used(choices)
-        self.rows.append(MemoryRow(top.nodes, top.weights, lifted))
-        return (self.rows[-1],)
+        own = rows if kept is self.kept else [kept.row(row) for row in rows]
+        is_cut = any(row.used(choices) > limit for row in own)
+        self._is_blunt |= not is_cut
+        return is_cut
 
     def _run_large(self, everything: np.ndarray) -> None:
         search = self.search
@@ -201,7 +276,7 @@ class BudgetSearch:
                 return
             self._close(domain, "branch few")
             if search.choices is None:
-                self._find_least(domain)
+                self._find_least(domain, is_whole=False)
             if search.is_closed or search.choices is None:
                 continue
             left = np.concatenate(marginals) <= self._threshold + self.kept.slack
@@ -216,7 +291,7 @@ class BudgetSearch:
 
     @property
     def _threshold(self) -> float:
-        return self.search.cost - self.search.gap * abs(self.search.cost)
+        return self.search.cost - self.search.gap * (1 - 1e-3) * abs(self.search.cost)
 
     def _price(self, domain: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
         """Raises the bound; returns the domain with likely choices, and the marginals.
@@ -226,7 +301,7 @@ class BudgetSearch:
         search = self.search
         best, kept = -inf, [np.full(n.costs.size, -inf) for n in self.graph.nodes]
         for _ in range(MOST_PRICES):
-            relaxed = self._relaxation(domain).solve(domain)
+            relaxed = self._relaxation(self.kept, domain).solve(domain)
             if relaxed is not None and relaxed.value < inf:
                 bound, marginals = self._priced(relaxed.prices)
                 search.raise_bound(bound - self.kept.slack)
@@ -248,7 +323,7 @@ class BudgetSearch:
 
     def _priced_peak(self, domain: np.ndarray) -> list[np.ndarray]:
         """Bounds on the peak of what makes each choice, at the best prices."""
-        relaxed = self._relaxation(domain, minimises_peak=True).solve(domain)
+        relaxed = self._relaxation(self.kept, domain, True).solve(domain)
         if relaxed is None or relaxed.value == inf:
             return [np.zeros(node.costs.size) for node in self.graph.nodes]
         prices = relaxed.prices / max(float(relaxed.prices.sum()), 1e-250)

@@ -1,65 +1,114 @@
-"""Solving a graph of equal layers: few layers stand for all, and the bound for the full.
+"""Solving a graph of equal layers at the price of a few.
 
-The short graph (`layers.py`) costs the same whatever the depth. Messages on it give
-plans and a bound of the full graph; where these do not meet, nothing is lost but the
-time, and the full graph is solved (`free.py`).
+    ring    messages on copies of one layer in a circle give the layers' plan and what
+            each costs at least; averaged over the copies they are tied over all layers
+    ends    what is left is solved for itself, once with these messages for a bound of
+            the full graph, and once beside the layers' plan for a plan of it
+
+(`layers.py`). The bound is one of the full graph whatever the messages are. Where bound
+and plan do not meet, nothing is lost but the time, and the full graph is solved.
 """
 
-from .layers import Layers, keep_few_layers
+from collections.abc import Callable, Sequence
+from time import perf_counter
+
+import numpy as np
+
+from .choice_graph import ChoiceGraph, Infeasible
+from .descent import Descent
+from .layers import Layers, TiedMessages, fold
 from .likely import improve_among_likely
 from .messages import Passing
-from .repeats import FEWEST_LAYERS, find_repeats
-from .search import Search
+from .repeats import find_repeats
+from .search import LEAST_GAP, Search
 
-FEWEST_NODES = 2000
-ROUNDS_AT_ONCE = 10
+FEWEST_NODES = 1000
+ROUNDS_AT_ONCE = 20
 MOST_ROUNDS = 60
+PART_OF_TIME = 0.5
+
+SolveEnds = Callable[[Search], None]
 
 
-def solve_folded(search: Search) -> None:
-    """Looks for equal layers; raises the bound and offers plans of the full graph."""
+def solve_folded(
+    search: Search, solve_ends: SolveEnds, fewest_nodes: int = FEWEST_NODES
+) -> None:
+    """Raises the bound and offers plans of the full graph, if it has equal layers.
+
+    `solve_ends` solves a graph without looking at its layers; smaller graphs than
+    `fewest_nodes` are left to it too.
+    """
     graph = search.graph
-    if len(graph.nodes) < FEWEST_NODES:
+    if len(graph.nodes) < fewest_nodes:
         return
     repeats = find_repeats(graph, search.pool)
-    if repeats is None or len(repeats.layers) < FEWEST_LAYERS:
+    if repeats is None:
         return
-    layers = keep_few_layers(graph, repeats, search.pool)
-    search.finish_phase("fold", layers.graph)
-    _Folded(search, layers).run()
+    try:
+        _Folded(search, fold(graph, repeats, search.pool), solve_ends).run()
+    except Infeasible:
+        return  # for the layers that were looked at, or all: the full solver tells
 
 
 class _Folded:
-    def __init__(self, search: Search, layers: Layers) -> None:
-        self.search, self.layers = search, layers
-        self.passing = Passing(layers.graph, order=layers.sweep_order())
+    def __init__(self, search: Search, layers: Layers, solve_ends: SolveEnds) -> None:
+        self.search, self.layers, self.solve_ends = search, layers, solve_ends
+        self.until = perf_counter() + PART_OF_TIME * search.seconds_left
 
     def run(self) -> None:
-        search, passing = self.search, self.passing
-        for _ in range(MOST_ROUNDS // ROUNDS_AT_ONCE):
+        search, layers = self.search, self.layers
+        search.finish_phase("fold", layers.ring)
+        passing = Passing(layers.ring)
+        choices, is_closed = self._pass_messages(passing)
+        search.finish_phase("ring", layers.ring)
+        if choices is None or not is_closed:
+            return
+        pattern = layers.pattern(choices)
+        bounded = layers.ends_with(TiedMessages.of(layers, passing))
+        beside = layers.ends_beside(pattern)
+        known = self._solve(bounded, is_bound=True)
+        if known is not None:
+            self._offer(Descent(beside).improve(known), pattern)
+        search.finish_phase("ends", bounded)
+        if not search.is_closed:
+            self._offer(self._solve(beside, is_bound=False), pattern)
+            search.finish_phase("plan", beside)
+
+    def _pass_messages(self, passing: Passing) -> tuple[tuple[int, ...] | None, bool]:
+        """Messages on the ring; its best plan, and whether the bound meets it."""
+        best, cost, is_closed = None, np.inf, False
+        gap = max(self.search.gap / 4, LEAST_GAP)
+        while passing.num_rounds < MOST_ROUNDS:
             messages = passing.run(
-                search.gap / 4,
+                gap,
+                cost=cost,
                 max_rounds=ROUNDS_AT_ONCE,
-                time_limit_seconds=search.seconds_left / 4,
+                time_limit_seconds=self.until - perf_counter(),
             )
-            search.raise_bound(self.layers.bound(passing))
-            if messages.choices is not None:
-                self._offer(messages.choices)
-            search.finish_phase("messages", self.layers.graph)
-            if search.is_closed:
-                return
-            if messages.choices is not None:
-                choices = improve_among_likely(
-                    *(self.layers.graph, messages.choices, messages.marginals),
-                    search.pool,
-                    gap=search.gap / 4,
+            if messages.choices is not None and messages.cost < cost:
+                best, cost = messages.choices, messages.cost
+            if best is not None and cost - passing.bound > gap * abs(cost):
+                best = improve_among_likely(
+                    *(self.layers.ring, best, messages.marginals, self.search.pool),
+                    gap=gap,
                     time_limit_seconds=1.0,
                 )
-                self._offer(choices)
-                search.finish_phase("likely", self.layers.graph)
-            if search.is_closed or messages.is_finished:
-                return
+                cost = self.layers.ring.cost(best)
+            is_closed = cost < np.inf and cost - passing.bound <= gap * abs(cost)
+            if is_closed or messages.is_finished or perf_counter() > self.until:
+                break
+        return best, is_closed
 
-    def _offer(self, choices: tuple[int, ...]) -> None:
-        for source in range(len(self.layers.base)):
-            self.search.offer(self.layers.expand(choices, source))
+    def _solve(self, graph: ChoiceGraph, is_bound: bool) -> tuple[int, ...] | None:
+        """A plan of the ends; its bound is one of the full graph with the messages."""
+        search = Search(graph, self.search.gap / 4, self.until, self.search.pool)
+        self.solve_ends(search)
+        if is_bound:
+            self.search.raise_bound(search.bound)
+        return search.choices
+
+    def _offer(
+        self, choices: Sequence[int] | None, pattern: Sequence[np.ndarray]
+    ) -> None:
+        if choices is not None:
+            self.search.offer(self.layers.expand(choices, pattern).tolist())

@@ -42,16 +42,17 @@ class Step(Protocol):
     ) -> list[np.ndarray]: ...
 
 
-def solve_free(search: Search, with_ilp: bool = True) -> None:
+def solve_free(search: Search, with_ilp: bool = True, *, folds: bool = False) -> None:
     """Closes the gap of `search.graph`, whose budget is not looked at.
 
-    Without the ILP it may stop early, with the bound it has.
+    Without the ILP it may stop early, with the bound it has. `folds`: few of many equal
+    layers are looked at first.
 
     Raises:
         Infeasible: every plan is forbidden.
     """
-    if with_ilp:
-        solve_folded(search)
+    if folds:
+        solve_folded(search, solve_free)
         if search.is_closed:
             return
     _Descent(search, with_ilp).run()

@@ -13,7 +13,7 @@ import numpy as np
 
 from .array_pool import ArrayPool
 from .choice_graph import ChoiceGraph
-from .memory_rows import MemoryRow
+from .memory_rows import MemoryRow, most_spread
 from .reduce import reduce
 from .unfold import Drop
 
@@ -50,6 +50,17 @@ class KeptChoices:
             else:
                 constant += float(left.min())
         return MemoryRow(tuple(nodes), tuple(weights), constant)
+
+    def among(self, domain: np.ndarray, pool: ArrayPool) -> "KeptChoices":
+        """What is left if only some choices (bool [choices]) of `graph` may be made."""
+        starts = np.cumsum([0, *(node.costs.size for node in self.graph.nodes)])
+        parts = np.split(domain, starts[1:-1])
+        nodes = tuple(
+            replace(node, costs=np.where(part, node.costs, inf))
+            for node, part in zip(self.graph.nodes, parts, strict=True)
+        )
+        few = replace(self.graph, nodes=nodes)
+        return KeptChoices(few, most_spread(few, 0.0), pool)
 
     def __str__(self) -> str:
         return f"KeptChoices: {self.graph}"

@@ -1,19 +1,19 @@
-"""A graph of equal layers with most of the layers left out, and the way back.
+"""A graph of n equal layers in two small ones, coupled by tied messages.
 
-    T       one layer, reduced with the nodes held that have edges out of it
-    rest    what is in no layer, reduced in the same way
-    short   the rest and a chain of NUM_KEPT copies of T in place of all n
+    ring    NUM_COPIES copies of a layer in a circle, each reduced with the nodes held
+            that have edges to the next: what a layer is amid others
+    ends    the rest, the first layer and the last, the layers between left out
 
-Reducing T leaves the edges between layers alone, so that it is exact for every layer of
-the full graph at once: the full graph is the same chain with more copies of T. A plan
-of the short graph becomes one of the full graph by repeating the choices of a layer
-(`expand`).
+Messages on the ring, averaged over its copies (`TiedMessages`), go along every edge
+between and inside the n - 2 layers left out. The full cost is then the sum of
 
-So do messages. With R copies of layer j inserted after it, every message as at layer j,
-the costs at nodes and edges are those at layer j, but for the edges between the copies:
-there the message at the end before is that of the edge from j to j + 1, and the one at
-the end after is that of the edge from j - 1 to j. Whatever the messages are, the sum of
-least costs is below every plan of the full graph (`bound`).
+    ends    with the messages from the second layer and the last but one at its nodes,
+    n - 2   layers with the messages from both sides, each at least `of_layer`,
+    n - 1   borders between layers, less both messages, each at least `of_border`,
+
+so that the sum of the least costs is below every plan, whatever the messages are. A
+node of the rest that every layer reads gets the least that its choices cost a layer
+beyond the best; the layer gets that best.
 """
 
 from collections.abc import Sequence
@@ -24,229 +24,224 @@ import numpy as np
 
 from . import min_plus
 from .array_pool import ArrayPool
-from .choice_graph import ChoiceGraph, Edge
-from .messages import Passing
+from .choice_graph import ChoiceGraph, Edge, Node
+from .messages import Half, Passing
 from .reduce import Reduced, reduce
 from .repeats import Repeats
-from .sweep_order import sweep_order
 
-NUM_KEPT = 5
+NUM_COPIES = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """The short graph, and where its nodes and edges belong.
+    """The two graphs and the way back to the full one.
 
-    Nodes of the rest come first, then the copies of T: node p of copy k is
-    `base[k] + p`. Edges `inside[k]` are in copy k, `between[k]` lead from it to the
-    next, `to_shared[k]` to the nodes of the rest that every layer reads (`shared`);
-    each list is in the same order for every k.
+    Copy k of the ring has the nodes of `layer.graph` from `k * size` on; edges are the
+    copy's own, then `borders` to the next. Ends are the nodes `end_nodes` of the full
+    graph, in order. `borders` are between places of a layer and the next, `shared`
+    between places of a layer and ends, with the costs that the layer's side pays.
     """
 
-    graph: ChoiceGraph
     repeats: Repeats
-    rest: Reduced
     layer: Reduced
-    base: tuple[int, ...]
-    inside: tuple[range, ...]
-    between: tuple[range, ...]
-    to_shared: tuple[range, ...]
-    shared: tuple[int, ...]
+    ring: ChoiceGraph
+    ends: ChoiceGraph
+    end_nodes: np.ndarray
+    borders: tuple[Edge, ...]
+    shared: tuple[Edge, ...]
 
     @property
-    def num_inserted(self) -> int:
-        """How many layers the full graph has more."""
-        return len(self.repeats.layers) - len(self.base)
+    def num_between(self) -> int:
+        """How many layers the ends leave out."""
+        return len(self.repeats.layers) - 2
 
-    @property
-    def slack(self) -> float:
-        """Rounding of the reductions, in all layers of the full graph."""
-        return self.rest.slack + len(self.repeats.layers) * self.layer.slack
+    def pattern(self, choices: Sequence[int]) -> list[np.ndarray]:
+        """[place] choices of the layers left out, in turn, from those of the ring.
 
-    def sweep_order(self) -> list[int]:
-        """Nodes that every layer reads first, then along the layers."""
-        left_out = {edge for edges in self.to_shared for edge in edges}
-        edges = [e for i, e in enumerate(self.graph.edges) if i not in left_out]
-        shared = set(self.shared)
-        order = sweep_order(ChoiceGraph(self.graph.nodes, tuple(edges)))
-        return [*self.shared, *(node for node in order if node not in shared)]
+        One layer's over and over, or where that costs more those of all copies.
+        """
+        size = len(self.layer.graph.nodes)
+        copies = [tuple(choices[k * size : (k + 1) * size]) for k in range(NUM_COPIES)]
+        costs = [self.ring.cost(copy * NUM_COPIES) for copy in copies]
+        best = int(np.argmin(costs))
+        is_equal = costs[best] <= self.ring.cost(choices) * (1 + 1e-9)
+        chosen = [copies[best]] if is_equal else copies
+        return [np.array(self.layer.expand(copy), np.intp) for copy in chosen]
 
-    def expand(self, choices: Sequence[int], source: int) -> np.ndarray:
-        """Choices of the full graph; layers left out choose as copy `source` does."""
-        layers, size = self.repeats.layers, len(self.layer.graph.nodes)
+    def ends_beside(self, pattern: Sequence[np.ndarray]) -> ChoiceGraph:
+        """The ends at what they cost beside layers of these choices."""
+        first, last = pattern[0], pattern[(self.num_between - 1) % len(pattern)]
+        extra: list[tuple[int, np.ndarray]] = []
+        for edge in self.borders:
+            column = edge.costs[:, edge.second_class[first[edge.second]]]
+            extra.append((self._at_start(edge.first), column[edge.first_class]))
+            row = edge.costs[edge.first_class[last[edge.first]]]
+            extra.append((self._at_end(edge.second), row[edge.second_class]))
+        for edge in self.shared:
+            for number, chosen in enumerate(pattern):
+                times = len(range(number, self.num_between, len(pattern)))
+                row = edge.costs[edge.first_class[chosen[edge.first]]]
+                extra.append((edge.second, times * row[edge.second_class]))
+        return _with_costs(self.ends, extra, 0.0)
+
+    def ends_with(self, messages: "TiedMessages") -> ChoiceGraph:
+        """The ends with the messages into them; its constant is of the full graph."""
+        extra: list[tuple[int, np.ndarray]] = []
+        for edge, (into_first, into_second) in zip(
+            self.borders, messages.at_borders, strict=True
+        ):
+            extra.append((self._at_start(edge.first), into_first[edge.first_class]))
+            extra.append((self._at_end(edge.second), into_second[edge.second_class]))
+        for edge in self.shared:
+            paid = edge.costs.min(axis=1)
+            rest = edge.costs - np.where(paid < inf, paid, 0.0)[:, None]
+            beyond = rest.min(axis=0)
+            extra.append((edge.second, self.num_between * beyond[edge.second_class]))
+        number = self.num_between
+        constant = number * messages.of_layer + (number + 1) * messages.of_border
+        slack = number * self.layer.slack
+        return _with_costs(self.ends, extra, constant - slack)
+
+    def expand(
+        self, choices: Sequence[int], pattern: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """Choices of the full graph from those of the ends and of the layers."""
+        layers = self.repeats.layers
         full = np.zeros(layers.size + self.repeats.rest.size, np.intp)
-        full[self.repeats.rest] = self.rest.expand(choices[: self.base[0]])
-        chosen = [self.layer.expand(choices[base : base + size]) for base in self.base]
-        number = len(self.base)
-        times = [1 + (copy == source) * self.num_inserted for copy in range(number)]
-        full[layers] = np.repeat(np.array(chosen, np.intp), times, axis=0)
+        full[self.end_nodes] = np.asarray(choices, np.intp)
+        turns = np.arange(self.num_between) % len(pattern)
+        full[layers[1:-1]] = np.array(pattern)[turns]
         return full
 
-    def bound(self, passing: Passing) -> float:
-        """A lower bound on every plan of the full graph, from messages on the short."""
-        gains = [self._gain(passing, copy) for copy in range(1, len(self.base) - 1)]
-        return passing.swept + max(gains) - self.slack
+    def _at_start(self, place: int) -> int:
+        return self.repeats.rest.size + place
 
-    def _gain(self, passing: Passing, copy: int) -> float:
-        """What the bound gains by inserting copies of `copy` after it.
+    def _at_end(self, place: int) -> int:
+        return self.repeats.rest.size + self.repeats.layers.shape[1] + place
 
-        As in a sweep, the costs beyond the least at a node pay for its edges to earlier
-        nodes, in equal parts.
-        """
-        nodes = range(self.base[copy], self.base[copy] + len(self.layer.graph.nodes))
-        beyond = {v: passing.reparametrised(v) for v in nodes}
-        least = {v: float(values.min()) for v, values in beyond.items()}
-        for v in nodes:
-            beyond[v] = (beyond[v] - least[v]) * passing.weights[v]
-        gain = self.layer.graph.constant + sum(least.values())
-        num_paid = dict.fromkeys(nodes, 0)
-        edges, rank, halves = self.graph.edges, passing.rank, passing.halves
-        for here, there, payer in (
-            *((i, i, i) for i in self.inside[copy]),
-            *((i, i, i) for i in self.to_shared[copy]),
-            *zip(
-                self.between[copy],
-                self.between[copy - 1],
-                self.between[copy - 1],
-                strict=True,
-            ),
-        ):
-            first, second = halves[here][0], halves[there][1]
-            costs = first.matrix - first.incoming[:, None] - second.incoming
-            if rank[edges[payer].second] > rank[edges[payer].first]:
-                node = edges[there].second
-                costs += second.least_by_class(beyond[node])
-            else:
-                node = edges[here].first
-                costs += first.least_by_class(beyond[node])[:, None]
-            num_paid[node] += 1
-            gain += float(costs.min())
-        if any(num * passing.weights[v] > 1 + 1e-9 for v, num in num_paid.items()):
-            return -inf  # the order of the sweeps differs between these layers
-        return gain * self.num_inserted + self._gain_of_shared(passing, copy)
-
-    def _gain_of_shared(self, passing: Passing, copy: int) -> float:
-        """Nodes that every layer reads get the messages of the copies too."""
-        before = {v: passing.reparametrised(v) for v in self.shared}
-        after = {v: values.copy() for v, values in before.items()}
-        for index in self.to_shared[copy]:
-            edge, (first, second) = self.graph.edges[index], passing.halves[index]
-            at_first = edge.first in after
-            node, half = (edge.first, first) if at_first else (edge.second, second)
-            after[node] += self.num_inserted * half.incoming[half.classes]
-        return sum(float(after[v].min() - before[v].min()) for v in self.shared)
+    def __str__(self) -> str:
+        return f"{self.repeats}; ring: {self.ring}; ends: {self.ends}"
 
 
-def keep_few_layers(graph: ChoiceGraph, repeats: Repeats, pool: ArrayPool) -> Layers:
-    """The short graph of a graph with equal layers."""
-    return _Builder(graph, repeats, pool).build()
+@dataclass(frozen=True, eq=False)
+class TiedMessages:
+    """Messages that are the same in every layer.
 
-
-class _Builder:
-    """Every edge of the graph is looked at once, as an index.
-
-    `at` and `place` [nodes] are the layer (-1 in the rest) and the place in it.
+    `at_borders` are, for each border, those into the layer before and into the one
+    after; `of_layer` and `of_border` are the least costs that remain.
     """
+
+    at_borders: tuple[tuple[np.ndarray, np.ndarray], ...]
+    of_layer: float
+    of_border: float
+
+    @classmethod
+    def of(cls, layers: Layers, passing: Passing) -> "TiedMessages":
+        """Those on the ring, averaged over its copies.
+
+        The bound is concave in the messages: the average is as good as they are.
+        """
+        graph, size = layers.layer.graph, len(layers.layer.graph.nodes)
+        num_inside, num_edges = len(graph.edges), len(layers.ring.edges) // NUM_COPIES
+        plain = _plain(passing)
+        starts = range(0, len(layers.ring.edges), num_edges)
+        averaged = [
+            (
+                np.mean([plain[k + e][0] for k in starts], axis=0),
+                np.mean([plain[k + e][1] for k in starts], axis=0),
+            )
+            for e in range(num_edges)
+        ]
+        values = [passing.costs[v].copy() for v in range(size)]
+        least = []
+        for index, into in enumerate(averaged):
+            halves, edge = passing.halves[index], layers.ring.edges[index]
+            for half, v, message in zip(
+                halves, (edge.first % size, edge.second % size), into, strict=True
+            ):
+                values[v] += message[half.classes]
+            matrix = halves[0].matrix - into[0][:, None] - into[1]
+            least.append(float(matrix.min()))
+        of_nodes = sum(float(costs.min()) for costs in values)
+        of_layer = graph.constant + of_nodes + sum(least[:num_inside])
+        return cls(tuple(averaged[num_inside:]), of_layer, sum(least[num_inside:]))
+
+
+def _plain(passing: Passing) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Per edge, the messages into its ends, with which the sum of minima is the bound.
+
+    What a node costs beyond its least pays for its edges to earlier nodes, in equal
+    parts; here it is moved there.
+    """
+    paid: dict[int, np.ndarray] = {}
+    for node in range(len(passing.costs)):
+        values = passing.reparametrised(node)
+        beyond = (values - values.min()) * passing.weights[node]
+        for half in passing.earlier[node]:
+            paid[id(half)] = half.least_by_class(beyond)
+
+    def into(half: Half) -> np.ndarray:
+        return half.incoming - paid.get(id(half), 0.0)
+
+    return [(into(first), into(second)) for first, second in passing.halves]
+
+
+def fold(graph: ChoiceGraph, repeats: Repeats, pool: ArrayPool) -> Layers:
+    """The ring and the ends of a graph with equal layers (at least 3)."""
+    return _Folding(graph, repeats, pool).run()
+
+
+class _Folding:
+    """`at` and `place` [nodes] are a node's layer, -1 for the rest, and place in it."""
 
     def __init__(self, graph: ChoiceGraph, repeats: Repeats, pool: ArrayPool) -> None:
         self.graph, self.repeats, self.pool = graph, repeats, pool
-        layers = repeats.layers
+        layers, rest = repeats.layers, repeats.rest
         self.at = np.full(len(graph.nodes), -1)
         self.place = np.zeros(len(graph.nodes), np.intp)
         self.at[layers] = np.arange(len(layers))[:, None]
         self.place[layers] = np.arange(layers.shape[1])
-        self.place[repeats.rest] = np.arange(repeats.rest.size)
-        self.first, self.second = graph.types.first, graph.types.second
-        self.edges: list[Edge] = []
+        self.place[rest] = np.arange(rest.size)
 
-    def build(self) -> Layers:
-        graph, layers, rest = self.graph, self.repeats.layers, self.repeats.rest
-        first, second = self.at[self.first], self.at[self.second]
-        middle = len(layers) // 2
-        is_out = (first >= 0) & (second >= 0)
-        inside = np.flatnonzero((first == middle) & (second == middle))
-        is_next = (np.minimum(first, second) == middle) & (first != second) & is_out
-        between = np.flatnonzero(is_next)
-        is_end = (np.minimum(first, second) < 0) & (np.maximum(first, second) >= 0)
-        to_rest = {
-            layer: np.flatnonzero(is_end & (np.maximum(first, second) == layer))
-            for layer in (0, middle, len(layers) - 1)
-        }
-        held = self._held([between, *to_rest.values()], in_layer=True)
-        layer = self._reduced(layers[middle], inside, held)
-        in_rest = np.flatnonzero((first < 0) & (second < 0))
-        rest_held = self._held(list(to_rest.values()), in_layer=False)
-        others = self._reduced(rest, in_rest, rest_held)
-        self.rest_index = {v: i for i, v in enumerate(others.kept)}
-        self.layer_index = {v: i for i, v in enumerate(layer.kept)}
-        num_rest, size = len(others.graph.nodes), len(layer.graph.nodes)
-        base = tuple(num_rest + k * size for k in range(NUM_KEPT))
-        self.edges += others.graph.edges
-        ranges_inside = tuple(self._add_inside(layer.graph, start) for start in base)
-        ranges_between = tuple(
-            self._add(between, start, start + size) for start in base[:-1]
-        )
-        shared = {
-            self.rest_index[int(self.place[v])]
-            for e in to_rest[middle]
-            for v in (self.first[e], self.second[e])
-            if self.at[v] < 0
-        }
-        ranges_shared = []
-        for k, start in enumerate(base):
-            which = {0: 0, NUM_KEPT - 1: len(layers) - 1}.get(k, middle)
-            ends = np.array([self._rest_end(e) in shared for e in to_rest[which]], bool)
-            self._add(to_rest[which][~ends], start, start)
-            ranges_shared.append(self._add(to_rest[which][ends], start, start))
-        nodes = [*others.graph.nodes]
-        for _ in base:
-            nodes += layer.graph.nodes
-        constant = (
-            graph.constant + others.graph.constant + NUM_KEPT * layer.graph.constant
-        )
-        short = ChoiceGraph(tuple(nodes), tuple(self.edges), constant=constant)
-        return Layers(
-            *(short, self.repeats, others, layer, base, ranges_inside),
-            *(ranges_between, tuple(ranges_shared), tuple(sorted(shared))),
-        )
-
-    def _rest_end(self, edge: int) -> int:
-        first, second = self.first[edge], self.second[edge]
-        return self.rest_index[int(self.place[first if self.at[first] < 0 else second])]
-
-    def _held(self, edges: Sequence[np.ndarray], in_layer: bool) -> set[int]:
-        """Places of nodes in (or out of) layers at the ends of edges."""
-        chosen = np.concatenate(edges)
-        ends = np.concatenate([self.first[chosen], self.second[chosen]])
-        return set(self.place[ends[(self.at[ends] >= 0) == in_layer]].tolist())
-
-    def _reduced(
-        self, members: np.ndarray, edges: np.ndarray, held: set[int]
-    ) -> Reduced:
-        nodes = tuple(self.graph.nodes[v] for v in members)
-        inner = []
-        for index in edges:
-            edge = self.graph.edges[index]
-            ends = self.place[edge.first], self.place[edge.second]
-            inner.append(replace(edge, first=int(ends[0]), second=int(ends[1])))
-        return reduce(ChoiceGraph(nodes, tuple(inner)), self.pool, held=held)
-
-    def _add_inside(self, layer: ChoiceGraph, start: int) -> range:
-        begin = len(self.edges)
-        self.edges += [
-            replace(edge, first=edge.first + start, second=edge.second + start)
-            for edge in layer.edges
+    def run(self) -> Layers:
+        layers, types = self.repeats.layers, self.graph.types
+        first, second = self.at[types.first], self.at[types.second]
+        low, high, middle = np.minimum(first, second), np.maximum(first, second), 1
+        inside = np.flatnonzero((low == middle) & (high == middle))
+        border = np.flatnonzero((low == middle) & (high == middle + 1))
+        shared = np.flatnonzero((low < 0) & (high == middle))
+        borders = self._edges(border, np.arange(layers.shape[1]))
+        shares = self._edges(shared, np.arange(self.repeats.rest.size))
+        nodes = [self.graph.nodes[v] for v in layers[middle]]
+        for edge in shares:
+            node, paid = nodes[edge.first], edge.costs.min(axis=1)[edge.first_class]
+            nodes[edge.first] = Node(node.name, node.costs + paid, node.bytes)
+        inner = [
+            replace(
+                self.graph.edges[e],
+                first=int(self.place[types.first[e]]),
+                second=int(self.place[types.second[e]]),
+            )
+            for e in inside
         ]
-        return range(begin, len(self.edges))
+        held = {place for edge in borders for place in (edge.first, edge.second)}
+        template = ChoiceGraph(tuple(nodes), tuple(inner))
+        layer = reduce(template, self.pool, held=held)
+        end_nodes = np.concatenate([self.repeats.rest, layers[0], layers[-1]])
+        return Layers(
+            *(self.repeats, layer, _ring(layer, borders), self._ends(end_nodes)),
+            *(end_nodes, tuple(borders), tuple(shares)),
+        )
 
-    def _add(self, edges: np.ndarray, start: int, start_next: int) -> range:
-        """Edges of the layer at `start` to the next one or the rest, layer first."""
-        begin = len(self.edges)
+    def _edges(self, chosen: np.ndarray, there: np.ndarray) -> list[Edge]:
+        """Edges from places of a layer to the next or the rest, parallel ones merged.
+
+        `there` numbers the places at the other end.
+        """
+        adopt, call = self.pool.adopt, self.pool.call
         merged: dict[tuple[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        for index in edges.tolist():
-            edge = self.graph.edges[index]
+        for edge in (self.graph.edges[index] for index in chosen):
             ends = (edge.first, edge.second)
-            adopt, call = self.pool.adopt, self.pool.call
             parts = call(
                 min_plus.used_only,
                 adopt(edge.first_class, np.intp),
@@ -254,21 +249,63 @@ class _Builder:
                 adopt(edge.costs, np.float64),
             )
             at, other = self.at[ends[0]], self.at[ends[1]]
-            if at < 0 or 0 <= other < at:  # the lower layer comes first
+            if at < 0 or 0 <= other < at:
                 ends = ends[::-1]
                 parts = (parts[1], parts[0], call(_transposed, parts[2]))
-            first = start + self.layer_index[int(self.place[ends[0]])]
-            second = int(self.place[ends[1]])
-            if self.at[ends[1]] < 0:
-                second = self.rest_index[second]
-            else:
-                second = start_next + self.layer_index[second]
-            known = merged.get((first, second))
-            if known is not None:
-                parts = call(min_plus.merge_parallel, *known, *parts)
-            merged[first, second] = parts
-        self.edges += [Edge(*ends, *parts) for ends, parts in merged.items()]
-        return range(begin, len(self.edges))
+            key = int(self.place[ends[0]]), int(there[self.place[ends[1]]])
+            if key in merged:
+                parts = call(min_plus.merge_parallel, *merged[key], *parts)
+            merged[key] = parts
+        return [Edge(*ends, *parts) for ends, parts in merged.items()]
+
+    def _ends(self, members: np.ndarray) -> ChoiceGraph:
+        index = np.full(len(self.graph.nodes), -1)
+        index[members] = np.arange(members.size)
+        types = self.graph.types
+        first, second = index[types.first], index[types.second]
+        edges = tuple(
+            replace(self.graph.edges[e], first=int(first[e]), second=int(second[e]))
+            for e in np.flatnonzero((first >= 0) & (second >= 0))
+        )
+        nodes = tuple(self.graph.nodes[v] for v in members)
+        return ChoiceGraph(nodes, edges, constant=self.graph.constant)
+
+
+def _ring(layer: Reduced, borders: Sequence[Edge]) -> ChoiceGraph:
+    """Copies of a layer in a circle, with edges across the borders."""
+    graph = layer.graph
+    size = len(graph.nodes)
+    index = {place: number for number, place in enumerate(layer.kept)}
+    edges = []
+    for start in range(0, NUM_COPIES * size, size):
+        after = (start + size) % (NUM_COPIES * size)
+        edges += [
+            replace(edge, first=start + edge.first, second=start + edge.second)
+            for edge in graph.edges
+        ]
+        edges += [
+            replace(
+                edge,
+                first=start + index[edge.first],
+                second=after + index[edge.second],
+            )
+            for edge in borders
+        ]
+    constant = NUM_COPIES * graph.constant
+    return ChoiceGraph(graph.nodes * NUM_COPIES, tuple(edges), constant=constant)
+
+
+def _with_costs(
+    graph: ChoiceGraph, extra: Sequence[tuple[int, np.ndarray]], constant: float
+) -> ChoiceGraph:
+    """The graph with more costs [k] at nodes; what may be below 0 in its constant."""
+    nodes, constant = list(graph.nodes), constant + graph.constant
+    for index, costs in extra:
+        node, least = nodes[index], float(costs.min())
+        least = least if least < inf else 0.0
+        constant += least
+        nodes[index] = Node(node.name, node.costs + (costs - least), node.bytes)
+    return replace(graph, nodes=tuple(nodes), constant=constant)
 
 
 def _transposed(matrix: np.ndarray) -> np.ndarray:

@@ -45,6 +45,8 @@ class Verdict:
     rows: tuple[MemoryRow, ...] = ()
 
 
+MOST_ROWS_AT_ONCE = 8
+
 Check = Callable[[tuple[int, ...]], Verdict]
 """Says what a complete assignment needs: a model of memory, asked when needed."""
 
@@ -52,18 +54,18 @@ Check = Callable[[tuple[int, ...]], Verdict]
 def check_live_sets(graph: ChoiceGraph) -> Check:
     """The check of a graph whose live sets say all about memory."""
     limit = inf if graph.budget is None else allowed(graph.budget)
+    rows: dict[int, MemoryRow] = {}
 
     def check(choices: tuple[int, ...]) -> Verdict:
         used = graph.used_bytes(choices)
         peak = float(used.max(initial=0.0))
         broken = np.flatnonzero(used > limit)
         worst = broken[np.argsort(-used[broken], kind="stable")][:MOST_ROWS_AT_ONCE]
-        return Verdict(peak, tuple(live_row(graph, int(live)) for live in worst))
+        for live in worst.tolist():
+            rows.setdefault(live, live_row(graph, live))
+        return Verdict(peak, tuple(rows[live] for live in worst.tolist()))
 
     return check
-
-
-MOST_ROWS_AT_ONCE = 8
 
 
 def live_row(graph: ChoiceGraph, live: int) -> MemoryRow:

@@ -147,7 +147,7 @@ class Relaxation:
         sizes = [float(n.bytes.max(initial=0.0)) for n in self.graph.nodes]
         self._size_of_bytes = max(sum(sizes), 1e-250)
         if self.minimises_peak:
-            costs = [np.zeros(self._columns.size), np.ones(1)]
+            costs = [np.zeros(self._columns.size), np.array([self._size_of_bytes])]
         equal = self._add_choices(triples)
         self._add_pairs(triples, costs, equal)
         rows, columns, values = (
@@ -238,6 +238,7 @@ _OPTIONS: dict[str, Any] = {
     "solver": "simplex",
     "simplex_iteration_limit": MOST_PIVOTS,
     "random_seed": 0,
+    "primal_feasibility_tolerance": 1e-9,
 }
 
 

@@ -1,6 +1,7 @@
 """Finding equal layers in a choice graph.
 
-    colours    nodes that look alike as far as RADIUS edges away share a colour
+    colours    nodes that look alike as far as a few edges away share a colour; the
+               nearer, the fewer layers differ because they are near an end (RADII)
                (`_Coloured`; Weisfeiler and Leman 1968, a few rounds, sums of hashes)
     orbits     from a colour whose nodes follow at equal distances, one node a layer,
                layers grow along edges: neighbours by equal edges of one node a layer
@@ -22,7 +23,7 @@ import numpy as np
 from .array_pool import ArrayPool
 from .choice_graph import ChoiceGraph, Types
 
-RADIUS = 3
+RADII = (1, 3)
 FEWEST_LAYERS = 6
 MOST_SEEDS = 8
 MOST_SHIFTS = 8
@@ -48,7 +49,15 @@ class Repeats:
 def find_repeats(graph: ChoiceGraph, pool: ArrayPool) -> Repeats | None:
     """The largest run of equal layers, or None where none is worth folding."""
     typed = _by_content(graph, pool)
-    coloured = _Coloured(typed)
+    for radius in RADII:
+        found = _largest(_Coloured(typed, radius))
+        if found is not None:
+            return found
+    return None
+
+
+def _largest(coloured: "_Coloured") -> Repeats | None:
+    typed = coloured.typed
     best: Repeats | None = None
     for seed in coloured.seeds():
         if best is not None and seed.size * typed.node.size < best.layers.size:
@@ -93,7 +102,7 @@ class _Coloured:
     to `start[v + 1]`, sorted by type, direction, colour there and place in the graph.
     """
 
-    def __init__(self, typed: Types) -> None:
+    def __init__(self, typed: Types, radius: int) -> None:
         self.typed = typed
         count = typed.node.size
         rng = np.random.default_rng(0)
@@ -103,7 +112,7 @@ class _Coloured:
         draw = rng.integers(0, 2**63, size=int(sided.max(initial=0)) + 2, dtype="u8")
         hashes = rng.integers(0, 2**63, size=count + 1, dtype="u8")[typed.node]
         before = hashes
-        for _ in range(RADIUS):
+        for _ in range(radius):
             before = hashes
             around = np.zeros(count, np.uint64)
             np.add.at(around, source, _mix(draw[sided] + _mix(hashes[target])))
@@ -220,7 +229,7 @@ class _Growth:
         for index, nodes in enumerate(self.orbits):
             first = int(self.shift[index]) - least
             table[first : first + self.number, index] = nodes
-        is_whole = (table >= 0).all(axis=1)
+        is_whole = np.all(table >= 0, axis=1, keepdims=True)[:, 0]
         first, last = _longest_run(is_whole)
         while last - first >= FEWEST_LAYERS:
             layers = table[first:last]

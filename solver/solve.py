@@ -24,6 +24,7 @@ def solve(
     initial: Sequence[int] | None = None,
     free: Assignment | None = None,
     known: Sequence[Sequence[int]] = (),
+    folds: bool = True,
 ) -> Assignment:
     """The best assignment found, with a bound on all others.
 
@@ -34,6 +35,7 @@ def solve(
         initial: a plan already known, within budget or not.
         free: the solution of the same nodes and edges without a budget, if it is known.
         known: plans of the same nodes that were seen under other budgets.
+        folds: whether few of many equal layers may stand for all at first.
 
     Raises:
         Infeasible: nothing is allowed, or nothing fits; carries the least budget.
@@ -41,7 +43,7 @@ def solve(
     deadline = perf_counter() + time_limit_seconds
     search = Search(graph, gap, deadline, ArrayPool())
     if free is None:
-        free = _solve_free(graph, search, initial)
+        free = _solve_free(graph, search, initial, folds)
     search.raise_bound(free.bound)
     search.offer(free.choices)
     if initial is not None:
@@ -54,13 +56,17 @@ def solve(
 
 
 def _solve_free(
-    graph: ChoiceGraph, search: Search, initial: Sequence[int] | None
+    graph: ChoiceGraph,
+    search: Search,
+    initial: Sequence[int] | None,
+    folds: bool,
 ) -> Assignment:
     """The solution without the budget; its phases are the search's first."""
-    free = Search(replace(graph, budget=None), search.gap, search.deadline, search.pool)
+    whole = graph if graph.budget is None else replace(graph, budget=None)
+    free = Search(whole, search.gap, search.deadline, search.pool)
     if initial is not None:
         free.offer(initial)
-    solve_free(free)
+    solve_free(free, folds=folds)
     if free.choices is None:
         raise TimeoutError(
             "The time limit must be enough for a first plan, but was not; raise "

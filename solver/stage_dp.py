@@ -20,97 +20,30 @@ v stages, s on s mod P, and takes, with (t + x) / v for each and v M - 1 more,
 
   sum of (t + x) / v  +  (v M - 1) * max of max(t, x)  +  v * max of a
 
-`max t` and `max a` are enumerated (`_at_pace`, `_at_once`), each value a limit under
-which a dynamic program over (stages left, first layer, first device) finds the least
-sum (`_least_sum`). The pace starts at the least that is feasible, found by bisection;
-what is left is bounded by the least sum of all, so few values are tried. `gap` lets
-values lie so far apart that no plan is better by more.
+`max t` and `max a` are enumerated (`_at_once`, `run`), each value a limit under
+which a dynamic program over (stages left, first layer, first device, devices of the
+first stage) finds the least sum (`_least_sum`). The pace starts at the least that is
+feasible, found by bisection; what is left is bounded by the least sum of all, so few
+values are tried. `gap` lets values lie so far apart that no plan is better by more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Literal
 
 import numpy as np
 
-ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
-
-
-@dataclass(frozen=True, eq=False)
-class StageChoice:
-    """A submesh, and what each span of layers costs there; arrays are [L + 1, L + 1].
-
-    Entry [i, j] is of layers i to j - 1; infinite seconds say that it cannot be.
-    `label` is the caller's name for it, `kind` the kind of its devices.
-    """
-
-    label: Hashable
-    num_devices: int
-    seconds: np.ndarray
-    once_seconds: np.ndarray
-    fixed_bytes: np.ndarray
-    microbatch_bytes: np.ndarray
-    kind: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class StageProblem:
-    """Layers, devices and choices; see the top of the file.
-
-    `crossing_seconds[h, p]` is for one device to send all that crosses a border before
-    layer p, inside a host (h = 0) or between hosts (1); a stage's devices share it.
-    `crossing_launch[h]` comes on top. `host_kinds` is the kind of each host's devices.
-    """
-
-    num_layers: int
-    host_kinds: tuple[int, ...]
-    devices_per_host: int
-    choices: tuple[StageChoice, ...]
-    crossing_seconds: np.ndarray
-    crossing_launch: tuple[float, float]
-    capacity_bytes: float
-    num_microbatches: int
-    schedule: ScheduleName = "1f1b"
-    stages_per_submesh: int = 1
-    min_stages: int = 1
-    max_stages: int | None = None
-
-    @property
-    def num_devices(self) -> int:
-        return len(self.host_kinds) * self.devices_per_host
-
-    def may_start(self, choice: StageChoice, device: int) -> bool:
-        """Whether a submesh may begin at a device: it keeps to one host, or to whole
-        ones, all of its kind."""
-        inside, number = self.devices_per_host, choice.num_devices
-        last = device + number - 1
-        if last >= self.num_devices:
-            return False
-        hosts = range(device // inside, last // inside + 1)
-        if any(self.host_kinds[host] != choice.kind for host in hosts):
-            return False
-        return len(hosts) == 1 or not (device % inside or number % inside)
-
-    def crossing(self, choice: StageChoice, is_between_hosts: bool) -> np.ndarray:
-        """Seconds for what crosses the upper border p of a stage: [L + 1]."""
-        level = int(is_between_hosts)
-        shared = self.crossing_seconds[level] / choice.num_devices
-        seconds = shared + self.crossing_launch[level]
-        seconds[self.num_layers] = 0.0
-        return seconds
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Layers `first` to `end` - 1 on devices from `device` on, under a choice."""
-
-    first: int
-    end: int
-    device: int
-    choice: int
+from .stage_problem import (
+    ScheduleName,
+    Stage,
+    StageChoice,
+    StageProblem,
+    microbatches_in_flight,
+    sharing_devices,
+    step_seconds,
+)
 
 
 @dataclass(frozen=True)
@@ -146,39 +79,43 @@ def solve_stages(
     return min(found, key=lambda each: each.seconds, default=None)
 
 
-def step_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
-    """What a step takes with these stages; infinite if one holds too much."""
-    latency, pace, once = 0.0, 0.0, 0.0
-    shared = problem.stages_per_submesh
-    for index, stage in enumerate(stages):
-        choice = problem.choices[stage.choice]
-        upper = stage.device + choice.num_devices
-        if problem.schedule == "interleaved":
-            upper %= choice.num_devices * (len(stages) // shared)
-        between = upper % problem.devices_per_host == 0
-        crossing = problem.crossing(choice, between)[stage.end]
-        span = stage.first, stage.end
-        held = microbatches_in_flight(problem, index, len(stages))
-        kept = shared * choice.fixed_bytes[span] + held * choice.microbatch_bytes[span]
-        if kept > problem.capacity_bytes:
-            return inf
-        latency += choice.seconds[span] + crossing
-        pace = max(pace, choice.seconds[span], crossing)
-        once = max(once, choice.once_seconds[span])
-    repeats = shared * problem.num_microbatches - 1
-    return latency / shared + repeats * pace + shared * once
+_END = 0  # stands for the size of the stage behind the last
+_Key = tuple[int, bool, int]  # choice, border between hosts, devices that share it
 
 
-def microbatches_in_flight(problem: StageProblem, stage: int, num_stages: int) -> int:
-    """How many microbatches of a stage's submesh wait for their backward at most."""
-    number, shared = problem.num_microbatches, problem.stages_per_submesh
-    if problem.schedule == "gpipe":
-        return number
-    if problem.schedule == "1f1b":
-        return min(number, num_stages - stage)
-    submeshes = num_stages // shared
-    ahead = 2 * (submeshes - stage % submeshes - 1) + (shared - 1) * submeshes
-    return min(shared * number, ahead + 1)
+def _shared(own: int, following: int) -> int:
+    """How many devices share what crosses between a stage and the next."""
+    return own if following == _END else min(own, following)
+
+
+@dataclass
+class _Step:
+    """The least sum from every (first layer, first device) on, and how it goes on."""
+
+    cost: np.ndarray
+    choice: np.ndarray
+    end: np.ndarray
+    next_size: np.ndarray
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...]) -> _Step:
+        return cls(np.full(shape, inf), *(np.zeros(shape, np.int32) for _ in range(3)))
+
+    def improve(
+        self,
+        where: tuple[np.ndarray, ...],
+        least: np.ndarray,
+        choice: int,
+        end: np.ndarray,
+        sizes: np.ndarray,
+    ) -> None:
+        """Take over what costs less; `sizes` are those of the next stage, by end."""
+        better = least < self.cost[where]
+        following = np.take_along_axis(sizes, end, axis=0)
+        self.cost[where] = np.where(better, least, self.cost[where])
+        self.choice[where] = np.where(better, choice, self.choice[where])
+        self.end[where] = np.where(better, end, self.end[where])
+        self.next_size[where] = np.where(better, following, self.next_size[where])
 
 
 class _Search:
@@ -201,10 +138,12 @@ class _Search:
         elif problem.max_stages is not None:
             self.most = min(self.most, problem.max_stages)
         is_span = np.triu(np.ones((size, size), bool), 1)
-        self.latency: dict[tuple[int, bool], np.ndarray] = {}
-        self.pace: dict[tuple[int, bool], np.ndarray] = {}
+        sizes = {problem.choices[c].num_devices for c in self.choices}
+        self.latency: dict[_Key, np.ndarray] = {}
+        self.pace: dict[_Key, np.ndarray] = {}
         self.allowed: dict[int, np.ndarray] = {}
         self.starts: dict[tuple[int, bool], np.ndarray] = {}
+        devices = np.arange(problem.num_devices)
         for index in self.choices:
             choice = problem.choices[index]
             seconds = np.where(is_span, choice.seconds, inf)
@@ -214,25 +153,23 @@ class _Search:
                 most = np.floor(room / choice.microbatch_bytes * (1 + 1e-12))
             most = np.where(choice.microbatch_bytes > 0, most, inf)
             self.allowed[index] = np.where(room >= 0, most, -1.0)
-            devices = np.arange(problem.num_devices)
             legal = np.array([problem.may_start(choice, d) for d in devices])
             ends = (devices + choice.num_devices) % problem.devices_per_host == 0
             for between in (False, True):
-                crossing = problem.crossing(choice, between)
-                self.latency[index, between] = seconds + crossing
-                self.pace[index, between] = np.maximum(seconds, crossing)
-                chosen = legal & (ends == between)
-                if only is None:
-                    self.starts[index, between] = np.flatnonzero(chosen)
+                self.starts[index, between] = np.flatnonzero(legal & (ends == between))
+                for width in (n for n in sizes if n <= choice.num_devices):
+                    crossing = problem.crossing(width, between)
+                    self.latency[index, between, width] = seconds + crossing
+                    self.pace[index, between, width] = np.maximum(seconds, crossing)
 
     def run(self) -> StageAssignment | None:
         bound = self._least_total(inf, inf)
         if bound == inf:
             return None
         least_once = min(
-            float(self.problem.choices[c].once_seconds[np.isfinite(p)].min(initial=inf))
-            for c in self.choices
-            for p in (self.pace[c, False],)
+            float(self.problem.choices[index].once_seconds[np.isfinite(p)].min())
+            for (index, *_), p in self.pace.items()
+            if np.isfinite(p).any()
         )
         once_limit, shared = inf, self.problem.stages_per_submesh
         while True:
@@ -261,11 +198,16 @@ class _Search:
         paces = np.unique(
             np.concatenate([p[np.isfinite(p)] for p in self.pace.values()])
         )
+        repeats = self.problem.stages_per_submesh * self.problem.num_microbatches - 1
+        least_sum = self._least_total(inf, once_limit)
+        if self.best_seconds < inf:  # slower paces cannot be better than what is known
+            room = (self.best_seconds - least_once) * (1 - self.gap) - least_sum
+            if room <= 0:
+                return None
+            paces = paces[paces * repeats <= room]
         first = self._first_feasible(paces, once_limit)
         if first is None:
             return None
-        repeats = self.problem.stages_per_submesh * self.problem.num_microbatches - 1
-        least_sum = self._least_total(inf, once_limit)
         best: tuple[tuple[Stage, ...], float] | None = None
         below = paces[first]
         for pace in self._thinned(paces[first:]):
@@ -281,7 +223,7 @@ class _Search:
             if found is None:
                 continue
             stages, latency = found
-            slowest = max(self._pace(stage, stages) for stage in stages)
+            slowest = max(self._pace(stages, index) for index in range(len(stages)))
             seconds = latency + repeats * slowest
             if best is None or seconds < best[1]:
                 best = stages, seconds
@@ -290,12 +232,14 @@ class _Search:
                 self.best, self.best_seconds = stages, total
         return best
 
-    def _pace(self, stage: Stage, stages: Sequence[Stage]) -> float:
+    def _pace(self, stages: Sequence[Stage], index: int) -> float:
+        stage = stages[index]
         upper = stage.device + self.problem.choices[stage.choice].num_devices
         if self.only is not None:
             upper %= self.problem.choices[stage.choice].num_devices * self.num_submeshes
         between = upper % self.problem.devices_per_host == 0
-        return float(self.pace[stage.choice, between][stage.first, stage.end])
+        width = sharing_devices(self.problem, stages, index)
+        return float(self.pace[stage.choice, between, width][stage.first, stage.end])
 
     def _first_feasible(self, paces: np.ndarray, once_limit: float) -> int | None:
         low, high = 0, len(paces) - 1
@@ -337,48 +281,54 @@ class _Search:
         }
         if self.only is not None:
             return self._interleaved(costs)
-        problem, size = self.problem, self.problem.num_layers + 1
-        reached = np.full((size, problem.num_devices + 1), inf)
-        reached[problem.num_layers] = 0.0
-        before: list[tuple[np.ndarray, np.ndarray]] = []
-        best, best_stages = inf, 0
+        problem, shape = self.problem, (self.problem.num_layers + 1,)
+        shape = (*shape, problem.num_devices + 1)
+        done = np.full(shape, inf)
+        done[problem.num_layers] = 0.0
+        reached: dict[int, np.ndarray] = {_END: done}
+        before: list[dict[int, _Step]] = []
+        best, best_stages, best_size = inf, 0, _END
         for left in range(1, self.most + 1):
             held = microbatches_in_flight(problem, 0, left)
-            following = np.full_like(reached, inf)
-            chosen = np.zeros(reached.shape, np.int32)
-            ends = np.zeros(reached.shape, np.int32)
-            for (index, between), cost in costs.items():
+            steps: dict[int, _Step] = {}
+            for (index, between, width), cost in costs.items():
+                own = problem.choices[index].num_devices
                 starts = self.starts[index, between]
-                after = reached[:, starts + problem.choices[index].num_devices]
-                useful = np.isfinite(after).any(axis=0)
-                if not useful.any():
+                next_sizes = [n for n in reached if _shared(own, n) == width]
+                if not len(starts) or not next_sizes:
                     continue
-                starts, after = starts[useful], after[:, useful]
+                every = np.stack([reached[n][:, starts + own] for n in next_sizes])
+                after = every.min(axis=0)
+                useful = np.isfinite(after).any(axis=0)
                 cost = np.where(self.allowed[index] >= held, cost, inf)
                 rows = np.flatnonzero(np.isfinite(cost).any(axis=1))
-                if not len(rows):
+                if not useful.any() or not len(rows):
                     continue
+                places, after = starts[useful], after[:, useful]
+                sizes = np.array(next_sizes)[every.argmin(axis=0)[:, useful]]
                 through = cost[rows][:, :, None] + after[None]
                 end = through.argmin(axis=1)
                 least = np.take_along_axis(through, end[:, None], axis=1)[:, 0]
-                where = np.ix_(rows, starts)
-                better = least < following[where]
-                following[where] = np.where(better, least, following[where])
-                chosen[where] = np.where(better, index, chosen[where])
-                ends[where] = np.where(better, end, ends[where])
-            before.append((chosen, ends))
-            reached = following
-            if left >= self.least and reached[0, 0] < best:
-                best, best_stages = float(reached[0, 0]), left
-            if not np.isfinite(reached).any():
+                step = steps.setdefault(own, _Step.empty(shape))
+                step.improve(np.ix_(rows, places), least, index, end, sizes)
+            before.append(steps)
+            reached = {n: step.cost for n, step in steps.items()}
+            for number, step in steps.items():
+                if left >= self.least and step.cost[0, 0] < best:
+                    best, best_stages = float(step.cost[0, 0]), left
+                    best_size = number
+            if not reached:
                 break
         if best == inf:
             return None
-        stages, first, device = [], 0, 0
-        for chosen, ends in reversed(before[:best_stages]):
-            index, end = int(chosen[first, device]), int(ends[first, device])
-            stages.append(Stage(first, end, device, index))
-            first, device = end, device + problem.choices[index].num_devices
+        stages, first, device, number = [], 0, 0, best_size
+        for steps in reversed(before[:best_stages]):
+            step, place = steps[number], (first, device)
+            stages.append(
+                Stage(first, int(step.end[place]), device, int(step.choice[place]))
+            )
+            first, device = int(step.end[place]), device + number
+            number = int(step.next_size[place])
         return tuple(stages), best
 
     def _interleaved(
@@ -400,7 +350,7 @@ class _Search:
         for stage in reversed(range(total)):
             upper = (stage + 1) % self.num_submeshes * own
             held = microbatches_in_flight(problem, stage, total)
-            cost = costs[index, upper % problem.devices_per_host == 0]
+            cost = costs[index, upper % problem.devices_per_host == 0, own]
             cost = np.where(self.allowed[index] >= held, cost, inf)
             through = cost + reached[None]
             before.append(through.argmin(axis=1))
@@ -423,7 +373,7 @@ def best_over(
     schedules: Sequence[tuple[ScheduleName, int]],
     gap: float = 0.0,
 ) -> tuple[StageProblem, StageAssignment] | None:
-    """The fastest stages over numbers of microbatches and schedules, with their problem.
+    """The fastest stages over numbers of microbatches and schedules.
 
     Arguments:
       choices_of: choices and `crossing_seconds` for a number of microbatches.

@@ -52,7 +52,7 @@ def run(*args: str) -> int:
 def test_help_lists_the_commands_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     printed = capsys.readouterr().out
-    for command in ("demo", "plan", "calibrate", "explain", "doctor"):
+    for command in ("demo", "plan", "calibrate", "explain", "diff", "doctor"):
         assert f"\n  {command}" in printed
 
 

@@ -73,6 +73,27 @@ def test_every_preset_loads_and_is_plausible(kind: str) -> None:
     assert cluster.host_link.seconds_per_byte <= cluster.network_link.seconds_per_byte
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "CPU"])
+def test_every_accelerator_has_a_curve_for_what_it_trains_in(kind: str) -> None:
+    """Small products reach less, and large ones what a dtype without a curve does."""
+    device = Cluster.preset(kind).device
+    dtype = "float16" if kind == "V100" else "bfloat16"
+    assert {dtype, "float32"} <= {*device.efficiency}
+    sizes = [2.0 * size**3 for size in (128, 256, 512, 1024, 4096, 16384)]
+    rates = [device.flops_per_second(dtype, size) for size in sizes]
+    assert rates == sorted(rates)
+    assert rates[1] < 0.6 * rates[-1]
+    peak = device.peak_flops[dtype] * device.flops_efficiency
+    assert rates[-1] == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_preset_says_what_of_gradients_is_waited_for(kind: str) -> None:
+    path = Path(clusters.__file__).parent / f"{kind}.toml"
+    assert "visible_fraction" in path.read_text()
+    assert 0 < Cluster.preset(kind).visible_fraction <= 1
+
+
 def test_the_presets_are_those_promised() -> None:
     assert KINDS == sorted("A100 A100-80GB B200 CPU H100 H200 V100 v5e v5p v6e".split())
 
@@ -148,6 +169,21 @@ def test_one_host_needs_no_network(tmp_path: Path) -> None:
         ("= 1000", "= 1e3", "`device.memory_bytes` must be an integer above zero, but"),
         ("num_hosts = 2", "num_hosts = true", "`num_hosts` must be an integer"),
         ("= 1e-6", "= -1e-6", "`host_link.alpha_seconds` must be a number of at least"),
+        (
+            "kernel_seconds = 0",
+            "kernel_seconds = 0\nvisible_fraction = 0",
+            "`visible_fr",
+        ),
+        (
+            "kernel_seconds = 0",
+            "kernel_seconds = 0\nvisible_fraction = 1.5",
+            "`visible_fraction` must be a fraction up to 1, but got 1.5",
+        ),
+        (
+            "kernel_seconds = 0",
+            "kernel_seconds = 0\nvisable_fraction = 1",
+            "field `visable_fraction` is unknown; did you mean visible_fraction?",
+        ),
         ("= 1e-5", "= 'soon'", "`launch_seconds` must be a number of at least zero"),
         ("bandwidth = 100", "bandwidth = 0", "`host_link.bandwidth` must be a number"),
         ("bandwidth = 100", "bandwidth = inf", "`host_link.bandwidth` must be a num"),

@@ -144,6 +144,7 @@ def test_source_lines_are_relative_below_the_current_folder(
     [
         (0, "0 s"),
         (2.5e-9, "2.5 ns"),
+        (9.9999e-7, "1 us"),
         (4.2e-5, "42 us"),
         (0.0123, "12.3 ms"),
         (61, "61 s"),

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.clusters.cluster import Cluster
+from autopar.errors import FallbackWarning
 from autopar.methods.named_methods import NamedMethod, restrictions_of
 from autopar.planner.intra_op import plan_intra_op
 from autopar.plans.parallel_plan import Plan
@@ -117,8 +118,9 @@ STATE_BYTES = {
 @pytest.mark.parametrize("stage", STATE_BYTES)
 def test_zero_scatters_gradients_and_gathers_parameters(stage: int) -> None:
     """F2: 4 reduce_scatters of 32,768 B and 4 all_gathers of 262,144 B. Stage 3 gathers
-    before the forward pass and keeps what it gathered, the others after the update."""
-    plan = run(f2(ADAM), autopar.Zero(stage))
+    before the forward pass and keeps what it gathered, if it is told to, the others
+    after the update."""
+    plan = run(f2(ADAM), autopar.Zero(stage, reshard_after_forward=stage < 3))
     assert traffic(plan) == {
         ("reduce_scatter", "x"): [32_768] * 4,
         ("all_gather", "x"): [262_144] * 4,
@@ -133,13 +135,15 @@ def test_zero_scatters_gradients_and_gathers_parameters(stage: int) -> None:
 def test_zero_of_plain_descent_sends_as_much(make: Any, stage: int) -> None:
     case = make()
     number = 8 if make is f1 else 2
-    plan = run(case, autopar.Zero(stage), devices(number))
+    method = autopar.Zero(stage, reshard_after_forward=stage < 3)
+    plan = run(case, method, devices(number))
     params = sum(leaf.nbytes for leaf in jax.tree.leaves(case.args[0]))
     assert sent_bytes(plan) == all_reduce_bytes(params, number)
 
 
 def test_zero_on_two_axes_splits_over_both() -> None:
-    plan = planned(f2(ADAM), autopar.Zero(3), "x:2;y:4")
+    method = autopar.Zero(3, reshard_after_forward=False)
+    plan = planned(f2(ADAM), method, "x:2;y:4")
     assert plan.sharding.state_bytes() == STATE_BYTES[3] + 4
     assert sent_bytes(plan) == 1_835_008 + LOSS_BYTES
 
@@ -192,7 +196,8 @@ def test_zero_reduces_once_what_a_loop_over_time_reads_in_every_iteration(
     stage: int,
 ) -> None:
     workload = build("lstm")
-    step = autopar.parallelize(workload.step, mesh="x:8", method=autopar.Zero(stage))
+    method = autopar.Zero(stage, reshard_after_forward=stage < 3)
+    step = autopar.parallelize(workload.step, mesh="x:8", method=method)
     state, batch = workload.abstract()
     params = sum(math.prod(leaf.shape) * 4 for leaf in jax.tree.leaves(state.params))
     plan = step.plan(state, batch)
@@ -207,7 +212,8 @@ def test_zero_leaves_whole_what_no_axis_divides() -> None:
         return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
 
     case = Case(step, ({"w": random(0, 10, 7), "b": random(1, 7)}, random(2, 16, 10)))
-    plan = run(case, autopar.Zero(3))
+    with pytest.warns(FallbackWarning, match="they divide none"):
+        plan = run(case, autopar.Zero(3))
     assert homes(plan) == {"params['b']": (-1,), "params['w']": (-1,), "x": (0,)}
 
 
@@ -218,6 +224,22 @@ def test_megatron_splits_columns_then_rows() -> None:
     kernels = {"qkv": (2,), "out": (0,), "up": (1,), "down": (0,)}
     found = homes(plan)
     assert {name: found[f"params['{name}']"] for name in kernels} == kernels
+
+
+def test_megatron_of_two_layers_sums_the_output_alone() -> None:
+    """F1, whose input needs no gradient: one sum of b d_io, as the layout d_h:all."""
+    plan = run(f1(), autopar.Megatron(tensor=8))
+    assert traffic(plan) == {("all_reduce", "x"): [32_768]}
+    found = homes(plan)
+    assert (found["params['w']"], found["params['v']"]) == ((1,), (0,))
+
+
+def test_rules_that_split_the_batch_alone_are_data_parallelism() -> None:
+    """F2: 2 (n-1)/n elements a parameter."""
+    case = f2(ADAM)
+    rules = planned(case, autopar.LayoutRules("batch:x"))
+    assert sent_bytes(rules) == 2 * PSI_BYTES * 7 / 8 + LOSS_BYTES
+    assert rules.diff(planned(case, autopar.DataParallel())).collectives == ()
 
 
 def test_megatron_finds_the_heads_of_separate_projections() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -180,6 +181,37 @@ def test_pins_that_leave_no_plan_are_named() -> None:
         str(blamed).replace("PartitionSpec", "P")
     )
     assert blamed.least_budget_bytes == 1024
+
+
+def test_pins_that_a_real_budget_leaves_no_plan_with_are_named() -> None:
+    """Both parameters whole take 1 MiB, one of them a half; the step needs the rest."""
+
+    def step(params: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+        def loss(params: dict[str, jax.Array]) -> jax.Array:
+            return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]) ** 2)
+
+        grads = jax.grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params = {
+        "w": jax.ShapeDtypeStruct((256, 512), jnp.float32),
+        "v": jax.ShapeDtypeStruct((512, 256), jnp.float32),
+    }
+    args = params, jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    options = {
+        "mesh": "x:8",
+        "cluster": autopar.Cluster.preset("8xH100"),
+        "memory_budget": 1200 * 1024,
+    }
+    pins = {"params/w": P(), "^x$": P("x"), "params/v": P()}
+    with pytest.raises(autopar.InfeasiblePlanError) as caught:
+        autopar.parallelize(step, pins=pins, **options).plan(*args)
+    blamed = str(caught.value).partition("Without pins there is a plan; ")[2]
+    assert {key for key in pins if f"{key!r}:" in blamed} == {"params/w", "params/v"}
+    assert (caught.value.least_budget_bytes or 0) > 1200 * 1024
+    for name in ("params/w", "params/v"):  # dropping one of them is enough
+        rest = {key: spec for key, spec in pins.items() if key != name}
+        autopar.parallelize(step, pins=rest, **options).plan(*args)
 
 
 def test_pins_that_are_not_to_blame_are_not_named() -> None:

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.errors import PlanFileError
+from autopar.plans import staged_plan_file
 from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan_file import from_json, to_json
 from autopar.sharding.mesh import MeshShape
+from tests.rows.fixtures import f6
 from tests.tiny_plans import make_plan
 
 TEXT = to_json(make_plan())
@@ -225,3 +228,97 @@ def test_an_edit_that_contradicts_the_rest_is_refused(
     entry[key] = value
     with pytest.raises(PlanFileError, match=reason):
         run(Plan(from_json(json.dumps(document), "plan.json")))
+
+
+@pytest.fixture(scope="module")
+def staged_text() -> str:
+    """A pipeline of two stages, of which two programs are enough."""
+    case = f6()
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=8)
+    plan = autopar.parallelize(case.step, method=method).plan(*case.args).stages
+    return staged_plan_file.to_json(replace(plan, programs=plan.programs[:2]))
+
+
+def test_a_pipeline_comes_back_equal(staged_text: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(staged_text)
+    plan = Plan.load(tmp_path / "plan.json")
+    assert staged_plan_file.to_json(plan.stages) == staged_text
+
+
+@pytest.mark.parametrize("part", [0.0, 0.01, 0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_pipeline_is_refused(
+    staged_text: str, part: float, tmp_path: Path
+) -> None:
+    length = int(part * len(staged_text.rstrip()))
+    (tmp_path / "plan.json").write_text(staged_text[:length])
+    with pytest.raises(PlanFileError, match=r"plan\.json"):
+        Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"version": 2}, "`version` must be 1, .* but got 2"),
+        ({"num_stages": 1}, "`num_stages` must be an integer >= 2"),
+        ({"meshes": []}, "`meshes` must have a mesh for each of 2 stages"),
+        ({"microbatch_semantics": "some"}, "must be one of exact, independent"),
+        ({"stages": 2}, "`stages` is unknown"),
+        ({"programs": [{"stage": 0}]}, r"`programs\[0\].kind` is missing"),
+        ({"transfers": [{"slot": "x"}]}, r"`transfers\[0\].source` is missing"),
+    ],
+)
+def test_a_wrong_field_of_a_pipeline_is_named(
+    staged_text: str, change: dict[str, Any], reason: str
+) -> None:
+    document = {**json.loads(staged_text), **change}
+    with pytest.raises(PlanFileError, match=reason):
+        staged_plan_file.from_json(json.dumps(document), "plan.json")
+
+
+@pytest.mark.parametrize("value", [None, -1, 2.5, True, "x", [], {}])
+def test_whatever_a_value_of_a_pipeline_becomes_it_is_read_or_refused(
+    staged_text: str, value: Any
+) -> None:
+    document = json.loads(staged_text)
+    program = document["programs"][0]
+    places = [
+        *((document, key) for key in document),
+        *((program, key) for key in program),
+        *((document["transfers"][0], key) for key in document["transfers"][0]),
+    ]
+    for holder, key in places:
+        kept = holder[key]
+        holder[key] = value
+        try:
+            staged_plan_file.from_json(json.dumps(document), "plan.json")
+        except PlanFileError as error:
+            assert str(error).startswith("plan.json: `")
+        holder[key] = kept
+
+
+def test_a_plan_on_another_mesh_is_refused(plan: Plan) -> None:
+    with pytest.raises(ValueError, match="made for, which is data:2;model:4, but"):
+        autopar.parallelize(step, plan=plan, mesh="data:4;model:2")
+    for mesh in ("data:2;model:4", {"data": 2, "model": -1}):
+        autopar.parallelize(step, plan=plan, mesh=mesh, cluster=CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("pipe:0", "axes of the mesh"),
+        ("data:0 data:1", "'data' twice"),
+        ("data:1", r"cannot split the shape \[2, 64, 63\]"),
+    ],
+)
+def test_a_hand_edit_that_is_no_legal_spec_is_refused(
+    plan: Plan, spec: str, reason: str, tmp_path: Path
+) -> None:
+    document = json.loads(to_json(plan.sharding))
+    (entry,) = [each for each in document["inputs"] if each["path"] == "state['w']"]
+    if "63" in reason:
+        entry["shape"], spec = [2, 64, 63], "data:2"
+    entry["spec"] = spec
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    with pytest.raises(PlanFileError, match=reason):
+        Plan.load(tmp_path / "plan.json")

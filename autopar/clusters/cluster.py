@@ -9,12 +9,11 @@ while its neighbours stay silent gets the bandwidth of all the host's cards
 import dataclasses
 import os
 import re
-import tomllib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -22,16 +21,17 @@ from autopar.clusters.hardware import (
     AxisLink,
     Device,
     Link,
+    check_fraction,
     check_integer,
     check_positive,
     nearest,
 )
+from autopar.clusters.toml_table import build, check_fields, read_toml, table_at
 from autopar.errors import ClusterFileError, FallbackWarning
 from autopar.sharding.mesh import MeshShape
 
 _PRESETS = Path(__file__).parent
 _STAND_INS = {"gpu": "A100", "tpu": "v5e", "cpu": "CPU"}
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,10 @@ class Cluster:
       network_link: joins hosts.
       launch_seconds: what starting a collective costs.
       kernel_seconds: what starting an operator that fuses with no other costs.
+      visible_fraction: of the seconds of gathering parameters and reducing gradients,
+        the part that a step waits for; the rest runs while it computes. 1: all, which
+        is right where nobody measured, and where one device's compute and sending share
+        cores, as on CPUs.
       source: where the numbers are from.
       ray_hosts: the Ray hosts that run its programs; this process, if None.
 
@@ -84,12 +88,14 @@ class Cluster:
     kernel_seconds: float
     source: str
     ray_hosts: RayHosts | None = None
+    visible_fraction: float = 1.0
 
     def __post_init__(self) -> None:
         check_integer("num_hosts", self.num_hosts)
         check_integer("devices_per_host", self.devices_per_host)
         check_positive("launch_seconds", self.launch_seconds, zero=True)
         check_positive("kernel_seconds", self.kernel_seconds, zero=True)
+        check_fraction("visible_fraction", self.visible_fraction)
 
     @property
     def num_devices(self) -> int:
@@ -157,7 +163,7 @@ class Cluster:
                 "Cluster.load."
             )
         hosts, devices = (first, second) if second else ("1", first)
-        table = _read_toml(_PRESETS / f"{by_lower[kind.lower()]}.toml")
+        table = read_toml(_PRESETS / f"{by_lower[kind.lower()]}.toml")
         table["name"] = name.strip()
         table["num_hosts"] = int(hosts)
         table["devices_per_host"] = int(devices or table["devices_per_host"])
@@ -176,7 +182,7 @@ class Cluster:
           ClusterFileError: the file cannot be read, or a field is missing, unknown, of
             the wrong type or sign, or contradicts another.
         """
-        return _from_table(_read_toml(Path(path)), f"cluster file {os.fspath(path)}")
+        return _from_table(read_toml(Path(path)), f"cluster file {os.fspath(path)}")
 
     @classmethod
     def ray(
@@ -278,7 +284,9 @@ class Cluster:
             f"  within hosts  {self.host_link}\n"
             f"  between hosts {self.network_link}\n"
             f"  launches      collective {self.launch_seconds * 1e6:g} us, "
-            f"kernel {self.kernel_seconds * 1e6:g} us"
+            f"kernel {self.kernel_seconds * 1e6:g} us\n"
+            f"  waited for    {self.visible_fraction:.0%} of gathering parameters and "
+            f"reducing gradients"
         )
 
 
@@ -318,33 +326,19 @@ def _local_memory_bytes(device: Any, cluster: Cluster) -> int:
     return int(limit or cluster.device.memory_bytes)
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise ClusterFileError(
-            f"cluster file {path} does not exist; for known devices use "
-            "Cluster.preset('8x8xH100')."
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ClusterFileError(
-            f"cluster file {path} must be a TOML file, but reading it failed: {error}."
-        ) from error
-
-
 def _from_table(table: Mapping[str, Any], where: str) -> Cluster:
     """A cluster from nested tables; errors name `where` and the field."""
     table = dict(table)
     if table.get("num_hosts") == 1 and "host_link" in table:
         table.setdefault("network_link", table["host_link"])
-    _check_fields(Cluster, table, where, "")
+    check_fields(Cluster, table, where, "")
     if "ray_hosts" in table:
         raise ClusterFileError(
             f"{where}: `ray_hosts` cannot be given in a file; use Cluster.ray()."
         )
-    device = {**_table(table, "device", where)}
+    device = {**table_at(table, "device", where)}
     device["jax_kinds"] = tuple(device.get("jax_kinds", ()))
-    network = {**_table(table, "network_link", where)}
+    network = {**table_at(table, "network_link", where)}
     if "host_bandwidth" in network:
         if "bandwidth" in network:
             raise ClusterFileError(
@@ -358,43 +352,8 @@ def _from_table(table: Mapping[str, Any], where: str) -> Cluster:
             raise ClusterFileError(f"{where}: {error}") from None
         per_host = network.pop("host_bandwidth")
         network["bandwidth"] = per_host / table["devices_per_host"]
-    table["device"] = _build(Device, device, where, "device.")
-    host = _table(table, "host_link", where)
-    table["host_link"] = _build(Link, host, where, "host_link.")
-    table["network_link"] = _build(Link, network, where, "network_link.")
-    return _build(Cluster, table, where, "")
-
-
-def _table(table: Mapping[str, Any], name: str, where: str) -> Mapping[str, Any]:
-    value = table[name]
-    if not isinstance(value, Mapping):
-        raise ClusterFileError(
-            f"{where}: `{name}` must be a table, but got {value!r}; write [{name}]."
-        )
-    return value
-
-
-def _build(make: type[_T], table: Mapping[str, Any], where: str, prefix: str) -> _T:
-    _check_fields(make, table, where, prefix)
-    try:
-        return make(**table)
-    except ValueError as error:
-        text = str(error).replace("`", f"`{prefix}", 1)
-        raise ClusterFileError(f"{where}: {text}") from None
-
-
-def _check_fields(
-    make: type[Any], table: Mapping[str, Any], where: str, prefix: str
-) -> None:
-    fields = dataclasses.fields(make)
-    names = [f.name for f in fields]
-    for name in table:
-        if name not in names:
-            raise ClusterFileError(
-                f"{where}: field `{prefix}{name}` is unknown"
-                f"{nearest(name, names)}; fields are {', '.join(names)}."
-            )
-    for f in fields:
-        defaults = {f.default, f.default_factory}
-        if f.name not in table and defaults == {dataclasses.MISSING}:
-            raise ClusterFileError(f"{where}: field `{prefix}{f.name}` is missing.")
+    table["device"] = build(Device, device, where, "device.")
+    host = table_at(table, "host_link", where)
+    table["host_link"] = build(Link, host, where, "host_link.")
+    table["network_link"] = build(Link, network, where, "network_link.")
+    return build(Cluster, table, where, "")

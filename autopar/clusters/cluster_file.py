@@ -22,6 +22,7 @@ def to_toml(cluster: Cluster, comment: str = "") -> str:
         _field("devices_per_host", cluster.devices_per_host),
         _field("launch_seconds", cluster.launch_seconds),
         _field("kernel_seconds", cluster.kernel_seconds),
+        _field("visible_fraction", cluster.visible_fraction),
         *_device(cluster.device),
         *_link("host_link", cluster.host_link),
     ]

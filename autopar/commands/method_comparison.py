@@ -116,6 +116,6 @@ def _short(method: Method) -> str:
         for each in arguments.split(", ")
         if each
         and not each.startswith(("num_microbatches", "microbatch_semantics"))
-        and not each.endswith("=False")
+        and not each.endswith(("=False", "reshard_after_forward=True"))
     ]
     return f"{name}({', '.join(kept)})"

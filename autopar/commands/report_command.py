@@ -5,6 +5,7 @@ jax is imported inside: `autopar --help` does without.
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -98,6 +99,6 @@ def _with_step(
     found = find_step(target, args, parse_settings(settings))
     step = found.step
     if isinstance(step, ParallelFunction):
-        step = step.__wrapped__
+        step = inspect.unwrap(step)
     named = find_cluster(cluster) or cluster_by_name(plan.decision.cluster)
     return parallelize(step, plan=plan, cluster=named).plan(*found.args)

@@ -59,7 +59,7 @@ class Liveness:
 
 def run_in_order(block: KernelBlock) -> Liveness:
     """The order of a block's kernels, and what is live in it."""
-    order = _depth_first_order(block)
+    order = _sends_at_once(block, _depth_first_order(block))
     duplicated = _duplicated(block)
     starts, ends = _intervals(block, order, duplicated)
     sizes = np.array([value.bytes for value in block.values], np.int64)
@@ -118,6 +118,23 @@ def _depth_first_order(block: KernelBlock) -> tuple[int, ...]:
         waiting = [i for i in operands[k] if not is_done[i]]
         stack.extend((i, False) for i in latest_first(waiting))
     return tuple(order)
+
+
+def _sends_at_once(block: KernelBlock, order: Sequence[int]) -> tuple[int, ...]:
+    """The order in which what goes to the host does so as soon as it is made."""
+    sends: dict[int, list[int]] = {}
+    for k, kernel in enumerate(block.kernels):
+        if kernel.is_send:
+            sends.setdefault(kernel.reads[0], []).append(k)
+    if not sends:
+        return tuple(order)
+    found: list[int] = []
+    for k in order:
+        if not block.kernels[k].is_send:
+            found.append(k)
+            for value in block.kernels[k].writes:
+                found += sends.pop(value, ())
+    return (*found, *(k for rest in sends.values() for k in rest))
 
 
 def _duplicated(block: KernelBlock) -> frozenset[int]:

@@ -10,8 +10,8 @@ A model of XLA's fusion, from the plan alone:
 
 A reduction does one elementwise operator itself. Reshapes and transposes of matrices
 are other names for the same memory, and so is what passes a barrier; but nothing is
-fused across one, and who reads some of it waits for all. What is left is a list of kernels for each block,
-over *values*: a tensor in one spec, in memory.
+fused across one, and who reads some of it waits for all. What is left is a list of
+kernels for each block, over *values*: a tensor in one spec, in memory.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Kernel:
 
     `operator` is None for what converts or stores. `inner_bytes` is what its bodies
     hold besides. `is_elementwise`: it may write over what it reads. `carries` pairs
-    what a loop reads with what it returns in its place.
+    what a loop reads with what it returns in its place. `is_send`: it moves a result to
+    the host's memory.
     """
 
     operator: int | None
@@ -66,6 +67,7 @@ class Kernel:
     inner_bytes: int = 0
     is_elementwise: bool = False
     carries: tuple[tuple[int, int], ...] = ()
+    is_send: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +151,7 @@ class _Node:
     inner_bytes: int = 0
     carries: tuple[tuple[int, int], ...] = ()
     from_memory: tuple[int, ...] = ()
+    is_send: bool = False
 
     @property
     def is_fusable(self) -> bool:
@@ -251,7 +254,7 @@ class _Builder:
     def add_sends(self, values: Iterable[int | None]) -> None:
         for value in values:
             if value is not None:
-                self._add_node(_Node(None, [value], []))
+                self._add_node(_Node(None, [value], [], is_send=True))
 
     def finish(
         self, kept: frozenset[int], replaced: tuple[tuple[int, int], ...]
@@ -266,6 +269,7 @@ class _Builder:
                     Kernel(
                         *(node.operator, node.from_memory, written),
                         *(node.inner_bytes, node.is_fusable, node.carries),
+                        node.is_send,
                     )
                 )
         return KernelBlock(tuple(self.values), tuple(kernels), kept, replaced)

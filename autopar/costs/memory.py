@@ -81,7 +81,9 @@ def memory_profile(graph: OpGraph, plan: ShardingPlan) -> MemoryProfile:
     """The memory of a plan on one device."""
     at_host = [each.memory == "host" for each in graph.inputs]
     tied = {p: i.output for p, i in enumerate(graph.inputs) if i.output is not None}
-    fetched = frozenset(position for position, is_there in enumerate(at_host) if is_there)
+    fetched = frozenset(
+        position for position, is_there in enumerate(at_host) if is_there
+    )
     sent = frozenset(output for position, output in tied.items() if at_host[position])
     donated = tuple((p, output) for p, output in tied.items() if not at_host[p])
     run = _Run(graph, plan)

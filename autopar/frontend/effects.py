@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
-from ..graph.op_graph import OpGraph
+from ..graph.op_graph import Operator, OpGraph
 from ..jax_compat import source_line
 
 CALLBACKS = ("debug_callback", "debug_print", "io_callback")
@@ -47,6 +49,29 @@ def refuse_effects(eqn: Any) -> None:
             f"{', '.join(names)}. Take it out of the step, or declare it free of side "
             f"effects if it is."
         )
+
+
+def refuse_lost_callbacks(graph: OpGraph, parts: Iterable[OpGraph]) -> None:
+    """Does nothing if the parts of a step that was cut make the same host callbacks.
+
+    Raises:
+      NotImplementedError: a callback is in none of them, as no part reads what it
+        gives; names its source line.
+    """
+    kept = Counter(op.source for part in parts for op in _callbacks(part))
+    for op in _callbacks(graph):
+        kept[op.source] -= 1
+        if kept[op.source] < 0:
+            raise NotImplementedError(
+                f"A pipelined step may call the host only for values that it returns "
+                f"or goes on with, for now, but nothing reads what {op.kind!r} at "
+                f"{source_line(op.eqn)} gives; return its operands from the step and "
+                f"use them outside, or plan the step without stages."
+            )
+
+
+def _callbacks(graph: OpGraph) -> list[Operator]:
+    return [op for op in graph.operators() if op.kind in CALLBACKS]
 
 
 def refuse_callbacks(graph: OpGraph) -> None:

@@ -74,7 +74,9 @@ def _checked(values: Sequence[Any], results: Sequence[TensorType]) -> list[np.nd
     """
     arrays = [np.asarray(value) for value in values]
     dtypes = (jax.dtypes.canonicalize_dtype(array.dtype) for array in arrays)
-    types = [TensorType(a.shape, dtype) for a, dtype in zip(arrays, dtypes, strict=True)]
+    types = [
+        TensorType(a.shape, dtype) for a, dtype in zip(arrays, dtypes, strict=True)
+    ]
     if types != list(results):
         given, wanted = (", ".join(map(str, each)) for each in (types, results))
         raise TypeError(

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from ..frontend.effects import refuse_effects
+from ..frontend.garbage import without_garbage_collection
 from ..frontend.roles import Roles
 from ..frontend.tracing import TracedFunction
 from ..jax_compat import (
@@ -68,9 +70,16 @@ def tensor_type(aval: Any) -> TensorType:
             f"{aval}: tokens and the like order side effects, which the devices do not "
             f"share. Keep it out of the step."
         )
-    return TensorType(tuple(int(size) for size in aval.shape), aval.dtype)
+    return _shared_type(tuple([int(size) for size in aval.shape]), aval.dtype)
 
 
+@lru_cache(maxsize=1 << 16)
+def _shared_type(shape: tuple[int, ...], dtype: Any) -> TensorType:
+    """One object for equal types, which are then compared quickly."""
+    return TensorType(shape, dtype)
+
+
+@without_garbage_collection
 def build_graph(traced: TracedFunction, roles: Roles) -> OpGraph:
     """The operator graph of `traced`; closed-over arrays become its last inputs."""
     builder = _Builder()

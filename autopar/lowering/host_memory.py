@@ -1,7 +1,9 @@
 """State in the host's memory: where it lies, and how it comes and goes within a step.
 
-A transfer is a `jax.device_put` in the program, outside of what is split: JAX annotates
-where its result lies, and the compiler moves it when it is read first, or has been made.
+What comes in is a `jax.device_put` in the program, outside of what is split; what goes
+out is a result with a home on the host. JAX annotates both, and the compiler moves them
+when they are read first, or made. Memory of CPU devices is the host's: there nothing
+comes in, and only homes differ.
 """
 
 from __future__ import annotations
@@ -38,11 +40,12 @@ class HostLeaves:
         self, leaves: Sequence[Any], homes: Sequence[NamedSharding]
     ) -> list[Any]:
         """All arguments, those of the host on the devices; `homes` are all homes."""
-        return _put(leaves, homes, self.inputs, DEVICE)
-
-    def sent(self, results: Sequence[Any], homes: Sequence[NamedSharding]) -> list[Any]:
-        """All results, those of the host there."""
-        return _put(results, homes, self.outputs, HOST)
+        return [
+            jax.device_put(leaf, home.with_memory_kind(DEVICE))
+            if position in self.inputs
+            else leaf
+            for position, (leaf, home) in enumerate(zip(leaves, homes, strict=True))
+        ]
 
 
 def at_host(
@@ -65,15 +68,3 @@ def host_bytes(
             shape = sharding.shard_shape(kind.shape)
             found += jax.ShapeDtypeStruct(shape, kind.dtype).size * kind.dtype.itemsize
     return found
-
-
-def _put(
-    values: Sequence[Any],
-    homes: Sequence[NamedSharding],
-    positions: frozenset[int],
-    kind: str,
-) -> list[Any]:
-    return [
-        jax.device_put(value, home.with_memory_kind(kind)) if i in positions else value
-        for i, (value, home) in enumerate(zip(values, homes, strict=True))
-    ]

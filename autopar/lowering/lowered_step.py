@@ -69,7 +69,9 @@ class Compiled:
             whole = map(gathered, call.leaves, program.shardings)
             placed = jax.device_put(list(whole), list(program.shardings))
             donated, kept = program.split(placed)
-            outputs = self.compiled(donated, kept, list(program.constants))
+            outputs = program.watched(
+                lambda: self.compiled(donated, kept, list(program.constants))
+            )
             return call.result(ResultTree.of(self.lowered.traced.out_tree), outputs)
 
     def _check_types(self, leaves: Sequence[Any]) -> None:

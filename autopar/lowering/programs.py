@@ -10,6 +10,8 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from ..frontend.effects import CALLBACKS
+from ..frontend.host_calls import HostCalls
 from ..graph.build_graph import BARRIER
 from ..graph.op_graph import OpGraph
 from ..jax_compat import Tracer, weakly_typed
@@ -59,10 +61,18 @@ class SpmdProgram:
     constant_shardings: tuple[NamedSharding, ...]
     output_shardings: tuple[NamedSharding, ...]
     mesh: Mesh | AbstractMesh
+    host_calls: HostCalls | None = None  # where it has any
 
     def split(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The leaves that are donated and those that are kept."""
         return [leaves[i] for i in self.donated], [leaves[i] for i in self.kept]
+
+    def watched(self, run: Callable[[], Any]) -> Any:
+        """What `run` gives, which starts the program.
+
+        With host callbacks the program is waited for, and what one raises is raised.
+        """
+        return run() if self.host_calls is None else self.host_calls.watch(run)
 
     @property
     def host_bytes(self) -> int:
@@ -112,19 +122,24 @@ def build_program(
     constants: Sequence[Any],
     donated: Sequence[int],
     weak_outputs: Sequence[int] = (),
+    host_outputs: Sequence[int] = (),
 ) -> SpmdProgram:
     """The program of `plan` on the devices of `mesh`, or on those of another host.
 
     `argument_types` are the leaves of the call, `constants` the closed-over arrays that
     follow them among the graph's inputs, `donated` positions whose buffers may be
-    reused, `weak_outputs` positions of results that are weakly typed.
+    reused, `weak_outputs` positions of results that are weakly typed, `host_outputs`
+    of those that go to the host's memory besides the next values of what lies there.
     """
     host = HostLeaves.of(graph, plan)
     homes = at_host(input_shardings(plan, mesh), host.inputs)
-    ends = at_host(output_shardings(graph, plan, mesh), host.outputs)
+    at_end = host.outputs.union(host_outputs)
+    ends = at_host(output_shardings(graph, plan, mesh), at_end)
     num_arguments = len(argument_types)
     kept = tuple(i for i in range(num_arguments) if i not in set(donated))
-    run = spmd_function(graph, plan, mesh, resharder)
+    kinds = {op.kind for op in graph.operators()}
+    calls = HostCalls() if kinds.intersection(CALLBACKS) else None
+    run = spmd_function(graph, plan, mesh, resharder, calls)
 
     def step(
         donated_leaves: list[Any], kept_leaves: list[Any], constant_leaves: list[Any]
@@ -135,13 +150,12 @@ def build_program(
         for position, leaf in zip(kept, kept_leaves, strict=True):
             leaves[position] = leaf
         given = host.fetched([*leaves, *constant_leaves], homes)
-        outputs = host.sent(run(*given), ends)
+        outputs = list(run(*given))
         for position in weak_outputs:
             outputs[position] = weakly_typed(outputs[position])
         return outputs
 
     step.__name__ = graph.name
-    kinds = {op.kind for op in graph.operators()}
     jitted = jax.jit(
         step,
         in_shardings=(
@@ -167,6 +181,7 @@ def build_program(
         homes[num_arguments:],
         ends,
         mesh,
+        calls,
     )
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 
+from ..frontend.host_calls import HostCalls
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..jax_compat import NO_MESH, equation_context
 from ..methods.gather_again import companions
@@ -53,11 +54,12 @@ def spmd_function(
     plan: ShardingPlan,
     mesh: Mesh | AbstractMesh,
     resharder: Resharder,
+    host_calls: HostCalls | None = None,
 ) -> Callable[..., list[Any]]:
     """A traceable function of all graph inputs (global arrays) that runs the plan."""
 
     def body(*shards: Any) -> tuple[Any, ...]:
-        runner = _ShardRunner(graph, plan, resharder)
+        runner = _ShardRunner(graph, plan, resharder, host_calls)
         return tuple(runner.run_block(graph.blocks[0], shards))
 
     mapped = jax.shard_map(
@@ -79,10 +81,14 @@ class _ShardRunner(BlockRunner):
     """Runs blocks on local shards; `copies` holds every tensor by spec."""
 
     def __init__(
-        self, graph: OpGraph, plan: ShardingPlan, resharder: Resharder
+        self,
+        graph: OpGraph,
+        plan: ShardingPlan,
+        resharder: Resharder,
+        host_calls: HostCalls | None,
     ) -> None:
         super().__init__(graph)
-        self.plan, self.resharder = plan, resharder
+        self.plan, self.resharder, self.host_calls = plan, resharder, host_calls
         self.position = {op.index: i for i, op in enumerate(graph.operators())}
         self.copies: dict[int, dict[Spec, Any]] = {}
         self.companions = companions(graph)
@@ -135,6 +141,7 @@ class _ShardRunner(BlockRunner):
             tuple(by_name[name] for name in plan.factors),
             plan.operand_specs,
             plan.result_specs,
+            host_calls=self.host_calls,
         )
         rule = rule_of(op)
         bind = rule.bind if rule is not None else bind_unchanged

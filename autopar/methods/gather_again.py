@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..graph.build_graph import BARRIER
-from ..graph.op_graph import Block, Operator, OpGraph, Tensor
-from ..plans.plan import ShardingPlan
+from ..graph.build_graph import BARRIER, SCAN
+from ..graph.op_graph import Block, Operand, Operator, OpGraph, Tensor
 from ..planner.strategies import accumulation_dtype
+from ..plans.plan import ShardingPlan
 from .state_flow import made_of
 
 _SCOPE = "gather_again/"
@@ -140,14 +140,22 @@ def _reads_by_phase(
     later: set[int] = set()
     for op in block.operators:
         read = {o for o in op.operands if isinstance(o, int)}
+        used = {o for o in _whole_operands(op) if isinstance(o, int)} & set(parameters)
         if _BACKWARD in op.name:
             if op.kind != BARRIER:
-                backward[op.index] = read & set(parameters)
+                backward[op.index] = used
         elif later.isdisjoint(read):
-            forward |= read & set(parameters)
+            forward |= used
             continue
         later.update(op.results)
     return forward, backward
+
+
+def _whole_operands(op: Operator) -> tuple[Operand, ...]:
+    """What an operator reads, but for what a loop reads a slice at a time."""
+    if op.kind != SCAN:
+        return op.operands
+    return op.operands[: op.params["num_consts"] + op.params["num_carry"]]
 
 
 def _is_float(tensor: Tensor) -> bool:

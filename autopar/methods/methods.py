@@ -13,7 +13,11 @@ from .schedule_choice import ScheduleFunction, check_schedule
 
 @dataclass(frozen=True)
 class Auto:
-    """Search everything there is; today that is intra-operator parallelism."""
+    """Search everything: one program on all devices, or a pipeline, by predicted time.
+
+    Pipelines are searched across hosts, or where nothing else fits into memory. A step
+    that cannot be cut into microbatches exactly just gets none.
+    """
 
 
 @dataclass(frozen=True)
@@ -113,11 +117,6 @@ def check_method(method: object) -> Method:
 
 
 def _check_pipeline(method: PipelineParallel) -> None:
-    if method.num_stages is None:
-        raise NotImplementedError(
-            "The number of stages is not searched for yet (docs/roadmap.md); give it: "
-            "autopar.PipelineParallel(num_stages=2, num_microbatches=8)."
-        )
     for name in ("num_stages", "num_microbatches", "stages_per_submesh"):
         number = getattr(method, name)
         if number is not None and (not isinstance(number, int) or number < 1):
@@ -130,7 +129,14 @@ def _check_pipeline(method: PipelineParallel) -> None:
             "use autopar.ShardParallel(num_microbatches=...)."
         )
     check_schedule(method.schedule)
-    _check_submeshes(method)
+    if method.num_stages is not None:
+        _check_submeshes(method)
+    elif method.stage_meshes is not None or method.stage_products is not None:
+        raise ValueError(
+            "Stages that are searched for get their meshes and products from the "
+            "search, but `stage_meshes` or `stage_products` were given without "
+            "`num_stages`; give the number of stages, or leave them out."
+        )
 
 
 def _check_submeshes(method: PipelineParallel) -> None:

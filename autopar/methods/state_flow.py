@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ..graph.build_graph import SHARD_MAP, STRUCTURED
+from ..graph.build_graph import SCAN, SHARD_MAP, STRUCTURED, WHILE
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.ports import ports_of
 
@@ -66,6 +66,28 @@ def makers_of(graph: OpGraph, tensors: Iterable[int]) -> set[int]:
     for source, target in _flow(graph):
         preceding.setdefault(target, set()).add(source)
     return _reached(tensors, preceding)
+
+
+def leads_to(graph: OpGraph, tensors: Iterable[int]) -> set[int]:
+    """The tensors, and all that they are made of, also in earlier turns of a loop."""
+    preceding: dict[int, set[int]] = {}
+    for source, target in (*_flow(graph), *_around_loops(graph)):
+        preceding.setdefault(target, set()).add(source)
+    return _reached(tensors, preceding)
+
+
+def _around_loops(graph: OpGraph) -> Iterator[tuple[int, int]]:
+    """What an iteration leaves, and what the next one has it as."""
+    for op in graph.operators():
+        if op.kind in (SCAN, WHILE):
+            body = graph.blocks[op.bodies[-1]]
+            is_scan = op.kind == SCAN
+            first = op.params["num_consts" if is_scan else "body_nconsts"]
+            count = op.params["num_carry"] if is_scan else len(body.outputs)
+            carried = body.inputs[first : first + count]
+            for left, next_one in zip(body.outputs, carried, strict=False):
+                if isinstance(left, int):
+                    yield left, next_one
 
 
 def _reached(

@@ -46,10 +46,11 @@ def warn_unsplit_state(
     names = ", ".join(map(_text, largest[:_NUM_SHOWN]))
     more = f" and {len(whole) - _NUM_SHOWN} more" if len(whole) > _NUM_SHOWN else ""
     warnings.warn(
-        f"ZeRO splits a tensor by a dim that the {parts} devices of {plan.mesh} divide, "
-        f"but of {names}{more} they divide none: every device holds all of it, "
-        f"{whole_bytes:,} of {held_bytes:,} B of state, and not {whole_bytes // parts:,} "
-        f"B. Make a dim a multiple of {parts}, or use a mesh whose axes divide one.",
+        f"ZeRO splits a tensor by a dim that the {parts} devices of {plan.mesh} "
+        f"divide, but of {names}{more} they divide none: every device holds all of "
+        f"it, {whole_bytes:,} of {held_bytes:,} B of state, and not "
+        f"{whole_bytes // parts:,} B. Make a dim a multiple of {parts}, or use a mesh "
+        f"whose axes divide one.",
         FallbackWarning,
         stacklevel=2,
     )

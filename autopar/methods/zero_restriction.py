@@ -89,7 +89,8 @@ def _read_with_state(graph: OpGraph, flow: StateFlow) -> set[int]:
 
 @dataclass(frozen=True)
 class _Loop:
-    """A body; what each run reads whole; what is sliced, carried in, out, stacked up."""
+    """A body; what it reads whole, in slices, and carried in; what is carried out and
+    stacked up."""
 
     body: int
     steady: tuple[int, ...]

@@ -10,31 +10,23 @@ from typing import Any
 import jax
 
 from ..clusters.cluster import Cluster
-from ..frontend.roles import Roles
+from ..frontend.effects import refuse_lost_callbacks
 from ..frontend.tracing import TracedFunction, trace
-from ..graph.build_graph import build_graph
-from ..graph.op_graph import OpGraph, TensorType
+from ..graph.op_graph import TensorType
 from ..lowering.programs import PipelineProgram
 from ..methods.methods import PipelineParallel
-from ..methods.schedule_choice import has_weight_tasks
-from ..microbatches.microbatch_independent import trace_microbatch
-from ..microbatches.microbatch_semantics import microbatched
-from ..microbatches.microbatch_step import MicrobatchedStep
 from ..options import Options
-from ..planner.planning import batch_tensors, leaves_of, roles_of
 from ..plans.staged_plan import PlannedTransfer
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.spec import Spec, local_shape
-from .cut_step import cut_step
+from .cut_step import CutStep, cut_step
 from .piece_trace import PiecedStep
-from .stage_apply import ApplyCut, cut_apply
-from .stage_cut import StageCut, cut_stages, scan_lengths
+from .stage_apply import ApplyCut
+from .stage_cut import StageCut
 from .stage_lowering import dataflow
 from .stage_pieces import PlannedPiece
-from .stage_pins import StagePins
 from .stage_planner import StagePlanner
-from .stage_programs import PipelineBuilder
-from .stage_trace import StepParts, trace_parts
+from .stage_trace import StepParts
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,26 +151,53 @@ def plan_pipeline(
     whole = whole or trace(fun, args, kwargs)
     leaves = jax.tree.leaves((args, kwargs))
     made = cut_step(fun, whole, leaves, method, options)
-    num_stages, traced, roles = (
-        made.cut.num_stages,
-        made.pieced.traced,
-        made.pieced.roles,
-    )
+    return _finished(made, method, shapes, options, split, planner)
+
+
+def finish_pipeline(
+    *,
+    whole: TracedFunction,
+    pieced: PiecedStep,
+    parts: StepParts,
+    cut: StageCut,
+    apply: ApplyCut,
+    method: PipelineParallel,
+    cluster: Cluster,
+    shapes: tuple[MeshShape, ...],
+    options: Options,
+    leaves: Mapping[str, Any] | None = None,
+) -> PlannedPipeline:
+    """Plan every program of a step that is cut already; `leaves` are those by path."""
+    parts = replace(parts, apply=apply.graph)
+    made = CutStep(whole, pieced, parts.step, parts, cut, apply, leaves or {})
+    return _finished(made, method, shapes, replace(options, cluster=cluster), (), None)
+
+
+def _finished(
+    made: CutStep,
+    method: PipelineParallel,
+    shapes: tuple[MeshShape, ...],
+    options: Options,
+    split: Collection[int],
+    planner: StagePlanner | None,
+) -> PlannedPipeline:
+    num_stages, traced = made.cut.num_stages, made.pieced.traced
     builder = made.builder(
         [shapes[stage % len(shapes)] for stage in range(num_stages)],
         *(options, split, planner),
     )
     pieces = builder.build()
+    refuse_lost_callbacks(made.step.graph, (piece.graph for piece in pieces))
     next_leaf: list[int | None] = [None] * len(traced.output_paths)
-    for leaf, output in enumerate(roles.next_output):
+    for leaf, output in enumerate(made.pieced.roles.next_output):
         if output is not None:
             next_leaf[output] = leaf
     return PlannedPipeline(
-        whole,
+        made.whole,
         made.pieced,
         made.parts,
         method,
-        cluster,
+        builder.cluster,
         shapes,
         dataflow(num_stages, made.step.num_microbatches, builder.slots, pieces),
         tuple(pieces),

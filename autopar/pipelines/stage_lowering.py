@@ -117,7 +117,9 @@ def _zeros(kind: TensorType, sharding: NamedSharding) -> Callable[[], Any]:
 def _runner_of(program: SpmdProgram) -> Callable[[Sequence[Any]], Sequence[Any]]:
     def run(values: Sequence[Any]) -> Sequence[Any]:
         donated, kept = program.split(values)
-        return program.jitted(donated, kept, list(program.constants))
+        return program.watched(
+            lambda: program.jitted(donated, kept, list(program.constants))
+        )
 
     return run
 

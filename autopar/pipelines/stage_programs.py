@@ -314,7 +314,8 @@ class PipelineBuilder:
         self.note(planned)
         return planned
 
-    def solve(self, piece: Piece, part: OpGraph) -> ShardingPlan:
+    def solve(self, piece: Piece, part: OpGraph, gap: float = 1e-4) -> ShardingPlan:
+        """The plan of a program, which keeps to the specs that are settled."""
         shape, stage = self.shapes[piece.stage], piece.stage
         kept = {
             i.tensor: pin_of(self.specs[i.path, stage], part, i.tensor)
@@ -334,7 +335,7 @@ class PipelineBuilder:
         ]
         if self.planner is None:
             self.planner = StagePlanner(self.cluster)
-        return self.planner.plan(part, shape, pins, returned, split)
+        return self.planner.plan(part, shape, pins, returned, split, gap)
 
     def note(self, planned: PlannedPiece) -> None:
         """Remember the specs of slots, which later pieces of the stage keep to."""

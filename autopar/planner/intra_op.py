@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 import networkx
 
@@ -14,6 +16,7 @@ from ..clusters.cluster import Cluster
 from ..costs.collectives import COLLECTIVE_KINDS, collective_seconds
 from ..costs.host_memory import host_seconds
 from ..costs.memory import peak_bytes
+from ..frontend.garbage import without_garbage_collection
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.op_graph import Block, Constant, Operator, OpGraph
 from ..graph.user_shard_map import body_collectives, body_work
@@ -33,6 +36,7 @@ from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder, wire_dtype
 from ..sharding.spec import MAX, MIN, SUM, Spec, num_shards, replicated
+from .overlap import visible_fractions
 from .sharding_problem import ShardingProblem, build_problem
 from .strategies import is_heavy_operator, total_flops
 
@@ -47,6 +51,7 @@ class IntraOpSolution:
     assignment: Assignment
 
 
+@without_garbage_collection
 def plan_intra_op(
     graph: OpGraph,
     mesh: MeshShape,
@@ -70,6 +75,7 @@ def plan_intra_op(
     return IntraOpSolution(plan, assignment)
 
 
+@without_garbage_collection
 def read_plan(
     problem: ShardingProblem,
     assignment: Assignment,
@@ -143,6 +149,8 @@ class _Reader:
         self.made: dict[int, Spec] = {}
         for tensor, (vertex, access) in problem.writers.items():
             self.made[tensor] = access.choices.of(choices[vertex])
+        self._conversions: dict[object, tuple[Conversion, ...]] = {}
+        self._work: dict[object, tuple[tuple[str, ...], int, float]] = {}
         self.relayed: dict[int, Spec] = {}
         for tensor, vertex in problem.relays.items():
             access = problem.vertices[vertex].writes[0]
@@ -151,28 +159,30 @@ class _Reader:
     def tensor_plan(self, index: int) -> TensorPlan:
         tensor = self.graph.tensors[index]
         made = self.made[index]
-        conversions = cheapest_copies(
-            made,
-            dict.fromkeys(self.needed.get(index, ())),
-            self.relayed.get(index),
-            tensor.type.bytes,
-            self.resharder,
-        )
+        needed = tuple(dict.fromkeys(self.needed.get(index, ())))
+        key = (made, needed, self.relayed.get(index), tensor.type.bytes)
+        conversions = self._conversions.get(key)
+        if conversions is None:
+            conversions = cheapest_copies(*key, self.resharder)
+            self._conversions[key] = conversions
         return TensorPlan(
             tensor.name,
             tensor.type.shape,
-            tensor.type.dtype.name,
+            dtype_name(tensor.type.dtype),
             tensor.block,
             made,
             conversions,
         )
 
     def operator_plan(self, op: Operator) -> OperatorPlan:
+        read, whole, made = self.read_spec, self.whole, self.made
         operand_specs = tuple(
-            self.read_spec.get(("operand", op.index, position), self.whole)
-            for position in range(len(op.operands))
+            [
+                read.get(("operand", op.index, position), whole)
+                for position in range(len(op.operands))
+            ]
         )
-        result_specs = tuple(self.made[result] for result in op.results)
+        result_specs = tuple([made[result] for result in op.results])
         weight = self.graph.blocks[op.block].weight
         if op.index not in self.vertex_of:  # a scan or barrier: its ports decide
             num_flops = seconds = 0.0
@@ -192,15 +202,21 @@ class _Reader:
         index, choice = self.vertex_of[op.index]
         vertex = self.problem.vertices[index]
         assert vertex.strategies is not None
+        key = id(vertex.strategies), choice  # operators of a kind share them
+        if key not in self._work:
+            names = tuple(factor.name for factor in vertex.strategies.chosen(choice))
+            split = round(1.0 / vertex.strategies.share[choice])
+            self._work[key] = names, split, total_flops(op)
+        names, split, num_flops = self._work[key]
         return OperatorPlan(
             op.name,
             op.kind,
             op.source,
-            tuple(factor.name for factor in vertex.strategies.chosen(choice)),
+            names,
             operand_specs,
             result_specs,
-            total_flops(op) * weight,
-            round(1.0 / vertex.strategies.share[choice]),
+            num_flops * weight,
+            split,
             float(vertex.seconds[choice]),
         )
 
@@ -226,6 +242,12 @@ class _Reader:
                 kind.bytes // num_shards(spec, sizes),
                 graph_input.memory,
             )
+
+
+@lru_cache(maxsize=256)
+def dtype_name(dtype: Any) -> str:
+    """As `dtype.name`, which numpy spells out anew each time."""
+    return dtype.name
 
 
 def cheapest_copies(
@@ -271,14 +293,16 @@ def _collectives(
     tensors: Sequence[TensorPlan],
     resharder: Resharder,
 ) -> tuple[tuple[Collective, ...], float]:
-    """Every collective of a step and their seconds together."""
+    """Every collective of a step, and the seconds that it waits for them."""
     found, seconds = [], 0.0
+    visible = visible_fractions(graph, resharder.cluster)
     maker = {t: op for op in graph.operators() for t in op.results}
     for index, tensor in enumerate(tensors):
         kind, block = graph.tensors[index].type, graph.blocks[tensor.block]
         for conversion in tensor.conversions:
             fixed, per_byte = resharder.seconds(conversion.source, conversion.target)
-            seconds += (fixed + per_byte * kind.bytes) * block.weight
+            waited = block.weight * visible[index]
+            seconds += (fixed + per_byte * kind.bytes) * waited
             for step in resharder.steps(conversion.source, conversion.target):
                 if not step.is_collective:
                     continue

@@ -15,9 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
+from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
+from ..methods.gather_again import graph_of_plan
 from ..plans.parallel_plan import Plan
 from ..rematerialisation.remat import LEVELS, Remat
+from .memory_users import infeasible_error
 from .step_variants import Offload, StepVariant, StepVariants
 
 NO_BUDGET = sys.maxsize
@@ -172,6 +175,13 @@ class _Search:
             least = self.best.seconds if self.best else inf
             if free.seconds >= least:
                 return
+            sharding = free.plan.sharding
+            if sharding.mesh.size == 1:  # there is no other way to split it
+                profile = memory_profile(
+                    graph_of_plan(free.variant.graph, sharding), sharding
+                )
+                self.errors.append(infeasible_error(profile, self.budget_bytes))
+                continue
             try:
                 plan = self.plan_variant(free.variant, self.budget_bytes)
             except InfeasiblePlanError as error:

@@ -42,15 +42,24 @@ def memory_users(profile: MemoryProfile) -> tuple[MemoryUser, ...]:
     return tuple(sorted(users, key=lambda user: (-user.bytes, user.name)))
 
 
-def infeasible_error(profile: MemoryProfile, budget_bytes: int) -> InfeasiblePlanError:
-    """That nothing fits a budget; `profile` is of the plan that needs the least."""
+def infeasible_error(
+    profile: MemoryProfile, budget_bytes: int, bound_bytes: int = 0
+) -> InfeasiblePlanError:
+    """That nothing fits a budget.
+
+    `profile` is of the plan found to need the least, `bound_bytes` what any needs.
+    """
     least = profile.peak_bytes
     users = memory_users(profile)[:NUM_NAMED]
     largest = "; ".join(map(str, users))
+    at_least = ""
+    if budget_bytes < bound_bytes < least:
+        at_least = f" (any needs at least {bound_bytes:,} B)"
     return InfeasiblePlanError(
         f"A plan must fit the memory budget of {budget_bytes:,} B "
         f"({format_bytes(budget_bytes)}) a device, but the least found to do is "
-        f"{least:,} B ({format_bytes(least)}) on the mesh {profile.plan.mesh}; give "
+        f"{least:,} B ({format_bytes(least)}) on the mesh {profile.plan.mesh}"
+        f"{at_least}; give "
         f"memory_budget={least}, more devices, more microbatches, a smaller batch, "
         f"remat='auto' or offload='auto'. "
         f"Most is taken by {largest}.",

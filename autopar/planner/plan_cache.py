@@ -33,6 +33,7 @@ from ..clusters.cluster import Cluster
 from ..clusters.cluster_file import to_toml
 from ..errors import FallbackWarning, PlanFileError
 from ..graph.op_graph import Constant, OpGraph
+from ..methods.gather_again import graph_of_plan
 from ..options import Options
 from ..plans.parallel_plan import Plan
 from ..plans.plan_check import check_against
@@ -60,7 +61,7 @@ class CacheEntry:
         try:
             text = gzip.decompress(self.path.read_bytes()).decode()
             plan = from_json(text, str(self.path))
-            check_against(plan, graph)
+            check_against(plan, graph_of_plan(graph, plan))
         except (OSError, EOFError, ValueError, PlanFileError) as error:
             warnings.warn(
                 f"A cached plan cannot be read and is made anew: {self.path}: {error}",

@@ -63,8 +63,9 @@ class Likeness:
     def __str__(self) -> str:
         number = len(self.pins) + len(self.anew)
         words = [
-            f"{len(self.pins)} of {number} arguments lie as in the plan given as "
-            f"`like`, {len(self.factors)} of {self.num_operators} operators are as there"
+            f"of the plan given as `like`, {len(self.pins)} of {number} arguments "
+            f"keep their place and {len(self.factors)} of {self.num_operators} "
+            f"operators their form"
         ]
         if self.anew:
             words.append(f"planned anew: {_some(self.anew)}")
@@ -81,14 +82,13 @@ class PlanWith(Protocol):
 
 def plan_like(
     graph: OpGraph, cluster: Cluster, options: Options, plan_with: PlanWith
-) -> Plan:
-    """The plan of a step that keeps what it can of `options.like`.
+) -> Plan | None:
+    """The plan of a step that keeps what it can of `options.like`; None if none fits.
 
     A plan of this very step that fits the budget is returned as it is. What was kept is
     logged, as a warning if anything could not be.
 
     Raises:
-      InfeasiblePlanError: no plan exists, whatever is kept.
       ValueError: as `likeness_of`.
     """
     if _is_unchanged(options, graph, cluster):
@@ -105,7 +105,7 @@ def plan_like(
             "planned anew: %s",
             *(graph.name, error),
         )
-        return plan_with(replace(options, like=None, mesh=likeness.mesh))
+        return None
     if likeness.factors:
         try:
             both = plan_with(kept, likeness.limits())
@@ -117,6 +117,13 @@ def plan_like(
             return both
     _tell(replace(likeness, factors={}), graph)
     return alone
+
+
+def without_like(options: Options, cluster: Cluster) -> Options:
+    """The options to plan all anew with, on the mesh of `options.like`."""
+    assert options.like is not None
+    mesh = _mesh(options, options.like.sharding, cluster)
+    return replace(options, like=None, mesh=mesh)
 
 
 def memory_choices(options: Options) -> tuple[str | None, Offload | None]:

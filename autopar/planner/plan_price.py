@@ -13,6 +13,7 @@ from ..plans.plan import OperatorPlan, ShardingPlan
 from ..sharding.resharding import Resharder
 from ..sharding.spec import Spec, num_shards
 from .intra_op import shard_map_collectives
+from .overlap import visible_fractions
 from .strategies import SLICING, total_flops
 
 
@@ -27,6 +28,7 @@ def plan_seconds(graph: OpGraph, plan: ShardingPlan, cluster: Cluster) -> float:
       cluster: has as many devices as the plan's mesh, or more.
     """
     resharder = Resharder(plan.mesh, cluster)
+    visible = visible_fractions(graph, cluster)
     seconds = 0.0
     for op, planned in zip(graph.operators(), plan.operators, strict=True):
         weight = graph.blocks[op.block].weight
@@ -41,7 +43,7 @@ def plan_seconds(graph: OpGraph, plan: ShardingPlan, cluster: Cluster) -> float:
         num_bytes = graph.tensors[index].type.bytes
         for copy in tensor.conversions:
             fixed, per_byte = resharder.seconds(copy.source, copy.target)
-            weight = graph.blocks[tensor.block].weight
+            weight = graph.blocks[tensor.block].weight * visible[index]
             seconds += (fixed + per_byte * num_bytes) * weight
     return seconds
 

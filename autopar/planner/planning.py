@@ -23,8 +23,8 @@ from ..graph.user_shard_map import check_shard_maps, user_mesh
 from ..methods.gather_again import gathering_again, graph_of_plan
 from ..methods.methods import Auto, ShardParallel
 from ..methods.named_methods import Megatron, gathers_again, restrictions_of
-from ..methods.unsplit_state import warn_unsplit_state
 from ..methods.restrictions import Limit
+from ..methods.unsplit_state import warn_unsplit_state
 from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_loop import with_microbatch_loop
 from ..microbatches.microbatch_semantics import microbatched
@@ -34,13 +34,14 @@ from ..plans.plan_file import check_against
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.pins import resolve_pins
 from ..state.placements import mesh_of_leaves, placement_pins
+from .budget_candidates import BudgetCandidates
 from .intra_op import IntraOpSolution, warn_fallbacks
 from .memory_budget import default_budget
 from .memory_search import choose_variant
 from .mesh_search import TIGHT_GAP, default_mesh, least_seconds, search_meshes
 from .pin_conflicts import PinsByKey, blame_pins
 from .plan_cache import CacheEntry, cache_entry, use_compilation_cache
-from .plan_like import memory_choices, plan_like
+from .plan_like import memory_choices, plan_like, without_like
 from .plan_within import plan_within
 from .step_variants import StepVariant, StepVariants
 
@@ -97,19 +98,22 @@ def plan_function(
     if plan is None:
 
         def plan_variant(variant: StepVariant, budget_bytes: int) -> Plan:
-            def plan_with(some: Options, limits: Sequence[Limit] = ()) -> Plan:
-                graph = variant.graph
-                return plan_or_blame_pins(graph, leaves, batch, cluster, some, limits)
+            graph, some = variant.graph, replace(options, memory_budget=budget_bytes)
 
-            some = replace(options, memory_budget=budget_bytes)
-            if options.like is None:
-                return plan_with(some)
-            return plan_like(variant.graph, cluster, some, plan_with)
+            def plan_with(some: Options, limits: Sequence[Limit] = ()) -> Plan:
+                return plan_graph(graph, leaves, batch, cluster, some, limits)
+
+            liked = None
+            if some.like is not None:
+                liked = plan_like(graph, cluster, some, plan_with)
+                some = without_like(some, cluster)
+            return liked or plan_or_blame_pins(graph, leaves, batch, cluster, some)
 
         budget_bytes = budget_of(options, cluster)
         remat, offload = memory_choices(options)
         chosen = choose_variant(variants, remat, offload, budget_bytes, plan_variant)
         variant, plan = chosen.variant, chosen.plan
+        warn_unsplit_state(options.method, variant.graph, plan.sharding, batch)
     else:
         variant = variants.of_plan(plan.sharding)
     traced, graph = variant.traced, graph_of_plan(variant.graph, plan.sharding)
@@ -141,7 +145,6 @@ def plan_or_blame_pins(
     batch: Sequence[int],
     cluster: Cluster,
     options: Options,
-    limits: Sequence[Limit] = (),
 ) -> Plan:
     """As `plan_graph`; where no plan exists, the error names the fewest pins to blame.
 
@@ -151,7 +154,7 @@ def plan_or_blame_pins(
 
     def plan_with(pins: PinsByKey) -> Plan:
         some = replace(options, pins=pins)
-        return plan_graph(graph, leaves, batch, cluster, some, limits)
+        return plan_graph(graph, leaves, batch, cluster, some)
 
     try:
         return plan_with(options.pins)
@@ -197,8 +200,12 @@ def plan_graph(
         restrictions = restrictions_of(
             options.method, options.rules, graph, mesh, batch
         )
+        budget_bytes = budget_of(options, cluster)
+        if not (restrictions or limits):
+            ends = budget_bytes, batch, pins, gap
+            return BudgetCandidates(graph, mesh, cluster, *ends).best()
         return plan_within(
-            *(graph, mesh, cluster, budget_of(options, cluster)),
+            *(graph, mesh, cluster, budget_bytes),
             pins=pins,
             restrictions=(*restrictions, *limits),
             gap=gap,

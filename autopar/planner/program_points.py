@@ -1,37 +1,94 @@
-"""Live sets of a sharding problem: vertices that hold memory together.
+"""Rows of memory of a sharding problem: what its vertices hold at points of a program.
 
 The program points are those of a plan: the fullest of each stretch of its kernels, also
 inside of loops. What is live there under the plan is taken for every other assignment
-as well; a plan that peaks elsewhere brings points of its own (`memory_budget.py`).
+as well; a plan that peaks elsewhere brings points of its own (`plan_within.py`). Of the
+plan itself a row says exactly what the model of memory says (`costs/memory.py`).
 
 At a point a tensor is held by its writer from when it is made until it is copied, and
 by its relay while the copy is read; a tensor with a relay that is read as it was made
-is the relay's. Arguments are held throughout, but for those in the host's memory.
+is the relay's. Arguments are held throughout, but for those in the host's memory. What
+only this pair of specs needs (the operand that a collective turns, a copy beside the
+relay's) is held by the two choices together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.solver.memory_rows import MemoryRow
+
 from ..costs.execution_order import Liveness
+from ..costs.kernels import Kernel, Value
 from ..costs.memory import MemoryProfile
-from .sharding_problem import ShardingProblem
+from ..sharding.spec import Spec
+from .sharding_problem import ShardingProblem, Vertex
 
 STRETCHES = 24  # of the outermost block
 INNER_STRETCHES = 4  # of a loop's body
+WORTH_A_ROW = 0.8  # of the peak
 
 
-def live_sets(
-    problem: ShardingProblem, profile: MemoryProfile
-) -> tuple[tuple[int, ...], ...]:
-    """What the problem's vertices hold together at the points of one of its plans."""
+@dataclass(eq=False)
+class _Point:
+    """What vertices hold at one point, and `bytes`: what the plan holds there."""
+
+    bytes: int = 0
+    whole: set[int] = field(default_factory=set)  # vertices, with all their bytes
+    pairs: list[tuple[int, Spec, int | None, Spec, int]] = field(default_factory=list)
+
+    def __or__(self, other: _Point) -> _Point:
+        return _Point(
+            self.bytes + other.bytes, self.whole | other.whole, self.pairs + other.pairs
+        )
+
+
+def memory_rows(
+    problem: ShardingProblem, profile: MemoryProfile, choices: tuple[int, ...]
+) -> tuple[MemoryRow, ...]:
+    """What the problem's vertices hold together at the points of one of its plans.
+
+    Args:
+      problem: the problem, with relays that count memory.
+      profile: the memory of a plan.
+      choices: the same plan as an assignment of the problem.
+    """
     inputs = [each for each in problem.graph.inputs if each.memory == "device"]
-    homes = [problem.writers[each.tensor][0] for each in inputs]
-    points = _Points(problem, profile)
-    found = (tuple(sorted({*homes, *point})) for point in points.of_block(0, STRETCHES))
-    return tuple(dict.fromkeys(found))
+    fixed = _Point(
+        profile.argument_bytes + profile.output_bytes,
+        {problem.writers[each.tensor][0] for each in inputs},
+    )
+    points = [fixed | each for each in _Points(problem, profile).of_block(0, STRETCHES)]
+    worth = WORTH_A_ROW * max((each.bytes for each in points), default=0)
+    points.sort(key=lambda each: -each.bytes)
+    rows = [_row(problem, p, choices) for p in points or [fixed] if p.bytes >= worth]
+    return tuple(rows)
+
+
+def _row(
+    problem: ShardingProblem, point: _Point, choices: tuple[int, ...]
+) -> MemoryRow:
+    nodes = problem.choice_graph.nodes
+    weights = {vertex: nodes[vertex].bytes for vertex in sorted(point.whole)}
+    constant = 0.0
+    for first, spec, second, target, amount in point.pairs:
+        ends = [(first, spec)] if second is None else [(first, spec), (second, target)]
+        for vertex, wanted in ends:
+            makes = _makes(problem.vertices[vertex], wanted) * float(amount)
+            weights[vertex] = weights.get(vertex, 0.0) + makes
+        constant -= amount * (len(ends) - 1)
+    found = MemoryRow(tuple(weights), tuple(weights.values()), constant)
+    rest = point.bytes - found.used(choices)
+    return MemoryRow(found.nodes, found.weights, constant + rest)
+
+
+def _makes(vertex: Vertex, spec: Spec) -> np.ndarray:
+    """Which choices of a vertex write a tensor in a spec: bool [k]."""
+    made = vertex.writes[0].choices
+    return (made.specs == np.array(spec)).all(axis=1)
 
 
 class _Points:
@@ -39,12 +96,13 @@ class _Points:
         self.problem, self.profile = problem, profile
         self._bodies = {op.index: op.bodies for op in problem.graph.operators()}
 
-    def of_block(self, block: int, stretches: int) -> Iterator[frozenset[int]]:
+    def of_block(self, block: int, stretches: int) -> Iterator[_Point]:
         liveness = self.profile.liveness[block]
-        positions = _fullest(liveness, stretches)
-        holders = self._holders(block, liveness, positions)
-        for position, held in zip(positions, holders, strict=True):
+        if not liveness.order:
+            yield _Point()
+        for position in _fullest(liveness, stretches):
             kernel = liveness.block.kernels[liveness.order[position]]
+            held = self._at(liveness, position, kernel)
             bodies = ()
             if kernel.inner_bytes and kernel.operator is not None:
                 bodies = self._bodies[kernel.operator]
@@ -53,44 +111,47 @@ class _Points:
                 for body in bodies
                 for point in self.of_block(body, INNER_STRETCHES)
             ]
-            for point in inner or [frozenset()]:
+            for point in inner or [_Point()]:
                 yield held | point
 
-    def _holders(
-        self, block: int, liveness: Liveness, positions: list[int]
-    ) -> list[frozenset[int]]:
-        """The vertices that hold memory at each position."""
-        relays, writers = self.problem.relays, self.problem.writers
-        values = liveness.block.values
-        reads = _reads(liveness)
-        intervals: list[tuple[int, int, int]] = []
-        relayed: dict[int, tuple[int, int]] = {}
-        for index, value in enumerate(values):
-            start, end = int(liveness.starts[index]), int(liveness.ends[index])
-            if value.tensor in relays:
-                first, last = (start, end) if start >= 0 else reads.get(index, (-1, -1))
-                if last >= 0:
-                    old = relayed.get(value.tensor, (first, last))
-                    relayed[value.tensor] = min(first, old[0]), max(last, old[1])
-                made_apart = not value.is_copy and not self._is_shared(value.tensor)
-                if start < 0 or not made_apart:
-                    continue
-            elif start < 0 or value.is_copy or value.is_outside:
-                continue
-            if value.tensor in writers:
-                intervals.append((start, end, writers[value.tensor][0]))
-        intervals += [(*span, relays[tensor]) for tensor, span in relayed.items()]
-        starts, ends, vertices = (
-            np.array(intervals, int).reshape(-1, 3).T if intervals else np.zeros((3, 0))
-        )
-        return [
-            frozenset(vertices[(starts <= at) & (ends >= at)].astype(int).tolist())
-            for at in positions
-        ]
+    def _at(self, liveness: Liveness, position: int, kernel: Kernel) -> _Point:
+        point = _Point(int(liveness.bytes[position]))
+        if kernel.inner_bytes and kernel.operator is not None:
+            point.bytes -= kernel.inner_bytes
+        elif kernel.inner_bytes:
+            source, target = kernel.reads[0], kernel.writes[0]
+            values = liveness.block.values
+            self._add_pair(point, values[source], values[target], kernel.inner_bytes)
+        for index in liveness.live(position):
+            if index not in liveness.borrowed:
+                self._add(point, liveness.block.values[index])
+        return point
 
-    def _is_shared(self, tensor: int) -> bool:
-        """Whether all readers read the tensor as it was made."""
-        return not self.profile.plan.tensors[tensor].conversions
+    def _add(self, point: _Point, value: Value) -> None:
+        problem, tensor = self.problem, value.tensor
+        if tensor not in problem.writers:
+            return
+        writer, _ = problem.writers[tensor]
+        relay = problem.relays.get(tensor)
+        plan = self.profile.plan.tensors[tensor]
+        if value.is_copy:
+            if relay is not None:
+                point.whole.add(relay)
+            else:
+                point.pairs.append((writer, plan.spec, None, value.spec, value.bytes))
+        elif relay is not None and not plan.conversions and not value.is_outside:
+            point.whole.add(relay)
+        else:
+            point.whole.add(writer)
+
+    def _add_pair(
+        self, point: _Point, source: Value, target: Value, amount: int
+    ) -> None:
+        """Bytes that only the conversion from one spec to the other takes."""
+        if source.tensor in self.problem.writers:
+            writer, _ = self.problem.writers[source.tensor]
+            relay = self.problem.relays.get(source.tensor)
+            point.pairs.append((writer, source.spec, relay, target.spec, amount))
 
 
 def _fullest(liveness: Liveness, stretches: int) -> list[int]:
@@ -102,16 +163,3 @@ def _fullest(liveness: Liveness, stretches: int) -> list[int]:
         for low, high in zip(borders[:-1], borders[1:], strict=True)
         if high > low
     ]
-
-
-def _reads(liveness: Liveness) -> dict[int, tuple[int, int]]:
-    """First and last position at which each value is read, but by what replaces it:
-    that needs no copy."""
-    found: dict[int, tuple[int, int]] = {}
-    replaced = set(liveness.block.replaced)
-    for position, k in enumerate(liveness.order):
-        kernel = liveness.block.kernels[k]
-        for value in kernel.reads:
-            if not any((value, written) in replaced for written in kernel.writes):
-                found[value] = found.get(value, (position, position))[0], position
-    return found

@@ -24,6 +24,7 @@ from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
 
 from ..clusters.cluster import Cluster
 from ..costs.host_memory import host_seconds_per_byte
+from ..frontend.garbage import without_garbage_collection
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import Operator, OpGraph, TensorType
 from ..graph.ports import Site, ports_of
@@ -32,6 +33,7 @@ from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
 from ..sharding.spec import replicated
 from .operator_choices import OperatorTable
+from .overlap import visible_fractions
 from .relay_choices import is_copied, lasting_tensors, twice
 from .reshard_edges import ReshardEdges
 from .spec_choices import SpecChoices, SpecTable
@@ -83,6 +85,7 @@ class ShardingProblem:
     writers: dict[int, tuple[int, Access]]  # (vertex, access) by tensor
 
 
+@without_garbage_collection
 def build_problem(
     graph: OpGraph,
     mesh: MeshShape,
@@ -136,6 +139,7 @@ class _Builder:
         self.relays: dict[int, int] = {}
         self.writers: dict[int, tuple[int, Access]] = {}
         self.resharding = ReshardEdges(resharder)
+        self.visible = visible_fractions(graph, cluster)
         self._specs = SpecTable(mesh.axis_sizes)
         must_split = operators_to_split(graph)
         self.operators = OperatorTable(mesh, cluster, self._specs, must_split)
@@ -337,7 +341,7 @@ class _Builder:
             return
         index = write.tensor
         tensor = self.graph.tensors[index]
-        weight = self.graph.blocks[tensor.block].weight
+        weight = self.graph.blocks[tensor.block].weight * self.visible[index]
         sources, targets = write.choices, read.choices
         matrix = self.resharding.costs(sources, targets, tensor.type.bytes, weight)
         if self.counts_memory:

@@ -44,7 +44,11 @@ class SpecChoices:
 
     def of(self, choice: int) -> Spec:
         """The spec under one choice."""
-        return self.distinct[self.classes[choice]]
+        return self._by_choice[choice]
+
+    @cached_property
+    def _by_choice(self) -> list[Spec]:
+        return [self.distinct[number] for number in self.classes.tolist()]
 
     def __str__(self) -> str:
         return f"SpecChoices: {len(self.classes)} choices of {len(self.distinct)} specs"

@@ -1,4 +1,4 @@
-"""One step as several graphs: what is made again, and what lies in the host's memory."""
+"""One step as several graphs: what is made again, and what the host holds."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autopar.solver.choice_graph import Infeasible
 
@@ -24,7 +24,7 @@ from ..methods.named_methods import restrictions_of
 from ..methods.restrictions import Limit, Restriction
 from ..options import Options, pins_by_key
 from ..plans.parallel_plan import Plan
-from ..plans.plan import ShardingPlan
+from ..plans.plan import Prediction, ShardingPlan
 from ..plans.plan_check import check_against
 from ..plans.reasons import Alternative, Reasons
 from ..sharding.mesh import MeshShape
@@ -34,6 +34,7 @@ from ..state.placements import placement_pins
 from .mesh_search import TIGHT_GAP
 from .pin_choices import ChoicePins
 from .pin_costs import unpinned
+from .plan_like import likeness_of, options_like
 from .plan_within import plan_within
 from .planning import Planned, batch_tensors, budget_of, plan_or_blame_pins
 
@@ -63,7 +64,9 @@ class TracedStep:
         """
         check_against(plan, self.graph)
 
-    def what_if(self, plan: Plan, pins: PinsLike) -> Plan:
+    def what_if(
+        self, plan: ShardingPlan, pins: PinsLike
+    ) -> tuple[ShardingPlan, TracedStep]:
         """The step planned with more pins, on the mesh of `plan`.
 
         Raises:
@@ -72,21 +75,19 @@ class TracedStep:
         """
         more = pins_by_key(pins)
         both = {**more, **{k: v for k, v in self.options.pins.items() if k not in more}}
-        predicted = plan.predicted
         options = replace(
             self.options,
             pins=both,
-            mesh=plan.sharding.mesh,
+            mesh=self.options.mesh or _abstract_mesh(plan.mesh),
             plan=None,
-            memory_budget=self._budget(plan.sharding),
+            memory_budget=self._budget(plan),
         )
         made = plan_or_blame_pins(
             self.graph, self.leaves, self.batch, self.cluster, options
         )
-        found = replace(made.sharding, remat=plan.sharding.remat)
-        made = _corrected(found, predicted.memory_correction)
+        found = replace(made.sharding, remat=plan.remat)
         asked = replace(self.options, pins=both, plan=None)
-        return Plan(made, source=replace(self, options=asked))
+        return _corrected(found, plan.predicted), replace(self, options=asked)
 
     def tensor_reasons(self, plan: ShardingPlan, tensor: int) -> Reasons:
         """Why a tensor, by index, is made in its spec."""
@@ -169,6 +170,9 @@ def traced_step(planned: Planned, leaves: Sequence[Any], options: Options) -> Pl
         for leaf, kind in zip(leaves, planned.argument_types, strict=False)
     ]
     batch = batch_tensors(planned.traced, planned.graph, options)
+    if options.like is not None:
+        likeness = likeness_of(options, planned.graph, planned.cluster)
+        options = options_like(options, likeness)
     step = TracedStep(
         planned.graph, tuple(types), tuple(batch), planned.cluster, options
     )
@@ -181,12 +185,18 @@ def factors_text(factors: Sequence[str], mesh: MeshShape) -> str:
     return ", ".join(f"{name} {factor}" for name, factor in names)
 
 
-def _corrected(plan: ShardingPlan, correction: float) -> ShardingPlan:
-    """With the error of the memory model that was seen on the step."""
+def _abstract_mesh(mesh: MeshShape) -> AbstractMesh:
+    """Which may have fewer devices than the cluster."""
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+
+
+def _corrected(plan: ShardingPlan, seen: Prediction) -> ShardingPlan:
+    """With the budget, and the error of the memory model, of another plan of a step."""
     predicted = replace(
         plan.predicted,
-        peak_bytes=round(plan.predicted.peak_bytes * correction),
-        memory_correction=correction,
+        peak_bytes=round(plan.predicted.peak_bytes * seen.memory_correction),
+        budget_bytes=seen.budget_bytes,
+        memory_correction=seen.memory_correction,
     )
     return replace(plan, predicted=predicted)
 
@@ -247,7 +257,7 @@ class _Asked:
             ).plan
         except (InfeasiblePlanError, Infeasible) as error:
             return Alternative(title, "", None, _refusal(error))
-        found = _corrected(found, self.plan.predicted.memory_correction)
+        found = _corrected(found, self.plan.predicted)
         return Alternative(title, seen(found), found)
 
     def without_budget(self, seen: Any) -> Iterator[Alternative]:

@@ -297,7 +297,7 @@ def format_source(source: str) -> str:
 def format_seconds(seconds: float) -> str:
     """Three digits and a unit: `1.23 ms`."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
+        if seconds >= 0.9995 * size:  # as three digits are rounded up to it
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from math import isfinite
 
 from rich.console import RenderableType
@@ -11,7 +12,7 @@ from rich.text import Text
 
 from ..sharding.group_names import GroupNames
 from ..sharding.pins import spellings
-from ..sharding.spec import format_spec, local_shape
+from ..sharding.spec import Spec, format_spec, local_shape
 from .explain import (
     format_bytes,
     format_seconds,
@@ -145,12 +146,8 @@ def _operator(
     pairs = zip(names, op.factors, strict=False)
     factors = ", ".join(f"{name} {factor}" for name, factor in pairs)
     grid.add_row("splits", Text(factors or "nothing: its operands and results decide"))
-    reads, makes = (
-        "; ".join(split_words(spec, names) for spec in specs) or "nothing"
-        for specs in (op.operand_specs, op.result_specs)
-    )
-    grid.add_row("reads", Text(reads))
-    grid.add_row("makes", Text(makes))
+    grid.add_row("reads", Text(_listed(op.operand_specs, names)))
+    grid.add_row("makes", Text(_listed(op.result_specs, names)))
     takes = f"{format_seconds(op.seconds)} a step, {op.flops:,.0f} flops in all"
     grid.add_row("takes", f"{takes}, divided over {op.split} devices")
     if reasons is not None:
@@ -158,6 +155,14 @@ def _operator(
     yield grid
     if reasons is not None:
         yield from _alternatives(plan, reasons, "factors")
+
+
+def _listed(specs: Sequence[Spec], names: Sequence[str]) -> str:
+    """Specs in order, those that repeat with how often."""
+    words = (split_words(spec, names) for spec in specs)
+    runs = [(each, len(list(same))) for each, same in groupby(words)]
+    parts = [f"{each} x{number}" if number > 1 else each for each, number in runs]
+    return "; ".join(parts) or "nothing"
 
 
 def _add_reasons(grid: Table, reasons: Reasons) -> None:

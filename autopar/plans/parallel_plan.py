@@ -154,15 +154,23 @@ class Plan:
 
         Raises:
           InfeasiblePlanError: no plan has these pins; names the fewest to blame.
+          NotImplementedError: the plan is that of a pipeline.
           ValueError: a pin matches nothing or cannot be, or the plan was loaded.
         """
+        if isinstance(self.decision, StagedPlan):
+            raise NotImplementedError(
+                f"What-if pins of a pipeline are not there yet (docs/roadmap.md), but "
+                f"the plan of {self.decision.function!r} is one; plan it with "
+                f"parallelize(step, pins=...) and compare by plan.diff(...)."
+            )
         if self.source is None:
             raise ValueError(
                 f"A plan can be solved again if its step is at hand, but that of "
                 f"{self.decision.function!r} was loaded; ask the plan of "
                 f"parallelize(step, plan=plan).plan(...), which has both."
             )
-        return self.source.what_if(self, pins)
+        made, source = self.source.what_if(self.decision, pins)
+        return Plan(made, source=source)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""

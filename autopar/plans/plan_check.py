@@ -33,8 +33,9 @@ def check_against(plan: ShardingPlan, graph: OpGraph) -> None:
             f"the plan of {plan.function!r} must fit the step it runs, but for "
             f"{graph.name!r}\n  "
             + "\n  ".join([*found[:_NUM_SHOWN], *more])
-            + "\nKeep what still fits with parallelize(step, like=plan), plan again "
-            "with step.plan(...), or call with the arguments it was planned for."
+            + "\nPlan again with step.plan(...), keep what still fits with "
+            "parallelize(step, like=plan), or call with the arguments it was planned "
+            "for."
         )
 
 

@@ -37,7 +37,6 @@ from .plan_parts import (
 )
 
 _MOST_ROWS = 20  # of a table; what is left out is counted
-_LINE_WIDTH = 36  # columns that a source line gets before it is folded
 _ABSENT = "none"
 
 
@@ -110,7 +109,8 @@ class PlanDiff:
             for each in parts.traffic:
                 source = latest.get(each.tensor, each.source) or each.source
                 words = f"{each.collective} over {each.axes}"
-                row = lines.setdefault(source or each.tensor, [[], []])
+                place = format_source(source) if source else each.tensor
+                row = lines.setdefault(place, [[], []])
                 row[side].append((words, each.count, float(each.bytes)))
         return _changed((("", source), row) for source, row in lines.items())
 
@@ -137,7 +137,8 @@ class PlanDiff:
         for side, parts in enumerate((self.before, self.after)):
             for op in filter(is_wanted, parts.operators):
                 source = latest.get((op.name, op.kind), op.source)
-                row = lines.setdefault((f"{op.kind}{op.phase}", source), [[], []])
+                place = f"{op.kind}{op.phase}", format_source(source)
+                row = lines.setdefault(place, [[], []])
                 row[side].append((op.splits, 1, op.seconds))
         return _changed(lines.items())
 
@@ -225,16 +226,13 @@ class PlanDiff:
 
     def _rest(self) -> Iterator[RenderableType]:
         """Elementwise operators and the like, which are many, in one line."""
-        number = sum(
-            sum((Counter(dict(e.before)) - Counter(dict(e.after))).values())
-            for e in self.light_operators
-        )
+        number = sum(map(_number_changed, self.light_operators))
         if self.light_operators:
             was = sum(each.before_sum for each in self.light_operators)
             now = sum(each.after_sum for each in self.light_operators)
             yield Text(
-                f"\nother operators: on {len(self.light_operators)} lines {number} "
-                f"split otherwise; these lines take {format_seconds(was)} -> "
+                f"\nother operators: {number} on {len(self.light_operators)} lines "
+                f"differ; these lines take {format_seconds(was)} -> "
                 f"{format_seconds(now)}"
             )
 
@@ -294,6 +292,12 @@ def _changed(
     return tuple(found)
 
 
+def _number_changed(line: ChangedLine) -> int:
+    """How many operators of a line are not as before, or not there before."""
+    before, after = Counter(dict(line.before)), Counter(dict(line.after))
+    return max((before - after).total(), (after - before).total())
+
+
 def _line_tables(
     title: str, lines: tuple[ChangedLine, ...], words: Callable[[float], str]
 ) -> Iterator[RenderableType]:
@@ -302,13 +306,11 @@ def _line_tables(
     has_what = any(line.what for line in lines)
     columns = ("operator",) if has_what else ()
     grid = table(*columns, "line", "before", "after", ">change")
-    places = [format_source(line.source) for line in lines[:_MOST_ROWS]]
-    grid.columns[len(columns)].min_width = min(_LINE_WIDTH, max(map(len, places)))
     for line in lines[:_MOST_ROWS]:
         cells = (Text(line.what),) if has_what else ()
         grid.add_row(
             *cells,
-            Text(format_source(line.source)),
+            Text(line.source),
             Text(_listed(line.before)),
             Text(_listed(line.after)),
             f"{words(line.before_sum)} -> {words(line.after_sum)}",

@@ -5,13 +5,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from ..sharding.pins import PinsLike
 from .plan import ShardingPlan
-
-if TYPE_CHECKING:
-    from ..sharding.pins import PinsLike
-    from .parallel_plan import Plan
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,10 @@ class PlanSource(Protocol):
         """Raises PlanFileError if the plan is of another step."""
         ...
 
-    def what_if(self, plan: Plan, pins: PinsLike) -> Plan:
-        """The step planned with more pins, on the same mesh."""
+    def what_if(
+        self, plan: ShardingPlan, pins: PinsLike
+    ) -> tuple[ShardingPlan, PlanSource]:
+        """The step planned with more pins, on the same mesh, and as it is then asked."""
         ...
 
     def tensor_reasons(self, plan: ShardingPlan, tensor: int) -> Reasons:

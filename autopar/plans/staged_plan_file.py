@@ -27,7 +27,8 @@ VERSION = 1
 
 _TEXTS = ("function", "cluster", "schedule", "microbatch_semantics")
 _COUNTS = ("num_stages", "num_microbatches")
-_LISTS = ("meshes", "transfers", "rows", "peak_bytes", "stage_products", "programs")
+_LISTS = ("meshes", "transfers", "rows", "peak_bytes", "programs")
+_LATER = "stage_products"  # not in files of earlier versions
 
 
 def is_staged(text: str) -> bool:
@@ -46,7 +47,7 @@ def to_json(plan: StagedPlan) -> str:
         "transfers": [vars(each) for each in plan.transfers],
         "rows": list(plan.rows),
         "peak_bytes": list(plan.peak_bytes),
-        "stage_products": list(plan.stage_products),
+        **({_LATER: list(plan.stage_products)} if plan.stage_products else {}),
     }
     programs = ",\n".join(indent(_program_to_json(p), "    ") for p in plan.programs)
     head = lines_of(document).removesuffix("\n}")
@@ -65,7 +66,8 @@ def from_json(text: str, where: str) -> StagedPlan:
         sense; names `where`, the field and the reason.
     """
     root = read_json(text, where)
-    top = root.fields(["format", "version", "predicted", *_TEXTS, *_COUNTS, *_LISTS])
+    names = ["format", "version", "predicted", *_TEXTS, *_COUNTS, *_LISTS]
+    top = root.fields(names, [_LATER])
     if top["version"].value != VERSION:
         top["version"].fail(
             f"must be {VERSION}, the version that this autopar reads, but got "
@@ -96,7 +98,7 @@ def from_json(text: str, where: str) -> StagedPlan:
         rows=tuple(item.text() for item in top["rows"].items()),
         peak_bytes=top["peak_bytes"].integers(),
         predicted=prediction_from_json(top["predicted"]),
-        stage_products=top["stage_products"].integers(),
+        stage_products=top[_LATER].integers() if _LATER in top else (),
     )
 
 

@@ -137,9 +137,9 @@ class _Finder:
         entering = body.inputs[:first] + body.inputs[first + num_carry :]
         outputs = body.outputs[num_carry:]
         slices = {
-            position: outputs[stacked]
+            position: tensor
             for stacked, position in pair.residuals
-            if isinstance(outputs[stacked], int)
+            if isinstance(tensor := outputs[stacked], int)
         }
         forward = Phases.of(body).forward
         again = self.done_again(forward)
@@ -272,4 +272,3 @@ class _Finder:
 def _is_repeatable(op: Operator) -> bool:
     """Whether doing it again makes the same values, and nothing else happens."""
     return not op.eqn.effects and op.kind not in (BARRIER, SHARD_MAP)
-

@@ -87,9 +87,7 @@ class _RematRunner(WholeRunner):
         with jax.named_scope(SCOPE):
             super().run_operators(group.operators)
         self.again.update({t: self.values[t] for t in group.makes})
-        self.again.update(
-            zip(cotangents[:1], passed[len(group.reads) :], strict=True)
-        )
+        self.again.update(zip(cotangents[:1], passed[len(group.reads) :], strict=True))
         self.values = forward
 
     def scan(self, op: Operator, operands: Sequence[Any]) -> list[Any]:
@@ -161,6 +159,7 @@ class _RematRunner(WholeRunner):
             if tensor in scan.group.reads:
                 self.values[tensor] = as_array(self.value(operand))
         self.values.update(sliced)
+
 
 def _saved(graph: OpGraph, sets: RecomputeSets) -> dict[int, tuple[int, ...]]:
     """What each forward loop stacks besides what it returns, by operator."""

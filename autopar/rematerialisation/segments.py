@@ -139,7 +139,7 @@ def _best_borders(
     tries = np.geomspace(max(least, 1.0), max(most, 1.0), MOST_TRIES)
     found: dict[float, list[int]] = {}
     for limit in tries:
-        chosen = _fewest_bytes(points, crossing, held, float(limit) * (1 + 1e-9))
+        chosen = fewest_bytes(points, crossing, held, float(limit) * (1 + 1e-9))
         ends = [0, *chosen, points[-1]]
         fullest = max(
             held[b] - held[a] for a, b in zip(ends[:-1], ends[1:], strict=True)
@@ -148,7 +148,7 @@ def _best_borders(
     return found[min(found)]
 
 
-def _fewest_bytes(
+def fewest_bytes(
     points: Sequence[int], crossing: Sequence[int], held: np.ndarray, limit: float
 ) -> list[int]:
     """The borders of the fewest crossing bytes with segments of at most `limit`."""
@@ -169,4 +169,3 @@ def _fewest_bytes(
         chosen.append(points[j])
         j = before[j]
     return chosen[::-1]
-

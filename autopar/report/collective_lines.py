@@ -27,7 +27,8 @@ class CollectiveLine:
       program: the stage program that they are in, or nothing.
       source: the line, as the trace has it.
       collective: kind and reduction.
-      axes: the mesh axes they run over.
+      axes: the mesh axes they run over, with commas, or the devices if none fit.
+      mesh: the mesh.
       dtypes: what is sent.
       count: executions a step.
       bytes: result bytes of one device in a step.
@@ -39,6 +40,7 @@ class CollectiveLine:
     source: str
     collective: str
     axes: str
+    mesh: MeshShape
     dtypes: str
     count: int
     bytes: int
@@ -99,6 +101,7 @@ def _lines(program: Program, cluster: Cluster | None) -> Iterator[CollectiveLine
             source,
             collective,
             axes,
+            plan.mesh,
             ", ".join(sorted({each.dtype for each in same})),
             sum(each.count for each in same) * program.times,
             sum(each.total_bytes for each in same) * program.times,

@@ -43,8 +43,8 @@ def memory_figure(curves: Sequence[MemoryCurve], budget_bytes: int) -> str:
     if len(curves) == 1:
         base, number = curves[0].base_bytes / size, len(curves[0].bytes)
         figure.add_scatter(
-            x=list(range(number)),
-            y=[base] * number,
+            x=[0, number],
+            y=[base] * 2,
             name="arguments and results",
             mode="lines",
             fill="tozeroy",
@@ -56,14 +56,14 @@ def memory_figure(curves: Sequence[MemoryCurve], budget_bytes: int) -> str:
         colour = _LINES[number % len(_LINES)]
         is_one = len(curves) == 1
         figure.add_scatter(
-            x=list(range(len(curve.bytes))),
-            y=[each / size for each in curve.bytes],
+            x=list(range(len(curve.bytes) + 1)),
+            y=[each / size for each in (*curve.bytes, curve.bytes[-1])],
             name="all that is held" if is_one else curve.title,
             mode="lines",
             fill="tonexty" if is_one else "none",
             fillcolor="rgba(59,125,216,0.25)",
             line={"color": colour, "width": 2, "shape": "hv"},
-            customdata=[_cut(label) for label in curve.labels],
+            customdata=[_cut(x) for x in (*curve.labels, curve.labels[-1])],
             hovertemplate=f"%{{y:.4g}} {unit}<br>%{{customdata}}<extra></extra>",
         )
     top = peak / size
@@ -79,7 +79,7 @@ def memory_figure(curves: Sequence[MemoryCurve], budget_bytes: int) -> str:
     _add_peak(figure, curves, size, unit)
     figure.update_layout(_layout(360, "executed order", f"{unit} on one device"))
     figure.update_yaxes(range=[0, top * 1.16])
-    figure.update_xaxes(showticklabels=False)
+    figure.update_xaxes(showticklabels=False, showgrid=False)
     return _to_json(figure)
 
 
@@ -93,8 +93,9 @@ def _add_peak(figure: Any, curves: Sequence[MemoryCurve], size: int, unit: str) 
         text=f"peak {height:.4g} {unit}",
         showarrow=True,
         arrowhead=2,
-        ax=70 if is_left else -70,
-        ay=-24,
+        arrowcolor="gray",
+        ax=80 if is_left else -80,
+        ay=44,
     )
 
 
@@ -177,11 +178,23 @@ def _layout(height: int, x_title: str, y_title: str) -> dict[str, Any]:
         "margin": {"l": 8, "r": 16, "t": 36, "b": 8},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
-        "xaxis": {"title": {"text": x_title}, "automargin": True, "zeroline": False},
-        "yaxis": {"title": {"text": y_title}, "automargin": True, "zeroline": False},
+        "legend": {
+            "orientation": "h",
+            "y": 1,
+            "yref": "container",
+            "yanchor": "top",
+            "x": 0,
+            "traceorder": "normal",
+        },
+        "xaxis": _axis(x_title),
+        "yaxis": _axis(y_title),
         "template": "none",
     }
+
+
+def _axis(title: str) -> dict[str, Any]:
+    words = {"text": title, "font": {"size": 13}, "standoff": 8}
+    return {"title": words, "automargin": True, "zeroline": False}
 
 
 def _unit(largest: float, units: Sequence[tuple[str, float]]) -> tuple[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..audit.audit import Audit
-from ..plans.explain import format_bytes, format_seconds, format_source
+from ..plans.explain import format_bytes, format_seconds
 from ..plans.staged_plan import StagedPlan
 from .figures import alternatives_figure, memory_figure
 from .findings import Alternative, MemoryCurve
@@ -14,12 +14,15 @@ from .html_elements import (
     Child,
     Column,
     Html,
+    axes_text,
     bytes_cell,
     count_cell,
     missing_note,
     path_text,
     seconds_cell,
+    source_text,
     spec_text,
+    states_text,
     table,
     tag,
 )
@@ -37,7 +40,7 @@ def arguments_section(report: Report) -> Html:
         tag("button", "close all", type="button", data_close="arguments"),
         class_="buttons",
     )
-    trees = [_branch_details(tree, "", is_open=True) for tree in report.trees]
+    trees = [_branch_details(tree, "", 2) for tree in report.trees]
     return tag(
         "section",
         tag("h2", "Arguments and how they are split"),
@@ -48,7 +51,8 @@ def arguments_section(report: Report) -> Html:
     )
 
 
-def _branch_details(branch: Branch, above: str, *, is_open: bool = False) -> Html:
+def _branch_details(branch: Branch, above: str, open_levels: int) -> Html:
+    """A branch; its `open_levels` first levels are open."""
     leaves = branch.all_leaves()
     name = branch.path.removeprefix(above) or branch.name
     sizes = (
@@ -60,8 +64,11 @@ def _branch_details(branch: Branch, above: str, *, is_open: bool = False) -> Htm
     inside: list[Child] = []
     if branch.leaves:
         inside.append(_leaf_table(branch))
-    inside += [_branch_details(below, branch.path) for below in branch.branches]
-    return tag("details", summary, tag("div", inside), open=is_open)
+    inside += [
+        _branch_details(below, branch.path, max(open_levels - 1, 0))
+        for below in branch.branches
+    ]
+    return tag("details", summary, tag("div", inside), open=open_levels > 0)
 
 
 def _leaf_table(branch: Branch) -> Html:
@@ -93,6 +100,41 @@ def _leaf_row(leaf: Leaf, prefix: str, has_stages: bool) -> list[Cell]:
     ]
 
 
+def compute_section(report: Report) -> Html:
+    """Where compute goes, and how the work of each line is split."""
+    lines = report.compute
+    total = sum(line.seconds for line in lines) or 1.0
+    in_programs = any(line.program for line in lines)
+    columns = [
+        Column("source line"),
+        *([Column("program")] if in_programs else []),
+        Column("operator"),
+        Column("result's dims"),
+        Column("number", True, "operators in the program"),
+        Column("seconds", True, "predicted, of one step on one device"),
+        Column("part", True, "of all compute"),
+    ]
+    rows = []
+    for line in lines:
+        short = source_text(line.source) or "–"
+        rows.append(
+            [
+                Cell(tag("code", short, title=line.source), short),
+                *([Cell(line.program)] if in_programs else []),
+                Cell(line.operator),
+                Cell("" if line.spec is None else states_text(line.spec, line.mesh)),
+                count_cell(line.count),
+                seconds_cell(line.seconds),
+                Cell(f"{line.seconds / total:.1%}", line.seconds),
+            ]
+        )
+    words = "all stages together" if in_programs else "a device"
+    caption = f"Products, convolutions and the like, {words}; a heading sorts"
+    body = table("compute-lines", columns, rows, caption=caption, is_sortable=True)
+    title = tag("h2", "Compute by source line, and how it is split")
+    return tag("section", title, body, id="compute")
+
+
 def collectives_section(report: Report) -> Html:
     """Every collective by the line of the user's code that it comes from."""
     lines = report.collectives
@@ -114,7 +156,7 @@ def collectives_section(report: Report) -> Html:
     ]
     rows = []
     for line in lines:
-        short = format_source(line.source) or "unknown"
+        short = source_text(line.source) or "unknown"
         where = tag("code", short, title=line.source)
         marks = f" ({line.marks})" if line.marks else ""
         rows.append(
@@ -122,7 +164,7 @@ def collectives_section(report: Report) -> Html:
                 Cell(where, short),
                 *([Cell(line.program)] if in_programs else []),
                 Cell(line.collective + marks),
-                Cell(line.axes),
+                Cell(axes_text(line.axes, line.mesh), line.axes),
                 Cell(line.dtypes),
                 count_cell(line.count),
                 bytes_cell(line.bytes),
@@ -213,7 +255,7 @@ def _user_table(curve: MemoryCurve, is_open: bool) -> Html:
 def _note_text(note: str) -> str:
     """A note whose source line is short."""
     kind, comma, source = note.rpartition(", ")
-    return f"{kind}{comma}{format_source(source)}" if comma else note
+    return f"{kind}{comma}{source_text(source)}" if comma else note
 
 
 def _argument_users(report: Report) -> Html:
@@ -265,8 +307,8 @@ def _alternatives_table(rows: tuple[Alternative, ...]) -> Html:
     for row in rows:
         found = row.predicted
         if found is None:
-            refusal = Cell(tag("span", row.refusal, class_="refusal"))
-            lines.append([Cell(row.name), refusal, *[Cell("–")] * 7])
+            refusal = tag("div", row.refusal, class_="refusal")
+            lines.append([Cell((row.name, refusal), row.name), *[Cell("–")] * 8])
             continue
         ratio = found.step_seconds / first.step_seconds if first.step_seconds else 1.0
         is_bound = found.optimality_gap != float("inf")

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias
 
-from ..plans.explain import format_bytes, format_seconds
+from ..plans.explain import (
+    format_bytes,
+    format_seconds,
+    format_source,
+    state_words,
+)
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec, axes_of_dim
 
@@ -135,6 +140,11 @@ def count_cell(count: int) -> Cell:
     return Cell(f"{count:,}", count)
 
 
+def source_text(source: str) -> str:
+    """A source line as short as it is clear: that of a package begins with its name."""
+    return format_source(source).rpartition("site-packages/")[2]
+
+
 def path_text(path: str, prefix: str = "") -> Html:
     """The path, of which what is known from around is only read out and found."""
     if prefix and path.startswith(prefix) and path != prefix:
@@ -149,6 +159,14 @@ def axis_chip(mesh: MeshShape, axis: int) -> Html:
     return tag("span", mesh.axis_names[axis], class_=f"axis a{colour}")
 
 
+def axes_text(axes: str, mesh: MeshShape) -> Html:
+    """Axes with commas between, each in its colour; other text stays as it is."""
+    names = axes.split(",")
+    if not all(name in mesh.axis_names for name in names):
+        return join(axes)
+    return tag("span", [axis_chip(mesh, mesh.index_of(n)) for n in names])
+
+
 def spec_text(spec: Spec, rank: int, mesh: MeshShape) -> Html:
     """A spec such as `[data, -]`, each axis in its colour."""
     parts: list[Html | str] = []
@@ -159,6 +177,14 @@ def spec_text(spec: Spec, rank: int, mesh: MeshShape) -> Html:
             chips += [*(["+"] if chips else []), axis_chip(mesh, axis)]
         parts += [*([", "] if parts else []), *(chips or ["-"])]
     return tag("code", "[", parts, "]", class_="spec")
+
+
+def states_text(spec: Spec, mesh: MeshShape) -> Html:
+    """What each mesh axis does to a tensor: `x dim 0`, `y sum`."""
+    parts: list[Child] = []
+    for axis, state in enumerate(spec):
+        parts.append((axis_chip(mesh, axis), f" {state_words(state)}  "))
+    return tag("span", parts, class_="spec")
 
 
 def missing_note(reason: str) -> Html:

@@ -10,6 +10,7 @@ from .html_details import (
     arguments_section,
     audit_section,
     collectives_section,
+    compute_section,
     memory_section,
 )
 from .html_elements import Html, join, tag
@@ -26,6 +27,7 @@ _LINKS = (
     ("cautions", "Warnings"),
     ("devices", "Devices"),
     ("arguments", "Arguments"),
+    ("compute", "Compute"),
     ("collectives", "Communication"),
     ("memory", "Memory"),
     ("alternatives", "Alternatives"),
@@ -56,6 +58,7 @@ def page_of(report: Report) -> str:
         cautions_section(report),
         devices_section(report),
         arguments_section(report),
+        compute_section(report),
         collectives_section(report),
         memory_section(report),
         alternatives_section(report),

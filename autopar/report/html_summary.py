@@ -7,7 +7,7 @@ from math import isfinite
 
 from ..costs.compute import is_heavy
 from ..lowering.programs import TaskKind
-from ..plans.explain import format_bytes, format_seconds, format_source
+from ..plans.explain import format_bytes, format_seconds
 from ..plans.plan import ShardingPlan
 from ..plans.staged_plan import StagedPlan
 from .device_grid import DeviceGrid
@@ -25,6 +25,7 @@ from .html_elements import (
     missing_note,
     path_text,
     seconds_cell,
+    source_text,
     table,
     tag,
 )
@@ -119,7 +120,7 @@ def _time_bar(report: Report) -> Html:
     bars = [
         tag(
             "span",
-            f"{name} {format_seconds(seconds)}" if seconds > 0.12 * step else "",
+            f"{name} {format_seconds(seconds)}" if seconds > 0.09 * step else "",
             class_=f"part {name}",
             style=f"flex-grow:{seconds / step:.4f}",
             title=f"{name} {format_seconds(seconds)}",
@@ -221,7 +222,8 @@ def _grid(grid: DeviceGrid) -> Iterator[Html]:
 
 
 def _stage_table(plan: StagedPlan, times: TaskTimes) -> Html:
-    kinds = [k for k in _KINDS if any(each.kind == k for each in plan.programs)]
+    used = {each.kind for each in plan.programs}
+    kinds: list[TaskKind] = [kind for kind in _KINDS if kind in used]
     columns = [
         Column("stage"),
         Column("submesh", True),
@@ -252,7 +254,7 @@ def _stage_table(plan: StagedPlan, times: TaskTimes) -> Html:
 def _products(plan: StagedPlan, stage: int) -> str:
     """Where the products of a stage's forward program come from, the first few."""
     lines = [
-        format_source(op.source)
+        source_text(op.source)
         for each in plan.of_stage(stage)
         if each.kind == "forward"
         for op in each.sharding.operators

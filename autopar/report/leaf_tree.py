@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
+from ..graph.op_graph import Role
 from ..plans.plan import InputPlan, ShardingPlan
 from ..plans.staged_plan import StagedPlan
 from ..sharding.mesh import MeshShape
@@ -105,28 +107,35 @@ def leaves_of_stages(plan: StagedPlan, kinds: Mapping[str, str]) -> tuple[Leaf, 
     programs = [
         (each, _Reader(each.sharding, kinds, each.stage)) for each in plan.programs
     ]
-    made = _made(plan)
+    between = _between_programs(plan)
     found: dict[tuple[str, int], Leaf] = {}
-    for each, read in programs:
-        for argument in each.sharding.inputs:
-            if each.kind == "apply" and argument.role == "state":
-                found[argument.path, each.stage] = read.leaf(argument)
-    for each, read in programs:
-        for argument in each.sharding.inputs:
-            is_made = argument.path.removeprefix("sum of ") in made
-            key = argument.path, each.stage
-            if each.kind == "forward" and key not in found and not is_made:
-                found[key] = read.leaf(argument)
+    for kind, roles in (("apply", ("state",)), ("forward", get_args(Role))):
+        for each, read in programs:
+            for argument in each.sharding.inputs:
+                is_own = argument.role in roles and argument.path not in between
+                if each.kind == kind and is_own:
+                    key = argument.path, each.stage
+                    found.setdefault(key, read.leaf(argument))
     return tuple(found.values())
 
 
-def _made(plan: StagedPlan) -> set[str]:
-    """The tensors that some stage program makes."""
-    found: set[str] = set()
-    for each in plan.programs:
-        given = {argument.path for argument in each.sharding.inputs}
-        found |= {tensor.name for tensor in each.sharding.tensors} - given
-    return found
+def _between_programs(plan: StagedPlan) -> set[str]:
+    """What stage programs make for each other: activations, and sums of gradients."""
+    sums = {
+        argument.path
+        for each in plan.programs
+        if each.kind != "apply"
+        for argument in each.sharding.inputs
+        if argument.role == "state"
+    }
+    kept = {
+        argument.path
+        for each in plan.programs
+        if each.kind == "apply"
+        for argument in each.sharding.inputs
+        if argument.role == "state"
+    }
+    return sums | ({each.slot for each in plan.transfers} - kept)
 
 
 class _Reader:

@@ -59,6 +59,7 @@ async function drawFigures() {
   const plots = [...document.querySelectorAll(".plot")];
   const draw = () => Promise.all(plots.map((plot) => {
     const { data, layout } = JSON.parse(plot.dataset.figure);
+    plot.style.height = `${layout.height}px`; // kept when the width changes
     return Plotly.react(plot, data, themed(layout), { displayModeBar: false, responsive: true });
   }));
   for (const plot of plots) plot.dataset.figure = plot.querySelector("script").textContent;

@@ -13,6 +13,7 @@ from ..plans.plan import ShardingPlan
 from ..plans.staged_plan import StagedPlan
 from .cautions import cautions, programs_of
 from .collective_lines import CollectiveLine, collective_lines
+from .compute_lines import ComputeLine, compute_lines
 from .device_grid import DeviceGrid, device_grids
 from .findings import (
     Alternative,
@@ -36,6 +37,7 @@ class Report:
     grids: tuple[DeviceGrid, ...]
     times: TaskTimes | None
     trees: tuple[Branch, ...]
+    compute: tuple[ComputeLine, ...]
     collectives: tuple[CollectiveLine, ...]
     cautions: tuple[str, ...]
 
@@ -95,6 +97,7 @@ def report_of(decision: Decision, findings: Findings) -> Report:
         grids,
         times,
         leaf_tree(leaves),
+        compute_lines(programs),
         collective_lines(programs, cluster),
         (*findings.cautions, *cautions(decision, programs)),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -252,7 +253,7 @@ def _alternative(row: Row) -> Alternative:
 
 
 def _method_text(options: Options) -> str:
-    words = [str(options.method)]
+    words = [re.sub(r", \w+=None", "", str(options.method))]
     if options.plan is not None:
         words.append("with a plan that was given")
     if options.rules is not None:

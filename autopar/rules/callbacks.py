@@ -9,7 +9,7 @@ each device calls it with whole operands.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +41,8 @@ def _bind_guarded(
         return bind_params(op, operands)
     if op.kind == "debug_print":
         show = functools.partial(op.eqn.primitive.impl, **op.params)
-        jax.debug.callback(calls.guarded(show, (), op.source), *operands)
+        guarded: Callable[..., Any] = calls.guarded(show, (), op.source)
+        jax.debug.callback(guarded, *operands)
         return []
     call = calls.guarded(op.params["callback"], op.result_types, op.source)
     return bind_params(op, operands, callback=call)

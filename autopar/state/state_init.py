@@ -22,6 +22,7 @@ from ..graph.build_graph import SCAN
 from ..graph.op_graph import Operand, Operator, OpGraph
 from ..jax_compat import user_context
 from ..lowering.blocks import as_array
+from ..lowering.host_memory import HOST
 from ..lowering.programs import SpmdProgram, build_program
 from ..microbatches.microbatch_flow import tensors_of
 from ..pipelines.piece_flow import Cut, PieceFlow
@@ -181,7 +182,8 @@ def _init_program(
     plan = plan_intra_op(part, shape, silent).plan
     weak = [i for i, (leaf, _) in enumerate(parts) if init.types[leaf].weak_type]
     program = build_program(
-        part, plan, Resharder(shape, silent), mesh, structs, (), (), weak
+        *(part, plan, Resharder(shape, silent), mesh, structs, (), (), weak),
+        [i for i, (_, home) in enumerate(parts) if home.sharding.memory_kind == HOST],
     )
     return InitProgram(program, tuple(inputs), tuple(parts))
 

@@ -1,16 +1,36 @@
 """Rows of GPipe that a step of stages shows: synchronous updates, one send a border."""
 
 from collections import Counter
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.methods.methods import PipelineParallel
+from autopar.pipelines.stage_borders import NEAR, stage_borders
 from autopar.runtime.instructions import Send
 from tests.rows.fixtures import f6
 from tests.rows.running import run_pipeline_as_planned
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=4, max_size=12), st.integers(2, 4))
+def test_gpi_1_cells_are_as_even_as_any_contiguous_partition(
+    costs: list[float], num_cells: int
+) -> None:
+    """Where every border moves as many bytes, the slowest cell is the least possible,
+    but for the part that evens out nothing: `NEAR` of an even share."""
+    borders = stage_borders(costs, [1.0] * len(costs), num_cells)
+    cells = [sum(costs[i:j]) for i, j in pairwise([0, *borders, len(costs)])]
+    best = min(
+        max(sum(costs[i:j]) for i, j in pairwise([0, *cut, len(costs)]))
+        for cut in combinations(range(1, len(costs)), num_cells - 1)
+    )
+    allowed = max(best, sum(costs) / num_cells * (1 + NEAR))
+    assert best * (1 - 1e-9) <= max(cells) <= allowed * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.plans.parallel_plan import Plan
@@ -15,6 +16,7 @@ from tests.rows.fixtures import (
     VOCAB,
     WIDTH,
     Case,
+    encoder,
     f3,
     f3_forward,
     language_model,
@@ -25,6 +27,7 @@ from tests.rows.running import (
     all_reduce_bytes,
     homes,
     run_as_planned,
+    run_pipeline_as_planned,
     sent_bytes,
     traffic,
 )
@@ -117,3 +120,36 @@ def test_meg_2_the_solver_gathers_no_logits() -> None:
     assert largest == NUM_TOKENS * WIDTH * 4 < NUM_TOKENS * VOCAB * 4
     assert plan.predicted.step_seconds < named.predicted.step_seconds
     assert sent_bytes(plan) < sent_bytes(named)
+
+
+def test_meg_6_stages_rows_and_columns_compose() -> None:
+    """2 x 2 x 2: two stages of two rows of devices that split the batch, and in each
+    row two neighbours that split heads and the MLP; b s h bytes a border."""
+    case = encoder(2)
+    pins = {}
+    for i in range(2):
+        layer = f"layers[{i}]"
+        pins |= {
+            f"{layer}['qkv']": P(None, None, "tensor"),
+            f"{layer}['out']": P("tensor"),
+            f"{layer}['up']": P(None, "tensor"),
+            f"{layer}['down']": P("tensor"),
+        }
+    pins |= {"x": P("data"), "y": P("data")}
+    step = autopar.parallelize(
+        case.step,
+        method=autopar.PipelineParallel(2, 1),
+        mesh="data:2;tensor:2",
+        pins=pins,
+    )
+    plan = run_pipeline_as_planned(step, *case.args).plan
+    groups = {
+        group
+        for each in plan.stages.programs
+        for collective in each.sharding.collectives
+        if collective.bytes >= BSH_BYTES // 4
+        for group in collective.groups
+    }
+    assert {(0, 1), (2, 3)} <= groups  # neighbours
+    sent = {(t.source, t.target): t.total_bytes for t in plan.stages.transfers}
+    assert sent == {(0, 1): BSH_BYTES, (1, 0): BSH_BYTES}

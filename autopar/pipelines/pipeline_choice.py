@@ -1,0 +1,110 @@
+"""What `autopar.Auto` does: one program on all devices, or a pipeline, by their time.
+
+A pipeline is looked for where it can pay: across hosts, if intra-operator parallelism
+alone is far from its floor, or where nothing else fits into memory. On one host links
+are fast, and a small model stays as quick to plan as with `jax.jit`. Where the user
+names a mesh, rules or pins by axes, or runs on other hosts, there is no search. A step
+that cannot be cut just gets no pipeline.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from typing import Any
+
+from ..clusters.cluster import Cluster
+from ..errors import InfeasiblePlanError
+from ..methods.methods import Auto, PipelineParallel
+from ..options import Options
+from ..planner.mesh_search import FAR, least_seconds
+from ..planner.planning import Planned
+from ..plans.explain import format_seconds
+from ..plans.parallel_plan import Plan
+from .pipeline_plan import PlannedPipeline
+from .stage_memory import fitting_pipeline
+from .stage_search import search_stages
+
+_log = logging.getLogger("autopar")
+
+Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+Price = Callable[[PlannedPipeline], Plan]
+
+
+def planned_pipeline(
+    call: Call, method: PipelineParallel, options: Options, price: Price
+) -> PlannedPipeline:
+    """The pipeline that `method` asks for; what it leaves out is searched.
+
+    Raises:
+      InfeasiblePlanError: no stages fit into memory.
+    """
+    if method.num_stages is not None:
+        return fitting_pipeline(call, method, options, price)
+    if (options.cluster or Cluster.local()).ray_hosts is not None:
+        raise NotImplementedError(
+            "Stages are not searched for on Ray yet, where submeshes are equally many "
+            "whole hosts; give their number: autopar.PipelineParallel(num_stages=...)."
+        )
+    found = search_stages(*call, method, options, price)
+    assert found is not None, "an unlimited search finds a pipeline or says why not"
+    return found.planned
+
+
+def better_pipeline(
+    call: Call, options: Options, plan: Callable[[], Planned], price: Price
+) -> PlannedPipeline | None:
+    """The pipeline that beats one program on all devices, if there is any.
+
+    `plan` makes the plan of one program.
+
+    Raises:
+      InfeasiblePlanError: neither fits into memory.
+    """
+    if not _is_open(options):
+        return None
+    cluster = options.cluster or Cluster.local()
+    try:
+        planned = plan()
+    except InfeasiblePlanError as error:
+        found = _search(call, options, price, inf)
+        if found is None:
+            raise
+        _log.info("a pipeline: nothing else fits (%s)", error.tightest_constraint)
+        return found
+    seconds = planned.plan.predicted.step_seconds
+    floor_seconds = least_seconds(planned.graph, cluster)
+    if cluster.num_hosts == 1 or seconds <= FAR * floor_seconds:
+        return None
+    found = _search(call, options, price, seconds)
+    if found is not None:
+        _log.info("a pipeline: one program takes %s", format_seconds(seconds))
+    return found
+
+
+def may_be_pipelined(options: Options) -> bool:
+    """Whether a pipeline might be chosen for some call."""
+    return isinstance(options.method, Auto) and _is_open(options)
+
+
+def _is_open(options: Options) -> bool:
+    """Whether the user left it to us what runs where, in this process."""
+    cluster = options.cluster
+    is_here = cluster is None or cluster.ray_hosts is None
+    names_axes = any(entry for spec in options.pins.values() for entry in spec or ())
+    given = (options.plan, options.mesh, options.rules, options.remat, options.offload)
+    return is_here and not names_axes and all(each is None for each in given)
+
+
+def _search(
+    call: Call, options: Options, price: Price, below_seconds: float
+) -> PlannedPipeline | None:
+    if options.cluster is None and Cluster.local().num_hosts > 1:
+        return None  # stages are not run across processes but on Ray
+    try:
+        found = search_stages(*call, PipelineParallel(), options, price, below_seconds)
+    except (ValueError, NotImplementedError) as error:
+        _log.info("no pipeline: %s", error)
+        return None
+    return None if found is None else found.planned

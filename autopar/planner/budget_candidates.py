@@ -1,0 +1,137 @@
+"""The cheapest plan of a step within a budget, named methods among the candidates.
+
+Where the cheapest plan of all does not fit, parameters may also be gathered again for
+the backward pass (`gather_again.py`). What a named method plans is a plan of that
+problem, too, but under a budget the search may end before it finds one as good, or any
+at all. So where it ends with a gap, every named method that could be better is planned,
+and the best of all plans is taken: no method that fits is predicted to be faster.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..clusters.cluster import Cluster
+from ..errors import InfeasiblePlanError
+from ..graph.op_graph import OpGraph
+from ..methods.gather_again import gathering_again
+from ..methods.named_methods import (
+    DataParallel,
+    Megatron,
+    NamedMethod,
+    Zero,
+    gathers_again,
+    restriction_of,
+)
+from ..sharding.mesh import MeshShape
+from ..sharding.pins import Pin
+from .intra_op import IntraOpSolution, plan_intra_op
+from .plan_within import BUDGET_GAP, plan_within
+
+_log = logging.getLogger("autopar")
+
+
+@dataclass(frozen=True, eq=False)
+class BudgetCandidates:
+    """The plans of one step on one mesh, within one budget.
+
+    `batch` are the tensors whose dim 0 is the batch, `pins` those of arguments.
+    """
+
+    graph: OpGraph
+    mesh: MeshShape
+    cluster: Cluster
+    budget_bytes: int
+    batch: Sequence[int]
+    pins: Mapping[int, Pin]
+    gap: float
+
+    def best(self) -> IntraOpSolution:
+        """The cheapest plan that is found to fit.
+
+        Raises:
+          InfeasiblePlanError: no plan is found that fits.
+        """
+        place = self.graph, self.mesh, self.cluster
+        free = plan_intra_op(*place, pins=self.pins, gap=self.gap)
+        if free.plan.predicted.peak_bytes <= self.budget_bytes:
+            return free
+        errors: list[InfeasiblePlanError] = []
+        best, bound = None, free.assignment.bound
+        try:
+            best = self._search()
+        except InfeasiblePlanError as error:
+            errors.append(error)
+        else:
+            bound = max(bound, best.assignment.bound)
+            if best.assignment.gap <= max(self.gap, BUDGET_GAP):
+                return best
+        for method in self._methods():
+            try:
+                found = self._plan(method, best)
+            except InfeasiblePlanError as error:
+                errors.append(error)
+            except (ValueError, NotImplementedError) as error:
+                _log.info("%s: %s", method, error)
+            else:
+                best = found or best
+        if best is None:
+            raise min(errors, key=lambda error: error.least_budget_bytes or math.inf)
+        return _with_bound(best, bound)
+
+    def _search(self) -> IntraOpSolution:
+        return plan_within(
+            *(gathering_again(self.graph), self.mesh, self.cluster, self.budget_bytes),
+            pins=self.pins,
+            gap=self.gap,
+        )
+
+    def _methods(self) -> Iterator[NamedMethod]:
+        yield DataParallel()
+        yield Zero(1)
+        yield Zero(2)
+        yield Zero(3, reshard_after_forward=False)
+        yield Zero(3)
+        if self.mesh.size > 1:
+            for sequence in (False, True):
+                yield Megatron(self.mesh.axis_sizes[-1], sequence)
+
+    def _plan(
+        self, method: NamedMethod, best: IntraOpSolution | None
+    ) -> IntraOpSolution | None:
+        """The method's plan that fits, if there is one that is faster than `best`."""
+        graph = gathering_again(self.graph) if gathers_again(method) else self.graph
+        limits = (restriction_of(method, graph, self.mesh, self.batch),)
+        place = graph, self.mesh, self.cluster
+        found = plan_intra_op(*place, pins=self.pins, restrictions=limits, gap=self.gap)
+        if not _is_faster(found, best):
+            return None
+        if found.plan.predicted.peak_bytes > self.budget_bytes:
+            found = plan_within(
+                *(*place, self.budget_bytes),
+                pins=self.pins,
+                restrictions=limits,
+                gap=self.gap,
+            )
+        if not _is_faster(found, best):
+            return None
+        _log.info("%s is better than what the search found", method)
+        return found
+
+
+def _is_faster(found: IntraOpSolution, best: IntraOpSolution | None) -> bool:
+    if best is None:
+        return True
+    seconds = found.plan.predicted.step_seconds
+    return seconds < best.plan.predicted.step_seconds
+
+
+def _with_bound(solution: IntraOpSolution, bound: float) -> IntraOpSolution:
+    """With the gap against the bound of the free problem."""
+    assignment = solution.assignment
+    assignment = replace(assignment, bound=min(bound, assignment.cost))
+    predicted = replace(solution.plan.predicted, optimality_gap=float(assignment.gap))
+    return IntraOpSolution(replace(solution.plan, predicted=predicted), assignment)

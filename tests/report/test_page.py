@@ -1,0 +1,259 @@
+"""Pages: one file, complete, with the plan's own numbers, safe and offline."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+
+import autopar
+from autopar.clusters.cluster import Cluster
+from autopar.plans.parallel_plan import Plan
+from autopar.plans.plan import InputPlan, ShardingPlan
+from autopar.report.figures import memory_figure
+from autopar.report.findings import MemoryCurve
+from autopar.sharding.mesh import MeshShape
+from tests.report.html_pages import Page
+from tests.report.steps import SECTIONS, arguments, paths_in, step, written
+from tests.tiny_plans import WHOLE, make_plan
+
+pytest.importorskip("plotly", reason="reports need plotly: pip install autopar[report]")
+
+HOSTILE = "</script><img src=x onerror=alert(1)>&amp;\"'<b>"
+
+
+def test_every_section_is_there_and_every_link_leads_to_one(page: Page) -> None:
+    ids = [found["id"] for _, found in page.elements if found.get("id")]
+    assert set(SECTIONS) <= set(ids)
+    assert len(set(ids)) == len(ids), "an id is given once"
+    links = [str(found["href"]) for name, found in page.elements if name == "a"]
+    assert links == [f"#{name}" for name in SECTIONS]
+    assert not page.unclosed
+
+
+@pytest.mark.parametrize("name", ["page", "pipeline_page"])
+def test_nothing_is_fetched(name: str, request: pytest.FixtureRequest) -> None:
+    found: Page = request.getfixturevalue(name)
+    for element, attributes in found.elements:
+        assert "src" not in attributes and element not in ("link", "img", "iframe")
+        assert str(attributes.get("href", "#")).startswith("#")
+    (policy,) = [
+        str(attributes["content"])
+        for element, attributes in found.elements
+        if element == "meta" and "http-equiv" in attributes
+    ]
+    assert policy.startswith("default-src 'none'")
+    (style,) = found.texts["style"]
+    assert "url(" not in style and "@import" not in style
+    assert len(found.text) < 3_000_000
+
+
+def test_the_headline_has_the_plans_own_numbers(planned: Plan, page: Page) -> None:
+    predicted = planned.predicted
+    assert float(page.value("predicted-step")) == predicted.step_seconds
+    assert float(page.value("predicted-compute")) == predicted.compute_seconds
+    assert float(page.value("predicted-collectives")) == predicted.collective_seconds
+    assert int(page.value("predicted-peak")) == predicted.peak_bytes
+    assert int(page.value("predicted-budget")) == 200 << 10
+    assert float(page.value("predicted-gap")) == predicted.optimality_gap
+    assert "method" in page.texts["dt"] and "Auto()" in page.texts["dd"]
+
+
+@pytest.mark.parametrize("name", ["planned", "pipeline"])
+def test_every_argument_is_there_by_its_whole_path(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    plan: Plan = request.getfixturevalue(name)
+    found: Page = request.getfixturevalue({"planned": "page"}.get(name, f"{name}_page"))
+    leaves = {
+        f"state['{tree}'][{layer}]"
+        for tree in ("params", "moments")
+        for layer in range(4)
+    }
+    assert leaves | {"x"} <= paths_in(found)
+    if isinstance(plan.decision, ShardingPlan):
+        assert {each.path for each in plan.sharding.inputs} <= paths_in(found)
+
+
+def test_lines_of_the_table_add_up_too(planned: Plan, page: Page) -> None:
+    for table, total in (
+        ("collective-lines", planned.predicted.collective_seconds),
+        ("compute-lines", planned.predicted.compute_seconds),
+    ):
+        text = page.text.split(f'id="{table}"')[1].split("</table>")[0]
+        values = re.findall(r'<td class="number" data-value="([\d.e-]+)">[^<]*s<', text)
+        assert sum(map(float, values)) == pytest.approx(total, rel=1e-4)
+
+
+def test_figures_hold_the_curve_and_the_tasks(page: Page, pipeline_page: Page) -> None:
+    figures = [json.loads(each) for each in page.texts["script"] if each[:2] == '{"']
+    names = [[trace["name"] for trace in figure["data"]] for figure in figures]
+    assert names == [
+        ["arguments and results", "all that is held"],
+        ["compute", "communication"],
+    ]
+    assert "budget 200 KiB" in json.dumps(figures[0]["layout"])
+    timeline = json.loads(
+        next(each for each in pipeline_page.texts["script"] if each[:2] == '{"')
+    )
+    assert [trace["name"] for trace in timeline["data"]] == [
+        "forward",
+        "backward",
+        "apply",
+    ]
+    assert sum(len(trace["x"]) for trace in timeline["data"]) == 2 * (4 + 4 + 1)
+
+
+def test_named_methods_stand_beside_the_plan(planned: Plan, page: Page) -> None:
+    plans = page.column("alternative-plans", "plan")
+    assert plans[0] == "this plan" and "DataParallel()" in plans
+    ratios = page.column("alternative-plans", "times")
+    assert ratios[0] == "1.00"
+    gap = 1 + planned.predicted.optimality_gap
+    assert all(float(each) * gap >= 0.99 for each in ratios if each != "–")
+    assert page.text_by_id["alternatives"].endswith("nothing was pinned.")
+
+
+def test_pins_have_their_price(tmp_path: Path) -> None:
+    pins = {"x": "[-, x]"}
+    parallel = autopar.parallelize(step, mesh="x:2;y:4", pins=pins)
+    found = written(parallel.plan(*arguments()), tmp_path, audit=False)
+    costs = parallel.pin_costs(*arguments())
+    assert found.column("pins", "pin") == ["x"]
+    text = found.text.split('id="pins"')[1].split("</table>")[0]
+    without, cost = map(float, re.findall(r'data-value="([\d.e-]+)"', text))
+    assert without == costs.costs[0].seconds_without
+    assert cost == costs.costs[0].seconds
+
+
+def test_the_program_is_audited_where_its_devices_are(page: Page) -> None:
+    text = page.text_by_id["audit"]
+    assert "as planned, or explained" in text and "NOT" not in text
+    assert "Memory of the compiled program" in text
+
+
+def test_each_stage_program_is_audited(pipeline_page: Page) -> None:
+    text = pipeline_page.text_by_id["audit"]
+    for stage in range(2):
+        for kind in ("forward", "backward", "apply"):
+            assert f"stage {stage}, {kind}" in text
+    assert "as planned, or explained" in text
+
+
+def test_without_the_devices_the_audit_says_so(tmp_path: Path) -> None:
+    cluster = Cluster.preset("2x8xH100")
+    plan = autopar.parallelize(step, cluster=cluster).plan(*arguments())
+    found = written(plan, tmp_path, alternatives=False)
+    text = found.text_by_id["audit"]
+    assert "cannot be compiled here" in text and "needs 16 devices" in text
+    assert "alternatives=False" in found.text_by_id["alternatives"]
+
+
+def test_a_loaded_plan_says_what_is_missing_and_how_to_get_it(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    Plan(make_plan()).save(path)
+    found = written(Plan.load(path), tmp_path)
+    for section in ("memory", "alternatives", "audit"):
+        assert "--target MODULE:NAME" in found.text_by_id[section]
+    assert "audit=step.lower(...).compile().audit()" in found.text_by_id["audit"]
+    assert set(SECTIONS) <= set(found.text_by_id)
+    assert float(found.value("predicted-step")) == 5e-6
+    leaves = {"params['layer_0']['w']", "params['layer_1']['w']", "x"}
+    assert leaves <= paths_in(found)
+    assert found.column("largest-arguments", "bytes a device")[0] == "256 B"
+
+
+def test_a_plan_for_a_cluster_of_ones_own_has_bytes_and_no_seconds(
+    tmp_path: Path,
+) -> None:
+    plan = replace(make_plan(), cluster="our own machines")
+    found = written(Plan(plan), tmp_path)
+    assert set(found.column("collective-lines", "seconds")) == {"–"}
+    assert "--cluster FILE" in found.text_by_id["collectives"]
+    assert "hosts are not known" in found.text_by_id["devices"]
+
+
+def test_plans_and_audits_that_are_given_are_shown(
+    planned: Plan, tmp_path: Path
+) -> None:
+    compiled = autopar.parallelize(step, mesh="x:2;y:4").lower(*arguments()).compile()
+    loaded = Plan(planned.decision)
+    other = {"mine <b>": Plan(make_plan())}
+    found = written(loaded, tmp_path, alternatives=other, audit=compiled.audit())
+    assert found.column("alternative-plans", "plan") == ["this plan", "mine <b>"]
+    assert found.column("alternative-plans", "mesh")[1] == "data:2;model:2"
+    assert "as planned, or explained" in found.text_by_id["audit"]
+
+
+def test_names_are_text_wherever_they_stand(tmp_path: Path) -> None:
+    plan = make_plan(MeshShape((f"data{HOSTILE}", "model"), (2, 2)))
+    leaf = InputPlan(f"state['{HOSTILE}'][0]", "state", WHOLE, (4,), 16)
+    operators = tuple(
+        replace(op, name=f"{op.name}{HOSTILE}", source=HOSTILE) for op in plan.operators
+    )
+    collectives = tuple(
+        replace(each, source=f"t {HOSTILE}") for each in plan.collectives
+    )
+    plan = replace(
+        plan,
+        function=f"step{HOSTILE}",
+        cluster=HOSTILE,
+        inputs=(leaf, *plan.inputs),
+        operators=operators,
+        collectives=collectives,
+    )
+    others = {f"plan{HOSTILE}": Plan(plan)}
+    found = written(Plan(plan), tmp_path, alternatives=others)
+    names = {name for name, _ in found.elements}
+    # `b` is the number of a device, and so has no text of ours.
+    assert "img" not in names and all(each.isdigit() for each in found.texts["b"])
+    assert {f"step{HOSTILE}", leaf.path} <= paths_in(found)
+    assert HOSTILE in found.column("collective-lines", "source line")
+    figures = [each for each in found.texts["script"] if each[:2] == '{"']
+    assert figures and all("<" not in each for each in figures)
+    assert f"plan{HOSTILE}" in found.column("alternative-plans", "plan")
+
+
+def test_hostile_labels_stay_inside_their_figure() -> None:
+    curve = MemoryCurve(HOSTILE, 0, (1, 2), (HOSTILE, "b"), (), 2)
+    figure = memory_figure([curve], 0)
+    assert "<" not in figure
+    (label, _) = json.loads(figure)["data"][1]["customdata"]
+    assert "&lt;img" in label, "plotly reads markup in labels"
+
+
+def test_without_plotly_the_remedy_is_told_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("plotly", "plotly.offline", "plotly.graph_objects"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=re.escape("pip install 'autopar[report]'")):
+        Plan(make_plan()).report(tmp_path / "plan.html")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_primitive_without_a_rule_is_told(tmp_path: Path) -> None:
+    mystery = Primitive("mystery")
+    mystery.def_abstract_eval(lambda x: x)
+
+    def step(state: jax.Array, x: jax.Array) -> Any:
+        return state + mystery.bind(x).sum(), x.sum()
+
+    shapes = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+    with pytest.warns(autopar.FallbackWarning, match="'mystery' has no sharding rule"):
+        plan = autopar.parallelize(step, mesh="x:8").plan(*shapes)
+    found = written(plan, tmp_path, alternatives=False, audit=False)
+    assert "'mystery' has no sharding rule" in found.text_by_id["cautions"]
+
+
+def test_a_plan_without_leaves_lines_or_stages_is_a_page_too(tmp_path: Path) -> None:
+    empty = replace(make_plan(), inputs=(), operators=(), collectives=())
+    found = written(Plan(empty), tmp_path)
+    assert set(SECTIONS) <= set(found.text_by_id)
+    assert "every device works on its own" in found.text_by_id["collectives"]

@@ -1,0 +1,167 @@
+"""Barriers before the backward readers of parameters, and what plans make of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import autopar
+from autopar.graph.build_graph import BARRIER
+from autopar.graph.op_graph import OpGraph
+from autopar.methods.gather_again import companions, gathering_again, graph_of_plan
+from autopar.planner.planning import plan_function
+from autopar.plans.parallel_plan import Plan
+from tests.rows.fixtures import Case, f1, f3, random, sgd
+from tests.rows.named_plans import graph_of
+from tests.rows.running import run_as_planned, traffic
+from tests.rows.test_fairscale import f2
+
+ADAM = optax.adam(1e-2, eps=1e-3)
+
+
+def barriers(graph: OpGraph) -> list[str]:
+    """The parameters that have one."""
+    prefix = "gather_again/"
+    return [
+        op.name.removeprefix(prefix)
+        for op in graph.operators()
+        if op.name.startswith(prefix)
+    ]
+
+
+def test_a_kernel_that_both_passes_read_gets_a_barrier() -> None:
+    """The first kernel's backward product is with the input, which has no gradient."""
+    graph = gathering_again(graph_of(f2(ADAM)))
+    names = [f"state[0]['kernel{i}']" for i in (1, 2, 3)]
+    assert sorted(barriers(graph)) == names
+    graph.verify()
+
+
+def test_only_backward_readers_read_behind_it() -> None:
+    graph = gathering_again(graph_of(f2(ADAM)))
+    made = {op.results[0] for op in graph.operators() if op.kind == BARRIER}
+    readers = [op for op in graph.operators() if made & {*op.operands}]
+    assert readers and all("transpose(" in op.name for op in readers)
+
+
+def test_it_waits_for_the_cotangent() -> None:
+    graph = gathering_again(graph_of(f2(ADAM)))
+    waits = companions(graph)
+    by_index = {op.index: op for op in graph.operators()}
+    assert len(waits) == 3
+    for barrier, tensor in waits.items():
+        maker = next(op for op in graph.operators() if tensor in op.results)
+        assert "transpose(" in maker.name
+        assert graph.tensors[tensor].type.shape == (64, 256)
+        assert by_index[barrier].kind == BARRIER
+
+
+def test_a_step_without_gradients_is_left_as_it_is() -> None:
+    graph = graph_of(Case(lambda w, x: jnp.tanh(x @ w), (jnp.ones((8, 8)),) * 2))
+    assert gathering_again(graph) is graph
+
+
+def test_done_twice_is_done_once() -> None:
+    graph = gathering_again(graph_of(f3()))
+    assert barriers(graph)
+    assert gathering_again(graph) is graph
+
+
+def test_a_cast_is_gathered_again_and_not_what_it_is_a_cast_of() -> None:
+    """Kernels are f32, products bf16: the cast is what both passes read."""
+
+    def step(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            hidden = x
+            for kernel in params.values():
+                hidden = jnp.tanh(hidden @ kernel.astype(jnp.bfloat16))
+            return jnp.mean((hidden - y).astype(jnp.float32) ** 2)
+
+        return sgd(params, jax.grad(loss)(params))
+
+    params = {f"w{i}": random(i, 64, 64) for i in range(3)}
+    x = random(8, 16, 64).astype(jnp.bfloat16)
+    graph = gathering_again(graph_of(Case(step, (params, x, x))))
+    assert len(barriers(graph)) == 2
+    kinds = {
+        graph.tensors[op.results[0]].type.dtype.name
+        for op in graph.operators()
+        if op.kind == BARRIER
+    }
+    assert kinds == {"bfloat16"}
+
+
+def test_the_slices_of_a_loop_over_layers_need_none() -> None:
+    """They are gathered in each iteration, of which the backward loop has its own."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+                return jnp.tanh(x @ w), None
+
+            return jnp.mean(jax.lax.scan(layer, x, params["w"])[0] ** 2)
+
+        return sgd(params, jax.grad(loss)(params))
+
+    case = Case(step, ({"w": random(0, 3, 64, 64)}, random(1, 16, 64)))
+    graph = gathering_again(graph_of(case))
+    assert not barriers(graph)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_every_microbatch_gathers_twice(num_microbatches: int) -> None:
+    """A loop over microbatches is a step of its own: it gathers for each pass."""
+    case = f1()
+    method = autopar.Zero(3, num_microbatches=num_microbatches)
+    step = autopar.parallelize(case.step, mesh="x:8", method=method)
+    plan = run_as_planned(step, *case.args).plan
+    gathered = traffic(plan)["all_gather", "x"]
+    assert gathered == [262_144] * 3 * num_microbatches  # w has no second reader
+
+
+def test_a_plan_says_which_graph_it_is_of() -> None:
+    case = f2(ADAM)
+    graph = graph_of(case)
+    for method, count in ((autopar.Zero(3), 3), (autopar.Zero(2), 0)):
+        step = autopar.parallelize(case.step, mesh="x:8", method=method)
+        plan = step.plan(*case.args).sharding
+        assert len(barriers(graph_of_plan(graph, plan))) == count
+
+
+def test_a_budget_makes_the_solver_gather_again() -> None:
+    """The batch is large, so that kernels are gathered and not activations: once, where
+    there is room for all of them between the passes, and else some of them twice."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            hidden = x
+            for kernel in params.values():
+                hidden = jnp.tanh(hidden @ kernel)
+            return jnp.mean(hidden**2)
+
+        return sgd(params, jax.grad(loss)(params))
+
+    params = {f"kernel{i}": random(i, 256, 256, scale=0.06) for i in range(6)}
+    case = Case(step, (params, random(8, 512, 256)))
+    pins = {"kernel": jax.P("x"), "^x$": jax.P("x")}
+
+    def planned(budget: int | None) -> Plan:
+        step = autopar.parallelize(
+            case.step, mesh="x:8", pins=pins, memory_budget=budget
+        )
+        return plan_function(case.step, case.args, {}, step._options).plan
+
+    kept = planned(None)
+    assert traffic(kept)["all_gather", "x"] == [262_144] * 6
+    budget = int(0.775 * kept.predicted.peak_bytes)
+    again = planned(budget)
+    assert len(traffic(again)["all_gather", "x"]) > 6
+    assert again.predicted.peak_bytes <= budget
+    seen = [
+        run_as_planned(autopar.parallelize(case.step, plan=plan), *case.args).audit()
+        for plan in (kept, again)
+    ]
+    whole, parts = (each.memory.device_bytes for each in seen if each.memory)
+    assert parts < whole

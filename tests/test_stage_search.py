@@ -1,0 +1,218 @@
+"""Stages that the planner finds: their values are those of one device, they fit."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar.api import parallelize
+from autopar.clusters.cluster import Cluster
+from autopar.errors import InfeasiblePlanError
+from autopar.methods.methods import PipelineParallel
+from autopar.pipelines.layers import find_layers
+from autopar.pipelines.pipeline_plan import plan_pipeline
+from autopar.pipelines.remat_windows import smallest_window
+from autopar.pipelines.work_line import WorkLine
+from tests.rows.fixtures import dense_stack, random
+from tests.rows.running import run_pipeline_as_planned
+
+
+def two_hosts(ratio: float = 100.0) -> Cluster:
+    """Two hosts of four devices; links inside are `ratio` times those between."""
+    cluster = Cluster.preset("2x4xV100")
+    inner = replace(
+        cluster.host_link, bandwidth=1e11, efficiency=1.0, alpha_seconds=1e-6
+    )
+    outer = replace(inner, bandwidth=1e11 / ratio)
+    return replace(cluster, host_link=inner, network_link=outer)
+
+
+def test_a_searched_pipeline_has_the_values_of_one_device():
+    case = dense_stack(512, 256)
+    step = parallelize(case.step, cluster=two_hosts(), method=PipelineParallel())
+    plan = run_pipeline_as_planned(step, *case.args).plan
+    assert len(plan.stages.meshes) >= 2
+    assert sum(plan.stages.stage_products) == 6
+    again = parallelize(case.step, cluster=two_hosts(), plan=plan)
+    assert again.plan(*case.args).stages.programs == plan.stages.programs
+
+
+def scanned(num_layers: int = 5) -> Any:
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, params["w"])
+            return jnp.square(y @ params["head"]).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    params = {"w": random(0, num_layers, 64, 64, scale=0.1), "head": random(1, 64, 32)}
+    return step, params, random(2, 32, 64)
+
+
+def test_scans_over_layers_are_cut_where_the_search_says():
+    step, params, x = scanned()
+    method = PipelineParallel(num_microbatches=4)
+    function = parallelize(step, method=method, cluster=two_hosts())
+    plan = run_pipeline_as_planned(function, params, x).plan
+    assert plan.stages.num_microbatches == 4
+    assert sum(plan.stages.stage_products) == 6
+
+
+def test_stages_have_the_products_that_are_asked_for():
+    step, params, x = scanned()
+    method = PipelineParallel(2, 2, stage_products=(2, 4))
+    compiled = run_pipeline_as_planned(parallelize(step, method=method), params, x)
+    assert compiled.plan.stages.stage_products == (2, 4)
+    lengths = {
+        i.shape[0]
+        for each in compiled.plan.stages.programs
+        if each.kind == "forward"
+        for i in each.sharding.inputs
+        if "'w'" in i.path
+    }
+    assert lengths == {2, 3}
+    wrong = PipelineParallel(2, 2, stage_products=(2, 3))
+    with pytest.raises(ValueError, match="6 in all"):
+        parallelize(step, method=wrong).plan(params, x)
+
+
+def test_rematerialised_layers_are_not_cut():
+    """Unrolled, each layer's backward begins with a barrier over all its parameters."""
+
+    @jax.checkpoint
+    def block(y: jax.Array, w: Any) -> jax.Array:
+        return y + jnp.tanh(jnp.tanh(y @ w[0]) @ w[1]) @ w[2]
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            y = x
+            for w in params:
+                y = block(y, w)
+            return jnp.square(y).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    params = [[random(3 * i + j, 32, 32, scale=0.1) for j in range(3)] for i in (0, 1)]
+    x = random(9, 16, 32)
+    for method in (
+        PipelineParallel(2, 2),
+        PipelineParallel(2, 2, stage_products=(3, 3)),
+    ):
+        run_pipeline_as_planned(parallelize(step, method=method), params, x)
+    wrong = PipelineParallel(2, 2, stage_products=(2, 4))
+    with pytest.raises(ValueError, match="rematerialised layer"):
+        parallelize(step, method=wrong).plan(params, x)
+
+
+def test_equal_stages_are_planned_once(monkeypatch: pytest.MonkeyPatch):
+    from autopar.pipelines import stage_planner
+
+    calls = []
+    solve = stage_planner.plan_intra_op
+    monkeypatch.setattr(
+        stage_planner,
+        "plan_intra_op",
+        lambda *a, **k: calls.append(a[0].name) or solve(*a, **k),
+    )
+    case = dense_stack(32, 32, num_layers=8)
+    method = PipelineParallel(4, 2)
+    stages = parallelize(case.step, method=method).plan(*case.args).stages
+    assert len(stages.programs) == 12
+    assert not [name for name in calls if name.endswith("_2")]  # as stage 1
+    one, two = (stages.of_stage(stage)[0].sharding for stage in (1, 2))
+    assert [i.path for i in one.inputs] != [i.path for i in two.inputs]
+    assert [i.spec for i in one.inputs] == [i.spec for i in two.inputs]
+
+
+def test_the_state_of_a_stage_lies_in_as_many_parts_as_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """What a budget asks of stages that do not fit."""
+    from autopar.pipelines import pipeline_choice
+
+    def split_all(call: Any, method: Any, options: Any, _: Any) -> Any:
+        return plan_pipeline(*call, method, options, split={0, 1})
+
+    case = dense_stack(2048, 64)
+    method = PipelineParallel(2, 4)
+    monkeypatch.setattr(pipeline_choice, "fitting_pipeline", split_all)
+    step = parallelize(case.step, method=method)
+    plan = run_pipeline_as_planned(step, *case.args).plan
+    for each in plan.stages.programs:
+        for i in each.sharding.inputs:
+            if i.path.startswith("state") and len(i.shape) == 2:
+                assert i.bytes == 64 * 64 * 4 // 4
+
+
+def test_a_budget_that_all_stages_keep_to_changes_nothing():
+    case = dense_stack(64, 32)
+    method = PipelineParallel(2, 4)
+    free = parallelize(case.step, method=method).plan(*case.args).stages
+    step = parallelize(case.step, method=method, memory_budget=max(free.peak_bytes))
+    assert step.plan(*case.args).stages.programs == free.programs
+
+
+def test_a_budget_that_is_too_small_names_the_stage_and_what_it_holds():
+    case = dense_stack(64, 64)
+    for method in (PipelineParallel(2, 4), PipelineParallel()):
+        step = parallelize(case.step, method=method, memory_budget=1000)
+        with pytest.raises(InfeasiblePlanError, match=r"stage|layer") as error:
+            step.plan(*case.args)
+        assert "state" in str(error.value) and "gradients" in str(error.value)
+        assert error.value.least_budget_bytes > 1000
+
+
+def test_auto_takes_a_pipeline_where_nothing_else_fits_and_stays_quick_else():
+    case = dense_stack(512, 256)
+    local = parallelize(case.step).plan(*case.args)
+    assert local.sharding.mesh.size == 8
+    even = parallelize(case.step, cluster=two_hosts(1.0)).plan(*case.args)
+    assert even.sharding.mesh.size == 8
+
+
+def test_auto_leaves_a_step_that_cannot_be_cut_alone():
+    """The largest value of the batch flows back into products with every example."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            y = jnp.tanh(x @ params[0])
+            y = jnp.tanh((y - (y @ params[1]).max()) @ params[1])
+            return jnp.square(y).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
+
+    params = [random(i, 256, 256, scale=0.05) for i in range(2)]
+    x = random(9, 512, 256)
+    assert parallelize(step, cluster=two_hosts()).plan(params, x).sharding
+    with pytest.raises(ValueError):
+        parallelize(step, cluster=two_hosts(), method=PipelineParallel()).plan(
+            params, x
+        )
+
+
+def test_layers_lie_between_few_bytes_and_repeat():
+    class Op:
+        bodies = ()
+        kind, params, operand_types, result_types = "dot_general", {}, (), ()
+
+    op: Any = Op()
+    costs, crossing = [1.0] * 8, [0, 9, 1, 9, 1, 9, float("inf"), 9]
+    layers = find_layers(WorkLine(((op, 0),) * 8, tuple(costs), tuple(crossing)))
+    assert layers.products == (2, 2, 3, 1)
+    assert layers.kinds == (0, 1, 2, 3)
+    assert layers.crossing_bytes == (0.0, 1, 1, 9, 0.0)
+    many = WorkLine(((op, 0),) * 64, (1.0,) * 64, (1.0,) * 64)
+    joined = find_layers(many, most=16)
+    assert len(joined) <= 16 and set(joined.products[1:-1]) == {4}
+    assert len(set(joined.kinds)) == 3
+
+
+def test_the_smallest_window_touches_every_value():
+    assert smallest_window([[1, 9], [3, 10], [2, 11]]) == (9, 11)
+    assert smallest_window([[5], [5, 8]]) == (5, 5)
+    assert smallest_window([[0], [7]]) == (0, 7)

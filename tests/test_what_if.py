@@ -1,0 +1,150 @@
+"""What-if pins: the plan that planning with these pins makes, and nothing traced."""
+
+import copy
+import pickle
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.errors import InfeasiblePlanError
+from autopar.plans.parallel_plan import Plan
+from autopar.plans.plan_file import from_json, to_json
+from tests.rows.fixtures import Case, f1, f3, f6
+from tests.rows.running import homes
+from tests.test_pin_costs import random_pins
+
+MESH = "x:2;y:4"
+
+
+def planned(case: Case, **options: Any) -> Plan:
+    return autopar.parallelize(case.step, **options).plan(*case.args)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("make", [f1, f3])
+def test_it_is_the_plan_that_planning_with_the_pins_makes(make: Any, seed: int) -> None:
+    case = make()
+    pins = random_pins(case, seed, 2)
+    asked = planned(case, mesh=MESH).what_if(pins)
+    fresh = planned(case, mesh=MESH, pins=pins)
+    assert asked.predicted.step_seconds == fresh.predicted.step_seconds
+    assert homes(asked) == homes(fresh)
+    assert asked.diff(fresh).has_same_decisions
+
+
+def test_nothing_is_traced_again_and_no_array_is_kept() -> None:
+    number = 0
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        nonlocal number
+        number += 1
+        return w - 0.1 * jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
+
+    w, x = jnp.ones((64, 64)), jnp.ones((32, 64))
+    plan = autopar.parallelize(step, mesh="x:8").plan(w, x)
+    traced = number
+    for layout in ("[x, -]", "[-, x]", "[-, -]"):
+        plan = plan.what_if({"w": layout})
+        plan.explain(tensor="x")
+    assert number == traced
+    w.delete()
+    assert plan.what_if({"x": P("x")}).predicted.step_seconds > 0
+
+
+def test_pins_add_up_and_the_latest_wins() -> None:
+    case = f1()
+    first = planned(case, mesh=MESH).what_if({"params/w": P("x")})
+    both = first.what_if([("params/v", "[-, y]")])
+    assert homes(both)["params['w']"] == (0, -1)
+    assert homes(both)["params['v']"] == (-1, 1)
+    other = both.what_if({"params/w": P("y")})
+    assert homes(other)["params['w']"] == (-1, 0)
+    assert homes(other)["params['v']"] == (-1, 1)
+    assert planned(case, mesh=MESH, pins={"x": P("x")}).what_if({"x": P("y")}) == (
+        planned(case, mesh=MESH, pins={"x": P("y")})
+    )
+
+
+def test_the_mesh_that_was_found_stays() -> None:
+    case = f1(batch=4096)
+    plan = planned(case)
+    assert plan.what_if({"y": P()}).sharding.mesh == plan.sharding.mesh
+
+
+def test_a_part_of_the_devices_stays() -> None:
+    case = f1()
+    part = jax.sharding.Mesh(jax.devices()[:4], ("x",))
+    plan = planned(case, mesh=part)
+    asked = plan.what_if({"params/w": P("x")})
+    assert asked.sharding.mesh == plan.sharding.mesh
+    loaded = Plan(plan.sharding)
+    assert planned(case, plan=loaded).what_if({"params/w": P("x")}) == asked
+
+
+def test_what_a_plan_is_like_stays() -> None:
+    case = f1()
+    old = planned(case, mesh=MESH, pins={"params/w": P("y"), "params/v": P()})
+    new = planned(f1(batch=128), like=old)
+    asked = new.what_if({"x": P("x")})
+    assert homes(asked) | {"x": homes(new)["x"]} == homes(new)
+    assert homes(asked)["x"] == (0, -1)
+
+
+def test_the_method_and_the_budget_stay() -> None:
+    case = f1()
+    plan = planned(case, mesh="x:8", method=autopar.Zero(3))
+    asked = plan.what_if({"x": P("x")})
+    assert asked.sharding.state_bytes() == plan.sharding.state_bytes()
+    free = planned(case, mesh="x:8")
+    small = planned(case, mesh="x:8", memory_budget=free.predicted.peak_bytes + 1024)
+    with pytest.raises(InfeasiblePlanError, match="pins together leave none|alone"):
+        small.what_if({"params/w": P(), "params/v": P()})
+
+
+def test_what_it_gives_runs() -> None:
+    case = f1()
+    asked = planned(case, mesh=MESH).what_if({"params/w": "[y, x]"})
+    step = autopar.parallelize(case.step, plan=asked, donate_argnums=())
+    jax.tree.map(
+        lambda a, b: jnp.allclose(a, b, rtol=1e-5, atol=1e-6) or pytest.fail("differ"),
+        step(*case.args),
+        jax.jit(case.step)(*case.args),
+    )
+
+
+@pytest.mark.parametrize(
+    ("pins", "message"),
+    [
+        ({"params/u": P("x")}, r"did you mean params\['"),
+        ({"params/w": P("z")}, "may only name axes of the mesh"),
+        ({"params/w": P("x", "x")}, "one dim only, but 'x' appears twice"),
+        ({"params/w": "[x, x]"}, "one dim only, but 'x' is twice"),
+        ({"params/w": P(None, None, "x")}, "at most one entry for each dim"),
+        ([("x", P()), ("x", P("x"))], "given once, but got 'x' twice"),
+    ],
+)
+def test_a_pin_that_cannot_be_is_refused(pins: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planned(f1(), mesh=MESH).what_if(pins)
+
+
+def test_a_plan_without_its_step_says_how_to_get_one() -> None:
+    plan = planned(f1(), mesh=MESH)
+    pickled = pickle.loads(pickle.dumps(plan))
+    loaded = Plan(from_json(to_json(plan.sharding), "plan.json"))
+    for other in (pickled, copy.deepcopy(plan), loaded):
+        assert other == plan
+        with pytest.raises(ValueError, match=r"parallelize\(step, plan=plan\)"):
+            other.what_if({"x": P()})
+    again = planned(f1(), plan=loaded).what_if({"params/w": P()})
+    assert again == plan.what_if({"params/w": P()})
+
+
+def test_a_pipeline_is_not_asked_yet() -> None:
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=8)
+    with pytest.raises(NotImplementedError, match=r"parallelize\(step, pins="):
+        planned(f6(), method=method).what_if({"x": P()})
