@@ -39,6 +39,7 @@ from .lowering.lowered_pipeline import LoweredPipeline
 from .lowering.lowered_step import Lowered
 from .lowering.programs import SignatureChanged, SpmdProgram, build_program
 from .methods.methods import Method, PipelineParallel
+from .methods.place_operators import PlaceOperators
 from .options import (
     Options,
     ParallelizeArguments,
@@ -52,6 +53,7 @@ from .pipelines.pipeline_choice import (
     planned_pipeline,
 )
 from .pipelines.pipeline_plan import PlannedPipeline
+from .placement.placed_step import plan_placement
 from .planner.pin_costs import PinCosts, pin_costs
 from .planner.planning import Planned, leaves_of, many_signatures
 from .plans.parallel_plan import Plan
@@ -228,21 +230,23 @@ class ParallelFunction:
         """The pipeline for the types of a call's arguments, planned once, or None."""
         options = self._options
         method, is_auto = options.method, may_be_pipelined(options)
-        if not is_auto and not isinstance(method, PipelineParallel):
+        if not is_auto and not isinstance(method, PipelineParallel | PlaceOperators):
             return None
-        *traced, key = self._traced_call(call)
-        fun, args, kwargs = traced
+        fun, args, kwargs, key = self._traced_call(call)
+        traced = fun, args, kwargs
         with self._lock:
-            if key not in self._staged:
-                self._staged[key] = (
-                    planned_pipeline((fun, args, kwargs), method, options, staged_plan)
-                    if isinstance(method, PipelineParallel)
-                    else better_pipeline(
-                        *((fun, args, kwargs), options),
-                        *(lambda: self._plan(call), staged_plan),
-                    )
+            if key in self._staged:
+                return self._staged[key]
+            if isinstance(method, PipelineParallel):
+                found = planned_pipeline(traced, method, options, staged_plan)
+            elif isinstance(method, PlaceOperators):
+                found = plan_placement(*traced, method, options)
+            else:
+                found = better_pipeline(
+                    traced, options, lambda: self._plan(call), staged_plan
                 )
-            return self._staged[key]
+            self._staged[key] = found
+            return found
 
     def _traced_call(self, call: Call) -> tuple[Callable[..., Any], Any, Any, Any]:
         """What a call traces: a function, its arguments, and the key of their types."""

@@ -188,7 +188,7 @@ def schedule_of(planned: PlannedPipeline) -> Schedule:
         tasks = tuple(tuple(map(Task.parse, row)) for row in rows)
         return Schedule(schedule_name(wanted), *sizes, tasks)
     if wanted == "interleaved":
-        return interleaved(*sizes, planned.method.num_submeshes)
+        return interleaved(*sizes, len(planned.shapes))
     if not planned.has_backward:
         return forward_only(*sizes)
     return _SCHEDULES[wanted](*sizes)

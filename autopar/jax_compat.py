@@ -32,35 +32,66 @@ DropVar = core.DropVar
 
 NO_MESH = AbstractMesh((), ())
 _MESH_PARAMS = ("sharding", "out_sharding")
+CALLS = {  # where each keeps what it calls
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_partitioning": "call",
+    "custom_vmap_call": "call",
+    "composite": "jaxpr",
+    "eval_jaxpr": "jaxpr",
+}
+_WITH_BODIES = ("scan", "while", "cond", "shard_map")
+_KEPT_WHOLE = (  # calls of which JAX drops no operand that the callee does not read
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_partitioning",
+    "custom_vmap_call",
+    "composite",
+)
 
 
 def dead_code_eliminated(closed: Any) -> Any:
     """The same jaxpr without equations that no output needs; inputs stay all.
 
-    Repeated until nothing goes: what a loop hands on unread is dead code, too.
+    Repeated until nothing goes: what a loop hands on unread is dead code, too. Rules of
+    derivatives go as well: what only they need is dead, and the rest becomes a plain
+    call, of which JAX drops what is not read. What is carried around a scan only to be
+    carried around a while loop in its body stays.
     """
     jaxpr = closed.jaxpr
     while True:
         outputs = [True] * len(jaxpr.outvars)
         jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, outputs, instantiate=True)
-        shorter = _without_unread_constants(jaxpr)
+        shorter = _without_unread(jaxpr)
         if shorter is jaxpr:
             return ClosedJaxpr(jaxpr, closed.consts)
         jaxpr = shorter
 
 
-def _without_unread_constants(jaxpr: Any) -> Any:
-    """No loop or solve is given what it does not read, here or inside."""
+def _without_unread(jaxpr: Any) -> Any:
+    """No call, while loop or solve is given what it does not read, here or inside."""
+    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
+    read |= {id(v) for v in jaxpr.outvars}
     eqns = []
     for eqn in jaxpr.eqns:
-        params = {name: _inside(value) for name, value in eqn.params.items()}
-        if any(params[name] is not value for name, value in eqn.params.items()):
-            eqn = eqn.replace(params=params)
-        match eqn.primitive.name:
-            case "while":
-                eqn = _while_without_unread(eqn)
-            case "custom_linear_solve":
-                eqn = _only_solution(eqn)
+        kind = eqn.primitive.name
+        if kind in CALLS or kind in _WITH_BODIES:
+            params = {name: _inside(value) for name, value in eqn.params.items()}
+            if any(params[name] is not value for name, value in eqn.params.items()):
+                eqn = eqn.replace(params=params)
+        if kind in _KEPT_WHOLE:
+            eqn = _as_plain_call(eqn, eqn.params[CALLS[kind]])
+        elif kind == "while":
+            eqn = _while_without_unread(eqn, [id(v) in read for v in eqn.outvars])
+        elif kind == "custom_linear_solve":
+            eqn = _only_solution(eqn)
         eqns.append(eqn)
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr
@@ -68,12 +99,12 @@ def _without_unread_constants(jaxpr: Any) -> Any:
 
 
 def _inside(value: Any) -> Any:
-    """A param of an equation, its jaxprs without unread constants."""
+    """A param of an equation, its jaxprs without what they do not read."""
     if isinstance(value, ClosedJaxpr):
-        shorter = _without_unread_constants(value.jaxpr)
+        shorter = _without_unread(value.jaxpr)
         return value if shorter is value.jaxpr else value.replace(jaxpr=shorter)
     if isinstance(value, Jaxpr):
-        return _without_unread_constants(value)
+        return _without_unread(value)
     if isinstance(value, tuple):
         values = tuple(_inside(each) for each in value)
         changed = any(new is not old for new, old in zip(values, value, strict=True))
@@ -83,37 +114,74 @@ def _inside(value: Any) -> Any:
     return value
 
 
+def _as_plain_call(eqn: Any, callee: Any) -> Any:
+    """A call that nothing but the callee belongs to."""
+    if isinstance(callee, Jaxpr):
+        callee = ClosedJaxpr(callee, ())
+    return eqn.replace(
+        primitive=core.primitives.closed_call_p, params={"call_jaxpr": callee}
+    )
+
+
 def _only_solution(eqn: Any) -> Any:
     """A linear solve as a call of its solution: the rest is for derivatives only."""
     sizes, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
     first = sizes.matvec + sizes.vecmat
     right_sides = eqn.invars[first + sizes.solve + sizes.transpose_solve :]
     given = [*eqn.invars[first : first + sizes.solve], *right_sides]
+    return _as_plain_call(eqn.replace(invars=given), solve)
+
+
+def _while_without_unread(eqn: Any, read: Sequence[bool]) -> Any:
+    """A loop without constants and carries that matter neither to it nor after it.
+
+    `read` says which of its results are. JAX itself drops nothing from while loops.
+    """
+    params = eqn.params
+    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
+    _, used = partial_eval.dce_jaxpr(condition.jaxpr, [True])
+    carried = [a or b for a, b in zip(used[num_cond:], read, strict=True)]
+    while True:
+        kept = [False] * num_body + carried
+        shorter, used = partial_eval.dce_jaxpr(body.jaxpr, carried, instantiate=kept)
+        body_consts, reached = used[:num_body], used[num_body:]
+        if reached == carried:
+            break
+        carried = reached
+    kept = [False] * num_cond + carried
+    test, used = partial_eval.dce_jaxpr(condition.jaxpr, [True], instantiate=kept)
+    cond_consts = used[:num_cond]
+    if (
+        all((*cond_consts, *body_consts, *carried))
+        and _length(test) == _length(condition.jaxpr)
+        and _length(shorter) == _length(body.jaxpr)
+    ):
+        return eqn
+    given = [*cond_consts, *body_consts, *carried]
     return eqn.replace(
-        primitive=core.primitives.closed_call_p,
-        invars=given,
-        params={"call_jaxpr": solve},
+        invars=[v for v, keep in zip(eqn.invars, given, strict=True) if keep],
+        outvars=[v for v, keep in zip(eqn.outvars, carried, strict=True) if keep],
+        params={
+            **params,
+            "cond_jaxpr": condition.replace(jaxpr=test),
+            "body_jaxpr": body.replace(jaxpr=shorter),
+            "cond_nconsts": sum(cond_consts),
+            "body_nconsts": sum(body_consts),
+        },
     )
 
 
-def _while_without_unread(eqn: Any) -> Any:
-    params, invars, first = dict(eqn.params), list(eqn.invars), 0
-    for name, count in (("cond", "cond_nconsts"), ("body", "body_nconsts")):
-        closed, num_consts = params[f"{name}_jaxpr"], params[count]
-        inner = closed.jaxpr
-        read = {id(v) for each in inner.eqns for v in each.invars}
-        read |= {id(v) for v in inner.outvars}
-        unread = {i for i in range(num_consts) if id(inner.invars[i]) not in read}
-        if unread:
-            kept = [v for i, v in enumerate(inner.invars) if i not in unread]
-            changed = inner.replace(invars=kept)
-            params[f"{name}_jaxpr"] = closed.replace(jaxpr=changed)
-            params[count] = num_consts - len(unread)
-            invars = [v for i, v in enumerate(invars) if i - first not in unread]
-        first += params[count]
-    if len(invars) == len(eqn.invars):
-        return eqn
-    return eqn.replace(invars=invars, params=params)
+def _length(value: Any) -> int:
+    """Equations and their operands and results, those of calls and bodies included."""
+    if isinstance(value, (tuple, list)):
+        return sum(_length(each) for each in value)
+    if isinstance(value, ClosedJaxpr):
+        return _length(value.jaxpr)
+    if not isinstance(value, Jaxpr):
+        return 0
+    own = sum(1 + len(eqn.invars) + len(eqn.outvars) for eqn in value.eqns)
+    return own + sum(_length(list(eqn.params.values())) for eqn in value.eqns)
 
 
 @contextmanager

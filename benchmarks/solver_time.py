@@ -114,6 +114,7 @@ def measure(name: str, case: Case, *, with_loss: bool = False) -> Measurement:
     """One round of one case, in this process."""
     import autopar.rules  # noqa: F401  (registers every rule)
     from autopar.clusters.cluster import Cluster
+    from autopar.frontend.garbage import without_garbage_collection
     from autopar.frontend.tracing import trace
     from autopar.graph.build_graph import build_graph
     from autopar.planner.intra_op import read_plan
@@ -142,7 +143,7 @@ def measure(name: str, case: Case, *, with_loss: bool = False) -> Measurement:
     resharder = Resharder(mesh, cluster)
     problem = timed("problem", lambda: build_problem(graph, mesh, cluster, resharder))
     choices, start = problem.choice_graph, perf_counter()
-    found = timed("solve", lambda: solve(choices))
+    found = timed("solve", without_garbage_collection(lambda: solve(choices)))
     share = seconds.pop("solve") / (perf_counter() - start)  # others use the machine
     for phase in found.phases:
         spent = seconds.get(phase.name, 0.0)

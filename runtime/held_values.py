@@ -22,7 +22,7 @@ class HeldByTask:
 def held_by_task(
     list_: InstructionList, slot_bytes: Callable[[str, int], int]
 ) -> tuple[HeldByTask, ...]:
-    """What is held at each task of a list; of one with several programs, at the fullest.
+    """What is held at each task; of one with several programs, at the fullest.
 
     Args:
       list_: the instructions of a submesh.

@@ -84,7 +84,7 @@ def branch_and_bound(
     candidates: int = CANDIDATES,
     most_solves: int = MOST_SOLVES,
     improve: Improve | None = None,
-    is_out_of_time: Callable[[], bool] = lambda: False,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Tree:
     """The best allowed assignment within a domain, to a relative gap if work allows.
 
@@ -97,9 +97,9 @@ def branch_and_bound(
         candidates: nodes of which both halves are tried at each branch.
         most_solves: most linear programs solved.
         improve: asked now and then about the choices met so far.
-        is_out_of_time: a guard outside of what is counted.
+        is_over: says that more work is of no use.
     """
-    tree = _Tree(relaxation, judge, gap, value, is_out_of_time)
+    tree = _Tree(relaxation, judge, gap, value, is_over)
     tree.candidates, tree.improve = candidates, improve
     tree.last_solve = relaxation.num_solves + most_solves
     return tree.run(domain)
@@ -112,11 +112,11 @@ class _Tree:
         judge: Judge,
         gap: float,
         value: float,
-        is_out_of_time: Callable[[], bool],
+        is_over: Callable[[], bool],
     ) -> None:
         self.relaxation, self.judge, self.gap = relaxation, judge, gap
         self.value, self.choices = value, None
-        self.is_out_of_time = is_out_of_time
+        self.is_over = is_over
         self.candidates = CANDIDATES
         self.improve: Improve | None = None
         self.last_solve, self.last_pivot = 0, relaxation.num_pivots + MOST_PIVOTS
@@ -131,14 +131,14 @@ class _Tree:
     def threshold(self) -> float:
         if self.value == inf:
             return inf
-        return self.value - max(self.gap, LEAST_GAP) * abs(self.value)
+        return self.value - max(self.gap, LEAST_GAP / 2) * abs(self.value)
 
     @property
     def is_exhausted(self) -> bool:
         return (
             self.relaxation.num_solves >= self.last_solve
             or self.relaxation.num_pivots >= self.last_pivot
-            or self.is_out_of_time()
+            or self.is_over()
         )
 
     def run(self, domain: np.ndarray) -> Tree:

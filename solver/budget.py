@@ -23,18 +23,26 @@ from .branching import Judged, Tree, branch_and_bound
 from .choice_graph import ChoiceGraph, Infeasible, allowed
 from .free import bound_choices
 from .kept_choices import KeptChoices
-from .memory_rows import Check, MemoryRow, Verdict, check_live_sets, most_spread
+from .memory_rows import (
+    Check,
+    MemoryRow,
+    Verdict,
+    check_live_sets,
+    exclusion,
+    most_spread,
+)
 from .multipliers import price, price_of_peak
 from .relaxation import Relaxation, num_pairs
 from .search import Search
 
 MOST_PAIRS = 45_000
 MOST_LIKELY = 2000
-MOST_SOLVES, MOST_INNER_SOLVES, FIRST_SOLVES = 300, 250, 20
-FIRST_MARGINS = (1.0, 0.95, 0.9, 0.8)  # of the budget
+MOST_SOLVES, MOST_INNER_SOLVES = 300, 250
 MOST_PRICES = 5
 MOST_ATTEMPTS = 3
-MOST_SET_UPS = 4
+MOST_SET_UPS = 6
+ROUNDING = 1e-4  # of a peak: by less no row is refuted
+LARGE = 0.004  # of the budget: what differs by so much is kept from the start
 PRICED_GAP = 0.1
 LEAST_PEAK_GAP = 5e-3
 GUARD_SECONDS = 600.0
@@ -70,9 +78,15 @@ class BudgetSearch:
     def __init__(
         self, search: Search, budget: float, check: Check, held: Sequence[int]
     ) -> None:
-        self.search, self.budget, self._limit = search, budget, budget
+        self.search, self.budget = search, budget
         self._check, self._held = check, frozenset(held)
+        most = {v: float(np.ptp(search.graph.nodes[v].bytes)) for v in held}
+        self._large = {v for v, spread in most.items() if spread >= LARGE * budget}
         self._verdicts: dict[tuple[int, ...], Verdict] = {}
+        self._full_rows: list[MemoryRow] = []
+        self._origin: dict[int, tuple[int, ...]] = {}  # by id of rows, which are kept
+        self._is_set_up = False
+        self._is_blunt = self._is_stale = False
         self.least, self.least_bound = inf, 0.0
         self.least_choices: tuple[int, ...] | None = None
 
@@ -91,26 +105,29 @@ class BudgetSearch:
             try:
                 self._run()
             except Infeasible:
-                if not self._is_blunt or attempt == MOST_SET_UPS - 1:
+                if not self._is_unfinished or attempt == MOST_SET_UPS - 1:
                     raise
-            if not self._is_blunt:
+            if not self._is_unfinished:
                 break
         self._warn_if_out_of_time()
 
+    @property
+    def _is_unfinished(self) -> bool:
+        """Whether the rows at hand were found to say too little or too much."""
+        return self._is_blunt or self._is_stale
+
     def _set_up(self) -> None:
         """Reduces the graph, but for the nodes that the rows met so far name."""
-        rows = self._full_rows()
-        named = {node for row in rows for node in row.nodes}
-        held = sorted(self._held & named)
+        self._lower_refuted()
+        named = {node for row in self._full_rows for node in row.nodes}
+        held = sorted(self._held & (named | self._large))
         self.kept = KeptChoices(self.search.graph, held, self.search.pool)
+        self._is_set_up = True
         self.graph = self.kept.graph
-        self.rows = [self.kept.row(row) for row in rows]
+        self.rows = [self.kept.row(row) for row in self._full_rows]
         self._met = np.zeros(self.graph.num_choices, bool)
-        self._is_blunt = False
-
-    def _full_rows(self) -> list[MemoryRow]:
-        rows = [row for each in self._verdicts.values() for row in each.rows]
-        return list({id(row): row for row in rows}.values())
+        self._is_blunt = self._is_stale = False
+        self.least_bound, self.bound = 0.0, self.search.bound
 
     def _run(self) -> None:
         everything = np.ones(self.graph.num_choices, bool)
@@ -123,52 +140,68 @@ class BudgetSearch:
         """What the check says of a plan of the full graph; one that fits is offered."""
         if choices in self._verdicts:
             return self._verdicts[choices]
-        known = set(map(id, self._full_rows()))
         verdict = self._check(choices)
         self._verdicts[choices] = verdict
         if verdict.peak < self.least:
             self.least, self.least_choices = verdict.peak, choices
         if verdict.peak <= self.budget:
             self.search.offer(choices)
-        if hasattr(self, "kept"):
-            new = (row for row in verdict.rows if id(row) not in known)
+        self._is_stale |= any(
+            row.used(choices) > verdict.peak * (1 + ROUNDING) for row in self._full_rows
+        )
+        for row in verdict.rows:
+            if id(row) not in self._origin:
+                sound = self._sound(row, choices)
+                self._origin.update({id(each): choices for each in (row, *sound)})
+                self._full_rows += sound
+        if self._is_set_up:
+            new = self._full_rows[len(self.rows) :]
             self.rows += map(self.kept.row, new)
         return verdict
 
+    def _sound(self, row: MemoryRow, choices: tuple[int, ...]) -> list[MemoryRow]:
+        """A row, lowered as far as the plans asked about refute it.
+
+        If it then lets its own plan pass, these choices are excluded besides.
+        """
+        excess = [row.used(other) - each.peak for other, each in self._verdicts.items()]
+        own = self._verdicts[choices].peak
+        beyond = max(excess, default=0.0)
+        if beyond <= ROUNDING * own:
+            return [row]
+        lowered = MemoryRow(row.nodes, row.weights, row.constant - beyond)
+        if own > self.budget >= own - beyond:
+            return [lowered, exclusion(row, choices, own)]
+        return [lowered]
+
+    def _lower_refuted(self) -> None:
+        """Lowers the rows that say more of some plan than the check does."""
+        rows = []
+        for row in self._full_rows:
+            origin = self._origin[id(row)]
+            sound = self._sound(row, origin)
+            self._origin.update({id(each): origin for each in sound})
+            rows += sound
+        self._full_rows = rows
+
     def _run_small(self, everything: np.ndarray) -> None:
-        if self.search.choices is None and self._meet_least(everything):
-            self._find_first(everything)
         if self.search.choices is None:
             self._find_least(everything, is_whole=True)
+        if self.search.choices is None and self.least_bound <= self.budget:
+            self._close(everything)
+            self.search.finish_phase("first plan", self.graph)
         if self.search.choices is None:
             raise self._does_not_fit()
-        tree = self._close(everything, "branch")
-        self.search.raise_bound(tree.bound - self.kept.slack)
+        tree = self._close(everything)
+        if self._is_stale:
+            return
+        self._raise_bound(tree.bound)
+        self.search.raise_bound(self.bound)
         self.search.finish_phase("branch", self.graph)
 
-    def _find_first(self, domain: np.ndarray) -> None:
-        """Any plan that fits: rows leave ever more room for points not yet met."""
-        for margin in FIRST_MARGINS:
-            if self.search.choices is None and not self._is_out_of_time():
-                self._limit = margin * self.budget
-                self._close(domain, "first plan", FIRST_SOLVES)
-        self._limit = self.budget
-
-    def _meet_least(self, domain: np.ndarray) -> bool:
-        """Meets the choices of the least peak; whether that leaves hope."""
-        relaxed = self._relaxation(self.kept, domain, True).solve(domain)
-        if relaxed is not None and relaxed.value < inf:
-            self._met |= relaxed.shares > 1e-6
-            self.least_bound = max(self.least_bound, relaxed.value)
-        return self.least_bound <= self.budget
-
-    def _close(
-        self, domain: np.ndarray, name: str, most_solves: int = MOST_SOLVES
-    ) -> Tree:
+    def _close(self, domain: np.ndarray) -> Tree:
         """The cheapest plan within a domain, and a bound on all of those."""
-        tree = self._branch(self.kept, domain, most_solves, is_of_peak=False)
-        self.search.finish_phase(name, self.graph)
-        return tree
+        return self._branch(self.kept, domain, MOST_SOLVES, is_of_peak=False)
 
     def _find_least(self, domain: np.ndarray, is_whole: bool) -> None:
         """The plan of the least peak within a domain, or one that fits, with a bound."""
@@ -198,8 +231,6 @@ class BudgetSearch:
             own = verdict.peak if is_of_peak else self.search.graph.cost(full)
             if verdict.peak <= limit:
                 return Judged(own)
-            if not is_of_peak:
-                limit = self._limit
             is_cut = self._is_cut(kept, verdict, choices, limit)
             self._add_rows(kept, relaxation)
             return Judged(own if is_of_peak else inf, is_cut)
@@ -222,7 +253,7 @@ class BudgetSearch:
             candidates=2 if is_inner else 6,
             most_solves=most_solves,
             improve=None if is_inner else improve,
-            is_out_of_time=self._is_out_of_time,
+            is_over=lambda: self._is_over,
         )
 
     def _full(self, kept: KeptChoices, choices: Sequence[int]) -> tuple[int, ...]:
@@ -238,7 +269,7 @@ class BudgetSearch:
         relaxation = Relaxation(
             kept.graph,
             domain,
-            self._limit,
+            self.budget,
             size=size if size < inf else 1.0,
             minimises_peak=is_of_peak,
         )
@@ -258,36 +289,50 @@ class BudgetSearch:
         limit: float,
     ) -> bool:
         """Whether a row says of a plan of `kept` that it needs more than a limit."""
-        rows = [self.kept.row(row) for row in verdict.rows]
-        own = rows if kept is self.kept else [kept.row(row) for row in rows]
-        is_cut = any(row.used(choices) > limit for row in own)
+        rows = self.rows if kept is self.kept else map(kept.row, self.rows)
+        is_cut = any(row.used(choices) > limit for row in rows)
         self._is_blunt |= not is_cut
         return is_cut
 
     def _run_large(self, everything: np.ndarray) -> None:
         search = self.search
-        if not self.rows:
-            raise self._does_not_fit()
-        domain = self._likely(everything, self._priced(np.zeros(len(self.rows)))[1])
+        start = self._priced(np.zeros(len(self.rows)))[1]
+        domain = self._likely(everything, start)
         for _ in range(MOST_ATTEMPTS):
             domain, marginals = self._price(domain)
             search.finish_phase("prices", self.graph)
-            if search.is_closed or self._is_out_of_time():
-                return
-            self._close(domain, "branch few")
+            if self._is_closed or self._is_over:
+                break
             if search.choices is None:
                 self._find_least(domain, is_whole=False)
-            if search.is_closed or search.choices is None:
+            self._close(domain)
+            search.finish_phase("branch few", self.graph)
+            if search.choices is None or self._is_closed or self._is_over:
                 continue
-            left = np.concatenate(marginals) <= self._threshold + self.kept.slack
+            threshold = self._threshold
+            left = np.concatenate(marginals) <= threshold + self.kept.slack
             if num_pairs(self.graph, left) <= MOST_PAIRS:
-                threshold = self._threshold
-                tree = self._close(left, "branch")
-                search.raise_bound(min(tree.bound, threshold) - self.kept.slack)
-                search.finish_phase("branch", self.graph)
-                return
+                self._raise_bound(min(self._close(left).bound, threshold))
+                break
+        if self._is_stale:
+            return
         if search.choices is None:
             raise self._does_not_fit()
+        search.raise_bound(self.bound)
+        search.finish_phase("branch", self.graph)
+
+    def _raise_bound(self, bound: float) -> None:
+        """Notes a bound, which holds if none of the rows at hand is refuted later."""
+        self.bound = max(self.bound, bound - self.kept.slack)
+
+    @property
+    def _is_closed(self) -> bool:
+        cost = self.search.cost
+        return cost < inf and cost - self.bound <= self.search.gap * abs(cost)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_out_of_time()
 
     @property
     def _threshold(self) -> float:
@@ -304,14 +349,14 @@ class BudgetSearch:
             relaxed = self._relaxation(self.kept, domain).solve(domain)
             if relaxed is not None and relaxed.value < inf:
                 bound, marginals = self._priced(relaxed.prices)
-                search.raise_bound(bound - self.kept.slack)
+                self._raise_bound(bound)
                 if bound > best:
                     best, kept = bound, marginals
                 is_best = relaxed.value - best <= PRICED_GAP * search.gap * abs(best)
             else:
                 marginals, is_best = self._priced_peak(domain), False
             domain = self._likely(domain, marginals)
-            if is_best or search.is_closed or self._is_out_of_time():
+            if is_best or self._is_closed or self._is_over:
                 break
         return domain, kept
 

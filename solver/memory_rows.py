@@ -33,6 +33,17 @@ class MemoryRow:
         return f"MemoryRow: {len(self.nodes)} nodes, constant {self.constant:.6g}"
 
 
+def exclusion(row: MemoryRow, choices: Sequence[int], peak: float) -> MemoryRow:
+    """A row that says `peak` of the choices of a row's nodes, and of nothing else.
+
+    It stands for a row that turned out to say too much of another assignment.
+    """
+    weights = []
+    for node, held in zip(row.nodes, row.weights, strict=True):
+        weights.append(np.where(np.arange(held.size) == choices[node], peak, 0.0))
+    return MemoryRow(row.nodes, tuple(weights), peak * (1 - len(row.nodes)))
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What an assignment really needs, and rows that say so.
@@ -45,7 +56,7 @@ class Verdict:
     rows: tuple[MemoryRow, ...] = ()
 
 
-MOST_ROWS_AT_ONCE = 8
+MOST_ROWS_AT_ONCE = 40
 
 Check = Callable[[tuple[int, ...]], Verdict]
 """Says what a complete assignment needs: a model of memory, asked when needed."""

@@ -153,7 +153,7 @@ class _Search:
                 most = np.floor(room / choice.microbatch_bytes * (1 + 1e-12))
             most = np.where(choice.microbatch_bytes > 0, most, inf)
             self.allowed[index] = np.where(room >= 0, most, -1.0)
-            legal = np.array([problem.may_start(choice, d) for d in devices])
+            legal = np.array([problem.may_start(choice, int(d)) for d in devices])
             ends = (devices + choice.num_devices) % problem.devices_per_host == 0
             for between in (False, True):
                 self.starts[index, between] = np.flatnonzero(legal & (ends == between))
@@ -332,7 +332,7 @@ class _Search:
         return tuple(stages), best
 
     def _interleaved(
-        self, costs: dict[tuple[int, bool], np.ndarray]
+        self, costs: dict[_Key, np.ndarray]
     ) -> tuple[tuple[Stage, ...], float] | None:
         """All stages under one choice, stage s on submesh s mod their number."""
         problem, index, total = self.problem, self.only, self.most

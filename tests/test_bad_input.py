@@ -74,9 +74,10 @@ class TestOptions:
         with pytest.raises(TypeError, match=message):
             autopar.parallelize(double, method=method)
 
-    def test_methods_of_the_future(self) -> None:
-        with pytest.raises(NotImplementedError, match="roadmap.md.*give it"):
-            autopar.parallelize(double, method=autopar.PipelineParallel())
+    def test_meshes_of_stages_that_are_searched_for(self) -> None:
+        method = autopar.PipelineParallel(stage_meshes=["x:4", "x:4"])
+        with pytest.raises(ValueError, match="give the number of stages"):
+            autopar.parallelize(double, method=method)
 
     @pytest.mark.parametrize(
         ("options", "message"),

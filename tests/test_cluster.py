@@ -84,7 +84,7 @@ def test_every_accelerator_has_a_curve_for_what_it_trains_in(kind: str) -> None:
     assert rates == sorted(rates)
     assert rates[1] < 0.6 * rates[-1]
     peak = device.peak_flops[dtype] * device.flops_efficiency
-    assert rates[-1] == pytest.approx(peak, rel=0.02)
+    assert rates[-1] == pytest.approx(peak, rel=0.04)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -113,6 +113,9 @@ def test_the_wheel_holds_every_package_and_works_from_another_folder(
     assert (site / "autopar" / "py.typed").exists()
     presets = {path.name for path in (ROOT / "autopar" / "clusters").glob("*.toml")}
     assert {path.name for path in site.glob("autopar/clusters/*.toml")} == presets
+    parts = {path.name for path in (ROOT / "autopar" / "report").glob("report.*s")}
+    assert {path.name for path in site.glob("autopar/report/report.*s")} == parts
+    assert parts == {"report.css", "report.js"}
     imports = "".join(f"import {package};" for package in sorted(_packages()))
     printed = _run(imports + "print(autopar.__file__)", tmp_path, site)
     assert printed == str(site / "autopar" / "__init__.py")

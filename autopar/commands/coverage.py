@@ -9,8 +9,9 @@ from typing import Literal
 from jax.extend.core import Primitive, primitives
 
 from .. import rules
-from ..graph.build_graph import CALLS, STRUCTURED
+from ..graph.build_graph import STRUCTURED
 from ..graph.user_shard_map import COLLECTIVES
+from ..jax_compat import CALLS
 from ..rules.base import registered_rules, stay_whole
 
 assert rules  # imported so that every rule registers

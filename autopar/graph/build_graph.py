@@ -17,6 +17,7 @@ from ..frontend.garbage import without_garbage_collection
 from ..frontend.roles import Roles
 from ..frontend.tracing import TracedFunction
 from ..jax_compat import (
+    CALLS,
     DropVar,
     Literal,
     literal_value,
@@ -35,21 +36,6 @@ from .op_graph import (
     TensorType,
 )
 
-CALLS = {  # where each keeps what it calls
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_partitioning": "call",
-    "custom_vmap_call": "call",
-    "composite": "jaxpr",
-    "eval_jaxpr": "jaxpr",
-}
 _REMATS = ("remat2", "checkpoint")
 BARRIER = "optimization_barrier"
 SCAN = "scan"

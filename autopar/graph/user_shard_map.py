@@ -16,10 +16,10 @@ import numpy as np
 from ..clusters.cluster import Cluster
 from ..costs.compute import flops, operator_seconds
 from ..errors import FallbackWarning
-from ..jax_compat import source_line
+from ..jax_compat import CALLS, source_line
 from ..sharding.collective import Collective, Groups, Surroundings
 from ..sharding.mesh import MeshShape
-from .build_graph import ASSUMED_TRIPS, CALLS, SHARD_MAP
+from .build_graph import ASSUMED_TRIPS, SHARD_MAP
 from .op_graph import Operator, OpGraph
 
 # Kind, reduction, and the size of a result as a multiple of its operand's.

@@ -31,7 +31,9 @@ def apply_step(x: jax.Array, step: Step, mesh: MeshShape) -> jax.Array:
         case "all_reduce":
             return _all_reduce(x, step, names)
         case "reduce_scatter":
-            return lax.psum_scatter(x, names, scatter_dimension=step.dim, tiled=True)
+            return lax.psum_scatter(
+                _unknown(x), names, scatter_dimension=step.dim, tiled=True
+            )
         case "all_gather":
             return lax.all_gather(x, names, axis=step.dim, tiled=True)
         case "all_to_all":
@@ -57,7 +59,7 @@ def apply_step(x: jax.Array, step: Step, mesh: MeshShape) -> jax.Array:
 def _all_reduce(x: jax.Array, step: Step, names: tuple[str, ...]) -> jax.Array:
     reduce, sent_as = _REDUCERS[step.reduction], wire_dtype(step, x.dtype)
     if not jnp.issubdtype(x.dtype, jnp.floating) or sent_as == x.dtype:
-        return reduce(x.astype(sent_as), names).astype(x.dtype)
+        return reduce(_unknown(x.astype(sent_as)), names).astype(x.dtype)
     wide = x.astype(jnp.float64 if sent_as == np.int64 else jnp.float32)
     limits = jnp.iinfo(sent_as)
     last = limits.max if step.reduction == MAX else limits.min
@@ -66,6 +68,16 @@ def _all_reduce(x: jax.Array, step: Step, names: tuple[str, ...]) -> jax.Array:
     )
     closed = _swap_order(reduce(codes, names))
     return _bits(closed, wide.dtype).astype(x.dtype)
+
+
+def _unknown(x: jax.Array) -> jax.Array:
+    """`x`, which XLA cannot see to be constant if it is complex.
+
+    Its simplifier ends the process at a sum over devices of a complex number repeated.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return x
+    return lax.optimization_barrier(x)
 
 
 def _bits(x: jax.Array, dtype: Any) -> jax.Array:

@@ -12,9 +12,9 @@ from typing import Any
 from jax import lax
 from jax.extend.core.primitives import all_gather_p, psum_p
 
-from ..graph.build_graph import CALLS
 from ..graph.op_graph import Operator
 from ..jax_compat import (
+    CALLS,
     Literal,
     bind,
     equation_context,

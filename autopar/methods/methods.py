@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..microbatches.microbatch_semantics import MicrobatchSemantics, check_semantics
 from ..sharding.mesh import MeshLike
 from .named_methods import NAMED_METHODS, NamedMethod
+from .place_operators import PlaceOperators
 from .schedule_choice import ScheduleFunction, check_schedule
 
 
@@ -85,10 +86,10 @@ class PipelineParallel:
         return self.num_stages // self.stages_per_submesh
 
 
-Method = Auto | ShardParallel | PipelineParallel | NamedMethod
+Method = Auto | ShardParallel | PipelineParallel | PlaceOperators | NamedMethod
 # All of these say how many microbatches there are, and what they mean.
 Microbatched = ShardParallel | PipelineParallel | NamedMethod
-METHODS = (Auto, ShardParallel, PipelineParallel, *NAMED_METHODS)
+METHODS = (Auto, ShardParallel, PipelineParallel, PlaceOperators, *NAMED_METHODS)
 
 
 def check_method(method: object) -> Method:

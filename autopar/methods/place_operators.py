@@ -15,7 +15,7 @@ ALGORITHMS = ("auto", "exact", "search", "list", "topological", "small_communica
 class PlaceOperators:
     """Operator placement: each operator whole on one device, values sent between them.
 
-    For graphs whose parts run beside each other. What a state leaf becomes is made where
+    For graphs whose parts run beside each other. The next value of state is made where
     the leaf lives, with the optimizer's state of its shape; everything a device makes
     or holds counts against its memory for the whole step.
 
@@ -44,6 +44,7 @@ class PlaceOperators:
     num_microbatches = 1
     microbatch_semantics: MicrobatchSemantics = "exact"
     schedule = "placed"
+    stage_products = None
 
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:

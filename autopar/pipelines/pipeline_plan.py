@@ -15,6 +15,7 @@ from ..frontend.tracing import TracedFunction, trace
 from ..graph.op_graph import TensorType
 from ..lowering.programs import PipelineProgram
 from ..methods.methods import PipelineParallel
+from ..methods.place_operators import PlaceOperators
 from ..options import Options
 from ..plans.staged_plan import PlannedTransfer
 from ..sharding.mesh import MeshShape, parse_mesh
@@ -44,7 +45,7 @@ class PlannedPipeline:
     traced: TracedFunction
     pieced: PiecedStep
     parts: StepParts
-    method: PipelineParallel
+    method: PipelineParallel | PlaceOperators
     cluster: Cluster
     shapes: tuple[MeshShape, ...]
     flow: PipelineProgram
@@ -161,7 +162,7 @@ def finish_pipeline(
     parts: StepParts,
     cut: StageCut,
     apply: ApplyCut,
-    method: PipelineParallel,
+    method: PipelineParallel | PlaceOperators,
     cluster: Cluster,
     shapes: tuple[MeshShape, ...],
     options: Options,
@@ -175,7 +176,7 @@ def finish_pipeline(
 
 def _finished(
     made: CutStep,
-    method: PipelineParallel,
+    method: PipelineParallel | PlaceOperators,
     shapes: tuple[MeshShape, ...],
     options: Options,
     split: Collection[int],

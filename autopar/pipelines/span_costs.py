@@ -32,7 +32,7 @@ from .stage_pieces import Piece, TracedPiece, joint_piece
 from .stage_planner import StagePlanner
 from .stage_programs import PipelineBuilder
 
-PLAN_GAP = 0.005
+PLAN_GAP = 0.02
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,9 @@ class LayerSample:
         return replace(shared, working_bytes=cost.working_bytes)
 
     def _types(self) -> dict[str, Any]:
-        types = dict(zip(self.traced.inputs, self.traced.structs, strict=True))
+        types: dict[str, Any] = dict(
+            zip(self.traced.inputs, self.traced.structs, strict=True)
+        )
         graph = self.traced.graph
         for name, operand in zip(graph.output_paths, graph.outputs, strict=True):
             if isinstance(operand, int):

@@ -98,8 +98,9 @@ def specs_read(plan: ShardingPlan, graph: OpGraph) -> dict[int, Spec]:
         if "transpose(" not in op.name:
             continue
         for operand, spec in zip(op.operands, planned.operand_specs, strict=True):
-            is_residual = isinstance(operand, int) and phase_of.get(operand) is False
-            if is_residual and min(spec, default=0) >= REPLICATED:
+            if not isinstance(operand, int) or phase_of.get(operand, True):
+                continue
+            if min(spec, default=0) >= REPLICATED:
                 reads.setdefault(operand, Counter())[spec] += 1
     return {t: found.most_common(1)[0][0] for t, found in reads.items()}
 

@@ -259,8 +259,8 @@ class _Search:
             if found is None:
                 return None
             solved, assignment = found
-            used = {solved.choices[each.choice].label for each in assignment.stages}
-            unknown = [each for each in submeshes if each in used]
+            labels = {solved.choices[each.choice].label for each in assignment.stages}
+            unknown = used = [each for each in submeshes if each in labels]
             number = solved.num_microbatches
             is_new = number not in costs.samples
             unknown = [each for each in unknown if not costs.is_known(each, number)]

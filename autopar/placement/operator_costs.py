@@ -190,22 +190,23 @@ def _together(
 def _update(
     graph: OpGraph, graph_input: GraphInput, maker: dict[int, int]
 ) -> list[int]:
-    """Nodes that make a state leaf's next value from arrays of its shape, light ones.
+    """What makes a state leaf's next value of arrays of its shape, by light operators.
 
     They end at other state (moments), and at what work on examples made (gradients).
     """
-    if graph_input.output is None:
+    after = None if graph_input.output is None else graph.outputs[graph_input.output]
+    if not isinstance(after, int):
         return []
     shape = graph.tensors[graph_input.tensor].type.shape
     operators = graph.blocks[0].operators
-    waiting: list[object] = [graph.outputs[graph_input.output]]
-    found: dict[int, None] = {}
+    waiting: list[object] = [after]
+    found: dict[int, None] = {maker[after]: None}
     while waiting:
         tensor = waiting.pop()
         if not isinstance(tensor, int) or graph.tensors[tensor].type.shape != shape:
             continue
         node = maker[tensor]
-        if node in found:
+        if node in found and tensor != after:
             continue
         if node < len(graph.inputs):
             if graph.inputs[node].output is not None and shape:
@@ -219,9 +220,7 @@ def _update(
     return list(found)
 
 
-def _light_with_heavy(
-    graph: OpGraph, maker: dict[int, int]
-) -> list[tuple[int, ...]]:
+def _light_with_heavy(graph: OpGraph, maker: dict[int, int]) -> list[tuple[int, ...]]:
     """A light operator with one reader is never apart from it: it would only be sent.
 
     Not if it makes less than it reads: then what it makes is the cheaper to send.

@@ -51,11 +51,12 @@ def plan_placement(
     nodes = operator_nodes(graph, method, cluster, options.memory_budget)
     found = best_placement(nodes.problem, method.algorithm, method.seed)
     number = cluster.num_devices
+    nothing: tuple[tuple[Operator, ...], ...] = ((),) * number
     return finish_pipeline(
         whole=traced,
         pieced=PiecedStep.uncut(traced, roles),
         parts=_parts(graph, traced),
-        cut=StageCut(number, *(((),) * number,) * 3, {}, {}),
+        cut=StageCut(number, nothing, nothing, nothing, {}, {}),
         apply=_apply_cut(nodes, found),
         method=method,
         cluster=cluster,

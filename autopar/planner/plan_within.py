@@ -38,7 +38,7 @@ from .sharding_problem import ShardingProblem, build_problem
 
 BUDGET_GAP = 1e-2
 NEGLECTED = 0.01  # of the budget: bytes by which choices may differ unseen
-MOST_ROWS = 8  # of one plan
+MOST_ROWS = 16  # of one plan
 _log = logging.getLogger("autopar")
 
 

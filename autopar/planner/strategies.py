@@ -21,6 +21,9 @@ SLICING = ("slice", "dynamic_slice", "gather")
 # Heavy operators that together hold less than this part of all heavy flops may be
 # repeated on devices; every other must be split over each axis that can split it.
 REPLICABLE_FLOPS = 0.005
+# From this many on, operators of equal flops are those of equal layers, and treated
+# alike, so that the layers stay equal.
+MANY_ALIKE = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +165,12 @@ def operators_to_split(graph: OpGraph) -> set[int]:
     chosen: set[int] = set()
     for amount, equal in groupby(sorted(heavy), key=itemgetter(0)):
         indices = [index for _, index in equal]
-        allowed -= amount * len(indices)  # equal operators are treated alike
-        if allowed < 0:
-            chosen.update(indices)
+        if len(indices) >= MANY_ALIKE:
+            allowed -= amount * len(indices)
+            chosen.update(indices if allowed < 0 else ())
+            continue
+        for index in indices:
+            allowed -= amount
+            if allowed < 0:
+                chosen.add(index)
     return chosen

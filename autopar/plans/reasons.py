@@ -46,7 +46,7 @@ class PlanSource(Protocol):
     def what_if(
         self, plan: ShardingPlan, pins: PinsLike
     ) -> tuple[ShardingPlan, PlanSource]:
-        """The step planned with more pins, on the same mesh, and as it is then asked."""
+        """The step planned with more pins, on the same mesh, and itself with them."""
         ...
 
     def tensor_reasons(self, plan: ShardingPlan, tensor: int) -> Reasons:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..lowering.programs import TaskKind
 from ..methods.methods import PipelineParallel
+from ..methods.place_operators import PlaceOperators
 from ..methods.schedule_choice import SCHEDULES, ScheduleRows
 from ..microbatches.microbatch_semantics import MicrobatchSemantics
 from ..sharding.mesh import MeshShape
@@ -72,7 +73,17 @@ class StagedPlan:
 
     @property
     def method(self) -> PipelineParallel:
-        """The method that plans it so."""
+        """The method that plans it so.
+
+        Raises:
+          NotImplementedError: its operators were placed, which a file cannot repeat.
+        """
+        if self.schedule == PlaceOperators.schedule:
+            raise NotImplementedError(
+                "A plan of placed operators is not run from a file yet; give the "
+                "method and its seed again, autopar.PlaceOperators(...), which places "
+                "them alike."
+            )
         return PipelineParallel(
             self.num_stages,
             self.num_microbatches,

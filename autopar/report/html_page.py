@@ -5,10 +5,9 @@ from __future__ import annotations
 from importlib.resources import files
 
 from .figures import packed_plotly
+from .html_comparisons import alternatives_section, audit_section
 from .html_details import (
-    alternatives_section,
     arguments_section,
-    audit_section,
     collectives_section,
     compute_section,
     memory_section,

@@ -131,7 +131,7 @@ class PipelineOrigin:
             missing["alternatives"] = _NOT_ASKED.format(flag="alternatives")
         graphs = {str(c): c for p in planned.pieces for c in _fallbacks(p.graph, None)}
         return Findings(
-            _method_text(self.options),
+            self._method(),
             planned.cluster,
             self._kinds(),
             tuple(self._curves()),
@@ -141,6 +141,13 @@ class PipelineOrigin:
             tuple(graphs),
             missing,
         )
+
+    def _method(self) -> str:
+        """What was asked for, and the pipeline that it led to."""
+        asked, found = self.options, replace(self.options, method=self.planned.method)
+        if asked.method == found.method:
+            return _method_text(asked)
+        return f"{_method_text(asked)}: {_method_text(found)}"
 
     def _lowered(self) -> LoweredPipeline:
         step = self.step or pipelined_step(self.planned)

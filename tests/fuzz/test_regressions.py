@@ -127,6 +127,35 @@ def test_an_exchange_of_what_was_joined() -> None:
     check(lambda x: jnp.concatenate([x.T, x], 1), x, seeds=6, meshes=[mesh])
 
 
+def test_a_sum_over_devices_of_a_complex_constant() -> None:
+    """XLA's CPU compiler ends the process where it can tell that it is one."""
+    mesh = MeshShape(("x",), (2,))
+
+    def function(x: jax.Array) -> Any:
+        return x, jnp.full((4,), 1j, jnp.complex64), jnp.zeros((4, 2), jnp.complex64)
+
+    check(function, np.ones(4, np.float32), seeds=8, meshes=[mesh])
+
+
+def test_what_a_custom_derivative_alone_would_read() -> None:
+    """An operand that its function ignores is not read inside a branch either."""
+
+    @jax.custom_vjp
+    def picked(x: jax.Array, n: int) -> jax.Array:
+        x[np.array([0, 2, 1, -1, 1, 0, 2, 1])]
+        return jnp.tanh(x)
+
+    picked.defvjp(lambda x, n: (picked(x, n), x), lambda x, g: (g * jnp.cos(x), None))
+
+    def function(x: jax.Array, index: jax.Array) -> Any:
+        branches = [lambda x: picked(x, 2), jnp.sin]
+        return lax.switch(index, branches, jnp.cos(x))
+
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    mesh = MeshShape(("x",), (2,))
+    check(function, x, np.int32(0), seeds=8, meshes=[mesh])
+
+
 def test_the_high_half_of_products() -> None:
     """XLA has it on one device only."""
     x = np.random.default_rng(0).integers(-(2**31), 2**31, (8, 8), np.int32)

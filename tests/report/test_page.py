@@ -148,7 +148,8 @@ def test_each_stage_program_is_audited(pipeline_page: Page) -> None:
 
 def test_without_the_devices_the_audit_says_so(tmp_path: Path) -> None:
     cluster = Cluster.preset("2x8xH100")
-    plan = autopar.parallelize(step, cluster=cluster).plan(*arguments())
+    parallel = autopar.parallelize(step, cluster=cluster, mesh="x:2;y:8")
+    plan = parallel.plan(*arguments())
     found = written(plan, tmp_path, alternatives=False)
     text = found.text_by_id["audit"]
     assert "cannot be compiled here" in text and "needs 16 devices" in text
@@ -224,7 +225,7 @@ def test_hostile_labels_stay_inside_their_figure() -> None:
     curve = MemoryCurve(HOSTILE, 0, (1, 2), (HOSTILE, "b"), (), 2)
     figure = memory_figure([curve], 0)
     assert "<" not in figure
-    (label, _) = json.loads(figure)["data"][1]["customdata"]
+    label, *_ = json.loads(figure)["data"][1]["customdata"]
     assert "&lt;img" in label, "plotly reads markup in labels"
 
 

@@ -73,10 +73,12 @@ def test_each_task_runs_once_and_none_waits_for_itself(
     schedule = make_schedule(num_stages, num_microbatches)
     tasks = [task for row in schedule.rows for task in row]
     kinds: list[TaskKind] = ["forward", "backward"]
+    if schedule.has_weight_tasks:
+        kinds.append("weight")
     wanted = {
         Task(stage, microbatch, kind)
         for stage in range(schedule.num_stages)
-        for kind in [*kinds, *(["weight"] if schedule.has_weight_tasks else [])]
+        for kind in kinds
         for microbatch in range(schedule.num_microbatches)
     } | {Task(stage, None, "apply") for stage in range(schedule.num_stages)}
     assert len(tasks) == len(wanted)
