@@ -57,7 +57,7 @@ from .placement.placed_step import plan_placement
 from .planner.pin_costs import PinCosts, pin_costs
 from .planner.planning import Planned, leaves_of, many_signatures
 from .plans.parallel_plan import Plan
-from .report.step_origin import with_pipeline_origin, with_step_origin
+from .report.step_origin import with_origin
 from .sharding.mesh import MeshLike
 from .sharding.pins import PinsLike
 from .sharding.resharding import Resharder
@@ -87,6 +87,7 @@ class ParallelFunction:
         self._executables: dict[Planned, Executable] = {}
         self._staged: dict[Any, PlannedPipeline | None] = {}
         self._pipelines: dict[PlannedPipeline, PipelinedStep] = {}
+        self._plans: dict[Planned | PlannedPipeline, Plan] = {}
         self._latest: dict[Any, tuple[Executable, ResultTree]] = {}
         self._lock = threading.RLock()
 
@@ -121,12 +122,11 @@ class ParallelFunction:
         Needs no device of the target cluster.
         """
         with self._open(args, kwargs) as call:
-            leaves, options = call.leaves, self._options
-            staged = self._staged_plan(call)
-            if staged is not None:
-                known = self._pipelines.get(staged)
-                return with_pipeline_origin(staged, leaves, options, known)
-            return with_step_origin(self._plan(call), leaves, options, self._program)
+            planned = self._staged_plan(call) or self._plan(call)
+            if planned not in self._plans:
+                given = call.leaves, self._options, self._program
+                self._plans[planned] = with_origin(planned, *given)
+            return self._plans[planned]
 
     def pin_costs(self, *args: Any, **kwargs: Any) -> PinCosts:
         """What each pin adds to a step; it is solved again without each of them."""

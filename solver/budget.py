@@ -1,9 +1,10 @@
 """Solving within a budget that binds.
 
-The graph is reduced once (kept_choices.py). Then, with rows of memory that come as they
-are broken (memory_rows.py):
+The graph is reduced once (kept_choices.py), whatever the prices. Then:
 
-  small    the linear relaxation of all that is left, and branching (`_close`)
+  small    the linear relaxation of all that is left, and branching (`_close`); now and
+           then branching among the few choices that relaxations met, where a program is
+           a hundred times smaller, for a better plan
   large    prices on memory from a relaxation of few choices, a bound at these prices
            and the choices it holds likely, in turn (`_price`); a plan among those few;
            whatever costs too much at the prices goes, until what is left is small
@@ -16,33 +17,28 @@ that are stuck, results depend on it.
 import logging
 from collections.abc import Sequence
 from math import inf
+from time import perf_counter
 
 import numpy as np
 
+from .array_pool import ArrayPool
+from .assignment import Assignment
 from .branching import Judged, Tree, branch_and_bound
 from .choice_graph import ChoiceGraph, Infeasible, allowed
 from .free import bound_choices
 from .kept_choices import KeptChoices
-from .memory_rows import (
-    Check,
-    MemoryRow,
-    Verdict,
-    check_live_sets,
-    exclusion,
-    most_spread,
-)
+from .live_sets import keep_binding
+from .memory_rows import MemoryRow, live_row
 from .multipliers import price, price_of_peak
 from .relaxation import Relaxation, num_pairs
 from .search import Search
 
 MOST_PAIRS = 45_000
+MOST_SOLVES, MOST_INNER_SOLVES = 300, 200
 MOST_LIKELY = 2000
-MOST_SOLVES, MOST_INNER_SOLVES = 300, 250
 MOST_PRICES = 5
 MOST_ATTEMPTS = 3
-MOST_SET_UPS = 6
-ROUNDING = 1e-4  # of a peak: by less no row is refuted
-LARGE = 0.004  # of the budget: what differs by so much is kept from the start
+FIRST_ROWS, ROWS_AT_ONCE = 60, 16
 PRICED_GAP = 0.1
 LEAST_PEAK_GAP = 5e-3
 GUARD_SECONDS = 600.0
@@ -59,34 +55,63 @@ def solve_within_budget(search: Search, known: Sequence[Sequence[int]]) -> None:
     """
     graph = search.graph
     assert graph.budget is not None, "only a budget can bind"
-    members = {node for live in graph.live_sets for node in live}
-    held = [v for v in most_spread(graph, 0.0) if v in members]
-    check = check_live_sets(graph)
-    BudgetSearch(search, allowed(graph.budget), check, held).run(known)
+    try:
+        binding = keep_binding(graph)
+    except Infeasible:
+        binding = graph
+    rows = [live_row(binding, live) for live in range(len(binding.live_sets))]
+    _WithinRows(search, rows, allowed(graph.budget)).run(known)
 
 
-class BudgetSearch:
-    """The search for the cheapest assignment that a check accepts.
+def solve_within_rows(
+    graph: ChoiceGraph,
+    rows: Sequence[MemoryRow],
+    budget: float,
+    *,
+    gap: float,
+    free: Assignment,
+    known: Sequence[Sequence[int]] = (),
+) -> Assignment:
+    """The cheapest assignment that no row puts above the budget, with a bound.
 
     Args:
-        search: the problem; what is accepted is offered to it.
-        budget: what the check's peak may be.
-        check: the word on memory; asked once about each assignment.
-        held: nodes whose bytes matter to rows; the others count at their least.
+        graph: the problem; its live sets and budget are not looked at.
+        rows: all that is said about memory.
+        budget: what each row may come to.
+        gap: relative distance of bound to cost at which to stop.
+        free: the solution without rows.
+        known: assignments met before, that fit or not.
+
+    Raises:
+        Infeasible: nothing fits, or nothing was found that does.
     """
+    deadline = perf_counter() + GUARD_SECONDS
+    search = Search(graph, gap, deadline, ArrayPool())
+    search.raise_bound(free.bound)
+    _WithinRows(search, rows, budget).run([free.choices, *known])
+    return search.result()
+
+
+class _WithinRows:
+    """The search for the cheapest assignment that no row puts above the budget."""
 
     def __init__(
-        self, search: Search, budget: float, check: Check, held: Sequence[int]
+        self, search: Search, rows: Sequence[MemoryRow], budget: float
     ) -> None:
         self.search, self.budget = search, budget
-        self._check, self._held = check, frozenset(held)
-        most = {v: float(np.ptp(search.graph.nodes[v].bytes)) for v in held}
-        self._large = {v for v, spread in most.items() if spread >= LARGE * budget}
-        self._verdicts: dict[tuple[int, ...], Verdict] = {}
-        self._full_rows: list[MemoryRow] = []
-        self._origin: dict[int, tuple[int, ...]] = {}  # by id of rows, which are kept
-        self._is_set_up = False
-        self._is_blunt = self._is_stale = False
+        self._all_rows = list(rows)
+        self._is_active = np.zeros(len(rows), bool)
+        spread = {
+            node
+            for row in rows
+            for node, held in zip(row.nodes, row.weights, strict=True)
+            if np.ptp(held) > 0
+        }
+        self.kept = KeptChoices(search.graph, sorted(spread), search.pool)
+        self.graph = self.kept.graph
+        self.rows: list[MemoryRow] = []  # those of the relaxations, on what is kept
+        self._met = np.zeros(self.graph.num_choices, bool)
+        self.bound = search.bound
         self.least, self.least_bound = inf, 0.0
         self.least_choices: tuple[int, ...] | None = None
 
@@ -97,107 +122,49 @@ class BudgetSearch:
             Infeasible: nothing fits, or nothing was found that does.
         """
         for choices in known:
-            self.ask(tuple(choices))
-        for attempt in range(MOST_SET_UPS):
-            if self.search.is_closed or self._is_out_of_time():
-                break
-            self._set_up()
-            try:
-                self._run()
-            except Infeasible:
-                if not self._is_unfinished or attempt == MOST_SET_UPS - 1:
-                    raise
-            if not self._is_unfinished:
-                break
-        self._warn_if_out_of_time()
-
-    @property
-    def _is_unfinished(self) -> bool:
-        """Whether the rows at hand were found to say too little or too much."""
-        return self._is_blunt or self._is_stale
-
-    def _set_up(self) -> None:
-        """Reduces the graph, but for the nodes that the rows met so far name."""
-        self._lower_refuted()
-        named = {node for row in self._full_rows for node in row.nodes}
-        held = sorted(self._held & (named | self._large))
-        self.kept = KeptChoices(self.search.graph, held, self.search.pool)
-        self._is_set_up = True
-        self.graph = self.kept.graph
-        self.rows = [self.kept.row(row) for row in self._full_rows]
-        self._met = np.zeros(self.graph.num_choices, bool)
-        self._is_blunt = self._is_stale = False
-        self.least_bound, self.bound = 0.0, self.search.bound
-
-    def _run(self) -> None:
+            self._activate(self._see(tuple(choices)), FIRST_ROWS)
         everything = np.ones(self.graph.num_choices, bool)
+        if self._is_closed:
+            return
         if num_pairs(self.graph, everything) <= MOST_PAIRS:
             self._run_small(everything)
         else:
             self._run_large(everything)
-
-    def ask(self, choices: tuple[int, ...]) -> Verdict:
-        """What the check says of a plan of the full graph; one that fits is offered."""
-        if choices in self._verdicts:
-            return self._verdicts[choices]
-        verdict = self._check(choices)
-        self._verdicts[choices] = verdict
-        if verdict.peak < self.least:
-            self.least, self.least_choices = verdict.peak, choices
-        if verdict.peak <= self.budget:
-            self.search.offer(choices)
-        self._is_stale |= any(
-            row.used(choices) > verdict.peak * (1 + ROUNDING) for row in self._full_rows
-        )
-        for row in verdict.rows:
-            if id(row) not in self._origin:
-                sound = self._sound(row, choices)
-                self._origin.update({id(each): choices for each in (row, *sound)})
-                self._full_rows += sound
-        if self._is_set_up:
-            new = self._full_rows[len(self.rows) :]
-            self.rows += map(self.kept.row, new)
-        return verdict
-
-    def _sound(self, row: MemoryRow, choices: tuple[int, ...]) -> list[MemoryRow]:
-        """A row, lowered as far as the plans asked about refute it.
-
-        If it then lets its own plan pass, these choices are excluded besides.
-        """
-        excess = [row.used(other) - each.peak for other, each in self._verdicts.items()]
-        own = self._verdicts[choices].peak
-        beyond = max(excess, default=0.0)
-        if beyond <= ROUNDING * own:
-            return [row]
-        lowered = MemoryRow(row.nodes, row.weights, row.constant - beyond)
-        if own > self.budget >= own - beyond:
-            return [lowered, exclusion(row, choices, own)]
-        return [lowered]
-
-    def _lower_refuted(self) -> None:
-        """Lowers the rows that say more of some plan than the check does."""
-        rows = []
-        for row in self._full_rows:
-            origin = self._origin[id(row)]
-            sound = self._sound(row, origin)
-            self._origin.update({id(each): origin for each in sound})
-            rows += sound
-        self._full_rows = rows
-
-    def _run_small(self, everything: np.ndarray) -> None:
-        if self.search.choices is None:
-            self._find_least(everything, is_whole=True)
-        if self.search.choices is None and self.least_bound <= self.budget:
-            self._close(everything)
-            self.search.finish_phase("first plan", self.graph)
-        if self.search.choices is None:
-            raise self._does_not_fit()
-        tree = self._close(everything)
-        if self._is_stale:
-            return
-        self._raise_bound(tree.bound)
         self.search.raise_bound(self.bound)
         self.search.finish_phase("branch", self.graph)
+        if self._is_out_of_time():
+            _log.warning(
+                "The time for a plan within its budget was up before the work was: the "
+                "plan has a gap and depends on the machine; give it more time."
+            )
+
+    def _see(self, choices: tuple[int, ...]) -> np.ndarray:
+        """[rows] what a plan of the full graph uses; one that fits is offered."""
+        used = np.array([row.used(choices) for row in self._all_rows])
+        peak = float(used.max(initial=0.0))
+        if peak < self.least:
+            self.least, self.least_choices = peak, choices
+        if peak <= self.budget:
+            self.search.offer(choices)
+        return used
+
+    def _activate(self, used: np.ndarray, most: int) -> bool:
+        """Gives the relaxations the rows that are used most; whether there were new."""
+        order = np.argsort(-used, kind="stable")[:most]
+        new = [int(row) for row in order if not self._is_active[row]]
+        self._is_active[new] = True
+        self.rows += [self.kept.row(self._all_rows[row]) for row in new]
+        return bool(new)
+
+    def _run_small(self, everything: np.ndarray) -> None:
+        tree = self._close(everything)
+        if self.search.choices is None:
+            self.search.finish_phase("first plan", self.graph)
+            self._find_least(everything, is_whole=True)
+            if self.search.choices is None:
+                raise self._does_not_fit()
+            tree = self._close(everything)
+        self._raise_bound(tree.bound)
 
     def _close(self, domain: np.ndarray) -> Tree:
         """The cheapest plan within a domain, and a bound on all of those."""
@@ -223,15 +190,15 @@ class BudgetSearch:
         is_inner = kept is not self.kept
 
         def judge(choices: tuple[int, ...], value: float) -> Judged:
-            full = self._full(kept, choices)
-            verdict = self.ask(full)
-            limit = self.budget
-            if is_of_peak:
-                limit = max(limit, value + LEAST_PEAK_GAP / 2 * abs(value))
-            own = verdict.peak if is_of_peak else self.search.graph.cost(full)
-            if verdict.peak <= limit:
+            full = kept.expand(choices)
+            full = self.kept.expand(full) if is_inner else full
+            used = self._see(full)
+            peak = float(used.max(initial=0.0))
+            own = peak if is_of_peak else self.search.graph.cost(full)
+            beyond = value + LEAST_PEAK_GAP / 2 * abs(value)
+            if peak <= (max(self.budget, beyond) if is_of_peak else self.budget):
                 return Judged(own)
-            is_cut = self._is_cut(kept, verdict, choices, limit)
+            is_cut = self._activate(used, ROWS_AT_ONCE)
             self._add_rows(kept, relaxation)
             return Judged(own if is_of_peak else inf, is_cut)
 
@@ -244,6 +211,10 @@ class BudgetSearch:
             self._add_rows(kept, relaxation)
             return self.least if is_of_peak else self.search.cost
 
+        def is_over() -> bool:
+            has_fit = is_of_peak and self.search.choices is not None
+            return has_fit or self._is_out_of_time()
+
         return branch_and_bound(
             relaxation,
             domain,
@@ -253,13 +224,8 @@ class BudgetSearch:
             candidates=2 if is_inner else 6,
             most_solves=most_solves,
             improve=None if is_inner else improve,
-            is_over=lambda: self._is_over,
+            is_over=is_over,
         )
-
-    def _full(self, kept: KeptChoices, choices: Sequence[int]) -> tuple[int, ...]:
-        if kept is not self.kept:
-            choices = kept.expand(choices)
-        return self.kept.expand(choices)
 
     def _relaxation(
         self, kept: KeptChoices, domain: np.ndarray, is_of_peak: bool = False
@@ -281,58 +247,36 @@ class BudgetSearch:
         for row in self.rows[len(relaxation.rows) :]:
             relaxation.add_row(row if kept is self.kept else kept.row(row))
 
-    def _is_cut(
-        self,
-        kept: KeptChoices,
-        verdict: Verdict,
-        choices: tuple[int, ...],
-        limit: float,
-    ) -> bool:
-        """Whether a row says of a plan of `kept` that it needs more than a limit."""
-        rows = self.rows if kept is self.kept else map(kept.row, self.rows)
-        is_cut = any(row.used(choices) > limit for row in rows)
-        self._is_blunt |= not is_cut
-        return is_cut
-
     def _run_large(self, everything: np.ndarray) -> None:
         search = self.search
         start = self._priced(np.zeros(len(self.rows)))[1]
-        domain = self._likely(everything, start)
+        domain = self._likely(everything & False, start)
         for _ in range(MOST_ATTEMPTS):
             domain, marginals = self._price(domain)
             search.finish_phase("prices", self.graph)
-            if self._is_closed or self._is_over:
+            if self._is_closed or self._is_out_of_time():
                 break
             if search.choices is None:
                 self._find_least(domain, is_whole=False)
             self._close(domain)
             search.finish_phase("branch few", self.graph)
-            if search.choices is None or self._is_closed or self._is_over:
+            if search.choices is None or self._is_closed or self._is_out_of_time():
                 continue
             threshold = self._threshold
             left = np.concatenate(marginals) <= threshold + self.kept.slack
             if num_pairs(self.graph, left) <= MOST_PAIRS:
                 self._raise_bound(min(self._close(left).bound, threshold))
                 break
-        if self._is_stale:
-            return
         if search.choices is None:
             raise self._does_not_fit()
-        search.raise_bound(self.bound)
-        search.finish_phase("branch", self.graph)
 
     def _raise_bound(self, bound: float) -> None:
-        """Notes a bound, which holds if none of the rows at hand is refuted later."""
         self.bound = max(self.bound, bound - self.kept.slack)
 
     @property
     def _is_closed(self) -> bool:
         cost = self.search.cost
         return cost < inf and cost - self.bound <= self.search.gap * abs(cost)
-
-    @property
-    def _is_over(self) -> bool:
-        return self._is_out_of_time()
 
     @property
     def _threshold(self) -> float:
@@ -356,7 +300,7 @@ class BudgetSearch:
             else:
                 marginals, is_best = self._priced_peak(domain), False
             domain = self._likely(domain, marginals)
-            if is_best or self._is_closed or self._is_over:
+            if is_best or self._is_closed or self._is_out_of_time():
                 break
         return domain, kept
 
@@ -387,7 +331,7 @@ class BudgetSearch:
         inner = Search(priced, gap, self.search.deadline, self.search.pool)
         marginals = bound_choices(inner, of_interest)
         if inner.choices is not None:
-            self.ask(self.kept.expand(inner.choices))
+            self._activate(self._see(self.kept.expand(inner.choices)), ROWS_AT_ONCE)
         return inner.bound, marginals
 
     def _likely(
@@ -409,19 +353,9 @@ class BudgetSearch:
     def _is_out_of_time(self) -> bool:
         return self.search.seconds_left <= 0
 
-    def _warn_if_out_of_time(self) -> None:
-        if self._is_out_of_time() and not self.search.is_closed:
-            _log.warning(
-                "the time for a plan within its budget was up before the work was: the "
-                "plan has a gap and depends on the machine; give it more time."
-            )
-
     def _does_not_fit(self) -> Infeasible:
-        budget, least, bound = (
-            self.budget,
-            self.least,
-            min(self.least_bound, self.least),
-        )
+        budget, least = self.budget, self.least
+        bound = min(self.least_bound, least)
         return Infeasible(
             f"every plan must fit the budget {budget:.6g}, but none can below "
             f"{bound:.6g}, and the least found to do is {least:.6g}; raise the budget "

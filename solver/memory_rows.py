@@ -7,13 +7,12 @@ only a pair of choices needs: weight e on each and constant -e hold e for both t
 and nothing for one of them, so that nothing is forbidden that would fit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 
 import numpy as np
 
-from .choice_graph import ChoiceGraph, allowed
+from .choice_graph import ChoiceGraph
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,52 +30,6 @@ class MemoryRow:
 
     def __str__(self) -> str:
         return f"MemoryRow: {len(self.nodes)} nodes, constant {self.constant:.6g}"
-
-
-def exclusion(row: MemoryRow, choices: Sequence[int], peak: float) -> MemoryRow:
-    """A row that says `peak` of the choices of a row's nodes, and of nothing else.
-
-    It stands for a row that turned out to say too much of another assignment.
-    """
-    weights = []
-    for node, held in zip(row.nodes, row.weights, strict=True):
-        weights.append(np.where(np.arange(held.size) == choices[node], peak, 0.0))
-    return MemoryRow(row.nodes, tuple(weights), peak * (1 - len(row.nodes)))
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What an assignment really needs, and rows that say so.
-
-    `rows` are of the same problem; where `peak` is more than the budget, one of them
-    must be broken by the assignment.
-    """
-
-    peak: float
-    rows: tuple[MemoryRow, ...] = ()
-
-
-MOST_ROWS_AT_ONCE = 40
-
-Check = Callable[[tuple[int, ...]], Verdict]
-"""Says what a complete assignment needs: a model of memory, asked when needed."""
-
-
-def check_live_sets(graph: ChoiceGraph) -> Check:
-    """The check of a graph whose live sets say all about memory."""
-    limit = inf if graph.budget is None else allowed(graph.budget)
-    rows: dict[int, MemoryRow] = {}
-
-    def check(choices: tuple[int, ...]) -> Verdict:
-        used = graph.used_bytes(choices)
-        peak = float(used.max(initial=0.0))
-        broken = np.flatnonzero(used > limit)
-        worst = broken[np.argsort(-used[broken], kind="stable")][:MOST_ROWS_AT_ONCE]
-        for live in worst.tolist():
-            rows.setdefault(live, live_row(graph, live))
-        return Verdict(peak, tuple(rows[live] for live in worst.tolist()))
-
-    return check
 
 
 def live_row(graph: ChoiceGraph, live: int) -> MemoryRow:

@@ -11,6 +11,8 @@ same reason products have a relay even for a single reader.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from autopar.solver.choice_graph import Edge
@@ -67,3 +69,24 @@ def without_growth(
     held = shard_fractions(np.array(sources.distinct), sources.axis_sizes)
     wanted = shard_fractions(np.array(targets.distinct), targets.axis_sizes)
     return np.where(wanted[None, :] > held[:, None] * (1 + 1e-9), np.inf, costs)
+
+
+def without_needless_copies(
+    choices: Sequence[int],
+    relays: Mapping[int, tuple[int, SpecChoices]],
+    writers: Mapping[int, tuple[int, SpecChoices]],
+) -> tuple[int, ...]:
+    """The same assignment, read as it lies wherever a copy would be in the same spec.
+
+    Args:
+      choices: by vertex.
+      relays: vertex and specs of each relay of `twice`, by tensor.
+      writers: vertex and specs of what makes each of these tensors.
+    """
+    found = list(choices)
+    for tensor, (relay, specs) in relays.items():
+        writer, made = writers[tensor]
+        half, chosen = len(specs.classes) // 2, found[relay]
+        if chosen >= half and specs.of(chosen) == made.of(found[writer]):
+            found[relay] = chosen - half
+    return tuple(found)

@@ -24,7 +24,6 @@ from ..lowering.programs import SpmdProgram
 from ..methods.batch_dims import BatchDims
 from ..methods.methods import ShardParallel
 from ..options import Options
-from ..pipelines.pipeline import PipelinedStep
 from ..pipelines.pipeline_plan import PlannedPipeline
 from ..planner.intra_op import warn_fallbacks
 from ..planner.pin_costs import pin_costs
@@ -114,7 +113,6 @@ class PipelineOrigin:
     planned: PlannedPipeline
     leaves: tuple[Any, ...]
     options: Options
-    step: PipelinedStep | None = None  # if it was made before
 
     def findings(self, *, alternatives: bool, audit: bool) -> Findings:
         """What there is to find; see `Findings`."""
@@ -150,7 +148,7 @@ class PipelineOrigin:
         return f"{_method_text(asked)}: {_method_text(found)}"
 
     def _lowered(self) -> LoweredPipeline:
-        step = self.step or pipelined_step(self.planned)
+        step = pipelined_step(self.planned)
         return LoweredPipeline(step, staged_plan(self.planned))
 
     def _one_program(self) -> tuple[Alternative, ...]:
@@ -212,26 +210,22 @@ class PipelineOrigin:
         return kinds
 
 
-def with_step_origin(
-    planned: Planned,
+def with_origin(
+    planned: Planned | PlannedPipeline,
     leaves: Sequence[Any],
     options: Options,
     program_of: Callable[[Planned], SpmdProgram],
 ) -> Plan:
-    """The plan of a step, which knows what it is of; keeps no array alive."""
-    origin = StepOrigin(planned, _types(leaves), options, program_of)
+    """The plan of a step, which knows what it is of; keeps no array alive.
+
+    `program_of` lowers a step that is no pipeline.
+    """
+    types = _types(leaves)
+    if isinstance(planned, PlannedPipeline):
+        origin = PipelineOrigin(planned, types, options)
+        return replace(staged_plan(planned), origin=origin)
+    origin = StepOrigin(planned, types, options, program_of)
     return replace(traced_step(planned, leaves, options), origin=origin)
-
-
-def with_pipeline_origin(
-    planned: PlannedPipeline,
-    leaves: Sequence[Any],
-    options: Options,
-    step: PipelinedStep | None,
-) -> Plan:
-    """The plan of a pipeline, which knows what it is of; keeps no array alive."""
-    origin = PipelineOrigin(planned, _types(leaves), options, step)
-    return replace(staged_plan(planned), origin=origin)
 
 
 def _types(leaves: Sequence[Any]) -> tuple[Any, ...]:
