@@ -29,14 +29,14 @@ from .free import bound_choices
 from .kept_choices import KeptChoices
 from .live_sets import keep_binding
 from .memory_rows import MemoryRow, live_row
-from .multipliers import price, price_of_peak
+from .multipliers import best_prices, price, price_of_peak
 from .relaxation import Relaxation, num_pairs
 from .search import Search
 
 MOST_PAIRS = 45_000
 MOST_SOLVES, MOST_INNER_SOLVES = 300, 200
 MOST_LIKELY = 2000
-MOST_PRICES = 5
+MOST_PRICES, MOST_LINE_PRICES = 5, 10
 MOST_ATTEMPTS = 3
 FIRST_ROWS, ROWS_AT_ONCE = 60, 16
 PRICED_GAP = 0.1
@@ -100,6 +100,8 @@ class _WithinRows:
     ) -> None:
         self.search, self.budget = search, budget
         self._all_rows = list(rows)
+        self._lines: dict[tuple[int, ...], tuple[float, np.ndarray]] = {}
+        self._active: list[int] = []  # rows of the relaxations, in order
         self._is_active = np.zeros(len(rows), bool)
         spread = {
             node
@@ -141,6 +143,7 @@ class _WithinRows:
     def _see(self, choices: tuple[int, ...]) -> np.ndarray:
         """[rows] what a plan of the full graph uses; one that fits is offered."""
         used = np.array([row.used(choices) for row in self._all_rows])
+        self._lines[choices] = self.search.graph.cost(choices), used
         peak = float(used.max(initial=0.0))
         if peak < self.least:
             self.least, self.least_choices = peak, choices
@@ -153,6 +156,7 @@ class _WithinRows:
         order = np.argsort(-used, kind="stable")[:most]
         new = [int(row) for row in order if not self._is_active[row]]
         self._is_active[new] = True
+        self._active += new
         self.rows += [self.kept.row(self._all_rows[row]) for row in new]
         return bool(new)
 
@@ -165,6 +169,9 @@ class _WithinRows:
                 raise self._does_not_fit()
             tree = self._close(everything)
         self._raise_bound(tree.bound)
+        if not self._is_closed and not self._is_out_of_time():
+            self.search.finish_phase("loose", self.graph)
+            self._close_below(self._price_by_lines())
 
     def _close(self, domain: np.ndarray) -> Tree:
         """The cheapest plan within a domain, and a bound on all of those."""
@@ -262,13 +269,21 @@ class _WithinRows:
             search.finish_phase("branch few", self.graph)
             if search.choices is None or self._is_closed or self._is_out_of_time():
                 continue
-            threshold = self._threshold
-            left = np.concatenate(marginals) <= threshold + self.kept.slack
-            if num_pairs(self.graph, left) <= MOST_PAIRS:
-                self._raise_bound(min(self._close(left).bound, threshold))
+            if self._close_below(marginals):
                 break
         if search.choices is None:
             raise self._does_not_fit()
+
+    def _close_below(self, marginals: Sequence[np.ndarray]) -> bool:
+        """Branches among what marginals leave, if that is few enough to."""
+        if self._is_closed:
+            return True
+        threshold = self._threshold
+        left = np.concatenate(marginals) <= threshold + self.kept.slack
+        if num_pairs(self.graph, left) > MOST_PAIRS:
+            return False
+        self._raise_bound(min(self._close(left).bound, threshold))
+        return True
 
     def _raise_bound(self, bound: float) -> None:
         self.bound = max(self.bound, bound - self.kept.slack)
@@ -303,6 +318,26 @@ class _WithinRows:
             if is_best or self._is_closed or self._is_out_of_time():
                 break
         return domain, kept
+
+    def _price_by_lines(self) -> list[np.ndarray]:
+        """Raises the bound at prices from the plans met alone; returns the marginals."""
+        best, kept = -inf, [np.full(n.costs.size, -inf) for n in self.graph.nodes]
+        for _ in range(MOST_LINE_PRICES):
+            lines = [line for line in self._lines.values() if line[0] < inf]
+            prices = best_prices(
+                [cost for cost, _ in lines],
+                [used[self._active] for _, used in lines],
+                self.budget,
+            )
+            bound, marginals = self._priced(prices)
+            self._raise_bound(bound)
+            if bound <= best * (1 + PRICED_GAP * self.search.gap):
+                break
+            best, kept = bound, marginals
+            if self._is_closed or self._is_out_of_time():
+                break
+        self.search.finish_phase("prices", self.graph)
+        return kept
 
     def _priced(self, prices: np.ndarray) -> tuple[float, list[np.ndarray]]:
         """The bound at prices [rows], and a bound on the cost of each choice."""

@@ -6,13 +6,15 @@ With a price m_r >= 0 on the bytes of row r, the problem without a budget
 
 is below every assignment that fits, for any prices, and easy. With costs left out and
 prices that sum to 1, sum_r m_r used_r(x) is below the peak of every assignment
-(`price_of_peak`). The best prices are the duals of the linear relaxation's rows.
+(`price_of_peak`). The best prices are the duals of the linear relaxation's rows; where
+that is looser than messages are, those of cutting planes (`best_prices`).
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pulp
 
 from .choice_graph import ChoiceGraph, Node
 from .memory_rows import MemoryRow
@@ -73,3 +75,30 @@ def _constant(rows: Sequence[MemoryRow], prices: np.ndarray) -> float:
 
 def _forbidden_only(costs: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(costs), 0.0, np.inf)
+
+
+def best_prices(
+    costs: Sequence[float], used: Sequence[np.ndarray], budget: float
+) -> np.ndarray:
+    """The prices [rows] that maximise the least line of some assignments (Kelley).
+
+    Assignment k, of `costs[k]` and `used[k]` [rows], bounds g by a line in the prices:
+    cost_k + sum_r m_r (used_kr - budget). Some assignment must fit the budget. Rows
+    that no assignment puts above it most get no price.
+    """
+    scale = max(max(map(abs, costs)), 1e-250)
+    slopes = (np.stack(used) - budget) / max(budget, 1e-250)
+    above = slopes.max(axis=1) > 0
+    relevant = np.unique(slopes.argmax(axis=1)[above]).tolist()
+    problem = pulp.LpProblem("prices", pulp.LpMaximize)
+    value = pulp.LpVariable("z")
+    prices = {row: pulp.LpVariable(f"m_{row}", 0) for row in relevant}
+    problem += value
+    for cost, slope in zip(costs, slopes, strict=True):
+        terms = [(prices[row], float(slope[row])) for row in relevant]
+        problem += value <= cost / scale + pulp.LpAffineExpression(terms)
+    problem.solve(pulp.HiGHS(msg=False, threads=1))
+    result = np.zeros(slopes.shape[1])
+    for row, variable in prices.items():
+        result[row] = max(variable.varValue or 0.0, 0.0)
+    return result * scale / max(budget, 1e-250)

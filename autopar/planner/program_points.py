@@ -25,6 +25,7 @@ from ..costs.execution_order import Liveness
 from ..costs.kernels import Kernel, Value
 from ..costs.memory import MemoryProfile
 from ..sharding.spec import Spec
+from .relay_choices import lasting_tensors
 from .sharding_problem import ShardingProblem, Vertex
 
 STRETCHES = 24  # of the outermost block
@@ -38,11 +39,15 @@ class _Point:
 
     bytes: int = 0
     whole: set[int] = field(default_factory=set)  # vertices, with all their bytes
-    pairs: list[tuple[int, Spec, int | None, Spec, int]] = field(default_factory=list)
+    pairs: list[tuple[int, Spec, int, Spec, int]] = field(default_factory=list)
+    copies: list[tuple[int, Spec, int]] = field(default_factory=list)
 
     def __or__(self, other: _Point) -> _Point:
         return _Point(
-            self.bytes + other.bytes, self.whole | other.whole, self.pairs + other.pairs
+            self.bytes + other.bytes,
+            self.whole | other.whole,
+            self.pairs + other.pairs,
+            self.copies + other.copies,
         )
 
 
@@ -74,12 +79,14 @@ def _row(
     nodes = problem.choice_graph.nodes
     weights = {vertex: nodes[vertex].bytes for vertex in sorted(point.whole)}
     constant = 0.0
-    for first, spec, second, target, amount in point.pairs:
-        ends = [(first, spec)] if second is None else [(first, spec), (second, target)]
-        for vertex, wanted in ends:
+    for writer, target, amount in point.copies:
+        needs = ~_makes(problem.vertices[writer], target) * float(amount)
+        weights[writer] = weights.get(writer, 0.0) + needs
+    for writer, spec, relay, target, amount in point.pairs:
+        for vertex, wanted in ((writer, spec), (relay, target)):
             makes = _makes(problem.vertices[vertex], wanted) * float(amount)
             weights[vertex] = weights.get(vertex, 0.0) + makes
-        constant -= amount * (len(ends) - 1)
+        constant -= amount
     found = MemoryRow(tuple(weights), tuple(weights.values()), constant)
     rest = point.bytes - found.used(choices)
     return MemoryRow(found.nodes, found.weights, constant + rest)
@@ -95,6 +102,7 @@ class _Points:
     def __init__(self, problem: ShardingProblem, profile: MemoryProfile) -> None:
         self.problem, self.profile = problem, profile
         self._bodies = {op.index: op.bodies for op in problem.graph.operators()}
+        self._lasting = lasting_tensors(problem.graph) & problem.relays.keys()
 
     def of_block(self, block: int, stretches: int) -> Iterator[_Point]:
         liveness = self.profile.liveness[block]
@@ -125,7 +133,25 @@ class _Points:
         for index in liveness.live(position):
             if index not in liveness.borrowed:
                 self._add(point, liveness.block.values[index])
+        for tensor, (first, last) in self._reads(liveness).items():
+            if first <= position <= last:
+                point.whole.add(self.problem.relays[tensor])
         return point
+
+    def _reads(self, liveness: Liveness) -> dict[int, tuple[int, int]]:
+        """First and last position at which what lies outside is read, by tensor: a copy
+        of it would be there. What replaces it needs no copy."""
+        found: dict[int, tuple[int, int]] = {}
+        values, replaced = liveness.block.values, set(liveness.block.replaced)
+        for position, k in enumerate(liveness.order):
+            kernel = liveness.block.kernels[k]
+            for index in kernel.reads:
+                value = values[index]
+                is_replaced = any((index, new) in replaced for new in kernel.writes)
+                if value.tensor in self._lasting and not is_replaced:
+                    first, _ = found.get(value.tensor, (position, position))
+                    found[value.tensor] = first, position
+        return found
 
     def _add(self, point: _Point, value: Value) -> None:
         problem, tensor = self.problem, value.tensor
@@ -138,7 +164,7 @@ class _Points:
             if relay is not None:
                 point.whole.add(relay)
             else:
-                point.pairs.append((writer, plan.spec, None, value.spec, value.bytes))
+                point.copies.append((writer, value.spec, value.bytes))
         elif relay is not None and not plan.conversions and not value.is_outside:
             point.whole.add(relay)
         else:
@@ -151,7 +177,10 @@ class _Points:
         if source.tensor in self.problem.writers:
             writer, _ = self.problem.writers[source.tensor]
             relay = self.problem.relays.get(source.tensor)
-            point.pairs.append((writer, source.spec, relay, target.spec, amount))
+            if relay is None:
+                point.copies.append((writer, target.spec, amount))
+            else:
+                point.pairs.append((writer, source.spec, relay, target.spec, amount))
 
 
 def _fullest(liveness: Liveness, stretches: int) -> list[int]:
