@@ -23,6 +23,7 @@ from .methods.methods import PipelineParallel as PipelineParallel
 from .methods.methods import ShardParallel as ShardParallel
 from .methods.named_methods import DataParallel as DataParallel
 from .methods.named_methods import Megatron as Megatron
+from .methods.named_methods import ThreeD as ThreeD
 from .methods.named_methods import Zero as Zero
 from .methods.place_operators import PlaceOperators as PlaceOperators
 from .microbatches.microbatches import BatchCoupledError as BatchCoupledError

@@ -28,7 +28,7 @@ from .choice_graph import ChoiceGraph, Infeasible, allowed
 from .free import bound_choices
 from .kept_choices import KeptChoices
 from .live_sets import keep_binding
-from .memory_rows import MemoryRow, live_row
+from .memory_rows import MemoryRow, foreign_nodes, live_row
 from .multipliers import best_prices, price, price_of_peak
 from .relaxation import Relaxation, num_pairs
 from .search import Search
@@ -103,13 +103,12 @@ class _WithinRows:
         self._lines: dict[tuple[int, ...], tuple[float, np.ndarray]] = {}
         self._active: list[int] = []  # rows of the relaxations, in order
         self._is_active = np.zeros(len(rows), bool)
-        spread = {
-            node
-            for row in rows
-            for node, held in zip(row.nodes, row.weights, strict=True)
-            if np.ptp(held) > 0
-        }
-        self.kept = KeptChoices(search.graph, sorted(spread), search.pool)
+        self.kept = KeptChoices(
+            search.graph,
+            sorted({node for row in rows for node in row.nodes}),
+            search.pool,
+            foreign_nodes(search.graph, rows),
+        )
         self.graph = self.kept.graph
         self.rows: list[MemoryRow] = []  # those of the relaxations, on what is kept
         self._met = np.zeros(self.graph.num_choices, bool)
@@ -161,6 +160,14 @@ class _WithinRows:
         return bool(new)
 
     def _run_small(self, everything: np.ndarray) -> None:
+        root = self._relaxation(self.kept, everything).solve(everything)
+        known = self.bound - self.search.gap * abs(self.bound)
+        is_loose = root is None or root.value < known
+        if is_loose:
+            self._find_least(everything, is_whole=True)
+            if self.search.choices is not None:
+                self._close_below(self._price_by_lines())
+                return
         tree = self._close(everything)
         if self.search.choices is None:
             self.search.finish_phase("first plan", self.graph)
@@ -169,16 +176,13 @@ class _WithinRows:
                 raise self._does_not_fit()
             tree = self._close(everything)
         self._raise_bound(tree.bound)
-        if not self._is_closed and not self._is_out_of_time():
-            self.search.finish_phase("loose", self.graph)
-            self._close_below(self._price_by_lines())
 
     def _close(self, domain: np.ndarray) -> Tree:
         """The cheapest plan within a domain, and a bound on all of those."""
         return self._branch(self.kept, domain, MOST_SOLVES, is_of_peak=False)
 
     def _find_least(self, domain: np.ndarray, is_whole: bool) -> None:
-        """The plan of the least peak within a domain, or one that fits, with a bound."""
+        """The plan of the least peak within a domain, or any one that fits."""
         tree = self._branch(self.kept, domain, MOST_SOLVES, is_of_peak=True)
         if is_whole:
             self.least_bound = max(self.least_bound, tree.bound)
@@ -320,7 +324,7 @@ class _WithinRows:
         return domain, kept
 
     def _price_by_lines(self) -> list[np.ndarray]:
-        """Raises the bound at prices from the plans met alone; returns the marginals."""
+        """Raises the bound at prices from the plans met; returns the marginals."""
         best, kept = -inf, [np.full(n.costs.size, -inf) for n in self.graph.nodes]
         for _ in range(MOST_LINE_PRICES):
             lines = [line for line in self._lines.values() if line[0] < inf]

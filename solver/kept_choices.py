@@ -1,11 +1,11 @@
 """A graph reduced once for every price, row and budget, and rows rewritten on it.
 
 A choice is dropped only for one that is no worse in cost and bytes, and a node whose
-choices differ in bytes stays. So whatever rows of memory come later, the best
-assignment is among those left, as far as a row's weights are the bytes of its nodes.
+choices differ in bytes stays. So whatever prices and rows of memory come later, the
+best assignment is among those left.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -21,18 +21,26 @@ from .unfold import Drop
 class KeptChoices:
     """`graph` is what is left of `full`; `slack` is the rounding of its costs.
 
-    `held` are the nodes whose bytes matter.
+    `held` are the nodes whose bytes matter; those of `whole`, to which some row gives
+    weights that are not their bytes, keep all their choices.
     """
 
-    def __init__(self, full: ChoiceGraph, held: Sequence[int], pool: ArrayPool) -> None:
+    def __init__(
+        self,
+        full: ChoiceGraph,
+        held: Sequence[int],
+        pool: ArrayPool,
+        whole: Collection[int] = (),
+    ) -> None:
         given = replace(full, live_sets=(tuple(held),), budget=inf)
-        self._reduced = reduce(given, pool)
+        self._reduced = reduce(given, pool, held=whole)
         self.full, self.slack = full, self._reduced.slack
         self.graph = replace(self._reduced.graph, live_sets=(), budget=None)
         self._left = {v: np.arange(n.costs.size) for v, n in enumerate(full.nodes)}
         for step in self._reduced.steps:
             if isinstance(step, Drop):
                 self._left[step.node] = self._left[step.node][step.kept]
+        self._whole = tuple(whole)
         self._index = {v: index for index, v in enumerate(self._reduced.kept)}
 
     def expand(self, choices: Sequence[int]) -> tuple[int, ...]:
@@ -60,7 +68,8 @@ class KeptChoices:
             for node, part in zip(self.graph.nodes, parts, strict=True)
         )
         few = replace(self.graph, nodes=nodes)
-        return KeptChoices(few, most_spread(few, 0.0), pool)
+        whole = [self._index[node] for node in self._whole]
+        return KeptChoices(few, most_spread(few, 0.0), pool, whole)
 
     def __str__(self) -> str:
         return f"KeptChoices: {self.graph}"

@@ -51,3 +51,13 @@ def most_spread(graph: ChoiceGraph, neglected: float) -> tuple[int, ...]:
     order = np.argsort(spreads, kind="stable")
     is_small = np.cumsum(np.array(spreads)[order]) <= neglected
     return tuple(sorted(int(v) for v in order[~is_small]))
+
+
+def foreign_nodes(graph: ChoiceGraph, rows: Sequence[MemoryRow]) -> frozenset[int]:
+    """The nodes to which some row gives weights that are not their bytes."""
+    return frozenset(
+        node
+        for row in rows
+        for node, weights in zip(row.nodes, row.weights, strict=True)
+        if weights is not graph.nodes[node].bytes
+    )

@@ -22,7 +22,7 @@ from autopar.planner.memory_budget import (
     parse_budget,
 )
 from autopar.planner.memory_users import memory_users
-from autopar.planner.program_points import live_sets
+from autopar.planner.program_points import memory_rows
 from autopar.planner.sharding_problem import build_problem
 from autopar.sharding.mesh import parse_mesh
 from autopar.sharding.resharding import Resharder
@@ -227,7 +227,8 @@ def test_small_graphs_bound_brute_force_plan(name: str, fraction: float) -> None
     problem = build_problem(graph, mesh, cluster, resharder, counts_memory=True)
     free = solve(problem.choice_graph, gap=0.0)
     plan = read_plan(problem, free, cluster, resharder)
-    sets = live_sets(problem, memory_profile(graph, plan))
+    rows = memory_rows(problem, memory_profile(graph, plan), free.choices)
+    sets = tuple(dict.fromkeys(row.nodes for row in rows))
     full = replace(problem.choice_graph, live_sets=sets)
     assert math.prod(node.costs.size for node in full.nodes) <= 3_000_000
     budget = _budget(full, fraction)

@@ -199,7 +199,7 @@ class _Builder:
         source = self._read(tensor, source_spec)
         value = self._add_value(tensor, spec)
         is_free = _is_cut_out(source_spec, spec)
-        inner = self.values[source].bytes if _turns(source_spec, spec) else 0
+        inner = self.values[source].bytes if turns(source_spec, spec) else 0
         self._add_node(
             _Node(None, [source], [value], is_free, absorbs=is_free, inner_bytes=inner)
         )
@@ -366,7 +366,7 @@ def _is_cut_out(source: Spec, target: Spec) -> bool:
     return all(s in (t, REPLICATED) for s, t in zip(source, target, strict=True))
 
 
-def _turns(source: Spec, target: Spec) -> bool:
+def turns(source: Spec, target: Spec) -> bool:
     """Whether a collective cuts along a dim that is not the major one.
 
     Its operand is then copied, that dim first.

@@ -126,8 +126,64 @@ class Megatron:
         return MeshShape(("data", "tensor"), sizes)
 
 
-NamedMethod = DataParallel | Zero | Megatron | LayoutRules
-NAMED_METHODS = (DataParallel, Zero, Megatron, LayoutRules)
+@dataclass(frozen=True)
+class ThreeD:
+    """Data, tensor and pipeline parallelism by their sizes (Narayanan et al. 2021).
+
+    What a stage does is split as by `Megatron`: parts of the batch between groups of
+    `tensor` devices, layers within each.
+
+    Args:
+      data: groups of devices that share out the batch.
+      tensor: devices in a group.
+      pipeline: stages; 1 for now.
+      sequence: as for `autopar.Megatron`.
+      num_microbatches: as for `autopar.ShardParallel`.
+      microbatch_semantics: as for `autopar.ShardParallel`.
+
+    Raises:
+      ValueError: a size is no whole number from 1 up.
+      NotImplementedError: several stages.
+    """
+
+    data: int
+    tensor: int
+    pipeline: int = 1
+    sequence: bool = False
+    num_microbatches: int = 1
+    microbatch_semantics: MicrobatchSemantics = "exact"
+
+    def __post_init__(self) -> None:
+        for name in ("data", "tensor", "pipeline"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(
+                    f"`{name}` must be a whole number from 1 up, but got {size!r}."
+                )
+        if self.pipeline > 1:
+            mesh = f"data:{self.data};tensor:{self.tensor}"
+            raise NotImplementedError(
+                f"Stages whose inside has a name are not there yet (docs/roadmap.md); "
+                f"use autopar.PipelineParallel(num_stages={self.pipeline}) with "
+                f"mesh={mesh!r}, which finds what is best in each stage."
+            )
+
+    def mesh(self, num_devices: int) -> MeshShape:
+        """The mesh where none is given.
+
+        Raises:
+          ValueError: there are other devices than `data` times `tensor`.
+        """
+        if num_devices != self.data * self.tensor:
+            raise ValueError(
+                f"`data` times `tensor` must be the number of devices, but {_name(self)}"
+                f" has {num_devices}; use other sizes."
+            )
+        return MeshShape(("data", "tensor"), (self.data, self.tensor))
+
+
+NamedMethod = DataParallel | Zero | Megatron | ThreeD | LayoutRules
+NAMED_METHODS = (DataParallel, Zero, Megatron, ThreeD, LayoutRules)
 
 
 def _name(method: NamedMethod) -> str:
@@ -156,7 +212,7 @@ def restriction_of(
     """
     if isinstance(method, LayoutRules):
         return layout_restriction(method, graph, mesh, batch, others_whole=True)
-    if isinstance(method, Megatron):
+    if isinstance(method, Megatron | ThreeD):
         return megatron_restriction(
             _name(method), method.tensor, graph, mesh, batch, sequence=method.sequence
         )

@@ -16,15 +16,20 @@ from typing import Any
 
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
+from ..frontend.tracing import trace
+from ..graph.build_graph import build_graph
+from ..graph.op_graph import OpGraph
 from ..methods.methods import Auto, PipelineParallel
 from ..options import Options
 from ..planner.mesh_search import FAR, least_seconds
-from ..planner.planning import Planned
+from ..planner.planning import Planned, roles_of
 from ..plans.explain import format_seconds
 from ..plans.parallel_plan import Plan
 from .pipeline_plan import PlannedPipeline
 from .stage_memory import fitting_pipeline
 from .stage_search import search_stages
+
+MOST_WORK = 20_000  # operators times devices that Auto searches stages for
 
 _log = logging.getLogger("autopar")
 
@@ -68,7 +73,8 @@ def better_pipeline(
     try:
         planned = plan()
     except InfeasiblePlanError as error:
-        found = _search(call, options, price, inf)
+        graph = build_graph(traced := trace(*call), roles_of(traced))
+        found = None if _is_large(graph, cluster) else _search(call, options, price)
         if found is None:
             raise
         _log.info("a pipeline: nothing else fits (%s)", error.tightest_constraint)
@@ -76,6 +82,8 @@ def better_pipeline(
     seconds = planned.plan.predicted.step_seconds
     floor_seconds = least_seconds(planned.graph, cluster)
     if cluster.num_hosts == 1 or seconds <= FAR * floor_seconds:
+        return None
+    if _is_large(planned.graph, cluster):
         return None
     found = _search(call, options, price, seconds)
     if found is not None:
@@ -97,8 +105,22 @@ def _is_open(options: Options) -> bool:
     return is_here and not names_axes and all(each is None for each in given)
 
 
+def _is_large(graph: OpGraph, cluster: Cluster) -> bool:
+    """Whether a search would take minutes; says so."""
+    number = len(graph.operators())
+    if number * cluster.num_devices <= MOST_WORK:
+        return False
+    _log.warning(
+        "no pipeline is looked for in a step of %d operators on %d devices, which "
+        "takes minutes for now; PipelineParallel() searches all the same, and "
+        "PipelineParallel(num_stages=...) needs no search",
+        *(number, cluster.num_devices),
+    )
+    return True
+
+
 def _search(
-    call: Call, options: Options, price: Price, below_seconds: float
+    call: Call, options: Options, price: Price, below_seconds: float = inf
 ) -> PlannedPipeline | None:
     if options.cluster is None and Cluster.local().num_hosts > 1:
         return None  # stages are not run across processes but on Ray

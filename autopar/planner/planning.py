@@ -22,7 +22,12 @@ from ..graph.op_graph import OpGraph
 from ..graph.user_shard_map import check_shard_maps, user_mesh
 from ..methods.gather_again import gathering_again, graph_of_plan
 from ..methods.methods import Auto, ShardParallel
-from ..methods.named_methods import Megatron, gathers_again, restrictions_of
+from ..methods.named_methods import (
+    Megatron,
+    ThreeD,
+    gathers_again,
+    restrictions_of,
+)
 from ..methods.restrictions import Limit
 from ..methods.unsplit_state import warn_unsplit_state
 from ..microbatches.microbatch_independent import trace_microbatch
@@ -288,7 +293,7 @@ def _mesh_shape(
     named = user_mesh(graph) or mesh_of_leaves(leaves, cluster.num_devices)
     if named is not None:
         return named
-    if isinstance(options.method, Megatron):
+    if isinstance(options.method, Megatron | ThreeD):
         return options.method.mesh(cluster.num_devices)
     names_axes = any(entry for spec in options.pins.values() for entry in spec or ())
     has_pins = any(op.kind in PINS for op in graph.operators())

@@ -73,6 +73,61 @@ def memory_rows(
     return tuple(rows)
 
 
+def conversion_rows(
+    problem: ShardingProblem,
+    profile: MemoryProfile,
+    choices: tuple[int, ...],
+    least_bytes: float,
+) -> tuple[MemoryRow, ...]:
+    """Rows that say what conversions a plan does not make would need where it could.
+
+    One for each tensor with a relay and each spec it could be made in, if to convert it
+    from there takes a turned operand of `least_bytes` or more. Those of inner blocks
+    are left to the plans that make them.
+    """
+    points, rows = _Points(problem, profile), []
+    liveness = profile.liveness[0]
+    fixed = _fixed(problem, profile)
+    for position, k in enumerate(liveness.order):
+        kernel = liveness.block.kernels[k]
+        for index in kernel.writes if kernel.operator is not None else ():
+            value = liveness.block.values[index]
+            relay = problem.relays.get(value.tensor)
+            size = problem.graph.tensors[value.tensor].type.bytes
+            if relay is None or size < least_bytes or kernel.inner_bytes:
+                continue
+            base = _row(problem, fixed | points.at(0, position), choices)
+            writer, made = problem.writers[value.tensor]
+            for source in made.choices.distinct:
+                amount = size // num_shards(source, problem.mesh.axis_sizes)
+                if amount >= least_bytes:
+                    rows += _with_turn(problem, base, writer, relay, source, amount)
+    return tuple(rows)
+
+
+def _with_turn(
+    problem: ShardingProblem,
+    base: MemoryRow,
+    writer: int,
+    relay: int,
+    source: Spec,
+    amount: int,
+) -> list[MemoryRow]:
+    """A row with what turning a tensor from one spec into any other takes besides."""
+    targets = problem.vertices[relay].writes[0].choices
+    turned = np.array([turns(source, target) for target in targets.distinct], bool)
+    if not turned.any():
+        return []
+    weights = dict(zip(base.nodes, base.weights, strict=True))
+    for vertex, is_so in (
+        (writer, _makes(problem, writer, relay, source)),
+        (relay, turned[targets.classes]),
+    ):
+        weights[vertex] = weights.get(vertex, 0.0) + is_so * float(amount)
+    constant = base.constant - amount
+    return [MemoryRow(tuple(weights), tuple(weights.values()), constant)]
+
+
 def _row(
     problem: ShardingProblem, point: _Point, choices: tuple[int, ...]
 ) -> MemoryRow:

@@ -1,0 +1,179 @@
+"""Solving within a budget: bound <= brute force <= plan, and always the same plan."""
+
+from dataclasses import replace
+from math import inf, prod
+
+import numpy as np
+import pytest
+
+from autopar.solver import Assignment, ChoiceGraph, Infeasible, solve
+from autopar.solver.array_pool import ArrayPool
+from autopar.solver.brute_force import brute_force
+from autopar.solver.budget import solve_within_rows
+from autopar.solver.kept_choices import KeptChoices
+from autopar.solver.memory_rows import MemoryRow, live_row
+from autopar.solver.multipliers import best_prices, price
+from autopar.solver.relaxation import Relaxation, num_pairs
+from tests.solver.random_graphs import random_graph, with_budget
+
+NUM_INSTANCES = 200
+
+
+def instance(seed: int) -> ChoiceGraph:
+    """Every other one with a budget between the least and what a free plan takes."""
+    graph = random_graph(seed, num_nodes=6, forbidden=0.03, num_live_sets=3)
+    if seed % 2:
+        return with_budget(graph, 0.6)
+    return with_budget(graph, 0.15 + 0.01 * (seed % 20))
+
+
+def every_assignment(graph: ChoiceGraph) -> list[tuple[int, ...]]:
+    sizes = [node.costs.size for node in graph.nodes]
+    assert prod(sizes) < 20_000
+    return [tuple(map(int, each)) for each in np.ndindex(*sizes)]
+
+
+def test_bound_brute_force_plan_and_the_same_again() -> None:
+    num_binding = num_infeasible = 0
+    for seed in range(NUM_INSTANCES):
+        graph = instance(seed)
+        try:
+            best = brute_force(graph)
+        except Infeasible as error:
+            num_infeasible += 1
+            with pytest.raises(Infeasible) as raised:
+                solve(graph, gap=1e-3)
+            low, high = raised.value.least_budget_bound, raised.value.least_budget
+            assert low <= error.least_budget * (1 + 1e-6), seed
+            assert error.least_budget <= high * (1 + 1e-6), seed
+            assert high <= error.least_budget * 1.01 + 1e-6, seed
+            continue
+        free = brute_force(replace(graph, budget=None))
+        num_binding += not graph.is_within_budget(free.choices)
+        found = solve(graph, gap=1e-3)
+        assert graph.is_within_budget(found.choices), seed
+        assert found.bound <= best.cost + 1e-7, seed
+        assert best.cost - 1e-9 <= found.cost <= best.cost * (1 + 1e-3) + 1e-7, seed
+        again = solve(graph, gap=1e-3)
+        assert (again.choices, again.bound) == (found.choices, found.bound), seed
+    assert num_binding + num_infeasible >= NUM_INSTANCES // 3
+    assert num_binding >= NUM_INSTANCES // 5
+
+
+def random_rows(graph: ChoiceGraph, seed: int) -> list[MemoryRow]:
+    """Rows with weights of their own and constants of either sign."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(4):
+        nodes = tuple(v for v in range(len(graph.nodes)) if rng.random() < 0.6)
+        weights = tuple(
+            rng.integers(0, 6, graph.nodes[v].costs.size).astype(float) for v in nodes
+        )
+        rows.append(MemoryRow(nodes, weights, float(rng.integers(-3, 4))))
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_rows_of_any_weights(seed: int) -> None:
+    graph = random_graph(seed, num_nodes=5, forbidden=0.03, num_copies=0)
+    rows = random_rows(graph, seed)
+    peaks = {x: max(r.used(x) for r in rows) for x in every_assignment(graph)}
+    budget = float(np.quantile(list(peaks.values()), 0.2))
+    costs = {x: graph.cost(x) for x, peak in peaks.items() if peak <= budget}
+    best = min(costs.values(), default=inf)
+    free = solve(graph)
+    if best == inf:
+        with pytest.raises(Infeasible):
+            solve_within_rows(graph, rows, budget, gap=1e-3, free=free)
+        return
+    found = solve_within_rows(graph, rows, budget, gap=1e-3, free=free)
+    assert peaks[found.choices] <= budget
+    assert found.bound <= best + 1e-7
+    assert best - 1e-9 <= found.cost <= best * (1 + 1e-3) + 1e-7
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_relaxation_and_its_prices_are_below_every_plan_that_fits(
+    seed: int,
+) -> None:
+    graph = random_graph(seed, num_nodes=5, forbidden=0.03, num_live_sets=3)
+    graph = with_budget(graph, 0.4)
+    assert graph.budget is not None
+    try:
+        best = brute_force(graph)
+    except Infeasible:
+        return
+    everything = np.ones(graph.num_choices, bool)
+    relaxation = Relaxation(graph, everything, graph.budget, size=best.cost)
+    rows = [live_row(graph, live) for live in range(3)]
+    without = relaxation.solve(everything)
+    for row in rows:
+        relaxation.add_row(row)
+    relaxed = relaxation.solve(everything)
+    assert without is not None and relaxed is not None
+    assert without.value - 1e-6 <= relaxed.value <= best.cost + 1e-6
+    priced = price(graph, rows, relaxed.prices, graph.budget)
+    assert relaxed.value - 1e-5 <= brute_force(priced).cost <= best.cost + 1e-6
+    starts = np.cumsum([0, *(node.costs.size for node in graph.nodes)])
+    for x in every_assignment(graph):
+        if graph.is_within_budget(x) and graph.cost(x) < inf:
+            beyond = relaxed.excess[starts[:-1] + np.array(x)].max()
+            assert graph.cost(x) >= relaxed.value + beyond - 1e-6
+
+
+def test_a_relaxation_knows_only_its_domain() -> None:
+    graph = random_graph(3, num_nodes=4, num_copies=0, forbidden=0.0)
+    everything = np.ones(graph.num_choices, bool)
+    only = np.zeros(graph.num_choices, bool)
+    starts = np.cumsum([0, *(node.costs.size for node in graph.nodes)])
+    choices = tuple(node.costs.size - 1 for node in graph.nodes)
+    only[starts[:-1] + np.array(choices)] = True
+    relaxed = Relaxation(graph, only, 1.0, size=1.0).solve(only)
+    assert relaxed is not None
+    assert relaxed.value == pytest.approx(graph.cost(choices), abs=1e-6)
+    assert num_pairs(graph, only) == len(graph.edges) < num_pairs(graph, everything)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_kept_choices_hold_the_best_plan_of_every_budget(seed: int) -> None:
+    """Reduced once: for any budget the optimum of what is kept is that of all."""
+    graph = random_graph(seed, num_nodes=6, forbidden=0.03, num_live_sets=2)
+    members = sorted({v for live in graph.live_sets for v in live})
+    kept = KeptChoices(graph, members, ArrayPool())
+    rows = [kept.row(live_row(graph, live)) for live in range(2)]
+    plans = {
+        x: (kept.graph.cost(x), max(row.used(x) for row in rows))
+        for x in every_assignment(kept.graph)
+    }
+    for fraction in (0.2, 0.4, 0.6):
+        tight = with_budget(graph, fraction)
+        limit = (tight.budget or 0.0) + 1e-6
+        least = min((c for c, peak in plans.values() if peak <= limit), default=inf)
+        try:
+            assert least == pytest.approx(brute_force(tight).cost)
+        except Infeasible:
+            assert least == inf
+    for x, (cost, peak) in plans.items():
+        if cost < inf:
+            assert graph.cost(kept.expand(x)) == pytest.approx(cost)
+            assert graph.peak_bytes(kept.expand(x)) == pytest.approx(peak)
+
+
+def test_best_prices_of_two_plans_are_where_their_lines_meet() -> None:
+    cheap, small = (1.0, np.array([6.0])), (3.0, np.array([2.0]))
+    prices = best_prices([cheap[0], small[0]], [cheap[1], small[1]], 4.0)
+    assert prices == pytest.approx([0.5])
+
+
+def test_known_plans_do_not_change_what_is_proved() -> None:
+    graph = instance(2)
+    rows = [live_row(graph, live) for live in range(3)]
+    free = solve(replace(graph, budget=None))
+    assert isinstance(free, Assignment) and graph.budget is not None
+    first = solve_within_rows(graph, rows, graph.budget, gap=1e-3, free=free)
+    known = [first.choices]
+    again = solve_within_rows(
+        graph, rows, graph.budget, gap=1e-3, free=free, known=known
+    )
+    assert again.cost == first.cost
+    assert again.bound <= first.cost
