@@ -176,8 +176,8 @@ class ThreeD:
         """
         if num_devices != self.data * self.tensor:
             raise ValueError(
-                f"`data` times `tensor` must be the number of devices, but {_name(self)}"
-                f" has {num_devices}; use other sizes."
+                f"`data` times `tensor` must be the number of devices, but "
+                f"{_name(self)} has {num_devices}; use other sizes."
             )
         return MeshShape(("data", "tensor"), (self.data, self.tensor))
 

@@ -36,7 +36,7 @@ from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
 from .intra_op import IntraOpSolution, plan_intra_op, read_plan
 from .memory_users import infeasible_error
-from .program_points import memory_rows
+from .program_points import conversion_rows, memory_rows
 from .relay_choices import lasting_tensors, without_needless_copies
 from .sharding_problem import ShardingProblem, build_problem
 
@@ -44,6 +44,7 @@ BUDGET_GAP = 1e-2
 MOST_ROUNDS = 8
 MARGINS = (0.97, 0.93, 0.88)  # of the budget, once rounds are used up
 MOST_LEAST_ROUNDS = 3
+WORTH_A_TURN = 0.03  # of the budget: conversions that take less come as they are met
 MOST_ROWS = 16  # of one plan
 WORTH_SOLVING_AGAIN = 0.005  # of the budget, by which a row was lowered
 _log = logging.getLogger("autopar")
@@ -108,6 +109,7 @@ class _WithinBudget:
     def run(self) -> IntraOpSolution:
         start = perf_counter()
         self._add_rows(self._see(self.free))
+        self._add_conversions(self.seen[0])
         self._solve_in_rounds()
         if self._best() is None:
             self._solve_with_margins()
@@ -131,12 +133,9 @@ class _WithinBudget:
         for _ in range(MOST_ROUNDS):
             try:
                 found = self._solve(self.budget_bytes)
-            except Infeasible as error:
-                if error.choices is None or self._met(error.choices):
-                    return
-                found = self._see(replace(self.free, choices=tuple(error.choices)))
-            else:
-                self.bound = max(self.free.bound, found.assignment.bound)
+            except Infeasible:
+                return
+            self.bound = max(self.free.bound, found.assignment.bound)
             lowered = self._lower_refuted()
             if found.peak_bytes <= self.budget_bytes and not lowered:
                 return
@@ -206,6 +205,11 @@ class _WithinBudget:
         choices = found.assignment.choices
         rows = memory_rows(self.problem, found.profile, choices)
         self.rows += [self._lowered(row) for row in rows[:MOST_ROWS]]
+
+    def _add_conversions(self, found: _Candidate) -> None:
+        choices, least = found.assignment.choices, WORTH_A_TURN * self.budget_bytes
+        rows = conversion_rows(self.problem, found.profile, choices, least)
+        self.rows += [self._lowered(row) for row in rows]
 
     def _lowered(self, row: MemoryRow) -> MemoryRow:
         """A row that says no more of the plans met than the model does."""

@@ -22,11 +22,11 @@ import numpy as np
 from autopar.solver.memory_rows import MemoryRow
 
 from ..costs.execution_order import Liveness
-from ..costs.kernels import Kernel, Value
+from ..costs.kernels import Value, turns
 from ..costs.memory import MemoryProfile
-from ..sharding.spec import Spec
+from ..sharding.spec import Spec, num_shards
 from .relay_choices import lasting_tensors
-from .sharding_problem import ShardingProblem, Vertex
+from .sharding_problem import ShardingProblem
 
 STRETCHES = 24  # of the outermost block
 INNER_STRETCHES = 4  # of a loop's body
@@ -35,18 +35,23 @@ WORTH_A_ROW = 0.8  # of the peak
 
 @dataclass(eq=False)
 class _Point:
-    """What vertices hold at one point, and `bytes`: what the plan holds there."""
+    """What vertices hold at one point, and `bytes`: what the plan holds there.
+
+    `whole` are vertices with all their bytes. `turns` are (tensor, spec it is made in,
+    bytes) of operands that a collective turns, `copies` (tensor, spec, bytes) of copies
+    beside the relay's.
+    """
 
     bytes: int = 0
-    whole: set[int] = field(default_factory=set)  # vertices, with all their bytes
-    pairs: list[tuple[int, Spec, int, Spec, int]] = field(default_factory=list)
+    whole: set[int] = field(default_factory=set)
+    turns: list[tuple[int, Spec, int]] = field(default_factory=list)
     copies: list[tuple[int, Spec, int]] = field(default_factory=list)
 
     def __or__(self, other: _Point) -> _Point:
         return _Point(
             self.bytes + other.bytes,
             self.whole | other.whole,
-            self.pairs + other.pairs,
+            self.turns + other.turns,
             self.copies + other.copies,
         )
 
@@ -61,11 +66,7 @@ def memory_rows(
       profile: the memory of a plan.
       choices: the same plan as an assignment of the problem.
     """
-    inputs = [each for each in problem.graph.inputs if each.memory == "device"]
-    fixed = _Point(
-        profile.argument_bytes + profile.output_bytes,
-        {problem.writers[each.tensor][0] for each in inputs},
-    )
+    fixed = _fixed(problem, profile)
     points = [fixed | each for each in _Points(problem, profile).of_block(0, STRETCHES)]
     worth = WORTH_A_ROW * max((each.bytes for each in points), default=0)
     points.sort(key=lambda each: -each.bytes)
@@ -97,35 +98,22 @@ def conversion_rows(
             if relay is None or size < least_bytes or kernel.inner_bytes:
                 continue
             base = _row(problem, fixed | points.at(0, position), choices)
-            writer, made = problem.writers[value.tensor]
-            for source in made.choices.distinct:
+            specs = problem.vertices[relay].writes[0].choices.distinct
+            for source in problem.writers[value.tensor][1].choices.distinct:
                 amount = size // num_shards(source, problem.mesh.axis_sizes)
-                if amount >= least_bytes:
-                    rows += _with_turn(problem, base, writer, relay, source, amount)
+                if amount >= least_bytes and any(turns(source, t) for t in specs):
+                    tensor = value.tensor
+                    rows.append(_with_turn(problem, base, tensor, source, amount))
     return tuple(rows)
 
 
-def _with_turn(
-    problem: ShardingProblem,
-    base: MemoryRow,
-    writer: int,
-    relay: int,
-    source: Spec,
-    amount: int,
-) -> list[MemoryRow]:
-    """A row with what turning a tensor from one spec into any other takes besides."""
-    targets = problem.vertices[relay].writes[0].choices
-    turned = np.array([turns(source, target) for target in targets.distinct], bool)
-    if not turned.any():
-        return []
-    weights = dict(zip(base.nodes, base.weights, strict=True))
-    for vertex, is_so in (
-        (writer, _makes(problem, writer, relay, source)),
-        (relay, turned[targets.classes]),
-    ):
-        weights[vertex] = weights.get(vertex, 0.0) + is_so * float(amount)
-    constant = base.constant - amount
-    return [MemoryRow(tuple(weights), tuple(weights.values()), constant)]
+def _fixed(problem: ShardingProblem, profile: MemoryProfile) -> _Point:
+    """What is held throughout: arguments, and results that take none's memory."""
+    inputs = [each for each in problem.graph.inputs if each.memory == "device"]
+    return _Point(
+        profile.argument_bytes + profile.output_bytes,
+        {problem.writers[each.tensor][0] for each in inputs},
+    )
 
 
 def _row(
@@ -133,24 +121,42 @@ def _row(
 ) -> MemoryRow:
     nodes = problem.choice_graph.nodes
     weights = {vertex: nodes[vertex].bytes for vertex in sorted(point.whole)}
-    constant = 0.0
-    for writer, target, amount in point.copies:
-        needs = ~_makes(problem.vertices[writer], target) * float(amount)
-        weights[writer] = weights.get(writer, 0.0) + needs
-    for writer, spec, relay, target, amount in point.pairs:
-        for vertex, wanted in ((writer, spec), (relay, target)):
-            makes = _makes(problem.vertices[vertex], wanted) * float(amount)
-            weights[vertex] = weights.get(vertex, 0.0) + makes
-        constant -= amount
-    found = MemoryRow(tuple(weights), tuple(weights.values()), constant)
-    rest = point.bytes - found.used(choices)
-    return MemoryRow(found.nodes, found.weights, constant + rest)
+    row = MemoryRow(tuple(weights), tuple(weights.values()))
+    for tensor, target, amount in point.copies:
+        writer, made = problem.writers[tensor]
+        needs = (made.choices.specs != np.array(target)).any(axis=1)
+        row = _with(row, writer, needs * float(amount))
+    for tensor, source, amount in point.turns:
+        relay = problem.relays[tensor]
+        target = problem.vertices[relay].writes[0].choices.of(choices[relay])
+        if turns(source, target):
+            row = _with_turn(problem, row, tensor, source, amount)
+        else:  # a reader turns what the relay hands on
+            writer, made = problem.writers[tensor]
+            makes = (made.choices.specs == np.array(source)).all(axis=1)
+            row = _with(row, writer, makes * float(amount))
+    rest = point.bytes - row.used(choices)
+    return MemoryRow(row.nodes, row.weights, row.constant + rest)
 
 
-def _makes(vertex: Vertex, spec: Spec) -> np.ndarray:
-    """Which choices of a vertex write a tensor in a spec: bool [k]."""
-    made = vertex.writes[0].choices
-    return (made.specs == np.array(spec)).all(axis=1)
+def _with_turn(
+    problem: ShardingProblem, row: MemoryRow, tensor: int, source: Spec, amount: int
+) -> MemoryRow:
+    """A row with what turning a tensor from one spec into its relay's takes besides."""
+    writer, made = problem.writers[tensor]
+    relay = problem.relays[tensor]
+    targets = problem.vertices[relay].writes[0].choices
+    turned = np.array([turns(source, target) for target in targets.distinct], bool)
+    makes = (made.choices.specs == np.array(source)).all(axis=1)
+    row = _with(row, writer, makes * float(amount))
+    row = _with(row, relay, turned[targets.classes] * float(amount))
+    return MemoryRow(row.nodes, row.weights, row.constant - amount)
+
+
+def _with(row: MemoryRow, vertex: int, more: np.ndarray) -> MemoryRow:
+    weights = dict(zip(row.nodes, row.weights, strict=True))
+    weights[vertex] = weights[vertex] + more if vertex in weights else more
+    return MemoryRow(tuple(weights), tuple(weights.values()), row.constant)
 
 
 class _Points:
@@ -165,7 +171,7 @@ class _Points:
             yield _Point()
         for position in _fullest(liveness, stretches):
             kernel = liveness.block.kernels[liveness.order[position]]
-            held = self._at(liveness, position, kernel)
+            held = self.at(block, position)
             bodies = ()
             if kernel.inner_bytes and kernel.operator is not None:
                 bodies = self._bodies[kernel.operator]
@@ -177,14 +183,17 @@ class _Points:
             for point in inner or [_Point()]:
                 yield held | point
 
-    def _at(self, liveness: Liveness, position: int, kernel: Kernel) -> _Point:
+    def at(self, block: int, position: int) -> _Point:
+        """What is held while a kernel runs, without what its bodies hold."""
+        liveness = self.profile.liveness[block]
+        kernel = liveness.block.kernels[liveness.order[position]]
         point = _Point(int(liveness.bytes[position]))
         if kernel.inner_bytes and kernel.operator is not None:
             point.bytes -= kernel.inner_bytes
         elif kernel.inner_bytes:
             source, target = kernel.reads[0], kernel.writes[0]
             values = liveness.block.values
-            self._add_pair(point, values[source], values[target], kernel.inner_bytes)
+            self._add_turn(point, values[source], values[target], kernel.inner_bytes)
         for index in liveness.live(position):
             if index not in liveness.borrowed:
                 self._add(point, liveness.block.values[index])
@@ -219,23 +228,21 @@ class _Points:
             if relay is not None:
                 point.whole.add(relay)
             else:
-                point.copies.append((writer, value.spec, value.bytes))
+                point.copies.append((tensor, value.spec, value.bytes))
         elif relay is not None and not plan.conversions and not value.is_outside:
             point.whole.add(relay)
         else:
             point.whole.add(writer)
 
-    def _add_pair(
+    def _add_turn(
         self, point: _Point, source: Value, target: Value, amount: int
     ) -> None:
         """Bytes that only the conversion from one spec to the other takes."""
-        if source.tensor in self.problem.writers:
-            writer, _ = self.problem.writers[source.tensor]
-            relay = self.problem.relays.get(source.tensor)
-            if relay is None:
-                point.copies.append((writer, target.spec, amount))
-            else:
-                point.pairs.append((writer, source.spec, relay, target.spec, amount))
+        tensor = source.tensor
+        if tensor in self.problem.relays:
+            point.turns.append((tensor, source.spec, amount))
+        elif tensor in self.problem.writers:
+            point.copies.append((tensor, target.spec, amount))
 
 
 def _fullest(liveness: Liveness, stretches: int) -> list[int]:
