@@ -1,0 +1,132 @@
+"""Plans within budgets: exact rows, a gap, the same plan each time, the least named."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.audit.memory_use import MemoryUse
+from autopar.clusters.cluster import Cluster
+from autopar.costs.memory import memory_profile
+from autopar.frontend.tracing import trace
+from autopar.graph.build_graph import build_graph
+from autopar.graph.op_graph import OpGraph
+from autopar.planner.intra_op import IntraOpSolution, plan_intra_op, read_plan
+from autopar.planner.plan_within import BUDGET_GAP, plan_within
+from autopar.planner.planning import roles_of
+from autopar.planner.program_points import memory_rows
+from autopar.planner.relay_choices import lasting_tensors, without_needless_copies
+from autopar.planner.sharding_problem import build_problem
+from autopar.sharding.mesh import parse_mesh
+from autopar.sharding.resharding import Resharder
+from autopar.solver import solve
+from benchmarks.models import build
+
+TINY: dict[str, Any] = {
+    "num_layers": 2,
+    "batch_size": 8,
+    "seq_len": 16,
+    "hidden": 32,
+    "num_heads": 4,
+    "vocab_size": 64,
+    "scan_layers": True,
+    "remat": True,
+}
+MESH = parse_mesh("x:8")
+
+
+@cache
+def gpt() -> OpGraph:
+    traced = trace(build("gpt", **TINY).step, build("gpt", **TINY).abstract(), {})
+    return build_graph(traced, roles_of(traced))
+
+
+@cache
+def free() -> IntraOpSolution:
+    return plan_intra_op(gpt(), MESH, Cluster.local())
+
+
+def within(fraction: float) -> IntraOpSolution:
+    budget = int(fraction * free().plan.predicted.peak_bytes)
+    return plan_within(gpt(), MESH, Cluster.local(), budget)
+
+
+@pytest.mark.parametrize("fraction", [0.9, 0.8])
+def test_a_binding_budget_is_met_within_the_gap(fraction: float) -> None:
+    found = within(fraction)
+    budget = fraction * free().plan.predicted.peak_bytes
+    assert found.plan.predicted.peak_bytes <= budget
+    assert found.plan.predicted.optimality_gap <= BUDGET_GAP
+    assert found.assignment.bound >= free().assignment.bound * (1 - 1e-3)
+    assert found.assignment.cost >= free().assignment.cost * (1 - 1e-4)
+
+
+def test_two_solves_find_the_same_plan() -> None:
+    first, again = within(0.85), within(0.85)
+    assert first.assignment.choices == again.assignment.choices
+    assert first.assignment.bound == again.assignment.bound
+    assert first.plan == again.plan
+
+
+def test_rows_say_of_their_own_plan_what_the_model_says() -> None:
+    cluster = Cluster.local()
+    resharder = Resharder(MESH, cluster)
+    problem = build_problem(gpt(), MESH, cluster, resharder, counts_memory=True)
+    assignment = solve(problem.choice_graph)
+    profile = memory_profile(gpt(), read_plan(problem, assignment, cluster, resharder))
+    rows = memory_rows(problem, profile, assignment.choices)
+    used = [row.used(assignment.choices) for row in rows]
+    assert used[0] == max(used) == profile.peak_bytes
+    assert all((held >= 0).all() for row in rows for held in row.weights)
+
+
+def test_a_copy_in_the_spec_it_lies_in_is_no_copy() -> None:
+    cluster = Cluster.local()
+    resharder = Resharder(MESH, cluster)
+    problem = build_problem(gpt(), MESH, cluster, resharder, counts_memory=True)
+    lasting = lasting_tensors(gpt())
+    relays = {
+        t: (v, problem.vertices[v].writes[0].choices)
+        for t, v in problem.relays.items()
+        if t in lasting
+    }
+    writers = {t: (v, a.choices) for t, (v, a) in problem.writers.items()}
+    choices = list(solve(problem.choice_graph).choices)
+    for relay, specs in relays.values():
+        half = len(specs.classes) // 2
+        choices[relay] = choices[relay] % half + half
+    fewer = without_needless_copies(choices, relays, writers)
+    graph = problem.choice_graph
+    held = [graph.nodes[relay].bytes[fewer[relay]] for relay, _ in relays.values()]
+    assert graph.cost(fewer) == pytest.approx(graph.cost(choices))
+    assert held.count(0.0) > len(held) // 2
+
+
+def test_state_then_activations_then_nothing_fits() -> None:
+    """Each plan audited and compiled within its budget."""
+    workload = build("gpt", **TINY)
+    held: list[tuple[int, float]] = []
+    budget: int | None = None
+    for fraction in (1.0, 0.85, 0.7):
+        if held:
+            budget = int(fraction * first)
+        step = autopar.parallelize(workload.step, mesh="x:8", memory_budget=budget)
+        compiled = step.lower(*workload.abstract()).compile()
+        compiled.audit().raise_if_wrong()
+        used = MemoryUse.of(compiled.compiled).device_bytes
+        assert budget is None or used <= budget
+        first = used if not held else first
+        plan = compiled.plan
+        held.append((plan.sharding.state_bytes(), plan.predicted.step_seconds))
+    assert held[0][0] > held[1][0] > 0
+    assert held[0][1] <= held[1][1] <= held[2][1] * (1 + BUDGET_GAP)
+    with pytest.raises(autopar.InfeasiblePlanError) as raised:
+        plan_within(gpt(), MESH, Cluster.local(), first // 4)
+    least = raised.value.least_budget_bytes
+    assert least is not None and least > first // 4
+    assert f"memory_budget={least}" in str(raised.value)
+    assert (
+        plan_within(gpt(), MESH, Cluster.local(), least).plan.predicted.peak_bytes
+        <= least
+    )
