@@ -49,9 +49,7 @@ def solve_within_budget(search: Search, known: Sequence[Sequence[int]]) -> None:
     """Closes the gap of `search.graph`, whose live sets say all about memory.
 
     `known` are plans within budget or not, the best without the budget among them.
-
-    Raises:
-        Infeasible: nothing fits, or nothing was found that does.
+    Raises Infeasible where nothing fits, or nothing was found that does.
     """
     graph = search.graph
     assert graph.budget is not None, "only a budget can bind"
@@ -76,14 +74,12 @@ def solve_within_rows(
 
     Args:
         graph: the problem; its live sets and budget are not looked at.
-        rows: all that is said about memory.
-        budget: what each row may come to.
+        rows: all that is said about memory; each may come to `budget`.
         gap: relative distance of bound to cost at which to stop.
         free: the solution without rows.
         known: assignments met before, that fit or not.
 
-    Raises:
-        Infeasible: nothing fits, or nothing was found that does.
+    Raises Infeasible where nothing fits, or nothing was found that does.
     """
     deadline = perf_counter() + GUARD_SECONDS
     search = Search(graph, gap, deadline, ArrayPool())
@@ -117,11 +113,7 @@ class _WithinRows:
         self.least_choices: tuple[int, ...] | None = None
 
     def run(self, known: Sequence[Sequence[int]]) -> None:
-        """Raises the bound and offers plans until the gap is closed or work is done.
-
-        Raises:
-            Infeasible: nothing fits, or nothing was found that does.
-        """
+        """Raises the bound and offers plans until the gap is closed or work is done."""
         for choices in known:
             self._activate(self._see(tuple(choices)), FIRST_ROWS)
         everything = np.ones(self.graph.num_choices, bool)
