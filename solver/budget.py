@@ -160,13 +160,15 @@ class _WithinRows:
             if self.search.choices is not None:
                 self._close_below(self._price_by_lines())
                 return
-        tree = self._close(everything)
+        has_hope = root is None or root.value < inf
+        tree = self._close(everything) if has_hope else None
         if self.search.choices is None:
             self.search.finish_phase("first plan", self.graph)
             self._find_least(everything, is_whole=True)
             if self.search.choices is None:
                 raise self._does_not_fit()
             tree = self._close(everything)
+        assert tree is not None, "what fits a plan has hope"
         self._raise_bound(tree.bound)
 
     def _close(self, domain: np.ndarray) -> Tree:

@@ -54,7 +54,7 @@ def infeasible_error(
     largest = "; ".join(map(str, users))
     at_least = ""
     if budget_bytes < bound_bytes < least:
-        at_least = f" (any needs at least {bound_bytes:,} B)"
+        at_least = f" (by the program points met, none does below {bound_bytes:,} B)"
     return InfeasiblePlanError(
         f"A plan must fit the memory budget of {budget_bytes:,} B "
         f"({format_bytes(budget_bytes)}) a device, but the least found to do is "

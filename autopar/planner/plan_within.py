@@ -43,7 +43,7 @@ from .sharding_problem import ShardingProblem, build_problem
 BUDGET_GAP = 1e-2
 MOST_ROUNDS = 8
 MARGINS = (0.97, 0.93, 0.88)  # of the budget, once rounds are used up
-MOST_LEAST_ROUNDS = 3
+MOST_LEAST_ROUNDS = 2
 WORTH_A_TURN = 0.03  # of the budget: conversions that take less come as they are met
 MOST_ROWS = 16  # of one plan
 WORTH_SOLVING_AGAIN = 0.005  # of the budget, by which a row was lowered

@@ -106,6 +106,9 @@ class Fields:
         return name in self.value
 
 
+_WORDS = ("true", "false", "null", "-")
+
+
 def read_json(text: str, where: str) -> Record:
     """The root of a JSON document.
 
@@ -115,7 +118,9 @@ def read_json(text: str, where: str) -> Record:
     try:
         return Record(where, "", json.loads(text))
     except json.JSONDecodeError as error:
-        is_cut = not text[error.pos :].strip()
+        rest = text[error.pos :].strip()
+        is_open = error.msg.startswith("Unterminated string")
+        is_cut = is_open or any(word.startswith(rest) for word in _WORDS)
         reason = "ends too early (truncated?)" if is_cut else "is not valid JSON"
         raise PlanFileError(
             f"{where}: the file {reason} at line {error.lineno}, column {error.colno}: "
