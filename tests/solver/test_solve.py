@@ -80,13 +80,13 @@ def test_a_train_step_is_solved_to_the_gap() -> None:
 
 
 def test_a_train_step_within_a_budget() -> None:
-    graph = train_step_graph(1, (8, 2))
+    graph = train_step_graph(1, (8,))
     free = solve(graph, gap=1e-2)
     tight = replace(graph, budget=0.6 * free.peak_bytes)
-    found = solve(tight, gap=1e-2, time_limit_seconds=12)
+    found = solve(tight, gap=1e-2)
     assert tight.is_within_budget(found.choices)
     assert free.bound <= found.bound <= found.cost
-    assert found.gap < 0.2
+    assert found.gap <= 1e-2
 
 
 @pytest.mark.slow
