@@ -67,7 +67,7 @@ def test_an_exception_tells_stage_host_task_and_traceback(pipeline: Pipeline):
     # Some kernel of the last stage is replaced by one of another shape.
     leaf = state.params["layers"][-1]["kernel"]
     (piece,) = leaf.pieces
-    other = pipeline.workers.store([np.ones((3, 3), np.float32)], [square(piece)], 1)
+    other = pipeline.workers.store([np.ones((12, 12), np.float32)], [square(piece)], 1)
     piece.number = other[0].number
     with pytest.raises(WorkerError) as caught:
         pipeline.step(state, pipeline.batch)
@@ -79,10 +79,10 @@ def test_an_exception_tells_stage_host_task_and_traceback(pipeline: Pipeline):
 
 
 def square(piece: Any) -> Any:
-    """A type as that of `piece`, but 3 x 3 and on all devices."""
+    """A type as that of `piece`, but 12 x 12 and on all devices."""
     from dataclasses import replace
 
-    return replace(piece.type, shape=(3, 3), dims=((), ()))
+    return replace(piece.type, shape=(12, 12), dims=((), ()))
 
 
 def test_the_next_call_starts_new_workers_and_old_state_is_named_lost(

@@ -366,7 +366,9 @@ def test_alp_6_a_tensor_goes_from_one_mesh_to_another_of_other_shape() -> None:
     ]
     program = compiled.lowered.step.pipeline.program
     source, target = (program.shardings[up.slot, stage] for stage in (0, 1))
-    assert (source.spec, target.spec) == (P("x"), P("y"))
+    # The rows are split over y; the solver may split them over z, too.
+    assert source.spec == P("x")
+    assert target.spec in (P("y"), P(("y", "z")))
     finer = NamedSharding(target.mesh, P("y", "z"))
     for wanted in (target, finer):
         transfer = plan_transfer((512, 64), jnp.float32, source, wanted)
