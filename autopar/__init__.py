@@ -7,16 +7,24 @@ import os as _os
 if not _os.path.isdir(_os.path.join(_os.path.dirname(__file__), "solver")):
     __path__.append(_os.path.dirname(_os.path.dirname(_os.path.abspath(__file__))))
 
+from .adascale_gain import AdaScaleState as AdaScaleState
+from .adascale_gain import adascale as adascale
+from .adascale_gain import grouped_value_and_grad as grouped_value_and_grad
 from .api import ParallelFunction as ParallelFunction
 from .api import parallelize as parallelize
-from .api import restore as restore
-from .api import save as save
 from .clusters.cluster import Cluster as Cluster
+from .data.batches import Batches as Batches
 from .errors import AuditError as AuditError
 from .errors import AutoparError as AutoparError
+from .errors import CheckpointError as CheckpointError
 from .errors import FallbackWarning as FallbackWarning
 from .errors import InfeasiblePlanError as InfeasiblePlanError
 from .errors import PlanFileError as PlanFileError
+from .execution import Checkpoint as Checkpoint
+from .execution import Checkpoints as Checkpoints
+from .execution import export_weights as export_weights
+from .execution import restore as restore
+from .execution import save as save
 from .methods.layout_rules import LayoutRules as LayoutRules
 from .methods.methods import Auto as Auto
 from .methods.methods import PipelineParallel as PipelineParallel

@@ -10,9 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Unpack, overload
 
-from autopar.runtime.checkpoint import restore as restore
-from autopar.runtime.checkpoint import save as save
-
 from .audit.compiled_memory import plan_fitting
 from .clusters.cluster import Cluster
 from .clusters.device_mesh import device_mesh
@@ -54,9 +51,8 @@ from .pipelines.pipeline_choice import (
 )
 from .pipelines.pipeline_plan import PlannedPipeline
 from .placement.placed_step import plan_placement
-from .planner.pin_costs import PinCosts, pin_costs
 from .planner.planning import Planned, leaves_of, many_signatures
-from .plans.parallel_plan import Plan
+from .plans.parallel_plan import PinCosts, Plan
 from .report.step_origin import with_origin
 from .sharding.mesh import MeshLike
 from .sharding.pins import PinsLike
@@ -124,14 +120,13 @@ class ParallelFunction:
         with self._open(args, kwargs) as call:
             planned = self._staged_plan(call) or self._plan(call)
             if planned not in self._plans:
-                given = call.leaves, self._options, self._program
+                given = self._fun, call, self._options, self._program
                 self._plans[planned] = with_origin(planned, *given)
             return self._plans[planned]
 
     def pin_costs(self, *args: Any, **kwargs: Any) -> PinCosts:
         """What each pin adds to a step; it is solved again without each of them."""
-        with self._open(args, kwargs) as call, self._lock:
-            return pin_costs(self._plan(call), call.leaves, self._options)
+        return self.plan(*args, **kwargs).pin_costs()
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered | LoweredPipeline:
         """Lower for these arguments, as `jax.jit(f).lower` does; runs nothing."""
@@ -142,9 +137,8 @@ class ParallelFunction:
                 return LoweredPipeline(step, staged_plan(staged), self._only_arrays)
             planned = self._plan(call)
             program = self._program(planned)
-        return Lowered(
-            program, planned.plan, planned.traced, planned.graph, self._only_arrays
-        )
+        given = planned.plan, planned.traced, planned.graph, self._only_arrays
+        return Lowered(program, *given)
 
     def init(
         self, init_fn: Callable[..., Any], *args: Any, batch: Any, **kwargs: Any
@@ -343,8 +337,8 @@ def parallelize(
         the rest is solved. What could not be kept is logged.
       pins: how arguments lie on the mesh, by path or regular expression (the path
         first, then the first expression that is found in it), as a PartitionSpec or a
-        text such as `"[data, -]"`; `autopar.FREE` leaves a dim to the solver. What is
-        not pinned the solver chooses.
+        text such as `"[data, -]"`; `autopar.FREE` leaves a dim to the solver, and
+        `"placed"` an argument where its array lies. The solver chooses all the rest.
       rules: `autopar.LayoutRules`, which give mesh axes to named dims wherever these
         are; a string such as `"batch:data"` where only the batch has a name.
       memory_budget: what a device may hold, as bytes or a text such as "70GiB"; its
@@ -354,7 +348,8 @@ def parallelize(
         of attention), "cheap" (all but products), "full" (layers), or "auto": what the
         budget takes. jax.checkpoint in the step is kept to in any case.
       offload: "optimizer_state" keeps what only the update reads in the host's memory,
-        "auto" as much of it as the budget takes; what is used last goes first.
+        "auto" as much of it as the budget takes, what is used last first; "state" the
+        parameters, too. jax.checkpoint policies that offload are kept to in any case.
       num_microbatches: how many parts of the batch run one after the other; gradients
         are added up and reduced once. Values stay those of the whole batch, unless
         the method has `microbatch_semantics="independent"`.

@@ -1,4 +1,4 @@
-"""The command line: `autopar demo | plan | explain | diff | report | calibrate | ...`.
+"""The command line: `autopar demo | plan | explain | diff | report | bench | ...`.
 
 jax is configured inside the commands: devices are fixed when it is first used.
 """
@@ -15,7 +15,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .commands import calibrate_command, explain_command, plan_command, report_command
+from .commands import (
+    bench_command,
+    calibrate_command,
+    explain_command,
+    plan_command,
+    report_command,
+)
 
 app = typer.Typer(
     help="Automatic parallelization of unmodified JAX train steps.",
@@ -107,6 +113,7 @@ app.command()(calibrate_command.calibrate)
 app.command()(explain_command.explain)
 app.command()(explain_command.diff)
 app.command()(report_command.report)
+app.add_typer(bench_command.bench, name="bench")
 
 
 @app.command(

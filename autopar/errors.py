@@ -44,6 +44,10 @@ class ClusterFileError(AutoparError, ValueError):
     """A cluster file lacks a field, or holds one that makes no sense."""
 
 
+class CheckpointError(AutoparError, ValueError):
+    """A checkpoint is missing, unfinished, damaged, or of another model."""
+
+
 class FallbackWarning(UserWarning):
     """Something unknown was met; the result is correct, and may be slow."""
 

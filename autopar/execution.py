@@ -6,6 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autopar.runtime.checkpoint import restore as restore
+from autopar.runtime.checkpoint import save as save
+from autopar.runtime.checkpoints_export import export_weights as export_weights
+from autopar.runtime.checkpoints_kept import Checkpoint as Checkpoint
+from autopar.runtime.checkpoints_kept import Checkpoints as Checkpoints
 from autopar.runtime.emit import emit
 from autopar.runtime.held_values import HeldByTask, held_by_task
 from autopar.runtime.local import LocalExecutable, run_once

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
 from jax import lax
+from jax._src import distributed
 from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
 from jax.core import Tracer as Tracer
 from jax.extend import core, source_info_util
@@ -47,6 +50,10 @@ CALLS = {  # where each keeps what it calls
     "composite": "jaxpr",
     "eval_jaxpr": "jaxpr",
 }
+_MOST_FRAMES = 32  # of the user's and of libraries, from the innermost out
+_LIBRARIES = re.compile(
+    r"(site|dist)-packages[/\\](flax|haiku|equinox|keras|optax|chex)[/\\]"
+)
 _WITH_BODIES = ("scan", "while", "cond", "shard_map")
 _KEPT_WHOLE = (  # calls of which JAX drops no operand that the callee does not read
     "custom_jvp_call",
@@ -55,6 +62,11 @@ _KEPT_WHOLE = (  # calls of which JAX drops no operand that the callee does not 
     "custom_vmap_call",
     "composite",
 )
+
+
+def distributed_store() -> Any:
+    """The key-value store of `jax.distributed`; None in a process on its own."""
+    return distributed.global_state.client
 
 
 def dead_code_eliminated(closed: Any) -> Any:
@@ -241,8 +253,20 @@ def user_context(eqn: Any) -> AbstractContextManager[None]:
 
 
 def source_line(eqn: Any) -> str:
-    """`file.py:12:3 (function)` of the user's line that made an equation."""
-    return source_info_util.summarize(eqn.source_info)
+    """`file.py:12:3 (function)` of the user's line that made an equation.
+
+    Of layers and optimizers that a library has, it is the line that calls them.
+    """
+    return _line_of(eqn.source_info.traceback)
+
+
+@lru_cache(maxsize=1 << 14)
+def _line_of(traceback: Any) -> str:
+    """Equations of one line have equal tracebacks: of many there are few."""
+    info = source_info_util.new_source_info().replace(traceback=traceback)
+    frames = source_info_util.summarize(info, _MOST_FRAMES).splitlines()
+    own = (line for line in reversed(frames) if not _LIBRARIES.search(line))
+    return next(own, frames[-1] if frames else "")
 
 
 def name_scope(eqn: Any) -> str:

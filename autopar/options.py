@@ -28,7 +28,7 @@ from .plans.staged_plan import StagedPlan
 from .rematerialisation.remat import check_remat
 from .sharding.layouts import parse_layout
 from .sharding.mesh import MeshLike, parse_mesh
-from .sharding.pins import PinsLike
+from .sharding.pins import PLACED, PinsLike
 
 Positions = tuple[int, ...] | Literal["auto"]
 
@@ -156,7 +156,7 @@ def check_options(
             f"`cluster` must be an autopar.Cluster, but got {cluster!r}; use "
             f"autopar.Cluster.local(), .preset('8xH100') or .load(path)."
         )
-    checked = _method_of_plan(plan, check_method(method))
+    checked = _method_of_plan(plan, model, check_method(method))
     again, at_host = check_remat(remat), check_offload(offload)
     _check_memory_choices(again, at_host, plan, checked)
     if rules is not None and isinstance(checked, PipelineParallel):
@@ -211,7 +211,8 @@ def _plan_to_be_like(
         return None
     others = {"plan": plan, "rules": rules}
     given = [name for name, value in others.items() if value is not None]
-    if given or not isinstance(check_method(method), Auto | ShardParallel):
+    allowed = Auto | ShardParallel | PipelineParallel
+    if given or not isinstance(check_method(method), allowed):
         raise ValueError(
             f"`like` keeps what a plan chose, so `plan`, `rules` and methods with a "
             f"name of their own must be left out with it, but got "
@@ -224,11 +225,13 @@ def _plan_to_be_like(
             f"`like` must be an autopar.Plan or the path of a plan file, but got "
             f"{like!r} of type {type(like).__name__}."
         )
-    if isinstance(like.decision, StagedPlan):
-        raise NotImplementedError(
-            f"`like` is not there for pipelines yet (docs/roadmap.md), but the plan of "
-            f"{like.decision.function!r} is one; give method={like.decision.method} "
-            f"and pins."
+    is_staged = isinstance(like.decision, StagedPlan)
+    other = ShardParallel if is_staged else PipelineParallel
+    if isinstance(method, other):
+        form = "a pipeline" if is_staged else "one program"
+        raise ValueError(
+            f"`like` keeps the form of a plan, which is {form}, but the method is "
+            f"{method}; leave it out."
         )
     return like
 
@@ -243,16 +246,21 @@ def _check_memory_choices(
                 f"A plan is run as it is, so `{name}` must be left out with `plan`, "
                 f"but got {given!r}; plan with it: parallelize(f, {name}=...)."
             )
-        if given is not None and isinstance(method, PipelineParallel):
-            remedy = "use jax.checkpoint in the step" if name == "remat" else ""
+        if given is None or not isinstance(method, PipelineParallel):
+            continue
+        if name == "offload" or given == "auto" or method.num_stages is None:
+            remedies = {"offload": "use more stages", "auto": "name a level"}
+            remedy = remedies.get(name, remedies.get(given, "give `num_stages`"))
             raise NotImplementedError(
-                f"`{name}` is not there for pipelines yet (docs/roadmap.md), but got "
-                f"{given!r}; {remedy or 'use more stages'}, or autopar.ShardParallel()."
+                f"`{name}` is not there for such pipelines yet (docs/roadmap.md), but "
+                f"got {given!r}; {remedy}, or use autopar.ShardParallel()."
             )
 
 
-def _method_of_plan(plan: Plan | None, method: Method) -> Method:
+def _method_of_plan(plan: Plan | None, like: Plan | None, method: Method) -> Method:
     """The method that a plan of a pipeline was made with; it may be given again."""
+    if like is not None and isinstance(like.decision, StagedPlan):
+        return like.decision.method if isinstance(method, Auto) else method
     if plan is None:
         return method
     if not isinstance(plan.decision, StagedPlan):
@@ -266,7 +274,11 @@ def _method_of_plan(plan: Plan | None, method: Method) -> Method:
     given = own if isinstance(method, Auto) else method
     if isinstance(given, PipelineParallel):
         given = replace(
-            given, stage_meshes=own.stage_meshes, stage_products=own.stage_products
+            given,
+            stage_meshes=own.stage_meshes,
+            stage_products=own.stage_products,
+            layer_costs=None,
+            inside=None,
         )
         if given.num_stages is None:
             given = own
@@ -284,11 +296,12 @@ def pins_by_key(
     """Pins as specs by path or expression; texts such as `[data, -]` are read.
 
     Raises:
+      TypeError: a key is no text, or there are no pairs.
       ValueError: a key is there twice, or a text is no layout.
     """
-    pairs = list(pins.items() if isinstance(pins, Mapping) else pins)
+    pairs = _pairs(pins)
     by_key = {
-        key: parse_layout(spec) if isinstance(spec, str) else spec
+        key: parse_layout(spec) if isinstance(spec, str) and spec != PLACED else spec
         for key, spec in pairs
     }
     if len(by_key) < len(pairs):
@@ -298,6 +311,24 @@ def pins_by_key(
             f"A pin must be given once, but got {twice!r} twice; drop one of the two."
         )
     return by_key
+
+
+def _pairs(pins: object) -> list[tuple[str, Any]]:
+    """Keys and specs, whose keys are texts."""
+    entries = list(pins.items() if isinstance(pins, Mapping) else _entries(pins))
+    for entry in entries:
+        is_pair = isinstance(entry, tuple | list) and len(entry) == 2
+        if not is_pair or not isinstance(entry[0], str):
+            raise TypeError(
+                f"`pins` must be specs by path, such as {{'params/w': P('data')}}, or "
+                f"pairs of these, but got {entry!r} in it; name an argument by its "
+                f"path or by an expression."
+            )
+    return [(key, spec) for key, spec in entries]
+
+
+def _entries(pins: object) -> Iterable[Any]:
+    return [pins] if isinstance(pins, str) or not isinstance(pins, Iterable) else pins
 
 
 def _num_microbatches(given: int | None, method: Method) -> int:

@@ -34,8 +34,8 @@ from .named_leaves import (
 )
 
 _IN_PIECES = (DistributedArray, AbstractDistributedArray)
-_MARK = {"autopar": {"format": 1}}
-_UNFINISHED = ".orbax-checkpoint-tmp"
+MARK = {"autopar": {"format": 1}}
+UNFINISHED = ".orbax-checkpoint-tmp"
 _SHOWN = 3
 
 
@@ -56,25 +56,41 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
       ValueError: there is nothing to save, or two leaves have one name.
       RuntimeError: an array was donated or deleted.
     """
-    orbax = _orbax("save")
+    orbax = import_orbax("autopar.save")
     directory = _absolute(path)
+    stored = stored_leaves(state)
+    if not _is_remote(directory) and Path(directory).exists():
+        raise FileExistsError(
+            f"A checkpoint is written to a directory of its own, but {directory} "
+            f"exists; name it by the step, or remove it first."
+        )
+    with orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer:
+        arguments = orbax.args.StandardSave(orbax_tree(stored))
+        checkpointer.save(directory, args=arguments, custom_metadata=MARK)
+
+
+def stored_leaves(state: Any) -> dict[Names, Any]:
+    """What a checkpoint of a state holds, by name.
+
+    Raises:
+      TypeError: a leaf is a shape only.
+      ValueError: there is nothing to save, or two leaves have one name.
+      RuntimeError: an array was donated or deleted.
+    """
     leaves = NamedLeaves(state)
-    stored = {n: x for n, x in leaves.by_names.items() if _size(x)}
+    stored = _with_elements(leaves)
     if not stored:
         raise ValueError(
             f"A checkpoint holds arrays and numbers, but a {type(state).__name__} "
             f"without any was given; pass the state that a step returns."
         )
     _check_readable(leaves.paths, stored)
-    if not _is_remote(directory) and Path(directory).exists():
-        raise FileExistsError(
-            f"A checkpoint is written to a directory of its own, but {directory} "
-            f"exists; name it by the step, or remove it first."
-        )
-    tree = nested({names: _stored_form(leaf) for names, leaf in stored.items()})
-    with orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer:
-        arguments = orbax.args.StandardSave(tree)
-        checkpointer.save(directory, args=arguments, custom_metadata=_MARK)
+    return stored
+
+
+def orbax_tree(stored: Mapping[Names, Any]) -> dict[str, Any]:
+    """Named leaves as the tree that Orbax writes."""
+    return nested({names: _stored_form(leaf) for names, leaf in stored.items()})
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
@@ -96,12 +112,12 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
       ValueError: it holds no finished checkpoint, or leaves of other names, shapes or
         dtypes.
     """
-    orbax = _orbax("restore")
+    orbax = import_orbax("autopar.restore")
     directory = _absolute(path)
     wanted = NamedLeaves(like)
     with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
         stored = _stored_tree(checkpointer, directory)
-        read = {n: x for n, x in wanted.by_names.items() if _size(x)}
+        read = _with_elements(wanted)
         _check_alike(directory, wanted.paths, read, leaves_by_names(stored))
         asked = tree_map_with_path(
             lambda path, _: _restore_args(orbax, read[names_of(path)]),
@@ -118,6 +134,26 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
             for names, leaf in wanted.by_names.items()
         }
     )
+
+
+def check_state(
+    directory: str, like: Any, stored: Mapping[str, jax.ShapeDtypeStruct]
+) -> None:
+    """Does nothing if a checkpoint with leaves of these joined names fits `like`.
+
+    Raises:
+      ValueError: leaves differ in name, shape or dtype.
+    """
+    wanted = NamedLeaves(like)
+    joined = {(".".join(n),): x for n, x in _with_elements(wanted).items()}
+    paths = {(".".join(n),): path for n, path in wanted.paths.items()}
+    check = {(name,): kind for name, kind in stored.items()}
+    _check_alike(directory, paths, joined, check)
+
+
+def _with_elements(leaves: NamedLeaves) -> dict[Names, Any]:
+    """All leaves but empty arrays, which no checkpoint holds."""
+    return {n: x for n, x in leaves.by_names.items() if _size(x)}
 
 
 def _stored_form(leaf: Any) -> Any:
@@ -149,13 +185,13 @@ def _stored_tree(checkpointer: Any, directory: str) -> Any:
             f"not there."
         )
     metadata = None
-    if _UNFINISHED not in directory:
+    if UNFINISHED not in directory:
         with suppress(NotADirectoryError, KeyError, ValueError):
             metadata = checkpointer.metadata(directory).item_metadata
     if metadata is None:
         raise ValueError(
             f"A checkpoint is a directory that autopar.save or Orbax wrote to its end, "
-            f"but {directory} is none; one that was cut off has {_UNFINISHED} in its "
+            f"but {directory} is none; one that was cut off has {UNFINISHED} in its "
             f"name, and is to be removed."
         )
     return metadata.tree
@@ -178,7 +214,7 @@ def _check_alike(
             f"{' and '.join(notes)}; give a tree with these leaves and no others."
         )
     for names, leaf in wanted.items():
-        (shape, dtype), has = _data_type(leaf), stored[names]
+        (shape, dtype), has = data_type(leaf), stored[names]
         has_shape, has_dtype = tuple(has.shape), np.dtype(has.dtype)
         if shape != has_shape:
             raise ValueError(
@@ -199,7 +235,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _data_type(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
+def data_type(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and dtype of what is stored of a leaf: of a key its data."""
     if isinstance(leaf, NUMBERS):
         return (), np.asarray(leaf).dtype
@@ -293,12 +329,17 @@ def _is_remote(path: str) -> bool:
     return "://" in path
 
 
-def _orbax(name: str) -> Any:
+def import_orbax(name: str) -> Any:
+    """The package `orbax.checkpoint`, which `name` needs.
+
+    Raises:
+      ImportError: it is not installed.
+    """
     try:
         import orbax.checkpoint as orbax
     except ImportError as error:
         raise ImportError(
-            f"autopar.{name} writes and reads checkpoints with Orbax, which is not "
+            f"{name} writes and reads checkpoints with Orbax, which is not "
             f"installed; pip install 'autopar[checkpoint]'."
         ) from error
     return orbax

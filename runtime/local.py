@@ -22,6 +22,8 @@ from autopar.state.distributed_array import (
     gathered,
 )
 
+from .clients import check_clients
+
 _NO_DATA = (
     "A step runs on arrays, but got a jax.ShapeDtypeStruct among its arguments; use "
     "step.plan(...) or step.lower(...), which need no data."
@@ -44,6 +46,7 @@ class LocalExecutable:
 
     def __init__(self, program: SpmdProgram) -> None:
         self.program = program
+        check_clients(program)
         self._compiled = program.compile()
         self._has_told = False
         self._weak_types = tuple(t.weak_type for t in program.argument_types)
@@ -125,7 +128,8 @@ class LocalExecutable:
                 _place(leaf, home),
                 home.spec,
             )
-        whole = list(map(gathered, leaves, self.program.shardings))
+        once = self.program.without_repeats(leaves)
+        whole = list(map(gathered, once, self.program.shardings))
         return jax.device_put(whole, list(self.program.shardings))
 
     def _run_traced(self, leaves: Sequence[Any]) -> list[Any]:

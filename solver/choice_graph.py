@@ -9,12 +9,14 @@ where edge e joins the nodes u (first) and v (second).
 end of an edge share a class, so an edge's matrix is as small as what it distinguishes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, isfinite
 
 import numpy as np
+
+from .made_when_read import MadeWhenRead
 
 MANY_NODES = 1000
 
@@ -56,11 +58,80 @@ class Edge:
 
 
 @dataclass(frozen=True, eq=False)
+class TypedNodes(MadeWhenRead[Node]):
+    """Nodes of few types: their costs and bytes, `type_of` [nodes], names by index."""
+
+    types: Sequence[tuple[np.ndarray, np.ndarray]]
+    type_of: np.ndarray
+    name_of: Callable[[int], str]
+
+    def __len__(self) -> int:
+        return len(self.type_of)
+
+    def item(self, index: int) -> Node:
+        """The node at an index."""
+        return Node(self.name_of(index), *self.types[self.type_of[index]])
+
+    @property
+    def num_choices(self) -> int:
+        """All choices of all nodes."""
+        return int(
+            np.array([len(costs) for costs, _ in self.types])[self.type_of].sum()
+        )
+
+    def numbered(self) -> tuple[np.ndarray, np.ndarray]:
+        """As `Types.node` and `node_of`."""
+        return _by_appearance(
+            _numbered([id(c) for c, _ in self.types])[0][self.type_of]
+        )
+
+
+EdgeType = tuple[np.ndarray, np.ndarray, np.ndarray]  # classes of both ends, costs
+
+
+@dataclass(frozen=True, eq=False)
+class TypedEdges(MadeWhenRead[Edge]):
+    """Edges of few types: what they share, and `type_of`, `first`, `second` [edges]."""
+
+    types: Sequence[EdgeType]
+    type_of: np.ndarray
+    first: np.ndarray
+    second: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        types: Sequence[EdgeType | None],
+        type_of: np.ndarray,
+        first: np.ndarray,
+        second: np.ndarray,
+    ) -> "TypedEdges":
+        """Without the edges whose type is None."""
+        number = np.cumsum([each is not None for each in types], dtype=np.intp) - 1
+        kept = np.array([each is not None for each in types], bool)[type_of]
+        left = [each for each in types if each is not None]
+        return cls(left, number[type_of[kept]], first[kept], second[kept])
+
+    def __len__(self) -> int:
+        return len(self.type_of)
+
+    def item(self, index: int) -> Edge:
+        """The edge at an index."""
+        ends = int(self.first[index]), int(self.second[index])
+        return Edge(*ends, *self.types[self.type_of[index]])
+
+    def numbered(self) -> tuple[np.ndarray, np.ndarray]:
+        """As `Types.edge` and `edge_of`."""
+        same = _numbered([tuple(map(id, each)) for each in self.types])[0]
+        return _by_appearance(same[self.type_of])
+
+
+@dataclass(frozen=True, eq=False)
 class ChoiceGraph:
     """Nodes, pairwise costs (parallel edges add up), live sets and a budget."""
 
-    nodes: tuple[Node, ...]
-    edges: tuple[Edge, ...]
+    nodes: Sequence[Node]
+    edges: Sequence[Edge]
     live_sets: tuple[tuple[int, ...], ...] = ()
     budget: float | None = None
     constant: float = 0.0
@@ -73,6 +144,8 @@ class ChoiceGraph:
     @property
     def num_choices(self) -> int:
         """All choices of all nodes."""
+        if isinstance(self.nodes, TypedNodes):
+            return self.nodes.num_choices
         return sum(node.costs.size for node in self.nodes)
 
     def cost(self, choices: Sequence[int]) -> float:
@@ -177,13 +250,17 @@ class Types:
 
     @classmethod
     def of(cls, graph: ChoiceGraph) -> "Types":
-        node = _numbered([id(node.costs) for node in graph.nodes])
-        edge = _numbered(
-            [(id(e.first_class), id(e.second_class), id(e.costs)) for e in graph.edges]
-        )
-        first = np.array([edge.first for edge in graph.edges], np.intp)
-        second = np.array([edge.second for edge in graph.edges], np.intp)
-        return cls(*node, *edge, first, second)
+        nodes, edges = graph.nodes, graph.edges
+        if isinstance(nodes, TypedNodes):
+            node = nodes.numbered()
+        else:
+            node = _numbered([id(node.costs) for node in nodes])
+        if isinstance(edges, TypedEdges):
+            return cls(*node, *edges.numbered(), edges.first, edges.second)
+        keys = [(id(e.first_class), id(e.second_class), id(e.costs)) for e in edges]
+        first = np.array([edge.first for edge in edges], np.intp)
+        second = np.array([edge.second for edge in edges], np.intp)
+        return cls(*node, *_numbered(keys), first, second)
 
     def cost(self, graph: ChoiceGraph, choices: Sequence[int]) -> float:
         """The total cost of one choice per node."""
@@ -263,6 +340,15 @@ def shared_copy(
             for reader, needs in readers
         ),
     )
+
+
+def _by_appearance(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As `_numbered`, of an array of numbers."""
+    _, first, number = np.unique(keys, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    return rank[number.reshape(-1)], first[order]
 
 
 def _numbered(keys: list) -> tuple[np.ndarray, np.ndarray]:

@@ -212,7 +212,7 @@ class _Folding:
         shared = np.flatnonzero((low < 0) & (high == middle))
         borders = self._edges(border, np.arange(layers.shape[1]))
         shares = self._edges(shared, np.arange(self.repeats.rest.size))
-        nodes = [self.graph.nodes[v] for v in layers[middle]]
+        nodes = [self.graph.nodes[v] for v in layers[middle].tolist()]
         for edge in shares:
             node, paid = nodes[edge.first], edge.costs.min(axis=1)[edge.first_class]
             nodes[edge.first] = Node(node.name, node.costs + paid, node.bytes)
@@ -222,7 +222,7 @@ class _Folding:
                 first=int(self.place[types.first[e]]),
                 second=int(self.place[types.second[e]]),
             )
-            for e in inside
+            for e in inside.tolist()
         ]
         held = {place for edge in borders for place in (edge.first, edge.second)}
         template = ChoiceGraph(tuple(nodes), tuple(inner))
@@ -265,9 +265,9 @@ class _Folding:
         first, second = index[types.first], index[types.second]
         edges = tuple(
             replace(self.graph.edges[e], first=int(first[e]), second=int(second[e]))
-            for e in np.flatnonzero((first >= 0) & (second >= 0))
+            for e in np.flatnonzero((first >= 0) & (second >= 0)).tolist()
         )
-        nodes = tuple(self.graph.nodes[v] for v in members)
+        nodes = tuple(self.graph.nodes[v] for v in members.tolist())
         return ChoiceGraph(nodes, edges, constant=self.graph.constant)
 
 
@@ -292,7 +292,8 @@ def _ring(layer: Reduced, borders: Sequence[Edge]) -> ChoiceGraph:
             for edge in borders
         ]
     constant = NUM_COPIES * graph.constant
-    return ChoiceGraph(graph.nodes * NUM_COPIES, tuple(edges), constant=constant)
+    nodes = tuple(graph.nodes) * NUM_COPIES
+    return ChoiceGraph(nodes, tuple(edges), constant=constant)
 
 
 def _with_costs(

@@ -61,3 +61,37 @@ def foreign_nodes(graph: ChoiceGraph, rows: Sequence[MemoryRow]) -> frozenset[in
         for node, weights in zip(row.nodes, row.weights, strict=True)
         if weights is not graph.nodes[node].bytes
     )
+
+
+def lowered(
+    row: MemoryRow, own: Sequence[int], other: Sequence[int], most: float
+) -> MemoryRow:
+    """The row, saying at most `most` of `other`, and of `own` what it said.
+
+    What it says too much is taken off the choices that only `other` makes, first off
+    those that hold more than `own`'s. If they do not weigh enough, the other choices of
+    one of these nodes weigh more, and the constant less. Where the row has no such node
+    only the constant is lowered, for every assignment.
+    """
+    beyond = row.used(other) - most
+    if beyond <= 0:
+        return row
+    weights, constant = list(row.weights), row.constant
+    differing = [i for i, v in enumerate(row.nodes) if own[v] != other[v]]
+
+    def held(index: int, choices: Sequence[int]) -> float:
+        return float(weights[index][choices[row.nodes[index]]])
+
+    for i in sorted(differing, key=lambda i: held(i, own) - held(i, other)):
+        taken = min(beyond, held(i, other))
+        if taken > 0:
+            weights[i] = weights[i].copy()
+            weights[i][other[row.nodes[i]]] -= taken
+            beyond -= taken
+    if beyond > 0 and differing:
+        widest = max(differing, key=lambda i: float(np.ptp(row.weights[i])))
+        choice = other[row.nodes[widest]]
+        kept = weights[widest][choice]
+        weights[widest] = weights[widest] + beyond
+        weights[widest][choice] = kept
+    return MemoryRow(row.nodes, tuple(weights), constant - beyond)

@@ -20,10 +20,9 @@ v stages, s on s mod P, and takes, with (t + x) / v for each and v M - 1 more,
 
   sum of (t + x) / v  +  (v M - 1) * max of max(t, x)  +  v * max of a
 
-`max t` and `max a` are enumerated (`_at_once`, `run`), each value a limit under
-which a dynamic program over (stages left, first layer, first device, devices of the
-first stage) finds the least sum (`_least_sum`). The pace starts at the least that is
-feasible, found by bisection; what is left is bounded by the least sum of all, so few
+`max t` and `max a` are enumerated (`_at_once`, `run`), each value a limit under which a
+dynamic program finds the least sum (`stage_sums.py`). The pace starts at the least that
+is feasible, found by bisection; what is left is bounded by the least sum of all, so few
 values are tried. `gap` lets values lie so far apart that no plan is better by more.
 """
 
@@ -40,10 +39,17 @@ from .stage_problem import (
     Stage,
     StageChoice,
     StageProblem,
-    microbatches_in_flight,
-    sharing_devices,
+    slowest_seconds,
     step_seconds,
 )
+from .stage_sums import (
+    StageSums,
+    interleaved_sums,
+    microbatches_held,
+    plain_sums,
+)
+
+_ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -56,136 +62,60 @@ class StageAssignment:
 
 
 def solve_stages(
-    problem: StageProblem, gap: float = 0.0, upper: float = inf
+    problem: StageProblem, gap: float = 0.0, upper: float = inf, near: float = 0.0
 ) -> StageAssignment | None:
     """The fastest stages up to a relative gap; None if there are none below `upper`.
 
     Arguments:
       gap: how much slower than the best the result may be, relative.
-      upper: seconds of a plan that is known; slower ones are not looked for.
+      upper: seconds of a plan that is known; slower ones are not looked for, nor those
+        that are faster by less than the gap.
+      near: a pace to begin with, such as that of a problem much alike.
     """
     if problem.schedule != "interleaved":
-        return _Search(problem, gap, upper).run()
-    found = []
-    for index, choice in enumerate(problem.choices):
-        search = _Search(problem, gap, upper, index)
-        number = search.num_submeshes
-        if number >= 2 and problem.num_microbatches % number == 0:
-            result = search.run()
-            if result is not None:
-                found.append(result)
-                upper = min(upper, result.seconds)
-        assert choice.num_devices > 0
-    return min(found, key=lambda each: each.seconds, default=None)
-
-
-_END = 0  # stands for the size of the stage behind the last
-_Key = tuple[int, bool, int]  # choice, border between hosts, devices that share it
-
-
-def _shared(own: int, following: int) -> int:
-    """How many devices share what crosses between a stage and the next."""
-    return own if following == _END else min(own, following)
-
-
-@dataclass
-class _Step:
-    """The least sum from every (first layer, first device) on, and how it goes on."""
-
-    cost: np.ndarray
-    choice: np.ndarray
-    end: np.ndarray
-    next_size: np.ndarray
-
-    @classmethod
-    def empty(cls, shape: tuple[int, ...]) -> _Step:
-        return cls(np.full(shape, inf), *(np.zeros(shape, np.int32) for _ in range(3)))
-
-    def improve(
-        self,
-        where: tuple[np.ndarray, ...],
-        least: np.ndarray,
-        choice: int,
-        end: np.ndarray,
-        sizes: np.ndarray,
-    ) -> None:
-        """Take over what costs less; `sizes` are those of the next stage, by end."""
-        better = least < self.cost[where]
-        following = np.take_along_axis(sizes, end, axis=0)
-        self.cost[where] = np.where(better, least, self.cost[where])
-        self.choice[where] = np.where(better, choice, self.choice[where])
-        self.end[where] = np.where(better, end, self.end[where])
-        self.next_size[where] = np.where(better, following, self.next_size[where])
+        return _Search(problem, plain_sums(problem), gap, upper, near).run()
+    best = None
+    for index in range(len(problem.choices)):
+        sums = interleaved_sums(problem, index)
+        if sums is None:
+            continue
+        found = _Search(problem, sums, gap, upper, near).run()
+        if found is not None:
+            best, upper = found, found.seconds
+    if best is None:
+        return None
+    return replace(best, bound=best.seconds * (1 - gap - _ROUNDING))
 
 
 class _Search:
-    """One problem; with `only`, an interleaved one in which all make this choice."""
-
     def __init__(
-        self, problem: StageProblem, gap: float, upper: float, only: int | None = None
+        self,
+        problem: StageProblem,
+        sums: StageSums,
+        gap: float,
+        upper: float,
+        near: float,
     ) -> None:
-        self.problem, self.gap, self.best_seconds = problem, gap, upper
+        self.problem, self.sums = problem, sums
+        self.gap, self.best_seconds, self.near = gap, upper, near
         self.best: tuple[Stage, ...] | None = None
-        self.only, size = only, problem.num_layers + 1
-        self.choices = range(len(problem.choices)) if only is None else [only]
-        self.most = min(problem.num_layers, problem.num_devices)
-        self.least = problem.min_stages
-        self.num_submeshes = 0
-        if only is not None:
-            own = problem.choices[only].num_devices
-            self.num_submeshes = problem.num_devices // own
-            self.least = self.most = self.num_submeshes * problem.stages_per_submesh
-        elif problem.max_stages is not None:
-            self.most = min(self.most, problem.max_stages)
-        is_span = np.triu(np.ones((size, size), bool), 1)
-        sizes = {problem.choices[c].num_devices for c in self.choices}
-        self.latency: dict[_Key, np.ndarray] = {}
-        self.pace: dict[_Key, np.ndarray] = {}
-        self.allowed: dict[int, np.ndarray] = {}
-        self.starts: dict[tuple[int, bool], np.ndarray] = {}
-        devices = np.arange(problem.num_devices)
-        for index in self.choices:
-            choice = problem.choices[index]
-            seconds = np.where(is_span, choice.seconds, inf)
-            room = problem.capacity_bytes
-            room = room - problem.stages_per_submesh * choice.fixed_bytes
-            with np.errstate(divide="ignore", invalid="ignore"):
-                most = np.floor(room / choice.microbatch_bytes * (1 + 1e-12))
-            most = np.where(choice.microbatch_bytes > 0, most, inf)
-            self.allowed[index] = np.where(room >= 0, most, -1.0)
-            legal = np.array([problem.may_start(choice, int(d)) for d in devices])
-            ends = (devices + choice.num_devices) % problem.devices_per_host == 0
-            for between in (False, True):
-                self.starts[index, between] = np.flatnonzero(legal & (ends == between))
-                for width in (n for n in sizes if n <= choice.num_devices):
-                    crossing = problem.crossing(width, between)
-                    self.latency[index, between, width] = seconds + crossing
-                    self.pace[index, between, width] = np.maximum(seconds, crossing)
 
     def run(self) -> StageAssignment | None:
-        bound = self._least_total(inf, inf)
-        if bound == inf:
-            return None
-        least_once = min(
-            float(self.problem.choices[index].once_seconds[np.isfinite(p)].min())
-            for (index, *_), p in self.pace.items()
-            if np.isfinite(p).any()
-        )
-        once_limit, shared = inf, self.problem.stages_per_submesh
+        least_once = self.problem.stages_per_submesh * self.sums.least_once
+        once_limit = inf
         while True:
-            found = self._at_once(once_limit, shared * least_once)
+            found = self._at_once(once_limit, least_once)
             if found is None:
                 break
             stages, seconds = found
             once = max(self._once(stage) for stage in stages)
-            if seconds + shared * least_once >= self.best_seconds * (1 - self.gap):
+            if seconds + least_once >= self.best_seconds * (1 - self.gap):
                 break
             once_limit = np.nextafter(once, -inf)
         if self.best is None:
             return None
-        return StageAssignment(
-            self.best, self.best_seconds, min(bound, self.best_seconds)
-        )
+        bound = self.best_seconds * (1 - self.gap - _ROUNDING)
+        return StageAssignment(self.best, self.best_seconds, bound)
 
     def _once(self, stage: Stage) -> float:
         choice = self.problem.choices[stage.choice]
@@ -195,59 +125,65 @@ class _Search:
         self, once_limit: float, least_once: float
     ) -> tuple[tuple[Stage, ...], float] | None:
         """The stages of the least latency and pace whose updates keep to the limit."""
-        paces = np.unique(
-            np.concatenate([p[np.isfinite(p)] for p in self.pace.values()])
-        )
         repeats = self.problem.stages_per_submesh * self.problem.num_microbatches - 1
-        least_sum = self._least_total(inf, once_limit)
-        if self.best_seconds < inf:  # slower paces cannot be better than what is known
-            room = (self.best_seconds - least_once) * (1 - self.gap) - least_sum
+        least_sum = self.sums.total(inf, once_limit)
+        paces, below = self.sums.paces, 0.0
+        limit = self.best_seconds - least_once
+        if limit < inf:  # slower paces cannot be better than what is known
+            room = limit * (1 - self.gap) - least_sum
             if room <= 0:
                 return None
             paces = paces[paces * repeats <= room]
+        paces = self._thinned(paces)
         first = self._first_feasible(paces, once_limit)
         if first is None:
             return None
         best: tuple[tuple[Stage, ...], float] | None = None
-        below = paces[first]
-        for pace in self._thinned(paces[first:]):
+        if first:
+            below = np.nextafter(paces[first - 1], inf)
+        for pace in paces[first:]:
             floor = least_sum + repeats * below
-            limit = self.best_seconds - least_once
             known = min(limit, best[1] if best is not None else inf)
-            if floor >= known * (1 - self.gap) and best is not None:
-                break
-            if floor >= limit * (1 - self.gap):
+            if floor >= known * (1 - self.gap):
                 break
             below = np.nextafter(pace, inf)
-            found = self._least_sum(pace, once_limit)
+            found = self.sums.least(pace, once_limit)
             if found is None:
                 continue
             stages, latency = found
-            slowest = max(self._pace(stages, index) for index in range(len(stages)))
+            slowest = slowest_seconds(self.problem, stages)
             seconds = latency + repeats * slowest
             if best is None or seconds < best[1]:
                 best = stages, seconds
             total = step_seconds(self.problem, stages)
             if total < self.best_seconds:
                 self.best, self.best_seconds = stages, total
+                limit = total - least_once
         return best
 
-    def _pace(self, stages: Sequence[Stage], index: int) -> float:
-        stage = stages[index]
-        upper = stage.device + self.problem.choices[stage.choice].num_devices
-        if self.only is not None:
-            upper %= self.problem.choices[stage.choice].num_devices * self.num_submeshes
-        between = upper % self.problem.devices_per_host == 0
-        width = sharing_devices(self.problem, stages, index)
-        return float(self.pace[stage.choice, between, width][stage.first, stage.end])
+    def _first_feasible(self, paces: Sequence[float], once_limit: float) -> int | None:
+        """The place of the least feasible pace, looked for from the guess on."""
 
-    def _first_feasible(self, paces: np.ndarray, once_limit: float) -> int | None:
+        def fits(place: int) -> bool:
+            return self.sums.is_feasible(paces[place], once_limit)
+
         low, high = 0, len(paces) - 1
-        if not len(paces) or self._least_total(paces[high], once_limit) == inf:
+        if not len(paces) or not fits(high):
             return None
+        place, step = min(int(np.searchsorted(paces, self.near)), high), 1
+        if self.near and fits(place):
+            high = place
+            while high - step >= low and fits(high - step):
+                high, step = high - step, 2 * step
+            low = max(low, high - step + 1)
+        elif self.near:
+            low = min(place + 1, high)
+            while low + step < high and not fits(low + step):
+                low, step = low + step + 1, 2 * step
+            high = min(high, low + step)
         while low < high:
             middle = (low + high) // 2
-            if self._least_total(paces[middle], once_limit) < inf:
+            if fits(middle):
                 high = middle
             else:
                 low = middle + 1
@@ -255,115 +191,45 @@ class _Search:
 
     def _thinned(self, paces: np.ndarray) -> list[float]:
         """Values so far apart that the gap allows it, the first and last kept."""
-        kept = [float(paces[0])]
-        for position, pace in enumerate(paces[1:], 1):
-            is_last = position == len(paces) - 1
-            if is_last or paces[position + 1] > kept[-1] * (1 + self.gap):
-                kept.append(float(pace))
+        kept, position = [float(pace) for pace in paces[:1]], 0
+        while position < len(paces) - 1:
+            further = np.searchsorted(paces, kept[-1] * (1 + self.gap), "right") - 1
+            position = max(position + 1, int(further))
+            kept.append(float(paces[position]))
         return kept
 
-    def _least_total(self, pace: float, once: float) -> float:
-        found = self._least_sum(pace, once)
-        return inf if found is None else found[1]
 
-    def _least_sum(
-        self, pace: float, once: float
-    ) -> tuple[tuple[Stage, ...], float] | None:
-        """The stages of the least latency in all, under limits of pace and update."""
-        costs = {
-            key: np.where(
-                (self.pace[key] <= pace)
-                & (self.problem.choices[key[0]].once_seconds <= once),
-                latency,
-                inf,
-            )
-            for key, latency in self.latency.items()
-        }
-        if self.only is not None:
-            return self._interleaved(costs)
-        problem, shape = self.problem, (self.problem.num_layers + 1,)
-        shape = (*shape, problem.num_devices + 1)
-        done = np.full(shape, inf)
-        done[problem.num_layers] = 0.0
-        reached: dict[int, np.ndarray] = {_END: done}
-        before: list[dict[int, _Step]] = []
-        best, best_stages, best_size = inf, 0, _END
-        for left in range(1, self.most + 1):
-            held = microbatches_in_flight(problem, 0, left)
-            steps: dict[int, _Step] = {}
-            for (index, between, width), cost in costs.items():
-                own = problem.choices[index].num_devices
-                starts = self.starts[index, between]
-                next_sizes = [n for n in reached if _shared(own, n) == width]
-                if not len(starts) or not next_sizes:
-                    continue
-                every = np.stack([reached[n][:, starts + own] for n in next_sizes])
-                after = every.min(axis=0)
-                useful = np.isfinite(after).any(axis=0)
-                cost = np.where(self.allowed[index] >= held, cost, inf)
-                rows = np.flatnonzero(np.isfinite(cost).any(axis=1))
-                if not useful.any() or not len(rows):
-                    continue
-                places, after = starts[useful], after[:, useful]
-                sizes = np.array(next_sizes)[every.argmin(axis=0)[:, useful]]
-                through = cost[rows][:, :, None] + after[None]
-                end = through.argmin(axis=1)
-                least = np.take_along_axis(through, end[:, None], axis=1)[:, 0]
-                step = steps.setdefault(own, _Step.empty(shape))
-                step.improve(np.ix_(rows, places), least, index, end, sizes)
-            before.append(steps)
-            reached = {n: step.cost for n, step in steps.items()}
-            for number, step in steps.items():
-                if left >= self.least and step.cost[0, 0] < best:
-                    best, best_stages = float(step.cost[0, 0]), left
-                    best_size = number
-            if not reached:
-                break
-        if best == inf:
-            return None
-        stages, first, device, number = [], 0, 0, best_size
-        for steps in reversed(before[:best_stages]):
-            step, place = steps[number], (first, device)
-            stages.append(
-                Stage(first, int(step.end[place]), device, int(step.choice[place]))
-            )
-            first, device = int(step.end[place]), device + number
-            number = int(step.next_size[place])
-        return tuple(stages), best
+def least_step_seconds(problem: StageProblem) -> float:
+    """A bound below what any assignment takes, found without one.
 
-    def _interleaved(
-        self, costs: dict[_Key, np.ndarray]
-    ) -> tuple[tuple[Stage, ...], float] | None:
-        """All stages under one choice, stage s on submesh s mod their number."""
-        problem, index, total = self.problem, self.only, self.most
-        assert index is not None
-        own = problem.choices[index].num_devices
-        legal = all(
-            problem.may_start(problem.choices[index], i * own)
-            for i in range(self.num_submeshes)
-        )
-        if total > problem.num_layers or not legal:
-            return None
-        reached = np.full(problem.num_layers + 1, inf)
-        reached[problem.num_layers] = 0.0
-        before: list[np.ndarray] = []
-        for stage in reversed(range(total)):
-            upper = (stage + 1) % self.num_submeshes * own
-            held = microbatches_in_flight(problem, stage, total)
-            cost = costs[index, upper % problem.devices_per_host == 0, own]
-            cost = np.where(self.allowed[index] >= held, cost, inf)
-            through = cost + reached[None]
-            before.append(through.argmin(axis=1))
-            reached = through.min(axis=1)
-        if reached[0] == inf:
-            return None
-        stages, first = [], 0
-        for number, ends in enumerate(reversed(before)):
-            end = int(ends[first])
-            device = number % self.num_submeshes * own
-            stages.append(Stage(first, end, device, index))
-            first = end
-        return tuple(stages), float(reached[0]) / problem.stages_per_submesh
+    Stages share out the devices, so the pace is at least the least device-seconds of
+    all layers over the number of devices.
+    """
+    shared = problem.stages_per_submesh
+    fits = [microbatches_held(problem, each) >= 1 for each in problem.choices]
+    pairs = list(zip(problem.choices, fits, strict=True))
+    seconds = [np.where(fit, each.seconds, inf) for each, fit in pairs]
+    work = [
+        each.num_devices * own
+        for each, own in zip(problem.choices, seconds, strict=True)
+    ]
+    pace = _least_path(work) / (shared * problem.num_devices)
+    once = min(
+        float(c.once_seconds[np.triu_indices_from(c.once_seconds, 1)].min())
+        for c in problem.choices
+    )
+    repeats = shared * problem.num_microbatches - 1
+    return _least_path(seconds) / shared + repeats * pace + shared * once
+
+
+def _least_path(costs: Sequence[np.ndarray]) -> float:
+    """The least sum over spans that follow each other, of arrays [L + 1, L + 1]."""
+    least = np.min(costs, axis=0)
+    reached = np.full(len(least), inf)
+    reached[0] = 0.0
+    for end in range(1, len(least)):
+        reached[end] = (reached[:end] + least[:end, end]).min()
+    return float(reached[-1])
 
 
 def best_over(

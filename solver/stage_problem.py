@@ -92,27 +92,43 @@ class Stage:
 
 def step_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
     """What a step takes with these stages; infinite if one holds too much."""
-    latency, pace, once = 0.0, 0.0, 0.0
+    latency, once = 0.0, 0.0
     shared = problem.stages_per_submesh
     for index, stage in enumerate(stages):
-        choice = problem.choices[stage.choice]
-        upper = stage.device + choice.num_devices
-        if problem.schedule == "interleaved":
-            upper %= choice.num_devices * (len(stages) // shared)
-        between = upper % problem.devices_per_host == 0
-        crossing = problem.crossing(sharing_devices(problem, stages, index), between)[
-            stage.end
-        ]
-        span = stage.first, stage.end
+        choice, span = problem.choices[stage.choice], (stage.first, stage.end)
         held = microbatches_in_flight(problem, index, len(stages))
         kept = shared * choice.fixed_bytes[span] + held * choice.microbatch_bytes[span]
         if kept > problem.capacity_bytes:
             return inf
-        latency += choice.seconds[span] + crossing
-        pace = max(pace, choice.seconds[span], crossing)
-        once = max(once, choice.once_seconds[span])
+        latency += float(choice.seconds[span])
+        latency += crossing_seconds(problem, stages, index)
+        once = max(once, float(choice.once_seconds[span]))
     repeats = shared * problem.num_microbatches - 1
+    pace = slowest_seconds(problem, stages)
     return latency / shared + repeats * pace + shared * once
+
+
+def slowest_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
+    """The pace: the most that a stage, or what it sends, takes for a microbatch."""
+    pace = 0.0
+    for index, stage in enumerate(stages):
+        seconds = problem.choices[stage.choice].seconds[stage.first, stage.end]
+        pace = max(pace, float(seconds), crossing_seconds(problem, stages, index))
+    return pace
+
+
+def crossing_seconds(
+    problem: StageProblem, stages: Sequence[Stage], index: int
+) -> float:
+    """Seconds of a microbatch for what crosses the upper border of a stage."""
+    stage = stages[index]
+    upper = stage.device + problem.choices[stage.choice].num_devices
+    if problem.schedule == "interleaved":
+        number = len(stages) // problem.stages_per_submesh
+        upper %= problem.choices[stage.choice].num_devices * number
+    between = upper % problem.devices_per_host == 0
+    width = sharing_devices(problem, stages, index)
+    return float(problem.crossing(width, between)[stage.end])
 
 
 def sharing_devices(problem: StageProblem, stages: Sequence[Stage], index: int) -> int:

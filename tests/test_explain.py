@@ -1,11 +1,16 @@
 """What a plan prints as: one screen, complete, and the same on every machine."""
 
+import inspect
 import math
 from dataclasses import replace
 from pathlib import Path
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import pytest
 
+import autopar
 from autopar.plans.explain import (
     format_bytes,
     format_plan,
@@ -135,6 +140,8 @@ def test_source_lines_are_relative_below_the_current_folder(
     inside = f"{tmp_path}/models/gpt.py:12:3 (attention.<locals>.heads)"
     assert format_source(inside) == "models/gpt.py:12 (heads)"
     assert format_source("/far/gpt.py:12:3 (loss)") == "/far/gpt.py:12 (loss)"
+    package = "/v/lib/python3.11/site-packages/flax/linen/linear.py:287:4 (__call__)"
+    assert format_source(package) == "flax/linen/linear.py:287 (__call__)"
     assert format_source("state['w 1']") == "state['w 1']"
     assert format_source("") == ""
 
@@ -161,3 +168,23 @@ def test_bytes_have_a_unit() -> None:
         "1.5 KiB",
         "3.0 GiB",
     ]
+
+
+def test_the_line_is_that_of_the_model_and_not_of_the_library_of_its_layers() -> None:
+    """Flax and jit have lines of their own; take_along_axis is a jit without any."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            hidden = nn.Dense(16)(x)
+            return jnp.take_along_axis(hidden, x[:, :1].astype(int), 1)
+
+    x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    params = jax.eval_shape(Net().init, jax.random.key(0), x)
+    plan = autopar.parallelize(Net().apply, mesh="x:8").plan(params, x)
+    lines = {op.kind: op.source for op in plan.sharding.operators}
+    source, first = inspect.getsourcelines(Net)
+    for kind, words in (("dot_general", "Dense"), ("gather", "take_along_axis")):
+        number = first + next(i for i, line in enumerate(source) if words in line)
+        assert f"test_explain.py:{number}:" in lines[kind]
+        assert format_source(lines[kind]).endswith(f":{number} (__call__)")

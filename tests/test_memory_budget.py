@@ -29,17 +29,9 @@ from autopar.sharding.resharding import Resharder
 from autopar.solver import ChoiceGraph, Infeasible, solve
 from autopar.solver.brute_force import brute_force
 from benchmarks.models import build
-from tests.rows.fixtures import Case, random
+from tests.rows.fixtures import Case, dense_stack, random
 from tests.rows.named_plans import graph_of
-
-GPT: dict[str, Any] = {
-    "num_layers": 1,
-    "batch_size": 8,
-    "seq_len": 4,
-    "hidden": 32,
-    "num_heads": 4,
-    "vocab_size": 64,
-}
+from tests.rows.test_fairscale import f2
 
 
 def dear_launches() -> Cluster:
@@ -112,59 +104,62 @@ def test_predicted_memory_is_near_the_compiled_programs(name: str, mesh: str) ->
     assert predicted == pytest.approx(compiled_bytes(compiled), rel=0.05)
 
 
-def losses(step: Any, state: Any, batch: Any) -> tuple[list[float], Any]:
-    found = []
+def run_twice(step: Any, case: Case) -> tuple[Any, list[float]]:
+    """The state after two steps and their losses."""
+    state, *batch = jax.tree.map(jnp.copy, case.args)
+    losses = []
     for _ in range(2):
-        state, metrics = step(state, batch)
-        found.append(float(metrics["loss"]))
-    return found, state
+        state, loss = step(state, *batch)
+        losses.append(float(loss))
+    return state, losses
 
 
-def test_as_the_budget_falls_optimizer_state_is_sharded_until_nothing_fits() -> None:
+PINNED = {r"^state\[0\]": P(), r"^(x|y)$": P("x")}
+
+
+def test_as_the_budget_falls_optimizer_state_is_sharded() -> None:
     """Parameters are pinned whole, so that ZeRO is all that is left to do."""
-    workload = build("gpt", **GPT)
-    options: dict[str, Any] = dict(
-        mesh="x:8",
-        cluster=dear_launches(),
-        pins={r"^state\.params": P(), r"^batch": P("x")},
-    )
-    spec = workload.abstract()
-    budgets: list[int | None] = [None]
+    case = f2(optax.adam(1e-2, eps=1e-2))
+    final, expected = run_twice(jax.jit(case.step), case)
+    budget: int | None = None
     states, seconds = [], []
-    expected, final = losses(
-        jax.jit(workload.step), workload.init(jax.random.key(0)), workload.make_batch(0)
-    )
     for _ in range(2):
-        budget = budgets[-1]
-        step = autopar.parallelize(workload.step, memory_budget=budget, **options)
-        compiled = step.lower(*spec).compile()
+        step = autopar.parallelize(
+            case.step,
+            mesh="x:8",
+            cluster=dear_launches(),
+            pins=PINNED,
+            memory_budget=budget,
+        )
+        compiled = step.lower(*case.args).compile()
         compiled.audit().raise_if_wrong()
         held, plan = compiled_bytes(compiled), compiled.plan
         if budget is not None:
             assert held <= budget == plan.predicted.budget_bytes
         states.append(plan.sharding.state_bytes())
         seconds.append(plan.predicted.step_seconds)
-        found, state = losses(
-            step, workload.init(jax.random.key(0)), workload.make_batch(0)
-        )
+        state, found = run_twice(step, case)
         np.testing.assert_allclose(found, expected, rtol=1e-5)
         for ours, theirs in zip(
-            jax.tree.leaves(state.params), jax.tree.leaves(final.params), strict=True
+            jax.tree.leaves(state), jax.tree.leaves(final), strict=True
         ):
             np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=2e-4)
-        budgets.append(int(0.9 * held))
+        budget = int(0.9 * held)
     assert states[1] < states[0]
     assert seconds[1] >= seconds[0]
 
-    tight = states[1] // 4
+
+def test_where_nothing_fits_the_largest_users_of_memory_are_named() -> None:
+    case = dense_stack(64, 64, 2)
+    step = autopar.parallelize(case.step, mesh="x:8", memory_budget=20_000)
     with pytest.raises(autopar.InfeasiblePlanError) as raised:
-        autopar.parallelize(workload.step, memory_budget=tight, **options).plan(*spec)
+        step.plan(*case.args)
     error = raised.value
     assert error.least_budget_bytes is not None
-    assert tight < error.least_budget_bytes <= (budgets[1] or 0)
+    assert error.least_budget_bytes > 20_000
     assert f"memory_budget={error.least_budget_bytes}" in str(error)
     assert str(error).split("Most is taken by ")[1].count(";") == 4
-    assert "state.params" in str(error)
+    assert "batch['" in str(error)
 
 
 def test_the_least_budget_that_an_error_names_does() -> None:
@@ -212,7 +207,7 @@ def test_users_of_memory_are_named_largest_first() -> None:
 SMALL: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
     "dot_relu_dot": (lambda x, w, v: jax.nn.relu(x @ w) @ v, ((3, 4), (4, 2), (2, 3))),
     "read_twice": (lambda x, w: (x @ w) * jnp.sum(w), ((4, 3), (3, 4))),
-    "update": (lambda w, x: w - 0.1 * (x.T @ x @ w), ((4, 3), (3, 4))),
+    "update": (lambda w, x: w - 0.1 * (x.T @ w), ((4, 3), (4, 4))),
 }
 
 
@@ -230,7 +225,7 @@ def test_small_graphs_bound_brute_force_plan(name: str, fraction: float) -> None
     rows = memory_rows(problem, memory_profile(graph, plan), free.choices)
     sets = tuple(dict.fromkeys(row.nodes for row in rows))
     full = replace(problem.choice_graph, live_sets=sets)
-    assert math.prod(node.costs.size for node in full.nodes) <= 3_000_000
+    assert math.prod(node.costs.size for node in full.nodes) <= 100_000
     budget = _budget(full, fraction)
     try:
         best = brute_force(replace(full, budget=budget))

@@ -204,14 +204,14 @@ def test_pins_that_a_real_budget_leaves_no_plan_with_are_named() -> None:
         "memory_budget": 1200 * 1024,
     }
     pins = {"params/w": P(), "^x$": P("x"), "params/v": P()}
+    free = autopar.parallelize(step, **options).plan(*args)
     with pytest.raises(autopar.InfeasiblePlanError) as caught:
-        autopar.parallelize(step, pins=pins, **options).plan(*args)
+        free.what_if(pins)
     blamed = str(caught.value).partition("Without pins there is a plan; ")[2]
     assert {key for key in pins if f"{key!r}:" in blamed} == {"params/w", "params/v"}
     assert (caught.value.least_budget_bytes or 0) > 1200 * 1024
     for name in ("params/w", "params/v"):  # dropping one of them is enough
-        rest = {key: spec for key, spec in pins.items() if key != name}
-        autopar.parallelize(step, pins=rest, **options).plan(*args)
+        free.what_if({key: spec for key, spec in pins.items() if key != name})
 
 
 def test_pins_that_are_not_to_blame_are_not_named() -> None:

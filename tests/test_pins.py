@@ -3,7 +3,9 @@
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
@@ -33,7 +35,8 @@ def test_a_path_in_either_spelling_or_an_expression_found_in_it(path: str) -> No
 
 def test_the_exact_path_comes_before_expressions_and_these_in_order() -> None:
     pins = {"mlp": P("data"), "w2": P("model"), "params/mlp/w1": P(None, "model")}
-    assert homes(pins)[:2] == [(-1, 1), (0, -1)]
+    with pytest.warns(autopar.FallbackWarning, match="'w2' comes after others"):
+        assert homes(pins)[:2] == [(-1, 1), (0, -1)]
 
 
 def test_a_free_dim_is_left_to_the_axes_that_the_pin_does_not_name() -> None:
@@ -60,8 +63,9 @@ def test_what_is_pinned_stays_so_when_the_step_returns_it() -> None:
         ({"w1": P("data", "data")}, "may split one dim only, but 'data' appears twice"),
         ({"w1": P(None, None, "data")}, "at most one entry for each dim"),
         ({"^x$": P(("model", "data"))}, "must be in mesh order"),
+        ({"w1(": P()}, r"'w1\(' is none of the 3 paths, and no expression \(missing"),
     ],
-    ids=["unmatched", "axis", "twice", "rank", "order"],
+    ids=["unmatched", "axis", "twice", "rank", "order", "expression"],
 )
 def test_a_pin_that_cannot_be_is_refused(pins: dict[str, P], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -85,6 +89,38 @@ def test_keys_cannot_be_split() -> None:
 def test_a_pin_is_a_partition_spec() -> None:
     with pytest.raises(TypeError, match="must be a jax.sharding.PartitionSpec"):
         homes({"w1": ("data",)})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("pins", ["w1", ["w1"], [("w1", P(), P())], {0: P()}, 5])
+def test_pins_are_specs_by_path(pins: Any) -> None:
+    with pytest.raises(TypeError, match="`pins` must be specs by path"):
+        autopar.parallelize(step, pins=pins)
+
+
+def test_state_that_is_pinned_as_placed_stays_where_its_array_lies() -> None:
+    def update(w: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+        return {k: v + x.T @ x for k, v in w.items()}
+
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    lies = NamedSharding(mesh, P(None, "data"))
+    w = {"a": jax.device_put(jax.numpy.ones((16, 16)), lies), "b": np.ones((16, 16))}
+    x = np.ones((8, 16), "float32")
+
+    def first(pins: Any, **options: Any) -> Any:
+        moved = autopar.parallelize(update, pins=pins, donate_argnums=(), **options)
+        return moved(w, x)["a"].sharding.spec
+
+    assert first({}) != lies.spec
+    assert first({"w/a": "placed"}) == first({".": "placed"}) == lies.spec
+    plan = autopar.parallelize(update).plan(w, x)
+    assert plan.what_if({"w/a": "placed"}).sharding.inputs[0].spec == (1, -1)
+    with pytest.raises(ValueError, match="'b' is found in none; place it with"):
+        first({"b": "placed"})
+    with pytest.raises(ValueError, match="of the step, x:8, but .* lies on data:2;mod"):
+        first({"a": "placed"}, mesh="x:8")
+    stages = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
+    with pytest.raises(NotImplementedError, match="'placed' is not there for pipelin"):
+        first({"w/a": "placed"}, method=stages)
 
 
 def test_pins_and_a_plan_exclude_each_other() -> None:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan_file import from_json, to_json
-from tests.rows.fixtures import Case, f1, f6, random
+from tests.rows.fixtures import Case, f1, random
 from tests.rows.running import homes
 
 MESH = "x:2;y:4"
@@ -212,10 +212,45 @@ def test_what_contradicts_it_is_refused(old: Plan, name: str) -> None:
         autopar.parallelize(f1().step, like=old, **{name: given})
 
 
-def test_it_must_be_a_plan_of_one_program() -> None:
+def test_it_must_be_a_plan(old: Plan) -> None:
     with pytest.raises(TypeError, match="`like` must be an autopar.Plan or the path"):
         autopar.parallelize(f1().step, like=3)  # type: ignore[call-overload]
-    method = autopar.PipelineParallel(num_stages=2, num_microbatches=8)
-    staged = planned(f6(), method=method)
-    with pytest.raises(NotImplementedError, match="`like` is not there for pipelines"):
-        autopar.parallelize(f6().step, like=staged)
+    method = autopar.PipelineParallel(num_stages=2)
+    with pytest.raises(ValueError, match="form of a plan, which is one program"):
+        autopar.parallelize(f1().step, like=old, method=method)
+
+
+def stage_homes(plan: Plan) -> dict[str, tuple[int, ...]]:
+    programs = (each.sharding for each in plan.stages.programs)
+    return {i.path: i.spec for each in programs for i in each.inputs}
+
+
+def test_a_pipeline_keeps_its_stages_and_places(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    method = autopar.PipelineParallel(
+        num_stages=2, num_microbatches=4, stage_products=[1, 2]
+    )
+    case = layers([64, 64, 64, 64])
+    old = planned(case, mesh="x:4", method=method, pins={"params/w1": "[x, -]"})
+    old.save(path := tmp_path / "plan.json")
+    assert planned(case, like=path) == old
+    with pytest.raises(ValueError, match="which is a pipeline, but the method"):
+        planned(case, like=old, method=autopar.ShardParallel())
+    with caplog.at_level(logging.INFO, "autopar"):
+        edited = layers([64, 64, 64, 64, 64], ["w0", "w1", "new", "w2"])
+        new = planned(edited, like=path, pins={"params/w0": "[-, x]"})
+    (told,) = (r for r in caplog.records if "given as `like`" in r.message)
+    assert told.levelno == logging.WARNING
+    assert "3 of 4 arguments keep their place; planned anew: params['new']" in (
+        told.message
+    )
+    assert new.stages.meshes == old.stages.meshes
+    assert new.stages.num_microbatches == 4 and not new.stages.stage_products
+    before, after = stage_homes(old), stage_homes(new)
+    for name in ("params['w1']", "params['w2']", "x"):
+        assert after[name] == before[name]
+    assert before["params['w1']"] == (0,) and after["params['w0']"] == (1,)
+    asked = new.what_if({"params/new": "[-, -]"})
+    assert stage_homes(asked)["params['new']"] == (-1,)
+    assert stage_homes(asked)["params['w1']"] == (0,)

@@ -3,7 +3,7 @@
 import pytest
 
 import autopar
-from tests.rows.fixtures import f3
+from tests.rows.fixtures import encoder, f3
 from tests.rows.running import run_as_planned, traffic
 
 
@@ -16,12 +16,14 @@ def test_three_d_of_one_stage_is_megatron_by_its_sizes() -> None:
     assert traffic(found) == traffic(megatron.plan(*case.args))
 
 
-def test_three_d_refuses_other_sizes_and_stages() -> None:
-    case = f3()
-    step = autopar.parallelize(case.step, method=autopar.ThreeD(data=2, tensor=2))
-    with pytest.raises(ValueError, match="`data` times `tensor` must be .* has 8"):
-        step.plan(*case.args)
+def test_three_d_refuses_other_sizes() -> None:
+    case = encoder(2)
+    for method, text in (
+        (autopar.ThreeD(data=2, tensor=2), "`data` times `tensor` must be .* has 8"),
+        (autopar.ThreeD(2, 1, pipeline=2), "times `pipeline` must be .* have 8"),
+        (autopar.ThreeD(4, 1, pipeline=2, num_microbatches=2), "4 parts"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            autopar.parallelize(case.step, method=method).plan(*case.args)
     with pytest.raises(ValueError, match="`data` must be .* but got 0"):
         autopar.ThreeD(data=0, tensor=4)
-    with pytest.raises(NotImplementedError, match="PipelineParallel.num_stages=2"):
-        autopar.ThreeD(data=2, tensor=2, pipeline=2)

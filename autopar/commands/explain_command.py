@@ -5,6 +5,7 @@ jax is imported inside: `autopar --help` does without.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -117,6 +118,8 @@ def with_step(
 ) -> Plan:
     """A plan that was kept, with the step that it is of.
 
+    Of a step that is parallelized, pins and method are those that it asks for.
+
     Raises:
       PlanFileError: it is of another step.
       ValueError: the plan names no preset, and no cluster is given.
@@ -124,17 +127,20 @@ def with_step(
     from ..api import ParallelFunction, parallelize
     from ..plans.staged_plan import StagedPlan
 
-    if isinstance(target.step, ParallelFunction):
-        source = target.step.plan(*target.args).source
-        if source is None or isinstance(plan.decision, StagedPlan):
-            return plan
-        source.check(plan.decision)
-        return replace(plan, source=source)
-    cluster = cluster or cluster_of_plan(plan)
-    step = parallelize(
-        target.step, plan=plan, cluster=cluster, num_microbatches=microbatches
-    )
-    return step.plan(*target.args)
+    step, asked = target.step, None
+    if isinstance(step, ParallelFunction):
+        if not isinstance(plan.decision, StagedPlan):
+            asked = step.plan(*target.args).source
+            if asked is not None:
+                asked.check(plan.decision)
+        step = inspect.unwrap(step)
+    found = parallelize(
+        step,
+        plan=plan,
+        cluster=cluster or cluster_of_plan(plan),
+        num_microbatches=microbatches,
+    ).plan(*target.args)
+    return found if asked is None else replace(found, source=asked)
 
 
 def cluster_of_plan(plan: Plan) -> Cluster | None:
@@ -144,14 +150,15 @@ def cluster_of_plan(plan: Plan) -> Cluster | None:
       ValueError: it is neither these nor a preset.
     """
     from ..clusters.cluster import Cluster
+    from ..report.findings import cluster_by_name
 
     name = plan.decision.cluster
     if name == Cluster.local().name:
         return None
-    try:
-        return Cluster.preset(name)
-    except ValueError:
+    found = cluster_by_name(name)
+    if found is None:
         raise ValueError(
             f"The costs of a plan are those of its cluster, but the plan is for "
             f"{name!r}, which is no preset; name its file with --cluster."
-        ) from None
+        )
+    return found

@@ -84,7 +84,22 @@ def comparison_table(rows: Sequence[Row]) -> Table:
     first = rows[0].plan
     for row in rows:
         table.add_row(row.name, *_cells(row.plan, first))
+    refused = [
+        f"{r.name} is refused: {_reason(r.plan)}" for r in rows if _is_refused(r)
+    ]
+    if refused:
+        table.caption, table.caption_justify = Text("\n".join(refused)), "left"
     return table
+
+
+def _is_refused(row: Row) -> bool:
+    plan = row.plan
+    return isinstance(plan, Exception) and not isinstance(plan, InfeasiblePlanError)
+
+
+def _reason(plan: MethodPlan) -> str:
+    """The first sentence of why a method is refused."""
+    return str(plan).split(";")[0].split(". ")[0]
 
 
 def _cells(plan: MethodPlan, first: MethodPlan) -> list[str | Text]:
@@ -93,8 +108,7 @@ def _cells(plan: MethodPlan, first: MethodPlan) -> list[str | Text]:
         needs = f"needs {format_bytes(least)}" if least else "does not fit"
         return ["", "-", "", "", needs, ""]
     if isinstance(plan, Exception):
-        sentence = str(plan).split(";")[0].split(". ")[0]
-        return [Text(f"refused: {sentence}", style="dim", overflow="fold")]
+        return ["-", "-", "", "", "refused", ""]
     assert isinstance(first, ShardingPlan)
     predicted = plan.predicted
     return [

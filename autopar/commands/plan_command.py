@@ -78,8 +78,8 @@ def plan(
     offload: Annotated[
         str | None,
         typer.Option(
-            help="What lies in the host's memory: optimizer_state, or auto: as much of "
-            "it as the budget takes."
+            help="What lies in the host's memory: optimizer_state, state (parameters "
+            "too), or auto: as much of the former as the budget takes."
         ),
     ] = None,
     settings: Annotated[
@@ -192,6 +192,9 @@ def plan(
     if before is not None:
         console.print()
         before.diff(made).print()
+    if len(more_pins) > 1:
+        console.print("\nwhat each pin adds to a step", style="bold")
+        console.print(str(made.pin_costs()), markup=False)
     if rows:
         from .method_comparison import comparison_table
 

@@ -5,16 +5,13 @@ jax is imported inside: `autopar --help` does without.
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from .explain_command import with_step
 from .plan_command import find_cluster
-
-if TYPE_CHECKING:
-    from ..plans.parallel_plan import Plan
 
 
 def report(
@@ -49,6 +46,9 @@ def report(
             "plan names."
         ),
     ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="As the plan was made with; needs --target.")
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -74,31 +74,17 @@ def report(
         autopar report plan.json --target train:for_autopar
     """
     from ..plans.parallel_plan import Plan
+    from .plan_targets import find_step, parse_settings
 
     plan = Plan.load(path)
     if target is not None:
-        plan = _with_step(plan, target, args, settings or [], cluster)
-    elif args is not None or settings or cluster is not None:
+        found = find_step(target, args, parse_settings(settings or []))
+        plan = with_step(plan, found, find_cluster(cluster), microbatches)
+    elif settings or (args, cluster, microbatches) != (None, None, None):
         raise ValueError(
-            "--args, --set and --cluster say more about the step, so --target must "
-            "name it; give --target MODULE:NAME, or leave them out."
+            "--args, --set, --cluster and --microbatches say more about the step, so "
+            "--target must name it; give --target MODULE:NAME, or leave them out."
         )
     written = output or path.with_suffix(".html")
     plan.report(written, alternatives=alternatives, audit=audit)
     print(f"written to {written}")
-
-
-def _with_step(
-    plan: Plan, target: str, args: str | None, settings: list[str], cluster: str | None
-) -> Plan:
-    """The plan, which knows its step; errors are those of running it there."""
-    from ..api import ParallelFunction, parallelize
-    from ..report.findings import cluster_by_name
-    from .plan_targets import find_step, parse_settings
-
-    found = find_step(target, args, parse_settings(settings))
-    step = found.step
-    if isinstance(step, ParallelFunction):
-        step = inspect.unwrap(step)
-    named = find_cluster(cluster) or cluster_by_name(plan.decision.cluster)
-    return parallelize(step, plan=plan, cluster=named).plan(*found.args)

@@ -62,7 +62,7 @@ def run_in_order(block: KernelBlock) -> Liveness:
     order = _sends_at_once(block, _depth_first_order(block))
     duplicated = _duplicated(block)
     starts, ends = _intervals(block, order, duplicated)
-    sizes = np.array([value.bytes for value in block.values], np.int64)
+    sizes = block.sizes
     borrowed = _borrowed(block, order, sizes, (starts, ends), duplicated)
     own = starts >= 0
     own[list(borrowed)] = False
@@ -92,8 +92,9 @@ def _depth_first_order(block: KernelBlock) -> tuple[int, ...]:
     for k in returned:
         num_readers[k] += 1
     extra, size, total = [0] * len(kernels), [0] * len(kernels), 0
+    sizes = block.sizes.tolist()
     for k, kernel in enumerate(kernels):
-        own = sum(block.values[v].bytes for v in kernel.writes)
+        own = sum([sizes[v] for v in kernel.writes])
         total += own
         behind = max(num_readers[k] - 1, 0) + sum(extra[i] for i in operands[k])
         extra[k] = min(behind, len(kernels))
@@ -179,7 +180,7 @@ def _intervals(
             if value in duplicated and starts[value] < 0:
                 starts[value] = position
             ends[value] = position
-    outside = [v for v, value in enumerate(block.values) if value.is_outside]
+    outside = np.flatnonzero(block.is_outside).tolist()
     without = list((block.kept | set(outside)) - duplicated)
     starts[without] = ends[without] = -1
     for position, k in enumerate(order):
@@ -204,8 +205,8 @@ def _written_over(
     if kernel.is_elementwise:
         dying = [value for value in kernel.reads if is_dying(value)]
         for new in kernel.writes:
-            size = block.values[new].bytes
-            match = [value for value in dying if block.values[value].bytes == size]
+            sizes = block.sizes
+            match = [value for value in dying if sizes[value] == sizes[new]]
             if match and starts[new] >= 0:
                 dying.remove(match[0])
                 over.append(match[0])

@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from ..graph.build_graph import COND, SCAN, SHARD_MAP, WHILE
 from ..graph.op_graph import Operator, OpGraph
 from ..plans.plan import ShardingPlan
+from ..rules.halos import copied_bytes, factors_with_halos
 from ..sharding.spec import num_shards
 from .execution_order import Liveness, run_in_order
-from .kernels import Border, Value, kernel_block
+from .fusion import Traits
+from .kernel_builder import kernel_block
+from .kernels import Border, Value
+from .plan_arrays import PlanArrays
 
 POINTER_BYTES = 8  # of each result, in the table that a program returns
 
@@ -62,6 +66,8 @@ class MemoryProfile:
                 for op in self.graph.blocks[block].operators
                 if op.index == kernel.operator
             )
+            if not bodies:
+                return
             fullest = max(bodies, key=lambda body: self.liveness[body].peak_bytes)
             yield from self._live(fullest, int(self.liveness[fullest].bytes.argmax()))
 
@@ -105,9 +111,13 @@ class _Run:
     def __init__(self, graph: OpGraph, plan: ShardingPlan) -> None:
         self.graph, self.plan = graph, plan
         self.liveness: dict[int, Liveness] = {}
-        self._operator_plans = {
-            op.index: each
+        self._arrays = PlanArrays.of(graph, plan)
+        self._traits = Traits.of(graph.columns)
+        sizes = plan.mesh.axis_sizes
+        self._halo_bytes = {
+            op.index: copied_bytes(op, halos, sizes)
             for op, each in zip(graph.operators(), plan.operators, strict=True)
+            if (halos := factors_with_halos(op, each.factors))
         }
 
     def block(self, index: int, border: Border) -> int:
@@ -118,9 +128,8 @@ class _Run:
             for op in block.operators
             if op.bodies and op.kind != SHARD_MAP
         }
-        kernels = kernel_block(
-            *(self.graph, self.plan, self._operator_plans, block, border, inner_bytes)
-        )
+        inner_bytes |= self._halo_bytes
+        kernels = kernel_block(self._arrays, self._traits, block, border, inner_bytes)
         self.liveness[index] = run_in_order(kernels)
         return self.liveness[index].peak_bytes
 

@@ -25,6 +25,8 @@ def refuse_effects(eqn: Any) -> None:
       NotImplementedError: the effect is ordered, or is none of an unordered callback;
         says why and what to write instead.
     """
+    if not eqn.effects:
+        return
     names = sorted(type(effect).__name__ for effect in eqn.effects)
     kind, where = eqn.primitive.name, source_line(eqn)
     if any(name.startswith("Ordered") for name in names):

@@ -20,6 +20,7 @@ from ..state.distributed_array import (
     DistributedArray,
     abstract_leaf,
 )
+from .padded_windows import with_padded_windows
 
 _LEAF_TYPES = (
     jax.Array,
@@ -168,7 +169,7 @@ def trace(
         traced = jax.jit(fresh).trace(*args, **kwargs)
     return TracedFunction(
         name=getattr(fun, "__name__", type(fun).__name__),
-        jaxpr=dead_code_eliminated(traced.jaxpr),
+        jaxpr=dead_code_eliminated(with_padded_windows(traced.jaxpr)),
         in_tree=traced.in_tree,
         out_tree=jax.tree.structure(traced.out_info),
         input_paths=paths,

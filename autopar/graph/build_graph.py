@@ -127,6 +127,7 @@ class _Builder:
         self.tensors: list[Tensor] = []
         self.blocks: list[_OpenBlock] = []
         self.num_operators = 0
+        self.called_at = ""  # the line of the call that is inlined, if it has one
         self.ordinals: dict[str, int] = {}
 
     def open_block(
@@ -214,7 +215,7 @@ class _Builder:
                 result_types=tuple(result_types),
                 block=block.index,
                 eqn=eqn,
-                source=source_line(eqn),
+                source=source_line(eqn) or self.called_at,
                 bodies=tuple(bodies),
             )
         )
@@ -280,7 +281,10 @@ class _Builder:
         env: _Env = dict(zip(jaxpr.invars, values, strict=True))
         for var, value in zip(jaxpr.constvars, consts, strict=True):
             env[var] = Constant(value, tensor_type(var.aval))
-        return self.inline(jaxpr, env, block, scope)
+        before, self.called_at = self.called_at, source_line(eqn) or self.called_at
+        outputs = self.inline(jaxpr, env, block, scope)
+        self.called_at = before
+        return outputs
 
     def barrier(
         self, eqn: Any, values: Sequence[_Value], block: _OpenBlock, scope: str

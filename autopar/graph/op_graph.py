@@ -6,7 +6,7 @@ scan owns a block for its body. Calls were inlined before, so nothing else nests
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -156,10 +156,19 @@ class OpGraph:
 
     def operators(self) -> tuple[Operator, ...]:
         """Every operator of every block, bodies after the blocks that hold them."""
-        return tuple(op for block in self.blocks for op in block.operators)
+        return self.columns.operators
+
+    @cached_property
+    def columns(self) -> GraphColumns:
+        """The same as arrays."""
+        return GraphColumns.of(self)
 
     def verify(self) -> None:
-        """Raise AssertionError if an operator reads what its block has not made yet."""
+        """Raise AssertionError if an operator reads what its block has not made yet.
+
+        Makes the columns, which all that follows needs.
+        """
+        assert len(self.columns.type_of) == len(self.tensors)
         for block in self.blocks:
             made = set(block.inputs)
             for op in block.operators:
@@ -195,3 +204,121 @@ class OpGraph:
             )
             lines.append(f"  return {outputs}")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class GraphColumns:
+    """A graph as arrays, for what is done to all its operators or tensors at once.
+
+    Row k is `operators[k]`. It reads the tensors `operands[operand_start[k] :
+    operand_start[k + 1]]`, -1 for a constant, and makes those of `results` likewise.
+    Rows of one number `alike` [rows] differ in names and tensors only; `examples` are
+    one row of each number. `index` and `block_of` [rows] are the operators'; `type_of`
+    [tensors] are places in `types`.
+    """
+
+    operators: tuple[Operator, ...]
+    operand_start: np.ndarray
+    operands: np.ndarray
+    result_start: np.ndarray
+    results: np.ndarray
+    alike: np.ndarray
+    examples: np.ndarray
+    index: np.ndarray
+    block_of: np.ndarray
+    types: tuple[TensorType, ...]
+    type_of: np.ndarray
+
+    @classmethod
+    def of(cls, graph: OpGraph) -> GraphColumns:
+        """The columns of a graph; `graph.columns` keeps them."""
+        operators = tuple([op for block in graph.blocks for op in block.operators])
+        operands = [
+            operand if operand.__class__ is int else -1
+            for op in operators
+            for operand in op.operands
+        ]
+        alike = np.array(_alike(operators), np.intp)
+        type_of, types = _by_object([tensor.type for tensor in graph.tensors])
+        return cls(
+            operators,
+            _starts([len(op.operands) for op in operators]),
+            np.array(operands, np.intp),
+            _starts([len(op.results) for op in operators]),
+            np.array([result for op in operators for result in op.results], np.intp),
+            alike,
+            np.unique(alike, return_index=True)[1],
+            np.array([op.index for op in operators], np.intp),
+            np.array([op.block for op in operators], np.intp),
+            types,
+            type_of,
+        )
+
+    @cached_property
+    def rows_of_operands(self) -> np.ndarray:
+        """The row that reads each entry of `operands`."""
+        return np.repeat(np.arange(len(self.operators)), np.diff(self.operand_start))
+
+    @cached_property
+    def rows_of_results(self) -> np.ndarray:
+        """The row that makes each entry of `results`."""
+        return np.repeat(np.arange(len(self.operators)), np.diff(self.result_start))
+
+    def __str__(self) -> str:
+        return (
+            f"GraphColumns: {len(self.operators)} operators of {len(self.examples)} "
+            f"kinds, {len(self.type_of)} tensors of {len(self.types)} types"
+        )
+
+
+def _alike(operators: Sequence[Operator]) -> list[int]:
+    """Equal numbers for operators that differ in nothing but names and tensors."""
+    numbers: dict[object, int] = {}
+    found: list[int] = []
+    for op in operators:
+        constants = ()
+        if any([operand.__class__ is not int for operand in op.operands]):
+            constants = tuple([constant_key(operand) for operand in op.operands])
+        types = tuple(map(id, (*op.operand_types, None, *op.result_types)))
+        key = op.kind, types, constants, op.bodies
+        try:
+            whole = *key, *op.params.items()
+            found.append(numbers.setdefault(whole, len(numbers)))
+        except TypeError:  # a parameter that has no hash
+            whole = *key, repr(op.params)
+            found.append(numbers.setdefault(whole, len(numbers)))
+    return found
+
+
+def constant_key(operand: Operand) -> object:
+    """Equal for equal literals; None for a tensor."""
+    if not isinstance(operand, Constant):
+        return None
+    if operand.type.is_extended:
+        return repr(operand.value)
+    value = np.asarray(operand.value)
+    return value.dtype, value.shape, value.tobytes()
+
+
+def params_key(params: Mapping[str, object]) -> object:
+    """Equal only for equal parameters: themselves, or how they print."""
+    items = tuple(sorted(params.items())) if len(params) > 1 else tuple(params.items())
+    try:
+        hash(items)
+    except TypeError:
+        return repr(items)
+    return items
+
+
+def _by_object(
+    types: Sequence[TensorType],
+) -> tuple[np.ndarray, tuple[TensorType, ...]]:
+    """The place of each type among the distinct ones, and those."""
+    ids = list(map(id, types))
+    distinct = dict(zip(ids, types, strict=True))
+    places = {key: place for place, key in enumerate(distinct)}
+    return np.array([places[key] for key in ids], np.intp), tuple(distinct.values())
+
+
+def _starts(counts: list[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(np.array(counts, np.intp))])

@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 
 from ..sharding.mesh import MeshShape
-from ..sharding.resharding import Step, wire_dtype
+from ..sharding.placement import Step
+from ..sharding.resharding import wire_dtype
 from ..sharding.spec import MAX, MIN, SUM
 
 _REDUCERS: dict[int, Callable[..., Any]] = {
@@ -25,6 +26,9 @@ _REDUCERS: dict[int, Callable[..., Any]] = {
 def apply_step(x: jax.Array, step: Step, mesh: MeshShape) -> jax.Array:
     """The shard after `step`; one collective of the step's kind, or none."""
     names = tuple(mesh.axis_names[axis] for axis in step.axes)
+    groups = None
+    if step.groups:  # they number all devices
+        names, groups = mesh.axis_names, step.groups
     if x.size == 0 and step.is_collective:  # StableHLO has none that move nothing
         return lax.reshape(x, _shape_after(x.shape, step, mesh))
     match step.kind:
@@ -35,21 +39,31 @@ def apply_step(x: jax.Array, step: Step, mesh: MeshShape) -> jax.Array:
                 _unknown(x), names, scatter_dimension=step.dim, tiled=True
             )
         case "all_gather":
-            return lax.all_gather(x, names, axis=step.dim, tiled=True)
+            return lax.all_gather(
+                x, names, axis_index_groups=groups, axis=step.dim, tiled=True
+            )
         case "all_to_all":
             # XLA's CPU compiler sends the parts of a concatenation as they are, and
             # refuses them if their layouts differ.
             x = lax.optimization_barrier(x)
             return lax.all_to_all(
-                x, names, split_axis=step.target_dim, concat_axis=step.dim, tiled=True
+                x,
+                names,
+                split_axis=step.target_dim,
+                concat_axis=step.dim,
+                axis_index_groups=groups,
+                tiled=True,
             )
         case "collective_permute":
-            return lax.ppermute(x, names, step.pairs)
+            return lax.ppermute(x, names, step.groups)
         case "slice":
             (axis,) = step.axes
-            size = x.shape[step.dim] // mesh.axis_sizes[axis]
-            start = lax.axis_index(names[0]) * size
-            return lax.dynamic_slice_in_dim(x, start, size, axis=step.dim)
+            index, parts = lax.axis_index(names[0]), mesh.axis_sizes[axis]
+            if step.part is not None:
+                stride, parts = step.part
+                index = index // stride % parts
+            size = x.shape[step.dim] // parts
+            return lax.dynamic_slice_in_dim(x, index * size, size, axis=step.dim)
         case "mask":
             keep = lax.axis_index(names[0]) == 0
             return jnp.where(keep, x, jnp.zeros_like(x))
@@ -98,6 +112,8 @@ def _shape_after(
 ) -> tuple[int, ...]:
     """The shape of a shard after a collective."""
     count = prod(mesh.axis_sizes[axis] for axis in step.axes)
+    if step.groups:
+        count = len(step.groups[0])
     changed = list(shape)
     match step.kind:
         case "all_gather":

@@ -70,8 +70,10 @@ class LoweredPipeline:
 
     def compile(self) -> CompiledPipeline:
         """Compile every program for the devices of its stage."""
-        for piece in self.step.pipeline.pieces:
-            piece.program.compile()
+        pipeline = self.step.pipeline
+        if not pipeline.compiled:  # those of other hosts
+            for piece in pipeline.pieces:
+                piece.program.compile()
         return CompiledPipeline(self)
 
 

@@ -66,7 +66,8 @@ class Compiled:
                 )
             program = self.lowered.program
             self._check_types(call.leaves)
-            whole = map(gathered, call.leaves, program.shardings)
+            leaves = program.without_repeats(call.leaves)
+            whole = map(gathered, leaves, program.shardings)
             placed = jax.device_put(list(whole), list(program.shardings))
             donated, kept = program.split(placed)
             outputs = program.watched(

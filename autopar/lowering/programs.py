@@ -15,6 +15,7 @@ from ..frontend.host_calls import HostCalls
 from ..graph.build_graph import BARRIER
 from ..graph.op_graph import OpGraph
 from ..jax_compat import Tracer, weakly_typed
+from ..jax_compat import distributed_store as distributed_store
 from ..jax_compat import is_checking_values as is_checking_values
 from ..plans.plan import ShardingPlan
 from ..sharding.resharding import Resharder
@@ -66,6 +67,20 @@ class SpmdProgram:
     def split(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The leaves that are donated and those that are kept."""
         return [leaves[i] for i in self.donated], [leaves[i] for i in self.kept]
+
+    def without_repeats(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves, with a copy of each array that is donated and comes again.
+
+        Moved first, they would be several arrays of one buffer, which XLA's CPU client
+        does not survive.
+        """
+        found = list(leaves)
+        seen = {id(leaves[i]) for i in self.kept}
+        for i in self.donated:
+            if isinstance(found[i], jax.Array) and id(found[i]) in seen:
+                found[i] = jax.numpy.copy(found[i])
+            seen.add(id(found[i]))
+        return found
 
     def watched(self, run: Callable[[], Any]) -> Any:
         """What `run` gives, which starts the program.

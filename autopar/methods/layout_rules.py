@@ -22,6 +22,7 @@ from ..sharding.pins import keys_of_arguments
 from .restrictions import NOT_SPLIT, Demand, Restriction
 
 BATCH = "batch"
+AUTO = "auto"
 _SEPARATORS = re.compile(r"[;,.\s]+")
 
 
@@ -33,10 +34,15 @@ class LayoutRules:
     dim without a rule is whole, and work may be repeated on devices. As `rules=` they
     fix the dims that they name, and all others are left to the solver.
 
+    As `method=`, `"auto"` asks for the layout that holds the least memory, as
+    `auto_mtf.layout` does: each named dim on one mesh axis or none, and of layouts that
+    hold as much the one that splits the most dims (`planner/auto_layout.py`). Without
+    `names`, every dim of the arguments is free to be split.
+
     Args:
-      rules: pairs such as `"batch:rows;hidden:cols"`, separated by any of `;` `,` `.`
-        and space. Names may share an axis where no tensor has both; a name that is
-        given several axes is split by them together.
+      rules: `"auto"`, or pairs such as `"batch:rows;hidden:cols"`, separated by any of
+        `;` `,` `.` and space. Names may share an axis where no tensor has both; a name
+        that is given several axes is split by them together.
       names: the names of an argument's dims, by path or regular expression as in
         `pins`: `{"x": "batch io", r"\\['w'\\]": ("io", "hidden")}`, with None or `-`
         for a dim without one. `batch` is dim 0 of the batch if no dim is called so.
@@ -56,7 +62,14 @@ class LayoutRules:
     num_microbatches: int = 1
     microbatch_semantics: MicrobatchSemantics = "exact"
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether the layout is to be found."""
+        return self.rules.strip() == AUTO
+
     def __post_init__(self) -> None:
+        if self.is_auto:
+            return
         axes_by_name = self.axes_by_name()
         for name, axes in axes_by_name.items():
             if self.strict and len(axes) > 1:
@@ -76,7 +89,7 @@ class LayoutRules:
                 raise ValueError(
                     f"Layout rules are made of name:axis pairs such as "
                     f"'batch:data;d_ff:model', but {self.rules!r} has the part "
-                    f"{part!r}."
+                    f"{part!r}; write {name or 'name'}:AXIS."
                 )
             if axis in found.get(name, ()):
                 raise ValueError(
@@ -96,10 +109,15 @@ def as_layout_rules(value: object) -> LayoutRules | None:
     Raises:
       TypeError: it is neither LayoutRules nor a string of them.
     """
+    if isinstance(value, str):
+        value = LayoutRules(value)
+    if isinstance(value, LayoutRules) and value.is_auto:
+        raise ValueError(
+            "`rules` fix the dims that they name, so they cannot be 'auto'; leave them "
+            "out, or give method=autopar.LayoutRules('auto')."
+        )
     if value is None or isinstance(value, LayoutRules):
         return value
-    if isinstance(value, str):
-        return LayoutRules(value)
     raise TypeError(
         f"`rules` must be autopar.LayoutRules, or a string such as 'batch:data' where "
         f"only the batch has a name, but got {value!r} of type {type(value).__name__}."
@@ -153,7 +171,7 @@ class _Layout:
     ) -> None:
         self.rules, self.graph, self.mesh = rules, graph, mesh
         self.axes = {name: self._axes(name) for name in rules.axes_by_name()}
-        self.names = dict(self._given_names(batch))  # the last of a dim counts
+        self.names = dict(given_names(rules, graph, batch))  # the last of a dim counts
         self._check_names()
         num_parts = {name: self._num_parts(name) for name in self.axes}
         spread = DimTies.of(graph, mesh).spread(self.names, num_parts)
@@ -176,30 +194,13 @@ class _Layout:
             if axis not in self.mesh.axis_names:
                 raise ValueError(
                     f"Layout rules may only name axes of the mesh {self.mesh}, but "
-                    f"{name!r} is given {axis!r} in {self.rules.rules!r}."
+                    f"{name!r} is given {axis!r} in {self.rules.rules!r}; use one of "
+                    f"{', '.join(self.mesh.axis_names)}."
                 )
         return tuple(sorted(map(self.mesh.index_of, axes)))
 
     def _num_parts(self, name: str) -> int:
         return prod(self.mesh.axis_sizes[axis] for axis in self.axes[name])
-
-    def _given_names(self, batch: Sequence[int]) -> Iterator[tuple[Dim, str]]:
-        by_key = self.rules.names or {}
-        keys = keys_of_arguments(by_key, self.graph, "name of dims")
-        words = {key: _words(names) for key, names in by_key.items()}
-        if all(BATCH not in names for names in words.values()):
-            yield from (((tensor, 0), BATCH) for tensor in batch)
-        for tensor, key in keys.items():
-            names, kind = words[key], self.graph.tensors[tensor].type
-            if len(names) != kind.rank:
-                raise ValueError(
-                    f"An argument needs one name for each dim (`-` for none), but "
-                    f"{self.graph.tensors[tensor].name}, {kind}, is given "
-                    f"{len(names)} by {key!r}: {by_key[key]!r}."
-                )
-            for dim, name in enumerate(names):
-                if name is not None:
-                    yield (tensor, dim), name
 
     def _check_names(self) -> None:
         for name in self.axes:
@@ -282,6 +283,32 @@ class _Layout:
     def _place(self, dim: Dim) -> str:
         tensor = self.graph.tensors[dim[0]]
         return f"dim {dim[1]} of {tensor.name}, {tensor.type}"
+
+
+def given_names(
+    rules: LayoutRules, graph: OpGraph, batch: Sequence[int]
+) -> Iterator[tuple[Dim, str]]:
+    """Dims of arguments and their names; of a dim that is there twice the last counts.
+
+    Raises:
+      ValueError: names that no argument, or not every dim of one, has.
+    """
+    by_key = rules.names or {}
+    keys = keys_of_arguments(by_key, graph, "name of dims")
+    words = {key: _words(names) for key, names in by_key.items()}
+    if all(BATCH not in names for names in words.values()):
+        yield from (((tensor, 0), BATCH) for tensor in batch)
+    for tensor, key in keys.items():
+        names, kind = words[key], graph.tensors[tensor].type
+        if len(names) != kind.rank:
+            raise ValueError(
+                f"An argument needs one name for each dim (`-` for none), but "
+                f"{graph.tensors[tensor].name}, {kind}, is given "
+                f"{len(names)} by {key!r}: {by_key[key]!r}; write {kind.rank}."
+            )
+        for dim, name in enumerate(names):
+            if name is not None:
+                yield (tensor, dim), name
 
 
 def _words(names: str | Sequence[str | None]) -> tuple[str | None, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from ..graph.op_graph import OpGraph
@@ -35,6 +36,49 @@ def megatron_restriction(
       ValueError: the mesh or the batch does not fit.
       NotImplementedError: dim 1 of the batch is not found between the layers.
     """
+    dims = megatron_dims(name, num_parts, graph, mesh, batch, sequence=sequence)
+    return dims.restriction(name, graph, mesh)
+
+
+@dataclass(frozen=True)
+class MegatronDims:
+    """Dims that are split, by tensor: with the batch, in groups, and between layers.
+
+    `first` is the first of the mesh axes that hold a group.
+    """
+
+    first: int
+    batch: Mapping[int, frozenset[int]]
+    split: Mapping[int, frozenset[int]]
+    between: Mapping[int, frozenset[int]]
+
+    def restriction(self, name: str, graph: OpGraph, mesh: MeshShape) -> Restriction:
+        """The demands on all tensors of a graph whose dims these are."""
+        everywhere: dict[int, Demand] = {}
+        made: dict[int, Demand] = {}
+        num_inside = mesh.num_axes - self.first
+        for tensor in graph.tensors:
+            states: States = self.batch.get(tensor.index, NOT_SPLIT)
+            data = (states,) * self.first
+            inside: States = self.split.get(tensor.index, NOT_SPLIT)
+            if tensor.index not in self.split and tensor.index in self.between:
+                dims = self.between[tensor.index]
+                inside = NOT_SPLIT | dims
+                made[tensor.index] = data + (PENDING | dims,) * num_inside
+            everywhere[tensor.index] = data + (inside,) * num_inside
+        return Restriction(name, everywhere, made, {})
+
+
+def megatron_dims(
+    name: str,
+    num_parts: int,
+    graph: OpGraph,
+    mesh: MeshShape,
+    batch: Sequence[int],
+    *,
+    sequence: bool,
+) -> MegatronDims:
+    """The dims that Megatron splits; arguments and errors as above."""
     first = _first_tensor_axis(name, num_parts, mesh)
     work = BatchDims.of(name, graph, mesh, batch, range(first))
     parameters = work.flow().parameters
@@ -45,17 +89,7 @@ def megatron_restriction(
     if sequence:
         between = _sequence_dims(name, num_parts, work, batch)
         _check_sequence(name, graph, between, split)
-    everywhere: dict[int, Demand] = {}
-    made: dict[int, Demand] = {}
-    for tensor in graph.tensors:
-        data = tuple(work.states(tensor.index, axis) for axis in range(first))
-        inside: States = split.get(tensor.index, NOT_SPLIT)
-        if tensor.index not in split and tensor.index in between:
-            dims = between[tensor.index]
-            inside = NOT_SPLIT | dims
-            made[tensor.index] = data + (PENDING | dims,) * (mesh.num_axes - first)
-        everywhere[tensor.index] = data + (inside,) * (mesh.num_axes - first)
-    return Restriction(name, everywhere, made, {})
+    return MegatronDims(first, work.dims, split, between)
 
 
 def _first_tensor_axis(name: str, num_parts: int, mesh: MeshShape) -> int:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
+from typing import Literal, get_args
 
 from ..microbatches.microbatch_semantics import MicrobatchSemantics, check_semantics
-from ..sharding.mesh import MeshLike
-from .named_methods import NAMED_METHODS, NamedMethod
+from ..sharding.mesh import MeshLike, MeshShape
+from .named_methods import NAMED_METHODS, Megatron, NamedMethod, ThreeD
 from .place_operators import PlaceOperators
 from .schedule_choice import ScheduleFunction, check_schedule
+
+Objective = Literal["time", "memory"]
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,13 @@ class ShardParallel:
         of a sum over the batch you get the mean of the microbatches' sums. BatchNorm's
         running statistics move once a step, by the mean of the microbatches'
         statistics. Random keys are the same in every microbatch.
+      objective: "time": the fastest step that fits the budget. "memory": the plan that
+        is found to hold the least on a device, whatever it costs.
     """
 
     num_microbatches: int = 1
     microbatch_semantics: MicrobatchSemantics = "exact"
+    objective: Objective = "time"
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,9 @@ class PipelineParallel:
       stage_products: how many products (matrix products, convolutions) the forward
         pass of each stage has, those of every layer of a scan apart; stages of about
         equal work if left out.
+      layer_costs: instead, a cost for each of these products in order, in any unit:
+        the slowest stage is then the fastest that contiguous stages can have.
+      inside: what a stage does, where the solver is not to choose: `autopar.ThreeD`'s.
 
     Without `num_stages`, stages and their submeshes are searched for, and with them
     whatever is left out of `num_microbatches`, `schedule` and `mesh`.
@@ -78,6 +88,8 @@ class PipelineParallel:
     stage_meshes: Sequence[MeshLike] | None = None
     microbatch_semantics: MicrobatchSemantics = "exact"
     stage_products: Sequence[int] | None = None
+    layer_costs: Sequence[float] | None = None
+    inside: Megatron | None = None
 
     @property
     def num_submeshes(self) -> int:
@@ -112,6 +124,21 @@ def check_method(method: object) -> Method:
         )
     if isinstance(method, Microbatched):
         check_semantics(method.microbatch_semantics)
+    if isinstance(method, ShardParallel) and (
+        method.objective not in get_args(Objective)
+    ):
+        raise ValueError(
+            f"`objective` must be 'time' or 'memory', but got {method.objective!r}."
+        )
+    if isinstance(method, ThreeD) and method.pipeline > 1:
+        mesh = MeshShape(("data", "tensor"), (method.data, method.tensor))
+        method = PipelineParallel(
+            method.pipeline,
+            method.num_microbatches,
+            stage_meshes=(mesh,) * method.pipeline,
+            microbatch_semantics=method.microbatch_semantics,
+            inside=Megatron(method.tensor, method.sequence),
+        )
     if isinstance(method, PipelineParallel):
         _check_pipeline(method)
     return method
@@ -130,13 +157,23 @@ def _check_pipeline(method: PipelineParallel) -> None:
             "use autopar.ShardParallel(num_microbatches=...)."
         )
     check_schedule(method.schedule)
+    costs = method.layer_costs
+    if costs is not None and (min(costs, default=0) < 0 or not 0 < sum(costs) < inf):
+        raise ValueError(
+            f"`layer_costs` must be numbers from 0 up, not all 0, but got {costs!r}."
+        )
+    if costs is not None and method.stage_products is not None:
+        raise ValueError(
+            "`stage_products` says where stages begin and `layer_costs` has it found, "
+            "but both were given; leave one out."
+        )
     if method.num_stages is not None:
         _check_submeshes(method)
-    elif method.stage_meshes is not None or method.stage_products is not None:
+    elif not (method.stage_meshes is method.stage_products is costs is None):
         raise ValueError(
             "Stages that are searched for get their meshes and products from the "
-            "search, but `stage_meshes` or `stage_products` were given without "
-            "`num_stages`; give the number of stages, or leave them out."
+            "search, but `stage_meshes`, `stage_products` or `layer_costs` were given "
+            "without `num_stages`; give the number of stages, or leave them out."
         )
 
 

@@ -136,14 +136,13 @@ class ThreeD:
     Args:
       data: groups of devices that share out the batch.
       tensor: devices in a group.
-      pipeline: stages; 1 for now.
+      pipeline: stages, each on `data` times `tensor` devices, scheduled as 1F1B.
       sequence: as for `autopar.Megatron`.
       num_microbatches: as for `autopar.ShardParallel`.
       microbatch_semantics: as for `autopar.ShardParallel`.
 
     Raises:
       ValueError: a size is no whole number from 1 up.
-      NotImplementedError: several stages.
     """
 
     data: int
@@ -160,13 +159,6 @@ class ThreeD:
                 raise ValueError(
                     f"`{name}` must be a whole number from 1 up, but got {size!r}."
                 )
-        if self.pipeline > 1:
-            mesh = f"data:{self.data};tensor:{self.tensor}"
-            raise NotImplementedError(
-                f"Stages whose inside has a name are not there yet (docs/roadmap.md); "
-                f"use autopar.PipelineParallel(num_stages={self.pipeline}) with "
-                f"mesh={mesh!r}, which finds what is best in each stage."
-            )
 
     def mesh(self, num_devices: int) -> MeshShape:
         """The mesh where none is given.
@@ -211,6 +203,12 @@ def restriction_of(
       ValueError: the mesh or the batch does not fit the method.
     """
     if isinstance(method, LayoutRules):
+        if method.is_auto:
+            raise NotImplementedError(
+                "What else a layout that is found could be is not there yet "
+                "(docs/roadmap.md); plan with its rules, which are logged, as method="
+                "autopar.LayoutRules('batch:...')."
+            )
         return layout_restriction(method, graph, mesh, batch, others_whole=True)
     if isinstance(method, Megatron | ThreeD):
         return megatron_restriction(

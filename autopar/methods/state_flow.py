@@ -6,8 +6,10 @@ a loop: what one iteration leaves for the next is told apart by what it does fir
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from ..graph.build_graph import SCAN, SHARD_MAP, STRUCTURED, WHILE
 from ..graph.op_graph import Operator, OpGraph
@@ -60,18 +62,33 @@ def made_of(graph: OpGraph, tensors: Iterable[int]) -> set[int]:
     return _reached(tensors, following)
 
 
+def spread_marks(
+    graph: OpGraph, marks: Sequence[int], *, backwards: bool = False
+) -> list[int]:
+    """Marks [tensors], sets of bits, handed on to all that is made of a tensor.
+
+    `backwards`: to all that it is made of instead, also in earlier turns of a loop.
+    """
+    sources, targets = _flow_arrays(graph)
+    if backwards:
+        around = np.array(list(_around_loops(graph)), np.intp).reshape(-1, 2)
+        sources, targets = (
+            np.concatenate([targets[::-1], around[:, 1]]),
+            np.concatenate([sources[::-1], around[:, 0]]),
+        )
+    ends = sources.tolist(), targets.tolist()
+    found, before = list(marks), None
+    while found != before:  # loops and branches are met after what they make
+        before = found.copy() if len(graph.blocks) > 1 else found
+        for source, target in zip(*ends, strict=True):
+            found[target] |= found[source]
+    return found
+
+
 def makers_of(graph: OpGraph, tensors: Iterable[int]) -> set[int]:
     """The tensors, and all that they are made of."""
     preceding: dict[int, set[int]] = {}
     for source, target in _flow(graph):
-        preceding.setdefault(target, set()).add(source)
-    return _reached(tensors, preceding)
-
-
-def leads_to(graph: OpGraph, tensors: Iterable[int]) -> set[int]:
-    """The tensors, and all that they are made of, also in earlier turns of a loop."""
-    preceding: dict[int, set[int]] = {}
-    for source, target in (*_flow(graph), *_around_loops(graph)):
         preceding.setdefault(target, set()).add(source)
     return _reached(tensors, preceding)
 
@@ -109,9 +126,38 @@ def _flow(graph: OpGraph) -> Iterator[tuple[int, int]]:
         if op.kind in STRUCTURED and op.kind != SHARD_MAP:
             yield from _port_flow(graph, op)
         else:
-            for operand in op.operands:
-                if isinstance(operand, int):
-                    yield from ((operand, result) for result in op.results)
+            for result in op.results:
+                for operand in op.operands:
+                    if isinstance(operand, int):
+                        yield operand, result
+
+
+def _flow_arrays(graph: OpGraph) -> tuple[np.ndarray, np.ndarray]:
+    """As `_flow`, in executed order."""
+    columns = graph.columns
+    row = columns.rows_of_results
+    counts = np.diff(columns.operand_start)[row]
+    before = np.cumsum(counts) - counts
+    place = np.arange(counts.sum()) + np.repeat(
+        columns.operand_start[row] - before, counts
+    )
+    source, target = columns.operands[place], np.repeat(columns.results, counts)
+    by_ports = [
+        op.kind in STRUCTURED and op.kind != SHARD_MAP
+        for op in (columns.operators[k] for k in columns.examples.tolist())
+    ]
+    is_by_ports = np.array(by_ports, bool)[columns.alike]
+    row = np.repeat(row, counts)
+    kept = (source >= 0) & ~is_by_ports[row]
+    ports = [
+        (k, *pair)
+        for k in np.flatnonzero(is_by_ports).tolist()
+        for pair in _port_flow(graph, columns.operators[k])
+    ]
+    rows = np.stack([row[kept], source[kept], target[kept]], axis=1)
+    rows = np.concatenate([rows, np.array(ports, np.intp).reshape(-1, 3)])
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    return rows[:, 1], rows[:, 2]
 
 
 def _port_flow(graph: OpGraph, op: Operator) -> Iterator[tuple[int, int]]:

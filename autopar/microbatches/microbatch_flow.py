@@ -44,8 +44,16 @@ class Flow:
     couplings: list[tuple[Operator, int]] = field(default_factory=list)
     is_behind: dict[int, bool] = field(default_factory=dict)  # by operator
     port_state: dict[tuple[int, int], State] = field(default_factory=dict)
+    matches: dict[tuple[int, ...], Factor | None] = field(default_factory=dict)
+    alike: dict[int, int] = field(default_factory=dict)  # equal for equal operators
 
     def __post_init__(self) -> None:
+        columns = self.graph.columns
+        numbers = columns.alike.tolist()
+        self.alike = {
+            op.index: number
+            for op, number in zip(columns.operators, numbers, strict=True)
+        }
         self.num_readers = Counter(
             tensor
             for block in self.graph.blocks
@@ -125,6 +133,12 @@ class Flow:
 
     def match(self, op: Operator, states: Sequence[State]) -> Factor | None:
         """The factor that takes operands in `states`; whole ones can be cut for it."""
+        key = self.alike[op.index], *states
+        if key not in self.matches:
+            self.matches[key] = self._match(op, states)
+        return self.matches[key]
+
+    def _match(self, op: Operator, states: Sequence[State]) -> Factor | None:
         if all(state == REPLICATED for state in states):
             return replicate(op)
         found = [

@@ -37,6 +37,7 @@ class MicrobatchedStep:
     microbatch of each. `phases` say what runs before, in and behind the loop; what runs
     before reads no microbatch.
 
+    `split` says how each tensor of `graph` is cut, where it is of the whole batch.
     `run_part(whole, parts, counter, before)` traces microbatch `counter` and returns
     what leaves it, in the order of `leaving`: `whole` are the values that are the same
     for all, by tensor, `parts` this microbatch of each batch tensor, and `before`
@@ -50,6 +51,7 @@ class MicrobatchedStep:
     phases: Phases
     leaving: tuple[Leaving, ...]
     run_part: RunPart
+    split: MicrobatchSplit | None = None
 
     def grain(self, size: int) -> tuple[int, int, int]:
         """A cut dim of `size` as [examples of a microbatch, microbatches, values]."""
@@ -99,6 +101,7 @@ def exact_step(
         split.phases,
         leaving,
         run_part,
+        split,
     )
 
 

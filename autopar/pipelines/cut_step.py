@@ -12,19 +12,23 @@ from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import build_graph
 from ..graph.op_graph import OpGraph
 from ..methods.methods import PipelineParallel
+from ..methods.named_methods import Megatron
 from ..methods.schedule_choice import has_weight_tasks
 from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_semantics import microbatched
 from ..microbatches.microbatch_step import MicrobatchedStep
 from ..options import Options
 from ..planner.planning import batch_tensors, leaves_of, roles_of
+from ..rematerialisation.remat import Remat
 from ..sharding.mesh import MeshShape
 from .piece_trace import PiecedStep, cut_scans
 from .stage_apply import ApplyCut, cut_apply
-from .stage_cut import StageCut, cut_stages, scan_lengths
+from .stage_cut import StageCut, cut_stages, scan_lengths, work_line
+from .stage_inside import StageInside
 from .stage_pins import StagePins
 from .stage_planner import StagePlanner
 from .stage_programs import PipelineBuilder
+from .stage_remat import with_recomputed_loops, with_recomputed_stages
 from .stage_trace import StepParts, trace_parts
 
 
@@ -50,6 +54,7 @@ class CutStep:
         options: Options,
         split: Collection[int] = (),
         planner: StagePlanner | None = None,
+        inside: Megatron | None = None,
     ) -> PipelineBuilder:
         """What plans the programs, on the mesh of each stage.
 
@@ -75,6 +80,13 @@ class CutStep:
             _kept(self.whole, self.pieced, options),
             frozenset(split),
             planner or StagePlanner(cluster),
+            str(_remat_of(options) or ""),
+            None
+            if inside is None
+            else StageInside.of(
+                *(inside, self.parts.microbatch),
+                *(self.parts.held, self.parts.batch, shapes[0]),
+            ),
         )
 
 
@@ -84,11 +96,18 @@ def cut_step(
     leaves: Sequence[Any],
     method: PipelineParallel,
     options: Options,
+    in_place: bool = False,
+    graph: OpGraph | None = None,
 ) -> CutStep:
-    """Cut a traced step as `method` asks for; errors are those of `plan_pipeline`."""
+    """Cut a traced step as `method` asks for; errors are those of `plan_pipeline`.
+
+    `in_place`: its parts are not traced, see `trace_parts`. `graph` is that of `whole`,
+    if it is there.
+    """
     num_stages = method.num_stages or 2
-    pieced, step = _microbatched(fun, whole, method, options)
-    parts = _tied(trace_parts(pieced.traced, step), pieced.traced, pieced.roles)
+    pieced, step = _microbatched(fun, whole, method, options, graph)
+    parts = trace_parts(pieced.traced, step, in_place)
+    parts = _tied(parts, pieced.traced, pieced.roles)
     cut = cut_stages(
         parts.microbatch,
         [i.tensor for i in parts.microbatch.inputs if i.path in parts.held],
@@ -96,10 +115,48 @@ def cut_step(
         has_weight_tasks(method.schedule, num_stages, step.num_microbatches),
         method.stage_products,
     )
+    remat = _remat_of(options)
+    if remat is not None:
+        graph = parts.microbatch
+        examples = [i.tensor for i in graph.inputs if i.path not in parts.held]
+        number = remat.num_segments or _num_recomputing(method, num_stages)
+        number = min(number, num_stages)
+        cut = with_recomputed_stages(cut, graph, examples, remat, number)
     apply = _cut_apply(parts, cut)
     by_path = dict(zip(whole.input_paths, leaves, strict=True))
     parts = replace(parts, apply=apply.graph)
     return CutStep(whole, pieced, step, parts, cut, apply, by_path)
+
+
+def _remat_of(options: Options) -> Remat | None:
+    """What the user asked for, or what the given plan was made with."""
+    given = [options.remat or ""]
+    if options.plan is not None:
+        given = [each.sharding.remat for each in options.plan.stages.programs]
+    return next((Remat.parse(text) for text in given if text), None)
+
+
+def _num_recomputing(method: PipelineParallel, num_stages: int) -> int:
+    """How many stages make residuals again, where the user did not say.
+
+    In 1F1B the backward task of the last stage is always the next one.
+    """
+    return num_stages - (method.schedule == "1f1b")
+
+
+def products_by_cost(
+    whole: TracedFunction, method: PipelineParallel, options: Options
+) -> tuple[int, ...]:
+    """The products of each stage that balance the method's `layer_costs`.
+
+    Raises:
+      ValueError: fewer products than stages, or another number of costs.
+    """
+    assert method.num_stages is not None and method.layer_costs is not None
+    graph = build_graph(whole, roles_of(whole))
+    batch = batch_tensors(whole, graph, options)
+    held = [i.tensor for i in graph.inputs if i.tensor not in batch]
+    return work_line(graph, held).balanced(method.num_stages, method.layer_costs)
 
 
 def _microbatched(
@@ -107,12 +164,24 @@ def _microbatched(
     whole: TracedFunction,
     method: PipelineParallel,
     options: Options,
+    graph: OpGraph | None,
 ) -> tuple[PiecedStep, MicrobatchedStep]:
     """The step with its scans over layers cut by length, cut into microbatches."""
     roles = roles_of(whole)
-    graph = build_graph(whole, roles)
+    plain, traced = graph or build_graph(whole, roles), whole
     number = method.num_microbatches or options.num_microbatches
-    batch = batch_tensors(whole, graph, options)
+    batch = batch_tensors(whole, plain, options)
+    remat = _remat_of(options)
+
+    def with_loops(
+        traced: TracedFunction, graph: OpGraph
+    ) -> tuple[TracedFunction, OpGraph]:
+        if remat is None:
+            return traced, graph
+        traced = with_recomputed_loops(traced, graph, batch, remat)
+        return traced, build_graph(traced, roles)
+
+    whole, graph = with_loops(traced, plain)
     held = [i.tensor for i in graph.inputs if i.tensor not in batch]
     lengths = scan_lengths(graph, held, method.num_stages or 2, method.stage_products)
 
@@ -122,8 +191,8 @@ def _microbatched(
         return cut_scans(traced, graph, roles, lengths, batch)
 
     def trace_part() -> TracedFunction:
-        part = trace_microbatch(fun, whole, graph, batch, number)
-        return pieced_of(part, build_graph(part, roles)).traced
+        part = trace_microbatch(fun, traced, plain, batch, number)
+        return pieced_of(*with_loops(part, build_graph(part, roles))).traced
 
     pieced = pieced_of(whole, graph)
     of_pieces = build_graph(pieced.traced, pieced.roles) if lengths else graph

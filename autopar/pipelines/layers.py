@@ -13,8 +13,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from ..graph.op_graph import Operator
-from ..planner.operator_choices import params_key
+from ..graph.op_graph import Operator, params_key
 from .stage_borders import border_places
 from .work_line import WorkLine
 

@@ -127,6 +127,7 @@ class PieceFlow:
         return (
             any(state >= 0 for state in states)
             and factor.size % num_layers == 0
+            and not factor.halos
             and all(state >= REPLICATED for state in factor.operands)
             and all(state >= 0 or state in _JOINED for state in factor.results)
             and all(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -117,6 +119,19 @@ class Pipeline:
         fed[COUNTER] = [np.uint32(m) for m in range(number)]
         return {n: parts for n, parts in fed.items() if self.is_slot(n, "batch")}
 
+    @cached_property
+    def compiled(self) -> tuple[jax.stages.Compiled, ...]:
+        """The programs on the devices of this process, compiled side by side.
+
+        In a step, each would wait for those that make what it reads.
+        """
+        if self.planned.cluster.ray_hosts is not None:
+            return ()  # the hosts compile their own
+        lowered = [each.program.lower() for each in self.pieces]
+        with ThreadPoolExecutor(thread_name_prefix="autopar-compile") as threads:
+            list(threads.map(lambda each: each.compile(), lowered))  # JAX keeps them
+        return tuple(each.program.compile() for each in self.pieces)
+
     def audit(self) -> tuple[Audit, ...]:
         """Planned, lowered and compiled collectives of every stage program."""
         return tuple(piece.audit() for piece in self.pieces)
@@ -189,6 +204,7 @@ class PipelinedStep:
         abstract = (jax.typeof(abstract_leaf(leaf)) for leaf in leaves)
         if tuple((t.shape, t.dtype) for t in abstract) != self.pipeline.argument_types:
             raise SignatureChanged
+        _ = self.pipeline.compiled  # before threads wait for each other's programs
         pieces = self.pipeline.split(leaves)
         constants = self.constants or self.pipeline.constants()
         state, results = execute(

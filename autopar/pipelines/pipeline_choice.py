@@ -25,11 +25,17 @@ from ..planner.mesh_search import FAR, least_seconds
 from ..planner.planning import Planned, roles_of
 from ..plans.explain import format_seconds
 from ..plans.parallel_plan import Plan
+from .pipeline_like import pipeline_like
 from .pipeline_plan import PlannedPipeline
 from .stage_memory import fitting_pipeline
 from .stage_search import search_stages
 
-MOST_WORK = 20_000  # operators times devices that Auto searches stages for
+MOST_OPERATORS = 15_000
+"""How many operators of a step Auto searches stages for.
+
+The search and the plan in full take about 2 ms of CPU for each operator, more of it for
+the plan; devices hardly count.
+"""
 
 _log = logging.getLogger("autopar")
 
@@ -45,6 +51,8 @@ def planned_pipeline(
     Raises:
       InfeasiblePlanError: no stages fit into memory.
     """
+    if options.like is not None:
+        return pipeline_like(call, method, options, price)
     if method.num_stages is not None:
         return fitting_pipeline(call, method, options, price)
     if (options.cluster or Cluster.local()).ray_hosts is not None:
@@ -74,7 +82,7 @@ def better_pipeline(
         planned = plan()
     except InfeasiblePlanError as error:
         graph = build_graph(traced := trace(*call), roles_of(traced))
-        found = None if _is_large(graph, cluster) else _search(call, options, price)
+        found = None if _is_large(graph) else _search(call, options, price)
         if found is None:
             raise
         _log.info("a pipeline: nothing else fits (%s)", error.tightest_constraint)
@@ -83,7 +91,7 @@ def better_pipeline(
     floor_seconds = least_seconds(planned.graph, cluster)
     if cluster.num_hosts == 1 or seconds <= FAR * floor_seconds:
         return None
-    if _is_large(planned.graph, cluster):
+    if _is_large(planned.graph):
         return None
     found = _search(call, options, price, seconds)
     if found is not None:
@@ -105,16 +113,16 @@ def _is_open(options: Options) -> bool:
     return is_here and not names_axes and all(each is None for each in given)
 
 
-def _is_large(graph: OpGraph, cluster: Cluster) -> bool:
-    """Whether a search would take minutes; says so."""
+def _is_large(graph: OpGraph) -> bool:
+    """Whether a pipeline would take a minute or more to plan; says so."""
     number = len(graph.operators())
-    if number * cluster.num_devices <= MOST_WORK:
+    if number <= MOST_OPERATORS:
         return False
     _log.warning(
-        "no pipeline is looked for in a step of %d operators on %d devices, which "
-        "takes minutes for now; PipelineParallel() searches all the same, and "
+        "no pipeline is looked for in a step of %d operators, as planning one takes a "
+        "minute or more for now; PipelineParallel() searches all the same, and "
         "PipelineParallel(num_stages=...) needs no search",
-        *(number, cluster.num_devices),
+        number,
     )
     return True
 

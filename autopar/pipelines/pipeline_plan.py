@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 from ..clusters.cluster import Cluster
 from ..frontend.effects import refuse_lost_callbacks
 from ..frontend.tracing import TracedFunction, trace
-from ..graph.op_graph import TensorType
+from ..graph.op_graph import OpGraph, TensorType
 from ..lowering.programs import PipelineProgram
 from ..methods.methods import PipelineParallel
 from ..methods.place_operators import PlaceOperators
@@ -20,7 +21,7 @@ from ..options import Options
 from ..plans.staged_plan import PlannedTransfer
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.spec import Spec, local_shape
-from .cut_step import CutStep, cut_step
+from .cut_step import CutStep, cut_step, products_by_cost
 from .piece_trace import PiecedStep
 from .stage_apply import ApplyCut
 from .stage_cut import StageCut
@@ -64,8 +65,15 @@ class PlannedPipeline:
         """The submesh that a stage runs on."""
         return stage % len(self.shapes)
 
+    @cached_property
+    def host_slots(self) -> frozenset[str]:
+        """What stages keep in the host's memory between their programs."""
+        return frozenset(slot for piece in self.pieces for slot in piece.host_slots)
+
     def slot_bytes(self, slot: str, stage: int) -> int:
-        """Bytes of a slot's value on one device of a stage."""
+        """Bytes of a slot's value on one device of a stage; 0 if the host has it."""
+        if slot in self.host_slots:
+            return 0
         kind, sizes = self.types[slot], self.shapes[self.submesh(stage)].axis_sizes
         spec = self.specs[slot, stage]
         return prod(local_shape(kind.shape, spec, sizes)) * kind.itemsize
@@ -131,14 +139,16 @@ def plan_pipeline(
     options: Options,
     *,
     whole: TracedFunction | None = None,
+    graph: OpGraph | None = None,
     split: Collection[int] = (),
     planner: StagePlanner | None = None,
 ) -> PlannedPipeline:
     """Trace `fun`, cut it into the stages that `method` asks for and plan them.
 
     The plans of `options.plan`, if there are any, are used as they are. `whole` is the
-    trace of `fun`, if it is there; `split` are stages whose state lies in as many parts
-    as they have devices, and `planner` knows plans of equal programs.
+    trace of `fun` and `graph` its graph, if they are there; `split` are stages whose
+    state lies in as many parts as they have devices, and `planner` knows plans of equal
+    programs.
 
     Raises:
       ValueError: more stages than devices or products, or microbatches that do not
@@ -151,7 +161,10 @@ def plan_pipeline(
     shapes = submesh_shapes(method, options, cluster)
     whole = whole or trace(fun, args, kwargs)
     leaves = jax.tree.leaves((args, kwargs))
-    made = cut_step(fun, whole, leaves, method, options)
+    if method.layer_costs is not None:
+        products = products_by_cost(whole, method, options)
+        method = replace(method, stage_products=products, layer_costs=None)
+    made = cut_step(fun, whole, leaves, method, options, graph=graph)
     return _finished(made, method, shapes, options, split, planner)
 
 
@@ -186,6 +199,7 @@ def _finished(
     builder = made.builder(
         [shapes[stage % len(shapes)] for stage in range(num_stages)],
         *(options, split, planner),
+        method.inside if isinstance(method, PipelineParallel) else None,
     )
     pieces = builder.build()
     refuse_lost_callbacks(made.step.graph, (piece.graph for piece in pieces))
@@ -230,6 +244,12 @@ def submesh_shapes(
         )
     if method.stage_meshes is not None:
         shapes = tuple(parse_mesh(mesh) for mesh in method.stage_meshes)
+        if method.inside and sum(shape.size for shape in shapes) != devices:
+            raise ValueError(
+                f"`data` times `tensor` times `pipeline` must be the number of "
+                f"devices, but {number} stages of {shapes[0]} have {devices}; use "
+                f"other sizes."
+            )
         if sum(shape.size for shape in shapes) > devices:
             raise ValueError(
                 f"The submeshes of a pipeline share no device, but `stage_meshes` need "

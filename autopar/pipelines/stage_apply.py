@@ -128,6 +128,7 @@ class _Rounds:
     ) -> None:
         self.graph, self.last, self.everywhere = graph, last, everywhere
         self.operators = graph.blocks[0].operators
+        self.leaf_of = {i.output: i.tensor for i in reversed(graph.inputs)}
         self.made_by = {t: op for op in self.operators for t in op.results}
         self.stage = {op.index: stage_of_operator(op) for op in self.operators}  # type: ignore[operator]
         self.given = {t: home.get(t, 0) for t in graph.blocks[0].inputs if t in small}
@@ -218,14 +219,13 @@ class _Rounds:
     def output_stage(
         self, position: int, operand: object, array_home: Mapping[int, int]
     ) -> int:
-        for graph_input in self.graph.inputs:
-            if graph_input.output == position:
-                known = {**self.given, **array_home}
-                return known.get(graph_input.tensor, 0)
+        if position in self.leaf_of:
+            leaf = self.leaf_of[position]
+            return array_home.get(leaf, self.given.get(leaf, 0))
         maker = self.made_by.get(operand) if isinstance(operand, int) else None
         if maker is not None:
             stage = self.stage[maker.index]
             return self.last if stage is None else stage
         if isinstance(operand, int):
-            return {**self.given, **array_home}.get(operand, self.last)
+            return array_home.get(operand, self.given.get(operand, self.last))
         return self.last

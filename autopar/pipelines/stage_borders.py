@@ -32,26 +32,47 @@ def stage_borders(
     """
     cost, crossing = np.asarray(costs, float), np.asarray(crossing_bytes, float)
     places = border_places(cost, crossing)
-    heavy = np.flatnonzero(cost > 0)
-    if np.isfinite(crossing[places]).sum() + bool(len(heavy)) < num_stages:
-        whole = np.isfinite(crossing[places]).sum() + bool(len(heavy))
+    heavy = cost[cost > 0]
+    chosen = product_borders(heavy, crossing[places], num_stages, NEAR)
+    return [places[i - 1] for i in chosen]
+
+
+def product_borders(
+    costs: Sequence[float] | np.ndarray,
+    crossing_bytes: Sequence[float] | np.ndarray,
+    num_stages: int,
+    near: float = 0.0,
+) -> list[int]:
+    """Products at which stages 1, 2, ... begin; each stage has one or more.
+
+    `crossing_bytes[p]` is what a border before product p + 1 moves, infinite where
+    none may lie. No stage exceeds the smallest slowest stage, or `near` over an even
+    share.
+
+    Raises:
+      ValueError: fewer products than stages.
+    """
+    cost, crossing = np.asarray(costs, float), np.asarray(crossing_bytes, float)
+    is_allowed = np.isfinite(crossing)
+    if is_allowed.sum() + bool(len(cost)) < num_stages:
+        whole = is_allowed.sum() + bool(len(cost))
         raise ValueError(
             f"`num_stages` must be at most the number of products of the step's "
-            f"forward pass, {len(heavy)}"
-            + (f", of which {whole} can be apart" if whole < len(heavy) else "")
+            f"forward pass, {len(cost)}"
+            + (f", of which {whole} can be apart" if whole < len(cost) else "")
             + f", but got {num_stages}."
         )
-    done = np.concatenate([[0.0], np.cumsum(cost)[np.array([*heavy[:-1], -1])]])
-    between = done[None, :] - done[:, None]  # cost of a stage from place i to place j
+    done = np.concatenate([[0.0], np.cumsum(cost)])
+    between = done[None, :] - done[:, None]  # cost of a stage from product i to j
     between[np.tril_indices(len(done))] = np.inf
-    refused = np.array([0.0, *np.where(np.isfinite(crossing[places]), 0, np.inf), 0.0])
+    refused = np.array([0.0, *np.where(is_allowed, 0, np.inf), 0.0])
     slowest, _ = _best(between, refused, num_stages, np.maximum)
-    limit = max(slowest, done[-1] / num_stages * (1 + NEAR)) * (1 + 1e-9)
+    limit = max(slowest, done[-1] / num_stages * (1 + near)) * (1 + 1e-9)
     uneven = np.where(between <= limit, (between / done[-1]) ** 2 * _TIE, np.inf)
-    moved = np.array([0.0, *crossing[places], 0.0])
+    moved = np.array([0.0, *crossing, 0.0])
     moved /= max(moved[np.isfinite(moved)].sum(), 1.0)
     _, chosen = _best(uneven, moved, num_stages, np.add)
-    return [places[i - 1] for i in chosen]
+    return chosen
 
 
 def border_places(

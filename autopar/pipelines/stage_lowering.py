@@ -15,6 +15,7 @@ from ..audit.compiled_collectives import collectives_in_compiled
 from ..audit.lowered_collectives import collectives_in_lowered
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import TensorType
+from ..lowering.host_memory import HOST
 from ..lowering.programs import PipelineProgram, Slot, SpmdProgram, StageProgram
 from ..sharding.spec import Spec, to_partition_spec
 from .stage_pieces import PlannedPiece
@@ -77,6 +78,9 @@ def lower_stages(
         )
         for (name, stage), spec in specs.items()
     }
+    for piece in pieces:
+        for key in ((name, piece.piece.stage) for name in piece.host_slots):
+            shardings[key] = shardings[key].with_memory_kind(HOST)
     lowered = tuple(
         LoweredPiece(piece, piece.program(cluster, meshes[piece.piece.stage]))
         for piece in pieces
@@ -118,7 +122,7 @@ def _runner_of(program: SpmdProgram) -> Callable[[Sequence[Any]], Sequence[Any]]
     def run(values: Sequence[Any]) -> Sequence[Any]:
         donated, kept = program.split(values)
         return program.watched(
-            lambda: program.jitted(donated, kept, list(program.constants))
+            lambda: program.compile()(donated, kept, list(program.constants))
         )
 
     return run

@@ -37,7 +37,8 @@ class Piece:
 class PlannedPiece:
     """A stage program with its plan: lists of slots in, lists of slots out.
 
-    `graph` computes it, `donated` are positions of inputs whose buffers it reuses.
+    `graph` computes it, `donated` are positions of inputs whose buffers it reuses,
+    `host_outputs` of outputs that go to the host's memory.
     """
 
     piece: Piece
@@ -47,6 +48,12 @@ class PlannedPiece:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     donated: tuple[int, ...]
+    host_outputs: tuple[int, ...] = ()
+
+    @property
+    def host_slots(self) -> list[str]:
+        """What the stage keeps in the host's memory until another program reads it."""
+        return [self.outputs[i] for i in self.host_outputs]
 
     @property
     def output_types(self) -> list[TensorType]:
@@ -62,7 +69,8 @@ class PlannedPiece:
         """The program on the devices of its stage."""
         resharder = Resharder(self.plan.mesh, cluster)
         return build_program(
-            self.graph, self.plan, resharder, mesh, self.structs, (), self.donated
+            *(self.graph, self.plan, resharder, mesh, self.structs, (), self.donated),
+            host_outputs=self.host_outputs,
         )
 
 
@@ -91,6 +99,20 @@ def joint_piece(pieces: Sequence[Piece], graph: OpGraph) -> Piece | None:
     outputs = {n: operand for p in pieces for n, operand in p.outputs.items()}
     added = tuple(name for piece in pieces for name in piece.added)
     return Piece(stage, "backward", operators, inputs, outputs, added)
+
+
+def outputs_at_host(graph: OpGraph) -> tuple[int, ...]:
+    """Positions of outputs that operators leave in the host's memory.
+
+    A policy of `jax.checkpoint` that offloads what it saves makes such residuals.
+    """
+    host = {
+        tensor
+        for op in graph.blocks[0].operators
+        for tensor, var in zip(op.results, op.eqn.outvars, strict=True)
+        if getattr(var.aval, "memory_space", None) == jax.memory.Space.Host
+    }
+    return tuple(i for i, operand in enumerate(graph.outputs) if operand in host)
 
 
 def made_nowhere(graph: OpGraph, cut: StageCut) -> list[Operator]:

@@ -10,7 +10,15 @@ from jax.sharding import PartitionSpec
 
 from ..graph.op_graph import OpGraph
 from ..sharding.mesh import MeshShape
-from ..sharding.pins import Pin, check_matched, is_matched, is_path, resolve_pins
+from ..sharding.pins import (
+    PLACED,
+    Pin,
+    check_matched,
+    is_matched,
+    is_path,
+    resolve_pins,
+    warn_idle_pins,
+)
 from ..state.placements import placement_pins
 
 
@@ -37,8 +45,17 @@ class StagePins:
 
         Raises:
           ValueError: one is not.
+          NotImplementedError: one is to stay where its array lies.
         """
         check_matched(pins, paths)
+        warn_idle_pins(pins, paths)
+        for key, spec in pins.items():
+            if spec == PLACED:
+                raise NotImplementedError(
+                    f"A pin {PLACED!r} is not there for pipelines yet "
+                    f"(docs/roadmap.md), whose stages lie on meshes of their own, but "
+                    f"{key!r} is one; give its spec."
+                )
         return cls(pins, frozenset(k for k in pins if is_path(k, paths)), read_only)
 
     def of_piece(self, graph: OpGraph, mesh: MeshShape) -> dict[int, Pin]:

@@ -22,6 +22,7 @@ from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.spec import REPLICATED, Spec, axes_of_dim
 from .equal_programs import fingerprint, renamed
+from .stage_inside import StageInside
 
 
 @dataclass
@@ -39,6 +40,7 @@ class StagePlanner:
         returned: Mapping[int, Spec],
         split: Collection[int] = (),
         gap: float = 1e-4,
+        inside: StageInside | None = None,
     ) -> ShardingPlan:
         """The cheapest plan of a program.
 
@@ -46,11 +48,16 @@ class StagePlanner:
           pins: where arguments lie, by tensor.
           returned: the spec in which results are to be returned, by tensor.
           split: arguments that are to lie in as many parts as there are devices.
+          inside: what its inside is, where that has a name.
         """
+        limits = restrictions(graph, mesh, pins, returned, split)
+        if inside is not None:
+            limits = (*limits, inside.restriction(graph, mesh))
         key = (
             *(fingerprint(graph), mesh, gap, tuple(sorted(split))),
             tuple(sorted((t, pin.axes_by_dim) for t, pin in pins.items())),
             tuple(sorted(returned.items())),
+            repr(limits[-1]) if inside is not None else "",
         )
         if key not in self.known:
             found = plan_intra_op(
@@ -58,7 +65,7 @@ class StagePlanner:
                 mesh,
                 self.cluster,
                 pins=pins,
-                restrictions=restrictions(graph, mesh, pins, returned, split),
+                restrictions=limits,
                 gap=gap,
             )
             self.known[key] = found.plan

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -22,16 +23,19 @@ from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec
 from .stage_apply import ApplyCut
 from .stage_cut import StageCut
+from .stage_inside import StageInside
 from .stage_pieces import (
     Piece,
     PlannedPiece,
     TracedPiece,
     joint_piece,
     made_nowhere,
+    outputs_at_host,
     reads_of,
 )
 from .stage_pins import StagePins
 from .stage_planner import StagePlanner, pin_of, specs_read
+from .stage_remat import made_again
 from .stage_trace import StepParts, graph_of
 
 
@@ -55,10 +59,13 @@ class PipelineBuilder:
     kept: frozenset[str] = frozenset()  # leaves whose buffers are not reused
     split: frozenset[int] = frozenset()
     planner: StagePlanner | None = None  # knows plans of equal programs
+    remat: str = ""  # what backward programs make again
+    inside: StageInside | None = None  # where it has a name
     wanted: dict[tuple[str, int], Spec] = field(default_factory=dict)
     specs: dict[tuple[str, int], Spec] = field(default_factory=dict)
     types: dict[str, TensorType] = field(default_factory=dict)
     slots: dict[str, Slot] = field(default_factory=dict)
+    host: set[str] = field(default_factory=set)  # slots in the host's memory
 
     def build(self) -> list[PlannedPiece]:
         """Plan all pieces; those of one stage agree on the specs they share.
@@ -99,6 +106,7 @@ class PipelineBuilder:
             operators = tuple(o for o in graph.blocks[0].operators if o.index in needed)
             tasks[last] = (last, "forward", operators)
         reads = {task[:2]: reads_of(task[2]) for task in tasks}
+        again = {(s, "weight"): made_again(cut, s) for s in stages}
         made = {t for op in graph.blocks[0].operators for t in op.results}
         handed_on = [operand for operand in graph.outputs if operand not in made]
         for tensor in tensors_of(handed_on):
@@ -120,12 +128,20 @@ class PipelineBuilder:
                 t for t, made in cut.made_on.items() if made == (stage, kind)
             }
             elsewhere = {
-                t for key, found in reads.items() if key != (stage, kind) for t in found
+                t
+                for key, found in reads.items()
+                if key != (stage, kind)
+                for t in found
+                if t not in again.get(key, ())
             }
             outputs: dict[str, int | Constant] = {}
             for tensor in sorted(elsewhere.intersection(cut.made_on, own)):
                 outputs[names[tensor]] = tensor
                 self.slot(names[tensor], "activation", stage)
+            if kind == "backward":
+                for tensor in sorted(again[stage, "weight"]):
+                    outputs[f"again {names[tensor]}"] = tensor
+                    self.slot(f"again {names[tensor]}", "activation", stage)
             added = []
             if (stage, kind) == (cut.num_stages - 1, "forward"):
                 own.update(t for op in nowhere for t in op.results)
@@ -136,7 +152,11 @@ class PipelineBuilder:
                     is_sum = name in self.parts.sums
                     self.slot(name, "gradient" if is_sum else "result", stage)
                     added.extend([name] * is_sum)
-            inputs = {names[t]: t for t in reads[stage, kind]}
+            handed = again.get((stage, kind), ())
+            inputs = {
+                f"again {names[t]}" if t in handed else names[t]: t
+                for t in reads[stage, kind]
+            }
             if operators or outputs:
                 pieces.append(
                     Piece(stage, kind, operators, inputs, outputs, tuple(added))
@@ -222,15 +242,20 @@ class PipelineBuilder:
 
     def unchanged(self, path: str) -> str | None:
         """The leaf that an output of apply is, if that leaf is not updated."""
-        graph = self.parts.apply
-        paths = {i.tensor: i.path for i in graph.inputs}
-        by_path = dict(zip(graph.output_paths, graph.outputs, strict=True))
+        paths, by_path = self._apply_paths
         leaf = paths.get(by_path[path])  # type: ignore[arg-type]
         if leaf is None or leaf in self.parts.sums:
             return None
         next_value = by_path.get(self.state_outputs.get(leaf, ""))
         is_kept = next_value is None or paths.get(next_value) == leaf  # type: ignore[arg-type]
         return leaf if is_kept else None
+
+    @cached_property
+    def _apply_paths(self) -> tuple[dict[int, str], dict[str, int | Constant]]:
+        """The path of each input of apply, by tensor; its outputs by path."""
+        graph = self.parts.apply
+        paths = {i.tensor: i.path for i in graph.inputs}
+        return paths, dict(zip(graph.output_paths, graph.outputs, strict=True))
 
     def slot(self, name: str, kind: SlotKind, stage: int) -> None:
         self.slots.setdefault(name, Slot(name, kind, stage))
@@ -290,6 +315,10 @@ class PipelineBuilder:
             for name in names
         ]
         part = graph_of(task, structs, names, output_names, ties)
+        inputs = (
+            replace(i, memory="host") if i.path in self.host else i for i in part.inputs
+        )
+        part = replace(part, inputs=tuple(inputs))
         return TracedPiece(part, tuple(structs), tuple(names), tuple(ties))
 
     def plan_piece(self, piece: Piece, given: ShardingPlan | None) -> PlannedPiece:
@@ -298,6 +327,10 @@ class PipelineBuilder:
         plan = given or self.solve(piece, part)
         if given is not None:
             check_against(given, part)
+        elif piece.kind == "backward":
+            plan = replace(plan, remat=self.remat)
+        is_here = self.cluster.ray_hosts is None
+        host_outputs = outputs_at_host(part) if is_here else ()
         planned = PlannedPiece(
             piece,
             part,
@@ -310,7 +343,9 @@ class PipelineBuilder:
                 for i, (name, tie) in enumerate(zip(names, traced.ties, strict=True))
                 if tie is not None and name not in self.kept
             ),
+            host_outputs,
         )
+        self.host.update(planned.host_slots)
         self.note(planned)
         return planned
 
@@ -335,7 +370,7 @@ class PipelineBuilder:
         ]
         if self.planner is None:
             self.planner = StagePlanner(self.cluster)
-        return self.planner.plan(part, shape, pins, returned, split, gap)
+        return self.planner.plan(part, shape, pins, returned, split, gap, self.inside)
 
     def note(self, planned: PlannedPiece) -> None:
         """Remember the specs of slots, which later pieces of the stage keep to."""

@@ -1,8 +1,7 @@
 """Search stages, their submeshes, the number of microbatches and the schedule together.
 
-The solver (`solver/stage_dp.py`) takes what spans of layers cost from `span_costs.py`.
-Costs start as bounds; the submeshes of the best stages are then planned, and the search
-is repeated, until all that the best stages stand on was planned. What it finds is
+A step is cut into layers (`layers.py`), which are sampled (`layer_samples.py`) and
+planned where the search (`joint_search.py`) asks for it. The stages that it finds are
 planned in full. If that holds more than was thought, capacity is lowered by the error
 and the search goes on.
 """
@@ -10,18 +9,17 @@ and the search goes on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import jax
 import numpy as np
 
-from autopar.solver.stage_dp import StageAssignment, best_over
-from autopar.solver.stage_problem import ScheduleName, StageChoice, StageProblem
+from autopar.solver.stage_problem import ScheduleName
 
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
@@ -30,19 +28,18 @@ from ..graph.build_graph import build_graph
 from ..methods.methods import PipelineParallel
 from ..microbatches.microbatches import batch_size_of
 from ..options import Options
-from ..planner.mesh_search import mesh_shapes
 from ..planner.planning import batch_tensors, budget_of, roles_of
 from ..plans.explain import format_bytes, format_seconds
 from ..plans.parallel_plan import Plan
-from ..sharding.mesh import MeshShape, parse_mesh
-from .cut_step import cut_step
+from .cut_step import CutStep, cut_step
+from .joint_search import FoundStages, JointSearch, submeshes_of
+from .layer_samples import LayerSamples
 from .layers import find_layers
 from .pipeline_plan import PlannedPipeline, plan_pipeline
-from .span_costs import LayerSample, SpanCosts, Submesh, sample_layers
+from .span_costs import SpanCosts
 from .stage_cut import work_line
 from .stage_planner import StagePlanner
 
-LOOSE_GAP = 0.01
 MOST_COUNTS = 8  # numbers of microbatches that are tried
 MOST_MICROBATCHES = 16  # for each device
 MOST_TRIES = 4  # plans in full, until one fits
@@ -53,11 +50,16 @@ _log = logging.getLogger("autopar")
 
 @dataclass(frozen=True)
 class StageSearch:
-    """The pipeline found, its plan, and how long the parts of the search took."""
+    """The pipeline found, its plan, and how long the parts of the search took.
+
+    `found` is what the search thought of it, `search` what it knew in the end.
+    """
 
     planned: PlannedPipeline
     plan: Plan
     seconds: Mapping[str, float]
+    found: FoundStages
+    search: JointSearch
 
 
 def search_stages(
@@ -80,28 +82,29 @@ def search_stages(
       BatchCoupledError: the step cannot be cut into microbatches.
       ValueError: it cannot be cut into two stages.
     """
-    return _Search(fun, args, kwargs, method, options, price, below_seconds).run()
+    searcher = StageSearcher((fun, args, kwargs), method, options)
+    return searcher.run(price, below_seconds)
 
 
-class _Search:
+class StageSearcher:
+    """A step that is cut into layers, to be searched; errors as of `search_stages`.
+
+    `seconds` are CPU seconds by phase.
+    """
+
     def __init__(
         self,
-        fun: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        call: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]],
         method: PipelineParallel,
         options: Options,
-        price: Callable[[PlannedPipeline], Plan],
-        below_seconds: float,
     ) -> None:
-        self.call = fun, args, kwargs
-        self.method, self.options, self.price = method, options, price
-        self.below_seconds = below_seconds
+        self.call = call
+        self.method, self.options = method, options
         self.cluster = options.cluster or Cluster.local()
         self.planner = StagePlanner(self.cluster)
         self.budget_bytes = budget_of(options, self.cluster)
         self.seconds: dict[str, float] = {}
-        start = perf_counter()
+        start = process_time()
         self.whole = trace(*self.call)
         self.graph = build_graph(self.whole, roles_of(self.whole))
         self.batch = batch_tensors(self.whole, self.graph, options)
@@ -116,46 +119,60 @@ class _Search:
             )
 
     def _note(self, name: str, start: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
+        self.seconds[name] = self.seconds.get(name, 0.0) + process_time() - start
 
-    def run(self) -> StageSearch | None:
+    @property
+    def capacity_bytes(self) -> float:
+        """What stages may hold a device in the model of costs."""
+        return self.budget_bytes * SAFETY
+
+    def search(self) -> JointSearch:
+        """The search over all that the method leaves open, nothing planned yet."""
         counts = self._microbatch_counts()
-        start = perf_counter()
-        ends = (counts[0], counts[-1])
-        costs = SpanCosts(
-            self.layers,
-            self.cluster,
-            {number: self._samples(number) for number in dict.fromkeys(ends)},
-        )
+        start = process_time()
+        samples = self.samples(self.options.microbatch_semantics == "exact")
+        samples.of(counts[0])
         self._note("cut", start)
-        capacity = self.budget_bytes * SAFETY
+        costs = SpanCosts(self.layers, self.cluster, samples)
+        (rows,) = {self.graph.tensors[t].type.shape[0] for t in self.batch}
+        submeshes = list(submeshes_of(self.cluster, self.options, rows))
+        schedules = self._schedules()
+        return JointSearch(
+            costs, self.cluster, submeshes, counts, schedules, self.seconds
+        )
+
+    def run(
+        self, price: Callable[[PlannedPipeline], Plan], below_seconds: float = inf
+    ) -> StageSearch | None:
+        """See `search_stages`."""
+        search, capacity = self.search(), self.capacity_bytes
         best: StageSearch | None = None
         least: Plan | None = None
         for _ in range(MOST_TRIES):
-            found = self._solve(costs, counts, capacity)
+            found = search.best(capacity)
             if found is None:
                 break
-            problem, assignment = found
-            start = perf_counter()
-            planned = self._plan(problem, assignment)
-            plan = self.price(planned)
+            start = process_time()
+            planned = self.plan(found)
+            plan = price(planned)
             self._note("plan", start)
             predicted = plan.predicted
             _log.info(
                 "%s: %d stages thought to take %s take %s, %s a device",
-                *(self.whole.name, len(assignment.stages)),
-                *map(format_seconds, (assignment.seconds, predicted.step_seconds)),
+                *(self.whole.name, len(found.assignment.stages)),
+                format_seconds(found.assignment.seconds),
+                format_seconds(predicted.step_seconds),
                 format_bytes(predicted.peak_bytes),
             )
             if predicted.peak_bytes <= self.budget_bytes:
-                best = StageSearch(planned, plan, self.seconds)
+                best = StageSearch(planned, plan, self.seconds, found, search)
                 break
             if least is None or predicted.peak_bytes < least.predicted.peak_bytes:
                 least = plan
             capacity *= 0.99 * self.budget_bytes / predicted.peak_bytes
-        if best is None and self.below_seconds == inf:
-            raise self._infeasible(costs, counts, least)
-        if best is None or best.plan.predicted.step_seconds >= self.below_seconds:
+        if best is None and below_seconds == inf:
+            raise self._infeasible(search, least)
+        if best is None or best.plan.predicted.step_seconds >= below_seconds:
             return None
         return best
 
@@ -178,100 +195,31 @@ class _Search:
                 counts.append(number)
         return tuple(counts[-MOST_COUNTS:]) or (1,)
 
-    def _samples(self, number: int) -> tuple[LayerSample, ...]:
-        """A stage for each kind of layer, of a step of so many microbatches."""
+    def samples(self, in_place: bool) -> LayerSamples:
+        """A stage for each kind of layer; cut once if `in_place`, else each number."""
         spans = sorted(self.layers.samples())
         borders = sorted({0, len(self.layers), *(b for span in spans for b in span)})
         stages = list(pairwise(borders))
-        method = replace(
-            self.method,
-            num_stages=len(stages),
-            num_microbatches=number,
-            schedule="1f1b",
-            stages_per_submesh=1,
-            stage_meshes=None,
-            stage_products=self.layers.stage_products([end for _, end in stages]),
-        )
-        fun, args, kwargs = self.call
-        leaves = jax.tree.leaves((args, kwargs))
-        made = cut_step(fun, self.whole, leaves, method, self.options)
-        chosen = {stages.index(span): span[1] - span[0] for span in spans}
-        return sample_layers(made, chosen, self.options, self.planner)
+        products = self.layers.stage_products([end for _, end in stages])
 
-    def _submeshes(self) -> Iterator[Submesh]:
-        """Parts of a host, and whole hosts, in all shapes of up to two axes."""
-        cluster, inside = self.cluster, self.cluster.devices_per_host
-        shapes = {
-            size: _shapes(replace(cluster, num_hosts=1, devices_per_host=size))
-            for size in range(1, inside + 1)
-            if inside % size == 0 or self._divides(size)
-        }
-        for number in range(2, cluster.num_hosts):
-            if cluster.num_hosts % number == 0 or self._divides(number):
-                shapes[number * inside] = _shapes(replace(cluster, num_hosts=number))
-        for size, meshes in sorted(shapes.items()):
-            if size >= cluster.num_devices:
-                continue
-            if self.options.mesh is not None:
-                try:
-                    meshes = [parse_mesh(self.options.mesh, size)]
-                except ValueError:  # a shape of another size
-                    continue
-            for mesh in meshes:
-                yield Submesh(mesh, False)
-                if mesh.size > 1:
-                    yield Submesh(mesh, True)
+        def cut(number: int) -> CutStep:
+            method = replace(
+                self.method,
+                num_stages=len(stages),
+                num_microbatches=number,
+                schedule="1f1b",
+                stages_per_submesh=1,
+                stage_meshes=None,
+                stage_products=products,
+            )
+            fun, args, kwargs = self.call
+            leaves = jax.tree.leaves((args, kwargs))
+            return cut_step(
+                *(fun, self.whole, leaves, method, self.options, in_place, self.graph)
+            )
 
-    def _divides(self, size: int) -> bool:
-        """Whether the batch could be split into so many parts."""
-        (rows,) = {self.graph.tensors[t].type.shape[0] for t in self.batch}
-        return rows % size == 0 and size & (size - 1) != 0
-
-    def _solve(
-        self, costs: SpanCosts, counts: Sequence[int], capacity: float
-    ) -> tuple[StageProblem, StageAssignment] | None:
-        """The best stages, all of whose submeshes were planned."""
-        cluster = self.cluster
-        submeshes = list(self._submeshes())
-        links = cluster.host_link, cluster.network_link
-        problem = StageProblem(
-            len(self.layers),
-            (0,) * cluster.num_hosts,
-            cluster.devices_per_host,
-            (),
-            np.zeros((2, len(self.layers) + 1)),
-            (2 * links[0].alpha_seconds, 2 * links[1].alpha_seconds),
-            capacity,
-            1,
-            min_stages=2,
-        )
-        shared = (np.array(self.layers.crossing_bytes) * 2)[None, :]
-        per_byte = np.array([[each.seconds_per_byte] for each in links])
-
-        def choices_of(number: int) -> tuple[tuple[StageChoice, ...], np.ndarray]:
-            choices = tuple(costs.choice(each, number) for each in submeshes)
-            return choices, per_byte * shared / number
-
-        while True:
-            start = perf_counter()
-            found = best_over(problem, choices_of, counts, self._schedules(), LOOSE_GAP)
-            self._note("solve", start)
-            if found is None:
-                return None
-            solved, assignment = found
-            labels = {solved.choices[each.choice].label for each in assignment.stages}
-            unknown = used = [each for each in submeshes if each in labels]
-            number = solved.num_microbatches
-            is_new = number not in costs.samples
-            unknown = [each for each in unknown if not costs.is_known(each, number)]
-            if not unknown and not is_new:
-                return found
-            start = perf_counter()
-            if is_new and all(costs.is_known(each, counts[0]) for each in used):
-                costs.samples[number] = self._samples(number)
-            for each in unknown:
-                costs.look_at(each)
-            self._note("layers", start)
+        by_kind = [stages.index(span) for span in self.layers.samples()]
+        return LayerSamples(cut, by_kind, self.options, self.planner, in_place)
 
     def _schedules(self) -> tuple[tuple[ScheduleName, int], ...]:
         """What to try: plain and interleaved 1F1B, unless a schedule was asked for."""
@@ -284,11 +232,10 @@ class _Search:
             return (("1f1b", 1), ("interleaved", 2))
         return (("1f1b", 1),)
 
-    def _plan(
-        self, problem: StageProblem, assignment: StageAssignment
-    ) -> PlannedPipeline:
-        stages = assignment.stages
-        labels: list[Any] = [problem.choices[each.choice].label for each in stages]
+    def plan(self, found: FoundStages) -> PlannedPipeline:
+        """The stages found, each program planned in full."""
+        problem, stages = found.problem, found.assignment.stages
+        labels = found.labels()
         number = len(stages) // problem.stages_per_submesh
         is_shared = problem.schedule == "interleaved"
         method = replace(
@@ -306,12 +253,13 @@ class _Search:
             method,
             self.options,
             whole=self.whole,
+            graph=self.graph,
             split=split,
             planner=self.planner,
         )
 
     def _infeasible(
-        self, costs: SpanCosts, counts: Sequence[int], least: Plan | None
+        self, search: JointSearch, least: Plan | None
     ) -> InfeasiblePlanError:
         """What stands in the way: the layer that takes the most on its submesh."""
         budget = format_bytes(self.budget_bytes)
@@ -327,8 +275,9 @@ class _Search:
                 f"memory of stage {submesh}",
             )
         layers, cluster = self.layers, self.cluster
-        largest = max(self._submeshes(), key=lambda each: each.mesh.size)
-        held = [costs.cost(largest, counts[-1], kind) for kind in layers.kinds]
+        largest = max(search.submeshes, key=lambda each: each.mesh.size)
+        number = search.counts[-1]
+        held = [search.costs.cost(largest, number, kind) for kind in layers.kinds]
         heaviest = int(np.argmax([c.state_bytes + c.gradient_bytes for c in held]))
         worst, total = held[heaviest], sum(c.state_bytes for c in held)
         share = largest.mesh.size / cluster.num_devices
@@ -344,9 +293,3 @@ class _Search:
             round(total * share),
             f"memory of layer {heaviest}",
         )
-
-
-def _shapes(cluster: Cluster) -> list[MeshShape]:
-    if cluster.num_devices == 1:
-        return [MeshShape(("x",), (1,))]
-    return list(mesh_shapes(cluster, 2))

@@ -8,7 +8,7 @@ apply      once a step: the optimizer, from the sums over all microbatches
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ..frontend.roles import Roles
 from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import build_graph
-from ..graph.op_graph import Operator, OpGraph, TensorType
+from ..graph.op_graph import GraphInput, Operand, Operator, OpGraph, TensorType
 from ..jax_compat import ClosedJaxpr, dead_code_eliminated
 from ..lowering.blocks import as_array
 from ..microbatches.microbatch_flow import tensors_of
@@ -51,8 +51,13 @@ class StepParts:
     fed: Mapping[str, str]
 
 
-def trace_parts(traced: TracedFunction, step: MicrobatchedStep) -> StepParts:
+def trace_parts(
+    traced: TracedFunction, step: MicrobatchedStep, in_place: bool = False
+) -> StepParts:
     """Trace the parts of a step that was cut into microbatches.
+
+    With `in_place`, the graphs are the step's own operators and tensors, of the whole
+    batch: enough to cut them, and quick.
 
     Raises:
       NotImplementedError: the step needs values of all examples behind the loop, or
@@ -111,15 +116,31 @@ def trace_parts(traced: TracedFunction, step: MicrobatchedStep) -> StepParts:
     taken_names = [names[t] for t in (*held, *batch, *prepared)]
     given = [types[t] for t in (*held, *prepared, *sums)]
     given_names = [*(names[t] for t in (*held, *prepared)), *sum_names]
+    made_names = [*sum_names, *parts.values()]
+    applied_paths = [path for path, _ in applied]
+    if in_place:
+        of_microbatch = _part_of(
+            graph,
+            [*of_held, *phases.loop],
+            dict(zip([*held, *batch, *prepared], taken_names, strict=True)),
+            dict(zip(made_names, (*sums, *(e.tensor for e in joined)), strict=True)),
+        )
+        of_apply = _part_of(
+            graph,
+            [*of_held, *phases.behind],
+            dict(zip([*held, *prepared, *sums], given_names, strict=True)),
+            dict(applied),
+        )
+    else:
+        of_microbatch = graph_of(microbatch, taken, [*taken_names, COUNTER], made_names)
+        of_apply = graph_of(apply, given, given_names, applied_paths)
     return StepParts(
         step=step,
         prepare=dead_code_eliminated(
             jax.make_jaxpr(prepare)(*(types[t] for t in batch))
         ),
-        microbatch=graph_of(
-            microbatch, taken, [*taken_names, COUNTER], [*sum_names, *parts.values()]
-        ),
-        apply=graph_of(apply, given, given_names, [path for path, _ in applied]),
+        microbatch=of_microbatch,
+        apply=of_apply,
         held=tuple(names[t] for t in held),
         batch=tuple(names[t] for t in batch),
         prepared=tuple(names[t] for t in prepared),
@@ -149,6 +170,37 @@ def _check_behind(step: MicrobatchedStep, prepared: Sequence[int]) -> None:
                 f"{op.source or 'an unknown line'} does with {name}; return {name} and "
                 f"compute it outside of the step."
             )
+
+
+def _part_of(
+    graph: OpGraph,
+    operators: Sequence[Operator],
+    inputs: Mapping[int, str],
+    outputs: Mapping[str, Operand],
+) -> OpGraph:
+    """A graph of those operators that make its outputs; tensors are as they were."""
+    needed = set(tensors_of(outputs.values()))
+    kept: list[Operator] = []
+    for op in reversed(operators):
+        if not needed.isdisjoint(op.results):
+            kept.append(op)
+            needed.update(tensors_of(op.operands))
+    tensors = list(graph.tensors)
+    for tensor, name in inputs.items():
+        tensors[tensor] = replace(tensors[tensor], name=name)
+    block = replace(
+        graph.blocks[0],
+        inputs=tuple(inputs),
+        outputs=tuple(outputs.values()),
+        operators=tuple(reversed(kept)),
+    )
+    return replace(
+        graph,
+        tensors=tuple(tensors),
+        blocks=(block, *graph.blocks[1:]),
+        inputs=tuple(GraphInput(t, name, "other") for t, name in inputs.items()),
+        output_paths=tuple(outputs),
+    )
 
 
 def graph_of(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ..graph.op_graph import Operator
-from .stage_borders import border_places, stage_borders
+from .stage_borders import border_places, product_borders, stage_borders
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,3 +50,23 @@ class WorkLine:
                     f"product {before} would cut one; move it in `stage_products`."
                 )
         return found
+
+    def balanced(self, num_stages: int, costs: Sequence[float]) -> tuple[int, ...]:
+        """Products of each stage such that the slowest is as fast as can be.
+
+        `costs` are those of the products, in order and any unit.
+
+        Raises:
+          ValueError: fewer products than stages, or another number of costs.
+        """
+        places = border_places(self.costs, self.crossing_bytes)
+        number = sum(cost > 0 for cost in self.costs)
+        if len(costs) != number:
+            raise ValueError(
+                f"`layer_costs` must have a cost for each product of the step's "
+                f"forward pass, {number}, those of every layer of a scan apart, but "
+                f"got {len(costs)}; give 0 to those that cost next to nothing."
+            )
+        crossing = [self.crossing_bytes[place] for place in places]
+        borders = product_borders(costs, crossing, num_stages)
+        return tuple(j - i for i, j in pairwise([0, *borders, number]))

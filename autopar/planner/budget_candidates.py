@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..clusters.cluster import Cluster
+from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
 from ..graph.op_graph import OpGraph
-from ..methods.gather_again import gathering_again
+from ..methods.gather_again import gathering_again, graph_of_plan
 from ..methods.named_methods import (
     DataParallel,
     Megatron,
@@ -26,11 +28,14 @@ from ..methods.named_methods import (
     gathers_again,
     restriction_of,
 )
+from ..methods.restrictions import Restriction
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from .intra_op import IntraOpSolution, plan_intra_op
-from .plan_within import BUDGET_GAP, plan_within
+from .memory_users import infeasible_error
+from .plan_within import BUDGET_GAP, plan_least_memory, plan_within
 
+_Place = tuple[OpGraph, MeshShape, Cluster]
 _log = logging.getLogger("autopar")
 
 
@@ -82,6 +87,26 @@ class BudgetCandidates:
             raise min(errors, key=lambda error: error.least_budget_bytes or math.inf)
         return _with_bound(best, bound)
 
+    def least_memory(self) -> IntraOpSolution:
+        """The plan that is found to hold the least, whatever it costs.
+
+        Raises:
+          InfeasiblePlanError: that plan does not fit the budget.
+        """
+        place = gathering_again(self.graph), self.mesh, self.cluster
+        found = [plan_least_memory(*place, sys.maxsize, pins=self.pins)]
+        for method in self._methods():
+            try:
+                place, limits = self._problem(method)
+                found.append(plan_intra_op(*place, pins=self.pins, restrictions=limits))
+            except (InfeasiblePlanError, ValueError, NotImplementedError) as error:
+                _log.info("%s: %s", method, error)
+        best = min(found, key=_bytes_and_seconds)
+        if best.plan.predicted.peak_bytes > self.budget_bytes:
+            graph = graph_of_plan(self.graph, best.plan)
+            raise infeasible_error(memory_profile(graph, best.plan), self.budget_bytes)
+        return best
+
     def _search(self) -> IntraOpSolution:
         return plan_within(
             *(gathering_again(self.graph), self.mesh, self.cluster, self.budget_bytes),
@@ -99,13 +124,16 @@ class BudgetCandidates:
             for sequence in (False, True):
                 yield Megatron(self.mesh.axis_sizes[-1], sequence)
 
+    def _problem(self, method: NamedMethod) -> tuple[_Place, tuple[Restriction, ...]]:
+        graph = gathering_again(self.graph) if gathers_again(method) else self.graph
+        restriction = restriction_of(method, graph, self.mesh, self.batch)
+        return (graph, self.mesh, self.cluster), (restriction,)
+
     def _plan(
         self, method: NamedMethod, best: IntraOpSolution | None
     ) -> IntraOpSolution | None:
         """The method's plan that fits, if there is one that is faster than `best`."""
-        graph = gathering_again(self.graph) if gathers_again(method) else self.graph
-        limits = (restriction_of(method, graph, self.mesh, self.batch),)
-        place = graph, self.mesh, self.cluster
+        place, limits = self._problem(method)
         found = plan_intra_op(*place, pins=self.pins, restrictions=limits, gap=self.gap)
         if not _is_faster(found, best):
             return None
@@ -115,11 +143,17 @@ class BudgetCandidates:
                 pins=self.pins,
                 restrictions=limits,
                 gap=self.gap,
+                finds_least=False,
             )
         if not _is_faster(found, best):
             return None
         _log.info("%s is better than what the search found", method)
         return found
+
+
+def _bytes_and_seconds(found: IntraOpSolution) -> tuple[int, float]:
+    predicted = found.plan.predicted
+    return predicted.peak_bytes, predicted.step_seconds
 
 
 def _is_faster(found: IntraOpSolution, best: IntraOpSolution | None) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
 
-import networkx
+import numpy as np
 
 from autopar.solver.assignment import Assignment
 from autopar.solver.solve import solve
@@ -18,12 +16,11 @@ from ..costs.host_memory import host_seconds
 from ..costs.memory import peak_bytes
 from ..frontend.garbage import without_garbage_collection
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
-from ..graph.op_graph import Block, Constant, Operator, OpGraph
-from ..graph.user_shard_map import body_collectives, body_work
+from ..graph.op_graph import Block, Operator, OpGraph, TensorType
+from ..graph.user_shard_map import body_collectives
 from ..methods.restrictions import Limit, restrict
 from ..plans.plan import (
     Conversion,
-    InputPlan,
     OperatorPlan,
     Prediction,
     ShardingPlan,
@@ -31,14 +28,15 @@ from ..plans.plan import (
     total_bytes,
 )
 from ..rules.base import rule_of, warn_fallback
-from ..sharding.collective import Collective, Surroundings
+from ..sharding.collective import Collective, Groups, Surroundings
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder, wire_dtype
-from ..sharding.spec import MAX, MIN, SUM, Spec, num_shards, replicated
-from .overlap import visible_fractions
+from ..sharding.spec import MAX, MIN, SUM
+from .halo_costs import halo_collectives
+from .plan_reader import PlanReader
 from .sharding_problem import ShardingProblem, build_problem
-from .strategies import is_heavy_operator, total_flops
+from .strategies import is_heavy_operator
 
 _REDUCTION_NAMES = {SUM: "sum", MAX: "max", MIN: "min"}
 
@@ -84,11 +82,12 @@ def read_plan(
 ) -> ShardingPlan:
     """The plan that an assignment of the problem stands for."""
     graph, mesh = problem.graph, problem.mesh
-    reader = _Reader(problem, assignment.choices, resharder)
-    tensors = tuple(reader.tensor_plan(t.index) for t in graph.tensors)
-    operators = tuple(reader.operator_plan(op) for op in graph.operators())
+    reader = PlanReader(problem, assignment.choices, resharder)
+    tensors, operators = reader.tensor_plans(), reader.operator_plans()
     trips = tuple(block.trip_count for block in graph.blocks)
-    collectives, collective_seconds = _collectives(graph, tensors, resharder)
+    collectives, collective_seconds = _collectives(
+        *(graph, tensors, operators, resharder, problem.visible)
+    )
     compute_seconds = sum(op.seconds for op in operators)
     inputs = tuple(reader.input_plans())
     moving_seconds = host_seconds(graph.inputs, inputs, cluster)
@@ -123,206 +122,39 @@ def _with_peak(graph: OpGraph, plan: ShardingPlan) -> ShardingPlan:
     return replace(plan, predicted=predicted)
 
 
-class _Reader:
-    def __init__(
-        self,
-        problem: ShardingProblem,
-        choices: Sequence[int],
-        resharder: Resharder,
-    ) -> None:
-        self.problem, self.graph = problem, problem.graph
-        self.resharder = resharder
-        self.whole = replicated(problem.mesh.num_axes)
-        self.read_spec: dict[object, Spec] = {}
-        self.needed: dict[int, list[Spec]] = {}
-        self.vertex_of: dict[int, tuple[int, int]] = {}
-        for index, (vertex, choice) in enumerate(
-            zip(problem.vertices, choices, strict=True)
-        ):
-            if vertex.operator is not None:
-                self.vertex_of[vertex.operator] = (index, choice)
-            for access in vertex.reads:
-                if access.site is not None:
-                    spec = access.choices.of(choice)
-                    self.read_spec[access.site] = spec
-                    self.needed.setdefault(access.tensor, []).append(spec)
-        self.made: dict[int, Spec] = {}
-        for tensor, (vertex, access) in problem.writers.items():
-            self.made[tensor] = access.choices.of(choices[vertex])
-        self._conversions: dict[object, tuple[Conversion, ...]] = {}
-        self._work: dict[object, tuple[tuple[str, ...], int, float]] = {}
-        self.relayed: dict[int, Spec] = {}
-        for tensor, vertex in problem.relays.items():
-            access = problem.vertices[vertex].writes[0]
-            self.relayed[tensor] = access.choices.of(choices[vertex])
-
-    def tensor_plan(self, index: int) -> TensorPlan:
-        tensor = self.graph.tensors[index]
-        made = self.made[index]
-        needed = tuple(dict.fromkeys(self.needed.get(index, ())))
-        key = (made, needed, self.relayed.get(index), tensor.type.bytes)
-        conversions = self._conversions.get(key)
-        if conversions is None:
-            conversions = cheapest_copies(*key, self.resharder)
-            self._conversions[key] = conversions
-        return TensorPlan(
-            tensor.name,
-            tensor.type.shape,
-            dtype_name(tensor.type.dtype),
-            tensor.block,
-            made,
-            conversions,
-        )
-
-    def operator_plan(self, op: Operator) -> OperatorPlan:
-        read, whole, made = self.read_spec, self.whole, self.made
-        operand_specs = tuple(
-            [
-                read.get(("operand", op.index, position), whole)
-                for position in range(len(op.operands))
-            ]
-        )
-        result_specs = tuple([made[result] for result in op.results])
-        weight = self.graph.blocks[op.block].weight
-        if op.index not in self.vertex_of:  # a scan or barrier: its ports decide
-            num_flops = seconds = 0.0
-            if op.kind == SHARD_MAP:
-                num_flops, seconds = body_work(op, self.resharder.cluster)
-            return OperatorPlan(
-                op.name,
-                op.kind,
-                op.source,
-                (),
-                operand_specs,
-                result_specs,
-                num_flops * weight * self.problem.mesh.size,
-                self.problem.mesh.size if num_flops else 1,
-                seconds * weight,
-            )
-        index, choice = self.vertex_of[op.index]
-        vertex = self.problem.vertices[index]
-        assert vertex.strategies is not None
-        key = id(vertex.strategies), choice  # operators of a kind share them
-        if key not in self._work:
-            names = tuple(factor.name for factor in vertex.strategies.chosen(choice))
-            split = round(1.0 / vertex.strategies.share[choice])
-            self._work[key] = names, split, total_flops(op)
-        names, split, num_flops = self._work[key]
-        return OperatorPlan(
-            op.name,
-            op.kind,
-            op.source,
-            names,
-            operand_specs,
-            result_specs,
-            num_flops * weight,
-            split,
-            float(vertex.seconds[choice]),
-        )
-
-    def outputs(self) -> Iterable[tuple[Spec, ...]]:
-        for block in self.graph.blocks:
-            yield tuple(
-                self.read_spec.get(("output", block.index, position), self.whole)
-                if not isinstance(operand, Constant)
-                else self.whole
-                for position, operand in enumerate(block.outputs)
-            )
-
-    def input_plans(self) -> Iterable[InputPlan]:
-        sizes = self.problem.mesh.axis_sizes
-        for graph_input in self.graph.inputs:
-            kind = self.graph.tensors[graph_input.tensor].type
-            spec = self.made[graph_input.tensor]
-            yield InputPlan(
-                graph_input.path,
-                graph_input.role,
-                spec,
-                kind.shape,
-                kind.bytes // num_shards(spec, sizes),
-                graph_input.memory,
-            )
-
-
-@lru_cache(maxsize=256)
-def dtype_name(dtype: Any) -> str:
-    """As `dtype.name`, which numpy spells out anew each time."""
-    return dtype.name
-
-
-def cheapest_copies(
-    made: Spec,
-    needed: Iterable[Spec],
-    relay: Spec | None,
-    tensor_bytes: int,
-    resharder: Resharder,
-) -> tuple[Conversion, ...]:
-    """The cheapest way to make all `needed` specs of a tensor from the one it has.
-
-    Copies may be made from copies: a minimum spanning arborescence rooted at `made`,
-    with and without the relay's spec as one more stop (Edmonds 1967).
-    """
-    targets = [spec for spec in dict.fromkeys(needed) if spec != made]
-    if not targets:
-        return ()
-    if len(targets) == 1 and relay in (None, made, targets[0]):
-        return (Conversion(made, targets[0]),)
-    best: tuple[float, tuple[Conversion, ...]] | None = None
-    stops = [targets]
-    if relay is not None and relay != made and relay not in targets:
-        stops.append([relay, *targets])
-    for nodes in stops:
-        graph = networkx.DiGraph()
-        for source in [made, *nodes]:
-            for target in nodes:
-                if source != target:
-                    fixed, per_byte = resharder.seconds(source, target)
-                    seconds = fixed + per_byte * tensor_bytes
-                    graph.add_edge(source, target, weight=seconds)
-        tree = networkx.minimum_spanning_arborescence(graph)
-        cost = sum(data["weight"] for _, _, data in tree.edges(data=True))
-        order = networkx.bfs_edges(tree, made)
-        if best is None or cost < best[0]:
-            best = (cost, tuple(Conversion(s, t) for s, t in order))
-    assert best is not None
-    return best[1]
-
-
 def _collectives(
     graph: OpGraph,
     tensors: Sequence[TensorPlan],
+    operators: Sequence[OperatorPlan],
     resharder: Resharder,
+    visible: Sequence[float],
 ) -> tuple[tuple[Collective, ...], float]:
     """Every collective of a step, and the seconds that it waits for them."""
-    found, seconds = [], 0.0
-    visible = visible_fractions(graph, resharder.cluster)
-    maker = {t: op for op in graph.operators() for t in op.results}
+    found: list[Collective] = []
+    seconds, known = 0.0, dict[object, tuple[float, list[_Sent]]]()
+    columns = graph.columns
+    maker = np.full(len(tensors), -1)
+    maker[columns.results] = columns.rows_of_results
     for index, tensor in enumerate(tensors):
+        if not tensor.conversions:
+            continue
         kind, block = graph.tensors[index].type, graph.blocks[tensor.block]
+        row = maker[index]
+        source = columns.operators[row].source if row >= 0 else ""
+        name = f"{tensor.name} {source}".strip()
         for conversion in tensor.conversions:
-            fixed, per_byte = resharder.seconds(conversion.source, conversion.target)
-            waited = block.weight * visible[index]
-            seconds += (fixed + per_byte * kind.bytes) * waited
-            for step in resharder.steps(conversion.source, conversion.target):
-                if not step.is_collective:
-                    continue
-                reduces = step.kind in ("all_reduce", "reduce_scatter")
-                dtype = wire_dtype(step, kind.dtype)
-                whole_bytes = kind.size * dtype.itemsize
-                source = maker[index].source if index in maker else ""
-                found.append(
-                    Collective(
-                        step.kind,
-                        resharder.groups(step),
-                        dtype.name,
-                        round(whole_bytes * step.fraction),
-                        block.trip_count,
-                        _REDUCTION_NAMES[step.reduction] if reduces else "",
-                        f"{tensor.name} {source}".strip(),
-                        conditional=block.conditional,
-                        unbounded=block.unbounded,
-                    )
-                )
+            key = conversion, kind
+            if key not in known:
+                known[key] = _sent(conversion, kind, resharder)
+            each_seconds, steps = known[key]
+            seconds += each_seconds * (block.weight * visible[index])
+            for each in steps:
+                where = block.trip_count, block.conditional, block.unbounded
+                found.append(each.collective(name, *where))
+    mesh, cluster = resharder.mesh, resharder.cluster
+    for collective, halo in halo_collectives(graph, operators, mesh, cluster):
+        found.append(collective)
+        seconds += halo
     for op in graph.operators():
         if op.kind == SHARD_MAP:
             block = graph.blocks[op.block]
@@ -330,6 +162,49 @@ def _collectives(
                 found.append(collective)
                 seconds += link_seconds * block.weight / block.trip_count
     return tuple(found), seconds
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A collective of one kind of conversion, wherever it is."""
+
+    kind: str
+    groups: Groups
+    dtype: str
+    bytes: int
+    reduction: str
+
+    def collective(
+        self, source: str, count: int, conditional: bool, unbounded: bool
+    ) -> Collective:
+        """The one of a tensor and line `source`, in a block that runs so often."""
+        return Collective(
+            *(self.kind, self.groups, self.dtype, self.bytes, count),
+            *(self.reduction, source, conditional, unbounded),
+        )
+
+
+def _sent(
+    conversion: Conversion, kind: TensorType, resharder: Resharder
+) -> tuple[float, list[_Sent]]:
+    """The seconds of a conversion, and its collectives."""
+    pair = conversion.source, conversion.target
+    fixed, per_byte = resharder.seconds(*pair)
+    found: list[_Sent] = []
+    for step in resharder.steps(*pair):
+        if step.is_collective:
+            reduces = step.kind in ("all_reduce", "reduce_scatter")
+            dtype = wire_dtype(step, kind.dtype)
+            found.append(
+                _Sent(
+                    step.kind,
+                    resharder.groups(step),
+                    dtype.name,
+                    round(kind.size * dtype.itemsize * step.fraction),
+                    _REDUCTION_NAMES[step.reduction] if reduces else "",
+                )
+            )
+    return fixed + per_byte * kind.bytes, found
 
 
 def shard_map_collectives(

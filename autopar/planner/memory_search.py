@@ -52,7 +52,7 @@ def choose_variant(
     Args:
       variants: of the step.
       remat: None, "auto", or the text of a `Remat`.
-      offload: None, "auto" or "optimizer_state".
+      offload: None, or what the option says.
       budget_bytes: what a device may hold.
       plan_variant: the cheapest plan of a variant within a budget.
 
@@ -68,7 +68,7 @@ def choose_variant(
         )
     fixed = None if remat in (None, "auto") else Remat.parse(str(remat))
     if "auto" not in (remat, offload):
-        at_host = variants.offloadable if offload else ()
+        at_host = variants.asked_for(offload)
         variant = variants.make(fixed, at_host)
         if fixed and not variant.num_segments:
             raise ValueError(_nothing_again(variants, fixed))
@@ -88,7 +88,8 @@ class _Search:
         budget_bytes: int,
         plan_variant: PlanVariant,
     ) -> None:
-        self.variants, self.offload = variants, offload
+        self.variants = variants
+        self.offload: Offload | None = offload
         self.budget_bytes, self.plan_variant = budget_bytes, plan_variant
         self.best: Chosen | None = None
         self.bounds: list[float] = []
@@ -131,8 +132,7 @@ class _Search:
         return True
 
     def always_at_host(self) -> tuple[int, ...]:
-        is_asked = self.offload == "optimizer_state"
-        return self.variants.offloadable if is_asked else ()
+        return self.variants.asked_for(self.offload)
 
     def fewest_segments(self, variant: StepVariant) -> None:
         remat = variant.remat

@@ -42,24 +42,18 @@ def memory_users(profile: MemoryProfile) -> tuple[MemoryUser, ...]:
     return tuple(sorted(users, key=lambda user: (-user.bytes, user.name)))
 
 
-def infeasible_error(
-    profile: MemoryProfile, budget_bytes: int, bound_bytes: int = 0
-) -> InfeasiblePlanError:
-    """That nothing fits a budget.
+def infeasible_error(profile: MemoryProfile, budget_bytes: int) -> InfeasiblePlanError:
+    """That nothing was found to fit a budget.
 
-    `profile` is of the plan found to need the least, `bound_bytes` what any needs.
+    `profile` is of the plan that was found to need the least.
     """
     least = profile.peak_bytes
     users = memory_users(profile)[:NUM_NAMED]
     largest = "; ".join(map(str, users))
-    at_least = ""
-    if budget_bytes < bound_bytes < least:
-        at_least = f" (by the program points met, none does below {bound_bytes:,} B)"
     return InfeasiblePlanError(
         f"A plan must fit the memory budget of {budget_bytes:,} B "
-        f"({format_bytes(budget_bytes)}) a device, but the least found to do is "
-        f"{least:,} B ({format_bytes(least)}) on the mesh {profile.plan.mesh}"
-        f"{at_least}; give "
+        f"({format_bytes(budget_bytes)}) a device, but no plan was found below "
+        f"{least:,} B ({format_bytes(least)}) on the mesh {profile.plan.mesh}; give "
         f"memory_budget={least}, more devices, more microbatches, a smaller batch, "
         f"remat='auto' or offload='auto'. "
         f"Most is taken by {largest}.",

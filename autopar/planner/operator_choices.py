@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..clusters.cluster import Cluster
-from ..graph.op_graph import Constant, Operand, Operator
+from ..graph.op_graph import Operator, constant_key
+from ..graph.op_graph import params_key as params_key
 from ..sharding.mesh import MeshShape
 from .spec_choices import SpecChoices, SpecTable
 from .strategies import Strategies, enumerate_strategies, strategy_seconds
@@ -49,7 +50,7 @@ class OperatorTable:
             op.kind,
             op.operand_types,
             op.result_types,
-            tuple([_constant_key(o) for o in op.operands]),
+            tuple([constant_key(o) for o in op.operands]),
             params_key(op.params),
             must_split,
         )
@@ -79,23 +80,3 @@ class OperatorTable:
             tuple(self._specs.choices(specs) for specs in operands),
             tuple(self._specs.choices(specs) for specs in results),
         )
-
-
-def _constant_key(operand: Operand) -> object:
-    """Equal for equal literals; None for a tensor."""
-    if not isinstance(operand, Constant):
-        return None
-    if operand.type.is_extended:
-        return repr(operand.value)
-    value = np.asarray(operand.value)
-    return value.dtype, value.shape, value.tobytes()
-
-
-def params_key(params: Mapping[str, object]) -> object:
-    """Equal only for equal parameters: themselves, or how they print."""
-    items = tuple(sorted(params.items(), key=lambda item: item[0]))
-    try:
-        hash(items)
-    except TypeError:
-        return repr(items)
-    return items

@@ -8,10 +8,15 @@ for in full: what comes next reads it.
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import OpGraph
-from ..methods.state_flow import leads_to, made_of
+from ..methods.state_flow import spread_marks
 from .strategies import is_heavy_operator
+
+_MARKS = {"state": 1, "batch": 2, "other": 2}
+_NEW_STATE, _READ_BY_PRODUCT = 1, 2
 
 
 def visible_fractions(graph: OpGraph, cluster: Cluster) -> tuple[float, ...]:
@@ -23,22 +28,30 @@ def visible_fractions(graph: OpGraph, cluster: Cluster) -> tuple[float, ...]:
     """
     if cluster.visible_fraction == 1.0:
         return (1.0,) * len(graph.tensors)
-    hidden = _parameters(graph) | _gradients(graph)
-    return tuple(
-        cluster.visible_fraction if tensor.index in hidden else 1.0
-        for tensor in graph.tensors
-    )
+    hidden = _parameters(graph) + _gradients(graph)
+    return tuple(np.where(hidden, cluster.visible_fraction, 1.0).tolist())
 
 
-def _parameters(graph: OpGraph) -> set[int]:
-    state = [i.tensor for i in graph.inputs if i.role == "state"]
-    others = [i.tensor for i in graph.inputs if i.role in ("batch", "other")]
-    return made_of(graph, state) - made_of(graph, others)
+def _parameters(graph: OpGraph) -> np.ndarray:
+    """bool [tensors]."""
+    marks = [0] * len(graph.tensors)
+    for each in graph.inputs:
+        if each.role in _MARKS:
+            marks[each.tensor] = _MARKS[each.role]
+    return np.array(spread_marks(graph, marks)) == _MARKS["state"]
 
 
-def _gradients(graph: OpGraph) -> set[int]:
-    products = (op for op in graph.operators() if is_heavy_operator(op))
-    read = (o for op in products for o in op.operands if isinstance(o, int))
-    new_state = (graph.outputs[i.output] for i in graph.inputs if i.output is not None)
-    ends = (operand for operand in new_state if isinstance(operand, int))
-    return leads_to(graph, ends) - leads_to(graph, read)
+def _gradients(graph: OpGraph) -> np.ndarray:
+    """bool [tensors]."""
+    marks = [0] * len(graph.tensors)
+    for each in graph.inputs:
+        new = None if each.output is None else graph.outputs[each.output]
+        if isinstance(new, int):
+            marks[new] = _NEW_STATE
+    columns = graph.columns
+    examples = (columns.operators[row] for row in columns.examples.tolist())
+    is_product = np.array([is_heavy_operator(op) for op in examples], bool)
+    read = columns.operands[is_product[columns.alike][columns.rows_of_operands]]
+    for tensor in read[read >= 0].tolist():
+        marks[tensor] |= _READ_BY_PRODUCT
+    return np.array(spread_marks(graph, marks, backwards=True)) == _NEW_STATE

@@ -30,12 +30,17 @@ def blame_pins(
       plan_with: plans with some of them, or raises such an error.
     """
 
+    known = {frozenset(pins): False}  # each set is solved once
+
     def is_feasible(keys: Sequence[str]) -> bool:
-        try:
-            plan_with({key: pins[key] for key in keys})
-        except InfeasiblePlanError:
-            return False
-        return True
+        some = frozenset(keys)
+        if some not in known:
+            try:
+                plan_with({key: pins[key] for key in keys})
+                known[some] = True
+            except InfeasiblePlanError:
+                known[some] = False
+        return known[some]
 
     if not pins or not is_feasible(()):
         return error

@@ -6,59 +6,22 @@ Nothing is traced again: the graph is solved once for every pin.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from ..clusters.cluster import Cluster
 from ..graph.op_graph import Operator, OpGraph
-from ..methods.methods import PipelineParallel
 from ..options import Options
+from ..plans.pin_cost import PinCost as PinCost
+from ..plans.pin_cost import PinCosts as PinCosts
+from ..plans.plan import ShardingPlan
 from ..sharding.pins import FREE
-from .planning import Planned, batch_tensors, plan_graph
+from .mesh_search import TIGHT_GAP
+from .planning import Planned, batch_tensors, plan_graph, with_placed_pins
 
 _PIN = "autopar_pin"
-
-
-@dataclass(frozen=True)
-class PinCost:
-    """Seconds of a step with all pins, and with all but this one.
-
-    `pin` is its key among `pins` of `parallelize`, or the line of an `autopar.pin`.
-    """
-
-    pin: str
-    step_seconds: float
-    seconds_without: float
-
-    @property
-    def seconds(self) -> float:
-        """What the pin adds to a step; nothing if the solver would do the same."""
-        return max(0.0, self.step_seconds - self.seconds_without)
-
-
-@dataclass(frozen=True)
-class PinCosts:
-    """The cost of every pin, the dearest first; prints as a table.
-
-    Costs do not add up: of two pins that ask for the same, neither costs anything.
-    """
-
-    step_seconds: float
-    costs: tuple[PinCost, ...]
-
-    def __str__(self) -> str:
-        if not self.costs:
-            return "no pins"
-        width = max(len(cost.pin) for cost in self.costs)
-        lines = [f"{'pin':{width}}  {'without it':>12}  {'it costs':>12}"]
-        for cost in self.costs:
-            part = cost.seconds / self.step_seconds if self.step_seconds else 0.0
-            lines.append(
-                f"{cost.pin:{width}}  {cost.seconds_without * 1e6:>9.1f} us  "
-                f"{cost.seconds * 1e6:>9.1f} us ({part:.1%})"
-            )
-        return "\n".join(lines)
 
 
 def pin_costs(planned: Planned, leaves: Sequence[Any], options: Options) -> PinCosts:
@@ -71,28 +34,42 @@ def pin_costs(planned: Planned, leaves: Sequence[Any], options: Options) -> PinC
 
     Raises:
       ValueError: the plan was given, not made.
-      NotImplementedError: the plan is a pipeline.
     """
-    if isinstance(options.method, PipelineParallel):
-        raise NotImplementedError(
-            "What a pin costs a pipeline is not told yet; compare the predicted "
-            "seconds of two plans, or use autopar.ShardParallel()."
-        )
+    batch = batch_tensors(planned.traced, planned.graph, options)
+    plan, cluster = planned.plan.sharding, planned.cluster
+    return costs_of_pins(plan, planned.graph, leaves, batch, cluster, options)
+
+
+def costs_of_pins(
+    plan: ShardingPlan,
+    graph: OpGraph,
+    leaves: Sequence[Any],
+    batch: Sequence[int],
+    cluster: Cluster,
+    options: Options,
+) -> PinCosts:
+    """As `pin_costs`, of a step's graph and its plan with all pins.
+
+    Raises:
+      ValueError: the plan was given, not made.
+    """
     if options.plan is not None:
         raise ValueError(
             "What a pin costs is known of a plan that is solved here, but `plan` was "
             "given; leave it out."
         )
-    mesh = planned.plan.sharding.mesh
-    if options.mesh is None and mesh.size == planned.cluster.num_devices:
-        options = replace(options, mesh=mesh)
-    batch = batch_tensors(planned.traced, planned.graph, options)
-    step_seconds = planned.plan.predicted.step_seconds
+    if options.mesh is None and plan.mesh.size == cluster.num_devices:
+        options = replace(options, mesh=plan.mesh)
+    options = with_placed_pins(options, graph, leaves, cluster)
+    step_seconds = plan.predicted.step_seconds
+    if plan.predicted.optimality_gap > TIGHT_GAP:  # as of a plan to a wider gap
+        best = plan_graph(graph, leaves, batch, cluster, options)
+        step_seconds = min(step_seconds, best.predicted.step_seconds)
     costs = []
-    for pin, graph, pins in _without_each(planned.graph, options.pins):
+    for pin, some, pins in _without_each(graph, options.pins):
         rest = replace(options, pins=pins)
-        plan = plan_graph(graph, leaves, batch, planned.cluster, rest)
-        costs.append(PinCost(pin, step_seconds, plan.predicted.step_seconds))
+        found = plan_graph(some, leaves, batch, cluster, rest)
+        costs.append(PinCost(pin, step_seconds, found.predicted.step_seconds))
     costs.sort(key=lambda cost: -cost.seconds)
     return PinCosts(step_seconds, tuple(costs))
 

@@ -133,7 +133,9 @@ def memory_choices(options: Options) -> tuple[str | None, Offload | None]:
         plan = options.like.sharding
         remat = remat or plan.remat or None
         if offload is None and plan.host_bytes():
-            offload = "optimizer_state"
+            state = [i for i in plan.inputs if i.role == "state" and i.shape]
+            is_all = all(i.memory == "host" for i in state)
+            offload = "state" if is_all else "optimizer_state"
     return remat, offload
 
 

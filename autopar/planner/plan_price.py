@@ -10,8 +10,10 @@ from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.op_graph import Operator, OpGraph, TensorType
 from ..graph.user_shard_map import body_work
 from ..plans.plan import OperatorPlan, ShardingPlan
+from ..rules.halos import copied_bytes, factors_with_halos
 from ..sharding.resharding import Resharder
 from ..sharding.spec import Spec, num_shards
+from .halo_costs import halo_collectives
 from .intra_op import shard_map_collectives
 from .overlap import visible_fractions
 from .strategies import SLICING, total_flops
@@ -39,6 +41,8 @@ def plan_seconds(graph: OpGraph, plan: ShardingPlan, cluster: Cluster) -> float:
             block = graph.blocks[op.block]
             for _, each in shard_map_collectives(op, block, resharder):
                 seconds += each * weight / block.trip_count
+    for _, each in halo_collectives(graph, plan.operators, plan.mesh, cluster):
+        seconds += each
     for index, tensor in enumerate(plan.tensors):
         num_bytes = graph.tensors[index].type.bytes
         for copy in tensor.conversions:
@@ -60,6 +64,8 @@ def _operator_seconds(
         op.operand_types[skipped:], planned.operand_specs[skipped:], sizes
     )
     moved += _local_bytes(op.result_types, planned.result_specs, sizes)
+    halos = factors_with_halos(op, planned.factors)
+    moved += 2 * copied_bytes(op, halos, sizes)
     dtypes = [kind.dtype for kind in op.operand_types if not kind.is_extended]
     return operator_seconds(
         op.kind,

@@ -1,51 +1,46 @@
 """The cheapest plan that fits a memory budget: the solver's rows, and the model's word.
 
-The solver sees memory as rows at program points, linear in its choices; a plan's own
-figure comes from its kernels (`costs/memory.py`). The two are brought together in
-rounds:
+The solver's rows of memory and a plan's own figure (`met_plans.py`) are brought
+together in rounds, first with a wide gap, then with a narrow one:
 
   1. solve within the rows; stop if the plan fits by its own figure
   2. add the plan's own points as rows (lazily: few of all points ever matter)
   3. lower what a row says, where the model says less of a plan that was met
 
 So a plan that is returned fits by its own figure, and its bound is that of the problem
-with the rows of the plans met. If nothing fits, the plan of the least memory found says
-what would do.
+with the rows of the plans met. If none fits, the search for the plan of the least
+memory (`least_memory.py`) goes down to the budget, or ends above and says what would
+do.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 
-from autopar.solver.assignment import Assignment
-from autopar.solver.budget import solve_within_rows
 from autopar.solver.choice_graph import Infeasible
-from autopar.solver.memory_rows import MemoryRow
 from autopar.solver.solve import solve
 
 from ..clusters.cluster import Cluster
-from ..costs.memory import MemoryProfile, memory_profile
+from ..costs.memory import memory_profile
 from ..graph.op_graph import OpGraph
 from ..methods.restrictions import Limit, restrict
-from ..plans.plan import ShardingPlan
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
-from .intra_op import IntraOpSolution, plan_intra_op, read_plan
+from .intra_op import IntraOpSolution, plan_intra_op
+from .least_memory import least_memory
 from .memory_users import infeasible_error
-from .program_points import conversion_rows, memory_rows
-from .relay_choices import lasting_tensors, without_needless_copies
+from .met_plans import MetPlan, MetPlans
 from .sharding_problem import ShardingProblem, build_problem
 
 BUDGET_GAP = 1e-2
-MOST_ROUNDS = 8
+WIDE_GAP = 3e-2
+MOST_ROUNDS = 8  # with each gap
 MARGINS = (0.97, 0.93, 0.88)  # of the budget, once rounds are used up
-MOST_LEAST_ROUNDS = 2
-WORTH_A_TURN = 0.03  # of the budget: conversions that take less come as they are met
-MOST_ROWS = 16  # of one plan
+WORTH_A_TURN = 0.03  # of the budget
 WORTH_SOLVING_AGAIN = 0.005  # of the budget, by which a row was lowered
 _log = logging.getLogger("autopar")
 
@@ -59,15 +54,17 @@ def plan_within(
     pins: Mapping[int, Pin] | None = None,
     restrictions: Sequence[Limit] = (),
     gap: float = 1e-4,
+    finds_least: bool = True,
 ) -> IntraOpSolution:
     """The cheapest plan whose predicted peak is at most `budget_bytes` a device.
 
     `gap` is the relative distance from the bound at which the solver stops; where the
-    budget binds it is at least `BUDGET_GAP`.
+    budget binds it is at least `BUDGET_GAP`. `finds_least`: where the cheapest plans
+    do not fit, the plan of the least memory is searched for.
 
     Raises:
-      InfeasiblePlanError: no plan was found that fits; it names the least budget that
-        would do and what takes the most memory then.
+      InfeasiblePlanError: no plan was found that fits; it names a budget that will be
+        planned, the least found, and what takes the most memory then.
     """
     free = plan_intra_op(
         graph, mesh, cluster, pins=pins, restrictions=restrictions, gap=gap
@@ -77,17 +74,32 @@ def plan_within(
     resharder = Resharder(mesh, cluster)
     problem = build_problem(graph, mesh, cluster, resharder, pins, counts_memory=True)
     problem = restrict(problem, restrictions, cluster)
-    return _WithinBudget(problem, cluster, resharder, budget_bytes, gap).run()
+    within = _WithinBudget(problem, cluster, resharder, budget_bytes, gap)
+    return within.run(free, finds_least)
 
 
-@dataclass(frozen=True, eq=False)
-class _Candidate:
-    assignment: Assignment
-    profile: MemoryProfile
+def plan_least_memory(
+    graph: OpGraph,
+    mesh: MeshShape,
+    cluster: Cluster,
+    budget_bytes: int,
+    *,
+    pins: Mapping[int, Pin] | None = None,
+    restrictions: Sequence[Limit] = (),
+) -> IntraOpSolution:
+    """The plan of the least predicted peak that is found, and its cost's gap.
 
-    @property
-    def peak_bytes(self) -> int:
-        return self.profile.peak_bytes
+    Raises:
+      InfeasiblePlanError: it does not fit the budget.
+    """
+    resharder = Resharder(mesh, cluster)
+    problem = build_problem(graph, mesh, cluster, resharder, pins, counts_memory=True)
+    problem = restrict(problem, restrictions, cluster)
+    within = _WithinBudget(problem, cluster, resharder, budget_bytes, 0.0)
+    found = within.least_found(0)
+    if found.peak_bytes > budget_bytes:
+        raise infeasible_error(found.profile, budget_bytes)
+    return within.solution(found, within.free.bound)
 
 
 class _WithinBudget:
@@ -99,146 +111,71 @@ class _WithinBudget:
         budget_bytes: int,
         gap: float,
     ) -> None:
-        self.problem, self.cluster, self.resharder = problem, cluster, resharder
+        self.place = problem, cluster, resharder
         self.budget_bytes, self.gap = budget_bytes, max(gap, BUDGET_GAP)
         self.free = solve(problem.choice_graph, gap=BUDGET_GAP / 10)
-        self.bound, self.least_bound = self.free.bound, 0.0
-        self.seen: list[_Candidate] = []
-        self.rows: list[MemoryRow] = []
+        self.bound = self.free.bound
 
-    def run(self) -> IntraOpSolution:
+    def run(self, free: IntraOpSolution, finds_least: bool) -> IntraOpSolution:
         start = perf_counter()
-        self._add_rows(self._see(self.free))
-        self._add_conversions(self.seen[0])
-        self._solve_in_rounds()
-        if self._best() is None:
-            self._solve_with_margins()
-        if self._best() is None:
-            self._look_for_least()
-        best = self._best()
+        budget = self.budget_bytes
+        met = MetPlans(*self.place, self.free, WORTH_A_TURN * budget)
+        if self._solve_in_rounds(met, WIDE_GAP):
+            self._solve_in_rounds(met, self.gap)
+        if met.cheapest(budget) is None:
+            self._solve_with_margins(met)
+        best = met.cheapest(budget)
+        if best is None and finds_least:
+            best = self.least_found(budget)
+            if best.peak_bytes > budget:
+                raise infeasible_error(best.profile, budget)
         if best is None:
-            least = min(self.seen, key=lambda each: each.peak_bytes).profile
-            bound = int(min(self.least_bound, least.peak_bytes))
-            raise infeasible_error(least, self.budget_bytes, bound)
-        solution = self._solution(best)
+            graph = self.place[0].graph
+            raise infeasible_error(memory_profile(graph, free.plan), budget)
+        solution = self.solution(best, self.bound)
         _log.info(
             "%s: %d plans met, %d rows of memory, gap %.2f%%, %.1f s",
-            *(self.problem.graph.name, len(self.seen), len(self.rows)),
+            *(self.place[0].graph.name, len(met.plans), len(met.rows)),
             *(100 * solution.assignment.gap, perf_counter() - start),
         )
         return solution
 
-    def _solve_in_rounds(self) -> None:
-        """Adds rows until the solver's plan fits, or nothing fits the rows."""
+    def _solve_in_rounds(self, met: MetPlans, gap: float) -> bool:
+        """Adds rows until the solver's plan fits; not if nothing fits the rows."""
         for _ in range(MOST_ROUNDS):
             try:
-                found = self._solve(self.budget_bytes)
+                found = met.solve(self.budget_bytes, gap)
             except Infeasible:
-                return
+                return False
             self.bound = max(self.free.bound, found.assignment.bound)
-            lowered = self._lower_refuted()
-            if found.peak_bytes <= self.budget_bytes and not lowered:
-                return
+            by = met.lower_refuted()
             if found.peak_bytes > self.budget_bytes:
-                self._add_rows(found)
+                met.add_rows(found)
+            elif by <= WORTH_SOLVING_AGAIN * self.budget_bytes:
+                return True
+        return met.cheapest(self.budget_bytes) is not None
 
-    def _solve_with_margins(self) -> None:
+    def _solve_with_margins(self, met: MetPlans) -> None:
         """Leaves room for points that were not met; the bound stays."""
         for margin in MARGINS:
             try:
-                found = self._solve(margin * self.budget_bytes)
+                found = met.solve(margin * self.budget_bytes, WIDE_GAP)
             except Infeasible:
                 return
             if found.peak_bytes <= self.budget_bytes:
                 return
 
-    def _look_for_least(self) -> None:
-        """Sees plans of ever less memory, whatever they cost."""
-        for number in range(MOST_LEAST_ROUNDS):
-            try:
-                self._solve(0.0)
-            except Infeasible as error:
-                if number == 0:
-                    self.least_bound = error.least_budget_bound
-                if error.choices is None or self._met(error.choices):
-                    return
-                choices = tuple(error.choices)
-                cost = self.problem.choice_graph.cost(choices)
-                found = self._see(replace(self.free, choices=choices, cost=cost))
-                self._add_rows(found)
-                if found.peak_bytes <= self.budget_bytes:
-                    return
+    def least_found(self, enough_bytes: int) -> MetPlan:
+        """The plan of the least memory, or one that holds no more than is enough.
 
-    def _solve(self, limit: float) -> _Candidate:
-        assignment = solve_within_rows(
-            self.problem.choice_graph,
-            self.rows,
-            limit,
-            gap=self.gap,
-            free=self.free,
-            known=[each.assignment.choices for each in self.seen],
-        )
-        return self._see(assignment)
+        It starts anew, and so ends with the same plan whatever the budget.
+        """
+        met = MetPlans(*self.place, self.free, 0.0)
+        return least_memory(met, enough_bytes).found
 
-    def _met(self, choices: Sequence[int]) -> bool:
-        normal = self._normal(choices)
-        return any(each.assignment.choices == normal for each in self.seen)
-
-    def _see(self, assignment: Assignment) -> _Candidate:
-        choices = self._normal(assignment.choices)
-        cost = self.problem.choice_graph.cost(choices)
-        assignment = replace(assignment, choices=choices, cost=cost)
-        profile = memory_profile(self.problem.graph, self._plan(assignment))
-        self.seen.append(_Candidate(assignment, profile))
-        return self.seen[-1]
-
-    def _normal(self, choices: Sequence[int]) -> tuple[int, ...]:
-        problem, lasting = self.problem, lasting_tensors(self.problem.graph)
-        relays = {t: v for t, v in problem.relays.items() if t in lasting}
-        return without_needless_copies(
-            choices,
-            {t: (v, problem.vertices[v].writes[0].choices) for t, v in relays.items()},
-            {t: (v, a.choices) for t, (v, a) in problem.writers.items() if t in relays},
-        )
-
-    def _add_rows(self, found: _Candidate) -> None:
-        choices = found.assignment.choices
-        rows = memory_rows(self.problem, found.profile, choices)
-        self.rows += [self._lowered(row) for row in rows[:MOST_ROWS]]
-
-    def _add_conversions(self, found: _Candidate) -> None:
-        choices, least = found.assignment.choices, WORTH_A_TURN * self.budget_bytes
-        rows = conversion_rows(self.problem, found.profile, choices, least)
-        self.rows += [self._lowered(row) for row in rows]
-
-    def _lowered(self, row: MemoryRow) -> MemoryRow:
-        """A row that says no more of the plans met than the model does."""
-        beyond = max(
-            row.used(each.assignment.choices) - each.peak_bytes for each in self.seen
-        )
-        return replace(row, constant=row.constant - max(beyond, 0.0))
-
-    def _lower_refuted(self) -> bool:
-        """Lowers the rows that say too much; whether that is worth another solve."""
-        rows = [self._lowered(row) for row in self.rows]
-        most = max(
-            (old.constant - new.constant)
-            for old, new in zip(self.rows, rows, strict=True)
-        )
-        self.rows = rows
-        return most > WORTH_SOLVING_AGAIN * self.budget_bytes
-
-    def _best(self) -> _Candidate | None:
-        """The cheapest plan met that fits."""
-        fitting = [e for e in self.seen if e.peak_bytes <= self.budget_bytes]
-        return min(fitting, key=lambda each: each.assignment.cost, default=None)
-
-    def _plan(self, assignment: Assignment) -> ShardingPlan:
-        return read_plan(self.problem, assignment, self.cluster, self.resharder)
-
-    def _solution(self, found: _Candidate) -> IntraOpSolution:
+    def solution(self, found: MetPlan, bound: float) -> IntraOpSolution:
         """With the gap against the bound of the problem at the full budget."""
-        bound = min(self.bound, found.assignment.cost)
+        bound = min(bound, found.assignment.cost)
         peak = float(found.peak_bytes)
         assignment = replace(found.assignment, bound=bound, peak_bytes=peak)
         plan = found.profile.plan

@@ -21,6 +21,7 @@ from ..graph.constraints import check_returned_pins, warn_ignored_constraints
 from ..graph.op_graph import OpGraph
 from ..graph.user_shard_map import check_shard_maps, user_mesh
 from ..methods.gather_again import gathering_again, graph_of_plan
+from ..methods.layout_rules import LayoutRules
 from ..methods.methods import Auto, ShardParallel
 from ..methods.named_methods import (
     Megatron,
@@ -37,8 +38,9 @@ from ..options import Options
 from ..plans.parallel_plan import Plan
 from ..plans.plan_file import check_against
 from ..sharding.mesh import MeshShape, parse_mesh
-from ..sharding.pins import resolve_pins
-from ..state.placements import mesh_of_leaves, placement_pins
+from ..sharding.pins import resolve_pins, warn_idle_pins
+from ..state.placements import mesh_of_leaves, placed_pins, placement_pins
+from .auto_layout import auto_layout
 from .budget_candidates import BudgetCandidates
 from .intra_op import IntraOpSolution, warn_fallbacks
 from .memory_budget import default_budget
@@ -47,7 +49,7 @@ from .mesh_search import TIGHT_GAP, default_mesh, least_seconds, search_meshes
 from .pin_conflicts import PinsByKey, blame_pins
 from .plan_cache import CacheEntry, cache_entry, use_compilation_cache
 from .plan_like import memory_choices, plan_like, without_like
-from .plan_within import plan_within
+from .plan_within import plan_least_memory, plan_within
 from .step_variants import StepVariant, StepVariants
 
 _log = logging.getLogger("autopar")
@@ -97,6 +99,8 @@ def plan_function(
         graph = build_graph(traced, roles)
     cluster = options.cluster or Cluster.local()
     leaves = jax.tree.leaves((args, kwargs))
+    options = with_placed_pins(options, graph, leaves, cluster)
+    warn_idle_pins(options.pins, [each.path for each in graph.inputs])
     batch = batch_tensors(traced, graph, options)
     variants = StepVariants(traced, graph, roles, batch)
     plan = options.plan
@@ -150,6 +154,7 @@ def plan_or_blame_pins(
     batch: Sequence[int],
     cluster: Cluster,
     options: Options,
+    gap: float = TIGHT_GAP,
 ) -> Plan:
     """As `plan_graph`; where no plan exists, the error names the fewest pins to blame.
 
@@ -159,7 +164,7 @@ def plan_or_blame_pins(
 
     def plan_with(pins: PinsByKey) -> Plan:
         some = replace(options, pins=pins)
-        return plan_graph(graph, leaves, batch, cluster, some)
+        return plan_graph(graph, leaves, batch, cluster, some, gap=gap)
 
     try:
         return plan_with(options.pins)
@@ -174,11 +179,13 @@ def plan_graph(
     cluster: Cluster,
     options: Options,
     limits: Sequence[Limit] = (),
+    gap: float = TIGHT_GAP,
 ) -> Plan:
     """The cheapest plan of a step's graph, over all meshes where none is named.
 
     `leaves` are those of the step's arguments, and `batch` the graph's inputs that are
-    split with the batch. Plans with `limits` on single choices are not cached.
+    split with the batch. On a mesh that is named the plan is within `gap` of the best.
+    Plans with `limits` on single choices, or a wider gap, are not cached.
     """
     start = perf_counter()
     if gathers_again(options.method):
@@ -202,19 +209,24 @@ def plan_graph(
         pinned = resolve_pins(options.pins, graph, mesh)
         check_returned_pins(graph, pinned, mesh)
         pins = {**placed, **pinned}
-        restrictions = restrictions_of(
-            options.method, options.rules, graph, mesh, batch
-        )
-        budget_bytes = budget_of(options, cluster)
-        if not (restrictions or limits):
+        method, budget_bytes = options.method, budget_of(options, cluster)
+        is_auto = isinstance(method, LayoutRules) and method.is_auto
+        named = None if is_auto else method
+        own = restrictions_of(named, options.rules, graph, mesh, batch)
+        restrictions = (*own, *limits)
+        if isinstance(method, LayoutRules) and is_auto:
+            place = graph, mesh, cluster, batch, budget_bytes
+            found = auto_layout(method, *place, pins=pins, limits=restrictions)
+            return found.solution
+        for_memory = isinstance(method, ShardParallel) and method.objective == "memory"
+        if not restrictions:
             ends = budget_bytes, batch, pins, gap
-            return BudgetCandidates(graph, mesh, cluster, *ends).best()
-        return plan_within(
-            *(graph, mesh, cluster, budget_bytes),
-            pins=pins,
-            restrictions=(*restrictions, *limits),
-            gap=gap,
-        )
+            candidates = BudgetCandidates(graph, mesh, cluster, *ends)
+            return candidates.least_memory() if for_memory else candidates.best()
+        given = graph, mesh, cluster, budget_bytes
+        if for_memory:
+            return plan_least_memory(*given, pins=pins, restrictions=restrictions)
+        return plan_within(*given, pins=pins, restrictions=restrictions, gap=gap)
 
     if mesh is None:
         floor_seconds = least_seconds(graph, cluster)
@@ -222,7 +234,7 @@ def plan_graph(
         _log.info("%s: %s", graph.name, search)
         solution = search.solution
     else:
-        solution = plan_on(mesh, TIGHT_GAP)
+        solution = plan_on(mesh, gap)
     _log.info(
         "%s: planned %d operators in %.1f s, gap %.3g%%",
         graph.name,
@@ -231,8 +243,24 @@ def plan_graph(
         100 * solution.assignment.gap,
     )
     plan = Plan(solution.plan)
-    entry.store(plan)
+    if gap <= TIGHT_GAP:
+        entry.store(plan)
     return plan
+
+
+def with_placed_pins(
+    options: Options, graph: OpGraph, leaves: Sequence[Any], cluster: Cluster
+) -> Options:
+    """The options, with specs for pins that keep arguments where they lie.
+
+    Raises:
+      ValueError: such an argument lies on no mesh, or on another.
+    """
+    mesh = None
+    if options.mesh is not None:
+        mesh = parse_mesh(options.mesh, cluster.num_devices)
+    paths = [each.path for each in graph.inputs]
+    return replace(options, pins=placed_pins(options.pins, paths, leaves, mesh))
 
 
 def budget_of(options: Options, cluster: Cluster) -> int:
@@ -298,6 +326,7 @@ def _mesh_shape(
     names_axes = any(entry for spec in options.pins.values() for entry in spec or ())
     has_pins = any(op.kind in PINS for op in graph.operators())
     is_free = isinstance(options.method, Auto | ShardParallel)
+    is_free &= getattr(options.method, "objective", "time") == "time"
     if names_axes or has_pins or options.rules or not is_free:
         return default_mesh(cluster)
     return None

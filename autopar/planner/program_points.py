@@ -169,7 +169,7 @@ class _Points:
         liveness = self.profile.liveness[block]
         if not liveness.order:
             yield _Point()
-        for position in _fullest(liveness, stretches):
+        for position in fullest(liveness, stretches):
             kernel = liveness.block.kernels[liveness.order[position]]
             held = self.at(block, position)
             bodies = ()
@@ -245,7 +245,7 @@ class _Points:
             point.copies.append((tensor, target.spec, amount))
 
 
-def _fullest(liveness: Liveness, stretches: int) -> list[int]:
+def fullest(liveness: Liveness, stretches: int) -> list[int]:
     """The position of the most bytes in each of some stretches of equal length."""
     count = len(liveness.order)
     borders = np.linspace(0, count, min(stretches, count) + 1).astype(int)

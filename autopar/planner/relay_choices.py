@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autopar.solver.choice_graph import Edge
+from autopar.solver.choice_graph import EdgeType
 
 from ..graph.op_graph import OpGraph
 from .spec_choices import SpecChoices
@@ -38,12 +38,8 @@ def is_copied(num_choices: int) -> np.ndarray:
 
 
 def relay_edge(
-    writer: int,
-    relay: int,
-    sources: SpecChoices,
-    targets: SpecChoices,
-    costs: np.ndarray | None,
-) -> Edge:
+    sources: SpecChoices, targets: SpecChoices, costs: np.ndarray | None
+) -> EdgeType:
     """The edge from a tensor's writer to its relay.
 
     `costs` [source specs, target specs] are those of a copy, None for none at all. What
@@ -59,7 +55,7 @@ def relay_edge(
     )
     matrix = np.concatenate([as_it_lies, copied], axis=1)
     offset = np.where(is_copied(len(targets.classes)), shape[1], 0)
-    return Edge(writer, relay, sources.classes, targets.classes + offset, matrix)
+    return sources.classes, targets.classes + offset, matrix
 
 
 def without_growth(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.solver.choice_graph import Edge
+from autopar.solver.choice_graph import EdgeType
 
 from ..sharding.resharding import Resharder
 from .relay_choices import relay_edge, without_growth
 from .spec_choices import SpecChoices
+
+# Between any vertices; to a relay beside a tensor that lasts; from a relay, which
+# nobody gathers from where memory counts (`relay_choices.py`).
+PLAIN, TO_LASTING, FROM_RELAY = 0, 1, 2
 
 
 class ReshardEdges:
@@ -18,7 +22,7 @@ class ReshardEdges:
         self._resharder = resharder
         self._costs: dict[object, np.ndarray | None] = {}
         self._affine: dict[object, tuple[np.ndarray, np.ndarray]] = {}
-        self._relayed: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+        self._relayed: dict[object, EdgeType] = {}
         self._shrinking: dict[object, np.ndarray] = {}
 
     def costs(
@@ -39,25 +43,35 @@ class ReshardEdges:
             self._costs[key] = matrix if matrix.any() else None
         return self._costs[key]
 
-    def to_lasting_relay(
+    def edge_type(
         self,
-        writer: int,
-        relay: int,
         sources: SpecChoices,
         targets: SpecChoices,
-        costs: np.ndarray | None,
-    ) -> Edge:
-        """The edge to a relay beside its tensor (`relay_choices.py`)."""
+        tensor_bytes: int,
+        weight: float,
+        kind: int,
+    ) -> EdgeType | None:
+        """Classes and costs of an edge, whose `kind` is one of those above."""
+        matrix = self.costs(sources, targets, tensor_bytes, weight)
+        if kind == TO_LASTING:
+            return self._to_lasting_relay(sources, targets, matrix)
+        if matrix is None:
+            return None
+        if kind == FROM_RELAY:
+            matrix = self._without_growth(sources, targets, matrix)
+        return sources.classes, targets.classes, matrix
+
+    def _to_lasting_relay(
+        self, sources: SpecChoices, targets: SpecChoices, costs: np.ndarray | None
+    ) -> EdgeType:
         key = (id(sources), id(targets), id(costs))
         if key not in self._relayed:
-            edge = relay_edge(writer, relay, sources, targets, costs)
-            self._relayed[key] = edge.second_class, edge.costs
-        return Edge(writer, relay, sources.classes, *self._relayed[key])
+            self._relayed[key] = relay_edge(sources, targets, costs)
+        return self._relayed[key]
 
-    def without_growth(
+    def _without_growth(
         self, sources: SpecChoices, targets: SpecChoices, costs: np.ndarray
     ) -> np.ndarray:
-        """`costs`, inf where a reader would gather from a relay."""
         key = (id(sources), id(targets), id(costs))
         if key not in self._shrinking:
             self._shrinking[key] = without_growth(sources, targets, costs)

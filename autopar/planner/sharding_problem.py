@@ -16,73 +16,59 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
+from autopar.solver.choice_graph import ChoiceGraph, TypedEdges, TypedNodes
 
 from ..clusters.cluster import Cluster
 from ..costs.host_memory import host_seconds_per_byte
 from ..frontend.garbage import without_garbage_collection
 from ..graph.build_graph import STRUCTURED
-from ..graph.op_graph import Operator, OpGraph, TensorType
+from ..graph.op_graph import OpGraph, TensorType
 from ..graph.ports import Site, ports_of
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
 from ..sharding.spec import replicated
+from .equal_rows import equal_rows
 from .operator_choices import OperatorTable
 from .overlap import visible_fractions
 from .relay_choices import is_copied, lasting_tensors, twice
-from .reshard_edges import ReshardEdges
+from .reshard_edges import FROM_RELAY, PLAIN, TO_LASTING, ReshardEdges
 from .spec_choices import SpecChoices, SpecTable
-from .strategies import (
-    Strategies,
-    is_heavy_operator,
-    operators_to_split,
-    tensor_specs,
+from .strategies import is_heavy_operator, operators_to_split, tensor_specs
+from .vertex_builder import VertexBuilder
+from .vertices import (
+    Access as Access,
 )
-
-VertexKind = Literal["operator", "home", "port", "relay", "result"]
-
-
-@dataclass(frozen=True, eq=False)
-class Access:
-    """A tensor as one vertex writes or reads it: its spec under each choice.
-
-    `site` says which operand or block output a read is; None for writes and relays.
-    """
-
-    tensor: int
-    choices: SpecChoices
-    site: Site | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Vertex:
-    """One decision: cost and bytes of each choice, and what it writes and reads."""
-
-    kind: VertexKind
-    name: str
-    seconds: np.ndarray
-    bytes: np.ndarray
-    writes: tuple[Access, ...]
-    reads: tuple[Access, ...]
-    operator: int | None = None
-    strategies: Strategies | None = None
+from .vertices import (
+    Pattern,
+    VertexColumns,
+    VertexKind,
+    Writers,
+)
+from .vertices import (
+    Vertex as Vertex,
+)
 
 
 @dataclass(frozen=True, eq=False)
 class ShardingProblem:
-    """Vertices, and the same as a `ChoiceGraph` (node i is vertex i)."""
+    """Vertices, and the same as a `ChoiceGraph` (node i is vertex i).
+
+    `columns` are the vertices as they were built: `vertices` may cost otherwise.
+    `visible` [tensors] is the part of the seconds of moving each that a step waits for.
+    """
 
     graph: OpGraph
     mesh: MeshShape
-    vertices: tuple[Vertex, ...]
+    vertices: Sequence[Vertex]
     choice_graph: ChoiceGraph
-    relays: dict[int, int]  # vertex by tensor
-    writers: dict[int, tuple[int, Access]]  # (vertex, access) by tensor
+    relays: Mapping[int, int]  # vertex by tensor
+    writers: Mapping[int, tuple[int, Access]]  # (vertex, access) by tensor
+    columns: VertexColumns
+    visible: tuple[float, ...]
 
 
 @without_garbage_collection
@@ -102,23 +88,10 @@ def build_problem(
     """
     builder = _Builder(graph, mesh, cluster, resharder, counts_memory)
     builder.add_homes(pins or {})
-    for block in graph.blocks:
-        for op in block.operators:
-            builder.add_operator(op)
+    rows, pattern = builder.add_operators()
     builder.add_results()
-    builder.connect()
-    choice_graph = ChoiceGraph(
-        tuple(Node(v.name, v.seconds, v.bytes) for v in builder.vertices),
-        tuple(builder.edges),
-    )
-    return ShardingProblem(
-        graph,
-        mesh,
-        tuple(builder.vertices),
-        choice_graph,
-        builder.relays,
-        builder.writers,
-    )
+    vertices = builder.vertices.build(rows, pattern)
+    return builder.connected(vertices)
 
 
 class _Builder:
@@ -132,106 +105,78 @@ class _Builder:
     ) -> None:
         self.graph, self.mesh, self.cluster = graph, mesh, cluster
         self.counts_memory = counts_memory
-        self.lasting = lasting_tensors(graph) if counts_memory else frozenset()
-        self.vertices: list[Vertex] = []
-        self.edges: list[Edge] = []
-        self.heavy: set[int] = set()  # vertices
-        self.relays: dict[int, int] = {}
-        self.writers: dict[int, tuple[int, Access]] = {}
+        self.lasting = lasting_tensors(graph) if counts_memory else frozenset[int]()
+        self._lasting = np.array(sorted(self.lasting), np.intp)
+        self.vertices = VertexBuilder(graph)
         self.resharding = ReshardEdges(resharder)
         self.visible = visible_fractions(graph, cluster)
         self._specs = SpecTable(mesh.axis_sizes)
-        must_split = operators_to_split(graph)
-        self.operators = OperatorTable(mesh, cluster, self._specs, must_split)
+        self.must_split = operators_to_split(graph)
+        self.operators = OperatorTable(mesh, cluster, self._specs, self.must_split)
         self._legal: dict[object, SpecChoices] = {}
-        self._held: dict[object, np.ndarray] = {}
+        self._known: dict[object, int] = {}  # patterns
         self._zeros: dict[int, np.ndarray] = {}
 
-    def add_vertex(
-        self,
-        kind: VertexKind,
-        name: str,
-        seconds: np.ndarray,
-        writes: Sequence[Access],
-        reads: Sequence[Access],
-        operator: int | None = None,
-        strategies: Strategies | None = None,
-    ) -> int:
-        held = self._held_bytes(kind, len(seconds), writes)
-        vertex = Vertex(
-            kind,
-            name,
-            seconds,
-            held,
-            tuple(writes),
-            tuple(reads),
-            operator,
-            strategies,
-        )
-        index = len(self.vertices)
-        self.vertices.append(vertex)
-        if kind != "relay":
-            for access in writes:
-                self.writers[access.tensor] = (index, access)
-        return index
-
     def _held_bytes(
-        self, kind: VertexKind, num_choices: int, writes: Sequence[Access]
+        self, kind: VertexKind, writes: Sequence[tuple[int, SpecChoices]], count: int
     ) -> np.ndarray:
-        """[choices] the bytes of what a vertex writes; one array for equal vertices."""
-        tensors = self.graph.tensors
-        sizes = [tensors[access.tensor].type.bytes for access in writes]
-        is_beside = kind == "relay" and writes[0].tensor in self.lasting
-        key = (
-            *(kind == "port", is_beside, num_choices, *sizes),
-            *[id(access.choices) for access in writes],
-        )
-        if key not in self._held:
-            held = np.zeros(num_choices)
-            for whole, access in zip(sizes, writes, strict=True):
-                part = whole * access.choices.fractions
-                # All that a port writes is one memory, inside a loop and out.
-                held = np.maximum(held, part) if kind == "port" else held + part
-            self._held[key] = held * is_copied(num_choices) if is_beside else held
-        return self._held[key]
+        """[choices] the bytes of what a vertex writes, given its tensors' bytes."""
+        held = np.zeros(count)
+        for whole, choices in writes:
+            part = whole * choices.fractions
+            # All that a port writes is one memory, inside a loop and out.
+            held = np.maximum(held, part) if kind == "port" else held + part
+        return held
 
-    def spec_vertex(
+    def spec_pattern(
         self,
         kind: VertexKind,
-        name: str,
         tensor_type: TensorType,
-        writes: Sequence[tuple[int, int]],
-        reads: Sequence[tuple[int, int, Site | None]],
+        writes: Sequence[tuple[int, int]] = (),
+        reads: Sequence[int] = (),
         *,
         pending: bool,
         whole: bool = False,
         pin: Pin | None = None,
         seconds_per_byte: float = 0.0,
+        is_beside: bool = False,
     ) -> int:
-        """A vertex whose choices are specs of one tensor.
+        """The pattern of vertices whose choices are specs of one tensor.
 
-        Written and read tensors come with the number of leading dims they have more
-        than `tensor_type` (1 for what a scan slices or stacks). `whole`: the program
-        itself holds the value, so it can only be replicated. `seconds_per_byte` are of
-        what a device has of the tensor.
+        Writes are (bytes, leading dims more than `tensor_type`), reads those dims (1
+        for what a scan slices or stacks). `whole`: the program itself holds the value,
+        so it can only be replicated. `seconds_per_byte` are of what a device has of the
+        tensor. `is_beside`: a relay beside a tensor that lasts (`relay_choices.py`).
         """
+        key = (
+            *(kind, tensor_type, tuple(writes), tuple(reads), pending, whole, pin),
+            *(seconds_per_byte, is_beside),
+        )
+        if key in self._known:
+            return self._known[key]
         choices = self._legal_specs(tensor_type, pending, whole)
         if pin is not None:
             specs = [s for s in choices.specs.tolist() if pin.allows(tuple(s))]
             choices = self._specs.choices(np.array(specs))
-        if kind == "relay" and writes[0][0] in self.lasting:
+        if is_beside:
             choices = self._specs.choices(twice(choices.specs))
-        seconds = self._zeros.setdefault(len(choices.classes), choices.fractions * 0.0)
+        count = len(choices.classes)
+        seconds = self._zeros.setdefault(count, choices.fractions * 0.0)
         if seconds_per_byte:
             seconds = choices.fractions * (tensor_type.bytes * seconds_per_byte)
-        shifted = self._specs.shifted
-        return self.add_vertex(
+        written = [
+            (size, self._specs.shifted(choices, extra)) for size, extra in writes
+        ]
+        held = self._held_bytes(kind, written, count)
+        pattern = Pattern(
             kind,
-            name,
             seconds,
-            [Access(tensor, shifted(choices, extra)) for tensor, extra in writes],
-            [Access(t, shifted(choices, extra), site) for t, extra, site in reads],
+            held * is_copied(count) if is_beside else held,
+            tuple([each for _, each in written]),
+            tuple([self._specs.shifted(choices, extra) for extra in reads]),
         )
+        self._known[key] = self.vertices.add_pattern(pattern)
+        return self._known[key]
 
     def _legal_specs(self, kind: TensorType, pending: bool, whole: bool) -> SpecChoices:
         key = (kind, pending, whole)
@@ -243,115 +188,194 @@ class _Builder:
         return self._legal[key]
 
     def add_homes(self, pins: Mapping[int, Pin]) -> None:
-        for graph_input in self.graph.inputs:
-            tensor = self.graph.tensors[graph_input.tensor]
-            reads: list[tuple[int, int, Site | None]] = []
-            if graph_input.output is not None:
-                operand = self.graph.outputs[graph_input.output]
+        """Where arguments lie; for state, its next value must come back to it."""
+        for each in self.graph.inputs:
+            kind = self.graph.tensors[each.tensor].type
+            reads: list[tuple[int, Site | None]] = []
+            if each.output is not None:
+                operand = self.graph.outputs[each.output]
                 if isinstance(operand, int):
-                    reads.append((operand, 0, ("output", 0, graph_input.output)))
-            self.spec_vertex(
-                "home",
-                tensor.name,
-                tensor.type,
-                [(tensor.index, 0)],
-                reads,
+                    reads.append((operand, ("output", 0, each.output)))
+            pattern = self.spec_pattern(
+                *("home", kind, [(kind.bytes, 0)], [0] * len(reads)),
                 pending=False,
-                pin=pins.get(tensor.index),
-                seconds_per_byte=host_seconds_per_byte(graph_input, self.cluster),
+                pin=pins.get(each.tensor),
+                seconds_per_byte=host_seconds_per_byte(each, self.cluster),
             )
+            self.vertices.add(-1, pattern, [each.tensor], reads)
 
     def add_results(self) -> None:
         """Outputs that are not state lie as the program leaves them, none pending."""
+        place = len(self.graph.operators())
         tied = {i.output for i in self.graph.inputs}
         for position, operand in enumerate(self.graph.outputs):
             if isinstance(operand, int) and position not in tied:
-                self.spec_vertex(
-                    "result",
-                    self.graph.output_paths[position],
-                    self.graph.tensors[operand].type,
-                    [],
-                    [(operand, 0, ("output", 0, position))],
-                    pending=False,
-                )
+                kind = self.graph.tensors[operand].type
+                pattern = self.spec_pattern("result", kind, reads=[0], pending=False)
+                site: Site = ("output", 0, position)
+                self.vertices.add(place, pattern, [], [(operand, site)])
 
-    def add_operator(self, op: Operator) -> None:
-        if op.kind in STRUCTURED:
-            for port in ports_of(self.graph, op):
-                self.spec_vertex(
-                    "port",
-                    port.name,
-                    port.type,
-                    port.writes,
-                    port.reads,
-                    pending=port.may_be_pending(self.mesh),
-                    whole=port.is_whole,
-                    pin=port.pin(self.mesh),
-                )
-            return
+    def add_operators(self) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of operators with strategies, and their patterns; others' ports."""
+        columns = self.graph.columns
+        kinds = [columns.operators[row].kind for row in columns.examples.tolist()]
+        structured = np.array([kind in STRUCTURED for kind in kinds], bool)
+        is_port = structured[columns.alike]
+        for row in np.flatnonzero(is_port).tolist():
+            self._add_ports(row)
+        rows = np.flatnonzero(~is_port)
+        must_split = np.isin(columns.index[rows], sorted(self.must_split))
+        examples, pattern = equal_rows(
+            columns.alike[rows], must_split, columns.block_of[rows]
+        )
+        numbers = [self._operator_pattern(row) for row in rows[examples].tolist()]
+        return rows, np.array(numbers, np.intp)[pattern]
+
+    def _operator_pattern(self, row: int) -> int:
+        """The pattern of all operators like this one, in its block."""
+        op = self.graph.operators()[row]
         choices = self.operators.of(op)
         weight = self.graph.blocks[op.block].weight
-        if is_heavy_operator(op):
-            self.heavy.add(len(self.vertices))
-        self.add_vertex(
-            "operator",
-            op.name,
-            self.operators.seconds(choices, weight),
-            [
-                Access(tensor, specs)
-                for tensor, specs in zip(op.results, choices.results, strict=True)
-            ],
-            [
-                Access(operand, specs, ("operand", op.index, position))
-                for position, (operand, specs) in enumerate(
-                    zip(op.operands, choices.operands, strict=True)
-                )
-                if isinstance(operand, int)
-            ],
-            op.index,
-            choices.strategies,
+        sizes = [kind.bytes for kind in op.result_types]
+        seconds = self.operators.seconds(choices, weight)
+        written = list(zip(sizes, choices.results, strict=True))
+        reads = zip(op.operands, choices.operands, strict=True)
+        return self.vertices.add_pattern(
+            Pattern(
+                "operator",
+                seconds,
+                self._held_bytes("operator", written, len(seconds)),
+                choices.results,
+                tuple([specs for operand, specs in reads if isinstance(operand, int)]),
+                choices.strategies,
+            )
         )
 
-    def connect(self) -> None:
-        """Edges from each tensor's writer to its readers, by a relay if many."""
-        readers: dict[int, list[tuple[int, Access]]] = {}
-        for index, vertex in enumerate(self.vertices):
-            for access in vertex.reads:
-                readers.setdefault(access.tensor, []).append((index, access))
-        for tensor_index, reads in readers.items():
-            writer, access = self.writers[tensor_index]
-            if len(reads) > 1 or (self.counts_memory and writer in self.heavy):
-                tensor = self.graph.tensors[tensor_index]
-                relay = self.spec_vertex(
-                    "relay",
-                    f"copy of {tensor.name}",
-                    tensor.type,
-                    [(tensor_index, 0)],
-                    [(tensor_index, 0, None)],
-                    pending=access.choices.may_be_pending,
-                )
-                self.relays[tensor_index] = relay
-                self.add_edge(writer, access, relay, self.vertices[relay].reads[0])
-                writer, access = relay, self.vertices[relay].writes[0]
-            for reader, read in reads:
-                self.add_edge(writer, access, reader, read)
+    def _add_ports(self, row: int) -> None:
+        tensors = self.graph.tensors
+        for port in ports_of(self.graph, self.graph.operators()[row]):
+            pattern = self.spec_pattern(
+                "port",
+                port.type,
+                [(tensors[tensor].type.bytes, extra) for tensor, extra in port.writes],
+                [extra for _, extra, _ in port.reads],
+                pending=port.may_be_pending(self.mesh),
+                whole=port.is_whole,
+                pin=port.pin(self.mesh),
+            )
+            reads = [(tensor, site) for tensor, _, site in port.reads]
+            written = [tensor for tensor, _ in port.writes]
+            self.vertices.add(row, pattern, written, reads, port.name)
 
-    def add_edge(self, writer: int, write: Access, reader: int, read: Access) -> None:
-        if writer == reader:  # both ends have the same spec under every choice
-            return
-        index = write.tensor
-        tensor = self.graph.tensors[index]
-        weight = self.graph.blocks[tensor.block].weight * self.visible[index]
-        sources, targets = write.choices, read.choices
-        matrix = self.resharding.costs(sources, targets, tensor.type.bytes, weight)
+    def connected(self, vertices: VertexColumns) -> ShardingProblem:
+        """The problem, with relays for tensors that several read."""
+        reads, writes = vertices.reads, vertices.writes
+        num_tensors = len(self.graph.tensors)
+        access = np.full(num_tensors, -1)
+        access[writes.tensor] = np.arange(len(writes.tensor))
+        read, first, counts = np.unique(
+            reads.tensor, return_index=True, return_counts=True
+        )
+        read, counts = read[np.argsort(first)], counts[np.argsort(first)]
+        is_relayed = counts > 1
         if self.counts_memory:
-            relay = self.relays.get(index)
-            if relay == reader and index in self.lasting:
-                ends = (writer, reader, sources, targets)
-                self.edges.append(self.resharding.to_lasting_relay(*ends, matrix))
-                return
-            if relay == writer and matrix is not None:
-                matrix = self.resharding.without_growth(sources, targets, matrix)
-        if matrix is not None:
-            classes = sources.classes, targets.classes
-            self.edges.append(Edge(writer, reader, *classes, matrix))
+            is_relayed |= self._is_heavy(vertices)[writes.vertex[access[read]]]
+        relayed = read[is_relayed]
+        pattern = self._relay_patterns(vertices, relayed, writes.choices[access])
+        whole = self.vertices.with_relays(vertices, relayed, pattern)
+        edges = self._edges(whole, access, read, relayed)
+        nodes = TypedNodes(
+            [(each.seconds, each.bytes) for each in whole.patterns],
+            whole.pattern,
+            whole.name,
+        )
+        relays = range(len(vertices), len(whole))
+        return ShardingProblem(
+            self.graph,
+            self.mesh,
+            whole,
+            ChoiceGraph(nodes, edges),
+            dict(zip(relayed.tolist(), relays, strict=True)),
+            Writers(whole, access),
+            whole,
+            self.visible,
+        )
+
+    def _is_heavy(self, vertices: VertexColumns) -> np.ndarray:
+        """Which vertices are products: bool [vertices]."""
+        columns = self.graph.columns
+        examples = [columns.operators[row] for row in columns.examples.tolist()]
+        is_heavy = np.array([is_heavy_operator(op) for op in examples], bool)
+        return (vertices.row >= 0) & is_heavy[columns.alike][vertices.row]
+
+    def _relay_patterns(
+        self, vertices: VertexColumns, relayed: np.ndarray, made: np.ndarray
+    ) -> np.ndarray:
+        """[relayed] patterns; `made` [tensors] are the choices that tensors have."""
+        tensors, is_lasting = self.graph.tensors, np.isin(relayed, self._lasting)
+        kinds = self.graph.columns.type_of[relayed]
+        examples, number = equal_rows(kinds, made[relayed], is_lasting)
+        patterns = [
+            self.spec_pattern(
+                *("relay", tensors[tensor].type),
+                *([(tensors[tensor].type.bytes, 0)], [0]),
+                pending=vertices.choices[made[tensor]].may_be_pending,
+                is_beside=tensor in self.lasting,
+            )
+            for tensor in relayed[examples].tolist()
+        ]
+        return np.array(patterns, np.intp)[number]
+
+    def _edges(
+        self,
+        vertices: VertexColumns,
+        access: np.ndarray,
+        read: np.ndarray,
+        relayed: np.ndarray,
+    ) -> TypedEdges:
+        """From writers to readers, by tensor in the order of `read`.
+
+        `access` [tensors] is the place of each tensor's writer among the writes; the
+        last vertices are the relays of `relayed`.
+        """
+        writes, reads, columns = vertices.writes, vertices.reads, self.graph.columns
+        count, own = len(relayed), len(reads.tensor) - len(relayed)
+        through = access.copy()  # by a relay, where there is one
+        through[relayed] = np.arange(len(writes.tensor))[-count:] if count else -1
+        tensor = np.concatenate([relayed, reads.tensor[:own]])
+        write = np.concatenate([access[relayed], through[reads.tensor[:own]]])
+        reading = np.concatenate([np.arange(own, own + count), np.arange(own)])
+        kind = np.where(through[tensor] != access[tensor], FROM_RELAY, PLAIN)
+        kind[:count] = np.where(np.isin(relayed, self._lasting), TO_LASTING, PLAIN)
+        if not self.counts_memory:
+            kind[:] = PLAIN
+        rank = np.zeros(len(self.graph.tensors), np.intp)
+        rank[read] = np.arange(len(read))
+        order = 2 * rank[tensor] + (np.arange(len(tensor)) >= count)
+        first, second = writes.vertex[write], reads.vertex[reading]
+        kept = np.argsort(order, kind="stable")
+        kept = kept[first[kept] != second[kept]]  # else one spec under every choice
+        tensor, write, reading = tensor[kept], write[kept], reading[kept]
+        weights, weight = np.unique(self._weights(), return_inverse=True)
+        sources, targets = writes.choices[write], reads.choices[reading]
+        examples, number = equal_rows(
+            *(sources, targets, columns.type_of[tensor]),
+            *(weight.reshape(-1)[tensor], kind[kept]),
+        )
+        types = [
+            self.resharding.edge_type(
+                vertices.choices[sources[row]],
+                vertices.choices[targets[row]],
+                self.graph.tensors[tensor[row]].type.bytes,
+                float(weights[weight.reshape(-1)[tensor[row]]]),
+                int(kind[kept][row]),
+            )
+            for row in examples.tolist()
+        ]
+        return TypedEdges.of(types, number, first[kept], second[kept])
+
+    def _weights(self) -> np.ndarray:
+        """[tensors] by how much the seconds of moving each are multiplied."""
+        blocks = np.array([block.weight for block in self.graph.blocks])
+        of_tensors = [tensor.block for tensor in self.graph.tensors]
+        return blocks[of_tensors] * np.array(self.visible)

@@ -18,7 +18,7 @@ from ..rematerialisation.recompute_sets import recompute_sets
 from ..rematerialisation.remat import Remat
 from ..rematerialisation.remat_trace import with_recomputation
 
-Offload = Literal["auto", "optimizer_state"]
+Offload = Literal["auto", "optimizer_state", "state"]
 
 
 def check_offload(given: object) -> Offload | None:
@@ -72,7 +72,14 @@ class StepVariants:
         self.traced, self.graph, self.roles = traced, graph, roles
         self.batch = tuple(batch)
         self.offloadable = optimizer_state(graph)
+        self.state = all_state(graph)
         self._by_remat = {"": StepVariant(traced, graph, None, 0)}
+
+    def asked_for(self, offload: Offload | None) -> tuple[int, ...]:
+        """The inputs that a user's `offload` names; "auto" names none."""
+        return {"optimizer_state": self.offloadable, "state": self.state}.get(
+            offload or "", ()
+        )
 
     def make(self, remat: Remat | None, at_host: Collection[int] = ()) -> StepVariant:
         """The variant with `remat` and the inputs at these positions on the host."""
@@ -106,6 +113,20 @@ class StepVariants:
         return self._by_remat[key]
 
 
+def all_state(graph: OpGraph) -> tuple[int, ...]:
+    """Positions of the inputs that are state, but for scalars: all of a model."""
+    return tuple(
+        position
+        for position, each in enumerate(graph.inputs)
+        if each.role == "state" and _is_movable(graph, each.tensor)
+    )
+
+
+def _is_movable(graph: OpGraph, tensor: int) -> bool:
+    kind = graph.tensors[tensor].type
+    return bool(kind.rank) and not kind.is_extended
+
+
 def optimizer_state(graph: OpGraph) -> tuple[int, ...]:
     """Positions of the inputs that are state which only the update reads.
 
@@ -127,7 +148,6 @@ def optimizer_state(graph: OpGraph) -> tuple[int, ...]:
         and backward
         and each.tensor not in needed
         and each.tensor in first_use
-        and graph.tensors[each.tensor].type.rank
-        and not graph.tensors[each.tensor].type.is_extended
+        and _is_movable(graph, each.tensor)
     ]
     return tuple(sorted(found, key=lambda p: -first_use[graph.inputs[p].tensor]))

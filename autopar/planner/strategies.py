@@ -14,8 +14,10 @@ from ..costs.compute import flops, is_heavy, operator_seconds
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import Operator, OpGraph, TensorType
 from ..rules.base import Factor, factors_of
+from ..rules.halos import copied_bytes
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import REPLICATED, SUM, Spec
+from .halo_costs import halo_seconds
 
 SLICING = ("slice", "dynamic_slice", "gather")
 # Heavy operators that together hold less than this part of all heavy flops may be
@@ -43,6 +45,12 @@ class Strategies:
     def __len__(self) -> int:
         return len(self.share)
 
+    @property
+    def has_halos(self) -> np.ndarray:
+        """[n] whether shards exchange anything with their neighbours."""
+        shared = np.array([bool(factor.halos) for factor in self.factors])
+        return np.asarray(shared[self.factor_index].any(axis=1))
+
     def chosen(self, row: int) -> tuple[Factor, ...]:
         """The factor of each mesh axis under strategy `row`."""
         return tuple(self.factors[i] for i in self.factor_index[row])
@@ -57,7 +65,8 @@ def enumerate_strategies(op: Operator, mesh: MeshShape) -> Strategies:
     for index, factor in enumerate(factors):
         if factor.size:
             used = np.where(rows == index, sizes, 1).prod(axis=1)
-            legal &= factor.size % used == 0
+            admitted = [n for n in np.unique(used).tolist() if factor.admits(n)]
+            legal &= np.isin(used, admitted)
     operand_states = np.array([f.operands for f in factors], int).reshape(
         len(factors), len(op.operands)
     )
@@ -131,7 +140,12 @@ def strategy_seconds(
             moved += kind.bytes * fractions
     dtype = next((t.dtype for t in op.operand_types if not t.is_extended), None)
     dtype = "float32" if dtype is None else dtype
-    return np.array(
+    sent = np.zeros(len(strategies))
+    for row in np.flatnonzero(strategies.has_halos).tolist():
+        chosen = strategies.chosen(row)
+        moved[row] += 2 * copied_bytes(op, chosen, mesh.axis_sizes)
+        sent[row] = halo_seconds(op, chosen, mesh, cluster)
+    return sent + np.array(
         [
             operator_seconds(op.kind, num_flops * share, num_bytes, dtype, cluster)
             for share, num_bytes in zip(strategies.share, moved, strict=True)

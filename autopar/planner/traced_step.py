@@ -30,13 +30,19 @@ from ..plans.reasons import Alternative, Reasons
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin, PinsLike, keys_of_arguments, resolve_pins
 from ..sharding.spec import Spec, format_spec
-from ..state.placements import placement_pins
+from ..state.placements import placed_pins, placement_pins
 from .mesh_search import TIGHT_GAP
 from .pin_choices import ChoicePins
-from .pin_costs import unpinned
+from .pin_costs import PinCosts, costs_of_pins, unpinned
 from .plan_like import likeness_of, options_like
 from .plan_within import plan_within
-from .planning import Planned, batch_tensors, budget_of, plan_or_blame_pins
+from .planning import (
+    Planned,
+    batch_tensors,
+    budget_of,
+    plan_or_blame_pins,
+    with_placed_pins,
+)
 
 _PIN = "autopar_pin"
 _NEAR_BUDGET = 0.5  # below this part of it a budget holds nothing
@@ -65,16 +71,20 @@ class TracedStep:
         check_against(plan, self.graph)
 
     def what_if(
-        self, plan: ShardingPlan, pins: PinsLike
+        self, plan: ShardingPlan, pins: PinsLike, gap: float
     ) -> tuple[ShardingPlan, TracedStep]:
-        """The step planned with more pins, on the mesh of `plan`.
+        """The step planned with more pins, on the mesh of `plan`, within `gap`.
 
         Raises:
           InfeasiblePlanError: no plan has these pins; names the fewest to blame.
           ValueError: a pin matches nothing, or cannot be.
         """
-        more = pins_by_key(pins)
+        paths = [each.path for each in self.graph.inputs]
+        more = placed_pins(pins_by_key(pins), paths, self.leaves, plan.mesh)
         both = {**more, **{k: v for k, v in self.options.pins.items() if k not in more}}
+        asked = replace(self, options=replace(self.options, pins=both, plan=None))
+        if self.options.plan is None and self._is_kept(plan, more, gap):
+            return plan, asked
         options = replace(
             self.options,
             pins=both,
@@ -83,11 +93,29 @@ class TracedStep:
             memory_budget=self._budget(plan),
         )
         made = plan_or_blame_pins(
-            self.graph, self.leaves, self.batch, self.cluster, options
+            self.graph, self.leaves, self.batch, self.cluster, options, gap
         )
         found = replace(made.sharding, remat=plan.remat)
-        asked = replace(self.options, pins=both, plan=None)
-        return _corrected(found, plan.predicted), replace(self, options=asked)
+        return _corrected(found, plan.predicted), asked
+
+    def _is_kept(
+        self, plan: ShardingPlan, pins: Mapping[str, PartitionSpec], gap: float
+    ) -> bool:
+        """Whether the best plan has these pins, and so is the best with them."""
+        pinned = resolve_pins(pins, self.graph, plan.mesh)
+        return plan.predicted.optimality_gap <= gap and all(
+            pin.allows(plan.tensors[tensor].spec) for tensor, pin in pinned.items()
+        )
+
+    def pin_costs(self, plan: ShardingPlan) -> PinCosts:
+        """What each pin adds to a step; errors are those of `costs_of_pins`."""
+        options = replace(
+            self.options,
+            mesh=self.options.mesh or _abstract_mesh(plan.mesh),
+            memory_budget=self._budget(plan),
+        )
+        given = self.graph, self.leaves, self.batch, self.cluster, options
+        return costs_of_pins(plan, *given)
 
     def tensor_reasons(self, plan: ShardingPlan, tensor: int) -> Reasons:
         """Why a tensor, by index, is made in its spec."""
@@ -170,6 +198,7 @@ def traced_step(planned: Planned, leaves: Sequence[Any], options: Options) -> Pl
         for leaf, kind in zip(leaves, planned.argument_types, strict=False)
     ]
     batch = batch_tensors(planned.traced, planned.graph, options)
+    options = with_placed_pins(options, planned.graph, types, planned.cluster)
     if options.like is not None:
         likeness = likeness_of(options, planned.graph, planned.cluster)
         options = options_like(options, likeness)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from io import StringIO
-from math import isfinite
+from math import isclose, isfinite
 from pathlib import Path
 from typing import TypeVar
 
@@ -149,12 +149,16 @@ def _heavy_table(plan: ShardingPlan) -> RenderableType:
     for name in plan.mesh.axis_names:
         rows.add_column(Text(name), overflow="fold")
     rows.add_column("compute", justify="right", no_wrap=True)
-    for same in _grouped(heavy, lambda op: (_phase(op), op.source, _splits(op))):
+
+    def line(op: OperatorPlan) -> str:
+        return format_source(op.source)
+
+    for same in _grouped(heavy, lambda op: (_phase(op), line(op), _splits(op))):
         times = f" x{len(same)}" if len(same) > 1 else ""
         seconds = sum(op.seconds for op in same)
         rows.add_row(
             f"{same[0].kind}{_phase(same[0])}{times}",
-            Text(format_source(same[0].source)),
+            Text(line(same[0])),
             *_splits(same[0]),
             f"{seconds / total:.1%}",
         )
@@ -196,7 +200,8 @@ def _collective_table(plan: ShardingPlan) -> RenderableType:
     names = GroupNames(plan.mesh.size, plan.mesh)
 
     def key(each: Collective) -> tuple[str, str, str]:
-        return (line_of(each, lines), each.name, names.name(each.kind, each.groups))
+        line = format_source(line_of(each, lines))
+        return (line, each.name, names.name(each.kind, each.groups))
 
     rows = table()
     rows.add_column("line", overflow="fold")
@@ -209,7 +214,7 @@ def _collective_table(plan: ShardingPlan) -> RenderableType:
     for same in groups:
         line, collective, axes = key(same[0])
         rows.add_row(
-            Text(format_source(line)),
+            Text(line),
             collective,
             Text(axes),
             f"{sum(each.count for each in same):,}",
@@ -281,7 +286,10 @@ def _shape(shape: Iterable[int]) -> str:
 
 
 def format_source(source: str) -> str:
-    """A source line below the current folder as `models/gpt.py:12 (attention)`."""
+    """A source line as `models/gpt.py:12 (attention)`, if below the current folder.
+
+    That of a package begins with the package's name.
+    """
     place, _, function = source.partition(" (")
     path, *numbers = place.rsplit(":", 2)
     if not numbers:
@@ -290,6 +298,7 @@ def format_source(source: str) -> str:
         path = str(Path(path).relative_to(Path.cwd()))
     except ValueError:
         pass
+    path = path.rpartition("site-packages/")[2]
     name = function.rstrip(")").rpartition(".")[2]
     return f"{path}:{numbers[0]}" + (f" ({name})" if name else "")
 
@@ -300,6 +309,11 @@ def format_seconds(seconds: float) -> str:
         if seconds >= 0.9995 * size:  # as three digits are rounded up to it
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns" if seconds else "0 s"
+
+
+def is_rounding(was: float, now: float) -> bool:
+    """Whether two figures are one, whose sums were taken in another order."""
+    return isclose(was, now, rel_tol=1e-9)
 
 
 def format_bytes(num_bytes: float) -> str:

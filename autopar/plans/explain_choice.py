@@ -17,6 +17,7 @@ from .explain import (
     format_bytes,
     format_seconds,
     format_source,
+    is_rounding,
     section,
     split_words,
     table,
@@ -225,7 +226,7 @@ def _changes(here: Prediction, other: Prediction) -> Iterator[str]:
     )
     for was, now, words in pairs:
         sign = "+" if now > was else "-"
-        yield f"{sign}{words(abs(now - was))}" if now != was else "0"
+        yield "0" if is_rounding(was, now) else f"{sign}{words(abs(now - was))}"
 
 
 def _makes(op: OperatorPlan, tensor: str) -> bool:

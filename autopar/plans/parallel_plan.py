@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from ..audit.audit import Audit
 from ..report.findings import PlanOrigin
@@ -17,10 +18,13 @@ from . import explain_choice as _explain_choice
 from . import explain_stages as _explain_stages
 from . import plan_file as _plan_file
 from . import staged_plan_file as _staged_plan_file
+from .pin_cost import PinCosts as PinCosts
 from .plan import Prediction, ShardingPlan
 from .plan_diff import PlanDiff, diff_plans
-from .reasons import PlanSource
+from .reasons import PlanSource, StageSource
 from .staged_plan import StagedPlan
+
+WHAT_IF_GAP = 0.01  # of a step: closing it further takes most of the time of solving
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,14 @@ class Plan:
     runs the plan as it is. `decision` is one `ShardingPlan`, or that of a pipeline.
     `origin` is the step it is of, with its trace: only plans of `step.plan` know it,
     and it is neither saved nor copied to other processes. `source` plans that step
-    again under other conditions, and comes and goes with it.
+    again under other conditions, and comes and goes with it, as does `stage_source`,
+    which is that of a pipeline.
     """
 
     decision: ShardingPlan | StagedPlan
     origin: PlanOrigin | None = field(default=None, compare=False, repr=False)
     source: PlanSource | None = field(default=None, compare=False, repr=False)
+    stage_source: StageSource | None = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[type[Plan], tuple[ShardingPlan | StagedPlan]]:
         return Plan, (self.decision,)
@@ -143,34 +149,56 @@ class Plan:
         """
         return diff_plans(self.decision, other.decision)
 
-    def what_if(self, pins: PinsLike) -> Plan:
+    def what_if(self, pins: PinsLike, *, gap: float = WHAT_IF_GAP) -> Plan:
         """The plan of the same step on the same mesh, with more pins.
 
-        Nothing is traced again. `print(plan.diff(plan.what_if(pins)))` shows what the
-        pins do; the result can be asked again, and runs as `parallelize(step, plan=)`.
+        `print(plan.diff(plan.what_if(pins)))` shows what the pins do; the result can be
+        asked again, and runs as `parallelize(step, plan=)`. Nothing is traced again,
+        but for a pipeline, whose stages stay where they are cut.
 
         Args:
           pins: as those of `parallelize`; they come before those of the plan itself.
+          gap: how much more than the best plan with the pins it may take, as a part of
+            the step. Steps are planned to 0.0001, which takes longer; so are stages
+            of pipelines. A plan that has the pins already is returned as it is.
 
         Raises:
           InfeasiblePlanError: no plan has these pins; names the fewest to blame.
-          NotImplementedError: the plan is that of a pipeline.
           ValueError: a pin matches nothing or cannot be, or the plan was loaded.
         """
-        if isinstance(self.decision, StagedPlan):
-            raise NotImplementedError(
-                f"What-if pins of a pipeline are not there yet (docs/roadmap.md), but "
-                f"the plan of {self.decision.function!r} is one; plan it with "
-                f"parallelize(step, pins=...) and compare by plan.diff(...)."
-            )
-        if self.source is None:
+        if not gap >= 0:
             raise ValueError(
-                f"A plan can be solved again if its step is at hand, but that of "
-                f"{self.decision.function!r} was loaded; ask the plan of "
-                f"parallelize(step, plan=plan).plan(...), which has both."
+                f"`gap` must be a part of a step from 0 up, but got {gap}; 0.01 takes "
+                f"about a second."
             )
-        made, source = self.source.what_if(self.decision, pins)
+        if isinstance(self.decision, StagedPlan):
+            staged, again = (self.stage_source or self._no_step()).what_if(
+                self.decision, pins
+            )
+            return Plan(staged, stage_source=again)
+        made, source = (self.source or self._no_step()).what_if(
+            self.decision, pins, gap
+        )
         return Plan(made, source=source)
+
+    def pin_costs(self) -> PinCosts:
+        """What each pin adds to a step, which is planned again without it.
+
+        Of a pipeline, what `autopar.pin` asks for inside the step is not priced.
+
+        Raises:
+          ValueError: the plan was loaded.
+        """
+        if isinstance(self.decision, StagedPlan):
+            return (self.stage_source or self._no_step()).pin_costs(self.decision)
+        return (self.source or self._no_step()).pin_costs(self.decision)
+
+    def _no_step(self) -> NoReturn:
+        raise ValueError(
+            f"A plan can be solved again if its step is at hand, but that of "
+            f"{self.decision.function!r} was loaded; ask the plan of "
+            f"parallelize(step, plan=plan).plan(...), which has both."
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""

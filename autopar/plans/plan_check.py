@@ -133,7 +133,7 @@ def _factor_contradictions(
     for name in set(chosen.factors):
         axes = zip(sizes, chosen.factors, strict=True)
         used = prod(size for size, other in axes if other == name)
-        if by_name[name].size % used:
+        if not by_name[name].admits(used):
             yield (
                 f"operator {op.name!r} cannot split its factor {name!r} of size "
                 f"{by_name[name].size} over {used} devices"

@@ -21,6 +21,7 @@ from .explain import (
     format_bytes,
     format_seconds,
     format_source,
+    is_rounding,
     section,
     show,
     table,
@@ -263,7 +264,7 @@ _FIGURES: tuple[
 
 def _change(was: float, now: float, words: Callable[[float], str]) -> str:
     """`+1.2 ms, +3.4%`, or nothing if nothing changes."""
-    if was == now or not (isfinite(was) and isfinite(now)):
+    if not (isfinite(was) and isfinite(now)) or is_rounding(was, now):
         return ""
     sign = "+" if now > was else "-"
     part = f", {100 * (now - was) / was:+.1f}%" if was else ""

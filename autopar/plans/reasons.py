@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..sharding.pins import PinsLike
+from .pin_cost import PinCosts
 from .plan import ShardingPlan
+from .staged_plan import StagedPlan
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,16 @@ class PlanSource(Protocol):
         ...
 
     def what_if(
-        self, plan: ShardingPlan, pins: PinsLike
+        self, plan: ShardingPlan, pins: PinsLike, gap: float
     ) -> tuple[ShardingPlan, PlanSource]:
-        """The step planned with more pins, on the same mesh, and itself with them."""
+        """The step planned with more pins, on the same mesh, and itself with them.
+
+        The plan is within `gap` of the best.
+        """
+        ...
+
+    def pin_costs(self, plan: ShardingPlan) -> PinCosts:
+        """What each pin adds to a step, which is planned again without it."""
         ...
 
     def tensor_reasons(self, plan: ShardingPlan, tensor: int) -> Reasons:
@@ -55,6 +64,20 @@ class PlanSource(Protocol):
 
     def operator_reasons(self, plan: ShardingPlan, operator: int) -> Reasons:
         """Why an operator, by position, has its factors."""
+        ...
+
+
+class StageSource(Protocol):
+    """The step of a pipeline's plan, which can be planned again in the same stages."""
+
+    def what_if(
+        self, plan: StagedPlan, pins: PinsLike
+    ) -> tuple[StagedPlan, StageSource]:
+        """The step planned with more pins, and itself with them."""
+        ...
+
+    def pin_costs(self, plan: StagedPlan) -> PinCosts:
+        """What each pin adds to a step, which is planned again without it."""
         ...
 
 

@@ -85,6 +85,26 @@ def recompute_sets(graph: OpGraph, batch: Sequence[int], remat: Remat) -> Recomp
     )
 
 
+def group_of(
+    graph: OpGraph,
+    batch: Sequence[int],
+    remat: Remat,
+    forward: Sequence[Operator],
+    wanted: Collection[int],
+    known: Collection[int],
+) -> tuple[Operator, ...] | None:
+    """What of `forward`, outermost operators, makes the tensors in `wanted` again.
+
+    `batch` are the graph's inputs that hold examples, `known` tensors that are there
+    anyhow. None where no bytes would be saved.
+    """
+    finder = _Finder(graph, remat, made_of(graph, batch))
+    group = finder.group(forward, finder.done_again(forward), wanted, ())
+    if group is None or not finder.saves_bytes(group, known):
+        return None
+    return group.operators
+
+
 class _Finder:
     def __init__(self, graph: OpGraph, remat: Remat, examples: Collection[int]) -> None:
         self.graph, self.remat, self.examples = graph, remat, examples

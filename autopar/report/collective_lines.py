@@ -12,7 +12,7 @@ from ..costs.collectives import (
     CollectiveKind,
     collective_seconds,
 )
-from ..plans.explain import line_of
+from ..plans.explain import format_source, line_of
 from ..plans.plan import ShardingPlan
 from ..sharding.collective import Collective
 from ..sharding.group_names import GroupNames
@@ -90,15 +90,16 @@ def _lines(program: Program, cluster: Cluster | None) -> Iterator[CollectiveLine
             word for word in ("conditional", "unbounded") if getattr(each, word)
         )
         axes = names.name(each.kind, each.groups)
-        grouped[line_of(each, lines), each.name, axes, marks].append(each)
-    for (source, collective, axes, marks), same in grouped.items():
+        line = format_source(line_of(each, lines))
+        grouped[line, each.name, axes, marks].append(each)
+    for (_, collective, axes, marks), same in grouped.items():
         seconds: list[float | None] = [None] * len(same)
         if cluster is not None:
             seconds = [seconds_of(each, plan.mesh, axes, cluster) for each in same]
         known = [s * c.count for s, c in zip(seconds, same, strict=True) if s]
         yield CollectiveLine(
             program.name,
-            source,
+            line_of(same[0], lines),
             collective,
             axes,
             plan.mesh,

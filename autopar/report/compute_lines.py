@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..costs.compute import is_heavy
+from ..plans.explain import format_source
 from ..plans.plan import OperatorPlan
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec
@@ -50,13 +51,14 @@ def _lines(program: Program) -> Iterator[ComputeLine]:
     for op in program.plan.operators:
         if is_heavy(op.kind):
             spec = op.result_specs[0] if op.result_specs else None
-            grouped[op.source, f"{op.kind}{_phase(op)}", spec].append(op)
+            line = format_source(op.source)
+            grouped[line, f"{op.kind}{_phase(op)}", spec].append(op)
         elif op.seconds:
             grouped["", "all light operators", None].append(op)
-    for (source, operator, spec), same in grouped.items():
+    for (line, operator, spec), same in grouped.items():
         yield ComputeLine(
             program.name,
-            source,
+            same[0].source if line else "",
             operator,
             program.plan.mesh,
             spec,

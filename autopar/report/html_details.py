@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..plans.explain import format_bytes, format_seconds
+from ..plans.explain import format_bytes, format_seconds, format_source
 from ..plans.staged_plan import StagedPlan
 from .figures import memory_figure
 from .findings import MemoryCurve
@@ -17,7 +17,6 @@ from .html_elements import (
     missing_note,
     path_text,
     seconds_cell,
-    source_text,
     spec_text,
     states_text,
     table,
@@ -113,7 +112,7 @@ def compute_section(report: Report) -> Html:
     ]
     rows = []
     for line in lines:
-        short = source_text(line.source) or "–"
+        short = format_source(line.source) or "–"
         rows.append(
             [
                 Cell(tag("code", short, title=line.source), short),
@@ -153,7 +152,7 @@ def collectives_section(report: Report) -> Html:
     ]
     rows = []
     for line in lines:
-        short = source_text(line.source) or "unknown"
+        short = format_source(line.source) or "unknown"
         where = tag("code", short, title=line.source)
         marks = f" ({line.marks})" if line.marks else ""
         rows.append(
@@ -252,7 +251,7 @@ def _user_table(curve: MemoryCurve, is_open: bool) -> Html:
 def _note_text(note: str) -> str:
     """A note whose source line is short."""
     kind, comma, source = note.rpartition(", ")
-    return f"{kind}{comma}{source_text(source)}" if comma else note
+    return f"{kind}{comma}{format_source(source)}" if comma else note
 
 
 def _argument_users(report: Report) -> Html:

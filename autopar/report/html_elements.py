@@ -7,12 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias
 
-from ..plans.explain import (
-    format_bytes,
-    format_seconds,
-    format_source,
-    state_words,
-)
+from ..plans.explain import format_bytes, format_seconds, state_words
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec, axes_of_dim
 
@@ -138,11 +133,6 @@ def bytes_cell(num_bytes: int) -> Cell:
 def count_cell(count: int) -> Cell:
     """A whole number."""
     return Cell(f"{count:,}", count)
-
-
-def source_text(source: str) -> str:
-    """A source line as short as it is clear: that of a package begins with its name."""
-    return format_source(source).rpartition("site-packages/")[2]
 
 
 def path_text(path: str, prefix: str = "") -> Html:

@@ -7,7 +7,7 @@ from math import isfinite
 
 from ..costs.compute import is_heavy
 from ..lowering.programs import TaskKind
-from ..plans.explain import format_bytes, format_seconds
+from ..plans.explain import format_bytes, format_seconds, format_source
 from ..plans.plan import ShardingPlan
 from ..plans.staged_plan import StagedPlan
 from .device_grid import DeviceGrid
@@ -25,7 +25,6 @@ from .html_elements import (
     missing_note,
     path_text,
     seconds_cell,
-    source_text,
     table,
     tag,
 )
@@ -254,7 +253,7 @@ def _stage_table(plan: StagedPlan, times: TaskTimes) -> Html:
 def _products(plan: StagedPlan, stage: int) -> str:
     """Where the products of a stage's forward program come from, the first few."""
     lines = [
-        source_text(op.source)
+        format_source(op.source)
         for each in plan.of_stage(stage)
         if each.kind == "forward"
         for op in each.sharding.operators

@@ -15,6 +15,7 @@ from ..commands.method_comparison import Row, compare
 from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
 from ..execution import held_by_submesh, pipelined_step, staged_plan
+from ..frontend.calls import Call, plain_function
 from ..graph.build_graph import PINS, build_graph
 from ..graph.constraints import warn_ignored_constraints
 from ..graph.op_graph import OpGraph
@@ -25,8 +26,9 @@ from ..methods.batch_dims import BatchDims
 from ..methods.methods import ShardParallel
 from ..options import Options
 from ..pipelines.pipeline_plan import PlannedPipeline
+from ..pipelines.pipeline_source import PipelineSource
 from ..planner.intra_op import warn_fallbacks
-from ..planner.pin_costs import pin_costs
+from ..planner.pin_costs import PinCosts, pin_costs
 from ..planner.planning import Planned, batch_tensors, plan_graph, roles_of
 from ..planner.traced_step import traced_step
 from ..plans.explain import format_bytes
@@ -59,7 +61,11 @@ class StepOrigin:
         if alternatives:
             rows = _quiet(lambda: list(compare(planned, self.leaves, options)))
             others = tuple(map(_alternative, rows[1:]))
-            pins = self._pins(missing)
+            operators = graph.operators()
+            lines = {op.source for op in operators if op.kind in PINS}
+            given = planned, self.leaves, options
+            number = len(options.pins) + len(lines)
+            pins = _pins(number, lambda: pin_costs(*given), missing)
         else:
             missing["alternatives"] = _NOT_ASKED.format(flag="alternatives")
             missing["pins"] = _NOT_ASKED.format(flag="alternatives")
@@ -83,28 +89,6 @@ class StepOrigin:
         program = self.program_of(planned)
         return Lowered(program, planned.plan, planned.traced, planned.graph)
 
-    def _pins(self, missing: dict[Section, str]) -> tuple[PinPrice, ...]:
-        operators = self.planned.graph.operators()
-        lines = {op.source for op in operators if op.kind in PINS}
-        number = len(self.options.pins) + len(lines)
-        if not number:
-            missing["pins"] = "nothing was pinned."
-        elif number > _MANY_PINS:
-            missing["pins"] = (
-                f"there are {number}, and each takes solving anew; ask for them with "
-                f"step.pin_costs(...)."
-            )
-        if "pins" in missing:
-            return ()
-        try:
-            found = _quiet(
-                lambda: pin_costs(self.planned, self.leaves, self.options).costs
-            )
-        except (ValueError, NotImplementedError) as error:
-            missing["pins"] = str(error)
-            return ()
-        return tuple(PinPrice(c.pin, c.step_seconds, c.seconds_without) for c in found)
-
 
 @dataclass(frozen=True, eq=False)
 class PipelineOrigin:
@@ -113,20 +97,22 @@ class PipelineOrigin:
     planned: PlannedPipeline
     leaves: tuple[Any, ...]
     options: Options
+    source: PipelineSource
 
     def findings(self, *, alternatives: bool, audit: bool) -> Findings:
         """What there is to find; see `Findings`."""
         planned = self.planned
-        missing: dict[Section, str] = {
-            "pins": "what a pin costs a pipeline is not told yet; compare two plans."
-            if self.options.pins
-            else "nothing was pinned."
-        }
+        missing: dict[Section, str] = {}
         others: tuple[Alternative, ...] = ()
+        pins: tuple[PinPrice, ...] = ()
         if alternatives:
             others = _quiet(self._one_program)
+            plan = staged_plan(planned).stages
+            number = len(self.options.pins)
+            pins = _pins(number, lambda: self.source.pin_costs(plan), missing)
         else:
             missing["alternatives"] = _NOT_ASKED.format(flag="alternatives")
+            missing["pins"] = _NOT_ASKED.format(flag="alternatives")
         graphs = {str(c): c for p in planned.pieces for c in _fallbacks(p.graph, None)}
         return Findings(
             self._method(),
@@ -134,7 +120,7 @@ class PipelineOrigin:
             self._kinds(),
             tuple(self._curves()),
             others,
-            (),
+            pins,
             _audits(self._lowered, audit, missing),
             tuple(graphs),
             missing,
@@ -210,20 +196,44 @@ class PipelineOrigin:
         return kinds
 
 
+def _pins(
+    number: int, price: Callable[[], PinCosts], missing: dict[Section, str]
+) -> tuple[PinPrice, ...]:
+    if not number:
+        missing["pins"] = "nothing was pinned."
+    elif number > _MANY_PINS:
+        missing["pins"] = (
+            f"there are {number}, and each takes solving anew; ask for them with "
+            f"plan.pin_costs()."
+        )
+    if "pins" in missing:
+        return ()
+    try:
+        found = _quiet(lambda: price().costs)
+    except (ValueError, NotImplementedError) as error:
+        missing["pins"] = str(error)
+        return ()
+    return tuple(PinPrice(c.pin, c.step_seconds, c.seconds_without) for c in found)
+
+
 def with_origin(
     planned: Planned | PlannedPipeline,
-    leaves: Sequence[Any],
+    fun: Callable[..., Any],
+    call: Call,
     options: Options,
     program_of: Callable[[Planned], SpmdProgram],
 ) -> Plan:
-    """The plan of a step, which knows what it is of; keeps no array alive.
+    """The plan of a call of `fun`, which knows what it is of; keeps no array alive.
 
     `program_of` lowers a step that is no pipeline.
     """
-    types = _types(leaves)
+    leaves, types = call.leaves, _types(call.leaves)
     if isinstance(planned, PlannedPipeline):
-        origin = PipelineOrigin(planned, types, options)
-        return replace(staged_plan(planned), origin=origin)
+        args, kwargs = jax.tree.unflatten(planned.traced.in_tree, types)
+        plain = plain_function(fun, call.statics)
+        source = PipelineSource(plain, args, kwargs, options, staged_plan)
+        origin = PipelineOrigin(planned, types, options, source)
+        return replace(staged_plan(planned), origin=origin, stage_source=source)
     origin = StepOrigin(planned, types, options, program_of)
     return replace(traced_step(planned, leaves, options), origin=origin)
 

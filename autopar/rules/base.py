@@ -27,6 +27,24 @@ from ..sharding.spec import REPLICATED, SUM, Spec, State, axes_of_dim, local_sha
 
 
 @dataclass(frozen=True)
+class Halo:
+    """What a shard shares with its neighbours along a dim that a factor splits.
+
+    An operand's shard is read with `before` elements of the shard before it and `after`
+    of the one behind it; fewer than none are its own elements that are not read. A
+    result's shard (`is_result`) overhangs by as many, which its neighbours add to
+    theirs. `size` is that of the whole dim.
+    """
+
+    position: int
+    dim: int
+    size: int
+    before: int
+    after: int
+    is_result: bool = False
+
+
+@dataclass(frozen=True)
 class Factor:
     """States of operands and results along one mesh axis.
 
@@ -35,6 +53,7 @@ class Factor:
     pending sum through a linear operator repeats the work on every shard.
     `is_positional`: the local work depends on which part of the dim a shard holds (an
     index is shifted by its offset), so the parts must be contiguous.
+    `halos`: what shards exchange with their neighbours (`halos.py`).
     """
 
     name: str
@@ -43,6 +62,15 @@ class Factor:
     size: int
     splits: bool = True
     is_positional: bool = False
+    halos: tuple[Halo, ...] = ()
+
+    def admits(self, num_parts: int) -> bool:
+        """Whether it can be cut in so many parts, with no halo wider than a part."""
+        if self.size % num_parts:
+            return False
+        return num_parts == 1 or all(
+            max(halo.before, halo.after) * num_parts <= halo.size for halo in self.halos
+        )
 
 
 def replicate(op: Operator) -> Factor:

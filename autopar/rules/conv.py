@@ -1,4 +1,4 @@
-"""Convolutions: batch, features and groups split; overlapping windows stay whole.
+"""Convolutions: batch, features, groups and space split, the last with halos.
 
 Which dim is the batch and which the features is read from `dimension_numbers`, so that
 the gradients, which JAX writes as convolutions with dims swapped, need no other rule.
@@ -6,28 +6,47 @@ the gradients, which JAX writes as convolutions with dims swapped, need no other
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd, prod
 from typing import Any
 
 from ..graph.op_graph import Operator
 from ..sharding.spec import REPLICATED, SUM
-from .base import Factor, Shard, bind_params, linear, register
+from .base import Factor, Halo, Shard, bind_params, linear, register
+from .halos import TAPS, WINDOW, extended, halos_of, window_halo, window_padding
 
 FEATURE_GROUPS = "feature_groups"
 BATCH_GROUPS = "batch_groups"
 
 
 def bind_conv(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
-    """Convolve a shard, which holds its part of the groups where these are split."""
+    """Convolve a shard with its halo, and with its part of the groups if split."""
 
     def num_groups(param: str, factor_name: str) -> int:
         axes = shard.axes_with(factor_name)
         return op.params[param] // prod(shard.mesh.axis_sizes[axis] for axis in axes)
 
+    left, right = extended(operands[0], 0, shard), operands[1]
+    halos = {halo.dim: halo for halo, _ in halos_of(shard.factors, 0)}
+    padding = list(op.params["padding"])
+    for i, dim in enumerate(_spatial_dims(op)):
+        if dim.left_dim in halos:
+            num_results = shard.result_shape(op)[dim.result_dim]
+            num_taps = right.shape[dim.right_dim]
+            needed = (num_results - 1) * dim.stride
+            needed += (num_taps - 1) * dim.right_dilation + 1
+            padding[i] = window_padding(
+                dim.padding[0],
+                needed,
+                left.shape[dim.left_dim],
+                halos[dim.left_dim],
+                dim.left_dilation,
+            )
     return bind_params(
         op,
-        operands,
+        [left, right],
+        padding=tuple(padding),
         feature_group_count=num_groups("feature_group_count", FEATURE_GROUPS),
         batch_group_count=num_groups("batch_group_count", BATCH_GROUPS),
     )
@@ -58,17 +77,25 @@ def conv_general_dilated(op: Operator) -> list[Factor]:
     if batch_groups == feature_groups == 1:
         states, size = (REPLICATED, out_features), right[out_features]
         factors.append(Factor("out_features", states, (result_features,), size))
-    return [*factors, *_patch_factors(op), linear(op, (0,)), linear(op, (1,))]
+    return [*factors, *_window_factors(op), linear(op, (0,)), linear(op, (1,))]
 
 
-def _patch_factors(op: Operator) -> list[Factor]:
-    """Spatial dims cut into patches that never overlap, so that shards need no halo.
+@dataclass(frozen=True)
+class _SpatialDim:
+    """One spatial dim of a convolution: where it lies, and how windows move in it."""
 
-    A patch embedding or a 1x1 convolution, or the gradient of one: one of left, right
-    and result is the number of patches, one the size of a patch, one their product.
-    """
+    left_dim: int
+    right_dim: int
+    result_dim: int
+    stride: int
+    padding: tuple[int, int]
+    left_dilation: int
+    right_dilation: int
+
+
+def _spatial_dims(op: Operator) -> list[_SpatialDim]:
     numbers, params = op.params["dimension_numbers"], op.params
-    spatial = zip(
+    geometry = zip(
         numbers.lhs_spec[2:],
         numbers.rhs_spec[2:],
         numbers.out_spec[2:],
@@ -78,19 +105,43 @@ def _patch_factors(op: Operator) -> list[Factor]:
         params["rhs_dilation"],
         strict=True,
     )
-    factors = []
-    for left_dim, right_dim, result_dim, stride, padding, *dilations in spatial:
-        left = op.operand_types[0].shape[left_dim]
-        right = op.operand_types[1].shape[right_dim]
-        result = op.result_types[0].shape[result_dim]
-        geometry = (stride, *padding, *dilations)
-        if left == result * right and geometry == (right, 0, 0, 1, 1):
-            states, end = (left_dim, REPLICATED), result_dim
-            factors.append(Factor(f"patches{left_dim}", states, (end,), result))
-        elif result == left * right and geometry == (1, right - 1, right - 1, right, 1):
-            states, end = (left_dim, REPLICATED), result_dim
-            factors.append(Factor(f"patches{left_dim}", states, (end,), left))
-        elif left == right * result and geometry == (1, 0, 0, 1, result):
-            states = (left_dim, right_dim)
-            factors.append(Factor(f"patches{left_dim}", states, (SUM,), right))
-    return factors
+    return [_SpatialDim(*each) for each in geometry]
+
+
+def _window_factors(op: Operator) -> Iterator[Factor]:
+    """Spatial dims, split where the parts of left and result (or right) keep pace.
+
+    Left and result move on together in a convolution and its gradient by the left. In
+    the gradient by the kernel the large operands are left and right, of which all
+    elements meet: the result is a sum. A dim has one of the two, with the least halo.
+    """
+    for dim in _spatial_dims(op):
+        left = op.operand_types[0].shape[dim.left_dim]
+        right = op.operand_types[1].shape[dim.right_dim]
+        result = op.result_types[0].shape[dim.result_dim]
+        windows = (result, dim.stride), (right, dim.right_dilation)
+        found: list[Factor] = []
+        for is_sum, ((size, step), (others, width)) in enumerate(
+            (windows, windows[::-1])
+        ):
+            if not size or size * step != left * dim.left_dilation:
+                continue
+            span = (others - 1) * width
+            sides = window_halo(dim.padding[0], span, step, dim.left_dilation)
+            states = (dim.left_dim, dim.right_dim if is_sum else REPLICATED)
+            found.append(
+                Factor(
+                    f"{TAPS if is_sum else WINDOW}{dim.left_dim}",
+                    states,
+                    (SUM if is_sum else dim.result_dim,),
+                    gcd(left, size),
+                    is_positional=max(sides) > 0,
+                    halos=(Halo(0, dim.left_dim, left, *sides),),
+                )
+            )
+        if found:
+            yield min(found, key=lambda factor: _width(factor.halos[0]))
+
+
+def _width(halo: Halo) -> int:
+    return max(halo.before, 0) + max(halo.after, 0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
+import jax
 import numpy as np
 
 from ..graph.op_graph import Constant, Operator, TensorType
@@ -80,13 +82,21 @@ def bitcast_convert_type(op: Operator) -> list[Factor]:
     return [Factor(f"d{dim}", (dim,), (dim,), shape[dim]) for dim in range(shared)]
 
 
-def _bind_nothing(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
-    """Values stay where the plan has them."""
-    del op, shard
-    return list(operands)
+def _bind_memory(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
+    """Values stay on the devices that the plan has them on, in the memory they ask for.
+
+    `jax.checkpoint` policies put what is saved into the host's memory so.
+    """
+    del shard
+    asked = op.params.get("devices", ())
+    spaces = [each if isinstance(each, jax.memory.Space) else None for each in asked]
+    return [
+        operand if space is None else jax.device_put(operand, space)
+        for operand, space in zip_longest(operands, spaces)
+    ]
 
 
-@register("device_put", "layout_constraint", bind=_bind_nothing)
+@register("device_put", "layout_constraint", bind=_bind_memory)
 def device_put(op: Operator) -> list[Factor]:
     if len(op.operands) > 1:
         return []

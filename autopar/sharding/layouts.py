@@ -70,7 +70,7 @@ def parse_layout(text: str) -> PartitionSpec:
         if axes.count(axis) > 1:
             raise ValueError(
                 f"A mesh axis may split one dim only, but {axis!r} is twice in "
-                f"{text!r}."
+                f"{text!r}; leave it out of one of the two."
             )
     return layout
 
@@ -87,10 +87,12 @@ def _axes(entry: object) -> tuple[str, ...]:
 
 def _parse_entry(entry: str, text: str) -> object:
     words = [word.strip() for word in entry.split(_AND)]
-    if not all(words):
+    alone = {"", _WHOLE, _FREE} if len(words) > 1 else {""}
+    if alone & set(words):
         raise ValueError(
             f"An entry of a layout is axes joined by `+`, `-` for a whole dim or `?` "
-            f"for a free one, but {text!r} has {entry.strip()!r}."
+            f"for a free one, but {text!r} has {entry.strip()!r}; write one entry for "
+            f"each dim, as in '[data, a+b, -, ?]'."
         )
     if words in ([_WHOLE], [_FREE]):
         return None if words == [_WHOLE] else FREE

@@ -220,7 +220,7 @@ def _pairs_of_text(text: str) -> Iterable[tuple[str, object]]:
         if not (name and colon and re.fullmatch(r"-?\d+", size)):
             raise ValueError(
                 "a mesh string is made of name:size pairs such as 'data:2;model:4', "
-                f"but {text!r} has the part {part!r}."
+                f"but {text!r} has the part {part!r}; write {name or 'name'}:SIZE."
             )
         yield name, int(size)
 
@@ -240,7 +240,7 @@ def _integer(name: str, size: object) -> int:
     except TypeError:
         raise TypeError(
             f"a mesh axis size must be an integer, but axis {name!r} has {size!r} of "
-            f"type {type(size).__name__}."
+            f"type {type(size).__name__}; write a whole number, or -1 to fill."
         ) from None
 
 
@@ -253,7 +253,8 @@ def _fill(
     if sizes.count(-1) > 1:
         raise ValueError(
             "at most one mesh axis can be filled from the number of devices, but "
-            f"{sizes.count(-1)} have size -1 in {dict(zip(names, sizes, strict=True))}."
+            f"{sizes.count(-1)} have size -1 in {names}, {sizes}; "
+            "write the others."
         )
     if num_devices is None:
         raise ValueError(

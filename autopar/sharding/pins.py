@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from jax.sharding import PartitionSpec
 
+from ..errors import FallbackWarning
 from ..graph.op_graph import OpGraph, TensorType
 from .mesh import MeshShape
 from .spec import Spec, axes_of_dim, from_partition_spec, is_legal
@@ -18,10 +20,13 @@ FREE = PartitionSpec.UNCONSTRAINED
 """In a pin's PartitionSpec: a dim that is left to the solver."""
 
 
+PLACED = "placed"
+"""In place of a pin's PartitionSpec: the argument stays where its array lies."""
+
 PinsLike: TypeAlias = (
     Mapping[str, PartitionSpec | str] | Sequence[tuple[str, PartitionSpec | str]]
 )
-"""Specs of arguments by path or expression; as text they are `[data, -]`."""
+"""Specs of arguments by path or expression; as text `[data, -]`, or `placed`."""
 
 
 @dataclass(frozen=True)
@@ -84,17 +89,49 @@ def keys_of_arguments(
     Raises:
       ValueError: a key matches nothing; `noun` is what it is the key of.
     """
-    check_matched(keys, [graph_input.path for graph_input in graph.inputs], noun)
-    names_of = [spellings(graph_input.path) for graph_input in graph.inputs]
-    paths = {name for names in names_of for name in names}
-    expressions = [key for key in keys if key not in paths]
-    found = {}
-    for graph_input, names in zip(graph.inputs, names_of, strict=True):
-        own = [key for key in keys if key in names]
-        own += [key for key in expressions if _is_found(key, names)]
-        if own:
-            found[graph_input.tensor] = own[0]
-    return found
+    paths = [graph_input.path for graph_input in graph.inputs]
+    check_matched(keys, paths, noun)
+    found = {path: own[0] for path, own in _keys_by_path(keys, paths).items() if own}
+    return {i.tensor: found[i.path] for i in graph.inputs if i.path in found}
+
+
+def keys_of_paths(keys: Collection[str], paths: Sequence[str]) -> dict[str, str]:
+    """As `keys_of_arguments`, by path."""
+    check_matched(keys, paths)
+    return {path: own[0] for path, own in _keys_by_path(keys, paths).items() if own}
+
+
+def warn_idle_pins(pins: Collection[str], paths: Sequence[str]) -> None:
+    """Warn of each pin that decides nothing, as others come before it everywhere."""
+    by_path = _keys_by_path(pins, paths)
+    deciding = {own[0] for own in by_path.values() if own}
+    for key in pins:
+        path = next((path for path, own in by_path.items() if key in own), None)
+        if path is not None and key not in deciding:
+            warnings.warn(
+                f"A pin must decide some argument, but {key!r} comes after others in "
+                f"all that it is found in: {path} has {by_path[path][0]!r}. Paths come "
+                f"first, then expressions in order; put it before them or leave it "
+                f"out.",
+                FallbackWarning,
+                stacklevel=2,
+            )
+
+
+def _keys_by_path(
+    keys: Collection[str], paths: Sequence[str]
+) -> dict[str, Sequence[str]]:
+    """The keys that are a path, then those that are found in it; the first decides."""
+    names_of = {path: spellings(path) for path in paths}
+    known = {name for names in names_of.values() for name in names}
+    expressions = [key for key in keys if key not in known]
+    return {
+        path: [
+            *(key for key in keys if key in names),
+            *(key for key in expressions if _is_found(key, names)),
+        ]
+        for path, names in names_of.items()
+    }
 
 
 def check_matched(keys: Iterable[str], paths: Sequence[str], noun: str = "pin") -> None:
@@ -132,9 +169,14 @@ def _unmatched(key: str, paths: Sequence[str], noun: str) -> str:
     by_spelling |= {name.split("/")[-1]: path for name, path in by_spelling.items()}
     close = difflib.get_close_matches(key, by_spelling, n=1, cutoff=0.3)
     remedy = f"did you mean {by_spelling[close[0]]}?" if close else "leave it out."
+    try:
+        re.compile(key)
+        seen = f"{key!r} is in none of the {len(paths)}"
+    except re.error as error:
+        seen = f"{key!r} is none of the {len(paths)} paths, and no expression ({error})"
     return (
         f"A {noun} must be for the path of an argument or an expression found in one, "
-        f"but {key!r} is in none of the {len(paths)}; {remedy}"
+        f"but {seen}; {remedy}"
     )
 
 

@@ -95,7 +95,8 @@ def from_partition_spec(value: PartitionSpec, names: Sequence[str]) -> Spec:
             if name not in names:
                 raise ValueError(
                     f"A PartitionSpec may only name axes of the mesh {tuple(names)}, "
-                    f"but got {name!r} in {value}."
+                    f"but got {name!r} in {value}; use one of them, or name {name!r} "
+                    f"in `mesh`."
                 )
             indices.append(list(names).index(name))
         if indices != sorted(indices):
@@ -108,7 +109,7 @@ def from_partition_spec(value: PartitionSpec, names: Sequence[str]) -> Spec:
             if states[index] != REPLICATED:
                 raise ValueError(
                     f"A mesh axis may split one dim only, but {names[index]!r} appears "
-                    f"twice in {value}."
+                    f"twice in {value}; leave it out of one of the two."
                 )
             states[index] = dim
     return tuple(states)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from ..graph.op_graph import OpGraph
 from ..sharding.mesh import MeshShape
-from ..sharding.pins import Pin, parse_pin
+from ..sharding.pins import PLACED, Pin, keys_of_paths, parse_pin
 from .distributed_array import AbstractDistributedArray
 from .leaf_pieces import union_sharding
 
@@ -71,6 +71,58 @@ def placement_pins(
             where = f"the placement of {graph_input.path}, {kind},"
             pins[graph_input.tensor] = parse_pin(sharding.spec, kind, mesh, where)
     return pins
+
+
+def placed_pins(
+    pins: Mapping[str, Any],
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    mesh: MeshShape | None,
+) -> dict[str, Any]:
+    """Pins with the spec of each array in place of `placed`, by its path.
+
+    An expression may be found in leaves that lie on no mesh, which stay free.
+
+    Args:
+      pins: by path or expression, as `parallelize` has them.
+      paths: of the arguments' leaves.
+      leaves: arrays, or types that may have shardings.
+      mesh: the mesh that the user named.
+
+    Raises:
+      ValueError: nothing that such a pin is for lies on a mesh, or not on `mesh`.
+    """
+    if PLACED not in pins.values():
+        return dict(pins)
+    key_of = keys_of_paths(pins, paths)
+    found: dict[str, Any] = {}
+    for key, spec in pins.items():
+        if spec != PLACED:
+            found[key] = spec
+            continue
+        own = {
+            path: leaf.sharding
+            for path, leaf in zip(paths, leaves, strict=False)
+            if key_of.get(path) == key
+            and isinstance(getattr(leaf, "sharding", None), NamedSharding)
+        }
+        if not own:
+            raise ValueError(
+                f"A pin {PLACED!r} must be for an array with a NamedSharding, but "
+                f"{key!r} is found in none; place it with jax.device_put(x, "
+                f"NamedSharding(mesh, spec)), or give the spec."
+            )
+        for path, sharding in own.items():
+            if mesh is not None and not _is_like(sharding, mesh):
+                sizes = sharding.mesh.shape.items()
+                other = ";".join(f"{name}:{size}" for name, size in sizes)
+                raise ValueError(
+                    f"A pin {PLACED!r} must be for an array on the mesh of the step, "
+                    f"{mesh}, but {path} lies on {other}; name that mesh, or give "
+                    f"the spec."
+                )
+            found[path] = sharding.spec
+    return found
 
 
 def mesh_of_leaves(leaves: Sequence[Any], num_devices: int) -> MeshShape | None:

@@ -39,6 +39,7 @@ class Config:
         masked_loss: mean over the tokens marked in `batch["mask"]`, or over all.
         compute_dtype: what parameters are cast to for the forward and backward pass.
         mlp_ratio: width of the MLP over `hidden`.
+        wide_scores: attention weights in float32 at least, or in the compute dtype.
     """
 
     vocab_size: int
@@ -57,6 +58,7 @@ class Config:
     masked_loss: bool = False
     compute_dtype: str | None = None
     mlp_ratio: int = 4
+    wide_scores: bool = True
 
     def __post_init__(self) -> None:
         if self.hidden % self.num_heads:
@@ -233,7 +235,8 @@ def attention(
 
     queries, keys, values = map(split_heads, project_qkv(config, params, x))
     scores = queries @ keys.swapaxes(-1, -2) / head_dim**0.5
-    scores = at_least_float32(scores)
+    if config.wide_scores:
+        scores = at_least_float32(scores)
     rows = jax.lax.broadcasted_iota(jnp.int32, (seq_len, seq_len), 0)
     columns = jax.lax.broadcasted_iota(jnp.int32, (seq_len, seq_len), 1)
     scores = jnp.where(rows >= columns, scores, jnp.finfo(scores.dtype).min)

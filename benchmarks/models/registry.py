@@ -4,13 +4,24 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
-from benchmarks.models import bert, gpt, llama, lstm, mlp, moe, resnet, unet, vit
+from benchmarks.models import (
+    bert,
+    gpt,
+    llama,
+    lstm,
+    mlp,
+    moe,
+    resnet,
+    t5,
+    unet,
+    vit,
+)
 from benchmarks.models.names import look_up
 from benchmarks.models.optimizers import make_optimizer
 from benchmarks.models.training import make_workload
 from benchmarks.models.workload import Model, Workload
 
-_MODULES = (mlp, gpt, llama, bert, moe, lstm, vit, resnet, unet)
+_MODULES = (mlp, gpt, llama, bert, t5, moe, lstm, vit, resnet, unet)
 
 _MODELS: dict[str, tuple[Any, Callable[[Any], Model]]] = {
     name: (config, module.make_model)

@@ -74,8 +74,11 @@ SIZES = {
     "resnet-18": Config((2, 2, 2, 2), 64, 224, 1000, batch_size=256),
     "resnet-50": Config(_DEPTH_50, 64, 224, 1000, batch_size=256, block="bottleneck"),
     "wide-resnet-250m": _wide(_DEPTH_50, channels=160, width_factor=2),
+    "wide-resnet-500m": _wide(_DEPTH_50, channels=224, width_factor=2),
     "wide-resnet-1b": _wide(_DEPTH_50, channels=320, width_factor=2),
+    "wide-resnet-2b": _wide(_DEPTH_50, channels=448, width_factor=2),
     "wide-resnet-4b": _wide(_DEPTH_50, channels=640, width_factor=2),
+    "wide-resnet-6.8b": _wide(_DEPTH_50, channels=320, width_factor=16),
     "wide-resnet-13b": _wide(_DEPTH_101, channels=320, width_factor=16),
 }
 SIZES |= {

@@ -14,7 +14,9 @@ from benchmarks.models import Workload, build, gpt, llama, names, vit
 from benchmarks.models.optimizers import optimizer_names
 from benchmarks.models.workload import Model
 
-FAMILIES = ("mlp", "gpt", "llama", "bert", "moe", "lstm", "vit", "resnet", "unet")
+FAMILIES = (
+    *("mlp", "gpt", "llama", "bert", "t5", "moe", "lstm", "vit", "resnet", "unet"),
+)
 
 # Compiling takes longer than running here, so compile without optimising.
 QUICK = {
@@ -247,6 +249,15 @@ def test_a_large_step_traces_without_allocating(scan_layers: bool) -> None:
         ("resnet-18", 0.01169e9),
         ("resnet-50", 0.02556e9),
         ("wide-resnet-250m", 0.25e9),
+        ("wide-resnet-500m", 0.5e9),
+        ("wide-resnet-2b", 2e9),
+        ("wide-resnet-4b", 4e9),
+        ("wide-resnet-6.8b", 6.8e9),
+        ("t5-small", 60.5e6),
+        ("t5-base", 222.9e6),
+        ("t5-large", 737.7e6),
+        ("t5-3b", 2.85e9),
+        ("t5-11b", 11.3e9),
         ("wide-resnet-13b", 13e9),
     ],
 )

@@ -173,6 +173,8 @@ WINDOWS = """
     reduce_window :: lax.reduce_window({x}, np.float32(1), lambda a, b: a * b + 0 * a,
         {o}, {o}, 'VALID') @1
     reduce_window_max :: lax.reduce_window({x}, -np.inf, lax.max, {o}, {o}, 'VALID') @1
+    reduce_window_max :: lax.reduce_window({x}, -np.inf, lax.max,
+        tuple(2 * n - 1 for n in {o}), {o}, 'SAME') @1
     reduce_window_min :: lax.reduce_window({x}, np.inf, lax.min, {o}, {o}, 'SAME') @1
     reduce_window_sum :: lax.reduce_window({x}, 0.0, lax.add, {o}, (1,) * {r}, 'SAME')
         @1
@@ -182,6 +184,8 @@ WINDOWS = """
         {o}, {o}, 'VALID'), {o}) @1
     select_and_scatter_add :: jax.grad(lambda a: jnp.mean(jnp.sin(lax.reduce_window(a,
         -np.inf, lax.max, {o}, {o}, 'VALID'))))({x}) @1
+    select_and_scatter_add :: jax.grad(lambda a: jnp.mean(jnp.sin(lax.reduce_window(a,
+        -np.inf, lax.max, tuple(2 * n - 1 for n in {o}), {o}, 'SAME'))))({x}) @1
 """
 KEYS = """
     random_bits :: jax.random.bits({k}, {s})

@@ -18,7 +18,7 @@ import pytest
 
 import autopar
 from autopar.lowering.lowered_step import Compiled
-from benchmarks.models import bert, gpt, lstm, mlp, moe, resnet, unet, vit
+from benchmarks.models import bert, gpt, lstm, mlp, moe, resnet, t5, unet, vit
 from benchmarks.models.optimizers import make_optimizer
 from benchmarks.models.training import make_workload
 from benchmarks.models.workload import Batch, Model, TrainState
@@ -33,10 +33,13 @@ MODELS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
     "gpt-scan": (gpt, {"num_layers": 2, "scan_layers": True, "remat": True}),
     "lstm": (lstm, {"num_layers": 1}),
     "bert": (bert, {"num_layers": 1}),
+    "t5": (t5, {}),
     "vit": (vit, {"num_layers": 1}),
     "resnet": (resnet, {}),
+    "wide-resnet": (resnet, {"block": "bottleneck", "width_factor": 2}),
     "moe": (moe, {}),
     "unet": (unet, {"num_levels": 1, "image_size": 8}),
+    "unet-3d": (unet, {"num_levels": 1, "image_size": 8, "num_dims": 3}),
 }
 HAS_DROPOUT = ("gpt", "gpt-scan", "bert")
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "adamw_clip")

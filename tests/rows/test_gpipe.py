@@ -1,20 +1,82 @@
 """Rows of GPipe that a step of stages shows: synchronous updates, one send a border."""
 
+import functools
 from collections import Counter
-from itertools import combinations, pairwise
+from collections.abc import Sequence
+from itertools import accumulate, combinations, pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.frontend.tracing import trace
+from autopar.graph.build_graph import build_graph
 from autopar.methods.methods import PipelineParallel
 from autopar.pipelines.stage_borders import NEAR, stage_borders
+from autopar.pipelines.stage_cut import work_line
+from autopar.pipelines.work_line import WorkLine
+from autopar.planner.planning import roles_of
 from autopar.runtime.instructions import Send
 from tests.rows.fixtures import f6
 from tests.rows.running import run_pipeline_as_planned
+
+
+def slowest_of_best(costs: Sequence[float], num_cells: int) -> float:
+    """The slowest cell of the best of all contiguous partitions."""
+    return min(
+        max(sum(costs[i:j]) for i, j in pairwise([0, *cut, len(costs)]))
+        for cut in combinations(range(1, len(costs)), num_cells - 1)
+    )
+
+
+@functools.cache
+def layers_of_f6() -> WorkLine:
+    case = f6()
+    traced = trace(case.step, case.args, {})
+    graph = build_graph(traced, roles_of(traced))
+    return work_line(graph, [i.tensor for i in graph.inputs[:8]])
+
+
+@given(st.lists(st.floats(0, 10.0), min_size=8, max_size=8), st.integers(2, 8))
+def test_gpi_1_given_costs_are_balanced_as_well_as_can_be(
+    costs: list[float], num_cells: int
+) -> None:
+    assume(sum(costs) > 0)
+    products = layers_of_f6().balanced(num_cells, costs)
+    assert len(products) == num_cells and min(products) > 0 and sum(products) == 8
+    borders = [0, *accumulate(products)]
+    slowest = max(sum(costs[i:j]) for i, j in pairwise(borders))
+    assert slowest == pytest.approx(slowest_of_best(costs, num_cells))
+
+
+def test_gpi_1_a_user_gives_the_costs_of_layers() -> None:
+    """The most even of the best cuts; without costs, each cell is two layers."""
+    case = f6()
+    costs = (7, 1, 2, 2, 1, 1, 5, 6)
+    method = PipelineParallel(4, 2, layer_costs=costs)
+    step = autopar.parallelize(case.step, method=method)
+    plan = run_pipeline_as_planned(step, *case.args).plan
+    assert plan.stages.stage_products == (1, 4, 2, 1)
+    again: Any = autopar.parallelize(case.step, plan=plan, method=method)
+    assert again.plan(*case.args).stages.stage_products == (1, 4, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layer_costs": [1.0] * 7}, "forward pass, 8, .* got 7"),
+        ({"layer_costs": [0.0] * 8}, "not all 0"),
+        ({"layer_costs": [1.0] * 8, "stage_products": [4, 4]}, "leave one out"),
+    ],
+)
+def test_gpi_1_costs_that_say_nothing_are_refused(options: Any, message: str) -> None:
+    case = f6()
+    with pytest.raises(ValueError, match=message):
+        method = PipelineParallel(2, 2, **options)
+        autopar.parallelize(case.step, method=method).plan(*case.args)
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=4, max_size=12), st.integers(2, 4))
@@ -25,10 +87,7 @@ def test_gpi_1_cells_are_as_even_as_any_contiguous_partition(
     but for the part that evens out nothing: `NEAR` of an even share."""
     borders = stage_borders(costs, [1.0] * len(costs), num_cells)
     cells = [sum(costs[i:j]) for i, j in pairwise([0, *borders, len(costs)])]
-    best = min(
-        max(sum(costs[i:j]) for i, j in pairwise([0, *cut, len(costs)]))
-        for cut in combinations(range(1, len(costs)), num_cells - 1)
-    )
+    best = slowest_of_best(costs, num_cells)
     allowed = max(best, sum(costs) / num_cells * (1 + NEAR))
     assert best * (1 - 1e-9) <= max(cells) <= allowed * (1 + 1e-9)
 

@@ -88,6 +88,28 @@ def test_meg_1_the_solver_splits_kernels_so_and_norms_over_the_sequence(
     assert plan.predicted.step_seconds < named.predicted.step_seconds
 
 
+def test_meg_3_the_sequence_is_split_where_the_heads_are_not() -> None:
+    """As many bytes on a ring as whole activations take, which are not held."""
+    case, plans, temp_bytes = f3(), [], []
+    for sequence in (False, True):
+        method = autopar.Megatron(tensor=4, sequence=sequence)
+        step = autopar.parallelize(case.step, mesh=four_devices(), method=method)
+        compiled = run_as_planned(step, *case.args)
+        plans.append(compiled.plan)
+        memory = compiled.lowered.program.compile().memory_analysis()
+        assert memory is not None
+        temp_bytes.append(memory.temp_size_in_bytes)
+    whole, split = plans
+    assert traffic(whole) == {("all_reduce", "model"): [65_536] * 4}
+    assert traffic(split) == {
+        ("all_gather", "model"): [65_536] * 4,
+        ("reduce_scatter", "model"): [16_384] * 4,
+        ("all_reduce", "model"): [512, 512],  # gradients of the norms' scales
+    }
+    assert sent_bytes(split) == sent_bytes(whole) + all_reduce_bytes(1_024, 4)
+    assert temp_bytes[1] < temp_bytes[0]
+
+
 def test_meg_2_vocab_parallel_lookup_is_one_all_reduce_of_the_rows() -> None:
     def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
         return table[tokens]

@@ -1,6 +1,7 @@
 """Rows of Mesh-TensorFlow: layouts of named dims as users write them, and errors."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -47,7 +48,12 @@ def test_mtf_1_six_layouts_of_one_model(name: str) -> None:
     assert traffic(step.plan(*case.args)) == {
         ("all_reduce", axis): sizes for axis, sizes in expected.items()
     }
-    run_as_planned(step, *case.args)
+    compiled = run_as_planned(step, *case.args)
+    weights = jax.jit(case.step)(*case.args)
+    updated = compiled(*jax.tree.map(jnp.copy, case.args))
+    for name, value in weights.items():  # a unit in the last place of the largest
+        unit = np.spacing(np.abs(value).max())
+        np.testing.assert_allclose(updated[name], value, rtol=0, atol=unit)
 
 
 @pytest.mark.parametrize("name", SIX_LAYOUTS)

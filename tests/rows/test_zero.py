@@ -1,6 +1,7 @@
 """Rows of DeepSpeed's ZeRO and of FSDP: state in parts, on F2 over eight devices."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, cast
 
 import jax
@@ -37,8 +38,14 @@ COUNT_BYTES = 4  # Adam's step counter, which is optax's
 LOSS_BYTES = all_reduce_bytes(4, NUM_DEVICES)
 
 
-def compiled(case: Case, method: NamedMethod) -> Compiled:
+def adam() -> Case:
+    return f2(ADAM)
+
+
+@cache
+def compiled(make: Callable[[], Case], method: NamedMethod) -> Compiled:
     """The step of a method, which runs as planned with the values of one device."""
+    case = make()
     step = autopar.parallelize(case.step, mesh=f"x:{NUM_DEVICES}", method=method)
     return run_as_planned(step, *case.args)
 
@@ -104,8 +111,8 @@ SCATTERED = {
 
 def test_zer_1_moments_in_eighths_send_what_data_parallel_sends() -> None:
     """3,162,112 B of arguments become 1,327,104; traffic stays 1,835,008 B."""
-    whole = compiled(f2(ADAM), autopar.DataParallel())
-    split = compiled(f2(ADAM), autopar.Zero(1))
+    whole = compiled(adam, autopar.DataParallel())
+    split = compiled(adam, autopar.Zero(1))
     assert memory(whole).argument_size_in_bytes == 3_162_112 + COUNT_BYTES
     assert memory(split).argument_size_in_bytes == 1_327_104 + COUNT_BYTES
     assert traffic(split.plan) == SCATTERED
@@ -134,7 +141,7 @@ def test_zer_1_annotations_alone_send_half_as_much_again() -> None:
 
 def test_zer_2_gradients_are_scattered_and_parameters_gathered() -> None:
     """Temporaries are a fraction of the 2,097,248 B that annotations take."""
-    step = compiled(f2(ADAM), autopar.Zero(2))
+    step = compiled(adam, autopar.Zero(2))
     assert traffic(step.plan) == SCATTERED
     assert sent_bytes(step.plan) == 1_835_008 + LOSS_BYTES
     assert memory(step).argument_size_in_bytes == 1_327_104 + COUNT_BYTES
@@ -143,7 +150,7 @@ def test_zer_2_gradients_are_scattered_and_parameters_gathered() -> None:
 
 def test_zer_3_every_layer_is_gathered_for_each_pass() -> None:
     """8 gathers and 4 scatters: 3 Psi (n-1)/n, on 409,600 B of arguments."""
-    step = compiled(checkpointed(), autopar.Zero(3))
+    step = compiled(checkpointed, autopar.Zero(3))
     assert traffic(step.plan) == SCATTERED | {("all_gather", "x"): [262_144] * 8}
     assert sent_bytes(step.plan) == 3 * PSI_BYTES * 7 / 8 + LOSS_BYTES
     assert sent_bytes(step.plan) == 2_752_512 + LOSS_BYTES
@@ -153,7 +160,7 @@ def test_zer_3_every_layer_is_gathered_for_each_pass() -> None:
 
 def test_zer_3_what_the_backward_pass_does_not_read_is_gathered_once() -> None:
     """Without recomputation nothing needs the first layer's kernel a second time."""
-    step = compiled(f2(ADAM), autopar.Zero(3))
+    step = compiled(adam, autopar.Zero(3))
     assert traffic(step.plan) == SCATTERED | {("all_gather", "x"): [262_144] * 7}
     assert memory(step).argument_size_in_bytes == 409_600 + COUNT_BYTES
     assert num_gathers(step) == 7
@@ -182,15 +189,15 @@ def num_gathers(step: Compiled) -> int:
 
 def test_fsc_3_parameters_are_gathered_again_or_kept() -> None:
     """On: 8 gathers, and 4 more kernels' worth of memory is not held. Off: 4."""
-    on = compiled(checkpointed(), autopar.Zero(3))
-    off = compiled(f2(ADAM), autopar.Zero(3, reshard_after_forward=False))
+    on = compiled(checkpointed, autopar.Zero(3))
+    off = compiled(adam, autopar.Zero(3, reshard_after_forward=False))
     assert (num_gathers(on), num_gathers(off)) == (8, 4)
     assert sent_bytes(off.plan) == 2 * PSI_BYTES * 7 / 8 + LOSS_BYTES
 
 
 def test_fsc_3_memory_falls_in_unrolled_layers_too() -> None:
-    on = compiled(f2(ADAM), autopar.Zero(3))
-    off = compiled(f2(ADAM), autopar.Zero(3, reshard_after_forward=False))
+    on = compiled(adam, autopar.Zero(3))
+    off = compiled(adam, autopar.Zero(3, reshard_after_forward=False))
     saved = memory(off).temp_size_in_bytes - memory(on).temp_size_in_bytes
     assert saved > 0.75 * LAYER_BYTES
     saved = off.plan.predicted.peak_bytes - on.plan.predicted.peak_bytes
@@ -199,8 +206,8 @@ def test_fsc_3_memory_falls_in_unrolled_layers_too() -> None:
 
 def test_fsc_3_a_loop_holds_two_gathered_layers_or_all() -> None:
     """On: a gathered layer, its gradient and less than a layer besides; off: all."""
-    on = compiled(scanned(), autopar.Zero(3))
-    off = compiled(scanned(), autopar.Zero(3, reshard_after_forward=False))
+    on = compiled(scanned, autopar.Zero(3))
+    off = compiled(scanned, autopar.Zero(3, reshard_after_forward=False))
     assert traffic(on.plan)["all_gather", "x"] == [LAYER_BYTES] * 8
     assert traffic(off.plan)["all_gather", "x"] == [PSI_BYTES]
     assert sent_bytes(on.plan) == 2_752_512

@@ -147,7 +147,7 @@ def strategies_of(op: Operator, mesh: MeshShape, limit: int) -> list[Strategy]:
 def _is_legal(op: Operator, strategy: Strategy, mesh: MeshShape) -> bool:
     for factor in strategy.factors:
         pairs = zip(strategy.factors, mesh.axis_sizes, strict=True)
-        if factor.size % prod(size for other, size in pairs if other == factor):
+        if not factor.admits(prod(size for other, size in pairs if other == factor)):
             return False
     specs = (*strategy.operand_specs(), *strategy.result_specs())
     types = (*op.operand_types, *op.result_types)

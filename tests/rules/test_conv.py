@@ -10,6 +10,7 @@ from jax import lax
 
 from autopar.graph.op_graph import Operator
 from autopar.rules import conv  # noqa: F401
+from autopar.rules.base import factors_of
 from autopar.sharding.spec import REPLICATED, SUM
 from tests.rules.strategy_oracle import (
     check_every_strategy,
@@ -48,6 +49,8 @@ def test_factors_of_a_plain_convolution() -> None:
         "batch": ((0, REPLICATED), (0,)),
         "in_features": ((3, 2), (SUM,)),
         "out_features": ((REPLICATED, 3), (3,)),
+        "window1": ((1, REPLICATED), (1,)),
+        "window2": ((2, REPLICATED), (2,)),
         "sum0": ((SUM, REPLICATED), (SUM,)),
         "sum1": ((REPLICATED, SUM), (SUM,)),
     }
@@ -106,14 +109,16 @@ def test_groups_are_split_no_further_than_their_number() -> None:
         random_array(4, 8, 6),
         random_array(8, 4, 3),
     )
-    assert set(factor_table(op)) == {"batch", "feature_groups", "sum0", "sum1"}
+    others = {"batch", "sum0", "sum1", "window2"}
+    assert set(factor_table(op)) == {"feature_groups", *others}
     reached = check_every_strategy(
         lambda x, w: lax.conv_general_dilated(x, w, (1,), "SAME", batch_group_count=4),
         random_array(8, 4, 6),
         random_array(8, 4, 3),
         kinds=(KIND,),
     )
-    assert reached[KIND] == {"-", "batch_groups", "in_features", "sum0", "sum1"}
+    others = {"in_features", "sum0", "sum1", "window2"}
+    assert reached[KIND] == {"-", "batch_groups", *others}
 
 
 @pytest.mark.parametrize("patch", [1, 4])
@@ -127,12 +132,14 @@ def test_patches_are_split_without_a_halo(patch: int) -> None:
     reached = check_every_strategy(
         both_gradients(embed, x, w), x, w, kinds=(KIND,), max_strategies=16
     )
-    assert {"patches1", "patches2"} <= reached[KIND]
+    assert {"window1", "window2"} <= reached[KIND]
     backward = operators_of(both_gradients(embed, x, w), x, w)
+    for factor in (f for op in backward for f in factors_of(op)):
+        assert all(halo.before <= 0 >= halo.after for halo in factor.halos)
     assert len([op for op in backward if _sums_patches(op)]) == 1
 
 
 def _sums_patches(op: Operator) -> bool:
     """Whether the patches are contracted: the gradient by the kernel."""
-    factor = factor_table(op).get("patches1") if op.kind == KIND else None
+    factor = factor_table(op).get("taps1") if op.kind == KIND else None
     return factor is not None and factor[1] == (SUM,)

@@ -16,6 +16,9 @@ from tests.rules.strategy_oracle import (
 IMAGES = random_array(4, 6, 6, 2)
 
 
+WINDOWS = {"window1", "window2"}
+
+
 def max_pool(x: jax.Array) -> jax.Array:
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
 
@@ -24,15 +27,17 @@ def mean_pool(x: jax.Array) -> jax.Array:
     return lax.reduce_window(x, 0.0, lax.add, (1, 3, 3, 1), (1, 1, 1, 1), "SAME") / 9
 
 
-def test_batch_and_channels_are_parallel() -> None:
+def test_every_dim_is_parallel() -> None:
     op = operator_of("reduce_window_sum", mean_pool, IMAGES)
     assert factor_table(op) == {
         "d0": ((0,), (0,)),
+        "window1": ((1,), (1,)),
+        "window2": ((2,), (2,)),
         "d3": ((3,), (3,)),
         "sum0": ((SUM,), (SUM,)),
     }
     op = operator_of("reduce_window_max", max_pool, IMAGES)
-    assert set(factor_table(op)) == {"d0", "d3"}
+    assert set(factor_table(op)) == {"d0", "d3", *WINDOWS}
 
 
 def test_forward_and_backward() -> None:
@@ -44,7 +49,10 @@ def test_forward_and_backward() -> None:
         IMAGES,
         kinds=("select_and_scatter_add",),
     )
-    assert reached["select_and_scatter_add"] == {"-", "d0", "d3", "sum0"}
+    assert reached["select_and_scatter_add"] == {
+        *("-", "d0", "d3", "sum0"),
+        *WINDOWS,
+    }
 
 
 def test_forward_mode() -> None:
@@ -55,12 +63,12 @@ def test_forward_mode() -> None:
     assert reached["select_and_gather_add"] == {"-", "d0", "d3", "sum0"}
 
 
-def test_strides_and_padding_make_a_dim_whole() -> None:
+def test_windows_that_do_not_keep_pace_make_a_dim_whole() -> None:
     def function(x: jax.Array) -> list[jax.Array]:
         ones = (1, 1, 1, 1)
         pads = ((0, 0), (1, 0), (0, 0), (0, 0))
         return [
-            lax.reduce_window(x, 0.0, lax.add, ones, (2, 1, 1, 1), "VALID"),
+            lax.reduce_window(x, 0.0, lax.add, ones, (4, 1, 1, 1), "VALID"),
             lax.reduce_window(x, jnp.inf, lax.min, ones, ones, pads),
         ]
 

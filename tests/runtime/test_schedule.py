@@ -101,9 +101,10 @@ def test_in_flight_microbatches_and_makespan_are_the_known_ones(
 
 
 def test_gpi_4_the_bubble_of_gpipe() -> None:
-    for num_microbatches, makespan in ((8, 33), (16, 57)):
+    for num_microbatches, makespan, ideal in ((8, 33, 24), (16, 57, 48)):
         found = simulate_schedule(gpipe(4, num_microbatches), _seconds())
         assert found.timeline.makespan_seconds == makespan
+        assert [found.timeline.busy_seconds(stage) for stage in range(4)] == [ideal] * 4
         assert found.peak_microbatches == (num_microbatches,) * 4
 
 

@@ -8,7 +8,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from autopar.solver.stage_dp import best_over, solve_stages
+from autopar.solver.stage_dp import best_over, least_step_seconds, solve_stages
 from autopar.solver.stage_problem import (
     ScheduleName,
     Stage,
@@ -122,6 +122,7 @@ def test_no_assignment_is_faster(
         assert found.seconds == pytest.approx(wanted, rel=1e-12)
         assert step_seconds(problem, found.stages) == found.seconds
         assert found.bound <= wanted
+        assert least_step_seconds(problem) <= wanted * (1 + 1e-12)
     assert fits
 
 
@@ -148,6 +149,17 @@ def test_no_interleaved_assignment_is_faster(tight: bool):
         assert (found is None) == (wanted == inf)
         if found is not None:
             assert found.seconds == pytest.approx(wanted, rel=1e-12)
+            assert least_step_seconds(problem) <= wanted * (1 + 1e-12)
+
+
+def test_a_guess_of_the_pace_changes_nothing():
+    for seed in range(3):
+        problem = random_problem(seed, 6, (0, 0), 2, tight=seed % 2 > 0)
+        for schedule in ("1f1b", "interleaved"):
+            each = replace(problem, schedule=schedule, num_microbatches=4)
+            plain = solve_stages(each)
+            for near in (1e-9, 0.3, 0.7, 1.5, 1e9):
+                assert solve_stages(each, near=near) == plain
 
 
 def test_a_loose_gap_is_kept():

@@ -1,0 +1,399 @@
+"""The kernels of a block of a planned graph: values, nodes over them, and fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..graph.build_graph import BARRIER, SCAN, WHILE
+from ..graph.op_graph import Block, Operator
+from .fusion import Nodes, Traits, sources, values_in_memory
+from .kernels import Border, Kernel, KernelBlock, ValueColumns, is_cut_out, turns
+from .plan_arrays import PlanArrays
+
+
+def kernel_block(
+    arrays: PlanArrays,
+    traits: Traits,
+    block: Block,
+    border: Border,
+    inner_bytes: Mapping[int, int],
+) -> KernelBlock:
+    """The kernels of a block.
+
+    Args:
+      arrays: specs of every tensor, operand and output.
+      traits: what operators are to fusion.
+      block: one of the graph's blocks.
+      border: what memory it shares with its owner.
+      inner_bytes: by operator, what its bodies hold, or its shards with their halos.
+    """
+    return _Builder(arrays, traits, block, border, inner_bytes).build()
+
+
+class _Builder:
+    """Things are ordered by a time: -1 for inputs, 2 k for conversions before row k of
+    the block, and 2 k + 1 for the row itself."""
+
+    def __init__(
+        self,
+        arrays: PlanArrays,
+        traits: Traits,
+        block: Block,
+        border: Border,
+        inner_bytes: Mapping[int, int],
+    ) -> None:
+        self.arrays, self.block, self.border = arrays, block, border
+        columns = arrays.columns
+        low, high = np.searchsorted(columns.block_of, (block.index, block.index + 1))
+        self.rows, self.count = slice(low, high), int(high - low)
+        self.operators = columns.operators[low:high]
+        self.renames = traits.renames[self.rows]
+        self.traits = traits
+        self.inner_bytes = inner_bytes
+        self._find_reads()
+        self._find_conversions()
+        self._number_values()
+        self._name_values()
+
+    def _find_reads(self) -> None:
+        """[reads] row, tensor and spec of what is read, that of outputs at the end."""
+        arrays, columns = self.arrays, self.arrays.columns
+        chosen = slice(*columns.operand_start[[self.rows.start, self.rows.stop]])
+        tensor = columns.operands[chosen]
+        is_tensor = tensor >= 0
+        row = columns.rows_of_operands[chosen] - self.rows.start
+        specs = arrays.plan.outputs[self.block.index]
+        self.returned = [isinstance(each, int) for each in self.block.outputs]
+        outputs = [each for each in self.block.outputs if isinstance(each, int)]
+        wanted = [
+            arrays.number_of[spec]
+            for spec, is_read in zip(specs, self.returned, strict=True)
+            if is_read
+        ]
+
+        def joined(own: np.ndarray, of_outputs: Sequence[int]) -> np.ndarray:
+            return np.concatenate([own[is_tensor], np.array(of_outputs, np.intp)])
+
+        self.read_row = joined(row, [self.count] * len(outputs))
+        self.read_tensor = joined(tensor, outputs)
+        self.read_spec = joined(arrays.read[chosen], wanted)
+        ends = np.arange(self.count + 2)
+        self.read_start = np.searchsorted(self.read_row, ends)
+
+    def _find_conversions(self) -> None:
+        """[conversions] in the order in which they are first needed."""
+        self._known: dict[tuple[int, int], int] = {}
+        self.conversions: list[tuple[int, int, int, int]] = []
+        made = self.arrays.made[self.read_tensor]
+        self.converted = np.full(len(made), -1)  # [reads] its conversion, if it is one
+        for at in np.flatnonzero(self.read_spec != made).tolist():
+            tensor, spec = int(self.read_tensor[at]), int(self.read_spec[at])
+            self.converted[at] = self._converted(tensor, spec, int(self.read_row[at]))
+
+    def _converted(self, tensor: int, spec: int, row: int) -> int:
+        """A conversion: (row, tensor, spec, the conversion that it is made of)."""
+        if (tensor, spec) not in self._known:
+            arrays = self.arrays
+            copies = arrays.plan.tensors[tensor].conversions
+            wanted = arrays.specs[spec]
+            source = next(c.source for c in copies if c.target == wanted)
+            number, before = arrays.number_of[source], -1
+            if number != arrays.made[tensor]:
+                before = self._converted(tensor, number, row)
+            self._known[tensor, spec] = len(self.conversions)
+            self.conversions.append((row, tensor, spec, before))
+        return self._known[tensor, spec]
+
+    def _number_values(self) -> None:
+        """Inputs, conversions, results, and what has to be passed at a barrier."""
+        arrays, columns = self.arrays, self.arrays.columns
+        self.inputs = np.array(self.block.inputs, np.intp)
+        copies = np.array(self.conversions, np.intp).reshape(-1, 4)
+        chosen = slice(*columns.result_start[[self.rows.start, self.rows.stop]])
+        row = columns.rows_of_results[chosen] - self.rows.start
+        is_new = ~self.renames[row]
+        self.result_row, result = row[is_new], columns.results[chosen][is_new]
+        self.barriers = np.array(
+            [
+                k
+                for k in np.flatnonzero(self.renames).tolist()
+                if self.operators[k].kind == BARRIER
+            ],
+            np.intp,
+        )
+        counts = [len(self.inputs), len(copies), len(result), len(self.barriers)]
+        time = np.concatenate(
+            [
+                np.full(counts[0], -1),
+                2 * copies[:, 0],
+                2 * self.result_row + 1,
+                2 * self.barriers + 1,
+            ]
+        )
+        tensor = np.concatenate(
+            [self.inputs, copies[:, 1], result, np.full(counts[3], -1)]
+        )
+        spec = np.concatenate(
+            [
+                *(arrays.made[self.inputs], copies[:, 2], arrays.made[result]),
+                np.full(counts[3], -1),
+            ]
+        )
+        border = self.border
+        self.is_outside_input = np.array(
+            [
+                p not in border.sliced and p not in border.fetched
+                for p in range(counts[0])
+            ],
+            bool,
+        )
+        kind = np.repeat(np.arange(4), counts)
+        is_outside = kind == 3
+        is_outside[: counts[0]] = self.is_outside_input
+        order = np.argsort(time, kind="stable")
+        number = np.empty_like(order)
+        number[order] = np.arange(len(order))
+        self.of_copies, self.of_results, self.of_barriers = (
+            number[kind == k] for k in (1, 2, 3)
+        )
+        held = arrays.bytes_of(tensor, spec)
+        held[kind == 3] = 0
+        self.values = ValueColumns(
+            *(tensor[order], spec[order], held[order], (kind == 1)[order]),
+            *(is_outside[order], arrays.specs),
+        )
+        self.value_of = np.full(len(arrays.made), -1)  # [tensors] as they are made
+        self.value_of[self.inputs] = number[: counts[0]]
+        self.value_of[result] = self.of_results
+
+    def _name_values(self) -> None:
+        """Other names of values: what renaming rows make. Then, what each read is."""
+        value_of = self.value_of.tolist()
+        converted, tensors = self.converted.tolist(), self.read_tensor.tolist()
+        starts, copies = self.read_start.tolist(), self.of_copies.tolist()
+        for row in np.flatnonzero(self.renames).tolist():
+            for at, result in enumerate(self.operators[row].results, starts[row]):
+                copy = converted[at]
+                value_of[result] = copies[copy] if copy >= 0 else value_of[tensors[at]]
+        self.value_of = np.array(value_of, np.intp)
+        self.read = self.value_of[self.read_tensor]
+        is_copy = self.converted >= 0
+        self.read[is_copy] = self.of_copies[self.converted[is_copy]]
+
+    def _waits(self) -> dict[int, list[int]]:
+        """By row, the barriers that it must pass: what was read beside its operands."""
+        if not self.barriers.size:
+            return {}
+        passed: dict[int, int] = {}  # by tensor
+        value_of = dict(
+            zip(self.barriers.tolist(), self.of_barriers.tolist(), strict=True)
+        )
+        waits: dict[int, list[int]] = {}
+        for row, op in enumerate(self.operators):
+            found = [passed.get(o) for o in op.operands if isinstance(o, int)]
+            own = [value for value in dict.fromkeys(found) if value is not None]
+            if own:
+                waits[row] = own
+            if self.renames[row]:
+                own = [value_of[row]] if row in value_of else own
+                if own:
+                    passed.update(dict.fromkeys(op.results, own[0]))
+        return waits
+
+    def build(self) -> KernelBlock:
+        """Nodes and their fusion, then a kernel for each that is not fused."""
+        returned = iter(self.read[self.read_start[self.count] :].tolist())
+        outputs = [next(returned) if is_read else None for is_read in self.returned]
+        gone = self.border.stored | self.border.sent
+        kept = frozenset(
+            value
+            for position, value in enumerate(outputs)
+            if value is not None and position not in gone
+        )
+        nodes = self._nodes(outputs)
+        is_kept = np.zeros(len(self.values), bool)
+        is_kept[list(kept)] = True
+        pairs = [(old, outputs[new]) for old, new in self.border.replaced]
+        return KernelBlock(
+            self.values,
+            self._kernels(nodes, values_in_memory(nodes, is_kept)),
+            kept,
+            tuple((old, new) for old, new in pairs if new is not None and new != old),
+        )
+
+    def _nodes(self, outputs: Sequence[int | None]) -> Nodes:
+        border, table = self.border, _NodeTable()
+        inside = np.flatnonzero(~self.is_outside_input)
+        is_cut = np.isin(inside, sorted(border.sliced))
+        own = np.arange(len(inside))
+        table.add(np.full(len(inside), -1), cheap=is_cut, writes=(own, inside))
+        self._add_conversions(table)
+        self._add_rows(table)
+        for time, positions in enumerate((border.stored, border.sent)):
+            found = [outputs[position] for position in sorted(positions)]
+            read = np.array([value for value in found if value is not None], np.intp)
+            times, own = np.full(len(read), 2 * self.count + 1), np.arange(len(read))
+            is_send = time > 0
+            table.add(times, absorbs=not is_send, send=is_send, reads=(own, read))
+        return table.build()
+
+    def _add_conversions(self, table: _NodeTable) -> None:
+        arrays = self.arrays
+        is_free, inner, source = [], [], []
+        for _, tensor, spec, before in self.conversions:
+            value = self.value_of[tensor] if before < 0 else self.of_copies[before]
+            made_of = arrays.made[tensor] if before < 0 else self.conversions[before][2]
+            specs = arrays.specs[made_of], arrays.specs[spec]
+            is_free.append(is_cut_out(*specs))
+            inner.append(int(self.values.bytes[value]) if turns(*specs) else 0)
+            source.append(value)
+        free, own = np.array(is_free, bool), np.arange(len(source))
+        table.add(
+            2 * np.array([copy[0] for copy in self.conversions], np.intp),
+            cheap=free,
+            absorbs=free,
+            inner=np.array(inner, np.int64),
+            reads=(own, np.array(source, np.intp)),
+            writes=(own, self.of_copies),
+        )
+
+    def _add_rows(self, table: _NodeTable) -> None:
+        """Rows that are no other names, and barriers."""
+        is_node = ~self.renames
+        is_node[self.barriers] = True
+        rows = np.flatnonzero(is_node)
+        place = np.full(self.count + 1, -1)
+        place[rows] = np.arange(len(rows))
+        cheap, expensive, reducing = (
+            each[self.rows][rows]
+            for each in (
+                *(self.traits.is_cheap, self.traits.is_expensive),
+                self.traits.is_reducing,
+            )
+        )
+        index = self.arrays.columns.index[self.rows][rows]
+        inner = np.array([self.inner_bytes.get(i, 0) for i in index.tolist()], np.int64)
+        waits = [(row, v) for row, each in self._waits().items() for v in each]
+        more = np.array(waits, np.intp).reshape(-1, 2)
+        reader = place[np.concatenate([self.read_row, more[:, 0]])]
+        read = np.concatenate([self.read, more[:, 1]])[reader >= 0]
+        writer = place[np.concatenate([self.result_row, self.barriers])]
+        table.add(
+            2 * rows + 1,
+            operator=index,
+            cheap=cheap,
+            expensive=expensive,
+            absorbs=cheap | expensive | reducing,
+            inner=inner,
+            reads=(reader[reader >= 0], read),
+            writes=(writer, np.concatenate([self.of_results, self.of_barriers])),
+        )
+
+    def _kernels(self, nodes: Nodes, in_memory: np.ndarray) -> tuple[Kernel, ...]:
+        """A kernel for each node that writes memory, or nothing at all."""
+        read = sources(nodes, in_memory)
+        is_there, writes = in_memory.tolist(), nodes.writes.tolist()
+        starts, operators = nodes.write_start.tolist(), nodes.operator.tolist()
+        inner, fusable = nodes.inner_bytes.tolist(), nodes.is_fusable.tolist()
+        sends, carries = nodes.is_send.tolist(), self._carries()
+        found: list[Kernel] = []
+        for node, (first, end) in enumerate(zip(starts, starts[1:], strict=False)):
+            written = tuple([v for v in writes[first:end] if is_there[v]])
+            if written or first == end:
+                operator = None if operators[node] < 0 else operators[node]
+                carried = () if operator is None else carries.get(operator, ())
+                found.append(
+                    Kernel(
+                        *(operator, read[node], written, inner[node], fusable[node]),
+                        *(carried, sends[node]),
+                    )
+                )
+        return tuple(found)
+
+    def _carries(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """By operator, what loops read and return in the same place."""
+        found: dict[int, tuple[tuple[int, int], ...]] = {}
+        indices = self.arrays.columns.index[self.rows]
+        for row in np.flatnonzero(np.isin(indices, list(self.inner_bytes))).tolist():
+            op = self.operators[row]
+            read = self.read[slice(*self.read_start[[row, row + 1]])]
+            written = [int(self.value_of[result]) for result in op.results]
+            found[op.index] = _carries(op, read.tolist(), written)
+        return found
+
+
+_Pairs = tuple[np.ndarray, np.ndarray]  # (node of a group, value)
+_NO_PAIRS: _Pairs = (np.zeros(0, np.intp), np.zeros(0, np.intp))
+
+
+class _NodeTable:
+    """Groups of nodes, put in the order of their times at the end."""
+
+    def __init__(self) -> None:
+        self._times: list[np.ndarray] = []
+        self._columns: list[list[np.ndarray]] = [[] for _ in range(6)]
+        self._reads: list[_Pairs] = []
+        self._writes: list[_Pairs] = []
+        self._count = 0
+
+    def add(
+        self,
+        times: np.ndarray,
+        *,
+        operator: np.ndarray | int = -1,
+        cheap: np.ndarray | bool = False,
+        expensive: np.ndarray | bool = False,
+        absorbs: np.ndarray | bool = False,
+        inner: np.ndarray | int = 0,
+        send: bool = False,
+        reads: _Pairs = _NO_PAIRS,
+        writes: _Pairs = _NO_PAIRS,
+    ) -> None:
+        """Nodes of a group; see `Nodes`. A single value is for all of them."""
+        given = (operator, cheap, expensive, absorbs, inner, send)
+        for column, each in zip(self._columns, given, strict=True):
+            column.append(np.broadcast_to(np.asarray(each), times.shape))
+        self._times.append(times)
+        self._reads.append((reads[0] + self._count, reads[1]))
+        self._writes.append((writes[0] + self._count, writes[1]))
+        self._count += len(times)
+
+    def build(self) -> Nodes:
+        """All of them."""
+        order = np.argsort(np.concatenate(self._times), kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+
+        def by_node(groups: Sequence[_Pairs]) -> _Pairs:
+            node = place[np.concatenate([pair[0] for pair in groups])]
+            value = np.concatenate([pair[1] for pair in groups])
+            counts = np.bincount(node, minlength=len(order))
+            start = np.concatenate([[0], np.cumsum(counts)])
+            return start, value[np.argsort(node, kind="stable")]
+
+        operator, cheap, expensive, absorbs, inner, send = (
+            np.concatenate(column)[order] for column in self._columns
+        )
+        ends = (*by_node(self._reads), *by_node(self._writes))
+        return Nodes(operator, cheap, expensive, absorbs, inner, send, *ends)
+
+
+def _carries(
+    op: Operator, reads: Sequence[int], writes: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """What a loop reads and returns in the same place."""
+    if op.kind == SCAN:
+        first, count = op.params["num_consts"], op.params["num_carry"]
+    elif op.kind == WHILE:
+        first = op.params["cond_nconsts"] + op.params["body_nconsts"]
+        count = len(op.operands) - first
+    else:
+        return ()
+    read = iter(reads)
+    by_operand = [
+        None if op.is_constant(i) else next(read) for i in range(first + count)
+    ]
+    pairs = zip(by_operand[first:], writes, strict=False)
+    return tuple((old, new) for old, new in pairs if old is not None)

@@ -1,0 +1,1 @@
+"""Batches from a user's source of data, where a step wants them."""

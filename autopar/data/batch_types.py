@@ -1,0 +1,53 @@
+"""The batch of a lowered step as shapes, with the shardings of its plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ..lowering.lowered_pipeline import LoweredPipeline
+from ..lowering.lowered_step import Lowered
+
+
+def batch_types(lowered: Lowered | LoweredPipeline) -> Any:
+    """The argument that is the batch, a tuple of several, or a dict of them by name.
+
+    Leaves are jax.ShapeDtypeStruct. Those of a pipeline, which cuts its batch before
+    it sends a part to each stage, and of other hosts have no sharding.
+
+    Raises:
+      ValueError: no argument is a batch, or some are given by position and some by
+        keyword.
+    """
+    if isinstance(lowered, LoweredPipeline):
+        pipeline = lowered.step.pipeline
+        traced, paths = pipeline.traced, set(pipeline.parts.batch)
+        shardings: list[Any] = [None] * len(traced.input_paths)
+    else:
+        program, traced = lowered.program, lowered.traced
+        paths = {i.path for i in lowered.graph.inputs if i.role == "batch"}
+        is_here = isinstance(program.mesh, Mesh)
+        shardings = [home if is_here else None for home in program.shardings]
+    avals = traced.jaxpr.in_avals
+    kinds = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=home)
+        for aval, home in zip(avals, shardings, strict=True)
+    ]
+    is_batch = [path in paths for path in traced.input_paths]
+    args, kwargs = jax.tree.unflatten(traced.in_tree, kinds)
+    arg_flags, kwarg_flags = jax.tree.unflatten(traced.in_tree, is_batch)
+    found = tuple(
+        arg
+        for arg, flags in zip(args, arg_flags, strict=True)
+        if any(jax.tree.leaves(flags))
+    )
+    named = {n: kwargs[n] for n in kwargs if any(jax.tree.leaves(kwarg_flags[n]))}
+    if bool(found) == bool(named):
+        raise ValueError(
+            f"The batch is given by position or by keyword, but {traced.name} takes "
+            f"{len(found)} arguments of it by position and {sorted(named)} by keyword; "
+            f"say which they are with batch_argnums=."
+        )
+    return named or (found[0] if len(found) == 1 else found)

@@ -1,0 +1,170 @@
+"""Batches that are read ahead, placed where a step wants them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from ..lowering.lowered_pipeline import LoweredPipeline
+from ..lowering.lowered_step import Lowered
+from .batch_types import batch_types
+from .placing import Placing
+from .sources import Position, Reader, reader_of
+
+_PATIENCE_SECONDS = 0.1  # how soon a reader sees that nobody waits for it
+_END = object()
+
+
+class Batches:
+    """The batches of a source, each placed as a step's plan has it, while others run.
+
+        batches = autopar.Batches(data, step.lower(state, batch), seed=0)
+        for batch in batches:
+            state, loss = step(state, batch)
+            position = batches.position  # what a checkpoint keeps beside this state
+
+    A source is
+
+    - arrays that hold all examples along dim 0, in a tree like the batch;
+    - anything with `len(source)` and `source[i]`, an example that is a tree like the
+      batch without its leading dim (a list, a torch or grain map dataset);
+    - anything that is iterated for batches (a generator, a grain loader): in each
+      process all rows, or only those that its devices hold, in their order.
+
+    Of the first two each process reads the examples that its devices hold, and no
+    others; they end after `num_epochs`, a last batch that is not full left out.
+
+    Args:
+      source: where the data comes from. An iterator is read from its start, or from
+        where `get_state`, if it has that, says.
+      like: the lowered step, whose arguments may be shapes; each batch is the argument
+        of it that is a batch, a tuple of several, or a dict of them by name. Or such a
+        tree of jax.ShapeDtypeStruct; without sharding, leaves stay numpy arrays, as
+        they do for a pipeline, which cuts them and sends each stage its part.
+      position: where to go on, from `position` of a run before; the source and the seed
+        are to be the same, the size of the batch, mesh and hosts may differ. What has
+        no `set_state` is read up to there.
+      seed: shuffles the examples, each epoch otherwise; None leaves them in order.
+      num_epochs: how often the examples come; None for without end.
+      prefetch: how many batches are read ahead by a thread; 0 reads when asked.
+
+    Raises:
+      TypeError: no source.
+      ValueError: a source with fewer examples than a batch, or a position of another.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        like: Any,
+        *,
+        position: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        num_epochs: int | None = None,
+        prefetch: int = 2,
+    ) -> None:
+        is_step = isinstance(like, Lowered | LoweredPipeline)
+        placing = Placing.of(batch_types(like) if is_step else like)
+        self._reader = reader_of(source, placing, seed, num_epochs, position)
+        self._position = self._reader.position
+        self._ahead = _Ahead(self._reader, prefetch) if prefetch else None
+        self._is_over = False
+        if self._ahead is not None:
+            weakref.finalize(self, self._ahead.stop)
+
+    @property
+    def position(self) -> Position:
+        """Where to go on after the batch that was given last; made of JSON."""
+        return self._position
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+          StopIteration: the source ended.
+          Exception: what the source raised, with its traceback.
+          ValueError: the source gave other trees, shapes or dtypes than planned for.
+        """
+        if self._is_over:
+            raise StopIteration
+        try:
+            if self._ahead is None:
+                batch = self._reader.read()
+                self._position = self._reader.position
+            else:
+                batch, self._position = self._ahead.take()
+        except BaseException:
+            self.close()
+            raise
+        return batch
+
+    def close(self) -> None:
+        """Read no further; what was read ahead is dropped."""
+        self._is_over = True
+        if self._ahead is not None:
+            self._ahead.stop()
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Ahead:
+    """A thread that reads batches with their positions, a few before they are taken."""
+
+    def __init__(self, reader: Reader, number: int) -> None:
+        self._found: queue.Queue[Any] = queue.Queue(number)
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(reader,), name="autopar batches", daemon=True
+        )
+        self._thread.start()
+
+    def take(self) -> tuple[Any, Position]:
+        """The next batch, and the position behind it."""
+        found = self._found.get()
+        if found is _END:
+            raise StopIteration
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def stop(self) -> None:
+        """Ends the thread when the source has given what it is asked for."""
+        self._is_stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(10 * _PATIENCE_SECONDS)
+
+    def _run(self, reader: Reader) -> None:
+        while not self._is_stopped.is_set():
+            try:
+                found: Any = reader.read(), reader.position
+            except StopIteration:
+                found = _END
+            except BaseException as error:
+                found = error  # raised where the batch is waited for
+            self._put(found)
+            if not isinstance(found, tuple):
+                return
+
+    def _put(self, found: Any) -> None:
+        while not self._is_stopped.is_set():
+            try:
+                self._found.put(found, timeout=_PATIENCE_SECONDS)
+            except queue.Full:
+                continue
+            return

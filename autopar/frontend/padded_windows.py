@@ -1,0 +1,90 @@
+"""Folds zero padding into the convolutions and window sums that read it.
+
+JAX writes the gradient of a window sum as a sum over a padded cotangent, whose size no
+device count divides. As padding and dilation of the windows themselves it costs no
+memory, and the cotangent can be split in space (`rules/window.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+
+def with_padded_windows(closed: Any) -> Any:
+    """The same jaxpr, in which windows read what is padded and pad it themselves.
+
+    The padding stays for other readers; without any it is dead code.
+    """
+    jaxpr = _folded(closed.jaxpr)
+    return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
+
+
+def _folded(jaxpr: Any) -> Any:
+    pads: dict[int, Any] = {}  # equations by the variable they make
+    eqns = []
+    for eqn in jaxpr.eqns:
+        kind, params = eqn.primitive.name, eqn.params
+        if kind == "pad" and _is_zero(eqn.invars[1]) and _only_grows(params):
+            pads[id(eqn.outvars[0])] = eqn
+        elif kind in _DILATIONS and id(eqn.invars[0]) in pads:
+            eqn = _reading_unpadded(eqn, pads[id(eqn.invars[0])])
+        else:
+            inside = {name: _inside(value) for name, value in params.items()}
+            if any(inside[name] is not value for name, value in params.items()):
+                eqn = eqn.replace(params=inside)
+        eqns.append(eqn)
+    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+        return jaxpr
+    return jaxpr.replace(eqns=eqns)
+
+
+def _inside(value: Any) -> Any:
+    """A param of an equation, with the jaxprs in it folded."""
+    if isinstance(value, ClosedJaxpr):
+        return with_padded_windows(value)
+    if isinstance(value, Jaxpr):
+        return _folded(value)
+    if type(value) is tuple and any(isinstance(v, ClosedJaxpr | Jaxpr) for v in value):
+        return tuple(_inside(each) for each in value)
+    return value
+
+
+_DILATIONS = {
+    "conv_general_dilated": "lhs_dilation",
+    "reduce_window_sum": "base_dilation",
+}
+
+
+def _reading_unpadded(eqn: Any, pad: Any) -> Any:
+    """The equation on what is padded, or itself if its windows cannot pad so."""
+    config, params = pad.params["padding_config"], eqn.params
+    name = _DILATIONS[eqn.primitive.name]
+    dims = list(range(len(config)))
+    if eqn.primitive.name == "conv_general_dilated":
+        batch, features, *dims = params["dimension_numbers"].lhs_spec
+        if any(config[dim] != (0, 0, 0) for dim in (batch, features)):
+            return eqn
+    padding, dilations = [], []
+    for dim, (low, high), dilation in zip(
+        dims, params["padding"], params[name], strict=True
+    ):
+        before, after, between = config[dim]
+        if dilation != 1 or min(low, high) < 0:
+            return eqn
+        padding.append((int(low + before), int(high + after)))
+        dilations.append(int(between + 1))
+    changed = {"padding": tuple(padding), name: tuple(dilations)}
+    return eqn.replace(
+        invars=[pad.invars[0], *eqn.invars[1:]], params={**params, **changed}
+    )
+
+
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, Literal) and not np.any(np.asarray(atom.val))
+
+
+def _only_grows(params: Any) -> bool:
+    return all(min(each) >= 0 for each in params["padding_config"])

@@ -1,0 +1,227 @@
+"""Stages, submeshes, logical shapes, microbatches and schedule, searched as one.
+
+A case is a number of microbatches and a schedule. Each has a bound on what a step takes
+(`least_step_seconds`); the case with the least is solved with the costs known so far.
+Where its stages stand on costs that are guessed, the layers are planned there
+(`span_costs.py`) and the case is put back; otherwise it is the best so far. The search
+ends once no case left may be faster by more than the gap: guesses are no higher than
+what planning finds, but for the estimates that `span_costs.py` names.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from time import process_time
+from typing import TypeVar
+
+import numpy as np
+
+from autopar.solver.stage_dp import StageAssignment, least_step_seconds, solve_stages
+from autopar.solver.stage_problem import ScheduleName, StageProblem, slowest_seconds
+
+from ..clusters.cluster import Cluster
+from ..options import Options
+from ..planner.mesh_search import mesh_shapes
+from ..sharding.mesh import MeshShape, parse_mesh
+from .layer_samples import Submesh
+from .span_costs import SpanCosts
+
+LOOSE_GAP = 0.01
+
+_Result = TypeVar("_Result")
+Case = tuple[int, ScheduleName, int]  # microbatches, schedule, stages of a submesh
+
+
+@dataclass(frozen=True, eq=False)
+class FoundStages:
+    """The best stages, and what no others take less than in the model of costs."""
+
+    problem: StageProblem
+    assignment: StageAssignment
+    bound_seconds: float
+
+    def labels(self) -> list[Submesh]:
+        """The submesh of each stage."""
+        choices = self.problem.choices
+        found = [choices[each.choice].label for each in self.assignment.stages]
+        return [label for label in found if isinstance(label, Submesh)]
+
+
+@dataclass
+class JointSearch:
+    """The search over all cases; costs that were planned are kept between calls.
+
+    `seconds` are CPU seconds of the dynamic programs and on layers, `count` how many.
+    `batch_pace` is that of all microbatches, as it was found last, by schedule.
+    """
+
+    costs: SpanCosts
+    cluster: Cluster
+    submeshes: Sequence[Submesh]
+    counts: Sequence[int]
+    schedules: Sequence[tuple[ScheduleName, int]]
+    seconds: dict[str, float] = field(default_factory=dict)
+    count: dict[str, int] = field(default_factory=dict)
+    batch_pace: dict[tuple[object, ...], float] = field(default_factory=dict)
+
+    def best(self, capacity_bytes: float) -> FoundStages | None:
+        """The fastest stages that hold up to `capacity_bytes` a device, or None."""
+        waiting: list[tuple[float, Case]] = []
+        for number in self.counts:
+            for schedule, shared in self.schedules:
+                case = number, schedule, shared
+                problem = self.problem(case, capacity_bytes)
+                bound = self._timed("solve", lambda p=problem: least_step_seconds(p))
+                waiting.append((bound, case))
+        heapq.heapify(waiting)
+        best: FoundStages | None = None
+        limit = inf
+        solved: dict[Case, FoundStages] = {}
+        while waiting and waiting[0][0] < limit * (1 - LOOSE_GAP):
+            bound, case = heapq.heappop(waiting)
+            stages = solved.get(case)
+            if stages is None or self._costs_more(stages):
+                stages = self._solve(case, capacity_bytes, limit)
+            if stages is None:
+                continue
+            solved[case] = stages
+            if waiting and stages.bound_seconds > max(bound, waiting[0][0]):
+                heapq.heappush(waiting, (stages.bound_seconds, case))
+            elif self._look_at_guessed(stages):
+                heapq.heappush(waiting, (stages.bound_seconds, case))
+            elif stages.assignment.seconds < limit:
+                best, limit = stages, stages.assignment.seconds
+        if best is None:
+            return None
+        return replace(best, bound_seconds=limit * (1 - LOOSE_GAP))
+
+    def _solve(self, case: Case, capacity: float, limit: float) -> FoundStages | None:
+        problem, (number, *schedule) = self.problem(case, capacity), case
+        near = self.batch_pace.get(tuple(schedule), 0.0) / number
+        found = self._timed(
+            "solve", lambda: solve_stages(problem, LOOSE_GAP, limit, near)
+        )
+        if found is None:
+            return None
+        self.batch_pace[tuple(schedule)] = number * slowest_seconds(
+            problem, found.stages
+        )
+        return FoundStages(problem, found, found.bound)
+
+    def _costs_more(self, stages: FoundStages) -> bool:
+        """Whether a submesh that stages use costs another time than it was thought."""
+        number = stages.problem.num_microbatches
+        for index in {each.choice for each in stages.assignment.stages}:
+            before = stages.problem.choices[index]
+            now = self.costs.choice(self.submeshes[index], number)
+            for name in ("seconds", "once_seconds", "fixed_bytes", "microbatch_bytes"):
+                if not np.array_equal(getattr(before, name), getattr(now, name)):
+                    return True
+        return False
+
+    def problem(self, case: Case, capacity_bytes: float) -> StageProblem:
+        """The problem of a case, with the costs as they are known."""
+        number, schedule, shared = case
+        cluster, layers = self.cluster, self.costs.layers
+        links = cluster.host_link, cluster.network_link
+        crossing = (np.array(layers.crossing_bytes) * 2)[None, :]
+        per_byte = np.array([[each.seconds_per_byte] for each in links])
+        return StageProblem(
+            len(layers),
+            (0,) * cluster.num_hosts,
+            cluster.devices_per_host,
+            tuple(self.costs.choice(each, number) for each in self.submeshes),
+            per_byte * crossing / number,
+            (2 * links[0].alpha_seconds, 2 * links[1].alpha_seconds),
+            capacity_bytes,
+            number,
+            schedule,
+            shared,
+            min_stages=2,
+        )
+
+    def _look_at_guessed(self, stages: FoundStages) -> bool:
+        """Plan the layers that stages stand on; False if all were planned.
+
+        Instead of a submesh that was never seen, simpler ones are planned first.
+        """
+        costs, number = self.costs, stages.problem.num_microbatches
+        labels, main = stages.labels(), self.costs.main_kind
+        unseen = [
+            each
+            for label in dict.fromkeys(labels)
+            if not costs.is_known(label, number, main)
+            for each in self._unseen(label)
+        ]
+        wanted = [(label, main) for label in dict.fromkeys(unseen)]
+        if not wanted:
+            spans = zip(labels, stages.assignment.stages, strict=True)
+            wanted = [
+                (label, kind)
+                for label, stage in spans
+                for kind in costs.layers.kinds[stage.first : stage.end]
+                if not costs.is_known(label, number, kind)
+            ]
+        for label, kind in dict.fromkeys(wanted):
+            self._timed("layers", lambda s=label, k=kind: costs.look_at(s, number, k))
+        return bool(wanted)
+
+    def _unseen(self, submesh: Submesh) -> list[Submesh]:
+        """A submesh, or what its overhead is known to be above and was never seen."""
+        if any(seen.mesh == submesh.mesh for seen, _, _ in self.costs.known):
+            return [submesh]
+        found = [
+            each
+            for simpler in self.costs.simpler(replace(submesh, is_split=False))
+            if simpler in self.submeshes
+            and not any(seen == simpler for seen, _, _ in self.costs.known)
+            for each in self._unseen(simpler)
+        ]
+        return found or [submesh]
+
+    def _timed(self, name: str, work: Callable[[], _Result]) -> _Result:
+        start = process_time()
+        result = work()
+        self.seconds[name] = self.seconds.get(name, 0.0) + process_time() - start
+        self.count[name] = self.count.get(name, 0) + 1
+        return result
+
+
+def submeshes_of(
+    cluster: Cluster, options: Options, batch_size: int
+) -> Iterator[Submesh]:
+    """Parts of a host, and whole hosts, in all shapes of up to two axes."""
+    inside = cluster.devices_per_host
+
+    def may_be_split(size: int) -> bool:
+        return batch_size % size == 0 and size & (size - 1) != 0
+
+    shapes = {
+        size: _shapes(replace(cluster, num_hosts=1, devices_per_host=size))
+        for size in range(1, inside + 1)
+        if inside % size == 0 or may_be_split(size)
+    }
+    for number in range(2, cluster.num_hosts):
+        if cluster.num_hosts % number == 0 or may_be_split(number):
+            shapes[number * inside] = _shapes(replace(cluster, num_hosts=number))
+    for size, meshes in sorted(shapes.items()):
+        if size >= cluster.num_devices:
+            continue
+        if options.mesh is not None:
+            try:
+                meshes = [parse_mesh(options.mesh, size)]
+            except ValueError:  # a shape of another size
+                continue
+        for mesh in meshes:
+            yield Submesh(mesh, False)
+            if mesh.size > 1:
+                yield Submesh(mesh, True)
+
+
+def _shapes(cluster: Cluster) -> list[MeshShape]:
+    if cluster.num_devices == 1:
+        return [MeshShape(("x",), (1,))]
+    return list(mesh_shapes(cluster, 2))

@@ -1,0 +1,365 @@
+"""Layers cut out of a step as stages of their own, on a microbatch of any size.
+
+The step is cut once, at the borders of one layer of each kind, as it lies in its own
+graph; for a number of microbatches, the operators of these layers alone are traced
+again. Where a microbatch is a batch of its own ("independent"), it is another trace,
+and the step is cut for each number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..clusters.cluster import Cluster
+from ..costs.compute import operator_seconds
+from ..graph.build_graph import STRUCTURED
+from ..graph.op_graph import Constant, Operator, OpGraph
+from ..lowering.blocks import as_array
+from ..microbatches.microbatch_runners import MicrobatchRunner
+from ..microbatches.microbatches import MicrobatchSplit
+from ..options import Options
+from ..planner.strategies import SLICING, total_flops
+from ..plans.plan import ShardingPlan
+from ..sharding.mesh import MeshShape
+from ..sharding.spec import SUM
+from .cut_step import CutStep
+from .stage_pieces import Piece, TracedPiece, joint_piece
+from .stage_planner import StagePlanner
+from .stage_programs import PipelineBuilder
+from .stage_trace import COUNTER, graph_of
+
+PLAN_GAP = 0.02
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer takes on one device of a submesh.
+
+    `seconds` are of a microbatch, forward and backward, `once_seconds` of the update.
+    `state_bytes` are parameters and what the optimizer keeps, `gradient_bytes` their
+    sums, `microbatch_bytes` what backward waits for; `working_bytes` come and go.
+    """
+
+    seconds: float = 0.0
+    once_seconds: float = 0.0
+    state_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    microbatch_bytes: float = 0.0
+    working_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operators that are alike: what one of them does, and how often it runs."""
+
+    kind: str
+    flops: float
+    bytes: float
+    dtype: Any
+    times: float
+
+    def seconds(self, share: float, cluster: Cluster) -> float:
+        """If a device does a share of each, and nothing is sent."""
+        one = self.kind, self.flops * share, self.bytes * share, self.dtype
+        return self.times * operator_seconds(*one, cluster)
+
+
+def summed_work(operators: Iterable[tuple[Operator, float]]) -> list[Work]:
+    """The work of operators without bodies, with how often each runs."""
+    times: Counter[tuple[str, float, float, Any]] = Counter()
+    for op, number in operators:
+        read = op.operand_types[op.kind in SLICING :]
+        num_bytes = sum(kind.bytes for kind in (*read, *op.result_types))
+        dtypes = [kind.dtype for kind in op.operand_types if not kind.is_extended]
+        dtype = dtypes[0] if dtypes else "float32"
+        key = op.kind, total_flops(op), float(num_bytes), dtype
+        times[key] = times[key] + number  # type: ignore[assignment]
+    return [Work(*key, number) for key, number in times.items()]
+
+
+@dataclass(frozen=True)
+class Submesh:
+    """A logical mesh of a stage, and whether its state lies in as many parts."""
+
+    mesh: MeshShape
+    is_split: bool
+
+    def __str__(self) -> str:
+        return f"{self.mesh}{', state split' if self.is_split else ''}"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSample:
+    """A layer of one kind as a stage: its forward and backward are one program.
+
+    `split` says how a microbatch is cut from the graph; None if the graph is of one.
+    """
+
+    builder: PipelineBuilder
+    joint: Piece
+    own: tuple[Piece, ...]
+    update: tuple[Operator, ...]
+    split: MicrobatchSplit | None
+    programs: dict[int, TracedPiece] = field(default_factory=dict)
+
+    def cost(self, submesh: Submesh, number: int, cluster: Cluster) -> LayerCost:
+        """Of one of `number` microbatches, as the solver plans it there."""
+        builder = replace(
+            self.builder,
+            shapes=[submesh.mesh] * len(self.builder.shapes),
+            split=frozenset({self.joint.stage} if submesh.is_split else ()),
+            specs={},
+            wanted={},
+        )
+        traced = self.traced(number)
+        plan = builder.solve(self.joint, traced.graph, PLAN_GAP)
+        return self._planned(plan, traced, submesh, cluster)
+
+    def ideal(self, num_devices: int, number: int, cluster: Cluster) -> LayerCost:
+        """If every device did an equal part and nothing were sent."""
+        share = 1 / num_devices
+        seconds = sum(
+            work.seconds(share / number if is_cut else share, cluster)
+            for work, is_cut in self._work
+        )
+        sizes = self._slot_bytes(number)
+        gradients = (sizes.get(name, 0.0) for name in self.joint.added)
+        return LayerCost(
+            seconds,
+            self._update_seconds(share, cluster),
+            share * sum(self._state().values()),
+            share * sum(gradients),
+            share * sum(sizes[name] for name in self._kept_names()),
+        )
+
+    def traced(self, number: int) -> TracedPiece:
+        """The program of one of `number` microbatches."""
+        if number not in self.programs:
+            traced = self.builder.trace_piece(self.joint)
+            if self.split is not None:
+                split = replace(self.split, num_microbatches=number)
+                traced = _trace_part(self.builder, self.joint, split)
+            self.programs[number] = traced
+        return self.programs[number]
+
+    def _slot_bytes(self, number: int) -> dict[str, float]:
+        """Bytes of what the program reads and returns, by slot."""
+        graph, found = self.builder.parts.microbatch, {}
+        for name, operand in (*self.joint.inputs.items(), *self.joint.outputs.items()):
+            if isinstance(operand, int):
+                is_cut = self.split is not None and self.split.state[operand] >= 0
+                size = graph.tensors[operand].type.bytes
+                found[name] = size / number if is_cut else float(size)
+        return found
+
+    @cached_property
+    def _work(self) -> list[tuple[Work, bool]]:
+        """What there is to do, and whether a microbatch does a part of it."""
+        of_all: list[tuple[Operator, float]] = []
+        of_part: list[tuple[Operator, float]] = []
+        for op, times in _flat(self.builder.parts.microbatch, self.joint.operators):
+            factor = None if self.split is None else self.split.factor.get(op.index)
+            is_cut = factor is not None and factor.splits
+            (of_part if is_cut else of_all).append((op, times))
+        parts = ((of_all, False), (of_part, True))
+        return [(work, cut) for own, cut in parts for work in summed_work(own)]
+
+    def _update_seconds(self, share: float, cluster: Cluster) -> float:
+        return sum(work.seconds(share, cluster) for work in self._update)
+
+    @cached_property
+    def _update(self) -> list[Work]:
+        return summed_work((op, 1.0) for op in self.update if not op.bodies)
+
+    def _state(self) -> dict[str, float]:
+        """Bytes of all state of the stage, by slot."""
+        update = self.builder.parts.apply
+        sizes = {i.path: update.tensors[i.tensor].type.bytes for i in update.inputs}
+        return {
+            name: float(sizes[name])
+            for name, slot in self.builder.slots.items()
+            if slot.kind == "state" and slot.stage == self.joint.stage and name in sizes
+        }
+
+    def _kept_names(self) -> list[str]:
+        """Slots of a microbatch that forward has at hand and backward reads."""
+        slots = self.builder.slots
+        forward = {
+            name
+            for piece in self.own
+            if piece.kind == "forward"
+            for name in (*piece.inputs, *piece.outputs)
+        }
+        read = {
+            name
+            for piece in self.own
+            if piece.kind != "forward"
+            for name in piece.inputs
+        }
+        kinds = ("activation", "batch")
+        return [n for n in sorted(forward & read) if slots[n].kind in kinds]
+
+    def _planned(
+        self,
+        plan: ShardingPlan,
+        traced: TracedPiece,
+        submesh: Submesh,
+        cluster: Cluster,
+    ) -> LayerCost:
+        graph, mesh = traced.graph, submesh.mesh
+        whole = {
+            name: float(struct.size * struct.dtype.itemsize)
+            for name, struct in zip(traced.inputs, traced.structs, strict=True)
+        }
+        held = {each.path: float(each.bytes) for each in plan.inputs}
+        specs = plan.outputs[0]
+        for name, operand, spec in zip(
+            graph.output_paths, graph.outputs, specs, strict=True
+        ):
+            if isinstance(operand, int) and name not in held:
+                axes = zip(mesh.axis_sizes, spec, strict=True)
+                parts = prod([size for size, state in axes if state >= 0])
+                held[name] = graph.tensors[operand].type.bytes / parts
+        state = self._state()
+        read = [n for n in traced.inputs if n in state]
+        gradients = [
+            n for n in traced.inputs if self.builder.slots[n].kind == "gradient"
+        ]
+        here = sum(held[n] for n in read)
+        share = _share(
+            sum(held[n] for n in gradients), sum(whole[n] for n in gradients)
+        )
+        share = min(share, _share(here, sum(whole[n] for n in read)))
+        if submesh.is_split:
+            share = 1 / mesh.size
+        others = sum(size for name, size in state.items() if name not in held)
+        kept = sum(held[n] for n in self._kept_names())
+        arguments = sum(each.bytes for each in plan.inputs)
+        gathered = max(here - share * sum(whole[n] for n in read), 0.0)
+        link = cluster.link(mesh, mesh.axis_names)
+        return LayerCost(
+            plan.predicted.step_seconds,
+            self._update_seconds(share, cluster) + gathered * link.seconds_per_byte,
+            here + share * others,
+            sum(held[n] for n in gradients),
+            kept,
+            max(plan.predicted.peak_bytes - arguments - kept, 0.0),
+        )
+
+
+@dataclass
+class LayerSamples:
+    """A layer of every kind; `cut` cuts them out of a step of so many microbatches.
+
+    `in_place`: what it cuts is the step's own graph, and one cut serves all numbers.
+    """
+
+    cut: Callable[[int], CutStep]
+    chosen: Sequence[int]  # the stage of each kind in what is cut
+    options: Options
+    planner: StagePlanner
+    in_place: bool
+    known: dict[int, tuple[LayerSample, ...]] = field(default_factory=dict)
+
+    def of(self, number: int) -> tuple[LayerSample, ...]:
+        """The samples, by kind, for a number of microbatches."""
+        key = 1 if self.in_place else number
+        if key not in self.known:
+            self.known[key] = self._samples(self.cut(key))
+        return self.known[key]
+
+    def _samples(self, made: CutStep) -> tuple[LayerSample, ...]:
+        shapes = [MeshShape(("x",), (1,))] * made.cut.num_stages
+        builder = made.builder(shapes, self.options, planner=self.planner)
+        pieces = builder.microbatch_pieces()
+        builder.apply_pieces()
+        builder.slot(COUNTER, "batch", 0)
+        found: list[LayerSample] = []
+        for stage in self.chosen:
+            own = tuple(each for each in pieces if each.stage == stage)
+            joint = joint_piece(own, made.parts.microbatch) or own[0]
+            update = [
+                op
+                for (home, _), operators in made.apply.operators.items()
+                for op in operators
+                if home == stage
+            ]
+            split = made.step.split if self.in_place else None
+            found.append(LayerSample(builder, joint, own, tuple(update), split))
+        return tuple(found)
+
+
+def _trace_part(
+    builder: PipelineBuilder, piece: Piece, split: MicrobatchSplit
+) -> TracedPiece:
+    """The program of a microbatch of a piece, whose graph is of the whole batch."""
+    graph = builder.parts.microbatch
+    names = (*piece.inputs, *piece.added, COUNTER)
+
+    def struct(operand: int | Constant) -> jax.ShapeDtypeStruct:
+        kind = (
+            operand.type
+            if isinstance(operand, Constant)
+            else graph.tensors[operand].type
+        )
+        shape, state = list(kind.shape), SUM
+        if isinstance(operand, int):
+            state = split.state[operand]
+        if state >= 0:
+            shape[state] //= split.num_microbatches
+        return jax.ShapeDtypeStruct(tuple(shape), kind.dtype)
+
+    def task(*values: Any) -> list[Any]:
+        given = dict(zip(names, values, strict=True))
+        runner = MicrobatchRunner(graph, split, {}, given[COUNTER])
+        runner.values.update({t: given[name] for name, t in piece.inputs.items()})
+        runner.run_operators(piece.operators)
+        found = []
+        for name, operand in piece.outputs.items():
+            if isinstance(operand, Constant):
+                value = as_array(operand.value)
+            elif name in builder.parts.sums:
+                value = runner.read(operand, SUM)
+            else:
+                value = as_array(runner.values[operand])
+            found.append(given[name] + value if name in piece.added else value)
+        return found
+
+    task.__name__ = f"{piece.kind}_{piece.stage}"
+    operands = [*piece.inputs.values(), *(piece.outputs[n] for n in piece.added)]
+    structs = (*map(struct, operands), jax.ShapeDtypeStruct((), jnp.uint32))
+    outputs = list(piece.outputs)
+    ties = tuple(
+        outputs.index(name)
+        if name in piece.outputs
+        and (name in piece.added or builder.slots[name].kind == "state")
+        else None
+        for name in names
+    )
+    part = graph_of(task, structs, names, outputs, ties)
+    return TracedPiece(part, structs, names, ties)
+
+
+def _flat(
+    graph: OpGraph, operators: Iterable[Operator], times: float = 1.0
+) -> Iterator[tuple[Operator, float]]:
+    """Operators, those of bodies among them, with how often each runs."""
+    for op in operators:
+        if op.kind not in STRUCTURED:
+            yield op, times
+        for body in op.bodies:
+            block = graph.blocks[body]
+            more = times * block.weight / graph.blocks[op.block].weight
+            yield from _flat(graph, block.operators, more)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 1.0

@@ -1,0 +1,183 @@
+"""The layout that holds the least memory: a mesh axis, or none, for each named dim.
+
+As `auto_mtf.layout` of Mesh-TensorFlow, an integer program over layouts:
+
+    minimise    t, and among equal ones the number of dims that no axis splits
+    subject to  x[d] is none or an axis that divides dim d               (_axes_of)
+                x[d] != x[e] where some tensor has both dims             (_legal_pairs)
+                y[S] = x on S, the dims that a tensor has                (_agreement)
+                constant + sum_S bytes[S, y[S]] <= t at program points   (_row)
+
+Every plan under a layout holds each of its tensors in equal parts, so a row is linear
+in y. Which tensors are in memory together is known of a plan only: the points are those
+of the layouts met, each planned as `LayoutRules` plans it. A layout by rows better than
+the best one met is met next, until there is none.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.solver.assignment import Assignment
+from autopar.solver.budget import solve_within_rows
+from autopar.solver.choice_graph import Infeasible
+from autopar.solver.memory_rows import MemoryRow, lowered
+from autopar.solver.solve import solve
+
+from ..clusters.cluster import Cluster
+from ..costs.memory import memory_profile
+from ..graph.dim_names import Dim, DimTies
+from ..graph.op_graph import OpGraph
+from ..methods.layout_rules import LayoutRules, layout_restriction
+from ..methods.restrictions import Limit
+from ..sharding.mesh import MeshShape
+from ..sharding.pins import Pin
+from .intra_op import IntraOpSolution, plan_intra_op
+from .layout_program import LayoutProgram, NamedDims
+from .memory_users import infeasible_error
+
+_log = logging.getLogger("autopar")
+
+
+@dataclass(frozen=True, eq=False)
+class AutoLayout:
+    """The layout found, its plan, and how many layouts were planned on the way."""
+
+    rules: LayoutRules
+    solution: IntraOpSolution
+    num_planned: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.solution.plan.predicted.peak_bytes
+
+    def __str__(self) -> str:
+        number = self.num_planned
+        return f"{self.rules}: {self.peak_bytes:,} B, {number} layouts planned"
+
+
+def auto_layout(
+    rules: LayoutRules,
+    graph: OpGraph,
+    mesh: MeshShape,
+    cluster: Cluster,
+    batch: Sequence[int],
+    budget_bytes: int,
+    *,
+    pins: Mapping[int, Pin] | None = None,
+    limits: Sequence[Limit] = (),
+) -> AutoLayout:
+    """The layout whose plan holds the least memory.
+
+    Args:
+      rules: has the names of dims; without any, each dim of the arguments gets one.
+      graph: the step.
+      mesh: has the axes.
+      cluster: has the devices.
+      batch: the tensors whose dim 0 is the batch.
+      budget_bytes: what a device may hold.
+      pins: those of arguments, by tensor.
+      limits: what else is left to the solver.
+
+    Raises:
+      ValueError: see `LayoutRules`.
+      InfeasiblePlanError: the plan does not fit the budget.
+    """
+    if rules.names is None:
+        rules = replace(rules, names=names_of_arguments(graph, mesh, batch))
+
+    def plan_of(layout: LayoutRules) -> IntraOpSolution:
+        own = layout_restriction(layout, graph, mesh, batch, others_whole=True)
+        restrictions = (own, *limits)
+        place = graph, mesh, cluster
+        return plan_intra_op(*place, pins=pins, restrictions=restrictions)
+
+    program = LayoutProgram(NamedDims.of(rules, graph, mesh, batch))
+    found = _Search(program, rules, plan_of).run()
+    _log.info("%s: %s", graph.name, found)
+    if found.peak_bytes > budget_bytes:
+        profile = memory_profile(graph, found.solution.plan)
+        raise infeasible_error(profile, budget_bytes)
+    return found
+
+
+def names_of_arguments(
+    graph: OpGraph, mesh: MeshShape, batch: Sequence[int]
+) -> dict[str, tuple[str | None, ...]]:
+    """A name for each dim of the arguments, by path; dims that are one share it."""
+    ties = DimTies.of(graph, mesh)
+    names: dict[Dim, str] = {}
+    for tensor in batch:
+        names |= dict.fromkeys(ties.reach([(tensor, 0)], 1), "batch")
+    for each in graph.inputs:
+        for dim, size in enumerate(graph.tensors[each.tensor].type.shape):
+            if size > 1 and (each.tensor, dim) not in names:
+                name = f"{re.sub(r'[^A-Za-z0-9]+', '_', each.path).strip('_')}_{dim}"
+                names |= dict.fromkeys(ties.reach([(each.tensor, dim)], 1), name)
+    return {
+        each.path: tuple(
+            names.get((each.tensor, dim))
+            for dim in range(graph.tensors[each.tensor].type.rank)
+        )
+        for each in graph.inputs
+    }
+
+
+class _Search:
+    def __init__(
+        self,
+        program: LayoutProgram,
+        rules: LayoutRules,
+        plan_of: Callable[[LayoutRules], IntraOpSolution],
+    ) -> None:
+        self.program, self.rules, self.plan_of = program, rules, plan_of
+        self.rows: list[tuple[MemoryRow, tuple[int, ...]]] = []  # with who brought it
+        self.met: dict[tuple[int, ...], IntraOpSolution] = {}
+
+    def run(self) -> AutoLayout:
+        free = solve(self.program.graph, gap=0.0)
+        self._meet(free.choices)
+        for less in (1, 0):  # first what holds less, then as much in more parts
+            while (found := self._within(self._best()[0] - less, free)) is not None:
+                self._meet(found)
+        choices = self._best()[-1]
+        return AutoLayout(self._rules(choices), self.met[choices], len(self.met))
+
+    def _within(self, limit: int, free: Assignment) -> tuple[int, ...] | None:
+        """A layout not met that no row puts above the limit, of the most splits."""
+        rows = [row for row, _ in self.rows]
+        graph, known = self.program.graph, list(self.met)
+        try:
+            found = solve_within_rows(
+                graph, rows, float(limit), gap=0.0, free=free, known=known
+            )
+        except Infeasible:
+            return None
+        return None if found.choices in self.met else found.choices
+
+    def _best(self) -> tuple[int, float, tuple[int, ...]]:
+        return min(
+            (found.plan.predicted.peak_bytes, self.program.graph.cost(choices), choices)
+            for choices, found in self.met.items()
+        )
+
+    def _rules(self, choices: tuple[int, ...]) -> LayoutRules:
+        layout = self.program.layout(choices)
+        return replace(self.rules, rules=self.program.dims.text(layout))
+
+    def _meet(self, choices: tuple[int, ...]) -> None:
+        found = self.met[choices] = self.plan_of(self._rules(choices))
+        profile = memory_profile(self.program.dims.graph, found.plan)
+        new = self.program.rows(profile, self.program.layout(choices))
+        self.rows = [
+            (self._lowered(row, own), own)
+            for row, own in (*self.rows, *((row, choices) for row in new))
+        ]
+
+    def _lowered(self, row: MemoryRow, own: tuple[int, ...]) -> MemoryRow:
+        for choices, found in self.met.items():
+            row = lowered(row, own, choices, found.plan.predicted.peak_bytes)
+        return row

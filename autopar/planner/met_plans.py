@@ -1,0 +1,150 @@
+"""Plans of one problem that were met, and what rows of memory say by them.
+
+The solver sees memory as rows at program points, linear in its choices; a plan's own
+figure comes from its kernels (`costs/memory.py`). A plan that is met brings the rows of
+its own points, which say of it what the model says. Where an older row says more of it
+than that, the row is lowered, by what only this plan chooses: of the plan that brought
+the row it still says all (`solver/memory_rows.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.solver.assignment import Assignment
+from autopar.solver.budget import solve_within_rows
+from autopar.solver.memory_rows import MemoryRow, lowered
+
+from ..clusters.cluster import Cluster
+from ..costs.memory import MemoryProfile, memory_profile
+from ..sharding.resharding import Resharder
+from .intra_op import read_plan
+from .program_points import conversion_rows, memory_rows
+from .relay_choices import lasting_tensors, without_needless_copies
+from .sharding_problem import ShardingProblem
+
+MOST_ROWS = 16  # of one plan
+LEAST_TURN = 0.003
+
+
+@dataclass(frozen=True, eq=False)
+class MetPlan:
+    """A plan as an assignment of the problem, and its memory."""
+
+    assignment: Assignment
+    profile: MemoryProfile
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        return self.assignment.choices
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.profile.peak_bytes
+
+    def __str__(self) -> str:
+        return f"MetPlan: cost {self.assignment.cost:.6g}, {self.profile}"
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """A row and the choices of the plan that brought it."""
+
+    row: MemoryRow
+    own: tuple[int, ...]
+
+
+class MetPlans:
+    """All plans met, in order, and the rows that they brought.
+
+    `free` is the solution of the problem without a budget; it is the first plan met.
+    Conversions that take `worth_a_turn` bytes, or else a small part of what `free`
+    holds, are rows from the start; smaller ones come as they are met.
+    """
+
+    def __init__(
+        self,
+        problem: ShardingProblem,
+        cluster: Cluster,
+        resharder: Resharder,
+        free: Assignment,
+        worth_a_turn: float,
+    ) -> None:
+        self.problem, self.free = problem, free
+        self._cluster, self._resharder = cluster, resharder
+        self.plans: list[MetPlan] = []
+        self._rows: list[_Row] = []
+        first = self.see(free)
+        self.add_rows(first)
+        own = first.choices, worth_a_turn or LEAST_TURN * first.peak_bytes
+        self._add(first, conversion_rows(problem, first.profile, *own))
+
+    @property
+    def rows(self) -> list[MemoryRow]:
+        return [each.row for each in self._rows]
+
+    def solve(self, limit: float, gap: float) -> MetPlan:
+        """Meets the cheapest plan that no row puts above `limit` bytes.
+
+        Raises Infeasible where there is none, or none was found.
+        """
+        assignment = solve_within_rows(
+            *(self.problem.choice_graph, self.rows, limit),
+            gap=gap,
+            free=self.free,
+            known=[each.choices for each in self.plans],
+        )
+        return self.see(assignment)
+
+    def see(self, assignment: Assignment) -> MetPlan:
+        """Meets a plan: what the model says of its memory."""
+        choices = self._normal(assignment.choices)
+        cost = self.problem.choice_graph.cost(choices)
+        assignment = replace(assignment, choices=choices, cost=cost)
+        plan = read_plan(self.problem, assignment, self._cluster, self._resharder)
+        profile = memory_profile(self.problem.graph, plan)
+        self.plans.append(MetPlan(assignment, profile))
+        return self.plans[-1]
+
+    def _normal(self, choices: Sequence[int]) -> tuple[int, ...]:
+        problem, lasting = self.problem, lasting_tensors(self.problem.graph)
+        relays = {t: v for t, v in problem.relays.items() if t in lasting}
+        return without_needless_copies(
+            choices,
+            {t: (v, problem.vertices[v].writes[0].choices) for t, v in relays.items()},
+            {t: (v, a.choices) for t, (v, a) in problem.writers.items() if t in relays},
+        )
+
+    def add_rows(self, found: MetPlan) -> None:
+        """Adds the points of a plan at which it holds the most."""
+        rows = memory_rows(self.problem, found.profile, found.choices)
+        self._add(found, rows[:MOST_ROWS])
+
+    def _add(self, found: MetPlan, rows: Sequence[MemoryRow]) -> None:
+        self._rows += [self._lowered(_Row(row, found.choices)) for row in rows]
+
+    def lower_refuted(self) -> float:
+        """Lowers rows that say too much of a plan met; by how much of the latest."""
+        before = self.rows
+        self._rows = [self._lowered(each) for each in self._rows]
+        latest = self.plans[-1].choices
+        return max(
+            old.used(latest) - new.row.used(latest)
+            for old, new in zip(before, self._rows, strict=True)
+        )
+
+    def _lowered(self, given: _Row) -> _Row:
+        row = given.row
+        for each in self.plans:
+            row = lowered(row, given.own, each.choices, each.peak_bytes)
+        return _Row(row, given.own)
+
+    def cheapest(self, budget_bytes: int) -> MetPlan | None:
+        """The cheapest plan met that fits."""
+        fitting = [each for each in self.plans if each.peak_bytes <= budget_bytes]
+        return min(fitting, key=lambda each: each.assignment.cost, default=None)
+
+    def least(self) -> MetPlan:
+        """The plan met that holds the least; of several, the cheapest."""
+        return min(self.plans, key=lambda each: (each.peak_bytes, each.assignment.cost))

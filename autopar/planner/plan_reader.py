@@ -1,0 +1,243 @@
+"""What an assignment of a sharding problem says of every tensor and operator.
+
+Vertices of one pattern with one choice are read once; what differs between their
+operators is names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import networkx
+import numpy as np
+
+from ..graph.build_graph import SHARD_MAP
+from ..graph.op_graph import Constant, Operator
+from ..graph.user_shard_map import body_work
+from ..plans.plan import Conversion, InputPlan, OperatorPlan, TensorPlan
+from ..sharding.resharding import Resharder
+from ..sharding.spec import Spec, num_shards, replicated
+from .equal_rows import equal_rows
+from .halo_costs import halo_seconds
+from .sharding_problem import ShardingProblem
+from .strategies import total_flops
+from .vertices import NO_SITE, SITE_NAMES
+
+# Factors, specs of operands and results, flops, devices that share them, seconds.
+_Work = tuple[tuple[str, ...], tuple[Spec, ...], tuple[Spec, ...], float, int, float]
+
+
+class PlanReader:
+    """Reads the plan that `choices`, one for each vertex, stand for."""
+
+    def __init__(
+        self, problem: ShardingProblem, choices: Sequence[int], resharder: Resharder
+    ) -> None:
+        self.problem, self.graph = problem, problem.graph
+        self.resharder = resharder
+        self.whole = replicated(problem.mesh.num_axes)
+        self.choices = np.asarray(choices, np.intp)
+        columns = problem.columns
+        self.specs = columns.specs_by_choice[2]
+        self._read = columns.chosen_specs(columns.reads, choices)
+        written = columns.chosen_specs(columns.writes, choices)
+        count = len(problem.relays)
+        tensor = columns.writes.tensor
+        self.made = np.zeros(len(self.graph.tensors), np.intp)
+        self.made[tensor[: len(tensor) - count]] = written[: len(tensor) - count]
+        self.relayed = dict(
+            zip(problem.relays, written[len(tensor) - count :].tolist(), strict=True)
+        )
+
+    def tensor_plans(self) -> tuple[TensorPlan, ...]:
+        """By tensor: the spec it is made in, and its copies."""
+        columns, tensors = self.graph.columns, self.graph.tensors
+        copies = self._copies()
+        shapes = [kind.shape for kind in columns.types]
+        dtypes = [dtype_name(kind.dtype) for kind in columns.types]
+        kinds = columns.type_of.tolist()
+        return tuple(
+            map(
+                TensorPlan,
+                [tensor.name for tensor in tensors],
+                [shapes[kind] for kind in kinds],
+                [dtypes[kind] for kind in kinds],
+                [tensor.block for tensor in tensors],
+                [self.specs[number] for number in self.made.tolist()],
+                [copies.get(index, ()) for index in range(len(tensors))],
+            )
+        )
+
+    def _copies(self) -> dict[int, tuple[Conversion, ...]]:
+        """By tensor, the copies of those that are read in another spec."""
+        reads = self.problem.columns.reads
+        differs = (self._read != self.made[reads.tensor]) & (reads.site[:, 0] > NO_SITE)
+        needed: dict[int, list[int]] = {}
+        for tensor, spec in zip(
+            reads.tensor[differs].tolist(), self._read[differs].tolist(), strict=True
+        ):
+            needed.setdefault(tensor, []).append(spec)
+        known: dict[object, tuple[Conversion, ...]] = {}
+        found: dict[int, tuple[Conversion, ...]] = {}
+        made = self.made.tolist()
+        for tensor, numbers in needed.items():
+            size = self.graph.tensors[tensor].type.bytes
+            relay = self.relayed.get(tensor)
+            key = made[tensor], tuple(dict.fromkeys(numbers)), relay, size
+            if key not in known:
+                known[key] = cheapest_copies(
+                    self.specs[key[0]],
+                    [self.specs[number] for number in key[1]],
+                    None if relay is None else self.specs[relay],
+                    size,
+                    self.resharder,
+                )
+            found[tensor] = known[key]
+        return found
+
+    def operator_plans(self) -> tuple[OperatorPlan, ...]:
+        """By operator, in the graph's order."""
+        columns, operators = self.problem.columns, self.graph.operators()
+        vertices = np.flatnonzero(columns.row >= 0)
+        rows = columns.row[vertices]
+        examples, kinds = equal_rows(columns.pattern[vertices], self.choices[vertices])
+        works = [self._work(int(vertex)) for vertex in vertices[examples]]
+        work: list[_Work | None] = [None] * len(operators)
+        for row, kind in zip(rows.tolist(), kinds.tolist(), strict=True):
+            work[row] = works[kind]
+        if self.problem.vertices is not columns:  # restricted ones have their own costs
+            for row, vertex in zip(rows.tolist(), vertices.tolist(), strict=True):
+                work[row] = self._work(vertex)
+        return tuple(
+            map(
+                OperatorPlan,
+                [op.name for op in operators],
+                [op.kind for op in operators],
+                [op.source for op in operators],
+                *zip(
+                    *[
+                        self._work_of_ports(op) if each is None else each
+                        for op, each in zip(operators, work, strict=True)
+                    ],
+                    strict=True,
+                ),
+            )
+        )
+
+    def _work(self, index: int) -> _Work:
+        """What a vertex of an operator says under its choice."""
+        columns, choice = self.problem.columns, int(self.choices[index])
+        pattern = columns.patterns[columns.pattern[index]]
+        op = self.graph.operators()[columns.row[index]]
+        weight = self.graph.blocks[op.block].weight
+        assert pattern.strategies is not None
+        factors = pattern.strategies.chosen(choice)
+        sent = halo_seconds(op, factors, self.problem.mesh, self.resharder.cluster)
+        seconds = self.problem.vertices[index].seconds
+        reads = iter(pattern.reads)
+        return (
+            tuple([factor.name for factor in factors]),
+            tuple(
+                [
+                    self.whole if isinstance(o, Constant) else next(reads).of(choice)
+                    for o in op.operands
+                ]
+            ),
+            tuple([written.of(choice) for written in pattern.writes]),
+            total_flops(op) * weight,
+            round(1.0 / pattern.strategies.share[choice]),
+            float(seconds[choice]) - sent * weight,
+        )
+
+    def _work_of_ports(self, op: Operator) -> _Work:
+        """Of a scan, barrier or shard_map: its ports decide."""
+        weight, num_devices = self.graph.blocks[op.block].weight, self.problem.mesh.size
+        num_flops = seconds = 0.0
+        if op.kind == SHARD_MAP:
+            num_flops, seconds = body_work(op, self.resharder.cluster)
+        operands = [
+            self._at_site.get(("operand", op.index, position), self.whole)
+            for position in range(len(op.operands))
+        ]
+        return (
+            (),
+            tuple(operands),
+            tuple([self.specs[self.made[result]] for result in op.results]),
+            num_flops * weight * num_devices,
+            num_devices if num_flops else 1,
+            seconds * weight,
+        )
+
+    @cached_property
+    def _at_site(self) -> dict[tuple[str, int, int], Spec]:
+        """The specs in which ports, homes and results read, by site."""
+        columns = self.problem.columns
+        reads = columns.reads
+        chosen = (columns.row[reads.vertex] < 0) & (reads.site[:, 0] > NO_SITE)
+        return {
+            (SITE_NAMES[kind], at, position): self.specs[number]
+            for (kind, at, position), number in zip(
+                reads.site[chosen].tolist(), self._read[chosen].tolist(), strict=True
+            )
+        }
+
+    def outputs(self) -> Iterable[tuple[Spec, ...]]:
+        """By block, the specs in which it returns its outputs."""
+        for block in self.graph.blocks:
+            at, places = ("output", block.index), range(len(block.outputs))
+            yield tuple([self._at_site.get((*at, p), self.whole) for p in places])
+
+    def input_plans(self) -> Iterable[InputPlan]:
+        """Where each argument lies."""
+        sizes = self.problem.mesh.axis_sizes
+        for each in self.graph.inputs:
+            kind = self.graph.tensors[each.tensor].type
+            spec = self.specs[self.made[each.tensor]]
+            held = kind.bytes // num_shards(spec, sizes)
+            yield InputPlan(each.path, each.role, spec, kind.shape, held, each.memory)
+
+
+@lru_cache(maxsize=256)
+def dtype_name(dtype: Any) -> str:
+    """As `dtype.name`, which numpy spells out anew each time."""
+    return dtype.name
+
+
+def cheapest_copies(
+    made: Spec,
+    needed: Iterable[Spec],
+    relay: Spec | None,
+    tensor_bytes: int,
+    resharder: Resharder,
+) -> tuple[Conversion, ...]:
+    """The cheapest way to make all `needed` specs of a tensor from the one it has.
+
+    Copies may be made from copies: a minimum spanning arborescence rooted at `made`,
+    with and without the relay's spec as one more stop (Edmonds 1967).
+    """
+    targets = [spec for spec in dict.fromkeys(needed) if spec != made]
+    if not targets:
+        return ()
+    if len(targets) == 1 and relay in (None, made, targets[0]):
+        return (Conversion(made, targets[0]),)
+    best: tuple[float, tuple[Conversion, ...]] | None = None
+    stops = [targets]
+    if relay is not None and relay != made and relay not in targets:
+        stops.append([relay, *targets])
+    for nodes in stops:
+        graph = networkx.DiGraph()
+        for source in [made, *nodes]:
+            for target in nodes:
+                if source != target:
+                    fixed, per_byte = resharder.seconds(source, target)
+                    seconds = fixed + per_byte * tensor_bytes
+                    graph.add_edge(source, target, weight=seconds)
+        tree = networkx.minimum_spanning_arborescence(graph)
+        cost = sum(data["weight"] for _, _, data in tree.edges(data=True))
+        order = networkx.bfs_edges(tree, made)
+        if best is None or cost < best[0]:
+            best = (cost, tuple(Conversion(s, t) for s, t in order))
+    assert best is not None
+    return best[1]

@@ -1,0 +1,204 @@
+"""Where a tensor lies on the way from one spec to another, and the steps it takes.
+
+A placement says for every dim which axes split it, the most major first, and which axes
+owe a reduction. Other than in a spec, the axes of a dim may be in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations, product
+from math import prod
+from typing import Literal
+
+from ..costs.collectives import CollectiveKind
+from .collective import Groups
+from .spec import REPLICATED, SUM, Spec, State, axes_of_dim
+
+StepKind = CollectiveKind | Literal["slice", "mask"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One local slice or mask, or one collective.
+
+    Attributes:
+      kind: what is done.
+      axes: the mesh axes along which devices talk, or by which is sliced or masked.
+      fraction: the size of one device's result as a part of the whole tensor.
+      dim: the dim that is gathered, scattered onto or sliced; an all_to_all gathers it
+        and splits `target_dim`.
+      reduction: of an all_reduce or a reduce_scatter.
+      part: of a slice: `(stride, size)`, where it is not by the index `i` along its
+        axis but by `i // stride % size`.
+      groups: the devices that talk, where they are not all along `axes`; the (source,
+        target) pairs of a permutation.
+    """
+
+    kind: StepKind
+    axes: tuple[int, ...]
+    fraction: float
+    dim: int = -1
+    target_dim: int = -1
+    reduction: State = SUM
+    part: tuple[int, int] | None = None
+    groups: Groups = ()
+
+    @property
+    def is_collective(self) -> bool:
+        return self.kind not in ("slice", "mask")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Ordered axes on each used dim, and pending axes with their reduction."""
+
+    dims: tuple[tuple[int, ...], ...]
+    pending: tuple[tuple[int, State], ...]
+
+    def without(self, dim: int, axes: Sequence[int]) -> Placement:
+        return self.replace(dim, tuple(a for a in self.dims[dim] if a not in axes))
+
+    def append(self, dim: int, axes: Sequence[int]) -> Placement:
+        return self.replace(dim, (*self.dims[dim], *axes))
+
+    def replace(self, dim: int, axes: tuple[int, ...]) -> Placement:
+        dims = (*self.dims[:dim], axes, *self.dims[dim + 1 :])
+        return Placement(dims, self.pending)
+
+    def close(self, axes: Sequence[int]) -> Placement:
+        pending = tuple(item for item in self.pending if item[0] not in axes)
+        return Placement(self.dims, pending)
+
+    def owe(self, axes: Sequence[int]) -> Placement:
+        added = ((axis, SUM) for axis in axes)
+        return Placement(self.dims, tuple(sorted((*self.pending, *added))))
+
+    def used(self) -> set[int]:
+        return {*chain(*self.dims), *(axis for axis, _ in self.pending)}
+
+    def counts(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Into how many parts each dim is cut."""
+        return tuple(prod(sizes[axis] for axis in axes) for axes in self.dims)
+
+    def fraction(self, sizes: Sequence[int]) -> float:
+        """One shard as a part of the tensor."""
+        return 1.0 / prod(self.counts(sizes))
+
+    def renamed(self, names: Sequence[Sequence[int]]) -> Placement:
+        """The same with `names[axis]` in the place of each axis."""
+        dims = tuple(tuple(chain(*(names[a] for a in axes))) for axes in self.dims)
+        pending = tuple((new, state) for a, state in self.pending for new in names[a])
+        return Placement(dims, pending)
+
+
+Move = tuple[Step, Placement]
+"""A step, and where it leads."""
+
+
+def placement_of(spec: Spec, num_dims: int) -> Placement:
+    """What a spec of a tensor with `num_dims` dims says."""
+    dims = tuple(axes_of_dim(spec, dim) for dim in range(num_dims))
+    pending = tuple((a, state) for a, state in enumerate(spec) if state < REPLICATED)
+    return Placement(dims, pending)
+
+
+def reductions(
+    here: Placement,
+    goal: Placement,
+    sizes: Sequence[int],
+    bundles: Sequence[tuple[int, ...]],
+    may_hold: Callable[[int, Placement], bool],
+) -> Iterator[Move]:
+    """The collectives that close pending axes that the goal does not have.
+
+    Args:
+      here: has the pending axes.
+      goal: keeps some.
+      sizes: of the axes.
+      bundles: axes that are closed together.
+      may_hold: whether a dim may be split as it is in a placement.
+    """
+    keep = set(goal.pending)
+    for reduction in sorted({state for _, state in here.pending}):
+        owed = {axis for axis, state in here.pending if state == reduction}
+        closable = [
+            axes
+            for axes in bundles
+            if axes and owed.issuperset(axes) and (axes[0], reduction) not in keep
+        ]
+        for chosen in _subsets(closable):
+            axes = tuple(chain(*chosen))
+            closed = here.close(axes)
+            fraction = closed.fraction(sizes)
+            yield Step("all_reduce", axes, fraction, reduction=reduction), closed
+            if reduction != SUM:
+                continue
+            for dim in range(len(goal.dims)):
+                reached = closed.append(dim, axes)
+                if may_hold(dim, reached):
+                    fraction = reached.fraction(sizes)
+                    yield Step("reduce_scatter", axes, fraction, dim), reached
+
+
+def moved_axes(
+    source: Placement, target: Placement, sizes: Sequence[int]
+) -> tuple[int, ...]:
+    """The axes that do not mean the same in two placements."""
+    before, after = roles(source, sizes), roles(target, sizes)
+    return tuple(axis for axis in range(len(sizes)) if before[axis] != after[axis])
+
+
+def permuted_pairs(
+    source: Placement, target: Placement, sizes: Sequence[int]
+) -> Groups:
+    """Which device sends its shard to which, between placements with equal shards.
+
+    Each sends once, to one that has the same index along every axis but the moved.
+    """
+    moved = moved_axes(source, target, sizes)
+    kept = [axis for axis in range(len(sizes)) if axis not in moved]
+    holders: dict[tuple[int, ...], list[int]] = {}
+    readers: dict[tuple[int, ...], list[int]] = {}
+    for device, position in enumerate(product(*map(range, sizes))):
+        for placement, table in ((source, holders), (target, readers)):
+            block = [position[axis] for axis in kept]
+            for axes in placement.dims:
+                index = 0
+                for axis in axes:
+                    index = index * sizes[axis] + position[axis]
+                block.append(index)
+            table.setdefault(tuple(block), []).append(device)
+    pairs = [
+        pair
+        for block, devices in holders.items()
+        for pair in _pairs(devices, readers[block])
+    ]
+    return tuple(sorted(pairs))
+
+
+def roles(placement: Placement, sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """What each axis means: the dim it splits and the parts before, or what it owes."""
+    found: list[tuple[int, ...]] = [(REPLICATED,)] * len(sizes)
+    for axis, state in placement.pending:
+        found[axis] = (state,)
+    for dim, axes in enumerate(placement.dims):
+        before = 1
+        for axis in axes:
+            found[axis] = (dim, before)
+            before *= sizes[axis]
+    return found
+
+
+def _pairs(holders: list[int], readers: list[int]) -> Iterator[tuple[int, int]]:
+    """Who sends to whom: nobody to another what it reads itself."""
+    both = set(holders) & set(readers)
+    yield from ((device, device) for device in both)
+    senders = [device for device in holders if device not in both]
+    yield from zip(senders, (d for d in readers if d not in both), strict=True)
+
+
+def _subsets(items: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    for size in range(len(items), 0, -1):
+        yield from combinations(items, size)

@@ -1,0 +1,1 @@
+"""Published throughput tables, predicted with the project's own cost model."""

@@ -1,0 +1,342 @@
+"""Seconds and bytes of an iteration: units dealt out to stages, microbatches, updates.
+
+Stages run 1F1B. Stage i of p holds at most p - i microbatches, so besides its own work
+a microbatch waits for the round trip to the last stage and back:
+
+    period = max over i of  busy_i,  (sum over j >= i of busy_j + 2 sent_j) / (p - i)
+    seconds = sum of (busy + 2 sent) + (M - 1) period + the slowest update
+
+which a search can afford; `simulated_seconds` runs the schedule itself
+(`runtime/simulate.py`) and is what tables print.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from autopar.clusters.cluster import Cluster
+from autopar.planner.memory_budget import RESERVED_FRACTION
+from autopar.runtime.instructions import Send
+from autopar.runtime.schedule import Task, one_f_one_b
+from autopar.runtime.simulate import simulate_schedule
+from benchmarks.published.constants import Constants
+from benchmarks.published.table import Row
+from benchmarks.published.unit_costs import ONCE, Layout, UnitCosts, unit_costs
+from benchmarks.published.unit_model import UnitModel
+
+UPDATE_BYTES = 28  # of Adam for a parameter: read gradient, read and write the rest
+_HALVINGS = 10  # of the interval that holds the slowest stage's seconds
+_SIMULATED_ROUNDS = 3  # of the pipeline; the rest repeats the same period
+
+
+@dataclass(frozen=True)
+class System:
+    """How a system runs what it is given.
+
+    Attributes:
+      splits_state: the optimizer's state is split over `data` too (ZeRO).
+      reduces_always: gradients are reduced after every microbatch (ZeRO-2 that frees
+        them), not once a step.
+      has_equal_stages: stages have equally many layers, not equal seconds.
+      fuses_routing: tokens are routed to experts by fused kernels, not by operators of
+        a framework that runs them one by one.
+    """
+
+    splits_state: bool = True
+    reduces_always: bool = False
+    has_equal_stages: bool = False
+    fuses_routing: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Layouts of the stages, in order, and the number of microbatches."""
+
+    layouts: tuple[Layout, ...]
+    num_microbatches: int
+    system: System = System()
+    remat: bool = True
+
+    def __str__(self) -> str:
+        kinds: list[list[object]] = []
+        for layout in self.layouts:
+            if kinds and kinds[-1][1] == layout:
+                kinds[-1][0] = int(str(kinds[-1][0])) + 1
+            else:
+                kinds.append([1, layout])
+        stages = " + ".join(f"{count}x{layout}" for count, layout in kinds)
+        remat = "" if self.remat else ", nothing recomputed"
+        return f"{stages}, {self.num_microbatches} microbatches{remat}"
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a plan takes: seconds of an iteration, and of its stages.
+
+    `forward`, `backward`, `sent` and `update` are seconds by stage, of one microbatch
+    but for the update; `peak_bytes` is the fullest device's.
+    """
+
+    plan: Plan
+    forward: np.ndarray
+    backward: np.ndarray
+    sent: np.ndarray
+    update: np.ndarray
+    peak_bytes: float
+    budget_bytes: float
+    bounds: tuple[int, ...]
+
+    @property
+    def is_feasible(self) -> bool:
+        return self.peak_bytes <= self.budget_bytes
+
+    @cached_property
+    def seconds(self) -> float:
+        """By the formula."""
+        busy, stages = self.forward + self.backward, len(self.forward)
+        number = self.plan.num_microbatches
+        behind = np.cumsum((busy + 2 * self.sent)[::-1])[::-1]
+        ahead = np.minimum(np.arange(stages, 0, -1), number)
+        period = max(float(busy.max()), float((behind / ahead).max()))
+        total = float((busy + 2 * self.sent).sum())
+        return total + (number - 1) * period + float(self.update.max())
+
+    @cached_property
+    def simulated_seconds(self) -> float:
+        """By the schedule, some rounds of it and the rest at their period."""
+        stages, number = len(self.forward), self.plan.num_microbatches
+        first = min(number, _SIMULATED_ROUNDS * stages)
+        seconds = self._simulated(first)
+        if first < number:
+            more = self._simulated(first + stages)
+            seconds += (number - first) * (more - seconds) / stages
+        return seconds
+
+    def _simulated(self, number: int) -> float:
+        seconds_by_kind = {
+            "forward": self.forward,
+            "backward": self.backward,
+            "apply": self.update,
+        }
+
+        def task_seconds(task: Task) -> float:
+            return float(seconds_by_kind[task.kind][task.stage])
+
+        def transfer_seconds(send: Send) -> float:
+            return float(self.sent[min(send.source, send.target)])
+
+        schedule = one_f_one_b(len(self.forward), number)
+        found = simulate_schedule(schedule, task_seconds, transfer_seconds)
+        return found.timeline.makespan_seconds
+
+
+class Simulator:
+    """Predicts plans of one model on one kind of machine; layouts are planned once."""
+
+    def __init__(self, row: Row, planned_with: Constants) -> None:
+        self.model, self.batch_size = row.model, row.batch_size
+        self.kind = row.setting.kind
+        self.devices_per_host = row.setting.devices_per_host
+        self.budget_bytes = row.setting.memory_bytes * (1 - RESERVED_FRACTION)
+        self._planned_with = planned_with
+        self._costs: dict[Layout, UnitCosts] = {}
+        self._seconds: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+
+    def costs(self, layout: Layout) -> UnitCosts:
+        if layout not in self._costs:
+            cluster = cluster_of(layout, self.kind, self._planned_with)
+            self._costs[layout] = unit_costs(self.model, layout, cluster)
+        return self._costs[layout]
+
+    def run(self, plan: Plan, constants: Constants) -> Outcome | None:
+        """What a plan takes; None if it cannot be: microbatches too small, too deep."""
+        size = self.batch_size // plan.num_microbatches
+        at_once = self.model.examples_at_once
+        if self.batch_size % plan.num_microbatches or any(
+            size % (layout.data * at_once) for layout in plan.layouts
+        ):
+            return None
+        if len(plan.layouts) > len(self.model.sequence):
+            return None
+        return self._run(plan, size, constants)
+
+    def _run(self, plan: Plan, size: int, constants: Constants) -> Outcome | None:
+        sequence = np.array(self.model.sequence)
+        fuses = plan.system.fuses_routing
+        found = [
+            self._unit_seconds(each, size, constants, fuses) for each in plan.layouts
+        ]
+        if not plan.remat:
+            found = [_without_recompute(each) for each in found]
+        busy = [each[:, :ONCE].sum(axis=1)[sequence] for each in found]
+        bounds = (
+            _equal_bounds(self.model, len(plan.layouts))
+            if plan.system.has_equal_stages
+            else _balanced_bounds(busy)
+        )
+        if bounds is None:
+            return None
+        stages = [sequence[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        forward = [s[units, 0].sum() for s, units in zip(found, stages, strict=True)]
+        backward = [s[units, 1:3].sum() for s, units in zip(found, stages, strict=True)]
+        update = []
+        for layout, s, units in zip(plan.layouts, found, stages, strict=True):
+            rounds = (
+                (plan.num_microbatches + 1) / 2 if plan.system.reduces_always else 1
+            )
+            update.append(s[units, ONCE].sum() * rounds)
+            state = self._state_params(plan.system, layout, units)
+            device = cluster_of(layout, self.kind, constants).device
+            update[-1] += state * UPDATE_BYTES / device.bytes_per_second
+        sent = [
+            self._sent_seconds(plan, index, int(units[-1]), size, constants)
+            for index, units in enumerate(stages[:-1])
+        ]
+        peaks = [
+            self._peak_bytes(plan, index, units, size)
+            for index, units in enumerate(stages)
+        ]
+        return Outcome(
+            *(plan, np.array(forward), np.array(backward), np.array([*sent, 0.0])),
+            *(np.array(update), max(peaks), self.budget_bytes, tuple(bounds)),
+        )
+
+    def _unit_seconds(
+        self, layout: Layout, size: int, constants: Constants, fuses: bool
+    ) -> np.ndarray:
+        key = layout, size, constants, fuses
+        if key not in self._seconds:
+            cluster = cluster_of(layout, self.kind, constants)
+            units = self.model.units
+            unfused = [i for i, unit in enumerate(units) if unit.experts and not fuses]
+            found = self.costs(layout).seconds(
+                cluster, size, constants.fused_fraction, unfused
+            )
+            self._seconds[key] = found.total
+        return self._seconds[key]
+
+    def _state_params(self, system: System, layout: Layout, units: np.ndarray) -> float:
+        """Parameters whose optimizer state one device holds."""
+        whole = np.array(self.model.num_params, float)[units].sum()
+        held = self.costs(layout).param_bytes[units].sum()
+        local = held / self.model.itemsize
+        return min(whole / layout.size, local) if system.splits_state else local
+
+    def _peak_bytes(
+        self, plan: Plan, index: int, units: np.ndarray, size: int
+    ) -> float:
+        layout = plan.layouts[index]
+        costs = self.costs(layout)
+        ahead = min(plan.num_microbatches, len(plan.layouts) - index)
+        kept = costs.kept_bytes[0] + size * costs.kept_bytes[1]
+        temp = costs.temp_bytes[0] + size * costs.temp_bytes[1]
+        fixed = (costs.param_bytes + costs.gradient_bytes)[units].sum()
+        fixed += self.model.state_bytes * self._state_params(plan.system, layout, units)
+        if plan.remat:
+            return fixed + ahead * kept[units].sum() + temp[np.unique(units)].max()
+        return fixed + ahead * np.maximum(temp, kept)[units].sum()
+
+    def _sent_seconds(
+        self, plan: Plan, index: int, unit: int, size: int, constants: Constants
+    ) -> float:
+        """Of one microbatch from a stage to the next: every tile is sent once."""
+        here, there = plan.layouts[index : index + 2]
+        per_host = self.devices_per_host
+        first = sum(layout.size for layout in plan.layouts[: index + 1])
+        crosses = first % per_host == 0
+        host = cluster_of(Layout(2, per_host, 1, 2 * per_host), self.kind, constants)
+        amount = size * self.model.border_bytes[unit]
+        link = host.network_link if crosses else host.host_link
+        lanes = min(per_host if crosses else here.size, there.size, here.size)
+        per_byte = link.seconds_per_byte / (per_host if crosses else lanes)
+        return link.alpha_seconds + amount * per_byte
+
+
+@lru_cache(maxsize=4096)
+def cluster_of(layout: Layout, kind: str, constants: Constants) -> Cluster:
+    """The devices of a layout as a cluster.
+
+    An all_to_all between hosts sends every device's parts through its host's cards at
+    once, where a ring sends one device's.
+    """
+    cluster = constants.applied(_preset(f"{layout.hosts}x{layout.devices}x{kind}"))
+    if layout.hosts == 1:
+        return cluster
+    number = layout.data if layout.data > 1 else layout.tensor
+    inside = max(1, number // layout.hosts)
+    factor = max(1.0, inside * (number - inside) / (number - 1))
+    factors = {"all_to_all": (1.0, factor)}
+    return replace(cluster, network_link=replace(cluster.network_link, factors=factors))
+
+
+@lru_cache
+def _preset(name: str) -> Cluster:
+    return Cluster.preset(name)
+
+
+def best_plan(
+    simulator: Simulator, plans: Sequence[Plan], constants: Constants
+) -> Outcome | None:
+    """The fastest of some plans that fits; None if none does."""
+    found = (simulator.run(plan, constants) for plan in plans)
+    feasible = [each for each in found if each is not None and each.is_feasible]
+    return min(feasible, key=lambda each: each.seconds, default=None)
+
+
+def _without_recompute(seconds: np.ndarray) -> np.ndarray:
+    found = seconds.copy()
+    found[:, 1] = 0.0
+    return found
+
+
+def _equal_bounds(model: UnitModel, stages: int) -> tuple[int, ...] | None:
+    """As many layers in each stage; None if they do not divide."""
+    repeated = max(model.groups, key=lambda group: group.count)
+    layers, left = divmod(repeated.count * len(repeated.units), model.units_a_layer)
+    if layers % stages or left:
+        return None
+    start = model.sequence.index(model.counts.index(repeated.count))
+    share = layers // stages * model.units_a_layer
+    inner = [start + share * stage for stage in range(1, stages)]
+    return (0, *inner, len(model.sequence))
+
+
+def _balanced_bounds(busy: Sequence[np.ndarray]) -> tuple[int, ...] | None:
+    """Contiguous units for each stage, so that the slowest is as fast as can be."""
+    number = len(busy[0])
+    sums = [np.concatenate([[0.0], np.cumsum(each)]) for each in busy]
+
+    def deal(limit: float) -> tuple[int, ...] | None:
+        bounds, start = [0], 0
+        for index, total in enumerate(sums):
+            left = len(sums) - index - 1
+            end = int(
+                np.searchsorted(total, total[start] + limit * (1 + 1e-9), "right")
+            )
+            end = min(end - 1, number - left)
+            if end <= start:
+                return None
+            bounds.append(end)
+            start = end
+        return tuple(bounds) if start == number else None
+
+    slowest = np.max(busy, axis=0)
+    fastest = np.min(busy, axis=0)
+    low = max(float(fastest.sum()) / len(busy), float(fastest.max()))
+    high = float(slowest.sum()) / len(busy) + float(slowest.max())
+    best = deal(high)
+    if best is None:
+        high = float(slowest.sum())
+        best = deal(high)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        found = deal(middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    return best

@@ -1,0 +1,186 @@
+"""A published table beside its prediction: every cell, and the columns' errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.published.constants import Constants
+from benchmarks.published.fit import Sample, fit, samples_of
+from benchmarks.published.pipeline_time import Outcome, Simulator, best_plan
+from benchmarks.published.systems import our_plans, predict
+from benchmarks.published.table import Cell, Row, Table
+
+
+@dataclass(frozen=True)
+class PredictedCell:
+    """A number as it was published and as predicted, in Tflop/s a GPU.
+
+    None: it ran out of memory, or nothing is predicted to fit. `plan` is the one that
+    was given, or the fastest that the search found.
+    """
+
+    num_gpus: int
+    column: str
+    published: float | None
+    is_projected: bool
+    predicted: float | None
+    plan: str
+
+    @property
+    def error(self) -> float:
+        """Relative; 1 where only one of the two ran out of memory."""
+        if self.published is None or self.predicted is None:
+            return float(self.published is not self.predicted)
+        return self.predicted / self.published - 1
+
+
+@dataclass(frozen=True)
+class OurPlan:
+    """The fastest plan of our own search beside Alpa's, in the same simulator."""
+
+    num_gpus: int
+    alpa_seconds: float | None
+    our_seconds: float
+    plan: str
+    changes: str
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as fast."""
+        return self.alpa_seconds / self.our_seconds if self.alpa_seconds else None
+
+
+@dataclass(frozen=True)
+class PredictedTable:
+    """All cells of a table; `ours` is empty where it was not asked for."""
+
+    name: str
+    cells: tuple[PredictedCell, ...]
+    ours: tuple[OurPlan, ...] = ()
+
+    def measured(self, column: str | None = None) -> list[PredictedCell]:
+        """Cells that were measured, of one column or of all."""
+        return [
+            cell
+            for cell in self.cells
+            if not cell.is_projected and column in (None, cell.column)
+        ]
+
+    def error(self, column: str | None = None) -> float:
+        """Mean absolute relative error of the measured cells."""
+        return float(np.mean([abs(cell.error) for cell in self.measured(column)]))
+
+    def constant_error(self, column: str | None = None) -> float:
+        """The error of the best constant guess for the same cells."""
+        published = [cell.published for cell in self.measured(column)]
+        numbers = np.array([number for number in published if number is not None])
+        if not len(numbers):
+            return 1.0
+        # A mean of |c / v - 1| is least at one of the numbers themselves.
+        missing = len(published) - len(numbers)
+        errors = abs(numbers[:, None] / numbers - 1).sum(axis=1) + missing
+        return float(errors.min() / len(published))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(cell.column for cell in self.cells))
+
+
+def simulators_of(table: Table, planned_with: Constants) -> dict[int, Simulator]:
+    """One for each row, by its place."""
+    return {place: Simulator(row, planned_with) for place, row in enumerate(table.rows)}
+
+
+def predict_table(
+    table: Table,
+    simulators: Mapping[int, Simulator],
+    constants: Constants,
+    *,
+    with_ours: bool = False,
+) -> PredictedTable:
+    """Every cell of a table, and our own plan for every row if asked for."""
+    cells: list[PredictedCell] = []
+    ours: list[OurPlan] = []
+    for place, row in enumerate(table.rows):
+        found = {
+            cell.column: predict(cell.column, row, simulators[place], constants)
+            for cell in row.cells
+        }
+        cells += [_cell(row, cell, found[cell.column]) for cell in row.cells]
+        if with_ours:
+            ours += _ours(row, simulators[place], constants, found.get("alpa"))
+    return PredictedTable(table.name, tuple(cells), tuple(ours))
+
+
+def _cell(row: Row, cell: Cell, outcome: Outcome | None) -> PredictedCell:
+    predicted = row.tflops(outcome.simulated_seconds) if outcome else None
+    plan = str(outcome.plan) if outcome else "nothing fits"
+    return PredictedCell(
+        row.num_gpus, cell.column, cell.tflops, cell.is_projected, predicted, plan
+    )
+
+
+def _ours(
+    row: Row, simulator: Simulator, constants: Constants, alpa: Outcome | None
+) -> list[OurPlan]:
+    best = best_plan(simulator, our_plans(row), constants)
+    if best is None:
+        return []
+    theirs = alpa.simulated_seconds if alpa else None
+    if alpa is not None and alpa.simulated_seconds <= best.simulated_seconds:
+        best = alpa
+    return [
+        OurPlan(
+            *(row.num_gpus, theirs, best.simulated_seconds, str(best.plan)),
+            _changes(alpa, best),
+        )
+    ]
+
+
+def _changes(alpa: Outcome | None, ours: Outcome) -> str:
+    if alpa is None:
+        return "Alpa's does not fit"
+    if alpa is ours:
+        return "nothing"
+    found = []
+    if len(alpa.plan.layouts) != len(ours.plan.layouts):
+        found.append(f"{len(ours.plan.layouts)} stages for {len(alpa.plan.layouts)}")
+    if {str(x) for x in alpa.plan.layouts} != {str(x) for x in ours.plan.layouts}:
+        found.append("layouts")
+    if alpa.plan.num_microbatches != ours.plan.num_microbatches:
+        new, old = ours.plan.num_microbatches, alpa.plan.num_microbatches
+        found.append(f"{new} microbatches for {old}")
+    if not ours.plan.remat:
+        found.append("nothing recomputed")
+    return ", ".join(found) or "nothing"
+
+
+def leave_one_out(
+    table: Table, simulators: Mapping[int, Simulator], start: Constants
+) -> float:
+    """Mean absolute relative error on each row of constants fitted on the others.
+
+    Fits begin at `start` and choose plans once.
+    """
+    errors: list[float] = []
+    places = range(len(table.rows))
+    for left_out in places:
+        others = [table.rows[place] for place in places if place != left_out]
+        kept = [simulators[place] for place in places if place != left_out]
+        samples = samples_of(others, dict(enumerate(kept)))
+        constants = fit(samples, start, turns=1)
+        alone = replace(table, rows=(table.rows[left_out],))
+        predicted = predict_table(alone, {0: simulators[left_out]}, constants)
+        errors += [abs(cell.error) for cell in predicted.measured()]
+    return float(np.mean(errors))
+
+
+def fitted(
+    table: Table, simulators: Mapping[int, Simulator], start: Constants
+) -> Constants:
+    """The constants of least error on all measured cells of a table."""
+    samples: Sequence[Sample] = samples_of(table.rows, simulators)
+    return fit(samples, start)

@@ -1,0 +1,161 @@
+"""The systems that a table compares: which plans each may run on a row's GPUs.
+
+A plan that was published is taken as it is; otherwise the fastest that fits is what the
+system is predicted to reach, as its authors report the best they found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from benchmarks.published.constants import Constants
+from benchmarks.published.pipeline_time import (
+    Outcome,
+    Plan,
+    Simulator,
+    System,
+    best_plan,
+)
+from benchmarks.published.table import Row
+from benchmarks.published.unit_costs import Layout
+
+ALPA = System()
+MEGATRON = System(splits_state=False, has_equal_stages=True)
+DEEPSPEED = System(reduces_always=True, fuses_routing=False)
+MOST_TENSOR = 8  # of Megatron, whose groups stay inside a host
+
+
+def predict(
+    column: str, row: Row, simulator: Simulator, constants: Constants
+) -> Outcome | None:
+    """What a column's system is predicted to do; None if nothing fits.
+
+    A published plan is judged as any other: None if it does not fit.
+    """
+    return best_plan(simulator, candidates(column, row), constants)
+
+
+def candidates(column: str, row: Row) -> Sequence[Plan]:
+    """The plans of a column's system.
+
+    Raises:
+      ValueError: an unknown column.
+    """
+    system = system_of(column)
+    if column in row.plans:
+        given = row.plans[column]
+        return [Plan(given.layouts, given.num_microbatches, system)]
+    if column == "inter_only":
+        layouts = (Layout(1, 1, 1, 1),) * row.num_gpus
+        return list(_with_microbatches([layouts], row, system))
+    if column == "intra_only":
+        layouts = [(layout,) for layout in layouts_of(row.num_gpus, row)]
+        return list(_with_microbatches(layouts, row, system))
+    if column == "deepspeed":
+        hosts, devices = _submesh(row.num_gpus, row)
+        layouts = (Layout(hosts, devices, row.num_gpus, 1),)
+        return list(_with_microbatches([layouts], row, system))
+    grid = _grid(row, system, has_tensor=column != "pp_dp")
+    return list(_with_microbatches(grid, row, system))
+
+
+def system_of(column: str) -> System:
+    """How the system of a column works.
+
+    Raises:
+      ValueError: an unknown column.
+    """
+    known = {
+        "alpa": ALPA,
+        "inter_only": ALPA,
+        "intra_only": ALPA,
+        "megatron": MEGATRON,
+        "deepspeed": DEEPSPEED,
+        "pp_dp": ALPA,
+    }
+    if column not in known:
+        raise ValueError(
+            f"a column of Tflop/s is one of {', '.join(known)} with `_tflops` behind, "
+            f"but got {column!r}."
+        )
+    return known[column]
+
+
+def layouts_of(number: int, row: Row) -> list[Layout]:
+    """All (data, tensor) shapes of so many GPUs that could hold the row's model."""
+    hosts, devices = _submesh(number, row)
+    tensors = [n for n in range(1, number + 1) if number % n == 0 and n & (n - 1) == 0]
+    if row.model.has_experts:
+        tensors = [n for n in tensors if n <= devices]
+    found = [Layout(hosts, devices, number // n, n) for n in tensors]
+    share = number / row.num_gpus
+    return [each for each in found if _may_fit(row, each, share, ALPA)]
+
+
+def _grid(
+    row: Row, system: System, *, has_tensor: bool = True
+) -> Iterator[tuple[Layout, ...]]:
+    """Equal stages of (data, tensor) groups, as Megatron-LM is configured."""
+    sizes = [n for n in range(1, row.num_gpus + 1) if row.num_gpus % n == 0]
+    for data, tensor in product(sizes, sizes if has_tensor else [1]):
+        number = data * tensor
+        if row.num_gpus % number or tensor > MOST_TENSOR:
+            continue
+        hosts, devices = _submesh(number, row)
+        layout = Layout(hosts, devices, data, tensor)
+        if _may_fit(row, layout, number / row.num_gpus, system):
+            yield (layout,) * (row.num_gpus // number)
+
+
+def _may_fit(row: Row, layout: Layout, share: float, system: System) -> bool:
+    """Whether an even share of the state alone leaves room: quick, before planning."""
+    experts = sum(
+        size * count
+        for size, count, unit in zip(
+            row.model.num_params, row.model.counts, row.model.units, strict=True
+        )
+        if unit.experts
+    )
+    total = sum(
+        size * count
+        for size, count in zip(row.model.num_params, row.model.counts, strict=True)
+    )
+    dense = (total - experts) * share
+    parts = layout.size if system.splits_state else layout.tensor
+    itemsize, state = row.model.itemsize, row.model.state_bytes
+    held = dense * (2 * itemsize / layout.tensor + state / parts)
+    held += experts * share * (2 * itemsize + state) / layout.size
+    return held < row.setting.memory_bytes
+
+
+def _submesh(number: int, row: Row) -> tuple[int, int]:
+    per_host = row.setting.devices_per_host
+    return (1, number) if number <= per_host else (number // per_host, per_host)
+
+
+def _with_microbatches(
+    layouts: Iterator[tuple[Layout, ...]] | Sequence[tuple[Layout, ...]],
+    row: Row,
+    system: System,
+) -> Iterator[Plan]:
+    """Each with all numbers of microbatches that are powers of two."""
+    for each in layouts:
+        count = 1
+        while count <= row.batch_size:
+            yield Plan(each, count, system)
+            count *= 2
+
+
+def our_plans(row: Row) -> list[Plan]:
+    """Equal stages of every shape inside a host, with and without recomputation."""
+    found: list[Plan] = []
+    size = 1
+    while size <= row.num_gpus:
+        for layout in layouts_of(size, row):
+            if size <= row.setting.devices_per_host or size == row.num_gpus:
+                stages = (layout,) * (row.num_gpus // size)
+                found += _with_microbatches([stages], row, ALPA)
+        size *= 2
+    return found + [replace(plan, remat=False) for plan in found]

@@ -1,0 +1,262 @@
+"""Reads a published table: its setting, its rows, and its plans.
+
+The comment lines at the head of a file say what machine and sizes are meant; columns
+say what a row's model is: `heads` makes it a GPT, `experts` a mixture of experts,
+`channels` and `width_factor` a Wide-ResNet.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.models import gpt, moe, resnet
+from benchmarks.published.resnet_units import resnet_units
+from benchmarks.published.unit_costs import Layout
+from benchmarks.published.unit_model import UnitModel, gpt_units, moe_units
+
+_TFLOPS = "_tflops"
+_BASELINE = ("megatron", "deepspeed")
+_RESNET_STAGES = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the head of a file says of all rows: machine, sequence, words, batch."""
+
+    kind: str = "V100"
+    memory_bytes: int = 16 * 2**30
+    devices_per_host: int = 8
+    seq_len: int = 1024
+    vocab_size: int = 51200
+    batch_size: int = 1024
+    heads: int = 16
+    mlp_ratio: int = 4
+    group_size: int = 2048
+    image_size: int = 224
+    num_classes: int = 1024
+
+
+@dataclass(frozen=True)
+class PublishedPlan:
+    """Stages as they were published: the layout of each, and the microbatches."""
+
+    layouts: tuple[Layout, ...]
+    num_microbatches: int
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A measured number, in Tflop/s a GPU; a starred one was projected by its authors.
+
+    None: it ran out of memory.
+    """
+
+    column: str
+    tflops: float | None
+    is_projected: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One model on one number of GPUs."""
+
+    num_gpus: int
+    model: UnitModel
+    flops: float  # of an iteration
+    batch_size: int
+    plans: dict[str, PublishedPlan]  # by column, where it is known
+    cells: tuple[Cell, ...]
+    setting: Setting
+
+    def tflops(self, seconds: float) -> float:
+        """Tflop/s a GPU of an iteration that takes so long."""
+        return self.flops / seconds / self.num_gpus / 1e12
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A published table; `name` is its file's."""
+
+    name: str
+    setting: Setting
+    rows: tuple[Row, ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(cell.column for cell in self.rows[0].cells)
+
+
+def read_table(path: Path) -> Table:
+    """The table of a CSV file with comment lines.
+
+    Raises:
+      ValueError: a column that is needed is missing, or a plan cannot be read.
+    """
+    lines = path.read_text().splitlines()
+    comments = [line for line in lines if line.startswith("#")]
+    setting = _setting(" ".join(comments))
+    baseline = _plans_in_comments(comments, setting)
+    records = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    rows = tuple(_row(record, setting, baseline, path) for record in records)
+    if not rows:
+        raise ValueError(f"a published table has rows, but {path} has none.")
+    return Table(path.stem, setting, rows)
+
+
+def _setting(text: str) -> Setting:
+    """Numbers that the head of a file names; what it leaves out is as in GPT's."""
+    found = Setting()
+    patterns = {
+        "seq_len": r"\bseq (\d+)",
+        "vocab_size": r"\bvocab (\d+)",
+        "batch_size": r"\bbatch (\d+)",
+        "heads": r"\b(\d+) heads",
+        "mlp_ratio": r"\bFFN (\d+)H",
+        "group_size": r"\bgroup (\d+)",
+        "image_size": r"\bimage (\d+)",
+        "num_classes": r"\b(\d+) classes",
+        "devices_per_host": r"\((\d+)x [A-Z]\d+",
+    }
+    for name, pattern in patterns.items():
+        match = re.search(pattern, text)
+        if match:
+            found = replace(found, **{name: int(match.group(1))})
+    device = re.search(r"\(\d+x ([A-Z]\d+)-(\d+)GB", text)
+    if device is None:
+        return found
+    memory_bytes = int(device.group(2)) * 2**30
+    return replace(found, kind=device.group(1), memory_bytes=memory_bytes)
+
+
+def _row(
+    record: dict[str, str],
+    setting: Setting,
+    baseline: dict[int, PublishedPlan],
+    path: Path,
+) -> Row:
+    try:
+        number, model = int(record["gpus"]), _model(record, setting)
+        flops = float(record["pflop_per_iter"]) * 1e15
+    except KeyError as error:
+        raise ValueError(f"a row of {path} needs the column {error}.") from None
+    cells = tuple(
+        _cell(name.removesuffix(_TFLOPS), text)
+        for name, text in record.items()
+        if name.endswith(_TFLOPS)
+    )
+    plans: dict[str, PublishedPlan] = {}
+    if record.get("alpa_plan"):
+        count = int(record["alpa_microbatches"])
+        layouts = parse_layouts(record["alpa_plan"], setting.devices_per_host)
+        plans["alpa"] = PublishedPlan(layouts, count)
+    if number in baseline:
+        plans.update({name: baseline[number] for name in _BASELINE})
+    batch_size = setting.batch_size
+    return Row(number, model, flops, batch_size, plans, cells, setting)
+
+
+def _cell(column: str, text: str) -> Cell:
+    text = text.strip()
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)(\*?)", text)
+    if number is None:
+        return Cell(column, None, False)
+    return Cell(column, float(number.group(1)), bool(number.group(2)))
+
+
+def _model(record: dict[str, str], setting: Setting) -> UnitModel:
+    layers = int(record["layers"])
+    if "width_factor" in record:
+        return _resnet(record, layers, setting)
+    hidden = int(record["hidden"])
+    sizes = setting.vocab_size, setting.seq_len, layers, hidden
+    if "experts" in record:
+        config = moe.Config(
+            *(*sizes, setting.heads, setting.batch_size, int(record["experts"])),
+            group_size=setting.group_size,
+            mlp_ratio=setting.mlp_ratio,
+        )
+        return moe_units(config)
+    heads = int(record["heads"])
+    return gpt_units(
+        gpt.Config(*sizes, heads, setting.batch_size, mlp_ratio=setting.mlp_ratio)
+    )
+
+
+def _resnet(record: dict[str, str], layers: int, setting: Setting) -> UnitModel:
+    """Raises ValueError unless it has 50 or 101 layers."""
+    if layers not in _RESNET_STAGES:
+        known = " or ".join(map(str, _RESNET_STAGES))
+        raise ValueError(f"a Wide-ResNet has {known} layers, but a row has {layers}.")
+    return resnet_units(
+        resnet.Config(
+            *(_RESNET_STAGES[layers], int(record["channels"]), setting.image_size),
+            *(setting.num_classes, setting.batch_size, "bottleneck"),
+            width_factor=int(record["width_factor"]),
+        )
+    )
+
+
+def parse_layouts(text: str, devices_per_host: int) -> tuple[Layout, ...]:
+    """Stages as `4x(1;8) logical (2;4)` or `2+2+4 GPUs logical (2;1)(2;1)(4;1)`.
+
+    Submeshes are (hosts;devices of each), logical shapes (data;tensor), which are those
+    of the submesh where they are left out.
+
+    Raises:
+      ValueError: the text is neither, or shapes and submeshes differ in size.
+    """
+    physical, _, logical = text.partition("logical")
+    shapes = [(int(a), int(b)) for a, b in re.findall(r"\((\d+);(\d+)\)", logical)]
+    repeated = re.fullmatch(r"\s*(\d+)x\((\d+);(\d+)\)\s*", physical)
+    sizes = re.fullmatch(r"\s*(\d+(?:\+\d+)*) GPUs\s*", physical)
+    if repeated:
+        count, hosts, devices = map(int, repeated.groups())
+        submeshes = [(hosts, devices)] * count
+    elif sizes:
+        numbers = [int(size) for size in sizes.group(1).split("+")]
+        submeshes = [_submesh(number, devices_per_host) for number in numbers]
+    else:
+        raise ValueError(
+            f"a plan is written as '4x(1;8) logical (2;4)' or '2+2+4 GPUs logical "
+            f"(2;1)(2;1)(4;1)', but got {text!r}."
+        )
+    shapes = shapes or submeshes
+    if len(shapes) == 1:
+        shapes = shapes * len(submeshes)
+    layouts = []
+    for (hosts, devices), (data, tensor) in zip(submeshes, shapes, strict=True):
+        if hosts * devices != data * tensor:
+            raise ValueError(
+                f"a logical shape has as many devices as its submesh, but "
+                f"({data};{tensor}) stands for ({hosts};{devices}) in {text!r}."
+            )
+        layouts.append(Layout(hosts, devices, data, tensor))
+    return tuple(layouts)
+
+
+def _submesh(number: int, devices_per_host: int) -> tuple[int, int]:
+    if number <= devices_per_host:
+        return 1, number
+    return number // devices_per_host, devices_per_host
+
+
+def _plans_in_comments(
+    comments: Sequence[str], setting: Setting
+) -> dict[int, PublishedPlan]:
+    """Plans of the baseline by GPUs: `4 GPUs (2;1;2;128), 8 (1;1;8;128)`.
+
+    Numbers are (data, tensor, stages, microbatches).
+    """
+    text = next((each for each in comments if "(dp,tp,pp,microbatches)" in each), "")
+    found = {}
+    pattern = r"(\d+)(?: GPUs)? \((\d+);(\d+);(\d+);(\d+)\)"
+    for numbers in re.findall(pattern, text):
+        gpus, data, tensor, stages, count = map(int, numbers)
+        hosts, devices = _submesh(data * tensor, setting.devices_per_host)
+        layouts = (Layout(hosts, devices, data, tensor),) * stages
+        found[gpus] = PublishedPlan(layouts, count)
+    return found

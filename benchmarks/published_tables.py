@@ -1,0 +1,142 @@
+"""Published throughput tables, predicted with the project's own solver and cost model.
+
+Reads CSV files as those of the Alpa paper (OSDI 2022) were published: a row a model and
+a number of GPUs, a column a system, in Tflop/s a GPU. What a system ran is simulated:
+the plan where it was published, else the best of its search in the same simulator. Six
+constants of the machine were fitted on GPT rows (`--fit` writes them).
+
+    python -m benchmarks.published_tables ../shared/data/*.csv
+    python -m benchmarks.published_tables ../shared/data/*.csv --ours
+    python -m benchmarks.published_tables ../shared/data/alpa_osdi22_gpt.csv --fit
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from benchmarks.published.prediction import PredictedTable
+
+COMMAND = "python -m benchmarks.published_tables alpa_osdi22_gpt.csv --fit"
+
+
+def run(paths: Sequence[Path], *, with_ours: bool = False) -> list[PredictedTable]:
+    """Each table, predicted with the constants in `benchmarks/published/v100.json`."""
+    from benchmarks.published.constants import Constants
+    from benchmarks.published.prediction import predict_table, simulators_of
+    from benchmarks.published.table import read_table
+
+    constants = Constants.load()
+    found = []
+    for path in paths:
+        table = read_table(path)
+        simulators = simulators_of(table, constants)
+        found.append(predict_table(table, simulators, constants, with_ours=with_ours))
+    return found
+
+
+def fit_and_write(path: Path) -> None:
+    """Fits the constants on one table and writes them with their errors."""
+    from benchmarks.published import constants as file
+    from benchmarks.published.fit import START
+    from benchmarks.published.prediction import (
+        fitted,
+        leave_one_out,
+        predict_table,
+        simulators_of,
+    )
+    from benchmarks.published.table import read_table
+
+    table = read_table(path)
+    simulators = simulators_of(table, START)
+    constants = fitted(table, simulators, START)
+    found = predict_table(table, simulators, constants)
+    record = {
+        "command": COMMAND,
+        "constants": constants.as_dict(),
+        "error": round(found.error(), 4),
+        "leave_one_out_error": round(leave_one_out(table, simulators, constants), 4),
+        "constant_guess_error": round(found.constant_error(), 4),
+    }
+    file.FILE.write_text(json.dumps(record, indent=2) + "\n")
+    print(json.dumps(record, indent=2))
+
+
+def print_table(found: PredictedTable) -> None:
+    """Every cell, then the errors, then our own plans."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=120)
+    shown = Table(title=f"{found.name}: Tflop/s a GPU (* projected by the authors)")
+    for name in ("GPUs", "column", "published", "predicted", "error", "plan"):
+        shown.add_column(
+            name, justify="left" if name in ("column", "plan") else "right"
+        )
+    for cell in found.cells:
+        star = "*" if cell.is_projected else ""
+        shown.add_row(
+            *(str(cell.num_gpus), cell.column, f"{_number(cell.published)}{star}"),
+            *(_number(cell.predicted), f"{cell.error:+.1%}", cell.plan),
+        )
+    console.print(shown)
+    errors = Table(title="mean absolute relative error, projected cells left out")
+    for name in ("column", "cells", "predicted", "best constant"):
+        errors.add_column(name, justify="left" if name == "column" else "right")
+    for column in (*found.columns, None):
+        if found.measured(column):
+            errors.add_row(
+                *(column or "all", str(len(found.measured(column)))),
+                f"{found.error(column):.1%}",
+                f"{found.constant_error(column):.1%}",
+            )
+    console.print(errors)
+    if found.ours:
+        console.print(_our_table(found))
+
+
+def _our_table(found: PredictedTable) -> object:
+    from rich.table import Table
+
+    shown = Table(title="our plan beside Alpa's, both simulated")
+    for name in ("GPUs", "Alpa s", "ours s", "times as fast", "changed", "plan"):
+        shown.add_column(
+            name, justify="left" if name in ("changed", "plan") else "right"
+        )
+    for each in found.ours:
+        shown.add_row(
+            *(str(each.num_gpus), _number(each.alpa_seconds)),
+            *(_number(each.our_seconds), _number(each.ratio), each.changes, each.plan),
+        )
+    return shown
+
+
+def _number(value: float | None) -> str:
+    return "OOM" if value is None else f"{value:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("tables", nargs="+", type=Path, help="CSV files")
+    parser.add_argument("--ours", action="store_true", help="search plans of our own")
+    parser.add_argument("--fit", action="store_true", help="fit the constants anew")
+    parser.add_argument("--json", type=Path, help="write the cells to this file")
+    arguments = parser.parse_args()
+    if arguments.fit:
+        fit_and_write(arguments.tables[0])
+        return
+    found = run(arguments.tables, with_ours=arguments.ours)
+    for each in found:
+        print_table(each)
+    if arguments.json:
+        records = [asdict(each) for each in found]
+        arguments.json.write_text(json.dumps(records, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Results as one HTML page that needs nothing else: a table and bars for each suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from benchmarks.results import Result, ResultFile
+
+_STYLE = """
+body { font: 14px system-ui, sans-serif; margin: 2em auto; max-width: 70em; }
+table { border-collapse: collapse; margin: 0 0 2em; }
+td, th { padding: 2px 12px 2px 0; text-align: right; vertical-align: top; }
+td:first-child, th:first-child { text-align: left; }
+svg { display: block; margin: 4px 0 12px; }
+rect { fill: #4477aa; }
+text { font: 12px system-ui, sans-serif; }
+"""
+_BAR, _ROW, _LABEL = 360, 18, 380  # widths and heights in pixels
+
+
+def page(file: ResultFile) -> str:
+    """The page's text."""
+    suites = dict.fromkeys(each.suite for each in file.results)
+    parts = [
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        f"<title>autopar bench</title><style>{_STYLE}</style></head><body>",
+        f"<h1>autopar bench</h1><p>{escape(str(file.machine))}</p>",
+    ]
+    for suite in suites:
+        results = [each for each in file.results if each.suite == suite]
+        parts.append(f"<h2>{escape(suite)}</h2>")
+        parts.append(_table(results))
+        parts += _plots(results)
+    return "\n".join([*parts, "</body></html>\n"])
+
+
+def _columns(results: Sequence[Result]) -> list[str]:
+    return list(dict.fromkeys(n for r in results for n in (*r.values, *r.timed)))
+
+
+def _table(results: Sequence[Result]) -> str:
+    columns = _columns(results)
+    head = "".join(f"<th>{escape(name)}</th>" for name in ("case", *columns, "note"))
+    rows = []
+    for each in results:
+        numbers = {**each.values, **each.timed}
+        cells = [f"{numbers[n]:.5g}" if n in numbers else "" for n in columns]
+        texts = (each.case, *cells, each.note)
+        rows.append("".join(f"<td>{escape(text)}</td>" for text in texts))
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _plots(results: Sequence[Result]) -> Iterator[str]:
+    """Bars of each number that two cases have or more, from zero."""
+    for name in _columns(results):
+        pairs = [
+            (each.case, {**each.values, **each.timed}[name])
+            for each in results
+            if name in each.values or name in each.timed
+        ]
+        most = max(value for _, value in pairs)
+        if len(pairs) < 2 or most <= 0:
+            continue
+        lines = []
+        for row, (case, value) in enumerate(pairs):
+            top, width = row * _ROW, max(value, 0.0) / most * _BAR
+            lines.append(
+                f"<text x='{_LABEL - 8}' y='{top + 13}' text-anchor='end'>"
+                f"{escape(case)}</text>"
+                f"<rect x='{_LABEL}' y='{top + 3}' width='{width:.1f}' height='12'/>"
+                f"<text x='{_LABEL + width + 6:.1f}' y='{top + 13}'>{value:.4g}</text>"
+            )
+        height = len(pairs) * _ROW
+        yield (
+            f"<h3>{escape(name)}</h3><svg width='{_LABEL + _BAR + 90}' "
+            f"height='{height}'>{''.join(lines)}</svg>"
+        )

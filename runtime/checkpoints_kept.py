@@ -1,0 +1,320 @@
+"""A kept series of checkpoints: written beside the training, checked when restored.
+
+Orbax writes the arrays, in the background and into a temporary directory that it
+renames. Ours is what it lacks: a manifest with checksums, the last file before that
+rename, and the way back to the previous checkpoint where the newest one fails.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import jax
+from jax.experimental import multihost_utils
+
+from autopar.errors import CheckpointError
+
+from .checkpoint import (
+    MARK,
+    UNFINISHED,
+    check_state,
+    import_orbax,
+    orbax_tree,
+    restore,
+    stored_leaves,
+)
+from .checkpoints_manifest import (
+    NAME,
+    DamagedCheckpoint,
+    Manifest,
+    check_files,
+    described,
+    read_manifest,
+    write_manifest,
+)
+
+_REMOVED = ".removed"
+_LEFTOVER = re.compile(rf"\d+({re.escape(UNFINISHED)}.*|{re.escape(_REMOVED)})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was restored: the state, its step, and the position in the data with it."""
+
+    step: int
+    state: Any
+    data_position: Any
+
+
+class Checkpoints:
+    """The newest checkpoints of a training, in one directory on a file system.
+
+        with autopar.Checkpoints("run", keep=3) as checkpoints:
+            for number in range(1000):
+                state, loss = step(state, next(batches))
+                if number % 100 == 99:
+                    checkpoints.save(number, state, data_position=batches.position)
+
+    Each is a directory named by its step, which `autopar.restore` and Orbax read too.
+    Under `jax.distributed` all processes make the same calls, on a directory that they
+    share; each writes the shards it holds. One training at a time may use a directory.
+
+    Args:
+      directory: where they are; made if need be.
+      keep: how many finished checkpoints stay; None for all. While one is written there
+        is one more.
+      files: "process": few large files for each process. "shard": a file for each shard
+        of each array, with nothing else in it.
+
+    Raises:
+      ImportError: Orbax is not installed.
+      ValueError: `keep` is below one, or `files` is neither.
+      NotImplementedError: a bucket.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        files: Literal["process", "shard"] = "process",
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(
+                f"A series keeps 1 checkpoint or more, but got keep={keep}; give None "
+                f"to keep all of them."
+            )
+        if files not in ("process", "shard"):
+            raise ValueError(
+                f"Files are cut by 'process' or by 'shard', but got files={files!r}."
+            )
+        if "://" in os.fspath(directory):
+            raise NotImplementedError(
+                f"A series of checkpoints is kept on a file system, but {directory} is "
+                f"a bucket; mount it, or write single ones with autopar.save."
+            )
+        orbax = import_orbax("autopar.Checkpoints")
+        self.directory, self.keep = Path(os.path.abspath(directory)), keep
+        self._arguments = orbax.args.StandardSave
+        self._writer = orbax.AsyncCheckpointer(
+            orbax.StandardCheckpointHandler(use_ocdbt=files == "process"),
+            async_options=orbax.options.AsyncOptions(
+                post_finalization_callback=self._write_manifest
+            ),
+        )
+        self._pending: Manifest | None = None
+        self._damaged = set[int]()  # refused by `restore`
+        self._is_clean = False
+
+    def save(self, step: int, state: Any, *, data_position: Any = None) -> None:
+        """Begin to write a state; what was begun before is waited for.
+
+        When this returns, the state may be donated: its values were copied. Errors of
+        the writing are raised by the next call of any method, and leave what was saved
+        before as it is.
+
+        Args:
+          step: the number of the step, above those that are there.
+          state: any tree of arrays, DistributedArrays, numbers and PRNG keys.
+          data_position: anything JSON has: where the data goes on after this state.
+
+        Raises:
+          OSError: the checkpoint before could not be written.
+          ValueError: a step that does not go up, or a state that `autopar.save`
+            refuses; also its TypeError and RuntimeError.
+        """
+        self.wait()
+        step, newest = operator.index(step), self.latest()
+        if step < 0:
+            raise ValueError(f"Steps are counted from 0, but got step {step}.")
+        if newest is not None and step <= newest:
+            raise ValueError(
+                f"The steps of a series go up, but {step} was to be saved after "
+                f"{newest} in {self.directory}; use another directory, or remove the "
+                f"later ones to go on from an earlier one."
+            )
+        stored = stored_leaves(state)
+        pending = described(step, stored, data_position)
+        if not self._is_clean:
+            self._remove_leftovers()
+            self._is_clean = True
+        self._pending = pending
+        self._writer.save(
+            self.directory / str(step),
+            args=self._arguments(orbax_tree(stored)),
+            custom_metadata=MARK,
+            force=step in self._damaged,
+        )
+
+    def wait(self) -> None:
+        """Wait until what was begun is written, and remove what is not kept.
+
+        Raises:
+          OSError: it could not be written, e.g. as the disk is full.
+        """
+        pending = self._pending
+        try:
+            self._writer.wait_until_finished()
+        except Exception as error:
+            self._remove_leftovers()
+            self._is_clean = False
+            step = "?" if pending is None else pending.step
+            newest = self.latest()
+            left = "no other is there" if newest is None else f"that of {newest} stays"
+            raise OSError(
+                f"A checkpoint must be written to its end, but that of step {step} in "
+                f"{self.directory} was not ({left}): {error}"
+            ) from error
+        finally:
+            self._pending = None
+        if pending is not None:
+            self._damaged.discard(pending.step)
+            self._remove_old()
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps of all finished checkpoints, whether or not their files are good.
+
+        What `restore` found to be damaged is left out.
+        """
+        found = (int(p.name) for p in self._directories() if (p / NAME).is_file())
+        return tuple(sorted(set(found) - self._damaged))
+
+    def latest(self) -> int | None:
+        """The newest of `steps()`."""
+        return max(self.steps(), default=None)
+
+    def restore(self, like: Any, step: int | None = None) -> Checkpoint:
+        """The newest good checkpoint, or that of `step`, placed as `like` says.
+
+        Every file is read and compared with its checksum first. One that is unfinished,
+        damaged or of another model is refused with a warning that says why, and the one
+        before is tried; the next `save` removes it if it was damaged.
+
+        Args:
+          like: as for `autopar.restore`: `step.abstract_state(...)` of any plan, mesh
+            or method, or any tree with the shardings wanted.
+          step: this one and no other.
+
+        Raises:
+          FileNotFoundError: there is none.
+          CheckpointError: none can be restored, or not that of `step`; says why.
+          OSError: a save before could not be written.
+        """
+        self.wait()
+        names = re.compile(rf"(\d+)({re.escape(UNFINISHED)}.*)?")
+        entries = self.directory.iterdir() if self.directory.is_dir() else ()
+        matches = [m for m in (names.fullmatch(p.name) for p in entries) if m]
+        if step is not None:
+            matches = [m for m in matches if int(m[1]) == step]
+        if not matches:
+            which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            raise FileNotFoundError(
+                f"autopar.Checkpoints restores what it saved, but {which} is in "
+                f"{self.directory}, which has those of {list(self.steps())}."
+            )
+        refused: list[str] = []
+        for match in sorted(matches, key=lambda m: (int(m[1]), not m[2]), reverse=True):
+            path = self.directory / match[0]
+            try:
+                found = self._restored(path, like)
+            except CheckpointError as error:
+                refused.append(str(error))
+                continue
+            if refused:
+                warnings.warn(
+                    f"The checkpoint of step {found.step} was restored, as newer ones "
+                    f"cannot be: {'; '.join(refused)}.",
+                    stacklevel=2,
+                )
+            return found
+        raise CheckpointError(
+            f"A checkpoint must be whole and of this model to be restored, but "
+            f"{'; '.join(refused)}."
+        )
+
+    def close(self) -> None:
+        """Wait for what was begun, and end the threads that write."""
+        try:
+            self.wait()
+        finally:
+            self._writer.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _restored(self, path: Path, like: Any) -> Checkpoint:
+        """The checkpoint at a path, which all processes find good.
+
+        Raises:
+          CheckpointError: it is refused; says why.
+        """
+        manifest, reason, is_damaged = None, None, False
+        try:
+            manifest = read_manifest(path)
+            check_state(str(path), like, manifest.leaves)
+            check_files(path, manifest)
+        except (ValueError, OSError) as error:
+            is_damaged = isinstance(error, DamagedCheckpoint)
+            reason = str(error).rstrip(".")
+        is_damaged = _any_process(is_damaged)
+        if _any_process(reason is not None):
+            if is_damaged:
+                self._damaged.add(int(path.name))
+            raise CheckpointError(reason or f"another process cannot read {path}")
+        assert manifest is not None, "there was no reason to refuse it"
+        return Checkpoint(manifest.step, restore(path, like), manifest.data_position)
+
+    def _write_manifest(self) -> None:
+        """Called by Orbax when all files are there, before it renames the directory."""
+        assert self._pending is not None, "a save was begun"
+        name = f"{self._pending.step}{UNFINISHED}"
+        (directory,) = self.directory.glob(f"{name}*")
+        write_manifest(directory, self._pending)
+
+    def _directories(self) -> list[Path]:
+        if not self.directory.is_dir():
+            return []
+        return [p for p in self.directory.iterdir() if p.name.isdecimal()]
+
+    def _remove_old(self) -> None:
+        """Removes what is damaged, and of the good ones all but the newest."""
+        steps = self.steps()
+        old = set(steps[: -self.keep] if self.keep else ()) | self._damaged
+        for path in self._directories() if jax.process_index() == 0 else ():
+            if int(path.name) in old:
+                # Renamed first: half a checkpoint must not look like a whole one.
+                removed = path.with_name(path.name + _REMOVED)
+                path.rename(removed)
+                shutil.rmtree(removed)
+        self._damaged.clear()
+
+    def _remove_leftovers(self) -> None:
+        """Removes what a save or a removal that was cut off has left."""
+        if jax.process_index() == 0 and self.directory.is_dir():
+            for path in self.directory.iterdir():
+                if _LEFTOVER.fullmatch(path.name):
+                    # Threads of a save that failed may still be writing to it.
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def _any_process(is_so: bool) -> bool:
+    """Whether it is so in any process; all of them ask at once."""
+    if jax.process_count() == 1:
+        return is_so
+    return bool(multihost_utils.process_allgather(is_so).any())

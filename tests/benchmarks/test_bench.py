@@ -1,0 +1,155 @@
+"""`autopar bench`: what it runs, keeps, compares and says of mistakes."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar.cli import main
+from autopar.commands import bench_command
+from benchmarks import suites
+from benchmarks.result_page import page
+from benchmarks.results import Machine, Result, ResultFile, compare
+from benchmarks.suites import Request
+
+MACHINE = Machine("here", "x86_64", 2, "3.11.0", "0.10.2")
+GOLDEN = Path(suites.__file__).parent / "golden.json"
+
+
+def run(*args: str) -> int:
+    """The exit code; 0 if none was raised."""
+    try:
+        main(args)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def file(*results: Result, machine: Machine = MACHINE) -> ResultFile:
+    return ResultFile(machine, results)
+
+
+BEFORE = Result("plan", "mlp x:8", {"peak_bytes": 1000.0}, {"plan_seconds": 1.0})
+
+
+def test_help_lists_the_suites(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("bench", "--help") == 0
+    printed = capsys.readouterr().out
+    for name in (*suites.SUITES, "all", "compare"):
+        assert f"\n  {name}" in printed
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    file(BEFORE).save(path)
+    assert ResultFile.load(path) == file(BEFORE)
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="a result file is what autopar bench"):
+        ResultFile.load(path)
+
+
+def test_what_rises_is_a_regression() -> None:
+    after = replace(BEFORE, values={"peak_bytes": 1010.0})
+    (change,) = compare(file(BEFORE), file(after)).regressions
+    assert (change.name, change.before, change.after) == ("peak_bytes", 1000, 1010)
+
+
+def test_what_falls_or_is_within_its_tolerance_is_none() -> None:
+    after = replace(BEFORE, values={"peak_bytes": 900.0}, timed={"plan_seconds": 1.2})
+    assert not compare(file(BEFORE), file(after)).regressions
+    slow = replace(BEFORE, timed={"plan_seconds": 1.3})
+    assert len(compare(file(BEFORE), file(slow)).regressions) == 1
+
+
+def test_timings_of_different_machines_are_warned_of_and_not_judged() -> None:
+    after = replace(BEFORE, values={"peak_bytes": 1010.0}, timed={"plan_seconds": 9.0})
+    other = replace(MACHINE, host="there")
+    found = compare(file(BEFORE), file(after, machine=other))
+    assert [change.name for change in found.regressions] == ["peak_bytes"]
+    assert "different machines" in found.warnings[0]
+
+
+def test_cases_of_one_file_only_are_warned_of() -> None:
+    found = compare(file(BEFORE), file(replace(BEFORE, case="gpt x:8")))
+    assert len(found.warnings) == 2 and not found.changes
+
+
+def test_the_command_compares_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    file(BEFORE).save(paths[0])
+    file(replace(BEFORE, values={"peak_bytes": 2000.0})).save(paths[1])
+    assert run("bench", "compare", str(paths[0]), str(paths[0])) == 0
+    assert run("bench", "compare", *map(str, paths)) == 1
+    assert "REGRESSION plan mlp x:8: peak_bytes" in capsys.readouterr().out
+
+
+def test_planning_is_measured_kept_and_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / name for name in ("results.json", "results.html")]
+    written = [f"--json={paths[0]}", f"--html={paths[1]}"]
+    asked = ["--model=mlp", "--mesh=x:8", "--mesh=x:4;y:2"]
+    assert run("bench", "plan", *asked, *written) == 0
+    found = ResultFile.load(paths[0]).results
+    assert [each.case for each in found] == ["mlp x:8", "mlp x:4;y:2"]
+    assert all(each.values["collective_bytes"] > 0 for each in found)
+    assert "<svg" in paths[1].read_text()
+    assert run("bench", "plan", *asked, f"--against={paths[0]}") in (0, 1)
+    assert "numbers compared" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("plan", "--model=gtp"), "did you mean 'gpt'"),
+        (("plan", "--model=mlp", "--cluster=8x8xH10"), "did you mean"),
+        (("simulate", "nowhere.csv"), "nowhere.csv"),
+    ],
+)
+def test_mistakes_name_the_remedy(
+    args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("bench", *args) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_suite_is_named() -> None:
+    with pytest.raises(ValueError, match="did you mean 'quality'"):
+        suites.run(["qualty"], Request(), print)
+
+
+def test_an_installed_package_says_where_benchmarks_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench_command, "_ROOT", tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ValueError, match="run it from a checkout"):
+        bench_command._checkout("benchmarks.suites")
+
+
+def test_the_page_escapes_what_it_shows() -> None:
+    text = page(file(replace(BEFORE, case="<b>"), BEFORE))
+    assert "&lt;b&gt;" in text and "<b>" not in text
+
+
+def test_bytes_memory_and_gaps_are_the_golden_ones() -> None:
+    """As `autopar bench plan --small --json benchmarks/golden.json` wrote them."""
+    found = suites.run(["plan"], Request(small=True), print)
+    kept = ResultFile.load(GOLDEN)
+    comparison = compare(kept, ResultFile(Machine.here(), found))
+    judged = [change for change in comparison.changes if not change.is_timed]
+    assert len(judged) >= 4 * len(kept.results)
+    changed = [
+        str(each)
+        for each in judged
+        if each.name != "gap" and each.after != pytest.approx(each.before, rel=1e-3)
+    ]
+    assert not changed, "\n".join(changed)
+    assert all(each.after <= 1e-3 for each in judged if each.name == "gap")

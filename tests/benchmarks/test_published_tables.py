@@ -1,0 +1,212 @@
+"""Published tables: what is read, how it is priced, how near predictions are."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autopar.planner.plan_price import plan_seconds
+from benchmarks.models import gpt, moe
+from benchmarks.published import pipeline_time, unit_costs
+from benchmarks.published.constants import FILE, Constants
+from benchmarks.published.fit import NAMES, START
+from benchmarks.published.layout_restriction import layout_restriction
+from benchmarks.published.pipeline_time import Outcome, Plan, Simulator, cluster_of
+from benchmarks.published.prediction import PredictedCell, PredictedTable
+from benchmarks.published.systems import candidates, predict
+from benchmarks.published.table import parse_layouts, read_table
+from benchmarks.published.unit_costs import Layout, UnitCosts
+from benchmarks.published.unit_model import UnitModel, gpt_units, moe_units
+
+FOLDER = Path(unit_costs.__file__).parent
+GPT, MOE = FOLDER / "alpa_osdi22_gpt.csv", FOLDER / "alpa_osdi22_moe.csv"
+
+
+def tiny_gpt(**options: int) -> UnitModel:
+    config = replace(gpt.Config.tiny(), num_layers=4, hidden=64, **options)
+    return gpt_units(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "layouts"),
+    [
+        ("1x(1;1)", [(1, 1, 1, 1)]),
+        ("2x(1;4) logical (4;1)", [(1, 4, 4, 1)] * 2),
+        ("16x(1;4)", [(1, 4, 1, 4)] * 16),
+        (
+            "2+2+4 GPUs logical (2;1)(2;1)(4;1)",
+            [(1, 2, 2, 1), (1, 2, 2, 1), (1, 4, 4, 1)],
+        ),
+        ("1x(2;8) logical (4;4)", [(2, 8, 4, 4)]),
+    ],
+)
+def test_plans_are_read(text: str, layouts: Sequence[tuple[int, ...]]) -> None:
+    assert parse_layouts(text, 8) == tuple(Layout(*each) for each in layouts)
+
+
+@pytest.mark.parametrize("text", ["4 stages", "2x(1;8) logical (2;2)"])
+def test_plans_that_cannot_be_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"a plan is|a logical shape has"):
+        parse_layouts(text, 8)
+
+
+def test_the_head_of_a_file_is_its_setting() -> None:
+    setting = read_table(MOE).setting
+    assert (setting.vocab_size, setting.mlp_ratio, setting.group_size) == (
+        *(32000, 8, 2048),
+    )
+    assert setting.memory_bytes == 16 * 2**30
+    given = read_table(GPT).rows[3].plans["megatron"]
+    assert given.layouts == (Layout(1, 1, 1, 1),) * 8
+    assert given.num_microbatches == 128
+
+
+def test_another_table_of_the_same_header_is_read(tmp_path: Path) -> None:
+    """Rows of other sizes and GPUs, and entries that ran out of memory."""
+    lines = GPT.read_text().splitlines()
+    head = [line for line in lines if line.startswith(("#", "gpus"))]
+    row = "4,12,1024,16,0.2,16,2x(1;2),OOM,12.5*,,30.0,1.7,9"
+    path = tmp_path / "other.csv"
+    path.write_text("\n".join([*head, row]))
+    (found,) = read_table(path).rows
+    assert [cell.tflops for cell in found.cells] == [None, 12.5, None, 30.0]
+    assert [cell.is_projected for cell in found.cells] == [False, True, False, False]
+    assert found.model.counts == (1, 12, 12, 1)
+
+
+@pytest.mark.parametrize("path", [GPT, MOE], ids=["gpt", "moe"])
+def test_sizes_are_the_published_ones(path: Path) -> None:
+    lines = [each for each in path.read_text().splitlines() if each[0] != "#"]
+    column = lines[0].split(",").index("params_billion")
+    for row, line in zip(read_table(path).rows, lines[1:], strict=True):
+        pairs = zip(row.model.num_params, row.model.counts, strict=True)
+        total = sum(size * count for size, count in pairs)
+        tied = row.model.num_params[0]  # the tables' models share it with the head
+        published = float(line.split(",")[column]) * 1e9
+        assert total - tied == pytest.approx(published, rel=0.03)
+
+
+def flops_of(costs: UnitCosts, model: UnitModel, size: int, devices: int) -> float:
+    counts = np.array(model.counts)[costs.unit]
+    heavy = np.where(costs.is_heavy, costs.flops[0] + size * costs.flops[1], 0.0)
+    return float((heavy * costs.scale * counts).sum()) * devices
+
+
+def test_the_work_is_that_of_the_formula() -> None:
+    """96 B S L H^2 (1 + S / 6H) + 6 B S H V, as the head of the table has it."""
+    config = replace(gpt.Config.tiny(), num_layers=4, hidden=128, vocab_size=256)
+    model, layout = gpt_units(config), Layout(1, 4, 2, 2)
+    costs = unit_costs.unit_costs(model, layout, cluster_of(layout, "V100", START))
+    B, S, L, H, V = 16, config.seq_len, 4, 128, 256
+    expected = 96 * B * S * L * H**2 * (1 + S / (6 * H)) + 6 * B * S * H * V
+    # Recomputation does not repeat the layer's last product, as nothing reads it.
+    spared = 2 * B * S * L * 4 * H**2
+    found = flops_of(costs, model, B, layout.size)
+    assert found == pytest.approx(expected - spared, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (tiny_gpt(), Layout(1, 1, 1, 1)),
+        (tiny_gpt(), Layout(1, 4, 2, 2)),
+        (moe_units(moe.Config.tiny()), Layout(1, 4, 4, 1)),
+    ],
+    ids=["one device", "data and tensor", "experts"],
+)
+def test_units_cost_together_what_the_plan_does(
+    model: UnitModel, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the size that was planned: what the planner's own price says of the loop."""
+    cluster = cluster_of(layout, "V100", START)
+    costs = unit_costs.unit_costs(model, layout, cluster)
+    graph = unit_costs.traced_graph(model, 32)
+    limits = [layout_restriction(model, graph, layout.mesh)]
+    solved = unit_costs.plan_intra_op(
+        graph, layout.mesh, cluster, restrictions=limits, gap=1e-3
+    )
+    whole = plan_seconds(graph, solved.plan, cluster)
+    outside = sum(
+        planned.seconds
+        for op, planned in zip(graph.operators(), solved.plan.operators, strict=True)
+        if op.block == 0
+    )
+    seconds = costs.seconds(cluster, 32)
+    counts = np.array(model.counts)[:, None]
+    loop = (seconds.total * counts)[:, : unit_costs.ONCE].sum()
+    once = (seconds.total * counts)[:, unit_costs.ONCE].sum()
+    number = unit_costs.TRACED_MICROBATCHES
+    # Views, shapes and slices cost next to nothing and are left out.
+    assert loop * number + once == pytest.approx(whole - outside, rel=0.01)
+
+
+def outcome(forward: Sequence[float], sent: float, microbatches: int) -> Outcome:
+    stages = len(forward)
+    plan = Plan((Layout(1, 1, 1, 1),) * stages, microbatches)
+    border = np.array([sent] * (stages - 1) + [0.0])
+    ones = np.array(forward)
+    return Outcome(plan, ones, 2 * ones, border, 0 * ones, 0.0, 1.0, ())
+
+
+@pytest.mark.parametrize("sent", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("forward", [(1, 1, 1, 1), (1, 2, 1), (1.5, 1, 1, 1, 0.5)])
+@pytest.mark.parametrize("microbatches", [8, 32])
+def test_the_formula_is_near_the_schedule(
+    forward: Sequence[float], sent: float, microbatches: int
+) -> None:
+    found = outcome(forward, sent, microbatches)
+    whole = found._simulated(microbatches)
+    assert found.seconds == pytest.approx(whole, rel=0.06)
+    assert found.simulated_seconds == pytest.approx(whole, rel=0.01)
+
+
+def test_stages_are_dealt_out_so_that_the_slowest_is_fast() -> None:
+    busy = np.array([1.0, 2, 2, 2, 1, 4])
+    bounds = pipeline_time._balanced_bounds([busy, busy, busy / 2])
+    assert bounds is not None
+    stages = [busy[a:b].sum() for a, b in zip(bounds, bounds[1:], strict=False)]
+    stages[2] /= 2
+    assert max(stages) == pytest.approx(4.5) or max(stages) <= 5
+
+
+def test_memory_decides_what_may_run() -> None:
+    """The 39B model on 64 GPUs cannot run as data parallelism alone."""
+    row = read_table(GPT).rows[-1]
+    plans = candidates("intra_only", row)
+    assert all(plan.layouts[0].tensor > 1 for plan in plans)
+
+
+def test_the_best_constant_is_one_of_the_numbers() -> None:
+    cells = tuple(
+        PredictedCell(1, "alpa", value, False, 2.0, "") for value in (1.0, 2.0, 4.0)
+    )
+    table = PredictedTable("t", cells)
+    numbers = np.array([1.0, 2.0, 4.0])
+    guesses = [abs(guess / numbers - 1).mean() for guess in np.arange(1, 4, 0.1)]
+    assert table.constant_error() == pytest.approx(min(guesses))
+    assert table.error() == pytest.approx((1 + 0 + 0.5) / 3)
+
+
+def test_running_out_of_memory_is_a_prediction_too() -> None:
+    both = PredictedCell(1, "alpa", None, False, None, "")
+    one = PredictedCell(1, "alpa", None, False, 30.0, "")
+    assert (both.error, one.error) == (0.0, 1.0)
+
+
+def test_there_are_six_constants_and_their_fit_is_recorded() -> None:
+    assert len(NAMES) == 6
+    assert "--fit" in FILE.read_text()
+    assert Constants.load().product_efficiency <= 1
+
+
+def test_a_row_is_predicted_near_what_was_published() -> None:
+    """The smallest row of each table: the slow test has them all."""
+    constants = Constants.load()
+    row = read_table(GPT).rows[1]
+    simulator = Simulator(row, constants)
+    cell = next(cell for cell in row.cells if cell.column == "alpa")
+    found = predict("alpa", row, simulator, constants)
+    assert found is not None and cell.tflops is not None
+    assert row.tflops(found.simulated_seconds) == pytest.approx(cell.tflops, rel=0.2)

@@ -1,0 +1,247 @@
+"""Rows of spatial partitioning: images split in space, rows of neighbours exchanged."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.api import ParallelFunction
+from autopar.plans.parallel_plan import Plan
+from tests.rows.fixtures import Case, Params, random, sgd
+from tests.rows.running import homes, run_as_planned, traffic
+
+ROWS = P(None, "h")
+
+
+def devices(**sizes: int) -> Mesh:
+    number = int(np.prod(list(sizes.values())))
+    chosen = np.array(jax.devices()[:number])
+    return Mesh(chosen.reshape(tuple(sizes.values())), tuple(sizes))
+
+
+def convolve(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
+    """ "SAME", channels last, in as many dims as `x` has space."""
+    space = "DHW"[-(x.ndim - 2) :]
+    names = (f"N{space}C", f"{space}IO", f"N{space}C")
+    strides = (stride,) * (x.ndim - 2)
+    return lax.conv_general_dilated(x, kernel, strides, "SAME", None, None, names)
+
+
+def pool(x: jax.Array, window: int, stride: int) -> jax.Array:
+    shape, strides = (1, window, window, 1), (1, stride, stride, 1)
+    return lax.reduce_window(x, -jnp.inf, lax.max, shape, strides, "SAME")
+
+
+def image(channels: int = 8, batch: int = 2) -> jax.Array:
+    """F5: 64 rows of 64, of which one is 4,096 B with a batch of 2 and 8 channels."""
+    return random(0, batch, 64, 64, channels)
+
+
+def in_rows(function: Any, mesh: Mesh, spec: P = ROWS) -> ParallelFunction:
+    """A function of weights and an image, split by configuration only."""
+
+    def split(kernel: Any, x: jax.Array) -> jax.Array:
+        return autopar.pin(function(x, kernel), spec)
+
+    return autopar.parallelize(split, mesh=mesh, pins={"^x$": spec})
+
+
+def test_spa_1_an_input_is_split_by_configuration_only() -> None:
+    """A quarter of the image and all of the kernel on each device."""
+    kernel = random(1, 3, 3, 8, 16)
+    step = in_rows(convolve, devices(h=4))
+    compiled = run_as_planned(step, kernel, image())
+    assert homes(compiled.plan) == {"kernel": (-1,), "x": (1,)}
+    argument_bytes = compiled.memory_analysis().argument_size_in_bytes
+    assert argument_bytes == image().nbytes // 4 + kernel.nbytes == 70_144
+    whole = jax.jit(convolve)(image(), kernel)
+    np.testing.assert_array_equal(step(kernel, image()), whole)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "sent"),
+    [
+        (3, 1, [4_096] * 2),
+        (5, 1, [8_192] * 2),
+        (7, 1, [12_288] * 2),
+        (3, 2, [4_096]),
+    ],
+)
+def test_spa_2_convolutions_send_half_a_kernel_each_way(
+    size: int, stride: int, sent: list[int]
+) -> None:
+    step = in_rows(lambda x, kernel: convolve(x, kernel, stride), devices(h=4))
+    plan = run_as_planned(step, random(1, size, size, 8, 16), image()).plan
+    assert traffic(plan) == {("collective_permute", "h"): sent}
+
+
+def test_spa_2_pools_send_what_their_windows_overlap() -> None:
+    step = in_rows(lambda x, scale: scale * pool(x, 3, 2), devices(h=4))
+    plan = run_as_planned(step, jnp.ones(8), image()).plan
+    assert traffic(plan) == {("collective_permute", "h"): [4_096]}
+
+
+def trained() -> Case:
+    """One convolution and a squared error; returns the gradient for its input, too."""
+
+    def step(kernel: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+        def loss(kernel: jax.Array, x: jax.Array) -> jax.Array:
+            return jnp.sum((convolve(x, kernel) - y) ** 2)
+
+        grad, x_grad = jax.grad(loss, (0, 1))(kernel, x)
+        return sgd(kernel, grad, 1e-3), x_grad
+
+    return Case(step, (random(1, 3, 3, 8, 16), image(), image(16)))
+
+
+def test_spa_3_training_sends_rows_of_inputs_and_of_gradients() -> None:
+    """Forward and the kernel's gradient read rows of the input, the input's gradient
+    rows of the result's, which has twice the channels."""
+    case = trained()
+    step = autopar.parallelize(
+        case.step, mesh=devices(h=4), pins={"^x$": ROWS, "^y$": ROWS}
+    )
+    plan = run_as_planned(step, *case.args).plan
+    assert traffic(plan) == {
+        ("collective_permute", "h"): [8_192] * 2 + [4_096] * 4,
+        ("all_reduce", "h"): [4_608],
+    }
+
+
+def test_spa_4_tiles_exchange_corners_with_their_columns() -> None:
+    tiles = P(None, "h", "w")
+    step = in_rows(convolve, devices(h=2, w=4), tiles)
+    plan = run_as_planned(step, random(1, 3, 3, 8, 16), image()).plan
+    assert traffic(plan) == {
+        ("collective_permute", "h"): [1_024] * 2,
+        ("collective_permute", "w"): [2_176] * 2,
+    }
+
+
+def test_spa_4_rows_and_examples_are_split_together() -> None:
+    """The kernel's gradient is added over all eight devices."""
+    case, spec = trained(), P("data", "h")
+    step = autopar.parallelize(
+        case.step, mesh=devices(data=2, h=4), pins={"^x$": spec, "^y$": spec}
+    )
+    plan = run_as_planned(step, *case.args).plan
+    assert traffic(plan) == {
+        ("collective_permute", "h"): [4_096] * 2 + [2_048] * 4,
+        ("all_reduce", "data,h"): [4_608],
+    }
+
+
+def test_spa_5_volumes_exchange_faces_edges_and_corners() -> None:
+    """Faces of 8 x 8, then 10 x 8, then 10 x 10, of two channels."""
+    rules = autopar.LayoutRules(
+        "depth:d;height:h;width:w", {"x": "batch depth height width channels"}
+    )
+    step = autopar.parallelize(
+        lambda kernel, x: convolve(x, kernel), mesh=devices(d=2, h=2, w=2), rules=rules
+    )
+    volume = random(0, 1, 16, 16, 16, 2)
+    plan = run_as_planned(step, random(1, 3, 3, 3, 2, 2), volume).plan
+    assert homes(plan)["x"] == (1, 2, 3)
+    assert traffic(plan) == {
+        ("collective_permute", "d"): [512] * 2,
+        ("collective_permute", "h"): [640] * 2,
+        ("collective_permute", "w"): [800] * 2,
+    }
+
+
+def test_spa_5_a_halo_wider_than_a_shard_is_a_gather_of_the_input() -> None:
+    """One row a device, of which a 9 x 9 kernel reads four on each side."""
+    step = in_rows(convolve, devices(h=8))
+    x = random(0, 1, 8, 8, 8)
+    plan = run_as_planned(step, random(1, 9, 9, 8, 8), x).plan
+    found = traffic(plan)
+    assert found["all_gather", "h"] == [x.nbytes] == [2_048]
+    assert ("collective_permute", "h") not in found
+
+
+def unet(size: int, channels: int, depth: int = 2, batch: int = 1) -> Case:
+    """Pools on the way down, repeats and concatenations on the way up; SGD."""
+
+    def step(params: Params, x: jax.Array, y: jax.Array) -> tuple[Params, jax.Array]:
+        def loss(params: Params) -> jax.Array:
+            hidden, skips = jax.nn.relu(convolve(x, params["in"])), []
+            for level in range(depth):
+                skips.append(jax.nn.relu(convolve(hidden, params[f"down{level}"])))
+                hidden = pool(skips[-1], 2, 2)
+            hidden = jax.nn.relu(convolve(hidden, params["middle"]))
+            for level in reversed(range(depth)):
+                hidden = hidden.repeat(2, axis=1).repeat(2, axis=2)
+                hidden = jnp.concatenate([hidden, skips[level]], axis=-1)
+                hidden = jax.nn.relu(convolve(hidden, params[f"up{level}"]))
+            return jnp.mean((convolve(hidden, params["out"]) - y) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return sgd(params, grads), value
+
+    def kernel(seed: int, *channels: int) -> jax.Array:
+        return random(seed, 3, 3, *channels, scale=0.3 / channels[0] ** 0.5)
+
+    params = {"in": kernel(0, 3, channels), "out": kernel(1, channels, 1)}
+    params["middle"] = kernel(2, channels, channels)
+    for level in range(depth):
+        params[f"down{level}"] = kernel(3 + level, channels, channels)
+        params[f"up{level}"] = kernel(9 + level, 2 * channels, channels)
+    x = random(20, batch, size, size, 3)
+    return Case(step, (params, x, random(21, batch, size, size, 1)))
+
+
+def spatial_flops(plan: Plan) -> float:
+    """The part of all flops that is split in space."""
+    by_space = [
+        op.flops
+        for op in plan.sharding.operators
+        if any(name.startswith(("window", "taps")) for name in op.factors)
+    ]
+    return sum(by_space) / sum(op.flops for op in plan.sharding.operators)
+
+
+def test_spa_5_a_unet_in_rows_has_the_losses_of_one_device() -> None:
+    """Eight convolutions of 3 x 3 read a row from each side, as do their gradients but
+    the first one's by the image; pools of 2 x 2 read none."""
+    case = unet(16, 4)
+    rules = autopar.LayoutRules(
+        "height:h", {name: "batch height width channels" for name in "xy"}
+    )
+    step = autopar.parallelize(case.step, mesh=devices(h=4), rules=rules)
+    plan = run_as_planned(step, *case.args).plan
+    found = traffic(plan)
+    assert len(found["collective_permute", "h"]) == 2 * (7 + 6 + 7)
+    assert set(found) == {("collective_permute", "h"), ("all_reduce", "h")}
+    params = jax.tree.leaves(case.args[0])
+    assert sum(found["all_reduce", "h"]) == sum(p.nbytes for p in params) + 4
+    assert spatial_flops(plan) > 0.9
+    state, x, y = case.args
+    for _ in range(3):
+        state, loss = step(jax.tree.map(jnp.copy, state), x, y)
+    expected = case.args[0]
+    for _ in range(3):
+        expected, want = jax.jit(case.step)(expected, x, y)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+
+
+def test_spa_5_the_solver_splits_a_large_image_in_space() -> None:
+    """Unprompted: there is one example, and channels would move whole images."""
+    case = unet(1024, 16)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.args)
+    cluster = autopar.Cluster.preset("8xH100")
+
+    def planned(**options: Any) -> Plan:
+        step = autopar.parallelize(case.step, mesh="x:8", cluster=cluster, **options)
+        return step.plan(*types)
+
+    plan, named = planned(), planned(method=autopar.Megatron(tensor=8))
+    assert spatial_flops(plan) > 0.9
+    assert plan.predicted.step_seconds < named.predicted.step_seconds
+    with pytest.raises(ValueError, match="use a batch that 8 divides"):
+        planned(method=autopar.DataParallel())

@@ -1,0 +1,33 @@
+"""Rows of memory that are lowered say less of one assignment and no more of others."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from autopar.solver.memory_rows import MemoryRow, lowered
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_lowered_row_is_exact_where_it_was_and_where_it_was_wrong(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 4, 4).tolist()
+    weights = tuple(rng.integers(0, 9, size).astype(float) for size in sizes)
+    row = MemoryRow((0, 1, 2, 3), weights, float(rng.integers(-5, 6)))
+    every = list(product(*map(range, sizes)))
+    own, other = (every[i] for i in rng.integers(0, len(every), 2))
+    most = row.used(other) - float(rng.integers(-3, 12))
+    if own == other:
+        most = max(most, row.used(own))
+    less = lowered(row, own, other, most)
+    assert less.used(own) == pytest.approx(row.used(own))
+    assert less.used(other) == pytest.approx(min(row.used(other), most))
+    assert all((held >= 0).all() for held in less.weights)
+    assert all(less.used(each) <= row.used(each) + 1e-9 for each in every)
+
+
+def test_where_no_node_tells_them_apart_the_constant_is_lowered() -> None:
+    row = MemoryRow((0,), (np.array([4.0, 7.0]),), 1.0)
+    less = lowered(row, (0, 0), (0, 1), 3.0)
+    assert less.used((0, 1)) == less.used((0, 0)) == 3.0
+    assert less.used((1, 0)) == 6.0
