@@ -107,8 +107,8 @@ def adascale(
         raise ValueError(f"`smoothing` is from 0 to below 1, but got {smoothing}.")
 
     def init(params: Any) -> AdaScaleState:
-        start = (jnp.asarray(x, jnp.float32) for x in (1, 0, 0, 0))
-        return AdaScaleState(*start, inner.init(params))
+        one, *zeros = (jnp.asarray(x, jnp.float32) for x in (1, 0, 0, 0))
+        return AdaScaleState(one, zeros[0], zeros[1], zeros[2], inner.init(params))
 
     def update(
         updates: Any, state: AdaScaleState, params: Any = None
@@ -130,14 +130,16 @@ def adascale(
 
 def _estimates(grads: Any, mean: Any, num_groups: int) -> tuple[jax.Array, jax.Array]:
     """Of the variance of a group's gradient, and the squared norm of the true one."""
-    apart = jax.tree.map(lambda g, m: _squares(g - m), grads, mean)
-    variance = sum(jax.tree.leaves(apart)) / (num_groups - 1)
-    norm = sum(jax.tree.leaves(jax.tree.map(_squares, mean)))
-    return variance, norm - variance / num_groups
+    apart = jax.tree.map(lambda g, m: g - m, grads, mean)
+    variance = _squared_norm(apart) / (num_groups - 1)
+    return variance, _squared_norm(mean) - variance / num_groups
 
 
-def _squares(x: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(x.astype(jnp.float32)))
+def _squared_norm(tree: Any) -> jax.Array:
+    squares = [
+        jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)
+    ]
+    return jnp.asarray(sum(squares))
 
 
 def _gain(variance: jax.Array, squared_mean: jax.Array, num_groups: int) -> jax.Array:

@@ -5,9 +5,9 @@ a number of GPUs, a column a system, in Tflop/s a GPU. What a system ran is simu
 the plan where it was published, else the best of its search in the same simulator. Six
 constants of the machine were fitted on GPT rows (`--fit` writes them).
 
-    python -m benchmarks.published_tables ../shared/data/*.csv
-    python -m benchmarks.published_tables ../shared/data/*.csv --ours
-    python -m benchmarks.published_tables ../shared/data/alpa_osdi22_gpt.csv --fit
+    python -m benchmarks.published_tables benchmarks/published/*.csv
+    python -m benchmarks.published_tables benchmarks/published/*.csv --ours
+    python -m benchmarks.published_tables benchmarks/published/alpa_osdi22_gpt.csv --fit
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from benchmarks.published.prediction import PredictedTable
 
-COMMAND = "python -m benchmarks.published_tables alpa_osdi22_gpt.csv --fit"
+COMMAND = (
+    "python -m benchmarks.published_tables "
+    "benchmarks/published/alpa_osdi22_gpt.csv --fit"
+)
 
 
 def run(paths: Sequence[Path], *, with_ours: bool = False) -> list[PredictedTable]:

@@ -72,8 +72,9 @@ def measure(arguments: argparse.Namespace) -> None:
     pairs = (text.partition("=") for text in arguments.option)
     config.update((name, literal_eval(value)) for name, _, value in pairs)
     workload = build(arguments.model, **config)
+    method = autopar.PipelineParallel(num_microbatches=arguments.microbatches)
     given: ParallelizeArguments = {
-        "method": autopar.PipelineParallel(num_microbatches=arguments.microbatches),
+        "method": method,
         "cluster": Cluster.preset(arguments.cluster),
         "memory_budget": arguments.budget,
     }
@@ -84,8 +85,7 @@ def measure(arguments: argparse.Namespace) -> None:
         static_argnums=(),
         donate_argnums="auto",
     )
-    assert isinstance(options.method, autopar.PipelineParallel)
-    call, method = (workload.step, workload.abstract(), {}), options.method
+    call = workload.step, workload.abstract(), {}
     print(f"{arguments.model} {config} on {arguments.cluster}")
     phases = Phases()
     searcher = phases.timed("trace", lambda: StageSearcher(call, method, options))

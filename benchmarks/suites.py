@@ -134,7 +134,7 @@ def step_suite(request: Request) -> Iterator[Result]:
     chosen = replace(request, models=("mlp",)) if small else request
     for model, mesh in chosen.cases():
         for each in measure(build(model), mesh, rounds):
-            values = {
+            values: dict[str, float] = {
                 "collective_bytes": each.collective_bytes,
                 "temp_bytes": each.temp_bytes,
             }

@@ -115,8 +115,12 @@ class _Group:
         once = np.array([each.once_seconds for each in own])
         return cls(
             tuple(choices),
-            *(_by_length(each, longest) for each in (seconds, once, allowed)),
-            *(starts, ends, crossing),
+            _by_length(seconds, longest),
+            _by_length(once, longest),
+            _by_length(allowed, longest),
+            starts,
+            ends,
+            crossing,
         )
 
     def limited(self, pace: float, once: float) -> np.ndarray:

@@ -215,6 +215,20 @@ def test_a_pipeline_gets_whole_batches_on_the_host() -> None:
     np.testing.assert_allclose(loss, jax.jit(step)(ws, batch)[1], rtol=1e-6)
 
 
+def test_datasets_of_grain(lowered: Lowered) -> None:
+    """By number, and as an iterator with a state of its own."""
+    grain = pytest.importorskip("grain")
+    dataset = grain.MapDataset.source(examples())
+    by_number = autopar.Batches(dataset, lowered, num_epochs=1)
+    assert sum(map(numbers, by_number), []) == list(range(NUM_EXAMPLES))
+    iterated = dataset.to_iter_dataset().batch(SIZE)
+    batches = autopar.Batches(iterated, lowered)
+    found = [numbers(next(batches)) for _ in range(2)]
+    assert "state" in batches.position
+    found += map(numbers, autopar.Batches(iterated, lowered, position=batches.position))
+    assert sum(found, []) == list(range(NUM_EXAMPLES))
+
+
 def test_a_source_may_use_its_memory_again(lowered: Lowered) -> None:
     def in_one_buffer() -> Iterator[Tree]:
         buffer = {name: array[:SIZE].copy() for name, array in arrays().items()}

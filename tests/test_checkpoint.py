@@ -84,7 +84,7 @@ def mesh_of(**sizes: int) -> Mesh:
 
 def steps() -> dict[str, Any]:
     """The train step, planned for other meshes and by other methods."""
-    rows = {"layers": P(None, "data"), "mu.*layers": P(None, None, "data")}
+    rows = {"mu.*layers": P(None, None, "data"), "layers": P(None, "data")}
     return {
         "data:8": autopar.parallelize(train_step, mesh="data:8"),
         "rows and columns": autopar.parallelize(train_step, mesh="data:8", pins=rows),

@@ -150,7 +150,7 @@ def test_as_the_budget_falls_optimizer_state_is_sharded() -> None:
 
 
 def test_where_nothing_fits_the_largest_users_of_memory_are_named() -> None:
-    case = dense_stack(64, 64, 2)
+    case = dense_stack(64, 64, 1)
     step = autopar.parallelize(case.step, mesh="x:8", memory_budget=20_000)
     with pytest.raises(autopar.InfeasiblePlanError) as raised:
         step.plan(*case.args)

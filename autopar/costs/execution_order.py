@@ -228,15 +228,18 @@ def _borrowed(
     count, most = len(places), len(places) + int((starts >= 0).sum())
     free = np.zeros((3, most), np.int64)  # bytes ascending, first and last position
     free[:, :count] = np.array(places).T
-    found = []
-    for value in sorted(np.flatnonzero(starts >= 0), key=lambda v: (-sizes[v], v)):
-        start, end, size = starts[value], ends[value], sizes[value]
-        large = int(free[0, :count].searchsorted(size)) if size else count
+    found: list[int] = []
+    values = np.flatnonzero((starts >= 0) & (sizes > 0) & (sizes <= free[0, count - 1]))
+    values = values[np.argsort(-sizes[values], kind="stable")]
+    columns = (values, starts[values], ends[values], sizes[values])
+    for value, start, end, size in zip(*map(np.ndarray.tolist, columns), strict=True):
+        large = int(free[0, :count].searchsorted(size))
         fits = (free[1, large:count] <= start) & (free[2, large:count] >= end)
-        if not fits.any():
+        place = int(fits.argmax())
+        if not fits[place]:
             continue
-        place = large + int(fits.argmax())
-        found.append(int(value))
+        place += large
+        found.append(value)
         free[:, place + 1 : count + 1] = free[:, place:count].copy()
         free[1, place], free[2, place + 1] = end + 1, start - 1
         count += 1

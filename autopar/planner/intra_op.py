@@ -226,10 +226,13 @@ def _split_fraction(
 ) -> float:
     """The part of the heavy flops that no two devices do twice."""
     heavy = whole = 0.0
-    for op, plan in zip(graph.operators(), operators, strict=True):
-        if op.kind not in STRUCTURED and is_heavy_operator(op):
-            heavy += plan.flops
-            whole += plan.flops if plan.split == mesh.size else 0.0
+    columns = graph.columns
+    examples = [columns.operators[row] for row in columns.examples.tolist()]
+    counts = [op.kind not in STRUCTURED and is_heavy_operator(op) for op in examples]
+    for row in np.flatnonzero(np.array(counts, bool)[columns.alike]).tolist():
+        plan = operators[row]
+        heavy += plan.flops
+        whole += plan.flops if plan.split == mesh.size else 0.0
     return whole / heavy if heavy else 1.0
 
 

@@ -6,8 +6,8 @@ is as fine or finer to the goal; local slices make up the difference. Which axes
 the first cut does not matter, as the permutation renames them, so each side is one
 search over cuts: forward from the start, backward from the goal.
 
-Axes are those of a mesh whose sizes are all prime (`prime_mesh`): an axis of four may
-then hand over one of its two factors, as where `P(x, y)` becomes `P(y, x)` on 2 x 4.
+Axes are those of a finer mesh (`refined_mesh`): beside an axis of two, one of four is
+two of two, and may hand over one, as where `P(x, y)` becomes `P(y, x)`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
-from math import prod
+from itertools import combinations, count
+from math import gcd, prod
 
 from .mesh import MeshShape
 from .placement import (
@@ -26,32 +26,42 @@ from .placement import (
     moved_axes,
     permuted_pairs,
     reductions,
-    roles,
 )
 from .spec import SUM
 
 
-def prime_mesh(mesh: MeshShape) -> tuple[MeshShape, list[tuple[int, ...]]]:
-    """The same devices with axes of prime sizes, and those that make up each axis."""
+def refined_mesh(mesh: MeshShape) -> tuple[MeshShape, list[tuple[int, ...]]]:
+    """The same devices with axes whose sizes are equal or coprime, and whose they are.
+
+    Returns:
+      The mesh, and for each axis of the given one those that it is made of.
+    """
+    factors = _coprime_base(mesh.axis_sizes)
     sizes: list[int] = []
     parts: list[tuple[int, ...]] = []
     for size in mesh.axis_sizes:
-        factors = _prime_factors(size)
-        parts.append(tuple(range(len(sizes), len(sizes) + len(factors))))
-        sizes.extend(factors)
+        first = len(sizes)
+        for factor in factors:
+            while size % factor == 0:
+                sizes.append(factor)
+                size //= factor
+        parts.append(tuple(range(first, len(sizes))))
     sizes = sizes or [1]
     return MeshShape(tuple(map(str, range(len(sizes)))), tuple(sizes)), parts
 
 
-def _prime_factors(size: int) -> list[int]:
-    factors, divisor = [], 2
-    while size > 1:
-        if size % divisor == 0:
-            factors.append(divisor)
-            size //= divisor
-        else:
-            divisor += 1
-    return factors
+def _coprime_base(numbers: Iterable[int]) -> list[int]:
+    """Coprime numbers above one of whose powers all the others are products."""
+    base = sorted({number for number in numbers if number > 1})
+    for first, second in combinations(base, 2):
+        common = gcd(first, second)
+        if common > 1:
+            rest = {number for number in base if number not in (first, second)}
+            return _coprime_base(rest | {first // common, common, second // common})
+    return base
+
+
+_MOST = 2  # collectives on each side of the permutation
 
 
 @dataclass(frozen=True)
@@ -61,13 +71,21 @@ class _Reached:
     cost: float
     placement: Placement
     steps: tuple[Step, ...]
+    counts: tuple[int, ...]
+
+    def may_become(self, finer: _Reached) -> bool:
+        """Whether local slices cut this as finely."""
+        return self.placement.pending == finer.placement.pending and not any(
+            after % before
+            for before, after in zip(self.counts, finer.counts, strict=True)
+        )
 
 
 class PermutedPaths:
     """Searches on one mesh.
 
     Args:
-      sizes: of the axes, all prime.
+      sizes: of the axes, equal or coprime.
       bundles: the axes that make up each axis of the user's mesh.
       price: of a step; the `groups` of a permutation are not yet known.
     """
@@ -79,17 +97,22 @@ class PermutedPaths:
         price: Callable[[Step], float],
     ) -> None:
         self.sizes, self.bundles, self.price = sizes, bundles, price
+        self._parts_by_axes: dict[tuple[int, ...], int] = {}
+        finest = 1 / prod(sizes)
+        self.least = min(
+            price(Step("collective_permute", (axis,), finest))
+            for axis in range(len(sizes))
+        )
 
     def path(
         self, start: Placement, goal: Placement, below: float
     ) -> tuple[Step, ...] | None:
         """The steps of the cheapest path, if it costs less than `below`."""
-        ends = start.counts(self.sizes), goal.counts(self.sizes)
-        limits = tuple(zip(*ends, strict=True))
+        limits = list(zip(self._counts(start), self._counts(goal), strict=True))
 
         def may_hold(dim: int, placement: Placement) -> bool:
-            parts = prod(self.sizes[axis] for axis in placement.dims[dim])
-            return any(limit % parts == 0 for limit in limits[dim])
+            parts, (before, after) = self._parts(placement.dims[dim]), limits[dim]
+            return before % parts == 0 or after % parts == 0
 
         def forward(here: Placement) -> Iterator[Move]:
             yield from reductions(here, goal, self.sizes, self.bundles, may_hold)
@@ -98,6 +121,8 @@ class PermutedPaths:
         def backward(here: Placement) -> Iterator[Move]:
             return self._backward(here, start, may_hold)
 
+        if self.least >= below:
+            return None
         ahead = self._explore(start, forward, below)
         behind = [
             replace(reached, steps=reached.steps[::-1])
@@ -107,14 +132,13 @@ class PermutedPaths:
         for before in ahead:
             for after in behind:
                 ends_cost = before.cost + after.cost
-                if ends_cost >= below:
+                if ends_cost + self.least >= below:
                     break
-                sliced = self._sliced(before.placement, after.placement)
-                if sliced is None:
+                if not before.may_become(after):
                     continue
-                slices, here = sliced
+                slices, here = self._sliced(before.placement, after)
                 axes = moved_axes(here, after.placement, self.sizes)
-                permute = Step("collective_permute", axes, here.fraction(self.sizes))
+                permute = Step("collective_permute", axes, self._fraction(here))
                 cost = ends_cost + sum(map(self.price, (*slices, permute)))
                 if axes and cost < below:
                     below, found = cost, (before, slices, here, permute, after)
@@ -132,18 +156,23 @@ class PermutedPaths:
     ) -> list[_Reached]:
         """One placement for each cut that costs less than `below`, cheapest first."""
         tick = count(1)
-        queue = [(0.0, 0, _Reached(0.0, origin, ()))]
+        counts = self._counts(origin)
+        queue = [(0.0, 0, _Reached(0.0, origin, (), counts))]
         found: dict[object, _Reached] = {}
         while queue:
             cost, _, here = heapq.heappop(queue)
-            cut = here.placement.counts(self.sizes), here.placement.pending
-            if cut in found:
+            if found.setdefault((here.counts, here.placement.pending), here) != here:
                 continue
-            found[cut] = here
+            collectives = sum(step.is_collective for step in here.steps)
             for step, placement in moves(here.placement):
                 total = cost + self.price(step)
-                if total < below:
-                    reached = _Reached(total, placement, (*here.steps, step))
+                if total + self.least >= below:
+                    continue
+                if step.is_collective and collectives == _MOST:
+                    continue
+                counts = self._counts(placement)
+                if (counts, placement.pending) not in found:
+                    reached = _Reached(total, placement, (*here.steps, step), counts)
                     heapq.heappush(queue, (total, next(tick), reached))
         return list(found.values())
 
@@ -157,17 +186,17 @@ class PermutedPaths:
             for first in range(len(axes)):
                 suffix = axes[first:]
                 rest = here.without(dim, suffix)
-                yield Step("all_gather", suffix, rest.fraction(self.sizes), dim), rest
+                yield Step("all_gather", suffix, self._fraction(rest), dim), rest
             yield from self._exchanges(here, dim, may_hold, is_source=True)
             for axis in self._addable(here, dim, goal):
                 reached = here.append(dim, (axis,))
                 if may_hold(dim, reached):
-                    fraction = reached.fraction(self.sizes)
+                    fraction = self._fraction(reached)
                     yield Step("slice", (axis,), fraction, dim), reached
         for axes in self.bundles:
             if axes and (axes[0], SUM) in goal.pending:
                 if here.used().isdisjoint(axes):
-                    yield Step("mask", axes, here.fraction(self.sizes)), here.owe(axes)
+                    yield Step("mask", axes, self._fraction(here)), here.owe(axes)
 
     def _backward(
         self,
@@ -176,7 +205,10 @@ class PermutedPaths:
         may_hold: Callable[[int, Placement], bool],
     ) -> Iterator[Move]:
         """Steps that lead here, each with where it comes from."""
-        fraction = here.fraction(self.sizes)
+        fraction = self._fraction(here)
+        for axes in self.bundles:
+            if axes and (axes[0], SUM) in {*here.pending} - {*start.pending}:
+                yield Step("mask", axes, fraction), here.close(axes)
         for dim in range(len(here.dims)):
             chains: list[tuple[Placement, tuple[int, ...]]] = [(here, ())]
             while chains:
@@ -186,6 +218,9 @@ class PermutedPaths:
                     if may_hold(dim, finest):
                         yield Step("all_gather", axes, fraction, dim), finest
                         chains.append((finest, axes))
+            if here.dims[dim]:
+                axis = here.dims[dim][-1]
+                yield Step("slice", (axis,), fraction, dim), here.without(dim, (axis,))
             yield from self._exchanges(here, dim, may_hold, is_source=False)
 
     def _exchanges(
@@ -197,7 +232,7 @@ class PermutedPaths:
         is_source: bool,
     ) -> Iterator[Move]:
         """The all_to_alls that take axes from `dim`, or those that brought them."""
-        fraction = here.fraction(self.sizes)
+        fraction = self._fraction(here)
         for first in range(len(here.dims[dim])):
             suffix = here.dims[dim][first:]
             rest = here.without(dim, suffix)
@@ -213,31 +248,39 @@ class PermutedPaths:
         by_size = {
             size: axis for axis, size in enumerate(self.sizes) if axis not in used
         }
-        role = dim, prod(self.sizes[axis] for axis in here.dims[dim])
-        for axis, other in enumerate(roles(end, self.sizes)):
-            if other == role and axis not in used:
+        wanted, before = self._parts(here.dims[dim]), 1
+        for axis in end.dims[dim]:
+            if before == wanted and axis not in used:
                 by_size[self.sizes[axis]] = axis
+            before *= self.sizes[axis]
         return list(by_size.values())
 
+    def _parts(self, axes: tuple[int, ...]) -> int:
+        """Into how many parts axes cut a dim."""
+        found = self._parts_by_axes.get(axes)
+        if found is None:
+            found = prod(self.sizes[axis] for axis in axes)
+            self._parts_by_axes[axes] = found
+        return found
+
+    def _counts(self, placement: Placement) -> tuple[int, ...]:
+        return tuple(map(self._parts, placement.dims))
+
+    def _fraction(self, placement: Placement) -> float:
+        return 1.0 / prod(self._counts(placement))
+
     def _sliced(
-        self, here: Placement, target: Placement
-    ) -> tuple[list[Step], Placement] | None:
-        """Slices that cut a placement as finely as another, if that refines it."""
-        if here.pending != target.pending:
-            return None
+        self, here: Placement, target: _Reached
+    ) -> tuple[list[Step], Placement]:
+        """Slices that cut a placement as finely as another does."""
         steps: list[Step] = []
-        wanted = target.counts(self.sizes)
-        for before, after in zip(here.counts(self.sizes), wanted, strict=True):
-            if after % before:
-                return None
-        for dim, parts in enumerate(wanted):
-            while (count := here.counts(self.sizes)[dim]) < parts:
-                fits = [
+        for dim, parts in enumerate(target.counts):
+            while (count := self._parts(here.dims[dim])) < parts:
+                axis = next(
                     axis
-                    for axis in self._addable(here, dim, target)
+                    for axis in self._addable(here, dim, target.placement)
                     if parts % (count * self.sizes[axis]) == 0
-                ]
-                here = here.append(dim, (fits[0],))
-                fraction = here.fraction(self.sizes)
-                steps.append(Step("slice", (fits[0],), fraction, dim))
+                )
+                here = here.append(dim, (axis,))
+                steps.append(Step("slice", (axis,), self._fraction(here), dim))
         return steps, here

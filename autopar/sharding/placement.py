@@ -146,7 +146,7 @@ def moved_axes(
     source: Placement, target: Placement, sizes: Sequence[int]
 ) -> tuple[int, ...]:
     """The axes that do not mean the same in two placements."""
-    before, after = roles(source, sizes), roles(target, sizes)
+    before, after = _roles(source, sizes), _roles(target, sizes)
     return tuple(axis for axis in range(len(sizes)) if before[axis] != after[axis])
 
 
@@ -178,7 +178,7 @@ def permuted_pairs(
     return tuple(sorted(pairs))
 
 
-def roles(placement: Placement, sizes: Sequence[int]) -> list[tuple[int, ...]]:
+def _roles(placement: Placement, sizes: Sequence[int]) -> list[tuple[int, ...]]:
     """What each axis means: the dim it splits and the parts before, or what it owes."""
     found: list[tuple[int, ...]] = [(REPLICATED,)] * len(sizes)
     for axis, state in placement.pending:

@@ -18,7 +18,7 @@ from ..costs.collectives import AxisLink, affine
 from .collective import Groups
 from .direct_paths import direct_path
 from .mesh import MeshShape
-from .permuted_paths import PermutedPaths, prime_mesh
+from .permuted_paths import PermutedPaths, refined_mesh
 from .placement import Placement, Step, placement_of
 from .spec import SUM, Spec
 
@@ -75,10 +75,10 @@ class Resharder:
     def __init__(self, mesh: MeshShape, cluster: Cluster) -> None:
         self.mesh, self.cluster = mesh, cluster
         self._prices = _Prices(mesh, cluster)
-        self._prime, self._parts = prime_mesh(mesh)
-        self._prime_prices = _Prices(self._prime, cluster)
+        self._fine, self._parts = refined_mesh(mesh)
+        self._fine_prices = _Prices(self._fine, cluster)
         self._permuted = PermutedPaths(
-            self._prime.axis_sizes, self._parts, self._prime_prices.seconds
+            self._fine.axis_sizes, self._parts, self._fine_prices.seconds
         )
         self._paths: dict[tuple[Spec, Spec], _Path] = {}
         self._index_by_spec: dict[Spec, int] = {}
@@ -138,12 +138,12 @@ class Resharder:
             ends = start.renamed(self._parts), goal.renamed(self._parts)
             permuted = self._permuted.path(*ends, cost)
             if permuted is not None:
-                path = self._prime_prices.path(permuted)
+                path = self._fine_prices.path(permuted)
                 return replace(path, steps=tuple(map(self._in_mesh, permuted)))
         return self._prices.path(direct)
 
     def _in_mesh(self, step: Step) -> Step:
-        """A step along axes of the prime mesh as one along those of the mesh."""
+        """A step along axes of the finer mesh as one along those of the mesh."""
         owner = {part: axis for axis, parts in enumerate(self._parts) for part in parts}
         owners = list(dict.fromkeys(owner[part] for part in step.axes))
         whole = tuple(part for axis in owners for part in self._parts[axis])
@@ -152,10 +152,10 @@ class Resharder:
             return here
         if step.kind == "slice":
             (part,), (axis,) = step.axes, owners
-            sizes = self._prime.axis_sizes
+            sizes = self._fine.axis_sizes
             stride = prod(sizes[p] for p in self._parts[axis] if p > part)
             return replace(here, part=(stride, sizes[part]))
-        return replace(here, groups=_groups(self._prime, step.axes))
+        return replace(here, groups=_groups(self._fine, step.axes))
 
 
 def wire_dtype(step: Step, dtype: Any) -> np.dtype:

@@ -6,7 +6,8 @@ a microbatch waits for the round trip to the last stage and back:
     period = max over i of  busy_i,  (sum over j >= i of busy_j + 2 sent_j) / (p - i)
     seconds = sum of (busy + 2 sent) + (M - 1) period + the slowest update
 
-which a search can afford; `simulated_seconds` runs the schedule itself
+which a search can afford: exact for equal stages, too much by up to a sixth where they
+are unequal and microbatches few. `simulated_seconds` runs the schedule itself
 (`runtime/simulate.py`) and is what tables print.
 """
 
@@ -30,7 +31,7 @@ from benchmarks.published.unit_model import UnitModel
 
 UPDATE_BYTES = 28  # of Adam for a parameter: read gradient, read and write the rest
 _HALVINGS = 10  # of the interval that holds the slowest stage's seconds
-_SIMULATED_ROUNDS = 3  # of the pipeline; the rest repeats the same period
+_SIMULATED_ROUNDS = 2  # of the pipeline; the rest repeats the same period
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,11 @@ class System:
       reduces_always: gradients are reduced after every microbatch (ZeRO-2 that frees
         them), not once a step.
       has_equal_stages: stages have equally many layers, not equal seconds.
-      fuses_routing: tokens are routed to experts by fused kernels, not by operators of
-        a framework that runs them one by one.
     """
 
     splits_state: bool = True
     reduces_always: bool = False
     has_equal_stages: bool = False
-    fuses_routing: bool = True
 
 
 @dataclass(frozen=True)
@@ -95,26 +93,26 @@ class Outcome:
         return self.peak_bytes <= self.budget_bytes
 
     @cached_property
+    def period(self) -> float:
+        """Seconds from one microbatch to the next, once the pipeline is full."""
+        busy, stages = self.forward + self.backward, len(self.forward)
+        behind = np.cumsum((busy + 2 * self.sent)[::-1])[::-1]
+        ahead = np.minimum(np.arange(stages, 0, -1), self.plan.num_microbatches)
+        return max(float(busy.max()), float((behind / ahead).max()))
+
+    @cached_property
     def seconds(self) -> float:
         """By the formula."""
-        busy, stages = self.forward + self.backward, len(self.forward)
-        number = self.plan.num_microbatches
-        behind = np.cumsum((busy + 2 * self.sent)[::-1])[::-1]
-        ahead = np.minimum(np.arange(stages, 0, -1), number)
-        period = max(float(busy.max()), float((behind / ahead).max()))
-        total = float((busy + 2 * self.sent).sum())
-        return total + (number - 1) * period + float(self.update.max())
+        total = float((self.forward + self.backward + 2 * self.sent).sum())
+        more = (self.plan.num_microbatches - 1) * self.period
+        return total + more + float(self.update.max())
 
     @cached_property
     def simulated_seconds(self) -> float:
-        """By the schedule, some rounds of it and the rest at their period."""
+        """By the schedule: two rounds of the pipeline, and the rest at its period."""
         stages, number = len(self.forward), self.plan.num_microbatches
         first = min(number, _SIMULATED_ROUNDS * stages)
-        seconds = self._simulated(first)
-        if first < number:
-            more = self._simulated(first + stages)
-            seconds += (number - first) * (more - seconds) / stages
-        return seconds
+        return self._simulated(first) + (number - first) * self.period
 
     def _simulated(self, number: int) -> float:
         seconds_by_kind = {
@@ -144,7 +142,7 @@ class Simulator:
         self.budget_bytes = row.setting.memory_bytes * (1 - RESERVED_FRACTION)
         self._planned_with = planned_with
         self._costs: dict[Layout, UnitCosts] = {}
-        self._seconds: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+        self._seconds: dict[object, np.ndarray] = {}
 
     def costs(self, layout: Layout) -> UnitCosts:
         if layout not in self._costs:
@@ -166,10 +164,7 @@ class Simulator:
 
     def _run(self, plan: Plan, size: int, constants: Constants) -> Outcome | None:
         sequence = np.array(self.model.sequence)
-        fuses = plan.system.fuses_routing
-        found = [
-            self._unit_seconds(each, size, constants, fuses) for each in plan.layouts
-        ]
+        found = [self._unit_seconds(each, size, constants) for each in plan.layouts]
         if not plan.remat:
             found = [_without_recompute(each) for each in found]
         busy = [each[:, :ONCE].sum(axis=1)[sequence] for each in found]
@@ -206,13 +201,13 @@ class Simulator:
         )
 
     def _unit_seconds(
-        self, layout: Layout, size: int, constants: Constants, fuses: bool
+        self, layout: Layout, size: int, constants: Constants
     ) -> np.ndarray:
-        key = layout, size, constants, fuses
+        key = layout, size, constants
         if key not in self._seconds:
             cluster = cluster_of(layout, self.kind, constants)
             units = self.model.units
-            unfused = [i for i, unit in enumerate(units) if unit.experts and not fuses]
+            unfused = [i for i, unit in enumerate(units) if not unit.is_fused]
             found = self.costs(layout).seconds(
                 cluster, size, constants.fused_fraction, unfused
             )

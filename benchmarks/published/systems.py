@@ -23,7 +23,7 @@ from benchmarks.published.unit_costs import Layout
 
 ALPA = System()
 MEGATRON = System(splits_state=False, has_equal_stages=True)
-DEEPSPEED = System(reduces_always=True, fuses_routing=False)
+DEEPSPEED = System(reduces_always=True)
 MOST_TENSOR = 8  # of Megatron, whose groups stay inside a host
 
 

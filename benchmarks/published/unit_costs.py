@@ -217,7 +217,7 @@ class _Reader:
             for body in op.bodies:
                 inputs = self.graph.blocks[body].inputs
                 for operand, inner in zip(op.operands, inputs, strict=False):
-                    if operand in found:
+                    if isinstance(operand, int) and operand in found:
                         found.setdefault(inner, found[operand])
         body = self.graph.blocks[self.loop.bodies[0]]
         for leaf, made in enumerate(body.outputs):

@@ -43,6 +43,8 @@ class Unit:
 
     `experts` and `words` are parameters, by the end of their path, whose dim 0 is split
     over the devices that share out the batch, and over those that share out a layer.
+    `is_fused`: its operators are chains that compilers fuse, as those of a transformer
+    are; masks of tokens by slots are read by several kernels each, and are not.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Unit:
     apply: Apply
     experts: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
+    is_fused: bool = True
 
 
 @dataclass(frozen=True)
@@ -298,7 +301,7 @@ def _experts(config: moe.Config) -> Unit:
         mixed, _ = moe.apply_experts(config, params["experts"], normed)
         return x + mixed
 
-    return Unit("experts", init, apply, experts=("['up']", "['down']"))
+    return Unit("experts", init, apply, experts=("['up']", "['down']"), is_fused=False)
 
 
 def _head(config: gpt.Config) -> Unit:

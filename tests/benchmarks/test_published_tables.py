@@ -158,7 +158,7 @@ def test_the_formula_is_near_the_schedule(
 ) -> None:
     found = outcome(forward, sent, microbatches)
     whole = found._simulated(microbatches)
-    assert found.seconds == pytest.approx(whole, rel=0.06)
+    assert 0.99 * whole <= found.seconds <= whole * (1.02 + 1.2 / microbatches)
     assert found.simulated_seconds == pytest.approx(whole, rel=0.01)
 
 

@@ -1,5 +1,6 @@
 """Rows of spatial partitioning: images split in space, rows of neighbours exchanged."""
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,8 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.api import ParallelFunction
+from autopar.planner.plan_price import plan_seconds
 from autopar.plans.parallel_plan import Plan
 from tests.rows.fixtures import Case, Params, random, sgd
+from tests.rows.named_plans import graph_of
 from tests.rows.running import homes, run_as_planned, traffic
 
 ROWS = P(None, "h")
@@ -245,3 +248,18 @@ def test_spa_5_the_solver_splits_a_large_image_in_space() -> None:
     assert plan.predicted.step_seconds < named.predicted.step_seconds
     with pytest.raises(ValueError, match="use a batch that 8 divides"):
         planned(method=autopar.DataParallel())
+
+
+def test_a_spatial_plan_is_priced_as_predicted_and_comes_back_from_its_file(
+    tmp_path: Path,
+) -> None:
+    case, cluster = unet(64, 4), autopar.Cluster.preset("4xH100")
+    rules = autopar.LayoutRules(
+        "height:h", {name: "batch height width channels" for name in "xy"}
+    )
+    step = autopar.parallelize(case.step, mesh="h:4", cluster=cluster, rules=rules)
+    plan = step.plan(*case.args)
+    plan.save(tmp_path / "plan.json")
+    assert autopar.Plan.load(tmp_path / "plan.json").sharding == plan.sharding
+    seconds = plan_seconds(graph_of(case), plan.sharding, cluster)
+    assert seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-9)

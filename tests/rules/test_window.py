@@ -41,18 +41,17 @@ def test_every_dim_is_parallel() -> None:
 
 
 def test_forward_and_backward() -> None:
-    for pool in (max_pool, mean_pool):
+    for pool, kind in ((max_pool, "max"), (mean_pool, "sum")):
         gradient = jax.grad(lambda x, pool=pool: (pool(x) ** 2).sum())
-        check_every_strategy(gradient, IMAGES, max_strategies=24)
+        kinds = (f"reduce_window_{kind}",)
+        check_every_strategy(gradient, IMAGES, kinds=kinds, max_strategies=24)
     reached = check_every_strategy(
         jax.grad(lambda x: (max_pool(x) ** 2).sum()),
         IMAGES,
         kinds=("select_and_scatter_add",),
     )
-    assert reached["select_and_scatter_add"] == {
-        *("-", "d0", "d3", "sum0"),
-        *WINDOWS,
-    }
+    # Three windows in a dim are no even number; `test_halos.py` has dims that are.
+    assert reached["select_and_scatter_add"] == {"-", "d0", "d3", "sum0"}
 
 
 def test_forward_mode() -> None:
