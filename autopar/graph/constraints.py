@@ -84,7 +84,7 @@ def check_returned_pins(
     `pins` are those of arguments, by tensor.
 
     Raises:
-      ValueError: the step pins what it returns to another spec.
+      ValueError: the step pins what it returns to another spec, or constrains it so.
     """
     makers = {t: op for op in graph.blocks[0].operators for t in op.results}
     for given in graph.inputs:
@@ -93,7 +93,7 @@ def check_returned_pins(
             continue
         operand = graph.outputs[given.output]
         op = makers.get(operand) if isinstance(operand, int) else None
-        if op is None or op.kind != "autopar_pin":
+        if op is None or op.kind not in PINS:
             continue
         constraint = constraint_of(op)
         other = constraint.pin(op.operand_types[0], mesh)
@@ -101,8 +101,8 @@ def check_returned_pins(
         if any(None not in pair and pair[0] != pair[1] for pair in pairs):
             raise ValueError(
                 f"Pinned state keeps its spec from step to step, but {given.path} "
-                f"comes in as {_text(pin, mesh)} and is returned as "
-                f"{constraint.spec} by {constraint.where}; leave out one of the pins."
+                f"comes in as {_text(pin, mesh)} by its pin and is returned as "
+                f"{constraint.spec} by {constraint.where}; leave out one of the two."
             )
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from benchmarks.models import gpt, moe
 from benchmarks.models.layers import (
+    at_least_float32,
     dense,
     init_dense,
     init_embedding,
@@ -228,14 +229,18 @@ def moe_units(config: moe.Config) -> UnitModel:
     """A GShard mixture of experts: every second MLP is a layer of experts."""
     decoder = replace(config.decoder, **_AS_PUBLISHED)
     attention = _attention(decoder)
-    pair = (attention, _mlp(decoder), attention, _experts(config))
+    pair = (attention, _mlp(decoder), attention, *_experts(config))
     groups = (
         Group((_embedding(decoder),)),
         Group(pair, config.num_layers // 2, remat=True),
         Group((_head(decoder),)),
     )
     at_once = max(config.group_size // config.seq_len, 1)
-    return UnitModel("moe", groups, _tokens(config.seq_len), examples_at_once=at_once)
+    return UnitModel(
+        *("moe", groups, _tokens(config.seq_len)),
+        examples_at_once=at_once,
+        units_a_layer=len(pair),
+    )
 
 
 def _tokens(seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -288,20 +293,41 @@ def _mlp(config: gpt.Config) -> Unit:
     return Unit("mlp", init, apply)
 
 
-def _experts(config: moe.Config) -> Unit:
-    def init(key: jax.Array) -> Tree:
-        return {
-            "norm": init_layer_norm(config.hidden),
-            "experts": moe.init_experts(config, key),
-        }
+def _experts(config: moe.Config) -> tuple[Unit, Unit]:
+    """Tokens to slots and the first matrix of experts; the second, and back to tokens.
 
-    def apply(params: Tree, x: Tree, batch: Tree) -> Tree:
-        # The balance loss, a scalar beside the values, is left out.
+    The balance loss, a scalar beside the values, is left out.
+    """
+
+    def init_up(key: jax.Array) -> Tree:
+        made = moe.init_experts(config, key)
+        norm = init_layer_norm(config.hidden)
+        return {"norm": norm, "gate": made["gate"], "up": made["up"]}
+
+    def up(params: Tree, x: Tree, batch: Tree) -> Tree:
         normed = layer_norm(params["norm"], x)
-        mixed, _ = moe.apply_experts(config, params["experts"], normed)
-        return x + mixed
+        groups = normed.reshape(-1, config.group_size, config.hidden)
+        scores = at_least_float32(dense(params["gate"], groups))
+        combine, _ = moe.route(config, jax.nn.softmax(scores))
+        combine = combine.astype(x.dtype)
+        dispatch = (combine > 0).astype(x.dtype)
+        taken = jnp.einsum("gsec,gsm->egcm", dispatch, groups)
+        hidden = jnp.einsum("egcm,emh->egch", taken, params["up"])
+        return x, combine, jax.nn.relu(hidden)
 
-    return Unit("experts", init, apply, experts=("['up']", "['down']"), is_fused=False)
+    def init_down(key: jax.Array) -> Tree:
+        return {"down": moe.init_experts(config, key)["down"]}
+
+    def down(params: Tree, values: Tree, batch: Tree) -> Tree:
+        x, combine, hidden = values
+        given = jnp.einsum("egch,ehm->egcm", hidden, params["down"])
+        mixed = jnp.einsum("gsec,egcm->gsm", combine, given)
+        return x + mixed.reshape(x.shape)
+
+    return (
+        Unit("experts up", init_up, up, experts=("['up']",), is_fused=False),
+        Unit("experts down", init_down, down, experts=("['down']",), is_fused=False),
+    )
 
 
 def _head(config: gpt.Config) -> Unit:

@@ -1,0 +1,22 @@
+"""A value laid out like another: `autopar.relayout_like`, and gradients of relayouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..graph.op_graph import Operator
+from ..sharding.relayout import relayout_like_p
+from .base import Factor, Shard, register
+from .elementwise import dim_factors
+
+
+def _bind_first(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
+    """The other operand says where, and that is done by now."""
+    del op, shard
+    return [operands[0]]
+
+
+@register(relayout_like_p.name, bind=_bind_first)
+def relayout_like(op: Operator) -> list[Factor]:
+    return dim_factors(op)
