@@ -40,6 +40,8 @@ from .rules.custom import register_rule as register_rule
 from .sharding import layouts as layouts
 from .sharding.pin_primitive import pin as pin
 from .sharding.pins import FREE as FREE
+from .sharding.relayout import relayout as relayout
+from .sharding.relayout import relayout_like as relayout_like
 from .state.distributed_array import (
     AbstractDistributedArray as AbstractDistributedArray,
 )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
 import autopar
@@ -78,9 +79,7 @@ def test_values_stay_and_only_what_windows_can_pad_is_folded(
     args = operands()
     closed = jax.make_jaxpr(function)(*args)
     folded = with_padded_windows(closed)
-    run, run_folded = (
-        jax.jit(jax.extend.core.jaxpr_as_fun(j)) for j in (closed, folded)
-    )
+    run, run_folded = (jax.jit(jaxpr_as_fun(j)) for j in (closed, folded))
     for got, want in zip(run_folded(*args), run(*args), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     assert str(trace(function, args, {}).jaxpr).count("= pad[") == num_pads

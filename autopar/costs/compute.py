@@ -32,9 +32,10 @@ RANDOM_FLOPS = 100.0
 """Flops charged for one 32-bit word of threefry2x32: 20 rounds of about 5."""
 
 _FREE = frozenset(
-    "after_all axis_index bitcast_convert_type broadcast_in_dim broadcast_to"
-    " create_token device_put iota name optimization_barrier pvary random_unwrap"
-    " random_wrap reshape sharding_constraint squeeze stop_gradient zeros_like".split()
+    "after_all autopar_relayout_like axis_index bitcast_convert_type"
+    " broadcast_in_dim broadcast_to create_token device_put iota name"
+    " optimization_barrier pvary random_unwrap random_wrap reshape sharding_constraint"
+    " squeeze stop_gradient zeros_like".split()
 )
 _MOVING = frozenset(
     "concatenate convert_element_type copy dynamic_slice dynamic_update_slice gather"

@@ -97,14 +97,14 @@ class Nodes:
 
 def values_in_memory(nodes: Nodes, is_kept: np.ndarray) -> np.ndarray:
     """Which values are written to memory: bool [values], given those returned."""
+    if not len(nodes):
+        return np.ones_like(is_kept)
     num_values, fusable = len(is_kept), nodes.is_fusable
     maker = nodes.makers(num_values)
     reader, value = _used_reads(nodes, maker, is_kept)
     made = maker[value] >= 0
     count = np.bincount(maker[value][made], minlength=len(nodes))
-    only = np.zeros(
-        len(nodes), np.intp
-    )  # the reader of what a node makes, if it is one
+    only = np.zeros(len(nodes), np.intp)  # its reader, if what a node makes has one
     only[maker[value][made]] = reader[made]
     # A reduction does an operator itself, on what is in memory.
     in_reduction = (count == 1) & nodes.absorbs[only] & ~fusable[only]

@@ -43,6 +43,7 @@ WHILE = "while"
 COND = "cond"
 SHARD_MAP = "shard_map"
 PINS = ("autopar_pin", "sharding_constraint", "reshard")
+RELAYOUT_LIKE = "autopar_relayout_like"
 # Planned by ports, not by a rule.
 STRUCTURED = (BARRIER, SCAN, WHILE, COND, SHARD_MAP, *PINS)
 ASSUMED_TRIPS = 10.0  # executions that a loop of unknown length is priced with

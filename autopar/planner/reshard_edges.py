@@ -11,8 +11,9 @@ from .relay_choices import relay_edge, without_growth
 from .spec_choices import SpecChoices
 
 # Between any vertices; to a relay beside a tensor that lasts; from a relay, which
-# nobody gathers from where memory counts (`relay_choices.py`).
-PLAIN, TO_LASTING, FROM_RELAY = 0, 1, 2
+# nobody gathers from where memory counts (`relay_choices.py`); to what reads a tensor
+# as it was made.
+PLAIN, TO_LASTING, FROM_RELAY, AS_MADE = 0, 1, 2, 3
 
 
 class ReshardEdges:
@@ -52,6 +53,9 @@ class ReshardEdges:
         kind: int,
     ) -> EdgeType | None:
         """Classes and costs of an edge, whose `kind` is one of those above."""
+        if kind == AS_MADE:
+            pairs = [[s == t for t in targets.distinct] for s in sources.distinct]
+            return sources.classes, targets.classes, np.where(pairs, 0.0, np.inf)
         matrix = self.costs(sources, targets, tensor_bytes, weight)
         if kind == TO_LASTING:
             return self._to_lasting_relay(sources, targets, matrix)

@@ -24,7 +24,7 @@ from autopar.solver.choice_graph import ChoiceGraph, TypedEdges, TypedNodes
 from ..clusters.cluster import Cluster
 from ..costs.host_memory import host_seconds_per_byte
 from ..frontend.garbage import without_garbage_collection
-from ..graph.build_graph import STRUCTURED
+from ..graph.build_graph import RELAYOUT_LIKE, STRUCTURED
 from ..graph.op_graph import OpGraph, TensorType
 from ..graph.ports import Site, ports_of
 from ..sharding.mesh import MeshShape
@@ -35,18 +35,19 @@ from .equal_rows import equal_rows
 from .operator_choices import OperatorTable
 from .overlap import visible_fractions
 from .relay_choices import is_copied, lasting_tensors, twice
-from .reshard_edges import FROM_RELAY, PLAIN, TO_LASTING, ReshardEdges
+from .reshard_edges import AS_MADE, FROM_RELAY, PLAIN, TO_LASTING, ReshardEdges
 from .spec_choices import SpecChoices, SpecTable
 from .strategies import is_heavy_operator, operators_to_split, tensor_specs
 from .vertex_builder import VertexBuilder
 from .vertices import (
-    Access as Access,
-)
-from .vertices import (
+    OPERAND,
     Pattern,
     VertexColumns,
     VertexKind,
     Writers,
+)
+from .vertices import (
+    Access as Access,
 )
 from .vertices import (
     Vertex as Vertex,
@@ -343,12 +344,17 @@ class _Builder:
         through = access.copy()  # by a relay, where there is one
         through[relayed] = np.arange(len(writes.tensor))[-count:] if count else -1
         tensor = np.concatenate([relayed, reads.tensor[:own]])
-        write = np.concatenate([access[relayed], through[reads.tensor[:own]]])
+        is_like = self._is_like(reads.site[:own])
+        read_from = np.where(
+            is_like, access[reads.tensor[:own]], through[reads.tensor[:own]]
+        )
+        write = np.concatenate([access[relayed], read_from])
         reading = np.concatenate([np.arange(own, own + count), np.arange(own)])
         kind = np.where(through[tensor] != access[tensor], FROM_RELAY, PLAIN)
         kind[:count] = np.where(np.isin(relayed, self._lasting), TO_LASTING, PLAIN)
         if not self.counts_memory:
             kind[:] = PLAIN
+        kind[count:][is_like] = AS_MADE
         rank = np.zeros(len(self.graph.tensors), np.intp)
         rank[read] = np.arange(len(read))
         order = 2 * rank[tensor] + (np.arange(len(tensor)) >= count)
@@ -373,6 +379,14 @@ class _Builder:
             for row in examples.tolist()
         ]
         return TypedEdges.of(types, number, first[kept], second[kept])
+
+    def _is_like(self, site: np.ndarray) -> np.ndarray:
+        """[reads] which only say where another operand lies (`rules/relayout.py`)."""
+        columns = self.graph.columns
+        kinds = [columns.operators[row].kind for row in columns.examples.tolist()]
+        is_like = np.array([kind == RELAYOUT_LIKE for kind in kinds], bool)
+        index = columns.index[is_like[columns.alike]]
+        return (site[:, 0] == OPERAND) & np.isin(site[:, 1], index) & (site[:, 2] == 1)
 
     def _weights(self) -> np.ndarray:
         """[tensors] by how much the seconds of moving each are multiplied."""

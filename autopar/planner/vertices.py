@@ -149,9 +149,9 @@ class VertexColumns(MadeWhenRead[Vertex]):
             ]
             for each in self.choices
         ]
-        sizes = [len(part) for part in parts]
-        starts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.intp)
-        return starts, np.concatenate(parts), tuple(numbers)
+        ends = np.cumsum([len(part) for part in parts], dtype=np.intp)
+        starts = np.concatenate([np.zeros(1, np.intp), ends[:-1]])
+        return starts, np.concatenate([*parts, np.zeros(0, np.intp)]), tuple(numbers)
 
     def chosen_specs(self, of: Accesses, choices: Sequence[int]) -> np.ndarray:
         """[accesses] the spec of each under a choice per vertex, by number."""

@@ -1,4 +1,4 @@
-"""A value laid out like another: `autopar.relayout_like`, and gradients of relayouts."""
+"""A value laid out like another: `autopar.relayout_like`, gradients of relayouts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`autopar.relayout` and `relayout_like`: other places for a value, and back for its
-gradient.
+"""`autopar.relayout` and `relayout_like`: a value elsewhere, its gradient where it was.
 
 `relayout_like` is a primitive of two operands that gives its first; the planner reads
 the second as it lies, and the rule (`rules/relayout.py`) lays the first out like it.
@@ -40,7 +39,7 @@ def relayout(x: T, spec: PartitionSpec) -> T:
     Raises:
       TypeError, ValueError: as `autopar.pin`.
     """
-    return jax.tree.map(lambda leaf: _relayout(jnp.asarray(leaf), spec), x)
+    return jax.tree.map(lambda leaf: _relayout_leaf(leaf, spec), x)
 
 
 def relayout_like(x: T, like: T) -> T:
@@ -59,6 +58,15 @@ def relayout_like(x: T, like: T) -> T:
     return jax.tree.map(_relayout_leaf_like, x, like)
 
 
+def _relayout_leaf(leaf: Any, spec: PartitionSpec) -> jax.Array:
+    array = jnp.asarray(leaf)
+    return _relayout(array, spec) if _has_gradient(array) else pin(array, spec)
+
+
+def _has_gradient(array: jax.Array) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.inexact)
+
+
 def _relayout_leaf_like(x: Any, like: Any) -> jax.Array:
     array, other = jnp.asarray(x), jnp.asarray(like)
     if array.shape != other.shape:
@@ -66,7 +74,9 @@ def _relayout_leaf_like(x: Any, like: Any) -> jax.Array:
             f"relayout_like requires arrays of one shape, but got {array.shape} and "
             f"{other.shape}; use autopar.relayout(x, spec)."
         )
-    return _relayout_like(array, jax.lax.stop_gradient(other))
+    if not _has_gradient(array):
+        return relayout_like_p.bind(array, other)
+    return _relayout_like(array, other)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -96,15 +106,6 @@ def _(
     return _relayout_like(x, like), relayout_like_p.bind(tangent, like)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    """Linear in the first operand; the second is looked at, not computed with."""
-    (x, like), (tangent, _) = primals, tangents
-    result = relayout_like_p.bind(x, like)
-    if isinstance(tangent, ad.Zero):
-        return result, ad.Zero.from_primal_value(result)
-    return result, relayout_like_p.bind(tangent, like)
-
-
 def _transpose(cotangent: Any, x: Any, like: Any) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [cotangent, None]
@@ -113,21 +114,18 @@ def _transpose(cotangent: Any, x: Any, like: Any) -> list[Any]:
 
 def _batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
     """Both with the new dim in one place; one that has none gets copies."""
-    sizes = [
-        x.shape[d]
-        for x, d in zip(args, dims, strict=True)
-        if d is not batching.not_mapped
-    ]
-    x, like = (
-        batching.bdim_at_front(arg, dim, sizes[0])
-        for arg, dim in zip(args, dims, strict=True)
-    )
+    pairs = list(zip(args, dims, strict=True))
+    size = next(arg.shape[dim] for arg, dim in pairs if dim is not None)
+    x, like = (batching.bdim_at_front(arg, dim, size) for arg, dim in pairs)
     return relayout_like_p.bind(x, like), 0
 
 
 relayout_like_p.def_impl(lambda x, like: x)
 relayout_like_p.def_abstract_eval(lambda x, like: x)
 mlir.register_lowering(relayout_like_p, lambda context, x, like: [x])
-ad.primitive_jvps[relayout_like_p] = _jvp
+# Linear in the first operand; the second is looked at, not computed with.
+ad.defjvp(
+    relayout_like_p, lambda tangent, x, like: relayout_like_p.bind(tangent, like), None
+)
 ad.primitive_transposes[relayout_like_p] = _transpose
 batching.primitive_batchers[relayout_like_p] = _batch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -69,18 +70,25 @@ class _Prices:
         return self._links[key]
 
 
+@lru_cache(maxsize=16)
+def _paths_on(mesh: MeshShape, cluster: Cluster) -> dict[tuple[Spec, Spec], _Path]:
+    """What was found so far; plans of one process share it."""
+    del mesh, cluster
+    return {}
+
+
 class Resharder:
     """Paths and their costs on one mesh; each distinct pair of specs is solved once."""
 
     def __init__(self, mesh: MeshShape, cluster: Cluster) -> None:
         self.mesh, self.cluster = mesh, cluster
-        self._prices = _Prices(mesh, cluster)
+        self.prices = _Prices(mesh, cluster)
         self._fine, self._parts = refined_mesh(mesh)
         self._fine_prices = _Prices(self._fine, cluster)
         self._permuted = PermutedPaths(
             self._fine.axis_sizes, self._parts, self._fine_prices.seconds
         )
-        self._paths: dict[tuple[Spec, Spec], _Path] = {}
+        self._paths = _paths_on(mesh, cluster)
         self._index_by_spec: dict[Spec, int] = {}
         self._table = np.empty((0, 0, 2))  # seconds, seconds per byte; nan if not known
 
@@ -133,14 +141,14 @@ class Resharder:
 
     def _cheapest(self, start: Placement, goal: Placement) -> _Path:
         sizes = self.mesh.axis_sizes
-        cost, direct = direct_path(start, goal, sizes, self._prices.seconds)
+        cost, direct = direct_path(start, goal, sizes, self.prices.seconds)
         if len(direct) > 1:  # one step alone sends no more than what the goal lacks
             ends = start.renamed(self._parts), goal.renamed(self._parts)
             permuted = self._permuted.path(*ends, cost)
             if permuted is not None:
                 path = self._fine_prices.path(permuted)
                 return replace(path, steps=tuple(map(self._in_mesh, permuted)))
-        return self._prices.path(direct)
+        return self.prices.path(direct)
 
     def _in_mesh(self, step: Step) -> Step:
         """A step along axes of the finer mesh as one along those of the mesh."""

@@ -171,7 +171,11 @@ class Simulator:
         bounds = (
             _equal_bounds(self.model, len(plan.layouts))
             if plan.system.has_equal_stages
-            else _balanced_bounds(busy)
+            else _balanced_bounds(
+                busy,
+                [self._state_bytes(plan.system, each) for each in plan.layouts],
+                self.budget_bytes,
+            )
         )
         if bounds is None:
             return None
@@ -220,6 +224,17 @@ class Simulator:
         held = self.costs(layout).param_bytes[units].sum()
         local = held / self.model.itemsize
         return min(whole / layout.size, local) if system.splits_state else local
+
+    def _state_bytes(self, system: System, layout: Layout) -> np.ndarray:
+        """Parameters, gradients and optimizer state of each unit in the sequence."""
+        key = "state", system, layout
+        if key not in self._seconds:
+            costs, units = self.costs(layout), range(len(self.model.units))
+            state = [self._state_params(system, layout, np.array([u])) for u in units]
+            held = costs.param_bytes + costs.gradient_bytes
+            held = held + self.model.state_bytes * np.array(state)
+            self._seconds[key] = held[np.array(self.model.sequence)]
+        return self._seconds[key]
 
     def _peak_bytes(
         self, plan: Plan, index: int, units: np.ndarray, size: int
@@ -300,10 +315,18 @@ def _equal_bounds(model: UnitModel, stages: int) -> tuple[int, ...] | None:
     return (0, *inner, len(model.sequence))
 
 
-def _balanced_bounds(busy: Sequence[np.ndarray]) -> tuple[int, ...] | None:
-    """Contiguous units for each stage, so that the slowest is as fast as can be."""
+def _balanced_bounds(
+    busy: Sequence[np.ndarray],
+    held: Sequence[np.ndarray] | None = None,
+    capacity: float = 0.0,
+) -> tuple[int, ...] | None:
+    """Contiguous units for each stage, so that the slowest is as fast as can be.
+
+    `held` [units] by stage are bytes of state, of which no stage has above `capacity`.
+    """
     number = len(busy[0])
     sums = [np.concatenate([[0.0], np.cumsum(each)]) for each in busy]
+    states = [np.concatenate([[0.0], np.cumsum(each)]) for each in held or ()]
 
     def deal(limit: float) -> tuple[int, ...] | None:
         bounds, start = [0], 0
@@ -313,6 +336,9 @@ def _balanced_bounds(busy: Sequence[np.ndarray]) -> tuple[int, ...] | None:
                 np.searchsorted(total, total[start] + limit * (1 + 1e-9), "right")
             )
             end = min(end - 1, number - left)
+            if states:
+                most = states[index][start] + capacity
+                end = min(end, int(np.searchsorted(states[index], most, "right")) - 1)
             if end <= start:
                 return None
             bounds.append(end)

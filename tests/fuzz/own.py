@@ -21,7 +21,7 @@ MESHES = {"ROWS_AND_COLUMNS": (2, 4)}
 ROWS_AND_COLUMNS = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 # What the text of a program may name of these.
 FUNCTIONS = "batched called doubled exchanged halved in_rows partitioned product_p "
-FUNCTIONS = (FUNCTIONS + "solved").split()
+FUNCTIONS = (FUNCTIONS + "solved laid_like").split()
 _BOTH = PartitionSpec("x", "y")
 
 
@@ -102,6 +102,11 @@ def solved(x: jax.Array) -> jax.Array:
         return b @ jnp.linalg.inv(matrix)
 
     return lax.custom_linear_solve(multiply, x, solve, solve)
+
+
+def laid_like(x: jax.Array, y: jax.Array) -> jax.Array:
+    """`x` where `y` lies, of one shape."""
+    return autopar.relayout_like(x, y)
 
 
 def in_rows(x: jax.Array, mesh: Mesh) -> jax.Array:

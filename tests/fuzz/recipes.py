@@ -48,6 +48,7 @@ ELEMENTS = """
     add :: {c} + lax.conj({c})
     add_any :: jax.grad(lambda a: jnp.sum(jnp.sin(a) * jnp.tanh(a)))({x})
     and :: {p} & {q}
+    autopar_relayout_like :: laid_like({x}, {y})
     bitcast_convert_type :: lax.bitcast_convert_type({x}, jnp.int32)
     bitcast_convert_type :: lax.bitcast_convert_type({x}, jnp.uint8)
     clamp :: lax.clamp({x} - 1, {y}, {x} + 1)

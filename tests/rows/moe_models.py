@@ -42,7 +42,8 @@ class Experts:
         weights, experts = jax.lax.top_k(gates, self.top)
         weights = weights / weights.sum(-1, keepdims=True) if self.top > 1 else weights
         chosen = jax.nn.one_hot(experts, self.experts)  # [G, S, top, E]
-        combine, taken = 0.0, jnp.zeros((len(gates), 1, self.experts))
+        combine = jnp.zeros((*chosen.shape[:2], self.experts, self.capacity))
+        taken = jnp.zeros((len(gates), 1, self.experts))
         for rank in range(self.top):  # all first choices come before any second one
             each = chosen[:, :, rank]
             place = taken + jnp.cumsum(each, axis=1) - each

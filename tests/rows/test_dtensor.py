@@ -176,14 +176,29 @@ def test_dt_6_a_variable_keeps_its_layout_and_its_memory() -> None:
         assert after == before
 
 
-def test_dt_6_assigning_another_layout_is_refused() -> None:
+@pytest.mark.parametrize("how", ["pin", "constraint"])
+def test_dt_6_assigning_another_layout_is_refused(how: str) -> None:
+    """The error names both places, and says what to do."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    other = NamedSharding(mesh, P(None, "x"))
+
     def assign(kernel: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         kernel, value = decay(kernel, x)
-        return autopar.pin(kernel, P(None, "x")), value
+        if how == "pin":
+            return autopar.pin(kernel, other.spec), value
+        return jax.lax.with_sharding_constraint(kernel, other), value
 
-    step = autopar.parallelize(assign, mesh="x:8", pins={"kernel": P("x")})
-    with pytest.raises(ValueError, match="kernel comes in as .* and is returned as"):
-        step.plan(jnp.ones((256, 256)), jnp.ones((8, 256)))
+    place = {"pin": r"autopar\.pin", "constraint": "sharding_constraint"}[how]
+    said = (
+        r"kernel comes in as .*'x'.* by its pin and is returned as .*None, 'x'.* by "
+        rf"{place} at \S*test_dtensor.*; leave out one of the two"
+    )
+    arrays = jnp.ones((256, 256)), jnp.ones((8, 256))
+    step = autopar.parallelize(assign, mesh=mesh, pins={"kernel": P("x")})
+    with pytest.raises(ValueError, match=said):
+        step.plan(*arrays)
+    agreeing = autopar.parallelize(assign, mesh=mesh, pins={"kernel": other.spec})
+    assert agreeing.plan(*arrays)
 
 
 def test_dt_6_a_value_in_another_layout_is_moved_and_comes_back_in_its_own() -> None:

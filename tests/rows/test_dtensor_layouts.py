@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.lowering.lowered_step import Compiled
 from autopar.sharding.layouts import (
     batch_sharded,
     inner_sharded,
@@ -146,35 +147,95 @@ def test_dt_2_the_specs_that_a_plan_prints_can_be_pinned() -> None:
     assert "[-, x+y]" in str(plan)
 
 
+ROW, COLUMN = P("x"), P(None, "x")
+GATHER, EXCHANGE = ("all_gather", "x"), ("all_to_all", "x")
+# Where x lies, where to, and what the way there and that of the gradient back cost.
+RELAYOUTS: dict[str, tuple[P, P, dict[Any, Any], dict[Any, Any]]] = {
+    "split": (P(), ROW, {}, {GATHER: [16_384]}),
+    "gathered": (ROW, P(), {GATHER: [16_384]}, {}),
+    "moved": (ROW, COLUMN, {EXCHANGE: [2_048]}, {EXCHANGE: [2_048]}),
+}
+
+
+def shard_shape(compiled: Compiled) -> tuple[int, ...]:
+    """Of the only result."""
+    (sharding,) = jax.tree.leaves(compiled.compiled.output_shardings)
+    assert isinstance(sharding, NamedSharding)
+    return sharding.shard_shape((64, 64))
+
+
+@pytest.mark.parametrize("name", RELAYOUTS)
 def test_dt_3_relayout_costs_nothing_one_way_and_a_gather_the_other(
-    mesh_1d: Mesh,
+    mesh_1d: Mesh, name: str
 ) -> None:
-    for source, target, expected in (
-        (P(), P("x"), {}),
-        (P("x"), P(), {("all_gather", "x"): [16_384]}),
-    ):
-        case = Case(lambda a, t=target: autopar.pin(a, t), (random(0, 64, 64),))
-        step = autopar.parallelize(case.step, mesh=mesh_1d, pins={"a": source})
-        assert traffic(run_as_planned(step, *case.args).plan) == expected
+    source, target, there, _ = RELAYOUTS[name]
+    step = autopar.parallelize(
+        lambda a: autopar.relayout(a, target), mesh=mesh_1d, pins={"a": source}
+    )
+    assert traffic(run_as_planned(step, random(0, 64, 64)).plan) == there
 
 
-def test_dt_3_the_gradient_lies_as_what_was_laid_out_anew(mesh_1d: Mesh) -> None:
-    """x by rows is used by columns; its gradient is wanted by rows again."""
+@pytest.mark.parametrize("name", RELAYOUTS)
+def test_dt_3_the_gradient_lies_as_what_was_laid_out_anew(
+    mesh_1d: Mesh, name: str
+) -> None:
+    source, target, there, back = RELAYOUTS[name]
 
     def gradient(x: jax.Array, w: jax.Array) -> jax.Array:
         def loss(x: jax.Array) -> jax.Array:
-            by_columns = autopar.pin(autopar.pin(x, P("x")), P(None, "x"))
-            return jnp.sum(jnp.tanh(by_columns) * w)
+            return jnp.sum(jnp.tanh(autopar.relayout(x, target)) * w)
 
         return jax.grad(loss)(x)
 
-    case = Case(gradient, (random(0, 64, 64), random(1, 64, 64)))
-    step = autopar.parallelize(case.step, mesh=mesh_1d, pins={"w": P(None, "x")})
-    compiled = run_as_planned(step, *case.args)
-    (sharding,) = jax.tree.leaves(compiled.compiled.output_shardings)
-    assert isinstance(sharding, NamedSharding)
-    assert sharding.shard_shape((64, 64)) == (8, 64)
-    assert traffic(compiled.plan) == {("all_to_all", "x"): [2_048] * 2}
+    pins = {"x": source, "w": target}
+    step = autopar.parallelize(gradient, mesh=mesh_1d, pins=pins)
+    compiled = run_as_planned(step, random(0, 64, 64), random(1, 64, 64))
+    parts = [8 if axis else 1 for axis in (*source, None, None)[:2]]
+    assert shard_shape(compiled) == (64 // parts[0], 64 // parts[1])
+    both = {key: there.get(key, []) + back.get(key, []) for key in {**there, **back}}
+    assert traffic(compiled.plan) == both
+
+
+def test_dt_3_relayout_like_and_its_gradient(mesh_1d: Mesh) -> None:
+    """x by rows is laid like w, by columns; its gradient is wanted by rows again."""
+
+    def laid(x: jax.Array, w: jax.Array) -> jax.Array:
+        return autopar.relayout_like(x, w)
+
+    def gradient(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: jnp.sum(jnp.tanh(laid(x, w)) * w))(x)
+
+    for fun, shape, exchanges in ((laid, (64, 8), 1), (gradient, (8, 64), 2)):
+        step = autopar.parallelize(fun, mesh=mesh_1d, pins={"x": ROW, "w": COLUMN})
+        compiled = run_as_planned(step, random(0, 64, 64), random(1, 64, 64))
+        assert shard_shape(compiled) == shape
+        assert traffic(compiled.plan) == {EXCHANGE: [2_048] * exchanges}
+
+
+def test_dt_3_relayouts_change_nothing_elsewhere() -> None:
+    x, w = random(0, 64, 64), random(1, 64, 64)
+
+    def plain(x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(x) * w)
+
+    def relaid(x: jax.Array) -> jax.Array:
+        like = autopar.relayout_like(autopar.relayout(x, P("nowhere")), w)
+        return jnp.sum(jnp.sin(like) * w)
+
+    def second(fun: Any) -> Any:
+        return jax.grad(lambda x: jnp.sum(jax.grad(fun)(x) ** 2))
+
+    for transform in (jax.jit, jax.grad, second):
+        np.testing.assert_array_equal(transform(relaid)(x), transform(plain)(x))
+    found, expected = (jax.jvp(fun, (x,), (w,)) for fun in (relaid, plain))
+    np.testing.assert_array_equal(found, expected)
+    rows = jax.vmap(lambda row: autopar.relayout_like(row, w[0]))(x)
+    np.testing.assert_array_equal(rows, x)
+    assert "autopar" not in jax.jit(relaid).lower(x).as_text()
+    whole = autopar.relayout({"a": 3}, P())
+    assert whole["a"] == autopar.relayout_like(whole, {"a": 0.5})["a"] == 3
+    with pytest.raises(ValueError, match=r"one shape.*\(64, 64\) and \(64,\)"):
+        autopar.relayout_like(x, w[0])
 
 
 FEATURES, HIDDEN, CLASSES, BATCH = 1200, 48, 2, 64

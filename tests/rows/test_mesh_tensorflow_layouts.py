@@ -219,7 +219,14 @@ RELAYOUTS_2D = {
     "gather one": ("2x4", P("x", "y"), P(None, "y"), {"all_gather": [4 * KIB]}),
     "move one": ("2x4", P(("x", "y")), P("x", "y"), {"all_to_all": [2 * KIB]}),
     "other axis": ("2x2", P("x"), P("y"), {"collective_permute": [8 * KIB]}),
+    "other longer axis": ("2x4", P("x"), P("y"), {"collective_permute": [4 * KIB]}),
     "swap": ("2x2", P("x", "y"), P("y", "x"), {"collective_permute": [4 * KIB]}),
+    "swap of two sizes": (
+        "2x4",
+        P("x", "y"),
+        P("y", "x"),
+        {"all_to_all": [2 * KIB], "collective_permute": [2 * KIB]},
+    ),
 }
 
 

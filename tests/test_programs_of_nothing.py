@@ -1,0 +1,79 @@
+"""Programs of no operators, arguments or elements: planned and run all the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import autopar
+from tests.like_jit import assert_same
+
+X = jnp.arange(16.0).reshape(8, 2)
+
+
+def scanned_cond(x: jax.Array) -> Any:
+    def body(carry: jax.Array, row: jax.Array) -> tuple[jax.Array, tuple[()]]:
+        return lax.cond(row.sum() > 9, lambda c: c, lambda c: c, carry), ()
+
+    return lax.scan(body, x, x)
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "nothing": (lambda: (), ()),
+    "constant": (lambda: jnp.float32(1), ()),
+    "literal": (lambda x: jnp.asarray(3.0), (X,)),
+    "identity": (lambda x: x, (X,)),
+    "twice": (lambda x: (x, x), (X,)),
+    "unused argument": (lambda x, y: x + 1, (X, X)),
+    "no argument used": (lambda x: jnp.zeros(3), (X,)),
+    "empty tree": (lambda tree: tree, ({},)),
+    "branches that pass": (
+        lambda x: lax.cond(x[0, 0] > 0, lambda a: a, jnp.copy, x),
+        (X,),
+    ),
+    "branches that make": (
+        lambda x: lax.cond(
+            x[0, 0] > 0, lambda _: jnp.ones(3), lambda _: jnp.zeros(3), x
+        ),
+        (X,),
+    ),
+    "scan that passes": (lambda x: lax.scan(lambda c, row: (c, row), x, x), (X,)),
+    "scan of no rounds": (
+        lambda x: lax.scan(lambda c, _: (c, None), x, None, length=0),
+        (X,),
+    ),
+    "cond in a scan": (scanned_cond, (X,)),
+    "while that passes": (
+        lambda x: lax.while_loop(
+            lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1]), (0, x)
+        ),
+        (X,),
+    ),
+    "while of no rounds": (
+        lambda x: lax.while_loop(lambda _: False, lambda c: c, x),
+        (X,),
+    ),
+    "no elements": (lambda x: x * 2, (jnp.zeros((0, 3)),)),
+    "scalar": (lambda x: x + 1, (jnp.float32(2),)),
+    "jit that passes": (lambda x: jax.jit(lambda y: y)(x), (X,)),
+    "checkpoint that passes": (lambda x: jax.checkpoint(lambda y: y)(x), (X,)),
+    "key": (jax.random.split, (jax.random.key(0),)),
+}
+
+
+@pytest.mark.parametrize("mesh", ["x:8", "x:4;y:2"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_runs_as_under_jit(name: str, mesh: str) -> None:
+    function, args = PROGRAMS[name]
+    step = autopar.parallelize(function, mesh=mesh, donate_argnums=())
+    assert_same(step(*args), jax.jit(function)(*args))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_it_fits_a_budget(name: str) -> None:
+    function, args = PROGRAMS[name]
+    step = autopar.parallelize(function, mesh="x:8", memory_budget=10**6)
+    assert step.plan(*args).predicted.peak_bytes <= 10**6

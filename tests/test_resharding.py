@@ -1,0 +1,269 @@
+"""Paths between specs: what they give, what they cost, what the programs then hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh
+
+from autopar.audit.audit import audit
+from autopar.audit.compiled_collectives import collectives_in_compiled
+from autopar.audit.lowered_collectives import collectives_in_lowered
+from autopar.clusters.cluster import Cluster
+from autopar.lowering.collectives import apply_step
+from autopar.sharding.collective import Collective
+from autopar.sharding.direct_paths import direct_path
+from autopar.sharding.mesh import MeshShape
+from autopar.sharding.permuted_paths import refined_mesh
+from autopar.sharding.placement import Step, placement_of
+from autopar.sharding.resharding import Resharder
+from autopar.sharding.spec import REPLICATED, SUM, Spec, num_shards, to_partition_spec
+
+CLUSTER = Cluster.preset("8xH100")
+BYTES = float(1 << 24)
+MESHES = {
+    "2x2": MeshShape(("x", "y"), (2, 2)),
+    "2x4": MeshShape(("x", "y"), (2, 4)),
+    "4x2": MeshShape(("x", "y"), (4, 2)),
+    "2x2x2": MeshShape(("x", "y", "z"), (2, 2, 2)),
+}
+Pair = tuple[Spec, Spec]
+
+
+def pairs_of(states: Iterable[int], num_axes: int, most: int = 256) -> list[Pair]:
+    """All pairs of specs with these states, or as many of them by chance."""
+    specs = list(product(states, repeat=num_axes))
+    pairs = list(product(specs, specs))
+    return pairs if len(pairs) <= most else random.Random(0).sample(pairs, most)
+
+
+class Devices:
+    """Shards on the devices of a mesh, and the steps, written with numpy."""
+
+    def __init__(self, resharder: Resharder) -> None:
+        self.resharder, self.sizes = resharder, resharder.mesh.axis_sizes
+        self.positions = list(product(*map(range, self.sizes)))
+        self.laid = cache(self._lay)
+
+    def _lay(self, rank: int, spec: Spec, size: int = 8) -> list[np.ndarray]:
+        """Shards of 0, 1, ...; of a pending sum, with noise that adds to nothing."""
+        whole = np.arange(size**rank).reshape((size,) * rank)
+        shards = []
+        for position in self.positions:
+            shard = whole
+            for dim in range(whole.ndim):
+                for axis in (a for a, state in enumerate(spec) if state == dim):
+                    parts = np.split(shard, self.sizes[axis], dim)
+                    shard = parts[position[axis]]
+            shards.append(shard)
+        noise = np.random.default_rng(0)
+        for group in self.pending_groups(spec):
+            for device in group[1:]:
+                part = noise.integers(-9, 9, shards[device].shape)
+                shards[group[0]] = shards[group[0]] - part
+                shards[device] = part
+        return shards
+
+    def pending_groups(self, spec: Spec) -> list[list[int]]:
+        """Devices whose shards add up, alone where nothing is pending."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for device, position in enumerate(self.positions):
+            key = [i for i, s in zip(position, spec, strict=True) if s != SUM]
+            groups.setdefault(tuple(key), []).append(device)
+        return list(groups.values())
+
+    def run(self, shards: Sequence[np.ndarray], step: Step) -> list[np.ndarray]:
+        """The shards after a step."""
+        if not step.is_collective:
+            (axis,) = step.axes
+            stride, size = step.part or (1, self.sizes[axis])
+            index = [position[axis] // stride % size for position in self.positions]
+            if step.kind == "mask":
+                return [s * (i == 0) for s, i in zip(shards, index, strict=True)]
+            return [
+                np.split(shard, size, step.dim)[i]
+                for shard, i in zip(shards, index, strict=True)
+            ]
+        found: dict[int, np.ndarray] = {}
+        for group in self.resharder.groups(step):
+            parts = [shards[device] for device in group]
+            for member, device in enumerate(group):
+                match step.kind:
+                    case "all_gather":
+                        found[device] = np.concatenate(parts, step.dim)
+                    case "all_reduce":
+                        found[device] = sum(parts, np.zeros_like(parts[0]))
+                    case "reduce_scatter":
+                        total = sum(parts, np.zeros_like(parts[0]))
+                        found[device] = np.split(total, len(group), step.dim)[member]
+                    case "all_to_all":
+                        cut = [np.split(p, len(group), step.target_dim) for p in parts]
+                        mine = [pieces[member] for pieces in cut]
+                        found[device] = np.concatenate(mine, step.dim)
+                    case _:
+                        found[group[1]] = parts[0]
+        assert len(found) == len(shards), "a device got nothing"
+        return [found[device] for device in range(len(shards))]
+
+
+def assert_right(resharder: Resharder, rank: int, pairs: Iterable[Pair]) -> None:
+    devices = Devices(resharder)
+    for source, target in pairs:
+        shards = devices.laid(rank, source)
+        for step in resharder.steps(source, target):
+            shards = devices.run(shards, step)
+            assert shards[0].size == 8**rank * step.fraction, (source, target, step)
+        closed = tuple(REPLICATED if state == SUM else state for state in target)
+        expected = devices.laid(rank, closed)
+        for group in devices.pending_groups(target):
+            total = sum(shards[device] for device in group)
+            assert np.array_equal(total, expected[group[0]]), (source, target)
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_path_leads_where_it_says(mesh: str, rank: int) -> None:
+    resharder = Resharder(MESHES[mesh], CLUSTER)
+    pairs = pairs_of(range(-1, rank), resharder.mesh.num_axes)
+    assert_right(resharder, rank, pairs)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_paths_from_and_to_pending_sums(mesh: str) -> None:
+    resharder = Resharder(MESHES[mesh], CLUSTER)
+    assert_right(resharder, 2, pairs_of(range(-2, 2), resharder.mesh.num_axes))
+
+
+@pytest.mark.parametrize("sizes", [(6, 4), (1, 8), (3, 2, 2), (12,), (1,)])
+def test_sizes_that_share_factors_or_none(sizes: tuple[int, ...]) -> None:
+    mesh = MeshShape(("x", "y", "z")[: len(sizes)], sizes)
+    resharder = Resharder(mesh, Cluster.preset("8x8xH100"))
+    devices = Devices(resharder)
+    for source, target in pairs_of((-1, 0, 1), len(sizes), 100):
+        parts = [num_shards(spec, sizes) for spec in (source, target)]
+        if any(24 % part for part in parts):
+            continue
+        shards = devices.laid(2, source, 24)
+        for step in resharder.steps(source, target):
+            shards = devices.run(shards, step)
+        assert all(map(np.array_equal, shards, devices.laid(2, target, 24)))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fine"),
+    [
+        ((2, 4), (2, 2, 2)),
+        ((8, 8), (8, 8)),
+        ((4, 16), (4, 4, 4)),
+        ((6, 4), (2, 3, 2, 2)),
+        ((1, 5), (5,)),
+        ((1,), (1,)),
+    ],
+)
+def test_axes_are_cut_where_sizes_share_a_factor(
+    sizes: tuple[int, ...], fine: tuple[int, ...]
+) -> None:
+    found, parts = refined_mesh(MeshShape(("x", "y")[: len(sizes)], sizes))
+    assert found.axis_sizes == fine and len(parts) == len(sizes)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_no_path_costs_more_than_one_without_a_permutation(mesh: str) -> None:
+    resharder = Resharder(MESHES[mesh], CLUSTER)
+    prices = resharder.prices
+    cheaper = 0
+    for source, target in pairs_of(range(-1, 2), resharder.mesh.num_axes):
+        ends = placement_of(source, 2), placement_of(target, 2)
+        direct, _ = direct_path(*ends, resharder.mesh.axis_sizes, prices.seconds)
+        fixed, per_byte = resharder.seconds(source, target)
+        assert fixed + per_byte * BYTES <= direct * (1 + 1e-9)
+        cheaper += fixed + per_byte * BYTES < direct * 0.99
+    assert cheaper
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_no_detour_is_cheaper(mesh: str) -> None:
+    """By way of a spec that cuts no dim finer than the ends do."""
+    resharder = Resharder(MESHES[mesh], CLUSTER)
+    sizes = resharder.mesh.axis_sizes
+    specs = list(product((-1, 0, 1), repeat=len(sizes)))
+    fixed, per_byte = resharder.affine_matrices(specs, specs)
+    seconds = fixed + per_byte * BYTES
+    counts = np.array([placement_of(spec, 2).counts(sizes) for spec in specs])
+    most = np.maximum(counts[:, None], counts[None, :])  # [source, target, dim]
+    for way in range(len(specs)):
+        detour = seconds[:, [way]] + seconds[[way], :]
+        allowed = (counts[way] <= most).all(-1)
+        assert (seconds <= detour * (1 + 1e-9) + 1e-9)[allowed].all(), specs[way]
+
+
+def exchanging(resharder: Resharder, rank: int, most: int) -> list[Pair]:
+    """Pairs of specs whose paths exchange shards, or use parts of an axis."""
+    states = range(-1, rank)
+    found = [
+        pair
+        for pair in pairs_of(states, resharder.mesh.num_axes, 1000)
+        if any(step.groups or step.part for step in resharder.steps(*pair))
+    ]
+    return found if len(found) <= most else random.Random(1).sample(found, most)
+
+
+@pytest.mark.parametrize("mesh", ["2x4", "2x2x2"])
+def test_programs_give_the_values_with_the_predicted_collectives(mesh: str) -> None:
+    """Every path in one program, each from an array of its own."""
+    shape = MESHES[mesh]
+    resharder = Resharder(shape, CLUSTER)
+    pairs = exchanging(resharder, 2, 6)
+    assert pairs
+    devices = np.array(jax.devices()[: shape.size]).reshape(shape.axis_sizes)
+    grid = Mesh(devices, shape.axis_names, axis_types=(AxisType.Auto,) * devices.ndim)
+
+    def change(*arrays: jax.Array) -> list[jax.Array]:
+        results = []
+        for (source, target), x in zip(pairs, arrays, strict=True):
+            x = lax.optimization_barrier(x)
+            for step in resharder.steps(source, target):
+                x = apply_step(x, step, shape)
+            results.append(x)
+        return results
+
+    specs: list[list[Any]] = [
+        [to_partition_spec(spec, 2, shape.axis_names) for spec in ends]
+        for ends in zip(*pairs, strict=True)
+    ]
+    program = jax.jit(
+        jax.shard_map(
+            change,
+            mesh=grid,
+            in_specs=tuple(specs[0]),
+            out_specs=specs[1],
+            check_vma=False,
+        )
+    )
+    arrays = [
+        jnp.arange(32.0 * 16).reshape(32, 16) + 1000 * i for i in range(len(pairs))
+    ]
+    for got, expected in zip(program(*arrays), arrays, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    planned = [
+        Collective(
+            *(step.kind, resharder.groups(step), "float32"),
+            round(32 * 16 * 4 * step.fraction),
+        )
+        for pair in pairs
+        for step in resharder.steps(*pair)
+        if step.is_collective
+    ]
+    lowered = program.lower(*arrays)
+    compiled = collectives_in_compiled(lowered.compile().as_text() or "")
+    found = audit(planned, collectives_in_lowered(lowered), compiled, num_devices=8)
+    assert found.ok, found
