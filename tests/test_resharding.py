@@ -143,19 +143,20 @@ def test_paths_from_and_to_pending_sums(mesh: str) -> None:
     assert_right(resharder, 2, pairs_of(range(-2, 2), resharder.mesh.num_axes))
 
 
-@pytest.mark.parametrize("sizes", [(6, 4), (1, 8), (3, 2, 2), (12,), (1,)])
+@pytest.mark.parametrize("sizes", [(6, 4), (1, 8), (3, 2, 2), (12,), (1,), (2, 32), (2, 4, 8)])
 def test_sizes_that_share_factors_or_none(sizes: tuple[int, ...]) -> None:
     mesh = MeshShape(("x", "y", "z")[: len(sizes)], sizes)
     resharder = Resharder(mesh, Cluster.preset("8x8xH100"))
     devices = Devices(resharder)
+    size = 64 if 24 % max(sizes) else 24
     for source, target in pairs_of((-1, 0, 1), len(sizes), 100):
         parts = [num_shards(spec, sizes) for spec in (source, target)]
-        if any(24 % part for part in parts):
+        if any(size % part for part in parts):
             continue
-        shards = devices.laid(2, source, 24)
+        shards = devices.laid(2, source, size)
         for step in resharder.steps(source, target):
             shards = devices.run(shards, step)
-        assert all(map(np.array_equal, shards, devices.laid(2, target, 24)))
+        assert all(map(np.array_equal, shards, devices.laid(2, target, size)))
 
 
 @pytest.mark.parametrize(
@@ -167,6 +168,7 @@ def test_sizes_that_share_factors_or_none(sizes: tuple[int, ...]) -> None:
         ((6, 4), (2, 3, 2, 2)),
         ((1, 5), (5,)),
         ((1,), (1,)),
+        ((2, 32), (2, 32)),
     ],
 )
 def test_axes_are_cut_where_sizes_share_a_factor(

@@ -30,11 +30,15 @@ from .placement import (
 from .spec import SUM
 
 
+_MOST_AXES = 4  # of a finer mesh: searches on six take ten times as long
+
+
 def refined_mesh(mesh: MeshShape) -> tuple[MeshShape, list[tuple[int, ...]]]:
     """The same devices with axes whose sizes are equal or coprime, and whose they are.
 
     Returns:
-      The mesh, and for each axis of the given one those that it is made of.
+      The mesh, and for each axis of the given one those that it is made of. Where these
+      would be many, the mesh as it is.
     """
     factors = _coprime_base(mesh.axis_sizes)
     sizes: list[int] = []
@@ -47,6 +51,8 @@ def refined_mesh(mesh: MeshShape) -> tuple[MeshShape, list[tuple[int, ...]]]:
                 size //= factor
         parts.append(tuple(range(first, len(sizes))))
     sizes = sizes or [1]
+    if len(sizes) > max(_MOST_AXES, mesh.num_axes):
+        return mesh, [(axis,) for axis in range(mesh.num_axes)]
     return MeshShape(tuple(map(str, range(len(sizes)))), tuple(sizes)), parts
 
 
@@ -85,7 +91,7 @@ class PermutedPaths:
     """Searches on one mesh.
 
     Args:
-      sizes: of the axes, equal or coprime.
+      sizes: of the axes; equal or coprime ones have the most paths.
       bundles: the axes that make up each axis of the user's mesh.
       price: of a step; the `groups` of a permutation are not yet known.
     """
@@ -136,7 +142,10 @@ class PermutedPaths:
                     break
                 if not before.may_become(after):
                     continue
-                slices, here = self._sliced(before.placement, after)
+                sliced = self._sliced(before.placement, after)
+                if sliced is None:
+                    continue
+                slices, here = sliced
                 axes = moved_axes(here, after.placement, self.sizes)
                 permute = Step("collective_permute", axes, self._fraction(here))
                 cost = ends_cost + sum(map(self.price, (*slices, permute)))
@@ -271,16 +280,19 @@ class PermutedPaths:
 
     def _sliced(
         self, here: Placement, target: _Reached
-    ) -> tuple[list[Step], Placement]:
-        """Slices that cut a placement as finely as another does."""
+    ) -> tuple[list[Step], Placement] | None:
+        """Slices that cut a placement as finely as another does, if axes allow it."""
         steps: list[Step] = []
         for dim, parts in enumerate(target.counts):
             while (count := self._parts(here.dims[dim])) < parts:
-                axis = next(
+                fitting = (
                     axis
                     for axis in self._addable(here, dim, target.placement)
                     if parts % (count * self.sizes[axis]) == 0
                 )
+                axis = next(fitting, None)
+                if axis is None:
+                    return None
                 here = here.append(dim, (axis,))
                 steps.append(Step("slice", (axis,), self._fraction(here), dim))
         return steps, here
