@@ -143,7 +143,9 @@ def test_paths_from_and_to_pending_sums(mesh: str) -> None:
     assert_right(resharder, 2, pairs_of(range(-2, 2), resharder.mesh.num_axes))
 
 
-@pytest.mark.parametrize("sizes", [(6, 4), (1, 8), (3, 2, 2), (12,), (1,), (2, 32), (2, 4, 8)])
+@pytest.mark.parametrize(
+    "sizes", [(6, 4), (1, 8), (3, 2, 2), (12,), (1,), (2, 32), (2, 4, 8)]
+)
 def test_sizes_that_share_factors_or_none(sizes: tuple[int, ...]) -> None:
     mesh = MeshShape(("x", "y", "z")[: len(sizes)], sizes)
     resharder = Resharder(mesh, Cluster.preset("8x8xH100"))

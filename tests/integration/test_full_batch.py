@@ -37,9 +37,7 @@ QUICK = [
     ("mlp", "2_microbatches"),
     ("mlp", "2_stages"),
     ("encoder_decoder", "4_microbatches"),
-    ("encoder_decoder", "2_stages"),
     ("gpt_scanned_tied", "4_microbatches"),
-    ("gpt", "4_stages"),
 ]
 
 
