@@ -29,7 +29,6 @@ from .placement import (
 )
 from .spec import SUM
 
-
 _MOST_AXES = 4  # of a finer mesh: searches on six take ten times as long
 
 
