@@ -37,7 +37,6 @@ QUICK = [
     ("mlp", "2_microbatches"),
     ("mlp", "2_stages"),
     ("encoder_decoder", "4_microbatches"),
-    ("gpt_scanned_tied", "4_microbatches"),
 ]
 
 
