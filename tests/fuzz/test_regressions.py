@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import autopar
 from autopar.sharding.mesh import MeshShape
 from tests.fuzz.oracle import check_function
 from tests.fuzz.plans import Case
@@ -201,3 +202,14 @@ def test_infinity_may_become_nan_where_a_pending_sum_is_multiplied() -> None:
         return jnp.mean(jnp.tanh(y))
 
     check(jax.grad(function), np.arange(20, dtype="f").reshape(5, 4))
+
+
+def test_a_value_laid_like_another_reads_that_as_it_was_made() -> None:
+    """Its program does not read the other, so nothing may be planned to move it."""
+
+    def function(x: jax.Array, y: jax.Array) -> Any:
+        like = autopar.relayout_like(x, y * 2)
+        return autopar.relayout_like(jnp.sin(y), like), x @ y
+
+    x = np.ones((8, 8), np.float32)
+    check(function, x, np.sin(np.arange(64.0, dtype=np.float32)).reshape(8, 8))
