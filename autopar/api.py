@@ -52,7 +52,8 @@ from .pipelines.pipeline_choice import (
 from .pipelines.pipeline_plan import PlannedPipeline
 from .placement.placed_step import plan_placement
 from .planner.planning import Planned, leaves_of, many_signatures
-from .plans.parallel_plan import PinCosts, Plan
+from .plans.parallel_plan import Plan
+from .plans.pin_cost import PinCosts
 from .report.step_origin import with_origin
 from .sharding.mesh import MeshLike
 from .sharding.pins import PinsLike

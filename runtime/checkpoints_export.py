@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -72,7 +73,8 @@ def export_weights(path: str | os.PathLike[str], weights: Any) -> None:
         return
     target = Path(path)
     unfinished = target.with_name(f"{target.name}.unfinished")
-    try:
+    with ExitStack() as undo:
+        undo.callback(unfinished.unlink, missing_ok=True)
         with unfinished.open("wb") as file:
             _write(file, header)
             for name in names:
@@ -81,9 +83,7 @@ def export_weights(path: str | os.PathLike[str], weights: Any) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, target)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+        undo.pop_all()
 
 
 def _header(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ only a pair of choices needs: weight e on each and constant -e hold e for both t
 and nothing for one of them, so that nothing is forbidden that would fit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,3 +95,12 @@ def lowered(
         weights[widest] = weights[widest] + beyond
         weights[widest][choice] = kept
     return MemoryRow(row.nodes, tuple(weights), constant - beyond)
+
+
+def lowered_by_all(
+    row: MemoryRow, own: Sequence[int], others: Iterable[tuple[Sequence[int], float]]
+) -> MemoryRow:
+    """As `lowered`, by (assignment, the most to say of it) one after the other."""
+    for other, most in others:
+        row = lowered(row, own, other, most)
+    return row

@@ -6,6 +6,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -94,15 +95,14 @@ class Batches:
         """
         if self._is_over:
             raise StopIteration
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             if self._ahead is None:
                 batch = self._reader.read()
                 self._position = self._reader.position
             else:
                 batch, self._position = self._ahead.take()
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
         return batch
 
     def close(self) -> None:

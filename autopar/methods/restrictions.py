@@ -14,9 +14,10 @@ import numpy as np
 
 from ..clusters.cluster import Cluster
 from ..planner.pin_choices import ChoicePins
-from ..planner.sharding_problem import Access, ShardingProblem, Vertex
+from ..planner.sharding_problem import ShardingProblem
 from ..planner.spec_choices import SpecChoices
 from ..planner.strategies import operators_to_split, strategy_seconds, tensor_specs
+from ..planner.vertices import Access, Vertex
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State, format_spec
 
 PENDING = frozenset((SUM, MAX, MIN))

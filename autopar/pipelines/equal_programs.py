@@ -11,8 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..graph.op_graph import Constant, Operand, OpGraph
-from ..planner.operator_choices import params_key
+from ..graph.op_graph import Constant, Operand, OpGraph, params_key
 from ..plans.plan import ShardingPlan
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from autopar.solver.assignment import Assignment
 from autopar.solver.budget import solve_within_rows
 from autopar.solver.choice_graph import Infeasible
-from autopar.solver.memory_rows import MemoryRow, lowered
+from autopar.solver.memory_rows import MemoryRow, lowered_by_all
 from autopar.solver.solve import solve
 
 from ..clusters.cluster import Cluster
@@ -178,6 +178,5 @@ class _Search:
         ]
 
     def _lowered(self, row: MemoryRow, own: tuple[int, ...]) -> MemoryRow:
-        for choices, found in self.met.items():
-            row = lowered(row, own, choices, found.plan.predicted.peak_bytes)
-        return row
+        met = ((at, each.plan.predicted.peak_bytes) for at, each in self.met.items())
+        return lowered_by_all(row, own, met)

@@ -22,6 +22,7 @@ from ..graph.dim_names import Dim, DimTies
 from ..graph.op_graph import OpGraph
 from ..methods.layout_rules import LayoutRules, given_names
 from ..sharding.mesh import MeshShape
+from ..sharding.spec import num_shards
 from .program_points import fullest
 
 STRETCHES = 48
@@ -203,11 +204,10 @@ def _states(
 ) -> list[tuple[int | None, ...]]:
     """The axes that the dims of a set may have together."""
     options = [(None, *sorted(axes)) for _, axes in each]
-    chosen = [tuple(a for a in state if a is not None) for state in product(*options)]
     return [
         state
-        for state, axes in zip(product(*options), chosen, strict=True)
-        if len(set(axes)) == len(axes)
+        for state in product(*options)
+        if all(axis is None or state.count(axis) == 1 for axis in state)
     ]
 
 
@@ -227,13 +227,8 @@ def _arguments_and_results(profile: MemoryProfile) -> Iterator[tuple[int, int]]:
     returned = {each.output for each in graph.inputs}
     for position, operand in enumerate(graph.outputs):
         if isinstance(operand, int) and position not in returned:
-            parts = prod(
-                size
-                for size, state in zip(
-                    plan.mesh.axis_sizes, plan.outputs[0][position], strict=True
-                )
-                if state >= 0
-            )
+            spec = plan.outputs[0][position]
+            parts = num_shards(spec, plan.mesh.axis_sizes)
             size = graph.tensors[operand].type.bytes // parts
             held[operand] = held.get(operand, 0) + size
             rest -= size

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from autopar.solver.assignment import Assignment
 from autopar.solver.budget import solve_within_rows
-from autopar.solver.memory_rows import MemoryRow, lowered
+from autopar.solver.memory_rows import MemoryRow, lowered_by_all
 
 from ..clusters.cluster import Cluster
 from ..costs.memory import MemoryProfile, memory_profile
@@ -135,10 +135,8 @@ class MetPlans:
         )
 
     def _lowered(self, given: _Row) -> _Row:
-        row = given.row
-        for each in self.plans:
-            row = lowered(row, given.own, each.choices, each.peak_bytes)
-        return _Row(row, given.own)
+        met = ((each.choices, each.peak_bytes) for each in self.plans)
+        return _Row(lowered_by_all(given.row, given.own, met), given.own)
 
     def cheapest(self, budget_bytes: int) -> MetPlan | None:
         """The cheapest plan met that fits."""

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..clusters.cluster import Cluster
-from ..graph.op_graph import Operator, constant_key
-from ..graph.op_graph import params_key as params_key
+from ..graph.op_graph import Operator, constant_key, params_key
 from ..sharding.mesh import MeshShape
 from .spec_choices import SpecChoices, SpecTable
 from .strategies import Strategies, enumerate_strategies, strategy_seconds

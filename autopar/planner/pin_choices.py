@@ -13,7 +13,8 @@ import numpy as np
 
 from ..errors import InfeasiblePlanError
 from ..sharding.spec import Spec
-from .sharding_problem import ShardingProblem, Vertex
+from .sharding_problem import ShardingProblem
+from .vertices import Vertex
 
 Factors = tuple[str, ...]  # of an operator, by mesh axis
 

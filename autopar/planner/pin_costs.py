@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import Operator, OpGraph
 from ..options import Options
-from ..plans.pin_cost import PinCost as PinCost
-from ..plans.pin_cost import PinCosts as PinCosts
+from ..plans.pin_cost import PinCost, PinCosts
 from ..plans.plan import ShardingPlan
 from ..sharding.pins import FREE
 from .mesh_search import TIGHT_GAP

@@ -34,7 +34,7 @@ from .intra_op import IntraOpSolution, plan_intra_op
 from .least_memory import least_memory
 from .memory_users import infeasible_error
 from .met_plans import MetPlan, MetPlans
-from .sharding_problem import ShardingProblem, build_problem
+from .sharding_problem import build_problem
 
 BUDGET_GAP = 1e-2
 WIDE_GAP = 3e-2
@@ -71,10 +71,8 @@ def plan_within(
     )
     if free.plan.predicted.peak_bytes <= budget_bytes:
         return free
-    resharder = Resharder(mesh, cluster)
-    problem = build_problem(graph, mesh, cluster, resharder, pins, counts_memory=True)
-    problem = restrict(problem, restrictions, cluster)
-    within = _WithinBudget(problem, cluster, resharder, budget_bytes, gap)
+    place = graph, mesh, cluster
+    within = _WithinBudget(*place, pins, restrictions, budget_bytes, gap)
     return within.run(free, finds_least)
 
 
@@ -92,10 +90,8 @@ def plan_least_memory(
     Raises:
       InfeasiblePlanError: it does not fit the budget.
     """
-    resharder = Resharder(mesh, cluster)
-    problem = build_problem(graph, mesh, cluster, resharder, pins, counts_memory=True)
-    problem = restrict(problem, restrictions, cluster)
-    within = _WithinBudget(problem, cluster, resharder, budget_bytes, 0.0)
+    place = graph, mesh, cluster
+    within = _WithinBudget(*place, pins, restrictions, budget_bytes, 0.0)
     found = within.least_found(0)
     if found.peak_bytes > budget_bytes:
         raise infeasible_error(found.profile, budget_bytes)
@@ -105,12 +101,18 @@ def plan_least_memory(
 class _WithinBudget:
     def __init__(
         self,
-        problem: ShardingProblem,
+        graph: OpGraph,
+        mesh: MeshShape,
         cluster: Cluster,
-        resharder: Resharder,
+        pins: Mapping[int, Pin] | None,
+        restrictions: Sequence[Limit],
         budget_bytes: int,
         gap: float,
     ) -> None:
+        resharder = Resharder(mesh, cluster)
+        place = graph, mesh, cluster, resharder
+        problem = build_problem(*place, pins, counts_memory=True)
+        problem = restrict(problem, restrictions, cluster)
         self.place = problem, cluster, resharder
         self.budget_bytes, self.gap = budget_bytes, max(gap, BUDGET_GAP)
         self.free = solve(problem.choice_graph, gap=BUDGET_GAP / 10)

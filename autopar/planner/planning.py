@@ -210,14 +210,13 @@ def plan_graph(
         check_returned_pins(graph, pinned, mesh)
         pins = {**placed, **pinned}
         method, budget_bytes = options.method, budget_of(options, cluster)
-        is_auto = isinstance(method, LayoutRules) and method.is_auto
-        named = None if is_auto else method
-        own = restrictions_of(named, options.rules, graph, mesh, batch)
-        restrictions = (*own, *limits)
-        if isinstance(method, LayoutRules) and is_auto:
+        if isinstance(method, LayoutRules) and method.is_auto:
+            own = restrictions_of(None, options.rules, graph, mesh, batch)
             place = graph, mesh, cluster, batch, budget_bytes
-            found = auto_layout(method, *place, pins=pins, limits=restrictions)
+            found = auto_layout(method, *place, pins=pins, limits=(*own, *limits))
             return found.solution
+        own = restrictions_of(method, options.rules, graph, mesh, batch)
+        restrictions = (*own, *limits)
         for_memory = isinstance(method, ShardParallel) and method.objective == "memory"
         if not restrictions:
             ends = budget_bytes, batch, pins, gap

@@ -41,16 +41,12 @@ from .strategies import is_heavy_operator, operators_to_split, tensor_specs
 from .vertex_builder import VertexBuilder
 from .vertices import (
     OPERAND,
+    Access,
     Pattern,
+    Vertex,
     VertexColumns,
     VertexKind,
     Writers,
-)
-from .vertices import (
-    Access as Access,
-)
-from .vertices import (
-    Vertex as Vertex,
 )
 
 

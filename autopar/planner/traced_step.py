@@ -24,6 +24,7 @@ from ..methods.named_methods import restrictions_of
 from ..methods.restrictions import Limit, Restriction
 from ..options import Options, pins_by_key
 from ..plans.parallel_plan import Plan
+from ..plans.pin_cost import PinCosts
 from ..plans.plan import Prediction, ShardingPlan
 from ..plans.plan_check import check_against
 from ..plans.reasons import Alternative, Reasons
@@ -33,7 +34,7 @@ from ..sharding.spec import Spec, format_spec
 from ..state.placements import placed_pins, placement_pins
 from .mesh_search import TIGHT_GAP
 from .pin_choices import ChoicePins
-from .pin_costs import PinCosts, costs_of_pins, unpinned
+from .pin_costs import costs_of_pins, unpinned
 from .plan_like import likeness_of, options_like
 from .plan_within import plan_within
 from .planning import (

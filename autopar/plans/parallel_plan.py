@@ -18,7 +18,7 @@ from . import explain_choice as _explain_choice
 from . import explain_stages as _explain_stages
 from . import plan_file as _plan_file
 from . import staged_plan_file as _staged_plan_file
-from .pin_cost import PinCosts as PinCosts
+from .pin_cost import PinCosts
 from .plan import Prediction, ShardingPlan
 from .plan_diff import PlanDiff, diff_plans
 from .reasons import PlanSource, StageSource

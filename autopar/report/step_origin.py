@@ -28,11 +28,12 @@ from ..options import Options
 from ..pipelines.pipeline_plan import PlannedPipeline
 from ..pipelines.pipeline_source import PipelineSource
 from ..planner.intra_op import warn_fallbacks
-from ..planner.pin_costs import PinCosts, pin_costs
+from ..planner.pin_costs import pin_costs
 from ..planner.planning import Planned, batch_tensors, plan_graph, roles_of
 from ..planner.traced_step import traced_step
 from ..plans.explain import format_bytes
 from ..plans.parallel_plan import Plan
+from ..plans.pin_cost import PinCosts
 from ..sharding.mesh import MeshShape
 from .findings import Alternative, Findings, MemoryCurve, PinPrice, Section
 from .memory_curves import curve_of_program, curve_of_submesh

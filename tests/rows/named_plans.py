@@ -11,8 +11,9 @@ from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph, tensor_type
 from autopar.graph.op_graph import OpGraph
 from autopar.planner.intra_op import read_plan
-from autopar.planner.sharding_problem import ShardingProblem, Vertex, build_problem
+from autopar.planner.sharding_problem import ShardingProblem, build_problem
 from autopar.planner.strategies import strategy_seconds
+from autopar.planner.vertices import Vertex
 from autopar.plans.parallel_plan import Plan
 from autopar.sharding.mesh import MeshLike, MeshShape, parse_mesh
 from autopar.sharding.resharding import Resharder
