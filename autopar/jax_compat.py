@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -69,6 +69,28 @@ def distributed_store() -> Any:
     return distributed.global_state.client
 
 
+def with_jaxprs(eqn: Any, changed: Callable[[Any], Any]) -> Any:
+    """The equation with each jaxpr in its params `changed`, or itself if none is."""
+
+    def inside(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            jaxpr = changed(value.jaxpr)
+            return value if jaxpr is value.jaxpr else value.replace(jaxpr=jaxpr)
+        if isinstance(value, Jaxpr):
+            return changed(value)
+        if not isinstance(value, tuple):
+            return value
+        values = tuple(map(inside, value))
+        if all(new is old for new, old in zip(values, value, strict=True)):
+            return value
+        return type(value)(*values) if hasattr(value, "_fields") else values
+
+    params = {name: inside(value) for name, value in eqn.params.items()}
+    if all(params[name] is value for name, value in eqn.params.items()):
+        return eqn
+    return eqn.replace(params=params)
+
+
 def dead_code_eliminated(closed: Any) -> Any:
     """The same jaxpr without equations that no output needs; inputs stay all.
 
@@ -95,9 +117,7 @@ def _without_unread(jaxpr: Any) -> Any:
     for eqn in jaxpr.eqns:
         kind = eqn.primitive.name
         if kind in CALLS or kind in _WITH_BODIES:
-            params = {name: _inside(value) for name, value in eqn.params.items()}
-            if any(params[name] is not value for name, value in eqn.params.items()):
-                eqn = eqn.replace(params=params)
+            eqn = with_jaxprs(eqn, _without_unread)
         if kind in _KEPT_WHOLE:
             eqn = _as_plain_call(eqn, eqn.params[CALLS[kind]])
         elif kind == "while":
@@ -108,22 +128,6 @@ def _without_unread(jaxpr: Any) -> Any:
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr
     return jaxpr.replace(eqns=eqns)
-
-
-def _inside(value: Any) -> Any:
-    """A param of an equation, its jaxprs without what they do not read."""
-    if isinstance(value, ClosedJaxpr):
-        shorter = _without_unread(value.jaxpr)
-        return value if shorter is value.jaxpr else value.replace(jaxpr=shorter)
-    if isinstance(value, Jaxpr):
-        return _without_unread(value)
-    if isinstance(value, tuple):
-        values = tuple(_inside(each) for each in value)
-        changed = any(new is not old for new, old in zip(values, value, strict=True))
-        if not changed:
-            return value
-        return type(value)(*values) if hasattr(value, "_fields") else values
-    return value
 
 
 def _as_plain_call(eqn: Any, callee: Any) -> Any:

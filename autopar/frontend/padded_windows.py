@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal
+
+from ..jax_compat import with_jaxprs
 
 
 def with_padded_windows(closed: Any) -> Any:
@@ -32,24 +34,11 @@ def _folded(jaxpr: Any) -> Any:
         elif kind in _DILATIONS and id(eqn.invars[0]) in pads:
             eqn = _reading_unpadded(eqn, pads[id(eqn.invars[0])])
         else:
-            inside = {name: _inside(value) for name, value in params.items()}
-            if any(inside[name] is not value for name, value in params.items()):
-                eqn = eqn.replace(params=inside)
+            eqn = with_jaxprs(eqn, _folded)
         eqns.append(eqn)
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr
     return jaxpr.replace(eqns=eqns)
-
-
-def _inside(value: Any) -> Any:
-    """A param of an equation, with the jaxprs in it folded."""
-    if isinstance(value, ClosedJaxpr):
-        return with_padded_windows(value)
-    if isinstance(value, Jaxpr):
-        return _folded(value)
-    if type(value) is tuple and any(isinstance(v, ClosedJaxpr | Jaxpr) for v in value):
-        return tuple(_inside(each) for each in value)
-    return value
 
 
 _DILATIONS = {

@@ -34,11 +34,8 @@ class StateFlow:
 
 def state_flow(graph: OpGraph, per_example: Collection[int]) -> StateFlow:
     """How state flows in a step, given the tensors that have a batch dim."""
-    following: dict[int, set[int]] = {}
-    preceding: dict[int, set[int]] = {}
-    for source, target in _flow(graph):
-        following.setdefault(source, set()).add(target)
-        preceding.setdefault(target, set()).add(source)
+    sources, targets = _flow(graph)
+    following, preceding = _neighbours(sources, targets), _neighbours(targets, sources)
     state = [i.tensor for i in graph.inputs if i.role == "state"]
     from_examples = _reached(per_example, following)
     for_examples = _reached(per_example, preceding)
@@ -56,10 +53,8 @@ def state_flow(graph: OpGraph, per_example: Collection[int]) -> StateFlow:
 
 def made_of(graph: OpGraph, tensors: Iterable[int]) -> set[int]:
     """The tensors, and all that is made of them."""
-    following: dict[int, set[int]] = {}
-    for source, target in _flow(graph):
-        following.setdefault(source, set()).add(target)
-    return _reached(tensors, following)
+    sources, targets = _flow(graph)
+    return _reached(tensors, _neighbours(sources, targets))
 
 
 def spread_marks(
@@ -69,7 +64,7 @@ def spread_marks(
 
     `backwards`: to all that it is made of instead, also in earlier turns of a loop.
     """
-    sources, targets = _flow_arrays(graph)
+    sources, targets = _flow(graph)
     if backwards:
         around = np.array(list(_around_loops(graph)), np.intp).reshape(-1, 2)
         sources, targets = (
@@ -87,10 +82,8 @@ def spread_marks(
 
 def makers_of(graph: OpGraph, tensors: Iterable[int]) -> set[int]:
     """The tensors, and all that they are made of."""
-    preceding: dict[int, set[int]] = {}
-    for source, target in _flow(graph):
-        preceding.setdefault(target, set()).add(source)
-    return _reached(tensors, preceding)
+    sources, targets = _flow(graph)
+    return _reached(tensors, _neighbours(targets, sources))
 
 
 def _around_loops(graph: OpGraph) -> Iterator[tuple[int, int]]:
@@ -107,6 +100,13 @@ def _around_loops(graph: OpGraph) -> Iterator[tuple[int, int]]:
                     yield left, next_one
 
 
+def _neighbours(tensors: np.ndarray, others: np.ndarray) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = {}
+    for tensor, other in zip(tensors.tolist(), others.tolist(), strict=True):
+        found.setdefault(tensor, set()).add(other)
+    return found
+
+
 def _reached(
     starts: Iterable[int], neighbours: Mapping[int, Collection[int]]
 ) -> set[int]:
@@ -120,20 +120,8 @@ def _reached(
     return found
 
 
-def _flow(graph: OpGraph) -> Iterator[tuple[int, int]]:
-    """Each pair of a tensor and one that is made of it."""
-    for op in graph.operators():
-        if op.kind in STRUCTURED and op.kind != SHARD_MAP:
-            yield from _port_flow(graph, op)
-        else:
-            for result in op.results:
-                for operand in op.operands:
-                    if isinstance(operand, int):
-                        yield operand, result
-
-
-def _flow_arrays(graph: OpGraph) -> tuple[np.ndarray, np.ndarray]:
-    """As `_flow`, in executed order."""
+def _flow(graph: OpGraph) -> tuple[np.ndarray, np.ndarray]:
+    """Each tensor and one that is made of it, as two columns in executed order."""
     columns = graph.columns
     row = columns.rows_of_results
     counts = np.diff(columns.operand_start)[row]
