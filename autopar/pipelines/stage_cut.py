@@ -5,13 +5,15 @@ flops as can be and few bytes cross; scans over layers are cut by length for it 
 (`scan_lengths`). The backward work follows by
 *where values are available*: a forward value where it is made and where the forward
 reads it, a parameter on its stage, a cotangent on its stage and below. What comes from
-parameters or from the batch alone, without products, is made again where it is read.
+parameters or from the batch alone, without products, is made again where it is read;
+so is what backward alone reads, without products, where no stage has it at hand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ..graph.build_graph import SCAN, STRUCTURED
 from ..graph.op_graph import Operator, OpGraph
@@ -218,6 +220,8 @@ class _Cutter:
         for tensor in self.held:
             if self.available[tensor]:
                 self.home[tensor] = min(self.available[tensor])
+            else:  # read by backward alone, if at all: at home where it is first read
+                self.available[tensor] = every
 
     def chunk_borders(
         self, work: Sequence[Operator], products: Sequence[int]
@@ -268,13 +272,9 @@ class _Cutter:
         for op in self.operators:
             if op.index not in self.backward:
                 continue
-            sources = self._sources(op)
-            stages = frozenset(range(self.num_stages))
-            for tensor in sources:
-                if tensor not in self.cotangent:
-                    stages &= self.available[tensor]
-            below = [self.cotangent[t] for t in sources if t in self.cotangent]
-            fitting = [s for s in stages if s <= min(below, default=self.num_stages)]
+            fitting, below = self.stages_of(op)
+            while not fitting and self.float_residuals(op):
+                fitting, below = self.stages_of(op)
             if not fitting:
                 raise NotImplementedError(
                     f"No stage has all that the backward operator {op.name!r} "
@@ -286,6 +286,56 @@ class _Cutter:
             self.stage[op.index] = max(fitting)
             for result in op.results:
                 self.cotangent[result] = max(fitting)
+            for tensor in self.held.intersection(self._sources(op)):
+                stage = max(fitting)
+                self.home[tensor] = min(self.home.get(tensor, stage), stage)
+
+    def stages_of(self, op: Operator) -> tuple[list[int], list[int]]:
+        """Where a backward operator may be, and the stages of the cotangents it reads.
+
+        It is not above its cotangents.
+        """
+        sources = self._sources(op)
+        stages = frozenset(range(self.num_stages))
+        for tensor in sources:
+            if tensor not in self.cotangent:
+                stages &= self.available[tensor]
+        below = [self.cotangent[t] for t in sources if t in self.cotangent]
+        highest = min(below, default=self.num_stages)
+        return [stage for stage in stages if stage <= highest], below
+
+    def float_residuals(self, op: Operator) -> bool:
+        """Make again where it is read what `op` reads and backward alone does.
+
+        False if there is nothing. Such operators follow their last reader in trace
+        order, which may be far from the stage that has what they are made of: slices of
+        residuals of work on the whole batch are.
+        """
+        makers = {self.made_by[t].index for t in self._sources(op) if t in self.made_by}
+        found = makers & self.residual_work
+        self.floating |= found
+        for index in found:
+            del self.stage[index]
+        return bool(found)
+
+    @cached_property
+    def residual_work(self) -> frozenset[int]:
+        """Forward operators without products that backward alone reads.
+
+        Those that are made where they are read are left out, as their own sources count
+        as theirs.
+        """
+        elsewhere = set(tensors_of(self.graph.outputs))
+        found: set[int] = set()
+        for op in reversed(self.operators):
+            if op.index in self.backward:
+                continue
+            is_read = not elsewhere.isdisjoint(op.results)
+            if is_read or _holds_heavy(self.graph, op):
+                elsewhere.update(tensors_of(op.operands))
+            elif op.index not in self.floating:
+                found.add(op.index)
+        return frozenset(found)
 
     def split_backward(self) -> None:
         """Finds the backward work that no lower stage waits for."""

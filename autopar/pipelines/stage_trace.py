@@ -16,13 +16,14 @@ import jax.numpy as jnp
 
 from ..frontend.roles import Roles
 from ..frontend.tracing import TracedFunction
-from ..graph.build_graph import build_graph
+from ..graph.build_graph import COND, build_graph
 from ..graph.op_graph import GraphInput, Operand, Operator, OpGraph, TensorType
 from ..jax_compat import ClosedJaxpr, dead_code_eliminated
 from ..lowering.blocks import as_array
 from ..microbatches.microbatch_flow import tensors_of
 from ..microbatches.microbatch_runners import WholeRunner
 from ..microbatches.microbatch_step import MicrobatchedStep
+from .divided_branches import with_divided_branches
 
 COUNTER = "microbatch"
 
@@ -67,7 +68,7 @@ def trace_parts(
     batch = list(step.batch)
     held = [i.tensor for i in graph.inputs if i.tensor not in step.batch]
     phases = step.phases
-    of_batch, of_held = _dependencies(phases.before, batch)
+    of_batch, of_held, constants = _dependencies(phases.before, batch)
     names = {t.index: t.name for t in graph.tensors}
     made_of_batch = {t for op in of_batch for t in op.results}
     inside = [*of_held, *phases.loop, *phases.behind]
@@ -81,8 +82,7 @@ def trace_parts(
     def prepare(*leaves: Any) -> list[Any]:
         runner = WholeRunner(graph)
         runner.values.update(zip(batch, leaves, strict=True))
-        generators = [op for op in of_held if not tensors_of(op.operands)]
-        runner.run_operators([*generators, *of_batch])
+        runner.run_operators([*constants, *of_batch])
         return [jnp.asarray(runner.values[t]) for t in prepared]
 
     def microbatch(*leaves: Any) -> list[Any]:
@@ -125,6 +125,9 @@ def trace_parts(
             dict(zip([*held, *batch, *prepared], taken_names, strict=True)),
             dict(zip(made_names, (*sums, *(e.tensor for e in joined)), strict=True)),
         )
+    else:
+        of_microbatch = graph_of(microbatch, taken, [*taken_names, COUNTER], made_names)
+    if in_place and not any(op.kind == COND for op in phases.behind):
         of_apply = _part_of(
             graph,
             [*of_held, *phases.behind],
@@ -132,8 +135,7 @@ def trace_parts(
             dict(applied),
         )
     else:
-        of_microbatch = graph_of(microbatch, taken, [*taken_names, COUNTER], made_names)
-        of_apply = graph_of(apply, given, given_names, applied_paths)
+        of_apply = graph_of(apply, given, given_names, applied_paths, is_update=True)
     return StepParts(
         step=step,
         prepare=dead_code_eliminated(
@@ -209,9 +211,14 @@ def graph_of(
     input_names: Sequence[str],
     output_names: Sequence[str],
     next_output: Sequence[int | None] | None = None,
+    is_update: bool = False,
 ) -> OpGraph:
-    """The graph of a function of flat arrays; `next_output` ties inputs to outputs."""
+    """The graph of a function of flat arrays; `next_output` ties inputs to outputs.
+
+    The conditionals of an update are divided by the arrays that it updates together.
+    """
     closed = dead_code_eliminated(jax.make_jaxpr(fun)(*types))
+    closed = with_divided_branches(closed) if is_update else closed
     ties = tuple(next_output or [None] * len(types))
     trees = jax.tree.structure(((0,) * len(types), {}))
     traced = TracedFunction(
@@ -228,26 +235,31 @@ def graph_of(
 
 def _dependencies(
     before: Sequence[Operator], batch: Sequence[int]
-) -> tuple[list[Operator], list[Operator]]:
-    """Operators before the loop that read the batch, and those that do not."""
+) -> tuple[list[Operator], list[Operator], list[Operator]]:
+    """Operators before the loop that read the batch, those that do not, and constants.
+
+    Constants read nothing but each other; they are among those that do not, too.
+    """
     of_batch: list[Operator] = []
     of_held: list[Operator] = []
-    from_batch = set(batch)
+    constants: list[Operator] = []
+    from_batch, constant = set(batch), set[int]()
     for op in before:
-        if from_batch.isdisjoint(tensors_of(op.operands)):
+        reads = set(tensors_of(op.operands))
+        if from_batch.isdisjoint(reads):
             of_held.append(op)
-        else:
-            of_batch.append(op)
-            from_batch.update(op.results)
-    made_of_held = {t: op for op in of_held for t in op.results}
-    for op in of_batch:
-        makers = [made_of_held.get(t) for t in tensors_of(op.operands)]
-        if any(maker and tensors_of(maker.operands) for maker in makers):
+            if reads <= constant:
+                constants.append(op)
+                constant.update(op.results)
+            continue
+        if not reads <= from_batch | constant:
             raise NotImplementedError(
                 f"What is computed once from the whole batch may not read parameters "
                 f"for now, but {op.name!r} at {op.source} does."
             )
-    return of_batch, of_held
+        of_batch.append(op)
+        from_batch.update(op.results)
+    return of_batch, of_held, constants
 
 
 def _struct(kind: TensorType) -> jax.ShapeDtypeStruct:
