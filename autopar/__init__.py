@@ -18,6 +18,7 @@ from .errors import AuditError as AuditError
 from .errors import AutoparError as AutoparError
 from .errors import CheckpointError as CheckpointError
 from .errors import FallbackWarning as FallbackWarning
+from .errors import HostLostError as HostLostError
 from .errors import InfeasiblePlanError as InfeasiblePlanError
 from .errors import PlanFileError as PlanFileError
 from .execution import Checkpoint as Checkpoint
@@ -48,3 +49,5 @@ from .state.distributed_array import (
 from .state.distributed_array import DistributedArray as DistributedArray
 from .state.distributed_array import fetch as fetch
 from .state.memmap_store import MemmapStore as MemmapStore
+from .training import Recovery as Recovery
+from .training import Training as Training

@@ -173,6 +173,11 @@ class ParallelFunction:
         """
         return placed_state(self._placed_init(init_fn, args, kwargs, batch))
 
+    @property
+    def options(self) -> Options:
+        """What it was made with."""
+        return self._options
+
     def close(self) -> None:
         """End the workers on a Ray cluster, with all arrays; a call starts new ones."""
         end_workers([*self._executables.values(), *self._pipelines.values()])

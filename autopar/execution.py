@@ -16,6 +16,7 @@ from autopar.runtime.held_values import HeldByTask, held_by_task
 from autopar.runtime.local import LocalExecutable, run_once
 from autopar.runtime.ray_executable import RayExecutable
 from autopar.runtime.ray_pipeline import RayPipelineExecutable
+from autopar.runtime.ray_recovery import cluster_left as cluster_left
 from autopar.runtime.schedule import (
     Schedule,
     Task,

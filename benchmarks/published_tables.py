@@ -22,11 +22,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from benchmarks.published.prediction import PredictedTable
 
-COMMAND = (
-    "python -m benchmarks.published_tables "
-    "benchmarks/published/alpa_osdi22_gpt.csv --fit"
-)
-
 
 def run(paths: Sequence[Path], *, with_ours: bool = False) -> list[PredictedTable]:
     """Each table, predicted with the constants in `benchmarks/published/v100.json`."""
@@ -44,7 +39,13 @@ def run(paths: Sequence[Path], *, with_ours: bool = False) -> list[PredictedTabl
 
 
 def fit_and_write(path: Path) -> None:
-    """Fits the constants on one table and writes them with their errors."""
+    """Fits the constants on one table of GPTs and writes them with their errors.
+
+    The same table gives the same file: the search has no random part.
+
+    Raises:
+      ValueError: the table has other models, which are there to be predicted.
+    """
     from benchmarks.published import constants as file
     from benchmarks.published.fit import START
     from benchmarks.published.prediction import (
@@ -56,11 +57,17 @@ def fit_and_write(path: Path) -> None:
     from benchmarks.published.table import read_table
 
     table = read_table(path)
+    others = {row.model.name for row in table.rows} - {"gpt"}
+    if others:
+        raise ValueError(
+            f"constants are fitted on rows of GPTs alone, but {path} has rows of "
+            f"{', '.join(sorted(others))}; give alpa_osdi22_gpt.csv."
+        )
     simulators = simulators_of(table, START)
     constants = fitted(table, simulators, START)
     found = predict_table(table, simulators, constants)
     record = {
-        "command": COMMAND,
+        "command": f"python -m benchmarks.published_tables {path} --fit",
         "constants": constants.as_dict(),
         "error": round(found.error(), 4),
         "leave_one_out_error": round(leave_one_out(table, simulators, constants), 4),

@@ -152,7 +152,7 @@ def measure(name: str, case: Case, *, with_loss: bool = False) -> Measurement:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     loss = None
     if with_loss:
-        whole = solve(choices, folds=False, time_limit_seconds=300)
+        whole = solve(choices, folds=False, work_limit=300)
         loss = found.cost / whole.cost - 1
     first = found.phases[0]
     return Measurement(

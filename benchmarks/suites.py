@@ -126,7 +126,11 @@ def _audited(compiled: Any) -> dict[str, float]:
 
 
 def step_suite(request: Request) -> Iterator[Result]:
-    """Real steps beside jit with the same shardings, taken in turns."""
+    """Real steps beside jit with the same shardings, taken in turns; and calls.
+
+    First calls, in processes of their own, are left out of small runs.
+    """
+    from benchmarks.call_time import measure_calls, measure_first_call
     from benchmarks.step_time import measure
 
     rounds = request.rounds or (5 if request.small else 20)
@@ -144,20 +148,29 @@ def step_suite(request: Request) -> Iterator[Result]:
                 "compile_seconds": each.compile_seconds,
             }
             yield Result("step", f"{model} {mesh} {each.program}", values, timed)
+    measured = [measure_calls(10 * rounds)]
+    if not request.small:
+        measured.append(measure_first_call(-(-rounds // 7)))
+    for found in measured:
+        timed = {"median_seconds": found.our_seconds, "times_jit": found.ratio}
+        yield Result("step", found.case, timed=timed)
 
 
 def simulate_suite(request: Request) -> Iterator[Result]:
-    """Published tables, predicted; a row is one cell, its error beside it."""
+    """Published tables, predicted; a row is one cell, its error beside it.
+
+    A small run takes two GPUs of the first table.
+    """
     from benchmarks.published.constants import Constants
     from benchmarks.published.prediction import predict_table, simulators_of
     from benchmarks.published.table import read_table
 
     constants = Constants.load()
     paths = request.tables or tuple(sorted(TABLES.glob("*.csv")))
-    for path in paths:
+    for path in paths[:1] if request.small else paths:
         table = read_table(path)
         if request.small:
-            table = replace(table, rows=table.rows[:2])
+            table = replace(table, rows=table.rows[1:2])
         found = predict_table(table, simulators_of(table, constants), constants)
         for cell in found.cells:
             values = {"absolute_error": abs(cell.error)}

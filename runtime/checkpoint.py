@@ -7,6 +7,7 @@ temporary directory and renames it, so one that was not finished is never taken 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from jax.tree_util import tree_map_with_path
 from autopar.lowering.programs import weakly_typed
 from autopar.state.distributed_array import AbstractDistributedArray, DistributedArray
 
+from .checkpoints_remote import remote_handler
 from .named_leaves import (
     ABSTRACT,
     NUMBERS,
@@ -32,6 +34,8 @@ from .named_leaves import (
     names_of,
     nested,
 )
+from .ray_arrays import RemoteArray, is_on_workers
+from .stored_arrays import StoredArray, stored_array
 
 _IN_PIECES = (DistributedArray, AbstractDistributedArray)
 MARK = {"autopar": {"format": 1}}
@@ -42,8 +46,9 @@ _SHOWN = 3
 def save(path: str | os.PathLike[str], state: Any) -> None:
     """Write a state to a new directory, as a checkpoint of Orbax.
 
-    Each array is written by the devices that hold it; one in pieces goes through this
-    process. What is neither array nor number (a module's functions) is left out.
+    Each array is written by the devices that hold it; those of other hosts must share
+    the directory, and one in uneven pieces goes through this process. What is neither
+    array nor number (a module's functions) is left out.
 
     Args:
       path: the directory, which may not exist yet.
@@ -64,9 +69,12 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
             f"A checkpoint is written to a directory of its own, but {directory} "
             f"exists; name it by the step, or remove it first."
         )
-    with orbax.Checkpointer(orbax.StandardCheckpointHandler()) as checkpointer:
-        arguments = orbax.args.StandardSave(orbax_tree(stored))
-        checkpointer.save(directory, args=arguments, custom_metadata=MARK)
+    tree = orbax_tree(stored)
+    handler, arguments = orbax.StandardCheckpointHandler(), orbax.args.StandardSave
+    if any(map(is_on_workers, stored.values())):
+        handler, arguments = remote_handler(orbax, {}), orbax.args.PyTreeSave
+    with orbax.Checkpointer(handler) as checkpointer:
+        checkpointer.save(directory, args=arguments(tree), custom_metadata=MARK)
 
 
 def stored_leaves(state: Any) -> dict[Names, Any]:
@@ -96,8 +104,8 @@ def orbax_tree(stored: Mapping[Names, Any]) -> dict[str, Any]:
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
     """The state that `save`, or Orbax itself, wrote to a directory.
 
-    Each device reads its own part of an array only; one in pieces is read whole by this
-    process, once.
+    Each device reads its own part of an array only; one in pieces here is read whole by
+    this process, once. Other hosts read theirs when a step first takes them.
 
     Args:
       path: the directory.
@@ -119,13 +127,21 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
         stored = _stored_tree(checkpointer, directory)
         read = _with_elements(wanted)
         _check_alike(directory, wanted.paths, read, leaves_by_names(stored))
+        elsewhere = _read_by_workers(directory, read)
+
+        def item(path: Any, kind: Any) -> Any:
+            return orbax.PLACEHOLDER if names_of(path) in elsewhere else kind
+
         asked = tree_map_with_path(
             lambda path, _: _restore_args(orbax, read[names_of(path)]),
             stored,
             is_leaf=is_array,
         )
-        arguments = orbax.args.PyTreeRestore(item=stored, restore_args=asked)
-        found = leaves_by_names(checkpointer.restore(directory, args=arguments))
+        arguments = orbax.args.PyTreeRestore(
+            item=tree_map_with_path(item, stored, is_leaf=is_array), restore_args=asked
+        )
+        here = checkpointer.restore(directory, args=arguments)
+        found = {**leaves_by_names(here), **elsewhere}
     return wanted.replaced(
         {
             names: _placed(found[names], leaf, wanted.paths[names])
@@ -157,8 +173,8 @@ def _with_elements(leaves: NamedLeaves) -> dict[Names, Any]:
 
 
 def _stored_form(leaf: Any) -> Any:
-    """A leaf as Orbax takes it: one in pieces is put together on this host."""
-    if not isinstance(leaf, DistributedArray):
+    """A leaf as Orbax takes it: one in pieces here is put together on this host."""
+    if not isinstance(leaf, DistributedArray) or is_on_workers(leaf):
         return leaf
     is_whole = len(leaf.pieces) == 1 and isinstance(leaf.pieces[0], jax.Array)
     return leaf.pieces[0] if is_whole else np.asarray(leaf)
@@ -264,6 +280,8 @@ def _placed(value: Any, like: Any, path: str) -> Any:
     Raises:
       ValueError: a key of another implementation.
     """
+    if isinstance(value, DistributedArray):
+        return value
     if isinstance(like, NUMBERS):
         return type(like)(value)
     if isinstance(like, np.generic):
@@ -281,6 +299,34 @@ def _placed(value: Any, like: Any, path: str) -> Any:
     if getattr(like, "weak_type", False):
         return weakly_typed(jax.numpy.asarray(value, like.dtype))
     return value
+
+
+def _read_by_workers(
+    directory: str, wanted: Mapping[Names, Any]
+) -> dict[Names, DistributedArray]:
+    """The leaves that lie on other hosts, as what these read at the next step."""
+    found: dict[Names, DistributedArray] = {}
+    for names, leaf in wanted.items() if not _is_remote(directory) else ():
+        pieces = leaf.pieces if isinstance(leaf, _IN_PIECES) else (leaf,)
+        if _is_key(leaf) or not all(map(_is_elsewhere, pieces)):
+            continue
+        name, (shape, dtype) = ".".join(names), data_type(leaf)
+        whole = stored_array(Path(directory), name, shape, dtype)
+        parts = [whole]
+        if len(pieces) > 1:
+            ends = itertools.accumulate((p.shape[0] for p in pieces), initial=0)
+            parts = [whole.cut(*rows) for rows in itertools.pairwise(ends)]
+        found[names] = DistributedArray(parts)
+    return found
+
+
+def _is_elsewhere(piece: Any) -> bool:
+    """Whether a piece of a leaf lies, or is to lie, on other hosts."""
+    if isinstance(piece, RemoteArray | StoredArray):
+        return True
+    return isinstance(getattr(piece, "sharding", None), jax.sharding.Sharding) and (
+        not _has_devices(piece.sharding)
+    )
 
 
 def _has_devices(sharding: Any) -> bool:

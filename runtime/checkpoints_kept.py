@@ -40,6 +40,9 @@ from .checkpoints_manifest import (
     read_manifest,
     write_manifest,
 )
+from .checkpoints_remote import remote_handler
+from .ray_arrays import is_on_workers
+from .stored_arrays import Digest
 
 _REMOVED = ".removed"
 _LEFTOVER = re.compile(rf"\d+({re.escape(UNFINISHED)}.*|{re.escape(_REMOVED)})")
@@ -65,7 +68,8 @@ class Checkpoints:
 
     Each is a directory named by its step, which `autopar.restore` and Orbax read too.
     Under `jax.distributed` all processes make the same calls, on a directory that they
-    share; each writes the shards it holds. One training at a time may use a directory.
+    share; each writes the shards it holds, and so do the hosts of a Ray cluster. One
+    training at a time may use a directory.
 
     Args:
       directory: where they are; made if need be.
@@ -103,12 +107,17 @@ class Checkpoints:
             )
         orbax = import_orbax("autopar.Checkpoints")
         self.directory, self.keep = Path(os.path.abspath(directory)), keep
-        self._arguments = orbax.args.StandardSave
-        self._writer = orbax.AsyncCheckpointer(
-            orbax.StandardCheckpointHandler(use_ocdbt=files == "process"),
-            async_options=orbax.options.AsyncOptions(
-                post_finalization_callback=self._write_manifest
-            ),
+        self._orbax = orbax
+        self._digests: dict[str, Digest] = {}  # of files that workers wrote
+        options = orbax.options.AsyncOptions(
+            post_finalization_callback=self._write_manifest
+        )
+        self._writer, self._writer_of_workers = (
+            orbax.AsyncCheckpointer(handler, async_options=options)
+            for handler in (
+                orbax.StandardCheckpointHandler(use_ocdbt=files == "process"),
+                remote_handler(orbax, self._digests),
+            )
         )
         self._pending: Manifest | None = None
         self._damaged = set[int]()  # refused by `restore`
@@ -147,9 +156,13 @@ class Checkpoints:
             self._remove_leftovers()
             self._is_clean = True
         self._pending = pending
-        self._writer.save(
+        writer, arguments = self._writer, self._orbax.args.StandardSave
+        self._digests.clear()
+        if any(map(is_on_workers, stored.values())):
+            writer, arguments = self._writer_of_workers, self._orbax.args.PyTreeSave
+        writer.save(
             self.directory / str(step),
-            args=self._arguments(orbax_tree(stored)),
+            args=arguments(orbax_tree(stored)),
             custom_metadata=MARK,
             force=step in self._damaged,
         )
@@ -162,7 +175,8 @@ class Checkpoints:
         """
         pending = self._pending
         try:
-            self._writer.wait_until_finished()
+            for writer in (self._writer, self._writer_of_workers):
+                writer.wait_until_finished()
         except Exception as error:
             self._remove_leftovers()
             self._is_clean = False
@@ -246,6 +260,7 @@ class Checkpoints:
             self.wait()
         finally:
             self._writer.close()
+            self._writer_of_workers.close()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -256,7 +271,12 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except OSError as failed:
+            if error is None:
+                raise
+            error.add_note(str(failed))  # it may well be the cause
 
     def _restored(self, path: Path, like: Any) -> Checkpoint:
         """The checkpoint at a path, which all processes find good.
@@ -285,7 +305,7 @@ class Checkpoints:
         assert self._pending is not None, "a save was begun"
         name = f"{self._pending.step}{UNFINISHED}"
         (directory,) = self.directory.glob(f"{name}*")
-        write_manifest(directory, self._pending)
+        write_manifest(directory, self._pending, self._digests)
 
     def _directories(self) -> list[Path]:
         if not self.directory.is_dir():

@@ -9,7 +9,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from autopar.errors import CheckpointError
 
 from .checkpoint import UNFINISHED, data_type
 from .named_leaves import Names
+from .stored_arrays import Digest, digest_of_file
 
 NAME = "autopar_manifest.json"
 _FORMAT = 1
@@ -67,8 +68,21 @@ def described(step: int, stored: Mapping[Names, Any], data_position: Any) -> Man
     return Manifest(step, position, kinds, {}, _versions())
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Adds the manifest to a directory that holds all other files of a checkpoint."""
+def write_manifest(
+    directory: Path, manifest: Manifest, known: Mapping[str, Digest]
+) -> None:
+    """Adds the manifest to a directory that holds all other files of a checkpoint.
+
+    Raises:
+      FileNotFoundError: a file of those `known`, which other hosts wrote, is not there.
+    """
+    missing = [name for name in known if not (directory / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"The hosts must share the directory of a checkpoint, but this one does "
+            f"not see {directory / missing[0]}, which another wrote; use a file system "
+            f"that all of them mount."
+        )
     content = {
         "format": _FORMAT,
         "step": manifest.step,
@@ -79,8 +93,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
             for name, kind in manifest.leaves.items()
         },
         "files": {
-            name: {"bytes": (directory / name).stat().st_size, "sha256": digest}
-            for name, digest in _digests(directory).items()
+            name: {"bytes": size, "sha256": sha256}
+            for name, (size, sha256) in {**_digests(directory, known), **known}.items()
         },
     }
     text = json.dumps({"sha256": _digest_of(content), **content}, indent=1)
@@ -143,25 +157,23 @@ def check_files(directory: Path, manifest: Manifest) -> None:
             raise DamagedCheckpoint(
                 f"{path} has {path.stat().st_size} bytes, and was written with {size}"
             )
-        if _digest(path) != digest:
+        if digest_of_file(path) != (size, digest):
             raise DamagedCheckpoint(
                 f"{path} was altered after it was written: its SHA-256 is not that of "
                 f"the manifest"
             )
 
 
-def _digests(directory: Path) -> dict[str, str]:
-    """The SHA-256 of every file below a directory, by its path in it."""
-    return {
-        path.relative_to(directory).as_posix(): _digest(path)
+def _digests(directory: Path, known: Container[str]) -> dict[str, Digest]:
+    """The SHA-256 of the other files below a directory, by their path in it."""
+    files = {
+        path.relative_to(directory).as_posix(): path
         for path in sorted(directory.rglob("*"))
         if path.is_file() and path.name not in _WRITTEN_LATER
     }
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {
+        name: digest_of_file(path) for name, path in files.items() if name not in known
+    }
 
 
 def _digest_of(content: Any) -> str:

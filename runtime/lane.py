@@ -49,6 +49,7 @@ class StepOfLanes(Protocol):
     def is_stopped(self) -> bool: ...
     @property
     def start(self) -> float: ...
+    def begin(self, instruction: Instruction) -> None: ...
     def send(self, value: Value, source: int, target: int, array: Any) -> None: ...
     def receive(self, value: Value, source: int, target: int) -> Any: ...
     def wait_for_readers(self, arrays: Sequence[Any]) -> None: ...
@@ -90,6 +91,9 @@ class Step:
             self.is_stopped = True
             for channel in self._channels.values():
                 channel.put(_STOP)
+
+    def begin(self, instruction: Instruction) -> None:
+        """Nothing to do before an instruction."""
 
     def send(self, value: Value, source: int, target: int, array: Any) -> None:
         """Start the copy of a value to another stage; waits for nobody."""
@@ -149,6 +153,7 @@ class Lane:
                 if self.step.is_stopped:
                     return
                 self._at = instruction
+                self.step.begin(instruction)
                 self._execute(instruction)
         except Stopped:
             return

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autopar.clusters.cluster import Cluster, RayHosts
 from autopar.errors import HostLostError
 
 from .ray_hosts import VIRTUAL_DEVICES, find_hosts, import_ray
+from .ray_recovery import num_hosts_alive
 from .ray_worker import HostWorker
 
 START_SECONDS = 120.0
+_LOOK_EVERY_SECONDS = 1.0
+_THREADS = 6  # a step, a save, and signs of life
 
 
 def start_actors(
@@ -40,13 +44,11 @@ def start_actors(
             remove_placement_group(group)
 
     finish = weakref.finalize(owner, close)
-    if not group.wait(START_SECONDS):
+    try:
+        _wait_for(group, cluster, share)
+    except HostLostError:
         finish()
-        raise HostLostError(
-            f"The hosts must have {share} to spare, but within {START_SECONDS:g} s "
-            f"{number} of them had not; end what else runs there.",
-            0,
-        )
+        raise
     make = ray.remote(HostWorker)
     for bundle in range(number):
         actors.append(
@@ -54,7 +56,7 @@ def start_actors(
                 num_cpus=share.get("CPU", 0),
                 num_gpus=share.get("GPU", 0),
                 resources={k: v for k, v in share.items() if k not in ("CPU", "GPU")},
-                max_concurrency=4,
+                max_concurrency=_THREADS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     group, placement_group_bundle_index=bundle
                 ),
@@ -62,6 +64,29 @@ def start_actors(
             ).remote()
         )
     return actors, finish
+
+
+def _wait_for(group: Any, cluster: Cluster, share: Mapping[str, float]) -> None:
+    """Until every host has reserved its share.
+
+    Raises:
+      HostLostError: one is gone meanwhile, or has not enough to spare.
+    """
+    end = time.monotonic() + START_SECONDS
+    while not group.wait(_LOOK_EVERY_SECONDS):
+        alive, number = num_hosts_alive(cluster), cluster.num_hosts
+        if alive < number:
+            raise HostLostError(
+                f"The hosts must live until workers start, but {alive} of {number} are "
+                f"left; ask for so many with Cluster.ray(num_hosts={alive}).",
+                0,
+            )
+        if time.monotonic() > end:
+            raise HostLostError(
+                f"The hosts must have {share} to spare, but within {START_SECONDS:g} s "
+                f"{number} of them had not; end what else runs there.",
+                0,
+            )
 
 
 def _share(platform_: str, count: int, is_virtual: bool) -> dict[str, float]:

@@ -15,9 +15,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from autopar.errors import HostLostError
 from autopar.lowering.exported_program import ShardedType
+from autopar.state.distributed_array import DistributedArray
 
-Tile = tuple[tuple[int, int], ...]  # start and stop in each dim
+from .stored_arrays import Digest, Tile, Writing
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +93,14 @@ class Keeper(Protocol):
     """The workers that keep arrays, as their handles see them."""
 
     lost: str | None
+    lost_rank: int | None
 
     def fetch(self, number: int, group: int, type_: ShardedType) -> np.ndarray: ...
     def forget(self, number: int, group: int) -> None: ...
+    def copy_out(self, arrays: Sequence[RemoteArray]) -> int: ...
+    def write_out(
+        self, ticket: int, writings: Sequence[tuple[int, Writing]]
+    ) -> dict[str, Digest]: ...
 
 
 class RemoteArray:
@@ -153,13 +160,17 @@ class RemoteArray:
         """Does nothing if it is there.
 
         Raises:
-          RuntimeError: it is not; says why.
+          HostLostError: it was lost with a host.
+          RuntimeError: it was donated, or its workers were closed.
         """
         if self.keeper.lost is not None:
-            raise RuntimeError(
+            text = (
                 f"Array {self.type} lived on workers that are gone: "
                 f"{self.keeper.lost} Restore it from a checkpoint, or make it anew."
             )
+            if self.keeper.lost_rank is None:
+                raise RuntimeError(text)
+            raise HostLostError(text, self.keeper.lost_rank)
         if self._is_deleted:
             raise RuntimeError(
                 f"Array {self.type} has been deleted: each array may be donated once, "
@@ -167,6 +178,13 @@ class RemoteArray:
                 f"the last call returned, or pass donate_argnums=() to "
                 f"autopar.parallelize to keep both."
             )
+
+
+def is_on_workers(leaf: Any) -> bool:
+    """Whether all of a leaf is kept by workers."""
+    return isinstance(leaf, DistributedArray) and all(
+        isinstance(piece, RemoteArray) for piece in leaf.pieces
+    )
 
 
 class Numbers:

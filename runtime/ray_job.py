@@ -11,6 +11,7 @@ from autopar.lowering.exported_program import ExportedProgram, ShardedType
 
 from .instructions import Held
 from .ray_arrays import Block, HostShards
+from .stored_arrays import StoredArray
 from .timeline import Event
 
 
@@ -46,14 +47,16 @@ class HostJob:
 class StepRequest:
     """One step of a job on one host.
 
-    Of what the step begins with, `held` are arrays that the host keeps under numbers
-    and `fed` come from the driver. Of what it ends with, `kept` stay under the numbers
-    given, and `returned` go to the driver. `freed` are numbers nobody needs any more.
+    Of what the step begins with, `held` are arrays that the host keeps under numbers,
+    `fed` come from the driver and `stored` are read from a checkpoint. Of what it ends
+    with, `kept` stay under the numbers given, and `returned` go to the driver. `freed`
+    are numbers nobody needs any more.
     """
 
     job: int
     held: Mapping[Held, int]
     fed: Mapping[Held, HostShards]
+    stored: Mapping[Held, StoredArray]
     kept: Mapping[Held, int]
     returned: tuple[Held, ...]
     freed: tuple[int, ...]

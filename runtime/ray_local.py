@@ -3,19 +3,49 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 from .ray_hosts import VIRTUAL_DEVICES, import_ray
 
-# Ray gives a frozen host up after seconds instead of a minute.
-_HEALTH_CHECK = {
+# Ray gives a frozen host up after seconds instead of a minute, and its workers get as
+# much of the machine as the driver: by default they run with a niceness of 15.
+_SETTINGS = {
+    "RAY_worker_niceness": "0",
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "5",
 }
 _OBJECT_STORE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class LocalHosts:
+    """The virtual hosts of a local cluster, which may come and go.
+
+    `cluster` is Ray's own, `node` the arguments of each of its nodes.
+    """
+
+    cluster: Any
+    node: Mapping[str, Any]
+
+    @property
+    def address(self) -> str:
+        """The cluster's address."""
+        return str(self.cluster.address)
+
+    def add(self) -> Any:
+        """Start one more host; it has joined when this returns."""
+        added = self.cluster.add_node(**self.node)
+        self.cluster.wait_for_nodes()
+        return added
+
+    def kill(self, host: Any) -> None:
+        """End a host that `add` gave, with all its processes, as if it lost power."""
+        self.cluster.remove_node(host, allow_graceful=False)
 
 
 @contextmanager
@@ -28,6 +58,13 @@ def local_ray_cluster(num_hosts: int, devices_per_host: int) -> Iterator[str]:
       ValueError: a number below one.
       ImportError: ray is not installed.
     """
+    with local_ray_hosts(num_hosts, devices_per_host) as hosts:
+        yield hosts.address
+
+
+@contextmanager
+def local_ray_hosts(num_hosts: int, devices_per_host: int) -> Iterator[LocalHosts]:
+    """As `local_ray_cluster`, but hosts can be added and killed."""
     for name, count in (("hosts", num_hosts), ("devices per host", devices_per_host)):
         if count < 1:
             raise ValueError(
@@ -35,7 +72,7 @@ def local_ray_cluster(num_hosts: int, devices_per_host: int) -> Iterator[str]:
                 f"of 4 devices."
             )
     ray = import_ray()
-    for name, value in _HEALTH_CHECK.items():
+    for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     from ray.cluster_utils import Cluster
 
@@ -50,7 +87,7 @@ def local_ray_cluster(num_hosts: int, devices_per_host: int) -> Iterator[str]:
         for _ in range(num_hosts - 1):
             cluster.add_node(**node)
         cluster.wait_for_nodes()
-        yield str(cluster.address)
+        yield LocalHosts(cluster, node)
     finally:
         if ray.is_initialized() and ray.get_runtime_context().gcs_address == (
             cluster.address

@@ -16,6 +16,7 @@ from autopar.state.distributed_array import DistributedArray
 
 from .emit import emit
 from .instructions import Held, InstructionList, Send, Value, made_and_used, step_inputs
+from .ray_arrays import is_on_workers
 from .ray_executable import comes_back, refuse_traced
 from .ray_steps import JobParts, LoadedJob
 from .ray_workers import Workers
@@ -152,7 +153,7 @@ class RayPipelineExecutable:
             key
             for name, key in self._state.items()
             if key in given
-            and (name in self._updated or not isinstance(given[key], DistributedArray))
+            and (name in self._updated or not is_on_workers(given[key]))
             and key not in self._returned
         }
         kept = [*fresh, *self._large]

@@ -16,6 +16,7 @@ from autopar.lowering.programs import PipelineProgram, StageProgram
 
 from .ray_arrays import Block, HostShards
 from .ray_job import HostJob
+from .stored_arrays import StoredArray, Tile
 from .transfer_plan import devices
 
 
@@ -47,16 +48,45 @@ def place(shards: HostShards) -> jax.Array:
 def blocks_of(array: jax.Array) -> tuple[Block, ...]:
     """The shards that this host sends of an array: no two hosts send the same."""
     return tuple(
-        Block(
+        Block(tile, np.asarray(shard.data)) for shard, tile in _own_shards(array)
+    )
+
+
+def copied_blocks(array: jax.Array) -> tuple[Block, ...]:
+    """As `blocks_of`, in memory of their own: the array may be donated."""
+    copies = [
+        (tile, jax.device_put(shard.data, shard.device, may_alias=False))
+        for shard, tile in _own_shards(array)
+    ]
+    return tuple(Block(tile, np.asarray(copy)) for tile, copy in copies)
+
+
+def read(stored: StoredArray, type_: ShardedType) -> jax.Array:
+    """An array in a checkpoint, of which this host reads its own shards once."""
+    tiles: dict[str, np.ndarray] = {}
+
+    def tile(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None, "this host has a part of every array of its group"
+        if str(index) not in tiles:
+            tiles[str(index)] = stored.read(index).astype(type_.dtype, copy=False)
+        return tiles[str(index)]
+
+    return jax.make_array_from_callback(type_.shape, sharding_of(type_), tile)
+
+
+def _own_shards(array: jax.Array) -> list[tuple[Any, Tile]]:
+    """The shards that this host sends of an array, each with its tile."""
+    return [
+        (
+            shard,
             tuple(
                 part.indices(length)[:2]
                 for part, length in zip(shard.index, array.shape, strict=True)
             ),
-            np.asarray(shard.data),
         )
         for shard in array.addressable_shards
         if shard.replica_id == 0
-    )
+    ]
 
 
 def load_job(job: HostJob) -> PipelineProgram:
@@ -92,7 +122,7 @@ def compile_code(
     inputs = [sharding_of(type_) for type_ in code.inputs]
     donated = [inputs[i] for i in code.donated]
     kept = [inputs[i] for i in code.kept]
-    exported = export.deserialize(bytearray(code.code))
+    exported = export.deserialize(bytearray(code.checked_code()))
 
     def call(donated: list[Any], kept: list[Any], constants: list[Any]) -> Any:
         return exported.call(donated, kept, constants)

@@ -25,6 +25,7 @@ from .instructions import Held, InstructionList
 from .ray_arrays import HostShards, RemoteArray, cut_for_hosts, join_blocks
 from .ray_job import HostJob, StageCode, StepReply, StepRequest
 from .ray_workers import Workers, workers_of
+from .stored_arrays import StoredArray
 from .timeline import Event, Timeline
 
 METRIC_BYTES = 64 * 1024  # larger results stay on the workers
@@ -79,7 +80,7 @@ class RayJob:
         """
         workers, ends = self.workers, self.parts.ends
         with workers.one_step:
-            held, fed = self._sort(given)
+            held, fed, stored = self._sort(given)
             order = list(kept)
             numbers = dict(zip(order, workers.fresh_numbers(len(order)), strict=True))
             groups = range(workers.num_groups)
@@ -98,6 +99,7 @@ class RayJob:
                             for k, each in fed.items()
                             if self._group(k) == group
                         },
+                        {k: s for k, s in stored.items() if self._group(k) == group},
                         {k: n for k, n in numbers.items() if self._group(k) == group},
                         tuple(key for key in returned if self._group(key) == group),
                         freed[rank],
@@ -138,9 +140,12 @@ class RayJob:
 
     def _sort(
         self, given: Mapping[Held, Any]
-    ) -> tuple[dict[Held, RemoteArray], dict[Held, list[HostShards]]]:
-        """What the workers keep already, and the rest cut for its hosts."""
+    ) -> tuple[
+        dict[Held, RemoteArray], dict[Held, list[HostShards]], dict[Held, StoredArray]
+    ]:
+        """What the workers keep, the rest cut for its hosts, and what these read."""
         held: dict[Held, RemoteArray] = {}
+        stored: dict[Held, StoredArray] = {}
         fed: dict[Held, list[HostShards]] = {}
         for key, type_ in self.parts.inputs.items():
             array = given[key]
@@ -149,10 +154,12 @@ class RayJob:
             if isinstance(array, RemoteArray) and self._is_here(array, key):
                 array.check()
                 held[key] = array
+            elif isinstance(array, StoredArray):
+                stored[key] = array
             else:
                 whole = plain_array(array).astype(type_.dtype, copy=False)
                 fed[key] = cut_for_hosts(whole, type_, self.workers.hosts_per_group)
-        return held, fed
+        return held, fed, stored
 
     def _is_here(self, array: RemoteArray, key: Held) -> bool:
         """Whether the group that reads an array keeps it.

@@ -31,8 +31,8 @@ from .ray_programs import sharding_of
 from .transfer_plan import plan_between_hosts
 from .transfers import Transfer
 
-_NUM_STREAMS = 4  # one stream carries 0.3-0.85 GB/s, four 2 GB/s
-_TRANSFER_BYTES = 4 << 20
+NUM_STREAMS = 4  # one stream carries 0.3-0.85 GB/s, four 2 GB/s
+TRANSFER_BYTES = 4 << 20
 Address = tuple[str, int]
 _Transfers = dict[tuple[str, int], tuple[ShardedType, Transfer]]
 
@@ -54,8 +54,8 @@ class Transport:
         self._server = transfer.start_transfer_server(
             jax.devices()[0].client,
             f"{address}:0",
-            [f"{address}:0"] * _NUM_STREAMS,
-            transfer_size=_TRANSFER_BYTES,
+            [f"{address}:0"] * NUM_STREAMS,
+            transfer_size=TRANSFER_BYTES,
         )
         self._listener = Listener((address, 0), authkey=secret)
         self._offers = itertools.count(1)

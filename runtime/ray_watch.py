@@ -16,8 +16,8 @@ from autopar.errors import HostLostError, WorkerError
 
 from .ray_job import Failure
 
-_PING_EVERY_SECONDS = 2.0
-_SILENT_SECONDS = 30.0  # without a sign of life, a host is given up
+_PING_EVERY_SECONDS = 1.0
+_NOT_INSTALLED = "No module named 'autopar"
 _GRACE_SECONDS = 1.0  # after a failure, for others to tell a better reason
 
 
@@ -26,12 +26,14 @@ class Watch:
     """One call to some hosts.
 
     `ping` asks hosts for a sign of life and gives the answers to come, `name` is a host
-    in words, `seconds` how long the call may take.
+    in words, `seconds` how long the call may take and `silent_seconds` how long a host
+    may go without a sign of life.
     """
 
     ray: Any
     method: str
     seconds: float
+    silent_seconds: float
     ping: Callable[[Sequence[int]], Mapping[Any, int]]
     name: Callable[[int], str]
 
@@ -72,7 +74,23 @@ class Watch:
         name = self.name(rank)
         try:
             reply = self.ray.get(ref)
-        except self.ray.exceptions.RayActorError as error:
+        except self.ray.exceptions.RayError as error:
+            return self._failed(error, rank)
+        if isinstance(reply, Failure):
+            text = f"{name} raised in {self.method!r}: {reply.summary}"
+            return WorkerError(text, rank, reply.traceback, reply.is_echo)
+        return reply
+
+    def _failed(self, error: Exception, rank: int) -> HostLostError | WorkerError:
+        """What a failure of Ray itself means."""
+        name = self.name(rank)
+        if _NOT_INSTALLED in str(error):
+            return WorkerError(
+                f"Every host must have autopar, as the driver has, but {name} has not; "
+                f"pip install 'autopar[ray]' there, where `ray start` runs.",
+                rank,
+            )
+        if isinstance(error, self.ray.exceptions.RayActorError):
             cause = str(error).strip().splitlines()[-1].strip()
             return HostLostError(
                 f"Every host must live until its step is done, but {name} died in "
@@ -80,12 +98,7 @@ class Watch:
                 f"checkpoint and call again, which starts new workers.",
                 rank,
             )
-        except self.ray.exceptions.RayError as error:
-            return WorkerError(f"{name} failed in {self.method!r}: {error}", rank)
-        if isinstance(reply, Failure):
-            text = f"{name} raised in {self.method!r}: {reply.summary}"
-            return WorkerError(text, rank, reply.traceback, reply.is_echo)
-        return reply
+        return WorkerError(f"{name} failed in {self.method!r}: {error}", rank)
 
     def _first_cause(self, found: Exception, pending: Mapping[Any, int]) -> Exception:
         """Of failures that follow each other within a second, the one to tell."""
@@ -112,7 +125,7 @@ class Watch:
         if not alive:
             return
         last, rank = min(alive)
-        if now - last > _SILENT_SECONDS:
+        if now - last > self.silent_seconds:
             raise HostLostError(
                 f"Every host must answer while it works, but {self.name(rank)} "
                 f"has been silent for {now - last:.0f} s in {self.method!r}. All "

@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from .instructions import Held, InstructionList, Value
+from .instructions import Held, Instruction, InstructionList, Value
 from .ray_arrays import Block, HostShards
 from .ray_job import (
     Failure,
@@ -27,6 +28,8 @@ from .ray_job import (
     StepRequest,
     own_versions,
 )
+from .ray_trap import Trap, point_of
+from .stored_arrays import Digest, Writing, moved, write_tile
 
 if TYPE_CHECKING:
     from autopar.lowering.programs import PipelineProgram
@@ -76,6 +79,7 @@ class HostStep:
     transport: Transport | None
     resharding: Resharding
     is_recorded: bool
+    reach: Callable[[str], None]
     start: float = 0.0  # events are in seconds of the host's own clock
     is_stopped: bool = False
     error: BaseException | None = None
@@ -85,6 +89,10 @@ class HostStep:
     def program(self) -> PipelineProgram:
         """The programs of this host."""
         return self.job.program
+
+    def begin(self, instruction: Instruction) -> None:
+        """Tell the host where it is."""
+        self.reach(point_of(instruction))
 
     def send(self, value: Value, source: int, target: int, array: Any) -> None:
         """Offer a value to another stage; waits for nobody."""
@@ -124,14 +132,26 @@ class HostWorker:
 
     def __init__(self) -> None:
         self._arrays: dict[int, Any] = {}
+        self._copies: dict[int, dict[int, tuple[Block, ...]]] = {}
         self._jobs: dict[int, _Job] = {}
         self._transport: Transport | None = None
         self._resharding: Resharding | None = None
         self._lock = threading.Lock()
+        self._trap: Trap | None = None
 
     def ping(self) -> float:
         """The host's monotonic clock, in seconds."""
         return perf_counter()
+
+    def set_trap(self, trap: Trap) -> None:
+        """Have this process meet a fault at some point of what it does next."""
+        self._trap = trap
+
+    def _reach(self, point: str) -> None:
+        trap = self._trap
+        if trap is not None and trap.point == point:
+            self._trap = None
+            trap.spring()
 
     def wait(self, seconds: float) -> None:
         """Does nothing for a while, as a worker in a hung collective."""
@@ -210,6 +230,7 @@ class HostWorker:
         """Compile what a job needs."""
         from .ray_programs import load_job
 
+        self._reach("load")
         with self._lock:
             if self._transport is not None:
                 self._transport.plan(number, job.crossing)
@@ -229,7 +250,10 @@ class HostWorker:
             job = self._jobs[request.job]
             transport = self._transport
             assert self._resharding is not None, "join comes first"
-            step = HostStep(job, transport, self._resharding, request.is_recorded)
+            reach = self._reach
+            step = HostStep(
+                job, transport, self._resharding, request.is_recorded, reach
+            )
             if transport is not None:
                 transport.use(request.job)
             lane = Lane(
@@ -272,6 +296,32 @@ class HostWorker:
             self._arrays.update({n: place(each) for n, each in shards.items()})
 
     @_reported
+    def copy_out(self, ticket: int, numbers: Sequence[int]) -> None:
+        """Copy this host's shards of some arrays, which may be donated then."""
+        from .ray_programs import copied_blocks
+
+        with self._lock:
+            blocks = {n: copied_blocks(self._arrays[n]) for n in dict.fromkeys(numbers)}
+            self._copies[ticket] = blocks
+
+    @_reported
+    def write_out(
+        self, ticket: int, writings: Sequence[Writing]
+    ) -> dict[str, Digest] | str:
+        """Write what was copied, while steps go on; or say why it could not be."""
+        self._reach("save")
+        copies = self._copies.pop(ticket)
+        digests: dict[str, Digest] = {}
+        try:
+            for writing in writings:
+                for block in copies[writing.number]:
+                    tile = moved(block.tile, writing.first_row)
+                    digests |= write_tile(Path(writing.path), tile, block.data)
+        except (ImportError, OSError, ValueError) as error:  # tensorstore: the last
+            return f"{type(error).__name__}: {error}"
+        return digests
+
+    @_reported
     def kept(self, freed: Sequence[int]) -> tuple[int, ...]:
         """The numbers of all arrays that are kept."""
         with self._lock:
@@ -284,7 +334,7 @@ class HostWorker:
 
     def _inputs(self, job: _Job, request: StepRequest) -> dict[Held, Any]:
         """What the lane holds at first, each array where the job wants it."""
-        from .ray_programs import place
+        from .ray_programs import place, read
 
         resharding = self._resharding
         assert resharding is not None, "join comes first"
@@ -297,6 +347,8 @@ class HostWorker:
             seen.add(number)
             held[key] = array
         held.update({key: place(shards) for key, shards in request.fed.items()})
+        for key, stored in request.stored.items():
+            held[key] = read(stored, job.data.inputs[key])
         return held
 
     def _forget_donated(self, numbers: Any) -> tuple[int, ...]:

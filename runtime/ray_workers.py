@@ -5,6 +5,7 @@ After any fault all workers are killed: they wait for each other.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -22,10 +23,13 @@ from autopar.lowering.exported_program import ShardedType
 
 from .ray_actors import START_SECONDS, start_actors
 from .ray_arrays import Block, Numbers, RemoteArray, cut_for_hosts, join_blocks
+from .ray_heartbeat import start_heartbeat
 from .ray_hosts import import_ray
 from .ray_job import HostFacts, own_versions
 from .ray_watch import Watch
+from .stored_arrays import Digest, Writing
 
+_log = logging.getLogger("autopar")
 _START_TRIES = 3  # joining fails by death of the process: a port taken, for one
 _CONFIG = (
     "jax_enable_x64",
@@ -67,6 +71,7 @@ class Workers:
     num_groups: int
     traffic: Traffic = field(default_factory=Traffic)
     lost: str | None = None
+    lost_rank: int | None = None
     facts: tuple[HostFacts, ...] = ()
 
     def __post_init__(self) -> None:
@@ -76,15 +81,18 @@ class Workers:
         # Hosts of a group must start their steps in one order, or wait for each other.
         self.one_step = threading.Lock()
         self._jobs = 0
+        self._tickets = 0
         for tries_left in reversed(range(_START_TRIES)):
             self._actors, self._close = start_actors(self.cluster, self)
             try:
                 self._join()
+                start_heartbeat(self, self._actors, self._hosts.silent_seconds)
                 return
             except HostLostError:
                 self._close()
                 if not tries_left:
                     raise
+                self.lost = self.lost_rank = None
 
     @property
     def hosts_per_group(self) -> int:
@@ -100,6 +108,13 @@ class Workers:
         """End the workers and forget their arrays; does nothing the second time."""
         self.lost = self.lost or reason
         self._close()
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Note that a host was lost, and end all workers."""
+        if self.lost is None:
+            _log.warning("%s All workers are ended.", reason)
+            self.lost_rank = rank
+            self.close(reason)
 
     def ranks_of(self, group: int) -> range:
         """The ranks of a group's hosts."""
@@ -161,6 +176,41 @@ class Workers:
             for number, type_ in zip(numbers, types, strict=True)
         ]
 
+    def copy_out(self, arrays: Sequence[RemoteArray]) -> int:
+        """Have every host copy its shards of some arrays; the ticket to write them."""
+        for array in arrays:
+            array.check()
+        self._tickets += 1
+        self.call(
+            "copy_out",
+            {
+                rank: (self._tickets, [a.number for a in arrays if a.group == group])
+                for group in sorted({array.group for array in arrays})
+                for rank in self.ranks_of(group)
+            },
+        )
+        return self._tickets
+
+    def write_out(
+        self, ticket: int, writings: Sequence[tuple[int, Writing]]
+    ) -> dict[str, Digest]:
+        """Have every host write what it copied; each writing is one of a group.
+
+        Raises:
+          OSError: a host could not; the workers go on.
+        """
+        calls = {
+            rank: (ticket, [each for where, each in writings if where == group])
+            for group in sorted({group for group, _ in writings})
+            for rank in self.ranks_of(group)
+        }
+        parts: list[dict[str, Digest] | str] = self.call("write_out", calls)
+        for rank, part in zip(sorted(calls), parts, strict=True):
+            if isinstance(part, str):
+                raise OSError(f"{self.name(rank)} could not write: {part}")
+        good = (part for part in parts if isinstance(part, dict))
+        return {name: each for part in good for name, each in part.items()}
+
     def kept(self) -> list[tuple[int, ...]]:
         """The numbers of the arrays on each host, after what is free is freed."""
         freed = self.freed_by_rank(range(self.num_groups))
@@ -171,16 +221,18 @@ class Workers:
         method: str,
         arguments: Mapping[int, tuple[Any, ...]],
         seconds: float | None = None,
+        silent_seconds: float | None = None,
     ) -> list[Any]:
         """Call a method on some hosts at once; what it returned, by ascending rank.
+
+        By default a call may take as long as a step.
 
         Raises:
           HostLostError: a host died, fell silent, or took longer than `seconds`.
           WorkerError: an exception on a host.
           RuntimeError: the workers are gone already.
         """
-        if self.lost is not None:
-            raise RuntimeError(f"The workers of this step are gone: {self.lost}")
+        self._check()
         ray = import_ray()
         refs = {}
         for rank, given in sorted(arguments.items()):
@@ -188,13 +240,33 @@ class Workers:
             refs[getattr(self._actors[rank], method).remote(*given)] = rank
         try:
             limit = seconds or self._hosts.step_seconds
-            replies = Watch(ray, method, limit, self._ping, self.name).gather(refs)
+            silent = silent_seconds or self._hosts.silent_seconds
+            watch = Watch(ray, method, limit, silent, self._ping, self.name)
+            replies = watch.gather(refs)
         except BaseException as error:
+            self._check()  # another call may know better what ended them
+            is_host = isinstance(error, HostLostError)
+            if is_host or (isinstance(error, WorkerError) and error.is_echo):
+                self.lost_rank = error.rank
             self.close(f"{type(error).__name__}: {error}".splitlines()[0])
             raise
         for reply in replies.values():
             self.traffic.count(reply, is_sent=False)
         return [replies[rank] for rank in sorted(replies)]
+
+    def _check(self) -> None:
+        if self.lost is None:
+            return
+        text = f"The workers of this step are gone: {self.lost}"
+        if self.lost_rank is None:
+            raise RuntimeError(text)
+        raise HostLostError(text, self.lost_rank)
+
+    def _call_at_start(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]]
+    ) -> list[Any]:
+        """A call to hosts that may still be starting, and give no sign of life."""
+        return self.call(method, arguments, START_SECONDS, START_SECONDS)
 
     def _ping(self, ranks: Sequence[int]) -> dict[Any, int]:
         """Ask hosts for a sign of life: the answers to come, and whose they are."""
@@ -223,19 +295,19 @@ class Workers:
     def _join(self) -> None:
         everyone = range(self.cluster.num_hosts)
         nothing = {rank: () for rank in everyone}
-        self.facts = tuple(self.call("facts", nothing, START_SECONDS))
+        self.facts = tuple(self._call_at_start("facts", nothing))
         check_alike(self.facts)
         config = {name: getattr(jax.config, name) for name in _CONFIG}
         members = self.hosts_per_group
         arguments = {}
         for group in range(self.num_groups):
             first = self.ranks_of(group)[0]
-            (port,) = self.call("free_port", {first: ()}, START_SECONDS)
+            (port,) = self._call_at_start("free_port", {first: ()})
             coordinator = f"{self.facts[first].address}:{port}"
             for i, rank in enumerate(self.ranks_of(group)):
                 devices = self.cluster.devices_per_host
                 arguments[rank] = (config, coordinator, members, i, devices)
-        self.call("join", arguments, START_SECONDS)
+        self._call_at_start("join", arguments)
         if self.num_groups > 1:
             self._connect(everyone)
 
@@ -243,7 +315,7 @@ class Workers:
         """Rank i of a group is connected to rank i of every other group."""
         secret = secrets.token_bytes(32)
         listening = {rank: (self.facts[rank].address, secret) for rank in everyone}
-        addresses = self.call("listen", listening, START_SECONDS)
+        addresses = self._call_at_start("listen", listening)
         arguments = {}
         for rank in everyone:
             own = self.group_of(rank)
@@ -254,7 +326,7 @@ class Workers:
                 if group != own
             }
             arguments[rank] = (own, peers)
-        self.call("connect", arguments, START_SECONDS)
+        self._call_at_start("connect", arguments)
 
 
 _live: weakref.WeakValueDictionary[tuple[Cluster, int], Workers] = (

@@ -10,14 +10,13 @@ The graph is reduced once (kept_choices.py), whatever the prices. Then:
            whatever costs too much at the prices goes, until what is left is small
   nothing  the least peak of all, in the same way (`_find_least`)
 
-All limits count work. Only if the time of the search is up, which is meant for machines
-that are stuck, results depend on it.
+All limits count work. Only at the clock's last resort, for machines that are stuck, do
+results depend on time.
 """
 
 import logging
 from collections.abc import Sequence
 from math import inf
-from time import perf_counter
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from .array_pool import ArrayPool
 from .assignment import Assignment
 from .branching import Judged, Tree, branch_and_bound
 from .choice_graph import ChoiceGraph, Infeasible, allowed
+from .clock import Clock
 from .free import bound_choices
 from .kept_choices import KeptChoices
 from .live_sets import keep_binding
@@ -41,7 +41,8 @@ MOST_ATTEMPTS = 3
 FIRST_ROWS, ROWS_AT_ONCE = 60, 16
 PRICED_GAP = 0.1
 LEAST_PEAK_GAP = 5e-3
-GUARD_SECONDS = 600.0
+MOST_WORK = 600.0  # seconds, of free solutions; see `clock.py`
+GUARD_SECONDS = 1200.0
 _log = logging.getLogger("autopar")
 
 
@@ -81,8 +82,7 @@ def solve_within_rows(
 
     Raises Infeasible where nothing fits, or nothing was found that does.
     """
-    deadline = perf_counter() + GUARD_SECONDS
-    search = Search(graph, gap, deadline, ArrayPool())
+    search = Search(graph, gap, MOST_WORK, ArrayPool(Clock(GUARD_SECONDS)))
     search.raise_bound(free.bound)
     _WithinRows(search, rows, budget).run([free.choices, *known])
     return search.result()
@@ -127,8 +127,9 @@ class _WithinRows:
         self.search.finish_phase("branch", self.graph)
         if self._is_out_of_time():
             _log.warning(
-                "The time for a plan within its budget was up before the work was: the "
-                "plan has a gap and depends on the machine; give it more time."
+                "The search for a plan within its budget ended at its limit: the plan "
+                "has a gap%s.",
+                " and depends on the machine" * self.search.pool.clock.is_late,
             )
 
     def _see(self, choices: tuple[int, ...]) -> np.ndarray:

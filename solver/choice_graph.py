@@ -79,6 +79,12 @@ class TypedNodes(MadeWhenRead[Node]):
             np.array([len(costs) for costs, _ in self.types])[self.type_of].sum()
         )
 
+    def chosen_bytes(self, choices: Sequence[int]) -> np.ndarray:
+        """[nodes] the bytes of one choice per node."""
+        flat = np.concatenate([held for _, held in self.types])
+        start = np.cumsum([0, *(len(held) for _, held in self.types)])
+        return flat[start[self.type_of] + np.asarray(choices, np.intp)]
+
     def numbered(self) -> tuple[np.ndarray, np.ndarray]:
         """As `Types.node` and `node_of`."""
         return _by_appearance(
@@ -163,6 +169,10 @@ class ChoiceGraph:
 
     def used_bytes(self, choices: Sequence[int]) -> np.ndarray:
         """[live sets] the bytes of the choices live together."""
+        if not self.live_sets:
+            return np.zeros(0)
+        if isinstance(self.nodes, TypedNodes):
+            return self.sum_live(self.nodes.chosen_bytes(choices))
         held = [node.bytes[c] for node, c in zip(self.nodes, choices, strict=True)]
         return self.sum_live(np.array(held, np.float64))
 

@@ -10,7 +10,6 @@ and plan do not meet, nothing is lost but the time, and the full graph is solved
 """
 
 from collections.abc import Callable, Sequence
-from time import perf_counter
 
 import numpy as np
 
@@ -25,7 +24,8 @@ from .search import LEAST_GAP, Search
 FEWEST_NODES = 1000
 ROUNDS_AT_ONCE = 20
 MOST_ROUNDS = 60
-PART_OF_TIME = 0.5
+PART_OF_WORK = 0.5
+WORK_AMONG_LIKELY = 1.0  # seconds
 
 SolveEnds = Callable[[Search], None]
 
@@ -45,7 +45,9 @@ def solve_folded(
     if repeats is None:
         return
     try:
-        _Folded(search, fold(graph, repeats, search.pool), solve_ends).run()
+        layers = fold(graph, repeats, search.pool)
+        if layers.ring.edges:  # otherwise no message has to be passed
+            _Folded(search, layers, solve_ends).run()
     except Infeasible:
         return  # for the layers that were looked at, or all: the full solver tells
 
@@ -53,12 +55,13 @@ def solve_folded(
 class _Folded:
     def __init__(self, search: Search, layers: Layers, solve_ends: SolveEnds) -> None:
         self.search, self.layers, self.solve_ends = search, layers, solve_ends
-        self.until = perf_counter() + PART_OF_TIME * search.seconds_left
+        self.clock = search.pool.clock
+        self.until = self.clock.spent + PART_OF_WORK * search.seconds_left
 
     def run(self) -> None:
         search, layers = self.search, self.layers
         search.finish_phase("fold", layers.ring)
-        passing = Passing(layers.ring)
+        passing = Passing(layers.ring, clock=self.clock)
         choices, is_closed = self._pass_messages(passing)
         search.finish_phase("ring", layers.ring)
         if choices is None or not is_closed:
@@ -83,7 +86,7 @@ class _Folded:
                 gap,
                 cost=cost,
                 max_rounds=ROUNDS_AT_ONCE,
-                time_limit_seconds=self.until - perf_counter(),
+                work_limit=self.until - self.clock.spent,
             )
             if messages.choices is not None and messages.cost < cost:
                 best, cost = messages.choices, messages.cost
@@ -91,11 +94,11 @@ class _Folded:
                 best = improve_among_likely(
                     *(self.layers.ring, best, messages.marginals, self.search.pool),
                     gap=gap,
-                    time_limit_seconds=1.0,
+                    work_limit=WORK_AMONG_LIKELY,
                 )
                 cost = self.layers.ring.cost(best)
             is_closed = cost < np.inf and cost - passing.bound <= gap * abs(cost)
-            if is_closed or messages.is_finished or perf_counter() > self.until:
+            if is_closed or messages.is_finished or self.clock.now() > self.until:
                 break
         return best, is_closed
 

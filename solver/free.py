@@ -137,14 +137,14 @@ class _Descent:
     def _pass_messages(self) -> None:
         """Messages and better plans in turn, until the messages stall."""
         search, graph = self.search, self.graph
-        passing = Passing(graph, search.cost)
+        passing = Passing(graph, search.cost, clock=search.pool.clock)
         keep = max(search.seconds_left - self.seconds / 4, 0.0)
         while True:
             messages = passing.run(
                 search.gap,
                 cost=search.cost,
                 max_rounds=ROUNDS_AT_ONCE,
-                time_limit_seconds=search.seconds_left - keep,
+                work_limit=search.seconds_left - keep,
             )
             if messages.choices is not None:
                 search.offer(self._expand(messages.choices))
@@ -165,7 +165,7 @@ class _Descent:
         choices = improve_among_likely(
             *(self.graph, messages.choices, messages.marginals, search.pool),
             gap=search.gap / 2,
-            time_limit_seconds=max(min(search.seconds_left, self.seconds / 20), 0.1),
+            work_limit=max(min(search.seconds_left, self.seconds / 20), 0.1),
         )
         search.offer(self._expand(choices))
         search.finish_phase("likely", self.graph)
@@ -198,7 +198,8 @@ class _Descent:
         result = solve_ilp(
             self.graph,
             gap=search.gap,
-            time_limit_seconds=search.seconds_left,
+            work_limit=search.seconds_left,
+            clock=search.pool.clock,
             cost=search.cost,
         )
         if result.choices is not None:

@@ -16,24 +16,27 @@ builds the program and HiGHS solves it, starting from the plan we hold.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import pulp
 
 from .choice_graph import ChoiceGraph, allowed
+from .clock import Clock
 
-MOST_PAIRS = 200_000
+MOST_PAIRS = 100_000
 MOST_ROWS_AT_ONCE = 8
 COST_SCALE, BYTES_SCALE = 1e4, 1e3
+ITERATIONS_OF_NODE = 30
+# Seconds of a usual core: of an iteration, its part for each variable, and of building.
+_ITERATION, _ITERATION_OF_VARIABLE, _BUILT_VARIABLE = 2e-5, 4e-8, 3e-5
 
 
 @dataclass(frozen=True)
 class IlpResult:
     """`bound` is below every assignment within budget, inf when there is none.
 
-    `choices` is a plan within budget, or None if the time was up before one was found.
+    `choices` is a plan within budget, or None if the work was up before one was found.
     """
 
     bound: float
@@ -44,30 +47,34 @@ class IlpResult:
         return f"IlpResult: bound {self.bound:.6g}, {self.num_rows} memory rows"
 
 
-def is_small_enough(graph: ChoiceGraph) -> bool:
+def is_small_enough(graph: ChoiceGraph, most_pairs: int = MOST_PAIRS) -> bool:
     """Whether the program would be of a size worth building."""
-    return sum(edge.costs.size for edge in graph.edges) <= MOST_PAIRS
+    return sum(edge.costs.size for edge in graph.edges) <= most_pairs
 
 
 def solve_ilp(
     graph: ChoiceGraph,
     *,
     gap: float = 1e-4,
-    time_limit_seconds: float = 60.0,
+    work_limit: float = 60.0,
+    clock: Clock | None = None,
     initial: Sequence[int] | None = None,
     cost: float = inf,
 ) -> IlpResult:
-    """Solves a graph to a relative gap, or as far as the time goes.
+    """Solves a graph to a relative gap, or as far as the work goes.
 
     Args:
         graph: the graph; its live sets and budget are kept if it has any.
         gap: wanted (cost - bound) / cost.
-        time_limit_seconds: for all solves, with the rows added between them.
+        work_limit: seconds of work of all solves, with the rows added between them. One
+            that takes more at its first node goes on to the end of it.
+        clock: what is told of the work.
         initial: a plan within budget to start from.
         cost: the cost of a plan already known, which says what a gap is relative to.
     """
-    deadline = perf_counter() + time_limit_seconds
-    return _Program(graph, initial, cost).run(gap, deadline)
+    clock = clock or Clock()
+    deadline = clock.spent + work_limit
+    return _Program(graph, initial, cost, clock).run(gap, deadline)
 
 
 class _WarmHiGHS(pulp.HiGHS):
@@ -88,9 +95,13 @@ class _WarmHiGHS(pulp.HiGHS):
 
 class _Program:
     def __init__(
-        self, graph: ChoiceGraph, initial: Sequence[int] | None, cost: float
+        self,
+        graph: ChoiceGraph,
+        initial: Sequence[int] | None,
+        cost: float,
+        clock: Clock,
     ) -> None:
-        self.graph = graph
+        self.graph, self.clock = graph, clock
         self.initial = None if initial is None else tuple(initial)
         self.known_cost = cost if initial is None else graph.cost(initial)
         self.scale = COST_SCALE / self._size_of_costs()
@@ -103,7 +114,7 @@ class _Program:
     def run(self, gap: float, deadline: float) -> IlpResult:
         best, bound = self.initial, -inf
         best_cost = inf if best is None else self.graph.cost(best)
-        while (left := deadline - perf_counter()) > 0:
+        while (left := deadline - self.clock.now()) > 0:
             target = gap * abs(min(best_cost, self.known_cost))
             target = target if target < inf else 0.0
             status, found_bound = self._solve(best, target / 2, gap / 2, left)
@@ -125,9 +136,14 @@ class _Program:
     def _solve(
         self, start: tuple[int, ...] | None, gap_abs: float, gap: float, seconds: float
     ) -> tuple[str, float]:
+        size = sum(map(len, self.x)) + sum(map(len, self.y))
+        iteration = _ITERATION + _ITERATION_OF_VARIABLE * size
+        time_left = self.clock.time_left
         solver = _WarmHiGHS(
             msg=False,
-            timeLimit=seconds,
+            timeLimit=None if time_left == inf else time_left,
+            parallel="off",
+            mip_max_nodes=max(int(seconds / (iteration * ITERATIONS_OF_NODE)), 1),
             gapAbs=gap_abs * self.scale,
             gapRel=gap if gap_abs == 0 else 0.0,
             mip_feasibility_tolerance=1e-9,
@@ -144,6 +160,8 @@ class _Program:
             return "infeasible", inf
         model: Any = self.problem.solverModel
         info = model.getInfo()
+        num_iterations = max(info.simplex_iteration_count, 0)
+        self.clock.spend(_BUILT_VARIABLE * size + iteration * num_iterations)
         # HiGHS solves its linear programs to 1e-7 a variable.
         scaled = info.mip_dual_bound - 1e-8 * COST_SCALE
         return "open", scaled / self.scale + self.graph.constant

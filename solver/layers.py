@@ -277,8 +277,8 @@ def _ring(layer: Reduced, borders: Sequence[Edge]) -> ChoiceGraph:
     size = len(graph.nodes)
     index = {place: number for number, place in enumerate(layer.kept)}
     edges = []
-    for start in range(0, NUM_COPIES * size, size):
-        after = (start + size) % (NUM_COPIES * size)
+    for copy in range(NUM_COPIES):
+        start, after = copy * size, (copy + 1) % NUM_COPIES * size
         edges += [
             replace(edge, first=start + edge.first, second=start + edge.second)
             for edge in graph.edges

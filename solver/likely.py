@@ -16,6 +16,7 @@ from .ilp import is_small_enough, solve_ilp
 from .reduce import reduce
 
 MOST_LIKELY_CHOICES = 1000  # beyond one per node
+MOST_LIKELY_PAIRS = 30_000
 
 
 def improve_among_likely(
@@ -25,7 +26,7 @@ def improve_among_likely(
     pool: ArrayPool,
     *,
     gap: float,
-    time_limit_seconds: float,
+    work_limit: float,
 ) -> tuple[int, ...]:
     """A plan that costs no more than `choices`. The budget is not looked at.
 
@@ -36,7 +37,7 @@ def improve_among_likely(
             choice; those of the least are likely.
         pool: shared arrays of reductions.
         gap: relative distance from the best of these plans at which to stop.
-        time_limit_seconds: most time of the ILP.
+        work_limit: most seconds of work of the ILP.
     """
     ranks = [np.where(m == m.min(), -np.inf, m) for m in marginals]
     for rank, choice in zip(ranks, choices, strict=True):
@@ -49,12 +50,13 @@ def improve_among_likely(
     reduced = reduce(fix(graph, ranks, flat[last]).graph, pool)
     if not reduced.graph.nodes:
         return reduced.expand(())
-    if not is_small_enough(reduced.graph):
+    if not is_small_enough(reduced.graph, MOST_LIKELY_PAIRS):
         return tuple(choices)
     found = solve_ilp(
         reduced.graph,
         gap=gap,
-        time_limit_seconds=time_limit_seconds,
+        work_limit=work_limit,
+        clock=pool.clock,
         cost=graph.cost(choices),
     )
     if found.choices is None:

@@ -99,7 +99,11 @@ def _neighbour(
 
 
 def exact(
-    problem: PlacementProblem, gap: float = 1e-6, time_limit_seconds: float = 60.0
+    problem: PlacementProblem,
+    gap: float = 1e-6,
+    *,
+    most_nodes: int = 20_000,
+    time_limit_seconds: float = 600.0,
 ) -> Placed:
     """The placement and order with the least step time, by integer programming.
 
@@ -113,6 +117,9 @@ def exact(
                     c[i, j] >= transfer(d, e) (x[i, d] + x[j, e] - 1)
                     s[j] >= s[i] + t[i] - M (3 - o[i, j] - x[i, d] - x[j, d])
 
+    It stops after `most_nodes` of branch and bound. `time_limit_seconds` is the last
+    resort: what was found then depends on the machine.
+
     Raises:
       NoPlacement: nothing fits.
     """
@@ -122,7 +129,13 @@ def exact(
     except NoPlacement:
         start, horizon = None, _one_after_the_other(problem)
     model = _Model(problem, horizon)
-    solver = pulp.HiGHS(msg=False, gapRel=gap, timeLimit=time_limit_seconds, threads=1)
+    solver = pulp.HiGHS(
+        msg=False,
+        gapRel=gap,
+        timeLimit=time_limit_seconds,
+        threads=1,
+        mip_max_nodes=most_nodes,
+    )
     model.program.solve(solver)
     devices = model.devices()
     if devices is None or not problem.is_allowed(devices):

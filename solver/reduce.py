@@ -149,9 +149,13 @@ class _Reduction:
         if size <= FEW_CHOICES:
             kernel = min_plus.undominated
             edges = [(c, call(min_plus.replacement_costs, m)) for c, m in edges]
-        edges.sort(key=lambda edge: (id(edge[0]), id(edge[1])))
+        number = self.pool.number
+        edges.sort(key=lambda edge: (number(edge[0]), number(edge[1])))
         flat = [array for edge in edges for array in edge]
-        kept, lost, replacement = call(kernel, self.costs[node], self.held[node], *flat)
+        work = size * size * (len(edges) + 1)
+        kept, lost, replacement = call(
+            kernel, self.costs[node], self.held[node], *flat, work=work
+        )
         if kept.size < self.costs[node].size:
             self.slack += lost
             self._keep(node, kept, replacement)
@@ -235,9 +239,11 @@ class _Reduction:
         else:
             (left, classes, matrix, left_classes) = around[0]
             (right, classes2, matrix2, right_classes) = around[1]
-            if costs.size * matrix.shape[1] * matrix2.shape[1] > MOST_FOLD_WORK:
+            work = costs.size * matrix.shape[1] * matrix2.shape[1]
+            if work > MOST_FOLD_WORK:
                 return
-            values = call(min_plus.fold_pair, costs, classes, matrix, classes2, matrix2)
+            sides = classes, matrix, classes2, matrix2
+            values = call(min_plus.fold_pair, costs, *sides, work=work)
             self._remove_edge(node, left)
             self._remove_edge(node, right)
             self._put_edge(left, right, left_classes, right_classes, values)

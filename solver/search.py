@@ -13,7 +13,10 @@ LEAST_GAP = 2e-8
 
 
 class Search:
-    """The best plan and bound of one full problem, improved step by step."""
+    """The best plan and bound of one full problem, improved step by step.
+
+    `deadline` is in seconds of work, by the clock of `pool`.
+    """
 
     def __init__(
         self, graph: ChoiceGraph, gap: float, deadline: float, pool: ArrayPool
@@ -28,7 +31,8 @@ class Search:
 
     @property
     def seconds_left(self) -> float:
-        return self.deadline - perf_counter()
+        """Seconds of work, at least 0."""
+        return max(self.deadline - self.pool.clock.now(), 0.0)
 
     @property
     def is_closed(self) -> bool:

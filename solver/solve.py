@@ -4,23 +4,27 @@ Without a budget, or where the cheapest plan fits it: free.py. With one that bin
 budget.py.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from time import perf_counter
 
 from .array_pool import ArrayPool
 from .assignment import Assignment
 from .budget import solve_within_budget
 from .choice_graph import ChoiceGraph
+from .clock import Clock
 from .free import solve_free
 from .search import Search
+
+_log = logging.getLogger("autopar")
 
 
 def solve(
     graph: ChoiceGraph,
     *,
     gap: float = 1e-4,
-    time_limit_seconds: float = 60.0,
+    work_limit: float = 60.0,
+    time_limit_seconds: float = 600.0,
     initial: Sequence[int] | None = None,
     free: Assignment | None = None,
     known: Sequence[Sequence[int]] = (),
@@ -31,7 +35,9 @@ def solve(
     Args:
         graph: the problem; see ChoiceGraph.
         gap: relative distance of bound to cost at which to stop.
-        time_limit_seconds: when to stop with what there is.
+        work_limit: when to stop with what there is, in seconds of work (`clock.py`).
+        time_limit_seconds: when to stop at the latest, in seconds that pass; what was
+            found then depends on the machine.
         initial: a plan already known, within budget or not.
         free: the solution of the same nodes and edges without a budget, if it is known.
         known: plans of the same nodes that were seen under other budgets.
@@ -40,8 +46,8 @@ def solve(
     Raises:
         Infeasible: nothing is allowed, or nothing fits; carries the least budget.
     """
-    deadline = perf_counter() + time_limit_seconds
-    search = Search(graph, gap, deadline, ArrayPool())
+    clock = Clock(time_limit_seconds)
+    search = Search(graph, gap, work_limit, ArrayPool(clock))
     if free is None:
         free = _solve_free(graph, search, initial, folds)
     search.raise_bound(free.bound)
@@ -52,6 +58,12 @@ def solve(
         search.closed_by = free.closed_by
     elif not graph.is_within_budget(free.choices):
         solve_within_budget(search, [free.choices, *known])
+    if clock.is_late and not search.is_closed and graph.budget is None:
+        _log.warning(
+            "The solver's time of %g s was up before its work was done: the plan has a "
+            "gap of %.2f%% and depends on the machine; give it more time.",
+            *(time_limit_seconds, 100 * search.result().gap),
+        )
     return search.result()
 
 

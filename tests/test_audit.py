@@ -331,7 +331,7 @@ def test_groups_print_as_axes_in_the_fewest_words() -> None:
         "data",
         "data",
         "data,model",
-        "data,model in the order (0, 4, 1, 5, 2, 6, 3, 7)",
+        "model,data",
         "{{0,5},{1,4},{2,7},{3,6}}",
     ]
     rows = audit(planned[:2], planned[:2], None, num_devices=8).rows

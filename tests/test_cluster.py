@@ -315,6 +315,34 @@ def test_rings_that_leave_a_host_share_its_cards(
     assert link.seconds_per_byte == pytest.approx(seconds_per_byte)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "axes"),
+    [((8,), "a"), ((4, 2), "a"), ((2, 4), "a"), ((2, 4), "ab"), ((2, 2, 2), "ac")],
+)
+def test_an_all_to_all_between_hosts_takes_what_leaves_the_fuller_host(
+    sizes: tuple[int, ...], axes: str
+) -> None:
+    """Pair by pair: each device sends every other one an equal part of its bytes."""
+    mesh = MeshShape(tuple("abc"[: len(sizes)]), sizes)
+    sent_out = {0: 0.0, 1: 0.0}
+    for group in mesh.groups(axes):
+        for here in group:
+            for there in group:
+                if here // 4 != there // 4:
+                    sent_out[here // 4] += 1 / (len(group) - 1)
+    link = fake_cluster().link(mesh, axes)
+    seconds = max(sent_out.values()) / 4  # a host's cards send 4 bytes/s
+    assert link.seconds_per_sent_byte("all_to_all") == pytest.approx(seconds)
+    assert seconds >= link.seconds_per_byte == link.seconds_per_sent_byte("all_gather")
+
+
+def test_an_all_to_all_is_never_faster_than_the_host_link() -> None:
+    cluster = fake_cluster(within=0.1, between=100.0)
+    link = cluster.link(MeshShape(("a",), (8,)), ("a",))
+    # Three of the seven others are on the same host.
+    assert link.seconds_per_sent_byte("all_to_all") == pytest.approx(10 * 3 / 7)
+
+
 def test_a_ring_over_hosts_is_never_faster_than_the_host_link() -> None:
     cluster = fake_cluster(within=2.0, between=1.0)
     link = cluster.link(MeshShape(("a",), (8,)), ("a",))

@@ -102,7 +102,7 @@ def test_a_pin_in_a_scan() -> None:
     [
         (P("z"), "'z'"),
         (P("x", "x"), "twice"),
-        (P(("y", "x")), "mesh order"),
+        (P(("y", "y")), "twice"),
         (P("x", None, "y"), "drop 1"),
     ],
 )

@@ -62,10 +62,10 @@ def test_what_is_pinned_stays_so_when_the_step_returns_it() -> None:
         ({"w1": P("rows")}, r"only name axes of the mesh .* but got 'rows'"),
         ({"w1": P("data", "data")}, "may split one dim only, but 'data' appears twice"),
         ({"w1": P(None, None, "data")}, "at most one entry for each dim"),
-        ({"^x$": P(("model", "data"))}, "must be in mesh order"),
+        ({"^x$": P(("model", "model"))}, "dim only, but 'model' appears twice"),
         ({"w1(": P()}, r"'w1\(' is none of the 3 paths, and no expression \(missing"),
     ],
-    ids=["unmatched", "axis", "twice", "rank", "order", "expression"],
+    ids=["unmatched", "axis", "twice", "rank", "repeated", "expression"],
 )
 def test_a_pin_that_cannot_be_is_refused(pins: dict[str, P], message: str) -> None:
     with pytest.raises(ValueError, match=message):

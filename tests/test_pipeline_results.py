@@ -71,6 +71,27 @@ def test_a_train_step_may_return_values_for_each_example():
         assert_equal(got, expected)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_a_gradient_of_the_input_makes_the_input_state(schedule: Any):
+    """Work on state is done for the whole batch, and a microbatch slices residuals.
+
+    The slices are traced behind all forward work, but belong to every stage.
+    """
+    _, params, x = chain()
+
+    def step(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        def loss(params: Any, x: jax.Array) -> jax.Array:
+            return jnp.square(evaluation(params, x)["y"] - y).mean()
+
+        grads, of_input = jax.grad(loss, (0, 1))(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), of_input
+
+    y = normal(7, *x.shape)
+    expected = jax.jit(step)(params, x, y)
+    method = PipelineParallel(2, 2, schedule)
+    assert_equal(parallelize(step, method=method)(params, x, y), expected)
+
+
 def test_a_step_may_close_over_arrays():
     """They lie on the stages that read them, and are moved there once."""
     table, scale = normal(5, 32, 32), jnp.arange(1.0, 33.0)

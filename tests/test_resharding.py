@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from itertools import product
+from itertools import permutations, product
 from typing import Any
 
 import jax
@@ -26,7 +26,16 @@ from autopar.sharding.mesh import MeshShape
 from autopar.sharding.permuted_paths import refined_mesh
 from autopar.sharding.placement import Step, placement_of
 from autopar.sharding.resharding import Resharder
-from autopar.sharding.spec import REPLICATED, SUM, Spec, num_shards, to_partition_spec
+from autopar.sharding.spec import (
+    REPLICATED,
+    SUM,
+    TURN,
+    Spec,
+    axes_of_dim,
+    num_shards,
+    to_partition_spec,
+    with_axes,
+)
 
 CLUSTER = Cluster.preset("8xH100")
 BYTES = float(1 << 24)
@@ -46,6 +55,21 @@ def pairs_of(states: Iterable[int], num_axes: int, most: int = 256) -> list[Pair
     return pairs if len(pairs) <= most else random.Random(0).sample(pairs, most)
 
 
+def ordered_pairs(states: Iterable[int], num_axes: int, most: int = 400) -> list[Pair]:
+    """As `pairs_of`, with the axes of each dim in every order; most are not in mesh
+    order on both ends."""
+    specs: set[Spec] = set()
+    for spec in product(states, repeat=num_axes):
+        dims = sorted({state for state in spec if state >= 0})
+        for orders in product(*(permutations(axes_of_dim(spec, d)) for d in dims)):
+            found = spec
+            for dim, axes in zip(dims, orders, strict=True):
+                found = with_axes(found, dim, axes)
+            specs.add(found)
+    pairs = list(product(sorted(specs), sorted(specs)))
+    return pairs if len(pairs) <= most else random.Random(0).sample(pairs, most)
+
+
 class Devices:
     """Shards on the devices of a mesh, and the steps, written with numpy."""
 
@@ -61,7 +85,7 @@ class Devices:
         for position in self.positions:
             shard = whole
             for dim in range(whole.ndim):
-                for axis in (a for a, state in enumerate(spec) if state == dim):
+                for axis in axes_of_dim(spec, dim):
                     parts = np.split(shard, self.sizes[axis], dim)
                     shard = parts[position[axis]]
             shards.append(shard)
@@ -143,6 +167,33 @@ def test_paths_from_and_to_pending_sums(mesh: str) -> None:
     assert_right(resharder, 2, pairs_of(range(-2, 2), resharder.mesh.num_axes))
 
 
+@pytest.mark.parametrize("mesh", MESHES)
+def test_axes_of_a_dim_in_any_order(mesh: str) -> None:
+    """All pairs on two axes, pending sums included, and a sample on three."""
+    resharder = Resharder(MESHES[mesh], CLUSTER)
+    pairs = ordered_pairs(range(-2, 2), resharder.mesh.num_axes)
+    assert_right(resharder, 2, pairs)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_another_order_is_one_permutation_of_one_shard(mesh: str) -> None:
+    shape = MESHES[mesh]
+    resharder = Resharder(shape, CLUSTER)
+    orders = list(permutations(range(shape.num_axes)))
+    specs = [with_axes((REPLICATED,) * shape.num_axes, 0, axes) for axes in orders]
+    for source, target in permutations(specs, 2):
+        (step,) = resharder.steps(source, target)
+        assert step.kind == "collective_permute"
+        assert step.fraction == 1 / shape.size
+
+
+def test_the_order_of_axes_of_one_device_means_nothing() -> None:
+    resharder = Resharder(MeshShape(("x", "y"), (1, 4)), CLUSTER)
+    source, target = with_axes((-1, -1), 0, (0, 1)), with_axes((-1, -1), 0, (1, 0))
+    assert source != target
+    assert resharder.steps(source, target) == ()
+
+
 @pytest.mark.parametrize(
     "sizes", [(6, 4), (1, 8), (3, 2, 2), (12,), (1,), (2, 32), (2, 4, 8)]
 )
@@ -221,12 +272,30 @@ def exchanging(resharder: Resharder, rank: int, most: int) -> list[Pair]:
     return found if len(found) <= most else random.Random(1).sample(found, most)
 
 
-@pytest.mark.parametrize("mesh", ["2x4", "2x2x2"])
-def test_programs_give_the_values_with_the_predicted_collectives(mesh: str) -> None:
+def reordering(resharder: Resharder, rank: int, most: int) -> list[Pair]:
+    """Pairs of specs of which at least one is not in mesh order."""
+    pairs = ordered_pairs(range(-1, rank), resharder.mesh.num_axes, 10_000)
+    found = [pair for pair in pairs if max(map(max, pair)) >= TURN]
+    return found if len(found) <= most else random.Random(1).sample(found, most)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "chosen", "most"),
+    [
+        ("2x4", exchanging, 6),
+        ("2x2x2", exchanging, 6),
+        ("2x2", reordering, 100),  # all of them
+        ("2x4", reordering, 100),
+        ("2x2x2", reordering, 6),
+    ],
+)
+def test_programs_give_the_values_with_the_predicted_collectives(
+    mesh: str, chosen: Callable[[Resharder, int, int], list[Pair]], most: int
+) -> None:
     """Every path in one program, each from an array of its own."""
     shape = MESHES[mesh]
     resharder = Resharder(shape, CLUSTER)
-    pairs = exchanging(resharder, 2, 6)
+    pairs = chosen(resharder, 2, most)
     assert pairs
     devices = np.array(jax.devices()[: shape.size]).reshape(shape.axis_sizes)
     grid = Mesh(devices, shape.axis_names, axis_types=(AxisType.Auto,) * devices.ndim)
@@ -256,7 +325,9 @@ def test_programs_give_the_values_with_the_predicted_collectives(mesh: str) -> N
     arrays = [
         jnp.arange(32.0 * 16).reshape(32, 16) + 1000 * i for i in range(len(pairs))
     ]
-    for got, expected in zip(program(*arrays), arrays, strict=True):
+    lowered = program.lower(*arrays)
+    compiled = lowered.compile()
+    for got, expected in zip(compiled(*arrays), arrays, strict=True):
         np.testing.assert_array_equal(got, expected)
     planned = [
         Collective(
@@ -267,7 +338,6 @@ def test_programs_give_the_values_with_the_predicted_collectives(mesh: str) -> N
         for step in resharder.steps(*pair)
         if step.is_collective
     ]
-    lowered = program.lower(*arrays)
-    compiled = collectives_in_compiled(lowered.compile().as_text() or "")
-    found = audit(planned, collectives_in_lowered(lowered), compiled, num_devices=8)
+    optimized = collectives_in_compiled(compiled.as_text() or "")
+    found = audit(planned, collectives_in_lowered(lowered), optimized, num_devices=8)
     assert found.ok, found

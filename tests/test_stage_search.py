@@ -15,6 +15,7 @@ from autopar.pipelines.layers import find_layers
 from autopar.pipelines.pipeline_plan import plan_pipeline
 from autopar.pipelines.remat_windows import smallest_window
 from autopar.pipelines.work_line import WorkLine
+from tests.integration.trainings import assert_trains_as_one_device, encoder_decoder
 from tests.rows.fixtures import dense_stack, random
 from tests.rows.running import run_pipeline_as_planned
 
@@ -37,6 +38,30 @@ def test_a_searched_pipeline_has_the_values_of_one_device():
     assert sum(plan.stages.stage_products) == 6
     again = parallelize(case.step, cluster=two_hosts(), plan=plan)
     assert again.plan(*case.args).stages.programs == plan.stages.programs
+
+
+@pytest.mark.slow  # two steps of AdamW in each of several stages are compiled
+def test_an_encoder_and_a_decoder_are_searched_together():
+    """Both towers are cut where the search says; the decoder reads the encoder's end
+    on every stage that holds a part of it."""
+    training = encoder_decoder(num_layers=4)
+    step, state, batch = training
+    method = PipelineParallel(num_microbatches=4)
+    plan = parallelize(step, cluster=two_hosts(), method=method).plan(state, batch)
+    homes = {
+        name: {
+            program.stage
+            for program in plan.stages.programs
+            if program.kind == "apply"
+            for each in program.sharding.inputs
+            if f"['{name}']" in each.path and each.path.startswith("state[0]")
+        }
+        for name in ("encoder", "decoder")
+    }
+    assert homes["encoder"] and homes["decoder"]
+    assert max(homes["encoder"]) <= min(homes["decoder"])
+    assert max(homes["decoder"]) >= plan.stages.num_stages - 2  # the head comes behind
+    assert_trains_as_one_device(training, 2, cluster=two_hosts(), method=method)
 
 
 def scanned(num_layers: int = 5) -> Any:

@@ -172,7 +172,7 @@ def test_a_pipeline_is_asked_too_and_keeps_its_stages() -> None:
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=8)
     plan = planned(case, mesh="x:4", method=method)
     leaf = plan.stages.programs[0].sharding.inputs[0].path
-    pins = {leaf: "[x, -]"}
+    pins = {leaf: "[-, x]"}
     asked = plan.what_if(pins)
     assert asked == planned(case, mesh="x:4", method=method, pins=pins)
     assert asked.stages.meshes == plan.stages.meshes

@@ -2,7 +2,8 @@
 
 The predicted peak is a model of the compiler's. Where a program needs more than its
 budget, the model's error on it is taken as the error on its neighbours: the budget is
-lowered by it and the problem solved again.
+lowered by it and the problem solved again. A plan that was compiled and fits says what
+its program holds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from .memory_use import MemoryUse
 
 MOST_CORRECTIONS = 3
 NEAR = 0.5
-"""Plans predicted at less than this part of the budget need no compiling."""
+"""Plans predicted at less than this part of the budget, the error seen before included,
+need no compiling."""
 
 _log = logging.getLogger("autopar")
 
@@ -77,7 +79,8 @@ def fit_compiled(
 ) -> Planned:
     """The plan, or one solved again, whose compiled program fits.
 
-    Its `predicted.peak_bytes` is corrected by the error seen before.
+    Its `predicted.peak_bytes` is corrected by the error that compiling it showed, or
+    where it is far below the budget, and not compiled, by that of the plans before.
 
     Args:
       planned: a plan that is predicted to fit.
@@ -93,12 +96,12 @@ def fit_compiled(
     least = 0
     for round_number in range(MOST_CORRECTIONS + 1):
         model_bytes = planned.plan.predicted.peak_bytes
-        if model_bytes < NEAR * budget_bytes:
+        if model_bytes * correction < NEAR * budget_bytes:
             return _corrected(planned, budget_bytes, correction)
         seen_bytes = compiled_bytes(planned)
         least = min(least or seen_bytes, seen_bytes)
         if seen_bytes <= budget_bytes:
-            return _corrected(planned, budget_bytes, correction)
+            return _corrected(planned, budget_bytes, seen_bytes / model_bytes)
         correction = max(seen_bytes / model_bytes, correction)
         if round_number == MOST_CORRECTIONS:
             break

@@ -26,6 +26,9 @@ from autopar.clusters.hardware import (
     check_positive,
     nearest,
 )
+from autopar.clusters.joined import JoinedFile, join_clusters
+from autopar.clusters.ray_hosts import OnFailure
+from autopar.clusters.ray_hosts import RayHosts as RayHosts
 from autopar.clusters.toml_table import build, check_fields, read_toml, table_at
 from autopar.errors import ClusterFileError, FallbackWarning
 from autopar.sharding.mesh import MeshShape
@@ -35,28 +38,8 @@ _STAND_INS = {"gpu": "A100", "tpu": "v5e", "cpu": "CPU"}
 
 
 @dataclass(frozen=True)
-class RayHosts:
-    """Where a cluster's programs run: on the hosts of a running Ray cluster.
-
-    Attributes:
-      address: the Ray cluster's.
-      platform: `cpu`, `gpu` or `tpu`.
-      step_seconds: how long a step may take before its hosts are given up.
-    """
-
-    address: str
-    platform: str
-    step_seconds: float
-
-    @property
-    def lowering_platform(self) -> str:
-        """What jax calls the platform where it lowers for it."""
-        return {"gpu": "cuda"}.get(self.platform, self.platform)
-
-
-@dataclass(frozen=True)
 class Cluster:
-    """Equal hosts of equal devices; devices are numbered host by host.
+    """Hosts of equally many devices, which are numbered host by host.
 
     Attributes:
       name: what it is called, such as `8x8xH100`.
@@ -72,10 +55,17 @@ class Cluster:
         is right where nobody measured, and where one device's compute and sending share
         cores, as on CPUs.
       source: where the numbers are from.
+      overlaps: whether plans say what is sent beside which product. Parameters are
+        gathered a product ahead and gradients reduced behind the next one, and the
+        operand or the sum of a product may go around devices in parts (collective
+        matmul). It pays where a compiler sends while it multiplies.
       ray_hosts: the Ray hosts that run its programs; this process, if None.
+      parts: clusters of equal hosts, where it has several kinds; all else is then what
+        the least of them has (`joined.py`).
 
     Raises:
-      ValueError: a count is not a positive integer, or a time is negative.
+      ValueError: a count is not a positive integer, a time is negative, or a value is
+        not of its kind.
     """
 
     name: str
@@ -89,6 +79,8 @@ class Cluster:
     source: str
     ray_hosts: RayHosts | None = None
     visible_fraction: float = 1.0
+    overlaps: bool = False
+    parts: tuple["Cluster", ...] = ()
 
     def __post_init__(self) -> None:
         check_integer("num_hosts", self.num_hosts)
@@ -96,6 +88,10 @@ class Cluster:
         check_positive("launch_seconds", self.launch_seconds, zero=True)
         check_positive("kernel_seconds", self.kernel_seconds, zero=True)
         check_fraction("visible_fraction", self.visible_fraction)
+        if not isinstance(self.overlaps, bool):
+            raise ValueError(
+                f"`overlaps` must be true or false, but got {self.overlaps!r}."
+            )
 
     @property
     def num_devices(self) -> int:
@@ -142,11 +138,14 @@ class Cluster:
 
         Args:
           name: hosts x devices of each host x kind: `"8x8xH100"`; `"8xH100"` is one
-            host and `"H100"` one host as it is sold.
+            host and `"H100"` one host as it is sold; `"2x8xH100+2x8xA100"` has both.
 
         Raises:
           ValueError: the name is malformed, or the kind unknown.
         """
+        if "+" in name:
+            parts = [cls.preset(part) for part in name.split("+")]
+            return join_clusters(parts, name.strip())
         match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.-]*)", name.strip())
         kinds = tuple(sorted(path.stem for path in _PRESETS.glob("*.toml")))
         if not match:
@@ -193,6 +192,9 @@ class Cluster:
         devices_per_host: int | None = None,
         platform: str | None = None,
         step_seconds: float = 600.0,
+        silent_seconds: float = 8.0,
+        on_failure: OnFailure = "replan",
+        wait_seconds: float = 600.0,
     ) -> "Cluster":
         """The hosts of a running Ray cluster; steps planned for it run there.
 
@@ -206,28 +208,39 @@ class Cluster:
             one, unless it was started with the resource `autopar_devices`.
           platform: `cpu`, `gpu` or `tpu`; that of the accelerators if left out.
           step_seconds: how long a step may take until its hosts are given up as hung.
+          silent_seconds: a host that gives no sign of life for so long while a step
+            runs is given up.
+          on_failure: what `autopar.Training` does when a host is lost. "replan": plans
+            for the hosts that are left. "wait": waits until there are as many again.
+            "raise": raises. A step that is called without it always raises.
+          wait_seconds: how long it waits for hosts.
 
         Raises:
           ConnectionError: no Ray cluster answers.
           ImportError: ray is not installed.
-          ValueError: the cluster has too few hosts or devices.
+          ValueError: the cluster has too few hosts or devices, or an argument is none
+            of those above.
         """
         from autopar.runtime.ray_hosts import find_hosts
 
         for name, count in (("num_hosts", num_hosts), ("devices", devices_per_host)):
             if count is not None:
                 check_integer(name, count)
-        check_positive("step_seconds", step_seconds)
         found, hosts = find_hosts(address, num_hosts, devices_per_host, platform)
         first, number = hosts[0], hosts[0].num_devices
         preset = _preset_of_accelerator(first.kind, first.platform)
-        return dataclasses.replace(
+        waits = step_seconds, silent_seconds, on_failure, wait_seconds
+        cluster = dataclasses.replace(
             preset,
-            name=f"ray {len(hosts)}x{number}x{preset.device.kind}",
-            num_hosts=len(hosts),
             devices_per_host=number,
-            ray_hosts=RayHosts(found, first.platform, step_seconds),
+            ray_hosts=RayHosts(found, first.platform, *waits),
         )
+        return cluster.with_hosts(len(hosts))
+
+    def with_hosts(self, number: int) -> "Cluster":
+        """A Ray cluster with so many of its hosts."""
+        size = f"{number}x{self.devices_per_host}x{self.device.kind}"
+        return dataclasses.replace(self, name=f"ray {size}", num_hosts=number)
 
     def axis_links(self, mesh: MeshShape) -> tuple[AxisLink, ...]:
         """The link that each mesh axis uses on its own, in axis order; see `link`."""
@@ -239,7 +252,8 @@ class Cluster:
         The mesh's devices are the cluster's first ones, in row-major order. Groups that
         stay in a host use its link. Of a group that leaves hosts one ring edge crosses
         each host's cards, so these are shared by as many rings as leave the host: the
-        groups of the other axes inside it.
+        groups of the other axes inside it. In an all_to_all every device of a group
+        sends to all its devices on other hosts.
 
         Args:
           mesh: the mesh.
@@ -257,6 +271,7 @@ class Cluster:
         hosts = groups // self.devices_per_host
         leaves = (hosts != hosts[:, :1]).any(axis=1)
         within, between = self.host_link, self.network_link
+        exchange = None
         if not leaves.any():
             alpha_seconds = within.alpha_seconds
             seconds_per_byte = within.seconds_per_byte
@@ -270,11 +285,30 @@ class Cluster:
             if any(len(np.unique(row)) < len(row) for row in hosts):
                 alpha_seconds = max(alpha_seconds, within.alpha_seconds)
                 seconds_per_byte = max(seconds_per_byte, within.seconds_per_byte)
+            exchange = self._exchange_seconds_per_byte(hosts)
         factors = (between if leaves.any() else within).factors
         return AxisLink(
             *(groups.shape[1], alpha_seconds, seconds_per_byte),
-            *(self.launch_seconds, factors),
+            *(self.launch_seconds, factors, exchange),
         )
+
+    def _exchange_seconds_per_byte(self, hosts: np.ndarray) -> float:
+        """Seconds for each byte that a device sends in an all_to_all between hosts.
+
+        `hosts` [groups, group size] has each device's host. Of n devices, k on a host,
+        each of the k sends (n - k) / (n - 1) of its bytes out of the host, through the
+        cards that all groups on it share, and (k - 1) / (n - 1) to the others inside.
+        """
+        num_groups, size = hosts.shape
+        here = np.zeros((num_groups, self.num_hosts))
+        np.add.at(here, (np.arange(num_groups)[:, None], hosts), 1)
+        out = float((here * (size - here)).sum(axis=0).max()) / self.devices_per_host
+        inside = float(here.max()) - 1
+        seconds = (
+            out * self.network_link.seconds_per_byte,
+            inside * self.host_link.seconds_per_byte,
+        )
+        return max(seconds) / (size - 1)
 
     def __str__(self) -> str:
         return (
@@ -329,6 +363,10 @@ def _local_memory_bytes(device: Any, cluster: Cluster) -> int:
 def _from_table(table: Mapping[str, Any], where: str) -> Cluster:
     """A cluster from nested tables; errors name `where` and the field."""
     table = dict(table)
+    if "parts" in table:
+        check_fields(JoinedFile, table, where, "")
+        parts = [_from_table(part, where) for part in table["parts"]]
+        return join_clusters(parts, table["name"])
     if table.get("num_hosts") == 1 and "host_link" in table:
         table.setdefault("network_link", table["host_link"])
     check_fields(Cluster, table, where, "")

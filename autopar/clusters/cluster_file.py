@@ -9,12 +9,19 @@ from .cluster import Cluster
 from .hardware import Device, Link
 
 
-def to_toml(cluster: Cluster, comment: str = "") -> str:
+def to_toml(cluster: Cluster, comment: str = "", *, is_part: bool = False) -> str:
     """The file's text; `comment` is put at its head, line by line.
 
-    A cluster of one host has no network link in its file: it is the host's.
+    A cluster of one host, unless it is a part of another, has no network link in its
+    file: it is the host's.
     """
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    if cluster.parts:
+        lines.append(_field("name", cluster.name))
+        for part in cluster.parts:
+            table = to_toml(part, is_part=True).replace("\n[", "\n[parts.")
+            lines += ["", "[[parts]]", table.rstrip()]
+        return "\n".join(lines) + "\n"
     lines += [
         _field("name", cluster.name),
         _field("source", cluster.source),
@@ -23,10 +30,11 @@ def to_toml(cluster: Cluster, comment: str = "") -> str:
         _field("launch_seconds", cluster.launch_seconds),
         _field("kernel_seconds", cluster.kernel_seconds),
         _field("visible_fraction", cluster.visible_fraction),
+        *([_field("overlaps", True)] if cluster.overlaps else []),
         *_device(cluster.device),
         *_link("host_link", cluster.host_link),
     ]
-    if cluster.num_hosts > 1:
+    if cluster.num_hosts > 1 or is_part:
         lines += _link("network_link", cluster.network_link)
     return "\n".join(lines) + "\n"
 
@@ -75,6 +83,8 @@ def _value(value: Any) -> str:
         return f'"{escaped}"'
     if isinstance(value, Sequence):
         return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, int):
         return str(value)
     return f"{value:.4g}" if value == float(f"{value:.4g}") else repr(float(value))

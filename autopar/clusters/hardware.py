@@ -172,6 +172,9 @@ class AxisLink:
       seconds_per_byte: seconds for each byte that a device of the ring sends.
       launch_seconds: what starting a collective costs.
       factors: those of the link, see `Link`.
+      exchange_seconds_per_byte: seconds for each byte that a device sends in an
+        all_to_all, where all devices of a host send to other hosts at once; that of
+        the ring if None.
     """
 
     size: int
@@ -179,6 +182,14 @@ class AxisLink:
     seconds_per_byte: float
     launch_seconds: float = 0.0
     factors: Factors = field(default_factory=dict, hash=False)
+    exchange_seconds_per_byte: float | None = None
+
+    def seconds_per_sent_byte(self, kind: CollectiveKind) -> float:
+        """Seconds for each byte that a device sends in a collective of some kind."""
+        exchange = self.exchange_seconds_per_byte
+        if kind == "all_to_all" and exchange is not None:
+            return exchange
+        return self.seconds_per_byte
 
 
 def check_positive(name: str, value: Any, zero: bool = False) -> None:

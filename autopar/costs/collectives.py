@@ -8,8 +8,11 @@ With n devices in a group, R bytes of result on each, and the slowest link's lat
 `wire` is what a ring sends from each device (Patarasuk and Yuan 2009), `steps` the
 rounds of recursive doubling and halving, which send the same bytes in fewer rounds
 (Thakur, Rabenseifner and Gropp 2005, sections 3 and 4): libraries choose between them
-by size, so each term takes the algorithm for which it matters. A link that was measured
-has two factors for each kind of collective, of all that is constant and of the bytes.
+by size, so each term takes the algorithm for which it matters. An all_to_all sends as
+many bytes as a ring, but directly to every other device (NCCL user guide, on
+point-to-point communication), so more of them leave a host: its `beta` is its own
+(`Cluster.link`). A link that was measured has two factors for each kind of collective,
+of all that is constant and of the bytes.
 """
 
 import math
@@ -60,7 +63,7 @@ def affine(kind: CollectiveKind, links: Sequence[AxisLink]) -> tuple[float, floa
     used = [link for link in links if link.size > 1]
     launch_seconds = max(link.launch_seconds for link in used)
     step_seconds = max(link.alpha_seconds for link in used)
-    seconds_per_byte = max(link.seconds_per_byte for link in used)
+    seconds_per_byte = max(link.seconds_per_sent_byte(kind) for link in used)
     latency = launch_seconds + step_seconds * num_steps(kind, group_size)
     slower, longer = _factors(kind, used)
     return slower * latency, longer * slope * seconds_per_byte

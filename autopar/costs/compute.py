@@ -264,10 +264,23 @@ def _factorisation(factor: float) -> _Flops:
     return count
 
 
+def _attention_flops(*, is_backward: bool) -> _Flops:
+    """Of the products of `rules/attention.py`, whose operator knows its dims."""
+
+    def count(
+        params: Params, operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape]
+    ) -> float:
+        return params["attention"].product_flops(operand_shapes, is_backward)
+
+    return count
+
+
 _PRODUCTS: Mapping[str, _Flops] = {
     "dot_general": _dot_flops,
     "ragged_dot_general": _ragged_dot_flops,
     "conv_general_dilated": _conv_flops,
+    "autopar_attention": _attention_flops(is_backward=False),
+    "autopar_attention_backward": _attention_flops(is_backward=True),
 }
 # Orders of magnitude, after Golub and Van Loan, Matrix Computations (4th edition).
 _FACTORISATIONS: Mapping[str, _Flops] = {

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
+from operator import itemgetter
 
 import numpy as np
 
-from .kernels import Kernel, KernelBlock
+from .kernels import KernelBlock
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,78 +62,96 @@ class Liveness:
 def run_in_order(block: KernelBlock) -> Liveness:
     """The order of a block's kernels, and what is live in it."""
     order = _sends_at_once(block, _depth_first_order(block))
+    position = np.empty(len(order), np.intp)
+    position[list(order)] = np.arange(len(order))
     duplicated = _duplicated(block)
-    starts, ends = _intervals(block, order, duplicated)
+    starts, ends = _intervals(block, position, duplicated)
     sizes = block.sizes
-    borrowed = _borrowed(block, order, sizes, (starts, ends), duplicated)
+    borrowed = _borrowed(block, position, (starts, ends), duplicated)
     own = starts >= 0
     own[list(borrowed)] = False
     changes = np.zeros(len(order) + 1, np.int64)
     np.add.at(changes, starts[own], sizes[own])
     np.add.at(changes, ends[own] + 1, -sizes[own])
-    inner = np.array([block.kernels[k].inner_bytes for k in order], np.int64)
+    inner = block.columns.inner_bytes[list(order)]
     live = np.cumsum(changes)[:-1] + inner
     return Liveness(block, order, starts, ends, duplicated, borrowed, live)
 
 
-def _makers(block: KernelBlock) -> dict[int, int]:
-    return {v: k for k, kernel in enumerate(block.kernels) for v in kernel.writes}
-
-
 def _depth_first_order(block: KernelBlock) -> tuple[int, ...]:
-    kernels, maker = block.kernels, _makers(block)
-    num_readers = [0] * len(kernels)
-    operands: list[list[int]] = []
-    for kernel in kernels:
-        operands.append(
-            list(dict.fromkeys(maker[v] for v in kernel.reads if v in maker))
-        )
-        for k in operands[-1]:
-            num_readers[k] += 1
-    returned = [maker[value] for value in block.kept if value in maker]
-    for k in returned:
-        num_readers[k] += 1
-    extra, size, total = [0] * len(kernels), [0] * len(kernels), 0
-    sizes = block.sizes.tolist()
-    for k, kernel in enumerate(kernels):
-        own = sum([sizes[v] for v in kernel.writes])
-        total += own
-        behind = max(num_readers[k] - 1, 0) + sum(extra[i] for i in operands[k])
-        extra[k] = min(behind, len(kernels))
-        size[k] = min(own + sum(size[i] for i in operands[k]), total)
-
-    def latest_first(nodes: Sequence[int]) -> list[int]:
-        return sorted(nodes, key=lambda k: (extra[k], size[k], -k))
-
-    is_done = [False] * len(kernels)
-    order: list[int] = []
-    unread = [k for k in range(len(kernels)) if not num_readers[k]]
-    stack = [(k, False) for k in latest_first([*unread, *returned])]
+    columns, maker, count = block.columns, block.maker, len(block.kernels)
+    if not count:
+        return ()
+    made = maker[columns.reads]
+    pairs = np.unique(columns.readers[made >= 0] * count + made[made >= 0])
+    reader, operand = pairs // count, pairs % count
+    kept = np.fromiter(block.kept, np.intp, len(block.kept))
+    returned = maker[kept][maker[kept] >= 0]
+    num_readers = np.bincount(operand, minlength=count)
+    num_readers += np.bincount(returned, minlength=count)
+    own = np.zeros(count, np.int64)
+    np.add.at(own, columns.writers, block.sizes[columns.writes])
+    starts = np.searchsorted(reader, np.arange(count + 1)).tolist()
+    rank = _visited_last(num_readers, own, starts, operand.tolist())
+    # From here on kernels go by rank, so that those visited first sort last.
+    by_rank = np.argsort(rank)
+    operand = rank[operand]
+    operands = operand[np.lexsort((operand, reader))].tolist()
+    around = [operands[a:b] for a, b in pairwise(starts)]
+    around = [around[k] for k in by_rank.tolist()]
+    ends = np.concatenate([np.flatnonzero(num_readers == 0), returned])
+    stack, order = np.sort(rank[ends]).tolist(), list[int]()
+    is_done = [False] * count
     while stack:
-        k, is_ready = stack.pop()
-        if is_done[k]:
-            continue
-        if is_ready:
-            is_done[k] = True
-            order.append(k)
-            continue
-        stack.append((k, True))
-        waiting = [i for i in operands[k] if not is_done[i]]
-        stack.extend((i, False) for i in latest_first(waiting))
-    return tuple(order)
+        k = stack.pop()
+        if k < 0:
+            is_done[~k] = True
+            order.append(~k)
+        elif not is_done[k]:
+            waiting = [i for i in around[k] if not is_done[i]]
+            if waiting:
+                stack.append(~k)
+                stack += waiting
+            else:
+                is_done[k] = True
+                order.append(k)
+    return tuple(by_rank[order].tolist())
+
+
+def _visited_last(
+    num_readers: np.ndarray,
+    own: np.ndarray,
+    starts: Sequence[int],
+    operands: Sequence[int],
+) -> np.ndarray:
+    """[kernels] their places if those to visit last come first.
+
+    More other readers behind a kernel, then more bytes, then the earlier one is visited
+    first. Kernel k reads of `operands[starts[k] : starts[k + 1]]`.
+    """
+    count, most = len(own), np.cumsum(own).tolist()
+    extra, size = np.maximum(num_readers - 1, 0).tolist(), own.tolist()
+    for k, (first, end) in enumerate(pairwise(starts)):
+        behind, held = extra[k], size[k]
+        for i in operands[first:end]:
+            behind += extra[i]
+            held += size[i]
+        extra[k], size[k] = min(behind, count), min(held, most[k])
+    rank = np.empty(count, np.intp)
+    rank[np.lexsort((-np.arange(count), size, extra))] = np.arange(count)
+    return rank
 
 
 def _sends_at_once(block: KernelBlock, order: Sequence[int]) -> tuple[int, ...]:
     """The order in which what goes to the host does so as soon as it is made."""
     sends: dict[int, list[int]] = {}
-    for k, kernel in enumerate(block.kernels):
-        if kernel.is_send:
-            sends.setdefault(kernel.reads[0], []).append(k)
+    for k in np.flatnonzero(block.columns.is_send).tolist():
+        sends.setdefault(block.kernels[k].reads[0], []).append(k)
     if not sends:
         return tuple(order)
     found: list[int] = []
     for k in order:
-        if not block.kernels[k].is_send:
+        if not block.columns.is_send[k]:
             found.append(k)
             for value in block.kernels[k].writes:
                 found += sends.pop(value, ())
@@ -144,126 +164,165 @@ def _duplicated(block: KernelBlock) -> frozenset[int]:
     The compiler places these copies before it orders kernels: an input needs none only
     if all that read it come before its replacement in every order.
     """
-    maker = _makers(block)
-    replacement = {old: maker[new] for old, new in block.replaced if new in maker}
-    readers: dict[int, list[int]] = {old: [] for old in replacement}
-    for k, kernel in enumerate(block.kernels):
-        for value in kernel.reads:
-            if value in readers:
-                readers[value].append(k)
-    reading = sorted({k for each in readers.values() for k in each})
-    bit = {k: 1 << i for i, k in enumerate(reading)}
-    before: list[int] = []
-    for k, kernel in enumerate(block.kernels):
-        mask = bit.get(k, 0)
-        for value in kernel.reads:
-            if value in maker:
-                mask |= before[maker[value]]
-        before.append(mask)
+    columns, maker = block.columns, block.maker
+    last = np.full(len(block.values), -1)  # [values] what makes their replacement
+    for old, new in block.replaced:
+        last[old] = maker[new]
+    ends = last[columns.reads]
+    is_other = (ends >= 0) & (ends != columns.readers)
+    reading, number = np.unique(columns.readers[is_other], return_inverse=True)
+    bits = [1 << i for i in range(len(reading))]
+    before = [0] * len(block.kernels)
+    for k, bit in zip(reading.tolist(), bits, strict=True):
+        before[k] = bit
+    made = maker[columns.reads].tolist()
+    for k, (first, end) in enumerate(pairwise(columns.read_start.tolist())):
+        mask = before[k]
+        for i in made[first:end]:
+            if i >= 0:
+                mask |= before[i]
+        before[k] = mask
     return frozenset(
         value
-        for value, last in replacement.items()
-        if any(not before[last] & bit[k] for k in readers[value])
+        for value, end, i in zip(
+            *(columns.reads[is_other].tolist(), ends[is_other].tolist()),
+            number.reshape(-1).tolist(),
+            strict=True,
+        )
+        if not before[end] & bits[i]
     )
 
 
 def _intervals(
-    block: KernelBlock, order: Sequence[int], duplicated: frozenset[int]
+    block: KernelBlock, position: np.ndarray, duplicated: frozenset[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """First and last position of each value, -1 without memory of the block's own."""
+    columns = block.columns
     starts = np.full(len(block.values), -1)
-    ends = starts.copy()
-    for position, k in enumerate(order):
-        for value in block.kernels[k].writes:
-            starts[value] = ends[value] = position
-        for value in block.kernels[k].reads:
-            if value in duplicated and starts[value] < 0:
-                starts[value] = position
-            ends[value] = position
-    outside = np.flatnonzero(block.is_outside).tolist()
-    without = list((block.kept | set(outside)) - duplicated)
+    starts[columns.writes] = position[columns.writers]
+    ends, read_at = starts.copy(), position[columns.readers]
+    np.maximum.at(ends, columns.reads, read_at)
+    without = block.is_outside.copy()
+    without[list(block.kept)] = True
+    copied = list(duplicated)
+    without[copied] = False
+    first = np.full(len(block.values), len(position))
+    np.minimum.at(first, columns.reads, read_at)
+    is_read = first[copied] < len(position)
+    is_late = (starts[copied] < 0) & is_read
+    starts[copied] = np.where(is_late, first[copied], starts[copied])
     starts[without] = ends[without] = -1
-    for position, k in enumerate(order):
-        for old in _written_over(block, block.kernels[k], starts, ends, position):
-            ends[old] = position - 1
+    _write_over(block, position, starts, ends)
     return starts, ends
 
 
-def _written_over(
-    block: KernelBlock,
-    kernel: Kernel,
-    starts: np.ndarray,
-    ends: np.ndarray,
-    position: int,
-) -> list[int]:
-    """Values read here for the last time whose memory a result takes."""
+def _write_over(
+    block: KernelBlock, position: np.ndarray, starts: np.ndarray, ends: np.ndarray
+) -> None:
+    """Ends values where they are read last, if a result takes their memory there.
 
-    def is_dying(value: int) -> bool:
-        return 0 <= starts[value] < position == ends[value]
-
-    over = [old for old, new in kernel.carries if starts[new] >= 0 and is_dying(old)]
-    if kernel.is_elementwise:
-        dying = [value for value in kernel.reads if is_dying(value)]
-        for new in kernel.writes:
-            sizes = block.sizes
-            match = [value for value in dying if sizes[value] == sizes[new]]
-            if match and starts[new] >= 0:
+    One value makes way for each result of an elementwise kernel: the first of its size
+    that it reads.
+    """
+    columns, sizes = block.columns, block.sizes
+    at = position[columns.readers]
+    born = starts[columns.reads]
+    is_dying = (born >= 0) & (born < at) & (ends[columns.reads] == at)
+    over: list[tuple[int, int]] = []
+    for k, carries in columns.carries.items():
+        low, high = columns.read_start[k : k + 2]
+        dying = set(columns.reads[low:high][is_dying[low:high]].tolist())
+        pairs = [old for old, new in carries if starts[new] >= 0 and old in dying]
+        over += [(old, int(position[k])) for old in pairs]
+    num_written = np.diff(columns.write_start)
+    is_one = columns.is_elementwise & (num_written == 1)
+    candidates = np.flatnonzero(is_dying & is_one[columns.readers])
+    reader, old = columns.readers[candidates], columns.reads[candidates]
+    new = columns.writes[columns.write_start[reader]]
+    fits = (sizes[old] == sizes[new]) & (starts[new] >= 0)
+    _, first = np.unique(reader[fits], return_index=True)
+    old = old[fits][first]
+    for k in np.flatnonzero(columns.is_elementwise & (num_written > 1)).tolist():
+        low, high = columns.read_start[k : k + 2]
+        dying = columns.reads[low:high][is_dying[low:high]].tolist()
+        for each in columns.writes[slice(*columns.write_start[k : k + 2])].tolist():
+            match = [value for value in dying if sizes[value] == sizes[each]]
+            if match and starts[each] >= 0:
                 dying.remove(match[0])
-                over.append(match[0])
-    return list(dict.fromkeys(over))
+                over.append((match[0], int(position[k])))
+    ends[old] -= 1
+    for value, end in over:
+        ends[value] = end - 1
 
 
 def _borrowed(
     block: KernelBlock,
-    order: Sequence[int],
-    sizes: np.ndarray,
+    position: np.ndarray,
     intervals: tuple[np.ndarray, np.ndarray],
     duplicated: frozenset[int],
 ) -> frozenset[int]:
     """Values in an input's memory: larger ones first, each in the smallest place."""
-    starts, ends = intervals
-    places = _places(block, order, sizes, duplicated)
+    (starts, ends), sizes = intervals, block.sizes
+    places = _places(block, position, duplicated)
     if not places:
         return frozenset()
-    count, most = len(places), len(places) + int((starts >= 0).sum())
-    free = np.zeros((3, most), np.int64)  # bytes ascending, first and last position
-    free[:, :count] = np.array(places).T
-    found: list[int] = []
-    values = np.flatnonzero((starts >= 0) & (sizes > 0) & (sizes <= free[0, count - 1]))
+    values = np.flatnonzero((starts >= 0) & (sizes > 0) & (sizes <= places[-1][0]))
     values = values[np.argsort(-sizes[values], kind="stable")]
+    rooms = [
+        _Rooms(size, list(group)) for size, group in groupby(places, key=itemgetter(0))
+    ]
     columns = (values, starts[values], ends[values], sizes[values])
+    found: list[int] = []
     for value, start, end, size in zip(*map(np.ndarray.tolist, columns), strict=True):
-        large = int(free[0, :count].searchsorted(size))
-        fits = (free[1, large:count] <= start) & (free[2, large:count] >= end)
-        place = int(fits.argmax())
-        if not fits[place]:
-            continue
-        place += large
-        found.append(value)
-        free[:, place + 1 : count + 1] = free[:, place:count].copy()
-        free[1, place], free[2, place + 1] = end + 1, start - 1
-        count += 1
+        if any(room.size >= size and room.takes(start, end) for room in rooms):
+            found.append(value)
     return frozenset(found)
 
 
+class _Rooms:
+    """Free times of inputs of one size: first and last position, and whose they are."""
+
+    def __init__(self, size: int, places: Sequence[tuple[int, int, int]]) -> None:
+        self.size, self.count = size, len(places)
+        _, self.first, self.last = np.array(places).T
+        self.owner = np.arange(self.count)
+
+    def takes(self, start: int, end: int) -> bool:
+        """Takes the times of a value from the first input where they are free."""
+        count = self.count
+        (fits,) = ((self.first[:count] <= start) & (self.last[:count] >= end)).nonzero()
+        if not fits.size:
+            return False
+        place = int(fits[self.owner[fits].argmin()] if fits.size > 1 else fits[0])
+        if count == len(self.first):
+            self.first, self.last, self.owner = (
+                np.concatenate([each, np.zeros_like(each)])
+                for each in (self.first, self.last, self.owner)
+            )
+        self.first[count], self.last[count] = end + 1, self.last[place]
+        self.owner[count], self.last[place] = self.owner[place], start - 1
+        self.count += 1
+        return True
+
+
 def _places(
-    block: KernelBlock,
-    order: Sequence[int],
-    sizes: np.ndarray,
-    duplicated: frozenset[int],
+    block: KernelBlock, position: np.ndarray, duplicated: frozenset[int]
 ) -> list[tuple[int, int, int]]:
     """(bytes, first position, last position) in which an input's memory is free."""
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    made: dict[int, int] = {}
-    for position, k in enumerate(order):
-        for value in block.kernels[k].reads:
-            first.setdefault(value, position)
-            last[value] = position
-        made.update(dict.fromkeys(block.kernels[k].writes, position))
-    places = []
-    for old, new in block.replaced:
-        used = (first if old in duplicated else last).get(old, -1)
-        if new in made and used + 1 < made[new]:
-            places.append((int(sizes[old]), used + 1, made[new] - 1))
-    return sorted(places)
+    columns, count = block.columns, len(position)
+    first, last = np.full((2, len(block.values)), -1)
+    at = position[columns.readers]
+    np.maximum.at(last, columns.reads, at)
+    first[columns.reads[::-1]] = count
+    np.minimum.at(first, columns.reads, at)
+    used = last.copy()
+    copied = list(duplicated)
+    used[copied] = first[copied]
+    if not block.replaced:
+        return []
+    old, new = np.array(block.replaced, np.intp).T
+    made = block.maker[new]
+    is_free = (made >= 0) & (used[old] + 1 < position[made])
+    old, ends = old[is_free], position[made[is_free]] - 1
+    columns = (block.sizes[old], used[old] + 1, ends)
+    return sorted(zip(*map(np.ndarray.tolist, columns), strict=True))

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 
 import numpy as np
 
 from ..graph.build_graph import BARRIER, SCAN, WHILE
 from ..graph.op_graph import Block, Operator
 from .fusion import Nodes, Traits, sources, values_in_memory
-from .kernels import Border, Kernel, KernelBlock, ValueColumns, is_cut_out, turns
+from .kernels import (
+    Border,
+    KernelBlock,
+    KernelColumns,
+    ValueColumns,
+    is_cut_out,
+    turns,
+)
+from .node_table import NodeTable
 from .plan_arrays import PlanArrays
 
 
@@ -224,7 +233,7 @@ class _Builder:
         )
 
     def _nodes(self, outputs: Sequence[int | None]) -> Nodes:
-        border, table = self.border, _NodeTable()
+        border, table = self.border, NodeTable()
         inside = np.flatnonzero(~self.is_outside_input)
         is_cut = np.isin(inside, sorted(border.sliced))
         own = np.arange(len(inside))
@@ -239,15 +248,20 @@ class _Builder:
             table.add(times, absorbs=not is_send, send=is_send, reads=(own, read))
         return table.build()
 
-    def _add_conversions(self, table: _NodeTable) -> None:
-        arrays = self.arrays
+    def _add_conversions(self, table: NodeTable) -> None:
+        arrays, held = self.arrays, self.values.bytes.tolist()
+        known: dict[tuple[int, int], tuple[bool, bool]] = {}
         is_free, inner, source = [], [], []
         for _, tensor, spec, before in self.conversions:
             value = self.value_of[tensor] if before < 0 else self.of_copies[before]
             made_of = arrays.made[tensor] if before < 0 else self.conversions[before][2]
-            specs = arrays.specs[made_of], arrays.specs[spec]
-            is_free.append(is_cut_out(*specs))
-            inner.append(int(self.values.bytes[value]) if turns(*specs) else 0)
+            pair = int(made_of), spec
+            if pair not in known:
+                specs = arrays.specs[pair[0]], arrays.specs[spec]
+                known[pair] = is_cut_out(*specs), turns(*specs)
+            is_cut, is_turned = known[pair]
+            is_free.append(is_cut)
+            inner.append(held[value] if is_turned else 0)
             source.append(value)
         free, own = np.array(is_free, bool), np.arange(len(source))
         table.add(
@@ -259,7 +273,7 @@ class _Builder:
             writes=(own, self.of_copies),
         )
 
-    def _add_rows(self, table: _NodeTable) -> None:
+    def _add_rows(self, table: NodeTable) -> None:
         """Rows that are no other names, and barriers."""
         is_node = ~self.renames
         is_node[self.barriers] = True
@@ -291,26 +305,33 @@ class _Builder:
             writes=(writer, np.concatenate([self.of_results, self.of_barriers])),
         )
 
-    def _kernels(self, nodes: Nodes, in_memory: np.ndarray) -> tuple[Kernel, ...]:
+    def _kernels(self, nodes: Nodes, in_memory: np.ndarray) -> KernelColumns:
         """A kernel for each node that writes memory, or nothing at all."""
-        read = sources(nodes, in_memory)
-        is_there, writes = in_memory.tolist(), nodes.writes.tolist()
-        starts, operators = nodes.write_start.tolist(), nodes.operator.tolist()
-        inner, fusable = nodes.inner_bytes.tolist(), nodes.is_fusable.tolist()
-        sends, carries = nodes.is_send.tolist(), self._carries()
-        found: list[Kernel] = []
-        for node, (first, end) in enumerate(zip(starts, starts[1:], strict=False)):
-            written = tuple([v for v in writes[first:end] if is_there[v]])
-            if written or first == end:
-                operator = None if operators[node] < 0 else operators[node]
-                carried = () if operator is None else carries.get(operator, ())
-                found.append(
-                    Kernel(
-                        *(operator, read[node], written, inner[node], fusable[node]),
-                        *(carried, sends[node]),
-                    )
-                )
-        return tuple(found)
+        writer = np.repeat(np.arange(len(nodes)), np.diff(nodes.write_start))
+        is_written = in_memory[nodes.writes]
+        written = np.bincount(writer[is_written], minlength=len(nodes))
+        is_kernel = (written > 0) | (np.diff(nodes.write_start) == 0)
+        read = compress(sources(nodes, in_memory), is_kernel.tolist())
+        starts, reads = [0], list[int]()
+        for each in read:
+            reads += each
+            starts.append(len(reads))
+        carried = self._carries()
+        operator = nodes.operator[is_kernel]
+        return KernelColumns(
+            operator,
+            np.array(starts, np.intp),
+            np.array(reads, np.intp),
+            np.concatenate([[0], np.cumsum(written[is_kernel])]),
+            nodes.writes[is_written],
+            nodes.inner_bytes[is_kernel],
+            nodes.is_fusable[is_kernel],
+            nodes.is_send[is_kernel],
+            {
+                k: carried[int(operator[k])]
+                for k in np.flatnonzero(np.isin(operator, list(carried))).tolist()
+            },
+        )
 
     def _carries(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """By operator, what loops read and return in the same place."""
@@ -322,62 +343,6 @@ class _Builder:
             written = [int(self.value_of[result]) for result in op.results]
             found[op.index] = _carries(op, read.tolist(), written)
         return found
-
-
-_Pairs = tuple[np.ndarray, np.ndarray]  # (node of a group, value)
-_NO_PAIRS: _Pairs = (np.zeros(0, np.intp), np.zeros(0, np.intp))
-
-
-class _NodeTable:
-    """Groups of nodes, put in the order of their times at the end."""
-
-    def __init__(self) -> None:
-        self._times: list[np.ndarray] = []
-        self._columns: list[list[np.ndarray]] = [[] for _ in range(6)]
-        self._reads: list[_Pairs] = []
-        self._writes: list[_Pairs] = []
-        self._count = 0
-
-    def add(
-        self,
-        times: np.ndarray,
-        *,
-        operator: np.ndarray | int = -1,
-        cheap: np.ndarray | bool = False,
-        expensive: np.ndarray | bool = False,
-        absorbs: np.ndarray | bool = False,
-        inner: np.ndarray | int = 0,
-        send: bool = False,
-        reads: _Pairs = _NO_PAIRS,
-        writes: _Pairs = _NO_PAIRS,
-    ) -> None:
-        """Nodes of a group; see `Nodes`. A single value is for all of them."""
-        given = (operator, cheap, expensive, absorbs, inner, send)
-        for column, each in zip(self._columns, given, strict=True):
-            column.append(np.broadcast_to(np.asarray(each), times.shape))
-        self._times.append(times)
-        self._reads.append((reads[0] + self._count, reads[1]))
-        self._writes.append((writes[0] + self._count, writes[1]))
-        self._count += len(times)
-
-    def build(self) -> Nodes:
-        """All of them."""
-        order = np.argsort(np.concatenate(self._times), kind="stable")
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-
-        def by_node(groups: Sequence[_Pairs]) -> _Pairs:
-            node = place[np.concatenate([pair[0] for pair in groups])]
-            value = np.concatenate([pair[1] for pair in groups])
-            counts = np.bincount(node, minlength=len(order))
-            start = np.concatenate([[0], np.cumsum(counts)])
-            return start, value[np.argsort(node, kind="stable")]
-
-        operator, cheap, expensive, absorbs, inner, send = (
-            np.concatenate(column)[order] for column in self._columns
-        )
-        ends = (*by_node(self._reads), *by_node(self._writes))
-        return Nodes(operator, cheap, expensive, absorbs, inner, send, *ends)
 
 
 def _carries(

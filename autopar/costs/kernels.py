@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.solver.made_when_read import MadeWhenRead
 
-from ..sharding.spec import REPLICATED, Spec
+from ..sharding.spec import REPLICATED, Spec, dim_of
 
 
 class Value(NamedTuple):
@@ -73,6 +73,70 @@ class Kernel(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
+class KernelColumns(MadeWhenRead[Kernel]):
+    """Kernels as arrays [kernels]; `operator` is -1 for none.
+
+    Kernel k reads the values `reads[read_start[k] : read_start[k + 1]]`, and writes
+    those of `writes` likewise. `carries` is by kernel.
+    """
+
+    operator: np.ndarray
+    read_start: np.ndarray
+    reads: np.ndarray
+    write_start: np.ndarray
+    writes: np.ndarray
+    inner_bytes: np.ndarray
+    is_elementwise: np.ndarray
+    is_send: np.ndarray
+    carries: Mapping[int, tuple[tuple[int, int], ...]]
+
+    @classmethod
+    def of(cls, kernels: Sequence[Kernel]) -> KernelColumns:
+        """The columns of kernels."""
+        if isinstance(kernels, KernelColumns):
+            return kernels
+        return cls(
+            np.array([-1 if k.operator is None else k.operator for k in kernels]),
+            _starts([len(kernel.reads) for kernel in kernels]),
+            np.array([value for k in kernels for value in k.reads], np.intp),
+            _starts([len(kernel.writes) for kernel in kernels]),
+            np.array([value for k in kernels for value in k.writes], np.intp),
+            np.array([kernel.inner_bytes for kernel in kernels], np.int64),
+            np.array([kernel.is_elementwise for kernel in kernels], bool),
+            np.array([kernel.is_send for kernel in kernels], bool),
+            {k: kernel.carries for k, kernel in enumerate(kernels) if kernel.carries},
+        )
+
+    def __len__(self) -> int:
+        return len(self.operator)
+
+    def item(self, index: int) -> Kernel:
+        """The kernel at an index."""
+        operator = int(self.operator[index])
+        reads = self.reads[slice(*self.read_start[index : index + 2])]
+        writes = self.writes[slice(*self.write_start[index : index + 2])]
+        return Kernel(
+            None if operator < 0 else operator,
+            tuple(reads.tolist()),
+            tuple(writes.tolist()),
+            int(self.inner_bytes[index]),
+            bool(self.is_elementwise[index]),
+            self.carries.get(index, ()),
+            bool(self.is_send[index]),
+        )
+
+    @cached_property
+    def readers(self) -> np.ndarray:
+        """The kernel of each entry of `reads`."""
+        return np.repeat(np.arange(len(self)), np.diff(self.read_start))
+
+    @cached_property
+    def writers(self) -> np.ndarray:
+        """The kernel of each entry of `writes`."""
+        return np.repeat(np.arange(len(self)), np.diff(self.write_start))
+
+
+@dataclass(frozen=True, eq=False)
 class KernelBlock:
     """The kernels of one block in traced order, over `values`.
 
@@ -81,9 +145,21 @@ class KernelBlock:
     """
 
     values: Sequence[Value]
-    kernels: tuple[Kernel, ...]
+    kernels: Sequence[Kernel]
     kept: frozenset[int]
     replaced: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def columns(self) -> KernelColumns:
+        """The kernels as arrays."""
+        return KernelColumns.of(self.kernels)
+
+    @cached_property
+    def maker(self) -> np.ndarray:
+        """[values] the kernel that writes each, or -1."""
+        maker = np.full(len(self.values), -1)
+        maker[self.columns.writes] = self.columns.writers
+        return maker
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -126,6 +202,11 @@ def turns(source: Spec, target: Spec) -> bool:
 
     Its operand is then copied, that dim first.
     """
+    before, after = map(dim_of, source), map(dim_of, target)
     return any(
-        t > 0 and s not in (t, REPLICATED) for s, t in zip(source, target, strict=True)
+        t > 0 and s not in (t, REPLICATED) for s, t in zip(before, after, strict=True)
     )
+
+
+def _starts(counts: Sequence[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(np.array(counts, np.intp))])

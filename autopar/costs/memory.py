@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from ..graph.build_graph import COND, SCAN, SHARD_MAP, WHILE
 from ..graph.op_graph import Operator, OpGraph
 from ..plans.plan import ShardingPlan
-from ..rules.halos import copied_bytes, factors_with_halos
+from ..plans.slices_ahead import bytes_ahead
+from ..rules.collective_matmul import ring_bytes
+from ..rules.halos import copied_bytes, factors_with_halos, rows_with_halos
 from ..sharding.spec import num_shards
 from .execution_order import Liveness, run_in_order
 from .fusion import Traits
@@ -85,6 +87,12 @@ def peak_bytes(graph: OpGraph, plan: ShardingPlan) -> int:
 
 def memory_profile(graph: OpGraph, plan: ShardingPlan) -> MemoryProfile:
     """The memory of a plan on one device."""
+    return profile_of_arrays(PlanArrays.of(graph, plan))
+
+
+def profile_of_arrays(arrays: PlanArrays) -> MemoryProfile:
+    """The memory of a plan whose specs were numbered before."""
+    graph, plan = arrays.graph, arrays.plan
     at_host = [each.memory == "host" for each in graph.inputs]
     tied = {p: i.output for p, i in enumerate(graph.inputs) if i.output is not None}
     fetched = frozenset(
@@ -92,7 +100,7 @@ def memory_profile(graph: OpGraph, plan: ShardingPlan) -> MemoryProfile:
     )
     sent = frozenset(output for position, output in tied.items() if at_host[position])
     donated = tuple((p, output) for p, output in tied.items() if not at_host[p])
-    run = _Run(graph, plan)
+    run = _Run(arrays)
     run.block(0, Border(donated, fetched=fetched, sent=sent))
     returned = set(tied.values())
     output_bytes = POINTER_BYTES * len(graph.outputs)
@@ -108,17 +116,17 @@ def memory_profile(graph: OpGraph, plan: ShardingPlan) -> MemoryProfile:
 class _Run:
     """Goes through blocks, inner ones first."""
 
-    def __init__(self, graph: OpGraph, plan: ShardingPlan) -> None:
-        self.graph, self.plan = graph, plan
+    def __init__(self, arrays: PlanArrays) -> None:
+        self.graph, self._arrays = arrays.graph, arrays
         self.liveness: dict[int, Liveness] = {}
-        self._arrays = PlanArrays.of(graph, plan)
-        self._traits = Traits.of(graph.columns)
-        sizes = plan.mesh.axis_sizes
-        self._halo_bytes = {
-            op.index: copied_bytes(op, halos, sizes)
-            for op, each in zip(graph.operators(), plan.operators, strict=True)
-            if (halos := factors_with_halos(op, each.factors))
-        }
+        self._traits = Traits.of(self.graph.columns)
+        sizes, plans = arrays.plan.mesh.axis_sizes, arrays.plan.operators
+        self._halo_bytes: dict[int, int] = {}
+        for row in rows_with_halos(self.graph, [each.factors for each in plans]):
+            op = self.graph.operators()[row]
+            halos = factors_with_halos(op, plans[row].factors)
+            held = copied_bytes(op, halos, sizes) + ring_bytes(op, halos, sizes)
+            self._halo_bytes[op.index] = held
 
     def block(self, index: int, border: Border) -> int:
         """The peak of a block, its operands and results apart."""
@@ -151,7 +159,8 @@ class _Run:
             borders = [Border(), Border(replaced)]
         else:
             assert op.kind == COND, f"{op.kind} has bodies"
+        ahead = bytes_ahead(self.graph, self._arrays.plan, op) if op.kind == SCAN else 0
         return [
-            self.block(block.index, border)
+            self.block(block.index, border) + ahead
             for block, border in zip(blocks, borders, strict=True)
         ]

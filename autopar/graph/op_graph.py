@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-Role = Literal["state", "batch", "constant", "other"]
+Role = Literal["state", "batch", "constant", "other", "sum"]
 MemoryKind = Literal["device", "host"]
 
 
@@ -130,7 +130,8 @@ class GraphInput:
     """An argument leaf (or closed-over array) and where its next value is returned.
 
     What lies in the host's `memory` is brought in when it is read first, and its next
-    value sent back.
+    value sent back. A "sum" may come as parts that add up; if it is handed on, it is
+    reduced once in `num_runs` of the function.
     """
 
     tensor: int
@@ -138,6 +139,7 @@ class GraphInput:
     role: Role
     output: int | None = None  # position among the outputs, for state
     memory: MemoryKind = "device"
+    num_runs: int = 1
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import jax
@@ -92,16 +93,31 @@ class ExportedProgram:
 
     Called on lists of `donated` leaves, `kept` leaves and `constants`; the first two
     hold positions among `inputs`. Donation is not part of the bytes: whoever compiles
-    them asks for it again.
+    them asks for it again. `digest` is the SHA-256 of the bytes as they were exported.
     """
 
     name: str
     code: bytes
+    digest: str
     donated: tuple[int, ...]
     kept: tuple[int, ...]
     inputs: tuple[ShardedType, ...]
     constants: tuple[ShardedType, ...]
     outputs: tuple[ShardedType, ...]
+
+    def checked_code(self) -> bytes:
+        """The bytes, if they are those that were exported.
+
+        Raises:
+          ValueError: they are not.
+        """
+        found = sha256(self.code).hexdigest()
+        if found != self.digest:
+            raise ValueError(
+                f"A program runs as it was exported, but the bytes of {self.name} have "
+                f"the SHA-256 {found} and not {self.digest}; start the step again."
+            )
+        return self.code
 
     def __repr__(self) -> str:
         return f"ExportedProgram({self.name}, {len(self.code)} bytes)"
@@ -126,9 +142,11 @@ def export_program(program: SpmdProgram, platform: str) -> ExportedProgram:
         *program.split(structs),
         [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in closed_over],
     )
+    code = bytes(exported.serialize())
     return ExportedProgram(
         program.jitted.__name__,
-        bytes(exported.serialize()),
+        code,
+        sha256(code).hexdigest(),
         program.donated,
         program.kept,
         inputs,

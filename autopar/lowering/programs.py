@@ -18,6 +18,7 @@ from ..jax_compat import Tracer, weakly_typed
 from ..jax_compat import distributed_store as distributed_store
 from ..jax_compat import is_checking_values as is_checking_values
 from ..plans.plan import ShardingPlan
+from ..rules.halos import RING
 from ..sharding.resharding import Resharder
 from .host_memory import HostLeaves, at_host, host_bytes
 from .spmd import input_shardings, output_shardings, spmd_function
@@ -29,8 +30,11 @@ TaskKind = Literal["forward", "backward", "weight", "apply"]
 
 
 # XLA's CPU compiler drops barriers before it joins equal operators: what is to be
-# gathered or computed again would be kept instead.
-KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+# gathered or computed again would be kept instead. Where barriers stay, a loop over
+# less than a KiB may not become one kernel: its emitter ends the process at a barrier.
+KEEP_BARRIERS = {
+    "xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"
+}
 
 
 class SignatureChanged(Exception):
@@ -180,7 +184,7 @@ def build_program(
         ),
         out_shardings=list(ends),
         donate_argnums=(0,),
-        compiler_options=KEEP_BARRIERS if BARRIER in kinds and _is_cpu(mesh) else None,
+        compiler_options=KEEP_BARRIERS if _is_ordered(plan, mesh) else None,
     )
     placed = list(constants)
     if isinstance(mesh, Mesh):
@@ -200,8 +204,14 @@ def build_program(
     )
 
 
-def _is_cpu(mesh: Mesh | AbstractMesh) -> bool:
-    return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+def _is_ordered(plan: ShardingPlan, mesh: Mesh | AbstractMesh) -> bool:
+    """Whether a CPU runs barriers: the graph's own, or those of parts in a ring."""
+    if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "cpu":
+        return False
+    return any(
+        op.kind == BARRIER or any(name.startswith(RING) for name in op.factors)
+        for op in plan.operators
+    )
 
 
 @dataclass(frozen=True)

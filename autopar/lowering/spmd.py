@@ -20,11 +20,14 @@ from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..jax_compat import NO_MESH, equation_context
 from ..methods.gather_again import companions
 from ..plans.plan import ShardingPlan
+from ..plans.slices_ahead import NEXT, slices_ahead
 from ..rules.base import Shard, bind_unchanged, factors_of, rule_of
 from ..sharding.resharding import Resharder
-from ..sharding.spec import Spec, to_partition_spec
-from .blocks import BlockRunner
+from ..sharding.spec import Spec, local_shape
+from .blocks import BlockRunner, as_array
 from .collectives import apply_step
+from .partial_sums import as_held, held_spec, part_of
+from .scan_ahead import Upcoming, scan_ahead
 
 
 def input_shardings(
@@ -33,7 +36,7 @@ def input_shardings(
     """The home of every graph input."""
     names = plan.mesh.axis_names
     return tuple(
-        NamedSharding(mesh, to_partition_spec(i.spec, len(i.shape), names))
+        NamedSharding(mesh, held_spec(i.spec, len(i.shape), names))
         for i in plan.inputs
     )
 
@@ -44,7 +47,7 @@ def output_shardings(
     """Where every output of the function lies."""
     names = plan.mesh.axis_names
     return tuple(
-        NamedSharding(mesh, to_partition_spec(spec, _rank(graph, operand), names))
+        NamedSharding(mesh, held_spec(spec, _rank(graph, operand), names))
         for spec, operand in zip(plan.outputs[0], graph.outputs, strict=True)
     )
 
@@ -60,7 +63,10 @@ def spmd_function(
 
     def body(*shards: Any) -> tuple[Any, ...]:
         runner = _ShardRunner(graph, plan, resharder, host_calls)
-        return tuple(runner.run_block(graph.blocks[0], shards))
+        given = zip(shards, plan.inputs, strict=True)
+        parts = [part_of(shard, each.spec) for shard, each in given]
+        made = runner.run_block(graph.blocks[0], parts)
+        return tuple(map(as_held, made, plan.outputs[0]))
 
     mapped = jax.shard_map(
         body,
@@ -92,6 +98,7 @@ class _ShardRunner(BlockRunner):
         self.position = {op.index: i for i, op in enumerate(graph.operators())}
         self.copies: dict[int, dict[Spec, Any]] = {}
         self.companions = companions(graph)
+        self.upcoming = Upcoming()
 
     def write(self, tensor: int, value: Any) -> None:
         self.copies[tensor] = {self.plan.tensors[tensor].spec: value}
@@ -125,8 +132,43 @@ class _ShardRunner(BlockRunner):
             copies[spec] = shard
         return copies[spec]
 
+    def scan(self, op: Operator, operands: Sequence[Any]) -> list[Any]:
+        """As ever, or with slices that are gathered one iteration ahead."""
+        ahead = slices_ahead(self.graph, self.plan, op)
+        if not ahead:
+            return super().scan(op, operands)
+        body = self.graph.blocks[op.bodies[0]]
+        by_position = {each.position: each for each in ahead}
+
+        def gather(position: int, shard: Any) -> Any:
+            each = by_position[position]
+            self.write(each.tensor, shard)
+            return self.copy(each.tensor, each.spec)
+
+        def run(inputs: list[Any], gathered: list[Any], upcoming: Upcoming) -> Any:
+            outer, self.upcoming = self.upcoming, upcoming
+            for tensor, value in zip(body.inputs, inputs, strict=True):
+                self.write(tensor, value)
+            for each, value in zip(ahead, gathered, strict=True):
+                self.copies[each.tensor][each.spec] = value
+            self.run_operators(body.operators)
+            self.upcoming = outer
+            return self.outputs(body)
+
+        arrays, num_carry = [as_array(x) for x in operands], op.params["num_carry"]
+        specs = self.plan.operators[self.position[op.index]].result_specs[num_carry:]
+        stacked = [
+            jax.ShapeDtypeStruct(
+                local_shape(kind.shape, spec, self.plan.mesh.axis_sizes), kind.dtype
+            )
+            for kind, spec in zip(op.result_types[num_carry:], specs, strict=True)
+        ]
+        return scan_ahead(op, arrays, tuple(by_position), gather, run, stacked)
+
     def execute(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
         """As ever; what is gathered again is not before what it is read with."""
+        if op.name.startswith(NEXT):
+            return self.upcoming.through_barrier(operands)
         if op.index not in self.companions:
             return super().execute(op, operands)
         copies = self.copies[self.companions[op.index]]
@@ -135,7 +177,7 @@ class _ShardRunner(BlockRunner):
 
     def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
         plan = self.plan.operators[self.position[op.index]]
-        by_name = {factor.name: factor for factor in factors_of(op)}
+        by_name = {factor.name: factor for factor in factors_of(op, rotating=True)}
         shard = Shard(
             self.plan.mesh,
             tuple(by_name[name] for name in plan.factors),

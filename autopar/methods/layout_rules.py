@@ -19,6 +19,7 @@ from ..graph.op_graph import OpGraph
 from ..microbatches.microbatch_semantics import MicrobatchSemantics
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import keys_of_arguments
+from ..sharding.spec import REPLICATED, Spec, replicated, with_axes
 from .restrictions import NOT_SPLIT, Demand, Restriction
 
 BATCH = "batch"
@@ -42,7 +43,7 @@ class LayoutRules:
     Args:
       rules: `"auto"`, or pairs such as `"batch:rows;hidden:cols"`, separated by any of
         `;` `,` `.` and space. Names may share an axis where no tensor has both; a name
-        that is given several axes is split by them together.
+        that is given several axes is split by them together, the first the most major.
       names: the names of an argument's dims, by path or regular expression as in
         `pins`: `{"x": "batch io", r"\\['w'\\]": ("io", "hidden")}`, with None or `-`
         for a dim without one. `batch` is dim 0 of the batch if no dim is called so.
@@ -148,17 +149,17 @@ def layout_restriction(
     demands: dict[int, Demand] = {}
     for tensor in graph.tensors:
         rank = tensor.type.rank
-        dim_of_axis = layout.dim_of_axis(tensor.index)
+        dims = layout.dims(tensor.index)
         if others_whole:
             anything = NOT_SPLIT
-        elif dim_of_axis:
-            others = set(range(rank)) - set(dim_of_axis.values())
+        elif dims:
+            others = set(range(rank)).difference(dims)
             anything = NOT_SPLIT | others
         else:
             continue
         demands[tensor.index] = tuple(
-            frozenset({dim_of_axis[axis]}) if axis in dim_of_axis else anything
-            for axis in range(mesh.num_axes)
+            frozenset({state}) if state != REPLICATED else anything
+            for state in layout.spec(tensor.index)
         )
     return Restriction(str(rules), demands, {}, {})
 
@@ -180,13 +181,17 @@ class _Layout:
             self.by_tensor.setdefault(tensor, {})[dim] = named
         self._check_spread()
 
-    def dim_of_axis(self, tensor: int) -> dict[int, int]:
-        """The dim that each mesh axis splits in a tensor."""
-        return {
-            axis: dim
-            for dim, named in self.by_tensor.get(tensor, {}).items()
-            for axis in self.axes[named[0].name]
-        }
+    def dims(self, tensor: int) -> dict[int, tuple[int, ...]]:
+        """The mesh axes of each dim of a tensor that a rule splits, in its order."""
+        named = self.by_tensor.get(tensor, {})
+        return {dim: self.axes[names[0].name] for dim, names in named.items()}
+
+    def spec(self, tensor: int) -> Spec:
+        """The spec that the rules alone say."""
+        spec = replicated(self.mesh.num_axes)
+        for dim, axes in self.dims(tensor).items():
+            spec = with_axes(spec, dim, axes)
+        return spec
 
     def _axes(self, name: str) -> tuple[int, ...]:
         axes = self.rules.axes_by_name()[name]
@@ -197,7 +202,7 @@ class _Layout:
                     f"{name!r} is given {axis!r} in {self.rules.rules!r}; use one of "
                     f"{', '.join(self.mesh.axis_names)}."
                 )
-        return tuple(sorted(map(self.mesh.index_of, axes)))
+        return tuple(map(self.mesh.index_of, axes))
 
     def _num_parts(self, name: str) -> int:
         return prod(self.mesh.axis_sizes[axis] for axis in self.axes[name])

@@ -14,6 +14,7 @@ from .place_operators import PlaceOperators
 from .schedule_choice import ScheduleFunction, check_schedule
 
 Objective = Literal["time", "memory"]
+AttentionKind = Literal["auto", "operators", "ring"]
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,17 @@ class ShardParallel:
         statistics. Random keys are the same in every microbatch.
       objective: "time": the fastest step that fits the budget. "memory": the plan that
         is found to hold the least on a device, whatever it costs.
+      attention: "auto": as is cheapest. "operators": as the step says it, so that its
+        sequence is gathered, exchanged for heads, or not split. "ring": keys and values
+        go round the devices of a mesh axis that splits the sequence, and scores are
+        there block by block (2310.01889); for heads that no device count divides, and
+        for sequences whose scores do not fit.
     """
 
     num_microbatches: int = 1
     microbatch_semantics: MicrobatchSemantics = "exact"
     objective: Objective = "time"
+    attention: AttentionKind = "auto"
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,13 @@ def check_method(method: object) -> Method:
     ):
         raise ValueError(
             f"`objective` must be 'time' or 'memory', but got {method.objective!r}."
+        )
+    if isinstance(method, ShardParallel) and (
+        method.attention not in get_args(AttentionKind)
+    ):
+        raise ValueError(
+            f"`attention` must be 'auto', 'operators' or 'ring', but got "
+            f"{method.attention!r}."
         )
     if isinstance(method, ThreeD) and method.pipeline > 1:
         mesh = MeshShape(("data", "tensor"), (method.data, method.tensor))

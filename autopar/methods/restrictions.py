@@ -1,8 +1,9 @@
 """What a method leaves of the sharding problem: the choices that are as it demands.
 
 A restriction demands, for tensors and mesh axes, some of the states that the axis may
-have there. Of every vertex the choices stay that meet most of it, which are all of it
-wherever a rule offers them; the solver chooses among these as ever.
+have there; the order of the axes of a dim only where a state has a turn. Of every
+vertex the choices stay that meet most of it, which are all of it wherever a rule offers
+them; the solver chooses among these as ever.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ from ..planner.sharding_problem import ShardingProblem
 from ..planner.spec_choices import SpecChoices
 from ..planner.strategies import operators_to_split, strategy_seconds, tensor_specs
 from ..planner.vertices import Access, Vertex
-from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State, format_spec
+from ..sharding.spec import (
+    MAX,
+    MIN,
+    REPLICATED,
+    SUM,
+    TURN,
+    Spec,
+    State,
+    dims_of,
+    format_spec,
+)
 
 PENDING = frozenset((SUM, MAX, MIN))
 NOT_SPLIT = PENDING | {REPLICATED}
@@ -63,6 +74,29 @@ class Restriction:
 
 
 Limit = Restriction | ChoicePins
+
+
+def demanded_orders(limits: Sequence[Limit]) -> set[Spec]:
+    """Specs with the orders of axes that restrictions demand besides mesh order."""
+    kinds = (
+        (each.everywhere, each.made, each.homes, each.returned)
+        for each in limits
+        if isinstance(each, Restriction)
+    )
+    demands = {d for each in kinds for by_tensor in each for d in by_tensor.values()}
+    return {
+        tuple(
+            next(iter(states)) if states and len(states) == 1 else REPLICATED
+            for states in demand
+        )
+        for demand in demands
+        if _is_ordered(demand)
+    }
+
+
+def _is_ordered(demand: Demand) -> bool:
+    """Whether axes of one dim must be in an order that is not the mesh's."""
+    return any(state >= TURN for states in demand for state in states or ())
 
 
 def restrict(
@@ -184,6 +218,8 @@ class _Restricted:
 
     def _count(self, specs: np.ndarray, demand: Demand) -> np.ndarray:
         met = np.zeros(len(specs))
+        if not _is_ordered(demand):
+            specs = dims_of(specs)
         for axis, states in enumerate(demand):
             if states is not None:
                 inside = np.isin(specs[:, axis], sorted(states))

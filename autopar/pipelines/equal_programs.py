@@ -19,17 +19,17 @@ def fingerprint(graph: OpGraph) -> Hashable:
     """Equal for graphs that are equal but for names."""
     return (
         tuple((t.type, t.block) for t in graph.tensors),
-        tuple((i.tensor, i.role, i.output, i.memory) for i in graph.inputs),
+        tuple(replace(i, path="") for i in graph.inputs),
         tuple(
             (
                 (block.parent, block.trip_count, block.weight, block.conditional),
                 block.unbounded,
                 block.inputs,
-                tuple(map(_operand, block.outputs)),
+                tuple(map(operand_key, block.outputs)),
                 tuple(
                     (
                         *(op.kind, params_key(op.params), op.results, op.bodies),
-                        tuple(map(_operand, op.operands)),
+                        tuple(map(operand_key, op.operands)),
                     )
                     for op in block.operators
                 ),
@@ -76,7 +76,8 @@ def renamed(plan: ShardingPlan, graph: OpGraph) -> ShardingPlan:
     )
 
 
-def _operand(operand: Operand) -> Hashable:
+def operand_key(operand: Operand) -> Hashable:
+    """The number of a tensor; equal for equal literals."""
     if not isinstance(operand, Constant):
         return operand
     value = operand.value

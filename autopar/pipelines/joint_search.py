@@ -23,6 +23,7 @@ from autopar.solver.stage_dp import StageAssignment, least_step_seconds, solve_s
 from autopar.solver.stage_problem import ScheduleName, StageProblem, slowest_seconds
 
 from ..clusters.cluster import Cluster
+from ..clusters.joined import host_parts
 from ..options import Options
 from ..planner.mesh_search import mesh_shapes
 from ..sharding.mesh import MeshShape, parse_mesh
@@ -131,7 +132,7 @@ class JointSearch:
         per_byte = np.array([[each.seconds_per_byte] for each in links])
         return StageProblem(
             len(layers),
-            (0,) * cluster.num_hosts,
+            host_parts(cluster),
             cluster.devices_per_host,
             tuple(self.costs.choice(each, number) for each in self.submeshes),
             per_byte * crossing / number,
@@ -171,11 +172,11 @@ class JointSearch:
 
     def _unseen(self, submesh: Submesh) -> list[Submesh]:
         """A submesh, or what its overhead is known to be above and was never seen."""
-        if any(seen.mesh == submesh.mesh for seen, _, _ in self.costs.known):
+        if any(seen == submesh for seen, _, _ in self.costs.known):
             return [submesh]
         found = [
             each
-            for simpler in self.costs.simpler(replace(submesh, is_split=False))
+            for simpler in self.costs.simpler(submesh)
             if simpler in self.submeshes
             and not any(seen == simpler for seen, _, _ in self.costs.known)
             for each in self._unseen(simpler)
@@ -193,7 +194,15 @@ class JointSearch:
 def submeshes_of(
     cluster: Cluster, options: Options, batch_size: int
 ) -> Iterator[Submesh]:
-    """Parts of a host, and whole hosts, in all shapes of up to two axes."""
+    """Parts of a host, and whole hosts of a kind, in shapes of up to two axes."""
+    if cluster.parts:
+        for number, part in enumerate(cluster.parts):
+            for each in submeshes_of(part, options, batch_size):
+                yield replace(each, part=number)
+            for mesh in _given(_shapes(part), part.num_devices, options):
+                yield Submesh(mesh, False, number)
+                yield Submesh(mesh, True, number)
+        return
     inside = cluster.devices_per_host
 
     def may_be_split(size: int) -> bool:
@@ -210,15 +219,22 @@ def submeshes_of(
     for size, meshes in sorted(shapes.items()):
         if size >= cluster.num_devices:
             continue
-        if options.mesh is not None:
-            try:
-                meshes = [parse_mesh(options.mesh, size)]
-            except ValueError:  # a shape of another size
-                continue
-        for mesh in meshes:
+        for mesh in _given(meshes, size, options):
             yield Submesh(mesh, False)
             if mesh.size > 1:
                 yield Submesh(mesh, True)
+
+
+def _given(
+    meshes: Sequence[MeshShape], size: int, options: Options
+) -> Sequence[MeshShape]:
+    """The shapes of a size, or the one that was asked for."""
+    if options.mesh is None:
+        return meshes
+    try:
+        return [parse_mesh(options.mesh, size)]
+    except ValueError:  # a shape of another size
+        return ()
 
 
 def _shapes(cluster: Cluster) -> list[MeshShape]:

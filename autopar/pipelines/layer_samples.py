@@ -8,7 +8,6 @@ and the step is cut for each number.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,19 +18,25 @@ import jax
 import jax.numpy as jnp
 
 from ..clusters.cluster import Cluster
-from ..costs.compute import operator_seconds
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import Constant, Operator, OpGraph
 from ..lowering.blocks import as_array
 from ..microbatches.microbatch_runners import MicrobatchRunner
 from ..microbatches.microbatches import MicrobatchSplit
 from ..options import Options
-from ..planner.strategies import SLICING, total_flops
 from ..plans.plan import ShardingPlan
 from ..sharding.mesh import MeshShape
+from ..sharding.resharding import Resharder
 from ..sharding.spec import SUM
 from .cut_step import CutStep
-from .stage_pieces import Piece, TracedPiece, joint_piece
+from .layer_costs import (
+    LayerCost,
+    Work,
+    most_reducing_seconds,
+    reduced_sums,
+    summed_work,
+)
+from .stage_pieces import Piece, TracedPiece, joint_piece, own_sums
 from .stage_planner import StagePlanner
 from .stage_programs import PipelineBuilder
 from .stage_trace import COUNTER, graph_of
@@ -40,60 +45,23 @@ PLAN_GAP = 0.02
 
 
 @dataclass(frozen=True)
-class LayerCost:
-    """What one layer takes on one device of a submesh.
-
-    `seconds` are of a microbatch, forward and backward, `once_seconds` of the update.
-    `state_bytes` are parameters and what the optimizer keeps, `gradient_bytes` their
-    sums, `microbatch_bytes` what backward waits for; `working_bytes` come and go.
-    """
-
-    seconds: float = 0.0
-    once_seconds: float = 0.0
-    state_bytes: float = 0.0
-    gradient_bytes: float = 0.0
-    microbatch_bytes: float = 0.0
-    working_bytes: float = 0.0
-
-
-@dataclass(frozen=True)
-class Work:
-    """Operators that are alike: what one of them does, and how often it runs."""
-
-    kind: str
-    flops: float
-    bytes: float
-    dtype: Any
-    times: float
-
-    def seconds(self, share: float, cluster: Cluster) -> float:
-        """If a device does a share of each, and nothing is sent."""
-        one = self.kind, self.flops * share, self.bytes * share, self.dtype
-        return self.times * operator_seconds(*one, cluster)
-
-
-def summed_work(operators: Iterable[tuple[Operator, float]]) -> list[Work]:
-    """The work of operators without bodies, with how often each runs."""
-    times: Counter[tuple[str, float, float, Any]] = Counter()
-    for op, number in operators:
-        read = op.operand_types[op.kind in SLICING :]
-        num_bytes = sum(kind.bytes for kind in (*read, *op.result_types))
-        dtypes = [kind.dtype for kind in op.operand_types if not kind.is_extended]
-        dtype = dtypes[0] if dtypes else "float32"
-        key = op.kind, total_flops(op), float(num_bytes), dtype
-        times[key] = times[key] + number  # type: ignore[assignment]
-    return [Work(*key, number) for key, number in times.items()]
-
-
-@dataclass(frozen=True)
 class Submesh:
-    """A logical mesh of a stage, and whether its state lies in as many parts."""
+    """A logical mesh of a stage, and whether its state lies in as many parts.
+
+    `part` is the part of a cluster of several kinds that it is on.
+    """
 
     mesh: MeshShape
     is_split: bool
+    part: int = 0
 
     def __str__(self) -> str:
-        return f"{self.mesh}{', state split' if self.is_split else ''}"
+        where = f" on part {self.part}" if self.part else ""
+        return f"{self.mesh}{', state split' if self.is_split else ''}{where}"
+
+    def cluster(self, whole: Cluster) -> Cluster:
+        """What it is a submesh of, in a whole cluster."""
+        return whole.parts[self.part] if whole.parts else whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +84,7 @@ class LayerSample:
             self.builder,
             shapes=[submesh.mesh] * len(self.builder.shapes),
             split=frozenset({self.joint.stage} if submesh.is_split else ()),
+            clusters=[cluster] * len(self.builder.shapes),
             specs={},
             wanted={},
         )
@@ -139,6 +108,13 @@ class LayerSample:
             share * sum(gradients),
             share * sum(sizes[name] for name in self._kept_names()),
         )
+
+    def most_reducing_seconds(self, mesh: MeshShape, cluster: Cluster) -> float:
+        """What the update takes for sums that come as parts of all devices."""
+        graph, sums = self.builder.parts.microbatch, self.builder.sums
+        made = (self.joint.outputs[name] for name in self.joint.added if name in sums)
+        kinds = (graph.tensors[each].type for each in made if isinstance(each, int))
+        return most_reducing_seconds(kinds, Resharder(mesh, cluster))
 
     def traced(self, number: int) -> TracedPiece:
         """The program of one of `number` microbatches."""
@@ -234,8 +210,9 @@ class LayerSample:
             n for n in traced.inputs if self.builder.slots[n].kind == "gradient"
         ]
         here = sum(held[n] for n in read)
+        reducing, reduced = reduced_sums(plan, graph, Resharder(mesh, cluster))
         share = _share(
-            sum(held[n] for n in gradients), sum(whole[n] for n in gradients)
+            sum(reduced[n] for n in gradients), sum(whole[n] for n in gradients)
         )
         share = min(share, _share(here, sum(whole[n] for n in read)))
         if submesh.is_split:
@@ -247,11 +224,14 @@ class LayerSample:
         link = cluster.link(mesh, mesh.axis_names)
         return LayerCost(
             plan.predicted.step_seconds,
-            self._update_seconds(share, cluster) + gathered * link.seconds_per_byte,
+            reducing
+            + self._update_seconds(share, cluster)
+            + gathered * link.seconds_per_byte,
             here + share * others,
             sum(held[n] for n in gradients),
             kept,
             max(plan.predicted.peak_bytes - arguments - kept, 0.0),
+            reducing,
         )
 
 
@@ -280,7 +260,7 @@ class LayerSamples:
         shapes = [MeshShape(("x",), (1,))] * made.cut.num_stages
         builder = made.builder(shapes, self.options, planner=self.planner)
         pieces = builder.microbatch_pieces()
-        builder.apply_pieces()
+        builder.sums = own_sums([*pieces, *builder.apply_pieces()], builder.slots)
         builder.slot(COUNTER, "batch", 0)
         found: list[LayerSample] = []
         for stage in self.chosen:
@@ -345,6 +325,7 @@ def _trace_part(
         for name in names
     )
     part = graph_of(task, structs, names, outputs, ties)
+    part = builder.with_roles(part, split.num_microbatches)
     return TracedPiece(part, structs, names, ties)
 
 

@@ -229,7 +229,7 @@ def lower_pipeline(planned: PlannedPipeline) -> Pipeline:
         planned.pieces,
         planned.specs,
         planned.types,
-        planned.cluster,
+        [planned.cluster_of(planned.submesh(stage)) for stage in stages],
         [by_submesh[planned.submesh(stage)] for stage in stages],
     )
     number = planned.flow.num_microbatches

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import Any
 
 import jax
 
 from ..clusters.cluster import Cluster
+from ..clusters.joined import cluster_around
 from ..frontend.effects import refuse_lost_callbacks
 from ..frontend.tracing import TracedFunction, trace
 from ..graph.op_graph import OpGraph, TensorType
@@ -28,6 +30,7 @@ from .stage_cut import StageCut
 from .stage_lowering import dataflow
 from .stage_pieces import PlannedPiece
 from .stage_planner import StagePlanner
+from .stage_programs import PipelineBuilder
 from .stage_trace import StepParts
 
 
@@ -64,6 +67,11 @@ class PlannedPipeline:
     def submesh(self, stage: int) -> int:
         """The submesh that a stage runs on."""
         return stage % len(self.shapes)
+
+    def cluster_of(self, submesh: int) -> Cluster:
+        """What a submesh is of: the part of the cluster that all its devices are of."""
+        first = sum(shape.size for shape in self.shapes[:submesh])
+        return cluster_around(self.cluster, first, self.shapes[submesh].size)
 
     @cached_property
     def host_slots(self) -> frozenset[str]:
@@ -102,7 +110,9 @@ class PlannedPipeline:
             return 0.0
         first = [sum(s.size for s in self.shapes[:i]) for i in (here, there)]
         hosts = {device // self.cluster.devices_per_host for device in first}
-        link = self.cluster.host_link if len(hosts) == 1 else self.cluster.network_link
+        link = self.cluster.network_link
+        if len(hosts) == 1:
+            link = self.cluster_of(here).host_link
         width = min(self.shapes[here].size, self.shapes[there].size)
         bytes_ = self.types[slot].bytes / width
         return link.alpha_seconds + bytes_ / (link.bandwidth * link.efficiency)
@@ -195,14 +205,46 @@ def _finished(
     split: Collection[int],
     planner: StagePlanner | None,
 ) -> PlannedPipeline:
-    num_stages, traced = made.cut.num_stages, made.pieced.traced
+    builder = builder_of(made, method, shapes, options, split, planner)
+    pieces = builder.build()
+    refuse_lost_callbacks(made.step.graph, (piece.graph for piece in pieces))
+    return assembled(made, method, shapes, builder, pieces)
+
+
+def builder_of(
+    made: CutStep,
+    method: PipelineParallel | PlaceOperators,
+    shapes: tuple[MeshShape, ...],
+    options: Options,
+    split: Collection[int],
+    planner: StagePlanner | None,
+) -> PipelineBuilder:
+    """What plans the programs of a step that is cut, on the submeshes of `shapes`."""
+    submeshes = [stage % len(shapes) for stage in range(made.cut.num_stages)]
     builder = made.builder(
-        [shapes[stage % len(shapes)] for stage in range(num_stages)],
+        [shapes[submesh] for submesh in submeshes],
         *(options, split, planner),
         method.inside if isinstance(method, PipelineParallel) else None,
     )
-    pieces = builder.build()
-    refuse_lost_callbacks(made.step.graph, (piece.graph for piece in pieces))
+    if builder.cluster.parts:
+        ends = accumulate(shape.size for shape in shapes)
+        own = [
+            cluster_around(builder.cluster, end - shape.size, shape.size)
+            for end, shape in zip(ends, shapes, strict=True)
+        ]
+        builder.clusters = [own[submesh] for submesh in submeshes]
+    return builder
+
+
+def assembled(
+    made: CutStep,
+    method: PipelineParallel | PlaceOperators,
+    shapes: tuple[MeshShape, ...],
+    builder: PipelineBuilder,
+    pieces: Sequence[PlannedPiece],
+) -> PlannedPipeline:
+    """The pipeline of the programs that `builder` planned."""
+    num_stages, traced = made.cut.num_stages, made.pieced.traced
     next_leaf: list[int | None] = [None] * len(traced.output_paths)
     for leaf, output in enumerate(made.pieced.roles.next_output):
         if output is not None:

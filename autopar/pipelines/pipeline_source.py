@@ -6,7 +6,7 @@ The step is traced and cut again, at the same positions and onto the same submes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -14,10 +14,12 @@ from jax.sharding import PartitionSpec
 from ..options import Options, pins_by_key
 from ..plans.parallel_plan import Plan
 from ..plans.pin_cost import PinCost, PinCosts
+from ..plans.reasons import Reasons
 from ..plans.staged_plan import StagedPlan
 from ..sharding.pins import PinsLike
 from .pipeline_choice import planned_pipeline
 from .pipeline_plan import PlannedPipeline
+from .stage_reasons import AskedPipeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +34,7 @@ class PipelineSource:
     kwargs: Mapping[str, Any]
     options: Options
     price: Callable[[PlannedPipeline], Plan]
+    asked: list[AskedPipeline] = field(init=False, default_factory=list[AskedPipeline])
 
     def what_if(
         self, plan: StagedPlan, pins: PinsLike
@@ -59,6 +62,23 @@ class PipelineSource:
             costs.append(PinCost(key, step_seconds, found))
         costs.sort(key=lambda cost: -cost.seconds)
         return PinCosts(step_seconds, tuple(costs))
+
+    def tensor_reasons(self, plan: StagedPlan, program: int, tensor: int) -> Reasons:
+        """Why a tensor of a program is made in its spec; errors as `AskedPipeline`."""
+        return self._asked(plan).tensor_reasons(program, tensor)
+
+    def operator_reasons(
+        self, plan: StagedPlan, program: int, operator: int
+    ) -> Reasons:
+        """Why an operator of a program has its factors; errors as `AskedPipeline`."""
+        return self._asked(plan).operator_reasons(program, operator)
+
+    def _asked(self, plan: StagedPlan) -> AskedPipeline:
+        """The plan beside its step, which is traced when it is first asked."""
+        if not self.asked or self.asked[0].plan is not plan:
+            call = self.fun, self.args, self.kwargs
+            self.asked[:] = [AskedPipeline.of(call, plan, self.options, self.price)]
+        return self.asked[0]
 
     def _planned(
         self, plan: StagedPlan, pins: Mapping[str, PartitionSpec]

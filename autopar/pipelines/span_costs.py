@@ -12,8 +12,11 @@ device doing an equal part and nothing sent, times an overhead that is known:
   microbatches
   more devices      the overhead of the same mesh with a shorter axis: to share work
                     with more devices is not more efficient
-  state split       the time without, as it only forbids plans
+  state split       the time without, with what the update takes to add up gradients,
+                    as it only forbids plans
 
+Where a plan adds gradients up for each microbatch, another might leave that to the
+update and save as much as it takes there at the most; an overhead is one without that.
 The last four are bounds in the model of costs, so what is not looked at is not worth
 it; the first is an estimate, and does not last: what the best stages use is planned.
 """
@@ -31,7 +34,8 @@ from autopar.solver.stage_problem import StageChoice
 
 from ..clusters.cluster import Cluster
 from ..sharding.mesh import MeshShape
-from .layer_samples import LayerCost, LayerSamples, Submesh
+from .layer_costs import LayerCost
+from .layer_samples import LayerSamples, Submesh
 from .layers import Layers
 
 
@@ -43,9 +47,10 @@ class SpanCosts:
     cluster: Cluster
     samples: LayerSamples
     known: dict[tuple[Submesh, int, int], LayerCost] = field(default_factory=dict)
-    ideals: dict[tuple[int, int, int], LayerCost] = field(default_factory=dict)
+    ideals: dict[tuple[int, ...], LayerCost] = field(default_factory=dict)
     choices: dict[tuple[Submesh, int], StageChoice] = field(default_factory=dict)
     overheads: dict[tuple[Submesh, int], LayerCost] = field(default_factory=dict)
+    reducing: dict[tuple[Submesh, int], float] = field(default_factory=dict)
 
     @cached_property
     def main_kind(self) -> int:
@@ -59,7 +64,8 @@ class SpanCosts:
     def look_at(self, submesh: Submesh, number: int, kind: int) -> None:
         """Plan a layer of a kind on a submesh, of one of `number` microbatches."""
         sample = self.samples.of(number)[kind]
-        self.known[submesh, number, kind] = sample.cost(submesh, number, self.cluster)
+        cluster = submesh.cluster(self.cluster)
+        self.known[submesh, number, kind] = sample.cost(submesh, number, cluster)
         self.choices.clear()
         self.overheads.clear()
 
@@ -68,7 +74,7 @@ class SpanCosts:
         key = submesh, number, kind
         if key in self.known:
             return self.known[key]
-        ideal = self.ideal(submesh.mesh.size, number, kind)
+        ideal = self.ideal(submesh, number, kind)
         over = self.overhead(submesh, number)
         return LayerCost(
             ideal.seconds * over.seconds,
@@ -79,13 +85,25 @@ class SpanCosts:
             over.working_bytes,
         )
 
-    def ideal(self, num_devices: int, number: int, kind: int) -> LayerCost:
+    def ideal(self, submesh: Submesh, number: int, kind: int) -> LayerCost:
         """Of one layer that is shared out evenly."""
-        key = num_devices, number, kind
+        num_devices = submesh.mesh.size
+        key = num_devices, submesh.part, number, kind
         if key not in self.ideals:
-            sample = self.samples.of(number)[kind]
-            self.ideals[key] = sample.ideal(num_devices, number, self.cluster)
+            sample, cluster = self.samples.of(number)[kind], self.cluster
+            cost = sample.ideal(num_devices, number, submesh.cluster(cluster))
+            self.ideals[key] = cost
         return self.ideals[key]
+
+    def most_reducing_seconds(self, submesh: Submesh, number: int, kind: int) -> float:
+        """What the update takes if all sums of a layer are left to it."""
+        if number == 1 or submesh.is_split:
+            return 0.0
+        if (submesh, kind) not in self.reducing:
+            sample, cluster = self.samples.of(number)[kind], self.cluster
+            found = sample.most_reducing_seconds(submesh.mesh, submesh.cluster(cluster))
+            self.reducing[submesh, kind] = found
+        return self.reducing[submesh, kind]
 
     def overhead(self, submesh: Submesh, number: int) -> LayerCost:
         """Factors over the ideal, but for working bytes, which are bytes."""
@@ -98,12 +116,19 @@ class SpanCosts:
         own = self._own_overhead(submesh, number)
         if own is not None:
             return own
-        whole = replace(submesh, is_split=False)
-        plain = self._own_overhead(whole, number) if submesh.is_split else None
-        if plain is not None:
-            return replace(plain, once_seconds=1.0, state_bytes=1.0, gradient_bytes=1.0)
-        simpler = (self.overhead(s, number).seconds for s in self.simpler(whole))
-        return LayerCost(max(simpler, default=1.0), 1.0, 1.0, 1.0, 1.0, 0.0)
+        least = [self.overhead(each, number).seconds for each in self.simpler(submesh)]
+        kept, working = 1.0, 0.0
+        if submesh.is_split:
+            whole = replace(submesh, is_split=False)
+            plain = self.overhead(whole, number)
+            least.append(plain.seconds)
+            kept, working = plain.microbatch_bytes, plain.working_bytes
+            cost = self.known.get((whole, number, self.main_kind))
+            if cost is not None:
+                ideal = self.ideal(whole, number, self.main_kind)
+                seconds = cost.seconds + cost.reducing_seconds / number
+                least.append(seconds / ideal.seconds)
+        return LayerCost(max(least, default=1.0), 1.0, 1.0, 1.0, kept, working)
 
     def simpler(self, submesh: Submesh) -> Iterator[Submesh]:
         """Submeshes whose overhead is no more: with a shorter axis, or cut by host.
@@ -144,14 +169,16 @@ class SpanCosts:
     def _measured(self, submesh: Submesh, number: int) -> LayerCost:
         kind = self.main_kind
         cost = self.known[submesh, number, kind]
-        ideal = self.ideal(submesh.mesh.size, number, kind)
+        ideal = self.ideal(submesh, number, kind)
 
         def factor(part: float, whole: float) -> float:
             return part / whole if whole else 1.0
 
+        most = self.most_reducing_seconds(submesh, number, kind)
+        saved = (most - cost.reducing_seconds) / number
         return LayerCost(
-            factor(cost.seconds, ideal.seconds),
-            factor(cost.once_seconds, ideal.once_seconds),
+            max(factor(cost.seconds - saved, ideal.seconds), 1.0),
+            factor(cost.once_seconds - cost.reducing_seconds, ideal.once_seconds),
             factor(cost.state_bytes, ideal.state_bytes),
             factor(cost.gradient_bytes, ideal.gradient_bytes),
             factor(cost.microbatch_bytes, ideal.microbatch_bytes),
@@ -187,4 +214,5 @@ class SpanCosts:
             summed([c.once_seconds for c in costs]),
             summed([c.state_bytes + c.gradient_bytes for c in costs]) + working,
             summed([c.microbatch_bytes for c in costs]),
+            submesh.part,
         )

@@ -15,13 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..graph.build_graph import SCAN, STRUCTURED
+from ..graph.build_graph import SCAN
 from ..graph.op_graph import Operator, OpGraph
 from ..microbatches.microbatch_flow import tensors_of
-from ..planner.strategies import is_heavy_operator, total_flops
 from ..rules.base import is_inexact
 from .remat_windows import inseparable
-from .work_line import WorkLine
+from .work_line import WorkLine, heavy_flops
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class _Cutter:
             fed = any(from_fed[t] for t in reads)
             if is_backward:
                 self.backward.add(op.index)
-            elif not (held and fed) and not _holds_heavy(self.graph, op):
+            elif not (held and fed) and heavy_flops(self.graph, op) == 0:
                 self.floating.add(op.index)
             for result in op.results:
                 self.made_by[result] = op
@@ -156,11 +155,11 @@ class _Cutter:
         ]
 
     def costs(self, work: Sequence[Operator]) -> list[float]:
-        return [_flops(self.graph, op) for op in work]
+        return [heavy_flops(self.graph, op) for op in work]
 
     def is_over_layers(self, op: Operator) -> bool:
         """Whether a scan slices parameters, or what is made of nothing else."""
-        if op.kind != SCAN or not _holds_heavy(self.graph, op):
+        if op.kind != SCAN or heavy_flops(self.graph, op) == 0:
             return False
         slices = op.operands[op.params["num_consts"] + op.params["num_carry"] :]
         return op.params["length"] > 1 and any(
@@ -280,7 +279,7 @@ class _Cutter:
                     f"No stage has all that the backward operator {op.name!r} "
                     f"({op.source}) reads; use fewer stages."
                 )
-            if not below and len(fitting) > 1 and not _holds_heavy(self.graph, op):
+            if not below and len(fitting) > 1 and heavy_flops(self.graph, op) == 0:
                 self.floating.add(op.index)
                 continue
             self.stage[op.index] = max(fitting)
@@ -331,7 +330,7 @@ class _Cutter:
             if op.index in self.backward:
                 continue
             is_read = not elsewhere.isdisjoint(op.results)
-            if is_read or _holds_heavy(self.graph, op):
+            if is_read or heavy_flops(self.graph, op) > 0:
                 elsewhere.update(tensors_of(op.operands))
             elif op.index not in self.floating:
                 found.add(op.index)
@@ -395,18 +394,3 @@ class _Cutter:
                 needed.add(maker.index)
                 waiting.extend(tensors_of(maker.operands))
         return tuple(op for op in self.operators if op.index in needed)
-
-
-def _holds_heavy(graph: OpGraph, op: Operator) -> bool:
-    return _flops(graph, op) > 0
-
-
-def _flops(graph: OpGraph, op: Operator) -> float:
-    """Flops of heavy work in one microbatch, bodies included."""
-    if op.kind not in STRUCTURED:
-        return total_flops(op) if is_heavy_operator(op) else 0.0
-    return sum(
-        _flops(graph, inner) * graph.blocks[body].weight / graph.blocks[op.block].weight
-        for body in op.bodies
-        for inner in graph.blocks[body].operators
-    )

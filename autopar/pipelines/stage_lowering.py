@@ -16,8 +16,9 @@ from ..audit.lowered_collectives import collectives_in_lowered
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import TensorType
 from ..lowering.host_memory import HOST
+from ..lowering.partial_sums import held_shape, held_spec
 from ..lowering.programs import PipelineProgram, Slot, SpmdProgram, StageProgram
-from ..sharding.spec import Spec, to_partition_spec
+from ..sharding.spec import Spec
 from .stage_pieces import PlannedPiece
 
 
@@ -64,17 +65,18 @@ def lower_stages(
     pieces: Sequence[PlannedPiece],
     specs: Mapping[tuple[str, int], Spec],
     types: Mapping[str, TensorType],
-    cluster: Cluster,
+    clusters: Sequence[Cluster],
     meshes: Sequence[Mesh | AbstractMesh],
 ) -> tuple[tuple[LoweredPiece, ...], PipelineProgram]:
     """The programs of a dataflow on the mesh of each stage.
 
-    `specs` are those of each slot on each stage that holds it, `types` by slot.
+    `specs` are those of each slot on each stage that holds it, `types` by slot,
+    `clusters` what each stage is of.
     """
     shardings = {
         (name, stage): NamedSharding(
             meshes[stage],
-            to_partition_spec(spec, types[name].rank, meshes[stage].axis_names),
+            held_spec(spec, types[name].rank, meshes[stage].axis_names),
         )
         for (name, stage), spec in specs.items()
     }
@@ -82,11 +84,11 @@ def lower_stages(
         for key in ((name, piece.piece.stage) for name in piece.host_slots):
             shardings[key] = shardings[key].with_memory_kind(HOST)
     lowered = tuple(
-        LoweredPiece(piece, piece.program(cluster, meshes[piece.piece.stage]))
-        for piece in pieces
+        LoweredPiece(piece, piece.program(clusters[stage], meshes[stage]))
+        for piece, stage in ((each, each.piece.stage) for each in pieces)
     )
     zeros = {
-        name: _zeros(types[name], shardings[name, slot.stage])
+        name: _zeros(types[name], specs[name, slot.stage], shardings[name, slot.stage])
         for name, slot in flow.slots.items()
         if slot.kind == "gradient"
     }
@@ -114,8 +116,9 @@ def _stage_program(
     )
 
 
-def _zeros(kind: TensorType, sharding: NamedSharding) -> Callable[[], Any]:
-    return jax.jit(lambda: jnp.zeros(kind.shape, kind.dtype), out_shardings=sharding)
+def _zeros(kind: TensorType, spec: Spec, sharding: NamedSharding) -> Callable[[], Any]:
+    shape = held_shape(kind.shape, spec, sharding.mesh.axis_sizes)
+    return jax.jit(lambda: jnp.zeros(shape, kind.dtype), out_shardings=sharding)
 
 
 def _runner_of(program: SpmdProgram) -> Callable[[Sequence[Any]], Sequence[Any]]:

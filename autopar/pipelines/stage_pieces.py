@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -10,7 +10,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import Constant, Operator, OpGraph, TensorType
-from ..lowering.programs import SpmdProgram, TaskKind, build_program
+from ..lowering.partial_sums import held_shape
+from ..lowering.programs import Slot, SpmdProgram, TaskKind, build_program
 from ..microbatches.microbatch_flow import tensors_of
 from ..plans.plan import ShardingPlan
 from ..sharding.resharding import Resharder
@@ -68,8 +69,13 @@ class PlannedPiece:
     def program(self, cluster: Cluster, mesh: Mesh | AbstractMesh) -> SpmdProgram:
         """The program on the devices of its stage."""
         resharder = Resharder(self.plan.mesh, cluster)
+        sizes = self.plan.mesh.axis_sizes
+        structs = [
+            jax.ShapeDtypeStruct(held_shape(s.shape, each.spec, sizes), s.dtype)
+            for s, each in zip(self.structs, self.plan.inputs, strict=True)
+        ]
         return build_program(
-            *(self.graph, self.plan, resharder, mesh, self.structs, (), self.donated),
+            *(self.graph, self.plan, resharder, mesh, structs, (), self.donated),
             host_outputs=self.host_outputs,
         )
 
@@ -99,6 +105,20 @@ def joint_piece(pieces: Sequence[Piece], graph: OpGraph) -> Piece | None:
     outputs = {n: operand for p in pieces for n, operand in p.outputs.items()}
     added = tuple(name for piece in pieces for name in piece.added)
     return Piece(stage, "backward", operators, inputs, outputs, added)
+
+
+def own_sums(pieces: Iterable[Piece], slots: Mapping[str, Slot]) -> frozenset[str]:
+    """Sums over microbatches that no other stage reads, by slot.
+
+    Their parts on devices need not be added up before the update.
+    """
+    sums = {name for name, slot in slots.items() if slot.kind == "gradient"}
+    return frozenset(sums) - {
+        name
+        for piece in pieces
+        for name in piece.inputs
+        if name in sums and slots[name].stage != piece.stage
+    }
 
 
 def outputs_at_host(graph: OpGraph) -> tuple[int, ...]:

@@ -10,27 +10,32 @@ Each program is then planned for itself within that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import OpGraph
-from ..methods.restrictions import Restriction
+from ..methods.restrictions import Limit, Restriction
 from ..planner.intra_op import plan_intra_op
 from ..plans.plan import ShardingPlan
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
-from ..sharding.spec import REPLICATED, Spec, axes_of_dim
+from ..sharding.spec import REPLICATED, Spec, axes_of_dim, pending_axes
 from .equal_programs import fingerprint, renamed
 from .stage_inside import StageInside
 
 
 @dataclass
 class StagePlanner:
-    """Plans programs on submeshes of a cluster; equal ones once."""
+    """Plans programs on submeshes of a cluster; equal ones once.
+
+    `limits_of` says what more a program is forbidden; such are planned every time.
+    """
 
     cluster: Cluster
     known: dict[Hashable, ShardingPlan] = field(default_factory=dict)
+    limits_of: Callable[[OpGraph], Sequence[Limit]] | None = None
 
     def plan(
         self,
@@ -41,6 +46,7 @@ class StagePlanner:
         split: Collection[int] = (),
         gap: float = 1e-4,
         inside: StageInside | None = None,
+        cluster: Cluster | None = None,
     ) -> ShardingPlan:
         """The cheapest plan of a program.
 
@@ -49,26 +55,30 @@ class StagePlanner:
           returned: the spec in which results are to be returned, by tensor.
           split: arguments that are to lie in as many parts as there are devices.
           inside: what its inside is, where that has a name.
+          cluster: what the submesh is of, if that is another.
         """
+        cluster = cluster or self.cluster
         limits = restrictions(graph, mesh, pins, returned, split)
+        more = () if self.limits_of is None else self.limits_of(graph)
         if inside is not None:
             limits = (*limits, inside.restriction(graph, mesh))
         key = (
-            *(fingerprint(graph), mesh, gap, tuple(sorted(split))),
-            tuple(sorted((t, pin.axes_by_dim) for t, pin in pins.items())),
+            *(fingerprint(graph), mesh, cluster, gap, tuple(sorted(split))),
+            tuple(sorted(pins.items(), key=itemgetter(0))),
             tuple(sorted(returned.items())),
             repr(limits[-1]) if inside is not None else "",
         )
-        if key not in self.known:
+        if more or key not in self.known:
             found = plan_intra_op(
                 graph,
                 mesh,
-                self.cluster,
+                cluster,
                 pins=pins,
-                restrictions=limits,
+                restrictions=(*limits, *more),
                 gap=gap,
             )
-            self.known[key] = found.plan
+            if not more:
+                self.known[key] = found.plan
             return found.plan
         return renamed(self.known[key], graph)
 
@@ -115,4 +125,5 @@ def specs_read(plan: ShardingPlan, graph: OpGraph) -> dict[int, Spec]:
 def pin_of(spec: Spec, graph: OpGraph, tensor: int) -> Pin:
     """The pin that allows an argument one spec."""
     rank = graph.tensors[tensor].type.rank
-    return Pin(tuple(axes_of_dim(spec, dim) for dim in range(rank)))
+    dims = tuple(axes_of_dim(spec, dim) for dim in range(rank))
+    return Pin(dims, pending_axes(spec))

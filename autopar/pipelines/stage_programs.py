@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
-
-import jax
 
 from ..clusters.cluster import Cluster
 from ..errors import PlanFileError
-from ..graph.op_graph import Constant, Operator, OpGraph, TensorType
-from ..lowering.blocks import as_array
+from ..graph.op_graph import Constant, GraphInput, Operator, OpGraph, TensorType
 from ..lowering.programs import Slot, SlotKind, TaskKind
 from ..microbatches.microbatch_flow import tensors_of
-from ..microbatches.microbatch_runners import WholeRunner
 from ..plans.plan import ShardingPlan
 from ..plans.plan_check import check_against
 from ..plans.staged_plan import StageProgramPlan
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec
+from .piece_graphs import PieceGraphs
 from .stage_apply import ApplyCut
 from .stage_cut import StageCut
 from .stage_inside import StageInside
@@ -31,12 +27,13 @@ from .stage_pieces import (
     joint_piece,
     made_nowhere,
     outputs_at_host,
+    own_sums,
     reads_of,
 )
 from .stage_pins import StagePins
 from .stage_planner import StagePlanner, pin_of, specs_read
 from .stage_remat import made_again
-from .stage_trace import StepParts, graph_of
+from .stage_trace import StepParts
 
 
 @dataclass
@@ -45,7 +42,8 @@ class PipelineBuilder:
 
     `shapes` are the meshes of the stages; `given`, if there, are plans to use for the
     pieces as they are, in order. State of the stages in `split` lies in as many parts
-    as they have devices. `wanted` are the specs in which a stage returns values.
+    as they have devices. `wanted` are the specs in which a stage returns values, `sums`
+    what may be added up over microbatches in parts, every device its own.
     """
 
     parts: StepParts
@@ -66,6 +64,9 @@ class PipelineBuilder:
     types: dict[str, TensorType] = field(default_factory=dict)
     slots: dict[str, Slot] = field(default_factory=dict)
     host: set[str] = field(default_factory=set)  # slots in the host's memory
+    sums: frozenset[str] = frozenset()
+    clusters: Sequence[Cluster] = ()  # of each stage, where they are of several
+    graphs: PieceGraphs = field(default_factory=PieceGraphs)
 
     def build(self) -> list[PlannedPiece]:
         """Plan all pieces; those of one stage agree on the specs they share.
@@ -74,6 +75,7 @@ class PipelineBuilder:
           PlanFileError: the given plans are of another step.
         """
         pieces = [*self.microbatch_pieces(), *self.apply_pieces()]
+        self.sums = own_sums(pieces, self.slots)
         if self.given is None:
             for stage in range(self.cut.num_stages):
                 self.plan_jointly([each for each in pieces if each.stage == stage])
@@ -286,40 +288,29 @@ class PipelineBuilder:
     def trace_piece(self, piece: Piece) -> TracedPiece:
         """The graph of a piece, whose inputs and outputs are slots in order."""
         graph = self.parts.apply if piece.kind == "apply" else self.parts.microbatch
-        names = [*piece.inputs, *piece.added]
-        operands = [*piece.inputs.values(), *(piece.outputs[n] for n in piece.added)]
-        types = [
-            o.type if isinstance(o, Constant) else graph.tensors[o].type
-            for o in operands
-        ]
-        structs = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
-
-        def task(*values: Any) -> list[Any]:
-            runner = WholeRunner(graph)
-            given = dict(zip(names, values, strict=True))
-            runner.values.update({t: given[n] for n, t in piece.inputs.items()})
-            runner.run_operators(piece.operators)
-            found = []
-            for name, operand in piece.outputs.items():
-                value = as_array(runner.value(operand))
-                found.append(given[name] + value if name in piece.added else value)
-            return found
-
-        task.__name__ = f"{piece.kind}_{piece.stage}"
-        output_names = list(piece.outputs)
-        ties = [
-            output_names.index(name)
+        order = list(piece.outputs)
+        ties = tuple(
+            order.index(name)
             if name in piece.outputs
             and (name in piece.added or self.slots[name].kind == "state")
             else None
-            for name in names
-        ]
-        part = graph_of(task, structs, names, output_names, ties)
-        inputs = (
-            replace(i, memory="host") if i.path in self.host else i for i in part.inputs
+            for name in (*piece.inputs, *piece.added)
         )
-        part = replace(part, inputs=tuple(inputs))
-        return TracedPiece(part, tuple(structs), tuple(names), tuple(ties))
+        traced = self.graphs.of(piece, graph, ties)
+        part = self.with_roles(traced.graph, self.parts.step.num_microbatches)
+        return replace(traced, graph=part)
+
+    def with_roles(self, part: OpGraph, num_microbatches: int) -> OpGraph:
+        """The graph of a piece told what lies at the host and what may be parts."""
+
+        def told(each: GraphInput) -> GraphInput:
+            if each.path in self.host:
+                return replace(each, memory="host")
+            if each.path in self.sums and num_microbatches > 1:
+                return replace(each, role="sum", num_runs=num_microbatches)
+            return each
+
+        return replace(part, inputs=tuple(map(told, part.inputs)))
 
     def plan_piece(self, piece: Piece, given: ShardingPlan | None) -> PlannedPiece:
         traced = self.trace_piece(piece)
@@ -368,9 +359,10 @@ class PipelineBuilder:
             for i in part.inputs
             if stage in self.split and self.slots[i.path].kind in ("state", "gradient")
         ]
-        if self.planner is None:
-            self.planner = StagePlanner(self.cluster)
-        return self.planner.plan(part, shape, pins, returned, split, gap, self.inside)
+        planner = self.planner = self.planner or StagePlanner(self.cluster)
+        cluster = self.clusters[stage] if self.clusters else None
+        asked = pins, returned, split, gap, self.inside, cluster
+        return planner.plan(part, shape, *asked)
 
     def note(self, planned: PlannedPiece) -> None:
         """Remember the specs of slots, which later pieces of the stage keep to."""

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..graph.op_graph import Operator
+from ..graph.build_graph import STRUCTURED
+from ..graph.op_graph import Operator, OpGraph
+from ..planner.strategies import is_heavy_operator, total_flops
 from .stage_borders import border_places, product_borders, stage_borders
 
 
@@ -70,3 +72,15 @@ class WorkLine:
         crossing = [self.crossing_bytes[place] for place in places]
         borders = product_borders(costs, crossing, num_stages)
         return tuple(j - i for i, j in pairwise([0, *borders, number]))
+
+
+def heavy_flops(graph: OpGraph, op: Operator) -> float:
+    """Flops of the products of one operator, in its bodies too; it runs once."""
+    if op.kind not in STRUCTURED:
+        return total_flops(op) if is_heavy_operator(op) else 0.0
+    return sum(
+        heavy_flops(graph, inner)
+        * (graph.blocks[body].weight / graph.blocks[op.block].weight)
+        for body in op.bodies
+        for inner in graph.blocks[body].operators
+    )

@@ -1,16 +1,31 @@
-"""What an operator whose windows overlap its shards sends, and the seconds of it."""
+"""What an operator sends while it runs, and the seconds of it.
+
+Windows that overlap their shards exchange halos first. In a product whose parts go
+around a ring, each transfer runs beside the product of the part before; of what fits
+behind it a step still waits for `Cluster.visible_fraction`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from math import prod
 
 from ..clusters.cluster import Cluster
 from ..costs.collectives import affine
+from ..costs.compute import flops, operator_seconds
 from ..graph.op_graph import Operator, OpGraph
 from ..plans.plan import OperatorPlan
 from ..rules.base import Factor
-from ..rules.halos import exchanges, factors_with_halos
+from ..rules.collective_matmul import ring_of, rotations, step_shapes
+from ..rules.halos import (
+    Exchange,
+    Traffic,
+    exchanges,
+    factors_with_halos,
+    rows_with_halos,
+    traffic_of,
+)
 from ..sharding.collective import Collective
 from ..sharding.mesh import MeshShape
 
@@ -18,27 +33,95 @@ from ..sharding.mesh import MeshShape
 def halo_seconds(
     op: Operator, factors: Sequence[Factor], mesh: MeshShape, cluster: Cluster
 ) -> float:
-    """Seconds of all exchanges of one execution, one after the other."""
-    if not any(factor.halos for factor in factors):
-        return 0.0
-    seconds = 0.0
-    for each in exchanges(op, factors, mesh.axis_sizes):
+    """Seconds that one execution waits for all its exchanges, one after the other."""
+    return sum(seconds for _, seconds in _waits(op, factors, mesh, cluster))
+
+
+def ring_product_seconds(
+    op: Operator, factors: Sequence[Factor], sizes: Sequence[int], cluster: Cluster
+) -> float | None:
+    """Seconds of all products of an operator whose parts go around; None if none do.
+
+    A product that is added to others writes and reads its result once more.
+    """
+    ring = ring_of(factors, sizes)
+    if ring is None:
+        return None
+    operands, result = step_shapes(op, factors, sizes, ring)
+    kinds = [*op.operand_types, *[op.result_types[0]] * 2]
+    shapes = [*operands, result, result]
+    num_bytes = sum(
+        prod(shape) * kind.dtype.itemsize
+        for kind, shape in zip(kinds, shapes, strict=True)
+    )
+    num_flops = flops(op.kind, op.params, operands, [result])
+    dtype = op.operand_types[0].dtype
+    each = operator_seconds(op.kind, num_flops, num_bytes, dtype, cluster)
+    return each * ring.count
+
+
+def _waits(
+    op: Operator, factors: Sequence[Factor], mesh: MeshShape, cluster: Cluster
+) -> Iterator[tuple[Exchange, float]]:
+    """Every exchange of one execution, with the seconds that it is waited for."""
+    sizes = mesh.axis_sizes
+    own = traffic_of(op, factors, sizes)
+    if own is not None:
+        yield from _waits_beside_parts(own, op, factors, mesh, cluster)
+    if any(factor.halos for factor in factors):
+        for each in exchanges(op, factors, sizes):
+            fixed, per_byte = _affine(cluster, mesh, each.axes)
+            yield each, fixed + per_byte * each.bytes
+    products = ring_product_seconds(op, factors, sizes, cluster)
+    if products is not None:
+        sent = rotations(op, factors, sizes)
+        behind = products / (len(sent) + 1)
+        for each in sent:
+            fixed, per_byte = _affine(cluster, mesh, each.axes)
+            seconds = fixed + per_byte * each.bytes
+            hidden = min(seconds, behind) * (1 - cluster.visible_fraction)
+            yield each, seconds - hidden
+
+
+def _waits_beside_parts(
+    own: Traffic,
+    op: Operator,
+    factors: Sequence[Factor],
+    mesh: MeshShape,
+    cluster: Cluster,
+) -> Iterator[tuple[Exchange, float]]:
+    """Exchanges that run beside all parts of an operator's work but one."""
+    if not own.exchanges:
+        return
+    split = prod(
+        size
+        for size, factor in zip(mesh.axis_sizes, factors, strict=True)
+        if factor.splits
+    )
+    operands, results = (
+        [kind.shape for kind in types] for types in (op.operand_types, op.result_types)
+    )
+    num_flops = flops(op.kind, op.params, operands, results) / split
+    dtype = op.operand_types[0].dtype
+    work = operator_seconds(op.kind, num_flops, own.moved_bytes, dtype, cluster)
+    per_part = len(own.exchanges) / (own.num_parts - 1)
+    behind = work / own.num_parts / per_part
+    for each in own.exchanges:
         fixed, per_byte = _affine(cluster, mesh, each.axes)
-        seconds += fixed + per_byte * each.bytes
-    return seconds
+        seconds = fixed + per_byte * each.bytes
+        hidden = min(seconds, behind) * (1 - cluster.visible_fraction)
+        yield each, seconds - hidden
 
 
 def halo_collectives(
     graph: OpGraph, plans: Sequence[OperatorPlan], mesh: MeshShape, cluster: Cluster
 ) -> Iterator[tuple[Collective, float]]:
     """Every exchange of a step, with the seconds of all its executions."""
-    for op, planned in zip(graph.operators(), plans, strict=True):
+    for row in rows_with_halos(graph, [planned.factors for planned in plans]):
+        op = graph.operators()[row]
         block = graph.blocks[op.block]
-        factors = factors_with_halos(op, planned.factors)
-        if not factors:
-            continue
-        for each in exchanges(op, factors, mesh.axis_sizes):
-            fixed, per_byte = _affine(cluster, mesh, each.axes)
+        factors = factors_with_halos(op, plans[row].factors)
+        for each, seconds in _waits(op, factors, mesh, cluster):
             collective = Collective(
                 "collective_permute",
                 each.pairs(mesh),
@@ -49,7 +132,7 @@ def halo_collectives(
                 conditional=block.conditional,
                 unbounded=block.unbounded,
             )
-            yield collective, (fixed + per_byte * each.bytes) * block.weight
+            yield collective, seconds * block.weight
 
 
 @lru_cache(maxsize=256)

@@ -13,12 +13,12 @@ from autopar.solver.solve import solve
 from ..clusters.cluster import Cluster
 from ..costs.collectives import COLLECTIVE_KINDS, collective_seconds
 from ..costs.host_memory import host_seconds
-from ..costs.memory import peak_bytes
+from ..costs.memory import profile_of_arrays
 from ..frontend.garbage import without_garbage_collection
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.op_graph import Block, Operator, OpGraph, TensorType
 from ..graph.user_shard_map import body_collectives
-from ..methods.restrictions import Limit, restrict
+from ..methods.restrictions import Limit, demanded_orders, restrict
 from ..plans.plan import (
     Conversion,
     OperatorPlan,
@@ -66,7 +66,8 @@ def plan_intra_op(
     bound at which the solver stops.
     """
     resharder = Resharder(mesh, cluster)
-    problem = build_problem(graph, mesh, cluster, resharder, pins)
+    place = graph, mesh, cluster, resharder
+    problem = build_problem(*place, pins, demanded=demanded_orders(restrictions))
     problem = restrict(problem, restrictions, cluster)
     assignment = solve(problem.choice_graph, gap=gap)
     plan = read_plan(problem, assignment, cluster, resharder)
@@ -114,12 +115,8 @@ def read_plan(
             host_bytes=sum(each.bytes for each in inputs if each.memory == "host"),
         ),
     )
-    return _with_peak(graph, plan)
-
-
-def _with_peak(graph: OpGraph, plan: ShardingPlan) -> ShardingPlan:
-    predicted = replace(plan.predicted, peak_bytes=peak_bytes(graph, plan))
-    return replace(plan, predicted=predicted)
+    peak = profile_of_arrays(reader.arrays(plan)).peak_bytes
+    return replace(plan, predicted=replace(plan.predicted, peak_bytes=peak))
 
 
 def _collectives(

@@ -10,6 +10,7 @@ import numpy as np
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import Operator, constant_key, params_key
 from ..sharding.mesh import MeshShape
+from .axis_orders import Orders, strategies_in_orders
 from .spec_choices import SpecChoices, SpecTable
 from .strategies import Strategies, enumerate_strategies, strategy_seconds
 
@@ -27,7 +28,8 @@ class OperatorChoices:
 class OperatorTable:
     """The choices of every operator on one mesh; operators of a kind share them.
 
-    `must_split` are the operators whose work no two devices may do twice.
+    `must_split` are the operators whose work no two devices may do twice, `orders`
+    those of axes besides mesh order.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class OperatorTable:
         cluster: Cluster,
         specs: SpecTable,
         must_split: Collection[int],
+        orders: Orders = frozenset(),
     ) -> None:
         self._mesh, self._cluster, self._specs = mesh, cluster, specs
-        self._must_split = must_split
+        self._must_split, self._orders = must_split, orders
         self._known: dict[object, OperatorChoices] = {}
         self._weighted: dict[tuple[int, float], np.ndarray] = {}
 
@@ -66,7 +69,10 @@ class OperatorTable:
         return self._weighted[key]
 
     def _enumerate(self, op: Operator, must_split: bool) -> OperatorChoices:
-        strategies = enumerate_strategies(op, self._mesh)
+        rotating = self._cluster.overlaps and must_split
+        strategies = enumerate_strategies(op, self._mesh, rotating=rotating)
+        if self._orders:
+            strategies = strategies_in_orders(op, strategies, self._orders)
         seconds = strategy_seconds(op, strategies, self._mesh, self._cluster)
         if must_split:
             is_split = strategies.share <= strategies.share.min() * 1.001

@@ -28,12 +28,12 @@ def visible_fractions(graph: OpGraph, cluster: Cluster) -> tuple[float, ...]:
     """
     if cluster.visible_fraction == 1.0:
         return (1.0,) * len(graph.tensors)
-    hidden = _parameters(graph) + _gradients(graph)
+    hidden = is_parameter(graph) + is_gradient(graph)
     return tuple(np.where(hidden, cluster.visible_fraction, 1.0).tolist())
 
 
-def _parameters(graph: OpGraph) -> np.ndarray:
-    """bool [tensors]."""
+def is_parameter(graph: OpGraph) -> np.ndarray:
+    """bool [tensors] which are made of state and no example."""
     marks = [0] * len(graph.tensors)
     for each in graph.inputs:
         if each.role in _MARKS:
@@ -41,8 +41,8 @@ def _parameters(graph: OpGraph) -> np.ndarray:
     return np.array(spread_marks(graph, marks)) == _MARKS["state"]
 
 
-def _gradients(graph: OpGraph) -> np.ndarray:
-    """bool [tensors]."""
+def is_gradient(graph: OpGraph) -> np.ndarray:
+    """bool [tensors] which the next state is made of, and no product reads any more."""
     marks = [0] * len(graph.tensors)
     for each in graph.inputs:
         new = None if each.output is None else graph.outputs[each.output]

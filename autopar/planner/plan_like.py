@@ -30,6 +30,7 @@ from ..sharding.spec import to_partition_spec
 from .memory_budget import default_budget
 from .pin_choices import ChoicePins, Factors
 from .step_variants import Offload
+from .transfers_ahead import graph_sent_ahead
 
 OPERATORS_MAY_COST = 0.01  # of a step, for operators that keep their factors
 _MOST_NAMED = 8
@@ -197,7 +198,7 @@ def _is_unchanged(options: Options, graph: OpGraph, cluster: Cluster) -> bool:
     if _mesh(options, plan, cluster) != plan.mesh:
         return False
     try:
-        check_against(plan, graph_of_plan(graph, plan))
+        check_against(plan, graph_sent_ahead(graph_of_plan(graph, plan), plan))
     except PlanFileError:
         return False
     return True

@@ -10,10 +10,10 @@ from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.op_graph import Operator, OpGraph, TensorType
 from ..graph.user_shard_map import body_work
 from ..plans.plan import OperatorPlan, ShardingPlan
-from ..rules.halos import copied_bytes, factors_with_halos
+from ..rules.halos import factors_with_halos, moved_bytes
 from ..sharding.resharding import Resharder
 from ..sharding.spec import Spec, num_shards
-from .halo_costs import halo_collectives
+from .halo_costs import halo_collectives, ring_product_seconds
 from .intra_op import shard_map_collectives
 from .overlap import visible_fractions
 from .strategies import SLICING, total_flops
@@ -65,7 +65,10 @@ def _operator_seconds(
     )
     moved += _local_bytes(op.result_types, planned.result_specs, sizes)
     halos = factors_with_halos(op, planned.factors)
-    moved += 2 * copied_bytes(op, halos, sizes)
+    products = ring_product_seconds(op, halos, sizes, cluster)
+    if products is not None:
+        return products
+    moved += moved_bytes(op, halos, sizes)
     dtypes = [kind.dtype for kind in op.operand_types if not kind.is_extended]
     return operator_seconds(
         op.kind,

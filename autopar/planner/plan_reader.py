@@ -13,17 +13,24 @@ from typing import Any
 import networkx
 import numpy as np
 
+from ..costs.plan_arrays import PlanArrays
 from ..graph.build_graph import SHARD_MAP
 from ..graph.op_graph import Constant, Operator
 from ..graph.user_shard_map import body_work
-from ..plans.plan import Conversion, InputPlan, OperatorPlan, TensorPlan
+from ..plans.plan import (
+    Conversion,
+    InputPlan,
+    OperatorPlan,
+    ShardingPlan,
+    TensorPlan,
+)
 from ..sharding.resharding import Resharder
 from ..sharding.spec import Spec, num_shards, replicated
 from .equal_rows import equal_rows
 from .halo_costs import halo_seconds
 from .sharding_problem import ShardingProblem
 from .strategies import total_flops
-from .vertices import NO_SITE, SITE_NAMES
+from .vertices import NO_SITE, OPERAND, SITE_NAMES
 
 # Factors, specs of operands and results, flops, devices that share them, seconds.
 _Work = tuple[tuple[str, ...], tuple[Spec, ...], tuple[Spec, ...], float, int, float]
@@ -182,6 +189,20 @@ class PlanReader:
                 reads.site[chosen].tolist(), self._read[chosen].tolist(), strict=True
             )
         }
+
+    def arrays(self, plan: ShardingPlan) -> PlanArrays:
+        """The arrays of the plan that was read, as `PlanArrays.of` makes them."""
+        columns, reads = self.graph.columns, self.problem.columns.reads
+        number_of = {spec: number for number, spec in enumerate(self.specs)}
+        whole = number_of.setdefault(self.whole, len(number_of))
+        read = np.full(len(columns.operands), whole)
+        row_of = np.zeros(int(columns.index.max(initial=-1)) + 1, np.intp)
+        row_of[columns.index] = np.arange(len(columns.index))
+        is_operand = reads.site[:, 0] == OPERAND
+        _, index, position = reads.site[is_operand].T
+        at = columns.operand_start[row_of[index]] + position
+        read[at] = self._read[is_operand]
+        return PlanArrays(self.graph, plan, number_of, self.made, read)
 
     def outputs(self) -> Iterable[tuple[Spec, ...]]:
         """By block, the specs in which it returns its outputs."""

@@ -26,7 +26,7 @@ from autopar.solver.solve import solve
 from ..clusters.cluster import Cluster
 from ..costs.memory import memory_profile
 from ..graph.op_graph import OpGraph
-from ..methods.restrictions import Limit, restrict
+from ..methods.restrictions import Limit, demanded_orders, restrict
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
@@ -111,7 +111,8 @@ class _WithinBudget:
     ) -> None:
         resharder = Resharder(mesh, cluster)
         place = graph, mesh, cluster, resharder
-        problem = build_problem(*place, pins, counts_memory=True)
+        orders = demanded_orders(restrictions)
+        problem = build_problem(*place, pins, counts_memory=True, demanded=orders)
         problem = restrict(problem, restrictions, cluster)
         self.place = problem, cluster, resharder
         self.budget_bytes, self.gap = budget_bytes, max(gap, BUDGET_GAP)

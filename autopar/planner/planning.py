@@ -40,17 +40,19 @@ from ..plans.plan_file import check_against
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.pins import resolve_pins, warn_idle_pins
 from ..state.placements import mesh_of_leaves, placed_pins, placement_pins
+from .attention_choice import AttentionVariants, ring_limits
 from .auto_layout import auto_layout
 from .budget_candidates import BudgetCandidates
 from .intra_op import IntraOpSolution, warn_fallbacks
 from .memory_budget import default_budget
-from .memory_search import choose_variant
+from .memory_search import NO_BUDGET, Chosen, choose_variant
 from .mesh_search import TIGHT_GAP, default_mesh, least_seconds, search_meshes
 from .pin_conflicts import PinsByKey, blame_pins
 from .plan_cache import CacheEntry, cache_entry, use_compilation_cache
 from .plan_like import memory_choices, plan_like, without_like
 from .plan_within import plan_least_memory, plan_within
 from .step_variants import StepVariant, StepVariants
+from .transfers_ahead import graph_sent_ahead, send_ahead
 
 _log = logging.getLogger("autopar")
 assert _rules  # imported so that every rule registers
@@ -102,7 +104,7 @@ def plan_function(
     options = with_placed_pins(options, graph, leaves, cluster)
     warn_idle_pins(options.pins, [each.path for each in graph.inputs])
     batch = batch_tensors(traced, graph, options)
-    variants = StepVariants(traced, graph, roles, batch)
+    variants = AttentionVariants(traced, graph, roles, batch)
     plan = options.plan
     if plan is None:
 
@@ -120,12 +122,22 @@ def plan_function(
 
         budget_bytes = budget_of(options, cluster)
         remat, offload = memory_choices(options)
-        chosen = choose_variant(variants, remat, offload, budget_bytes, plan_variant)
+
+        def choose(some: StepVariants) -> Chosen:
+            return choose_variant(some, remat, offload, budget_bytes, plan_variant)
+
+        def free(variant: StepVariant) -> Plan:
+            return plan_variant(variant, NO_BUDGET)
+
+        chosen = variants.choose(options, cluster.num_devices, choose, free)
         variant, plan = chosen.variant, chosen.plan
         warn_unsplit_state(options.method, variant.graph, plan.sharding, batch)
     else:
-        variant = variants.of_plan(plan.sharding)
+        variant = variants.of_plan(plan.sharding).of_plan(plan.sharding)
     traced, graph = variant.traced, graph_of_plan(variant.graph, plan.sharding)
+    if cluster.overlaps and options.plan is None:
+        plan = Plan(send_ahead(graph, plan.sharding, budget_of(options, cluster)))
+    graph = graph_sent_ahead(graph, plan.sharding)
     if options.plan is not None:
         check_shard_maps(graph, plan.sharding.mesh)
         check_against(plan.sharding, graph)
@@ -216,7 +228,7 @@ def plan_graph(
             found = auto_layout(method, *place, pins=pins, limits=(*own, *limits))
             return found.solution
         own = restrictions_of(method, options.rules, graph, mesh, batch)
-        restrictions = (*own, *limits)
+        restrictions = (*own, *ring_limits(graph, options), *limits)
         for_memory = isinstance(method, ShardParallel) and method.objective == "memory"
         if not restrictions:
             ends = budget_bytes, batch, pins, gap

@@ -6,7 +6,9 @@ import numpy as np
 
 from autopar.solver.choice_graph import EdgeType
 
+from ..graph.op_graph import TensorType
 from ..sharding.resharding import Resharder
+from ..sharding.spec import is_pending
 from .relay_choices import relay_edge, without_growth
 from .spec_choices import SpecChoices
 
@@ -43,6 +45,15 @@ class ReshardEdges:
             matrix = (fixed + per_byte * tensor_bytes) * weight
             self._costs[key] = matrix if matrix.any() else None
         return self._costs[key]
+
+    def owed(self, choices: SpecChoices, kind: TensorType) -> np.ndarray:
+        """[choices] the least seconds for what each owes of a sum; 0 if all owe one."""
+        complete = [spec for spec in choices.distinct if not is_pending(spec)]
+        if len(complete) in (0, len(choices.distinct)):
+            return np.zeros(len(choices.classes))
+        pair = choices.distinct, complete
+        fixed, per_byte = self._resharder.affine_matrices(*pair)
+        return (fixed + per_byte * kind.bytes).min(axis=1)[choices.classes]
 
     def edge_type(
         self,

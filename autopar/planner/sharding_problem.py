@@ -14,7 +14,7 @@ Operators in a scan body are vertices of the same problem, their costs times the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +30,8 @@ from ..graph.ports import Site, ports_of
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
-from ..sharding.spec import replicated
+from ..sharding.spec import Spec, replicated
+from .axis_orders import Orders, in_orders, orders_of_step
 from .equal_rows import equal_rows
 from .operator_choices import OperatorTable
 from .overlap import visible_fractions
@@ -77,18 +78,20 @@ def build_problem(
     pins: Mapping[int, Pin] | None = None,
     *,
     counts_memory: bool = False,
+    demanded: Iterable[Spec] = (),
 ) -> ShardingProblem:
     """All vertices and edges of planning `graph` on `mesh`.
 
     `pins` are those of arguments, by tensor: their homes have only the specs allowed.
+    Specs `demanded` by restrictions name orders of axes to choose from, as pins do.
     `counts_memory`: relays are those of `relay_choices.py`; live sets see copies.
     """
-    builder = _Builder(graph, mesh, cluster, resharder, counts_memory)
+    orders = orders_of_step(graph, mesh, (pins or {}).values(), demanded)
+    builder = _Builder(graph, mesh, cluster, resharder, counts_memory, orders)
     builder.add_homes(pins or {})
     rows, pattern = builder.add_operators()
     builder.add_results()
-    vertices = builder.vertices.build(rows, pattern)
-    return builder.connected(vertices)
+    return builder.connected(builder.vertices.build(rows, pattern))
 
 
 class _Builder:
@@ -99,9 +102,10 @@ class _Builder:
         cluster: Cluster,
         resharder: Resharder,
         counts_memory: bool,
+        orders: Orders,
     ) -> None:
         self.graph, self.mesh, self.cluster = graph, mesh, cluster
-        self.counts_memory = counts_memory
+        self.counts_memory, self.orders = counts_memory, orders
         self.lasting = lasting_tensors(graph) if counts_memory else frozenset[int]()
         self._lasting = np.array(sorted(self.lasting), np.intp)
         self.vertices = VertexBuilder(graph)
@@ -109,7 +113,8 @@ class _Builder:
         self.visible = visible_fractions(graph, cluster)
         self._specs = SpecTable(mesh.axis_sizes)
         self.must_split = operators_to_split(graph)
-        self.operators = OperatorTable(mesh, cluster, self._specs, self.must_split)
+        given = mesh, cluster, self._specs, self.must_split, orders
+        self.operators = OperatorTable(*given)
         self._legal: dict[object, SpecChoices] = {}
         self._known: dict[object, int] = {}  # patterns
         self._zeros: dict[int, np.ndarray] = {}
@@ -137,6 +142,7 @@ class _Builder:
         pin: Pin | None = None,
         seconds_per_byte: float = 0.0,
         is_beside: bool = False,
+        sum_runs: int = 0,
     ) -> int:
         """The pattern of vertices whose choices are specs of one tensor.
 
@@ -144,10 +150,11 @@ class _Builder:
         for what a scan slices or stacks). `whole`: the program itself holds the value,
         so it can only be replicated. `seconds_per_byte` are of what a device has of the
         tensor. `is_beside`: a relay beside a tensor that lasts (`relay_choices.py`).
+        `sum_runs`: what is owed of a sum is paid elsewhere, once in so many runs.
         """
         key = (
             *(kind, tensor_type, tuple(writes), tuple(reads), pending, whole, pin),
-            *(seconds_per_byte, is_beside),
+            *(seconds_per_byte, is_beside, sum_runs),
         )
         if key in self._known:
             return self._known[key]
@@ -161,6 +168,8 @@ class _Builder:
         seconds = self._zeros.setdefault(count, choices.fractions * 0.0)
         if seconds_per_byte:
             seconds = choices.fractions * (tensor_type.bytes * seconds_per_byte)
+        if sum_runs:
+            seconds = seconds + self.resharding.owed(choices, tensor_type) / sum_runs
         written = [
             (size, self._specs.shifted(choices, extra)) for size, extra in writes
         ]
@@ -179,6 +188,7 @@ class _Builder:
         key = (kind, pending, whole)
         if key not in self._legal:
             legal = tensor_specs(kind, self.mesh, pending=pending)
+            legal = tuple(in_orders(legal, self.orders))
             if whole:
                 legal = (replicated(self.mesh.num_axes),)
             self._legal[key] = self._specs.choices(np.array(legal))
@@ -188,15 +198,14 @@ class _Builder:
         """Where arguments lie; for state, its next value must come back to it."""
         for each in self.graph.inputs:
             kind = self.graph.tensors[each.tensor].type
-            reads: list[tuple[int, Site | None]] = []
-            if each.output is not None:
-                operand = self.graph.outputs[each.output]
-                if isinstance(operand, int):
-                    reads.append((operand, ("output", 0, each.output)))
+            after = None if each.output is None else self.graph.outputs[each.output]
+            site: Site = ("output", 0, each.output or 0)
+            reads = [(after, site)] if isinstance(after, int) else []
             pattern = self.spec_pattern(
                 *("home", kind, [(kind.bytes, 0)], [0] * len(reads)),
-                pending=False,
+                pending=each.role == "sum",
                 pin=pins.get(each.tensor),
+                sum_runs=each.num_runs if reads and each.role == "sum" else 0,
                 seconds_per_byte=host_seconds_per_byte(each, self.cluster),
             )
             self.vertices.add(-1, pattern, [each.tensor], reads)

@@ -14,10 +14,11 @@ from ..costs.compute import flops, is_heavy, operator_seconds
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import Operator, OpGraph, TensorType
 from ..rules.base import Factor, factors_of
-from ..rules.halos import copied_bytes
+from ..rules.collective_matmul import is_legal_ring
+from ..rules.halos import has_traffic, moved_bytes
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import REPLICATED, SUM, Spec
-from .halo_costs import halo_seconds
+from .halo_costs import halo_seconds, ring_product_seconds
 
 SLICING = ("slice", "dynamic_slice", "gather")
 # Heavy operators that together hold less than this part of all heavy flops may be
@@ -47,8 +48,8 @@ class Strategies:
 
     @property
     def has_halos(self) -> np.ndarray:
-        """[n] whether shards exchange anything with their neighbours."""
-        shared = np.array([bool(factor.halos) for factor in self.factors])
+        """[n] whether shards exchange anything while the operator runs."""
+        shared = np.array([bool(f.halos or f.rotation) for f in self.factors])
         return np.asarray(shared[self.factor_index].any(axis=1))
 
     def chosen(self, row: int) -> tuple[Factor, ...]:
@@ -56,9 +57,14 @@ class Strategies:
         return tuple(self.factors[i] for i in self.factor_index[row])
 
 
-def enumerate_strategies(op: Operator, mesh: MeshShape) -> Strategies:
-    """Every way to give each mesh axis a factor that divides."""
-    factors = factors_of(op)
+def enumerate_strategies(
+    op: Operator, mesh: MeshShape, *, rotating: bool = False
+) -> Strategies:
+    """Every way to give each mesh axis a factor that divides.
+
+    With `rotating` also those in which parts go around a ring.
+    """
+    factors = factors_of(op, rotating=rotating)
     sizes = np.array(mesh.axis_sizes)
     rows = np.array(list(product(range(len(factors)), repeat=len(sizes))))
     legal = np.ones(len(rows), bool)
@@ -67,6 +73,9 @@ def enumerate_strategies(op: Operator, mesh: MeshShape) -> Strategies:
             used = np.where(rows == index, sizes, 1).prod(axis=1)
             admitted = [n for n in np.unique(used).tolist() if factor.admits(n)]
             legal &= np.isin(used, admitted)
+        for other, each in enumerate(factors):
+            if factor.excludes and each.name == factor.excludes:
+                legal &= ~((rows == index).any(axis=1) & (rows == other).any(axis=1))
     operand_states = np.array([f.operands for f in factors], int).reshape(
         len(factors), len(op.operands)
     )
@@ -81,6 +90,8 @@ def enumerate_strategies(op: Operator, mesh: MeshShape) -> Strategies:
     ):
         for position, kind in enumerate(types):
             legal &= legal_rows(kind, specs[:, position], sizes)
+    if rotating:
+        legal &= is_legal_ring(rows, factors, operand_specs, result_specs, sizes)
     rows, operand_specs = rows[legal], operand_specs[legal]
     result_specs = result_specs[legal]
     splits = np.array([factor.splits for factor in factors])
@@ -141,16 +152,22 @@ def strategy_seconds(
     dtype = next((t.dtype for t in op.operand_types if not t.is_extended), None)
     dtype = "float32" if dtype is None else dtype
     sent = np.zeros(len(strategies))
-    for row in np.flatnonzero(strategies.has_halos).tolist():
+    sending = strategies.has_halos | has_traffic(op)
+    for row in np.flatnonzero(sending).tolist():
         chosen = strategies.chosen(row)
-        moved[row] += 2 * copied_bytes(op, chosen, mesh.axis_sizes)
+        moved[row] += moved_bytes(op, chosen, mesh.axis_sizes)
         sent[row] = halo_seconds(op, chosen, mesh, cluster)
-    return sent + np.array(
+    seconds = np.array(
         [
             operator_seconds(op.kind, num_flops * share, num_bytes, dtype, cluster)
             for share, num_bytes in zip(strategies.share, moved, strict=True)
         ]
     )
+    for row in np.flatnonzero(strategies.has_halos).tolist():
+        chosen = strategies.chosen(row)
+        products = ring_product_seconds(op, chosen, mesh.axis_sizes, cluster)
+        seconds[row] = seconds[row] if products is None else products
+    return sent + seconds
 
 
 def total_flops(op: Operator) -> float:
@@ -170,14 +187,21 @@ def is_heavy_operator(op: Operator) -> bool:
 
 def operators_to_split(graph: OpGraph) -> set[int]:
     """Heavy operators but the smallest kinds, under REPLICABLE_FLOPS together."""
-    heavy = []
-    for block in graph.blocks:
-        for op in block.operators:
-            if op.kind not in STRUCTURED and is_heavy_operator(op):
-                heavy.append((total_flops(op) * block.weight, op.index))
+    columns = graph.columns
+    examples = [columns.operators[row] for row in columns.examples.tolist()]
+    is_counted = [o.kind not in STRUCTURED and is_heavy_operator(o) for o in examples]
+    each = [
+        total_flops(op) if is_heavy else 0.0
+        for op, is_heavy in zip(examples, is_counted, strict=True)
+    ]
+    rows = np.flatnonzero(np.array(is_counted, bool)[columns.alike])
+    weights = np.array([block.weight for block in graph.blocks])
+    amounts = np.array(each)[columns.alike[rows]] * weights[columns.block_of[rows]]
+    heavy = zip(amounts.tolist(), columns.index[rows].tolist(), strict=True)
+    heavy = sorted(heavy)
     allowed = REPLICABLE_FLOPS * sum(amount for amount, _ in heavy)
     chosen: set[int] = set()
-    for amount, equal in groupby(sorted(heavy), key=itemgetter(0)):
+    for amount, equal in groupby(heavy, key=itemgetter(0)):
         indices = [index for _, index in equal]
         if len(indices) >= MANY_ALIKE:
             allowed -= amount * len(indices)

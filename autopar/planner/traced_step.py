@@ -19,7 +19,6 @@ from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import Constant, Operator, OpGraph
-from ..graph.ports import ports_of
 from ..methods.named_methods import restrictions_of
 from ..methods.restrictions import Limit, Restriction
 from ..options import Options, pins_by_key
@@ -32,6 +31,13 @@ from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin, PinsLike, keys_of_arguments, resolve_pins
 from ..sharding.spec import Spec, format_spec
 from ..state.placements import placed_pins, placement_pins
+from .choice_holders import (
+    OF_PORTS,
+    factors_text,
+    held_by_ports,
+    held_by_restrictions,
+    readers_of,
+)
 from .mesh_search import TIGHT_GAP
 from .pin_choices import ChoicePins
 from .pin_costs import costs_of_pins, unpinned
@@ -144,7 +150,7 @@ class TracedStep:
         return Reasons(
             tuple(words for words, _ in holders),
             tuple(alternatives),
-            tuple(asked.readers(tensor)),
+            tuple(readers_of(self.graph, plan, tensor)),
         )
 
     def operator_reasons(self, plan: ShardingPlan, operator: int) -> Reasons:
@@ -152,13 +158,7 @@ class TracedStep:
         asked, op = _Asked(self, plan), self.graph.operators()[operator]
         own = plan.operators[operator].factors
         if op.kind in STRUCTURED:
-            return Reasons(
-                (
-                    "the tensors that enter and leave it, which have one spec on both "
-                    "sides; ask for one of them with --tensor",
-                ),
-                (),
-            )
+            return Reasons((OF_PORTS,), ())
 
         def seen(other: ShardingPlan) -> str:
             return factors_text(other.operators[operator].factors, plan.mesh)
@@ -207,12 +207,6 @@ def traced_step(planned: Planned, leaves: Sequence[Any], options: Options) -> Pl
         planned.graph, tuple(types), tuple(batch), planned.cluster, options
     )
     return replace(planned.plan, source=step)
-
-
-def factors_text(factors: Sequence[str], mesh: MeshShape) -> str:
-    """`x m0, y -`: what each mesh axis splits."""
-    names = zip(mesh.axis_names, factors, strict=False)
-    return ", ".join(f"{name} {factor}" for name, factor in names)
 
 
 def _abstract_mesh(mesh: MeshShape) -> AbstractMesh:
@@ -311,36 +305,13 @@ class _Asked:
         elif tensor in self._placed:
             words = "the place where the argument lies when the step is called"
             yield words, {"is_placed": False}
-        makers = (op for op in graph.operators() if op.kind in STRUCTURED)
-        for op in makers:
-            for port in ports_of(graph, op):
-                if tensor not in [written for written, _ in port.writes]:
-                    continue
-                if port.is_whole:
-                    yield f"{port.name}, which every device must have whole", {}
-                if port.pin(self.plan.mesh) and port.constraint is not None:
-                    where, spec = port.constraint.where, port.constraint.spec
-                    is_pin = op.kind == _PIN
-                    lifted = {"graph": unpinned(graph, op.source)} if is_pin else {}
-                    yield f"{where}: {spec}", lifted
-        for each in self._restrictions:
-            demands = (each.homes, each.made, each.everywhere)
-            if any(tensor in demand and any(demand[tensor]) for demand in demands):
-                yield each.name, {"has_restrictions": False}
-
-    def readers(self, tensor: int) -> Iterator[tuple[str, str]]:
-        """Operators and outputs with the spec in which they read a tensor."""
-        graph = self.step.graph
-        for op, planned in zip(graph.operators(), self.plan.operators, strict=True):
-            pairs = zip(op.operands, planned.operand_specs, strict=True)
-            for operand, spec in pairs:
-                if not isinstance(operand, Constant) and operand == tensor:
-                    yield op.name, self.spec_text(tensor, spec)
-        for operand, spec, path in zip(
-            graph.outputs, self.plan.outputs[0], graph.output_paths, strict=True
-        ):
-            if not isinstance(operand, Constant) and operand == tensor:
-                yield f"output {path}", self.spec_text(tensor, spec)
+        for words, op in held_by_ports(graph, self.plan.mesh, tensor):
+            if op is not None and op.kind == _PIN:
+                yield words, {"graph": unpinned(graph, op.source)}
+            else:
+                yield words, {}
+        for name in held_by_restrictions(self._restrictions, tensor):
+            yield name, {"has_restrictions": False}
 
 
 def _refusal(error: Exception) -> str:

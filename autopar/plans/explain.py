@@ -16,7 +16,16 @@ from rich.text import Text
 from ..costs.compute import is_heavy
 from ..sharding.collective import Collective
 from ..sharding.group_names import GroupNames
-from ..sharding.spec import MAX, MIN, REPLICATED, SUM, Spec, State, format_spec
+from ..sharding.spec import (
+    MAX,
+    MIN,
+    REPLICATED,
+    SUM,
+    Spec,
+    State,
+    dim_of,
+    format_spec,
+)
 from .leaf_groups import group_leaves
 from .plan import InputPlan, OperatorPlan, ShardingPlan
 
@@ -254,7 +263,7 @@ def split_words(spec: Spec, names: Sequence[str]) -> str:
 
 def state_words(state: State) -> str:
     """What a mesh axis does to a tensor: `dim 1`, `whole`, `sum`."""
-    return f"dim {state}" if state >= 0 else _WORDS[state]
+    return f"dim {dim_of(state)}" if state >= 0 else _WORDS[state]
 
 
 def _grouped(items: Iterable[_T], key: Callable[[_T], _Key]) -> list[list[_T]]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from math import isfinite
+from typing import Literal
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..methods.place_operators import PlaceOperators
 from ..sharding.group_names import GroupNames
 from ..sharding.pins import spellings
 from ..sharding.spec import Spec, format_spec, local_shape
@@ -23,91 +26,158 @@ from .explain import (
     table,
 )
 from .plan import OperatorPlan, Prediction, ShardingPlan, TensorPlan
-from .reasons import PlanSource, Reasons, nearest_names
+from .reasons import PlanSource, Reasons, StageSource, nearest_names
 from .staged_plan import StagedPlan
 
 _MOST_READERS = 6
+_PLACED = (
+    "The operators of this plan were placed one by one, on one device each: there is "
+    "no other split of them to price."
+)
 _WITHOUT_STEP = (
     "A plan file does not hold the step, so readers, pins and the runner-up are not "
     "known here: name the step, `autopar explain plan.json --target MODULE:NAME`, or "
     "ask the plan that step.plan(...) returns."
 )
-_OF_PIPELINE = (
-    "The runner-up of a choice in a pipeline is not priced, as stages share their "
-    "values; plan.what_if(pins=...) prices other specs of arguments."
-)
 
 
 def tensor_parts(
-    decision: ShardingPlan | StagedPlan, name: str, source: PlanSource | None
+    decision: ShardingPlan | StagedPlan,
+    name: str,
+    source: PlanSource | None,
+    stage_source: StageSource | None,
 ) -> Iterator[RenderableType]:
     """What is printed of a tensor, by argument path or by the operator that makes it.
 
     Raises:
       ValueError: the plan has no such tensor; names those that are like it.
     """
-    found = _find(decision, name, lambda plan: [t.name for t in plan.tensors], "tensor")
-    for where, plan, index in found:
-        reasons = None if source is None else source.tensor_reasons(plan, index)
-        yield from _tensor(plan, plan.tensors[index], where, reasons)
-    yield from _note(decision, source)
+    asked = _Asked(decision, source, stage_source)
+    for found in asked.find("tensor", name, lambda plan: plan.tensors):
+        reasons = asked.reasons("tensor", found)
+        yield from _tensor(found, found.plan.tensors[found.index], reasons)
+    yield from asked.notes()
 
 
 def operator_parts(
-    decision: ShardingPlan | StagedPlan, name: str, source: PlanSource | None
+    decision: ShardingPlan | StagedPlan,
+    name: str,
+    source: PlanSource | None,
+    stage_source: StageSource | None,
 ) -> Iterator[RenderableType]:
     """What is printed of an operator, by its name in the plan.
 
     Raises:
       ValueError: the plan has no such operator; names those that are like it.
     """
-    found = _find(decision, name, lambda plan: [o.name for o in plan.operators], "op")
-    for where, plan, index in found:
-        reasons = None if source is None else source.operator_reasons(plan, index)
-        yield from _operator(plan, plan.operators[index], where, reasons)
-    yield from _note(decision, source)
+    asked = _Asked(decision, source, stage_source)
+    for found in asked.find("op", name, lambda plan: plan.operators):
+        reasons = asked.reasons("operator", found)
+        yield from _operator(found, found.plan.operators[found.index], reasons)
+    yield from asked.notes()
 
 
-def _find(
-    decision: ShardingPlan | StagedPlan,
-    name: str,
-    names_of: Callable[[ShardingPlan], list[str]],
-    noun: str,
-) -> list[tuple[str, ShardingPlan, int]]:
-    """Where a name is: the stage program if there are several, its plan, the index."""
-    programs = [("", decision)] if isinstance(decision, ShardingPlan) else []
-    if isinstance(decision, StagedPlan):
-        programs = [
-            (f", stage {each.stage} {each.kind}", each.sharding)
-            for each in decision.programs
-        ]
-    found, known = [], []
-    for where, plan in programs:
-        names = names_of(plan)
-        known += names
-        found += [(where, plan, i) for i, n in enumerate(names) if name in spellings(n)]
-    if not found:
-        like = nearest_names(name, list(dict.fromkeys(known)))
-        known_words = ", ".join(like) or "(nothing is like it)"
-        raise ValueError(
-            f"`{noun}` must be one of the {len(known)} names in the plan of "
-            f"{decision.function!r}, but got {name!r}; like it are: {known_words}."
+@dataclass(frozen=True)
+class _Found:
+    """Where a name is: its place in a program, and which program of a pipeline."""
+
+    plan: ShardingPlan
+    index: int
+    program: int = 0
+    staged: StagedPlan | None = None
+
+    @property
+    def where(self) -> str:
+        """The stage program, if there are several."""
+        if self.staged is None:
+            return ""
+        program = self.staged.programs[self.program]
+        return f", stage {program.stage} {program.kind}"
+
+    def prices(self, plan: ShardingPlan | StagedPlan) -> Prediction:
+        """Of a plan of the step, what is told: in a pipeline, of the stage asked."""
+        if self.staged is None or isinstance(plan, ShardingPlan):
+            return plan.predicted
+        return plan.predicted_on(self.staged.programs[self.program].stage)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A plan, and its step if that is at hand."""
+
+    decision: ShardingPlan | StagedPlan
+    source: PlanSource | None
+    stage_source: StageSource | None
+
+    def find(
+        self,
+        noun: str,
+        name: str,
+        named: Callable[[ShardingPlan], Sequence[TensorPlan | OperatorPlan]],
+    ) -> list[_Found]:
+        """Where a name is."""
+        decision = self.decision
+        if isinstance(decision, StagedPlan):
+            programs = [each.sharding for each in decision.programs]
+            staged = decision
+        else:
+            programs, staged = [decision], None
+        found, known = [], []
+        for program, plan in enumerate(programs):
+            names = [each.name for each in named(plan)]
+            known += names
+            found += [
+                _Found(plan, index, program, staged)
+                for index, each in enumerate(names)
+                if name in spellings(each)
+            ]
+        if not found:
+            like = nearest_names(name, list(dict.fromkeys(known)))
+            known_words = ", ".join(like) or "(nothing is like it)"
+            raise ValueError(
+                f"`{noun}` must be one of the {len(known)} names in the plan of "
+                f"{decision.function!r}, but got {name!r}; like it are: {known_words}."
+            )
+        return found
+
+    def reasons(
+        self, noun: Literal["tensor", "operator"], found: _Found
+    ) -> Reasons | None:
+        """Why it is so, if the step is at hand and can be planned again."""
+        if found.staged is None:
+            if self.source is None:
+                return None
+            if noun == "tensor":
+                return self.source.tensor_reasons(found.plan, found.index)
+            return self.source.operator_reasons(found.plan, found.index)
+        if self.stage_source is None or self._is_placed:
+            return None
+        place = found.staged, found.program, found.index
+        if noun == "tensor":
+            return self.stage_source.tensor_reasons(*place)
+        return self.stage_source.operator_reasons(*place)
+
+    @property
+    def _is_placed(self) -> bool:
+        """Whether its operators were placed one by one, and not by a solver."""
+        decision = self.decision
+        return isinstance(decision, StagedPlan) and (
+            decision.schedule == PlaceOperators.schedule
         )
-    return found
 
-
-def _note(
-    decision: ShardingPlan | StagedPlan, source: PlanSource | None
-) -> Iterator[RenderableType]:
-    if isinstance(decision, StagedPlan):
-        yield Text(f"\n{_OF_PIPELINE}", style="dim")
-    elif source is None:
-        yield Text(f"\n{_WITHOUT_STEP}", style="dim")
+    def notes(self) -> Iterator[RenderableType]:
+        """Why there is no more to tell, if there is not."""
+        source = self.source or self.stage_source
+        if source is None:
+            yield Text(f"\n{_WITHOUT_STEP}", style="dim")
+        elif self._is_placed:
+            yield Text(f"\n{_PLACED}", style="dim")
 
 
 def _tensor(
-    plan: ShardingPlan, tensor: TensorPlan, where: str, reasons: Reasons | None
+    found: _Found, tensor: TensorPlan, reasons: Reasons | None
 ) -> Iterator[RenderableType]:
+    plan, where = found.plan, found.where
     names, rank = plan.mesh.axis_names, len(tensor.shape)
     title = f"{tensor.name}, {tensor.dtype}{list(tensor.shape)}{where}"
     yield Text(title, style="bold")
@@ -131,17 +201,17 @@ def _tensor(
     for text in _collectives(plan, tensor.name, maker):
         grid.add_row("which sends", Text(text))
     if reasons is not None:
-        _add_reasons(grid, reasons)
+        _add_reasons(grid, reasons, "plan" if found.staged is None else "stage")
     yield grid
     if reasons is not None:
-        yield from _alternatives(plan, reasons, "spec")
+        yield from _alternatives(found, reasons, "spec")
 
 
 def _operator(
-    plan: ShardingPlan, op: OperatorPlan, where: str, reasons: Reasons | None
+    found: _Found, op: OperatorPlan, reasons: Reasons | None
 ) -> Iterator[RenderableType]:
-    names = plan.mesh.axis_names
-    yield Text(f"{op.name}, {op.kind}{where}", style="bold")
+    names = found.plan.mesh.axis_names
+    yield Text(f"{op.name}, {op.kind}{found.where}", style="bold")
     grid = Table.grid(padding=(0, 2))
     grid.add_row("at", Text(format_source(op.source)))
     pairs = zip(names, op.factors, strict=False)
@@ -152,10 +222,10 @@ def _operator(
     takes = f"{format_seconds(op.seconds)} a step, {op.flops:,.0f} flops in all"
     grid.add_row("takes", f"{takes}, divided over {op.split} devices")
     if reasons is not None:
-        _add_reasons(grid, reasons)
+        _add_reasons(grid, reasons, "plan" if found.staged is None else "stage")
     yield grid
     if reasons is not None:
-        yield from _alternatives(plan, reasons, "factors")
+        yield from _alternatives(found, reasons, "factors")
 
 
 def _listed(specs: Sequence[Spec], names: Sequence[str]) -> str:
@@ -166,7 +236,7 @@ def _listed(specs: Sequence[Spec], names: Sequence[str]) -> str:
     return "; ".join(parts) or "nothing"
 
 
-def _add_reasons(grid: Table, reasons: Reasons) -> None:
+def _add_reasons(grid: Table, reasons: Reasons, chosen: str) -> None:
     specs: dict[str, list[str]] = {}
     for name, spec in reasons.readers:
         specs.setdefault(spec, []).append(name)
@@ -178,30 +248,40 @@ def _add_reasons(grid: Table, reasons: Reasons) -> None:
     for holder in reasons.holders:
         grid.add_row("held by", Text(holder))
     if not reasons.holders:
-        grid.add_row("held by", "nothing: the cheapest plan has it so")
+        grid.add_row("held by", f"nothing: the cheapest {chosen} has it so")
 
 
 def _alternatives(
-    plan: ShardingPlan, reasons: Reasons, noun: str
+    found: _Found, reasons: Reasons, noun: str
 ) -> Iterator[RenderableType]:
     if not reasons.alternatives:
         return
     rows = table("", noun, ">step", ">compute", ">collectives", ">peak memory")
-    here = plan.predicted
+    here = found.prices(found.staged or found.plan)
     rows.add_row("this plan", "", *_figures(here))
     gaps = [here.optimality_gap]
     for each in reasons.alternatives:
         if each.plan is None:
             rows.add_row(Text(each.title), Text(each.refusal), "", "", "", "")
             continue
-        gaps.append(each.plan.predicted.optimality_gap)
-        changes = _changes(here, each.plan.predicted)
+        there = found.prices(each.plan)
+        gaps.append(there.optimality_gap)
+        changes = _changes(here, there)
         rows.add_row(Text(each.title), Text(each.choice), *changes)
     yield section("what else it could be, and its price", rows)
-    words = (
-        f"The runner-up is the best plan with other {noun} here; all else may change. "
-        f"Every row is solved anew"
-    )
+    if found.staged is not None:
+        words = (
+            f"The runner-up is the stage planned anew with other {noun} here; all else "
+            f"of it may change, other stages stay. Seconds of the step are those of "
+            f"the whole pipeline, the rest is of the stage's devices. A stage is "
+            f"planned by its work on a microbatch, so a runner-up may be quicker in "
+            f"the end. Every row is solved anew"
+        )
+    else:
+        words = (
+            f"The runner-up is the best plan with other {noun} here; all else may "
+            f"change. Every row is solved anew"
+        )
     if isfinite(max(gaps)):
         words += f", up to {format_seconds(round(max(gaps) * here.step_seconds, 12))}"
     yield Text(f"{words}.", style="dim")

@@ -101,12 +101,12 @@ class Plan:
           ValueError: nothing has that name; names what is like it.
         """
         if tensor is not None or op is not None:
-            asked = self.decision, self.source
+            sources = self.source, self.stage_source
             parts = []
             if tensor is not None:
-                parts += _explain_choice.tensor_parts(asked[0], tensor, asked[1])
+                parts += _explain_choice.tensor_parts(self.decision, tensor, *sources)
             if op is not None:
-                parts += _explain_choice.operator_parts(asked[0], op, asked[1])
+                parts += _explain_choice.operator_parts(self.decision, op, *sources)
             _explain.show(parts)
         elif isinstance(self.decision, StagedPlan):
             _explain_stages.print_plan(self.decision, operators=operators)

@@ -10,8 +10,8 @@ from ..errors import PlanFileError
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import Operand, Operator, OpGraph
 from ..graph.ports import ports_of
-from ..rules.base import factors_of
-from ..sharding.spec import Spec, replicated
+from ..rules.base import Factor, factors_of
+from ..sharding.spec import REPLICATED, SUM, Spec, axes_of_dim, dim_of, replicated
 from .plan import OperatorPlan, ShardingPlan
 
 _NUM_SHOWN = 3
@@ -97,6 +97,9 @@ def _contradictions(plan: ShardingPlan, graph: OpGraph) -> Iterator[str]:
     for each, graph_input in zip(plan.inputs, graph.inputs, strict=True):
         if each.spec != plan.tensors[graph_input.tensor].spec:
             yield f"input {each.path!r} has another spec than its tensor"
+        owed = {state for state in each.spec if state < REPLICATED}
+        if owed - ({SUM} if graph_input.role == "sum" else set()):
+            yield f"input {each.path!r} comes complete, and owes no such reduction"
     for op, chosen in zip(graph.operators(), plan.operators, strict=True):
         what = f"operator {op.name!r}"
         for operand, spec in zip(op.operands, chosen.operand_specs, strict=True):
@@ -117,7 +120,7 @@ def _factor_contradictions(
     op: Operator, chosen: OperatorPlan, sizes: Sequence[int]
 ) -> Iterator[str]:
     """Factors that the operator does not have, or specs that are not theirs."""
-    by_name = {factor.name: factor for factor in factors_of(op)}
+    by_name = {factor.name: factor for factor in factors_of(op, rotating=True)}
     unknown = [name for name in chosen.factors if name not in by_name]
     if unknown or len(chosen.factors) != len(sizes):
         yield (
@@ -128,16 +131,37 @@ def _factor_contradictions(
     factors = [by_name[name] for name in chosen.factors]
     operands = zip(*(factor.operands for factor in factors), strict=True)
     results = zip(*(factor.results for factor in factors), strict=True)
-    if (tuple(operands), tuple(results)) != (chosen.operand_specs, chosen.result_specs):
+    dims = tuple(map(_dims, (chosen.operand_specs, chosen.result_specs)))
+    if (tuple(operands), tuple(results)) != dims:
         yield f"operator {op.name!r} has specs that do not follow from its factors"
+        return
     for name in set(chosen.factors):
         axes = zip(sizes, chosen.factors, strict=True)
         used = prod(size for size, other in axes if other == name)
+        if len(_orders(by_name[name], chosen)) > 1:
+            yield f"operator {op.name!r} has the axes of {name!r} in several orders"
         if not by_name[name].admits(used):
             yield (
                 f"operator {op.name!r} cannot split its factor {name!r} of size "
                 f"{by_name[name].size} over {used} devices"
             )
+
+
+def _dims(specs: Sequence[Spec]) -> tuple[Spec, ...]:
+    return tuple(tuple(map(dim_of, spec)) for spec in specs)
+
+
+def _orders(factor: Factor, chosen: OperatorPlan) -> set[tuple[int, ...]]:
+    """The orders of a factor's axes in the dims that it splits."""
+    states = (*factor.operands, *factor.results)
+    specs = (*chosen.operand_specs, *chosen.result_specs)
+    axes = tuple(a for a, name in enumerate(chosen.factors) if name == factor.name)
+    orders = {
+        tuple(axis for axis in axes_of_dim(spec, state) if axis in axes)
+        for state, spec in zip(states, specs, strict=True)
+        if state >= 0
+    }
+    return orders | {axes} if factor.halos else orders
 
 
 def _port_contradictions(
@@ -163,6 +187,6 @@ def _port_contradictions(
 
 def _without_leading(spec: Spec, extra: int) -> Spec | None:
     """The spec without the first `extra` dims; None if one of those is split."""
-    if any(0 <= state < extra for state in spec):
+    if any(0 <= dim_of(state) < extra for state in spec):
         return None
     return tuple(state - extra if state >= extra else state for state in spec)

@@ -17,12 +17,13 @@ from .staged_plan import StagedPlan
 class Alternative:
     """A plan with one thing changed: its price is the difference to the plan at hand.
 
-    `plan` is None where there is none, and `refusal` then says why.
+    `plan` is None where there is none, and `refusal` then says why. Of a choice in a
+    stage it is that of the whole pipeline.
     """
 
     title: str
     choice: str
-    plan: ShardingPlan | None
+    plan: ShardingPlan | StagedPlan | None
     refusal: str = ""
 
 
@@ -78,6 +79,24 @@ class StageSource(Protocol):
 
     def pin_costs(self, plan: StagedPlan) -> PinCosts:
         """What each pin adds to a step, which is planned again without it."""
+        ...
+
+    def tensor_reasons(self, plan: StagedPlan, program: int, tensor: int) -> Reasons:
+        """Why a tensor of a program, by their indices, is made in its spec.
+
+        Raises:
+          NotImplementedError: the operators of `plan` were placed one by one.
+        """
+        ...
+
+    def operator_reasons(
+        self, plan: StagedPlan, program: int, operator: int
+    ) -> Reasons:
+        """Why an operator of a program, by its position, has its factors.
+
+        Raises:
+          NotImplementedError: the operators of `plan` were placed one by one.
+        """
         ...
 
 

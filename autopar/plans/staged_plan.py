@@ -109,6 +109,19 @@ class StagedPlan:
         """The programs of a stage."""
         return tuple(each for each in self.programs if each.stage == stage)
 
+    def predicted_on(self, stage: int) -> Prediction:
+        """What the submesh of a stage takes of a step, whose seconds are all of it."""
+        number = len(self.meshes)
+        submesh = stage % number
+        return total_prediction(
+            [each for each in self.programs if each.stage % number == submesh],
+            number,
+            self.num_microbatches,
+            self.peak_bytes[submesh],
+            self.predicted.step_seconds,
+            self.predicted.bubble_fraction,
+        )
+
     def times(self, program: StageProgramPlan) -> int:
         """How often a program runs in a step."""
         return 1 if program.kind == "apply" else self.num_microbatches

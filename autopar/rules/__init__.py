@@ -1,6 +1,7 @@
 """Which ways each primitive can be split over a mesh; importing this registers all."""
 
 from . import (
+    attention,
     callbacks,
     conv,
     dot,
@@ -18,6 +19,7 @@ from . import (
 )
 
 __all__ = [
+    "attention",
     "callbacks",
     "conv",
     "dot",

@@ -10,7 +10,7 @@ later ones carry the corners. Beyond the borders of the whole lies the padding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -21,26 +21,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..graph.op_graph import Operator
+from ..graph.op_graph import Operator, OpGraph
 from ..sharding.collective import Groups
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec, local_shape
 from .base import Factor, Halo, Shard, factors_of
 
-WINDOW, TAPS = _PREFIXES = ("window", "taps")  # how factors with halos are called
+WINDOW, TAPS, RING = _PREFIXES = ("window", "taps", "ring:")
+# How factors are called with which shards exchange something.
 
 
 @dataclass(frozen=True)
 class Exchange:
     """Elements sent along `axes` from each shard to the one `shift` behind it.
 
-    `bytes` are those that one device receives, `dtype` numpy's name of their type.
+    `bytes` are those that one device receives, `dtype` numpy's name of their type. The
+    last shard sends to the first where they are a ring.
     """
 
     axes: tuple[int, ...]
     shift: int
     dtype: str
     bytes: int
+    is_ring: bool = False
 
     def pairs(self, mesh: MeshShape) -> Groups:
         """Which device sends to which."""
@@ -50,7 +53,45 @@ class Exchange:
         ids = np.arange(prod(sizes)).reshape(sizes)
         groups = ids.transpose(*rest, *self.axes).reshape(-1, count)
         steps = _pairs(count, self.shift)
+        if self.is_ring:
+            steps = [(i, (i + self.shift) % count) for i in range(count)]
         return tuple((int(g[i]), int(g[j])) for g in groups for i, j in steps)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What an operator sends while it runs, and the memory it takes for itself.
+
+    `moved_bytes` are what it writes and reads besides operands and results. Its work is
+    cut in `num_parts`, and each exchange may run beside one of them.
+    """
+
+    exchanges: tuple[Exchange, ...]
+    held_bytes: int
+    moved_bytes: int
+    num_parts: int
+
+
+TrafficOf = Callable[[Operator, Sequence[Factor], Sequence[int]], Traffic]
+_TRAFFIC: dict[str, TrafficOf] = {}
+
+
+def register_traffic(kind: str, traffic: TrafficOf) -> None:
+    """Say what operators of a kind send, if it is no halo."""
+    _TRAFFIC[kind] = traffic
+
+
+def has_traffic(op: Operator) -> bool:
+    """Whether an operator itself knows what it sends and holds."""
+    return op.kind in _TRAFFIC
+
+
+def traffic_of(
+    op: Operator, factors: Sequence[Factor], sizes: Sequence[int]
+) -> Traffic | None:
+    """What an operator sends by itself; None if it is halos, or nothing."""
+    traffic = _TRAFFIC.get(op.kind)
+    return None if traffic is None or not factors else traffic(op, factors, sizes)
 
 
 def window_halo(low: int, span: int, stride: int, dilation: int) -> tuple[int, int]:
@@ -101,6 +142,8 @@ def copied_bytes(op: Operator, factors: Sequence[Factor], sizes: Sequence[int]) 
     when the next one is made.
     """
     copied = 0
+    if (own := traffic_of(op, factors, sizes)) is not None:
+        return own.held_bytes
     if not any(factor.halos for factor in factors):
         return copied
     for is_result, types in ((False, op.operand_types), (True, op.result_types)):
@@ -116,12 +159,28 @@ def copied_bytes(op: Operator, factors: Sequence[Factor], sizes: Sequence[int]) 
     return copied
 
 
+def moved_bytes(op: Operator, factors: Sequence[Factor], sizes: Sequence[int]) -> int:
+    """Bytes written and read besides operands and results: copies, or its own."""
+    own = traffic_of(op, factors, sizes)
+    return 2 * copied_bytes(op, factors, sizes) if own is None else own.moved_bytes
+
+
 def factors_with_halos(op: Operator, names: Sequence[str]) -> tuple[Factor, ...]:
     """The factors of an operator by name, or none if no shard exchanges anything."""
-    if not _any_has_halos(tuple(names)):
+    if not has_traffic(op) and not _any_has_halos(tuple(names)):
         return ()
-    by_name = {factor.name: factor for factor in factors_of(op)}
+    by_name = {factor.name: factor for factor in factors_of(op, rotating=True)}
     return tuple(by_name[name] for name in names)
+
+
+def rows_with_halos(graph: OpGraph, names: Sequence[tuple[str, ...]]) -> list[int]:
+    """Operators whose shards exchange something, given the names of all's factors."""
+    columns, exchanging = graph.columns, {n for n in set(names) if _any_has_halos(n)}
+    examples = (columns.operators[row] for row in columns.examples.tolist())
+    sends = np.array([has_traffic(op) for op in examples], bool)[columns.alike]
+    if exchanging:
+        sends |= np.array([each in exchanging for each in names], bool)
+    return np.flatnonzero(sends).tolist()
 
 
 @lru_cache(maxsize=1 << 12)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..graph.op_graph import Operator
-from ..sharding.spec import REPLICATED, SUM
+from ..sharding.spec import REPLICATED, SUM, axes_of_dim
 from .base import Factor, Shard, bind_params, pending_sums, register, stay_whole
 from .elementwise import is_zero
 
@@ -140,7 +140,7 @@ def tile(op: Operator) -> list[Factor]:
 def _bind_iota(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
     """Counts in integers, as a narrow dtype cannot add the shard's offset exactly."""
     shape, dim = shard.result_shape(op), op.params["dimension"]
-    if dim not in shard.result_specs[0]:
+    if not axes_of_dim(shard.result_specs[0], dim):
         return bind_params(op, operands, shape=shape)
     counts = lax.broadcasted_iota(jnp.int32, shape, dim)
     counts += shard.offset(shard.result_specs[0], dim, shape[dim])

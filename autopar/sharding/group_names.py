@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, permutations
 
 from autopar.sharding.collective import Groups, format_groups
 from autopar.sharding.mesh import MeshShape
@@ -28,7 +28,10 @@ class GroupNames:
             )
 
     def name(self, kind: str, groups: Groups) -> str:
-        """Returns `model`, `data,model` or, if no axes fit, the groups themselves."""
+        """Returns `model`, `data,model` or, if no axes fit, the groups themselves.
+
+        Axes are in the order in which members of a group follow each other.
+        """
         if kind == "collective_permute":
             for axes, members in self._members.items():
                 if all(target in members.get(source, ()) for source, target in groups):
@@ -38,8 +41,18 @@ class GroupNames:
         axes = next((a for a, m in self._members.items() if m == members), None)
         if axes is None:
             return format_groups(groups)
-        is_in_order = all(list(group) == sorted(group) for group in groups)
-        return axes if is_in_order else f"{axes} in the order {groups[0]}"
+        if all(list(group) == sorted(group) for group in groups):
+            return axes
+        return self._in_order(axes, groups) or f"{axes} in the order {groups[0]}"
+
+    def _in_order(self, axes: str, groups: Groups) -> str:
+        """The axes in the order that members of the groups are in; empty if in none."""
+        names = self.mesh.axis_names if self.mesh else ()
+        chosen = [i for i, name in enumerate(names) if name in axes.split(",")]
+        for order in permutations(chosen):
+            if self.mesh and set(self.mesh.ordered_groups(order)) == set(groups):
+                return ",".join(names[axis] for axis in order)
+        return ""
 
     @cached_property
     def _members(self) -> dict[str, dict[int, frozenset[int]]]:

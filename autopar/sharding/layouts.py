@@ -2,7 +2,8 @@
 
 A layout is a `jax.sharding.PartitionSpec`; its text has an entry for each dim:
 
-    [data, model+pipe, -, ?]   split by `data`; by two axes; whole; left to the solver
+    [data, model+pipe, -, ?]   split by `data`; by two axes, the first the most major;
+                               whole; left to the solver
 """
 
 from __future__ import annotations

@@ -120,10 +120,13 @@ class MeshShape:
                 "a collective runs over each mesh axis at most once, but got "
                 f"{[self.axis_names[i] for i in indices]}; drop the repeated name."
             )
-        inside = sorted(indices)
-        outside = [i for i in range(self.num_axes) if i not in inside]
-        group_size = math.prod(self.axis_sizes[i] for i in inside)
-        rows = self.device_ids().transpose(outside + inside).reshape(-1, group_size)
+        return self.ordered_groups(sorted(indices))
+
+    def ordered_groups(self, axes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """As `groups`, by index and with devices in the order of `axes`."""
+        outside = [i for i in range(self.num_axes) if i not in axes]
+        group_size = math.prod(self.axis_sizes[i] for i in axes)
+        rows = self.device_ids().transpose(*outside, *axes).reshape(-1, group_size)
         return tuple(tuple(row) for row in rows.tolist())
 
     def __str__(self) -> str:

@@ -56,25 +56,34 @@ def _pin_leaf(leaf: Any, spec: PartitionSpec) -> jax.Array:
             f"{len(spec)} for an array of shape {array.shape}; drop "
             f"{len(spec) - array.ndim}."
         )
-    return pin_p.bind(array, spec=spec)
+    return pin_p.bind(array, spec=spec, pins_cotangent=True)
 
 
-def _transpose(cotangent: Any, _: Any, *, spec: PartitionSpec) -> list[Any]:
-    return [pin_p.bind(cotangent, spec=spec)]
+def _transpose(
+    cotangent: Any, _: Any, *, spec: PartitionSpec, pins_cotangent: bool
+) -> list[Any]:
+    if not pins_cotangent:
+        return [cotangent]
+    return [pin_p.bind(cotangent, spec=spec, pins_cotangent=True)]
 
 
 def _batch(
-    args: Sequence[Any], dims: Sequence[int], *, spec: PartitionSpec
+    args: Sequence[Any],
+    dims: Sequence[int],
+    *,
+    spec: PartitionSpec,
+    pins_cotangent: bool,
 ) -> tuple[Any, int]:
     """The new dim is free, as vmap's user said nothing of it."""
     (x,), (dim,) = args, dims
     entries = [*spec, *[None] * (x.ndim - 1 - len(spec))]
     entries.insert(dim, FREE)
-    return pin_p.bind(x, spec=PartitionSpec(*entries)), dim
+    params = {"spec": PartitionSpec(*entries), "pins_cotangent": pins_cotangent}
+    return pin_p.bind(x, **params), dim
 
 
-pin_p.def_impl(lambda x, *, spec: x)
-pin_p.def_abstract_eval(lambda aval, *, spec: aval)
-mlir.register_lowering(pin_p, lambda context, x, *, spec: [x])
+pin_p.def_impl(lambda x, **_: x)
+pin_p.def_abstract_eval(lambda aval, **_: aval)
+mlir.register_lowering(pin_p, lambda context, x, **_: [x])
 ad.deflinear2(pin_p, _transpose)
 batching.primitive_batchers[pin_p] = _batch

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from ..errors import FallbackWarning
 from ..graph.op_graph import OpGraph, TensorType
 from .mesh import MeshShape
-from .spec import Spec, axes_of_dim, from_partition_spec, is_legal
+from .spec import Spec, axes_of_dim, from_partition_spec, is_legal, pending_axes
 
 FREE = PartitionSpec.UNCONSTRAINED
 """In a pin's PartitionSpec: a dim that is left to the solver."""
@@ -33,14 +33,16 @@ PinsLike: TypeAlias = (
 class Pin:
     """The axes that must split each dim, most major first; None: the solver's choice.
 
-    Axes that the pin does not name may split free dims only.
+    Axes that the pin does not name may split free dims only; those of `sums`, and no
+    others, owe a reduction.
     """
 
     axes_by_dim: tuple[tuple[int, ...] | None, ...]
+    sums: tuple[int, ...] = ()
 
     def allows(self, spec: Spec) -> bool:
         """Whether a spec splits every dim that is not free by its axes alone."""
-        return all(
+        return pending_axes(spec) == self.sums and all(
             axes is None or axes_of_dim(spec, dim) == axes
             for dim, axes in enumerate(self.axes_by_dim)
         )
@@ -204,11 +206,21 @@ def parse_pin(
     if not is_legal(kind.shape, spec, mesh.axis_sizes):
         raise ValueError(
             f"Axes must divide the dims that they split, but {where} is {value} on the "
-            f"mesh {mesh}; pin another dim or leave it out."
+            f"mesh {mesh}; pin another dim or leave it out.{_ring_remedy(kind)}"
         )
     return Pin(
         tuple(
             None if entry is FREE else axes_of_dim(spec, dim)
             for dim, entry in enumerate(entries)
         )
+    )
+
+
+def _ring_remedy(kind: TensorType) -> str:
+    """What to do instead where the dim may be the heads of attention."""
+    if kind.rank < 3:
+        return ""
+    return (
+        " If it is the heads of attention, pin its sequence, and have keys and values "
+        "go round a ring: autopar.ShardParallel(attention='ring')."
     )

@@ -1,7 +1,7 @@
 """Where a tensor lies on the way from one spec to another, and the steps it takes.
 
 A placement says for every dim which axes split it, the most major first, and which axes
-owe a reduction. Other than in a spec, the axes of a dim may be in any order.
+owe a reduction.
 """
 
 from __future__ import annotations
@@ -136,10 +136,18 @@ def reductions(
             if reduction != SUM:
                 continue
             for dim in range(len(goal.dims)):
-                reached = closed.append(dim, axes)
+                ordered = _in_order(axes, goal.dims[dim])
+                reached = closed.append(dim, ordered)
                 if may_hold(dim, reached):
                     fraction = reached.fraction(sizes)
-                    yield Step("reduce_scatter", axes, fraction, dim), reached
+                    yield Step("reduce_scatter", ordered, fraction, dim), reached
+
+
+def _in_order(axes: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """Axes in the order that they have in a dim, if it has them all."""
+    if not set(axes) <= set(wanted):
+        return axes
+    return tuple(sorted(axes, key=wanted.index))
 
 
 def moved_axes(

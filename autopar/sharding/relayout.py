@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
 from ..jax_compat import ad, batching, mlir
-from .pin_primitive import pin
+from .pin_primitive import pin, pin_p
 
 source_info_util.register_exclusion(__file__)  # errors name the caller's line
 
@@ -30,7 +30,8 @@ relayout_like_p = Primitive("autopar_relayout_like")
 def relayout(x: T, spec: PartitionSpec) -> T:
     """`x` itself; in a parallelized step it lies here as `spec` says.
 
-    Unlike with `autopar.pin`, its cotangent goes back to where `x` lay before.
+    Unlike with `autopar.pin`, its cotangent goes back to where `x` lay before, at once:
+    what is gathered here has its gradient reduced and scattered.
 
     Args:
       x: an array, or a tree of arrays that all get the spec.
@@ -89,7 +90,8 @@ def _(
     spec: PartitionSpec, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
     (x,), (tangent,) = primals, tangents
-    return _relayout(x, spec), pin(relayout_like_p.bind(tangent, x), spec)
+    like = relayout_like_p.bind(tangent, x)
+    return _relayout(x, spec), pin_p.bind(like, spec=spec, pins_cotangent=False)
 
 
 @jax.custom_jvp

@@ -21,7 +21,7 @@ from .direct_paths import direct_path
 from .mesh import MeshShape
 from .permuted_paths import PermutedPaths, refined_mesh
 from .placement import Placement, Step, placement_of
-from .spec import SUM, Spec
+from .spec import SUM, Spec, dim_of
 
 _REFERENCE_BYTES = float(1 << 24)  # paths are chosen for a tensor of this size
 _EPSILON_SECONDS = 1e-12  # of two equal paths, the one with fewer steps
@@ -129,12 +129,12 @@ class Resharder:
 
     def groups(self, step: Step) -> Groups:
         """Device groups of a collective, members in the order of the step's axes."""
-        return step.groups or _groups(self.mesh, step.axes)
+        return step.groups or self.mesh.ordered_groups(step.axes)
 
     def _solve(self, source: Spec, target: Spec) -> _Path:
         key = (source, target)
         if key not in self._paths:
-            num_dims = max((*source, *target, -1)) + 1
+            num_dims = max(map(dim_of, (*source, *target, -1))) + 1
             ends = placement_of(source, num_dims), placement_of(target, num_dims)
             self._paths[key] = self._cheapest(*ends)
         return self._paths[key]
@@ -144,6 +144,8 @@ class Resharder:
         cost, direct = direct_path(start, goal, sizes, self.prices.seconds)
         if len(direct) > 1:  # one step alone sends no more than what the goal lacks
             ends = start.renamed(self._parts), goal.renamed(self._parts)
+            if ends[0] == ends[1]:  # but for axes of one device
+                return self.prices.path(())
             permuted = self._permuted.path(*ends, cost)
             if permuted is not None:
                 path = self._fine_prices.path(permuted)
@@ -163,7 +165,7 @@ class Resharder:
             sizes = self._fine.axis_sizes
             stride = prod(sizes[p] for p in self._parts[axis] if p > part)
             return replace(here, part=(stride, sizes[part]))
-        return replace(here, groups=_groups(self._fine, step.axes))
+        return replace(here, groups=self._fine.ordered_groups(step.axes))
 
 
 def wire_dtype(step: Step, dtype: Any) -> np.dtype:
@@ -181,22 +183,19 @@ def wire_dtype(step: Step, dtype: Any) -> np.dtype:
     return np.dtype(np.int64 if dtype.itemsize == 8 else np.int32)
 
 
-def _groups(mesh: MeshShape, axes: Sequence[int]) -> Groups:
-    rest = [axis for axis in range(mesh.num_axes) if axis not in axes]
-    group_size = prod(mesh.axis_sizes[axis] for axis in axes)
-    grouped = mesh.device_ids().transpose(*rest, *axes).reshape(-1, group_size)
-    return tuple(tuple(group) for group in grouped.tolist())
-
-
 def _canonical(source: Spec, target: Spec) -> tuple[tuple[Spec, Spec], list[int]]:
     """The pair with its dims renamed 0, 1, ... by first use, and the old names."""
     names: list[int] = []
     for state in (*source, *target):
-        if state >= 0 and state not in names:
-            names.append(state)
+        if state >= 0 and dim_of(state) not in names:
+            names.append(dim_of(state))
 
     def rename(spec: Spec) -> Spec:
-        return tuple(names.index(s) if s >= 0 else s for s in spec)
+        dims = map(dim_of, spec)
+        return tuple(
+            s - d + names.index(d) if s >= 0 else s
+            for s, d in zip(spec, dims, strict=True)
+        )
 
     return (rename(source), rename(target)), names
 

@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import permutations
 
 from ..plans.record import Record
 from .collective import Groups, canonical_groups
 from .mesh import MeshShape
-from .spec import MAX, MIN, REPLICATED, SUM, Spec
+from .spec import MAX, MIN, REPLICATED, SUM, TURN, Spec, axes_of_dim, dim_of, with_axes
 
 _WORDS = {SUM: "sum", MAX: "max", MIN: "min"}
 _STATES = {word: state for state, word in _WORDS.items()}
@@ -21,14 +22,24 @@ class SpecText:
     """Writes and reads the specs and device groups of one mesh.
 
     `data:0 model:sum` says that `data` splits dim 0 and `model` owes a sum; an axis
-    that is not named holds replicas, and `-` says that all do.
+    that is not named holds replicas, and `-` says that all do. Of several axes of one
+    dim the first named is the most major.
     """
 
     mesh: MeshShape
 
     def write(self, spec: Spec) -> str:
-        names = zip(self.mesh.axis_names, spec, strict=True)
-        parts = [f"{n}:{_WORDS.get(s, s)}" for n, s in names if s != REPLICATED]
+        order = list(range(len(spec)))
+        if max(spec) >= TURN:  # the axes of a dim change places
+            for dim in {dim_of(state) for state in spec if state >= 0}:
+                axes = axes_of_dim(spec, dim)
+                for place, axis in zip(sorted(axes), axes, strict=True):
+                    order[place] = axis
+        parts = [
+            f"{self.mesh.axis_names[axis]}:{_WORDS.get(spec[axis], dim_of(spec[axis]))}"
+            for axis in order
+            if spec[axis] != REPLICATED
+        ]
         return " ".join(parts) or "-"
 
     def write_all(self, specs: Iterable[Spec]) -> list[str]:
@@ -43,6 +54,7 @@ class SpecText:
     def read(self, record: Record) -> Spec:
         text = record.text().strip()
         states = [REPLICATED] * self.mesh.num_axes
+        axes_by_dim: dict[int, list[int]] = {}
         position = 0
         while text != "-" and position < max(len(text), 1):
             found = self._state.match(text, position)
@@ -57,19 +69,32 @@ class SpecText:
             if states[axis] != REPLICATED:
                 record.fail(f"names the axis {name!r} twice: {text!r}")
             states[axis] = _STATES[state] if state in _STATES else int(state)
+            if states[axis] >= TURN:
+                record.fail(f"names dim {state}, and no tensor has so many: {text!r}")
+            if states[axis] >= 0:
+                axes_by_dim.setdefault(states[axis], []).append(axis)
             position = found.end()
-        return tuple(states)
+        spec = tuple(states)
+        for dim, ordered in axes_by_dim.items():
+            spec = with_axes(spec, dim, ordered)
+        return spec
 
     @cached_property
     def _axes_by_groups(self) -> dict[Groups, tuple[str, ...]]:
-        subsets: list[tuple[str, ...]] = [()]
-        for name in self.mesh.axis_names:
-            subsets += [(*subset, name) for subset in subsets]
-        subsets.sort(key=len, reverse=True)  # of equal groups the fewest axes stay
-        return {self.mesh.groups(axes): axes for axes in subsets}
+        count, names = self.mesh.num_axes, self.mesh.axis_names
+        ordered = [
+            o for size in range(count + 1) for o in permutations(range(count), size)
+        ]
+        return {  # of equal groups the fewest axes stay, and those in mesh order
+            self.mesh.ordered_groups(axes): tuple(names[axis] for axis in axes)
+            for axes in reversed(ordered)
+        }
 
     def write_groups(self, groups: Groups, kind: str) -> str | list[list[int]]:
-        """Names of axes where they say it all, else the device numbers."""
+        """Names of axes where they say it all, else the device numbers.
+
+        Members of a group are in the order of its axes.
+        """
         is_permute = kind == "collective_permute"
         axes = None if is_permute else self._axes_by_groups.get(groups)
         return [list(group) for group in groups] if axes is None else "+".join(axes)

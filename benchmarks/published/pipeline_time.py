@@ -43,11 +43,16 @@ class System:
       reduces_always: gradients are reduced after every microbatch (ZeRO-2 that frees
         them), not once a step.
       has_equal_stages: stages have equally many layers, not equal seconds.
+      has_one_group: experts route all examples that a device has at once, so that the
+        masks of tokens by slots grow with their square.
+      has_largest_microbatch: it runs the largest microbatches that fit.
     """
 
     splits_state: bool = True
     reduces_always: bool = False
     has_equal_stages: bool = False
+    has_one_group: bool = False
+    has_largest_microbatch: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,6 +141,7 @@ class Simulator:
     """Predicts plans of one model on one kind of machine; layouts are planned once."""
 
     def __init__(self, row: Row, planned_with: Constants) -> None:
+        self._row = row
         self.model, self.batch_size = row.model, row.batch_size
         self.kind = row.setting.kind
         self.devices_per_host = row.setting.devices_per_host
@@ -143,6 +149,7 @@ class Simulator:
         self._planned_with = planned_with
         self._costs: dict[Layout, UnitCosts] = {}
         self._seconds: dict[object, np.ndarray] = {}
+        self._regrouped: dict[int, Simulator] = {}
 
     def costs(self, layout: Layout) -> UnitCosts:
         if layout not in self._costs:
@@ -153,6 +160,8 @@ class Simulator:
     def run(self, plan: Plan, constants: Constants) -> Outcome | None:
         """What a plan takes; None if it cannot be: microbatches too small, too deep."""
         size = self.batch_size // plan.num_microbatches
+        if plan.system.has_one_group and self.model.regrouped is not None:
+            return self._run_in_one_group(plan, size, constants)
         at_once = self.model.examples_at_once
         if self.batch_size % plan.num_microbatches or any(
             size % (layout.data * at_once) for layout in plan.layouts
@@ -161,6 +170,22 @@ class Simulator:
         if len(plan.layouts) > len(self.model.sequence):
             return None
         return self._run(plan, size, constants)
+
+    def _run_in_one_group(
+        self, plan: Plan, size: int, constants: Constants
+    ) -> Outcome | None:
+        """As `run`, a device's examples routed at once; None if masks are too big."""
+        here, left = divmod(size, plan.layouts[0].data)
+        row, regrouped = self._row, self.model.regrouped
+        mask = (here * row.setting.seq_len) ** 2 * 2 * self.model.itemsize
+        if left or not here or regrouped is None or mask > self.budget_bytes:
+            return None
+        if here not in self._regrouped:
+            model = replace(regrouped(here), regrouped=None)
+            self._regrouped[here] = Simulator(
+                replace(row, model=model), self._planned_with
+            )
+        return self._regrouped[here].run(plan, constants)
 
     def _run(self, plan: Plan, size: int, constants: Constants) -> Outcome | None:
         sequence = np.array(self.model.sequence)
@@ -268,19 +293,8 @@ class Simulator:
 
 @lru_cache(maxsize=4096)
 def cluster_of(layout: Layout, kind: str, constants: Constants) -> Cluster:
-    """The devices of a layout as a cluster.
-
-    An all_to_all between hosts sends every device's parts through its host's cards at
-    once, where a ring sends one device's.
-    """
-    cluster = constants.applied(_preset(f"{layout.hosts}x{layout.devices}x{kind}"))
-    if layout.hosts == 1:
-        return cluster
-    number = layout.data if layout.data > 1 else layout.tensor
-    inside = max(1, number // layout.hosts)
-    factor = max(1.0, inside * (number - inside) / (number - 1))
-    factors = {"all_to_all": (1.0, factor)}
-    return replace(cluster, network_link=replace(cluster.network_link, factors=factors))
+    """The devices of a layout as a cluster."""
+    return constants.applied(_preset(f"{layout.hosts}x{layout.devices}x{kind}"))
 
 
 @lru_cache
@@ -291,9 +305,15 @@ def _preset(name: str) -> Cluster:
 def best_plan(
     simulator: Simulator, plans: Sequence[Plan], constants: Constants
 ) -> Outcome | None:
-    """The fastest of some plans that fits; None if none does."""
+    """What one system would run, of plans that fit; None if none does.
+
+    The fastest; or the first, if it takes the largest microbatches: plans come with the
+    fewest microbatches first.
+    """
     found = (simulator.run(plan, constants) for plan in plans)
-    feasible = [each for each in found if each is not None and each.is_feasible]
+    feasible = (each for each in found if each is not None and each.is_feasible)
+    if plans and plans[0].system.has_largest_microbatch:
+        return next(feasible, None)
     return min(feasible, key=lambda each: each.seconds, default=None)
 
 

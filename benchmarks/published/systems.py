@@ -23,7 +23,11 @@ from benchmarks.published.unit_costs import Layout
 
 ALPA = System()
 MEGATRON = System(splits_state=False, has_equal_stages=True)
-DEEPSPEED = System(reduces_always=True)
+# Its gate makes one mask of all tokens of a device (microsoft/DeepSpeed,
+# deepspeed/moe/sharded_moe.py, top2gating), where GShard cuts them in groups. The
+# authors ran its largest microbatch: "deepspeed max bs = 8" (alpa-projects/alpa,
+# benchmark/alpa/paper_manual_moe_suite.py).
+DEEPSPEED = System(reduces_always=True, has_one_group=True, has_largest_microbatch=True)
 MOST_TENSOR = 8  # of Megatron, whose groups stay inside a host
 
 

@@ -10,6 +10,7 @@ summed, parameters gathered.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -161,8 +162,10 @@ def unit_costs(model: UnitModel, layout: Layout, cluster: Cluster) -> UnitCosts:
 
 
 def _size_for(model: UnitModel, layout: Layout) -> int:
-    """Examples that every layout of so many devices divides, in whole groups."""
-    return 32 * -(-layout.size // 16)
+    """Examples that every layout of so many devices divides, in two groups or more."""
+    at_once = model.examples_at_once
+    size = math.lcm(32 * -(-layout.size // 16), layout.data * at_once)
+    return size if size > at_once else 2 * size
 
 
 @lru_cache(maxsize=64)

@@ -70,7 +70,8 @@ class UnitModel:
     """The groups of a model, and what a microbatch of one example looks like.
 
     The first group takes no values, the last one returns the loss. A microbatch holds a
-    multiple of `examples_at_once` on each device.
+    multiple of `examples_at_once` on each device. `regrouped` is the same model whose
+    experts route so many examples at once; None if it has none.
     """
 
     name: str
@@ -79,6 +80,7 @@ class UnitModel:
     dtype: str = "float16"
     examples_at_once: int = 1
     units_a_layer: int = 2
+    regrouped: Callable[[int], UnitModel] | None = None
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -236,10 +238,15 @@ def moe_units(config: moe.Config) -> UnitModel:
         Group((_head(decoder),)),
     )
     at_once = max(config.group_size // config.seq_len, 1)
+
+    def regrouped(examples: int) -> UnitModel:
+        return moe_units(replace(config, group_size=examples * config.seq_len))
+
     return UnitModel(
         *("moe", groups, _tokens(config.seq_len)),
         examples_at_once=at_once,
         units_a_layer=len(pair),
+        regrouped=regrouped,
     )
 
 

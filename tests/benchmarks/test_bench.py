@@ -105,6 +105,21 @@ def test_planning_is_measured_kept_and_drawn(
     assert "numbers compared" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.ray
+def test_every_suite_runs_small(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("results.json", "results.html")]
+    written = [f"--json={paths[0]}", f"--html={paths[1]}"]
+    assert run("bench", "all", "--small", *written) == 0
+    found = ResultFile.load(paths[0]).results
+    assert {each.suite for each in found} == set(suites.SUITES)
+    cases = [each.case for each in found if each.suite == "step"]
+    assert "calls with 500 leaves" in cases
+    for each in found:
+        assert each.values or each.timed or each.note, each
+    assert paths[1].read_text().count("<h2>") == len(suites.SUITES)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -19,6 +19,7 @@ from benchmarks.published.systems import candidates, predict
 from benchmarks.published.table import parse_layouts, read_table
 from benchmarks.published.unit_costs import Layout, UnitCosts
 from benchmarks.published.unit_model import UnitModel, gpt_units, moe_units
+from benchmarks.published_tables import fit_and_write
 
 FOLDER = Path(unit_costs.__file__).parent
 GPT, MOE = FOLDER / "alpa_osdi22_gpt.csv", FOLDER / "alpa_osdi22_moe.csv"
@@ -193,6 +194,23 @@ def test_running_out_of_memory_is_a_prediction_too() -> None:
     both = PredictedCell(1, "alpa", None, False, None, "")
     one = PredictedCell(1, "alpa", None, False, 30.0, "")
     assert (both.error, one.error) == (0.0, 1.0)
+
+
+def test_a_system_that_routes_all_tokens_at_once_takes_the_most_that_fit() -> None:
+    """DeepSpeed on one GPU: eight sequences, as Alpa's authors ran it, and slower."""
+    constants = Constants.load()
+    row = read_table(MOE).rows[0]
+    simulator = Simulator(row, constants)
+    found = predict("deepspeed", row, simulator, constants)
+    assert found is not None and found.plan.num_microbatches == 1024 // 8
+    system = replace(found.plan.system, has_one_group=False)
+    faster = simulator.run(replace(found.plan, system=system), constants)
+    assert faster is not None and faster.seconds < 0.9 * found.seconds
+
+
+def test_constants_are_fitted_on_gpts_alone() -> None:
+    with pytest.raises(ValueError, match="has rows of moe; give alpa_osdi22_gpt"):
+        fit_and_write(MOE)
 
 
 def test_there_are_six_constants_and_their_fit_is_recorded() -> None:

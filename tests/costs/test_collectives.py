@@ -88,6 +88,15 @@ def test_several_axes_are_one_group_at_the_slowest_links_speed() -> None:
         assert affine(kind, [FAST, SLOW]) == affine(kind, [joint])
 
 
+def test_an_all_to_all_has_a_speed_of_its_own() -> None:
+    link = AxisLink(4, 0.0, 1e-9, exchange_seconds_per_byte=3e-9)
+    plain = AxisLink(4, 0.0, 1e-9)
+    for kind in COLLECTIVE_KINDS:
+        times = 3 if kind == "all_to_all" else 1
+        expected = times * affine(kind, [plain])[1]
+        assert affine(kind, [link])[1] == pytest.approx(expected)
+
+
 def test_an_axis_of_one_device_is_free_and_does_not_slow_others() -> None:
     for kind in COLLECTIVE_KINDS:
         assert affine(kind, [ALONE]) == (0.0, 0.0)

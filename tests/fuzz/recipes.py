@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 UNREACHABLE = {
     "log2": "absent from jax 0.10",
     "one_minus_square": "absent from jax 0.10",
+    "autopar_attention": "no program's own: the planner puts it in place of products",
+    "autopar_attention_backward": "as above",
 }
 
 

@@ -213,3 +213,17 @@ def test_a_value_laid_like_another_reads_that_as_it_was_made() -> None:
 
     x = np.ones((8, 8), np.float32)
     check(function, x, np.sin(np.arange(64.0, dtype=np.float32)).reshape(8, 8))
+
+
+def test_a_barrier_in_a_loop_over_little() -> None:
+    """XLA's CPU compiler makes one kernel of the loop, and dies of its barriers."""
+
+    def function(x: jax.Array) -> Any:
+        def step(carry: jax.Array, pair: Any) -> Any:
+            product = jax.checkpoint(lambda a, b: jnp.sin(a) * b)
+            return carry, product(*pair)
+
+        return lax.scan(step, jnp.float32(0), (x, x + 1))[1]
+
+    x = np.arange(4, dtype=np.float32)  # communicating loops are no kernels
+    check_function(function, (x,), Case(MeshShape(("x",), (8,)), "solver", 0))

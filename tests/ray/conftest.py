@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from autopar.clusters.cluster import Cluster
-from autopar.runtime.ray_local import local_ray_cluster
+from autopar.runtime.ray_local import LocalHosts, local_ray_hosts
 
 NEED_NO_CLUSTER = {
     "test_choose_hosts.py",
     "test_remote_arrays.py",
     "test_transport.py",
+    "test_watch.py",
+    "test_hosts_left.py",
     "test_exported_program.py",
 }
 
@@ -25,7 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[Cluster]:
-    """Two hosts of four devices."""
-    with local_ray_cluster(2, 4) as address:
-        yield Cluster.ray(address)
+def ray_hosts() -> Iterator[LocalHosts]:
+    """Two hosts of four devices; a test may add others, and takes them away again."""
+    with local_ray_hosts(2, 4) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(ray_hosts: LocalHosts) -> Cluster:
+    """The two hosts, which may be silent for long where a machine is loaded."""
+    return Cluster.ray(ray_hosts.address, silent_seconds=60.0)

@@ -1,6 +1,7 @@
 """Programs as bytes: made without devices, and equal to what they were made from."""
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -25,8 +26,6 @@ ELSEWHERE = RayHosts("10.0.0.1:6379", "cpu", 600.0)
 
 
 def remote_cluster() -> Cluster:
-    from dataclasses import replace
-
     return replace(Cluster.preset("2x4xCPU"), ray_hosts=ELSEWHERE)
 
 
@@ -89,6 +88,15 @@ def test_a_step_is_lowered_without_devices_and_equals_jit():
         run(code, constants, args), jax.jit(step)(*args), strict=True
     ):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_bytes_that_were_altered_are_refused():
+    args = np.ones((16, 8), np.float32), np.ones((8,), np.float32)
+    code, constants = exported(lambda x, y: (2 * x, x @ y), *args, mesh="x:8")
+    altered = bytearray(code.code)
+    altered[len(altered) // 2] ^= 1
+    with pytest.raises(ValueError, match="runs as it was exported.*SHA-256"):
+        compile_code(replace(code, code=bytes(altered)), constants)
 
 
 def test_random_keys_pass_as_their_data():

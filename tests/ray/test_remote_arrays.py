@@ -97,6 +97,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.lost: str | None = None
+        self.lost_rank: int | None = None
         self.numbers = Numbers()
 
     def fetch(self, number: int, group: int, type_: ShardedType) -> np.ndarray:

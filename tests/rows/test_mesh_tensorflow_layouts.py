@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.sharding.spec import to_partition_spec
 from tests.rows.fixtures import Case, f1, f3, random
 from tests.rows.running import homes, run_as_planned, sent_bytes, traffic
 
@@ -114,6 +115,19 @@ def test_mtf_1_a_name_may_have_two_axes() -> None:
     rules = autopar.LayoutRules("batch:r;batch:c")
     step = autopar.parallelize(case.step, mesh="r:2;c:4", method=rules)
     assert traffic(step.plan(*case.args)) == {("all_reduce", "r,c"): [262_144] * 2}
+
+
+def test_mtf_1_the_first_axis_of_a_name_is_the_most_major() -> None:
+    """In either order; sums over both axes do not care."""
+    case = f1()
+    for axes in (("r", "c"), ("c", "r")):
+        rules = autopar.LayoutRules(";".join(f"batch:{axis}" for axis in axes))
+        step = autopar.parallelize(case.step, mesh="r:2;c:4", method=rules)
+        plan = run_as_planned(step, *case.args).plan
+        assert traffic(plan) == {("all_reduce", "r,c"): [262_144] * 2}
+        names = plan.sharding.mesh.axis_names
+        for path in ("x", "y"):
+            assert to_partition_spec(homes(plan)[path], 2, names) == P(axes)
 
 
 def refused(layout: str, names: dict[str, str], case: Case, mesh: str) -> str:
@@ -226,6 +240,12 @@ RELAYOUTS_2D = {
         P("x", "y"),
         P("y", "x"),
         {"all_to_all": [2 * KIB], "collective_permute": [2 * KIB]},
+    ),
+    "other order": (
+        "2x4",
+        P(("x", "y")),
+        P(("y", "x")),
+        {"collective_permute": [2 * KIB]},
     ),
 }
 

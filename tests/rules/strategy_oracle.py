@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from autopar.graph.op_graph import Constant, Operand, Operator, TensorType
 from autopar.rules.base import Factor, Shard, factors_of, rule_of
 from autopar.sharding.mesh import MeshShape
-from autopar.sharding.spec import MAX, MIN, REPLICATED, SUM, Spec, is_legal
+from autopar.sharding.spec import MAX, MIN, REPLICATED, SUM, Spec, axes_of_dim, is_legal
 
 MESH_2X2X2 = MeshShape(("x", "y", "z"), (2, 2, 2))
 MESH_2X4 = MeshShape(("x", "y"), (2, 4))
@@ -67,6 +67,7 @@ def check_every_strategy(
     mesh: MeshShape = MESH_2X2X2,
     kinds: Collection[str] | None = None,
     max_strategies: int = 48,
+    rings: bool = False,
 ) -> dict[str, set[str]]:
     """Runs every strategy of the primitives in `function(*args)`, and compares.
 
@@ -77,6 +78,7 @@ def check_every_strategy(
       kinds: names of the primitives to check; all that have a rule if None. A kind that
         is named must occur.
       max_strategies: per operator; above it a seeded sample that holds every factor.
+      rings: only the strategies in which parts go around a ring.
 
     Returns:
       The names of the factors that some checked strategy used, by primitive.
@@ -91,14 +93,14 @@ def check_every_strategy(
         if rule_of(op) is None if kinds is None else op.kind not in kinds:
             continue
         assert rule_of(op) is not None, f"{op.kind} has no rule"
-        for strategy in strategies_of(op, mesh, max_strategies):
+        for strategy in strategies_of(op, mesh, max_strategies, rings=rings):
             cases.append((evaluated, strategy))
             names = (factor.name for factor in strategy.factors)
             reached.setdefault(op.kind, set()).update(names)
     missing = [kind for kind, names in reached.items() if not names]
     assert not missing, f"the function holds none of {missing}"
     for start in range(0, len(cases), CHUNK):
-        _check_cases(cases[start : start + CHUNK], mesh)
+        check_cases(cases[start : start + CHUNK], mesh)
     return reached
 
 
@@ -123,13 +125,17 @@ def factor_sizes(op: Operator) -> dict[str, int]:
     return {f.name: f.size for f in factors_of(op)[1:]}
 
 
-def strategies_of(op: Operator, mesh: MeshShape, limit: int) -> list[Strategy]:
+def strategies_of(
+    op: Operator, mesh: MeshShape, limit: int, *, rings: bool = False
+) -> list[Strategy]:
     """The legal strategies; above `limit`, a seeded sample that holds every factor."""
-    factors = factors_of(op)
+    factors = factors_of(op, rotating=rings)
     legal = [
         strategy
         for choice in itertools.product(factors, repeat=mesh.num_axes)
         if _is_legal(op, strategy := Strategy(choice), mesh)
+        and _num_rings(strategy) == int(rings)
+        and not (rings and _shares_ring(strategy))
     ]
     if len(legal) <= limit:
         return legal
@@ -155,6 +161,19 @@ def _is_legal(op: Operator, strategy: Strategy, mesh: MeshShape) -> bool:
         is_legal(kind.shape, spec, mesh.axis_sizes)
         for kind, spec in zip(types, specs, strict=True)
     )
+
+
+def _num_rings(strategy: Strategy) -> int:
+    return sum(factor.rotation is not None for factor in strategy.factors)
+
+
+def _shares_ring(strategy: Strategy) -> bool:
+    """Whether another axis splits the dim whose parts go around."""
+    (turn,) = filter(None, (factor.rotation for factor in strategy.factors))
+    spec = strategy.result_specs()[0]
+    if turn.operand is not None:
+        spec = strategy.operand_specs()[turn.operand]
+    return spec.count(turn.dim) > 1
 
 
 def evaluate(function: Callable[..., Any], *args: Any) -> list[Evaluated]:
@@ -225,8 +244,8 @@ def type_of(atom: Any) -> TensorType:
     return TensorType(tuple(atom.aval.shape), atom.aval.dtype)
 
 
-def _check_cases(cases: Sequence[tuple[Evaluated, Strategy]], mesh: MeshShape) -> None:
-    """Runs the cases in one program, returning every shard of every result."""
+def check_cases(cases: Sequence[tuple[Evaluated, Strategy]], mesh: MeshShape) -> None:
+    """Runs the cases in one program, and compares every shard of every result."""
     devices = np.array(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
     types = (AxisType.Auto,) * mesh.num_axes
     jax_mesh = Mesh(devices, mesh.axis_names, axis_types=types)
@@ -296,8 +315,7 @@ def _lay_out(value: Any, spec: Spec, mesh: MeshShape) -> tuple[Any, PartitionSpe
         value = np.asarray(value)  # jax would compile a program to cut its own arrays
     pending = [axis for axis, state in enumerate(spec) if state < REPLICATED]
     dims = [
-        tuple(mesh.axis_names[axis] for axis, state in enumerate(spec) if state == dim)
-        or None
+        tuple(mesh.axis_names[axis] for axis in axes_of_dim(spec, dim)) or None
         for dim in range(np.ndim(value))
     ]
     for axis in reversed(pending):
@@ -334,8 +352,8 @@ def _compare(
     shards = _closed(shards.reshape(*mesh.axis_sizes, *shards.shape[1:]), spec)
     for coordinates in np.ndindex(*mesh.axis_sizes):
         part = reference
-        for axis, dim in enumerate(spec):
-            if dim >= 0:
+        for dim in range(reference.ndim):
+            for axis in axes_of_dim(spec, dim):
                 size = part.shape[dim] // mesh.axis_sizes[axis]
                 start = coordinates[axis] * size
                 part = part.take(range(start, start + size), dim)

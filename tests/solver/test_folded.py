@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 from math import inf
-from time import perf_counter
 from typing import Any
 
 import numpy as np
 import pytest
 
-from autopar.solver import ChoiceGraph, solve
+from autopar.solver import ChoiceGraph, Edge, Node, solve
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.folded import solve_folded
 from autopar.solver.free import solve_free
@@ -30,7 +29,7 @@ SHAPES: tuple[dict[str, Any], ...] = (
 
 
 def _folded(graph: ChoiceGraph) -> Search:
-    search = Search(graph, 1e-4, perf_counter() + 30, ArrayPool())
+    search = Search(graph, 1e-4, 30.0, ArrayPool())
     solve_folded(search, solve_free, fewest_nodes=0)
     return search
 
@@ -113,6 +112,16 @@ def test_one_odd_layer_ends_the_run() -> None:
     assert repeats is not None
     assert odd not in repeats.layers
     _check_isomorphic(graph, repeats)
+
+
+def test_equal_layers_that_nothing_joins_are_left_to_the_full_solver() -> None:
+    matrix, classes = np.array([[0.0, 3.0], [2.0, 1.0]]), np.arange(2)
+    pair = [Node("n", np.array(costs), np.zeros(2)) for costs in ([1.0, 0.0], [0.0, 2])]
+    edges = [Edge(2 * i, 2 * i + 1, classes, classes, matrix) for i in range(40)]
+    graph = ChoiceGraph(tuple(40 * pair), tuple(edges))
+    assert find_repeats(graph, ArrayPool()) is not None
+    assert _folded(graph).choices is None
+    assert solve(graph, gap=0.0).cost == 40.0
 
 
 def test_graphs_without_equal_layers_are_left_alone() -> None:

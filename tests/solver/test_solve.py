@@ -1,7 +1,10 @@
 """The whole solver against brute force, and what it promises of large problems."""
 
+import re
 from dataclasses import replace
+from itertools import count
 from math import inf
+from pathlib import Path
 from time import perf_counter
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import autopar.solver
 from autopar.solver import ChoiceGraph, Infeasible, Node, solve
 from autopar.solver.brute_force import brute_force
 from autopar.solver.ilp import solve_ilp
@@ -30,6 +34,29 @@ def test_without_a_budget(seed: int, density: float, gap: float) -> None:
 def test_with_a_budget(seed: int, fraction: float, gap: float) -> None:
     graph = random_graph(seed, num_nodes=6, forbidden=0.03, num_live_sets=3)
     _check(with_budget(graph, fraction), gap)
+
+
+def test_two_hundred_instances_half_with_a_budget_that_binds() -> None:
+    """bound <= brute force <= plan; a budget binds if the best plan does not fit."""
+    num_free = num_binding = 0
+    for seed in range(1000):
+        graph = random_graph(seed, num_nodes=5, forbidden=0.03, num_live_sets=2)
+        try:
+            free = brute_force(graph)
+            tight = replace(graph, budget=0.9 * free.peak_bytes)
+            best = brute_force(tight)
+        except Infeasible:
+            continue
+        cases = [(graph, free), (tight, best)]
+        for each, truth in cases:
+            found = solve(each, gap=1e-3)
+            assert found.bound <= truth.cost + 1e-9
+            assert truth.cost <= found.cost + 1e-9
+            assert found.gap <= 1e-3 and each.is_within_budget(found.choices)
+        num_free, num_binding = num_free + 1, num_binding + (best.cost > free.cost)
+        if num_binding >= 100 and num_free >= 100:
+            return
+    raise AssertionError(f"only {num_binding} budgets bound")
 
 
 @settings(max_examples=40)
@@ -69,12 +96,48 @@ def test_forbidden_everywhere_is_infeasible_at_any_budget() -> None:
 def test_an_initial_plan_is_never_lost() -> None:
     graph = train_step_graph(1, (8, 2))
     best = solve(graph, gap=1e-3)
-    again = solve(graph, gap=1e-3, time_limit_seconds=0.0, initial=best.choices)
+    again = solve(graph, gap=1e-3, work_limit=0.0, initial=best.choices)
     assert again.cost <= best.cost
 
 
+def test_plans_do_not_depend_on_how_fast_time_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each look at the time finds a minute gone; only the last resort is later."""
+    graph = train_step_graph(1, (8, 2))
+    rested = solve(graph, gap=1e-5, time_limit_seconds=inf)
+    minutes = count(0.0, 60.0)
+    for module in ("clock", "search"):
+        path = f"autopar.solver.{module}.perf_counter"
+        monkeypatch.setattr(path, lambda: next(minutes))
+    hurried = solve(graph, gap=1e-5, time_limit_seconds=inf)
+    assert (hurried.choices, hurried.bound) == (rested.choices, rested.bound)
+    assert [p.name for p in hurried.phases] == [p.name for p in rested.phases]
+    assert hurried.seconds > 60
+
+
+def test_only_the_clock_looks_at_the_time() -> None:
+    """Searches say how long their phases took; nothing else may know."""
+    looking = re.compile(r"^(from time import|import time)", re.MULTILINE)
+    paths = Path(autopar.solver.__path__[0]).glob("*.py")
+    assert {p.stem for p in paths if looking.search(p.read_text())} == {
+        "clock",
+        "search",
+    }
+
+
+def test_at_the_last_resort_there_is_a_plan_and_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    graph = train_step_graph(1, (8, 2))
+    best = solve(graph, gap=1e-3)
+    found = solve(graph, gap=1e-9, time_limit_seconds=0.0, initial=best.choices)
+    assert found.cost <= best.cost and found.bound <= found.cost
+    assert "depends on the machine" in caplog.text
+
+
 def test_a_train_step_is_solved_to_the_gap() -> None:
-    found = solve(train_step_graph(6, (8, 2)), time_limit_seconds=20)
+    found = solve(train_step_graph(6, (8, 2)), work_limit=20)
     assert found.gap <= 1e-4
     assert "gap 0.00" in str(found)
 

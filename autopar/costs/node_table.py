@@ -1,0 +1,64 @@
+"""Collects the nodes of a block before fusion, group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .fusion import Nodes
+
+_Pairs = tuple[np.ndarray, np.ndarray]  # (node of a group, value)
+_NO_PAIRS: _Pairs = (np.zeros(0, np.intp), np.zeros(0, np.intp))
+
+
+class NodeTable:
+    """Groups of nodes, put in the order of their times at the end."""
+
+    def __init__(self) -> None:
+        self._times: list[np.ndarray] = []
+        self._columns: list[list[np.ndarray]] = [[] for _ in range(6)]
+        self._reads: list[_Pairs] = []
+        self._writes: list[_Pairs] = []
+        self._count = 0
+
+    def add(
+        self,
+        times: np.ndarray,
+        *,
+        operator: np.ndarray | int = -1,
+        cheap: np.ndarray | bool = False,
+        expensive: np.ndarray | bool = False,
+        absorbs: np.ndarray | bool = False,
+        inner: np.ndarray | int = 0,
+        send: bool = False,
+        reads: _Pairs = _NO_PAIRS,
+        writes: _Pairs = _NO_PAIRS,
+    ) -> None:
+        """Nodes of a group; see `Nodes`. A single value is for all of them."""
+        given = (operator, cheap, expensive, absorbs, inner, send)
+        for column, each in zip(self._columns, given, strict=True):
+            column.append(np.broadcast_to(np.asarray(each), times.shape))
+        self._times.append(times)
+        self._reads.append((reads[0] + self._count, reads[1]))
+        self._writes.append((writes[0] + self._count, writes[1]))
+        self._count += len(times)
+
+    def build(self) -> Nodes:
+        """All of them."""
+        order = np.argsort(np.concatenate(self._times), kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+
+        def by_node(groups: Sequence[_Pairs]) -> _Pairs:
+            node = place[np.concatenate([pair[0] for pair in groups])]
+            value = np.concatenate([pair[1] for pair in groups])
+            counts = np.bincount(node, minlength=len(order))
+            start = np.concatenate([[0], np.cumsum(counts)])
+            return start, value[np.argsort(node, kind="stable")]
+
+        operator, cheap, expensive, absorbs, inner, send = (
+            np.concatenate(column)[order] for column in self._columns
+        )
+        ends = (*by_node(self._reads), *by_node(self._writes))
+        return Nodes(operator, cheap, expensive, absorbs, inner, send, *ends)

@@ -1,0 +1,151 @@
+"""Whether a step's attention is planned as one operator, which may be a ring, or not.
+
+Operator by operator, scores are tensors that every device holds its part of; as one
+operator they are there block by block, and keys and values may go round a ring. So the
+step is planned both ways where that could matter: where there are more devices than
+examples, and more scores than queries, keys and values.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ..errors import InfeasiblePlanError
+from ..frontend.roles import Roles
+from ..frontend.tracing import TracedFunction
+from ..graph.build_graph import build_graph
+from ..graph.op_graph import OpGraph
+from ..methods.methods import Auto, ShardParallel
+from ..options import Options
+from ..plans.parallel_plan import Plan
+from ..plans.plan import ShardingPlan
+from ..rules.attention import KINDS, RINGS
+from ..rules.attention_spec import named
+from .attention_finder import FoundAttention, find_attention
+from .attention_trace import with_attention
+from .memory_search import Chosen
+from .pin_choices import ChoicePins
+from .step_variants import StepVariant, StepVariants
+
+_log = logging.getLogger("autopar")
+Choose = Callable[[StepVariants], Chosen]
+Free = Callable[[StepVariant], Plan]
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionVariants:
+    """Variants of a step as it is; those with attention as one operator are made once.
+
+    `batch` are the graph's inputs that hold examples.
+    """
+
+    traced: TracedFunction
+    graph: OpGraph
+    roles: Roles
+    batch: Sequence[int]
+
+    def plain(self) -> StepVariants:
+        """Operator by operator."""
+        return StepVariants(self.traced, self.graph, self.roles, self.batch)
+
+    def of_plan(self, plan: ShardingPlan) -> StepVariants:
+        """Those that a plan was made of."""
+        if not any(op.kind in KINDS for op in plan.operators):
+            return self.plain()
+        return self._of(find_attention(self.graph)[0])
+
+    def choose(
+        self, options: Options, num_devices: int, choose: Choose, free: Free
+    ) -> Chosen:
+        """The cheapest plan of both ways, or of the one that was asked for.
+
+        Args:
+          options: their method says which way.
+          num_devices: on how many.
+          choose: the cheapest plan of some variants.
+          free: the plan of a variant that any memory will do for, which is faster.
+
+        Raises:
+          InfeasiblePlanError: nothing fits.
+          ValueError: a ring was asked for, but no attention is understood.
+        """
+        method = options.method
+        if not isinstance(method, Auto | ShardParallel) or options.like is not None:
+            return choose(self.plain())
+        asked = getattr(method, "attention", "auto")
+        if asked == "ring":
+            return choose(self._of(self._found()))
+        if asked == "operators" or self._num_examples() >= num_devices:
+            return choose(self.plain())
+        found = self._logged()
+        if not any(map(self._is_long, found)):
+            return choose(self.plain())
+        try:
+            other = choose(self._of(found))
+        except InfeasiblePlanError:
+            return choose(self.plain())
+        least = free(self.plain().make(None)).predicted
+        if other.seconds <= least.step_seconds / (1.0 + least.optimality_gap):
+            return other
+        try:
+            plain = choose(self.plain())
+        except InfeasiblePlanError:
+            return other
+        _log.info(
+            "%s: %.4g s operator by operator, %.4g s with attention as one operator",
+            *(self.graph.name, plain.seconds, other.seconds),
+        )
+        return min(plain, other, key=lambda each: each.seconds)
+
+    def _of(self, found: Sequence[FoundAttention]) -> StepVariants:
+        traced = with_attention(self.traced, self.graph, found)
+        graph = build_graph(traced, self.roles)
+        return StepVariants(traced, graph, self.roles, self.batch)
+
+    def _found(self) -> Sequence[FoundAttention]:
+        found, refused = find_attention(self.graph)
+        if not found:
+            looks_like = [f" At {op.source}, {why}." for op, why in refused[:3]]
+            raise ValueError(
+                f"A ring needs attention, a product, a softmax of it and a product, "
+                f"but {self.graph.name} has none that is understood."
+                f"{''.join(looks_like)} Write it so, for one with "
+                f"jax.nn.dot_product_attention, or leave `attention` out."
+            )
+        return found
+
+    def _logged(self) -> Sequence[FoundAttention]:
+        found, refused = find_attention(self.graph)
+        for op, why in refused:
+            _log.info(
+                "%s: attention at %s is planned operator by operator: %s",
+                *(self.graph.name, op.source, why),
+            )
+        return found
+
+    def _num_examples(self) -> int:
+        types = [self.graph.tensors[tensor].type for tensor in self.batch]
+        return min((kind.shape[0] for kind in types if kind.rank), default=1)
+
+    def _is_long(self, found: FoundAttention) -> bool:
+        """Whether there are more scores than queries, keys and values."""
+        sizes = [self.graph.tensors[t].type.shape for t in (found.q, found.k, found.v)]
+        by_label = found.attention.sizes(*sizes)
+        scores = prod(by_label[label] for label in named(found.attention.raw))
+        others = [self.graph.tensors[t].type.size for t in (found.q, found.k, found.v)]
+        return scores >= sum(others)
+
+
+def ring_limits(graph: OpGraph, options: Options) -> tuple[ChoicePins, ...]:
+    """What `attention="ring"` leaves of the choices."""
+    if getattr(options.method, "attention", "auto") != "ring":
+        return ()
+    kept = {
+        op.index: lambda names: any(name in RINGS for name in names)
+        for op in graph.operators()
+        if op.kind in KINDS
+    }
+    return (ChoicePins("attention='ring'", {}, kept),) if kept else ()

@@ -1,0 +1,252 @@
+"""Attention that was found in a step: heads, rows, or a ring of keys and values.
+
+Results forward are o, the maximum and the sum of each row of scores, and the keys and
+values for the backward pass, which the ring may keep as they come by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd, prod
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+
+from ..graph.op_graph import Operator
+from ..jax_compat import mlir
+from ..sharding.spec import REPLICATED, SUM, State, axes_of_dim, local_shape
+from .attention_spec import Attention, shape_of
+from .base import Factor, Shard, register
+from .halos import Exchange, Traffic, register_traffic
+from .ring import Ring, attend, attend_backward
+from .score_programs import Labels, Sizes
+
+RING, KEPT = "ring:blocks", "ring:kept"  # as `halos.RING` begins
+RINGS = (RING, KEPT)
+# Forward and backward: how often scores are read or written, and how many blocks of
+# them there are at once.
+_SCORES_MOVED, _SCORES_HELD = (4, 8), (2, 4)
+
+forward_p = Primitive("autopar_attention")
+backward_p = Primitive("autopar_attention_backward")
+KINDS = (forward_p.name, backward_p.name)
+
+
+def bind_forward(
+    attention: Attention, q: Any, k: Any, v: Any, sides: Sequence[Any]
+) -> list[Any]:
+    """o, the maximum and the sum of each row of scores, k and v."""
+    return forward_p.bind(q, k, v, *sides, attention=attention)
+
+
+def bind_backward(
+    attention: Attention, forward: Sequence[Any], q: Any, d_o: Any, sides: Sequence[Any]
+) -> list[Any]:
+    """Gradients of q, k and v, from what the forward pass made."""
+    o, top, total, k, v = forward
+    return backward_p.bind(q, k, v, o, top, total, d_o, *sides, attention=attention)
+
+
+def _operand_names(a: Attention, kind: str) -> list[Labels]:
+    if kind == forward_p.name:
+        return [a.q, a.k, a.v, *a.sides]
+    return [a.q, a.k, a.v, a.o, a.statistics, a.statistics, a.o, *a.sides]
+
+
+def _result_names(a: Attention, kind: str) -> list[Labels]:
+    if kind == forward_p.name:
+        return [a.o, a.statistics, a.statistics, a.k, a.v]
+    return [a.d_q, a.d_k, a.d_v]
+
+
+def _state(names: Labels, label: int, missing: State = REPLICATED) -> State:
+    return names.index(label) if label in names else missing
+
+
+def _factors(op: Operator) -> list[Factor]:
+    """One for each dim of the scores but keys, and two rings."""
+    a: Attention = op.params["attention"]
+    operands, results = _operand_names(a, op.kind), _result_names(a, op.kind)
+    # What lacks a dim is a sum over it, backward; forward it is only handed on.
+    missing = REPLICATED if op.kind == forward_p.name else SUM
+    size = a.sizes(*[kind.shape for kind in op.operand_types[:3]])
+    factors = [
+        Factor(
+            f"{'rows' if label in a.rows else 'b'}{number}",
+            tuple(_state(names, label) for names in operands),
+            tuple(_state(names, label, missing) for names in results),
+            size[label],
+        )
+        for number, label in enumerate(a.statistics)
+        if size[label] > 1
+    ]
+    return [*factors, *_ring_factors(a, op.kind, operands, results, size)]
+
+
+def _ring_factors(
+    a: Attention,
+    kind: str,
+    operands: Sequence[Labels],
+    results: Sequence[Labels],
+    size: dict[int, int],
+) -> list[Factor]:
+    """Rows are split, and keys and values alike, but where they are kept."""
+    if not a.rows:
+        return []
+    row = max(a.rows, key=size.__getitem__)
+    found = []
+    for name in RINGS:
+
+        def states(terms: Sequence[Labels], row_like: Sequence[int]) -> list[State]:
+            return [
+                _state(names, row if position in row_like else a.keys)
+                for position, names in enumerate(terms)
+            ]
+
+        is_forward = kind == forward_p.name
+        # Sides have all keys for the rows that are here.
+        rows_in = [0, *range(3, len(operands))]
+        inputs = states(operands, rows_in)
+        outputs = states(results, [0, 1, 2] if is_forward else [0])
+        if name == KEPT and is_forward:
+            outputs[3:] = [REPLICATED] * 2
+        if name == KEPT and not is_forward:
+            inputs[1:3] = [REPLICATED] * 2
+        both = gcd(size[row], size[a.keys])
+        found.append(
+            Factor(name, tuple(inputs), tuple(outputs), both, excludes=_other(name))
+        )
+    return found
+
+
+def _other(name: str) -> str:
+    return KEPT if name == RING else RING
+
+
+def _ring(a: Attention, shard: Shard, kind: str) -> tuple[Ring, bool]:
+    """The ring that this device is in, and whether keys and values are kept."""
+    axes = [i for i, f in enumerate(shard.factors) if f.name in RINGS]
+    keeps = any(shard.factors[axis].name == KEPT for axis in axes)
+    if not axes:
+        return Ring(), False
+    # Keys, or backward their gradients, are split by the ring alone.
+    is_forward = kind == forward_p.name
+    spec = shard.operand_specs[1] if is_forward else shard.result_specs[1]
+    order = axes_of_dim(spec, (a.k if is_forward else a.d_k).index(a.keys))
+    assert sorted(order) == axes, (order, axes)
+    count = prod(shard.mesh.axis_sizes[axis] for axis in order)
+    called = tuple(shard.mesh.axis_names[axis] for axis in order)
+    return Ring(called, count, shard.block_index(order)), keeps
+
+
+def _bind(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
+    a: Attention = op.params["attention"]
+    ring, keeps = _ring(a, shard, op.kind)
+    return _run(op.kind, a, operands, ring, keeps)
+
+
+def _run(
+    kind: str, a: Attention, operands: Sequence[Any], ring: Ring, keeps: bool
+) -> list[Any]:
+    count = len(operands) - len(a.sides)
+    sides = operands[count:]
+    if kind == forward_p.name:
+        q, k, v = operands[:count]
+        return list(attend(a, q, k, v, sides, ring, keeps=keeps))
+    q, k, v, o, top, total, d_o = operands[:count]
+    return list(
+        attend_backward(a, q, k, v, o, top, total, d_o, sides, ring, keeps=keeps)
+    )
+
+
+register(*KINDS, bind=_bind)(_factors)
+
+
+def _traffic(op: Operator, factors: Sequence[Factor], sizes: Sequence[int]) -> Traffic:
+    """Hops of keys and values and of their gradients, and what scores take."""
+    a: Attention = op.params["attention"]
+    is_forward = op.kind == forward_p.name
+    axes = tuple(i for i, f in enumerate(factors) if f.name in RINGS)
+    count = prod(sizes[axis] for axis in axes)
+    keeps = any(factor.name == KEPT for factor in factors)
+
+    def shapes(number: int) -> tuple[int, ...]:
+        spec = tuple(factor.operands[number] for factor in factors)
+        return local_shape(op.operand_types[number].shape, spec, sizes)
+
+    local = a.sizes(*map(shapes, range(3)))
+    if keeps and not is_forward:
+        local[a.keys] //= count
+    block = prod(shape_of(a.scores, local))
+    is_round = is_forward or not keeps
+    going_round = op.operand_types[1:3] if is_round else ()
+    sent = [*zip((a.k, a.v), going_round, strict=False)]
+    sent += [] if is_forward else zip((a.d_k, a.d_v), op.result_types[1:], strict=True)
+    hops = [
+        (kind.dtype.name, kind.itemsize * prod(shape_of(names, local)))
+        for names, kind in sent
+    ]
+    exchanges = [
+        Exchange(axes, 1, dtype, num_bytes, is_ring=True)
+        for _ in range(count - 1)
+        for dtype, num_bytes in hops
+        if num_bytes
+    ]
+    score_bytes = block * max(4, jnp.dtype(a.score_dtype).itemsize)
+    held = _SCORES_HELD[not is_forward] * score_bytes
+    held += 2 * sum(num_bytes for _, num_bytes in hops) if count > 1 else 0
+    moved = _SCORES_MOVED[not is_forward] * score_bytes * count
+    return Traffic(tuple(exchanges), held, moved, num_parts=count)
+
+
+for _kind in KINDS:
+    register_traffic(_kind, _traffic)
+
+
+def _forward_types(
+    q: Any, k: Any, v: Any, *sides: Any, attention: Attention
+) -> list[Any]:
+    del sides
+    a = attention
+    sizes = a.sizes(q.shape, k.shape, v.shape)
+    statistic = jnp.promote_types(a.score_dtype, jnp.float32)
+    return [
+        _like(q, a.o, sizes, a.o_dtype),
+        _like(q, a.statistics, sizes, statistic),
+        _like(q, a.statistics, sizes, statistic),
+        _like(q, a.k, sizes, k.dtype),
+        _like(q, a.v, sizes, v.dtype),
+    ]
+
+
+def _backward_types(
+    q: Any, k: Any, v: Any, *others: Any, attention: Attention
+) -> list[Any]:
+    del others
+    a = attention
+    sizes = a.sizes(q.shape, k.shape, v.shape)
+    names = (a.d_q, a.d_k, a.d_v)
+    pairs = zip(names, a.gradient_dtypes, strict=True)
+    return [_like(q, dims, sizes, dtype) for dims, dtype in pairs]
+
+
+def _like(aval: Any, names: Labels, sizes: Sizes, dtype: Any) -> Any:
+    shape = shape_of(names, sizes)
+    return aval.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
+
+
+def _whole(kind: str) -> Any:
+    def run(*operands: Any, attention: Attention) -> list[Any]:
+        return _run(kind, attention, operands, Ring(), keeps=False)
+
+    return run
+
+
+for _primitive, _types in ((forward_p, _forward_types), (backward_p, _backward_types)):
+    _primitive.multiple_results = True
+    _primitive.def_abstract_eval(_types)
+    _primitive.def_impl(_whole(_primitive.name))
+    mlir.register_lowering(
+        _primitive, mlir.lower_fun(_whole(_primitive.name), multiple_results=True)
+    )

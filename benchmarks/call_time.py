@@ -1,0 +1,152 @@
+"""What a call costs besides the work: every call, and the first one.
+
+  calls   a step that adds one to 500 small arrays, so that handling arguments and
+          results is all there is to time, beside jit with the same shardings
+  first   the first call of a 12-layer GPT (a scan over its layers), which plans, lowers
+          and compiles, beside jit's first call on one device, which compiles
+
+Both are taken in turns, first calls in a new process each; ratios are taken turn by
+turn and the median is printed.
+
+    python -m benchmarks.call_time --rounds 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+MESH = "x:8"
+NUM_LEAVES = 500
+NUM_LAYERS = 12
+_WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class CallTime:
+    """Median seconds of ours and of jit's, and the median of their ratios."""
+
+    case: str
+    our_seconds: float
+    jit_seconds: float
+    ratio: float
+
+
+def measure_calls(rounds: int, num_leaves: int = NUM_LEAVES) -> CallTime:
+    """Seconds until a call has returned, its results not waited for."""
+    import jax
+    import numpy as np
+
+    import autopar
+
+    def step(state: list[Any]) -> list[Any]:
+        return [leaf + 1 for leaf in state]
+
+    parallel = autopar.parallelize(step, mesh=MESH, donate_argnums=())
+    state = parallel([np.zeros(64, np.float32) for _ in range(num_leaves)])
+    shardings = [leaf.sharding for leaf in state]
+    jitted = jax.jit(step, in_shardings=(shardings,), out_shardings=shardings)
+
+    def seconds_of(program: Callable[[Any], Any]) -> float:
+        start = perf_counter()
+        results = program(state)
+        seconds = perf_counter() - start
+        jax.block_until_ready(results)
+        return seconds
+
+    turns = range(_WARM_UP + rounds)
+    pairs = [(seconds_of(parallel), seconds_of(jitted)) for _ in turns]
+    return _summary(f"calls with {num_leaves} leaves", pairs[_WARM_UP:])
+
+
+def measure_first_call(rounds: int, num_layers: int = NUM_LAYERS) -> CallTime:
+    """Seconds of first calls, results included, each in a process of its own.
+
+    Nothing that an earlier run kept on disk is used.
+    """
+    pairs = [
+        (_first_seconds("ours", num_layers), _first_seconds("jit", num_layers))
+        for _ in range(rounds)
+    ]
+    return _summary(f"first call of a GPT of {num_layers} scanned layers", pairs)
+
+
+def _first_seconds(program: str, num_layers: int) -> float:
+    """What a new process prints."""
+    off = {"AUTOPAR_CACHE_DIR": "off", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    command = ["-m", "benchmarks.call_time", "--first", program, str(num_layers)]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, **off},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise RuntimeError(f"A first call must succeed, but failed: {done.stderr}")
+    return float(done.stdout.split()[-1])
+
+
+def _time_first_call(program: str, num_layers: int) -> float:
+    import jax
+
+    import autopar
+
+    from .models import build
+
+    workload = build("gpt", num_layers=num_layers, scan_layers=True)
+    state, batch = workload.init(jax.random.key(0)), workload.make_batch(0)
+    start = perf_counter()
+    if program == "jit":
+        step = jax.jit(workload.step)
+    else:
+        step = autopar.parallelize(workload.step, mesh=MESH, donate_argnums=())
+    jax.block_until_ready(step(state, batch))
+    return perf_counter() - start
+
+
+def _summary(case: str, pairs: Sequence[tuple[float, float]]) -> CallTime:
+    ours, jits = zip(*pairs, strict=True)
+    ratio = statistics.median(a / b for a, b in pairs)
+    return CallTime(case, statistics.median(ours), statistics.median(jits), ratio)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=200, help="calls of each")
+    parser.add_argument("--first-rounds", type=int, default=3, help="first calls")
+    parser.add_argument(
+        "--first",
+        nargs=2,
+        metavar=("PROGRAM", "LAYERS"),
+        help="only time one first call, of `ours` or `jit`",
+    )
+    arguments = parser.parse_args()
+    from autopar.clusters.virtual_devices import use_virtual_devices
+
+    use_virtual_devices(8)
+    if arguments.first:
+        program, num_layers = arguments.first
+        print(_time_first_call(program, int(num_layers)))
+        return
+    for found in (
+        measure_calls(arguments.rounds),
+        measure_first_call(arguments.first_rounds),
+    ):
+        print(
+            f"{found.case}: {found.our_seconds * 1e3:.2f} ms, jit "
+            f"{found.jit_seconds * 1e3:.2f} ms, {found.ratio:.2f} times",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

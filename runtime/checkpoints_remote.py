@@ -1,0 +1,94 @@
+"""State of the workers in a checkpoint: each host writes the shards that it holds.
+
+Orbax does the rest as for any state: the directory, what describes it, and the rename.
+Nothing of the state passes through the driver.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.state.distributed_array import DistributedArray
+
+from .ray_arrays import Keeper, RemoteArray
+from .stored_arrays import Digest, Writing, chunk_shape, create_array, moved
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteSave:
+    """Leaves on workers that are being saved; their values are copied there already.
+
+    Raises:
+      HostLostError, WorkerError, RuntimeError: see `Workers.call`.
+    """
+
+    leaves: tuple[DistributedArray, ...]
+    tickets: Mapping[Keeper, int]
+
+    @staticmethod
+    def begin(leaves: Sequence[DistributedArray]) -> RemoteSave:
+        """Have the workers copy leaves; when it returns these may be donated."""
+        by_keeper: dict[Keeper, list[RemoteArray]] = {}
+        for piece in itertools.chain(*(leaf.pieces for leaf in leaves)):
+            assert isinstance(piece, RemoteArray)
+            by_keeper.setdefault(piece.keeper, []).append(piece)
+        tickets = {keeper: keeper.copy_out(own) for keeper, own in by_keeper.items()}
+        return RemoteSave(tuple(leaves), tickets)
+
+    def write(self, paths: Sequence[Path]) -> dict[str, Digest]:
+        """Write each leaf to its path; what each file holds, by its path from there."""
+        writings: dict[Keeper, list[tuple[int, Writing]]]
+        writings = {keeper: [] for keeper in self.tickets}
+        for leaf, path in zip(self.leaves, paths, strict=True):
+            tiles, first = [], 0
+            for piece in leaf.pieces:
+                assert isinstance(piece, RemoteArray)
+                for device in range(piece.type.num_devices):
+                    tile = [(p.start, p.stop) for p in piece.type.tile(device)]
+                    tiles.append(moved(tuple(tile), first))
+                writing = Writing(piece.number, str(path), first)
+                writings[piece.keeper].append((piece.group, writing))
+                first += piece.shape[0] if piece.shape else 0
+            create_array(path, leaf.shape, leaf.dtype, chunk_shape(tiles))
+        digests: dict[str, Digest] = {}
+        for keeper, own in writings.items():
+            digests |= keeper.write_out(self.tickets[keeper], own)
+        return digests
+
+
+def remote_handler(orbax: Any, digests: dict[str, Digest]) -> Any:
+    """What Orbax writes a state with some of whose leaves lie on workers.
+
+    `digests` gets the files of those, by their path in the checkpoint.
+    """
+    handlers = orbax.type_handlers
+
+    class RemoteHandler(handlers.NumpyHandler):
+        """Leaves on workers; read again they are ordinary arrays."""
+
+        async def serialize(
+            self, values: Sequence[Any], infos: Sequence[Any], args: Any = None
+        ) -> Sequence[Any]:
+            """Copies the values, and writes them in the background."""
+            begun = RemoteSave.begin(values)
+            written = self._written(begun, infos)
+            kind = orbax.future.CommitFutureAwaitingContractedSignals
+            return [kind(written, name="autopar workers write")]
+
+        async def _written(self, begun: RemoteSave, infos: Sequence[Any]) -> None:
+            for info in infos:
+                await info.await_path_creation()
+            digests.update(begun.write([Path(info.path) for info in infos]))
+
+    kinds = handlers.supported_types()
+    registry = handlers.create_type_handler_registry(
+        (DistributedArray, RemoteHandler()),
+        *((kind, handlers.get_type_handler(kind)) for kind in kinds),
+    )
+    return orbax.PyTreeCheckpointHandler(
+        use_ocdbt=False, type_handler_registry=registry
+    )

@@ -1,0 +1,93 @@
+"""Compile in the loop: what a program was seen to hold decides, and is what is said."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import autopar
+from autopar.audit.compiled_memory import MOST_CORRECTIONS, fit_compiled
+from autopar.audit.memory_use import MemoryUse
+from autopar.errors import InfeasiblePlanError
+from autopar.planner.planning import Planned, plan_function
+from autopar.plans.parallel_plan import Plan
+from tests.rows.test_fairscale import f2
+
+
+@cache
+def planned() -> Planned:
+    """Any plan; what its program holds is made up by the tests."""
+    options = autopar.parallelize(lambda x: x, mesh="x:8")._options
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    return plan_function(lambda x: (x @ x).sum(), (x,), {}, options)
+
+
+def of_peak(peak_bytes: int) -> Planned:
+    found = planned().plan.sharding
+    predicted = replace(found.predicted, peak_bytes=peak_bytes)
+    return replace(planned(), plan=Plan(replace(found, predicted=predicted)))
+
+
+@pytest.mark.parametrize("seen", [700, 900, 1000])
+def test_a_program_that_fits_is_what_the_plan_says(seen: int) -> None:
+    found = fit_compiled(of_peak(800), 1000, lambda _: seen, of_peak)
+    assert found.plan.predicted.peak_bytes == seen
+    assert found.plan.predicted.memory_correction == pytest.approx(seen / 800)
+    assert found.plan.predicted.budget_bytes == 1000
+
+
+def test_the_budget_is_lowered_by_the_error_seen() -> None:
+    """The model is a fifth too low; its second plan uses all that it was given."""
+    asked: list[int] = []
+
+    def plan_again(budget_bytes: int) -> Planned:
+        asked.append(budget_bytes)
+        return of_peak(budget_bytes)
+
+    found = fit_compiled(
+        *(of_peak(1000), 1000, lambda p: round(p.plan.predicted.peak_bytes * 1.2)),
+        plan_again,
+    )
+    assert asked == [833]
+    assert found.plan.predicted.peak_bytes == 1000  # 833 times 1.2
+
+
+def test_what_is_far_below_the_budget_is_not_compiled() -> None:
+    def compiled_bytes(_: Planned) -> int:
+        raise AssertionError("compiled")
+
+    found = fit_compiled(of_peak(400), 1000, compiled_bytes, of_peak)
+    assert found.plan.predicted.peak_bytes == 400
+
+
+def test_programs_that_never_fit_are_refused_with_the_least_seen() -> None:
+    seen = iter([1500, 1300, 1400, 1350])
+    with pytest.raises(InfeasiblePlanError, match="give memory_budget=1300") as raised:
+        fit_compiled(of_peak(1000), 1000, lambda _: next(seen), of_peak)
+    assert raised.value.least_budget_bytes == 1300
+    assert next(seen, None) is None and MOST_CORRECTIONS == 3
+
+
+def test_a_model_that_is_too_low_does_not_break_the_budget() -> None:
+    """XLA reduces all gradients at once, and so holds them all, which no plan says."""
+    case = f2(optax.adam(1e-2))
+    data_parallel = autopar.DataParallel()
+    free = autopar.parallelize(case.step, mesh="x:8", method=data_parallel)
+    compiled = free.lower(*case.args).compile()
+    held = MemoryUse.of(compiled.compiled).device_bytes
+    said = compiled.plan.predicted.peak_bytes
+    assert said < 0.9 * held
+
+    def within(budget: int) -> Plan:
+        step = autopar.parallelize(
+            case.step, mesh="x:8", method=data_parallel, memory_budget=budget
+        )
+        return step.plan(*case.args)
+
+    with pytest.raises(InfeasiblePlanError) as raised:
+        within((held + said) // 2)
+    assert raised.value.least_budget_bytes == held
+    assert within(held).predicted.peak_bytes == held

@@ -1,0 +1,96 @@
+"""A training goes on when workers die or hang, and when a host is gone for good."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+from autopar.clusters.cluster import Cluster
+from autopar.errors import HostLostError
+from autopar.runtime.ray_local import LocalHosts
+from autopar.runtime.ray_workers import workers_of
+from benchmarks.faults import Fault, FaultInjection, FaultyBatches, measure
+from benchmarks.models import Workload, build
+
+NUM_STEPS = 8
+KILLS = (
+    Fault("backward", 4, 1, signal.SIGKILL, 0.001),
+    Fault("save", 9, 0, signal.SIGKILL, 0.0),
+)
+
+
+def test_killed_workers_are_told_and_no_loss_is_wrong(ray_hosts: LocalHosts):
+    found = measure(ray_hosts.address, KILLS)
+    assert [each.fault for each in found.outcomes] == list(KILLS)
+    assert found.wrong_losses == 0
+    assert found.losses > found.num_steps, "steps since the checkpoint came again"
+    assert all(each.detect_seconds < 20 for each in found.outcomes)
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return build("mlp", hidden=96, batch_size=96)
+
+
+def training_of(
+    cluster: Cluster, method: Any, workload: Workload, checkpoints: Any
+) -> autopar.Training:
+    none = FaultInjection.of_none(workload)
+    return autopar.Training(
+        autopar.parallelize(workload.step, method=method, cluster=cluster),
+        *(checkpoints, workload.init, jax.random.key(0)),
+        batches=lambda position: FaultyBatches(position, none),
+        save_every=2,
+    )
+
+
+@pytest.mark.slow  # a host more starts, and Ray takes seconds to give it up
+def test_a_lost_host_leaves_a_plan_for_fewer(
+    ray_hosts: LocalHosts, workload: Workload, tmp_path: Path
+):
+    third = ray_hosts.add()
+    cluster = Cluster.ray(ray_hosts.address, num_hosts=3)
+    method = autopar.PipelineParallel(num_stages=3, num_microbatches=3)
+    state, expected = workload.init(jax.random.key(0)), []
+    for number in range(NUM_STEPS):
+        state, metrics = jax.jit(workload.step)(state, workload.make_batch(number))
+        expected.append(float(metrics["loss"]))
+    got: dict[int, float] = {}
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        training = training_of(cluster, method, workload, checkpoints)
+        for number, metrics in training.run(NUM_STEPS):
+            if number == 4 and not training.recoveries:
+                ray_hosts.kill(third)
+            got[number] = float(metrics["loss"])
+        np.testing.assert_allclose(list(got.values()), expected, rtol=1e-5)
+        assert training.recoveries[-1].num_hosts == 2
+        assert training.recoveries[-1].from_step == 4, "after the checkpoint of step 3"
+        assert isinstance(training.step.options.method, autopar.ShardParallel)
+        training.step.close()
+
+
+@pytest.mark.slow
+def test_what_is_to_be_raised_is_raised(
+    ray_hosts: LocalHosts, workload: Workload, tmp_path: Path
+):
+    cluster = Cluster.ray(ray_hosts.address, on_failure="raise")
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        training = training_of(cluster, None, workload, checkpoints)
+        numbers = []
+        with pytest.raises(HostLostError, match="host 0 at .* died"):
+            for number, _ in training.run(NUM_STEPS):
+                numbers.append(number)
+                if number == 2:
+                    os.kill(workers_of(cluster, 1).facts[0].process_id, signal.SIGKILL)
+        assert numbers == [0, 1, 2]
+
+
+def test_failure_modes_are_checked(ray_hosts: LocalHosts):
+    wrong: Any = "ignore"
+    with pytest.raises(ValueError, match="'replan', 'wait' or 'raise', but got 'ig"):
+        Cluster.ray(ray_hosts.address, on_failure=wrong)

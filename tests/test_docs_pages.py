@@ -1,0 +1,83 @@
+"""The Python blocks of the documentation run as they stand, and print what is shown."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.rules import base
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = (
+    "tutorial.md",
+    "cost_model.md",
+    "adding_a_rule.md",
+    "how_to/flax.md",
+    "how_to/equinox.md",
+    "how_to/keras.md",
+    "how_to/gpu_tpu.md",
+)
+# Pages with a test of their own, and those without code.
+ELSEWHERE = (
+    "README.md",
+    "change_one_thing.md",
+    "checkpoints.md",
+    "design.md",
+    "how_to/ray.md",
+    "measurements.md",
+    "plan_format.md",
+    "report.md",
+    "roadmap.md",
+)
+BLOCK = re.compile(
+    r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL
+)
+
+
+@pytest.fixture(autouse=True)
+def _rules_are_restored() -> Iterator[None]:
+    """A page may register a rule of its own."""
+    before = dict(base._RULES)
+    yield
+    base._RULES.clear()
+    base._RULES.update(before)
+
+
+def test_every_page_is_tested() -> None:
+    found = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert found == {*PAGES, *ELSEWHERE}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_runs_and_prints_what_it_shows(
+    page: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    blocks = BLOCK.findall((DOCS / page).read_text())
+    assert blocks
+    for number, (code, shown) in enumerate(blocks):
+        exec(compile(code, f"{page}, block {number}", "exec"), names)
+        printed = capsys.readouterr().out
+        for part in re.split(r"^\.\.\.\n", shown, flags=re.MULTILINE):
+            assert stripped(part) in stripped(printed), f"block {number}: {printed}"
+
+
+def stripped(text: str) -> str:
+    """Without spaces at the ends of lines."""
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = [
+        f"{path.name}: {target}"
+        for path in DOCS.rglob("*.md")
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text())
+        if not (path.parent / target).exists()
+    ]
+    assert not broken
