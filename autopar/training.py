@@ -174,7 +174,8 @@ class Training:
         self.step.close()
         self._num_hosts = (left := cluster_left(cluster)).num_hosts
         self.step = step_on(self._given, left)
-        self._fault = fault, self._at_step, start
+        if self._fault is None:  # else the same one, which went on
+            self._fault = fault, self._at_step, start
 
     def _note_recovery(self, first: int) -> None:
         if self._fault is None:

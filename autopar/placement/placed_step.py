@@ -88,12 +88,22 @@ def _run_nothing(*_: object) -> list[Any]:
 
 
 def _apply_cut(nodes: OperatorNodes, found: Placed) -> ApplyCut:
-    """The placed operators by device and round."""
+    """The placed operators by device and round.
+
+    An argument that nothing on its device reads goes to the first device that does: it
+    would be sent there all the same.
+    """
     graph = nodes.graph
-    home = {
-        each.tensor: found.devices[position]
-        for position, each in enumerate(graph.inputs)
-    }
+    readers: dict[int, list[int]] = {}
+    for position, op in enumerate(graph.blocks[0].operators):
+        for tensor in tensors_of(op.operands):
+            readers.setdefault(tensor, []).append(
+                found.devices[nodes.node_of(position)]
+            )
+    home: dict[int, int] = {}
+    for position, each in enumerate(graph.inputs):
+        device, there = found.devices[position], readers.get(each.tensor, [])
+        home[each.tensor] = device if device in there or not there else there[0]
     made_on: dict[int, tuple[int, int]] = {}
     chosen: dict[tuple[int, int], list[Operator]] = {}
     for position, op in enumerate(graph.blocks[0].operators):

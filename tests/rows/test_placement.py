@@ -1,5 +1,6 @@
 """Rows PLC: operators placed on devices, run there, and sent along cut edges only."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 
 import autopar
 from autopar.solver.placement import NoPlacement
+
+from .fixtures import Case, f1, f6
 
 TWO = autopar.Cluster.preset("1x2xCPU")
 
@@ -75,6 +78,17 @@ def test_plc_4_a_placed_step_has_the_values_of_one_device(algorithm: str) -> Non
 
 def chain_of_two(params: Any, x: jax.Array) -> jax.Array:
     return jnp.tanh(x @ params["first"]) @ params["second"]
+
+
+@pytest.mark.parametrize("case", [f1, f6], ids=["f1", "f6"])
+def test_plc_4_arguments_go_where_they_are_read(case: Callable[[], Case]) -> None:
+    made = case()
+    method = autopar.PlaceOperators("list")
+    placed = autopar.parallelize(made.step, method=method, donate_argnums=())
+    expected = jax.tree.leaves(jax.jit(made.step)(*made.args))
+    got = jax.tree.leaves(placed(*made.args))
+    for actual, want in zip(got, expected, strict=True):
+        np.testing.assert_allclose(actual, want, rtol=1e-5, atol=1e-6)
 
 
 def test_plc_4_values_are_sent_along_cut_edges_only() -> None:
