@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import signal
 import statistics
 import tempfile
@@ -51,6 +52,12 @@ class Outcome:
     recover_seconds: float
     error: str
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the host that was lost is the first one that the error names."""
+        named = re.search(r"host (\d+)", self.error)
+        return named is not None and int(named[1]) == self.fault.rank
+
     def __str__(self) -> str:
         fault = self.fault
         return (
@@ -79,6 +86,8 @@ class Result:
                     f"seconds to {name}: median {statistics.median(seconds):.1f}, "
                     f"largest {max(seconds):.1f}"
                 )
+        named = sum(outcome.is_named for outcome in self.outcomes)
+        lines.append(f"{named} of {len(self.outcomes)} errors name the lost host")
         lines.append(
             f"{len(self.outcomes)} recoveries of {len(self.faults)} faults, "
             f"{self.wrong_losses} wrong of {self.losses} losses of {self.num_steps} "

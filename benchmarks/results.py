@@ -13,6 +13,7 @@ from pathlib import Path
 VERSION = 1
 TOLERANCE = 1e-3  # of values, which are the same on every machine
 TIMED_TOLERANCE = 0.25  # of what is timed
+FAILED = "failed"  # the case of a suite that ended with an error
 
 
 @dataclass(frozen=True)

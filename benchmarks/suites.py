@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.models import build, names
 from benchmarks.models.names import look_up
-from benchmarks.results import Result
+from benchmarks.results import FAILED, Result
 
 if TYPE_CHECKING:
     from autopar.plans.parallel_plan import Plan
@@ -235,13 +235,24 @@ def run(
 ) -> tuple[Result, ...]:
     """The results of some suites; each is told as it comes.
 
+    One suite of several that fails leaves a result that says so, and the others run.
+
     Raises:
       ValueError: an unknown suite, with the nearest name.
     """
-    chosen = [look_up("suite", name, SUITES) for name in suites]
-    found = []
-    for suite in chosen:
-        for result in suite(request):
-            tell(result)
-            found.append(result)
+    chosen = {name: look_up("suite", name, SUITES) for name in suites}
+    found: list[Result] = []
+
+    def keep(result: Result) -> None:
+        tell(result)
+        found.append(result)
+
+    for name, suite in chosen.items():
+        try:
+            for result in suite(request):
+                keep(result)
+        except Exception as error:
+            if len(chosen) == 1:
+                raise
+            keep(Result(name, FAILED, note=f"{type(error).__name__}: {error}"))
     return tuple(found)

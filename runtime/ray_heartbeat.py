@@ -15,8 +15,10 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from .ray_hosts import import_ray
+from .ray_watch import HUNG_SECONDS
 
 _EVERY_SECONDS = 1.0
+_HUNG = int(HUNG_SECONDS / _EVERY_SECONDS)
 
 
 class Watched(Protocol):
@@ -53,8 +55,12 @@ def _beat(
         for ping in [each for each in pings if each.done()]:
             rank = pings.pop(ping)
             if (error := ping.exception()) is not None:
+                hung = [each for each, beats in unanswered.items() if beats >= _HUNG]
                 cause = str(error).strip().splitlines()[-1].strip()
-                workers.lose(rank, f"{workers.name(rank)} died: {cause}")
+                reason = f"{workers.name(rank)} died: {cause}"
+                if hung:
+                    reason = f"{workers.name(hung[0])} has been silent; {reason}"
+                workers.lose(hung[0] if hung else rank, reason)
                 return
             unanswered[rank] = 0
         unanswered.update(pings.values())

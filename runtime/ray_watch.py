@@ -18,6 +18,8 @@ from .ray_job import Failure
 
 _PING_EVERY_SECONDS = 1.0
 _NOT_INSTALLED = "No module named 'autopar"
+# JAX ends a process 5 s after another of its group fell silent: that one is the cause.
+HUNG_SECONDS = 3.0
 _GRACE_SECONDS = 1.0  # after a failure, for others to tell a better reason
 
 
@@ -60,7 +62,15 @@ class Watch:
                 rank = pending.pop(ref)
                 found = self._answer(ref, rank)
                 if isinstance(found, WorkerError | HostLostError):
-                    raise self._first_cause(found, pending)
+                    hung = [
+                        (alive[each], each)
+                        for each in pings.values()
+                        if now - alive[each] > HUNG_SECONDS and each != rank
+                    ]
+                    cause = self._first_cause(found, pending)
+                    if hung:
+                        raise self._silent(now, *min(hung)) from cause
+                    raise cause
                 replies[rank] = found
             asked = set(pings.values())
             silent = [rank for rank in pending.values() if rank not in asked]
@@ -119,6 +129,14 @@ class Watch:
 
         return min(failures, key=weight)
 
+    def _silent(self, now: float, last: float, rank: int) -> HostLostError:
+        return HostLostError(
+            f"Every host must answer while it works, but {self.name(rank)} "
+            f"has been silent for {now - last:.0f} s in {self.method!r}. All "
+            f"workers are ended; call again from a checkpoint.",
+            rank,
+        )
+
     def _check_time(
         self, now: float, start: float, alive: Sequence[tuple[float, int]]
     ) -> None:
@@ -126,12 +144,7 @@ class Watch:
             return
         last, rank = min(alive)
         if now - last > self.silent_seconds:
-            raise HostLostError(
-                f"Every host must answer while it works, but {self.name(rank)} "
-                f"has been silent for {now - last:.0f} s in {self.method!r}. All "
-                f"workers are ended; call again from a checkpoint.",
-                rank,
-            )
+            raise self._silent(now, last, rank)
         if now - start > self.seconds:
             names = ", ".join(self.name(rank) for _, rank in alive)
             raise HostLostError(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from .hardware import Device, Link
 
-if TYPE_CHECKING:
-    from .cluster import Cluster
+_Cluster = TypeVar("_Cluster", bound=Any)  # `Cluster`, whose file imports this one
 
 
 @dataclass(frozen=True)
@@ -20,13 +19,13 @@ class JoinedFile:
     parts: Sequence[Any]
 
 
-def host_parts(cluster: Cluster) -> tuple[int, ...]:
+def host_parts(cluster: Any) -> tuple[int, ...]:
     """By host, which of the cluster's parts it is of; 0 where all are equal."""
     numbers = [part.num_hosts for part in cluster.parts] or [cluster.num_hosts]
     return tuple(i for i, number in enumerate(numbers) for _ in range(number))
 
 
-def cluster_around(cluster: Cluster, first: int, number: int) -> Cluster:
+def cluster_around(cluster: _Cluster, first: int, number: int) -> _Cluster:
     """What `number` devices from device `first` on are of: one part, or all."""
     inside = cluster.devices_per_host
     hosts = host_parts(cluster)[first // inside : (first + number - 1) // inside + 1]
@@ -34,7 +33,7 @@ def cluster_around(cluster: Cluster, first: int, number: int) -> Cluster:
     return cluster.parts[hosts[0]] if is_one else cluster
 
 
-def join_clusters(parts: Sequence[Cluster], name: str | None = None) -> Cluster:
+def join_clusters(parts: Sequence[_Cluster], name: str | None = None) -> _Cluster:
     """One cluster of the hosts of all `parts`, in their order.
 
     What spans hosts of several parts counts on what the least of them has: a step over

@@ -190,6 +190,8 @@ def _run(
         print(f"written to {html}")
     if kept is not None:
         _judge(results.compare(kept, file))
+    if any(each.case == results.FAILED for each in found):
+        raise typer.Exit(1)
 
 
 def _tell(result: Any) -> None:

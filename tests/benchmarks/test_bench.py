@@ -1,6 +1,7 @@
 """`autopar bench`: what it runs, keeps, compares and says of mistakes."""
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,6 +134,22 @@ def test_mistakes_name_the_remedy(
 ) -> None:
     assert run("bench", *args) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_suite_that_fails_does_not_take_the_others_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: Request) -> Iterator[Result]:
+        yield BEFORE
+        raise RuntimeError("no hosts")
+
+    own = {"plan": fails, "step": lambda _: iter([replace(BEFORE, suite="step")])}
+    monkeypatch.setattr(suites, "SUITES", own)
+    path = tmp_path / "results.json"
+    assert run("bench", "all", f"--json={path}") == 1
+    found = ResultFile.load(path).results
+    assert [each.case for each in found] == ["mlp x:8", "failed", "mlp x:8"]
+    assert found[1].note == "RuntimeError: no hosts"
 
 
 def test_an_unknown_suite_is_named() -> None:

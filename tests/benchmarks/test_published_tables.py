@@ -196,6 +196,7 @@ def test_running_out_of_memory_is_a_prediction_too() -> None:
     assert (both.error, one.error) == (0.0, 1.0)
 
 
+@pytest.mark.slow
 def test_a_system_that_routes_all_tokens_at_once_takes_the_most_that_fit() -> None:
     """DeepSpeed on one GPU: eight sequences, as Alpa's authors ran it, and slower."""
     constants = Constants.load()

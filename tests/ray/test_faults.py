@@ -29,6 +29,7 @@ def test_killed_workers_are_told_and_no_loss_is_wrong(ray_hosts: LocalHosts):
     assert [each.fault for each in found.outcomes] == list(KILLS)
     assert found.wrong_losses == 0
     assert found.losses > found.num_steps, "steps since the checkpoint came again"
+    assert all(each.is_named for each in found.outcomes)
     assert all(each.detect_seconds < 20 for each in found.outcomes)
 
 

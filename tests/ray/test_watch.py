@@ -47,14 +47,14 @@ class Answers:
         return found
 
 
-def watch(answers: Answers, silent: bool = False, **limits: float) -> Watch:
-    """A watch of hosts that answer pings at once, or never."""
+def watch(answers: Answers, silent: Sequence[int] = (), **limits: float) -> Watch:
+    """A watch of hosts that answer pings at once, or never if they are `silent`."""
     numbers = iter(range(1000))
 
     def ping(ranks: Sequence[int]) -> Mapping[str, int]:
-        never = 1e9 if silent else 0.0
         refs = {f"ping {next(numbers)}": rank for rank in ranks}
-        answers.after.update({ref: (never, 0.0) for ref in refs})
+        for ref, rank in refs.items():
+            answers.after[ref] = 1e9 if rank in silent else 0.0, 0.0
         return refs
 
     waits = {"seconds": 60.0, "silent_seconds": 60.0, **limits}
@@ -86,7 +86,7 @@ def test_a_dead_host_is_told_before_those_it_took_along():
 def test_a_silent_host_is_given_up_in_time():
     start = time.monotonic()
     with pytest.raises(HostLostError, match="host 0 has been silent for"):
-        watch(Answers({"a": (60.0, 1)}), silent=True, silent_seconds=1.5).gather(
+        watch(Answers({"a": (60.0, 1)}), silent=[0], silent_seconds=1.5).gather(
             {"a": 0}
         )
     assert time.monotonic() - start < 10
@@ -97,3 +97,10 @@ def test_a_host_that_answers_pings_may_take_as_long_as_a_call_may():
     assert watch(answers, silent_seconds=1.5).gather({"a": 0}) == {0: "late"}
     with pytest.raises(HostLostError, match=r"done in 1 s.*host 0 is not"):
         watch(Answers({"a": (60.0, 1)}), seconds=1.0).gather({"a": 0})
+
+
+def test_a_hung_host_is_told_though_it_takes_another_along():
+    dead = Exceptions.RayActorError("jax ended the process")
+    answers = Answers({"a": (4.5, dead), "b": (60.0, 1)})
+    with pytest.raises(HostLostError, match="host 1 has been silent for"):
+        watch(answers, silent=[1]).gather({"a": 0, "b": 1})

@@ -217,3 +217,44 @@ def test_col_5_heads_that_cannot_be_exchanged_name_the_ring() -> None:
     step = autopar.parallelize(exchanged, mesh=mesh, batch_argnums=())
     with pytest.raises(ValueError, match="attention='ring'"):
         step.plan(*operands(3, heads=6))
+
+
+def test_meg_7_a_distributed_optimizer_keeps_6_and_12_over_d_bytes_a_parameter() -> (
+    None
+):
+    """bf16 weights and f32 gradients, added over microbatches, whole; masters, moments
+    and nothing else split: against 18 bytes where all of it is whole."""
+    optimizer, size, devices = optax.adam(1e-2), 128, 4
+
+    def step(state: Any, x: jax.Array) -> Any:
+        weights, old, moments = state
+
+        def loss(wide: Any) -> jax.Array:
+            y = x
+            for each in wide:
+                y = jnp.tanh(y @ each.astype(jnp.bfloat16).astype(jnp.float32))
+            return jnp.mean(y**2)
+
+        grads = jax.grad(loss)([each.astype(jnp.float32) for each in weights])
+        updates, moments = optimizer.update(grads, moments)
+        masters: Any = optax.apply_updates(old, updates)
+        return [each.astype(jnp.bfloat16) for each in masters], masters, moments
+
+    masters = [random(i, size, size, scale=0.1) for i in range(4)]
+    weights = [each.astype(jnp.bfloat16) for each in masters]
+    state = (weights, masters, optimizer.init(masters))
+    num_parameters = 4 * size * size
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("n",))
+    method = autopar.Zero(stage=1, num_microbatches=2)
+    planned = autopar.parallelize(step, mesh=mesh, method=method)
+    plan = planned.plan(state, random(9, 16, size)).sharding
+    held = sum(each.bytes for each in plan.inputs if len(each.shape) == 2)
+    own = sum(each.bytes for each in plan.inputs if each.shape == (16, size))
+    assert held - own == (2 + 12 // devices) * num_parameters
+    loops = [op for op in plan.operators if op.kind == "scan"]
+    assert loops
+    made = {tensor.name: tensor for tensor in plan.tensors}
+    sums = [made[name] for name in made if name.startswith(loops[0].name)]
+    whole = [each for each in sums if each.shape == (size, size)]
+    assert len(whole) == 4
+    assert all(each.spec[0] < 0 and each.dtype == "float32" for each in whole)
