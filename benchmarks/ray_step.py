@@ -9,9 +9,10 @@ machine, so what is measured is the driver, the hosts' instruction lists and glo
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
@@ -64,11 +65,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="mlp")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
     arguments = parser.parse_args()
     from autopar.clusters.virtual_devices import use_virtual_devices
 
     use_virtual_devices(8)
-    print(measure(arguments.model, arguments.rounds))
+    found = measure(arguments.model, arguments.rounds)
+    print(json.dumps(asdict(found)) if arguments.json else found)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Region and definition are both rational functions of exponentials. In double precision
 on a few hundred random numbers they agree to 1e-9 only if they are the same, but for a
-chance that is as small (Schwartz 1980, Zippel 1979).
+chance that is as small (Schwartz 1980, Zippel 1979). Large scores are tried as well:
+something may be cut off at a threshold.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .score_regions import NotAttention
 
 _NUM_KEYS, _NUM_ROWS = 7, 3
 _TOLERANCE = 1e-9
+_TRIALS = ((1.0, 0.0), (1.0, 100.0), (1.0, -100.0), (100.0, 0.0))  # scale, offset
 _SCALE = 2.5
 
 
@@ -115,43 +117,54 @@ def _softmax_and_gradient(
         for label, large in enumerate(is_large)
     }
     random = np.random.default_rng(0)
+    own, *others = orders
+    alike: tuple[int, int] | None = None
     with jax.enable_x64(True):
-        values = [
-            _random_side(random, labels, dtype, sizes)
-            for labels, dtype in zip(shapes, dtypes, strict=True)
-        ]
-        sides = values[: program.num_sides]
-        scores = values[program.num_sides]
+        for scale, offset in _TRIALS:
+            values = [
+                _random_side(random, labels, dtype, sizes)
+                for labels, dtype in zip(shapes, dtypes, strict=True)
+            ]
+            sides = values[: program.num_sides]
+            scores = offset + scale * values[program.num_sides]
 
-        def run(scores: Any) -> list[Any]:
-            return program.values(scores, sides, sizes, is_exact=True)
+            def run(scores: Any, sides: Any = sides) -> list[Any]:
+                return program.values(scores, sides, sizes, is_exact=True)
 
-        made = run(scores)
-        x = made[softmax_input]
-        softmax = jax.nn.softmax(x, axis=x.shape.index(_NUM_KEYS))
-        own, *others = orders
+            made = run(scores)
+            x = made[softmax_input]
+            softmax = jax.nn.softmax(x, axis=x.shape.index(_NUM_KEYS))
 
-        def first(wanted: Any, layouts: Sequence[Labels]) -> int | None:
-            """The first candidate in one of the layouts that has these values."""
-            for i, n in enumerate(candidates):
-                if others[i] in layouts:
-                    if _is_close(made[n], _laid_out(wanted, own, others[i])):
-                        return i
-            return None
+            def has(
+                i: int, wanted: Any, layouts: Sequence[Labels], made: Any = made
+            ) -> bool:
+                """Whether a candidate has these values, in one of the layouts."""
+                return others[i] in layouts and _is_close(
+                    made[candidates[i]], _laid_out(wanted, own, others[i])
+                )
 
-        found = first(softmax, others)
-        if found is None:
-            return "its weights are no softmax"
-        alike = first(x, [others[found]])
-        if alike is None:
-            return "its softmax is laid out unlike its scores"
-        if gradient is not None:
-            _, back = jax.vjp(lambda x: run(x)[program.result], scores)
-            (expected,) = back(_laid_out(sides[-1], *layouts[:2]))
-            made_back = _laid_out(made[gradient], *layouts[2:])
-            if not _is_close(made_back, expected):
-                return "what comes back is not the gradient of its scores"
-    return found, alike
+            every = range(len(candidates))
+            if alike is None:
+                found = next((i for i in every if has(i, softmax, others)), None)
+                if found is None:
+                    return "its weights are no softmax"
+                layout = [others[found]]
+                given = next((i for i in every if has(i, x, layout)), None)
+                if given is None:
+                    return "its softmax is laid out unlike its scores"
+                alike = found, given
+            elif not (has(alike[0], softmax, others) and has(alike[1], x, others)):
+                return "its weights are no softmax of large scores"
+            if gradient is not None:
+                _, back = jax.vjp(lambda x: run(x)[program.result], scores)
+                (expected,) = back(_laid_out(sides[-1], *layouts[:2]))
+                made_back = _laid_out(made[gradient], *layouts[2:])
+                # where a softmax is nearly 0 or 1, gradients are rounding
+                least = float(abs(sides[-1]).max()) if scale > 1 or offset else 0.0
+                if not _is_close(made_back, expected, least):
+                    return "what comes back is not the gradient of its scores"
+    assert alike is not None
+    return alike
 
 
 @lru_cache(maxsize=256)
@@ -194,9 +207,9 @@ def _laid_out(x: Any, labels: Labels, wanted: Labels) -> Any:
     return with_units(jnp.transpose(without_units(x, labels), order), wanted)
 
 
-def _is_close(x: Any, y: Any) -> bool:
+def _is_close(x: Any, y: Any, least_scale: float = 0.0) -> bool:
     if x.shape != y.shape:
         return False
     finite = np.where(np.isfinite(y), y, 0.0)
-    scale = np.abs(finite).max(initial=1e-30)
+    scale = np.abs(finite).max(initial=max(least_scale, 1e-30))
     return bool(np.allclose(x, y, rtol=_TOLERANCE, atol=_TOLERANCE * scale))

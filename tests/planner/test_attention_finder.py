@@ -56,6 +56,15 @@ def halved_gradient(scores: jax.Array) -> jax.Array:
     return 0.5 * scores + 0.5 * jax.lax.stop_gradient(scores)
 
 
+@jax.custom_vjp
+def clipped(scores: jax.Array) -> jax.Array:
+    """Limited to 50, with the gradient of what is not limited."""
+    return jnp.clip(scores, -50, 50)
+
+
+clipped.defvjp(lambda scores: (clipped(scores), None), lambda _, dy: (dy,))
+
+
 ATTENTIONS = {
     "plain": softmax_attention(),
     "causal": softmax_attention(causal),
@@ -71,6 +80,10 @@ OTHERS = {
     "normed": softmax_attention(lambda x: x - x.mean(-1, keepdims=True)),
     "doubled softmax": softmax_attention(change_weights=jax.nn.softmax),
     "other gradient": softmax_attention(halved_gradient),
+    "other gradient of large scores": softmax_attention(clipped),
+    "other softmax of large scores": softmax_attention(
+        softmax=lambda x: jnp.maximum(jax.nn.softmax(x), 1e-12)
+    ),
     "no softmax": softmax_attention(softmax=jax.nn.sigmoid),
 }
 
