@@ -1,10 +1,9 @@
 """Predicted memory of a device beside that of the compiled program.
 
-For every model and mesh: what the model of memory says (`costs/memory.py`), what the
-compiled program holds (argument + output + temp - alias), and their ratio; with
-`--budgets` the same for plans within these fractions of the free plan's figure. Their
-`corrected` figure is what the plan says once its program was compiled
-(`compiled_memory.py`).
+For every model and mesh: what the plan predicts (`costs/memory.py`), what the compiled
+program holds (argument + output + temp - alias), and their ratio; with `--budgets` the
+same for plans within these fractions of the free plan's figure, where the prediction is
+corrected by the error that compiling showed (`compiled_memory.py`).
 
     python -m benchmarks.memory_error
     python -m benchmarks.memory_error --models gpt --meshes "x:8" --budgets 0.9 0.8
@@ -33,16 +32,12 @@ MESHES = ("x:8", "x:2;y:4")
 
 @dataclass(frozen=True)
 class Measurement:
-    """Bytes of one device; `budget_bytes` is 0 without a budget of the user's.
-
-    `predicted_bytes` are the model's, `corrected_bytes` the plan's.
-    """
+    """Bytes of one device; `budget_bytes` is 0 without a budget of the user's."""
 
     model: str
     mesh: str
     budget_bytes: int
     predicted_bytes: int
-    corrected_bytes: int
     compiled_bytes: int
     state_bytes: int
     gap: float
@@ -50,20 +45,14 @@ class Measurement:
 
     @property
     def ratio(self) -> float:
-        """Predicted by the model over compiled."""
+        """Predicted over compiled."""
         return self.predicted_bytes / self.compiled_bytes if self.compiled_bytes else 0
-
-    @property
-    def corrected_ratio(self) -> float:
-        """What the plan says over compiled."""
-        return self.corrected_bytes / self.compiled_bytes if self.compiled_bytes else 0
 
     def __str__(self) -> str:
         budget = f"{self.budget_bytes:,}" if self.budget_bytes else "-"
         return (
             f"| {self.model} | {self.mesh} | {budget} | {self.predicted_bytes:,} | "
-            f"{self.compiled_bytes:,} | {self.ratio:.3f} | "
-            f"{self.corrected_ratio:.3f} | {self.state_bytes:,} | "
+            f"{self.compiled_bytes:,} | {self.ratio:.3f} | {self.state_bytes:,} | "
             f"{self.gap:.2%} | {self.note} |"
         )
 
@@ -80,7 +69,7 @@ def measure(model: str, mesh: str, budgets: Sequence[float]) -> Iterator[Measure
             yield _measure(model, mesh, budget)
         except InfeasiblePlanError as error:
             note = f"infeasible, least {error.least_budget_bytes:,}"
-            yield Measurement(model, mesh, budget, 0, 0, 0, 0, 0.0, note)
+            yield Measurement(model, mesh, budget, 0, 0, 0, 0.0, note)
 
 
 def _measure(model: str, mesh: str, budget: int | None) -> Measurement:
@@ -95,10 +84,8 @@ def _measure(model: str, mesh: str, budget: int | None) -> Measurement:
     compiled = step.lower(*workload.abstract()).compile()
     plan = compiled.plan
     seen = MemoryUse.of(compiled.compiled).device_bytes
-    said = plan.predicted
-    by_model = round(said.peak_bytes / said.memory_correction)
     return Measurement(
-        *(model, mesh, budget or 0, by_model, said.peak_bytes, seen),
+        *(model, mesh, budget or 0, plan.predicted.peak_bytes, seen),
         *(plan.sharding.state_bytes(), plan.predicted.optimality_gap),
         "above the budget" if budget is not None and seen > budget else "",
     )
@@ -117,10 +104,8 @@ def main() -> None:
         # The order of kernels that the model is made after; the other needs more.
         + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
     )
-    print(
-        "| model | mesh | budget | predicted | compiled | ratio | corrected | state "
-        "| gap | |\n|---|---|---|---|---|---|---|---|---|---|"
-    )
+    print("| model | mesh | budget | predicted | compiled | ratio | state | gap | |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for model in arguments.models:
         for mesh in arguments.meshes:
             for each in measure(model, mesh, arguments.budgets):

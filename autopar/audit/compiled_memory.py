@@ -2,8 +2,8 @@
 
 The predicted peak is a model of the compiler's. Where a program needs more than its
 budget, the model's error on it is taken as the error on its neighbours: the budget is
-lowered by it and the problem solved again. A plan that was compiled and fits says what
-its program holds.
+lowered by it and the problem solved again. What a plan says of its memory is never read
+back from its own program.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ def fit_compiled(
 ) -> Planned:
     """The plan, or one solved again, whose compiled program fits.
 
-    Its `predicted.peak_bytes` is corrected by the error that compiling it showed, or
-    where it is far below the budget, and not compiled, by that of the plans before.
+    Its `predicted.peak_bytes` is corrected by the error of the plans before it.
 
     Args:
       planned: a plan that is predicted to fit.
@@ -101,7 +100,7 @@ def fit_compiled(
         seen_bytes = compiled_bytes(planned)
         least = min(least or seen_bytes, seen_bytes)
         if seen_bytes <= budget_bytes:
-            return _corrected(planned, budget_bytes, seen_bytes / model_bytes)
+            return _corrected(planned, budget_bytes, correction)
         correction = max(seen_bytes / model_bytes, correction)
         if round_number == MOST_CORRECTIONS:
             break
