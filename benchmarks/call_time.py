@@ -91,7 +91,8 @@ def _first_seconds(program: str, num_layers: int) -> float:
         text=True,
     )
     if done.returncode:
-        raise RuntimeError(f"A first call must succeed, but failed: {done.stderr}")
+        why = (done.stderr.splitlines() or ["it printed nothing"])[-1]
+        raise RuntimeError(f"A first call must succeed, but failed: {why}")
     return float(done.stdout.split()[-1])
 
 

@@ -238,7 +238,8 @@ def _ray_measurement(model: str, rounds: int) -> Measurement:
     )
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
-        raise RuntimeError(f"The steps on Ray must succeed, but failed: {done.stderr}")
+        why = (done.stderr.splitlines() or ["it printed nothing"])[-1]
+        raise RuntimeError(f"The steps on Ray must succeed, but failed: {why}")
     return Measurement(**json.loads(lines[-1]))
 
 
