@@ -310,6 +310,8 @@ def _places(
 ) -> list[tuple[int, int, int]]:
     """(bytes, first position, last position) in which an input's memory is free."""
     columns, count = block.columns, len(position)
+    if not count or not block.replaced:
+        return []
     first, last = np.full((2, len(block.values)), -1)
     at = position[columns.readers]
     np.maximum.at(last, columns.reads, at)
@@ -318,8 +320,6 @@ def _places(
     used = last.copy()
     copied = list(duplicated)
     used[copied] = first[copied]
-    if not block.replaced:
-        return []
     old, new = np.array(block.replaced, np.intp).T
     made = block.maker[new]
     is_free = (made >= 0) & (used[old] + 1 < position[made])

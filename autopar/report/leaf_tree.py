@@ -126,7 +126,7 @@ def _between_programs(plan: StagedPlan) -> set[str]:
         for each in plan.programs
         if each.kind != "apply"
         for argument in each.sharding.inputs
-        if argument.role == "state"
+        if argument.role in ("state", "sum")
     }
     kept = {
         argument.path

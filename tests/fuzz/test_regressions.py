@@ -227,3 +227,12 @@ def test_a_barrier_in_a_loop_over_little() -> None:
 
     x = np.arange(4, dtype=np.float32)  # communicating loops are no kernels
     check_function(function, (x,), Case(MeshShape(("x",), (8,)), "solver", 0))
+
+
+def test_a_loop_that_only_exchanges_its_carries() -> None:
+    """Its body has no operator, and so no kernel that a carry could die at."""
+
+    def function(x: jax.Array) -> Any:
+        return lax.fori_loop(0, 3, lambda _, pair: (pair[1], pair[0]), (x, x + 1))
+
+    check(function, np.ones((8, 8), np.float32), seeds=2)
