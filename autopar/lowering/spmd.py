@@ -36,8 +36,7 @@ def input_shardings(
     """The home of every graph input."""
     names = plan.mesh.axis_names
     return tuple(
-        NamedSharding(mesh, held_spec(i.spec, len(i.shape), names))
-        for i in plan.inputs
+        NamedSharding(mesh, held_spec(i.spec, len(i.shape), names)) for i in plan.inputs
     )
 
 

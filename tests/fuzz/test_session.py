@@ -7,6 +7,7 @@ import pytest
 from tests.fuzz import session
 from tests.fuzz.record import Record
 from tests.fuzz.session import FOUND_FAILURES, Journal, run_topic
+from tests.fuzz.trial import ON_ONE_DEVICE
 
 ABORTED, SIGNAL = -6, "Fatal: aborted"
 
@@ -14,14 +15,14 @@ ABORTED, SIGNAL = -6, "Fatal: aborted"
 class Workers:
     """Stands for the processes: each runs all it is to, or dies as it was told."""
 
-    def __init__(self, *deaths: tuple[int, int]) -> None:
-        self.deaths, self.counts = list(deaths), list[int]()
+    def __init__(self, *deaths: tuple[int, int], says: str = "") -> None:
+        self.deaths, self.counts, self.says = list(deaths), list[int](), says
 
     def __call__(self, topic: str, count: int, journal: Journal, output: Path) -> int:
         self.counts.append(count)
         number, status = self.deaths.pop(0) if self.deaths else (count, 0)
         for left in range(count, count - number, -1):
-            journal.write(left, f"program {left} of {topic}")
+            journal.write(left, f"{self.says}program {left} of {topic}")
         output.write_text(SIGNAL)
         return status
 
@@ -55,6 +56,17 @@ def test_the_rest_is_run_after_deaths(
     assert kept.count("exit status -6") == len(failures) == 2
     counts = Record.load(folder / "records.jsonl").counts
     assert counts["crashed"] == counts["programs"] == 2
+
+
+def test_what_plain_jax_dies_of_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Workers((3, ABORTED), says=ON_ONE_DEVICE)
+    assert run(monkeypatch, workers, 10) == []
+    assert workers.counts == [10, 7]
+    counts = Record.load(folder / "records.jsonl").counts
+    assert counts["refused"] == counts["programs"] == 1
+    assert not (folder / "failures.txt").exists()
 
 
 def test_failures_of_a_worker_that_ends_are_reported_once(

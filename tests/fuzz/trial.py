@@ -14,6 +14,7 @@ from tests.fuzz.programs import Program
 from tests.fuzz.record import Record
 from tests.fuzz.reduce import reduced, report_of
 
+ON_ONE_DEVICE = "plain jit on one device, before it runs "
 REDUCE_SECONDS = 60.0
 
 
@@ -63,7 +64,8 @@ def run_trial(
 
     What `covered` misses is what it looks for: the same seed gives the same trial as
     long as that is the same. The plan is then the one of several that uses the most.
-    `started` is given the text of what is about to be run, which may end the process.
+    `started` is given the text of what is about to be run, which may end the process;
+    it begins with `ON_ONE_DEVICE` where that is plain JAX.
 
     Raises:
       Failure: the program is wrong, or fails.
@@ -71,12 +73,12 @@ def run_trial(
     draw = random.Random(f"{topic} {seed}")
     program = draw_program_of(draw, topic, covered.missing() if covered else ())
     case = draw_case(draw, program)
-    started(text_of(program, case))
+    started(ON_ONE_DEVICE + text_of(program, case))
     try:
         reference = reference_of(program)
         if covered is not None and draw.randrange(4):
             case = case_reaching(reference.traced, case, covered.reached)
-            started(text_of(program, case))
+        started(text_of(program, case))
         outcome: Outcome = check_case(reference, case)
     except NotImplementedError as error:
         record.refuse(str(error))

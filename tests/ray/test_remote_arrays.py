@@ -2,6 +2,7 @@
 
 import gc
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -105,6 +106,12 @@ class Workers:
 
     def forget(self, number: int, group: int) -> None:
         self.numbers.drop(number, group)
+
+    def copy_out(self, arrays: Sequence[RemoteArray]) -> int:
+        raise AssertionError("nothing is saved here")
+
+    def write_out(self, ticket: int, writings: Any) -> Any:
+        raise AssertionError("nothing is saved here")
 
 
 TYPE = ShardedType((4,), "int32", ("x",), (2,), ((),))
