@@ -83,7 +83,10 @@ def test_rows_chosen_by_position_along_the_batch_are_not_cut():
     )
 
 
-@pytest.mark.parametrize("name", ["gpt", "bert", "lstm"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bert", "lstm"))],
+)
 def test_whole_state_equals_the_full_batch_step(name):
     options: dict[str, Any] = {"gpt": dict(scan_layers=True, remat=True, dropout=0.1)}
     workload = build(name, optimizer="adamw_clip", **options.get(name, {}))

@@ -132,11 +132,10 @@ class AttentionVariants:
 
     def _is_long(self, found: FoundAttention) -> bool:
         """Whether there are more scores than queries, keys and values."""
-        sizes = [self.graph.tensors[t].type.shape for t in (found.q, found.k, found.v)]
-        by_label = found.attention.sizes(*sizes)
-        scores = prod(by_label[label] for label in named(found.attention.raw))
-        others = [self.graph.tensors[t].type.size for t in (found.q, found.k, found.v)]
-        return scores >= sum(others)
+        types = [self.graph.tensors[t].type for t in (found.q, found.k, found.v)]
+        sizes = found.attention.sizes(*(each.shape for each in types))
+        scores = prod(sizes[label] for label in named(found.attention.raw))
+        return scores >= sum(each.size for each in types)
 
 
 def ring_limits(graph: OpGraph, options: Options) -> tuple[ChoicePins, ...]:

@@ -70,17 +70,13 @@ def _waits(
         yield from _waits_beside_parts(own, op, factors, mesh, cluster)
     if any(factor.halos for factor in factors):
         for each in exchanges(op, factors, sizes):
-            fixed, per_byte = _affine(cluster, mesh, each.axes)
-            yield each, fixed + per_byte * each.bytes
+            yield each, _seconds(each, mesh, cluster)
     products = ring_product_seconds(op, factors, sizes, cluster)
     if products is not None:
         sent = rotations(op, factors, sizes)
         behind = products / (len(sent) + 1)
         for each in sent:
-            fixed, per_byte = _affine(cluster, mesh, each.axes)
-            seconds = fixed + per_byte * each.bytes
-            hidden = min(seconds, behind) * (1 - cluster.visible_fraction)
-            yield each, seconds - hidden
+            yield each, _seconds(each, mesh, cluster, behind)
 
 
 def _waits_beside_parts(
@@ -107,10 +103,7 @@ def _waits_beside_parts(
     per_part = len(own.exchanges) / (own.num_parts - 1)
     behind = work / own.num_parts / per_part
     for each in own.exchanges:
-        fixed, per_byte = _affine(cluster, mesh, each.axes)
-        seconds = fixed + per_byte * each.bytes
-        hidden = min(seconds, behind) * (1 - cluster.visible_fraction)
-        yield each, seconds - hidden
+        yield each, _seconds(each, mesh, cluster, behind)
 
 
 def halo_collectives(
@@ -133,6 +126,15 @@ def halo_collectives(
                 unbounded=block.unbounded,
             )
             yield collective, seconds * block.weight
+
+
+def _seconds(
+    each: Exchange, mesh: MeshShape, cluster: Cluster, behind: float = 0.0
+) -> float:
+    """How long one exchange is waited for that runs beside `behind` seconds of work."""
+    fixed, per_byte = _affine(cluster, mesh, each.axes)
+    seconds = fixed + per_byte * each.bytes
+    return seconds - min(seconds, behind) * (1 - cluster.visible_fraction)
 
 
 @lru_cache(maxsize=256)

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from ..graph.op_graph import Constant, Operator
 from ..microbatches.microbatch_flow import tensors_of
 from ..rules.score_programs import Labels, Program, Ref, Step
-from .score_regions import ALLOWED, BlockFlow, Dims, NotAttention, Region
-
-_REDUCTIONS = ("reduce_max", "reduce_sum")
+from .score_regions import ALLOWED, REDUCTIONS, BlockFlow, Dims, NotAttention, Region
 
 
 class ProgramBuilder:
@@ -50,7 +48,7 @@ class ProgramBuilder:
                 continue
             if op.index in found:
                 continue
-            if op.kind in _REDUCTIONS:
+            if op.kind in REDUCTIONS:
                 raise NotAttention("it is more than a softmax of its scores")
             found[op.index] = op
             waiting += [t for t in tensors_of(op.operands) if t != start]

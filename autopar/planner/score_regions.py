@@ -18,8 +18,8 @@ PRODUCT = "dot_general"
 MOST_OPERATORS = 150  # of one region: beyond is no attention
 MOST_BEFORE = 12  # operators between a product and what meets the scores
 _SHAPING = ("transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims")
-_REDUCING = ("reduce_max", "reduce_sum")
-ALLOWED = frozenset((*UNARY, *NARY, *_SHAPING, *_REDUCING)) - {"bitcast_convert_type"}
+REDUCTIONS = ("reduce_max", "reduce_sum")
+ALLOWED = frozenset((*UNARY, *NARY, *_SHAPING, *REDUCTIONS)) - {"bitcast_convert_type"}
 
 
 class NotAttention(Exception):
@@ -129,7 +129,7 @@ def _chain_to_product(
         return
     if op.kind == PRODUCT:
         yield op
-    elif op.kind in ALLOWED and op.kind not in _REDUCING:
+    elif op.kind in ALLOWED and op.kind not in REDUCTIONS:
         found = [
             each
             for operand in tensors_of(op.operands)

@@ -22,7 +22,7 @@ from ..graph.build_graph import BARRIER, SCAN, STRUCTURED
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph, Tensor
 from ..plans.plan import Conversion, OperatorPlan, ShardingPlan, TensorPlan
 from ..plans.slices_ahead import AHEAD, NEXT
-from ..sharding.spec import Spec, is_pending, num_shards
+from ..sharding.spec import Spec, is_coarser, is_pending
 from .overlap import is_gradient, is_parameter
 from .strategies import is_heavy_operator
 
@@ -290,10 +290,8 @@ class _Builder:
         return found
 
     def _grows(self, tensor: int, spec: Spec) -> bool:
-        sizes = self.plan.mesh.axis_sizes
-        return num_shards(spec, sizes) < num_shards(
-            self.tensor_plans[tensor].spec, sizes
-        )
+        made_in = self.tensor_plans[tensor].spec
+        return is_coarser(spec, made_in, self.plan.mesh.axis_sizes)
 
     def _position(self, op: Operator) -> int | None:
         """The operand that a product waits for: the first that is no parameter."""

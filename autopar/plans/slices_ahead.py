@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..graph.op_graph import Block, Operator, OpGraph
-from ..sharding.spec import Spec, num_shards
+from ..sharding.spec import Spec, is_coarser, num_shards
 from .plan import ShardingPlan
 
 AHEAD = "ahead/"
@@ -40,9 +40,7 @@ def slices_ahead(
         tensor = body.inputs[position]
         made, copies = plan.tensors[tensor].spec, plan.tensors[tensor].conversions
         sizes = plan.mesh.axis_sizes
-        if len(copies) == 1 and num_shards(copies[0].target, sizes) < num_shards(
-            made, sizes
-        ):
+        if len(copies) == 1 and is_coarser(copies[0].target, made, sizes):
             found.append(SliceAhead(position, tensor, copies[0].target))
     return tuple(found)
 

@@ -15,12 +15,12 @@ from jax.extend.core import Primitive
 
 from ..graph.op_graph import Operator
 from ..jax_compat import mlir
-from ..sharding.spec import REPLICATED, SUM, State, axes_of_dim, local_shape
-from .attention_spec import Attention, shape_of
+from ..sharding.spec import REPLICATED, SUM, State, axes_of_dim
+from .attention_spec import Attention
 from .base import Factor, Shard, register
-from .halos import Exchange, Traffic, register_traffic
+from .halos import Exchange, Traffic, register_traffic, shard_shape
 from .ring import Ring, attend, attend_backward
-from .score_programs import Labels, Sizes
+from .score_programs import Labels, Sizes, shape_of
 
 RING, KEPT = "ring:blocks", "ring:kept"  # as `halos.RING` begins
 RINGS = (RING, KEPT)
@@ -170,12 +170,7 @@ def _traffic(op: Operator, factors: Sequence[Factor], sizes: Sequence[int]) -> T
     axes = tuple(i for i, f in enumerate(factors) if f.name in RINGS)
     count = prod(sizes[axis] for axis in axes)
     keeps = any(factor.name == KEPT for factor in factors)
-
-    def shapes(number: int) -> tuple[int, ...]:
-        spec = tuple(factor.operands[number] for factor in factors)
-        return local_shape(op.operand_types[number].shape, spec, sizes)
-
-    local = a.sizes(*map(shapes, range(3)))
+    local = a.sizes(*(shard_shape(op, factors, sizes, number) for number in range(3)))
     if keeps and not is_forward:
         local[a.keys] //= count
     block = prod(shape_of(a.scores, local))

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from .score_programs import Labels, Program, Sizes
+from .score_programs import Labels, Program
 
 Names = tuple[int, ...]  # labels of the dims that have one
 
@@ -95,11 +95,6 @@ class Attention:
 def named(labels: Labels) -> Names:
     """The labels that there are."""
     return tuple(each for each in labels if each is not None)
-
-
-def shape_of(labels: Labels, sizes: Sizes) -> tuple[int, ...]:
-    """The shape of what has these labels."""
-    return tuple(1 if each is None else sizes[each] for each in labels)
 
 
 def einsum_of(left: Labels, right: Labels, result: Labels) -> str:

@@ -24,9 +24,9 @@ import numpy as np
 from jax import lax
 
 from ..graph.op_graph import Operator
-from ..sharding.spec import REPLICATED, SUM, State, dims_of, local_shape
+from ..sharding.spec import REPLICATED, SUM, State, dims_of
 from .base import Factor, Rotation, Shard, bind_params
-from .halos import RING, Exchange
+from .halos import RING, Exchange, ring_steps, shard_shape
 
 
 def rotating_factors(products: Sequence[Factor]) -> list[Factor]:
@@ -206,9 +206,8 @@ def _sum_in_parts(
 
 
 def _sent_on(x: jax.Array, ring: Ring, shard: Shard) -> jax.Array:
-    count = ring.count
-    pairs = [(i, (i + ring.shift) % count) for i in range(count)]
-    return lax.ppermute(x, shard.mesh.axis_names[ring.axis], pairs)
+    steps = ring_steps(ring.count, ring.shift)
+    return lax.ppermute(x, shard.mesh.axis_names[ring.axis], steps)
 
 
 def _cut(operands: Sequence[jax.Array], number: jax.Array, ring: Ring) -> list[Any]:
@@ -227,13 +226,9 @@ def _cut(operands: Sequence[jax.Array], number: jax.Array, ring: Ring) -> list[A
 def _local_shapes(
     op: Operator, factors: Sequence[Factor], sizes: Sequence[int]
 ) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
-    operand_specs = zip(*(factor.operands for factor in factors), strict=True)
-    result_specs = tuple(factor.results[0] for factor in factors)
-    operands = [
-        local_shape(kind.shape, spec, sizes)
-        for kind, spec in zip(op.operand_types, operand_specs, strict=True)
-    ]
-    return operands, local_shape(op.result_types[0].shape, result_specs, sizes)
+    numbers = range(len(op.operand_types))
+    operands = [shard_shape(op, factors, sizes, number) for number in numbers]
+    return operands, shard_shape(op, factors, sizes, 0, is_result=True)
 
 
 def _cut_shape(shape: tuple[int, ...], dim: State, count: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from jax import lax
 from ..graph.op_graph import Operator, OpGraph
 from ..sharding.collective import Groups
 from ..sharding.mesh import MeshShape
-from ..sharding.spec import Spec, local_shape
+from ..sharding.spec import local_shape
 from .base import Factor, Halo, Shard, factors_of
 
 WINDOW, TAPS, RING = _PREFIXES = ("window", "taps", "ring:")
@@ -52,9 +52,7 @@ class Exchange:
         count = prod(sizes[axis] for axis in self.axes)
         ids = np.arange(prod(sizes)).reshape(sizes)
         groups = ids.transpose(*rest, *self.axes).reshape(-1, count)
-        steps = _pairs(count, self.shift)
-        if self.is_ring:
-            steps = [(i, (i + self.shift) % count) for i in range(count)]
+        steps = (ring_steps if self.is_ring else _line_steps)(count, self.shift)
         return tuple((int(g[i]), int(g[j])) for g in groups for i, j in steps)
 
 
@@ -119,8 +117,7 @@ def exchanges(
             halos = halos_of(factors, position, is_result)
             if not halos:
                 continue
-            spec = _spec(factors, position, is_result)
-            shape = list(local_shape(kind.shape, spec, sizes))
+            shape = list(shard_shape(op, factors, sizes, position, is_result))
             for halo, axes in halos:
                 others = prod(shape) // max(shape[halo.dim], 1)
                 shape[halo.dim] += halo.before + halo.after
@@ -151,8 +148,7 @@ def copied_bytes(op: Operator, factors: Sequence[Factor], sizes: Sequence[int]) 
             halos = [halo for halo, _ in halos_of(factors, position, is_result)]
             if not any(max(halo.before, halo.after) > 0 for halo in halos):
                 continue
-            spec = _spec(factors, position, is_result)
-            shape = list(local_shape(kind.shape, spec, sizes))
+            shape = list(shard_shape(op, factors, sizes, position, is_result))
             for halo in halos:
                 shape[halo.dim] += halo.before + halo.after
             copied += prod(shape) * kind.dtype.itemsize
@@ -200,9 +196,18 @@ def halos_of(
     return sorted(axes.items(), key=lambda item: item[0].dim)
 
 
-def _spec(factors: Sequence[Factor], position: int, is_result: bool) -> Spec:
+def shard_shape(
+    op: Operator,
+    factors: Sequence[Factor],
+    sizes: Sequence[int],
+    position: int,
+    is_result: bool = False,
+) -> tuple[int, ...]:
+    """The shape of one shard of an operand or result, without halos."""
     states = [f.results if is_result else f.operands for f in factors]
-    return tuple(each[position] for each in states)
+    types = op.result_types if is_result else op.operand_types
+    spec = tuple(each[position] for each in states)
+    return local_shape(types[position].shape, spec, sizes)
 
 
 def extended(x: jax.Array, position: int, shard: Shard, padding: Any = 0) -> jax.Array:
@@ -271,7 +276,7 @@ def _received(
     if count == 1 or x.size == 0:
         return jnp.zeros_like(x)
     names = tuple(shard.mesh.axis_names[axis] for axis in axes)
-    return lax.ppermute(x, names, _pairs(count, shift))
+    return lax.ppermute(x, names, _line_steps(count, shift))
 
 
 def _padded(x: jax.Array | None, is_border: Any, padding: Any) -> jax.Array | None:
@@ -284,5 +289,10 @@ def _count(axes: Sequence[int], shard: Shard) -> int:
     return prod(shard.mesh.axis_sizes[axis] for axis in axes)
 
 
-def _pairs(count: int, shift: int) -> list[tuple[int, int]]:
+def ring_steps(count: int, shift: int) -> list[tuple[int, int]]:
+    """Who sends to whom in a ring of `count` devices: (source, target)."""
+    return [(i, (i + shift) % count) for i in range(count)]
+
+
+def _line_steps(count: int, shift: int) -> list[tuple[int, int]]:
     return [(i, i + shift) for i in range(count) if 0 <= i + shift < count]

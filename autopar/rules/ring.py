@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .attention_spec import Attention, einsum_of, with_units, without_units
+from .halos import ring_steps
 from .score_programs import Labels
 
 NO_RING: tuple[str, ...] = ()
@@ -35,8 +36,7 @@ class Ring:
         """What the device before this one has."""
         if self.count == 1:
             return x
-        pairs = [(i, (i + 1) % self.count) for i in range(self.count)]
-        return lax.ppermute(x, self.names, pairs)
+        return lax.ppermute(x, self.names, ring_steps(self.count, 1))
 
 
 @dataclass(frozen=True)

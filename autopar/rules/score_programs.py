@@ -26,6 +26,11 @@ Ref = int | Constant
 _PRECISE_ANYWAY = ("reduce_precision", "stop_gradient")
 
 
+def shape_of(labels: Labels, sizes: Sizes) -> tuple[int, ...]:
+    """The shape of what has these labels."""
+    return tuple(1 if each is None else sizes[each] for each in labels)
+
+
 @dataclass(frozen=True)
 class Step:
     """One operator: it reads values by number, or literals, and makes the next one.
@@ -61,7 +66,7 @@ class Step:
 
     def run(self, operands: Sequence[Any], sizes: Sizes, *, is_exact: bool) -> Any:
         """The result for operands of these sizes."""
-        shape = tuple(1 if each is None else sizes[each] for each in self.labels)
+        shape = shape_of(self.labels, sizes)
         match self.kind:
             case "broadcast_in_dim":
                 x = jnp.asarray(operands[0])

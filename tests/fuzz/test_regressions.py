@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 import autopar
@@ -60,6 +61,7 @@ def test_a_while_loop_is_not_given_what_it_does_not_read() -> None:
     check(function, np.ones(8, np.float32), np.arange(8, dtype=np.uint32))
 
 
+@pytest.mark.slow
 def test_solves_in_a_loop_read_no_matrix_that_is_dead() -> None:
     """Only the solution of `custom_linear_solve` is computed, and the scan reads less.
 

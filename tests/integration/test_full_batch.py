@@ -36,7 +36,6 @@ METHODS: dict[str, Any] = {
 QUICK = [
     ("mlp", "2_microbatches"),
     ("mlp", "2_stages"),
-    ("encoder_decoder", "4_microbatches"),
 ]
 
 

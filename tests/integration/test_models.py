@@ -44,8 +44,8 @@ MODELS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
 # Steps at the usual rates turn rounding errors of these into other states.
 LEARNING_RATES = {"wide-resnet": 1e-3, "unet-3d": 1e-3}
 ON_ONE_MESH = {
-    **dict.fromkeys(("bert", "vit", "t5", "moe"), "x:2;y:4"),
-    **dict.fromkeys(("wide-resnet", "unet", "unet-3d"), "x:8"),
+    **dict.fromkeys(("gpt-scan", "vit", "t5", "moe"), "x:2;y:4"),
+    **dict.fromkeys(("gpt", "bert", "wide-resnet", "unet", "unet-3d"), "x:8"),
 }
 HAS_DROPOUT = ("gpt", "gpt-scan", "bert")
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "adamw_clip")

@@ -148,20 +148,20 @@ def test_a_call_that_takes_too_long_is_given_up(pipeline: Pipeline):
     wait_until(lambda: not any(map(is_alive, processes)))
 
 
-def test_closing_or_dropping_a_step_ends_its_workers(ray_cluster: Cluster):
+@pytest.mark.parametrize("end", ["close", pytest.param("drop", marks=pytest.mark.slow)])
+def test_closing_or_dropping_a_step_ends_its_workers(ray_cluster: Cluster, end: str):
     import gc
 
     from ray.util import placement_group_table
 
-    for end in ("close", "drop"):
-        pipeline = Pipeline(ray_cluster)
-        state, _ = pipeline.step(pipeline.first, pipeline.batch)
-        processes = pipeline.process_ids()
-        assert all(map(is_alive, processes))
-        if end == "close":
-            pipeline.step.close()
-        del state, pipeline
-        gc.collect()
-        wait_until(lambda found=processes: not any(map(is_alive, found)))
-        groups = placement_group_table().values()
-        assert not [g for g in groups if g["state"] in ("CREATED", "PENDING")]
+    pipeline = Pipeline(ray_cluster)
+    state, _ = pipeline.step(pipeline.first, pipeline.batch)
+    processes = pipeline.process_ids()
+    assert all(map(is_alive, processes))
+    if end == "close":
+        pipeline.step.close()
+    del state, pipeline
+    gc.collect()
+    wait_until(lambda: not any(map(is_alive, processes)))
+    groups = placement_group_table().values()
+    assert not [g for g in groups if g["state"] in ("CREATED", "PENDING")]

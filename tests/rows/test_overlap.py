@@ -20,6 +20,7 @@ from autopar.methods.gather_again import graph_of_plan
 from autopar.methods.methods import Method
 from autopar.planner.plan_price import plan_seconds
 from autopar.planner.transfers_ahead import AHEAD, graph_sent_ahead, send_ahead
+from autopar.plans.plan import ShardingPlan
 from tests.rows.fixtures import Case, f1, f6, random
 from tests.rows.named_plans import graph_of
 from tests.rows.running import run_as_planned, sent_bytes, traffic
@@ -60,18 +61,24 @@ def scattered_rows() -> tuple[Case, dict[str, P]]:
     return Case(step, args), {"x": P(None, "x"), "w": P("x")}
 
 
-def test_a_gather_beside_a_product_is_cut_in_permutes_of_equal_bytes() -> None:
-    case, pins = gathered_rows()
-    plans = []
-    for overlaps in (False, True):
-        step = autopar.parallelize(
+def plans_without_and_with_overlap(
+    case: Case, pins: dict[str, P]
+) -> list[ShardingPlan]:
+    """Each is run, and its collectives audited."""
+    steps = [
+        autopar.parallelize(
             case.step,
             mesh=four_devices(),
             pins=pins,
             cluster=cluster(overlaps=overlaps),
         )
-        plans.append(run_as_planned(step, *case.args).plan)
-    whole, parts = plans
+        for overlaps in (False, True)
+    ]
+    return [run_as_planned(step, *case.args).plan for step in steps]
+
+
+def test_a_gather_beside_a_product_is_cut_in_permutes_of_equal_bytes() -> None:
+    whole, parts = plans_without_and_with_overlap(*gathered_rows())
     assert traffic(whole) == {("all_gather", "x"): [ROWS * DEPTH * 4]}
     part = ROWS // NUM_DEVICES * DEPTH * 4
     assert traffic(parts) == {("collective_permute", "x"): [part] * (NUM_DEVICES - 1)}
@@ -81,17 +88,7 @@ def test_a_gather_beside_a_product_is_cut_in_permutes_of_equal_bytes() -> None:
 
 
 def test_a_scattered_sum_beside_a_product_is_cut_in_permutes_of_equal_bytes() -> None:
-    case, pins = scattered_rows()
-    plans = []
-    for overlaps in (False, True):
-        step = autopar.parallelize(
-            case.step,
-            mesh=four_devices(),
-            pins=pins,
-            cluster=cluster(overlaps=overlaps),
-        )
-        plans.append(run_as_planned(step, *case.args).plan)
-    whole, parts = plans
+    whole, parts = plans_without_and_with_overlap(*scattered_rows())
     part = ROWS // NUM_DEVICES * COLUMNS * 4
     assert traffic(whole) == {("reduce_scatter", "x"): [part]}
     assert traffic(parts) == {("collective_permute", "x"): [part] * (NUM_DEVICES - 1)}

@@ -58,7 +58,9 @@ def apply_all(functions: tuple[Callable, ...]) -> Callable:
     return lambda *args: [function(*args) for function in functions]
 
 
-@pytest.mark.parametrize("shape", [(4, 6), (1, 8)])
+@pytest.mark.parametrize(
+    "shape", [(4, 6), pytest.param((1, 8), marks=pytest.mark.slow)]
+)
 def test_every_unary(shape: tuple[int, ...]) -> None:
     check_every_strategy(apply_all(FLOAT_UNARY), random_array(*shape), max_strategies=4)
     check_every_strategy(
@@ -67,7 +69,12 @@ def test_every_unary(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "right"), [((4, 6), (4, 6)), ((3, 1, 8), (3, 1, 8)), ((), ())]
+    ("left", "right"),
+    [
+        ((4, 6), (4, 6)),
+        pytest.param((3, 1, 8), (3, 1, 8), marks=pytest.mark.slow),
+        ((), ()),
+    ],
 )
 def test_every_binary(left: tuple[int, ...], right: tuple[int, ...]) -> None:
     for functions, make in (
