@@ -8,7 +8,7 @@ them; the solver chooses among these as ever.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -123,13 +123,39 @@ def _restricted(
     problem: ShardingProblem, restrictions: Sequence[Restriction], cluster: Cluster
 ) -> ShardingProblem:
     restricted = _Restricted(problem, restrictions, cluster)
-    vertices = tuple(map(restricted.vertex, problem.vertices))
+    vertices = list(map(restricted.vertex, problem.vertices))
+    for relay in _relays_too_small(problem, vertices):
+        vertices[relay] = problem.vertices[relay]
     nodes = tuple(
         replace(node, costs=vertex.seconds)
         for node, vertex in zip(problem.choice_graph.nodes, vertices, strict=True)
     )
     graph = replace(problem.choice_graph, nodes=nodes)
-    return replace(problem, vertices=vertices, choice_graph=graph)
+    return replace(problem, vertices=tuple(vertices), choice_graph=graph)
+
+
+def _relays_too_small(
+    problem: ShardingProblem, vertices: Sequence[Vertex]
+) -> Iterator[int]:
+    """Relays that hold less than some reader needs under all choices that are left.
+
+    Readers that no rule lets meet a demand need more of a tensor than the demand says.
+    """
+    needed: dict[int, float] = {}
+    for vertex in vertices:
+        for access in vertex.reads if vertex.kind != "relay" else ():
+            least = _fractions(vertex, access).min(initial=1.0)
+            needed[access.tensor] = max(needed.get(access.tensor, 0.0), least)
+    for tensor, relay in problem.relays.items():
+        vertex = vertices[relay]
+        most = _fractions(vertex, vertex.writes[0]).max(initial=0.0)
+        if needed.get(tensor, 0.0) > most + _EPSILON:
+            yield relay
+
+
+def _fractions(vertex: Vertex, access: Access) -> np.ndarray:
+    """What a device holds of a tensor under each choice that is left."""
+    return access.choices.fractions[np.isfinite(vertex.seconds)]
 
 
 class _Restricted:

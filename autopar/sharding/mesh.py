@@ -221,9 +221,13 @@ def _pairs_of_text(text: str) -> Iterable[tuple[str, object]]:
     for part in filter(None, _SEPARATORS.split(tight)):
         name, colon, size = part.partition(":")
         if not (name and colon and re.fullmatch(r"-?\d+", size)):
+            named = re.sub(r"\W|^\d+", "", re.split(r"[:=]", part)[0]) or "x"
+            digits = re.search(r"\d+", part)
+            meant = f"{named}:{digits[0] if digits else 8}"
             raise ValueError(
                 "a mesh string is made of name:size pairs such as 'data:2;model:4', "
-                f"but {text!r} has the part {part!r}; write {name or 'name'}:SIZE."
+                f"but {text!r} has the part {part!r}; write it as {meant!r}, with the "
+                "size that you want."
             )
         yield name, int(size)
 

@@ -167,3 +167,37 @@ def test_the_least_budget_of_a_transformer_is_planned() -> None:
     assert f"memory_budget={least}" in str(raised.value)
     found = plan_within(gpt(), MESH, Cluster.local(), least)
     assert found.plan.predicted.peak_bytes <= least
+
+
+def test_a_method_whose_demand_a_reader_cannot_meet_is_planned_within_a_budget() -> (
+    None
+):
+    """Queries, keys and values of one product: no shard border is where they are cut.
+
+    Megatron demands the product in columns, and the slices read it whole.
+    """
+    heads, hidden = 4, 64
+
+    def step(w: Any, x: jax.Array) -> Any:
+        def loss(w: Any) -> jax.Array:
+            borders = [hidden, hidden + hidden // heads]
+            q, k, v = jnp.split(x @ w["qkv"], borders, axis=-1)
+            q = q.reshape(*q.shape[:2], heads, hidden // heads)
+            p = jax.nn.softmax(jnp.einsum("bshd,btd->bhst", q, k))
+            y = jnp.einsum("bhst,btd->bshd", p, v).reshape(x.shape) @ w["o"]
+            return jnp.mean((y - x) ** 2)
+
+        return jax.tree.map(lambda a, b: a - 0.1 * b, w, jax.grad(loss)(w))
+
+    qkv = jnp.ones((hidden, hidden + 2 * hidden // heads))
+    args = {"qkv": qkv, "o": jnp.ones((hidden, hidden))}, jnp.ones((8, 16, hidden))
+
+    def peak(budget: int | None) -> int:
+        method, mesh = autopar.Megatron(tensor=4), "data:2;tensor:4"
+        options: Any = {"method": method, "mesh": mesh, "memory_budget": budget}
+        return autopar.parallelize(step, **options).plan(*args).predicted.peak_bytes
+
+    least = peak(None)
+    with pytest.raises(autopar.InfeasiblePlanError) as error:
+        peak(least - 1)
+    assert error.value.least_budget_bytes == least
