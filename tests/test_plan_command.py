@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import autopar
 import autopar.commands.plan_targets as plan_targets
 from autopar.cli import main
-from autopar.commands.plan_targets import find_step, parse_settings
+from autopar.commands.plan_targets import find_step, parse_method, parse_settings
 
 TRAIN = """
 import jax, jax.numpy as jnp
@@ -103,6 +104,18 @@ def test_a_parallelized_step_keeps_its_own_options(
     assert "parallelized with its own, and got mesh" in capsys.readouterr().err
 
 
+def test_a_method_is_written_as_in_python(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert parse_method("Auto") == autopar.Auto()
+    assert parse_method("autopar.Zero(3)") == autopar.Zero(3)
+    method = "PipelineParallel(num_stages=2, num_microbatches=4)"
+    assert run("mlp", "--cluster", "2x4xV100", "--method", method) == 0
+    printed = capsys.readouterr().out
+    assert "2 on 2 submeshes of cluster 2x4xV100" in printed
+    assert "4, exact, 1f1b" in printed and "named methods" not in printed
+
+
 def test_a_model_of_the_checkout_goes_by_its_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -136,6 +149,9 @@ def test_settings_are_values_by_name() -> None:
         (("{}:arguments",), "is not callable"),
         (("{}:for_autopar", "--budget", "much"), "much"),
         (("{}:for_autopar", "--microbatches", "3"), "3"),
+        (("gpt", "--method", "Pipeline(4)"), "did you mean PipelineParallel?"),
+        (("gpt", "--method", "Zero(stage=x)"), "is written as in Python"),
+        (("gpt", "--method", "Zero(stag=3)"), "argument 'stag'"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(

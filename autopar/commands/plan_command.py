@@ -65,6 +65,13 @@ def plan(
             "shapes that follow the cluster's levels are searched.",
         ),
     ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="How to parallelize, as in Python: 'Auto()', 'Zero(stage=3)', "
+            "'PipelineParallel(num_microbatches=16)'. Default: shardings are searched.",
+        ),
+    ] = None,
     microbatches: Annotated[
         int | None, typer.Option(help="Parts of the batch that run one by one.")
     ] = None,
@@ -157,9 +164,10 @@ def plan(
         autopar plan train:for_autopar --cluster 2x8xH100 --budget 70GiB
         autopar plan llama-8b --set scan_layers=true --cluster 8x8xH100 --out plan.json
         autopar plan train:for_autopar --cluster 2x8xH100 --check plan.json
+        autopar plan gpt-39b --cluster 8x8xV100 --method 'Auto()'
     """
     from ..plans.parallel_plan import Plan
-    from .plan_targets import find_step, parse_pins, parse_settings
+    from .plan_targets import find_step, parse_method, parse_pins, parse_settings
 
     if check is not None and (output is not None or pins or like is not None):
         raise ValueError(
@@ -173,6 +181,7 @@ def plan(
     console = Console(width=None if sys.stdout.isatty() else 100, highlight=False)
     found = find_step(target, args, parse_settings(settings or []))
     options = {
+        "method": None if method is None else parse_method(method),
         "mesh": mesh,
         "cluster": find_cluster(cluster),
         "memory_budget": budget,
@@ -182,6 +191,7 @@ def plan(
         "like": before,
     }
     is_compared = compare and kept is None and before is None and not more_pins
+    is_compared = is_compared and method is None
     made, rows = _plan(console, found, options, is_compared)
     if kept is not None:
         _check(console, made, kept, tolerance)
@@ -233,20 +243,26 @@ def find_cluster(text: str | None) -> Cluster | None:
 def _plan(
     console: Console, target: Target, options: Mapping[str, Any], compare: bool
 ) -> tuple[Plan, list[Row]]:
-    from ..api import ParallelFunction
+    from ..api import ParallelFunction, parallelize
 
     if isinstance(target.step, ParallelFunction):
         given = [name for name, value in options.items() if value is not None]
         if given:
             raise ValueError(
-                "--cluster, --mesh, --budget, --microbatches, --remat, --offload and "
-                "--like need the plain step, but the one given is parallelized with "
-                f"its own, and got {', '.join(given)}; leave them out, or give its "
-                "function."
+                "--cluster, --mesh, --method, --budget, --microbatches, --remat, "
+                "--offload and --like need the plain step, but the one given is "
+                f"parallelized with its own, and got {', '.join(given)}; leave them "
+                "out, or give its function."
             )
+        step = target.step
+    elif options["method"] is not None:
+        step = parallelize(target.step, **options)
+    else:
+        step = None
+    if step is not None:
         with _progress(console) as status:
-            status.update("planning")
-            return target.step.plan(*target.args), []
+            status.update(f"tracing and planning {target.name}")
+            return step.plan(*target.args), []
     with _progress(console) as status:
         return _plan_plain(target, options, compare, status)
 
@@ -265,7 +281,6 @@ def _plan_plain(
     from . import method_comparison
 
     checked = check_options(
-        method=None,
         plan=None,
         pins=None,
         rules=None,

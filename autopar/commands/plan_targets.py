@@ -119,6 +119,37 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
+def parse_method(text: str) -> Any:
+    """A method as it is written in Python: `Auto()`, `Zero(stage=3)`; `Auto` will do.
+
+    Raises:
+      ValueError: it is no method, or its arguments are no literals.
+      TypeError: it takes other arguments.
+    """
+    from ..clusters.hardware import nearest
+    from ..methods.methods import METHODS
+
+    by_name: dict[str, Any] = {kind.__name__: kind for kind in METHODS}
+    name, bracket, _ = text.strip().removeprefix("autopar.").partition("(")
+    if name not in by_name:
+        raise ValueError(
+            f"a method is one of {', '.join(by_name)}, written as in Python, but got "
+            f"{text!r}{nearest(name, by_name) or '; use one of them.'}"
+        )
+    if not bracket:
+        return by_name[name]()
+    try:
+        call = cast("ast.Call", ast.parse(text.strip(), mode="eval").body)
+        args = [ast.literal_eval(each) for each in call.args]
+        named = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"a method is written as in Python, with numbers and texts as arguments, "
+            f"such as 'PipelineParallel(num_stages=4)', but got {text!r}."
+        ) from error
+    return by_name[name](*args, **named)
+
+
 def parse_pins(texts: Sequence[str]) -> dict[str, str]:
     """`params/w=[-, model]` and the like as layouts by path or expression.
 
