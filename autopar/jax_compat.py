@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax._src import distributed
 from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
+from jax._src.array import ArrayImpl
 from jax.core import Tracer as Tracer
 from jax.extend import core, source_info_util
 from jax.interpreters import ad as ad
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 else:
     from jax.tree_util import PyTreeDef as PyTreeDef
 
+CONCRETE_ARRAY: Any = ArrayImpl  # the class of arrays with values, but for keys
 ClosedJaxpr = core.ClosedJaxpr
 Jaxpr = core.Jaxpr
 JaxprEqn = core.JaxprEqn

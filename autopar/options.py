@@ -159,10 +159,12 @@ def check_options(
     checked = _method_of_plan(plan, model, check_method(method))
     again, at_host = check_remat(remat), check_offload(offload)
     _check_memory_choices(again, at_host, plan, checked)
-    if rules is not None and isinstance(checked, PipelineParallel):
+    is_searched = isinstance(checked, PipelineParallel) and checked.num_stages is None
+    if rules is not None and is_searched:
         raise NotImplementedError(
-            f"`rules` are not there for pipelines yet (docs/roadmap.md), but got "
-            f"{rules!r}; use `pins`, which every stage keeps to."
+            f"`rules` name axes of meshes, so they are not there yet where the meshes "
+            f"of stages are searched for (docs/roadmap.md), but got {rules!r}; give "
+            f"PipelineParallel(num_stages=...) and `mesh`, the shape of one stage."
         )
     return Options(
         checked,
@@ -246,14 +248,13 @@ def _check_memory_choices(
                 f"A plan is run as it is, so `{name}` must be left out with `plan`, "
                 f"but got {given!r}; plan with it: parallelize(f, {name}=...)."
             )
-        if given is None or not isinstance(method, PipelineParallel):
-            continue
-        if name == "offload" or given == "auto" or method.num_stages is None:
-            remedies = {"offload": "use more stages", "auto": "name a level"}
-            remedy = remedies.get(name, remedies.get(given, "give `num_stages`"))
+        is_searched = isinstance(method, PipelineParallel) and method.num_stages is None
+        is_level = name == "remat" and given != "auto"
+        if given is not None and is_searched and not is_level:
             raise NotImplementedError(
-                f"`{name}` is not there for such pipelines yet (docs/roadmap.md), but "
-                f"got {given!r}; {remedy}, or use autopar.ShardParallel()."
+                f"`{name}` is not there yet where the stages of a pipeline are "
+                f"searched for (docs/roadmap.md), but got {given!r}; give "
+                f"`num_stages`, or use autopar.ShardParallel()."
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -65,7 +66,8 @@ class Training:
     says what comes next: the step is planned for the hosts that are left, or they are
     waited for; new workers start, read the last checkpoint, and the data goes on where
     it was then. Numbers of steps since that checkpoint come a second time. A new
-    process goes on from the checkpoints that it finds.
+    process goes on from the checkpoints that it finds. With `steps_ahead` of a Ray
+    cluster as many more steps are begun before the metrics of one are given.
 
     Args:
       step: takes a state and a batch, returns the next state and metrics.
@@ -138,6 +140,7 @@ class Training:
                 found.data_position,
             )
         batches = self._batches(position)
+        waiting: deque[tuple[int, Any]] = deque()
         for number in range(first, num_steps):
             self._at_step = number
             batch = next(batches)
@@ -145,12 +148,29 @@ class Training:
                 init, *given = self._init
                 self.state = self.step.init(init, *given, batch=_shapes(batch))
             self.state, metrics = self.step(self.state, batch)
-            self._note_recovery(first)
-            if (number + 1) % self.save_every == 0 or number + 1 == num_steps:
+            waiting.append((number, metrics))
+            is_last = number + 1 == num_steps
+            if (number + 1) % self.save_every == 0 or is_last:
+                self._wait_for(metrics, first)
                 at = batches.position
                 self.checkpoints.save(number, self.state, data_position=at)
-            yield number, metrics
+            while len(waiting) > (0 if is_last else self._steps_ahead):
+                self._wait_for(waiting[0], first)
+                yield waiting.popleft()
         self.checkpoints.wait()
+
+    def _wait_for(self, metrics: Any, first: int) -> None:
+        """Meet a fault of a step here, and not where its metrics are read."""
+        if self._steps_ahead:
+            jax.block_until_ready(metrics)
+        self._note_recovery(first)
+
+    @property
+    def _steps_ahead(self) -> int:
+        """How many steps are begun before the metrics of one are given."""
+        cluster = self._given.options.cluster
+        hosts = None if cluster is None else cluster.ray_hosts
+        return 0 if hosts is None else hosts.steps_ahead
 
     def _places(self) -> Any:
         """The state as shapes in the places of the step's plan."""

@@ -107,8 +107,10 @@ class TransferEnd:
 
         from autopar.lowering.exported_program import ShardedType
         from autopar.runtime.ray_programs import sharding_of
+        from autopar.runtime.ray_transport import Peer
 
-        self._transport.connect(group, {1 - group: peer})
+        problems = self._transport.connect(group, {1 - group: Peer(peer, _refuse)})
+        assert not problems, f"the transfer server is to be measured: {problems}"
         crossing, self._arrays = {}, {}
         for megabytes in _MEGABYTES:
             shape = (len(jax.devices()), megabytes * (1 << 18) // len(jax.devices()))
@@ -155,6 +157,10 @@ class TransferEnd:
         server = _server()
         connection = server.connect(address)
         return _timed(lambda i: connection.pull(i, [kind])[0])
+
+
+def _refuse(number: int) -> Any:
+    raise AssertionError(f"value {number} is pulled from the transfer server")
 
 
 def _server() -> Any:

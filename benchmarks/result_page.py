@@ -11,12 +11,14 @@ _STYLE = """
 body { font: 14px system-ui, sans-serif; margin: 2em auto; max-width: 70em; }
 table { border-collapse: collapse; margin: 0 0 2em; }
 td, th { padding: 2px 12px 2px 0; text-align: right; vertical-align: top; }
-td:first-child, th:first-child { text-align: left; }
+td:first-child, th:first-child { text-align: left; white-space: nowrap; }
+td:last-child { text-align: left; max-width: 30em; }
 svg { display: block; margin: 4px 0 12px; }
 rect { fill: #4477aa; }
 text { font: 12px system-ui, sans-serif; }
 """
 _BAR, _ROW, _LABEL = 360, 18, 380  # widths and heights in pixels
+_NOISE = 1e-9  # what is no more, such as a closed gap, is rounding: no bars
 
 
 def page(file: ResultFile) -> str:
@@ -45,11 +47,17 @@ def _table(results: Sequence[Result]) -> str:
     rows = []
     for each in results:
         numbers = {**each.values, **each.timed}
-        cells = [f"{numbers[n]:.5g}" if n in numbers else "" for n in columns]
+        cells = [_text(numbers[n]) if n in numbers else "" for n in columns]
         texts = (each.case, *cells, each.note)
         rows.append("".join(f"<td>{escape(text)}</td>" for text in texts))
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _text(value: float) -> str:
+    """Bytes and counts in full, other numbers in four digits."""
+    is_whole = abs(value) >= 1 and value == int(value)
+    return f"{value:,.0f}" if is_whole else f"{value:.4g}"
 
 
 def _plots(results: Sequence[Result]) -> Iterator[str]:
@@ -61,16 +69,17 @@ def _plots(results: Sequence[Result]) -> Iterator[str]:
             if name in each.values or name in each.timed
         ]
         most = max(value for _, value in pairs)
-        if len(pairs) < 2 or most <= 0:
+        if len(pairs) < 2 or most <= _NOISE:
             continue
         lines = []
         for row, (case, value) in enumerate(pairs):
             top, width = row * _ROW, max(value, 0.0) / most * _BAR
+            behind = _LABEL + width + 6
             lines.append(
                 f"<text x='{_LABEL - 8}' y='{top + 13}' text-anchor='end'>"
                 f"{escape(case)}</text>"
                 f"<rect x='{_LABEL}' y='{top + 3}' width='{width:.1f}' height='12'/>"
-                f"<text x='{_LABEL + width + 6:.1f}' y='{top + 13}'>{value:.4g}</text>"
+                f"<text x='{behind:.1f}' y='{top + 13}'>{_text(value)}</text>"
             )
         height = len(pairs) * _ROW
         yield (

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from benchmarks.ray_step import Measurement
 
 TABLES = Path(__file__).parent / "published"
+RAY_SECONDS = 300.0  # until the steps on Ray are given up
+_GRACE_SECONDS = 20.0
 _TINY = ("mlp", "gpt", "moe")
 _MODELS = ("mlp", "gpt", "llama", "bert", "t5", "moe", "vit", "resnet", "unet")
 _MESHES = ("x:8", "x:2;y:4")
@@ -226,21 +228,43 @@ def ray_suite(request: Request) -> Iterator[Result]:
 
 
 def _ray_measurement(model: str, rounds: int) -> Measurement:
-    """What a new process prints."""
+    """What a new process prints.
+
+    Raises:
+      RuntimeError: it failed, or had not ended after `RAY_SECONDS`.
+    """
     from benchmarks.ray_step import Measurement
 
     command = ["-m", "benchmarks.ray_step", "--json", f"--model={model}"]
-    done = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, *command, f"--rounds={rounds}"],
         cwd=Path(__file__).parents[1],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-    )
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        why = (done.stderr.splitlines() or ["it printed nothing"])[-1]
+    ) as process:
+        try:
+            printed, told = process.communicate(timeout=RAY_SECONDS)
+        except subprocess.TimeoutExpired:
+            _end(process)
+            raise RuntimeError(
+                f"The steps on Ray must end within {RAY_SECONDS:g} s, but were still "
+                f"running; run python {' '.join(command)} to see what they wait for."
+            ) from None
+    lines = printed.splitlines()
+    if process.returncode or not lines:
+        why = (told.splitlines() or ["it printed nothing"])[-1]
         raise RuntimeError(f"The steps on Ray must succeed, but failed: {why}")
     return Measurement(**json.loads(lines[-1]))
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a process; on SIGTERM it ends its Ray cluster too."""
+    process.terminate()
+    try:
+        process.communicate(timeout=_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
 
 
 SUITES: dict[str, Callable[[Request], Iterator[Result]]] = {

@@ -167,6 +167,15 @@ def check_state(
     _check_alike(directory, paths, joined, check)
 
 
+def is_for_hosts(like: Any) -> bool:
+    """Whether some leaf is to lie on other hosts."""
+    for leaf in NamedLeaves(like).by_names.values():
+        pieces = leaf.pieces if isinstance(leaf, _IN_PIECES) else (leaf,)
+        if any(map(_is_elsewhere, pieces)):
+            return True
+    return False
+
+
 def _with_elements(leaves: NamedLeaves) -> dict[Names, Any]:
     """All leaves but empty arrays, which no checkpoint holds."""
     return {n: x for n, x in leaves.by_names.items() if _size(x)}

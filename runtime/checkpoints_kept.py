@@ -27,6 +27,7 @@ from .checkpoint import (
     UNFINISHED,
     check_state,
     import_orbax,
+    is_for_hosts,
     orbax_tree,
     restore,
     stored_leaves,
@@ -288,7 +289,7 @@ class Checkpoints:
         try:
             manifest = read_manifest(path)
             check_state(str(path), like, manifest.leaves)
-            check_files(path, manifest)
+            check_files(path, manifest, is_for_hosts(like))
         except (ValueError, OSError) as error:
             is_damaged = isinstance(error, DamagedCheckpoint)
             reason = str(error).rstrip(".")

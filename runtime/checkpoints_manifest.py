@@ -21,10 +21,12 @@ from autopar.errors import CheckpointError
 
 from .checkpoint import UNFINISHED, data_type
 from .named_leaves import Names
-from .stored_arrays import Digest, digest_of_file
+from .ray_files import doubted_files
+from .stored_arrays import Digest, digest_of_file, file_problem
 
 NAME = "autopar_manifest.json"
 _FORMAT = 1
+_FEW_BYTES = 256 << 20  # read here in less time than hosts need to start
 # Orbax writes these when all else is there, and reads nothing of the state from them.
 _WRITTEN_LATER = (NAME, "_CHECKPOINT_METADATA", "commit_success.txt")
 
@@ -143,25 +145,32 @@ def read_manifest(directory: Path) -> Manifest:
     )
 
 
-def check_files(directory: Path, manifest: Manifest) -> None:
+def check_files(directory: Path, manifest: Manifest, on_hosts: bool = False) -> None:
     """Reads the files of a checkpoint, in several processes each its share of them.
+
+    Args:
+      directory: of the checkpoint.
+      manifest: what it says of itself.
+      on_hosts: whether hosts of a Ray cluster are to read it: they do this, too, if it
+        is large.
 
     Raises:
       DamagedCheckpoint: one is missing or has another size or checksum.
+      OSError: a host finds it so, and this process does not.
     """
-    for name in sorted(manifest.files)[jax.process_index() :: jax.process_count()]:
-        path, (size, digest) = directory / name, manifest.files[name]
-        if not path.is_file():
-            raise DamagedCheckpoint(f"{path} is missing")
-        if path.stat().st_size != size:
-            raise DamagedCheckpoint(
-                f"{path} has {path.stat().st_size} bytes, and was written with {size}"
-            )
-        if digest_of_file(path) != (size, digest):
-            raise DamagedCheckpoint(
-                f"{path} was altered after it was written: its SHA-256 is not that of "
-                f"the manifest"
-            )
+    names = sorted(manifest.files)[jax.process_index() :: jax.process_count()]
+    num_bytes = sum(size for size, _ in manifest.files.values())
+    doubted: dict[str, str] | None = None
+    if on_hosts and num_bytes > _FEW_BYTES:
+        doubted = doubted_files(directory, manifest.files)
+    for name in names if doubted is None else doubted:
+        if problem := file_problem(directory / name, manifest.files[name]):
+            raise DamagedCheckpoint(problem)
+    if doubted:
+        raise OSError(
+            f"all hosts must see the files of {directory} as this process does, but "
+            f"one of them says: {next(iter(doubted.values()))}"
+        )
 
 
 def _digests(directory: Path, known: Container[str]) -> dict[str, Digest]:

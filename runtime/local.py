@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence, Set
+from operator import attrgetter
 from typing import Any
 
 import jax
 
 from autopar.lowering.programs import (
+    CONCRETE_ARRAY,
     SignatureChanged,
     SpmdProgram,
     is_checking_values,
@@ -30,6 +32,7 @@ _NO_DATA = (
 )
 _WEAK_SCALARS = (int, float, complex)
 _HELD = (jax.Array, DistributedArray)
+_weak_type = attrgetter("aval.weak_type")
 _SHAPES = (jax.ShapeDtypeStruct, AbstractDistributedArray)
 # Two threads must start their steps in one order on all devices, or these wait for
 # each other in collectives of different steps.
@@ -63,14 +66,21 @@ class LocalExecutable:
           SignatureChanged: other shapes, dtypes or weak types than those planned for.
           RuntimeError: as JAX's own, if a donated buffer is used again.
         """
-        if is_traced(leaves):
+        kinds = set(map(type, leaves))
+        if kinds == {CONCRETE_ARRAY}:  # the same checks, without loops of Python's
+            is_deleted = any(map(CONCRETE_ARRAY.is_deleted, leaves))
+            is_weak = tuple(map(_weak_type, leaves))
+        elif is_traced(leaves):
             return self._run_traced(leaves)
+        else:
+            is_deleted = any(isinstance(x, _HELD) and x.is_deleted() for x in leaves)
+            is_weak = tuple(map(_is_weak, leaves))
         # XLA's CPU client does not survive a deleted buffer of several devices.
-        if any(isinstance(leaf, _HELD) and leaf.is_deleted() for leaf in leaves):
+        if is_deleted:
             raise _deleted_error(self._deleted(leaves))
-        if tuple(map(_is_weak, leaves)) != self._weak_types:
+        if is_weak != self._weak_types:
             raise SignatureChanged
-        if any(isinstance(leaf, DistributedArray) for leaf in leaves):
+        if any(issubclass(kind, DistributedArray) for kind in kinds):
             if not self._fits(leaves):
                 raise SignatureChanged
             return self._run(self._moved(leaves))

@@ -7,10 +7,10 @@ its devices hold once; a host sends back each shard that no other host sends.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from autopar.errors import HostLostError
 from autopar.lowering.exported_program import ShardedType
 from autopar.state.distributed_array import DistributedArray
 
+from .ray_pending import PendingStep
 from .stored_arrays import Digest, Tile, Writing
 
 
@@ -53,23 +54,33 @@ def cut_for_hosts(
     array: np.ndarray, type_: ShardedType, num_hosts: int
 ) -> list[HostShards]:
     """The shards of each host; devices are numbered host by host."""
+    return [
+        HostShards(type_, tuple(_cut(array, tile) for tile in tiles), tile_of_device)
+        for tiles, tile_of_device in _tiles_of_hosts(type_, num_hosts)
+    ]
+
+
+def _cut(array: np.ndarray, tile: Tile) -> np.ndarray:
+    part = array[tuple(slice(*ends) for ends in tile)]
+    shape = tuple(stop - start for start, stop in tile)
+    return np.ascontiguousarray(part).reshape(shape)  # it makes scalars vectors
+
+
+@lru_cache(maxsize=1024)
+def _tiles_of_hosts(
+    type_: ShardedType, num_hosts: int
+) -> tuple[tuple[tuple[Tile, ...], tuple[int, ...]], ...]:
+    """The tiles of each host, and which of them each of its devices has."""
     per_host = type_.num_devices // num_hosts
     hosts = []
     for host in range(num_hosts):
-        tiles: dict[Tile, np.ndarray] = {}
-        keys = []
-        for device in range(host * per_host, (host + 1) * per_host):
-            index = type_.tile(device)
-            key = tuple((part.start, part.stop) for part in index)
-            keys.append(key)
-            if key not in tiles:
-                tiles[key] = np.ascontiguousarray(array[index]).reshape(
-                    tuple(stop - start for start, stop in key)
-                )
-        order = {key: position for position, key in enumerate(tiles)}
-        devices = tuple(order[key] for key in keys)
-        hosts.append(HostShards(type_, tuple(tiles.values()), devices))
-    return hosts
+        tiles = [
+            tuple((part.start, part.stop) for part in type_.tile(device))
+            for device in range(host * per_host, (host + 1) * per_host)
+        ]
+        order = {tile: position for position, tile in enumerate(dict.fromkeys(tiles))}
+        hosts.append((tuple(order), tuple(order[tile] for tile in tiles)))
+    return tuple(hosts)
 
 
 def join_blocks(
@@ -107,16 +118,21 @@ class RemoteArray:
     """A handle to an array that one group of workers keeps under a number.
 
     Its memory there is freed when the handle is collected, with the next call that
-    goes to the workers.
+    goes to the workers. `made_by` is the step that makes it.
     """
 
     def __init__(
-        self, keeper: Keeper, group: int, number: int, type_: ShardedType
+        self,
+        keeper: Keeper,
+        group: int,
+        number: int,
+        type_: ShardedType,
+        made_by: PendingStep | None = None,
     ) -> None:
         self.keeper, self.group, self.number, self.type = keeper, group, number, type_
+        self._made_by = made_by
+        self._taken_by: PendingStep | None = None
         self._is_deleted = False
-        self._forget = weakref.finalize(self, keeper.forget, number, group)
-        self._forget.atexit = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -139,22 +155,37 @@ class RemoteArray:
         return whole if dtype is None else whole.astype(dtype)
 
     def block_until_ready(self) -> RemoteArray:
-        """Does nothing: a step returns when all that it made is there."""
+        """Wait for the step that makes it."""
+        if self._made_by is not None:
+            self._made_by.wait()
         return self
 
     def is_deleted(self) -> bool:
         """Whether it was donated, deleted, or lost with its hosts."""
+        self._wait_for_taker()
         return self._is_deleted or self.keeper.lost is not None
 
     def delete(self) -> None:
         """Free its memory on the workers."""
-        self._is_deleted = True
-        self._forget()
+        if not self._is_deleted:
+            self._is_deleted = True
+            self.keeper.forget(self.number, self.group)
+
+    def __del__(self) -> None:
+        self.delete()
+
+    def may_be_taken_by(self, step: PendingStep) -> None:
+        """Note a step that was told to take its memory if it can."""
+        self._taken_by = step
+
+    def _wait_for_taker(self) -> None:
+        if self._taken_by is not None and self.keeper.lost is None:
+            self._taken_by.wait()
+            self._taken_by = None
 
     def mark_donated(self) -> None:
         """Note that a step has taken its memory."""
         self._is_deleted = True
-        self._forget.detach()
 
     def check(self) -> None:
         """Does nothing if it is there.
@@ -171,6 +202,7 @@ class RemoteArray:
             if self.keeper.lost_rank is None:
                 raise RuntimeError(text)
             raise HostLostError(text, self.keeper.lost_rank)
+        self._wait_for_taker()
         if self._is_deleted:
             raise RuntimeError(
                 f"Array {self.type} has been deleted: each array may be donated once, "

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax
-
 from autopar.clusters.cluster import Cluster
 from autopar.lowering.exported_program import (
     ShardedType,
@@ -20,7 +18,7 @@ from autopar.lowering.programs import (
     SpmdProgram,
     is_traced,
 )
-from autopar.state.distributed_array import DistributedArray, abstract_leaf
+from autopar.state.distributed_array import DistributedArray, signature
 
 from .instructions import InstructionList, Run, Value
 from .ray_steps import METRIC_BYTES, JobParts, LoadedJob
@@ -78,6 +76,7 @@ class RayExecutable:
             {0: (group, code, program.constants)},
             dict(zip(self._inputs, code.inputs, strict=True)),
             dict(zip(self._outputs, code.outputs, strict=True)),
+            {self._inputs[i] for i in code.donated},
         )
         self._job = LoadedJob(cluster, parts)
 
@@ -94,7 +93,7 @@ class RayExecutable:
             raise SignatureChanged
         kept = [key for key in self._outputs if key not in self._returned]
         given = dict(zip(self._inputs, leaves, strict=True))
-        remote, results, _ = self._job.get()(given, kept, self._returned)
+        remote, results, _ = self._job.get(leaves)(given, kept, self._returned)
         return [
             results[key] if key in results else DistributedArray((remote[key],))
             for key in self._outputs
@@ -137,9 +136,3 @@ def refuse_traced(leaves: Sequence[Any]) -> None:
             "A step that runs on other hosts cannot be part of a JAX transformation; "
             "transform the function itself, and parallelize what comes out."
         )
-
-
-def signature(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of a leaf."""
-    kind = jax.typeof(abstract_leaf(leaf))
-    return kind.shape, kind.dtype

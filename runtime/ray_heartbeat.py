@@ -7,10 +7,9 @@ call raises instead of waiting for it.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -18,6 +17,7 @@ from .ray_hosts import import_ray
 from .ray_watch import HUNG_SECONDS
 
 _EVERY_SECONDS = 1.0
+_STOP_SECONDS = 5.0
 _HUNG = int(HUNG_SECONDS / _EVERY_SECONDS)
 
 
@@ -32,23 +32,37 @@ class Watched(Protocol):
 
 def start_heartbeat(
     workers: Watched, actors: Sequence[Any], silent_seconds: float
-) -> None:
-    """Watch workers until they are lost, closed or collected."""
-    given = weakref.ref(workers), tuple(actors), silent_seconds
-    threading.Thread(
+) -> Callable[[], None]:
+    """Watch workers until they are lost or collected, or what is returned is called.
+
+    Ray ends a process that uses it after it has left the cluster: stop this before.
+    """
+    is_stopped = threading.Event()
+    given = weakref.ref(workers), tuple(actors), silent_seconds, is_stopped
+    beating = threading.Thread(
         target=_beat, args=given, name="autopar heartbeat", daemon=True
-    ).start()
+    )
+    beating.start()
+
+    def stop() -> None:
+        is_stopped.set()
+        if threading.current_thread() is not beating:
+            beating.join(_STOP_SECONDS)
+
+    return stop
 
 
 def _beat(
-    owner: weakref.ref[Watched], actors: Sequence[Any], silent_seconds: float
+    owner: weakref.ref[Watched],
+    actors: Sequence[Any],
+    silent_seconds: float,
+    is_stopped: threading.Event,
 ) -> None:
     ray = import_ray()
     pings: dict[Future[Any], int] = {}
     # Beats are counted and not seconds: this process itself may stand still.
     unanswered: Counter[int] = Counter()
-    while True:
-        time.sleep(_EVERY_SECONDS)
+    while not is_stopped.wait(_EVERY_SECONDS):
         workers = owner()
         if workers is None or workers.lost is not None or not ray.is_initialized():
             return

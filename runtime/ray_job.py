@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
+from autopar.errors import WorkerError
 from autopar.lowering.exported_program import ExportedProgram, ShardedType
 
 from .instructions import Held
@@ -29,15 +30,17 @@ class HostJob:
     """All that one host runs a step.
 
     `instructions` is the text of its `InstructionList`, `programs` those it runs, by
-    their number there. `inputs` are the values it holds when a step begins, `zeros` the
-    first values of gradients. `crossing` has for each slot and stage that it is sent to
-    its type at home and there, `group_of_stage` which hosts a stage is on.
+    their number there. `inputs` are the values it holds when a step begins, `ends` what
+    it may be asked for when the step is done; a step names both by position. `zeros`
+    are the first values of gradients. `crossing` has for each slot and stage that it is
+    sent to its type at home and there, `group_of_stage` which hosts a stage is on.
     """
 
     name: str
     instructions: str
     programs: Mapping[int, StageCode]
     inputs: Mapping[Held, ShardedType]
+    ends: tuple[Held, ...]
     zeros: Mapping[str, ShardedType]
     crossing: Mapping[tuple[str, int], tuple[ShardedType, ShardedType]]
     group_of_stage: Mapping[int, int]
@@ -45,20 +48,19 @@ class HostJob:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """One step of a job on one host.
+    """One step of a job, as all hosts of a group are told it.
 
-    Of what the step begins with, `held` are arrays that the host keeps under numbers,
-    `fed` come from the driver and `stored` are read from a checkpoint. Of what it ends
-    with, `kept` stay under the numbers given, and `returned` go to the driver. `freed`
-    are numbers nobody needs any more.
+    Of the inputs, `held` are arrays that the hosts keep under numbers, `stored` are
+    read from a checkpoint, and the rest comes from the driver, each host its part. Of
+    the ends, `kept` stay under the numbers given, and `returned` go to the driver.
+    `freed` are numbers nobody needs any more.
     """
 
     job: int
-    held: Mapping[Held, int]
-    fed: Mapping[Held, HostShards]
-    stored: Mapping[Held, StoredArray]
-    kept: Mapping[Held, int]
-    returned: tuple[Held, ...]
+    held: Mapping[int, int]
+    stored: Mapping[int, StoredArray]
+    kept: Mapping[int, int]
+    returned: tuple[int, ...]
     freed: tuple[int, ...]
     is_recorded: bool = False
 
@@ -70,7 +72,7 @@ class StepReply:
     Events are in seconds of the host's own monotonic clock.
     """
 
-    returned: Mapping[Held, tuple[Block, ...]]
+    returned: Mapping[int, tuple[Block, ...]]
     donated: tuple[int, ...]
     events: tuple[Event, ...]
 
@@ -102,3 +104,22 @@ def own_versions() -> dict[str, str]:
         "jax": f"{metadata.version('jax')} with jaxlib {metadata.version('jaxlib')}",
         "autopar": metadata.version("autopar"),
     }
+
+
+def check_alike(facts: Sequence[HostFacts]) -> None:
+    """Does nothing if all hosts run the driver's versions.
+
+    Raises:
+      WorkerError: one runs another; says which.
+    """
+    here = own_versions()
+    for rank, host in enumerate(facts):
+        for package, version in here.items():
+            there = getattr(host, package)
+            if there != version:
+                raise WorkerError(
+                    f"All hosts must run the driver's versions, but host {rank} at "
+                    f"{host.address} has {package} {there} and the driver {version}; "
+                    f"install the same there.",
+                    rank,
+                )

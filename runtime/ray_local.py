@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .ray_hosts import VIRTUAL_DEVICES, import_ray
+from .ray_workers import end_live_workers
 
 # Ray gives a frozen host up after seconds instead of a minute, and its workers get as
 # much of the machine as the driver: by default they run with a niceness of 15.
@@ -92,5 +93,6 @@ def local_ray_hosts(num_hosts: int, devices_per_host: int) -> Iterator[LocalHost
         if ray.is_initialized() and ray.get_runtime_context().gcs_address == (
             cluster.address
         ):
+            end_live_workers()
             ray.shutdown()
         cluster.shutdown()

@@ -99,6 +99,11 @@ class RayPipelineExecutable:
                 if (key[1].slot, key[0]) in types
             },
             {
+                (stage.stage, Value(stage.inputs[i]))
+                for stage, code in zip(program.programs, exported, strict=True)
+                for i in code.donated
+            },
+            {
                 (slot.stage, Value(name)): types[name, slot.stage]
                 for name, slot in program.slots.items()
                 if slot.kind == "gradient"
@@ -157,7 +162,7 @@ class RayPipelineExecutable:
             and key not in self._returned
         }
         kept = [*fresh, *self._large]
-        remote, returned, timeline = self._job.get()(
+        remote, returned, timeline = self._job.get(given.values())(
             given, kept, self._returned, is_recorded
         )
         ends: dict[Held, Any] = {

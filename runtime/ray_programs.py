@@ -34,15 +34,27 @@ def sharding_of(type_: ShardedType) -> NamedSharding:
 
 def place(shards: HostShards) -> jax.Array:
     """The array of which this host was sent its shards."""
-    type_ = shards.type
-    sharding = sharding_of(type_)
+    parts = [shards.tiles[tile] for tile in shards.tile_of_device]
+    return from_local_parts(parts, shards.type.shape, sharding_of(shards.type))
+
+
+def from_local_parts(
+    parts: Sequence[np.ndarray], shape: Sequence[int], sharding: Any
+) -> jax.Array:
+    """The array of which this host has the parts of its devices, in their order."""
     here = jax.process_index()
     local = [d for d in devices(sharding) if d.process_index == here]
-    parts = [shards.tiles[tile] for tile in shards.tile_of_device]
-    arrays = jax.device_put(parts, local)
     return jax.make_array_from_single_device_arrays(
-        type_.shape, sharding, arrays, dtype=np.dtype(type_.dtype)
+        tuple(shape), sharding, jax.device_put(list(parts), local), dtype=parts[0].dtype
     )
+
+
+def local_parts(array: jax.Array) -> list[np.ndarray]:
+    """The parts of this host's devices, in their order."""
+    assert isinstance(array.sharding, NamedSharding)
+    order = {device: i for i, device in enumerate(devices(array.sharding))}
+    shards = sorted(array.addressable_shards, key=lambda s: order[s.device])
+    return [np.asarray(shard.data) for shard in shards]
 
 
 def blocks_of(array: jax.Array) -> tuple[Block, ...]:

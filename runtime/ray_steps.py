@@ -6,8 +6,10 @@ ordinary array, once. To the driver come results of at most `METRIC_BYTES`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import pickle
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,9 +24,10 @@ from autopar.lowering.exported_program import (
 from autopar.state.distributed_array import DistributedArray
 
 from .instructions import Held, InstructionList
-from .ray_arrays import HostShards, RemoteArray, cut_for_hosts, join_blocks
+from .ray_arrays import Block, HostShards, RemoteArray, cut_for_hosts, join_blocks
 from .ray_job import HostJob, StageCode, StepReply, StepRequest
-from .ray_workers import Workers, workers_of
+from .ray_pending import PendingArray, PendingStep, StepEnd
+from .ray_workers import Begun, Workers, workers_of
 from .stored_arrays import StoredArray
 from .timeline import Event, Timeline
 
@@ -37,8 +40,8 @@ class JobParts:
 
     `lists` has what each group of hosts does, `group_of_stage` which group runs and
     holds what is of a stage. `programs` are stage programs with the arrays they close
-    over; `inputs` and `ends` are what a step begins and ends with; see `HostJob` for
-    the rest.
+    over; `inputs` and `ends` are what a step begins and ends with, `donated` the inputs
+    whose memory it may take; see `HostJob` for the rest.
     """
 
     name: str
@@ -47,10 +50,24 @@ class JobParts:
     programs: Mapping[int, tuple[int, ExportedProgram, Sequence[Any]]]
     inputs: Mapping[Held, ShardedType]
     ends: Mapping[Held, ShardedType]
+    donated: Collection[Held]
     zeros: Mapping[Held, ShardedType] = field(default_factory=dict)
     crossing: Mapping[tuple[str, int], tuple[ShardedType, ShardedType]] = field(
         default_factory=dict
     )
+
+
+@dataclass
+class _Inputs:
+    """The inputs of a group of hosts in one step, by position.
+
+    `held` they keep, `fed` comes from the driver, each host its part, and `stored` they
+    read.
+    """
+
+    held: dict[int, RemoteArray] = field(default_factory=dict)
+    fed: dict[int, list[HostShards]] = field(default_factory=dict)
+    stored: dict[int, StoredArray] = field(default_factory=dict)
 
 
 class RayJob:
@@ -59,6 +76,8 @@ class RayJob:
     def __init__(self, workers: Workers, parts: JobParts) -> None:
         self.workers, self.parts = workers, parts
         self._number = workers.new_job()
+        self._inputs = self._by_group(parts.inputs)
+        self._ends = self._by_group(parts.ends)
         jobs = {
             rank: (self._number, self._for_host(group, index))
             for group in range(workers.num_groups)
@@ -72,94 +91,118 @@ class RayJob:
         kept: Collection[Held],
         returned: Collection[Held],
         is_recorded: bool = False,
-    ) -> tuple[dict[Held, RemoteArray], dict[Held, jax.Array], Timeline]:
+    ) -> tuple[dict[Held, RemoteArray], dict[Held, Any], Timeline]:
         """One step: what stays on the workers, and what comes to the driver.
+
+        With `steps_ahead` it returns before the step is done, and what is to come is a
+        `DistributedArray`, unless something is asked for that must be there.
 
         Raises:
           HostLostError, WorkerError, RuntimeError: see `Workers.call`.
         """
         workers, ends = self.workers, self.parts.ends
         with workers.one_step:
-            held, fed, stored = self._sort(given)
-            order = list(kept)
-            numbers = dict(zip(order, workers.fresh_numbers(len(order)), strict=True))
             groups = range(workers.num_groups)
+            asked = [self._sorted(given, group) for group in groups]
+            numbers = dict(zip(kept, workers.fresh_numbers(len(kept)), strict=True))
             freed = workers.freed_by_rank(groups)
-            requests = {
-                rank: (
-                    StepRequest(
-                        self._number,
-                        {
-                            k: a.number
-                            for k, a in held.items()
-                            if self._group(k) == group
-                        },
-                        {
-                            k: each[i]
-                            for k, each in fed.items()
-                            if self._group(k) == group
-                        },
-                        {k: s for k, s in stored.items() if self._group(k) == group},
-                        {k: n for k, n in numbers.items() if self._group(k) == group},
-                        tuple(key for key in returned if self._group(key) == group),
-                        freed[rank],
-                        is_recorded,
-                    ),
+            calls: dict[int, tuple[bytes, dict[int, HostShards]]] = {}
+            for group, inputs in enumerate(asked):
+                ranks, keys = workers.ranks_of(group), self._ends[group]
+                request = StepRequest(
+                    self._number,
+                    {i: array.number for i, array in inputs.held.items()},
+                    inputs.stored,
+                    {i: numbers[key] for i, key in enumerate(keys) if key in numbers},
+                    tuple(i for i, key in enumerate(keys) if key in returned),
+                    freed[ranks[0]],
+                    is_recorded,
                 )
-                for group in groups
-                for i, rank in enumerate(workers.ranks_of(group))
-            }
-            replies: list[StepReply] = workers.call("step", requests)
-            donated = {
-                (workers.group_of(r), n)
-                for r, x in enumerate(replies)
-                for n in x.donated
-            }
-            for array in held.values():
-                if (array.group, array.number) in donated:
-                    array.mark_donated()
+                packed = pickle.dumps(request)
+                for index, rank in enumerate(ranks):
+                    fed = {i: shards[index] for i, shards in inputs.fed.items()}
+                    calls[rank] = packed, fed
+            begun = workers.begin("step", calls)
+            step = PendingStep(partial(self._end, begun, asked))
             remote = {
-                key: RemoteArray(workers, self._group(key), number, ends[key])
+                key: RemoteArray(workers, self._group(key), number, ends[key], step)
                 for key, number in numbers.items()
             }
-            results = {
-                key: with_keys(
-                    join_blocks(
-                        ends[key].shape,
-                        ends[key].dtype,
-                        [b for reply in replies for b in reply.returned.get(key, ())],
-                    ),
-                    ends[key],
-                )
-                for key in returned
-            }
-            return remote, results, self._timeline(replies)
+            if is_recorded or not workers.let_run(step, self._may_wait(returned)):
+                end = step.wait()
+                return remote, dict(end.results), end.timeline
+            for group, inputs in enumerate(asked):
+                for i, array in inputs.held.items():
+                    if self._inputs[group][i] in self.parts.donated:
+                        array.may_be_taken_by(step)
+            results = {k: PendingArray(step, k, ends[k]) for k in returned}
+            return (
+                remote,
+                {k: DistributedArray((each,)) for k, each in results.items()},
+                Timeline(workers.num_groups, ()),
+            )
+
+    def _may_wait(self, returned: Collection[Held]) -> bool:
+        """Whether nothing that comes back must be an array of this process at once.
+
+        Keys must, and what is put together of microbatches.
+        """
+        ends = self.parts.ends
+        return not any(
+            k[1].microbatch is not None or ends[k].key_impl for k in returned
+        )
+
+    def _end(self, begun: Begun, asked: Sequence[_Inputs]) -> StepEnd:
+        """Waits for the replies to a step."""
+        replies: list[StepReply] = self.workers.finish(begun)
+        for rank, reply in enumerate(replies):
+            self._mark_donated(asked[self.workers.group_of(rank)], reply)
+        return StepEnd(self._results(replies), self._timeline(replies))
 
     def _group(self, key: Held) -> int:
         return self.parts.group_of_stage[key[0]]
 
-    def _sort(
-        self, given: Mapping[Held, Any]
-    ) -> tuple[
-        dict[Held, RemoteArray], dict[Held, list[HostShards]], dict[Held, StoredArray]
-    ]:
-        """What the workers keep, the rest cut for its hosts, and what these read."""
-        held: dict[Held, RemoteArray] = {}
-        stored: dict[Held, StoredArray] = {}
-        fed: dict[Held, list[HostShards]] = {}
-        for key, type_ in self.parts.inputs.items():
-            array = given[key]
+    def _by_group(self, keys: Collection[Held]) -> list[tuple[Held, ...]]:
+        """The keys of each group of hosts."""
+        groups = range(self.workers.num_groups)
+        return [tuple(k for k in keys if self._group(k) == group) for group in groups]
+
+    def _sorted(self, given: Mapping[Held, Any], group: int) -> _Inputs:
+        """What a group keeps, the rest cut for its hosts, and what these read."""
+        found = _Inputs()
+        for i, key in enumerate(self._inputs[group]):
+            type_, array = self.parts.inputs[key], given[key]
             if isinstance(array, DistributedArray) and len(array.pieces) == 1:
                 array = array.pieces[0]
             if isinstance(array, RemoteArray) and self._is_here(array, key):
                 array.check()
-                held[key] = array
+                found.held[i] = array
             elif isinstance(array, StoredArray):
-                stored[key] = array
+                found.stored[i] = array
             else:
                 whole = plain_array(array).astype(type_.dtype, copy=False)
-                fed[key] = cut_for_hosts(whole, type_, self.workers.hosts_per_group)
-        return held, fed, stored
+                num_hosts = self.workers.hosts_per_group
+                found.fed[i] = cut_for_hosts(whole, type_, num_hosts)
+        return found
+
+    def _mark_donated(self, inputs: _Inputs, reply: StepReply) -> None:
+        donated = set(reply.donated)
+        for array in inputs.held.values():
+            if array.number in donated:
+                array.mark_donated()
+
+    def _results(self, replies: Sequence[StepReply]) -> dict[Held, jax.Array]:
+        """What came back, joined from the hosts that had a part of it."""
+        blocks: dict[Held, list[Block]] = {}
+        for rank, reply in enumerate(replies):
+            keys = self._ends[self.workers.group_of(rank)]
+            for i, part in reply.returned.items():
+                blocks.setdefault(keys[i], []).extend(part)
+        types = ((key, self.parts.ends[key]) for key in blocks)
+        return {
+            key: with_keys(join_blocks(type_.shape, type_.dtype, blocks[key]), type_)
+            for key, type_ in types
+        }
 
     def _is_here(self, array: RemoteArray, key: Held) -> bool:
         """Whether the group that reads an array keeps it.
@@ -198,7 +241,8 @@ class RayJob:
             parts.name,
             str(parts.lists[group]),
             {n: code(n) for n, (stage, *_) in parts.programs.items() if here(stage)},
-            {key: type_ for key, type_ in parts.inputs.items() if here(key[0])},
+            {key: parts.inputs[key] for key in self._inputs[group]},
+            self._ends[group],
             {
                 value.slot: type_
                 for (stage, value), type_ in parts.zeros.items()
@@ -234,9 +278,20 @@ class LoadedJob:
         self._cluster, self._parts = cluster, parts
         self._job: RayJob | None = None
 
-    def get(self) -> RayJob:
-        """The job, on workers that live as far as is known."""
+    def get(self, given: Iterable[Any] = ()) -> RayJob:
+        """The job, on workers that live as far as is known.
+
+        Raises:
+          HostLostError, RuntimeError: new ones would be started, and something `given`
+            was lost with those before.
+        """
         if self._job is None or self._job.workers.lost is not None:
+            for array in given:
+                for piece in (
+                    array.pieces if isinstance(array, DistributedArray) else ()
+                ):
+                    if isinstance(piece, RemoteArray) and piece.keeper.lost is not None:
+                        piece.check()
             workers = workers_of(self._cluster, len(self._parts.lists))
             self._job = RayJob(workers, self._parts)
         return self._job

@@ -4,41 +4,53 @@ For each pair of hosts that exchange values there is a control connection: the s
 offers (which value, under which number, in which tiles), the receiver checks that the
 tiles are those it expects, pulls them from the sender's transfer server and
 acknowledges. The checks matter: a pull into other tiles delivers wrong data silently.
-An offer is pulled exactly once, and its buffers are neither donated nor freed before it
-is acknowledged.
+
+When two hosts connect, the receiver pulls a few numbers first. Where that fails, what
+the two exchange goes through Ray's object store, and with it through the memory of both
+hosts.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
-import socket
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Client, Connection, Listener
-from queue import SimpleQueue
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Listener
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import jax
-from jax.experimental import transfer
+import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from autopar.lowering.exported_program import ShardedType
 
 from .instructions import Value
-from .ray_programs import sharding_of
+from .ray_channel import Address
+from .ray_offers import Incoming, Outgoing, hang_up, in_background
+from .ray_programs import from_local_parts, local_parts, sharding_of
 from .transfer_plan import plan_between_hosts
 from .transfers import Transfer
 
 NUM_STREAMS = 4  # one stream carries 0.3-0.85 GB/s, four 2 GB/s
 TRANSFER_BYTES = 4 << 20
-Address = tuple[str, int]
+_PROBE = np.arange(8, dtype=np.int32)
+_PROBE_SECONDS = 5.0  # a pull from a server that is not there waits for ever
 _Transfers = dict[tuple[str, int], tuple[ShardedType, Transfer]]
+_Parts = list[np.ndarray]
 
 
-class PeerLost(Exception):
-    """The host at the other end is gone; its own failure is the cause."""
+@dataclass(frozen=True)
+class Peer:
+    """Another host, and another way to what it offers.
+
+    `read` brings the parts of this host of an offer, by its number.
+    """
+
+    address: Address
+    read: Callable[[int], _Parts]
 
 
 class Transport:
@@ -51,16 +63,12 @@ class Transport:
 
     def __init__(self, address: str, secret: bytes) -> None:
         self._secret = secret
-        self._server = transfer.start_transfer_server(
-            jax.devices()[0].client,
-            f"{address}:0",
-            [f"{address}:0"] * NUM_STREAMS,
-            transfer_size=TRANSFER_BYTES,
-        )
+        self._server, self._no_server = _started(address)
         self._listener = Listener((address, 0), authkey=secret)
         self._offers = itertools.count(1)
-        self._out: dict[int, _Outgoing] = {}
-        self._in: dict[int, _Incoming] = {}
+        self._out: dict[int, Outgoing] = {}
+        self._in: dict[int, Incoming] = {}
+        self._is_direct: dict[int, bool] = {}
         self._jobs: dict[int, _Transfers] = {}
         self._transfers: _Transfers = {}
 
@@ -70,24 +78,44 @@ class Transport:
         host, port = self._listener.address
         return str(host), int(port)
 
-    def connect(self, group: int, peers: Mapping[int, Address]) -> None:
-        """Open a connection to one host of every other group, and take theirs."""
-        accepted = threading.Thread(target=self._accept, args=(len(peers),))
-        accepted.start()
-        for peer, address in sorted(peers.items()):
-            connection = Client(address, authkey=self._secret)
-            connection.send_bytes(
-                json.dumps({"group": group, "server": self._server.address()}).encode()
-            )
-            self._out[peer] = _Outgoing(connection, peer)
-        accepted.join()
+    def connect(self, group: int, peers: Mapping[int, Peer]) -> dict[int, str]:
+        """Open a connection to one host of every other group, and take theirs.
 
-    def _accept(self, count: int) -> None:
-        for _ in range(count):
+        Returns why nothing can be pulled from the server of some of these.
+        """
+        with ThreadPoolExecutor(1, "accept") as thread:
+            accepted = thread.submit(self._accept, peers)
+            for peer, other in sorted(peers.items()):
+                connection = Client(other.address, authkey=self._secret)
+                connection.send_bytes(json.dumps(self._hello(group)).encode())
+                self._is_direct[peer] = bool(json.loads(connection.recv_bytes()))
+                self._out[peer] = Outgoing(connection, peer)
+            return accepted.result()
+
+    def _hello(self, group: int) -> dict[str, Any]:
+        """What another host is told at first, and may pull."""
+        server, number = self._server, next(self._offers)
+        if server is None:
+            return {"group": group, "problem": self._no_server}
+        server.await_pull(number, [jax.device_put(_PROBE, jax.local_devices()[0])])
+        return {"group": group, "server": server.address(), "number": number}
+
+    def _accept(self, peers: Mapping[int, Peer]) -> dict[int, str]:
+        problems: dict[int, str] = {}
+        for _ in peers:
             connection = self._listener.accept()
             hello = json.loads(connection.recv_bytes())
-            pull = self._server.connect(hello["server"])
-            self._in[hello["group"]] = _Incoming(connection, pull, hello["group"])
+            peer, server = hello["group"], None
+            problem = hello.get("problem") or self._no_server
+            if not problem:
+                given = hello["server"], hello["number"]
+                server, problem = _probed(self._server, *given)
+            if problem:
+                problems[peer] = problem
+            connection.send_bytes(json.dumps(not problem).encode())
+            pull = _pulling(server) if server else _reading(peers[peer].read)
+            self._in[peer] = Incoming(connection, peer, pull)
+        return problems
 
     def plan(
         self,
@@ -111,7 +139,8 @@ class Transport:
         number = next(self._offers)
         outgoing = self._out[group]
         outgoing.keep(number, packed)
-        self._server.await_pull(number, [packed])
+        if self._is_direct[group]:
+            self._server.await_pull(number, [packed])
         outgoing.send(
             {
                 "number": number,
@@ -121,6 +150,10 @@ class Transport:
                 "tiles": str(wire),
             }
         )
+
+    def offered_parts(self, group: int, number: int) -> _Parts:
+        """This host's parts of what it offers a host of another group."""
+        return local_parts(self._out[group].offered(number))
 
     def receive(self, value: Value, source: int, target: int, group: int) -> jax.Array:
         """The next value that a stage of another group offers.
@@ -155,102 +188,7 @@ class Transport:
         """Close all connections, which wakes who waits at their other ends."""
         self._listener.close()
         for end in (*self._out.values(), *self._in.values()):
-            _hang_up(end.connection)
-
-
-class _Outgoing:
-    """This host's offers to one other, kept until they are acknowledged."""
-
-    def __init__(self, connection: Connection, peer: int) -> None:
-        self.connection, self.peer = connection, peer
-        self._offered: dict[int, jax.Array] = {}
-        self._changed = threading.Condition()
-        self._is_lost = False
-        _in_background(self._read_acknowledgements)
-
-    def keep(self, number: int, array: jax.Array) -> None:
-        with self._changed:
-            self._offered[number] = array
-
-    def send(self, offer: Mapping[str, Any]) -> None:
-        try:
-            self.connection.send_bytes(json.dumps(offer).encode())
-        except OSError as error:
-            raise _lost(self.peer) from error
-
-    def wait_for_readers(self, arrays: Sequence[Any] | None) -> None:
-        wanted = None if arrays is None else {id(array) for array in arrays}
-
-        def is_read() -> bool:
-            offered = map(id, self._offered.values())
-            return not any(wanted is None or each in wanted for each in offered)
-
-        with self._changed:
-            self._changed.wait_for(lambda: is_read() or self._is_lost)
-            if not is_read():
-                raise _lost(self.peer)
-
-    def _read_acknowledgements(self) -> None:
-        try:
-            while True:
-                number = json.loads(self.connection.recv_bytes())
-                with self._changed:
-                    del self._offered[number]
-                    self._changed.notify_all()
-        except (EOFError, OSError):
-            with self._changed:
-                self._is_lost = True
-                self._changed.notify_all()
-
-
-class _Incoming:
-    """What one other host offers; acknowledges each offer when its data is here."""
-
-    def __init__(self, connection: Connection, pull_from: Any, peer: int) -> None:
-        self.connection, self.peer = connection, peer
-        self._pull_from = pull_from
-        self._offers: dict[tuple[int, int], deque[dict[str, Any]]] = {}
-        self._changed = threading.Condition()
-        self._is_lost = False
-        self._arriving: SimpleQueue[tuple[int, jax.Array]] = SimpleQueue()
-        _in_background(self._read_offers)
-        _in_background(self._acknowledge)
-
-    def next_offer(self, source: int, target: int) -> dict[str, Any]:
-        with self._changed:
-            offers = self._offers.setdefault((source, target), deque())
-            self._changed.wait_for(lambda: offers or self._is_lost)
-            if not offers:
-                raise _lost(self.peer)
-            return offers.popleft()
-
-    def pull(self, number: int, landing: jax.ShapeDtypeStruct) -> jax.Array:
-        (array,) = self._pull_from.pull(number, [landing])
-        self._arriving.put((number, array))
-        return array
-
-    def _read_offers(self) -> None:
-        try:
-            while True:
-                offer = json.loads(self.connection.recv_bytes())
-                pair = offer["source"], offer["target"]
-                with self._changed:
-                    self._offers.setdefault(pair, deque()).append(offer)
-                    self._changed.notify_all()
-        except (EOFError, OSError):
-            with self._changed:
-                self._is_lost = True
-                self._changed.notify_all()
-
-    def _acknowledge(self) -> None:
-        while True:
-            number, array = self._arriving.get()
-            try:
-                array.block_until_ready()
-                self.connection.send_bytes(json.dumps(number).encode())
-            except (jax.errors.JaxRuntimeError, OSError):
-                return  # whoever uses the array meets the same error
-            del array
+            hang_up(end.connection)
 
 
 def _plan(source: ShardedType, target: ShardedType) -> tuple[ShardedType, Transfer]:
@@ -264,18 +202,55 @@ def _plan(source: ShardedType, target: ShardedType) -> tuple[ShardedType, Transf
     return ShardedType.of(landing.shape, landing.dtype, landing.sharding), transfer_
 
 
-def _hang_up(connection: Connection) -> None:
-    """Close both directions; `close` alone waits for this side's reading thread."""
+def _started(address: str) -> tuple[Any, str]:
+    """The transfer server of this host, or why there is none."""
     try:
-        with socket.socket(fileno=os.dup(connection.fileno())) as raw:
-            raw.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return  # the other end was first
+        from jax.experimental import transfer
+
+        server = transfer.start_transfer_server(
+            jax.local_devices()[0].client,
+            f"{address}:0",
+            [f"{address}:0"] * NUM_STREAMS,
+            transfer_size=TRANSFER_BYTES,
+        )
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return None, f"no transfer server starts there ({error})"
+    return server, ""
 
 
-def _in_background(run: Callable[[], None]) -> None:
-    threading.Thread(target=run, daemon=True).start()
+def _probed(own: Any, address: str, number: int) -> tuple[Any, str]:
+    """The connection to another host's server, or why nothing comes over it."""
+    outcome: SimpleQueue[tuple[Any, str]] = SimpleQueue()
+
+    def pull() -> None:
+        device = SingleDeviceSharding(jax.local_devices()[0])
+        kind = jax.ShapeDtypeStruct(_PROBE.shape, _PROBE.dtype, sharding=device)
+        try:
+            connection = own.connect(address)
+            (found,) = connection.pull(number, [kind])
+            is_good = np.array_equal(found, _PROBE)
+        except Exception as error:
+            outcome.put((None, f"{type(error).__name__}: {error}"))
+            return
+        problem = "" if is_good else "other numbers come than were sent"
+        outcome.put((connection if is_good else None, problem))
+
+    in_background(pull)
+    try:
+        return outcome.get(timeout=_PROBE_SECONDS)
+    except Empty:
+        return None, f"nothing comes from {address} in {_PROBE_SECONDS:g} s"
 
 
-def _lost(peer: int) -> PeerLost:
-    return PeerLost(f"the host of group {peer} closed its connection")
+def _pulling(server: Any) -> Callable[[int, jax.ShapeDtypeStruct], jax.Array]:
+    """Reads offers from another host's transfer server."""
+    return lambda number, landing: server.pull(number, [landing])[0]
+
+
+def _reading(
+    read: Callable[[int], _Parts],
+) -> Callable[[int, jax.ShapeDtypeStruct], jax.Array]:
+    """Reads offers through the memory of the hosts."""
+    return lambda number, landing: from_local_parts(
+        read(number), landing.shape, landing.sharding
+    )

@@ -29,7 +29,8 @@ class Watch:
 
     `ping` asks hosts for a sign of life and gives the answers to come, `name` is a host
     in words, `seconds` how long the call may take and `silent_seconds` how long a host
-    may go without a sign of life.
+    may go without a sign of life. When another fails, a host that was silent for
+    `hung_seconds` is the cause.
     """
 
     ray: Any
@@ -38,6 +39,7 @@ class Watch:
     silent_seconds: float
     ping: Callable[[Sequence[int]], Mapping[Any, int]]
     name: Callable[[int], str]
+    hung_seconds: float = HUNG_SECONDS
 
     def gather(self, refs: Mapping[Any, int]) -> dict[int, Any]:
         """The answers by rank.
@@ -65,7 +67,7 @@ class Watch:
                     hung = [
                         (alive[each], each)
                         for each in pings.values()
-                        if now - alive[each] > HUNG_SECONDS and each != rank
+                        if now - alive[each] > self.hung_seconds and each != rank
                     ]
                     cause = self._first_cause(found, pending)
                     if hung:
@@ -84,7 +86,7 @@ class Watch:
         name = self.name(rank)
         try:
             reply = self.ray.get(ref)
-        except self.ray.exceptions.RayError as error:
+        except (self.ray.exceptions.RayError, ConnectionError) as error:
             return self._failed(error, rank)
         if isinstance(reply, Failure):
             text = f"{name} raised in {self.method!r}: {reply.summary}"
@@ -100,7 +102,8 @@ class Watch:
                 f"pip install 'autopar[ray]' there, where `ray start` runs.",
                 rank,
             )
-        if isinstance(error, self.ray.exceptions.RayActorError):
+        is_lost = ConnectionError, TimeoutError, self.ray.exceptions.RayActorError
+        if isinstance(error, is_lost):
             cause = str(error).strip().splitlines()[-1].strip()
             return HostLostError(
                 f"Every host must live until its step is done, but {name} died in "

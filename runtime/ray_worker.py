@@ -6,6 +6,7 @@ jax finds its devices when the driver says so, after the settings that it reads 
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import threading
 import time
@@ -13,13 +14,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from .instructions import Held, Instruction, InstructionList, Value
 from .ray_arrays import Block, HostShards
+from .ray_channel import serve
 from .ray_job import (
     Failure,
     HostFacts,
@@ -51,6 +53,19 @@ def _reported(method: Callable[..., Any]) -> Callable[..., Any]:
             return _failure(error)
 
     return call
+
+
+def _read(actor: Any, group: int, number: int) -> list[Any]:
+    """The parts that another host offers this one, which is of a group."""
+    import ray
+    from ray.exceptions import RayActorError
+
+    from .ray_offers import PeerLost
+
+    try:
+        return ray.get(actor.offered_parts.remote(group, number))
+    except RayActorError as error:
+        raise PeerLost(f"the host that offered {number} is gone") from error
 
 
 def _failure(error: BaseException) -> Failure:
@@ -220,10 +235,31 @@ class HostWorker:
         return self._transport.control_address
 
     @_reported
-    def connect(self, stage: int, peers: Mapping[int, Address]) -> None:
-        """Connect to the hosts of the other stages; all do so at once."""
+    def take_calls(self, address: str, secret: bytes) -> Address:
+        """Answer calls over a connection of the driver's; where it connects to."""
+        return serve(address, secret, lambda name, given: getattr(self, name)(*given))
+
+    @_reported
+    def connect(
+        self, stage: int, peers: Mapping[int, tuple[Address, Any]]
+    ) -> dict[int, str]:
+        """Connect to the hosts of other stages, given their actors; all do so at once.
+
+        Returns why values of some of these come through Ray's object store.
+        """
+        from .ray_transport import Peer
+
         assert self._transport is not None, "listen comes first"
-        self._transport.connect(stage, peers)
+        others = {
+            group: Peer(address, partial(_read, actor, stage))
+            for group, (address, actor) in peers.items()
+        }
+        return self._transport.connect(stage, others)
+
+    def offered_parts(self, group: int, number: int) -> list[Any]:
+        """What another host reads of what this one offers it, through Ray."""
+        assert self._transport is not None, "who is offered something is connected"
+        return self._transport.offered_parts(group, number)
 
     @_reported
     def load(self, number: int, job: HostJob) -> None:
@@ -238,13 +274,14 @@ class HostWorker:
             self._jobs[number] = _Job(job, instructions, load_job(job))
 
     @_reported
-    def step(self, request: StepRequest) -> StepReply:
-        """Run one step; returns when all that it made is there."""
+    def step(self, packed: bytes, fed: Mapping[int, HostShards]) -> StepReply:
+        """Run the step of a pickled `StepRequest`; returns when all of it is there."""
         import jax
 
         from .lane import Lane
         from .ray_programs import blocks_of
 
+        request: StepRequest = pickle.loads(packed)
         with self._lock:
             self._free(request.freed)
             job = self._jobs[request.job]
@@ -261,20 +298,19 @@ class HostWorker:
                 job.instructions,
                 _RUNS_IN_FLIGHT,
                 job.unfinished,
-                self._inputs(job, request),
+                self._inputs(job, request, fed),
             )
             lane.run()
             if step.error is not None:
                 raise step.error
             step.wait_for_readers()
-            ends = {key: lane.held[key] for key in (*request.kept, *request.returned)}
+            keys = job.data.ends
+            ends = {i: lane.held[keys[i]] for i in (*request.kept, *request.returned)}
             jax.block_until_ready(list(ends.values()))
             donated = self._forget_donated(request.held.values())
-            for key, number in request.kept.items():
-                self._arrays[number] = ends[key]
-            returned: dict[Held, tuple[Block, ...]] = {
-                key: blocks_of(ends[key]) for key in request.returned
-            }
+            for i, number in request.kept.items():
+                self._arrays[number] = ends[i]
+            returned = {i: blocks_of(ends[i]) for i in request.returned}
             return StepReply(returned, donated, tuple(lane.events))
 
     @_reported
@@ -332,7 +368,9 @@ class HostWorker:
         for number in numbers:
             self._arrays.pop(number, None)
 
-    def _inputs(self, job: _Job, request: StepRequest) -> dict[Held, Any]:
+    def _inputs(
+        self, job: _Job, request: StepRequest, fed: Mapping[int, HostShards]
+    ) -> dict[Held, Any]:
         """What the lane holds at first, each array where the job wants it."""
         from .ray_programs import place, read
 
@@ -340,15 +378,18 @@ class HostWorker:
         assert resharding is not None, "join comes first"
         held: dict[Held, Any] = {}
         seen: set[int] = set()
-        for key, number in request.held.items():
-            array = resharding.bring(self._arrays[number], job.data.inputs[key])
-            if number in seen:  # one buffer may be donated once
-                array = resharding.copy(array, array.sharding)
-            seen.add(number)
-            held[key] = array
-        held.update({key: place(shards) for key, shards in request.fed.items()})
-        for key, stored in request.stored.items():
-            held[key] = read(stored, job.data.inputs[key])
+        for i, (key, type_) in enumerate(job.data.inputs.items()):
+            if i in fed:
+                held[key] = place(fed[i])
+            elif i in request.stored:
+                held[key] = read(request.stored[i], type_)
+            else:
+                number = request.held[i]
+                array = resharding.bring(self._arrays[number], type_)
+                if number in seen:  # one buffer may be donated once
+                    array = resharding.copy(array, array.sharding)
+                seen.add(number)
+                held[key] = array
         return held
 
     def _forget_donated(self, numbers: Any) -> tuple[int, ...]:

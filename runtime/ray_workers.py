@@ -6,15 +6,16 @@ After any fault all workers are killed: they wait for each other.
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
-import jax
 import numpy as np
 
 from autopar.clusters.cluster import Cluster
@@ -23,36 +24,30 @@ from autopar.lowering.exported_program import ShardedType
 
 from .ray_actors import START_SECONDS, start_actors
 from .ray_arrays import Block, Numbers, RemoteArray, cut_for_hosts, join_blocks
+from .ray_channel import DirectAnswers
 from .ray_heartbeat import start_heartbeat
 from .ray_hosts import import_ray
-from .ray_job import HostFacts, own_versions
-from .ray_watch import Watch
+from .ray_job import HostFacts
+from .ray_pending import PendingStep
+from .ray_start import join_hosts
+from .ray_traffic import Traffic
+from .ray_watch import HUNG_SECONDS, Watch
 from .stored_arrays import Digest, Writing
 
 _log = logging.getLogger("autopar")
+# Calls that a host answers in their order; the others may be made beside them.
+_IN_ORDER = frozenset({"load", "step", "fetch", "store", "copy_out", "kept"})
 _START_TRIES = 3  # joining fails by death of the process: a port taken, for one
-_CONFIG = (
-    "jax_enable_x64",
-    "jax_compilation_cache_dir",
-    "jax_persistent_cache_min_compile_time_secs",
-    "jax_persistent_cache_min_entry_size_bytes",
-)
 
 
-@dataclass
-class Traffic:
-    """Bytes of arrays that passed through the driver, and the largest of them."""
+@dataclass(eq=False)
+class Begun:
+    """A call under way; `replies` are what hosts returned, once that was read."""
 
-    to_hosts: int = 0
-    from_hosts: int = 0
-    largest_array: int = 0
-
-    def count(self, argument: Any, is_sent: bool) -> None:
-        """Add the arrays in the arguments of a call, or in what it returned."""
-        for nbytes in _array_bytes(argument):
-            self.largest_array = max(self.largest_array, nbytes)
-            self.to_hosts += nbytes if is_sent else 0
-            self.from_hosts += 0 if is_sent else nbytes
+    watch: Watch
+    refs: Mapping[Any, int]
+    is_in_order: bool
+    replies: dict[int, Any] | None = None
 
 
 @dataclass(eq=False)
@@ -80,13 +75,20 @@ class Workers:
         self._numbers = Numbers()
         # Hosts of a group must start their steps in one order, or wait for each other.
         self.one_step = threading.Lock()
+        self._one_call = threading.Lock()
+        self._connections: dict[int, Connection] = {}
+        self._stop_heartbeat: Callable[[], Any] | None = None
+        self._in_order: deque[Begun] = deque()  # begun, and their replies not read yet
+        self._under_way: deque[PendingStep] = deque()
         self._jobs = 0
         self._tickets = 0
         for tries_left in reversed(range(_START_TRIES)):
             self._actors, self._close = start_actors(self.cluster, self)
             try:
-                self._join()
-                start_heartbeat(self, self._actors, self._hosts.silent_seconds)
+                self._connections = join_hosts(self, self._actors)
+                silent_seconds = self._hosts.silent_seconds
+                stop = start_heartbeat(self, self._actors, silent_seconds)
+                self._stop_heartbeat = weakref.finalize(self, stop)
                 return
             except HostLostError:
                 self._close()
@@ -107,6 +109,8 @@ class Workers:
     def close(self, reason: str = "they were closed.") -> None:
         """End the workers and forget their arrays; does nothing the second time."""
         self.lost = self.lost or reason
+        if self._stop_heartbeat is not None:
+            self._stop_heartbeat()
         self._close()
 
     def lose(self, rank: int, reason: str) -> None:
@@ -115,6 +119,18 @@ class Workers:
             _log.warning("%s All workers are ended.", reason)
             self.lost_rank = rank
             self.close(reason)
+
+    def let_run(self, step: PendingStep, may_wait: bool) -> bool:
+        """Whether the driver may go on while a step runs; waits for older ones.
+
+        It may not where `may_wait` is false, or steps go through Ray.
+        """
+        steps_ahead = self._hosts.steps_ahead if self._connections else 0
+        if may_wait and steps_ahead:
+            self._under_way.append(step)
+        while len(self._under_way) > (steps_ahead if may_wait else 0):
+            self._under_way.popleft().wait()
+        return may_wait and steps_ahead > 0
 
     def ranks_of(self, group: int) -> range:
         """The ranks of a group's hosts."""
@@ -232,27 +248,85 @@ class Workers:
           WorkerError: an exception on a host.
           RuntimeError: the workers are gone already.
         """
-        self._check()
-        ray = import_ray()
-        refs = {}
-        for rank, given in sorted(arguments.items()):
+        return self.finish(self.begin(method, arguments, seconds, silent_seconds))
+
+    def begin(
+        self,
+        method: str,
+        arguments: Mapping[int, tuple[Any, ...]],
+        seconds: float | None = None,
+        silent_seconds: float | None = None,
+    ) -> Begun:
+        """Tell some hosts to do something; as `call`, which waits for it besides.
+
+        Raises:
+          HostLostError, RuntimeError: the workers are gone already.
+        """
+        for given in arguments.values():
             self.traffic.count(given, is_sent=True)
-            refs[getattr(self._actors[rank], method).remote(*given)] = rank
+        limits = (
+            seconds or self._hosts.step_seconds,
+            silent_seconds or self._hosts.silent_seconds,
+        )
+        is_direct = method in _IN_ORDER and bool(self._connections)
+        with self._one_call if is_direct else nullcontext():
+            self._check()
+            make = self._call_directly if is_direct else self._call_through_ray
+            with self._ending_workers():
+                answers, refs = make(method, arguments)
+            hung_seconds = silent_seconds or HUNG_SECONDS
+            watch = Watch(answers, method, *limits, self._ping, self.name, hung_seconds)
+            begun = Begun(watch, refs, is_direct)
+            if is_direct:
+                self._in_order.append(begun)
+            return begun
+
+    def finish(self, begun: Begun) -> list[Any]:
+        """What the hosts returned, by ascending rank; see `call`."""
+        with self._one_call if begun.is_in_order else nullcontext():
+            while begun.replies is None:
+                self._check()  # another call may have ended them meanwhile
+                first = self._in_order[0] if begun.is_in_order else begun
+                with self._ending_workers():
+                    first.replies = first.watch.gather(first.refs)
+                if begun.is_in_order:
+                    self._in_order.popleft()
+                for reply in first.replies.values():
+                    self.traffic.count(reply, is_sent=False)
+        return [begun.replies[rank] for rank in sorted(begun.replies)]
+
+    @contextmanager
+    def _ending_workers(self) -> Iterator[None]:
+        """Ends all workers on an error, whose cause may be known better already."""
         try:
-            limit = seconds or self._hosts.step_seconds
-            silent = silent_seconds or self._hosts.silent_seconds
-            watch = Watch(ray, method, limit, silent, self._ping, self.name)
-            replies = watch.gather(refs)
+            yield
         except BaseException as error:
-            self._check()  # another call may know better what ended them
+            self._check()
             is_host = isinstance(error, HostLostError)
             if is_host or (isinstance(error, WorkerError) and error.is_echo):
                 self.lost_rank = error.rank
             self.close(f"{type(error).__name__}: {error}".splitlines()[0])
             raise
-        for reply in replies.values():
-            self.traffic.count(reply, is_sent=False)
-        return [replies[rank] for rank in sorted(replies)]
+
+    def _call_through_ray(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]]
+    ) -> tuple[Any, dict[Any, int]]:
+        """Begin a call: where its answers come, and what stands for each host's."""
+        refs = {
+            getattr(self._actors[rank], method).remote(*given): rank
+            for rank, given in sorted(arguments.items())
+        }
+        return import_ray(), refs
+
+    def _call_directly(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]]
+    ) -> tuple[Any, dict[Any, int]]:
+        """As `_call_through_ray`, over connections of our own."""
+        refs = {self._connections[rank]: rank for rank in sorted(arguments)}
+        answers = DirectAnswers(lambda rank: self._actors[rank].ping.remote(), refs)
+        for connection, rank in refs.items():
+            answers.send(connection, (method, arguments[rank]))
+        return answers, refs
 
     def _check(self) -> None:
         if self.lost is None:
@@ -261,12 +335,6 @@ class Workers:
         if self.lost_rank is None:
             raise RuntimeError(text)
         raise HostLostError(text, self.lost_rank)
-
-    def _call_at_start(
-        self, method: str, arguments: Mapping[int, tuple[Any, ...]]
-    ) -> list[Any]:
-        """A call to hosts that may still be starting, and give no sign of life."""
-        return self.call(method, arguments, START_SECONDS, START_SECONDS)
 
     def _ping(self, ranks: Sequence[int]) -> dict[Any, int]:
         """Ask hosts for a sign of life: the answers to come, and whose they are."""
@@ -292,42 +360,6 @@ class Workers:
             offsets.append(min(tries)[1])
         return offsets
 
-    def _join(self) -> None:
-        everyone = range(self.cluster.num_hosts)
-        nothing = {rank: () for rank in everyone}
-        self.facts = tuple(self._call_at_start("facts", nothing))
-        check_alike(self.facts)
-        config = {name: getattr(jax.config, name) for name in _CONFIG}
-        members = self.hosts_per_group
-        arguments = {}
-        for group in range(self.num_groups):
-            first = self.ranks_of(group)[0]
-            (port,) = self._call_at_start("free_port", {first: ()})
-            coordinator = f"{self.facts[first].address}:{port}"
-            for i, rank in enumerate(self.ranks_of(group)):
-                devices = self.cluster.devices_per_host
-                arguments[rank] = (config, coordinator, members, i, devices)
-        self._call_at_start("join", arguments)
-        if self.num_groups > 1:
-            self._connect(everyone)
-
-    def _connect(self, everyone: Sequence[int]) -> None:
-        """Rank i of a group is connected to rank i of every other group."""
-        secret = secrets.token_bytes(32)
-        listening = {rank: (self.facts[rank].address, secret) for rank in everyone}
-        addresses = self._call_at_start("listen", listening)
-        arguments = {}
-        for rank in everyone:
-            own = self.group_of(rank)
-            index = rank - self.ranks_of(own)[0]
-            peers = {
-                group: addresses[self.ranks_of(group)[index]]
-                for group in range(self.num_groups)
-                if group != own
-            }
-            arguments[rank] = (own, peers)
-        self._call_at_start("connect", arguments)
-
 
 _live: weakref.WeakValueDictionary[tuple[Cluster, int], Workers] = (
     weakref.WeakValueDictionary()
@@ -343,33 +375,7 @@ def workers_of(cluster: Cluster, num_groups: int) -> Workers:
     return found
 
 
-def check_alike(facts: Sequence[HostFacts]) -> None:
-    """Does nothing if all hosts run the driver's versions.
-
-    Raises:
-      WorkerError: one runs another; says which.
-    """
-    here = own_versions()
-    for rank, host in enumerate(facts):
-        for package, version in here.items():
-            there = getattr(host, package)
-            if there != version:
-                raise WorkerError(
-                    f"All hosts must run the driver's versions, but host {rank} at "
-                    f"{host.address} has {package} {there} and the driver {version}; "
-                    f"install the same there.",
-                    rank,
-                )
-
-
-def _array_bytes(value: Any) -> list[int]:
-    """The sizes of the arrays in what is sent or returned."""
-    if isinstance(value, Mapping):
-        return [n for each in value.values() for n in _array_bytes(each)]
-    if isinstance(value, tuple | list):
-        return [n for each in value for n in _array_bytes(each)]
-    if hasattr(value, "nbytes") and not isinstance(value, ShardedType):
-        return [value.nbytes]
-    if hasattr(value, "__dataclass_fields__"):
-        return [n for each in vars(value).values() for n in _array_bytes(each)]
-    return []
+def end_live_workers() -> None:
+    """End all workers of this process, before it leaves its Ray cluster."""
+    for workers in list(_live.values()):
+        workers.close()

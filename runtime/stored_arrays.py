@@ -161,6 +161,22 @@ def digest_of_file(path: Path) -> Digest:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def file_problem(path: Path, written: Digest) -> str:
+    """In which way a file is not what was written, in words; empty if it is."""
+    if not path.is_file():
+        return f"{path} is missing"
+    if path.stat().st_size != written[0]:
+        return (
+            f"{path} has {path.stat().st_size} bytes, and was written with {written[0]}"
+        )
+    if digest_of_file(path) != written:
+        return (
+            f"{path} was altered after it was written: its SHA-256 is not that of the "
+            f"manifest"
+        )
+    return ""
+
+
 def _file_spec(path: Path) -> dict[str, Any]:
     return {
         "driver": "zarr",

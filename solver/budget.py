@@ -20,11 +20,8 @@ from math import inf
 
 import numpy as np
 
-from .array_pool import ArrayPool
-from .assignment import Assignment
 from .branching import Judged, Tree, branch_and_bound
 from .choice_graph import ChoiceGraph, Infeasible, allowed
-from .clock import Clock
 from .free import bound_choices
 from .kept_choices import KeptChoices
 from .live_sets import keep_binding
@@ -41,8 +38,6 @@ MOST_ATTEMPTS = 3
 FIRST_ROWS, ROWS_AT_ONCE = 60, 16
 PRICED_GAP = 0.1
 LEAST_PEAK_GAP = 5e-3
-MOST_WORK = 600.0  # seconds, of free solutions; see `clock.py`
-GUARD_SECONDS = 1200.0
 _log = logging.getLogger("autopar")
 
 
@@ -59,36 +54,10 @@ def solve_within_budget(search: Search, known: Sequence[Sequence[int]]) -> None:
     except Infeasible:
         binding = graph
     rows = [live_row(binding, live) for live in range(len(binding.live_sets))]
-    _WithinRows(search, rows, allowed(graph.budget)).run(known)
+    WithinRows(search, rows, allowed(graph.budget)).run(known)
 
 
-def solve_within_rows(
-    graph: ChoiceGraph,
-    rows: Sequence[MemoryRow],
-    budget: float,
-    *,
-    gap: float,
-    free: Assignment,
-    known: Sequence[Sequence[int]] = (),
-) -> Assignment:
-    """The cheapest assignment that no row puts above the budget, with a bound.
-
-    Args:
-        graph: the problem; its live sets and budget are not looked at.
-        rows: all that is said about memory; each may come to `budget`.
-        gap: relative distance of bound to cost at which to stop.
-        free: the solution without rows.
-        known: assignments met before, that fit or not.
-
-    Raises Infeasible where nothing fits, or nothing was found that does.
-    """
-    search = Search(graph, gap, MOST_WORK, ArrayPool(Clock(GUARD_SECONDS)))
-    search.raise_bound(free.bound)
-    _WithinRows(search, rows, budget).run([free.choices, *known])
-    return search.result()
-
-
-class _WithinRows:
+class WithinRows:
     """The search for the cheapest assignment that no row puts above the budget."""
 
     def __init__(
@@ -167,7 +136,7 @@ class _WithinRows:
             self.search.finish_phase("first plan", self.graph)
             self._find_least(everything, is_whole=True)
             if self.search.choices is None:
-                raise self._does_not_fit()
+                raise self._infeasible()
             tree = self._close(everything)
         assert tree is not None, "what fits a plan has hope"
         self._raise_bound(tree.bound)
@@ -271,7 +240,7 @@ class _WithinRows:
             if self._close_below(marginals):
                 break
         if search.choices is None:
-            raise self._does_not_fit()
+            raise self._infeasible()
 
     def _close_below(self, marginals: Sequence[np.ndarray]) -> bool:
         """Branches among what marginals leave, if that is few enough to."""
@@ -323,9 +292,9 @@ class _WithinRows:
         best, kept = -inf, [np.full(n.costs.size, -inf) for n in self.graph.nodes]
         for _ in range(MOST_LINE_PRICES):
             lines = [line for line in self._lines.values() if line[0] < inf]
-            prices = best_prices(
+            prices, _ = best_prices(
                 [cost for cost, _ in lines],
-                [used[self._active] for _, used in lines],
+                np.array([used[self._active] for _, used in lines]),
                 self.budget,
             )
             bound, marginals = self._priced(prices)
@@ -355,7 +324,7 @@ class _WithinRows:
         )
         self.least_bound = max(self.least_bound, bound)
         if self.least_bound > self.budget:
-            raise self._does_not_fit()
+            raise self._infeasible()
         return marginals
 
     def _bound(
@@ -387,14 +356,25 @@ class _WithinRows:
     def _is_out_of_time(self) -> bool:
         return self.search.seconds_left <= 0
 
-    def _does_not_fit(self) -> Infeasible:
-        budget, least = self.budget, self.least
-        bound = min(self.least_bound, least)
-        return Infeasible(
-            f"every plan must fit the budget {budget:.6g}, but none can below "
-            f"{bound:.6g}, and the least found to do is {least:.6g}; raise the budget "
-            f"to {least:.6g}.",
-            least,
-            bound,
-            self.least_choices,
-        )
+    def _infeasible(self) -> Infeasible:
+        bound = min(self.least_bound, self.least)
+        return does_not_fit(self.budget, bound, self.least, self.least_choices)
+
+
+def does_not_fit(
+    budget: float,
+    bound: float,
+    least: float,
+    choices: tuple[int, ...] | None = None,
+) -> Infeasible:
+    """That nothing was found within a budget.
+
+    `least` is the least peak found, that of `choices`; no assignment has one below
+    `bound`.
+    """
+    return Infeasible(
+        f"every plan must fit the budget {budget:.6g}, but none can below "
+        f"{bound:.6g}, and the least found to do is {least:.6g}; raise the budget "
+        f"to {least:.6g}.",
+        *(least, bound, choices),
+    )

@@ -65,6 +65,16 @@ class TypedNodes(MadeWhenRead[Node]):
     type_of: np.ndarray
     name_of: Callable[[int], str]
 
+    @classmethod
+    def of(cls, nodes: Sequence[Node]) -> "TypedNodes":
+        """The same nodes; those that share both arrays are of one type."""
+        if isinstance(nodes, TypedNodes):
+            return nodes
+        keys = [(id(node.costs), id(node.bytes)) for node in nodes]
+        type_of, examples = _numbered(keys)
+        types = [(nodes[i].costs, nodes[i].bytes) for i in examples.tolist()]
+        return cls(types, type_of, lambda index: nodes[index].name)
+
     def __len__(self) -> int:
         return len(self.type_of)
 
@@ -179,6 +189,14 @@ class ChoiceGraph:
     def peak_bytes(self, choices: Sequence[int]) -> float:
         """The largest sum of bytes over the live sets (0 without live sets)."""
         return float(self.used_bytes(choices).max(initial=0.0))
+
+    @cached_property
+    def bytes_by_node(self) -> list[np.ndarray]:
+        """[nodes] the bytes of each node's choices."""
+        nodes = self.nodes
+        if isinstance(nodes, TypedNodes):
+            return [nodes.types[kind][1] for kind in nodes.type_of.tolist()]
+        return [node.bytes for node in nodes]
 
     def sum_live(self, values: np.ndarray) -> np.ndarray:
         """[live sets] the sum over each live set of one value per node."""
@@ -318,38 +336,6 @@ class Infeasible(ValueError):
 def allowed(budget: float) -> float:
     """The budget with room for the rounding of a sum."""
     return budget * (1 + 1e-9) + 1e-9
-
-
-def shared_copy(
-    producer: int,
-    readers: Sequence[tuple[int, np.ndarray]],
-    build_costs: np.ndarray,
-    producer_class: np.ndarray,
-    copy: int,
-) -> tuple[Edge, ...]:
-    """The edges of a value that is built once from `producer` and read by many.
-
-    The copy itself is the node `copy` with two choices, absent (0) and present (1),
-    whose bytes are 0 and the size of the value.
-
-    Args:
-        producer: node the value is built from.
-        readers: (node, needs [k] bool): the choices of a reader that need the copy.
-        build_costs: [producer classes], the cost of building it from each class.
-        producer_class: [k of the producer], the class of each of its choices.
-        copy: index of the two-choice node.
-    """
-    both = np.arange(2)
-    build = np.stack([np.zeros_like(build_costs), build_costs], axis=1)
-    needs_present = np.array([[0.0, 0.0], [inf, 0.0]])
-    made = Edge(producer, copy, producer_class, both, build)
-    return (
-        made,
-        *(
-            Edge(reader, copy, needs.astype(np.intp), both, needs_present)
-            for reader, needs in readers
-        ),
-    )
 
 
 def _by_appearance(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -9,15 +9,21 @@ and nothing for one of them, so that nothing is forbidden that would fit.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from .choice_graph import ChoiceGraph
 
+ROUNDING = 1e-12
+
 
 @dataclass(frozen=True, eq=False)
 class MemoryRow:
-    """`weights` [k] of each of `nodes`, at least 0, and a constant of either sign."""
+    """`weights` [k] of each of `nodes`, at least 0, and a constant of either sign.
+
+    Nodes that weigh alike should share their arrays.
+    """
 
     nodes: tuple[int, ...]
     weights: tuple[np.ndarray, ...]
@@ -25,8 +31,32 @@ class MemoryRow:
 
     def used(self, choices: Sequence[int]) -> float:
         """The bytes that one choice per node holds."""
-        pairs = zip(self.nodes, self.weights, strict=True)
-        return self.constant + sum(float(held[choices[v]]) for v, held in pairs)
+        return self.constant + float(self.held(choices).sum())
+
+    def held(self, choices: Sequence[int]) -> np.ndarray:
+        """[nodes] the bytes that one choice per node of the graph holds here."""
+        flat, starts = self._flat
+        return flat[starts + np.asarray(choices, np.intp)[self.index]]
+
+    @cached_property
+    def index(self) -> np.ndarray:
+        """[nodes] as an array."""
+        return np.array(self.nodes, np.intp)
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+        """The distinct arrays of weights, and which of them each node has."""
+        number: dict[int, int] = {}
+        kind = [number.setdefault(id(each), len(number)) for each in self.weights]
+        distinct = dict(zip(map(id, self.weights), self.weights, strict=True))
+        return tuple(distinct[key] for key in number), np.array(kind, np.intp)
+
+    @cached_property
+    def _flat(self) -> tuple[np.ndarray, np.ndarray]:
+        """All weights one after the other, and where each node's begin."""
+        distinct, kind = self.kinds
+        starts = np.cumsum([0, *(each.size for each in distinct)], dtype=np.intp)
+        return np.concatenate([*distinct, np.zeros(0)]), starts[kind]
 
     def __str__(self) -> str:
         return f"MemoryRow: {len(self.nodes)} nodes, constant {self.constant:.6g}"
@@ -55,12 +85,13 @@ def most_spread(graph: ChoiceGraph, neglected: float) -> tuple[int, ...]:
 
 def foreign_nodes(graph: ChoiceGraph, rows: Sequence[MemoryRow]) -> frozenset[int]:
     """The nodes to which some row gives weights that are not their bytes."""
-    return frozenset(
-        node
-        for row in rows
-        for node, weights in zip(row.nodes, row.weights, strict=True)
-        if weights is not graph.nodes[node].bytes
-    )
+    own = np.array([id(held) for held in graph.bytes_by_node])
+    found: set[int] = set()
+    for row in rows:
+        distinct, kind = row.kinds
+        given = np.array([id(each) for each in distinct], own.dtype)[kind]
+        found.update(row.index[given != own[row.index]].tolist())
+    return frozenset(found)
 
 
 def lowered(
@@ -69,32 +100,47 @@ def lowered(
     """The row, saying at most `most` of `other`, and of `own` what it said.
 
     What it says too much is taken off the choices that only `other` makes, first off
-    those that hold more than `own`'s. If they do not weigh enough, the other choices of
-    one of these nodes weigh more, and the constant less. Where the row has no such node
+    those that hold more than `own`'s; nodes that are alike, as those of equal layers
+    are, bear it in equal parts. If they do not weigh enough, the other choices of one
+    of these nodes weigh more, and the constant less. Where the row has no such node
     only the constant is lowered, for every assignment.
     """
     beyond = row.used(other) - most
     if beyond <= 0:
         return row
+    ours, theirs = (np.asarray(c, np.intp)[row.index] for c in (own, other))
+    differing = np.flatnonzero(ours != theirs)
+    if not differing.size:
+        return MemoryRow(row.nodes, row.weights, row.constant - beyond)
     weights, constant = list(row.weights), row.constant
-    differing = [i for i, v in enumerate(row.nodes) if own[v] != other[v]]
-
-    def held(index: int, choices: Sequence[int]) -> float:
-        return float(weights[index][choices[row.nodes[index]]])
-
-    for i in sorted(differing, key=lambda i: held(i, own) - held(i, other)):
-        taken = min(beyond, held(i, other))
-        if taken > 0:
-            weights[i] = weights[i].copy()
-            weights[i][other[row.nodes[i]]] -= taken
-            beyond -= taken
-    if beyond > 0 and differing:
-        widest = max(differing, key=lambda i: float(np.ptp(row.weights[i])))
-        choice = other[row.nodes[widest]]
+    more = (row.held(other) - row.held(own))[differing]
+    alike = np.stack([row.kinds[1], ours, theirs], 1)[differing]
+    _, group = np.unique(alike, axis=0, return_inverse=True)
+    group = group.reshape(-1)
+    _, first = np.unique(group, return_index=True)
+    for number in np.lexsort((first, -more[first])).tolist():
+        members = differing[group == number]
+        choice = int(theirs[members[0]])
+        held = weights[members[0]]
+        taken = min(beyond / members.size, float(held[choice]))
+        if taken <= 0:
+            continue
+        less = held.copy()
+        less[choice] -= taken
+        beyond -= taken * members.size
+        for i in members.tolist():
+            weights[i] = less
+        if beyond <= ROUNDING * abs(most):
+            break
+    if beyond > ROUNDING * abs(most):
+        spread = [float(np.ptp(each)) for each in row.kinds[0]]
+        widest = int(differing[np.argmax(np.array(spread)[row.kinds[1][differing]])])
+        choice = int(theirs[widest])
         kept = weights[widest][choice]
         weights[widest] = weights[widest] + beyond
         weights[widest][choice] = kept
-    return MemoryRow(row.nodes, tuple(weights), constant - beyond)
+        constant -= beyond
+    return MemoryRow(row.nodes, tuple(weights), constant)
 
 
 def lowered_by_all(

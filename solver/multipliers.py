@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import pulp
 
-from .choice_graph import ChoiceGraph, Node
+from .choice_graph import ChoiceGraph, Node, TypedNodes
 from .memory_rows import MemoryRow
 
 
@@ -25,7 +25,7 @@ def price(
 ) -> ChoiceGraph:
     """The graph without a budget, at a price [rows] per byte over it."""
     constant = graph.constant + _constant(rows, prices) - float(prices.sum()) * budget
-    nodes = tuple(_charged(graph.nodes, _charges(graph, rows, prices)))
+    nodes = _charged(graph.nodes, rows, prices, is_peak=False)
     return ChoiceGraph(nodes, graph.edges, constant=constant)
 
 
@@ -33,39 +33,41 @@ def price_of_peak(
     graph: ChoiceGraph, rows: Sequence[MemoryRow], prices: np.ndarray
 ) -> ChoiceGraph:
     """The graph in which only priced bytes cost, at prices [rows] that sum to 1."""
-    nodes = [replace(n, costs=_forbidden_only(n.costs)) for n in graph.nodes]
+    nodes = _charged(graph.nodes, rows, prices, is_peak=True)
     matrices = {id(e.costs): _forbidden_only(e.costs) for e in graph.edges}
     edges = tuple(replace(e, costs=matrices[id(e.costs)]) for e in graph.edges)
-    charged = tuple(_charged(nodes, _charges(graph, rows, prices)))
-    return ChoiceGraph(charged, edges, constant=_constant(rows, prices))
+    return ChoiceGraph(nodes, edges, constant=_constant(rows, prices))
 
 
-def _charges(
-    graph: ChoiceGraph, rows: Sequence[MemoryRow], prices: np.ndarray
-) -> dict[int, np.ndarray]:
-    """[k] what each choice costs more, by node."""
-    charges: dict[int, np.ndarray] = {}
-    for row, amount in zip(rows, prices.tolist(), strict=True):
-        if not amount:
-            continue
-        for node, weights in zip(row.nodes, row.weights, strict=True):
-            known = charges.get(node)
-            more = amount * weights
-            charges[node] = more if known is None else known + more
-    return charges
+def _charged(
+    nodes: Sequence[Node],
+    rows: Sequence[MemoryRow],
+    prices: np.ndarray,
+    *,
+    is_peak: bool,
+) -> TypedNodes:
+    """Nodes that cost what they hold besides; those alike in all rows share arrays.
 
-
-def _charged(nodes: Sequence[Node], charges: dict[int, np.ndarray]) -> list[Node]:
-    """Nodes with their charges; equal ones share an array, as they did before."""
-    known: dict[tuple[int, bytes], Node] = {}
-    charged = list(nodes)
-    for index, charge in charges.items():
-        node = nodes[index]
-        key = id(node.costs), charge.tobytes()
-        if key not in known:
-            known[key] = Node(node.name, node.costs + charge, node.bytes)
-        charged[index] = known[key]
-    return charged
+    `is_peak`: they cost nothing else.
+    """
+    typed = TypedNodes.of(nodes)
+    priced = [(r, m) for r, m in zip(rows, prices.tolist(), strict=True) if m]
+    kinds = np.full((len(priced) + 1, len(nodes)), -1)
+    kinds[0] = key = typed.type_of
+    for number, (row, _) in enumerate(priced, 1):
+        kinds[number, row.index] = row.kinds[1]
+        key = key * (len(row.kinds[0]) + 1) + kinds[number] + 1
+        key = np.unique(key, return_inverse=True)[1].reshape(-1)
+    _, examples, type_of = np.unique(key, return_index=True, return_inverse=True)
+    types: list[tuple[np.ndarray, np.ndarray]] = []
+    for own, *charges in kinds[:, examples].T.tolist():
+        costs, held = typed.types[own]
+        costs = _forbidden_only(costs) if is_peak else costs
+        for (row, amount), kind in zip(priced, charges, strict=True):
+            if kind >= 0:
+                costs = costs + amount * row.kinds[0][kind]
+        types.append((costs, held))
+    return TypedNodes(types, type_of.reshape(-1), typed.name_of)
 
 
 def _constant(rows: Sequence[MemoryRow], prices: np.ndarray) -> float:
@@ -78,16 +80,24 @@ def _forbidden_only(costs: np.ndarray) -> np.ndarray:
 
 
 def best_prices(
-    costs: Sequence[float], used: Sequence[np.ndarray], budget: float
-) -> np.ndarray:
+    costs: Sequence[float],
+    used: np.ndarray,
+    budget: float,
+    *,
+    most: float = np.inf,
+) -> tuple[np.ndarray, float]:
     """The prices [rows] that maximise the least line of some assignments (Kelley).
 
     Assignment k, of `costs[k]` and `used[k]` [rows], bounds g by a line in the prices:
-    cost_k + sum_r m_r (used_kr - budget). Some assignment must fit the budget. Rows
-    that no assignment puts above it most get no price.
+    cost_k + sum_r m_r (used_kr - budget). Rows that no assignment puts above the budget
+    most get no price. A budget's worth of bytes costs at most `most`; it must be finite
+    unless some assignment fits.
+
+    Returns the prices, and the value of the least line there: no g is above it, unless
+    `most` is in the way.
     """
     scale = max(max(map(abs, costs)), 1e-250)
-    slopes = (np.stack(used) - budget) / max(budget, 1e-250)
+    slopes = (used - budget) / max(budget, 1e-250)
     above = slopes.max(axis=1) > 0
     relevant = np.unique(slopes.argmax(axis=1)[above]).tolist()
     problem = pulp.LpProblem("prices", pulp.LpMaximize)
@@ -97,8 +107,11 @@ def best_prices(
     for cost, slope in zip(costs, slopes, strict=True):
         terms = [(prices[row], float(slope[row])) for row in relevant]
         problem += value <= cost / scale + pulp.LpAffineExpression(terms)
+    if most < np.inf:
+        problem += pulp.lpSum(prices.values()) <= most / scale
     problem.solve(pulp.HiGHS(msg=False, threads=1))
     result = np.zeros(slopes.shape[1])
     for row, variable in prices.items():
         result[row] = max(variable.varValue or 0.0, 0.0)
-    return result * scale / max(budget, 1e-250)
+    lines = np.array(costs) / scale + slopes @ result
+    return result * scale / max(budget, 1e-250), float(lines.min()) * scale

@@ -121,6 +121,28 @@ class Relaxation:
             return None
         return self._relaxed(info.objective_function_value)
 
+    def solve_whole(self, gap: float, most_nodes: int) -> tuple[int, ...] | None:
+        """The choices of a whole solution, to a relative gap if nodes of a tree allow.
+
+        None if none was found. It is the last thing to ask of the program.
+        """
+        count = self._columns.size
+        kinds = np.full(count, highspy.HighsVarType.kInteger)
+        self._model.changeColsIntegrality(
+            count, np.arange(count, dtype=np.int32), kinds
+        )
+        self._model.setOptionValue("solver", "choose")
+        self._model.setOptionValue("mip_rel_gap", gap)
+        self._model.setOptionValue("mip_max_nodes", most_nodes)
+        self._model.run()
+        status = self._model.getInfo().primal_solution_status
+        if status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return None
+        shares = np.zeros(self.domain.size)
+        shares[self._columns] = np.array(self._model.getSolution().col_value)[:count]
+        parts = np.split(shares, self.starts[1:-1])
+        return tuple(int(part.argmax()) for part in parts)
+
     def _relaxed(self, objective: float) -> Relaxed:
         solution = self._model.getSolution()
         count = self._columns.size

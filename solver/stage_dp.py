@@ -45,6 +45,7 @@ from .stage_problem import (
 from .stage_sums import (
     StageSums,
     interleaved_sums,
+    least_paths,
     microbatches_held,
     plain_sums,
 )
@@ -126,7 +127,7 @@ class _Search:
     ) -> tuple[tuple[Stage, ...], float] | None:
         """The stages of the least latency and pace whose updates keep to the limit."""
         repeats = self.problem.stages_per_submesh * self.problem.num_microbatches - 1
-        least_sum = self.sums.total(inf, once_limit)
+        least_sum = self.sums.least_total
         paces, below = self.sums.paces, 0.0
         limit = self.best_seconds - least_once
         if limit < inf:  # slower paces cannot be better than what is known
@@ -146,8 +147,9 @@ class _Search:
             known = min(limit, best[1] if best is not None else inf)
             if floor >= known * (1 - self.gap):
                 break
+            ceiling = known - repeats * below
             below = np.nextafter(pace, inf)
-            found = self.sums.least(pace, once_limit)
+            found = self.sums.least(pace, once_limit, ceiling)
             if found is None:
                 continue
             stages, latency = found
@@ -168,10 +170,13 @@ class _Search:
             return self.sums.is_feasible(paces[place], once_limit)
 
         low, high = 0, len(paces) - 1
-        if not len(paces) or not fits(high):
+        if not len(paces):
             return None
         place, step = min(int(np.searchsorted(paces, self.near)), high), 1
-        if self.near and fits(place):
+        is_near = bool(self.near) and fits(place)
+        if not is_near and not fits(high):
+            return None
+        if is_near:
             high = place
             while high - step >= low and fits(high - step):
                 high, step = high - step, 2 * step
@@ -209,27 +214,15 @@ def least_step_seconds(problem: StageProblem) -> float:
     fits = [microbatches_held(problem, each) >= 1 for each in problem.choices]
     pairs = list(zip(problem.choices, fits, strict=True))
     seconds = [np.where(fit, each.seconds, inf) for each, fit in pairs]
-    work = [
-        each.num_devices * own
-        for each, own in zip(problem.choices, seconds, strict=True)
-    ]
-    pace = _least_path(work) / (shared * problem.num_devices)
+    work = [each.num_devices * np.where(fit, each.paces, inf) for each, fit in pairs]
+    pace = least_paths(np.min(work, axis=0))[-1] / (shared * problem.num_devices)
     once = min(
         float(c.once_seconds[np.triu_indices_from(c.once_seconds, 1)].min())
         for c in problem.choices
     )
     repeats = shared * problem.num_microbatches - 1
-    return _least_path(seconds) / shared + repeats * pace + shared * once
-
-
-def _least_path(costs: Sequence[np.ndarray]) -> float:
-    """The least sum over spans that follow each other, of arrays [L + 1, L + 1]."""
-    least = np.min(costs, axis=0)
-    reached = np.full(len(least), inf)
-    reached[0] = 0.0
-    for end in range(1, len(least)):
-        reached[end] = (reached[:end] + least[:end, end]).min()
-    return float(reached[-1])
+    latency = least_paths(np.min(seconds, axis=0))[-1] / shared
+    return float(latency + repeats * pace + shared * once)
 
 
 def best_over(

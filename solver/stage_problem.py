@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
@@ -20,7 +20,8 @@ class StageChoice:
     """A submesh, and what each span of layers costs there; arrays are [L + 1, L + 1].
 
     Entry [i, j] is of layers i to j - 1; infinite seconds say that it cannot be.
-    `label` is the caller's name for it, `kind` the kind of its devices.
+    `label` is the caller's name for it, `kind` the kind of its devices. `pace_seconds`
+    are what the pace is at least, where these are not `seconds` (`spread`).
     """
 
     label: Hashable
@@ -30,6 +31,12 @@ class StageChoice:
     fixed_bytes: np.ndarray
     microbatch_bytes: np.ndarray
     kind: int = 0
+    pace_seconds: np.ndarray | None = None
+
+    @property
+    def paces(self) -> np.ndarray:
+        """The least pace of a pipeline with each span."""
+        return self.seconds if self.pace_seconds is None else self.pace_seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,11 +115,27 @@ def step_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
     return latency / shared + repeats * pace + shared * once
 
 
+def spread(choice: StageChoice, mean_seconds: np.ndarray) -> StageChoice:
+    """A choice that takes no more: without updates, but at a slower pace.
+
+    `mean_seconds` [L + 1, L + 1] are at most u = t + a / M, what a microbatch takes
+    with its part of the update. A problem of such choices is below the one of choices
+    as they are: with v stages a submesh (1 but for an interleaved schedule) and
+    N = v M - 1, for every stage s of an assignment (names of `stage_dp.py`)
+
+        N max t + v max a  >=  N t_s + v a_s  >=  N (t_s + a_s / M)  =  N u_s
+
+    as v M > N. Where a plan may have less t for more a, u is known better than both.
+    """
+    once = np.zeros_like(mean_seconds)
+    return replace(choice, once_seconds=once, pace_seconds=mean_seconds)
+
+
 def slowest_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
     """The pace: the most that a stage, or what it sends, takes for a microbatch."""
     pace = 0.0
     for index, stage in enumerate(stages):
-        seconds = problem.choices[stage.choice].seconds[stage.first, stage.end]
+        seconds = problem.choices[stage.choice].paces[stage.first, stage.end]
         pace = max(pace, float(seconds), crossing_seconds(problem, stages, index))
     return pace
 

@@ -32,22 +32,24 @@ class StageSums(Protocol):
     """What the enumeration of limits asks.
 
     `paces` are all values that the pace can have, ascending; `least_once` is the least
-    update of any span.
+    update of any span, `least_total` a bound on the latency.
     """
 
     paces: np.ndarray
     least_once: float
-
-    def total(self, pace: float, once: float) -> float:
-        """The least latency under the limits; infinite if there is none."""
-        ...
+    least_total: float
 
     def is_feasible(self, pace: float, once: float) -> bool:
         """Whether there is any under the limits."""
         ...
 
-    def least(self, pace: float, once: float) -> tuple[tuple[Stage, ...], float] | None:
-        """The stages of the least latency under the limits, and that latency."""
+    def least(
+        self, pace: float, once: float, ceiling: float = inf
+    ) -> tuple[tuple[Stage, ...], float] | None:
+        """The stages of the least latency under the limits, and that latency.
+
+        None if it is not below the ceiling.
+        """
         ...
 
 
@@ -84,6 +86,7 @@ class _Group:
 
     choices: tuple[int, ...]
     seconds: np.ndarray
+    paces: np.ndarray
     once: np.ndarray
     allowed: np.ndarray
     starts: np.ndarray
@@ -116,6 +119,7 @@ class _Group:
         return cls(
             tuple(choices),
             _by_length(seconds, longest),
+            _by_length(_spans([each.paces for each in own]), longest),
             _by_length(once, longest),
             _by_length(allowed, longest),
             starts,
@@ -123,10 +127,33 @@ class _Group:
             crossing,
         )
 
-    def limited(self, pace: float, once: float) -> np.ndarray:
-        """Times under the limits; the others are infinite."""
-        is_allowed = (self.seconds <= pace) & (self.once <= once)
-        return np.where(is_allowed, self.seconds, inf)
+    def limited(self, pace: float, once: float) -> _Limited:
+        """What is left under the limits."""
+        is_allowed = (self.paces <= pace) & (self.once <= once)
+        is_allowed &= self.allowed >= 1
+        longest = 1 + int(np.flatnonzero(is_allowed.any(axis=(0, 1))).max(initial=0))
+        is_allowed = is_allowed[..., :longest]
+        allowed = self.allowed[..., :longest]
+        seconds = np.where(is_allowed, self.seconds[..., :longest], inf)
+        held = np.min(allowed, where=is_allowed, initial=inf)
+        crossing = np.where(self.crossing <= pace, self.crossing, inf)
+        return _Limited(self, seconds, allowed, crossing, float(held))
+
+
+def _held_spans(problem: StageProblem, choice: StageChoice) -> np.ndarray:
+    """Times of spans that hold a microbatch; all else is infinite: [L + 1, L + 1]."""
+    fits = microbatches_held(problem, choice) >= 1
+    return np.where(fits, _spans([choice.seconds])[0], inf)
+
+
+def least_paths(costs: np.ndarray) -> np.ndarray:
+    """The least sums of [L + 1, L + 1] over spans that follow each other from 0 on, to
+    each border: [L + 1]."""
+    reached = np.full(len(costs), inf)
+    reached[0] = 0.0
+    for end in range(1, len(costs)):
+        reached[end] = (reached[:end] + costs[:end, end]).min()
+    return reached
 
 
 def _spans(seconds: Sequence[np.ndarray]) -> np.ndarray:
@@ -146,18 +173,41 @@ def _by_length(spans: np.ndarray, longest: int) -> np.ndarray:
     return found
 
 
-def _then(costs: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """The least sum of a span and what comes behind it: [L + 1, starts].
+class _Limited:
+    """A group under limits of pace and update; all that is beyond them is infinite.
 
-    `costs` are [first layer, length - 1], `after` is [border, starts].
+    `seconds` and `allowed` are [choices, first layer, length - 1], up to the longest
+    span within the limits; `crossing` is [next group, border, start].
     """
-    size, longest = costs.shape
-    padded = np.full((size + longest, after.shape[1]), inf)
-    padded[:size] = after
-    row, column = padded.strides
-    shape, strides = (size, longest, after.shape[1]), (row, row, column)
-    behind = np.ndarray(shape, float, padded, row, strides)
-    return (costs[:, :, None] + behind).min(axis=1)
+
+    def __init__(
+        self,
+        group: _Group,
+        seconds: np.ndarray,
+        allowed: np.ndarray,
+        crossing: np.ndarray,
+        least_allowed: float,
+    ) -> None:
+        self.group, self.seconds, self.allowed = group, seconds, allowed
+        self.crossing, self.least_allowed = crossing, least_allowed
+        self.least = seconds.min(axis=0)
+        self.is_possible = bool(np.isfinite(self.least).any())
+        size, longest = self.least.shape
+        # What comes behind each border, and the same seen from each span's end.
+        self.after = np.full((size + longest, len(group.starts)), inf)
+        row, column = self.after.strides
+        shape, strides = (size, longest, len(group.starts)), (row, row, column)
+        self._behind = np.ndarray(shape, float, self.after, row, strides)
+
+    def holding(self, held: int) -> np.ndarray:
+        """Times of spans that hold so many microbatches: [first layer, length - 1]."""
+        if held <= self.least_allowed:
+            return self.least
+        return np.where(self.allowed >= held, self.seconds, inf).min(axis=0)
+
+    def then(self, costs: np.ndarray) -> np.ndarray:
+        """The least sum of a span and of `after`: [first layer, starts]."""
+        return (costs[:, :, None] + self._behind).min(axis=1)
 
 
 class _Plain:
@@ -172,24 +222,27 @@ class _Plain:
         self.most = min(problem.num_layers, problem.num_devices)
         if problem.max_stages is not None:
             self.most = min(self.most, problem.max_stages)
-        spans = [g.seconds[g.allowed >= 1] for g in every]
+        spans = [g.paces[g.allowed >= 1] for g in every]
         self.paces = _values([*spans, *(g.crossing for g in every)])
         self.least_once = _least_once([(g.seconds, g.once) for g in every])
-
-    def total(self, pace: float, once: float) -> float:
-        return self._best(list(self._levels(pace, once)))[0]
+        spans = [_held_spans(problem, each) for each in problem.choices]
+        self.before = least_paths(np.min(spans, axis=0))
+        self.least_total = float(self.before[-1])
 
     def is_feasible(self, pace: float, once: float) -> bool:
         least = self.problem.min_stages
+        limited = [group.limited(pace, once) for group in self.groups]
         return any(
             left >= least and level[:, 0, 0].min() < inf
-            for left, level in enumerate(self._levels(pace, once), 1)
+            for left, level in enumerate(self._levels(limited), 1)
         )
 
-    def least(self, pace: float, once: float) -> tuple[tuple[Stage, ...], float] | None:
-        levels = list(self._levels(pace, once))
-        seconds, most, index = self._best(levels)
-        if seconds == inf:
+    def least(
+        self, pace: float, once: float, ceiling: float = inf
+    ) -> tuple[tuple[Stage, ...], float] | None:
+        limited = [group.limited(pace, once) for group in self.groups]
+        levels, (seconds, most, index) = self._best(limited, ceiling)
+        if not most:
             return None
         stages: list[Stage] = []
         first = device = 0
@@ -197,13 +250,12 @@ class _Plain:
             group = self.groups[index]
             start = int(np.flatnonzero(group.starts == device)[0])
             held = microbatches_in_flight(self.problem, 0, left)
-            rows = group.limited(pace, once)[:, first]
-            rows = np.where(group.allowed[:, first] >= held, rows, inf)
+            rows = limited[index].seconds[:, first]
+            rows = np.where(limited[index].allowed[:, first] >= held, rows, inf)
             ends = np.arange(first + 1, first + 1 + rows.shape[1])
             ends = np.minimum(ends, self.problem.num_layers)  # those beyond: infinite
             if left > 1:
-                crossing = group.crossing[:, ends, start]
-                then = np.where(crossing <= pace, crossing, inf)
+                then = limited[index].crossing[:, ends, start]
                 then = then + levels[left - 2][:, ends, group.ends[start]]
             else:
                 then = np.where(ends == self.problem.num_layers, 0.0, inf)[None]
@@ -215,47 +267,43 @@ class _Plain:
             index = int(then[:, length].argmin())
         return tuple(stages), seconds
 
-    def _best(self, levels: Sequence[np.ndarray]) -> tuple[float, int, int]:
-        """The least latency of all layers, with its number of stages and group."""
-        best = inf, 0, 0
-        for left, level in enumerate(levels, 1):
+    def _best(
+        self, limited: Sequence[_Limited], ceiling: float
+    ) -> tuple[list[np.ndarray], tuple[float, int, int]]:
+        """The levels, and the least latency of all layers with its stages and group.
+
+        No stages if it is not below the ceiling. Levels end where more stages, and the
+        layers before them, cannot be better.
+        """
+        best, levels = (ceiling, 0, 0), list[np.ndarray]()
+        for left, level in enumerate(self._levels(limited), 1):
+            levels.append(level)
             if left >= self.problem.min_stages:
                 index = int(level[:, 0, 0].argmin())
                 best = min(best, (float(level[index, 0, 0]), left, index))
-        return best
+            if (level.min(axis=(0, 2)) + self.before).min() >= best[0]:
+                break
+        return levels, best
 
-    def _levels(self, pace: float, once: float) -> Iterator[np.ndarray]:
+    def _levels(self, limited: Sequence[_Limited]) -> Iterator[np.ndarray]:
         """For each number of stages f, as [groups, first layer, first device]."""
         problem, number = self.problem, self.problem.num_layers
-        limited = [group.limited(pace, once) for group in self.groups]
-        crossing = [np.where(g.crossing <= pace, g.crossing, inf) for g in self.groups]
-        done = np.full((number + 1, 1), inf)
-        done[number] = 0.0
-        costs: list[np.ndarray] = []
-        level, before = np.zeros(0), 0
+        possible = [(i, each) for i, each in enumerate(limited) if each.is_possible]
+        shape = len(limited), number + 1, problem.num_devices + 1
+        level = np.full(shape, inf)
         for left in range(1, self.most + 1):
             held = microbatches_in_flight(problem, 0, left)
-            if held != before:
-                costs = [
-                    np.where(group.allowed >= held, cost, inf).min(axis=0)
-                    for group, cost in zip(self.groups, limited, strict=True)
-                ]
-                before = held
-            behind, level = (
-                level,
-                np.full((len(costs), number + 1, problem.num_devices + 1), inf),
-            )
-            alive = [] if left == 1 else np.flatnonzero(behind.min(axis=(1, 2)) < inf)
-            for index, (group, cost) in enumerate(zip(self.groups, costs, strict=True)):
-                if cost.min() == inf:
-                    continue
+            behind, level = level, np.full(shape, inf)
+            alive = np.flatnonzero(behind.min(axis=(1, 2)) < inf)
+            ahead = behind[alive]
+            for index, each in possible:
                 if left == 1:
-                    level[index][:, group.starts] = _then(cost, done)
-                    continue
-                following = [
-                    behind[h][:, group.ends] + crossing[index][h] for h in alive
-                ]
-                level[index][:, group.starts] = _then(cost, np.min(following, axis=0))
+                    each.after[number] = 0.0
+                else:
+                    after = np.take(ahead, each.group.ends, axis=2)
+                    after += each.crossing[alive]
+                    after.min(axis=0, out=each.after[: number + 1])
+                level[index][:, each.group.starts] = each.then(each.holding(held))
             if level.min() == inf:
                 return
             yield level
@@ -275,22 +323,23 @@ class _Interleaved:
             and all(problem.may_start(self.choice, i * own) for i in range(number))
         )
         self.seconds = _spans([self.choice.seconds])[0]
+        self.pace_seconds = _spans([self.choice.paces])[0]
         self.allowed = microbatches_held(problem, self.choice)
         self.crossing = [problem.crossing(own, each) for each in (False, True)]
-        spans = self.seconds[self.allowed >= 1]
+        spans = self.pace_seconds[self.allowed >= 1]
         self.paces = _values([spans, *self.crossing])
         self.least_once = _least_once([(self.seconds, self.choice.once_seconds)])
-
-    def total(self, pace: float, once: float) -> float:
-        found = self.least(pace, once)
-        return inf if found is None else found[1]
+        least = least_paths(_held_spans(problem, self.choice))
+        self.least_total = float(least[-1]) / problem.stages_per_submesh
 
     def is_feasible(self, pace: float, once: float) -> bool:
         return self.least(pace, once) is not None
 
-    def least(self, pace: float, once: float) -> tuple[tuple[Stage, ...], float] | None:
+    def least(
+        self, pace: float, once: float, ceiling: float = inf
+    ) -> tuple[tuple[Stage, ...], float] | None:
         problem, own = self.problem, self.choice.num_devices
-        is_allowed = (self.seconds <= pace) & (self.choice.once_seconds <= once)
+        is_allowed = (self.pace_seconds <= pace) & (self.choice.once_seconds <= once)
         limited = np.where(is_allowed, self.seconds, inf)
         crossing = [np.where(each <= pace, each, inf) for each in self.crossing]
         reached = np.full(problem.num_layers + 1, inf)
@@ -304,7 +353,7 @@ class _Interleaved:
             through = cost + after[None]
             before.append(through.argmin(axis=1))
             reached = through.min(axis=1)
-        if reached[0] == inf:
+        if reached[0] / problem.stages_per_submesh >= ceiling:
             return None
         stages: list[Stage] = []
         first = 0

@@ -1,6 +1,7 @@
 """The joint search plans few layers, and finds what planning all of them finds."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,16 +98,26 @@ def test_what_is_found_is_as_fast_as_with_all_layers_planned(name: str):
     assert found.assignment.seconds <= exact[1].seconds * slack
 
 
-def test_what_is_not_planned_is_not_thought_to_cost_more():
-    """Of the main kind, whatever was looked at before."""
-    search = dense().search()
+@pytest.mark.parametrize("hosts", [2, 4])
+@pytest.mark.parametrize("is_ascending", [True, False])
+def test_what_is_not_planned_is_not_thought_to_cost_more(
+    hosts: int, is_ascending: bool
+):
+    """Of the main kind, whatever was looked at before: a microbatch, the update, and a
+    microbatch with its part of it."""
+    cluster = replace(two_hosts(), num_hosts=hosts, devices_per_host=8 // hosts)
+    search = searcher_of(*_dense_call(), cluster).search()
     costs, main = search.costs, search.costs.main_kind
-    for number in search.counts[::3]:
-        for submesh in search.submeshes:
+    for number in search.counts[:: 3 if is_ascending else -3]:
+        for submesh in search.submeshes[:: 1 if is_ascending else -1]:
             guess = costs.cost(submesh, number, main)
+            mean = costs.mean_seconds(submesh, number, main)
             costs.look_at(submesh, number, main)
             planned = costs.cost(submesh, number, main)
             assert guess.seconds <= planned.seconds * (1 + PLAN_GAP)
+            assert guess.once_seconds <= planned.once_seconds * (1 + PLAN_GAP)
+            found = costs.mean_seconds(submesh, number, main)
+            assert mean <= found * (1 + PLAN_GAP)
 
 
 def test_a_submesh_is_a_part_of_a_host_or_whole_hosts():

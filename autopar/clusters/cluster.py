@@ -195,6 +195,7 @@ class Cluster:
         silent_seconds: float = 8.0,
         on_failure: OnFailure = "replan",
         wait_seconds: float = 600.0,
+        steps_ahead: int = 0,
     ) -> "Cluster":
         """The hosts of a running Ray cluster; steps planned for it run there.
 
@@ -214,6 +215,8 @@ class Cluster:
             for the hosts that are left. "wait": waits until there are as many again.
             "raise": raises. A step that is called without it always raises.
           wait_seconds: how long it waits for hosts.
+          steps_ahead: how many steps may be under way when a call returns, 0 to 8. With
+            1 or more metrics are `DistributedArray`s, and errors may come later.
 
         Raises:
           ConnectionError: no Ray cluster answers.
@@ -229,7 +232,7 @@ class Cluster:
         found, hosts = find_hosts(address, num_hosts, devices_per_host, platform)
         first, number = hosts[0], hosts[0].num_devices
         preset = _preset_of_accelerator(first.kind, first.platform)
-        waits = step_seconds, silent_seconds, on_failure, wait_seconds
+        waits = step_seconds, silent_seconds, on_failure, wait_seconds, steps_ahead
         cluster = dataclasses.replace(
             preset,
             devices_per_host=number,

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 from autopar.clusters.hardware import check_positive
 
+_MOST = 9  # steps under way: each holds its batch on the hosts
 OnFailure = Literal["replan", "wait", "raise"]
 
 
@@ -19,9 +20,11 @@ class RayHosts:
       silent_seconds: without a sign of life for so long, a host is given up.
       on_failure: what `autopar.Training` does when a host is lost.
       wait_seconds: how long it waits for hosts.
+      steps_ahead: how many steps may be under way when a call returns.
 
     Raises:
-      ValueError: a time is not above 0, or `on_failure` is none of those.
+      ValueError: a time is not above 0, `on_failure` is none of those, or `steps_ahead`
+        is below 0.
     """
 
     address: str
@@ -30,11 +33,17 @@ class RayHosts:
     silent_seconds: float = 8.0
     on_failure: OnFailure = "replan"
     wait_seconds: float = 600.0
+    steps_ahead: int = 0
 
     def __post_init__(self) -> None:
         check_positive("step_seconds", self.step_seconds)
         check_positive("silent_seconds", self.silent_seconds)
         check_positive("wait_seconds", self.wait_seconds)
+        if isinstance(self.steps_ahead, bool) or self.steps_ahead not in range(_MOST):
+            raise ValueError(
+                f"`steps_ahead` must be a number from 0 to {_MOST - 1}, but got "
+                f"{self.steps_ahead!r}."
+            )
         if self.on_failure not in get_args(OnFailure):
             raise ValueError(
                 f"`on_failure` must be 'replan', 'wait' or 'raise', but got "

@@ -1,8 +1,7 @@
 """When each value is in memory: kernels in the compiler's order, memory used again.
 
-The order is XLA's depth-first one for CPUs (`DFSMemoryScheduler`): a kernel runs after
-what it reads, of which that with the most other readers behind it is visited first.
-Three rules of its buffer assignment matter:
+The order is XLA's depth-first one for CPUs (`depth_first.py`). Three rules of its
+buffer assignment matter:
 
   in place    an elementwise kernel or a loop writes over what it reads last
   duplicates  an input that is returned in its own memory is copied first, unless all
@@ -12,13 +11,14 @@ Three rules of its buffer assignment matter:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import itemgetter
 
 import numpy as np
 
+from .depth_first import depth_first_order
 from .kernels import KernelBlock
 
 
@@ -61,11 +61,13 @@ class Liveness:
 
 def run_in_order(block: KernelBlock) -> Liveness:
     """The order of a block's kernels, and what is live in it."""
-    order = _sends_at_once(block, _depth_first_order(block))
+    duplicated = _duplicated(block)
+    order, copied_before = depth_first_order(block, duplicated)
+    order = _sends_at_once(block, order)
     position = np.empty(len(order), np.intp)
     position[list(order)] = np.arange(len(order))
-    duplicated = _duplicated(block)
-    starts, ends = _intervals(block, position, duplicated)
+    copied_at = {v: int(position[k]) for v, k in copied_before.items()}
+    starts, ends = _intervals(block, position, duplicated, copied_at)
     sizes = block.sizes
     borrowed = _borrowed(block, position, (starts, ends), duplicated)
     own = starts >= 0
@@ -76,70 +78,6 @@ def run_in_order(block: KernelBlock) -> Liveness:
     inner = block.columns.inner_bytes[list(order)]
     live = np.cumsum(changes)[:-1] + inner
     return Liveness(block, order, starts, ends, duplicated, borrowed, live)
-
-
-def _depth_first_order(block: KernelBlock) -> tuple[int, ...]:
-    columns, maker, count = block.columns, block.maker, len(block.kernels)
-    if not count:
-        return ()
-    made = maker[columns.reads]
-    pairs = np.unique(columns.readers[made >= 0] * count + made[made >= 0])
-    reader, operand = pairs // count, pairs % count
-    kept = np.fromiter(block.kept, np.intp, len(block.kept))
-    returned = maker[kept][maker[kept] >= 0]
-    num_readers = np.bincount(operand, minlength=count)
-    num_readers += np.bincount(returned, minlength=count)
-    own = np.zeros(count, np.int64)
-    np.add.at(own, columns.writers, block.sizes[columns.writes])
-    starts = np.searchsorted(reader, np.arange(count + 1)).tolist()
-    rank = _visited_last(num_readers, own, starts, operand.tolist())
-    # From here on kernels go by rank, so that those visited first sort last.
-    by_rank = np.argsort(rank)
-    operand = rank[operand]
-    operands = operand[np.lexsort((operand, reader))].tolist()
-    around = [operands[a:b] for a, b in pairwise(starts)]
-    around = [around[k] for k in by_rank.tolist()]
-    ends = np.concatenate([np.flatnonzero(num_readers == 0), returned])
-    stack, order = np.sort(rank[ends]).tolist(), list[int]()
-    is_done = [False] * count
-    while stack:
-        k = stack.pop()
-        if k < 0:
-            is_done[~k] = True
-            order.append(~k)
-        elif not is_done[k]:
-            waiting = [i for i in around[k] if not is_done[i]]
-            if waiting:
-                stack.append(~k)
-                stack += waiting
-            else:
-                is_done[k] = True
-                order.append(k)
-    return tuple(by_rank[order].tolist())
-
-
-def _visited_last(
-    num_readers: np.ndarray,
-    own: np.ndarray,
-    starts: Sequence[int],
-    operands: Sequence[int],
-) -> np.ndarray:
-    """[kernels] their places if those to visit last come first.
-
-    More other readers behind a kernel, then more bytes, then the earlier one is visited
-    first. Kernel k reads of `operands[starts[k] : starts[k + 1]]`.
-    """
-    count, most = len(own), np.cumsum(own).tolist()
-    extra, size = np.maximum(num_readers - 1, 0).tolist(), own.tolist()
-    for k, (first, end) in enumerate(pairwise(starts)):
-        behind, held = extra[k], size[k]
-        for i in operands[first:end]:
-            behind += extra[i]
-            held += size[i]
-        extra[k], size[k] = min(behind, count), min(held, most[k])
-    rank = np.empty(count, np.intp)
-    rank[np.lexsort((-np.arange(count), size, extra))] = np.arange(count)
-    return rank
 
 
 def _sends_at_once(block: KernelBlock, order: Sequence[int]) -> tuple[int, ...]:
@@ -194,7 +132,10 @@ def _duplicated(block: KernelBlock) -> frozenset[int]:
 
 
 def _intervals(
-    block: KernelBlock, position: np.ndarray, duplicated: frozenset[int]
+    block: KernelBlock,
+    position: np.ndarray,
+    duplicated: frozenset[int],
+    copied_at: Mapping[int, int],
 ) -> tuple[np.ndarray, np.ndarray]:
     """First and last position of each value, -1 without memory of the block's own."""
     columns = block.columns
@@ -206,11 +147,9 @@ def _intervals(
     without[list(block.kept)] = True
     copied = list(duplicated)
     without[copied] = False
-    first = np.full(len(block.values), len(position))
-    np.minimum.at(first, columns.reads, read_at)
-    is_read = first[copied] < len(position)
-    is_late = (starts[copied] < 0) & is_read
-    starts[copied] = np.where(is_late, first[copied], starts[copied])
+    for value in copied:
+        if starts[value] < 0:
+            starts[value] = copied_at.get(value, -1)
     starts[without] = ends[without] = -1
     _write_over(block, position, starts, ends)
     return starts, ends
@@ -286,9 +225,12 @@ class _Rooms:
         self.size, self.count = size, len(places)
         _, self.first, self.last = np.array(places).T
         self.owner = np.arange(self.count)
+        self.earliest, self.latest = int(self.first.min()), int(self.last.max())
 
     def takes(self, start: int, end: int) -> bool:
         """Takes the times of a value from the first input where they are free."""
+        if start < self.earliest or end > self.latest:
+            return False
         count = self.count
         (fits,) = ((self.first[:count] <= start) & (self.last[:count] >= end)).nonzero()
         if not fits.size:

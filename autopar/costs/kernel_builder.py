@@ -7,8 +7,9 @@ from itertools import compress
 
 import numpy as np
 
-from ..graph.build_graph import BARRIER, SCAN, WHILE
-from ..graph.op_graph import Block, Operator
+from ..graph.build_graph import BARRIER
+from ..graph.op_graph import Block
+from .equal_rows import equals_among, exponentials_of_erfc
 from .fusion import Nodes, Traits, sources, values_in_memory
 from .kernels import (
     Border,
@@ -18,6 +19,7 @@ from .kernels import (
     is_cut_out,
     turns,
 )
+from .loop_operands import carries, made_inside
 from .node_table import NodeTable
 from .plan_arrays import PlanArrays
 
@@ -63,6 +65,9 @@ class _Builder:
         self.inner_bytes = inner_bytes
         self._find_reads()
         self._find_conversions()
+        self.equals = equals_among(arrays, self.rows, self.read_start, self.read_spec)
+        self.renames = self.renames.copy()
+        self.renames[list(self.equals)] = True
         self._number_values()
         self._name_values()
 
@@ -124,21 +129,21 @@ class _Builder:
         row = columns.rows_of_results[chosen] - self.rows.start
         is_new = ~self.renames[row]
         self.result_row, result = row[is_new], columns.results[chosen][is_new]
-        self.barriers = np.array(
-            [
-                k
-                for k in np.flatnonzero(self.renames).tolist()
-                if self.operators[k].kind == BARRIER
-            ],
-            np.intp,
-        )
-        counts = [len(self.inputs), len(copies), len(result), len(self.barriers)]
+        barriers = [
+            k
+            for k in np.flatnonzero(self.renames).tolist()
+            if self.operators[k].kind == BARRIER
+        ]
+        lets_pass = [len(self.operators[k].results) for k in barriers]
+        self.barriers = np.array(barriers, np.intp)
+        self.passing_rows = np.repeat(self.barriers, lets_pass)
+        counts = [len(self.inputs), len(copies), len(result), len(self.passing_rows)]
         time = np.concatenate(
             [
                 np.full(counts[0], -1),
                 2 * copies[:, 0],
                 2 * self.result_row + 1,
-                2 * self.barriers + 1,
+                2 * self.passing_rows + 1,
             ]
         )
         tensor = np.concatenate(
@@ -183,7 +188,13 @@ class _Builder:
         converted, tensors = self.converted.tolist(), self.read_tensor.tolist()
         starts, copies = self.read_start.tolist(), self.of_copies.tolist()
         for row in np.flatnonzero(self.renames).tolist():
-            for at, result in enumerate(self.operators[row].results, starts[row]):
+            results = self.operators[row].results
+            if row in self.equals:
+                made = self.operators[self.equals[row]].results
+                for result, other in zip(results, made, strict=True):
+                    value_of[result] = value_of[other]
+                continue
+            for at, result in enumerate(results, starts[row]):
                 copy = converted[at]
                 value_of[result] = copies[copy] if copy >= 0 else value_of[tensors[at]]
         self.value_of = np.array(value_of, np.intp)
@@ -192,44 +203,56 @@ class _Builder:
         self.read[is_copy] = self.of_copies[self.converted[is_copy]]
 
     def _waits(self) -> dict[int, list[int]]:
-        """By row, the barriers that it must pass: what was read beside its operands."""
+        """By row, what of barriers it reads beside its operands."""
         if not self.barriers.size:
             return {}
         passed: dict[int, int] = {}  # by tensor
-        value_of = dict(
-            zip(self.barriers.tolist(), self.of_barriers.tolist(), strict=True)
-        )
+        behind: dict[int, list[int]] = {}
+        rows = self.passing_rows.tolist()
+        for row, value in zip(rows, self.of_barriers.tolist(), strict=True):
+            behind.setdefault(row, []).append(value)
         waits: dict[int, list[int]] = {}
         for row, op in enumerate(self.operators):
             found = [passed.get(o) for o in op.operands if isinstance(o, int)]
             own = [value for value in dict.fromkeys(found) if value is not None]
             if own:
                 waits[row] = own
-            if self.renames[row]:
-                own = [value_of[row]] if row in value_of else own
-                if own:
-                    passed.update(dict.fromkeys(op.results, own[0]))
+            if row in behind:
+                passed.update(zip(op.results, behind[row], strict=True))
+            elif self.renames[row] and own:
+                passed.update(dict.fromkeys(op.results, own[0]))
         return waits
+
+    def _passed(self) -> dict[int, int]:
+        """By value of a barrier, what it lets pass."""
+        reads = [range(*self.read_start[[k, k + 1]]) for k in self.barriers.tolist()]
+        read = self.read[[at for each in reads for at in each]]
+        return dict(zip(self.of_barriers.tolist(), read.tolist(), strict=True))
 
     def build(self) -> KernelBlock:
         """Nodes and their fusion, then a kernel for each that is not fused."""
         returned = iter(self.read[self.read_start[self.count] :].tolist())
         outputs = [next(returned) if is_read else None for is_read in self.returned]
         gone = self.border.stored | self.border.sent
-        kept = frozenset(
-            value
-            for position, value in enumerate(outputs)
-            if value is not None and position not in gone
+        kept = tuple(
+            dict.fromkeys(
+                value
+                for position, value in enumerate(outputs)
+                if value is not None and position not in gone
+            )
         )
         nodes = self._nodes(outputs)
         is_kept = np.zeros(len(self.values), bool)
         is_kept[list(kept)] = True
+        shared = self._shared()
+        is_kept[list(shared.values())] = True
         pairs = [(old, outputs[new]) for old, new in self.border.replaced]
         return KernelBlock(
             self.values,
-            self._kernels(nodes, values_in_memory(nodes, is_kept)),
+            self._kernels(nodes, values_in_memory(nodes, is_kept), shared),
             kept,
             tuple((old, new) for old, new in pairs if new is not None and new != old),
+            self._passed(),
         )
 
     def _nodes(self, outputs: Sequence[int | None]) -> Nodes:
@@ -245,7 +268,13 @@ class _Builder:
             read = np.array([value for value in found if value is not None], np.intp)
             times, own = np.full(len(read), 2 * self.count + 1), np.arange(len(read))
             is_send = time > 0
-            table.add(times, absorbs=not is_send, send=is_send, reads=(own, read))
+            table.add(
+                times,
+                cheap=not is_send,
+                absorbs=not is_send,
+                send=is_send,
+                reads=(own, read),
+            )
         return table.build()
 
     def _add_conversions(self, table: NodeTable) -> None:
@@ -291,9 +320,12 @@ class _Builder:
         inner = np.array([self.inner_bytes.get(i, 0) for i in index.tolist()], np.int64)
         waits = [(row, v) for row, each in self._waits().items() for v in each]
         more = np.array(waits, np.intp).reshape(-1, 2)
-        reader = place[np.concatenate([self.read_row, more[:, 0]])]
+        own = place[self.read_row]
+        loops = self._rows_with_bodies()
+        own[made_inside(self.operators, loops, self.read_start)] = -1
+        reader = np.concatenate([own, place[more[:, 0]]])
         read = np.concatenate([self.read, more[:, 1]])[reader >= 0]
-        writer = place[np.concatenate([self.result_row, self.barriers])]
+        writer = place[np.concatenate([self.result_row, self.passing_rows])]
         table.add(
             2 * rows + 1,
             operator=index,
@@ -305,7 +337,24 @@ class _Builder:
             writes=(writer, np.concatenate([self.of_results, self.of_barriers])),
         )
 
-    def _kernels(self, nodes: Nodes, in_memory: np.ndarray) -> KernelColumns:
+    def _shared(self) -> dict[int, int]:
+        """By operator, the value of another that it would make inside."""
+        columns = self.arrays.columns
+        return {
+            int(columns.index[row]): int(value)
+            for row, other in exponentials_of_erfc(columns).items()
+            if self.rows.start <= row < self.rows.stop
+            and (value := self.value_of[columns.operators[other].results[0]]) >= 0
+        }
+
+    def _rows_with_bodies(self) -> list[int]:
+        """Rows of which something inside is known to hold memory."""
+        indices = self.arrays.columns.index[self.rows]
+        return np.flatnonzero(np.isin(indices, list(self.inner_bytes))).tolist()
+
+    def _kernels(
+        self, nodes: Nodes, in_memory: np.ndarray, shared: Mapping[int, int]
+    ) -> KernelColumns:
         """A kernel for each node that writes memory, or nothing at all."""
         writer = np.repeat(np.arange(len(nodes)), np.diff(nodes.write_start))
         is_written = in_memory[nodes.writes]
@@ -313,8 +362,10 @@ class _Builder:
         is_kernel = (written > 0) | (np.diff(nodes.write_start) == 0)
         read = compress(sources(nodes, in_memory), is_kernel.tolist())
         starts, reads = [0], list[int]()
-        for each in read:
+        for each, index in zip(read, nodes.operator[is_kernel].tolist(), strict=True):
             reads += each
+            if index in shared:
+                reads.append(shared[index])
             starts.append(len(reads))
         carried = self._carries()
         operator = nodes.operator[is_kernel]
@@ -336,29 +387,9 @@ class _Builder:
     def _carries(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """By operator, what loops read and return in the same place."""
         found: dict[int, tuple[tuple[int, int], ...]] = {}
-        indices = self.arrays.columns.index[self.rows]
-        for row in np.flatnonzero(np.isin(indices, list(self.inner_bytes))).tolist():
+        for row in self._rows_with_bodies():
             op = self.operators[row]
             read = self.read[slice(*self.read_start[[row, row + 1]])]
             written = [int(self.value_of[result]) for result in op.results]
-            found[op.index] = _carries(op, read.tolist(), written)
+            found[op.index] = carries(op, read.tolist(), written)
         return found
-
-
-def _carries(
-    op: Operator, reads: Sequence[int], writes: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    """What a loop reads and returns in the same place."""
-    if op.kind == SCAN:
-        first, count = op.params["num_consts"], op.params["num_carry"]
-    elif op.kind == WHILE:
-        first = op.params["cond_nconsts"] + op.params["body_nconsts"]
-        count = len(op.operands) - first
-    else:
-        return ()
-    read = iter(reads)
-    by_operand = [
-        None if op.is_constant(i) else next(read) for i in range(first + count)
-    ]
-    pairs = zip(by_operand[first:], writes, strict=False)
-    return tuple((old, new) for old, new in pairs if old is not None)

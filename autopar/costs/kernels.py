@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -140,14 +140,17 @@ class KernelColumns(MadeWhenRead[Kernel]):
 class KernelBlock:
     """The kernels of one block in traced order, over `values`.
 
-    `kept` are the values that the block returns. `replaced` pairs an input with the
-    value that is returned in its memory.
+    `kept` are the values that the block returns, in order. `replaced` pairs an input
+    with the value that is returned in its memory. `passed` has, for each value that
+    stands for what a barrier lets pass, what that is: who reads it behind the barrier
+    reads both.
     """
 
     values: Sequence[Value]
     kernels: Sequence[Kernel]
-    kept: frozenset[int]
+    kept: tuple[int, ...]
     replaced: tuple[tuple[int, int], ...]
+    passed: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @cached_property
     def columns(self) -> KernelColumns:

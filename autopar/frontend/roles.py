@@ -108,7 +108,8 @@ def infer_roles(
                 if same and in_types[node.first].rank > 0:
                     tie(node, other)
             return
-        alike = [c for c in candidates if c.structure == node.structure and free(c)]
+        sized = (c for c in candidates if c.count == node.count)
+        alike = [c for c in sized if c.structure == node.structure and free(c)]
         for other in alike:
             if not types_match(node, other):
                 return tie(node, other)

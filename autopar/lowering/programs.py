@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from ..frontend.effects import CALLBACKS
 from ..frontend.host_calls import HostCalls
 from ..graph.build_graph import BARRIER
 from ..graph.op_graph import OpGraph
+from ..jax_compat import CONCRETE_ARRAY as CONCRETE_ARRAY
 from ..jax_compat import Tracer, weakly_typed
 from ..jax_compat import distributed_store as distributed_store
 from ..jax_compat import is_checking_values as is_checking_values
@@ -29,12 +30,13 @@ SlotKind = Literal["state", "batch", "activation", "gradient", "result"]
 TaskKind = Literal["forward", "backward", "weight", "apply"]
 
 
-# XLA's CPU compiler drops barriers before it joins equal operators: what is to be
-# gathered or computed again would be kept instead. Where barriers stay, a loop over
-# less than a KiB may not become one kernel: its emitter ends the process at a barrier.
-KEEP_BARRIERS = {
-    "xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"
-}
+# XLA's CPU compiler makes one all_reduce of many, whose operands and results are then
+# all in memory at once.
+APART = ("cpu-all-reduce-combiner",)
+# It drops barriers before it joins equal operators: what is to be gathered or computed
+# again would be kept instead. Where barriers stay, a loop over less than a KiB may not
+# become one kernel: its emitter ends the process at a barrier.
+KEEP_BARRIERS = ("cse_barrier_expander", "small-while-loop-hoisting")
 
 
 class SignatureChanged(Exception):
@@ -67,6 +69,7 @@ class SpmdProgram:
     output_shardings: tuple[NamedSharding, ...]
     mesh: Mesh | AbstractMesh
     host_calls: HostCalls | None = None  # where it has any
+    compiler_options: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def split(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The leaves that are donated and those that are kept."""
@@ -119,8 +122,9 @@ class SpmdProgram:
 
     @cached_property
     def _compiled(self) -> jax.stages.Compiled:
+        options: dict[str, str | bool] = {**self.compiler_options}
         if isinstance(self.mesh, Mesh):
-            return self._lowered.compile()
+            return self._lowered.compile(options)
         here = tuple(jax.devices()[: self.mesh.size])
         if len(here) < self.mesh.size:
             raise RuntimeError(
@@ -129,7 +133,7 @@ class SpmdProgram:
                 f"{len(here)}. Start it with XLA_FLAGS=--xla_force_host_platform_"
                 f"device_count={self.mesh.size}, or call the step."
             )
-        return self._lowered.compile(device_assignment=here)
+        return self._lowered.compile(options, device_assignment=here)
 
 
 def build_program(
@@ -184,7 +188,6 @@ def build_program(
         ),
         out_shardings=list(ends),
         donate_argnums=(0,),
-        compiler_options=KEEP_BARRIERS if _is_ordered(plan, mesh) else None,
     )
     placed = list(constants)
     if isinstance(mesh, Mesh):
@@ -201,17 +204,25 @@ def build_program(
         ends,
         mesh,
         calls,
+        _compiler_options(plan, mesh),
     )
 
 
-def _is_ordered(plan: ShardingPlan, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether a CPU runs barriers: the graph's own, or those of parts in a ring."""
-    if not isinstance(mesh, Mesh) or mesh.devices.flat[0].platform != "cpu":
-        return False
-    return any(
+def _compiler_options(plan: ShardingPlan, mesh: Mesh | AbstractMesh) -> dict[str, str]:
+    """What the compiler of a plan's devices is to leave undone; see `APART`."""
+    if isinstance(mesh, Mesh):
+        platform = mesh.devices.flat[0].platform
+    else:
+        device = mesh.abstract_device
+        platform = device.platform if device is not None else ""
+    if platform != "cpu":
+        return {}
+    has_barriers = any(
         op.kind == BARRIER or any(name.startswith(RING) for name in op.factors)
         for op in plan.operators
     )
+    left_out = (*APART, *(KEEP_BARRIERS if has_barriers else ()))
+    return {"xla_disable_hlo_passes": ",".join(left_out)}
 
 
 @dataclass(frozen=True)

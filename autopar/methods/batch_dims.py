@@ -15,13 +15,18 @@ from .state_flow import StateFlow, state_flow
 
 @dataclass(frozen=True, eq=False)
 class BatchDims:
-    """The dims, by tensor, that are split with the batch over some mesh axes."""
+    """The dims, by tensor, that are split with the batch over some mesh axes.
+
+    `examples` are the tensors that have a dim of the batch: of a single example, whose
+    dim of size 1 says nothing, any dim but that, and they are no state.
+    """
 
     graph: OpGraph
     mesh: MeshShape
     ties: DimTies
     axes: Sequence[int]
     dims: dict[int, frozenset[int]]
+    examples: frozenset[int]
 
     @classmethod
     def of(
@@ -53,7 +58,14 @@ class BatchDims:
                 )
         ties = DimTies.of(graph, mesh)
         reached = ties.reach([(tensor, 0) for tensor in batch], parts)
-        return cls(graph, mesh, ties, axes, dims_by_tensor(reached))
+        dims = dims_by_tensor(reached)
+        examples = frozenset(dims)
+        if all(graph.tensors[index].type.shape[0] == 1 for index in batch):
+            state = {each.tensor for each in graph.inputs if each.role == "state"}
+            shapes = {index: graph.tensors[index].type.shape for index in batch}
+            others = [(i, d) for i, shape in shapes.items() for d in range(len(shape))]
+            examples = frozenset(dims_by_tensor(ties.reach(others, 1))) - state
+        return cls(graph, mesh, ties, axes, dims, examples)
 
     def states(self, tensor: int, axis: int) -> States:
         """What an axis may do to a tensor: split its batch dims, or nothing."""
@@ -63,7 +75,7 @@ class BatchDims:
 
     def flow(self) -> StateFlow:
         """What state is for."""
-        return state_flow(self.graph, self.dims)
+        return state_flow(self.graph, self.examples)
 
 
 def dims_by_tensor(dims: Iterable[Dim]) -> dict[int, frozenset[int]]:

@@ -9,8 +9,8 @@ Names are given to dims of arguments and spread to every tensor that shares the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import prod
 
@@ -100,6 +100,12 @@ class LayoutRules:
             found[name] = (*found.get(name, ()), axis)
         return found
 
+    def only(self, names: Collection[str]) -> LayoutRules:
+        """The rules of some names."""
+        kept = (item for item in self.axes_by_name().items() if item[0] in names)
+        pairs = (f"{name}:{axis}" for name, axes in kept for axis in axes)
+        return replace(self, rules=";".join(pairs), names=None)
+
     def __str__(self) -> str:
         return f"LayoutRules({self.rules!r})"
 
@@ -145,7 +151,20 @@ def layout_restriction(
     Raises:
       ValueError: see `LayoutRules`.
     """
-    layout = _Layout(rules, graph, mesh, batch)
+    names = dict(given_names(rules, graph, batch))  # the last of a dim counts
+    return restriction_of_names(rules, graph, mesh, names, others_whole=others_whole)
+
+
+def restriction_of_names(
+    rules: LayoutRules,
+    graph: OpGraph,
+    mesh: MeshShape,
+    names: Mapping[Dim, str],
+    *,
+    others_whole: bool,
+) -> Restriction:
+    """As `layout_restriction`, for dims whose names are known."""
+    layout = _Layout(rules, graph, mesh, names)
     demands: dict[int, Demand] = {}
     for tensor in graph.tensors:
         rank = tensor.type.rank
@@ -164,15 +183,30 @@ def layout_restriction(
     return Restriction(str(rules), demands, {}, {})
 
 
+def names_by_tensor(
+    rules: LayoutRules, graph: OpGraph, mesh: MeshShape, names: Mapping[Dim, str]
+) -> dict[int, dict[int, str]]:
+    """The names with a rule that reach dims of each tensor; errors of `LayoutRules`."""
+    layout = _Layout(rules, graph, mesh, names)
+    return {
+        tensor: {dim: named[0].name for dim, named in dims.items()}
+        for tensor, dims in layout.by_tensor.items()
+    }
+
+
 class _Layout:
     """The rules on one graph, every name at every dim that it reaches."""
 
     def __init__(
-        self, rules: LayoutRules, graph: OpGraph, mesh: MeshShape, batch: Sequence[int]
+        self,
+        rules: LayoutRules,
+        graph: OpGraph,
+        mesh: MeshShape,
+        names: Mapping[Dim, str],
     ) -> None:
         self.rules, self.graph, self.mesh = rules, graph, mesh
         self.axes = {name: self._axes(name) for name in rules.axes_by_name()}
-        self.names = dict(given_names(rules, graph, batch))  # the last of a dim counts
+        self.names = names
         self._check_names()
         num_parts = {name: self._num_parts(name) for name in self.axes}
         spread = DimTies.of(graph, mesh).spread(self.names, num_parts)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jax.sharding import NamedSharding
+
 from ..clusters.cluster import Cluster
 from ..frontend.roles import Roles
 from ..frontend.tracing import TracedFunction
@@ -19,8 +21,10 @@ from ..microbatches.microbatch_semantics import microbatched
 from ..microbatches.microbatch_step import MicrobatchedStep
 from ..options import Options
 from ..planner.planning import batch_tensors, leaves_of, roles_of
+from ..planner.step_variants import is_movable, nothing_to_offload
 from ..rematerialisation.remat import Remat
 from ..sharding.mesh import MeshShape
+from ..state.leaf_pieces import piece_shardings
 from .piece_trace import PiecedStep, cut_scans
 from .stage_apply import ApplyCut, cut_apply
 from .stage_cut import StageCut, cut_stages, scan_lengths, work_line
@@ -29,6 +33,7 @@ from .stage_pins import StagePins
 from .stage_planner import StagePlanner
 from .stage_programs import PipelineBuilder
 from .stage_remat import with_recomputed_loops, with_recomputed_stages
+from .stage_rules import StageRules
 from .stage_trace import StepParts, trace_parts
 
 
@@ -55,10 +60,12 @@ class CutStep:
         split: Collection[int] = (),
         planner: StagePlanner | None = None,
         inside: Megatron | None = None,
+        at_host: Collection[int] = (),
     ) -> PipelineBuilder:
         """What plans the programs, on the mesh of each stage.
 
-        State of the stages in `split` lies in as many parts as they have devices.
+        State of the stages in `split` lies in as many parts as they have devices; what
+        only the update reads of it is in the host's memory for those in `at_host`.
         """
         cluster = options.cluster or Cluster.local()
         traced, roles = self.pieced.traced, self.pieced.roles
@@ -75,7 +82,7 @@ class CutStep:
             cluster,
             shapes,
             _next_paths(traced, roles),
-            StagePins.checked(pins, traced.input_paths, read_only),
+            StagePins.checked(pins, traced.input_paths, read_only, self._shardings()),
             None if options.plan is None else options.plan.stages.programs,
             _kept(self.whole, self.pieced, options),
             frozenset(split),
@@ -87,7 +94,67 @@ class CutStep:
                 *(inside, self.parts.microbatch),
                 *(self.parts.held, self.parts.batch, shapes[0]),
             ),
+            self._rules(options),
+            host=self._at_host(options, at_host),
         )
+
+    def _at_host(self, options: Options, stages: Collection[int]) -> set[str]:
+        """Paths of the state that the host keeps, as `offload` or the plan given says.
+
+        Raises:
+          ValueError: there is none.
+          NotImplementedError: stages lie on hosts of Ray.
+        """
+        if options.offload is not None and options.cluster is not None:
+            if options.cluster.ray_hosts is not None:
+                raise NotImplementedError(
+                    f"`offload` is not there for pipelines on Ray yet "
+                    f"(docs/roadmap.md), but got {options.offload!r}; use more stages "
+                    f"or autopar.ShardParallel()."
+                )
+        if options.plan is not None:
+            programs = options.plan.stages.programs
+            planned = (each for one in programs for each in one.sharding.inputs)
+            return {each.path for each in planned if each.memory == "host"}
+        if options.offload is None:
+            return set()
+        update, home = self.parts.apply, self.apply.home
+        read = {
+            i.path for i in self.parts.microbatch.inputs if i.tensor in self.cut.home
+        }
+        state = {
+            i.path: home[i.tensor]
+            for i in update.inputs
+            if i.output is not None
+            and i.tensor in home
+            and is_movable(update, i.tensor)
+            and (options.offload == "state" or i.path not in read)
+        }
+        if not state and options.offload == "optimizer_state":
+            raise ValueError(nothing_to_offload(self.whole.name))
+        if options.offload == "auto":
+            return {path for path, stage in state.items() if stage in stages}
+        return {*state}
+
+    def _rules(self, options: Options) -> StageRules | None:
+        """The layout rules, if there are any, of the step's leaf pieces."""
+        if options.rules is None:
+            return None
+        names = self.pieced.by_piece(options.rules.names or {}, self.whole)
+        return StageRules(replace(options.rules, names=names), self.parts)
+
+    def _shardings(self) -> dict[str, NamedSharding]:
+        """Where leaf pieces lie that lie on a mesh, by path."""
+        return {
+            piece: sharding
+            for path, pieces in self.pieced.pieces_by_path(self.whole).items()
+            for piece, sharding in zip(
+                pieces,
+                piece_shardings(self.leaves.get(path), len(pieces)),
+                strict=True,
+            )
+            if isinstance(sharding, NamedSharding)
+        }
 
 
 def cut_step(

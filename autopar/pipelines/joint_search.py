@@ -1,11 +1,12 @@
 """Stages, submeshes, logical shapes, microbatches and schedule, searched as one.
 
-A case is a number of microbatches and a schedule. Each has a bound on what a step takes
-(`least_step_seconds`); the case with the least is solved with the costs known so far.
-Where its stages stand on costs that are guessed, the layers are planned there
-(`span_costs.py`) and the case is put back; otherwise it is the best so far. The search
-ends once no case left may be faster by more than the gap: guesses are no higher than
-what planning finds, but for the estimates that `span_costs.py` names.
+A case is a number of microbatches and a schedule. Each has a bound on a step's time:
+the best stages where updates are spread over microbatches (`spread`), with the costs
+known so far. Where those of the least bound stand on costs that are guessed, the layers
+are planned there (`span_costs.py`) and the case is put back; otherwise it is solved as
+it is, and is the best so far. The search ends once no case left may be faster by more
+than the gap: guesses are no higher than what planning finds, but for the estimates that
+`span_costs.py` names.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from typing import TypeVar
 import numpy as np
 
 from autopar.solver.stage_dp import StageAssignment, least_step_seconds, solve_stages
-from autopar.solver.stage_problem import ScheduleName, StageProblem, slowest_seconds
+from autopar.solver.stage_problem import (
+    ScheduleName,
+    StageProblem,
+    slowest_seconds,
+    step_seconds,
+)
 
 from ..clusters.cluster import Cluster
 from ..clusters.joined import host_parts
@@ -31,6 +37,7 @@ from .layer_samples import Submesh
 from .span_costs import SpanCosts
 
 LOOSE_GAP = 0.01
+BOUND_GAP = LOOSE_GAP / 2
 
 _Result = TypeVar("_Result")
 Case = tuple[int, ScheduleName, int]  # microbatches, schedule, stages of a submesh
@@ -56,7 +63,9 @@ class JointSearch:
     """The search over all cases; costs that were planned are kept between calls.
 
     `seconds` are CPU seconds of the dynamic programs and on layers, `count` how many.
-    `batch_pace` is that of all microbatches, as it was found last, by schedule.
+    `batch_pace` is that of all microbatches, as it was found last, by case
+    and by schedule.
+    `min_stages` is how many there must be.
     """
 
     costs: SpanCosts
@@ -67,6 +76,7 @@ class JointSearch:
     seconds: dict[str, float] = field(default_factory=dict)
     count: dict[str, int] = field(default_factory=dict)
     batch_pace: dict[tuple[object, ...], float] = field(default_factory=dict)
+    min_stages: int = 2
 
     def best(self, capacity_bytes: float) -> FoundStages | None:
         """The fastest stages that hold up to `capacity_bytes` a device, or None."""
@@ -74,57 +84,89 @@ class JointSearch:
         for number in self.counts:
             for schedule, shared in self.schedules:
                 case = number, schedule, shared
-                problem = self.problem(case, capacity_bytes)
+                problem = self.problem(case, capacity_bytes, True)
                 bound = self._timed("solve", lambda p=problem: least_step_seconds(p))
                 waiting.append((bound, case))
         heapq.heapify(waiting)
         best: FoundStages | None = None
         limit = inf
-        solved: dict[Case, FoundStages] = {}
+        bounded: dict[Case, FoundStages] = {}
         while waiting and waiting[0][0] < limit * (1 - LOOSE_GAP):
             bound, case = heapq.heappop(waiting)
-            stages = solved.get(case)
-            if stages is None or self._costs_more(stages):
-                stages = self._solve(case, capacity_bytes, limit)
+            below = bounded.get(case)
+            if below is None or self._costs_more(below):
+                problem = self.problem(case, capacity_bytes, True)
+                least = self._timed("solve", lambda p=problem: least_step_seconds(p))
+                if waiting and least > max(bound, waiting[0][0]):
+                    heapq.heappush(waiting, (least, case))
+                    continue
+                below = self._found(case, problem, BOUND_GAP, limit)
+            if below is None:
+                continue
+            bounded[case] = below
+            if waiting and below.bound_seconds > max(bound, waiting[0][0]):
+                heapq.heappush(waiting, (below.bound_seconds, case))
+                continue
+            if self._look_at_guessed(below):
+                heapq.heappush(waiting, (below.bound_seconds, case))
+                continue
+            stages = self._solve(case, capacity_bytes, limit, below)
             if stages is None:
                 continue
-            solved[case] = stages
-            if waiting and stages.bound_seconds > max(bound, waiting[0][0]):
-                heapq.heappush(waiting, (stages.bound_seconds, case))
-            elif self._look_at_guessed(stages):
-                heapq.heappush(waiting, (stages.bound_seconds, case))
+            if self._look_at_guessed(stages):
+                heapq.heappush(waiting, (below.bound_seconds, case))
             elif stages.assignment.seconds < limit:
                 best, limit = stages, stages.assignment.seconds
         if best is None:
             return None
         return replace(best, bound_seconds=limit * (1 - LOOSE_GAP))
 
-    def _solve(self, case: Case, capacity: float, limit: float) -> FoundStages | None:
-        problem, (number, *schedule) = self.problem(case, capacity), case
-        near = self.batch_pace.get(tuple(schedule), 0.0) / number
-        found = self._timed(
-            "solve", lambda: solve_stages(problem, LOOSE_GAP, limit, near)
-        )
+    def _solve(
+        self, case: Case, capacity: float, limit: float, below: FoundStages
+    ) -> FoundStages | None:
+        """The best stages of a case, none of which is faster than `below`.
+
+        These are its stages, all of which are planned, unless others are much faster.
+        """
+        problem, stages = self.problem(case, capacity), below.assignment.stages
+        seconds, bound = step_seconds(problem, stages), below.bound_seconds
+        found = None
+        if bound < min(seconds, limit) * (1 - LOOSE_GAP):
+            found = self._found(case, problem, LOOSE_GAP, min(seconds, limit))
+        if found is None and seconds < limit:
+            return FoundStages(problem, StageAssignment(stages, seconds, bound), bound)
+        return found
+
+    def _found(
+        self, case: Case, problem: StageProblem, gap: float, limit: float
+    ) -> FoundStages | None:
+        number, *schedule = case
+        known = self.batch_pace
+        near = known.get(case, known.get(tuple(schedule), 0.0)) / number
+        found = self._timed("solve", lambda: solve_stages(problem, gap, limit, near))
         if found is None:
             return None
-        self.batch_pace[tuple(schedule)] = number * slowest_seconds(
-            problem, found.stages
-        )
+        pace = number * slowest_seconds(problem, found.stages)
+        known[case] = known[tuple(schedule)] = pace
         return FoundStages(problem, found, found.bound)
 
-    def _costs_more(self, stages: FoundStages) -> bool:
+    def _costs_more(self, below: FoundStages) -> bool:
         """Whether a submesh that stages use costs another time than it was thought."""
-        number = stages.problem.num_microbatches
-        for index in {each.choice for each in stages.assignment.stages}:
-            before = stages.problem.choices[index]
-            now = self.costs.choice(self.submeshes[index], number)
-            for name in ("seconds", "once_seconds", "fixed_bytes", "microbatch_bytes"):
-                if not np.array_equal(getattr(before, name), getattr(now, name)):
-                    return True
-        return False
+        problem = below.problem
+        number = problem.num_microbatches
+        used = {each.choice for each in below.assignment.stages}
+        return any(
+            problem.choices[i] is not self.costs.choice(self.submeshes[i], number, True)
+            for i in used
+        )
 
-    def problem(self, case: Case, capacity_bytes: float) -> StageProblem:
-        """The problem of a case, with the costs as they are known."""
+    def problem(
+        self, case: Case, capacity_bytes: float, is_spread: bool = False
+    ) -> StageProblem:
+        """The problem of a case, with the costs as they are known.
+
+        `is_spread`: one that bounds it, with updates spread over microbatches.
+        """
         number, schedule, shared = case
         cluster, layers = self.cluster, self.costs.layers
         links = cluster.host_link, cluster.network_link
@@ -134,14 +176,16 @@ class JointSearch:
             len(layers),
             host_parts(cluster),
             cluster.devices_per_host,
-            tuple(self.costs.choice(each, number) for each in self.submeshes),
+            tuple(
+                self.costs.choice(each, number, is_spread) for each in self.submeshes
+            ),
             per_byte * crossing / number,
             (2 * links[0].alpha_seconds, 2 * links[1].alpha_seconds),
             capacity_bytes,
             number,
             schedule,
             shared,
-            min_stages=2,
+            min_stages=self.min_stages,
         )
 
     def _look_at_guessed(self, stages: FoundStages) -> bool:
@@ -171,8 +215,9 @@ class JointSearch:
         return bool(wanted)
 
     def _unseen(self, submesh: Submesh) -> list[Submesh]:
-        """A submesh, or what its overhead is known to be above and was never seen."""
-        if any(seen == submesh for seen, _, _ in self.costs.known):
+        """A submesh, or simpler ones where nothing was planned on its mesh."""
+        shapes = {(seen.mesh, seen.part) for seen, _, _ in self.costs.known}
+        if (submesh.mesh, submesh.part) in shapes:
             return [submesh]
         found = [
             each

@@ -18,6 +18,7 @@ from ..frontend.tracing import TracedFunction
 from ..graph.op_graph import OpGraph
 from ..jax_compat import dead_code_eliminated
 from ..lowering.blocks import as_array
+from ..sharding.pins import spellings
 from .piece_flow import Cut, PieceFlow
 from .piece_runner import Lengths, PieceRunner
 
@@ -46,13 +47,22 @@ class PiecedStep:
 
     def by_piece(self, by_path: Mapping[str, T], whole: TracedFunction) -> dict[str, T]:
         """What is said of leaves of `whole`, the original step, by path of a piece."""
-        pieces = iter(self.traced.input_paths)
-        found = {k: v for k, v in by_path.items() if k not in whole.input_paths}
-        for path, lengths in zip(whole.input_paths, self.input_lengths, strict=True):
-            for piece in itertools.islice(pieces, len(lengths) if lengths else 1):
-                if path in by_path:
-                    found[piece] = by_path[path]
+        known = {name for path in whole.input_paths for name in spellings(path)}
+        found = {key: value for key, value in by_path.items() if key not in known}
+        for path, pieces in self.pieces_by_path(whole).items():
+            for name in spellings(path):
+                if name in by_path:
+                    found.update(dict.fromkeys(pieces, by_path[name]))
         return found
+
+    def pieces_by_path(self, whole: TracedFunction) -> dict[str, tuple[str, ...]]:
+        """The paths of the pieces of each leaf of `whole`, the original step."""
+        pieces = iter(self.traced.input_paths)
+        counts = (1 if each is None else len(each) for each in self.input_lengths)
+        return {
+            path: tuple(itertools.islice(pieces, count))
+            for path, count in zip(whole.input_paths, counts, strict=True)
+        }
 
 
 def cut_scans(

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..audit.audit import Audit
 from ..clusters.device_mesh import stage_meshes
 from ..frontend.tracing import TracedFunction
 from ..lowering.programs import PipelineProgram, SignatureChanged
 from ..microbatches.microbatch_runners import join_parts
-from ..state.distributed_array import abstract_leaf
-from ..state.leaf_pieces import gather_leaf, join_leaf, split_leaf
+from ..state.distributed_array import signature
+from ..state.leaf_pieces import gather_leaf, join_leaf, on_auto_axes, split_leaf
 from .piece_trace import PiecedStep
 from .pipeline_plan import PlannedPipeline
 from .stage_lowering import LoweredPiece, lower_stages
@@ -89,18 +89,25 @@ class Pipeline:
 
     def constants(self) -> dict[str, Any]:
         """The arrays that the step closes over, by slot."""
+        found = self._closed_over()
+        return {n: value for n, value in found.items() if self.is_slot(n, "state")}
+
+    def _closed_over(self) -> dict[str, Any]:
         arrays = self.pieced.traced.jaxpr.consts
         inputs = [i.path for i in self.parts.step.graph.inputs if i.role == "constant"]
-        found = dict(zip(inputs, arrays, strict=True))
-        return {n: value for n, value in found.items() if self.is_slot(n, "state")}
+        return dict(zip(inputs, arrays, strict=True))
 
     def state_of(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """The leaf pieces that live on stages and what was prepared, by slot."""
         named = dict(zip(self.pieced.traced.input_paths, leaves, strict=True))
         found = dict(named)
         if self.parts.prepared:
-            whole = [named[path] for path in self.parts.batch]
-            found.update(zip(self.parts.prepared, self._prepare(*whole), strict=True))
+            known = {**self._closed_over(), **named}
+            given = [known[path] for path in self.parts.preparing]
+            number = len(self.parts.batch)
+            whole = list(map(on_auto_axes, given[:number]))
+            values = self._prepare(*whole, *_beside(whole, given[number:]))
+            found.update(zip(self.parts.prepared, values, strict=True))
         return {n: value for n, value in found.items() if self.is_slot(n, "state")}
 
     def is_slot(self, name: str, kind: str) -> bool:
@@ -112,7 +119,7 @@ class Pipeline:
         """A value for each microbatch, by slot: the batch, cut minor."""
         number = self.program.num_microbatches
         named = dict(zip(self.pieced.traced.input_paths, leaves, strict=True))
-        whole = [named[path] for path in self.parts.batch]
+        whole = [on_auto_axes(named[path]) for path in self.parts.batch]
         fed: dict[str, list[Any]] = dict(
             zip(self.parts.batch, self._cut(*whole), strict=True)
         )
@@ -201,8 +208,7 @@ class PipelinedStep:
         leaves: Sequence[Any],
         execute: Callable[..., tuple[dict[str, Any], dict[str, Any]]],
     ) -> list[Any]:
-        abstract = (jax.typeof(abstract_leaf(leaf)) for leaf in leaves)
-        if tuple((t.shape, t.dtype) for t in abstract) != self.pipeline.argument_types:
+        if tuple(map(signature, leaves)) != self.pipeline.argument_types:
             raise SignatureChanged
         _ = self.pipeline.compiled  # before threads wait for each other's programs
         pieces = self.pipeline.split(leaves)
@@ -242,6 +248,18 @@ def lower_pipeline(planned: PlannedPipeline) -> Pipeline:
         jax.jit(jaxpr_as_fun(planned.parts.prepare)),
         jax.jit(functools.partial(_cut_minor, number)),
     )
+
+
+def _beside(batch: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Leaves of any stage, copied to where the batch lies, or to the first device."""
+    here: Any = jax.devices()[0]
+    for leaf in batch:
+        if isinstance(leaf, jax.Array) and leaf.committed:
+            (here, *_) = leaf.sharding.device_set
+            if isinstance(leaf.sharding, NamedSharding):
+                here = NamedSharding(leaf.sharding.mesh, PartitionSpec())
+    local = (x if isinstance(x, jax.Array) else np.asarray(x) for x in others)
+    return [jax.device_put(each, here) for each in local]
 
 
 def _cut_minor(number: int, *whole: jax.Array) -> list[list[jax.Array]]:

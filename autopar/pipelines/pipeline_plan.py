@@ -151,13 +151,15 @@ def plan_pipeline(
     whole: TracedFunction | None = None,
     graph: OpGraph | None = None,
     split: Collection[int] = (),
+    at_host: Collection[int] = (),
     planner: StagePlanner | None = None,
 ) -> PlannedPipeline:
     """Trace `fun`, cut it into the stages that `method` asks for and plan them.
 
     The plans of `options.plan`, if there are any, are used as they are. `whole` is the
     trace of `fun` and `graph` its graph, if they are there; `split` are stages whose
-    state lies in as many parts as they have devices, and `planner` knows plans of equal
+    state lies in as many parts as they have devices, `at_host` those whose optimizer
+    state the host keeps if `offload` is "auto", and `planner` knows plans of equal
     programs.
 
     Raises:
@@ -175,7 +177,7 @@ def plan_pipeline(
         products = products_by_cost(whole, method, options)
         method = replace(method, stage_products=products, layer_costs=None)
     made = cut_step(fun, whole, leaves, method, options, graph=graph)
-    return _finished(made, method, shapes, options, split, planner)
+    return _finished(made, method, shapes, options, split, planner, at_host)
 
 
 def finish_pipeline(
@@ -204,8 +206,9 @@ def _finished(
     options: Options,
     split: Collection[int],
     planner: StagePlanner | None,
+    at_host: Collection[int] = (),
 ) -> PlannedPipeline:
-    builder = builder_of(made, method, shapes, options, split, planner)
+    builder = builder_of(made, method, shapes, options, split, planner, at_host)
     pieces = builder.build()
     refuse_lost_callbacks(made.step.graph, (piece.graph for piece in pieces))
     return assembled(made, method, shapes, builder, pieces)
@@ -218,6 +221,7 @@ def builder_of(
     options: Options,
     split: Collection[int],
     planner: StagePlanner | None,
+    at_host: Collection[int] = (),
 ) -> PipelineBuilder:
     """What plans the programs of a step that is cut, on the submeshes of `shapes`."""
     submeshes = [stage % len(shapes) for stage in range(made.cut.num_stages)]
@@ -225,14 +229,18 @@ def builder_of(
         [shapes[submesh] for submesh in submeshes],
         *(options, split, planner),
         method.inside if isinstance(method, PipelineParallel) else None,
+        at_host,
     )
+    ends = accumulate(shape.size for shape in shapes)
+    devices = [
+        range(end - shape.size, end) for end, shape in zip(ends, shapes, strict=True)
+    ]
+    builder.devices = [devices[submesh] for submesh in submeshes]
     if builder.cluster.parts:
-        ends = accumulate(shape.size for shape in shapes)
-        own = [
-            cluster_around(builder.cluster, end - shape.size, shape.size)
-            for end, shape in zip(ends, shapes, strict=True)
+        builder.clusters = [
+            cluster_around(builder.cluster, each.start, len(each))
+            for each in builder.devices
         ]
-        builder.clusters = [own[submesh] for submesh in submeshes]
     return builder
 
 

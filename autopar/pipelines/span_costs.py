@@ -3,22 +3,27 @@
 Spans add their layers up: costs are affine in the number of equal layers. A layer of a
 kind (`layers.py`, `layer_samples.py`) is planned on a submesh for one number of
 microbatches, when it is asked for. Until then its cost is what it takes ideally, every
-device doing an equal part and nothing sent, times an overhead that is known:
+device doing an equal part and nothing sent, and what is known to come on top:
 
-  another kind      the overhead of the kind that most layers are of, there
-  fewer, larger     the overhead shrinks with the number of microbatches, as if all of
-  microbatches      it were paid for each of them: there may be no less
-  more, smaller     the overhead is the same: smaller work is not more efficient
-  microbatches
-  more devices      the overhead of the same mesh with a shorter axis: to share work
-                    with more devices is not more efficient
-  state split       the time without, with what the update takes to add up gradients,
-                    as it only forbids plans
+  more microbatches  what plans of fewer take beyond the ideal in a step: what is sent
+                     is the same or more, and who may split a smaller batch may split a
+                     larger one
+  more devices       in device-seconds, what the same mesh with a shorter axis takes: of
+                     what is sent and done twice, a device has half at the least
+  one axis           what any mesh of two takes, which can do all that one axis can
+  state split        what it takes without, as it only forbids plans
+  fewer microbatches a part of what plans of more take, as if all were paid for each
+  across hosts       what the mesh takes that is cut by host
+  another kind       as much of the ideal as the kind that most layers are of, there
 
-Where a plan adds gradients up for each microbatch, another might leave that to the
-update and save as much as it takes there at the most; an overhead is one without that.
-The last four are bounds in the model of costs, so what is not looked at is not worth
-it; the first is an estimate, and does not last: what the best stages use is planned.
+The last three are estimates, the others bounds in the model of costs, so what is not
+looked at is not worth it; what the best stages use is planned in the end.
+
+All this holds for a microbatch *with its part of the sums* that the update adds up
+(`mean_seconds`), of which the planner finds the least: t + R / M of M microbatches. How
+much of it is R is up to the plan, up to all sums, R': t is at least the whole less
+R' / M (`cost`), and no sums are in a guess of the update. Either alone bounds little
+where sums are slow, such as across hosts; so both bounds are given to the solver.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.solver.stage_problem import StageChoice
+from autopar.solver.stage_problem import StageChoice, spread
 
 from ..clusters.cluster import Cluster
 from ..sharding.mesh import MeshShape
@@ -48,8 +53,9 @@ class SpanCosts:
     samples: LayerSamples
     known: dict[tuple[Submesh, int, int], LayerCost] = field(default_factory=dict)
     ideals: dict[tuple[int, ...], LayerCost] = field(default_factory=dict)
-    choices: dict[tuple[Submesh, int], StageChoice] = field(default_factory=dict)
+    choices: dict[tuple[Submesh, int], _Choices] = field(default_factory=dict)
     overheads: dict[tuple[Submesh, int], LayerCost] = field(default_factory=dict)
+    excesses: dict[tuple[Submesh, int, bool], float] = field(default_factory=dict)
     reducing: dict[tuple[Submesh, int], float] = field(default_factory=dict)
 
     @cached_property
@@ -66,8 +72,8 @@ class SpanCosts:
         sample = self.samples.of(number)[kind]
         cluster = submesh.cluster(self.cluster)
         self.known[submesh, number, kind] = sample.cost(submesh, number, cluster)
-        self.choices.clear()
         self.overheads.clear()
+        self.excesses.clear()
 
     def cost(self, submesh: Submesh, number: int, kind: int) -> LayerCost:
         """Of one layer, planned or not, in one of `number` microbatches."""
@@ -77,13 +83,26 @@ class SpanCosts:
         ideal = self.ideal(submesh, number, kind)
         over = self.overhead(submesh, number)
         return LayerCost(
-            ideal.seconds * over.seconds,
-            ideal.once_seconds * over.once_seconds,
+            ideal.seconds * self._times_ideal(submesh, number, is_mean=False),
+            ideal.once_seconds,
             ideal.state_bytes * over.state_bytes,
             ideal.gradient_bytes * over.gradient_bytes,
             ideal.microbatch_bytes * over.microbatch_bytes,
             over.working_bytes,
         )
+
+    def mean_seconds(self, submesh: Submesh, number: int, kind: int) -> float:
+        """Of one layer, in one microbatch with its part of the update."""
+        if self.is_known(submesh, number, kind):
+            cost = self.known[submesh, number, kind]
+            return cost.seconds + cost.once_seconds / number
+        ideal = self.ideal(submesh, number, kind)
+        seconds = ideal.seconds * self._times_ideal(submesh, number, is_mean=True)
+        return seconds + ideal.once_seconds / number
+
+    def _times_ideal(self, submesh: Submesh, number: int, is_mean: bool) -> float:
+        ideal = self.ideal(submesh, number, self.main_kind)
+        return 1 + self.excess(submesh, number, is_mean) / ideal.seconds
 
     def ideal(self, submesh: Submesh, number: int, kind: int) -> LayerCost:
         """Of one layer that is shared out evenly."""
@@ -105,30 +124,56 @@ class SpanCosts:
             self.reducing[submesh, kind] = found
         return self.reducing[submesh, kind]
 
-    def overhead(self, submesh: Submesh, number: int) -> LayerCost:
-        """Factors over the ideal, but for working bytes, which are bytes."""
-        key = submesh, number
-        if key not in self.overheads:
-            self.overheads[key] = self._overhead(submesh, number)
-        return self.overheads[key]
+    def excess(self, submesh: Submesh, number: int, is_mean: bool) -> float:
+        """Seconds of a microbatch that a layer takes beyond the ideal at the least.
 
-    def _overhead(self, submesh: Submesh, number: int) -> LayerCost:
-        own = self._own_overhead(submesh, number)
-        if own is not None:
-            return own
-        least = [self.overhead(each, number).seconds for each in self.simpler(submesh)]
-        kept, working = 1.0, 0.0
-        if submesh.is_split:
-            whole = replace(submesh, is_split=False)
-            plain = self.overhead(whole, number)
-            least.append(plain.seconds)
-            kept, working = plain.microbatch_bytes, plain.working_bytes
-            cost = self.known.get((whole, number, self.main_kind))
-            if cost is not None:
-                ideal = self.ideal(whole, number, self.main_kind)
-                seconds = cost.seconds + cost.reducing_seconds / number
-                least.append(seconds / ideal.seconds)
-        return LayerCost(max(least, default=1.0), 1.0, 1.0, 1.0, kept, working)
+        `is_mean`: with its part of the sums that the update adds up. A layer of the
+        main kind; see the top of the file.
+        """
+        key = submesh, number, is_mean
+        if key not in self.excesses:
+            found = [self._own_excess(submesh, number, is_mean)]
+            for each in self.simpler(submesh):
+                share = each.mesh.size / submesh.mesh.size
+                found.append(share * self.excess(each, number, is_mean))
+            for each in self.finer(submesh):
+                found.append(self._own_excess(each, number, is_mean))
+            if submesh.is_split:
+                found.append(
+                    self.excess(replace(submesh, is_split=False), number, True)
+                )
+            if not is_mean:
+                most = self.most_reducing_seconds(submesh, number, self.main_kind)
+                found.append(self.excess(submesh, number, True) - most / number)
+            self.excesses[key] = max(found)
+        return self.excesses[key]
+
+    def _own_excess(self, submesh: Submesh, number: int, is_mean: bool) -> float:
+        kind, least = self.main_kind, 0.0
+        for each in self.numbers_seen(submesh):
+            cost = self.known[submesh, each, kind]
+            seconds = cost.seconds + cost.reducing_seconds / each
+            if not is_mean:
+                seconds -= self.most_reducing_seconds(submesh, each, kind) / each
+            ideal = self.ideal(submesh, each, kind).seconds
+            share = each / number
+            if number < each:
+                share = self.ideal(submesh, number, kind).seconds / ideal / share
+            least = max(least, share * (seconds - ideal))
+        return least
+
+    def numbers_seen(self, submesh: Submesh) -> Sequence[int]:
+        """The numbers of microbatches for which the main kind was planned there."""
+        main = self.main_kind
+        return sorted(n for s, n, k in self.known if (s, k) == (submesh, main))
+
+    def finer(self, submesh: Submesh) -> Iterator[Submesh]:
+        """Submeshes on which all can be done that can be done on one of one axis."""
+        if submesh.mesh.num_axes == 1:
+            for each in {s for s, _, _ in self.known}:
+                is_alike = replace(each, mesh=submesh.mesh) == submesh
+                if is_alike and each.mesh.size == submesh.mesh.size:
+                    yield each
 
     def simpler(self, submesh: Submesh) -> Iterator[Submesh]:
         """Submeshes whose overhead is no more: with a shorter axis, or cut by host.
@@ -151,68 +196,89 @@ class SpanCosts:
                 shorter = MeshShape(("x", "y")[: len(left)], tuple(left))
                 yield replace(submesh, mesh=shorter)
 
-    def _own_overhead(self, submesh: Submesh, number: int) -> LayerCost | None:
-        """From what is known of the main kind there, for the nearest numbers."""
-        kind = self.main_kind
-        seen = sorted(n for s, n, k in self.known if (s, k) == (submesh, kind))
-        if not seen:
-            return None
-        nearest = min(seen, key=lambda n: max(n / number, number / n))
-        over = self._measured(submesh, nearest)
-        seconds = 1.0
-        for each in seen:
-            beyond = self._measured(submesh, each).seconds - 1
-            seconds = max(seconds, 1 + beyond * min(1.0, number / each))
-        working = over.working_bytes * nearest / number
-        return replace(over, seconds=seconds, working_bytes=working)
+    def overhead(self, submesh: Submesh, number: int) -> LayerCost:
+        """Factors over the ideal of bytes, but for working bytes, which are bytes.
 
-    def _measured(self, submesh: Submesh, number: int) -> LayerCost:
-        kind = self.main_kind
-        cost = self.known[submesh, number, kind]
-        ideal = self.ideal(submesh, number, kind)
+        Of the main kind, as planned there for the nearest number of microbatches.
+        """
+        key = submesh, number
+        if key not in self.overheads:
+            self.overheads[key] = self._overhead(submesh, number)
+        return self.overheads[key]
+
+    def _overhead(self, submesh: Submesh, number: int) -> LayerCost:
+        kind, seen = self.main_kind, self.numbers_seen(submesh)
+        kept, working = 1.0, 0.0
+        if not seen:
+            if submesh.is_split:
+                plain = self.overhead(replace(submesh, is_split=False), number)
+                kept, working = plain.microbatch_bytes, plain.working_bytes
+            return LayerCost(1.0, 1.0, 1.0, 1.0, kept, working)
+        nearest = min(seen, key=lambda n: max(n / number, number / n))
+        cost = self.known[submesh, nearest, kind]
+        ideal = self.ideal(submesh, nearest, kind)
 
         def factor(part: float, whole: float) -> float:
             return part / whole if whole else 1.0
 
-        most = self.most_reducing_seconds(submesh, number, kind)
-        saved = (most - cost.reducing_seconds) / number
         return LayerCost(
-            max(factor(cost.seconds - saved, ideal.seconds), 1.0),
-            factor(cost.once_seconds - cost.reducing_seconds, ideal.once_seconds),
+            1.0,
+            1.0,
             factor(cost.state_bytes, ideal.state_bytes),
             factor(cost.gradient_bytes, ideal.gradient_bytes),
             factor(cost.microbatch_bytes, ideal.microbatch_bytes),
-            cost.working_bytes,
+            cost.working_bytes * nearest / number,
         )
 
-    def choice(self, submesh: Submesh, number: int) -> StageChoice:
-        """The submesh as the solver sees it."""
-        key = submesh, number
-        if key not in self.choices:
-            self.choices[key] = self._choice(submesh, number)
-        return self.choices[key]
+    def choice(
+        self, submesh: Submesh, number: int, is_spread: bool = False
+    ) -> StageChoice:
+        """The submesh as the solver sees it; the same object while costs are the same.
 
-    def _choice(self, submesh: Submesh, number: int) -> StageChoice:
+        `is_spread`: a bound, where the update is spread over microbatches.
+        """
         kinds = range(max(self.layers.kinds) + 1)
-        by_kind = [self.cost(submesh, number, kind) for kind in kinds]
-        costs = [by_kind[kind] for kind in self.layers.kinds]
+        costs = tuple(self.cost(submesh, number, kind) for kind in kinds)
+        means = tuple(self.mean_seconds(submesh, number, kind) for kind in kinds)
+        known = self.choices.get((submesh, number))
+        if known is None or (known.costs, known.means) != (costs, means):
+            plain = self._choice(submesh, costs)
+            bound = spread(plain, self._summed(means))
+            known = self.choices[submesh, number] = _Choices(costs, means, plain, bound)
+        return known.spread if is_spread else known.plain
 
-        def summed(values: Sequence[float]) -> np.ndarray:
-            done = np.concatenate([[0.0], np.cumsum(values)])
-            return done[None, :] - done[:, None]
-
-        size = len(costs) + 1
-        working = np.zeros((size, size))
-        for first in range(len(costs)):
-            rest = [each.working_bytes for each in costs[first:]]
-            working[first, first + 1 :] = np.maximum.accumulate(rest)
+    def _choice(self, submesh: Submesh, costs: Sequence[LayerCost]) -> StageChoice:
+        working = np.array([each.working_bytes for each in costs])[:, None, None]
         label: Hashable = submesh
         return StageChoice(
             label,
             submesh.mesh.size,
-            summed([c.seconds for c in costs]),
-            summed([c.once_seconds for c in costs]),
-            summed([c.state_bytes + c.gradient_bytes for c in costs]) + working,
-            summed([c.microbatch_bytes for c in costs]),
+            self._summed([c.seconds for c in costs]),
+            self._summed([c.once_seconds for c in costs]),
+            self._summed([c.state_bytes + c.gradient_bytes for c in costs])
+            + np.where(self._counts > 0, working, 0.0).max(axis=0),
+            self._summed([c.microbatch_bytes for c in costs]),
             submesh.part,
         )
+
+    def _summed(self, by_kind: Sequence[float]) -> np.ndarray:
+        """[L + 1, L + 1] sums over the layers of each span."""
+        return np.tensordot(by_kind, self._counts, 1)
+
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        """[kinds, L + 1, L + 1] how many layers of a kind each span has."""
+        kinds = np.array(self.layers.kinds)
+        is_kind = kinds == np.arange(kinds.max() + 1)[:, None]
+        done = np.pad(np.cumsum(is_kind, axis=1), ((0, 0), (1, 0)))
+        return np.maximum(done[:, None, :] - done[:, :, None], 0)
+
+
+@dataclass(frozen=True, eq=False)
+class _Choices:
+    """A submesh as the solver sees it, with what its layers cost, by kind."""
+
+    costs: tuple[LayerCost, ...]
+    means: tuple[float, ...]
+    plain: StageChoice
+    spread: StageChoice

@@ -85,6 +85,8 @@ def scan_lengths(
     Raises:
       ValueError: fewer products than stages, with those of every layer counted.
     """
+    if not any(op.kind == SCAN for op in graph.blocks[0].operators):
+        return {}
     cutter = _Cutter(graph, frozenset(held), num_stages)
     work = cutter.forward_work()
     line = cutter.work_line()

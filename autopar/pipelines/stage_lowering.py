@@ -38,7 +38,7 @@ class LoweredPiece:
             collectives_in_compiled(compiled.as_text() or ""),
             num_devices=plan.mesh.size,
             mesh=plan.mesh,
-            memory=MemoryUse.of(compiled),
+            memory=MemoryUse.of(compiled, self.program.host_bytes),
             predicted_bytes=plan.predicted.peak_bytes,
         )
 

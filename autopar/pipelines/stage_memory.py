@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
 from ..frontend.tracing import trace
 from ..methods.methods import PipelineParallel
 from ..options import Options
+from ..planner.planning import budget_of
 from ..plans.explain import format_bytes
 from ..plans.parallel_plan import Plan
+from ..rematerialisation.remat import LEVELS, Level, Remat
 from .pipeline_plan import PlannedPipeline, plan_pipeline
 from .stage_planner import StagePlanner
+
+Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
+Price = Callable[[PlannedPipeline], Plan]
 
 _PARTS = {
     "state": "parameters and optimizer state",
@@ -25,38 +32,129 @@ _PARTS = {
 
 
 def fitting_pipeline(
-    call: tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]],
-    method: PipelineParallel,
-    options: Options,
-    price: Callable[[PlannedPipeline], Plan],
+    call: Call, method: PipelineParallel, options: Options, price: Price
 ) -> PlannedPipeline:
-    """The pipeline that `method` asks for, whose stages fit into the budget, if given.
+    """The pipeline that `method` asks for, whose stages fit into the budget.
 
     Stages that do not fit are planned again with their state in as many parts as they
-    have devices.
+    have devices, with what only the update reads in the host's memory, or both. With
+    `remat="auto"` it is the fastest of those that make nothing again, and of those of
+    each level that have the fewest stages do so.
 
     Raises:
       InfeasiblePlanError: a stage does not fit; names it and what takes its memory.
     """
-    budget = options.memory_budget
-    if budget is None or options.plan is not None:
+    is_auto = "auto" in (options.remat, options.offload)
+    if options.plan is not None or not (options.memory_budget or is_auto):
         return plan_pipeline(*call, method, options)
-    whole = trace(*call)
-    planner = StagePlanner(options.cluster) if options.cluster else None
-    split: set[int] = set()
-    while True:
+    return _Fitting(call, method, options, price).best()
+
+
+class _Fitting:
+    """A pipeline whose stages are to fit; `tries` are those that were planned."""
+
+    def __init__(
+        self, call: Call, method: PipelineParallel, options: Options, price: Price
+    ) -> None:
+        self.call, self.method, self.options = call, method, options
+        self.price = price
+        cluster = options.cluster or Cluster.local()
+        self.budget_bytes = budget_of(options, cluster)
+        self.planner = StagePlanner(cluster)
+        self.whole = trace(*call)
+        self.tries: list[_Tried] = []
+
+    def best(self) -> PlannedPipeline:
+        """The fastest that fits; errors are those of `fitting_pipeline`."""
+        remat = self.options.remat
+        if remat != "auto":
+            self.fits(remat)
+        elif not self.fits(None):  # all others do more work
+            for level in LEVELS:
+                if self.fits(level):
+                    self.fewest_stages(level)
+        fitting = [each for each in self.tries if not each.full]
+        if fitting:
+            return min(fitting, key=lambda each: each.seconds).planned
+        least = min(self.tries, key=lambda each: max(each.peaks))
+        raise _infeasible(least.planned, least.peaks, self.budget_bytes)
+
+    def fits(self, remat: str | None) -> bool:
+        """Whether all stages fit as they are; those that do not are changed."""
+        plain = self.plan(remat)
+        if plain.full:
+            for moves in self._moves():
+                self.escalate(plain, *moves)
+        return not plain.full
+
+    def _moves(self) -> list[tuple[bool, bool]]:
+        """Whether state is split, and whether the host keeps the optimizer's."""
+        if self.options.offload == "auto":
+            return [(True, False), (False, True), (True, True)]
+        return [(True, False)]
+
+    def escalate(self, tried: _Tried, is_split: bool, is_at_host: bool) -> None:
+        """Stages that are too full are changed until all fit or none is left."""
+        changed: frozenset[int] = frozenset()
+        while more := tried.full - changed:
+            changed |= more
+            none = frozenset[int]()
+            tried = self.plan(
+                tried.remat,
+                changed if is_split else none,
+                changed if is_at_host else none,
+            )
+
+    def fewest_stages(self, level: Level) -> None:
+        """The least number of stages that make residuals again and fit."""
+        low, high = 0, self.method.num_stages or 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.plan(str(Remat(level, middle))).full:
+                low = middle
+            else:
+                high = middle
+
+    def plan(
+        self,
+        remat: str | None,
+        split: frozenset[int] = frozenset(),
+        at_host: frozenset[int] = frozenset(),
+    ) -> _Tried:
+        """The pipeline with the state of some stages changed."""
         planned = plan_pipeline(
-            *call, method, options, whole=whole, split=split, planner=planner
+            *self.call,
+            self.method,
+            replace(self.options, remat=remat),
+            whole=self.whole,
+            split=split,
+            at_host=at_host,
+            planner=self.planner,
         )
-        peaks = price(planned).stages.peak_bytes
-        full = {submesh for submesh, peak in enumerate(peaks) if peak > budget}
-        if not full:
-            return planned
+        plan = self.price(planned)
+        peaks = plan.stages.peak_bytes
+        full = {i for i, peak in enumerate(peaks) if peak > self.budget_bytes}
         stages = range(planned.flow.num_stages)
-        more = {stage for stage in stages if planned.submesh(stage) in full} - split
-        if not more:
-            raise _infeasible(planned, peaks, budget)
-        split |= more
+        found = _Tried(
+            planned,
+            remat,
+            plan.predicted.step_seconds,
+            peaks,
+            frozenset(stage for stage in stages if planned.submesh(stage) in full),
+        )
+        self.tries.append(found)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Tried:
+    """A pipeline with what it takes, and the stages that do not fit."""
+
+    planned: PlannedPipeline
+    remat: str | None
+    seconds: float
+    peaks: tuple[int, ...]
+    full: frozenset[int]
 
 
 def held_bytes(planned: PlannedPipeline, submesh: int) -> dict[str, int]:
@@ -87,7 +185,7 @@ def _infeasible(
     return InfeasiblePlanError(
         f"Every stage must fit into `memory_budget`, {format_bytes(budget)} a device, "
         f"but {where} of {planned.traced.name!r} needs {format_bytes(peaks[submesh])} "
-        f"with its state split over {planned.shapes[submesh]}: {parts} (of one "
+        f"at the least, split over {planned.shapes[submesh]}: {parts} (of one "
         f"microbatch; the schedule holds more); use more stages or microbatches, or "
         f"jax.checkpoint, or let stages be searched: autopar.PipelineParallel().",
         max(peaks),

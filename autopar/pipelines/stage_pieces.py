@@ -53,8 +53,9 @@ class PlannedPiece:
 
     @property
     def host_slots(self) -> list[str]:
-        """What the stage keeps in the host's memory until another program reads it."""
-        return [self.outputs[i] for i in self.host_outputs]
+        """What the stage keeps in the host's memory while it runs other programs."""
+        made = [self.outputs[i] for i in self.host_outputs]
+        return made + [i.path for i in self.plan.inputs if i.memory == "host"]
 
     @property
     def output_types(self) -> list[TensorType]:
@@ -105,6 +106,21 @@ def joint_piece(pieces: Sequence[Piece], graph: OpGraph) -> Piece | None:
     outputs = {n: operand for p in pieces for n, operand in p.outputs.items()}
     added = tuple(name for piece in pieces for name in piece.added)
     return Piece(stage, "backward", operators, inputs, outputs, added)
+
+
+def stages_of(
+    pieces: Iterable[Piece], slots: Mapping[str, Slot]
+) -> dict[str, list[int]]:
+    """The stages of each slot that comes from outside: its home, or its readers."""
+    found: dict[str, list[int]] = {}
+    for piece in pieces:
+        for name in piece.inputs:
+            slot = slots.get(name)
+            if slot is not None and slot.kind in ("state", "batch"):
+                is_home = slot.kind == "state"
+                stage = slot.stage if is_home else piece.stage
+                found.setdefault(name, []).append(stage)
+    return found
 
 
 def own_sums(pieces: Iterable[Piece], slots: Mapping[str, Slot]) -> frozenset[str]:

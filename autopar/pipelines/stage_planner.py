@@ -23,7 +23,6 @@ from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.spec import REPLICATED, Spec, axes_of_dim, pending_axes
 from .equal_programs import fingerprint, renamed
-from .stage_inside import StageInside
 
 
 @dataclass
@@ -45,7 +44,7 @@ class StagePlanner:
         returned: Mapping[int, Spec],
         split: Collection[int] = (),
         gap: float = 1e-4,
-        inside: StageInside | None = None,
+        demands: Sequence[Restriction] = (),
         cluster: Cluster | None = None,
     ) -> ShardingPlan:
         """The cheapest plan of a program.
@@ -54,19 +53,17 @@ class StagePlanner:
           pins: where arguments lie, by tensor.
           returned: the spec in which results are to be returned, by tensor.
           split: arguments that are to lie in as many parts as there are devices.
-          inside: what its inside is, where that has a name.
+          demands: what its inside must be, where that has a name or rules.
           cluster: what the submesh is of, if that is another.
         """
         cluster = cluster or self.cluster
-        limits = restrictions(graph, mesh, pins, returned, split)
+        limits = (*restrictions(graph, mesh, pins, returned, split), *demands)
         more = () if self.limits_of is None else self.limits_of(graph)
-        if inside is not None:
-            limits = (*limits, inside.restriction(graph, mesh))
         key = (
             *(fingerprint(graph), mesh, cluster, gap, tuple(sorted(split))),
             tuple(sorted(pins.items(), key=itemgetter(0))),
             tuple(sorted(returned.items())),
-            repr(limits[-1]) if inside is not None else "",
+            repr(demands),
         )
         if more or key not in self.known:
             found = plan_intra_op(

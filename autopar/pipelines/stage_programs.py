@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -10,6 +10,7 @@ from ..clusters.cluster import Cluster
 from ..errors import PlanFileError
 from ..graph.op_graph import Constant, GraphInput, Operator, OpGraph, TensorType
 from ..lowering.programs import Slot, SlotKind, TaskKind
+from ..methods.restrictions import Restriction
 from ..microbatches.microbatch_flow import tensors_of
 from ..plans.plan import ShardingPlan
 from ..plans.plan_check import check_against
@@ -29,10 +30,12 @@ from .stage_pieces import (
     outputs_at_host,
     own_sums,
     reads_of,
+    stages_of,
 )
 from .stage_pins import StagePins
 from .stage_planner import StagePlanner, pin_of, specs_read
 from .stage_remat import made_again
+from .stage_rules import StageRules
 from .stage_trace import StepParts
 
 
@@ -59,6 +62,7 @@ class PipelineBuilder:
     planner: StagePlanner | None = None  # knows plans of equal programs
     remat: str = ""  # what backward programs make again
     inside: StageInside | None = None  # where it has a name
+    rules: StageRules | None = None
     wanted: dict[tuple[str, int], Spec] = field(default_factory=dict)
     specs: dict[tuple[str, int], Spec] = field(default_factory=dict)
     types: dict[str, TensorType] = field(default_factory=dict)
@@ -66,6 +70,7 @@ class PipelineBuilder:
     host: set[str] = field(default_factory=set)  # slots in the host's memory
     sums: frozenset[str] = frozenset()
     clusters: Sequence[Cluster] = ()  # of each stage, where they are of several
+    devices: Sequence[range] = ()  # of each stage, if they are known
     graphs: PieceGraphs = field(default_factory=PieceGraphs)
 
     def build(self) -> list[PlannedPiece]:
@@ -73,8 +78,11 @@ class PipelineBuilder:
 
         Raises:
           PlanFileError: the given plans are of another step.
+          ValueError: a pin of a leaf is of other stages than the leaf's own.
         """
         pieces = [*self.microbatch_pieces(), *self.apply_pieces()]
+        homes = stages_of(pieces, self.slots)
+        self.pins.check_stages(homes, self.shapes, self.devices)
         self.sums = own_sums(pieces, self.slots)
         if self.given is None:
             for stage in range(self.cut.num_stages):
@@ -321,7 +329,12 @@ class PipelineBuilder:
         elif piece.kind == "backward":
             plan = replace(plan, remat=self.remat)
         is_here = self.cluster.ray_hosts is None
-        host_outputs = outputs_at_host(part) if is_here else ()
+        host_outputs = (
+            i
+            for i, name in enumerate(piece.outputs)
+            if i in outputs_at_host(part)
+            or (name in self.host and self.slots[name].kind == "state")
+        )
         planned = PlannedPiece(
             piece,
             part,
@@ -334,7 +347,7 @@ class PipelineBuilder:
                 for i, (name, tie) in enumerate(zip(names, traced.ties, strict=True))
                 if tie is not None and name not in self.kept
             ),
-            host_outputs,
+            tuple(host_outputs) if is_here else (),
         )
         self.host.update(planned.host_slots)
         self.note(planned)
@@ -361,8 +374,17 @@ class PipelineBuilder:
         ]
         planner = self.planner = self.planner or StagePlanner(self.cluster)
         cluster = self.clusters[stage] if self.clusters else None
-        asked = pins, returned, split, gap, self.inside, cluster
+        asked = pins, returned, split, gap, self.demands(part, shape, kept), cluster
         return planner.plan(part, shape, *asked)
+
+    def demands(
+        self, part: OpGraph, mesh: MeshShape, settled: Collection[int] = ()
+    ) -> list[Restriction]:
+        """What the inside of stages and layout rules leave; see `StageRules`."""
+        found = [] if self.inside is None else [self.inside.restriction(part, mesh)]
+        if self.rules is not None:
+            found.append(self.rules.restriction(part, mesh, settled))
+        return found
 
     def note(self, planned: PlannedPiece) -> None:
         """Remember the specs of slots, which later pieces of the stage keep to."""

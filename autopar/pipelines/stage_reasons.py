@@ -313,10 +313,8 @@ class AskedPipeline:
                     yield f"stage {stage} {other.piece.kind}, which makes it so", None
         for words, _ in held_by_ports(graph, mesh, tensor):
             yield words, None
-        if self._builder.inside is not None:
-            inside = self._builder.inside.restriction(graph, mesh)
-            for name in held_by_restrictions([inside], tensor):
-                yield name, None
+        for name in held_by_restrictions(self._builder.demands(graph, mesh), tensor):
+            yield name, None
 
     def _tensor_in_joint(self, program: int, tensor: int, joint: OpGraph) -> int | None:
         """A tensor in the program of all of a stage, where that can be told."""

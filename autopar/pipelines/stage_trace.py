@@ -1,6 +1,7 @@
 """The three functions that a pipelined step is made of, each traced for itself.
 
-prepare    once a step, from the batch: what a microbatch cannot know (token counts)
+prepare    once a step, from the batch: what a microbatch cannot know (token counts,
+           examples mixed with each other)
 microbatch forward and backward of one microbatch: sums of gradients and losses
 apply      once a step: the optimizer, from the sums over all microbatches
 """
@@ -34,10 +35,10 @@ class StepParts:
 
     `held` are the leaves that live on stages, closed-over arrays among them, `batch`
     those cut into microbatches, `prepared` what the prepare function makes of the whole
-    batch. A microbatch returns `sums`, which are added up, and parts of the outputs
-    that have a value for each example: `joined` has slot and dim of each, by output
-    path. `fed` outputs are batch leaves as they came; the others are made by apply, or
-    passed through.
+    batch and of what else is among `preparing`, its arguments. A microbatch returns
+    `sums`, which are added up, and parts of the outputs that have a value for each
+    example: `joined` has slot and dim of each, by output path. `fed` outputs are batch
+    leaves as they came; the others are made by apply, or passed through.
     """
 
     step: MicrobatchedStep
@@ -50,6 +51,7 @@ class StepParts:
     sums: tuple[str, ...]
     joined: Mapping[str, tuple[str, int]]
     fed: Mapping[str, str]
+    preparing: tuple[str, ...] = ()
 
 
 def trace_parts(
@@ -61,14 +63,15 @@ def trace_parts(
     batch: enough to cut them, and quick.
 
     Raises:
-      NotImplementedError: the step needs values of all examples behind the loop, or
-        parameters and the whole batch together before it.
+      NotImplementedError: the step needs values of all examples behind the loop.
     """
     graph = step.graph
     batch = list(step.batch)
     held = [i.tensor for i in graph.inputs if i.tensor not in step.batch]
     phases = step.phases
-    of_batch, of_held, constants = _dependencies(phases.before, batch)
+    of_batch, of_held = _dependencies(phases.before, batch)
+    for_batch, needed = _needed(of_held, of_batch)
+    preparing = [*batch, *(t for t in held if t in needed)]
     names = {t.index: t.name for t in graph.tensors}
     made_of_batch = {t for op in of_batch for t in op.results}
     inside = [*of_held, *phases.loop, *phases.behind]
@@ -81,8 +84,8 @@ def trace_parts(
 
     def prepare(*leaves: Any) -> list[Any]:
         runner = WholeRunner(graph)
-        runner.values.update(zip(batch, leaves, strict=True))
-        runner.run_operators([*constants, *of_batch])
+        runner.values.update(zip(preparing, leaves, strict=True))
+        runner.run_operators([*for_batch, *of_batch])
         return [jnp.asarray(runner.values[t]) for t in prepared]
 
     def microbatch(*leaves: Any) -> list[Any]:
@@ -113,9 +116,10 @@ def trace_parts(
         jax.ShapeDtypeStruct((), jnp.uint32),
     ]
     sum_names = [f"sum of {names[t]}" for t in sums]
-    taken_names = [names[t] for t in (*held, *batch, *prepared)]
+    prepared_names = [f"prepared {names[t]}" for t in prepared]
+    taken_names = [*(names[t] for t in (*held, *batch)), *prepared_names]
     given = [types[t] for t in (*held, *prepared, *sums)]
-    given_names = [*(names[t] for t in (*held, *prepared)), *sum_names]
+    given_names = [*(names[t] for t in held), *prepared_names, *sum_names]
     made_names = [*sum_names, *parts.values()]
     applied_paths = [path for path, _ in applied]
     if in_place:
@@ -139,13 +143,13 @@ def trace_parts(
     return StepParts(
         step=step,
         prepare=dead_code_eliminated(
-            jax.make_jaxpr(prepare)(*(types[t] for t in batch))
+            jax.make_jaxpr(prepare)(*(types[t] for t in preparing))
         ),
         microbatch=of_microbatch,
         apply=of_apply,
         held=tuple(names[t] for t in held),
         batch=tuple(names[t] for t in batch),
-        prepared=tuple(names[t] for t in prepared),
+        prepared=tuple(prepared_names),
         sums=tuple(sum_names),
         joined={
             path: (parts[each.tensor], each.dim or 0)
@@ -156,6 +160,7 @@ def trace_parts(
         fed={
             path: names[t] for path, t in outputs if isinstance(t, int) and t in batch
         },
+        preparing=tuple(names[t] for t in preparing),
     )
 
 
@@ -235,31 +240,31 @@ def graph_of(
 
 def _dependencies(
     before: Sequence[Operator], batch: Sequence[int]
-) -> tuple[list[Operator], list[Operator], list[Operator]]:
-    """Operators before the loop that read the batch, those that do not, and constants.
-
-    Constants read nothing but each other; they are among those that do not, too.
-    """
+) -> tuple[list[Operator], list[Operator]]:
+    """Operators before the loop that read the batch, and those that do not."""
     of_batch: list[Operator] = []
     of_held: list[Operator] = []
-    constants: list[Operator] = []
-    from_batch, constant = set(batch), set[int]()
+    from_batch = set(batch)
     for op in before:
-        reads = set(tensors_of(op.operands))
-        if from_batch.isdisjoint(reads):
+        if from_batch.isdisjoint(tensors_of(op.operands)):
             of_held.append(op)
-            if reads <= constant:
-                constants.append(op)
-                constant.update(op.results)
-            continue
-        if not reads <= from_batch | constant:
-            raise NotImplementedError(
-                f"What is computed once from the whole batch may not read parameters "
-                f"for now, but {op.name!r} at {op.source} does."
-            )
-        of_batch.append(op)
-        from_batch.update(op.results)
-    return of_batch, of_held, constants
+        else:
+            of_batch.append(op)
+            from_batch.update(op.results)
+    return of_batch, of_held
+
+
+def _needed(
+    operators: Sequence[Operator], readers: Sequence[Operator]
+) -> tuple[list[Operator], set[int]]:
+    """Those operators that lead to `readers`, and all that both read."""
+    read = {t for op in readers for t in tensors_of(op.operands)}
+    found: list[Operator] = []
+    for op in reversed(operators):
+        if not read.isdisjoint(op.results):
+            found.append(op)
+            read.update(tensors_of(op.operands))
+    return found[::-1], read
 
 
 def _struct(kind: TensorType) -> jax.ShapeDtypeStruct:

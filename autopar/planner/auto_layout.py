@@ -22,10 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.solver.assignment import Assignment
-from autopar.solver.budget import solve_within_rows
 from autopar.solver.choice_graph import Infeasible
 from autopar.solver.memory_rows import MemoryRow, lowered_by_all
 from autopar.solver.solve import solve
+from autopar.solver.within_rows import solve_within_rows
 
 from ..clusters.cluster import Cluster
 from ..costs.memory import memory_profile

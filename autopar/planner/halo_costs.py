@@ -100,8 +100,7 @@ def _waits_beside_parts(
     num_flops = flops(op.kind, op.params, operands, results) / split
     dtype = op.operand_types[0].dtype
     work = operator_seconds(op.kind, num_flops, own.moved_bytes, dtype, cluster)
-    per_part = len(own.exchanges) / (own.num_parts - 1)
-    behind = work / own.num_parts / per_part
+    behind = work / own.num_parts * (own.num_parts - 1) / len(own.exchanges)
     for each in own.exchanges:
         yield each, _seconds(each, mesh, cluster, behind)
 

@@ -21,7 +21,12 @@ from ..methods.gather_again import graph_of_plan
 from ..plans.parallel_plan import Plan
 from ..rematerialisation.remat import LEVELS, Remat
 from .memory_users import infeasible_error
-from .step_variants import Offload, StepVariant, StepVariants
+from .step_variants import (
+    Offload,
+    StepVariant,
+    StepVariants,
+    nothing_to_offload,
+)
 
 NO_BUDGET = sys.maxsize
 PlanVariant = Callable[[StepVariant, int], Plan]
@@ -61,11 +66,7 @@ def choose_variant(
       InfeasiblePlanError: nothing fits.
     """
     if offload == "optimizer_state" and not variants.offloadable:
-        raise ValueError(
-            f"`offload` moves state that only the update reads, but "
-            f"{variants.graph.name} has none: no argument is returned again and read "
-            f"by nothing that a gradient needs; leave `offload` out."
-        )
+        raise ValueError(nothing_to_offload(variants.graph.name))
     fixed = None if remat in (None, "auto") else Remat.parse(str(remat))
     if "auto" not in (remat, offload):
         at_host = variants.asked_for(offload)

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.solver.assignment import Assignment
-from autopar.solver.budget import solve_within_rows
+from autopar.solver.lagrangian import PricedPlans
 from autopar.solver.memory_rows import MemoryRow, lowered_by_all
+from autopar.solver.within_rows import solve_within_rows
 
 from ..clusters.cluster import Cluster
 from ..costs.memory import MemoryProfile, memory_profile
@@ -26,6 +27,7 @@ from .sharding_problem import ShardingProblem
 
 MOST_ROWS = 16  # of one plan
 LEAST_TURN = 0.003
+WORTH_LOWERING = 0.005  # of what a plan holds, that a row says more of it
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +75,7 @@ class MetPlans:
     ) -> None:
         self.problem, self.free = problem, free
         self._cluster, self._resharder = cluster, resharder
+        self._priced = PricedPlans(problem.choice_graph)
         self.plans: list[MetPlan] = []
         self._rows: list[_Row] = []
         first = self.see(free)
@@ -84,9 +87,10 @@ class MetPlans:
     def rows(self) -> list[MemoryRow]:
         return [each.row for each in self._rows]
 
-    def solve(self, limit: float, gap: float) -> MetPlan:
+    def solve(self, limit: float, gap: float, aim: float | None = None) -> MetPlan:
         """Meets the cheapest plan that no row puts above `limit` bytes.
 
+        Or above `aim`, which is less; the bound is on all plans within the limit.
         Raises Infeasible where there is none, or none was found.
         """
         assignment = solve_within_rows(
@@ -94,6 +98,8 @@ class MetPlans:
             gap=gap,
             free=self.free,
             known=[each.choices for each in self.plans],
+            aim=aim,
+            plans=self._priced,
         )
         return self.see(assignment)
 
@@ -135,8 +141,13 @@ class MetPlans:
         )
 
     def _lowered(self, given: _Row) -> _Row:
-        met = ((each.choices, each.peak_bytes) for each in self.plans)
-        return _Row(lowered_by_all(given.row, given.own, met), given.own)
+        row = given.row
+        met = [
+            (each.choices, each.peak_bytes)
+            for each in self.plans
+            if row.used(each.choices) > (1 + WORTH_LOWERING) * each.peak_bytes
+        ]
+        return _Row(lowered_by_all(row, given.own, met), given.own) if met else given
 
     def cheapest(self, budget_bytes: int) -> MetPlan | None:
         """The cheapest plan met that fits."""

@@ -42,6 +42,7 @@ MOST_ROUNDS = 8  # with each gap
 MARGINS = (0.97, 0.93, 0.88)  # of the budget, once rounds are used up
 WORTH_A_TURN = 0.03  # of the budget
 WORTH_SOLVING_AGAIN = 0.005  # of the budget, by which a row was lowered
+WORTH_AIMING_AT = 0.02  # of the budget, by which a plan was above it
 _log = logging.getLogger("autopar")
 
 
@@ -117,7 +118,7 @@ class _WithinBudget:
         self.place = problem, cluster, resharder
         self.budget_bytes, self.gap = budget_bytes, max(gap, BUDGET_GAP)
         self.free = solve(problem.choice_graph, gap=BUDGET_GAP / 10)
-        self.bound = self.free.bound
+        self.bound, self.is_ruled_out = self.free.bound, False
 
     def run(self, free: IntraOpSolution, finds_least: bool) -> IntraOpSolution:
         start = perf_counter()
@@ -125,7 +126,7 @@ class _WithinBudget:
         met = MetPlans(*self.place, self.free, WORTH_A_TURN * budget)
         if self._solve_in_rounds(met, WIDE_GAP):
             self._solve_in_rounds(met, self.gap)
-        if met.cheapest(budget) is None:
+        if met.cheapest(budget) is None and not self.is_ruled_out:
             self._solve_with_margins(met)
         best = met.cheapest(budget)
         if best is None and finds_least:
@@ -144,28 +145,36 @@ class _WithinBudget:
         return solution
 
     def _solve_in_rounds(self, met: MetPlans, gap: float) -> bool:
-        """Adds rows until the solver's plan fits; not if nothing fits the rows."""
+        """Adds rows until the solver's plan fits; not if nothing fits the rows.
+
+        Where rows say a little less of a plan than the model does, the next one is
+        aimed that much below the budget.
+        """
+        budget = aim = self.budget_bytes
         for _ in range(MOST_ROUNDS):
             try:
-                found = met.solve(self.budget_bytes, gap)
+                found = met.solve(budget, gap, aim)
             except Infeasible:
+                self.is_ruled_out = aim == budget
                 return False
             self.bound = max(self.free.bound, found.assignment.bound)
-            by = met.lower_refuted()
-            if found.peak_bytes > self.budget_bytes:
+            by, beyond = met.lower_refuted(), found.peak_bytes - budget
+            if beyond > 0:
                 met.add_rows(found)
-            elif by <= WORTH_SOLVING_AGAIN * self.budget_bytes:
+                aim -= beyond if beyond <= WORTH_AIMING_AT * budget else 0
+            elif by <= WORTH_SOLVING_AGAIN * budget:
                 return True
-        return met.cheapest(self.budget_bytes) is not None
+        return met.cheapest(budget) is not None
 
     def _solve_with_margins(self, met: MetPlans) -> None:
         """Leaves room for points that were not met; the bound stays."""
+        budget = self.budget_bytes
         for margin in MARGINS:
             try:
-                found = met.solve(margin * self.budget_bytes, WIDE_GAP)
+                found = met.solve(budget, WIDE_GAP, margin * budget)
             except Infeasible:
                 return
-            if found.peak_bytes <= self.budget_bytes:
+            if found.peak_bytes <= budget:
                 return
 
     def least_found(self, enough_bytes: int) -> MetPlan:

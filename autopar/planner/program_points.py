@@ -14,38 +14,40 @@ relay's) is held by the two choices together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.solver.memory_rows import MemoryRow
 
 from ..costs.execution_order import Liveness
-from ..costs.kernels import Value, turns
+from ..costs.kernels import Value, ValueColumns, turns
 from ..costs.memory import MemoryProfile
 from ..sharding.spec import Spec, num_shards
 from .relay_choices import lasting_tensors
 from .sharding_problem import ShardingProblem
+from .spec_choices import SpecChoices
 
 STRETCHES = 24  # of the outermost block
 INNER_STRETCHES = 4  # of a loop's body
 WORTH_A_ROW = 0.8  # of the peak
+MOST_CONVERSIONS = 64  # that are rows before a plan makes them
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Point:
     """What vertices hold at one point, and `bytes`: what the plan holds there.
 
-    `whole` are vertices with all their bytes. `turns` are (tensor, spec it is made in,
-    bytes) of operands that a collective turns, `copies` (tensor, spec, bytes) of copies
-    beside the relay's.
+    `whole` (bool [vertices]) are those with all their bytes. `turns` are (tensor, spec
+    it is made in, bytes) of operands that a collective turns, `copies` (tensor, spec,
+    bytes) of copies beside the relay's.
     """
 
-    bytes: int = 0
-    whole: set[int] = field(default_factory=set)
-    turns: list[tuple[int, Spec, int]] = field(default_factory=list)
-    copies: list[tuple[int, Spec, int]] = field(default_factory=list)
+    bytes: int
+    whole: np.ndarray
+    turns: tuple[tuple[int, Spec, int], ...] = ()
+    copies: tuple[tuple[int, Spec, int], ...] = ()
 
     def __or__(self, other: _Point) -> _Point:
         return _Point(
@@ -83,45 +85,72 @@ def conversion_rows(
     """Rows that say what conversions a plan does not make would need where it could.
 
     One for each tensor with a relay and each spec it could be made in, if to convert it
-    from there takes a turned operand of `least_bytes` or more. Those of inner blocks
-    are left to the plans that make them.
+    from there takes a turned operand of `least_bytes` or more; of many, those with
+    which the plan would hold the most. Those of inner blocks are left to the plans that
+    make them.
     """
-    points, rows = _Points(problem, profile), []
+    points, fixed = _Points(problem, profile), _fixed(problem, profile)
     liveness = profile.liveness[0]
-    fixed = _fixed(problem, profile)
+    worth = WORTH_A_ROW * profile.peak_bytes - fixed.bytes
+    columns = liveness.block.columns
+    sizes, graph = problem.mesh.axis_sizes, problem.graph
+    may_turn = _Turns()
+    found: list[tuple[int, int, int, Spec, int]] = []
     for position, k in enumerate(liveness.order):
-        kernel = liveness.block.kernels[k]
-        for index in kernel.writes if kernel.operator is not None else ():
-            value = liveness.block.values[index]
-            relay = problem.relays.get(value.tensor)
-            size = problem.graph.tensors[value.tensor].type.bytes
-            if relay is None or size < least_bytes or kernel.inner_bytes:
+        if columns.operator[k] < 0 or columns.inner_bytes[k]:
+            continue
+        held = int(liveness.bytes[position])
+        for index in columns.writes[slice(*columns.write_start[k : k + 2])].tolist():
+            tensor = liveness.block.values[index].tensor
+            relay = problem.relays.get(tensor)
+            if relay is None or graph.tensors[tensor].type.bytes < least_bytes:
                 continue
-            base = _row(problem, fixed | points.at(0, position), choices)
-            specs = problem.vertices[relay].writes[0].choices.distinct
-            for source in problem.writers[value.tensor][1].choices.distinct:
-                amount = size // num_shards(source, problem.mesh.axis_sizes)
-                if amount >= least_bytes and any(turns(source, t) for t in specs):
-                    tensor = value.tensor
-                    rows.append(_with_turn(problem, base, tensor, source, amount))
+            made = problem.writers[tensor][1].choices
+            targets = problem.vertices[relay].writes[0].choices
+            for source in may_turn.sources(made, targets):
+                amount = graph.tensors[tensor].type.bytes // num_shards(source, sizes)
+                if amount >= max(least_bytes, worth - held):
+                    found.append((held + amount, position, tensor, source, amount))
+    found.sort(key=lambda each: -each[0])
+    rows: list[MemoryRow] = []
+    base: dict[int, MemoryRow] = {}
+    for _, position, tensor, source, amount in found[:MOST_CONVERSIONS]:
+        if position not in base:
+            base[position] = _row(problem, fixed | points.at(0, position), choices)
+        rows.append(_with_turn(problem, base[position], tensor, source, amount))
     return tuple(rows)
+
+
+class _Turns:
+    """Which specs of what writes a tensor turn it for some spec of its relay."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[Spec, ...]] = {}
+
+    def sources(self, made: SpecChoices, targets: SpecChoices) -> tuple[Spec, ...]:
+        """Those specs; equal choices are looked at once."""
+        key = id(made), id(targets)
+        if key not in self._known:
+            self._known[key] = tuple(
+                s for s in made.distinct if any(turns(s, t) for t in targets.distinct)
+            )
+        return self._known[key]
 
 
 def _fixed(problem: ShardingProblem, profile: MemoryProfile) -> _Point:
     """What is held throughout: arguments, and results that take none's memory."""
     inputs = [each for each in problem.graph.inputs if each.memory == "device"]
-    return _Point(
-        profile.argument_bytes + profile.output_bytes,
-        {problem.writers[each.tensor][0] for each in inputs},
-    )
+    whole = np.zeros(len(problem.vertices), bool)
+    whole[[problem.writers[each.tensor][0] for each in inputs]] = True
+    return _Point(profile.argument_bytes + profile.output_bytes, whole)
 
 
 def _row(
     problem: ShardingProblem, point: _Point, choices: tuple[int, ...]
 ) -> MemoryRow:
-    nodes = problem.choice_graph.nodes
-    weights = {vertex: nodes[vertex].bytes for vertex in sorted(point.whole)}
-    row = MemoryRow(tuple(weights), tuple(weights.values()))
+    held = problem.choice_graph.bytes_by_node
+    members = np.flatnonzero(point.whole).tolist()
+    row = MemoryRow(tuple(members), tuple([held[vertex] for vertex in members]))
     for tensor, target, amount in point.copies:
         writer, made = problem.writers[tensor]
         needs = (made.choices.specs != np.array(target)).any(axis=1)
@@ -163,12 +192,25 @@ class _Points:
     def __init__(self, problem: ShardingProblem, profile: MemoryProfile) -> None:
         self.problem, self.profile = problem, profile
         self._bodies = {op.index: op.bodies for op in problem.graph.operators()}
-        self._lasting = lasting_tensors(problem.graph) & problem.relays.keys()
+        count = len(problem.graph.tensors)
+        lasting = lasting_tensors(problem.graph) & problem.relays.keys()
+        self._is_lasting = np.zeros(count + 1, bool)  # the last is no tensor
+        self._is_lasting[list(lasting)] = True
+        self._relay = np.full(count + 1, -1)
+        self._relay[list(problem.relays)] = list(problem.relays.values())
+        made = [(tensor, writer) for tensor, (writer, _) in problem.writers.items()]
+        self._writer = np.full(count + 1, -1)
+        self._writer[[tensor for tensor, _ in made]] = [writer for _, writer in made]
+        tensors = profile.plan.tensors
+        is_copied = [bool(each.conversions) for each in tensors]
+        self._is_copied = np.array([*is_copied, False])
+        self._blocks: dict[int, _Held] = {}
 
     def of_block(self, block: int, stretches: int) -> Iterator[_Point]:
         liveness = self.profile.liveness[block]
+        nothing = np.zeros(len(self.problem.vertices), bool)
         if not liveness.order:
-            yield _Point()
+            yield _Point(0, nothing)
         for position in fullest(liveness, stretches):
             kernel = liveness.block.kernels[liveness.order[position]]
             held = self.at(block, position)
@@ -180,69 +222,99 @@ class _Points:
                 for body in bodies
                 for point in self.of_block(body, INNER_STRETCHES)
             ]
-            for point in inner or [_Point()]:
+            for point in inner or [_Point(0, nothing)]:
                 yield held | point
 
     def at(self, block: int, position: int) -> _Point:
         """What is held while a kernel runs, without what its bodies hold."""
         liveness = self.profile.liveness[block]
+        if block not in self._blocks:
+            self._blocks[block] = self._held(liveness)
+        held = self._blocks[block]
         kernel = liveness.block.kernels[liveness.order[position]]
-        point = _Point(int(liveness.bytes[position]))
+        values = liveness.block.values
+        total = int(liveness.bytes[position])
+        turned: list[tuple[int, Spec, int]] = []
+        copies: list[tuple[int, Spec, int]] = []
         if kernel.inner_bytes and kernel.operator is not None:
-            point.bytes -= kernel.inner_bytes
-        elif kernel.inner_bytes:
-            source, target = kernel.reads[0], kernel.writes[0]
-            values = liveness.block.values
-            self._add_turn(point, values[source], values[target], kernel.inner_bytes)
-        for index in liveness.live(position):
-            if index not in liveness.borrowed:
-                self._add(point, liveness.block.values[index])
-        for tensor, (first, last) in self._reads(liveness).items():
-            if first <= position <= last:
-                point.whole.add(self.problem.relays[tensor])
-        return point
+            total -= kernel.inner_bytes
+        elif kernel.inner_bytes:  # what only this conversion takes
+            source, target = values[kernel.reads[0]], values[kernel.writes[0]]
+            if source.tensor in self.problem.relays:
+                turned.append((source.tensor, source.spec, kernel.inner_bytes))
+            elif source.tensor in self.problem.writers:
+                copies.append((source.tensor, target.spec, kernel.inner_bytes))
+        is_live = (held.starts <= position) & (held.ends >= position)
+        whole = np.zeros(len(self.problem.vertices), bool)
+        vertices = held.vertex[is_live]
+        whole[vertices[vertices >= 0]] = True
+        is_read = (held.first_read <= position) & (held.last_read >= position)
+        whole[held.read[is_read]] = True
+        for index in np.flatnonzero(is_live & held.is_beside).tolist():
+            value = values[index]
+            copies.append((value.tensor, value.spec, value.bytes))
+        return _Point(total, whole, tuple(turned), tuple(copies))
 
-    def _reads(self, liveness: Liveness) -> dict[int, tuple[int, int]]:
-        """First and last position at which what lies outside is read, by tensor: a copy
-        of it would be there. What replaces it needs no copy."""
-        found: dict[int, tuple[int, int]] = {}
-        values, replaced = liveness.block.values, set(liveness.block.replaced)
-        for position, k in enumerate(liveness.order):
-            kernel = liveness.block.kernels[k]
-            for index in kernel.reads:
-                value = values[index]
-                is_replaced = any((index, new) in replaced for new in kernel.writes)
-                if value.tensor in self._lasting and not is_replaced:
-                    first, _ = found.get(value.tensor, (position, position))
-                    found[value.tensor] = first, position
-        return found
+    def _held(self, liveness: Liveness) -> _Held:
+        """Who holds each value of a block, and when relays of what lies outside would.
 
-    def _add(self, point: _Point, value: Value) -> None:
-        problem, tensor = self.problem, value.tensor
-        if tensor not in problem.writers:
-            return
-        writer, _ = problem.writers[tensor]
-        relay = problem.relays.get(tensor)
-        plan = self.profile.plan.tensors[tensor]
-        if value.is_copy:
-            if relay is not None:
-                point.whole.add(relay)
-            else:
-                point.copies.append((tensor, value.spec, value.bytes))
-        elif relay is not None and not plan.conversions and not value.is_outside:
-            point.whole.add(relay)
-        else:
-            point.whole.add(writer)
+        Those hold from the first reading to the last; what replaces needs no copy.
+        """
+        block, count = liveness.block, len(self._relay) - 1
+        tensor, is_copy = _tensors(block.values)
+        tensor = np.where((tensor >= 0) & (tensor < count), tensor, count)
+        relay, writer = self._relay[tensor], self._writer[tensor]
+        is_made = writer >= 0
+        is_shared = is_copy | ~(self._is_copied[tensor] | block.is_outside)
+        vertex = np.where((relay >= 0) & is_shared, relay, writer)
+        is_beside = is_made & is_copy & (relay < 0)
+        starts = np.where(liveness.starts >= 0, liveness.starts, len(liveness.order))
+        starts[list(liveness.borrowed)] = len(liveness.order)
+        columns = block.columns
+        replaced_by = np.full(len(tensor), -1)
+        for old, new in block.replaced:
+            replaced_by[old] = block.maker[new]
+        position = np.empty(len(liveness.order), np.intp)
+        position[list(liveness.order)] = np.arange(len(liveness.order))
+        is_reading = self._is_lasting[tensor[columns.reads]]
+        is_reading &= replaced_by[columns.reads] != columns.readers
+        read, number = np.unique(tensor[columns.reads[is_reading]], return_inverse=True)
+        at = position[columns.readers[is_reading]]
+        first = np.full(len(read), len(liveness.order))
+        np.minimum.at(first, number.reshape(-1), at)
+        last = np.full(len(read), -1)
+        np.maximum.at(last, number.reshape(-1), at)
+        return _Held(
+            np.where(is_made & ~is_beside, vertex, -1),
+            is_beside,
+            *(starts, liveness.ends, self._relay[read], first, last),
+        )
 
-    def _add_turn(
-        self, point: _Point, source: Value, target: Value, amount: int
-    ) -> None:
-        """Bytes that only the conversion from one spec to the other takes."""
-        tensor = source.tensor
-        if tensor in self.problem.relays:
-            point.turns.append((tensor, source.spec, amount))
-        elif tensor in self.problem.writers:
-            point.copies.append((tensor, target.spec, amount))
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """The values of a block by who holds them.
+
+    [values]: the vertex (-1 for none), whether it is a copy beside all relays, the
+    positions at which it is in memory. [lasting]: the relay of what lies outside, the
+    first position and the last at which it is read.
+    """
+
+    vertex: np.ndarray
+    is_beside: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+    read: np.ndarray
+    first_read: np.ndarray
+    last_read: np.ndarray
+
+
+def _tensors(values: Sequence[Value]) -> tuple[np.ndarray, np.ndarray]:
+    """[values] the tensor of each, and whether it is a copy."""
+    if isinstance(values, ValueColumns):
+        return values.tensor, values.is_copy
+    tensor = np.array([value.tensor for value in values], np.intp)
+    return tensor, np.array([value.is_copy for value in values], bool)
 
 
 def fullest(liveness: Liveness, stretches: int) -> list[int]:

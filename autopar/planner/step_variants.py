@@ -38,6 +38,15 @@ def check_offload(given: object) -> Offload | None:
     )
 
 
+def nothing_to_offload(name: str) -> str:
+    """What is wrong with `offload="optimizer_state"` of a step without such state."""
+    return (
+        f"`offload` moves state that only the update reads, but {name} has none: no "
+        f"argument is returned again and read by nothing that a gradient needs; leave "
+        f"`offload` out."
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class StepVariant:
     """A step to be planned: its trace, and its graph, which says what the host holds.
@@ -118,11 +127,12 @@ def all_state(graph: OpGraph) -> tuple[int, ...]:
     return tuple(
         position
         for position, each in enumerate(graph.inputs)
-        if each.role == "state" and _is_movable(graph, each.tensor)
+        if each.role == "state" and is_movable(graph, each.tensor)
     )
 
 
-def _is_movable(graph: OpGraph, tensor: int) -> bool:
+def is_movable(graph: OpGraph, tensor: int) -> bool:
+    """Whether the host's memory may hold an argument: scalars are no gain."""
     kind = graph.tensors[tensor].type
     return bool(kind.rank) and not kind.is_extended
 
@@ -148,6 +158,6 @@ def optimizer_state(graph: OpGraph) -> tuple[int, ...]:
         and backward
         and each.tensor not in needed
         and each.tensor in first_use
-        and _is_movable(graph, each.tensor)
+        and is_movable(graph, each.tensor)
     ]
     return tuple(sorted(found, key=lambda p: -first_use[graph.inputs[p].tensor]))

@@ -157,12 +157,14 @@ def strategy_seconds(
         chosen = strategies.chosen(row)
         moved[row] += moved_bytes(op, chosen, mesh.axis_sizes)
         sent[row] = halo_seconds(op, chosen, mesh, cluster)
-    seconds = np.array(
-        [
-            operator_seconds(op.kind, num_flops * share, num_bytes, dtype, cluster)
-            for share, num_bytes in zip(strategies.share, moved, strict=True)
-        ]
-    )
+    work = list(zip(strategies.share.tolist(), moved.tolist(), strict=True))
+    known = {
+        (share, size): operator_seconds(
+            op.kind, num_flops * share, size, dtype, cluster
+        )
+        for share, size in set(work)
+    }
+    seconds = np.array([known[each] for each in work])
     for row in np.flatnonzero(strategies.has_halos).tolist():
         chosen = strategies.chosen(row)
         products = ring_product_seconds(op, chosen, mesh.axis_sizes, cluster)

@@ -150,6 +150,8 @@ def total_prediction(
     compute: dict[int, float] = defaultdict(float)
     collective: dict[int, float] = defaultdict(float)
     bytes_: dict[int, int] = defaultdict(int)
+    moving: dict[int, float] = defaultdict(float)
+    at_host: dict[int, dict[str, int]] = defaultdict(dict)
     flops = split = 0.0
     for each in programs:
         submesh, found = each.stage % num_submeshes, each.sharding.predicted
@@ -157,6 +159,9 @@ def total_prediction(
         compute[submesh] += found.compute_seconds * times
         collective[submesh] += found.collective_seconds * times
         bytes_[submesh] += found.collective_bytes * times
+        moving[submesh] += found.host_seconds * times
+        held = (i for i in each.sharding.inputs if i.memory == "host")
+        at_host[submesh].update((i.path, i.bytes) for i in held)
         done = sum(op.flops for op in each.sharding.operators) * times
         flops += done
         split += done * found.split_flops_fraction
@@ -169,4 +174,6 @@ def total_prediction(
         bubble_fraction=bubble_fraction,
         optimality_gap=float("inf"),
         split_flops_fraction=split / flops if flops else 1.0,
+        host_seconds=max(moving.values(), default=0.0),
+        host_bytes=max((sum(each.values()) for each in at_host.values()), default=0),
     )

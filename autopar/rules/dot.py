@@ -21,23 +21,6 @@ def dot_general(op: Operator) -> list[Factor]:
     return product_factors(op, op.params["dimension_numbers"])
 
 
-@register("ragged_dot_general")
-def ragged_dot_general(op: Operator) -> list[Factor]:
-    """The grouped rows, the groups and their sizes are whole."""
-    if op.operand_types[2].rank != 1:
-        return [linear(op, (0,)), linear(op, (1,))]
-    numbers = op.params["ragged_dot_dimension_numbers"]
-    (ragged,) = numbers.lhs_ragged_dimensions
-    is_contracted = ragged in numbers.dot_dimension_numbers[0][0]
-    return product_factors(
-        op,
-        numbers.dot_dimension_numbers,
-        whole_left=(ragged,),
-        group_dims=numbers.rhs_group_dimensions,
-        first_dim=int(is_contracted),
-    )
-
-
 def product_factors(
     op: Operator,
     dimension_numbers: Any,

@@ -1,7 +1,7 @@
-"""Reductions, cumulative operators and sorts along dims.
+"""Reductions and sorts along dims.
 
-A reduced dim may be split where the reduction has a pending state; the dims that a
-cumulative operator or a sort runs along must be whole.
+A reduced dim may be split where the reduction has a pending state; the dim that a sort
+runs along must be whole.
 """
 
 from __future__ import annotations
@@ -96,12 +96,6 @@ def whole_dims(op: Operator, whole: Collection[int]) -> list[Factor]:
         for dim, size in enumerate(shape)
         if dim not in whole
     ]
-
-
-@register("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
-def cumulative(op: Operator) -> list[Factor]:
-    factors = whole_dims(op, (op.params["axis"],))
-    return factors + (pending_sums(op, (0,)) if op.kind == "cumsum" else [])
 
 
 @register("sort")

@@ -1,7 +1,9 @@
 """Scatters: each shard applies the updates that fall into it, or adds a share of them.
 
 The gradient of an embedding is a scatter-add: over the token dims it is a reduction,
-over the vocabulary it is parallel, each shard dropping the rows of the others.
+over the vocabulary it is parallel, each shard dropping the rows of the others. Of what
+replaces, the last update of a position stays: shards that hold some of the updates each
+know from all indices which of theirs those are (`replaced.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from .indices import (
     split_among,
     widen_indices,
 )
+from .replaced import OWN, replace_by_own, replace_held, splits_updates
 
 # State of the operand, then of the result, where every shard applies some updates.
 _SPLIT_UPDATES: dict[str, tuple[State, State]] = {
@@ -56,11 +59,12 @@ _NEUTRAL: dict[str, Callable[[Any], Any]] = {
 
 
 def bind_scatter(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
-    """Scatter into a shard; updates of others are made harmless."""
+    """Scatter into a shard; updates of others are made harmless, or are dropped."""
     operand, indices, updates = operands
     spec = shard.operand_specs[0]
     split_dims = split_among(_vocabulary_dims(op), spec)
-    if not split_dims:
+    has_own = splits_updates(shard)
+    if not split_dims and not has_own:
         return bind_params(op, (operand, widen_indices(indices), updates))
     shape, windows = op.operand_types[0].shape, _window_sizes(op)
     indexed_dims = op.params["dimension_numbers"].scatter_dims_to_operand_dims
@@ -70,7 +74,11 @@ def bind_scatter(op: Operator, operands: Sequence[Any], shard: Shard) -> list[An
     local = shift_indices(wanted, indexed_dims, split_dims, spec, operand.shape, shard)
     sizes = [max(operand.shape[dim] - windows[dim], 0) for dim in indexed_dims]
     inside = jnp.clip(local, 0, jnp.array(sizes, local.dtype))
-    updates = _without_dropped(op, updates, is_unchanged(local, inside))
+    is_held = is_unchanged(local, inside)
+    if op.kind == "scatter":
+        replace = replace_by_own if has_own else replace_held
+        return [replace(op, (operand, inside, updates), is_held, shard)]
+    updates = _without_dropped(op, updates, is_held)
     # Clamping the components one by one keeps only scalars in order.
     is_sorted = op.params["indices_are_sorted"] and len(indexed_dims) == 1
     return bind_params(
@@ -122,17 +130,43 @@ def _index_factors(op: Operator) -> list[Factor]:
     index_dims = [d for d in range(updates.rank) if d not in numbers.update_window_dims]
     factors = []
     for index_dim, update_dim in enumerate(index_dims):
-        size = updates.shape[update_dim]
+        size, name = updates.shape[update_dim], f"i{update_dim}"
         if index_dim in batching:
             dim = batching[index_dim]
             states, result = (dim, index_dim, update_dim), dim
         elif op.kind in _SPLIT_UPDATES and _is_reducible(op):
             before, result = _SPLIT_UPDATES[op.kind]
             states = (before, index_dim, update_dim)
+        elif _replaces_rows(op):
+            name = f"{OWN}{update_dim}"
+            states, result = (SUM, REPLICATED, update_dim), SUM
         else:
             continue
-        factors.append(Factor(f"i{update_dim}", states, (result,), size))
+        is_positional = name.startswith(OWN)
+        factors.append(
+            Factor(name, states, (result,), size, is_positional=is_positional)
+        )
     return factors
+
+
+def _replaces_rows(op: Operator) -> bool:
+    """Whether updates replace whole rows of numbers, each found by its indices alone.
+
+    The reduction of shards is then a sum, in which one holds a row and others zeros.
+    """
+    numbers, windows = op.params["dimension_numbers"], _window_sizes(op)
+    indexed = numbers.scatter_dims_to_operand_dims
+    shape = op.operand_types[0].shape
+    return (
+        op.params["update_jaxpr"] is None
+        and _is_reducible(op)
+        and prod(op.operand_types[2].shape) <= MAX_INDEXED_SIZE
+        and all(shape[dim] <= MAX_INDEXED_SIZE for dim in indexed)
+        and all(
+            windows[dim] == (1 if dim in indexed else shape[dim])
+            for dim in _window_dims(op)
+        )
+    )
 
 
 def _window_factors(op: Operator) -> list[Factor]:
@@ -146,8 +180,8 @@ def _window_factors(op: Operator) -> list[Factor]:
 
 
 def _vocabulary_factors(op: Operator) -> list[Factor]:
-    if op.kind not in _NEUTRAL or not _is_reducible(op):
-        return []  # what is replaced cannot be made harmless in another's shard
+    if op.kind in _NEUTRAL and not _is_reducible(op):
+        return []  # there is no update that changes nothing
     shape = op.operand_types[0].shape
     return [
         Factor(

@@ -74,12 +74,14 @@ def window_factors(
 
 def _bind_reduction(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
     """Reduce shards with their halos; behind the borders lie initial values."""
-    params = op.params
-    if op.kind == "reduce_window":  # an initial value for each array
-        num_arrays = len(op.results)
-        beyond = operands[num_arrays:]
-    else:
-        num_arrays, beyond = 1, [_identity(op)]
+    params, num_arrays = op.params, len(op.results)
+    match op.kind:
+        case "reduce_window":  # an initial value for each array
+            beyond = operands[num_arrays:]
+        case "select_and_gather_add":  # what is gathered, and what says where
+            num_arrays, beyond = 2, [0, _never_selected(op)]
+        case _:
+            beyond = [_identity(op)]
     pairs = zip(operands[:num_arrays], beyond, strict=True)
     arrays = [extended(x, i, shard, value) for i, (x, value) in enumerate(pairs)]
     padding = [tuple(each) for each in params["padding"]]
@@ -126,10 +128,16 @@ def reduce_window(op: Operator) -> list[Factor]:
     return window_factors(op, num_scalars=len(op.results))
 
 
-@register("select_and_gather_add")
+@register("select_and_gather_add", bind=_bind_reduction)
 def select_and_gather_add(op: Operator) -> list[Factor]:
     """Linear in what is gathered."""
-    return window_factors(op, has_halos=False) + pending_sums(op, (0,))
+    is_real = jnp.issubdtype(op.operand_types[1].dtype, jnp.floating)
+    return window_factors(op, has_halos=bool(is_real)) + pending_sums(op, (0,))
+
+
+def _never_selected(op: Operator) -> float:
+    """What is selected only where a window holds nothing else."""
+    return -jnp.inf if op.params["select_prim"] is lax.ge_p else jnp.inf
 
 
 def _bind_scatter_add(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
@@ -138,8 +146,7 @@ def _bind_scatter_add(op: Operator, operands: Sequence[Any], shard: Shard) -> li
     if not halos:
         return bind_params(op, operands)
     source, array = operands
-    is_max = op.params["select_prim"] is lax.ge_p
-    array = extended(array, 1, shard, -jnp.inf if is_max else jnp.inf)
+    array = extended(array, 1, shard, _never_selected(op))
     padding = [tuple(each) for each in op.params["padding"]]
     for halo, _ in halos:
         padding[halo.dim] = (0, 0)

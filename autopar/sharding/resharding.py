@@ -70,11 +70,23 @@ class _Prices:
         return self._links[key]
 
 
-@lru_cache(maxsize=16)
-def _paths_on(mesh: MeshShape, cluster: Cluster) -> dict[tuple[Spec, Spec], _Path]:
-    """What was found so far; plans of one process share it."""
+@dataclass
+class _Known:
+    """What was found so far; plans of one process share it.
+
+    `table` has seconds, and seconds per byte, by the numbers of two specs; nan if not
+    known.
+    """
+
+    paths: dict[tuple[Spec, Spec], _Path]
+    index_by_spec: dict[Spec, int]
+    table: np.ndarray
+
+
+@lru_cache(maxsize=32)
+def _known_on(mesh: MeshShape, cluster: Cluster) -> _Known:
     del mesh, cluster
-    return {}
+    return _Known({}, {}, np.empty((0, 0, 2)))
 
 
 class Resharder:
@@ -88,9 +100,7 @@ class Resharder:
         self._permuted = PermutedPaths(
             self._fine.axis_sizes, self._parts, self._fine_prices.seconds
         )
-        self._paths = _paths_on(mesh, cluster)
-        self._index_by_spec: dict[Spec, int] = {}
-        self._table = np.empty((0, 0, 2))  # seconds, seconds per byte; nan if not known
+        self._known = _known_on(mesh, cluster)
 
     def steps(self, source: Spec, target: Spec) -> tuple[Step, ...]:
         """The path from `source` to `target`; empty when they are equal."""
@@ -109,22 +119,22 @@ class Resharder:
         """Seconds, and seconds per byte, from each source [n] to each target [m]."""
         rows, columns = self._indices(sources), self._indices(targets)
         where = np.ix_(rows, columns)
-        for row, column in np.argwhere(np.isnan(self._table[where][..., 0])):
+        table = self._known.table
+        for row, column in np.argwhere(np.isnan(table[where][..., 0])):
             pair = sources[row], targets[column]
-            self._table[rows[row], columns[column]] = self.seconds(*pair)
-        found = self._table[where]
+            table[rows[row], columns[column]] = self.seconds(*pair)
+        found = table[where]
         return found[..., 0], found[..., 1]
 
     def _indices(self, specs: Sequence[Spec]) -> list[int]:
         """Where the specs are in the table, which grows by those that are new."""
-        known = self._index_by_spec
+        known, table = self._known.index_by_spec, self._known.table
         found = [known.setdefault(spec, len(known)) for spec in specs]
-        if len(known) > len(self._table):
+        if len(known) > len(table):
             size = 2 * len(known)
             larger = np.full((size, size, 2), np.nan)
-            before = len(self._table)
-            larger[:before, :before] = self._table
-            self._table = larger
+            larger[: len(table), : len(table)] = table
+            self._known.table = larger
         return found
 
     def groups(self, step: Step) -> Groups:
@@ -133,11 +143,12 @@ class Resharder:
 
     def _solve(self, source: Spec, target: Spec) -> _Path:
         key = (source, target)
-        if key not in self._paths:
+        paths = self._known.paths
+        if key not in paths:
             num_dims = max(map(dim_of, (*source, *target, -1))) + 1
             ends = placement_of(source, num_dims), placement_of(target, num_dims)
-            self._paths[key] = self._cheapest(*ends)
-        return self._paths[key]
+            paths[key] = self._cheapest(*ends)
+        return paths[key]
 
     def _cheapest(self, start: Placement, goal: Placement) -> _Path:
         sizes = self.mesh.axis_sizes

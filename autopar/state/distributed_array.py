@@ -82,6 +82,19 @@ class DistributedArray:
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return whole if dtype is None else whole.astype(dtype)
 
+    def item(self) -> Any:
+        """The value of an array of one element, as a Python number."""
+        return np.asarray(self).item()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else str(self)
+
     def block_until_ready(self) -> DistributedArray:
         """Wait until every piece is computed."""
         for piece in self.pieces:
@@ -157,6 +170,14 @@ def abstract_leaf(leaf: Any) -> Any:
     return leaf
 
 
+def signature(leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of a leaf that holds values, as JAX takes it."""
+    if isinstance(leaf, DistributedArray | jax.Array):
+        return leaf.shape, leaf.dtype
+    kind = jax.typeof(leaf)
+    return kind.shape, kind.dtype
+
+
 def gathered(leaf: Any, home: jax.sharding.Sharding) -> Any:
     """A leaf as JAX takes it: a DistributedArray as one array that lies at `home`."""
     if not isinstance(leaf, DistributedArray):
@@ -182,8 +203,10 @@ def _is_key(array: jax.Array) -> bool:
 def _check_alike(pieces: Sequence[Any]) -> None:
     if not pieces:
         raise ValueError("A DistributedArray needs a piece, but got none.")
+    if len(pieces) == 1:
+        return
     kinds = {(tuple(piece.shape[1:]), np.dtype(piece.dtype)) for piece in pieces}
-    if len(kinds) > 1 or (len(pieces) > 1 and not all(p.shape for p in pieces)):
+    if len(kinds) > 1 or not all(piece.shape for piece in pieces):
         shapes = ", ".join(f"{p.dtype}{list(p.shape)}" for p in pieces)
         raise ValueError(
             f"Pieces of a DistributedArray are joined along dim 0, so they must be "

@@ -95,10 +95,26 @@ def gather_leaf(pieces: Sequence[Any]) -> Any:
     return lax.concatenate(jax.device_put(list(pieces), home), 0)
 
 
+def on_auto_axes(leaf: Any) -> Any:
+    """The leaf where it lies, on axes whose shardings JAX finds by itself.
+
+    On explicit ones, the default of `jax.make_mesh`, dims that are split cannot be cut.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(leaf, jax.Array) or not isinstance(sharding, NamedSharding):
+        return leaf
+    mesh, auto = sharding.mesh, AxisType.Auto
+    if not isinstance(mesh, Mesh) or {*mesh.axis_types} <= {auto}:
+        return leaf
+    types = (auto,) * len(mesh.axis_names)
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return jax.device_put(leaf, NamedSharding(mesh, sharding.spec))
+
+
 def _cut(leaf: Any, first: int, end: int) -> Any:
     """Rows of a leaf; only those of several pieces go through this process."""
     if isinstance(leaf, jax.Array):
-        return lax.slice_in_dim(leaf, first, end)
+        return lax.slice_in_dim(on_auto_axes(leaf), first, end)
     if not isinstance(leaf, DistributedArray):
         return leaf[first:end]
     parts, start = [], 0
@@ -119,6 +135,8 @@ def _where_it_lies(
     if sharding is None or not isinstance(leaf, jax.Array) or not leaf.committed:
         return None
     if not leaf.is_fully_addressable:
+        return None
+    if leaf.sharding.memory_kind != sharding.memory_kind:
         return None
     shape = (length, *leaf.shape[1:])
     held = {shard.device: shard for shard in leaf.addressable_shards}
@@ -169,6 +187,28 @@ def union_sharding(
     rows, *others = _spec(first, rank)
     spec = PartitionSpec((STAGE_AXIS, *rows), *(entry or None for entry in others))
     return NamedSharding(mesh, spec, memory_kind=first.memory_kind)
+
+
+def piece_shardings(leaf: Any, number: int) -> list[Any]:
+    """Where each of `number` pieces of a leaf lies, as a step returned it.
+
+    A leaf that is not in as many pieces lies whole where it does; None is nowhere.
+    """
+    found = getattr(leaf, "sharding", None)
+    if isinstance(found, tuple):
+        return [*found] if len(found) == number else [None] * number
+    if not isinstance(found, NamedSharding) or not isinstance(found.mesh, Mesh):
+        return [found] * number
+    names, rank = found.mesh.axis_names, len(leaf.shape)
+    if names[0] != STAGE_AXIS or len(found.mesh.devices) != number:
+        return [found] * number
+    (_, *rows), *others = _spec(found, rank)
+    spec = PartitionSpec(*(entry or None for entry in (tuple(rows), *others)))
+    auto = (AxisType.Auto,) * (len(names) - 1)
+    return [
+        NamedSharding(Mesh(devices, names[1:], axis_types=auto), spec)
+        for devices in found.mesh.devices
+    ]
 
 
 def _union(pieces: Sequence[Any]) -> NamedSharding | None:

@@ -67,7 +67,7 @@ def placement_pins(
         if graph_input.role == "state" or not isinstance(sharding, NamedSharding):
             continue
         kind = graph.tensors[graph_input.tensor].type
-        if not kind.is_extended and _is_like(sharding, mesh):
+        if not kind.is_extended and is_like(sharding, mesh):
             where = f"the placement of {graph_input.path}, {kind},"
             pins[graph_input.tensor] = parse_pin(sharding.spec, kind, mesh, where)
     return pins
@@ -113,7 +113,7 @@ def placed_pins(
                 f"NamedSharding(mesh, spec)), or give the spec."
             )
         for path, sharding in own.items():
-            if mesh is not None and not _is_like(sharding, mesh):
+            if mesh is not None and not is_like(sharding, mesh):
                 sizes = sharding.mesh.shape.items()
                 other = ";".join(f"{name}:{size}" for name, size in sizes)
                 raise ValueError(
@@ -140,7 +140,8 @@ def mesh_of_leaves(leaves: Sequence[Any], num_devices: int) -> MeshShape | None:
     return None
 
 
-def _is_like(sharding: NamedSharding, mesh: MeshShape) -> bool:
+def is_like(sharding: NamedSharding, mesh: MeshShape) -> bool:
+    """Whether an array lies on a mesh of this shape."""
     return tuple(sharding.mesh.shape.items()) == tuple(
         zip(mesh.axis_names, mesh.axis_sizes, strict=True)
     )

@@ -8,7 +8,7 @@ a microbatch waits for the round trip to the last stage and back:
 
 which a search can afford: exact for equal stages, too much by up to a sixth where they
 are unequal and microbatches few. `simulated_seconds` runs the schedule itself
-(`runtime/simulate.py`) and is what tables print.
+(`schedules.py`) and is what tables print; other schedules have no such formula here.
 """
 
 from __future__ import annotations
@@ -21,17 +21,26 @@ import numpy as np
 
 from autopar.clusters.cluster import Cluster
 from autopar.planner.memory_budget import RESERVED_FRACTION
-from autopar.runtime.instructions import Send
-from autopar.runtime.schedule import Task, one_f_one_b
-from autopar.runtime.simulate import simulate_schedule
 from benchmarks.published.constants import Constants
+from benchmarks.published.schedules import (
+    ONE_F_ONE_B,
+    StageSeconds,
+    held_at_most,
+    makespan,
+)
+from benchmarks.published.stage_bounds import balanced_bounds, equal_bounds, is_cut
 from benchmarks.published.table import Row
-from benchmarks.published.unit_costs import ONCE, Layout, UnitCosts, unit_costs
-from benchmarks.published.unit_model import UnitModel
+from benchmarks.published.unit_costs import (
+    FORWARD,
+    ONCE,
+    RECOMPUTE,
+    WEIGHT,
+    Layout,
+    UnitCosts,
+    unit_costs,
+)
 
 UPDATE_BYTES = 28  # of Adam for a parameter: read gradient, read and write the rest
-_HALVINGS = 10  # of the interval that holds the slowest stage's seconds
-_SIMULATED_ROUNDS = 2  # of the pipeline; the rest repeats the same period
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,10 @@ class System:
       reduces_always: gradients are reduced after every microbatch (ZeRO-2 that frees
         them), not once a step.
       has_equal_stages: stages have equally many layers, not equal seconds.
+      balances_flops: stages have equal forward flops a device, not equal seconds: Alpa
+        clusters operators into layers so (OSDI 2022, section 5.2), and stages are made
+        of these.
+      kept_bytes: of optimizer state for a parameter beside the model's own.
       has_one_group: experts route all examples that a device has at once, so that the
         masks of tokens by slots grow with their square.
       has_largest_microbatch: it runs the largest microbatches that fit.
@@ -51,18 +64,30 @@ class System:
     splits_state: bool = True
     reduces_always: bool = False
     has_equal_stages: bool = False
+    balances_flops: bool = False
+    kept_bytes: int = 0
     has_one_group: bool = False
     has_largest_microbatch: bool = False
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Layouts of the stages, in order, and the number of microbatches."""
+    """Layouts of the submeshes, in order, and the number of microbatches.
+
+    A submesh has one stage, or `num_chunks` of an interleaved schedule.
+    """
 
     layouts: tuple[Layout, ...]
     num_microbatches: int
     system: System = System()
     remat: bool = True
+    schedule: str = ONE_F_ONE_B
+    num_chunks: int = 1
+
+    @property
+    def stages(self) -> tuple[Layout, ...]:
+        """The layout of each stage."""
+        return self.layouts * self.num_chunks
 
     def __str__(self) -> str:
         kinds: list[list[object]] = []
@@ -72,23 +97,21 @@ class Plan:
             else:
                 kinds.append([1, layout])
         stages = " + ".join(f"{count}x{layout}" for count, layout in kinds)
+        chunks = f" of {self.num_chunks} stages each" if self.num_chunks > 1 else ""
+        schedule = "" if self.schedule == ONE_F_ONE_B else f", {self.schedule}{chunks}"
         remat = "" if self.remat else ", nothing recomputed"
-        return f"{stages}, {self.num_microbatches} microbatches{remat}"
+        return f"{stages}, {self.num_microbatches} microbatches{schedule}{remat}"
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a plan takes: seconds of an iteration, and of its stages.
+    """What a plan takes; `peak_bytes` is the fullest device's.
 
-    `forward`, `backward`, `sent` and `update` are seconds by stage, of one microbatch
-    but for the update; `peak_bytes` is the fullest device's.
+    `bounds` are places in the sequence of units where stages begin and end.
     """
 
     plan: Plan
-    forward: np.ndarray
-    backward: np.ndarray
-    sent: np.ndarray
-    update: np.ndarray
+    stages: StageSeconds
     peak_bytes: float
     budget_bytes: float
     bounds: tuple[int, ...]
@@ -97,44 +120,36 @@ class Outcome:
     def is_feasible(self) -> bool:
         return self.peak_bytes <= self.budget_bytes
 
+    @property
+    def least_seconds(self) -> float:
+        """What the busiest submesh works: no schedule of these stages takes less."""
+        busy = self.stages.forward + self.stages.backward
+        return self.plan.num_microbatches * float(busy.max())
+
     @cached_property
     def period(self) -> float:
-        """Seconds from one microbatch to the next, once the pipeline is full."""
-        busy, stages = self.forward + self.backward, len(self.forward)
-        behind = np.cumsum((busy + 2 * self.sent)[::-1])[::-1]
-        ahead = np.minimum(np.arange(stages, 0, -1), self.plan.num_microbatches)
+        """Seconds from a microbatch of 1F1B to the next, once the pipeline is full."""
+        busy = self.stages.forward + self.stages.backward
+        behind = np.cumsum((busy + 2 * self.stages.sent)[::-1])[::-1]
+        ahead = np.minimum(np.arange(len(busy), 0, -1), self.plan.num_microbatches)
         return max(float(busy.max()), float((behind / ahead).max()))
 
     @cached_property
     def seconds(self) -> float:
-        """By the formula."""
-        total = float((self.forward + self.backward + 2 * self.sent).sum())
+        """By the formula, where the schedule is 1F1B."""
+        if self.plan.schedule != ONE_F_ONE_B:
+            return self.simulated_seconds
+        each = self.stages
+        total = float((each.forward + each.backward + 2 * each.sent).sum())
         more = (self.plan.num_microbatches - 1) * self.period
-        return total + more + float(self.update.max())
+        return total + more + float(each.update.max())
 
     @cached_property
     def simulated_seconds(self) -> float:
-        """By the schedule: two rounds of the pipeline, and the rest at its period."""
-        stages, number = len(self.forward), self.plan.num_microbatches
-        first = min(number, _SIMULATED_ROUNDS * stages)
-        return self._simulated(first) + (number - first) * self.period
-
-    def _simulated(self, number: int) -> float:
-        seconds_by_kind = {
-            "forward": self.forward,
-            "backward": self.backward,
-            "apply": self.update,
-        }
-
-        def task_seconds(task: Task) -> float:
-            return float(seconds_by_kind[task.kind][task.stage])
-
-        def transfer_seconds(send: Send) -> float:
-            return float(self.sent[min(send.source, send.target)])
-
-        schedule = one_f_one_b(len(self.forward), number)
-        found = simulate_schedule(schedule, task_seconds, transfer_seconds)
-        return found.timeline.makespan_seconds
+        """By the schedule."""
+        plan = self.plan
+        sizes = len(plan.layouts), plan.num_microbatches
+        return makespan(plan.schedule, self.stages, *sizes)
 
 
 class Simulator:
@@ -150,6 +165,8 @@ class Simulator:
         self._costs: dict[Layout, UnitCosts] = {}
         self._seconds: dict[object, np.ndarray] = {}
         self._regrouped: dict[int, Simulator] = {}
+        borders = np.array(self.model.border_bytes)[list(self.model.sequence)]
+        self._borders = is_cut(borders)
 
     def costs(self, layout: Layout) -> UnitCosts:
         if layout not in self._costs:
@@ -167,7 +184,7 @@ class Simulator:
             size % (layout.data * at_once) for layout in plan.layouts
         ):
             return None
-        if len(plan.layouts) > len(self.model.sequence):
+        if len(plan.stages) > len(self.model.sequence):
             return None
         return self._run(plan, size, constants)
 
@@ -189,26 +206,30 @@ class Simulator:
 
     def _run(self, plan: Plan, size: int, constants: Constants) -> Outcome | None:
         sequence = np.array(self.model.sequence)
-        found = [self._unit_seconds(each, size, constants) for each in plan.layouts]
+        found = [self._unit_seconds(each, size, constants) for each in plan.stages]
         if not plan.remat:
             found = [_without_recompute(each) for each in found]
-        busy = [each[:, :ONCE].sum(axis=1)[sequence] for each in found]
+        if plan.system.balances_flops:
+            work = [self._forward_flops(each, size) for each in plan.stages]
+        else:
+            work = [each[:, :ONCE].sum(axis=1) for each in found]
+        busy = [each[sequence] for each in work]
         bounds = (
-            _equal_bounds(self.model, len(plan.layouts))
+            equal_bounds(self.model, len(plan.stages))
             if plan.system.has_equal_stages
-            else _balanced_bounds(
+            else balanced_bounds(
                 busy,
-                [self._state_bytes(plan.system, each) for each in plan.layouts],
-                self.budget_bytes,
+                self._borders,
+                [self._state_bytes(plan.system, each) for each in plan.stages],
+                self.budget_bytes / plan.num_chunks,
             )
         )
         if bounds is None:
             return None
         stages = [sequence[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
-        forward = [s[units, 0].sum() for s, units in zip(found, stages, strict=True)]
-        backward = [s[units, 1:3].sum() for s, units in zip(found, stages, strict=True)]
+        pairs = list(zip(found, stages, strict=True))
         update = []
-        for layout, s, units in zip(plan.layouts, found, stages, strict=True):
+        for layout, s, units in zip(plan.stages, found, stages, strict=True):
             rounds = (
                 (plan.num_microbatches + 1) / 2 if plan.system.reduces_always else 1
             )
@@ -220,14 +241,15 @@ class Simulator:
             self._sent_seconds(plan, index, int(units[-1]), size, constants)
             for index, units in enumerate(stages[:-1])
         ]
-        peaks = [
-            self._peak_bytes(plan, index, units, size)
-            for index, units in enumerate(stages)
-        ]
-        return Outcome(
-            *(plan, np.array(forward), np.array(backward), np.array([*sent, 0.0])),
-            *(np.array(update), max(peaks), self.budget_bytes, tuple(bounds)),
+        seconds = StageSeconds(
+            np.array([s[units, FORWARD].sum() for s, units in pairs]),
+            np.array([s[units, RECOMPUTE:ONCE].sum() for s, units in pairs]),
+            np.array([s[units, WEIGHT].sum() for s, units in pairs]),
+            np.array([*sent, 0.0]),
+            np.array(update),
         )
+        peak = max(self._peak_bytes(plan, stages, size))
+        return Outcome(plan, seconds, peak, self.budget_bytes, tuple(bounds))
 
     def _unit_seconds(
         self, layout: Layout, size: int, constants: Constants
@@ -241,6 +263,17 @@ class Simulator:
                 cluster, size, constants.fused_fraction, unfused
             )
             self._seconds[key] = found.total
+        return self._seconds[key]
+
+    def _forward_flops(self, layout: Layout, size: int) -> np.ndarray:
+        """[units] of products on one device, for a microbatch of `size` examples."""
+        key = "flops", layout, size
+        if key not in self._seconds:
+            costs = self.costs(layout)
+            counted = costs.is_heavy & (costs.phase == FORWARD)
+            flops = (costs.flops[0] + size * costs.flops[1]) * costs.scale * counted
+            number = len(self.model.units)
+            self._seconds[key] = np.bincount(costs.unit, flops, number)
         return self._seconds[key]
 
     def _state_params(self, system: System, layout: Layout, units: np.ndarray) -> float:
@@ -257,32 +290,43 @@ class Simulator:
             costs, units = self.costs(layout), range(len(self.model.units))
             state = [self._state_params(system, layout, np.array([u])) for u in units]
             held = costs.param_bytes + costs.gradient_bytes
-            held = held + self.model.state_bytes * np.array(state)
+            kept = self.model.state_bytes + system.kept_bytes
+            held = held + kept * np.array(state)
             self._seconds[key] = held[np.array(self.model.sequence)]
         return self._seconds[key]
 
     def _peak_bytes(
-        self, plan: Plan, index: int, units: np.ndarray, size: int
-    ) -> float:
-        layout = plan.layouts[index]
-        costs = self.costs(layout)
-        ahead = min(plan.num_microbatches, len(plan.layouts) - index)
-        kept = costs.kept_bytes[0] + size * costs.kept_bytes[1]
-        temp = costs.temp_bytes[0] + size * costs.temp_bytes[1]
-        fixed = (costs.param_bytes + costs.gradient_bytes)[units].sum()
-        fixed += self.model.state_bytes * self._state_params(plan.system, layout, units)
-        if plan.remat:
-            return fixed + ahead * kept[units].sum() + temp[np.unique(units)].max()
-        return fixed + ahead * np.maximum(temp, kept)[units].sum()
+        self, plan: Plan, stages: Sequence[np.ndarray], size: int
+    ) -> list[float]:
+        """By submesh: state, what microbatches in flight keep, and temporaries."""
+        number = len(plan.layouts)
+        fixed, most, held = [0.0] * number, [0.0] * number, list[float]()
+        for index, (layout, units) in enumerate(zip(plan.stages, stages, strict=True)):
+            costs, submesh = self.costs(layout), index % number
+            kept = costs.kept_bytes[0] + size * costs.kept_bytes[1]
+            temp = costs.temp_bytes[0] + size * costs.temp_bytes[1]
+            state = self._state_params(plan.system, layout, units)
+            params = (costs.param_bytes + costs.gradient_bytes)[units].sum()
+            kept_bytes = self.model.state_bytes + plan.system.kept_bytes
+            fixed[submesh] += params + kept_bytes * state
+            if plan.remat:
+                held.append(kept[units].sum())
+                most[submesh] = max(most[submesh], temp[np.unique(units)].max())
+            else:
+                held.append(np.maximum(temp, kept)[units].sum())
+        flying = held_at_most(plan.schedule, held, number, plan.num_microbatches)
+        return [sum(each) for each in zip(fixed, most, flying, strict=True)]
 
     def _sent_seconds(
         self, plan: Plan, index: int, unit: int, size: int, constants: Constants
     ) -> float:
         """Of one microbatch from a stage to the next: every tile is sent once."""
-        here, there = plan.layouts[index : index + 2]
-        per_host = self.devices_per_host
-        first = sum(layout.size for layout in plan.layouts[: index + 1])
-        crosses = first % per_host == 0
+        per_host, number = self.devices_per_host, len(plan.layouts)
+        here, there = (plan.layouts[i % number] for i in (index, index + 1))
+        ends = np.cumsum([layout.size for layout in plan.layouts])
+        from_host = int(ends[index % number] - 1) // per_host
+        to_host = int(ends[(index + 1) % number] - there.size) // per_host
+        crosses = from_host != to_host
         host = cluster_of(Layout(2, per_host, 1, 2 * per_host), self.kind, constants)
         amount = size * self.model.border_bytes[unit]
         link = host.network_link if crosses else host.host_link
@@ -319,65 +363,5 @@ def best_plan(
 
 def _without_recompute(seconds: np.ndarray) -> np.ndarray:
     found = seconds.copy()
-    found[:, 1] = 0.0
+    found[:, RECOMPUTE] = 0.0
     return found
-
-
-def _equal_bounds(model: UnitModel, stages: int) -> tuple[int, ...] | None:
-    """As many layers in each stage; None if they do not divide."""
-    repeated = max(model.groups, key=lambda group: group.count)
-    layers, left = divmod(repeated.count * len(repeated.units), model.units_a_layer)
-    if layers % stages or left:
-        return None
-    start = model.sequence.index(model.counts.index(repeated.count))
-    share = layers // stages * model.units_a_layer
-    inner = [start + share * stage for stage in range(1, stages)]
-    return (0, *inner, len(model.sequence))
-
-
-def _balanced_bounds(
-    busy: Sequence[np.ndarray],
-    held: Sequence[np.ndarray] | None = None,
-    capacity: float = 0.0,
-) -> tuple[int, ...] | None:
-    """Contiguous units for each stage, so that the slowest is as fast as can be.
-
-    `held` [units] by stage are bytes of state, of which no stage has above `capacity`.
-    """
-    number = len(busy[0])
-    sums = [np.concatenate([[0.0], np.cumsum(each)]) for each in busy]
-    states = [np.concatenate([[0.0], np.cumsum(each)]) for each in held or ()]
-
-    def deal(limit: float) -> tuple[int, ...] | None:
-        bounds, start = [0], 0
-        for index, total in enumerate(sums):
-            left = len(sums) - index - 1
-            end = int(
-                np.searchsorted(total, total[start] + limit * (1 + 1e-9), "right")
-            )
-            end = min(end - 1, number - left)
-            if states:
-                most = states[index][start] + capacity
-                end = min(end, int(np.searchsorted(states[index], most, "right")) - 1)
-            if end <= start:
-                return None
-            bounds.append(end)
-            start = end
-        return tuple(bounds) if start == number else None
-
-    slowest = np.max(busy, axis=0)
-    fastest = np.min(busy, axis=0)
-    low = max(float(fastest.sum()) / len(busy), float(fastest.max()))
-    high = float(slowest.sum()) / len(busy) + float(slowest.max())
-    best = deal(high)
-    if best is None:
-        high = float(slowest.sum())
-        best = deal(high)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        found = deal(middle)
-        if found is None:
-            low = middle
-        else:
-            best, high = found, middle
-    return best

@@ -9,8 +9,8 @@ import numpy as np
 
 from benchmarks.published.constants import Constants
 from benchmarks.published.fit import Sample, fit, samples_of
-from benchmarks.published.pipeline_time import Outcome, Simulator, best_plan
-from benchmarks.published.systems import our_plans, predict
+from benchmarks.published.pipeline_time import Outcome, Plan, Simulator
+from benchmarks.published.systems import our_best, predict
 from benchmarks.published.table import Cell, Row, Table
 
 
@@ -126,7 +126,7 @@ def _cell(row: Row, cell: Cell, outcome: Outcome | None) -> PredictedCell:
 def _ours(
     row: Row, simulator: Simulator, constants: Constants, alpa: Outcome | None
 ) -> list[OurPlan]:
-    best = best_plan(simulator, our_plans(row), constants)
+    best = our_best(row, simulator, constants)
     if best is None:
         return []
     theirs = alpa.simulated_seconds if alpa else None
@@ -141,21 +141,32 @@ def _ours(
 
 
 def _changes(alpa: Outcome | None, ours: Outcome) -> str:
+    """What is not as in Alpa's plan: ours, then theirs in brackets."""
     if alpa is None:
         return "Alpa's does not fit"
-    if alpa is ours:
-        return "nothing"
-    found = []
-    if len(alpa.plan.layouts) != len(ours.plan.layouts):
-        found.append(f"{len(ours.plan.layouts)} stages for {len(alpa.plan.layouts)}")
-    if {str(x) for x in alpa.plan.layouts} != {str(x) for x in ours.plan.layouts}:
-        found.append("layouts")
-    if alpa.plan.num_microbatches != ours.plan.num_microbatches:
-        new, old = ours.plan.num_microbatches, alpa.plan.num_microbatches
-        found.append(f"{new} microbatches for {old}")
-    if not ours.plan.remat:
-        found.append("nothing recomputed")
-    return ", ".join(found) or "nothing"
+    pairs = zip(_traits(ours.plan), _traits(alpa.plan), strict=True)
+    found = [
+        f"{name}: {new} ({old})"
+        for (name, new), (_, old) in pairs
+        if new != old and new and old
+    ]
+    return "; ".join(found) or "nothing"
+
+
+def _traits(plan: Plan) -> list[tuple[str, str]]:
+    """What a plan is, by name; nothing where one stage has no such trait."""
+    balance = "flops" if plan.system.balances_flops else "seconds"
+    shapes = dict.fromkeys(f"{x.data}x{x.tensor}" for x in plan.layouts)
+    sizes = dict.fromkeys(str(x.size) for x in plan.layouts)
+    return [
+        ("schedule", plan.schedule if len(plan.layouts) > 1 else "no pipeline"),
+        ("remat", "full" if plan.remat else "none"),
+        ("stages", f"{len(plan.stages)} on {len(plan.layouts)} submeshes"),
+        ("equal in", balance if len(plan.layouts) > 1 else ""),
+        ("GPUs a submesh", ", ".join(sizes)),
+        ("data x tensor", ", ".join(shapes)),
+        ("microbatches", str(plan.num_microbatches)),
+    ]
 
 
 def leave_one_out(

@@ -18,17 +18,28 @@ from benchmarks.published.pipeline_time import (
     System,
     best_plan,
 )
+from benchmarks.published.schedules import INTERLEAVED, ZERO_BUBBLE
 from benchmarks.published.table import Row
 from benchmarks.published.unit_costs import Layout
 
-ALPA = System()
+ALPA = System(balances_flops=True)
+# The best of many clusterings that its ablations try: as if stages were cut by seconds.
+FREE = System()
 MEGATRON = System(splits_state=False, has_equal_stages=True)
 # Its gate makes one mask of all tokens of a device (microsoft/DeepSpeed,
 # deepspeed/moe/sharded_moe.py, top2gating), where GShard cuts them in groups. The
 # authors ran its largest microbatch: "deepspeed max bs = 8" (alpa-projects/alpa,
-# benchmark/alpa/paper_manual_moe_suite.py).
-DEEPSPEED = System(reduces_always=True, has_one_group=True, has_largest_microbatch=True)
+# benchmark/alpa/paper_manual_moe_suite.py). Its Adafactor had one moment, which is not
+# factored (benchmark/deepspeed/patch/training.py: beta1), and ZeRO-2 copies its share
+# of the gradients to 32 bits to update (microsoft/DeepSpeed, zero/stage_1_and_2.py).
+DEEPSPEED = System(
+    reduces_always=True,
+    has_one_group=True,
+    has_largest_microbatch=True,
+    kept_bytes=8,
+)
 MOST_TENSOR = 8  # of Megatron, whose groups stay inside a host
+_FEW = 4  # plans that are simulated by their schedules
 
 
 def predict(
@@ -73,11 +84,11 @@ def system_of(column: str) -> System:
     """
     known = {
         "alpa": ALPA,
-        "inter_only": ALPA,
-        "intra_only": ALPA,
+        "inter_only": FREE,
+        "intra_only": FREE,
         "megatron": MEGATRON,
         "deepspeed": DEEPSPEED,
-        "pp_dp": ALPA,
+        "pp_dp": FREE,
     }
     if column not in known:
         raise ValueError(
@@ -95,7 +106,7 @@ def layouts_of(number: int, row: Row) -> list[Layout]:
         tensors = [n for n in tensors if n <= devices]
     found = [Layout(hosts, devices, number // n, n) for n in tensors]
     share = number / row.num_gpus
-    return [each for each in found if _may_fit(row, each, share, ALPA)]
+    return [each for each in found if _may_fit(row, each, share, FREE)]
 
 
 def _grid(
@@ -160,6 +171,34 @@ def our_plans(row: Row) -> list[Plan]:
         for layout in layouts_of(size, row):
             if size <= row.setting.devices_per_host or size == row.num_gpus:
                 stages = (layout,) * (row.num_gpus // size)
-                found += _with_microbatches([stages], row, ALPA)
+                found += _with_microbatches([stages], row, FREE)
         size *= 2
     return found + [replace(plan, remat=False) for plan in found]
+
+
+def our_best(row: Row, simulator: Simulator, constants: Constants) -> Outcome | None:
+    """The fastest of `our_plans` in any schedule; None if nothing fits.
+
+    Other schedules are tried on the plans that could gain most by them: those whose
+    busiest submesh works least.
+    """
+    found = [simulator.run(plan, constants) for plan in our_plans(row)]
+    fitting = [each for each in found if each is not None and each.is_feasible]
+    fastest = sorted(fitting, key=lambda each: each.seconds)[:_FEW]
+    promising = sorted(fitting, key=lambda each: each.least_seconds)[:_FEW]
+    plans = (other for each in promising for other in with_schedules(each.plan))
+    others = [simulator.run(plan, constants) for plan in plans]
+    fastest += [each for each in others if each is not None and each.is_feasible]
+    return min(fastest, key=lambda each: each.simulated_seconds, default=None)
+
+
+def with_schedules(plan: Plan) -> Iterator[Plan]:
+    """A pipeline of equal submeshes in every schedule but 1F1B."""
+    number = len(plan.layouts)
+    if number == 1:
+        return
+    for name in ZERO_BUBBLE:
+        yield replace(plan, schedule=name)
+    if plan.num_microbatches % number == 0:
+        for chunks in (2, 4):
+            yield replace(plan, schedule=INTERLEAVED, num_chunks=chunks)

@@ -33,13 +33,15 @@ from autopar.plans.plan import OperatorPlan, ShardingPlan
 from autopar.sharding.mesh import MeshShape
 from autopar.sharding.resharding import Resharder
 from autopar.sharding.spec import num_shards
+from benchmarks.published.host_links import link_of
 from benchmarks.published.layout_restriction import (
     layout_restriction,
     microbatch_loop,
 )
 from benchmarks.published.unit_model import UnitModel
+from benchmarks.published.weight_work import weight_tensors
 
-FORWARD, RECOMPUTE, BACKWARD, ONCE = range(4)
+FORWARD, RECOMPUTE, BACKWARD, WEIGHT, ONCE = range(5)
 TRACED_MICROBATCHES = 64  # once-per-step work weighs so much less in the plan
 
 _SCOPE = re.compile(r"unit_(\d+)")
@@ -68,7 +70,10 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class UnitSeconds:
-    """Seconds of one microbatch (once: of a step) [units, 4 phases], per instance."""
+    """Seconds of one microbatch (once: of a step) [units, phases], per instance.
+
+    `WEIGHT` is the part of the backward pass that only gradients wait for.
+    """
 
     compute: np.ndarray
     collective: np.ndarray
@@ -123,12 +128,14 @@ class UnitCosts:
         each = ~fused * cluster.kernel_seconds + np.maximum(
             num_flops / rates, moved / cluster.device.bytes_per_second
         )
-        compute = np.zeros((len(self.param_bytes), 4))
+        compute = np.zeros((len(self.param_bytes), ONCE + 1))
         np.add.at(compute, (self.unit, self.phase), each * self.scale)
         collective = np.zeros_like(compute)
         mesh = self.layout.mesh
         price_of = {
-            (move.kind, move.axes): affine(move.kind, [cluster.link(mesh, move.axes)])
+            (move.kind, move.axes): affine(
+                move.kind, [link_of(cluster, mesh, move.axes)]
+            )
             for move in {(m.kind, m.axes): m for m in self.moves}.values()
         }
         for move in self.moves:
@@ -193,6 +200,7 @@ class _Reader:
         self.axis_sizes = plan.mesh.axis_sizes
         self.loop = microbatch_loop(self.graph)
         self.unit_of = self._units()
+        self.weights = weight_tensors(self.graph, self.loop, self.unit_of)
 
     def read(self) -> UnitCosts:
         rows = list(self._operators())
@@ -238,7 +246,9 @@ class _Reader:
         if "rematted_computation" in tensor.name:
             return RECOMPUTE
         is_sum = index in self.graph.blocks[self.loop.bodies[0]].outputs
-        return BACKWARD if is_sum or "transpose(" in tensor.name else FORWARD
+        if not is_sum and "transpose(" not in tensor.name:
+            return FORWARD
+        return WEIGHT if index in self.weights else BACKWARD
 
     def _scale(self, unit: int, block: int) -> float:
         """Executions for one instance and microbatch (once: for one instance)."""

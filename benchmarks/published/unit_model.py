@@ -70,7 +70,8 @@ class UnitModel:
     """The groups of a model, and what a microbatch of one example looks like.
 
     The first group takes no values, the last one returns the loss. A microbatch holds a
-    multiple of `examples_at_once` on each device. `regrouped` is the same model whose
+    multiple of `examples_at_once` on each device. `keeps_moments`: its optimizer has
+    Adam's two for each parameter. `regrouped` is the same model whose
     experts route so many examples at once; None if it has none.
     """
 
@@ -80,6 +81,7 @@ class UnitModel:
     dtype: str = "float16"
     examples_at_once: int = 1
     units_a_layer: int = 2
+    keeps_moments: bool = True
     regrouped: Callable[[int], UnitModel] | None = None
 
     @cached_property
@@ -123,8 +125,9 @@ class UnitModel:
 
     @property
     def state_bytes(self) -> int:
-        """Of Adam for a parameter: two moments, and of a 16-bit one a copy in 32."""
-        return 8 if self.itemsize == 4 else 12
+        """Of the optimizer for a parameter: two moments, of 16 bits a copy in 32."""
+        moments = 8 if self.keeps_moments else 0
+        return moments if self.itemsize == 4 else moments + 4
 
     @property
     def itemsize(self) -> int:
@@ -228,7 +231,12 @@ def gpt_units(config: gpt.Config) -> UnitModel:
 
 
 def moe_units(config: moe.Config) -> UnitModel:
-    """A GShard mixture of experts: every second MLP is a layer of experts."""
+    """A GShard mixture of experts: every second MLP is a layer of experts.
+
+    It is trained by Adafactor, whose factored moments are next to nothing, as published
+    (alpa-projects/alpa: benchmark/alpa/benchmark_3d_one_case_moe.py, and for DeepSpeed
+    benchmark/deepspeed/patch/training.py).
+    """
     decoder = replace(config.decoder, **_AS_PUBLISHED)
     attention = _attention(decoder)
     pair = (attention, _mlp(decoder), attention, *_experts(config))
@@ -246,6 +254,7 @@ def moe_units(config: moe.Config) -> UnitModel:
         *("moe", groups, _tokens(config.seq_len)),
         examples_at_once=at_once,
         units_a_layer=len(pair),
+        keeps_moments=False,
         regrouped=regrouped,
     )
 

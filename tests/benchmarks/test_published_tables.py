@@ -7,15 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from autopar.clusters.cluster import Cluster
 from autopar.planner.plan_price import plan_seconds
 from benchmarks.models import gpt, moe
-from benchmarks.published import pipeline_time, unit_costs
+from benchmarks.published import unit_costs
 from benchmarks.published.constants import FILE, Constants
 from benchmarks.published.fit import NAMES, START
 from benchmarks.published.layout_restriction import layout_restriction
-from benchmarks.published.pipeline_time import Outcome, Plan, Simulator, cluster_of
+from benchmarks.published.pipeline_time import Simulator, cluster_of
 from benchmarks.published.prediction import PredictedCell, PredictedTable
-from benchmarks.published.systems import candidates, predict
+from benchmarks.published.systems import FREE, candidates, predict
 from benchmarks.published.table import parse_layouts, read_table
 from benchmarks.published.unit_costs import Layout, UnitCosts
 from benchmarks.published.unit_model import UnitModel, gpt_units, moe_units
@@ -89,10 +90,11 @@ def test_sizes_are_the_published_ones(path: Path) -> None:
         assert total - tied == pytest.approx(published, rel=0.03)
 
 
-def flops_of(costs: UnitCosts, model: UnitModel, size: int, devices: int) -> float:
+def flops_of(costs: UnitCosts, model: UnitModel, size: int, devices: int) -> np.ndarray:
+    """By phase."""
     counts = np.array(model.counts)[costs.unit]
     heavy = np.where(costs.is_heavy, costs.flops[0] + size * costs.flops[1], 0.0)
-    return float((heavy * costs.scale * counts).sum()) * devices
+    return np.bincount(costs.phase, heavy * costs.scale * counts) * devices
 
 
 def test_the_work_is_that_of_the_formula() -> None:
@@ -105,7 +107,10 @@ def test_the_work_is_that_of_the_formula() -> None:
     # Recomputation does not repeat the layer's last product, as nothing reads it.
     spared = 2 * B * S * L * 4 * H**2
     found = flops_of(costs, model, B, layout.size)
-    assert found == pytest.approx(expected - spared, rel=1e-6)
+    assert found.sum() == pytest.approx(expected - spared, rel=1e-6)
+    # One product a parameter and token is all that gradients alone wait for.
+    weight = 2 * B * S * (12 * L * H**2 + H * V)
+    assert found[unit_costs.WEIGHT] == pytest.approx(weight, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,9 @@ def test_the_work_is_that_of_the_formula() -> None:
 def test_units_cost_together_what_the_plan_does(
     model: UnitModel, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the size that was planned: what the planner's own price says of the loop."""
+    """At the size that was planned: what the planner's own price says of the loop,
+    on links that are alike, as it takes them to be."""
+    monkeypatch.setattr(unit_costs, "link_of", Cluster.link)
     cluster = cluster_of(layout, "V100", START)
     costs = unit_costs.unit_costs(model, layout, cluster)
     graph = unit_costs.traced_graph(model, 32)
@@ -141,35 +148,6 @@ def test_units_cost_together_what_the_plan_does(
     number = unit_costs.TRACED_MICROBATCHES
     # Views, shapes and slices cost next to nothing and are left out.
     assert loop * number + once == pytest.approx(whole - outside, rel=0.01)
-
-
-def outcome(forward: Sequence[float], sent: float, microbatches: int) -> Outcome:
-    stages = len(forward)
-    plan = Plan((Layout(1, 1, 1, 1),) * stages, microbatches)
-    border = np.array([sent] * (stages - 1) + [0.0])
-    ones = np.array(forward)
-    return Outcome(plan, ones, 2 * ones, border, 0 * ones, 0.0, 1.0, ())
-
-
-@pytest.mark.parametrize("sent", [0.0, 0.05, 0.3])
-@pytest.mark.parametrize("forward", [(1, 1, 1, 1), (1, 2, 1), (1.5, 1, 1, 1, 0.5)])
-@pytest.mark.parametrize("microbatches", [8, 32])
-def test_the_formula_is_near_the_schedule(
-    forward: Sequence[float], sent: float, microbatches: int
-) -> None:
-    found = outcome(forward, sent, microbatches)
-    whole = found._simulated(microbatches)
-    assert 0.99 * whole <= found.seconds <= whole * (1.02 + 1.2 / microbatches)
-    assert found.simulated_seconds == pytest.approx(whole, rel=0.01)
-
-
-def test_stages_are_dealt_out_so_that_the_slowest_is_fast() -> None:
-    busy = np.array([1.0, 2, 2, 2, 1, 4])
-    bounds = pipeline_time._balanced_bounds([busy, busy, busy / 2])
-    assert bounds is not None
-    stages = [busy[a:b].sum() for a, b in zip(bounds, bounds[1:], strict=False)]
-    stages[2] /= 2
-    assert max(stages) == pytest.approx(4.5) or max(stages) <= 5
 
 
 def test_memory_decides_what_may_run() -> None:
@@ -229,3 +207,8 @@ def test_a_row_is_predicted_near_what_was_published() -> None:
     found = predict("alpa", row, simulator, constants)
     assert found is not None and cell.tflops is not None
     assert row.tflops(found.simulated_seconds) == pytest.approx(cell.tflops, rel=0.2)
+    # The head is done once where layers are done twice: by flops it counts for more.
+    plan = replace(found.plan, system=FREE)
+    by_seconds = simulator.run(plan, constants)
+    assert by_seconds is not None and by_seconds.seconds < found.seconds
+    assert found.bounds[1] > by_seconds.bounds[1]

@@ -153,6 +153,9 @@ INDEXING = """
     gather :: {x}[tuple({i}.ravel()[:4] % n for n in {s})] @1
     scatter :: {x}.at[{i}.ravel()[0]].set(jnp.mean({y})) @1
     scatter :: {x}.at[..., {i}.ravel()[0]].set(jnp.mean({y}, -1)) @1
+    scatter :: {x}.at[{i}.ravel()[:4] % {s}[0]].set({y}[:4]) @1
+    scatter :: {x}.ravel().at[{i}].set(jnp.sin({y})) @1
+    scatter :: jax.vmap(lambda a, b: a.at[b.ravel()[:2]].set(a[:2]))({x}, {i}) @2
     scatter :: jax.vmap(lambda a, b: a.at[b.ravel()[0]].set(0.5))({x}, {i}) @2
     scatter :: jax.vmap(jax.vmap(lambda a, b: a.at[b.ravel()[0]].set(0.5)))({x}, {i})
         @3

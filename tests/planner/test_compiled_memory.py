@@ -72,14 +72,14 @@ def test_programs_that_never_fit_are_refused_with_the_least_seen() -> None:
 
 
 def test_a_model_that_is_too_low_does_not_break_the_budget() -> None:
-    """XLA reduces all gradients at once, and so holds them all, which no plan says."""
+    """A program's tables of pointers are a few bytes that no plan says."""
     case = f2(optax.adam(1e-2))
     data_parallel = autopar.DataParallel()
     free = autopar.parallelize(case.step, mesh="x:8", method=data_parallel)
     compiled = free.lower(*case.args).compile()
     held = MemoryUse.of(compiled.compiled).device_bytes
     said = compiled.plan.predicted.peak_bytes
-    assert said < 0.9 * held
+    assert 0.999 * held < said < held
 
     def within(budget: int) -> Plan:
         step = autopar.parallelize(

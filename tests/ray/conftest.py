@@ -1,14 +1,16 @@
 """One local Ray cluster of two virtual hosts for all tests that need one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from autopar.clusters.cluster import Cluster
+from autopar.runtime import ray_actors
 from autopar.runtime.ray_local import LocalHosts, local_ray_hosts
 
 NEED_NO_CLUSTER = {
+    "test_channel.py",
     "test_choose_hosts.py",
     "test_remote_arrays.py",
     "test_transport.py",
@@ -31,6 +33,21 @@ def ray_hosts() -> Iterator[LocalHosts]:
     """Two hosts of four devices; a test may add others, and takes them away again."""
     with local_ray_hosts(2, 4) as hosts:
         yield hosts
+
+
+@pytest.fixture
+def hosts_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Has the workers that start in this test run a text before all else."""
+    environment = ray_actors._environment
+
+    def run(text: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(text)
+        there = {"PYTHONPATH": str(tmp_path)}
+        monkeypatch.setattr(
+            ray_actors, "_environment", lambda *given: {**environment(*given), **there}
+        )
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,7 @@ import pytest
 from autopar.clusters.cluster import Cluster
 from autopar.errors import WorkerError
 from autopar.runtime.ray_hosts import VIRTUAL_DEVICES, choose_hosts
-from autopar.runtime.ray_job import HostFacts, own_versions
-from autopar.runtime.ray_workers import check_alike
+from autopar.runtime.ray_job import HostFacts, check_alike, own_versions
 
 
 def node(number: int, **resources: float) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.errors import HostLostError
+from autopar.runtime import ray_recovery
 from autopar.runtime.ray_local import LocalHosts
 from autopar.runtime.ray_workers import workers_of
 from benchmarks.faults import Fault, FaultInjection, FaultyBatches, measure
@@ -50,6 +51,34 @@ def training_of(
     )
 
 
+def losses_of_one_device(workload: Workload) -> list[float]:
+    state, losses = workload.init(jax.random.key(0)), []
+    for number in range(NUM_STEPS):
+        state, metrics = jax.jit(workload.step)(state, workload.make_batch(number))
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+@pytest.mark.slow  # workers start twice
+def test_steps_begun_ahead_are_run_again(
+    ray_hosts: LocalHosts, workload: Workload, tmp_path: Path
+):
+    cluster = Cluster.ray(ray_hosts.address, steps_ahead=2)
+    expected, got = losses_of_one_device(workload), dict[int, float]()
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        method = autopar.ShardParallel()
+        training = training_of(cluster, method, workload, checkpoints)
+        for number, metrics in training.run(NUM_STEPS):
+            got[number] = float(metrics["loss"])
+            if number == 3 and not training.recoveries:
+                os.kill(workers_of(cluster, 1).facts[1].process_id, signal.SIGKILL)
+        training.step.close()
+    assert list(got) == list(range(NUM_STEPS))
+    np.testing.assert_allclose(list(got.values()), expected, rtol=1e-5)
+    (recovery,) = training.recoveries
+    assert "host 1" in recovery.error and recovery.num_hosts == 2
+
+
 @pytest.mark.slow  # a host more starts, and Ray takes seconds to give it up
 def test_a_lost_host_leaves_a_plan_for_fewer(
     ray_hosts: LocalHosts, workload: Workload, tmp_path: Path
@@ -57,22 +86,59 @@ def test_a_lost_host_leaves_a_plan_for_fewer(
     third = ray_hosts.add()
     cluster = Cluster.ray(ray_hosts.address, num_hosts=3)
     method = autopar.PipelineParallel(num_stages=3, num_microbatches=3)
-    state, expected = workload.init(jax.random.key(0)), []
-    for number in range(NUM_STEPS):
-        state, metrics = jax.jit(workload.step)(state, workload.make_batch(number))
-        expected.append(float(metrics["loss"]))
-    got: dict[int, float] = {}
+    expected, got = losses_of_one_device(workload), dict[int, float]()
     with autopar.Checkpoints(tmp_path) as checkpoints:
         training = training_of(cluster, method, workload, checkpoints)
         for number, metrics in training.run(NUM_STEPS):
             if number == 4 and not training.recoveries:
+                checkpoints.wait()  # that of step 3 is there
                 ray_hosts.kill(third)
             got[number] = float(metrics["loss"])
         np.testing.assert_allclose(list(got.values()), expected, rtol=1e-5)
         assert training.recoveries[-1].num_hosts == 2
-        assert training.recoveries[-1].from_step == 4, "after the checkpoint of step 3"
+        assert training.recoveries[-1].from_step >= 4, "after the checkpoint of step 3"
         assert isinstance(training.step.options.method, autopar.ShardParallel)
         training.step.close()
+
+
+@pytest.mark.slow  # as above, and another host starts
+def test_a_lost_host_is_waited_for(
+    ray_hosts: LocalHosts,
+    workload: Workload,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    hosts, too_few = [ray_hosts.add()], list[int]()
+    count = ray_recovery.num_hosts_alive
+
+    def num_hosts_alive(cluster: Cluster) -> int:
+        """As many as there are; when they were too few twice, a host comes."""
+        if (found := count(cluster)) < 3:
+            too_few.append(found)
+            if len(too_few) == 2:
+                hosts.append(ray_hosts.add())
+        return found
+
+    monkeypatch.setattr(ray_recovery, "num_hosts_alive", num_hosts_alive)
+    cluster = Cluster.ray(ray_hosts.address, num_hosts=3, on_failure="wait")
+    got: list[int] = []
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        method = autopar.ShardParallel()
+        training = training_of(cluster, method, workload, checkpoints)
+        for number, metrics in training.run(NUM_STEPS):
+            assert np.isfinite(metrics["loss"])
+            got.append(number)
+            if number == 4 and not training.recoveries:
+                checkpoints.wait()  # that of step 3 is there
+                ray_hosts.kill(hosts.pop())
+        assert set(too_few) == {2}, "it waited"
+        (recovery,) = training.recoveries
+        assert recovery.num_hosts == 3 and recovery.from_step >= 4
+        again = list(range(recovery.from_step, NUM_STEPS))
+        assert got[-len(again) :] == again and set(got) == set(range(NUM_STEPS))
+        assert training.step is training._given, "the plan is the one that there was"
+        training.step.close()
+    ray_hosts.kill(hosts.pop())
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """State of workers is written and read by the workers, whatever plan they run."""
 
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 import autopar
 from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster
+from autopar.errors import CheckpointError
 from autopar.methods.methods import Method, PipelineParallel, ShardParallel
+from autopar.runtime import checkpoints_manifest
 from benchmarks.models import Workload, build
 
 FORMS = {
@@ -98,6 +102,67 @@ def test_what_workers_read_does_not_pass_through_the_driver(
     batch_bytes = sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
     state_bytes = sum(x.nbytes for x in jax.tree.leaves(state))
     assert carried(step) - before <= 4 * batch_bytes + SMALL_BYTES < state_bytes / 10
+
+
+@pytest.fixture
+def saved(steps: Any, workload: Workload, tmp_path: Path) -> Iterator[Any]:
+    """Checkpoints of the first state, of step 1, and the places of a step's plan."""
+    step, batch = steps["one program"], workload.make_batch(0)
+    like = workload.init, jax.random.key(0)
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, step.init(*like, batch=batch))
+        checkpoints.wait()
+        yield checkpoints, step.abstract_state(*like, batch=batch)
+
+
+def test_hosts_check_what_is_restored(saved: Any, monkeypatch: pytest.MonkeyPatch):
+    checkpoints, places = saved
+    monkeypatch.setattr(checkpoints_manifest, "_FEW_BYTES", 0)
+    checked_here: list[Path] = []
+
+    def file_problem(path: Path, written: Any) -> str:
+        checked_here.append(path)
+        return ""
+
+    monkeypatch.setattr(checkpoints_manifest, "file_problem", file_problem)
+    assert checkpoints.restore(places).step == 1
+    assert not checked_here, "the driver leaves it to them"
+    files = (checkpoints.directory / "1").rglob("0.0")
+    chunk = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(chunk.read_bytes())
+    content[len(content) // 2] ^= 1
+    chunk.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"all hosts must see .* was altered"):
+        checkpoints.restore(places)
+    assert checked_here == [chunk], "what they doubt it reads itself"
+    assert checkpoints.steps() == (1,), "which is not to be removed for it"
+    monkeypatch.undo()
+    monkeypatch.setattr(checkpoints_manifest, "_FEW_BYTES", 0)
+    with pytest.raises(CheckpointError, match=f"{chunk} was altered after"):
+        checkpoints.restore(places)
+    assert checkpoints.steps() == (), "damaged"
+
+
+def test_a_full_disk_of_a_host_leaves_the_checkpoint_before(
+    saved: Any, steps: Any, workload: Workload
+):
+    checkpoints, places = saved
+    step = steps["one program"]
+    state = checkpoints.restore(places).state
+    state, _ = step(state, workload.make_batch(0))
+    process = workers_of(step).facts[1].process_id
+    before = resource.prlimit(process, resource.RLIMIT_FSIZE)
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (256, before[1]))
+    try:
+        checkpoints.save(2, state)
+        with pytest.raises(OSError, match=r"that of 1 stays.*host 1.* could not write"):
+            checkpoints.wait()
+    finally:
+        resource.prlimit(process, resource.RLIMIT_FSIZE, before)
+    assert checkpoints.steps() == (1,)
+    checkpoints.save(3, state)  # the workers go on
+    checkpoints.wait()
+    assert checkpoints.steps() == (1, 3)
 
 
 def test_files_hold_one_copy_and_no_two_hosts_write_one(

@@ -1,7 +1,12 @@
 """Transfers between hosts, over the real transport between two ends in this process."""
 
+import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +14,11 @@ import numpy as np
 import pytest
 
 from autopar.lowering.exported_program import ShardedType
+from autopar.runtime import ray_transport
 from autopar.runtime.instructions import Value
+from autopar.runtime.ray_offers import PeerLost
 from autopar.runtime.ray_programs import sharding_of
-from autopar.runtime.ray_transport import PeerLost, Transport
+from autopar.runtime.ray_transport import Peer, Transport
 
 SECRET = b"secret"
 JOB = 1
@@ -31,17 +38,25 @@ CROSSING = {
 }
 
 
-@pytest.fixture
-def ends() -> Iterator[tuple[Transport, Transport]]:
+@pytest.fixture(params=["server", "object store"])
+def ends(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Transport, Transport]]:
     """Group 0 and group 1; both lie on the devices of this process."""
-    first, second = (Transport("127.0.0.1", SECRET) for _ in range(2))
-    address = second.control_address
-    other = threading.Thread(
-        target=second.connect, args=(1, {0: first.control_address})
-    )
-    other.start()
-    first.connect(0, {1: address})
-    other.join()
+    is_direct = request.param == "server"
+    if not is_direct:
+        failed = None, "nothing comes"
+        monkeypatch.setattr(ray_transport, "_probed", lambda *_: failed)
+    first, second = both = [Transport("127.0.0.1", SECRET) for _ in range(2)]
+    as_peers = [
+        Peer(end.control_address, partial(end.offered_parts, 1 - group))
+        for group, end in enumerate(both)
+    ]
+    with ThreadPoolExecutor() as threads:
+        other = threads.submit(second.connect, 1, {0: as_peers[0]})
+        problems = first.connect(0, {1: as_peers[1]})
+    assert problems == ({} if is_direct else {1: "nothing comes"})
+    assert other.result() == ({} if is_direct else {0: "nothing comes"})
     crossing = {(slot, 1): types for slot, types in CROSSING.items()}
     for end in (first, second):
         end.plan(JOB, crossing)
@@ -134,3 +149,38 @@ def test_a_closed_end_wakes_who_waits_for_it(ends: tuple[Transport, Transport]):
         ends[0].wait_for_readers()
     with pytest.raises(PeerLost, match="group 1"):
         ends[0].receive(Value("equal"), 1, 0, 1)
+
+
+class Server:
+    """A transfer server of which nothing can be pulled in the way that is given."""
+
+    def __init__(self, pull: Callable[..., Any]) -> None:
+        self.pull = pull
+
+    def connect(self, address: str) -> "Server":
+        return self
+
+
+def fail(*_: Any) -> Any:
+    raise ConnectionError("no way there")
+
+
+def other_numbers(_: int, kinds: Sequence[Any]) -> list[jax.Array]:
+    return [jnp.zeros(kind.shape, kind.dtype) for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("pull", "problem"),
+    [
+        (fail, "ConnectionError: no way there"),
+        (other_numbers, "other numbers come than were sent"),
+        (lambda *_: time.sleep(1), r"nothing comes from 10\.0\.0\.2:1 in 0\.1 s"),
+    ],
+    ids=["raises", "wrong", "hangs"],
+)
+def test_a_server_that_does_not_serve_is_found_out(
+    pull: Callable[..., Any], problem: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ray_transport, "_PROBE_SECONDS", 0.1)
+    server, found = ray_transport._probed(Server(pull), "10.0.0.2:1", 1)
+    assert server is None and re.fullmatch(problem, found)

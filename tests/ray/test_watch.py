@@ -57,9 +57,9 @@ def watch(answers: Answers, silent: Sequence[int] = (), **limits: float) -> Watc
             answers.after[ref] = 1e9 if rank in silent else 0.0, 0.0
         return refs
 
-    waits = {"seconds": 60.0, "silent_seconds": 60.0, **limits}
+    waits = {"seconds": 60.0, "silent_seconds": 60.0, "hung_seconds": 3.0, **limits}
     name: Callable[[int], str] = "host {}".format
-    return Watch(answers, "step", waits["seconds"], waits["silent_seconds"], ping, name)
+    return Watch(answers, "step", ping=ping, name=name, **waits)
 
 
 def test_answers_come_back_by_rank():
@@ -104,3 +104,14 @@ def test_a_hung_host_is_told_though_it_takes_another_along():
     answers = Answers({"a": (4.5, dead), "b": (60.0, 1)})
     with pytest.raises(HostLostError, match="host 1 has been silent for"):
         watch(answers, silent=[1]).gather({"a": 0, "b": 1})
+
+
+def test_a_host_that_may_still_be_starting_is_not_the_cause():
+    text = "failed to import on the worker: No module named 'autopar'"
+    answers = Answers({"a": (1.5, Exceptions.RayError(text)), "b": (60.0, 1)})
+    for hung_seconds, told in ((60.0, "host 0 has not"), (0.1, "host 1 has been sil")):
+        answers.start = time.monotonic()
+        with pytest.raises((WorkerError, HostLostError), match=told):
+            watch(answers, silent=[1], hung_seconds=hung_seconds).gather(
+                {"a": 0, "b": 1}
+            )

@@ -4,7 +4,9 @@ Sizes as in GShard: G groups of S tokens of M numbers, E experts of H hidden uni
 which each takes C tokens of each group; a token goes to its best 1 or 2 experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +67,9 @@ class Experts:
         balance = (first.mean(1) * gates.mean(1)).mean() * self.experts**2
         return y, balance
 
-    def training(self, balance_weight: float = 0.01) -> Case:
+    def training_step(
+        self, balance_weight: float = 0.01
+    ) -> Callable[[Params, Params], tuple[Params, jax.Array, jax.Array]]:
         """One SGD step, with the loss and the gradient for x that a stack needs."""
 
         def step(params: Params, batch: Params) -> tuple[Params, jax.Array, jax.Array]:
@@ -78,7 +82,25 @@ class Experts:
             )
             return sgd(params, grads), value, x_grad
 
-        return Case(step, (self.params(), self.batch()))
+        return step
+
+    def training(self) -> Case:
+        """The step with arrays."""
+        return Case(self.training_step(), (self.params(), self.batch()))
+
+    def types(self) -> tuple[Any, Any]:
+        """Types of the parameters and of the batch, for what is planned only."""
+
+        def kind(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+        params = {
+            "gate": kind(self.width, self.experts),
+            "up": kind(self.experts, self.width, self.hidden),
+            "down": kind(self.experts, self.hidden, self.width),
+        }
+        x = kind(self.groups, self.tokens, self.width)
+        return params, {"x": x, "y": x}
 
 
 def looped(

@@ -176,9 +176,6 @@ def test_gpi_3_a_plan_file_says_what_is_made_again(tmp_path: Path) -> None:
     assert plan.explain() == step.plan(*case.args).explain()
 
 
-def test_gpi_3_stages_to_be_found_and_levels_to_be_chosen_are_refused() -> None:
-    step = f6().step
-    with pytest.raises(NotImplementedError, match="num_stages"):
-        autopar.parallelize(step, method=PipelineParallel(), remat="full")
-    with pytest.raises(NotImplementedError, match="name a level"):
-        autopar.parallelize(step, method=PipelineParallel(2, 2), remat="auto")
+def test_gpi_3_levels_to_be_chosen_need_the_number_of_stages() -> None:
+    with pytest.raises(NotImplementedError, match="give `num_stages`"):
+        autopar.parallelize(f6().step, method=PipelineParallel(), remat="auto")

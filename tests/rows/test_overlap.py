@@ -20,7 +20,7 @@ from autopar.methods.gather_again import graph_of_plan
 from autopar.methods.methods import Method
 from autopar.planner.plan_price import plan_seconds
 from autopar.planner.transfers_ahead import AHEAD, graph_sent_ahead, send_ahead
-from autopar.plans.plan import ShardingPlan
+from autopar.plans.parallel_plan import Plan
 from tests.rows.fixtures import Case, f1, f6, random
 from tests.rows.named_plans import graph_of
 from tests.rows.running import run_as_planned, sent_bytes, traffic
@@ -61,9 +61,7 @@ def scattered_rows() -> tuple[Case, dict[str, P]]:
     return Case(step, args), {"x": P(None, "x"), "w": P("x")}
 
 
-def plans_without_and_with_overlap(
-    case: Case, pins: dict[str, P]
-) -> list[ShardingPlan]:
+def plans_without_and_with_overlap(case: Case, pins: dict[str, P]) -> list[Plan]:
     """Each is run, and its collectives audited."""
     steps = [
         autopar.parallelize(
@@ -217,20 +215,18 @@ def test_parameters_are_gathered_while_the_layer_before_is_multiplied() -> None:
 
 
 def test_gradients_are_reduced_behind_the_backward_pass() -> None:
-    """Data parallel: without an order, all are summed after the last product."""
+    """Data parallel: each as soon as the products that it waits for are done."""
     plain, ahead = (
         compiled_with(f6(), autopar.DataParallel(), overlaps=each)
         for each in (False, True)
     )
     assert traffic(ahead.plan) == traffic(plain.plan)
-    unordered = transfers_and_products(plain.as_text())
-    assert unordered.count("R") == 1 and unordered.endswith("R")
     ordered = transfers_and_products(ahead.as_text())
     backward = ordered[ordered.index("R") :]
     assert ordered.count("R") >= 7
     # No two sums without products between them, but for the loss and the last ones.
     assert "RRR" not in ordered and backward.count("x") >= 6
-    assert temporaries(ahead) < temporaries(plain) - 6 * LAYER_BYTES
+    assert temporaries(ahead) < 10 * LAYER_BYTES  # 24 where all are summed as one
 
 
 def test_memory_of_what_is_gathered_ahead_is_predicted() -> None:

@@ -168,7 +168,7 @@ def test_spa_5_a_halo_wider_than_a_shard_is_a_gather_of_the_input() -> None:
     assert ("collective_permute", "h") not in found
 
 
-def unet(size: int, channels: int, depth: int = 2, batch: int = 1) -> Case:
+def unet_step(depth: int = 2) -> Any:
     """Pools on the way down, repeats and concatenations on the way up; SGD."""
 
     def step(params: Params, x: jax.Array, y: jax.Array) -> tuple[Params, jax.Array]:
@@ -187,16 +187,31 @@ def unet(size: int, channels: int, depth: int = 2, batch: int = 1) -> Case:
         value, grads = jax.value_and_grad(loss)(params)
         return sgd(params, grads), value
 
-    def kernel(seed: int, *channels: int) -> jax.Array:
-        return random(seed, 3, 3, *channels, scale=0.3 / channels[0] ** 0.5)
+    return step
 
-    params = {"in": kernel(0, 3, channels), "out": kernel(1, channels, 1)}
-    params["middle"] = kernel(2, channels, channels)
+
+def unet_types(size: int, channels: int, depth: int = 2, batch: int = 1) -> Any:
+    """Types of the parameters, of images, and of what is made of them."""
+
+    def kind(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    params = {"in": kind(3, 3, 3, channels), "out": kind(3, 3, channels, 1)}
+    params["middle"] = kind(3, 3, channels, channels)
     for level in range(depth):
-        params[f"down{level}"] = kernel(3 + level, channels, channels)
-        params[f"up{level}"] = kernel(9 + level, 2 * channels, channels)
-    x = random(20, batch, size, size, 3)
-    return Case(step, (params, x, random(21, batch, size, size, 1)))
+        params[f"down{level}"] = kind(3, 3, channels, channels)
+        params[f"up{level}"] = kind(3, 3, 2 * channels, channels)
+    return params, kind(batch, size, size, 3), kind(batch, size, size, 1)
+
+
+def unet(size: int, channels: int) -> Case:
+    """Small ones, with arrays."""
+    types, x, y = unet_types(size, channels)
+    params = {
+        name: random(seed, *kind.shape, scale=0.3 / kind.shape[2] ** 0.5)
+        for seed, (name, kind) in enumerate(types.items())
+    }
+    return Case(unet_step(), (params, random(20, *x.shape), random(21, *y.shape)))
 
 
 def spatial_flops(plan: Plan) -> float:
@@ -230,23 +245,6 @@ def test_spa_5_a_unet_in_rows_has_the_losses_of_one_device() -> None:
         state, loss = step(jax.tree.map(jnp.copy, state), x, y)
         expected, want = jax.jit(case.step)(expected, x, y)
         np.testing.assert_allclose(loss, want, rtol=1e-5)
-
-
-def test_spa_5_the_solver_splits_a_large_image_in_space() -> None:
-    """Unprompted: there is one example, and channels would move whole images."""
-    case = unet(1024, 16)
-    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), case.args)
-    cluster = autopar.Cluster.preset("8xH100")
-
-    def planned(**options: Any) -> Plan:
-        step = autopar.parallelize(case.step, mesh="x:8", cluster=cluster, **options)
-        return step.plan(*types)
-
-    plan, named = planned(), planned(method=autopar.Megatron(tensor=8))
-    assert spatial_flops(plan) > 0.9
-    assert plan.predicted.step_seconds < named.predicted.step_seconds
-    with pytest.raises(ValueError, match="use a batch that 8 divides"):
-        planned(method=autopar.DataParallel())
 
 
 def test_a_spatial_plan_is_priced_as_predicted_and_comes_back_from_its_file(

@@ -53,28 +53,3 @@ def test_every_strategy(equation: str, left: tuple, right: tuple) -> None:
 def test_on_unequal_axes_in_bfloat16() -> None:
     a = jnp.asarray(random_array(8, 16), jnp.bfloat16)
     check_every_strategy(jax.lax.dot, a, a.T, mesh=MESH_2X4)
-
-
-def test_ragged_products_and_their_gradients() -> None:
-    """Rows are grouped: features are parallel, and contracted features reduce."""
-    sizes = jnp.array([3, 1, 4])
-
-    def function(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jax.grad(
-            lambda x, w: (jax.lax.ragged_dot(x, w, sizes) ** 2).sum(), (0, 1)
-        )(x, w)
-
-    x, w = random_array(8, 4), random_array(3, 4, 6)
-    op = operator_of(
-        "ragged_dot_general", lambda x, w: jax.lax.ragged_dot(x, w, sizes), x, w
-    )
-    assert factor_table(op) == {
-        "n2": ((REPLICATED, 2, REPLICATED), (1,)),
-        "k0": ((1, 1, REPLICATED), (SUM,)),
-        "sum0": ((SUM, REPLICATED, REPLICATED), (SUM,)),
-        "sum1": ((REPLICATED, SUM, REPLICATED), (SUM,)),
-    }
-    reached = check_every_strategy(function, x, w, kinds=("ragged_dot_general",))
-    assert reached["ragged_dot_general"] == {
-        *("-", "m1", "n1", "n2", "k0", "sum0", "sum1")
-    }

@@ -105,18 +105,6 @@ def test_a_reduction_of_ones_own() -> None:
     check_every_strategy(function, X, X + 1)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [lax.cumsum, lax.cumprod, lax.cummax, lax.cummin, lax.cumlogsumexp],
-)
-def test_cumulative(function: Callable) -> None:
-    (kind,) = check_every_strategy(lambda x: function(x, axis=1), X)
-    op = operator_of(kind, lambda x: function(x, axis=1, reverse=True), X)
-    names = {"d0", "d2"} | ({"sum0"} if kind == "cumsum" else set())
-    assert set(factor_table(op)) == names
-    check_every_strategy(lambda x: function(x, axis=1, reverse=True), X)
-
-
 def test_sorts_and_top_k() -> None:
     def function(x: jax.Array) -> list[object]:
         return [jnp.sort(x, 1), jnp.argsort(x, 1), lax.top_k(x, 1), lax.sort(x)]

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 from autopar.sharding.spec import REPLICATED, SUM
@@ -58,8 +59,30 @@ def test_forward_mode() -> None:
     def function(x: jax.Array) -> jax.Array:
         return jax.jvp(max_pool, (x,), (jnp.cos(x),))[1]
 
-    reached = check_every_strategy(function, IMAGES, kinds=("select_and_gather_add",))
+    kinds = ("select_and_gather_add",)
+    reached = check_every_strategy(function, IMAGES, kinds=kinds)
     assert reached["select_and_gather_add"] == {"-", "d0", "d3", "sum0"}
+
+
+@pytest.mark.parametrize(
+    ("window", "stride", "padding"), [(2, 2, "VALID"), (3, 1, "SAME"), (3, 2, "SAME")]
+)
+@pytest.mark.parametrize("largest", [True, False])
+def test_forward_mode_with_halos(
+    window: int, stride: int, padding: str, largest: bool
+) -> None:
+    def pool(x: jax.Array) -> jax.Array:
+        start, choose = (-jnp.inf, lax.max) if largest else (jnp.inf, lax.min)
+        sizes, strides = (1, window, window, 1), (1, stride, stride, 1)
+        return lax.reduce_window(x, start, choose, sizes, strides, padding)
+
+    reached = check_every_strategy(
+        lambda x: jax.jvp(pool, (x,), (jnp.cos(x),))[1],
+        random_array(2, 16, 8, 1),
+        kinds=("select_and_gather_add",),
+        max_strategies=12,
+    )
+    assert WINDOWS <= reached["select_and_gather_add"]
 
 
 def test_windows_that_do_not_keep_pace_make_a_dim_whole() -> None:

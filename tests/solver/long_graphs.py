@@ -7,7 +7,8 @@ from math import prod
 
 import numpy as np
 
-from autopar.solver.choice_graph import ChoiceGraph, Edge, Node, shared_copy
+from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
+from autopar.solver.shared_copy import shared_copy
 
 BATCH, HIDDEN = 16.0, 64.0
 

@@ -4,7 +4,8 @@ from math import inf
 
 import numpy as np
 
-from autopar.solver.choice_graph import ChoiceGraph, Edge, Node, shared_copy
+from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
+from autopar.solver.shared_copy import shared_copy
 
 
 def random_graph(

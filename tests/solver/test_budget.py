@@ -9,11 +9,11 @@ import pytest
 from autopar.solver import ChoiceGraph, Infeasible, solve
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.brute_force import brute_force
-from autopar.solver.budget import solve_within_rows
 from autopar.solver.kept_choices import KeptChoices
 from autopar.solver.memory_rows import MemoryRow, live_row
 from autopar.solver.multipliers import best_prices, price
 from autopar.solver.relaxation import Relaxation, num_pairs
+from autopar.solver.within_rows import solve_within_rows
 from tests.solver.random_graphs import random_graph, with_budget
 
 NUM_INSTANCES = 200
@@ -161,8 +161,12 @@ def test_kept_choices_hold_the_best_plan_of_every_budget(seed: int) -> None:
 
 def test_best_prices_of_two_plans_are_where_their_lines_meet() -> None:
     cheap, small = (1.0, np.array([6.0])), (3.0, np.array([2.0]))
-    prices = best_prices([cheap[0], small[0]], [cheap[1], small[1]], 4.0)
+    used = np.stack([cheap[1], small[1]])
+    prices, value = best_prices([cheap[0], small[0]], used, 4.0)
     assert prices == pytest.approx([0.5])
+    assert value == pytest.approx(2.0)
+    with_limit, _ = best_prices([cheap[0]], used[:1], 4.0, most=3.0)
+    assert with_limit == pytest.approx([0.75])
 
 
 def test_known_plans_do_not_change_what_is_proved() -> None:

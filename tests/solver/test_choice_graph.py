@@ -5,7 +5,8 @@ from math import inf
 import numpy as np
 import pytest
 
-from autopar.solver.choice_graph import ChoiceGraph, Edge, Node, shared_copy
+from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
+from autopar.solver.shared_copy import shared_copy
 
 
 def node(*costs: float, held: tuple[float, ...] | None = None) -> Node:

@@ -1,0 +1,67 @@
+"""What a loop reads: the same in each iteration, or what it returns in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..graph.build_graph import SCAN, WHILE
+from ..graph.op_graph import Operator
+
+
+def num_constants(op: Operator) -> int:
+    """How many operands of an operator with bodies are the same in each iteration."""
+    if op.kind == SCAN:
+        return op.params["num_consts"]
+    if op.kind == WHILE:
+        return op.params["cond_nconsts"] + op.params["body_nconsts"]
+    return 0
+
+
+def made_inside(
+    operators: Sequence[Operator], rows: Sequence[int], read_start: np.ndarray
+) -> list[int]:
+    """The reads of loops that are one number in all places: each iteration makes them.
+
+    `rows` are those of `operators`, all of one block, that may be loops. Row k reads at
+    `read_start[k]` and after what of its operands is no literal.
+    """
+    loops = [row for row in rows if operators[row].bodies]
+    if not loops:
+        return []
+    filled = {
+        op.results[0]
+        for op in operators
+        if op.kind == "broadcast_in_dim" and op.is_constant(0)
+    }
+    found: list[int] = []
+    for row in loops:
+        op = operators[row]
+        consts = op.operands[: num_constants(op)]
+        read = [operand for operand in consts if isinstance(operand, int)]
+        places = enumerate(read, int(read_start[row]))
+        found += [at for at, tensor in places if tensor in filled]
+    return found
+
+
+def carries(
+    op: Operator, reads: Sequence[int], writes: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """Pairs of what a loop reads and what it returns in the same place.
+
+    `reads` are values of its operands that are no literals, `writes` of its results.
+    """
+    first = num_constants(op)
+    if op.kind == SCAN:
+        count = op.params["num_carry"]
+    elif op.kind == WHILE:
+        count = len(op.operands) - first
+    else:
+        return ()
+    read = iter(reads)
+    by_operand = [
+        None if op.is_constant(i) else next(read) for i in range(first + count)
+    ]
+    pairs = zip(by_operand[first:], writes, strict=False)
+    return tuple((old, new) for old, new in pairs if old is not None)

@@ -1,0 +1,200 @@
+"""A plan mixed from plans: clusters of nodes that each follow one of them.
+
+Where prices on memory are best, several plans are equally good, and between them those
+within the budget: some layers follow the one, some the other. So
+
+    clusters   nodes that the plans decide differently, joined along the edges where it
+               costs most to follow two plans, up to a size (`_clusters`; Kruskal 1956)
+    contract   a cluster is a node whose choices are the plans; edges and rows of memory
+               are summed (`_contracted`)
+    branch     the integer program of what is left, with every row, is small
+
+Costs and rows are exact, so that a mixture is a plan like any other.
+"""
+
+from collections.abc import Sequence
+from math import ceil, inf
+
+import numpy as np
+
+from .choice_graph import ChoiceGraph, Edge, Node
+from .memory_rows import MemoryRow
+from .relaxation import Relaxation
+
+FEWEST_PARTS = 128  # that all nodes with a choice are cut into, or more
+MOST_TREE_NODES = 20
+ROUNDING = 1e-9
+
+
+def mix(
+    graph: ChoiceGraph,
+    rows: Sequence[MemoryRow],
+    budget: float,
+    plans: Sequence[Sequence[int]],
+    *,
+    gap: float,
+    cost: float = inf,
+) -> tuple[int, ...] | None:
+    """The cheapest mixture of some plans that no row puts above the budget.
+
+    Args:
+        graph: the problem; its budget is not looked at.
+        rows: all that is said about memory.
+        budget: what each row may come to.
+        plans: allowed ones, within budget or not.
+        gap: relative distance from the best mixture at which to stop.
+        cost: of a plan that is known; None is returned where no mixture is cheaper.
+    """
+    table = np.unique(np.array(plans, np.intp), axis=0)
+    if len(table) < 2:
+        return None
+    mixture = _Mixture(graph, table)
+    within = [mixture.row(row) for row in rows]
+    within = [row for row in within if _most(row) > budget]
+    if any(not row.nodes for row in within):
+        return None  # no plan changes what is too much
+    contracted = mixture.graph(within)
+    everything = np.ones(contracted.num_choices, bool)
+    size = float(min(mixture.costs.min(), cost))
+    limit = budget * (1 - ROUNDING)
+    relaxation = Relaxation(contracted, everything, limit, size=size)
+    for row in within:
+        relaxation.add_row(row)
+    found = relaxation.solve_whole(gap, MOST_TREE_NODES)
+    if found is None or not contracted.cost(found) < cost:
+        return None
+    return mixture.expand(found)
+
+
+class _Mixture:
+    """`cluster` [nodes] is -1 where all plans agree; `table` [plans, nodes]."""
+
+    def __init__(self, graph: ChoiceGraph, table: np.ndarray) -> None:
+        self.whole, self.table = graph, table
+        self.costs = np.array([graph.cost(plan) for plan in table])
+        differs = (table != table[0]).any(axis=0)
+        types = graph.types
+        self._used = np.flatnonzero(differs[types.first] | differs[types.second])
+        self._first, self._second = types.first[self._used], types.second[self._used]
+        self._between = _edge_costs(graph, table, self._used)
+        self.cluster = _clusters(
+            differs, self._first, self._second, _mismatch(self._between)
+        )
+        self.count = int(self.cluster.max(initial=-1)) + 1
+
+    def graph(self, rows: Sequence[MemoryRow]) -> ChoiceGraph:
+        """Clusters as nodes, plans as choices, the most of their rows as bytes."""
+        plans = len(self.table)
+        first, second = self.cluster[self._first], self.cluster[self._second]
+        own = np.zeros((self.count, plans))
+        members = np.flatnonzero(self.cluster >= 0)
+        chosen = _node_costs(self.whole, self.table)[:, members]
+        np.add.at(own, self.cluster[members], chosen.T)
+        is_inside = (first < 0) | (second < 0) | (first == second)
+        along = np.einsum("epp->ep", self._between)[is_inside]
+        np.add.at(own, np.maximum(first, second)[is_inside], along)
+        across = ~is_inside
+        low, high = np.minimum(first, second), np.maximum(first, second)
+        matrices = np.where(
+            (first < second)[:, None, None],
+            self._between,
+            self._between.transpose(0, 2, 1),
+        )[across]
+        ends, number = np.unique(
+            low[across] * self.count + high[across], return_inverse=True
+        )
+        between = np.zeros((len(ends), plans, plans))
+        np.add.at(between, number.reshape(-1), matrices)
+        each = np.arange(plans)
+        edges = [
+            Edge(int(both // self.count), int(both % self.count), each, each, matrix)
+            for both, matrix in zip(ends, between, strict=True)
+        ]
+        held = np.zeros((self.count, plans))
+        for row in rows:
+            held[row.index] = np.maximum(held[row.index], row.weights)
+        pairs = enumerate(zip(own, held, strict=True))
+        nodes = [Node(f"cluster {k}", costs, most) for k, (costs, most) in pairs]
+        bare = ChoiceGraph(tuple(nodes), tuple(edges))
+        constant = self.costs[0] - bare.cost([0] * self.count)
+        return ChoiceGraph(bare.nodes, bare.edges, constant=float(constant))
+
+    def row(self, row: MemoryRow) -> MemoryRow:
+        """What clusters hold by a row of the whole graph."""
+        cluster = self.cluster[row.index]
+        held = np.stack([row.held(plan) for plan in self.table], axis=1)
+        weights = np.zeros((self.count, len(self.table)))
+        np.add.at(weights, cluster[cluster >= 0], held[cluster >= 0])
+        least = weights.min(axis=1)
+        weights -= least[:, None]
+        constant = row.constant + held[cluster < 0, 0].sum() + least.sum()
+        nodes = np.flatnonzero(weights.any(axis=1)).tolist()
+        return MemoryRow(tuple(nodes), tuple(weights[nodes]), float(constant))
+
+    def expand(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """The plan of the whole graph."""
+        followed = np.array([*choices, 0])[self.cluster]  # -1 is the last: any plan
+        return tuple(self.table[followed, np.arange(followed.size)].tolist())
+
+
+def _most(row: MemoryRow) -> float:
+    return row.constant + sum(float(held.max()) for held in row.weights)
+
+
+def _node_costs(graph: ChoiceGraph, table: np.ndarray) -> np.ndarray:
+    """[plans, nodes] of choices [plans, nodes]."""
+    types = graph.types
+    each = [graph.nodes[index].costs for index in types.node_of.tolist()]
+    starts = np.cumsum([0, *(costs.size for costs in each)], dtype=np.intp)
+    return np.concatenate(each)[starts[types.node] + table]
+
+
+def _edge_costs(graph: ChoiceGraph, table: np.ndarray, used: np.ndarray) -> np.ndarray:
+    """[used, plans, plans] what edges cost if their ends follow two plans."""
+    types, plans = graph.types, len(table)
+    found = np.zeros((used.size, plans, plans))
+    order = np.argsort(types.edge[used], kind="stable")
+    kinds, starts = np.unique(types.edge[used][order], return_index=True)
+    for kind, members in zip(kinds, np.split(order, starts[1:]), strict=False):
+        edge = graph.edges[int(types.edge_of[kind])]
+        rows = edge.first_class[table[:, types.first[used[members]]]]
+        columns = edge.second_class[table[:, types.second[used[members]]]]
+        costs = edge.costs[rows[:, None, :], columns[None, :, :]]
+        found[members] = costs.transpose(2, 0, 1)
+    return found
+
+
+def _mismatch(between: np.ndarray) -> np.ndarray:
+    """[edges] the most that two plans at its ends cost beyond one at both."""
+    same = np.einsum("epp->ep", between)
+    apart = between + between.transpose(0, 2, 1) - same[:, :, None] - same[:, None, :]
+    return apart.reshape(len(between), -1).max(axis=1, initial=0.0)
+
+
+def _clusters(
+    differs: np.ndarray, first: np.ndarray, second: np.ndarray, apart: np.ndarray
+) -> np.ndarray:
+    """[nodes] the cluster of each node that `differs`, -1 of the others.
+
+    Edges `first` to `second` are joined where `apart` is largest.
+    """
+    members = np.flatnonzero(differs)
+    most = ceil(members.size / FEWEST_PARTS)
+    parent, size = list(range(differs.size)), [1] * differs.size
+
+    def root(node: int) -> int:
+        while parent[node] != node:
+            parent[node] = node = parent[parent[node]]
+        return node
+
+    is_wanted = differs[first] & differs[second] & (apart > 0)
+    order = np.argsort(-apart[is_wanted], kind="stable")
+    ends = first[is_wanted][order].tolist(), second[is_wanted][order].tolist()
+    for one, other in zip(*ends, strict=True):
+        low, high = root(one), root(other)
+        if low != high and size[low] + size[high] <= most:
+            parent[high], size[low] = low, size[low] + size[high]
+    found = np.full(differs.size, -1)
+    roots = [root(node) for node in members.tolist()]
+    found[members] = np.unique(roots, return_inverse=True)[1].reshape(-1)
+    return found

@@ -1,0 +1,75 @@
+"""The cheapest assignment within rows of memory: by prices, and whole if it is small.
+
+Prices and mixtures (lagrangian.py) take a few solutions without a budget, whatever the
+size. What gap they leave, branching closes (budget.py) where the graph is small enough.
+"""
+
+from collections.abc import Sequence
+
+from .array_pool import ArrayPool
+from .assignment import Assignment
+from .budget import WithinRows, does_not_fit
+from .choice_graph import ChoiceGraph
+from .clock import Clock
+from .lagrangian import PricedPlans
+from .memory_rows import MemoryRow
+from .search import Search
+
+FEW_NODES, MANY_NODES = 300, 2500
+MOST_WORK = 600.0  # seconds, of free solutions; see `clock.py`
+GUARD_SECONDS = 1200.0
+
+
+def solve_within_rows(
+    graph: ChoiceGraph,
+    rows: Sequence[MemoryRow],
+    budget: float,
+    *,
+    gap: float,
+    free: Assignment,
+    known: Sequence[Sequence[int]] = (),
+    aim: float | None = None,
+    plans: PricedPlans | None = None,
+) -> Assignment:
+    """The cheapest assignment that no row puts above the budget, with a bound.
+
+    Args:
+        graph: the problem; its live sets and budget are not looked at.
+        rows: all that is said about memory; each may come to `budget`.
+        gap: relative distance of bound to cost at which to stop.
+        free: the solution without rows.
+        known: assignments met before, that fit or not.
+        aim: what rows of the assignment come to at most, if less than the budget; the
+            bound is on all that fit the budget.
+        plans: those of earlier searches in the graph, with other rows or budgets.
+
+    Raises Infeasible where nothing fits, or nothing was found that does.
+    """
+    plans = plans or PricedPlans(graph, ArrayPool(Clock(GUARD_SECONDS)))
+    search = Search(graph, gap, plans.pool.clock.spent + MOST_WORK, plans.pool)
+    search.raise_bound(free.bound)
+    for each in (free.choices, *known):
+        plans.add(each)
+    aim = budget if aim is None else min(aim, budget)
+    if len(graph.nodes) > FEW_NODES:
+        _price_and_mix(search, plans, rows, budget, aim)
+    if not search.is_closed and len(graph.nodes) <= MANY_NODES:
+        WithinRows(search, rows, aim).run(plans.plans)
+    return search.result()
+
+
+def _price_and_mix(
+    search: Search,
+    plans: PricedPlans,
+    rows: Sequence[MemoryRow],
+    budget: float,
+    aim: float,
+) -> None:
+    prices = plans.close(search, rows, budget, aim)
+    if search.choices is None:
+        bound = plans.least_peak(rows, prices)
+        least = plans.offer(search, rows, aim)
+        if bound > aim or (
+            search.choices is None and len(search.graph.nodes) > MANY_NODES
+        ):
+            raise does_not_fit(aim, min(bound, least), least)

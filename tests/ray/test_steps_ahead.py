@@ -1,0 +1,124 @@
+"""Calls that return before their steps are done: values, donation, and lost hosts."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+from autopar.clusters.cluster import Cluster
+from autopar.errors import HostLostError
+from autopar.runtime.ray_local import LocalHosts
+from autopar.state.distributed_array import DistributedArray
+from benchmarks.models import Workload, build
+
+FORMS = {
+    "one program": autopar.ShardParallel(),
+    "two stages": autopar.PipelineParallel(num_stages=2, num_microbatches=4),
+}
+AHEAD = 2
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return build("mlp", optimizer="adamw_clip")
+
+
+class Ahead:
+    """A step that may be two calls behind, and its first arguments."""
+
+    def __init__(self, method: Any, cluster: Cluster, workload: Workload) -> None:
+        self.step: Any = autopar.parallelize(
+            workload.step, method=method, cluster=cluster
+        )
+        self.batch = workload.make_batch(0)
+        self.first = self.step.init(workload.init, jax.random.key(0), batch=self.batch)
+        state, _ = self.step(self.first, self.batch)  # compiles
+        self.state = jax.block_until_ready(state)
+
+    @property
+    def workers(self) -> Any:
+        for pipelined in self.step._pipelines.values():
+            return pipelined.execute.workers
+        (executable,) = self.step._executables.values()
+        return executable.workers
+
+    @contextmanager
+    def standing_still(self) -> Iterator[list[int]]:
+        """All hosts do nothing meanwhile; gives their processes."""
+        processes = [facts.process_id for facts in self.workers.facts]
+        for each in processes:
+            os.kill(each, signal.SIGSTOP)
+        try:
+            yield processes
+        finally:
+            for each in processes:
+                os.kill(each, signal.SIGCONT)
+
+
+@pytest.fixture(
+    scope="module",
+    params=["one program", pytest.param("two stages", marks=pytest.mark.slow)],
+)
+def ahead(
+    request: pytest.FixtureRequest, ray_hosts: LocalHosts, workload: Workload
+) -> Iterator[Ahead]:
+    cluster = Cluster.ray(ray_hosts.address, silent_seconds=60.0, steps_ahead=AHEAD)
+    made = Ahead(FORMS[request.param], cluster, workload)
+    yield made
+    made.step.close()
+
+
+def test_a_call_returns_before_its_step_is_done(ahead: Ahead, workload: Workload):
+    state, losses = autopar.fetch(ahead.state), []
+    for _ in range(6):
+        state, metrics = jax.jit(workload.step)(state, ahead.batch)
+        losses.append(float(metrics["loss"]))
+    got, found = ahead.state, []
+    with ahead.standing_still():
+        for _ in range(AHEAD):
+            got, metrics = ahead.step(got, ahead.batch)
+            found.append(metrics["loss"])
+    assert all(isinstance(loss, DistributedArray) for loss in found)
+    for _ in range(AHEAD, 6):
+        got, metrics = ahead.step(got, ahead.batch)
+        found.append(metrics["loss"])
+        assert len(ahead.workers._under_way) <= AHEAD
+    np.testing.assert_allclose([float(loss) for loss in found], losses, rtol=2e-5)
+    assert f"{found[0]:.3f}" == f"{losses[0]:.3f}"
+    for a, b in zip(*map(jax.tree.leaves, (autopar.fetch(got), state)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+    ahead.state = got
+
+
+def test_what_a_step_takes_is_known_when_it_is_asked_for(ahead: Ahead):
+    old = ahead.state
+    with ahead.standing_still():
+        ahead.state, _ = ahead.step(old, ahead.batch)
+    with pytest.raises(RuntimeError, match="Pass the state that the last call"):
+        ahead.step(old, ahead.batch)
+    assert jax.tree.leaves(old.params)[0].is_deleted()
+    assert ahead.workers.lost is None, "the workers go on"
+
+
+def test_a_lost_host_is_told_where_a_result_is_read_and_by_the_next_call(ahead: Ahead):
+    with ahead.standing_still() as processes:
+        state, metrics = ahead.step(ahead.state, ahead.batch)
+        os.kill(processes[1], signal.SIGKILL)
+        processes.pop()
+    with pytest.raises(HostLostError, match="host 1 at .* died") as caught:
+        float(metrics["loss"])
+    assert caught.value.rank == 1
+    with pytest.raises(HostLostError, match="host 1 at .* died"):
+        ahead.step(state, ahead.batch)
+
+
+@pytest.mark.parametrize("number", [-1, 9, True, 1.5])
+def test_the_number_is_checked(ray_hosts: LocalHosts, number: Any):
+    with pytest.raises(ValueError, match="`steps_ahead` must be a number from 0 to 8"):
+        Cluster.ray(ray_hosts.address, steps_ahead=number)

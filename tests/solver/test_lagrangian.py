@@ -1,0 +1,142 @@
+"""Prices and mixtures: bound <= brute force <= plan, and a mixture is a plan."""
+
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+import pytest
+
+from autopar.solver import ChoiceGraph, solve
+from autopar.solver.array_pool import ArrayPool
+from autopar.solver.choice_graph import Infeasible
+from autopar.solver.lagrangian import PricedPlans
+from autopar.solver.memory_rows import MemoryRow
+from autopar.solver.mixing import mix
+from autopar.solver.multipliers import price
+from autopar.solver.search import Search
+from autopar.solver.within_rows import solve_within_rows
+from tests.solver.layered_graphs import layered_graph
+from tests.solver.random_graphs import random_graph
+
+
+def rows_of(graph: ChoiceGraph, seed: int, number: int = 3) -> list[MemoryRow]:
+    """Rows that equal nodes weigh alike in, and one node besides that does not."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(number):
+        weights: dict[int, np.ndarray] = {}
+        for node in graph.nodes:
+            held = rng.integers(0, 6, node.costs.size).astype(float)
+            weights.setdefault(id(node.costs), held)
+        members = [v for v in range(len(graph.nodes)) if rng.random() < 0.8]
+        held = [weights[id(graph.nodes[v].costs)] for v in members]
+        held[0] = held[0] + 1.0
+        rows.append(MemoryRow(tuple(members), tuple(held), float(rng.integers(-3, 4))))
+    return rows
+
+
+def every_assignment(graph: ChoiceGraph) -> np.ndarray:
+    sizes = [node.costs.size for node in graph.nodes]
+    return np.stack(np.meshgrid(*map(np.arange, sizes), indexing="ij"), -1).reshape(
+        -1, len(sizes)
+    )
+
+
+def best_within(
+    graph: ChoiceGraph, rows: list[MemoryRow], budget: float, some: np.ndarray
+) -> float:
+    fitting = [x for x in some if all(row.used(x) <= budget for row in rows)]
+    return min((graph.cost(x) for x in fitting), default=inf)
+
+
+def small(seed: int) -> ChoiceGraph:
+    if seed % 2:
+        return layered_graph(seed, num_layers=6, num_places=1, num_ends=1)
+    return random_graph(seed, num_nodes=6, forbidden=0.0, num_copies=0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_prices_bound_brute_force_from_below_and_plans_fit(seed: int) -> None:
+    graph = small(seed)
+    rows, every = rows_of(graph, seed), every_assignment(graph)
+    peaks = [max(row.used(x) for row in rows) for x in every]
+    budget = float(np.quantile(peaks, 0.3))
+    best = best_within(graph, rows, budget, every)
+    plans = PricedPlans(graph)
+    plans.add(solve(graph).choices)
+    search = Search(graph, 1e-3, 60.0, plans.pool)
+    prices = plans.close(search, rows, budget)
+    assert search.bound <= best + 1e-6
+    assert best - 1e-9 <= search.cost
+    if search.choices is not None:
+        assert max(row.used(search.choices) for row in rows) <= budget
+    assert plans.least_peak(rows, prices) <= min(peaks) + 1e-6
+    aimed = Search(graph, 1e-3, 60.0, plans.pool)
+    plans.close(aimed, rows, budget, aim=budget - 1.0)
+    assert aimed.bound <= best + 1e-6
+    if aimed.choices is not None:
+        assert max(row.used(aimed.choices) for row in rows) <= budget - 1.0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_mixture_is_the_best_of_what_clusters_of_one_node_can_be(seed: int) -> None:
+    """So few nodes are each a cluster: every node follows one of the plans."""
+    graph = small(seed)
+    rows = rows_of(graph, seed)
+    rng = np.random.default_rng(seed)
+    every = every_assignment(graph)
+    table = every[rng.choice(len(every), 3, replace=False)]
+    plans = [tuple(each.tolist()) for each in table]
+    allowed = np.ones(len(every), bool)
+    for node in range(len(graph.nodes)):
+        allowed &= np.isin(every[:, node], table[:, node])
+    some = every[allowed]
+    budget = float(np.median([max(row.used(x) for row in rows) for x in some])) + 0.5
+    best = best_within(graph, rows, budget, some)
+    found = mix(graph, rows, budget, plans, gap=0.0)
+    assert found is not None
+    assert all(row.used(found) <= budget for row in rows)
+    assert graph.cost(found) == pytest.approx(best, abs=1e-6)
+    assert mix(graph, rows, budget, plans, gap=0.0, cost=best) is None
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_priced_graph_costs_what_its_rows_hold_besides(seed: int) -> None:
+    graph = small(seed)
+    rows = rows_of(graph, seed)
+    rng = np.random.default_rng(seed)
+    prices = rng.random(len(rows)) * (rng.random(len(rows)) < 0.7)
+    priced = price(graph, rows, prices, 5.0)
+    for x in every_assignment(graph)[::7]:
+        over = sum(m * (row.used(x) - 5.0) for m, row in zip(prices, rows, strict=True))
+        assert priced.cost(x) == pytest.approx(graph.cost(x) + over)
+
+
+def test_many_layers_within_a_budget_are_mixed_to_a_part_of_a_layer() -> None:
+    """Prices alone give every layer the one plan or the other."""
+    graph = layered_graph(3, num_layers=200)
+    rows = rows_of(graph, 3, number=2)
+    free = solve(graph)
+    used = [row.used(free.choices) for row in rows]
+    least = PricedPlans(graph)
+    least.add(free.choices)
+    bound = least.least_peak(rows, np.array([1.0, 1.0]))
+    budget = (max(used) + bound) / 2
+    plans = PricedPlans(graph, ArrayPool())
+    found = solve_within_rows(graph, rows, budget, gap=1e-2, free=free, plans=plans)
+    assert max(row.used(found.choices) for row in rows) <= budget
+    assert found.gap <= 1e-2
+    assert found.bound > free.bound
+    again = solve_within_rows(graph, rows, budget, gap=1e-2, free=free)
+    assert (again.choices, again.bound) == (found.choices, found.bound)
+    with pytest.raises(Infeasible) as raised:
+        solve_within_rows(graph, rows, 0.9 * bound, gap=1e-2, free=free, plans=plans)
+    assert 0.9 * bound < raised.value.least_budget_bound <= raised.value.least_budget
+
+
+def test_the_budget_of_the_graph_itself_is_not_looked_at() -> None:
+    graph = replace(small(1), live_sets=((0, 1),), budget=0.0)
+    rows = rows_of(graph, 1)
+    plans = PricedPlans(replace(graph, budget=None, live_sets=()))
+    plans.add([0] * len(graph.nodes))
+    assert plans.used(rows).shape == (1, len(rows))

@@ -1,0 +1,194 @@
+"""Pins of a pipeline: a leaf lives on one stage, and is pinned on that stage's mesh."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autopar.api import parallelize
+from autopar.methods.methods import PipelineParallel
+from autopar.state.leaf_pieces import piece_shardings
+
+from .rows.running import run_pipeline_as_planned
+
+TWO = PipelineParallel(2, 2, stage_meshes=["a:4", "b:4"])
+EQUAL = PipelineParallel(2, 2)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape) * 0.3
+
+
+def chain(params: Any, x: jax.Array) -> Any:
+    """Four products, two of them on each of two stages."""
+
+    def loss(params: Any) -> jax.Array:
+        y = x
+        for w in params:
+            y = jnp.tanh(y @ w)
+        return jnp.square(y).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def stacked(params: Any, x: jax.Array) -> Any:
+    """Four layers in a scan, two on each of two stages."""
+
+    def loss(params: Any) -> jax.Array:
+        y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, params["w"])
+        return jnp.square(y).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def tied(params: Any, tokens: jax.Array) -> Any:
+    """The embedding lives on the first stage, and the last one reads it."""
+
+    def loss(params: Any) -> jax.Array:
+        x = params["embed"][tokens]
+        for kernel in params["hidden"]:
+            x = x + jnp.tanh(x @ kernel)
+        log_probs = jax.nn.log_softmax(x @ params["embed"].T)
+        return -jnp.take_along_axis(log_probs, tokens[..., None], -1).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def kernels() -> list[jax.Array]:
+    return [normal(i, 32, 32) for i in range(4)]
+
+
+def mesh(first: int, end: int, name: str = "x") -> Mesh:
+    return Mesh(np.array(jax.devices()[first:end]), (name,))
+
+
+def placed(leaf: jax.Array, on: Mesh, *spec: str | None) -> jax.Array:
+    return jax.device_put(leaf, NamedSharding(on, P(*spec)))
+
+
+def assert_close(got: Any, expected: Any) -> None:
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            P("a", "b"),
+            r"pin 'params\[3\]' of params\[3\] is P\('a', 'b'\), which "
+            r"names 'a' of stage 0 and 'b' of stage 1, and params\[3\] is on stage 1, "
+            r"whose mesh is b:4; name axes of that mesh, or move .*stage_products",
+        ),
+        (P(("a", "b")), "names 'a' of stage 0 and 'b' of stage 1"),
+        (P(None, "a"), "names 'a' of stage 0, and .* is on stage 1"),
+        (P("c"), "names 'c' of none, and .* is on stage 1"),
+    ],
+)
+def test_a_pin_that_puts_a_leaf_on_other_stages_is_refused(
+    spec: P, message: str
+) -> None:
+    step = parallelize(chain, method=TWO, pins={"params[3]": spec})
+    with pytest.raises(ValueError, match="A leaf lives on one stage.*" + message):
+        step(kernels(), normal(9, 16, 32))
+
+
+def test_each_stage_keeps_the_pins_of_its_own_axes() -> None:
+    pins = {r"params.[01]": P("a"), r"params.[23]": P(None, "b"), "x": P("a")}
+    step = parallelize(chain, method=TWO, pins=pins)
+    compiled = run_pipeline_as_planned(step, kernels(), normal(9, 64, 32))
+    found = compiled.lowered.step.pipeline.planned.specs
+    homes = [found[f"params[{i}]", i // 2] for i in range(4)]
+    assert homes == [(0,), (0,), (1,), (1,)]
+
+
+def test_a_leaf_that_two_stages_read_is_pinned_where_it_lives() -> None:
+    params = {"embed": normal(0, 32, 64), "hidden": [normal(i, 64, 64) for i in (1, 2)]}
+    tokens = jax.random.randint(jax.random.key(9), (16, 4), 0, 32)
+    step = parallelize(tied, method=TWO, pins={"embed": P(None, "a")})
+    compiled = run_pipeline_as_planned(step, params, tokens)
+    planned = compiled.lowered.step.pipeline.planned
+    assert planned.flow.slots["params['embed']"].stage == 0
+    assert planned.specs["params['embed']", 0] == (1,)
+    assert ("params['embed']", 1) in planned.specs
+
+
+def test_a_leaf_stays_where_it_was_placed_on_its_stage() -> None:
+    params = kernels()
+    for i, spec in ((1, ("x",)), (2, (None, "x"))):
+        params[i] = placed(params[i], mesh(*((0, 4) if i < 2 else (4, 8))), *spec)
+    step = parallelize(chain, method=EQUAL, pins={"params": "placed"})
+    x = normal(9, 16, 32)
+    expected = jax.jit(chain)(kernels(), x)
+    compiled: Any = step.lower(params, x).compile()
+    compiled.audit().raise_if_wrong()
+    planned = compiled.lowered.step.pipeline.planned
+    assert planned.specs["params[1]", 0] == (0,)
+    assert planned.specs["params[2]", 1] == (1,)
+    assert_close(step(params, x), expected)
+
+
+def test_a_stacked_leaf_stays_in_the_pieces_that_a_step_returned() -> None:
+    pins = {"params": P(None, None, "x")}
+    x = normal(9, 16, 32)
+    first = parallelize(stacked, method=EQUAL, pins=pins, donate_argnums=())
+    params, _ = first({"w": jnp.stack(kernels())}, x)
+    again = parallelize(stacked, method=EQUAL, pins={"params/w": "placed"})
+    compiled: Any = again.lower(params, x).compile()
+    compiled.audit().raise_if_wrong()
+    planned = compiled.lowered.step.pipeline.planned
+    homes = {k: v for k, v in planned.specs.items() if k[0].startswith("params['w']")}
+    assert homes == {("params['w'][0:2]", 0): (2,), ("params['w'][2:4]", 1): (2,)}
+    expected = jax.jit(stacked)({"w": jnp.asarray(params["w"])}, x)
+    assert_close(again(params, x), expected)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (
+            (0, 8),
+            r"params\[3\] is on stage 1, .* lies on x:8 on devices of stages 0, 1",
+        ),
+        (
+            (0, 4),
+            r"is on stage 1, whose mesh is x:4, and .* x:4 on devices of stages 0",
+        ),
+        ((2, 6), "x:4 on devices of stages 0, 1; leave the pin out"),
+        ((4, 6), "lies on x:2 on devices of stages 1"),
+    ],
+)
+def test_what_lies_on_other_devices_cannot_stay(
+    devices: tuple[int, int], message: str
+) -> None:
+    params = kernels()
+    params[3] = placed(params[3], mesh(*devices), "x")
+    step = parallelize(chain, method=EQUAL, pins={"params[3]": "placed"})
+    with pytest.raises(ValueError, match="A leaf lives on one stage.*" + message):
+        step.plan(params, normal(9, 16, 32))
+
+
+def test_a_pin_placed_needs_an_array_on_a_mesh() -> None:
+    step = parallelize(chain, method=EQUAL, pins={"params": "placed"})
+    with pytest.raises(ValueError, match="'params' is found in none; place it"):
+        step.plan(kernels(), normal(9, 16, 32))
+
+
+def test_pieces_of_a_leaf_lie_where_the_leaf_does() -> None:
+    on = Mesh(np.array(jax.devices()).reshape(2, 4), ("stage", "x"))
+    leaf = jax.device_put(normal(0, 4, 8), NamedSharding(on, P("stage", "x")))
+    found = piece_shardings(leaf, 2)
+    devices = jax.devices()
+    assert [each.device_set for each in found] == [{*devices[:4]}, {*devices[4:]}]
+    assert all(each.spec == P(None, "x") for each in found)
+    assert [each.mesh.axis_names for each in found] == [("x",), ("x",)]
+    assert piece_shardings(leaf, 3) == [leaf.sharding] * 3
+    assert piece_shardings(np.ones(4), 2) == [None, None]
