@@ -147,7 +147,8 @@ def compile_code(
         donate_argnums=(0,),
     )
     arguments, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
-    compiled = jitted.lower(*arguments).compile()
+    options: dict[str, str | bool] = {**code.compiler_options}
+    compiled = jitted.lower(*arguments).compile(options)
 
     def run(values: Sequence[Any]) -> Sequence[Any]:
         return compiled(

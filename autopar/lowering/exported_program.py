@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -92,8 +92,9 @@ class ExportedProgram:
     """An `SpmdProgram` as bytes for one platform.
 
     Called on lists of `donated` leaves, `kept` leaves and `constants`; the first two
-    hold positions among `inputs`. Donation is not part of the bytes: whoever compiles
-    them asks for it again. `digest` is the SHA-256 of the bytes as they were exported.
+    hold positions among `inputs`. Donation and `compiler_options` are not part of the
+    bytes: whoever compiles them asks for both again. `digest` is the SHA-256 of the
+    bytes as they were exported.
     """
 
     name: str
@@ -104,6 +105,7 @@ class ExportedProgram:
     inputs: tuple[ShardedType, ...]
     constants: tuple[ShardedType, ...]
     outputs: tuple[ShardedType, ...]
+    compiler_options: Mapping[str, str]
 
     def checked_code(self) -> bytes:
         """The bytes, if they are those that were exported.
@@ -152,6 +154,7 @@ def export_program(program: SpmdProgram, platform: str) -> ExportedProgram:
         inputs,
         closed_over,
         results,
+        program.compiler_options,
     )
 
 

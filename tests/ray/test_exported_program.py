@@ -84,6 +84,7 @@ def test_a_step_is_lowered_without_devices_and_equals_jit():
     args = rng.standard_normal((64, 32), np.float32), np.ones((16, 64), np.float32)
     code, constants = exported(step, *args, mesh="data:2;model:4")
     assert len(constants) == 1
+    assert "all-reduce-combiner" in code.compiler_options["xla_disable_hlo_passes"]
     for got, expected in zip(
         run(code, constants, args), jax.jit(step)(*args), strict=True
     ):
