@@ -226,7 +226,7 @@ def of_single_devices(num_stages: int, num_microbatches: int) -> PipelineParalle
 
 
 GPT = [
-    (dict(num_layers=3, tied=False), 2, (2, 1)),
+    pytest.param(dict(num_layers=3, tied=False), 2, (2, 1), marks=pytest.mark.slow),
     pytest.param(
         dict(num_layers=4, tied=True, remat=True),
         4,

@@ -64,7 +64,9 @@ def losses(step: Any, state: Any, workload: Workload, numbers: range) -> list[fl
     return found
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param("one program", marks=pytest.mark.slow), "two stages"]
+)
 def test_a_state_is_saved_and_goes_on_under_either_plan(
     steps: Any, workload: Workload, name: str, tmp_path: Path
 ):

@@ -76,7 +76,7 @@ def assert_close(got: Any, expected: Any) -> None:
 
 
 @FORMS
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["mlp", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_the_whole_state_equals_the_full_batch_step(
     trainings: Any, model: str, method: Method
 ):
