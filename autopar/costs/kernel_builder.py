@@ -9,6 +9,7 @@ import numpy as np
 
 from ..graph.build_graph import BARRIER
 from ..graph.op_graph import Block
+from .barriers import waits
 from .equal_rows import equals_among, exponentials_of_erfc
 from .fusion import Nodes, Traits, sources, values_in_memory
 from .kernels import (
@@ -22,6 +23,7 @@ from .kernels import (
 from .loop_operands import carries, made_inside
 from .node_table import NodeTable
 from .plan_arrays import PlanArrays
+from .product_operands import add_ordered, made_anew, ordered_operands, with_ordered
 
 
 def kernel_block(
@@ -202,27 +204,6 @@ class _Builder:
         is_copy = self.converted >= 0
         self.read[is_copy] = self.of_copies[self.converted[is_copy]]
 
-    def _waits(self) -> dict[int, list[int]]:
-        """By row, what of barriers it reads beside its operands."""
-        if not self.barriers.size:
-            return {}
-        passed: dict[int, int] = {}  # by tensor
-        behind: dict[int, list[int]] = {}
-        rows = self.passing_rows.tolist()
-        for row, value in zip(rows, self.of_barriers.tolist(), strict=True):
-            behind.setdefault(row, []).append(value)
-        waits: dict[int, list[int]] = {}
-        for row, op in enumerate(self.operators):
-            found = [passed.get(o) for o in op.operands if isinstance(o, int)]
-            own = [value for value in dict.fromkeys(found) if value is not None]
-            if own:
-                waits[row] = own
-            if row in behind:
-                passed.update(zip(op.results, behind[row], strict=True))
-            elif self.renames[row] and own:
-                passed.update(dict.fromkeys(op.results, own[0]))
-        return waits
-
     def _passed(self) -> dict[int, int]:
         """By value of a barrier, what it lets pass."""
         reads = [range(*self.read_start[[k, k + 1]]) for k in self.barriers.tolist()]
@@ -241,19 +222,36 @@ class _Builder:
                 if value is not None and position not in gone
             )
         )
-        nodes = self._nodes(outputs)
         is_kept = np.zeros(len(self.values), bool)
         is_kept[list(kept)] = True
         shared = self._shared()
         is_kept[list(shared.values())] = True
         pairs = [(old, outputs[new]) for old, new in self.border.replaced]
+        nodes, in_memory = self._fused(outputs, is_kept)
         return KernelBlock(
             self.values,
-            self._kernels(nodes, values_in_memory(nodes, is_kept), shared),
+            self._kernels(nodes, in_memory, shared),
             kept,
             tuple((old, new) for old, new in pairs if new is not None and new != old),
             self._passed(),
         )
+
+    def _fused(
+        self, outputs: Sequence[int | None], is_kept: np.ndarray
+    ) -> tuple[Nodes, np.ndarray]:
+        """Nodes, and which values are in memory, with what products read in order."""
+        values, read = self.values, self.read
+        rows, starts = self.rows, self.read_start
+        found = ordered_operands(self.arrays, rows, starts, self.read_spec, read)
+        while True:
+            self.ordered = found
+            self.values, self.read = with_ordered(found, values, read)
+            nodes = self._nodes(outputs)
+            more = np.zeros(len(found), bool)
+            in_memory = values_in_memory(nodes, np.concatenate([is_kept, more]))
+            found = made_anew(found, in_memory)
+            if len(found) == len(self.ordered):
+                return nodes, in_memory
 
     def _nodes(self, outputs: Sequence[int | None]) -> Nodes:
         border, table = self.border, NodeTable()
@@ -262,6 +260,7 @@ class _Builder:
         own = np.arange(len(inside))
         table.add(np.full(len(inside), -1), cheap=is_cut, writes=(own, inside))
         self._add_conversions(table)
+        add_ordered(self.ordered, len(self.values), table)
         self._add_rows(table)
         for time, positions in enumerate((border.stored, border.sent)):
             found = [outputs[position] for position in sorted(positions)]
@@ -318,8 +317,10 @@ class _Builder:
         )
         index = self.arrays.columns.index[self.rows][rows]
         inner = np.array([self.inner_bytes.get(i, 0) for i in index.tolist()], np.int64)
-        waits = [(row, v) for row, each in self._waits().items() for v in each]
-        more = np.array(waits, np.intp).reshape(-1, 2)
+        ends = self.passing_rows.tolist(), self.of_barriers.tolist()
+        behind = waits(self.operators, self.renames, *ends)
+        pairs = [(row, value) for row, each in behind.items() for value in each]
+        more = np.array(pairs, np.intp).reshape(-1, 2)
         own = place[self.read_row]
         loops = self._rows_with_bodies()
         own[made_inside(self.operators, loops, self.read_start)] = -1

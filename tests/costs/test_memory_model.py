@@ -48,6 +48,37 @@ def test_products_read_memory_and_write_memory() -> None:
     assert sorted(map(str, kinds)) == ["add", "dot_general", "mul"]
 
 
+Y = jnp.ones((8, 16, 32))
+
+
+def test_a_product_reads_copies_in_its_own_order() -> None:
+    """Summed dims last on the left and first on the right; matrices are as they are."""
+
+    def step(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.tensordot(x, y, ((0, 1), (0, 1)))  # dims b s h, summed over b s
+
+    assert kernels_of(step, Y, Y) == [None, "dot_general"]  # the left one is turned
+    assert kernels_of(lambda x: x.T @ x, X) == ["dot_general"]
+    whole = kernels_of(lambda x, w: x @ w, Y, jnp.ones((32, 4)))
+    assert whole == ["dot_general"]
+
+
+def test_what_is_cheap_is_made_in_each_order_that_products_read() -> None:
+    """Then it is not kept, but what it is made of is."""
+
+    def step(x: jax.Array, y: jax.Array) -> jax.Array:
+        cheap = x * 2.0
+        return jnp.tensordot(cheap, y, ((0, 1), (0, 1))) @ jnp.tensordot(
+            y, cheap, ((0, 1), (0, 1))
+        )
+
+    kinds = kernels_of(step, Y, Y)
+    assert "mul" not in kinds
+    assert kinds.count(None) == 3  # both in both orders, but y in its own is there
+    profile, compiled = profile_of(step, Y, Y)
+    assert profile.peak_bytes == pytest.approx(compiled, rel=0.02)
+
+
 def test_an_expensive_operator_with_two_readers_is_done_once() -> None:
     once = kernels_of(lambda x: jnp.exp(x) + 1.0, X)
     twice = kernels_of(lambda x: (jnp.exp(x) @ x, jnp.exp(x) + 1.0), X)

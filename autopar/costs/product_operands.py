@@ -1,0 +1,154 @@
+"""In which order of dims products read: XLA's `DotDecomposer`, for CPUs.
+
+A product with several dims to sum, or several of an operand's own, is made one of
+matrices: the left operand's dims come in the order batch, own, summed, the right one's
+in batch, summed, own. What lies otherwise is copied so, by a kernel that does cheap
+operators itself; products that read it in the same order share the copy. Where the
+order is right it is only named anew, but what is cheap is then done for that name too,
+so it is made in each order from what it reads. Operands that are matrices are read as
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from ..graph.op_graph import GraphColumns, Operator
+from ..sharding.spec import local_shape
+from .kernels import ValueColumns
+from .node_table import NodeTable
+from .plan_arrays import PlanArrays
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """`value`, which is `tensor` in `spec`, for the entries `reads` of a block's reads.
+
+    The first of them is of row `row`. `is_turned`: it does not lie in that order.
+    """
+
+    row: int
+    value: int
+    tensor: int
+    spec: int
+    is_turned: bool
+    reads: tuple[int, ...]
+
+
+@lru_cache(maxsize=4)
+def wanted_orders(columns: GraphColumns) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """By row of the graph, the dims of both operands in the order of its product.
+
+    Only rows whose products are not of matrices are there.
+    """
+    found = {
+        row: _wanted(columns.operators[row])
+        for row in np.unique(columns.examples).tolist()
+        if columns.operators[row].kind == "dot_general"
+    }
+    alike = columns.examples[columns.alike].tolist()
+    each = ((row, found.get(example)) for row, example in enumerate(alike))
+    return {row: orders for row, orders in each if orders is not None}
+
+
+def ordered_operands(
+    arrays: PlanArrays,
+    rows: slice,
+    read_start: np.ndarray,
+    read_spec: np.ndarray,
+    read: np.ndarray,
+) -> list[Ordered]:
+    """What products of a block read in an order of their own.
+
+    Row k of the block, the graph's row `rows.start + k`, reads the values
+    `read[read_start[k] : read_start[k + 1]]`, in specs likewise.
+    """
+    sizes = arrays.plan.mesh.axis_sizes
+    found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+    first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
+    for row, orders in wanted_orders(arrays.columns).items():
+        if not rows.start <= row < rows.stop:
+            continue
+        op, at = arrays.columns.operators[row], int(read_start[row - rows.start])
+        for side, order in enumerate(orders):
+            tensor = op.operands[side]
+            if not isinstance(tensor, int):
+                continue
+            spec = int(read_spec[at])
+            shape = op.operand_types[side].shape
+            local = local_shape(shape, arrays.specs[spec], sizes)
+            dims = tuple(dim for dim in order if local[dim] > 1)
+            if len(shape) > 2:
+                key = int(read[at]), local, dims
+                found.setdefault(key, []).append(at)
+                first.setdefault(key, (row - rows.start, tensor))
+            at += 1
+    return [
+        Ordered(
+            row=first[key][0],
+            value=key[0],
+            tensor=first[key][1],
+            spec=int(read_spec[reads[0]]),
+            is_turned=list(key[2]) != sorted(key[2]),
+            reads=tuple(reads),
+        )
+        for key, reads in found.items()
+    ]
+
+
+def with_ordered(
+    ordered: Sequence[Ordered], values: ValueColumns, read: np.ndarray
+) -> tuple[ValueColumns, np.ndarray]:
+    """Values with those of `ordered` at the end, and reads of these."""
+    if not ordered:
+        return values, read
+    read = read.copy()
+    for value, each in enumerate(ordered, len(values)):
+        read[list(each.reads)] = value
+    source = [each.value for each in ordered]
+    count = len(ordered)
+    more = ValueColumns(
+        np.concatenate([values.tensor, [each.tensor for each in ordered]]),
+        np.concatenate([values.spec, [each.spec for each in ordered]]),
+        np.concatenate([values.bytes, values.bytes[source]]),
+        np.concatenate([values.is_copy, np.ones(count, bool)]),
+        np.concatenate([values.is_outside, np.zeros(count, bool)]),
+        values.specs,
+    )
+    return more, read
+
+
+def add_ordered(ordered: Sequence[Ordered], num_values: int, table: NodeTable) -> None:
+    """Nodes that make them, the last of `num_values`, before the rows that read."""
+    own = np.arange(len(ordered))
+    table.add(
+        2 * np.array([each.row for each in ordered], np.intp),
+        cheap=True,
+        absorbs=True,
+        reads=(own, np.array([each.value for each in ordered], np.intp)),
+        writes=(own, num_values - len(ordered) + own),
+    )
+
+
+def made_anew(ordered: Sequence[Ordered], in_memory: np.ndarray) -> list[Ordered]:
+    """Those that are more than other names of what is in memory [values]."""
+    return [each for each in ordered if each.is_turned or not in_memory[each.value]]
+
+
+def _wanted(op: Operator) -> tuple[tuple[int, ...], ...] | None:
+    """The order of each operand's dims, or None for a product of matrices."""
+    summed, batch = op.params["dimension_numbers"]
+    ranks = [len(kind.shape) for kind in op.operand_types[:2]]
+    sides = list(zip(batch, summed, ranks, strict=True))
+    if all(
+        tuple(b) == tuple(range(len(b))) and len(c) <= 1 and rank <= len(b) + 2
+        for b, c, rank in sides
+    ):
+        return None
+    own = [[d for d in range(r) if d not in b and d not in c] for b, c, r in sides]
+    left, right = sides
+    return (*left[0], *own[0], *left[1]), (*right[0], *right[1], *own[1])
