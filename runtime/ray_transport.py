@@ -38,7 +38,7 @@ NUM_STREAMS = 4  # one stream carries 0.3-0.85 GB/s, four 2 GB/s
 TRANSFER_BYTES = 4 << 20
 _PROBE = np.arange(8, dtype=np.int32)
 _PROBE_SECONDS = 5.0  # a pull from a server that is not there waits for ever
-_Transfers = dict[tuple[str, int], tuple[ShardedType, Transfer]]
+_Transfers = dict[tuple[str, int], tuple[str, Transfer]]  # tiles on the wire, as text
 _Parts = list[np.ndarray]
 
 
@@ -133,7 +133,7 @@ class Transport:
         self, value: Value, source: int, target: int, group: int, array: jax.Array
     ) -> None:
         """Offer a value to a stage of another group; waits for nobody."""
-        wire, transfer_ = self._transfers[value.slot, target]
+        tiles, transfer_ = self._transfers[value.slot, target]
         packed = transfer_.pack(array)
         packed = packed[0] if isinstance(packed, list) else packed
         number = next(self._offers)
@@ -147,7 +147,7 @@ class Transport:
                 "value": str(value),
                 "source": source,
                 "target": target,
-                "tiles": str(wire),
+                "tiles": tiles,
             }
         )
 
@@ -163,8 +163,8 @@ class Transport:
           ValueError: it offers something else, or in other tiles.
         """
         offer = self._in[group].next_offer(source, target)
-        wire, transfer_ = self._transfers[value.slot, target]
-        expected = {"value": str(value), "tiles": str(wire)}
+        tiles, transfer_ = self._transfers[value.slot, target]
+        expected = {"value": str(value), "tiles": tiles}
         if any(offer[key] != found for key, found in expected.items()):
             raise ValueError(
                 f"what is pulled has the tiles that were offered, or its data would be "
@@ -191,15 +191,16 @@ class Transport:
             hang_up(end.connection)
 
 
-def _plan(source: ShardedType, target: ShardedType) -> tuple[ShardedType, Transfer]:
-    """A transfer, and what crosses in it as both sides print it."""
+def _plan(source: ShardedType, target: ShardedType) -> tuple[str, Transfer]:
+    """A transfer, and the tiles that cross in it, as both sides print them."""
     plan = plan_between_hosts(
         source.shape, jax.numpy.dtype(source.dtype), *map(sharding_of, (source, target))
     )
     transfer_ = Transfer(plan)
     landing = transfer_.landing()
     assert isinstance(landing.sharding, jax.sharding.NamedSharding)
-    return ShardedType.of(landing.shape, landing.dtype, landing.sharding), transfer_
+    tiles = ShardedType.of(landing.shape, landing.dtype, landing.sharding)
+    return str(tiles), transfer_
 
 
 def _started(address: str) -> tuple[Any, str]:

@@ -1,7 +1,7 @@
 """Known strategies that the solver finds by itself, and no named method is as fast.
 
 Nothing is given but the step, the cluster and what a device may hold: no pins, no
-method, and no mesh where no budget binds.
+method and no mesh.
 """
 
 from collections.abc import Iterator
@@ -46,12 +46,15 @@ def named(step: Any, types: Any, **options: Any) -> Iterator[tuple[str, Plan]]:
             continue
 
 
-def assert_fastest(plan: Plan, step: Any, types: Any, least: int, **given: Any) -> None:
+def assert_fastest(
+    plan: Plan, step: Any, types: Any, least: int, gap: float = 0.01, **given: Any
+) -> None:
     """Of so many named methods, or more, that have a plan at all.
 
-    A batch of one leaves few of them; by its bound no other plan on its mesh is faster.
+    A batch of one leaves few of them; by its bound no other plan on its mesh is faster
+    by more than a gap.
     """
-    assert plan.predicted.optimality_gap < 0.01
+    assert plan.predicted.optimality_gap < gap
     others = dict(named(step, types, **given))
     assert len(others) >= least
     seconds = plan.predicted.step_seconds
@@ -140,12 +143,13 @@ def test_sequence_parallelism_where_memory_binds() -> None:
     low, high = least.predicted.peak_bytes, whole.predicted.peak_bytes
     assert low < high
     budget = (low + high) // 2
-    plan = planned(decoder_step, types, mesh="x:8", memory_budget=budget)
+    plan = planned(decoder_step, types, memory_budget=budget)
     assert plan.predicted.peak_bytes <= budget
     found = homes(plan)
-    assert {found[f"params[{name!r}]"] for name in ("q", "k", "v", "up")} == {(1,)}
-    assert {found[f"params[{name!r}]"] for name in ("out", "down")} == {(0,)}
+    axis = found["params['up']"].index(1)  # of the mesh, with a layer's devices
+    assert {found[f"params[{name!r}]"][axis] for name in ("q", "k", "v", "up")} == {1}
+    assert {found[f"params[{name!r}]"][axis] for name in ("out", "down")} == {0}
     shape = types[1].shape
     sums = [t for t in plan.sharding.tensors if "/add" in t.name and t.shape == shape]
-    assert sums and all(each.spec == (1,) for each in sums)  # the residual stream
-    assert_fastest(plan, decoder_step, types, least=2, memory_budget=budget)
+    assert sums and all(each.spec[axis] == 1 for each in sums)  # the residual stream
+    assert_fastest(plan, decoder_step, types, least=2, gap=0.03, memory_budget=budget)
