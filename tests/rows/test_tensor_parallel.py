@@ -41,7 +41,9 @@ def f7(x_spec: P, w_spec: P, y_spec: P) -> Case:
 
 
 @pytest.mark.parametrize("depth", [1, 2], ids=["2D", "2.5D"])
-def test_col_2_and_3_operands_are_gathered_and_gradients_scattered(depth: int) -> None:
+def test_col_2_and_col_3_operands_are_gathered_and_gradients_scattered(
+    depth: int,
+) -> None:
     """q = 2: X is gathered along its rows of devices, W along its columns. d = 2 splits
     the examples once more, and adds the gradients of W, which both halves have."""
     rows = ("d", "r") if depth > 1 else "r"
