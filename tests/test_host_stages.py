@@ -4,12 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster, RayHosts
 from autopar.methods.methods import PipelineParallel
+from tests.rows.fixtures import tanh_chain
 
 ELSEWHERE = RayHosts("10.0.0.1:6379", "cpu", 600.0)
 
@@ -17,17 +17,6 @@ ELSEWHERE = RayHosts("10.0.0.1:6379", "cpu", 600.0)
 def hosts(number: int, inside: int) -> Cluster:
     preset = Cluster.preset(f"{number}x{inside}xCPU")
     return replace(preset, ray_hosts=ELSEWHERE)
-
-
-def chain(params: Any, x: jax.Array) -> Any:
-    def loss(params: Any) -> jax.Array:
-        y = x
-        for w in params:
-            y = jnp.tanh(y @ w)
-        return jnp.square(y).mean()
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
 def arguments(num_layers: int = 6) -> Any:
@@ -39,7 +28,9 @@ def arguments(num_layers: int = 6) -> Any:
 @pytest.mark.parametrize("number", [4, 3])
 def test_every_stage_has_as_many_whole_hosts(number: int) -> None:
     step = parallelize(
-        chain, method=PipelineParallel(num_microbatches=4), cluster=hosts(number, 2)
+        tanh_chain,
+        method=PipelineParallel(num_microbatches=4),
+        cluster=hosts(number, 2),
     )
     lowered = step.lower(*arguments())  # its executable refuses other submeshes
     meshes = lowered.plan.stages.meshes
@@ -52,12 +43,12 @@ def test_the_fastest_number_of_hosts_is_taken() -> None:
     """Against stages of each number of hosts, on every shape that the search knows."""
     args, cluster = arguments(), hosts(4, 2)
     found = parallelize(
-        chain, method=PipelineParallel(num_microbatches=4), cluster=cluster
+        tanh_chain, method=PipelineParallel(num_microbatches=4), cluster=cluster
     ).plan(*args)
     assert found.stages.num_microbatches == 4
     for number, shape in ((2, "x:4"), (2, "x:2;y:2"), (4, "x:2")):
         method = PipelineParallel(number, 4, stage_meshes=[shape] * number)
-        other = parallelize(chain, method=method, cluster=cluster).plan(*args)
+        other = parallelize(tanh_chain, method=method, cluster=cluster).plan(*args)
         least = 0.97 * found.predicted.step_seconds  # the search stops at 1%
         assert other.predicted.step_seconds > least, (number, shape)
 
@@ -65,6 +56,8 @@ def test_the_fastest_number_of_hosts_is_taken() -> None:
 @pytest.mark.parametrize("mesh", [None, "x:3"])
 def test_hosts_that_cannot_be_dealt_out_are_refused(mesh: str | None) -> None:
     cluster = hosts(1, 2) if mesh is None else hosts(2, 2)
-    step = parallelize(chain, method=PipelineParallel(), cluster=cluster, mesh=mesh)
+    step = parallelize(
+        tanh_chain, method=PipelineParallel(), cluster=cluster, mesh=mesh
+    )
     with pytest.raises(ValueError, match="On Ray a stage has whole hosts"):
         step.plan(*arguments())

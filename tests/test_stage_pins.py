@@ -13,7 +13,9 @@ from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
 from autopar.state.leaf_pieces import piece_shardings
 
+from .rows.fixtures import tanh_chain
 from .rows.running import run_pipeline_as_planned
+from .test_pipeline import tied_language_model
 
 TWO = PipelineParallel(2, 2, stage_meshes=["a:4", "b:4"])
 EQUAL = PipelineParallel(2, 2)
@@ -23,39 +25,12 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape) * 0.3
 
 
-def chain(params: Any, x: jax.Array) -> Any:
-    """Four products, two of them on each of two stages."""
-
-    def loss(params: Any) -> jax.Array:
-        y = x
-        for w in params:
-            y = jnp.tanh(y @ w)
-        return jnp.square(y).mean()
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-
 def stacked(params: Any, x: jax.Array) -> Any:
     """Four layers in a scan, two on each of two stages."""
 
     def loss(params: Any) -> jax.Array:
         y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, params["w"])
         return jnp.square(y).mean()
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-
-def tied(params: Any, tokens: jax.Array) -> Any:
-    """The embedding lives on the first stage, and the last one reads it."""
-
-    def loss(params: Any) -> jax.Array:
-        x = params["embed"][tokens]
-        for kernel in params["hidden"]:
-            x = x + jnp.tanh(x @ kernel)
-        log_probs = jax.nn.log_softmax(x @ params["embed"].T)
-        return -jnp.take_along_axis(log_probs, tokens[..., None], -1).mean()
 
     value, grads = jax.value_and_grad(loss)(params)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
@@ -96,14 +71,14 @@ def assert_close(got: Any, expected: Any) -> None:
 def test_a_pin_that_puts_a_leaf_on_other_stages_is_refused(
     spec: P, message: str
 ) -> None:
-    step = parallelize(chain, method=TWO, pins={"params[3]": spec})
+    step = parallelize(tanh_chain, method=TWO, pins={"params[3]": spec})
     with pytest.raises(ValueError, match="A leaf lives on one stage.*" + message):
         step(kernels(), normal(9, 16, 32))
 
 
 def test_each_stage_keeps_the_pins_of_its_own_axes() -> None:
     pins = {r"params.[01]": P("a"), r"params.[23]": P(None, "b"), "x": P("a")}
-    step = parallelize(chain, method=TWO, pins=pins)
+    step = parallelize(tanh_chain, method=TWO, pins=pins)
     compiled = run_pipeline_as_planned(step, kernels(), normal(9, 64, 32))
     found = compiled.lowered.step.pipeline.planned.specs
     homes = [found[f"params[{i}]", i // 2] for i in range(4)]
@@ -111,8 +86,7 @@ def test_each_stage_keeps_the_pins_of_its_own_axes() -> None:
 
 
 def test_a_leaf_that_two_stages_read_is_pinned_where_it_lives() -> None:
-    params = {"embed": normal(0, 32, 64), "hidden": [normal(i, 64, 64) for i in (1, 2)]}
-    tokens = jax.random.randint(jax.random.key(9), (16, 4), 0, 32)
+    tied, params, tokens = tied_language_model()
     step = parallelize(tied, method=TWO, pins={"embed": P(None, "a")})
     compiled = run_pipeline_as_planned(step, params, tokens)
     planned = compiled.lowered.step.pipeline.planned
@@ -125,9 +99,9 @@ def test_a_leaf_stays_where_it_was_placed_on_its_stage() -> None:
     params = kernels()
     for i, spec in ((1, ("x",)), (2, (None, "x"))):
         params[i] = placed(params[i], mesh(*((0, 4) if i < 2 else (4, 8))), *spec)
-    step = parallelize(chain, method=EQUAL, pins={"params": "placed"})
+    step = parallelize(tanh_chain, method=EQUAL, pins={"params": "placed"})
     x = normal(9, 16, 32)
-    expected = jax.jit(chain)(kernels(), x)
+    expected = jax.jit(tanh_chain)(kernels(), x)
     compiled: Any = step.lower(params, x).compile()
     compiled.audit().raise_if_wrong()
     planned = compiled.lowered.step.pipeline.planned
@@ -171,13 +145,13 @@ def test_what_lies_on_other_devices_cannot_stay(
 ) -> None:
     params = kernels()
     params[3] = placed(params[3], mesh(*devices), "x")
-    step = parallelize(chain, method=EQUAL, pins={"params[3]": "placed"})
+    step = parallelize(tanh_chain, method=EQUAL, pins={"params[3]": "placed"})
     with pytest.raises(ValueError, match="A leaf lives on one stage.*" + message):
         step.plan(params, normal(9, 16, 32))
 
 
 def test_a_pin_placed_needs_an_array_on_a_mesh() -> None:
-    step = parallelize(chain, method=EQUAL, pins={"params": "placed"})
+    step = parallelize(tanh_chain, method=EQUAL, pins={"params": "placed"})
     with pytest.raises(ValueError, match="'params' is found in none; place it"):
         step.plan(kernels(), normal(9, 16, 32))
 

@@ -34,6 +34,21 @@ def sgd(params: Any, grads: Any, rate: float = 0.1) -> Any:
     return jax.tree.map(lambda p, g: p - rate * g, params, grads)
 
 
+def tanh_chain(
+    params: list[jax.Array], x: jax.Array
+) -> tuple[list[jax.Array], jax.Array]:
+    """Products, each under a tanh, and a mean of squares; one SGD step and its loss."""
+
+    def loss(params: list[jax.Array]) -> jax.Array:
+        y = x
+        for kernel in params:
+            y = jnp.tanh(y @ kernel)
+        return jnp.square(y).mean()
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return sgd(params, grads), value
+
+
 def f1(batch: int = 64) -> Case:
     """F1: relu(x w) v, d_io 128, d_h 512; one SGD step, which returns no loss."""
 

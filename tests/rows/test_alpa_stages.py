@@ -2,14 +2,11 @@
 
 from dataclasses import replace
 from itertools import combinations, pairwise
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 import autopar
-from tests.rows.fixtures import dense_stack, random
+from tests.rows.fixtures import dense_stack, random, tanh_chain
 from tests.rows.running import run_pipeline_as_planned
 
 
@@ -20,21 +17,13 @@ def test_alp_3_stages_are_those_of_exhaustive_search(num_stages: int) -> None:
     sizes = (16, 64, 32, 96, 16, 48, 16)
     layers = [random(i, *pair, scale=0.1) for i, pair in enumerate(pairwise(sizes))]
 
-    def step(layers: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], Any]:
-        def loss(layers: list[jax.Array]) -> jax.Array:
-            y = x
-            for layer in layers:
-                y = jnp.tanh(y @ layer)
-            return jnp.square(y).mean()
-
-        value, grads = jax.value_and_grad(loss)(layers)
-        return [w - 0.1 * g for w, g in zip(layers, grads, strict=True)], value
-
     method = autopar.PipelineParallel(num_stages, 4, stage_meshes=["a:1"] * num_stages)
-    plan = autopar.parallelize(step, method=method).plan(layers, random(9, 16, 16))
+    plan = autopar.parallelize(tanh_chain, method=method).plan(
+        layers, random(9, 16, 16)
+    )
     work = [layer.size for layer in layers]
     stages = [
-        [work[int(i.path[7])] for i in each.sharding.inputs if "layers[" in i.path]
+        [work[int(i.path[7])] for i in each.sharding.inputs if "params[" in i.path]
         for each in plan.stages.programs
         if each.kind == "apply"
     ]
