@@ -215,7 +215,7 @@ def measure(
     num_steps = max(fault.at_step for fault in faults) + _EVERY
     with tempfile.TemporaryDirectory() as folder:
         injection = FaultInjection(faults, workload, Path(folder) / "note")
-        groups = _NUM_STAGES if is_pipeline else 1
+        groups = (1,) * _NUM_STAGES if is_pipeline else (2,)
         injection.workers = lambda: workers_of(cluster, groups)
         expected = _losses_of_one_device(workload, injection, num_steps)
         outcomes: list[Outcome] = []

@@ -1,7 +1,8 @@
 """One program in all processes of `jax.distributed`: differences are errors, not hangs.
 
-Every process plans for itself. Before a program that spans several of them is compiled,
-each tells the others through JAX's key-value store what it is about to run.
+Process 0 plans for all (`planner/shared_plan.py`). Before a program that spans several
+processes is compiled, each tells the others through JAX's key-value store what it is
+about to run.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import jax
+import numpy as np
 
 from autopar.lowering.programs import (
     CONCRETE_ARRAY,
@@ -31,12 +32,13 @@ _NO_DATA = (
     "step.plan(...) or step.lower(...), which need no data."
 )
 _WEAK_SCALARS = (int, float, complex)
+_TAKEN = (jax.Array, np.ndarray, np.generic, bool, *_WEAK_SCALARS)
 _HELD = (jax.Array, DistributedArray)
 _weak_type = attrgetter("aval.weak_type")
 _SHAPES = (jax.ShapeDtypeStruct, AbstractDistributedArray)
 # Two threads must start their steps in one order on all devices, or these wait for
 # each other in collectives of different steps.
-_DISPATCH = threading.Lock()
+DISPATCH = threading.Lock()
 _log = logging.getLogger("autopar")
 
 
@@ -97,8 +99,39 @@ class LocalExecutable:
                 raise
         return self._run(self._moved(leaves))
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether the program takes leaves in their order, and needs nothing else."""
+        program = self.program
+        in_order = tuple(range(len(program.argument_types)))
+        return (
+            program.host_calls is None
+            and not program.constants
+            and (*program.donated, *program.kept) == in_order
+        )
+
+    def takes(self, leaves: Sequence[Any]) -> bool:
+        """Whether the program runs on these leaves as they are."""
+        homes = self.program.shardings
+        return (
+            all(isinstance(leaf, _TAKEN) for leaf in leaves)
+            and not is_traced(leaves)
+            and all(
+                a is b
+                for a, b in zip(leaves, map(_seen_by_host, leaves, homes), strict=True)
+            )
+            and tuple(map(_is_weak, leaves)) == self._weak_types
+            and self._fits(leaves)
+            and self._is_in_place(leaves)
+        )
+
     def _run(self, leaves: Sequence[Any]) -> list[Any]:
-        donated, kept = self.program.split(leaves)
+        homes = self.program.shardings
+        cut = [
+            _seen_by_host(leaf, home) if not getattr(leaf, "committed", True) else leaf
+            for leaf, home in zip(leaves, homes, strict=True)
+        ]
+        donated, kept = self.program.split(cut)
         if len(set(map(id, donated))) != len(donated):
             donated = _without_repeats(donated)
         if is_checking_values():  # the function is run on them again if it fails
@@ -106,7 +139,7 @@ class LocalExecutable:
         return self.program.watched(lambda: self._dispatch(donated, kept))
 
     def _dispatch(self, donated: list[Any], kept: list[Any]) -> list[Any]:
-        with _DISPATCH:
+        with DISPATCH:
             return self._compiled(donated, kept, list(self.program.constants))
 
     def _moved(self, leaves: Sequence[Any]) -> list[Any]:
@@ -139,8 +172,9 @@ class LocalExecutable:
                 home.spec,
             )
         once = self.program.without_repeats(leaves)
-        whole = list(map(gathered, once, self.program.shardings))
-        return jax.device_put(whole, list(self.program.shardings))
+        homes = self.program.shardings
+        whole = map(gathered, map(_seen_by_host, once, homes), homes)
+        return jax.device_put(list(whole), list(homes))
 
     def _run_traced(self, leaves: Sequence[Any]) -> list[Any]:
         """Inside another JAX transformation, which a compiled program cannot join."""
@@ -180,7 +214,7 @@ def run_once(program: SpmdProgram, leaves: Sequence[Any]) -> list[Any]:
     placed = jax.device_put(list(whole), list(program.shardings))
 
     def dispatch() -> list[Any]:
-        with _DISPATCH:
+        with DISPATCH:
             return program.jitted([], placed, list(program.constants))
 
     return program.watched(dispatch)
@@ -211,6 +245,19 @@ def _is_at_home(leaf: Any, home: jax.sharding.Sharding) -> bool:
         or not leaf.committed
         or leaf.sharding.is_equivalent_to(home, leaf.ndim)
     )
+
+
+def _seen_by_host(leaf: Any, home: jax.sharding.Sharding) -> Any:
+    """An array of one CPU that is to be cut, as numpy's.
+
+    To cut its own arrays JAX compiles a program for each shape, which in a first call
+    takes longer than planning.
+    """
+    if type(leaf) is not CONCRETE_ARRAY or home.is_fully_replicated:
+        return leaf
+    devices = leaf.sharding.device_set
+    is_of_cpu = {device.platform for device in devices} == {"cpu"}
+    return np.asarray(leaf) if len(devices) == 1 and is_of_cpu else leaf
 
 
 def _is_weak(leaf: Any) -> bool:

@@ -13,7 +13,7 @@ from autopar.clusters.cluster import Cluster, RayHosts
 from autopar.errors import HostLostError
 
 from .ray_hosts import VIRTUAL_DEVICES, find_hosts, import_ray
-from .ray_recovery import num_hosts_alive
+from .ray_recovery import hosts_lost, num_hosts_alive
 from .ray_worker import HostWorker
 
 START_SECONDS = 120.0
@@ -24,7 +24,11 @@ _THREADS = 6  # a step, a save, and signs of life
 def start_actors(
     cluster: Cluster, owner: object
 ) -> tuple[list[Any], Callable[[], Any]]:
-    """An actor on each host, and what ends them all."""
+    """An actor on each host, and what ends them all.
+
+    Raises:
+      HostLostError: a host is gone, or has not enough to spare.
+    """
     assert cluster.ray_hosts is not None, "the cluster is one of Ray"
     ray = import_ray()
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -32,7 +36,10 @@ def start_actors(
 
     hosts = cluster.ray_hosts
     number, count = cluster.num_hosts, cluster.devices_per_host
-    _, found = find_hosts(hosts.address, number, count, hosts.platform)
+    try:
+        _, found = find_hosts(hosts.address, number, count, hosts.platform)
+    except ValueError as error:
+        raise hosts_lost(cluster) from error
     share = _share(hosts.platform, count, found[0].kind == VIRTUAL_DEVICES)
     group = placement_group([share] * number, strategy="STRICT_SPREAD")
     actors: list[Any] = []
@@ -74,17 +81,12 @@ def _wait_for(group: Any, cluster: Cluster, share: Mapping[str, float]) -> None:
     """
     end = time.monotonic() + START_SECONDS
     while not group.wait(_LOOK_EVERY_SECONDS):
-        alive, number = num_hosts_alive(cluster), cluster.num_hosts
-        if alive < number:
-            raise HostLostError(
-                f"The hosts must live until workers start, but {alive} of {number} are "
-                f"left; ask for so many with Cluster.ray(num_hosts={alive}).",
-                0,
-            )
+        if num_hosts_alive(cluster) < cluster.num_hosts:
+            raise hosts_lost(cluster)
         if time.monotonic() > end:
             raise HostLostError(
                 f"The hosts must have {share} to spare, but within {START_SECONDS:g} s "
-                f"{number} of them had not; end what else runs there.",
+                f"{cluster.num_hosts} of them had not; end what else runs there.",
                 0,
             )
 

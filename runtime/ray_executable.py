@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from autopar.clusters.cluster import Cluster
+from autopar.clusters.ray_hosts import HostGroups
 from autopar.lowering.exported_program import (
     ShardedType,
     export_program,
@@ -34,8 +35,8 @@ class RayExecutable:
       cluster: one of Ray, with the mesh's devices; its workers start with the first
         call.
       stays: positions of the results that stay on the workers whatever their size.
-      group: the group of hosts that runs it, of `num_groups`; the others have nothing
-        to do.
+      submesh: the submesh that runs it, of those of `sizes` devices, which stages have
+        besides; the others have nothing to do. All devices are one, if left out.
 
     Raises:
       NotImplementedError: see `export_program`.
@@ -46,16 +47,19 @@ class RayExecutable:
         program: SpmdProgram,
         cluster: Cluster,
         stays: Collection[int],
-        group: int = 0,
-        num_groups: int = 1,
+        submesh: int = 0,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         self.program = program
         assert cluster.ray_hosts is not None, "the cluster is one of Ray"
+        sizes = sizes or [cluster.num_devices]
+        groups = HostGroups.of(sizes, cluster.devices_per_host)
         code = export_program(program, cluster.ray_hosts.lowering_platform)
-        self._inputs = [(group, Value(f"in {i}")) for i in range(len(code.inputs))]
-        self._outputs = [(group, Value(f"out {i}")) for i in range(len(code.outputs))]
+        code = code.at(groups.places[submesh][1])
+        self._inputs = [(submesh, Value(f"in {i}")) for i in range(len(code.inputs))]
+        self._outputs = [(submesh, Value(f"out {i}")) for i in range(len(code.outputs))]
         run = Run(
-            Task(group, None, "apply"),
+            Task(submesh, None, "apply"),
             0,
             tuple(value for _, value in self._inputs),
             tuple(value for _, value in self._outputs),
@@ -69,11 +73,12 @@ class RayExecutable:
         parts = JobParts(
             code.name,
             tuple(
-                InstructionList(i, (run,) if i == group else ())
-                for i in range(num_groups)
+                InstructionList(i, (run,) if i == submesh else ())
+                for i in range(len(sizes))
             ),
-            {i: i for i in range(num_groups)},
-            {0: (group, code, program.constants)},
+            groups,
+            {i: i for i in range(len(sizes))},
+            {0: (submesh, code, program.constants)},
             dict(zip(self._inputs, code.inputs, strict=True)),
             dict(zip(self._outputs, code.outputs, strict=True)),
             {self._inputs[i] for i in code.donated},

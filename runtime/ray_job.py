@@ -12,6 +12,7 @@ from autopar.lowering.exported_program import ExportedProgram, ShardedType
 
 from .instructions import Held
 from .ray_arrays import Block, HostShards
+from .ray_crossing import Crossing
 from .stored_arrays import StoredArray
 from .timeline import Event
 
@@ -29,21 +30,21 @@ class StageCode:
 class HostJob:
     """All that one host runs a step.
 
-    `instructions` is the text of its `InstructionList`, `programs` those it runs, by
-    their number there. `inputs` are the values it holds when a step begins, `ends` what
-    it may be asked for when the step is done; a step names both by position. `zeros`
-    are the first values of gradients. `crossing` has for each slot and stage that it is
-    sent to its type at home and there, `group_of_stage` which hosts a stage is on.
+    `instructions` are the texts of the `InstructionList`s of its submeshes, `programs`
+    those it runs, by their number there. `inputs` are the values it holds when a step
+    begins, `ends` what it may be asked for when the step is done; a step names both by
+    position. `zeros` are the first values of gradients. `crossing` has each slot that
+    this host sends or receives, by the stage that it is sent to.
     """
 
     name: str
-    instructions: str
+    instructions: tuple[str, ...]
     programs: Mapping[int, StageCode]
     inputs: Mapping[Held, ShardedType]
     ends: tuple[Held, ...]
     zeros: Mapping[str, ShardedType]
-    crossing: Mapping[tuple[str, int], tuple[ShardedType, ShardedType]]
-    group_of_stage: Mapping[int, int]
+    crossing: Mapping[tuple[str, int], Crossing]
+    submesh_of_stage: Mapping[int, int]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,9 @@ from typing import Any
 
 import jax
 
+# Brings what is offered under a number, as arrays of given types.
+Pull = Callable[[int, Sequence[jax.ShapeDtypeStruct]], list[jax.Array]]
+
 
 class PeerLost(Exception):
     """The host at the other end is gone; its own failure is the cause."""
@@ -28,22 +31,23 @@ class Outgoing:
 
     Arguments:
       connection: to the other host.
-      peer: the group of that host.
+      peer: the rank of that host.
     """
 
     def __init__(self, connection: Connection, peer: int) -> None:
         self.connection, self.peer = connection, peer
-        self._offered: dict[int, jax.Array] = {}
+        self._offered: dict[int, Sequence[jax.Array]] = {}
+        self._one_message = threading.Lock()  # the lanes of a host send at once
         self._changed = threading.Condition()
         self._is_lost = False
         in_background(self._read_acknowledgements)
 
-    def keep(self, number: int, array: jax.Array) -> None:
+    def keep(self, number: int, arrays: Sequence[jax.Array]) -> None:
         """Keep what is offered under a number."""
         with self._changed:
-            self._offered[number] = array
+            self._offered[number] = arrays
 
-    def offered(self, number: int) -> jax.Array:
+    def offered(self, number: int) -> Sequence[jax.Array]:
         """What is offered under a number, and not acknowledged yet."""
         with self._changed:
             return self._offered[number]
@@ -55,7 +59,8 @@ class Outgoing:
           PeerLost: it is gone.
         """
         try:
-            self.connection.send_bytes(json.dumps(offer).encode())
+            with self._one_message:
+                self.connection.send_bytes(json.dumps(offer).encode())
         except OSError as error:
             raise _lost(self.peer) from error
 
@@ -68,7 +73,7 @@ class Outgoing:
         wanted = None if arrays is None else {id(array) for array in arrays}
 
         def is_read() -> bool:
-            offered = map(id, self._offered.values())
+            offered = (id(array) for each in self._offered.values() for array in each)
             return not any(wanted is None or each in wanted for each in offered)
 
         with self._changed:
@@ -94,22 +99,17 @@ class Incoming:
 
     Arguments:
       connection: to the other host.
-      peer: the group of that host.
-      pull: brings what is offered under a number, as an array of a given type.
+      peer: the rank of that host.
+      pull: brings what it offers.
     """
 
-    def __init__(
-        self,
-        connection: Connection,
-        peer: int,
-        pull: Callable[[int, jax.ShapeDtypeStruct], jax.Array],
-    ) -> None:
+    def __init__(self, connection: Connection, peer: int, pull: Pull) -> None:
         self.connection, self.peer = connection, peer
         self._pull = pull
         self._offers: dict[tuple[int, int], deque[dict[str, Any]]] = {}
         self._changed = threading.Condition()
         self._is_lost = False
-        self._arriving: SimpleQueue[tuple[int, jax.Array]] = SimpleQueue()
+        self._arriving: SimpleQueue[tuple[int, Sequence[jax.Array]]] = SimpleQueue()
         in_background(self._read_offers)
         in_background(self._acknowledge)
 
@@ -126,11 +126,13 @@ class Incoming:
                 raise _lost(self.peer)
             return offers.popleft()
 
-    def pull(self, number: int, landing: jax.ShapeDtypeStruct) -> jax.Array:
-        """Read an offer; the array may still be on its way."""
-        array = self._pull(number, landing)
-        self._arriving.put((number, array))
-        return array
+    def pull(
+        self, number: int, kinds: Sequence[jax.ShapeDtypeStruct]
+    ) -> list[jax.Array]:
+        """Read an offer of arrays of these types; they may still be on their way."""
+        arrays = self._pull(number, kinds)
+        self._arriving.put((number, arrays))
+        return arrays
 
     def _read_offers(self) -> None:
         try:
@@ -147,13 +149,13 @@ class Incoming:
 
     def _acknowledge(self) -> None:
         while True:
-            number, array = self._arriving.get()
+            number, arrays = self._arriving.get()
             try:
-                array.block_until_ready()
+                jax.block_until_ready(arrays)
                 self.connection.send_bytes(json.dumps(number).encode())
             except (jax.errors.JaxRuntimeError, OSError):
-                return  # whoever uses the array meets the same error
-            del array
+                return  # whoever uses the arrays meets the same error
+            del arrays
 
 
 def hang_up(connection: Connection) -> None:
@@ -171,4 +173,4 @@ def in_background(run: Callable[[], None]) -> None:
 
 
 def _lost(peer: int) -> PeerLost:
-    return PeerLost(f"the host of group {peer} closed its connection")
+    return PeerLost(f"host {peer} closed its connection")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.clusters.cluster import Cluster
+from autopar.clusters.ray_hosts import HostGroups
 from autopar.lowering.exported_program import (
     ExportedProgram,
     ShardedType,
@@ -17,6 +18,7 @@ from autopar.state.distributed_array import DistributedArray
 from .emit import emit
 from .instructions import Held, InstructionList, Send, Value, made_and_used, step_inputs
 from .ray_arrays import is_on_workers
+from .ray_crossing import Crossing
 from .ray_executable import comes_back, refuse_traced
 from .ray_steps import JobParts, LoadedJob
 from .ray_workers import Workers
@@ -28,17 +30,19 @@ from .timeline import Timeline
 class RayPipelineExecutable:
     """A pipeline program on the hosts of a cluster; as `PipelineExecutable`.
 
-    Each submesh of the schedule is a group of equally many hosts, in their order.
+    Each submesh of the schedule is a part of one host, or several whole ones, in their
+    order. Submeshes of one host are run by one process, a thread each.
 
     Arguments:
       program: the stages; what its stage programs run is not called.
       codes: the stage programs, lowered for abstract meshes, in the same order.
       schedule: in which order each stage runs its tasks.
       cluster: one of Ray; its workers start with the first step.
+      sizes: number of devices of each submesh.
 
     Raises:
       ValueError: the schedule does not fit the program, or deadlocks.
-      NotImplementedError: a submesh is not whole hosts; see `export_program`.
+      NotImplementedError: see `HostGroups.of` and `export_program`.
     """
 
     def __init__(
@@ -47,15 +51,21 @@ class RayPipelineExecutable:
         codes: Sequence[SpmdProgram],
         schedule: Schedule,
         cluster: Cluster,
+        sizes: Sequence[int],
     ) -> None:
-        _check_groups(program, len(schedule.rows), cluster)
+        groups = HostGroups.of(sizes, cluster.devices_per_host)
+        submeshes = schedule.submesh_by_stage
         self.program = program
         self.instructions = emit(program, schedule)
         simulate(self.instructions)  # refuses a deadlock before any host waits
         assert cluster.ray_hosts is not None, "the cluster is one of Ray"
         platform = cluster.ray_hosts.lowering_platform
-        exported = [export_program(code, platform) for code in codes]
-        types = _types_of(program, exported)
+        first_device = {i: groups.places[on][1] for i, on in submeshes.items()}
+        exported = [
+            export_program(code, platform).at(first_device[stage.stage])
+            for stage, code in zip(program.programs, codes, strict=True)
+        ]
+        types = _types_of(program, exported, first_device)
         self._inputs = [key for keys in step_inputs(self.instructions) for key in keys]
         made = {
             key
@@ -85,7 +95,8 @@ class RayPipelineExecutable:
         parts = JobParts(
             f"pipeline of {program.num_stages} stages",
             self.instructions,
-            schedule.submesh_by_stage,
+            groups,
+            submeshes,
             {
                 i: (stage.stage, code, spmd.constants)
                 for i, (stage, code, spmd) in enumerate(
@@ -108,7 +119,7 @@ class RayPipelineExecutable:
                 for name, slot in program.slots.items()
                 if slot.kind == "gradient"
             },
-            _crossing(self.instructions, types),
+            _crossing(self.instructions, types, groups, submeshes),
         )
         self._job = LoadedJob(cluster, parts)
 
@@ -179,22 +190,10 @@ class RayPipelineExecutable:
         return new_state, results, timeline
 
 
-def _check_groups(program: PipelineProgram, number: int, cluster: Cluster) -> None:
-    """Does nothing if every submesh is as many whole hosts."""
-    devices = cluster.num_devices // number
-    sizes = {sharding.mesh.size for sharding in program.shardings.values()}
-    if cluster.num_hosts % number or sizes != {devices}:
-        raise NotImplementedError(
-            f"On a Ray cluster every submesh of a pipeline is equally many whole hosts "
-            f"for now, but {number} submeshes of {sorted(sizes)} devices are to share "
-            f"{cluster.num_hosts} hosts of {cluster.devices_per_host}; choose a number "
-            f"of stages that divides the hosts, or ask for other hosts with "
-            f"Cluster.ray(num_hosts=)."
-        )
-
-
 def _types_of(
-    program: PipelineProgram, exported: Sequence[ExportedProgram]
+    program: PipelineProgram,
+    exported: Sequence[ExportedProgram],
+    first_device: Mapping[int, int],
 ) -> dict[tuple[str, int], ShardedType]:
     """The type of every slot on each stage that makes, holds or reads it."""
     types: dict[tuple[str, int], ShardedType] = {}
@@ -210,7 +209,8 @@ def _types_of(
         if own is None:
             other = next((t for (n, _), t in types.items() if n == name), None)
             if other is not None:  # held by a stage none of whose programs uses it
-                types[name, stage] = ShardedType.of(other.shape, other.dtype, sharding)
+                type_ = ShardedType.of(other.shape, other.dtype, sharding)
+                types[name, stage] = type_.at(first_device[stage])
     return types
 
 
@@ -226,13 +226,23 @@ def _result_keys(
 
 
 def _crossing(
-    lists: Sequence[InstructionList], types: Mapping[tuple[str, int], ShardedType]
-) -> dict[tuple[str, int], tuple[ShardedType, ShardedType]]:
-    """For each slot and stage that it is sent to, its type at home and there."""
+    lists: Sequence[InstructionList],
+    types: Mapping[tuple[str, int], ShardedType],
+    groups: HostGroups,
+    submesh_of_stage: Mapping[int, int],
+) -> dict[tuple[str, int], Crossing]:
+    """Each slot that is sent, by the stage that it is sent to."""
+
+    def ranks(stage: int) -> tuple[int, ...]:
+        group, _ = groups.places[submesh_of_stage[stage]]
+        return tuple(groups.ranks_of(group))
+
     return {
-        (send.value.slot, send.target): (
+        (send.value.slot, send.target): Crossing(
             types[send.value.slot, send.source],
             types[send.value.slot, send.target],
+            ranks(send.source),
+            ranks(send.target),
         )
         for list_ in lists
         for send in list_.instructions

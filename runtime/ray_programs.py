@@ -22,7 +22,8 @@ from .transfer_plan import devices
 
 def mesh_of(type_: ShardedType) -> Mesh:
     """The mesh of a type on the devices of this host group, in JAX's order."""
-    grid = np.array(jax.devices()[: type_.num_devices]).reshape(type_.axis_sizes)
+    own = slice(type_.first_device, type_.first_device + type_.num_devices)
+    grid = np.array(jax.devices()[own]).reshape(type_.axis_sizes)
     auto = (AxisType.Auto,) * len(type_.axis_names)
     return Mesh(grid, type_.axis_names, axis_types=auto)
 
@@ -42,8 +43,7 @@ def from_local_parts(
     parts: Sequence[np.ndarray], shape: Sequence[int], sharding: Any
 ) -> jax.Array:
     """The array of which this host has the parts of its devices, in their order."""
-    here = jax.process_index()
-    local = [d for d in devices(sharding) if d.process_index == here]
+    local = _local_devices(sharding)
     return jax.make_array_from_single_device_arrays(
         tuple(shape), sharding, jax.device_put(list(parts), local), dtype=parts[0].dtype
     )
@@ -51,10 +51,16 @@ def from_local_parts(
 
 def local_parts(array: jax.Array) -> list[np.ndarray]:
     """The parts of this host's devices, in their order."""
-    assert isinstance(array.sharding, NamedSharding)
-    order = {device: i for i, device in enumerate(devices(array.sharding))}
-    shards = sorted(array.addressable_shards, key=lambda s: order[s.device])
-    return [np.asarray(shard.data) for shard in shards]
+    by_device = {shard.device: shard.data for shard in array.addressable_shards}
+    return [np.asarray(by_device[device]) for device in _local_devices(array.sharding)]
+
+
+def _local_devices(sharding: Sharding) -> list[Any]:
+    """The devices of this host in the order of a sharding's mesh, or its only one."""
+    here = jax.process_index()
+    if not isinstance(sharding, NamedSharding):
+        return [*sharding.device_set]
+    return [d for d in devices(sharding) if d.process_index == here]
 
 
 def blocks_of(array: jax.Array) -> tuple[Block, ...]:
@@ -179,11 +185,9 @@ class Resharding:
         sharding = sharding_of(type_)
         if array.sharding.is_equivalent_to(sharding, array.ndim):
             return array
+        if array.sharding.device_set != sharding.device_set:
+            return jax.device_put(array, sharding)  # another submesh of this host
         return self.copy(array, sharding)
-
-    def copy_as(self, array: jax.Array, type_: ShardedType) -> jax.Array:
-        """A copy that lies as the type says."""
-        return self.copy(array, sharding_of(type_))
 
     def copy(self, array: jax.Array, sharding: Sharding) -> jax.Array:
         """A copy, made by the devices of the group together."""

@@ -8,7 +8,7 @@ import time
 from autopar.clusters.cluster import Cluster
 from autopar.errors import HostLostError
 
-from .ray_hosts import find_hosts
+from .ray_hosts import find_hosts, import_ray
 
 _log = logging.getLogger("autopar")
 _PAUSE_SECONDS = 1.0
@@ -51,3 +51,26 @@ def num_hosts_alive(cluster: Cluster) -> int:
         return len(find_hosts(hosts.address, None, wanted, hosts.platform)[1])
     except ValueError:  # there is none
         return 0
+
+
+def hosts_lost(cluster: Cluster) -> HostLostError:
+    """The error of a cluster some of whose hosts are gone before workers start.
+
+    They may have been lost while a step was planned: nobody watches them then.
+    """
+    hosts = cluster.ray_hosts
+    assert hosts is not None, "the cluster is one of Ray"
+    left = num_hosts_alive(cluster)
+    alive = {node["NodeID"] for node in import_ray().nodes() if node["Alive"]}
+    gone = [
+        (rank, f"host {rank} at {address} (Ray's node {node[:8]})")
+        for rank, (node, address) in enumerate(hosts.nodes)
+        if node not in alive
+    ]
+    names = ", ".join(name for _, name in gone) or "some host"
+    return HostLostError(
+        f"The hosts must live until workers start, but {names} is gone: {left} of "
+        f"{cluster.num_hosts} are left; ask for so many with "
+        f"Cluster.ray(num_hosts={left}).",
+        gone[0][0] if gone else 0,
+    )

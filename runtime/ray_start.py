@@ -14,6 +14,7 @@ from autopar.clusters.cluster import Cluster
 
 from .ray_actors import START_SECONDS
 from .ray_channel import dial
+from .ray_crossing import meet
 from .ray_job import HostFacts, check_alike
 
 _log = logging.getLogger("autopar")
@@ -29,11 +30,9 @@ class Starting(Protocol):
     """The workers of a cluster while they start."""
 
     cluster: Cluster
-    num_groups: int
+    num_hosts: tuple[int, ...]
     facts: tuple[HostFacts, ...]
 
-    @property
-    def hosts_per_group(self) -> int: ...
     def ranks_of(self, group: int) -> range: ...
     def group_of(self, rank: int) -> int: ...
     def name(self, rank: int) -> str: ...
@@ -59,41 +58,45 @@ def join_hosts(workers: Starting, actors: Sequence[Any]) -> dict[int, Connection
     check_alike(workers.facts)
     config = {name: getattr(jax.config, name) for name in _CONFIG}
     arguments = {}
-    for group in range(workers.num_groups):
+    for group, num_hosts in enumerate(workers.num_hosts):
         first = workers.ranks_of(group)[0]
         (port,) = _call(workers, "free_port", {first: ()})
         coordinator = f"{workers.facts[first].address}:{port}"
         for i, rank in enumerate(workers.ranks_of(group)):
-            sizes = workers.hosts_per_group, i, workers.cluster.devices_per_host
+            sizes = num_hosts, i, workers.cluster.devices_per_host
             arguments[rank] = (config, coordinator, *sizes)
     _call(workers, "join", arguments)
-    if workers.num_groups > 1:
+    if len(workers.num_hosts) > 1:
         _connect(workers, actors)
     return _dialled(workers)
 
 
 def _connect(workers: Starting, actors: Sequence[Any]) -> None:
-    """Rank i of a group is connected to rank i of every other group."""
+    """Hosts that hold the same share of two groups are connected."""
     addresses = _call(workers, "listen", _with_secret(workers, secrets.token_bytes(32)))
-    arguments = {}
-    for rank in _ranks(workers):
-        own = workers.group_of(rank)
-        index = rank - workers.ranks_of(own)[0]
-        others = {g: workers.ranks_of(g)[index] for g in range(workers.num_groups)}
-        peers = {
-            group: (addresses[other], actors[other])
-            for group, other in others.items()
-            if group != own
-        }
-        arguments[rank] = (own, peers)
+    arguments = {
+        rank: (rank, {p: (addresses[p], actors[p]) for p in _peers(workers, rank)})
+        for rank in _ranks(workers)
+    }
     problems: list[dict[int, str]] = _call(workers, "connect", arguments)
     for rank, each in enumerate(problems):
-        for group, problem in each.items():
+        for peer, problem in each.items():
             _log.warning(
-                "what %s reads of stage %d goes through Ray's object store, which "
-                "takes longer: %s",
-                *(workers.name(rank), group, problem),
+                "what %s reads of %s goes through Ray's object store, which takes "
+                "longer: %s",
+                *(workers.name(rank), workers.name(peer), problem),
             )
+
+
+def _peers(workers: Starting, rank: int) -> list[int]:
+    own = workers.group_of(rank)
+    others = [i for i, _ in enumerate(workers.num_hosts) if i != own]
+    return [
+        peer
+        for group in others
+        for peer in workers.ranks_of(group)
+        if meet(rank, workers.ranks_of(own), peer, workers.ranks_of(group))
+    ]
 
 
 def _dialled(workers: Starting) -> dict[int, Connection]:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from autopar.clusters.cluster import Cluster
+from autopar.clusters.ray_hosts import HostGroups
 from autopar.lowering.exported_program import (
     ExportedProgram,
     ShardedType,
@@ -25,6 +26,7 @@ from autopar.state.distributed_array import DistributedArray
 
 from .instructions import Held, InstructionList
 from .ray_arrays import Block, HostShards, RemoteArray, cut_for_hosts, join_blocks
+from .ray_crossing import Crossing
 from .ray_job import HostJob, StageCode, StepReply, StepRequest
 from .ray_pending import PendingArray, PendingStep, StepEnd
 from .ray_workers import Begun, Workers, workers_of
@@ -38,23 +40,22 @@ METRIC_BYTES = 64 * 1024  # larger results stay on the workers
 class JobParts:
     """A job before it is dealt out to hosts.
 
-    `lists` has what each group of hosts does, `group_of_stage` which group runs and
-    holds what is of a stage. `programs` are stage programs with the arrays they close
-    over; `inputs` and `ends` are what a step begins and ends with, `donated` the inputs
-    whose memory it may take; see `HostJob` for the rest.
+    `lists` has what each submesh does, `groups` where these lie, `submesh_of_stage`
+    which one runs and holds what is of a stage. `programs` are stage programs with the
+    arrays they close over; `inputs` and `ends` are what a step begins and ends with,
+    `donated` the inputs whose memory it may take; see `HostJob` for the rest.
     """
 
     name: str
     lists: tuple[InstructionList, ...]
-    group_of_stage: Mapping[int, int]
+    groups: HostGroups
+    submesh_of_stage: Mapping[int, int]
     programs: Mapping[int, tuple[int, ExportedProgram, Sequence[Any]]]
     inputs: Mapping[Held, ShardedType]
     ends: Mapping[Held, ShardedType]
     donated: Collection[Held]
     zeros: Mapping[Held, ShardedType] = field(default_factory=dict)
-    crossing: Mapping[tuple[str, int], tuple[ShardedType, ShardedType]] = field(
-        default_factory=dict
-    )
+    crossing: Mapping[tuple[str, int], Crossing] = field(default_factory=dict)
 
 
 @dataclass
@@ -79,7 +80,7 @@ class RayJob:
         self._inputs = self._by_group(parts.inputs)
         self._ends = self._by_group(parts.ends)
         jobs = {
-            rank: (self._number, self._for_host(group, index))
+            rank: (self._number, self._for_host(rank, group, index))
             for group in range(workers.num_groups)
             for index, rank in enumerate(workers.ranks_of(group))
         }
@@ -139,7 +140,7 @@ class RayJob:
             return (
                 remote,
                 {k: DistributedArray((each,)) for k, each in results.items()},
-                Timeline(workers.num_groups, ()),
+                Timeline(len(self.parts.lists), ()),
             )
 
     def _may_wait(self, returned: Collection[Held]) -> bool:
@@ -160,7 +161,11 @@ class RayJob:
         return StepEnd(self._results(replies), self._timeline(replies))
 
     def _group(self, key: Held) -> int:
-        return self.parts.group_of_stage[key[0]]
+        return self._group_of_stage(key[0])
+
+    def _group_of_stage(self, stage: int) -> int:
+        group, _ = self.parts.groups.places[self.parts.submesh_of_stage[stage]]
+        return group
 
     def _by_group(self, keys: Collection[Held]) -> list[tuple[Held, ...]]:
         """The keys of each group of hosts."""
@@ -181,7 +186,7 @@ class RayJob:
                 found.stored[i] = array
             else:
                 whole = plain_array(array).astype(type_.dtype, copy=False)
-                num_hosts = self.workers.hosts_per_group
+                num_hosts = self.workers.num_hosts[group]
                 found.fed[i] = cut_for_hosts(whole, type_, num_hosts)
         return found
 
@@ -222,12 +227,11 @@ class RayJob:
             f"autopar.fetch(array) to take it through this process."
         )
 
-    def _for_host(self, group: int, index: int) -> HostJob:
-        parts = self.parts
-        hosts = self.workers.hosts_per_group
+    def _for_host(self, rank: int, group: int, index: int) -> HostJob:
+        parts, hosts = self.parts, self.workers.num_hosts[group]
 
         def here(stage: int) -> bool:
-            return parts.group_of_stage[stage] == group
+            return self._group_of_stage(stage) == group
 
         def code(number: int) -> StageCode:
             stage, exported, constants = parts.programs[number]
@@ -237,9 +241,10 @@ class RayJob:
             ]
             return StageCode(stage, exported, tuple(shards))
 
+        places = zip(parts.lists, parts.groups.places, strict=True)
         return HostJob(
             parts.name,
-            str(parts.lists[group]),
+            tuple(str(list_) for list_, (where, _) in places if where == group),
             {n: code(n) for n, (stage, *_) in parts.programs.items() if here(stage)},
             {key: parts.inputs[key] for key in self._inputs[group]},
             self._ends[group],
@@ -248,8 +253,8 @@ class RayJob:
                 for (stage, value), type_ in parts.zeros.items()
                 if here(stage)
             },
-            parts.crossing,
-            parts.group_of_stage,
+            {key: each for key, each in parts.crossing.items() if each.is_of(rank)},
+            parts.submesh_of_stage,
         )
 
     def _timeline(self, replies: Sequence[StepReply]) -> Timeline:
@@ -258,9 +263,9 @@ class RayJob:
         if any(reply.events for reply in replies):
             offsets = self.workers.clock_offsets()
             for rank, reply in enumerate(replies):
-                shift, group = offsets[rank], self.workers.group_of(rank)
+                shift = offsets[rank]
                 events += [
-                    Event(group, e.task, e.start + shift, e.end + shift)
+                    Event(e.submesh, e.task, e.start + shift, e.end + shift)
                     for e in reply.events
                 ]
         first = min((event.start for event in events), default=0.0)
@@ -268,7 +273,7 @@ class RayJob:
         shifted = [
             Event(e.submesh, e.task, e.start - first, e.end - first) for e in ordered
         ]
-        return Timeline(self.workers.num_groups, tuple(shifted))
+        return Timeline(len(self.parts.lists), tuple(shifted))
 
 
 class LoadedJob:
@@ -292,7 +297,7 @@ class LoadedJob:
                 ):
                     if isinstance(piece, RemoteArray) and piece.keeper.lost is not None:
                         piece.check()
-            workers = workers_of(self._cluster, len(self._parts.lists))
+            workers = workers_of(self._cluster, self._parts.groups.num_hosts)
             self._job = RayJob(workers, self._parts)
         return self._job
 

@@ -25,21 +25,19 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from autopar.lowering.exported_program import ShardedType
-
 from .instructions import Value
 from .ray_channel import Address
-from .ray_offers import Incoming, Outgoing, hang_up, in_background
-from .ray_programs import from_local_parts, local_parts, sharding_of
-from .transfer_plan import plan_between_hosts
-from .transfers import Transfer
+from .ray_crossing import Crossing
+from .ray_offers import Incoming, Outgoing, Pull, hang_up, in_background
+from .ray_programs import from_local_parts, local_parts
+from .ray_transfers import HostTransfer, host_transfer
 
 NUM_STREAMS = 4  # one stream carries 0.3-0.85 GB/s, four 2 GB/s
 TRANSFER_BYTES = 4 << 20
 _PROBE = np.arange(8, dtype=np.int32)
 _PROBE_SECONDS = 5.0  # a pull from a server that is not there waits for ever
-_Transfers = dict[tuple[str, int], tuple[str, Transfer]]  # tiles on the wire, as text
-_Parts = list[np.ndarray]
+_Transfers = dict[tuple[str, int], HostTransfer]
+_Parts = list[list[np.ndarray]]  # of each array, on each device of the host
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,7 @@ class Transport:
         self._offers = itertools.count(1)
         self._out: dict[int, Outgoing] = {}
         self._in: dict[int, Incoming] = {}
+        self._rank = 0
         self._is_direct: dict[int, bool] = {}
         self._jobs: dict[int, _Transfers] = {}
         self._transfers: _Transfers = {}
@@ -78,34 +77,35 @@ class Transport:
         host, port = self._listener.address
         return str(host), int(port)
 
-    def connect(self, group: int, peers: Mapping[int, Peer]) -> dict[int, str]:
-        """Open a connection to one host of every other group, and take theirs.
+    def connect(self, rank: int, peers: Mapping[int, Peer]) -> dict[int, str]:
+        """Open a connection to each of some hosts, by their ranks, and take theirs.
 
         Returns why nothing can be pulled from the server of some of these.
         """
+        self._rank = rank
         with ThreadPoolExecutor(1, "accept") as thread:
             accepted = thread.submit(self._accept, peers)
             for peer, other in sorted(peers.items()):
                 connection = Client(other.address, authkey=self._secret)
-                connection.send_bytes(json.dumps(self._hello(group)).encode())
+                connection.send_bytes(json.dumps(self._hello()).encode())
                 self._is_direct[peer] = bool(json.loads(connection.recv_bytes()))
                 self._out[peer] = Outgoing(connection, peer)
             return accepted.result()
 
-    def _hello(self, group: int) -> dict[str, Any]:
+    def _hello(self) -> dict[str, Any]:
         """What another host is told at first, and may pull."""
         server, number = self._server, next(self._offers)
         if server is None:
-            return {"group": group, "problem": self._no_server}
+            return {"rank": self._rank, "problem": self._no_server}
         server.await_pull(number, [jax.device_put(_PROBE, jax.local_devices()[0])])
-        return {"group": group, "server": server.address(), "number": number}
+        return {"rank": self._rank, "server": server.address(), "number": number}
 
     def _accept(self, peers: Mapping[int, Peer]) -> dict[int, str]:
         problems: dict[int, str] = {}
         for _ in peers:
             connection = self._listener.accept()
             hello = json.loads(connection.recv_bytes())
-            peer, server = hello["group"], None
+            peer, server = hello["rank"], None
             problem = hello.get("problem") or self._no_server
             if not problem:
                 given = hello["server"], hello["number"]
@@ -117,63 +117,61 @@ class Transport:
             self._in[peer] = Incoming(connection, peer, pull)
         return problems
 
-    def plan(
-        self,
-        job: int,
-        crossing: Mapping[tuple[str, int], tuple[ShardedType, ShardedType]],
-    ) -> None:
-        """Plan the transfers of a job: a slot's type at home and where it is read."""
-        self._jobs[job] = {key: _plan(*types) for key, types in crossing.items()}
+    def plan(self, job: int, crossing: Mapping[tuple[str, int], Crossing]) -> None:
+        """Plan the transfers of a job, by slot and the stage that reads it."""
+        self._jobs[job] = {
+            key: host_transfer(each, self._rank)
+            for key, each in crossing.items()
+            if not each.is_inside
+        }
 
     def use(self, job: int) -> None:
         """Make the transfers of this job from now on."""
         self._transfers = self._jobs.get(job, {})
 
-    def send(
-        self, value: Value, source: int, target: int, group: int, array: jax.Array
-    ) -> None:
-        """Offer a value to a stage of another group; waits for nobody."""
-        tiles, transfer_ = self._transfers[value.slot, target]
-        packed = transfer_.pack(array)
-        packed = packed[0] if isinstance(packed, list) else packed
-        number = next(self._offers)
-        outgoing = self._out[group]
-        outgoing.keep(number, packed)
-        if self._is_direct[group]:
-            self._server.await_pull(number, [packed])
-        outgoing.send(
-            {
-                "number": number,
-                "value": str(value),
-                "source": source,
-                "target": target,
-                "tiles": tiles,
-            }
-        )
+    def send(self, value: Value, source: int, target: int, array: jax.Array) -> None:
+        """Offer a value to a stage on other hosts; waits for nobody."""
+        transfer = self._transfers[value.slot, target]
+        for peer, arrays in transfer.offers(array).items():
+            number = next(self._offers)
+            outgoing = self._out[peer]
+            outgoing.keep(number, arrays)
+            if self._is_direct[peer]:
+                self._server.await_pull(number, arrays)
+            outgoing.send(
+                {
+                    "number": number,
+                    "value": str(value),
+                    "source": source,
+                    "target": target,
+                    "tiles": transfer.tiles,
+                }
+            )
 
-    def offered_parts(self, group: int, number: int) -> _Parts:
-        """This host's parts of what it offers a host of another group."""
-        return local_parts(self._out[group].offered(number))
+    def offered_parts(self, peer: int, number: int) -> _Parts:
+        """This host's parts of what it offers another host."""
+        return [local_parts(array) for array in self._out[peer].offered(number)]
 
-    def receive(self, value: Value, source: int, target: int, group: int) -> jax.Array:
-        """The next value that a stage of another group offers.
+    def receive(self, value: Value, source: int, target: int) -> jax.Array:
+        """The next value that a stage on other hosts offers.
 
         Raises:
-          PeerLost: that host is gone.
+          PeerLost: one of those hosts is gone.
           ValueError: it offers something else, or in other tiles.
         """
-        offer = self._in[group].next_offer(source, target)
-        tiles, transfer_ = self._transfers[value.slot, target]
-        expected = {"value": str(value), "tiles": tiles}
-        if any(offer[key] != found for key, found in expected.items()):
-            raise ValueError(
-                f"what is pulled has the tiles that were offered, or its data would be "
-                f"wrong, but stage {source} offers {offer} and {expected} is due; the "
-                f"two hosts run different jobs, which is a bug."
-            )
-        landed = self._in[group].pull(offer["number"], transfer_.landing())
-        parts = transfer_.plan.num_parts
-        return transfer_.receive([landed] if parts else landed)
+        transfer = self._transfers[value.slot, target]
+        expected = {"value": str(value), "tiles": transfer.tiles}
+        landed: dict[int, list[jax.Array]] = {}
+        for peer, kinds in transfer.landings.items():
+            offer = self._in[peer].next_offer(source, target)
+            if any(offer[key] != found for key, found in expected.items()):
+                raise ValueError(
+                    f"what is pulled has the tiles that were offered, or its data "
+                    f"would be wrong, but stage {source} offers {offer} and {expected} "
+                    f"is due; the hosts run different jobs, which is a bug."
+                )
+            landed[peer] = self._in[peer].pull(offer["number"], kinds)
+        return transfer.receive(landed)
 
     def wait_for_readers(self, arrays: Sequence[Any] | None = None) -> None:
         """Until nobody reads these arrays any more, or any that was offered.
@@ -189,18 +187,6 @@ class Transport:
         self._listener.close()
         for end in (*self._out.values(), *self._in.values()):
             hang_up(end.connection)
-
-
-def _plan(source: ShardedType, target: ShardedType) -> tuple[str, Transfer]:
-    """A transfer, and the tiles that cross in it, as both sides print them."""
-    plan = plan_between_hosts(
-        source.shape, jax.numpy.dtype(source.dtype), *map(sharding_of, (source, target))
-    )
-    transfer_ = Transfer(plan)
-    landing = transfer_.landing()
-    assert isinstance(landing.sharding, jax.sharding.NamedSharding)
-    tiles = ShardedType.of(landing.shape, landing.dtype, landing.sharding)
-    return str(tiles), transfer_
 
 
 def _started(address: str) -> tuple[Any, str]:
@@ -243,15 +229,14 @@ def _probed(own: Any, address: str, number: int) -> tuple[Any, str]:
         return None, f"nothing comes from {address} in {_PROBE_SECONDS:g} s"
 
 
-def _pulling(server: Any) -> Callable[[int, jax.ShapeDtypeStruct], jax.Array]:
+def _pulling(server: Any) -> Pull:
     """Reads offers from another host's transfer server."""
-    return lambda number, landing: server.pull(number, [landing])[0]
+    return lambda number, kinds: server.pull(number, [*kinds])
 
 
-def _reading(
-    read: Callable[[int], _Parts],
-) -> Callable[[int, jax.ShapeDtypeStruct], jax.Array]:
+def _reading(read: Callable[[int], _Parts]) -> Pull:
     """Reads offers through the memory of the hosts."""
-    return lambda number, landing: from_local_parts(
-        read(number), landing.shape, landing.sharding
-    )
+    return lambda number, kinds: [
+        from_local_parts(parts, kind.shape, kind.sharding)
+        for parts, kind in zip(read(number), kinds, strict=True)
+    ]

@@ -11,15 +11,13 @@ import socket
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from .instructions import Held, Instruction, InstructionList, Value
+from .instructions import Held
 from .ray_arrays import Block, HostShards
 from .ray_channel import serve
 from .ray_job import (
@@ -30,16 +28,13 @@ from .ray_job import (
     StepRequest,
     own_versions,
 )
-from .ray_trap import Trap, point_of
+from .ray_trap import Trap
 from .stored_arrays import Digest, Writing, moved, write_tile
 
 if TYPE_CHECKING:
-    from autopar.lowering.programs import PipelineProgram
-
+    from .ray_host_step import LoadedHostJob
     from .ray_programs import Resharding
     from .ray_transport import Address, Transport
-
-_RUNS_IN_FLIGHT = 2
 
 
 def _reported(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,15 +50,15 @@ def _reported(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _read(actor: Any, group: int, number: int) -> list[Any]:
-    """The parts that another host offers this one, which is of a group."""
+def _read(actor: Any, rank: int, number: int) -> list[Any]:
+    """The parts that another host offers this one, which has a rank."""
     import ray
     from ray.exceptions import RayActorError
 
     from .ray_offers import PeerLost
 
     try:
-        return ray.get(actor.offered_parts.remote(group, number))
+        return ray.get(actor.offered_parts.remote(rank, number))
     except RayActorError as error:
         raise PeerLost(f"the host that offered {number} is gone") from error
 
@@ -75,70 +70,6 @@ def _failure(error: BaseException) -> Failure:
     return Failure(f"{type(error).__name__}: {error}{notes}", text, is_echo)
 
 
-@dataclass
-class _Job:
-    data: HostJob
-    instructions: InstructionList
-    program: PipelineProgram
-    unfinished: deque[Any] = field(default_factory=deque)
-
-
-@dataclass
-class HostStep:
-    """What the lane of this host shares with those of others: the transport.
-
-    A stage that sends to another one of the same host sends a copy.
-    """
-
-    job: _Job
-    transport: Transport | None
-    resharding: Resharding
-    is_recorded: bool
-    reach: Callable[[str], None]
-    start: float = 0.0  # events are in seconds of the host's own clock
-    is_stopped: bool = False
-    error: BaseException | None = None
-    _copies: dict[tuple[int, int], deque[Any]] = field(default_factory=dict)
-
-    @property
-    def program(self) -> PipelineProgram:
-        """The programs of this host."""
-        return self.job.program
-
-    def begin(self, instruction: Instruction) -> None:
-        """Tell the host where it is."""
-        self.reach(point_of(instruction))
-
-    def send(self, value: Value, source: int, target: int, array: Any) -> None:
-        """Offer a value to another stage; waits for nobody."""
-        groups = self.job.data.group_of_stage
-        if groups[source] != groups[target]:
-            assert self.transport is not None, "a job of one group sends nothing"
-            self.transport.send(value, source, target, groups[target], array)
-            return
-        _, type_ = self.job.data.crossing[value.slot, target]
-        copy = self.resharding.copy_as(array, type_)
-        self._copies.setdefault((source, target), deque()).append(copy)
-
-    def receive(self, value: Value, source: int, target: int) -> Any:
-        """The next value from another stage, which waits for its host."""
-        groups = self.job.data.group_of_stage
-        if groups[source] == groups[target]:
-            return self._copies[source, target].popleft()
-        assert self.transport is not None, "a job of one group receives nothing"
-        return self.transport.receive(value, source, target, groups[source])
-
-    def wait_for_readers(self, arrays: Sequence[Any] | None = None) -> None:
-        """Until other hosts have read these arrays, or all that was offered."""
-        if self.transport is not None:
-            self.transport.wait_for_readers(arrays)
-
-    def fail(self, error: BaseException, note: str) -> None:
-        """Keep the error."""
-        error.add_note(note)
-        self.error = error
-
-
 class HostWorker:
     """One host's part of a cluster; made by the driver as a Ray actor.
 
@@ -148,7 +79,7 @@ class HostWorker:
     def __init__(self) -> None:
         self._arrays: dict[int, Any] = {}
         self._copies: dict[int, dict[int, tuple[Block, ...]]] = {}
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, LoadedHostJob] = {}
         self._transport: Transport | None = None
         self._resharding: Resharding | None = None
         self._lock = threading.Lock()
@@ -241,9 +172,9 @@ class HostWorker:
 
     @_reported
     def connect(
-        self, stage: int, peers: Mapping[int, tuple[Address, Any]]
+        self, rank: int, peers: Mapping[int, tuple[Address, Any]]
     ) -> dict[int, str]:
-        """Connect to the hosts of other stages, given their actors; all do so at once.
+        """Connect to hosts of other groups, given their actors; all do so at once.
 
         Returns why values of some of these come through Ray's object store.
         """
@@ -251,67 +182,51 @@ class HostWorker:
 
         assert self._transport is not None, "listen comes first"
         others = {
-            group: Peer(address, partial(_read, actor, stage))
-            for group, (address, actor) in peers.items()
+            peer: Peer(address, partial(_read, actor, rank))
+            for peer, (address, actor) in peers.items()
         }
-        return self._transport.connect(stage, others)
+        return self._transport.connect(rank, others)
 
-    def offered_parts(self, group: int, number: int) -> list[Any]:
+    def offered_parts(self, peer: int, number: int) -> list[Any]:
         """What another host reads of what this one offers it, through Ray."""
         assert self._transport is not None, "who is offered something is connected"
-        return self._transport.offered_parts(group, number)
+        return self._transport.offered_parts(peer, number)
 
     @_reported
     def load(self, number: int, job: HostJob) -> None:
         """Compile what a job needs."""
-        from .ray_programs import load_job
+        from .ray_host_step import LoadedHostJob
 
         self._reach("load")
         with self._lock:
             if self._transport is not None:
                 self._transport.plan(number, job.crossing)
-            instructions = InstructionList.parse(job.instructions)
-            self._jobs[number] = _Job(job, instructions, load_job(job))
+            self._jobs[number] = LoadedHostJob.of(job)
 
     @_reported
     def step(self, packed: bytes, fed: Mapping[int, HostShards]) -> StepReply:
         """Run the step of a pickled `StepRequest`; returns when all of it is there."""
         import jax
 
-        from .lane import Lane
+        from .ray_host_step import HostStep
         from .ray_programs import blocks_of
 
         request: StepRequest = pickle.loads(packed)
         with self._lock:
             self._free(request.freed)
             job = self._jobs[request.job]
-            transport = self._transport
-            assert self._resharding is not None, "join comes first"
-            reach = self._reach
-            step = HostStep(
-                job, transport, self._resharding, request.is_recorded, reach
-            )
-            if transport is not None:
-                transport.use(request.job)
-            lane = Lane(
-                step,
-                job.instructions,
-                _RUNS_IN_FLIGHT,
-                job.unfinished,
-                self._inputs(job, request, fed),
-            )
-            lane.run()
-            if step.error is not None:
-                raise step.error
-            step.wait_for_readers()
+            if self._transport is not None:
+                self._transport.use(request.job)
+            step = HostStep(job, self._transport, request.is_recorded, self._reach)
+            held, events = job.run(step, self._inputs(job.data, request, fed))
             keys = job.data.ends
-            ends = {i: lane.held[keys[i]] for i in (*request.kept, *request.returned)}
+            ends = {i: held[keys[i]] for i in (*request.kept, *request.returned)}
             jax.block_until_ready(list(ends.values()))
             donated = self._forget_donated(request.held.values())
             for i, number in request.kept.items():
                 self._arrays[number] = ends[i]
             returned = {i: blocks_of(ends[i]) for i in request.returned}
-            return StepReply(returned, donated, tuple(lane.events))
+            return StepReply(returned, donated, events)
 
     @_reported
     def fetch(self, number: int, freed: Sequence[int]) -> tuple[Block, ...]:
@@ -369,16 +284,16 @@ class HostWorker:
             self._arrays.pop(number, None)
 
     def _inputs(
-        self, job: _Job, request: StepRequest, fed: Mapping[int, HostShards]
+        self, job: HostJob, request: StepRequest, fed: Mapping[int, HostShards]
     ) -> dict[Held, Any]:
-        """What the lane holds at first, each array where the job wants it."""
+        """What the lanes hold at first, each array where the job wants it."""
         from .ray_programs import place, read
 
         resharding = self._resharding
         assert resharding is not None, "join comes first"
         held: dict[Held, Any] = {}
         seen: set[int] = set()
-        for i, (key, type_) in enumerate(job.data.inputs.items()):
+        for i, (key, type_) in enumerate(job.inputs.items()):
             if i in fed:
                 held[key] = place(fed[i])
             elif i in request.stored:

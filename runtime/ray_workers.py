@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from autopar.clusters.cluster import Cluster
+from autopar.clusters.ray_hosts import HostGroups
 from autopar.errors import HostLostError, WorkerError
 from autopar.lowering.exported_program import ShardedType
 
@@ -52,7 +53,7 @@ class Begun:
 
 @dataclass(eq=False)
 class Workers:
-    """One actor on each host of a cluster, in `num_groups` groups of equal size.
+    """One actor on each host of a cluster, in groups of so many hosts.
 
     The hosts of a group are one JAX process group; ranks count host by host, group by
     group. Closed by `close`, when it is collected, and when the process ends.
@@ -63,7 +64,7 @@ class Workers:
     """
 
     cluster: Cluster
-    num_groups: int
+    num_hosts: tuple[int, ...]
     traffic: Traffic = field(default_factory=Traffic)
     lost: str | None = None
     lost_rank: int | None = None
@@ -72,6 +73,8 @@ class Workers:
     def __post_init__(self) -> None:
         assert self.cluster.ray_hosts is not None, "the cluster is one of Ray"
         self._hosts = self.cluster.ray_hosts
+        groups = HostGroups(self.num_hosts, ())
+        self._ranks = [groups.ranks_of(group) for group in range(self.num_groups)]
         self._numbers = Numbers()
         # Hosts of a group must start their steps in one order, or wait for each other.
         self.one_step = threading.Lock()
@@ -97,14 +100,9 @@ class Workers:
                 self.lost = self.lost_rank = None
 
     @property
-    def hosts_per_group(self) -> int:
-        """Number of hosts of each group."""
-        return self.cluster.num_hosts // self.num_groups
-
-    @property
-    def devices_per_group(self) -> int:
-        """Number of devices of each group."""
-        return self.hosts_per_group * self.cluster.devices_per_host
+    def num_groups(self) -> int:
+        """Number of groups."""
+        return len(self.num_hosts)
 
     def close(self, reason: str = "they were closed.") -> None:
         """End the workers and forget their arrays; does nothing the second time."""
@@ -134,11 +132,11 @@ class Workers:
 
     def ranks_of(self, group: int) -> range:
         """The ranks of a group's hosts."""
-        return range(group * self.hosts_per_group, (group + 1) * self.hosts_per_group)
+        return self._ranks[group]
 
     def group_of(self, rank: int) -> int:
         """The group of a host."""
-        return rank // self.hosts_per_group
+        return next(i for i, ranks in enumerate(self._ranks) if rank in ranks)
 
     def new_job(self) -> int:
         """A number for a job."""
@@ -173,7 +171,7 @@ class Workers:
         """Send arrays to a group, each host its own shards."""
         numbers = self.fresh_numbers(len(arrays))
         shards = [
-            cut_for_hosts(array, type_, self.hosts_per_group)
+            cut_for_hosts(array, type_, self.num_hosts[group])
             for array, type_ in zip(arrays, types, strict=True)
         ]
         freed = self.freed_by_rank([group])
@@ -343,7 +341,7 @@ class Workers:
     def name(self, rank: int) -> str:
         """A host in words."""
         where = f" at {self.facts[rank].address}" if self.facts else ""
-        group = f" (stage {self.group_of(rank)})" if self.num_groups > 1 else ""
+        group = f" (group {self.group_of(rank)})" if self.num_groups > 1 else ""
         return f"host {rank}{where}{group}"
 
     def clock_offsets(self) -> list[float]:
@@ -361,17 +359,22 @@ class Workers:
         return offsets
 
 
-_live: weakref.WeakValueDictionary[tuple[Cluster, int], Workers] = (
+_live: weakref.WeakValueDictionary[tuple[Cluster, tuple[int, ...]], Workers] = (
     weakref.WeakValueDictionary()
 )
 
 
-def workers_of(cluster: Cluster, num_groups: int) -> Workers:
-    """The workers of a cluster in so many groups: those at work, or new ones."""
-    key = (cluster, num_groups)
+def workers_of(cluster: Cluster, num_hosts: tuple[int, ...]) -> Workers:
+    """The workers of a cluster in groups of so many hosts: those at work, or new ones.
+
+    Hosts beyond those of the groups are left alone.
+    """
+    if sum(num_hosts) < cluster.num_hosts:
+        cluster = cluster.with_hosts(sum(num_hosts))
+    key = (cluster, num_hosts)
     found = _live.get(key)
     if found is None or found.lost is not None:
-        found = _live[key] = Workers(cluster, num_groups)
+        found = _live[key] = Workers(cluster, num_hosts)
     return found
 
 

@@ -70,8 +70,8 @@ def plan_transfer(
 
     Raises:
       ValueError: a sharding does not divide the shape, the two sides share a part of
-        their devices, hold it in different kinds of memory, or are not all of this
-        process.
+        their devices, hold it in different kinds of memory, or are others, and not
+        all of this process.
     """
     array = jax.ShapeDtypeStruct(tuple(shape), dtype)
     _check_sides(array, source, target)
@@ -87,7 +87,8 @@ def plan_between_hosts(
     """The cheapest way between as many devices of two groups of hosts, for either one.
 
     Both shardings lie on the devices of the group that asks, which stand for those of
-    the other in their order: a device of one side receives from its like.
+    the other in their order: a device of one side receives from its like. Where the
+    numbers of devices differ see `plan_in_parts`.
 
     Raises:
       ValueError: a sharding does not divide the shape, or the numbers of devices
@@ -98,11 +99,26 @@ def plan_between_hosts(
         _check_divides(array, sharding)
     if devices(source) != devices(target):
         raise ValueError(
-            f"groups of hosts that send to each other have equally many devices, but "
-            f"got {len(devices(source))} and {len(devices(target))}; give each stage "
-            f"as many hosts."
+            f"an array goes from device to device where both sides have as many, but "
+            f"got {len(devices(source))} and {len(devices(target))}; use plan_in_parts."
         )
     return _cheapest(array, source, target)
+
+
+def plan_in_parts(
+    shape: Sequence[int], dtype: Any, own: NamedSharding, num_parts: int
+) -> TransferPlan:
+    """A transfer in flat parts between groups of hosts, for either one.
+
+    `own` is the sharding of the group that asks, whose number of devices divides that
+    of the parts; it stands for that of the other one.
+
+    Raises:
+      ValueError: the sharding does not divide the shape.
+    """
+    array = jax.ShapeDtypeStruct(tuple(shape), dtype)
+    _check_divides(array, own)
+    return _flat_plan(array, own, own, num_parts)
 
 
 def _cheapest(
@@ -149,9 +165,12 @@ def _tile_plan(
 
 
 def _flat_plan(
-    array: jax.ShapeDtypeStruct, source: NamedSharding, target: NamedSharding
+    array: jax.ShapeDtypeStruct,
+    source: NamedSharding,
+    target: NamedSharding,
+    num_parts: int = 0,
 ) -> TransferPlan:
-    num_parts = math.lcm(len(devices(source)), len(devices(target)))
+    num_parts = num_parts or math.lcm(len(devices(source)), len(devices(target)))
     part_length = max(1, -(-array.size // num_parts))
     whole_bytes = array.size * array.dtype.itemsize
     before = 0 if source.is_fully_replicated else whole_bytes
@@ -171,8 +190,9 @@ def _flat_plan(
 def _check_sides(
     array: jax.ShapeDtypeStruct, source: NamedSharding, target: NamedSharding
 ) -> None:
+    here, there = devices(source), devices(target)
     for sharding in (source, target):
-        if not sharding.is_fully_addressable:
+        if here != there and not sharding.is_fully_addressable:
             raise ValueError(
                 f"a transfer inside a process reaches its own devices only, but "
                 f"{sharding} has others; send between processes over a transport."
@@ -183,7 +203,6 @@ def _check_sides(
             f"a transfer keeps the kind of memory, but goes from {source.memory_kind} "
             f"to {target.memory_kind}; move it on its own devices first."
         )
-    here, there = devices(source), devices(target)
     if here != there and set(here) & set(there):
         raise ValueError(
             f"two stages share all their devices, in one order, or none, but got "

@@ -42,7 +42,7 @@ class Transfer:
         if plan.is_local:
             return self._after(packed)
         if plan.num_parts:
-            return _move_parts(packed, self._flat_target)
+            return self._joined(_moved_parts(packed, devices(plan.target)))
         assert plan.landed is not None, "what is sent as tiles lands as tiles"
         return move_tiles(packed, plan.landed)
 
@@ -60,6 +60,10 @@ class Transfer:
     def receive(self, sent: Any) -> jax.Array:
         """The array in its target sharding, from what `send` returned."""
         return sent if self.plan.is_local else self._after(sent)
+
+    def receive_parts(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """The array from its parts on this host, each on its device, in their order."""
+        return self.receive(self._joined(parts))
 
     def landing(self) -> jax.ShapeDtypeStruct:
         """What `pack` arrives as where both sides have as many devices: one array."""
@@ -90,6 +94,17 @@ class Transfer:
                 f"{array.dtype}{list(array.shape)} in {array.sharding}; plan one for "
                 f"that array."
             )
+
+    def _joined(self, parts: Sequence[jax.Array]) -> list[jax.Array]:
+        """Parts of the target's devices, in order, as arrays over all of these."""
+        per_device = self.plan.num_parts // self._flat_target.num_devices
+        shape = self._flat_target.num_devices, self.plan.part_length
+        return [
+            jax.make_array_from_single_device_arrays(
+                shape, self._flat_target, list(parts[i::per_device])
+            )
+            for i in range(per_device)
+        ]
 
     @cached_property
     def _flat_target(self) -> NamedSharding:
@@ -161,18 +176,14 @@ def _same(x: jax.Array) -> jax.Array:
     return x
 
 
-def _move_parts(arrays: Sequence[jax.Array], target: NamedSharding) -> list[jax.Array]:
-    """Parts of the source's devices, in order, as arrays over the target's."""
+def _moved_parts(
+    arrays: Sequence[jax.Array], targets: Sequence[Any]
+) -> list[jax.Array]:
+    """Parts of the source's devices, in order, each on its target device."""
     shards = [
         sorted(array.addressable_shards, key=lambda s: s.index[0].start or 0)
         for array in arrays
     ]
     parts = [s.data for on_device in zip(*shards, strict=True) for s in on_device]
-    targets = devices(target)
     per_device = len(parts) // len(targets)
-    moved = jax.device_put(parts, [d for d in targets for _ in range(per_device)])
-    shape = (len(targets), parts[0].shape[1])
-    return [
-        jax.make_array_from_single_device_arrays(shape, target, moved[i::per_device])
-        for i in range(per_device)
-    ]
+    return jax.device_put(parts, [d for d in targets for _ in range(per_device)])

@@ -21,6 +21,7 @@ RUNTIME_MAY_IMPORT = (
     "lowering.programs",
     "lowering.exported_program",
     "clusters.cluster",
+    "clusters.ray_hosts",
     "state.distributed_array",
     "errors",
     "runtime",

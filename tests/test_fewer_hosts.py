@@ -64,6 +64,33 @@ def test_stages_of_several_hosts_get_fewer_of_them():
     assert mesh == parse_mesh("y:1;x:4")
 
 
+def test_parts_of_hosts_stay_as_many():
+    found, mesh, used = fitted(PIPELINE, "x:2", 2, 1)
+    assert (found, mesh, used) == (PIPELINE, parse_mesh("x:1"), 1)
+
+
+@pytest.mark.parametrize(
+    ("meshes", "old", "new", "sizes"),
+    [
+        (["x:3", "x:1", "x:4"], 2, 1, [2, 1, 1]),
+        (["x:2", "x:2", "x:8"], 3, 2, [4, 2, 2]),
+        (["x:1", "x:3"], 2, 1, [2, 2]),
+    ],
+)
+def test_unequal_parts_are_dealt_out_anew(
+    meshes: list[str], old: int, new: int, sizes: list[int]
+):
+    method = autopar.PipelineParallel(len(meshes), 6, stage_meshes=meshes)
+    found, _, used = fitted(method, None, old, new)
+    assert [each.size for each in found.stage_meshes] == sizes
+    assert (found.num_stages, found.num_microbatches, used) == (len(meshes), 6, new)
+
+
+def test_more_parts_than_devices_are_one_program():
+    method = autopar.PipelineParallel(num_stages=8, num_microbatches=8)
+    assert fitted(method, "x:1", 2, 1)[0] == autopar.ShardParallel(8)
+
+
 @pytest.mark.parametrize("semantics", ["exact", "independent"])
 def test_on_one_host_a_pipeline_is_one_program_in_microbatches(semantics: Any):
     method = autopar.PipelineParallel(

@@ -1,4 +1,4 @@
-"""Stages that are searched for hosts of a Ray cluster; no such cluster is started."""
+"""Stages for hosts of a Ray cluster, given or searched for; none is started."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 
 from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster, RayHosts
+from autopar.clusters.ray_hosts import HostGroups, dealt_out
 from autopar.methods.methods import PipelineParallel
 from tests.rows.fixtures import tanh_chain
 
@@ -25,39 +26,73 @@ def arguments(num_layers: int = 6) -> Any:
     return params, jax.random.normal(keys[0], (48, 128))
 
 
-@pytest.mark.parametrize("number", [4, 3])
-def test_every_stage_has_as_many_whole_hosts(number: int) -> None:
-    step = parallelize(
-        tanh_chain,
-        method=PipelineParallel(num_microbatches=4),
-        cluster=hosts(number, 2),
+@pytest.mark.parametrize(
+    ("sizes", "num_hosts", "places"),
+    [
+        ([4, 4], (1, 1), [(0, 0), (1, 0)]),
+        ([4, 8], (1, 2), [(0, 0), (1, 0)]),
+        ([2, 2, 8, 1, 3], (1, 2, 1), [(0, 0), (0, 2), (1, 0), (2, 0), (2, 1)]),
+        ([12], (3,), [(0, 0)]),
+        ([1, 2], (1,), [(0, 0), (0, 1)]),
+    ],
+)
+def test_submeshes_share_hosts_or_have_whole_ones(
+    sizes: list[int], num_hosts: tuple[int, ...], places: list[tuple[int, int]]
+) -> None:
+    assert HostGroups.of(sizes, 4) == HostGroups(num_hosts, tuple(places))
+
+
+@pytest.mark.parametrize("sizes", [[6, 6], [2, 4, 2], [3, 3], [1, 8, 3]])
+def test_a_submesh_on_parts_of_two_hosts_is_refused(sizes: list[int]) -> None:
+    with pytest.raises(NotImplementedError, match=r"part of one host, or .*such as"):
+        HostGroups.of(sizes, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ((2, 3, 4), [4, 8]),
+        ((4, 2, 4), [2, 2, 2, 2]),
+        ((3, 2, 4), [4, 2, 2]),
+        ((5, 2, 8), [4, 4, 4, 2, 2]),
+        ((2, 1, 7), [4, 3]),
+    ],
+)
+def test_what_is_dealt_out_is_all_there_is_and_may_be(
+    given: tuple[int, int, int], sizes: list[int]
+) -> None:
+    number, num_hosts, inside = given
+    assert dealt_out(*given) == sizes and len(sizes) == number
+    assert sum(HostGroups.of(sizes, inside).num_hosts) == num_hosts
+
+
+@pytest.mark.parametrize(("number", "inside"), [(1, 4), (2, 4), (3, 2)])
+def test_a_search_finds_what_it_finds_for_one_process(number: int, inside: int) -> None:
+    clusters = hosts(number, inside), Cluster.preset(f"{number}x{inside}xCPU")
+    method = PipelineParallel(num_microbatches=4)
+    there, here = (
+        parallelize(tanh_chain, method=method, cluster=cluster).plan(*arguments())
+        for cluster in clusters
     )
-    lowered = step.lower(*arguments())  # its executable refuses other submeshes
-    meshes = lowered.plan.stages.meshes
-    (size,) = {mesh.size for mesh in meshes}
-    assert len(meshes) > 1 and size * len(meshes) == 2 * number
-    assert size % 2 == 0
-
-
-def test_the_fastest_number_of_hosts_is_taken() -> None:
-    """Against stages of each number of hosts, on every shape that the search knows."""
-    args, cluster = arguments(), hosts(4, 2)
-    found = parallelize(
-        tanh_chain, method=PipelineParallel(num_microbatches=4), cluster=cluster
-    ).plan(*args)
-    assert found.stages.num_microbatches == 4
-    for number, shape in ((2, "x:4"), (2, "x:2;y:2"), (4, "x:2")):
-        method = PipelineParallel(number, 4, stage_meshes=[shape] * number)
-        other = parallelize(tanh_chain, method=method, cluster=cluster).plan(*args)
-        least = 0.97 * found.predicted.step_seconds  # the search stops at 1%
-        assert other.predicted.step_seconds > least, (number, shape)
+    assert there.stages.meshes == here.stages.meshes
+    assert there.predicted == here.predicted
+    sizes = [mesh.size for mesh in there.stages.meshes]
+    assert len(sizes) > 1 and sum(HostGroups.of(sizes, inside).num_hosts) <= number
 
 
 @pytest.mark.parametrize("mesh", [None, "x:3"])
 def test_hosts_that_cannot_be_dealt_out_are_refused(mesh: str | None) -> None:
-    cluster = hosts(1, 2) if mesh is None else hosts(2, 2)
+    cluster = hosts(1, 1) if mesh is None else hosts(2, 2)
     step = parallelize(
         tanh_chain, method=PipelineParallel(), cluster=cluster, mesh=mesh
     )
-    with pytest.raises(ValueError, match="On Ray a stage has whole hosts"):
+    with pytest.raises(ValueError, match="A stage has fewer devices than there are"):
+        step.plan(*arguments())
+
+
+def test_devices_that_stages_do_not_divide_are_refused_with_what_hosts_allow() -> None:
+    step = parallelize(
+        tanh_chain, method=PipelineParallel(num_stages=5), cluster=hosts(3, 4)
+    )
+    with pytest.raises(ValueError, match=r"'x:4', 'x:2', 'x:2', 'x:2', 'x:2'"):
         step.plan(*arguments())

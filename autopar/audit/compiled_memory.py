@@ -20,7 +20,8 @@ from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
 from ..lowering.programs import SpmdProgram
 from ..options import Options
-from ..planner.planning import Planned, budget_of, plan_function
+from ..planner.planning import Planned, budget_of
+from ..planner.shared_plan import plan_together
 from ..plans.parallel_plan import Plan
 from .memory_use import MemoryUse
 
@@ -44,7 +45,7 @@ def plan_fitting(
     Raises:
       InfeasiblePlanError: as `fit_compiled` and `plan_function`.
     """
-    planned = plan_function(fun, args, kwargs, options)
+    planned = plan_together(fun, args, kwargs, options)
     if options.plan is not None or not _has_devices(planned):
         return planned
 
@@ -53,7 +54,7 @@ def plan_fitting(
         return MemoryUse.of(program.compile(), program.host_bytes).device_bytes
 
     def plan_again(budget_bytes: int) -> Planned:
-        return plan_function(
+        return plan_together(
             fun, args, kwargs, replace(options, memory_budget=budget_bytes)
         )
 

@@ -233,12 +233,12 @@ class Cluster:
         first, number = hosts[0], hosts[0].num_devices
         preset = _preset_of_accelerator(first.kind, first.platform)
         waits = step_seconds, silent_seconds, on_failure, wait_seconds, steps_ahead
-        cluster = dataclasses.replace(
+        nodes = tuple((each.node_id, each.address) for each in hosts)
+        return dataclasses.replace(
             preset,
             devices_per_host=number,
-            ray_hosts=RayHosts(found, first.platform, *waits),
-        )
-        return cluster.with_hosts(len(hosts))
+            ray_hosts=RayHosts(found, first.platform, *waits, nodes),
+        ).with_hosts(len(hosts))
 
     def with_hosts(self, number: int) -> "Cluster":
         """A Ray cluster with so many of its hosts."""

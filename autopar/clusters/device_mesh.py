@@ -38,7 +38,7 @@ def device_mesh(
                 f"{cluster.num_devices}, but the mesh {shape} has {shape.size}; ask "
                 f"for fewer with Cluster.ray(num_hosts=, devices_per_host=)."
             )
-        return _remote_mesh(shape, cluster.ray_hosts, 0)
+        return _remote_mesh(shape, cluster.ray_hosts, 0, [shape])
     if isinstance(given, Mesh):
         devices = given.devices
     else:
@@ -58,7 +58,7 @@ def stage_meshes(
 ) -> Sequence[Mesh | AbstractMesh]:
     """A mesh of each shape: devices of this process dealt out in order, or none.
 
-    Meshes without devices tell by their kind of device which submesh they are.
+    Meshes without devices tell by their kind of device which submesh they are of which.
 
     Raises:
       ValueError: this process has too few devices.
@@ -68,7 +68,7 @@ def stage_meshes(
     for number, shape in enumerate(shapes):
         names, auto = shape.axis_names, (AxisType.Auto,) * shape.num_axes
         if cluster.ray_hosts is not None:
-            meshes.append(_remote_mesh(shape, cluster.ray_hosts, number))
+            meshes.append(_remote_mesh(shape, cluster.ray_hosts, number, shapes))
             continue
         devices = np.array(available[first : first + shape.size])
         if len(devices) < shape.size:
@@ -83,14 +83,19 @@ def stage_meshes(
     return meshes
 
 
-def _remote_mesh(shape: MeshShape, hosts: RayHosts, submesh: int) -> AbstractMesh:
+def _remote_mesh(
+    shape: MeshShape, hosts: RayHosts, submesh: int, of: Sequence[MeshShape]
+) -> AbstractMesh:
     auto = (AxisType.Auto,) * shape.num_axes
-    kind = AbstractDevice(f"submesh {submesh}", None, hosts.lowering_platform)
+    sizes = "+".join(str(each.size) for each in of)
+    name = f"submesh {submesh} of {sizes}"
+    kind = AbstractDevice(name, None, hosts.lowering_platform)
     return AbstractMesh(
         shape.axis_sizes, shape.axis_names, axis_types=auto, abstract_device=kind
     )
 
 
-def submesh_of(mesh: Any) -> int:
-    """Which submesh of a pipeline a mesh without devices is."""
-    return int(mesh.abstract_device.device_kind.removeprefix("submesh "))
+def submesh_of(mesh: Any) -> tuple[int, tuple[int, ...]]:
+    """Which submesh of a pipeline a mesh without devices is, and the sizes of all."""
+    _, number, _, sizes = mesh.abstract_device.device_kind.split(" ")
+    return int(number), tuple(map(int, sizes.split("+")))

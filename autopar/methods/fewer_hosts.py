@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..clusters.cluster import Cluster
+from ..clusters.ray_hosts import dealt_out
 from ..sharding.mesh import MeshLike, MeshShape, parse_mesh
 from .methods import Method, PipelineParallel, ShardParallel
 from .named_methods import ThreeD
@@ -16,7 +17,8 @@ def fit_hosts(
     """A method and a mesh for other hosts, and how many of these they use.
 
     A pipeline keeps its stages, which share submeshes if there are too few hosts; on
-    one host it is one program in microbatches. Of a mesh the first axis, which is the
+    one host it is one program in microbatches. Submeshes that are parts of hosts stay
+    as many, of fewer devices. Of a mesh the first axis, which is the
     one over hosts, gets another size; where that is no whole number, all devices are
     one axis.
 
@@ -31,6 +33,8 @@ def fit_hosts(
     if not isinstance(method, PipelineParallel) or method.num_stages is None:
         size = old.num_devices, new.num_devices
         return _resized(method, *size), _mesh_of(mesh, *size), new
+    if _are_parts(method, old) and method.num_submeshes <= new.num_devices:
+        return *_smaller_parts(method, mesh, old, new), new
     stages = method.num_stages
     number = max(n for n in range(1, new.num_hosts + 1) if stages % n == 0)
     used = new.with_hosts(new.num_hosts // number * number)
@@ -47,6 +51,26 @@ def fit_hosts(
             num_microbatches=_multiple(method.num_microbatches, number),
         )
     return replace(method, stage_meshes=None), _mesh_of(mesh, *size), used
+
+
+def _are_parts(method: PipelineParallel, cluster: Cluster) -> bool:
+    """Whether some submesh of a pipeline is a part of a host."""
+    sizes = [cluster.num_devices // method.num_submeshes]
+    if method.stage_meshes is not None:
+        sizes = [parse_mesh(each).size for each in method.stage_meshes]
+    return min(sizes) < cluster.devices_per_host
+
+
+def _smaller_parts(
+    method: PipelineParallel, mesh: MeshLike | None, old: Cluster, new: Cluster
+) -> tuple[PipelineParallel, MeshLike | None]:
+    """As many submeshes, dealt out anew; the mesh is that of one if all are equal."""
+    number = method.num_submeshes
+    sizes = dealt_out(number, new.num_hosts, new.devices_per_host)
+    if method.stage_meshes is None and len(set(sizes)) == 1:
+        return method, _mesh_of(mesh, old.num_devices // number, sizes[0])
+    shapes = tuple(MeshShape(("x",), (size,)) for size in sizes)
+    return replace(method, stage_meshes=shapes), None
 
 
 def _resized(method: Method, old: int, new: int) -> Method:

@@ -7,8 +7,10 @@ import hashlib
 import json
 import re
 import sys
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 PLAN = sys.argv[1]
@@ -25,6 +27,7 @@ if NUM_PROCESSES > 1:
     )
 
 import autopar  # noqa: E402
+from autopar.planner import planning  # noqa: E402
 from tests.ray import f3_training  # noqa: E402
 
 
@@ -35,7 +38,19 @@ def without_source(text: str) -> str:
     return head + re.sub(r", metadata=\{[^}]*\}", "", computations)
 
 
+solved = 0
+
+
+def plan_graph(*given: Any, **options: Any) -> Any:
+    """Counts what is solved in this process, and not read."""
+    global solved
+    solved += 1
+    return planned_before(*given, **options)
+
+
+planned_before, planning.plan_graph = planning.plan_graph, plan_graph
 total = autopar.parallelize(lambda x: x.sum(), mesh="x:8")
+searched = autopar.parallelize(lambda x, w: jnp.tanh(x @ w).sum())
 step = autopar.parallelize(f3_training.step, plan=autopar.Plan.load(PLAN))
 text = step.lower(*f3_training.arguments()).compile().as_text() or ""
 found = {
@@ -43,5 +58,7 @@ found = {
     "sum": float(total(np.arange(64, dtype=np.float32))),
     "hlo": hashlib.sha256(without_source(text).encode()).hexdigest(),
     "losses": f3_training.losses(step),
+    "searched": float(searched(np.ones((16, 64), np.float32), np.eye(64))),
+    "solved": solved,
 }
 print("\n" + json.dumps(found))

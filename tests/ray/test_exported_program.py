@@ -144,10 +144,10 @@ def test_host_callbacks_are_refused_with_their_line(kind: str):
 
 
 def test_meshes_of_other_hosts_have_no_devices_and_differ_by_stage():
-    shapes = [MeshShape(("x",), (4,))] * 2
-    first, second = stage_meshes(shapes, remote_cluster())
-    assert first != second
-    assert [submesh_of(mesh) for mesh in (first, second)] == [0, 1]
+    shapes = [MeshShape(("x",), (size,)) for size in (4, 2, 2)]
+    meshes = stage_meshes(shapes, remote_cluster())
+    assert len(set(meshes)) == 3
+    assert [submesh_of(mesh) for mesh in meshes] == [(i, (4, 2, 2)) for i in range(3)]
 
 
 def test_a_step_for_other_hosts_is_planned_anywhere():

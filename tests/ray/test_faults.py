@@ -1,6 +1,8 @@
 """A training goes on when workers die or hang, and when a host is gone for good."""
 
+import dataclasses
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from autopar.errors import HostLostError
 from autopar.runtime import ray_recovery
 from autopar.runtime.ray_local import LocalHosts
 from autopar.runtime.ray_workers import workers_of
+from autopar.sharding.mesh import parse_mesh
 from benchmarks.faults import Fault, FaultInjection, FaultyBatches, measure
 from benchmarks.models import Workload, build
 
@@ -71,7 +74,7 @@ def test_steps_begun_ahead_are_run_again(
         for number, metrics in training.run(NUM_STEPS):
             got[number] = float(metrics["loss"])
             if number == 3 and not training.recoveries:
-                os.kill(workers_of(cluster, 1).facts[1].process_id, signal.SIGKILL)
+                os.kill(workers_of(cluster, (2,)).facts[1].process_id, signal.SIGKILL)
         training.step.close()
     assert list(got) == list(range(NUM_STEPS))
     np.testing.assert_allclose(list(got.values()), expected, rtol=1e-5)
@@ -80,12 +83,21 @@ def test_steps_begun_ahead_are_run_again(
 
 
 @pytest.mark.slow  # a host more starts, and Ray takes seconds to give it up
+@pytest.mark.parametrize(
+    ("meshes", "left"),
+    [(None, None), (("x:2", "x:2", "x:8"), [4, 2, 2])],
+    ids=["whole hosts", "parts of hosts"],
+)
 def test_a_lost_host_leaves_a_plan_for_fewer(
-    ray_hosts: LocalHosts, workload: Workload, tmp_path: Path
+    ray_hosts: LocalHosts,
+    workload: Workload,
+    tmp_path: Path,
+    meshes: tuple[str, ...] | None,
+    left: list[int] | None,
 ):
     third = ray_hosts.add()
     cluster = Cluster.ray(ray_hosts.address, num_hosts=3)
-    method = autopar.PipelineParallel(num_stages=3, num_microbatches=3)
+    method = autopar.PipelineParallel(3, 3, stage_meshes=meshes)
     expected, got = losses_of_one_device(workload), dict[int, float]()
     with autopar.Checkpoints(tmp_path) as checkpoints:
         training = training_of(cluster, method, workload, checkpoints)
@@ -97,8 +109,39 @@ def test_a_lost_host_leaves_a_plan_for_fewer(
         np.testing.assert_allclose(list(got.values()), expected, rtol=1e-5)
         assert training.recoveries[-1].num_hosts == 2
         assert training.recoveries[-1].from_step >= 4, "after the checkpoint of step 3"
-        assert isinstance(training.step.options.method, autopar.ShardParallel)
+        found = training.step.options.method
+        if left is None:
+            assert isinstance(found, autopar.ShardParallel)
+        else:
+            assert isinstance(found, autopar.PipelineParallel) and found.stage_meshes
+            assert [parse_mesh(mesh).size for mesh in found.stage_meshes] == left
         training.step.close()
+
+
+@pytest.mark.slow  # as above
+def test_a_host_lost_while_the_step_is_planned_is_told(
+    ray_hosts: LocalHosts, workload: Workload, tmp_path: Path
+):
+    third, killed = ray_hosts.add(), list[int]()
+    cluster = Cluster.ray(ray_hosts.address, num_hosts=3)
+
+    def init(key: jax.Array) -> Any:
+        if not killed:  # it is traced when the step is planned
+            killed.append(1)
+            ray_hosts.kill(third)
+        return workload.init(key)
+
+    expected, got = losses_of_one_device(workload), dict[int, float]()
+    with autopar.Checkpoints(tmp_path) as checkpoints:
+        made = dataclasses.replace(workload, init=init)
+        training = training_of(cluster, autopar.ShardParallel(), made, checkpoints)
+        for number, metrics in training.run(NUM_STEPS):
+            got[number] = float(metrics["loss"])
+        training.step.close()
+    np.testing.assert_allclose(list(got.values()), expected, rtol=1e-5)
+    recovery = training.recoveries[-1]
+    assert (recovery.at_step, recovery.num_hosts) == (0, 2)
+    assert re.search(r"host \d at .* is gone: 2 of 3 are left", recovery.error)
 
 
 @pytest.mark.slow  # as above, and another host starts
@@ -153,7 +196,9 @@ def test_what_is_to_be_raised_is_raised(
             for number, _ in training.run(NUM_STEPS):
                 numbers.append(number)
                 if number == 2:
-                    os.kill(workers_of(cluster, 1).facts[0].process_id, signal.SIGKILL)
+                    os.kill(
+                        workers_of(cluster, (2,)).facts[0].process_id, signal.SIGKILL
+                    )
         assert numbers == [0, 1, 2]
 
 

@@ -1,6 +1,7 @@
 """With which hosts a training goes on."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from autopar.clusters.cluster import Cluster, RayHosts
 from autopar.errors import HostLostError
 from autopar.runtime import ray_recovery
-from autopar.runtime.ray_recovery import cluster_left
+from autopar.runtime.ray_recovery import cluster_left, hosts_lost
 
 
 def cluster_of(num_hosts: int, **waits: Any) -> Cluster:
@@ -55,6 +56,23 @@ def test_the_wait_has_an_end(alive: list[int]):
     alive[:] = [2]
     with pytest.raises(HostLostError, match=r"^3 hosts .* after 0\.05 s there are 2;"):
         cluster_left(cluster_of(3, on_failure="wait", wait_seconds=0.05))
+
+
+def test_hosts_that_went_before_workers_start_are_named(
+    alive: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    class Ray:
+        @staticmethod
+        def nodes() -> list[dict[str, Any]]:
+            return [{"NodeID": "a" * 20, "Alive": True}, {"NodeID": "b", "Alive": 0}]
+
+    monkeypatch.setattr(ray_recovery, "import_ray", lambda: Ray)
+    alive[:] = [1]
+    nodes = ("a" * 20, "10.0.0.1"), ("b" * 20, "10.0.0.2")
+    lost = hosts_lost(cluster_of(2, nodes=nodes))
+    assert lost.rank == 1
+    told = r"host 1 at 10\.0\.0\.2 \(Ray's node bbbbbbbb\) is gone: 1 of 2 are left;"
+    assert re.search(told, str(lost))
 
 
 @pytest.mark.parametrize("name", ["step_seconds", "silent_seconds", "wait_seconds"])

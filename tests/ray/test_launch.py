@@ -103,7 +103,7 @@ leaves = map(jax.tree.leaves, (autopar.fetch(got), expected))
 for a, b in zip(*leaves, strict=True):
     np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 (executable,) = [each.execute for each in step._pipelines.values()]
-print("hosts of a stage", executable.workers.hosts_per_group)
+print("hosts of a stage", executable.workers.num_hosts)
 """
 
 
@@ -116,7 +116,7 @@ def test_a_stage_may_span_hosts(tmp_path: Path):
         seconds=200,
     )
     assert done.returncode == 0, done.stderr
-    assert "hosts of a stage 2" in done.stdout
+    assert "hosts of a stage (2, 2)" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """CLI-1 and CLI-4: one process, many processes and a driver of many: one result."""
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -85,6 +86,13 @@ def test_a_script_in_two_processes_equals_that_in_one(
 
 def test_every_process_compiles_the_same_program(together: list[dict[str, Any]]):
     assert together[0]["hlo"] == together[1]["hlo"]
+
+
+def test_one_process_plans_for_all(together: list[dict[str, Any]]):
+    first, second = together
+    assert first["solved"] >= 2 and second["solved"] == 0
+    assert first["searched"] == second["searched"]
+    assert first["searched"] == pytest.approx(16 * 64 * math.tanh(1), rel=1e-5)
 
 
 def test_the_ray_driver_and_processes_run_one_plan_to_equal_losses(

@@ -19,6 +19,10 @@ def test_a_pipeline_without_a_number_of_stages_runs(ray_cluster: Cluster) -> Non
     got = autopar.fetch(parallel(params, x))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    stages = parallel.plan(params, x).stages
-    assert [mesh.size for mesh in stages.meshes] == [4, 4]
+    here = autopar.parallelize(
+        tanh_chain, method=method, cluster=Cluster.preset("2x4xCPU")
+    )
+    found, expected = (step.plan(params, x).stages for step in (parallel, here))
+    assert found.meshes == expected.meshes, "a search knows no difference"
+    assert [mesh.size for mesh in found.meshes] != [4, 4]
     parallel.close()
