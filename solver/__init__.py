@@ -6,5 +6,4 @@ from .choice_graph import ChoiceGraph as ChoiceGraph
 from .choice_graph import Edge as Edge
 from .choice_graph import Infeasible as Infeasible
 from .choice_graph import Node as Node
-from .shared_copy import shared_copy as shared_copy
 from .solve import solve as solve

@@ -16,7 +16,7 @@ from .fix import fix
 from .folded import solve_folded
 from .ilp import is_small_enough, solve_ilp
 from .join import join_copies
-from .likely import improve_among_likely
+from .likely import MOST_LIKELY_CHOICES, improve_among_likely
 from .merge import choose_pairs, merge_nodes
 from .messages import Messages, Passing
 from .polish import polish
@@ -26,6 +26,7 @@ from .search import Search
 FIXED_ENOUGH = 0.3
 ROUNDS_AT_ONCE = 30
 MOST_MERGED_CHOICES = (1000, 1600)
+FEW_LIKELY_CHOICES = 100
 MOST_POLISHES_IN_VAIN = 2
 
 
@@ -58,6 +59,27 @@ def solve_free(search: Search, with_ilp: bool = True, *, folds: bool = False) ->
     _Descent(search, with_ilp).run()
 
 
+def solve_once(search: Search, *, is_rough: bool) -> None:
+    """Raises the bound and offers a plan, which need not meet.
+
+    Few of many equal layers stand for all, where there are any. `is_rough`: with one
+    reduction and one run of messages of what is left; otherwise as `solve_free`, but
+    nothing is merged and the layers that were left out stay out.
+
+    Raises:
+        Infeasible: every plan is forbidden.
+    """
+
+    def roughly(search: Search) -> None:
+        _Descent(search, False).run_once()
+
+    solve_folded(search, roughly if is_rough else solve_free, is_rough=is_rough)
+    if search.choices is None and is_rough:
+        roughly(search)
+    elif search.choices is None:
+        _Descent(search, False, merges=False).run()
+
+
 def bound_choices(search: Search, of_interest: float) -> list[np.ndarray]:
     """As `solve_free` without the ILP; returns bounds on the cost of every choice.
 
@@ -77,9 +99,15 @@ class _Descent:
     """
 
     def __init__(
-        self, search: Search, with_ilp: bool, of_interest: float = -inf
+        self,
+        search: Search,
+        with_ilp: bool,
+        of_interest: float = -inf,
+        *,
+        merges: bool = True,
     ) -> None:
         self.search, self.with_ilp, self.of_interest = search, with_ilp, of_interest
+        self.merges = merges
         self.steps: list[Step] = [join_copies(search.graph, search.pool)]
         self.ceiling, self.slack = inf, 0.0
         self.excess: list[np.ndarray] = []
@@ -101,6 +129,11 @@ class _Descent:
             self.search.raise_bound(self.ceiling)
             self.search.finish_phase("fix", self.graph)
 
+    def run_once(self) -> None:
+        """One reduction and one run of messages."""
+        self._reduce()
+        self._pass_messages(is_rough=True)
+
     def _is_finished(self) -> bool:
         self._reduce()
         self._pass_messages()
@@ -110,7 +143,7 @@ class _Descent:
             return False
         self._reduce()
         kept_for_ilp = self.seconds * (0.5 if self.with_ilp else 0.1)
-        if self.search.seconds_left > kept_for_ilp:
+        if self.merges and self.search.seconds_left > kept_for_ilp:
             for most in MOST_MERGED_CHOICES:
                 pairs = choose_pairs(self.graph, most)
                 if pairs:
@@ -134,8 +167,8 @@ class _Descent:
         self.slack += reduced.slack
         self.search.finish_phase("reduce", self.graph)
 
-    def _pass_messages(self) -> None:
-        """Messages and better plans in turn, until the messages stall."""
+    def _pass_messages(self, is_rough: bool = False) -> None:
+        """Messages and better plans in turn, until the messages stall, or only once."""
         search, graph = self.search, self.graph
         passing = Passing(graph, search.cost, clock=search.pool.clock)
         keep = max(search.seconds_left - self.seconds / 4, 0.0)
@@ -150,7 +183,7 @@ class _Descent:
                 search.offer(self._expand(messages.choices))
             self._raise_bound(messages.bound)
             search.finish_phase("messages", graph)
-            if search.is_closed or search.seconds_left <= keep:
+            if is_rough or search.is_closed or search.seconds_left <= keep:
                 break
             self._improve(messages)
             if messages.is_finished:
@@ -162,12 +195,17 @@ class _Descent:
         search = self.search
         if messages.choices is None:
             return
-        choices = improve_among_likely(
-            *(self.graph, messages.choices, messages.marginals, search.pool),
-            gap=search.gap / 2,
-            work_limit=max(min(search.seconds_left, self.seconds / 20), 0.1),
-        )
-        search.offer(self._expand(choices))
+        choices = messages.choices
+        for most in (FEW_LIKELY_CHOICES, MOST_LIKELY_CHOICES):
+            choices = improve_among_likely(
+                *(self.graph, choices, messages.marginals, search.pool),
+                gap=search.gap / 2,
+                work_limit=max(min(search.seconds_left, self.seconds / 20), 0.1),
+                most_choices=most,
+            )
+            search.offer(self._expand(choices))
+            if search.is_closed:
+                break
         search.finish_phase("likely", self.graph)
         if messages.is_finished and not search.is_closed:
             self._polish(choices)

@@ -27,6 +27,7 @@ def improve_among_likely(
     *,
     gap: float,
     work_limit: float,
+    most_choices: int = MOST_LIKELY_CHOICES,
 ) -> tuple[int, ...]:
     """A plan that costs no more than `choices`. The budget is not looked at.
 
@@ -38,6 +39,7 @@ def improve_among_likely(
         pool: shared arrays of reductions.
         gap: relative distance from the best of these plans at which to stop.
         work_limit: most seconds of work of the ILP.
+        most_choices: how many choices to look at beyond one per node.
     """
     ranks = [np.where(m == m.min(), -np.inf, m) for m in marginals]
     for rank, choice in zip(ranks, choices, strict=True):
@@ -46,7 +48,7 @@ def improve_among_likely(
         return tuple(choices)
     flat = np.sort(np.concatenate(ranks))
     num_sure = int(np.searchsorted(flat, -np.inf, side="right"))
-    last = min(num_sure + MOST_LIKELY_CHOICES, flat.size) - 1
+    last = min(num_sure + most_choices, flat.size) - 1
     reduced = reduce(fix(graph, ranks, flat[last]).graph, pool)
     if not reduced.graph.nodes:
         return reduced.expand(())

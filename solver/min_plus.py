@@ -14,11 +14,6 @@ MOST_ENTRIES_AT_ONCE = 1 << 18
 MOST_ENTRIES_IN_CACHE = 1 << 14
 
 
-def add(costs: np.ndarray, class_costs: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """Costs of a node after costs on its classes moved into it."""
-    return costs + class_costs[classes]
-
-
 def both_ends(
     row_class: np.ndarray,
     column_class: np.ndarray,
@@ -51,22 +46,19 @@ def normalise(
     costs [S], deviation); None stands for a matrix or costs of zeros. Row costs are inf
     where a whole row is forbidden.
     """
-    row_costs = matrix.min(axis=1)
-    rest = matrix - np.where(row_costs < inf, row_costs, 0.0)[:, None]
-    rest[row_costs == inf] = 0.0
-    column_costs = rest.min(axis=0)
-    rest = rest - np.where(column_costs < inf, column_costs, 0.0)[None, :]
-    rest[:, column_costs == inf] = 0.0
-    finite = np.isfinite(rest)
-    largest = np.max(matrix, where=np.isfinite(matrix), initial=0.0)
-    quantum = QUANTUM * max(largest, 1e-280)
-    keys = np.where(finite, np.round(np.where(finite, rest, 0.0) / quantum), -1.0)
-    rows, row_class = _distinct(keys)
-    columns, column_class = _distinct(np.ascontiguousarray(keys[rows].T))
-    small = rest[rows][:, columns]
-    merged = small[row_class][:, column_class]
-    difference = np.subtract(rest, merged, where=finite, out=np.zeros_like(rest))
-    deviation = np.abs(difference).max()
+    largest, row_costs = matrix.max(), matrix.min(axis=1)
+    if largest < inf:
+        rest = matrix - row_costs[:, None]
+        column_costs = rest.min(axis=0)
+        rest -= column_costs
+    else:
+        rest = matrix - np.where(row_costs < inf, row_costs, 0.0)[:, None]
+        rest[row_costs == inf] = 0.0
+        column_costs = rest.min(axis=0)
+        rest -= np.where(column_costs < inf, column_costs, 0.0)
+        rest[:, column_costs == inf] = 0.0
+        largest = np.max(matrix, where=matrix < inf, initial=0.0)
+    row_class, column_class, small, deviation = _merged(rest, largest)
     return (
         row_class,
         column_class,
@@ -77,22 +69,59 @@ def normalise(
     )
 
 
+def _merged(
+    rest: np.ndarray, largest: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
+    """Without equal rows and columns: (row class, column class, matrix, deviation).
+
+    `largest` is the finite entry that rounding is relative to.
+    """
+    if not rest.any():
+        rows, columns = (np.zeros(size, np.intp) for size in rest.shape)
+        return rows, columns, rest[:1, :1], 0.0
+    quantum = QUANTUM * max(largest, 1e-280)
+    finite = rest < inf
+    is_finite = bool(finite.all())
+    keys = np.round((rest if is_finite else np.where(finite, rest, 0.0)) / quantum)
+    if not is_finite:
+        keys[~finite] = -1.0
+    rows, row_class = _distinct(keys)
+    if len(rows) < len(keys):
+        keys = keys[rows]
+    columns, column_class = _distinct(np.ascontiguousarray(keys.T))
+    if (len(rows), len(columns)) == rest.shape:
+        return row_class, column_class, rest, 0.0
+    small = rest[rows][:, columns]
+    merged = small[row_class][:, column_class]
+    if is_finite:
+        difference = rest - merged
+    else:
+        difference = np.subtract(rest, merged, where=finite, out=np.zeros_like(rest))
+    return row_class, column_class, small, np.abs(difference).max()
+
+
 def restrict(
     classes: np.ndarray, matrix: np.ndarray, kept: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Classes and matrix of an edge after the node kept only some choices."""
-    used, renamed = np.unique(classes[kept], return_inverse=True)
-    return renamed.astype(np.intp), matrix if used.size == len(matrix) else matrix[used]
+    used, renamed = _in_use(classes[kept], len(matrix))
+    return renamed, matrix if used.size == len(matrix) else matrix[used]
 
 
 def used_only(
     classes: np.ndarray, classes2: np.ndarray, matrix: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Classes of both ends and the matrix, without classes that have no choice."""
-    used, renamed = np.unique(classes, return_inverse=True)
-    used2, renamed2 = np.unique(classes2, return_inverse=True)
-    smaller = matrix[used][:, used2]
-    return renamed.astype(np.intp), renamed2.astype(np.intp), smaller
+    used, renamed = _in_use(classes, matrix.shape[0])
+    used2, renamed2 = _in_use(classes2, matrix.shape[1])
+    return renamed, renamed2, matrix[used][:, used2]
+
+
+def _in_use(classes: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The classes of `count` that have a choice, and each choice's among them."""
+    is_used = np.zeros(count, bool)
+    is_used[classes] = True
+    return np.flatnonzero(is_used), (np.cumsum(is_used) - 1)[classes]
 
 
 def merge_parallel(
@@ -104,15 +133,13 @@ def merge_parallel(
     matrix2: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Two edges between the same nodes as one (classes, other classes, matrix)."""
-    pairs, merged = np.unique(classes * len(matrix2) + classes2, return_inverse=True)
-    width = matrix2.shape[1]
-    other_pairs, other_merged = np.unique(
-        other_classes * width + other_classes2, return_inverse=True
+    rows2, columns2 = matrix2.shape
+    pairs, merged = _in_use(classes * rows2 + classes2, len(matrix) * rows2)
+    others, other_merged = _in_use(
+        other_classes * columns2 + other_classes2, matrix.shape[1] * columns2
     )
-    rows, rows2 = np.divmod(pairs, len(matrix2))
-    columns, columns2 = np.divmod(other_pairs, width)
-    total = matrix[rows][:, columns] + matrix2[rows2][:, columns2]
-    return merged.astype(np.intp), other_merged.astype(np.intp), total
+    left = matrix[pairs // rows2][:, others // columns2]
+    return merged, other_merged, left + matrix2[pairs % rows2][:, others % columns2]
 
 
 def replacement_costs(matrix: np.ndarray) -> np.ndarray:
@@ -120,15 +147,21 @@ def replacement_costs(matrix: np.ndarray) -> np.ndarray:
 
     Columns that row a forbids do not count: there it could not have been used.
     """
+    columns, step = np.ascontiguousarray(matrix.T), _step(matrix.size)
+    is_finite = bool((matrix < inf).all())
+    most = np.maximum if is_finite else np.fmax  # fmax passes over nan
     result = np.empty((len(matrix), len(matrix)))
-    columns = np.ascontiguousarray(matrix.T)
-    difference = np.empty_like(columns)
-    most = np.maximum if np.isfinite(matrix).all() else np.fmax  # fmax passes over nan
     with np.errstate(invalid="ignore"):
-        for row, entries in enumerate(matrix):
-            np.subtract(columns, entries[:, None], out=difference)
-            most.reduce(difference, axis=0, out=result[row], initial=-inf)
+        for start in range(0, len(matrix), step):
+            some = slice(start, start + step)
+            difference = columns - matrix[some, :, None]
+            most.reduce(difference, axis=1, out=result[some], initial=-inf)
     return result
+
+
+def _step(size: int) -> int:
+    """How many arrays of a size to work on at once."""
+    return max(MOST_ENTRIES_IN_CACHE // size, 1)
 
 
 def undominated(
@@ -143,7 +176,7 @@ def undominated(
     """
     replacement = costs[None, :] - costs[:, None]
     for classes, by_class in zip(edges[::2], edges[1::2], strict=True):
-        replacement = replacement + by_class[classes][:, classes]
+        replacement += by_class.take(classes, 0).take(classes, 1)
     return _drop(costs, held, replacement)
 
 
@@ -195,13 +228,15 @@ def _most_between(
 def _drop(
     costs: np.ndarray, held: np.ndarray | None, replacement: np.ndarray
 ) -> tuple[np.ndarray, float, np.ndarray]:
-    excess = replacement.copy()
+    excess, lost = replacement.copy(), 0.0
     if held is not None:
         excess[held[None, :] > held[:, None]] = inf
     np.fill_diagonal(excess, inf)
-    tolerance = QUANTUM * np.max(costs)
-    is_alive, lost = np.ones(costs.size, bool), 0.0
+    tolerance = QUANTUM * costs.max()
     candidates = np.flatnonzero((excess <= tolerance).any(axis=1))
+    if not candidates.size:
+        return np.arange(costs.size), lost, replacement[:0]
+    is_alive = np.ones(costs.size, bool)
     for choice in candidates[np.argsort(-costs[candidates], kind="stable")]:
         least = np.min(excess[choice], where=is_alive, initial=inf)
         if least <= tolerance:
@@ -212,8 +247,7 @@ def _drop(
 
 def fold_leaf(costs: np.ndarray, classes: np.ndarray, matrix: np.ndarray) -> np.ndarray:
     """A node with one edge, minimised out: costs [S] by class of the neighbour."""
-    _, choices = _cheapest(costs, classes)
-    return (matrix + costs[choices][:, None]).min(axis=0)
+    return (matrix + _cheapest(costs, classes, len(matrix))[:, None]).min(axis=0)
 
 
 def fold_pair(
@@ -224,12 +258,15 @@ def fold_pair(
     matrix2: np.ndarray,
 ) -> np.ndarray:
     """A node with two edges, minimised out: [S, S2] costs between its neighbours."""
-    pairs, choices = _cheapest(costs, classes * len(matrix2) + classes2)
-    rows, rows2 = np.divmod(pairs, len(matrix2))
-    left = matrix[rows] + costs[choices][:, None]
-    right = matrix2[rows2]
-    best = np.full((matrix.shape[1], matrix2.shape[1]), inf)
-    step = max(MOST_ENTRIES_IN_CACHE // matrix2.shape[1], 1)
+    rows2 = len(matrix2)
+    least = _cheapest(costs, classes * rows2 + classes2, len(matrix) * rows2)
+    pairs = np.flatnonzero(least < inf)
+    left = matrix[pairs // rows2] + least[pairs][:, None]
+    right = matrix2[pairs % rows2]
+    shape = matrix.shape[1], matrix2.shape[1]
+    if shape[0] * shape[1] * pairs.size <= MOST_ENTRIES_IN_CACHE:
+        return np.min(left[:, :, None] + right[:, None, :], axis=0, initial=inf)
+    best, step = np.full(shape, inf), _step(shape[1])
     for start in range(0, len(best), step):
         some = slice(start, start + step)
         total = np.empty_like(best[some])
@@ -239,16 +276,22 @@ def fold_pair(
     return best
 
 
-def _cheapest(costs: np.ndarray, classes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The classes in use and the cheapest choice in each."""
-    order = np.lexsort((costs, classes))
-    used, first = np.unique(classes[order], return_index=True)
-    return used, order[first]
+def _cheapest(costs: np.ndarray, classes: np.ndarray, count: int) -> np.ndarray:
+    """[count] the least cost of a choice in each class, inf where there is none."""
+    least = np.full(count, inf)
+    np.minimum.at(least, classes, costs)
+    return least
 
 
 def _distinct(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Representative rows in order of appearance, and each row's representative."""
-    found: dict[bytes, int] = {}
-    classes = np.array([found.setdefault(row.tobytes(), len(found)) for row in keys])
-    _, rows = np.unique(classes, return_index=True)
-    return rows, classes
+    number: dict[bytes, int] = {}
+    data, size = keys.tobytes(), keys.itemsize * keys.shape[1]
+    classes, rows = [], []
+    for row, start in enumerate(range(0, len(data), size)):
+        key = data[start : start + size]
+        found = number.setdefault(key, len(rows))
+        if found == len(rows):
+            rows.append(row)
+        classes.append(found)
+    return np.array(rows, np.intp), np.array(classes, np.intp)

@@ -5,14 +5,16 @@ Alternated to a fixpoint, driven by a queue of nodes whose surroundings changed:
     dominated and duplicate choices go (`_drop_dominated`);
     row and column minima of an edge move into its nodes, equal rows and columns merge,
         an edge with nothing left to say goes (`_put_edge`);
-    nodes with 0, 1 or 2 neighbours are minimised out (`_fold`); under a budget only
-        those whose bytes do not depend on the choice.
+    nodes with 0, 1 or 2 neighbours are minimised out (`_fold`), before anything else
+        where that is little work; under a budget only those whose bytes do not depend
+        on the choice.
 """
 
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +24,21 @@ from .choice_graph import ChoiceGraph, Edge, Infeasible, Node
 from .unfold import BestChoice, Drop, Fold, Step, unfold_choices, unfold_excess
 
 MOST_FOLD_WORK = 60_000_000
+FEW_FOLD_WORK = 300_000
 FEW_CHOICES = 48
+
+
+_Sides = tuple[np.ndarray, np.ndarray, np.ndarray]  # classes at both ends, matrix
+
+
+class _NormalEdge(NamedTuple):
+    """Both ends' (classes, matrix), None without a matrix, and what moves into them."""
+
+    here: tuple[np.ndarray, np.ndarray] | None
+    there: tuple[np.ndarray, np.ndarray] | None
+    costs: np.ndarray | None
+    costs2: np.ndarray | None
+    deviation: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,43 +119,70 @@ class _Reduction:
         self.is_queued = [True] * count
 
     def run(self) -> Reduced:
+        known: dict[tuple[int, int, int], tuple[_Sides, _NormalEdge]] = {}
         for edge in self.graph.edges:
-            adopt = self.pool.adopt
-            classes, classes2, matrix = self.pool.call(
-                min_plus.used_only,
-                adopt(edge.first_class, np.intp),
-                adopt(edge.second_class, np.intp),
-                adopt(edge.costs, np.float64),
-            )
-            self._put_edge(edge.first, edge.second, classes, classes2, matrix)
+            key = id(edge.first_class), id(edge.second_class), id(edge.costs)
+            if key not in known:
+                sides = self._sides_of(edge)
+                known[key] = sides, self._normal(*sides)
+            sides, normal = known[key]
+            if edge.second in self.halves[edge.first]:
+                self._put_edge(edge.first, edge.second, *sides)
+            else:
+                self._put_normal(edge.first, edge.second, normal)
+        few_first = sorted(self.queue, key=lambda v: len(self.halves[v]) > 2)
+        self.queue = deque(few_first)
         while self.queue:
             node = self.queue.popleft()
             self.is_queued[node] = False
-            if not self.is_folded[node] and not self.is_held[node]:
+            if self.is_folded[node] or self.is_held[node]:
+                continue
+            if self._fold_work(node) > FEW_FOLD_WORK:
                 self._drop_forbidden(node)
                 self._drop_dominated(node)
+            if self._fold_work(node) <= MOST_FOLD_WORK:
                 self._fold(node)
         return self._result()
+
+    def _sides_of(self, edge: Edge) -> _Sides:
+        adopt = self.pool.adopt
+        return self.pool.call(
+            min_plus.used_only,
+            adopt(edge.first_class, np.intp),
+            adopt(edge.second_class, np.intp),
+            adopt(edge.costs, np.float64),
+        )
+
+    def _costs_of(self, node: int) -> np.ndarray:
+        """The costs of a node, interned only now that all moved into it."""
+        self.costs[node] = self.pool.intern(self.costs[node])
+        return self.costs[node]
 
     def _push(self, node: int) -> None:
         if not self.is_queued[node]:
             self.is_queued[node] = True
-            self.queue.append(node)
+            if len(self.halves[node]) <= 2:
+                self.queue.appendleft(node)
+            else:
+                self.queue.append(node)
 
     def _drop_forbidden(self, node: int) -> None:
         costs = self.costs[node]
         usable = np.flatnonzero(costs < inf)
         if not usable.size:
-            raise Infeasible(
-                f"node {node} ({self.graph.nodes[node].name}) must have a choice that "
-                "is not forbidden, but all are, by its costs or its edges; allow one."
-            )
+            raise self._infeasible(node)
         if usable.size < costs.size:
             self._keep(node, usable, None)
         least = self.costs[node].min()
         if least:
             self.constant += float(least)
-            self.costs[node] = self.pool.intern(self.costs[node] - least)
+            self.costs[node] = self.costs[node] - least
+
+    def _infeasible(self, node: int) -> Infeasible:
+        return Infeasible(
+            f"node {node} ({self.graph.nodes[node].name}) must have a choice that "
+            "is not forbidden, but all are, by its costs or its edges; allow one."
+        )
 
     def _drop_dominated(self, node: int) -> None:
         size, call = self.costs[node].size, self.pool.call
@@ -154,7 +197,7 @@ class _Reduction:
         flat = [array for edge in edges for array in edge]
         work = size * size * (len(edges) + 1)
         kept, lost, replacement = call(
-            kernel, self.costs[node], self.held[node], *flat, work=work
+            kernel, self._costs_of(node), self.held[node], *flat, work=work
         )
         if kept.size < self.costs[node].size:
             self.slack += lost
@@ -165,7 +208,7 @@ class _Reduction:
     ) -> None:
         call, kept = self.pool.call, self.pool.intern(kept)
         self.steps.append(Drop(node, kept, self.costs[node].size, replacement))
-        self.costs[node] = call(min_plus.take, self.costs[node], kept)
+        self.costs[node] = self.costs[node][kept]
         held = self.held[node]
         if held is not None:
             self.held[node] = call(min_plus.take, held, kept)
@@ -196,37 +239,60 @@ class _Reduction:
                 *(present, present2, present_matrix, classes, classes2, matrix),
             )
             self._remove_edge(node, other)
-        rows, columns, small, row_costs, column_costs, deviation = call(
+        self._put_normal(node, other, self._normal(classes, classes2, matrix))
+
+    def _normal(
+        self, classes: np.ndarray, classes2: np.ndarray, matrix: np.ndarray
+    ) -> _NormalEdge:
+        rows, columns, small, row_costs, column_costs, deviation = self.pool.call(
             min_plus.normalise, matrix
         )
-        self.slack += deviation
-        if row_costs is not None:
-            self.costs[node] = call(min_plus.add, self.costs[node], row_costs, classes)
-        if column_costs is not None:
-            self.costs[other] = call(
-                min_plus.add, self.costs[other], column_costs, classes2
-            )
+        here = there = None
         if small is not None:
-            here, there, transposed = call(
+            first, second, transposed = self.pool.call(
                 min_plus.both_ends, rows, columns, classes, classes2, small
             )
-            self.halves[node][other] = here, small
-            self.halves[other][node] = there, transposed
+            here, there = (first, small), (second, transposed)
+        return _NormalEdge(
+            here,
+            there,
+            None if row_costs is None else row_costs[classes],
+            None if column_costs is None else column_costs[classes2],
+            deviation,
+        )
+
+    def _put_normal(self, node: int, other: int, edge: _NormalEdge) -> None:
+        """Adds an edge between nodes that have none."""
+        self.slack += edge.deviation
+        if edge.costs is not None:
+            self.costs[node] = self.costs[node] + edge.costs
+        if edge.costs2 is not None:
+            self.costs[other] = self.costs[other] + edge.costs2
+        if edge.here is not None and edge.there is not None:
+            self.halves[node][other] = edge.here
+            self.halves[other][node] = edge.there
         self._push(node)
         self._push(other)
 
     def _remove_edge(self, node: int, other: int) -> None:
         del self.halves[node][other], self.halves[other][node]
 
-    def _fold(self, node: int) -> None:
+    def _fold_work(self, node: int) -> float:
+        """How many sums it takes to minimise a node out; inf if it has to stay."""
         held = self.held[node]
         if len(self.halves[node]) > 2 or (held is not None and np.ptp(held) > 0):
-            return
-        call, costs = self.pool.call, self.costs[node]
+            return inf
+        sizes = [matrix.shape[1] for _, matrix in self.halves[node].values()]
+        return self.costs[node].size * prod(sizes)
+
+    def _fold(self, node: int) -> None:
+        call, costs = self.pool.call, self._costs_of(node)
         around = tuple(
             (other, *half, self.halves[other][node][0])
             for other, half in self.halves[node].items()
         )
+        if costs.min() == inf:
+            raise self._infeasible(node)
         if not around:
             values = np.asarray(costs.min())
             self.constant += float(values)
@@ -234,14 +300,12 @@ class _Reduction:
             ((other, classes, matrix, classes2),) = around
             values = call(min_plus.fold_leaf, costs, classes, matrix)
             self._remove_edge(node, other)
-            self.costs[other] = call(min_plus.add, self.costs[other], values, classes2)
+            self.costs[other] = self.costs[other] + values[classes2]
             self._push(other)
         else:
             (left, classes, matrix, left_classes) = around[0]
             (right, classes2, matrix2, right_classes) = around[1]
             work = costs.size * matrix.shape[1] * matrix2.shape[1]
-            if work > MOST_FOLD_WORK:
-                return
             sides = classes, matrix, classes2, matrix2
             values = call(min_plus.fold_pair, costs, *sides, work=work)
             self._remove_edge(node, left)
@@ -260,7 +324,7 @@ class _Reduction:
             np.zeros(costs.size) if held is None else held
             for costs, held in zip(self.costs, self.held, strict=True)
         ]
-        nodes = [Node(names[v], self.costs[v], held_by_node[v]) for v in kept]
+        nodes = [Node(names[v], self._costs_of(v), held_by_node[v]) for v in kept]
         edges = tuple(
             Edge(
                 *(index_by_node[v], index_by_node[u]),

@@ -42,13 +42,8 @@ from .stage_problem import (
     slowest_seconds,
     step_seconds,
 )
-from .stage_sums import (
-    StageSums,
-    interleaved_sums,
-    least_paths,
-    microbatches_held,
-    plain_sums,
-)
+from .stage_spans import least_paths, microbatches_held
+from .stage_sums import StageSums, interleaved_sums, plain_sums
 
 _ROUNDING = 1e-12
 
@@ -76,9 +71,8 @@ def solve_stages(
     if problem.schedule != "interleaved":
         return _Search(problem, plain_sums(problem), gap, upper, near).run()
     best = None
-    for index in range(len(problem.choices)):
-        sums = interleaved_sums(problem, index)
-        if sums is None:
+    for sums in interleaved_sums(problem):
+        if sums.least_seconds >= upper * (1 - gap):
             continue
         found = _Search(problem, sums, gap, upper, near).run()
         if found is not None:
@@ -164,35 +158,35 @@ class _Search:
         return best
 
     def _first_feasible(self, paces: Sequence[float], once_limit: float) -> int | None:
-        """The place of the least feasible pace, looked for from the guess on."""
+        """The place of the least feasible pace, looked for from a guess on.
+
+        The guess is the least that a bound allows, or the pace to begin with.
+        """
 
         def fits(place: int) -> bool:
             return self.sums.is_feasible(paces[place], once_limit)
 
-        low, high = 0, len(paces) - 1
+        def may_fit(place: int) -> bool:
+            return self.sums.may_be_feasible(paces[place], once_limit)
+
         if not len(paces):
             return None
-        place, step = min(int(np.searchsorted(paces, self.near)), high), 1
-        is_near = bool(self.near) and fits(place)
-        if not is_near and not fits(high):
-            return None
-        if is_near:
+        low, high, step = 0, len(paces) - 1, 1
+        low = _first_of(may_fit, low, high)
+        place = low or min(int(np.searchsorted(paces, self.near)), high)
+        if fits(place):
             high = place
             while high - step >= low and fits(high - step):
                 high, step = high - step, 2 * step
             low = max(low, high - step + 1)
-        elif self.near:
+        elif fits(high):
             low = min(place + 1, high)
             while low + step < high and not fits(low + step):
                 low, step = low + step + 1, 2 * step
             high = min(high, low + step)
-        while low < high:
-            middle = (low + high) // 2
-            if fits(middle):
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        else:
+            return None
+        return _first_of(fits, low, high)
 
     def _thinned(self, paces: np.ndarray) -> list[float]:
         """Values so far apart that the gap allows it, the first and last kept."""
@@ -202,6 +196,17 @@ class _Search:
             position = max(position + 1, int(further))
             kept.append(float(paces[position]))
         return kept
+
+
+def _first_of(is_true: Callable[[int], bool], low: int, high: int) -> int:
+    """The first place of which it is true, if it is so from there to `high` on."""
+    while low < high:
+        middle = (low + high) // 2
+        if is_true(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
 
 
 def least_step_seconds(problem: StageProblem) -> float:

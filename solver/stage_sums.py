@@ -20,11 +20,15 @@ from typing import Protocol
 
 import numpy as np
 
-from .stage_problem import (
-    Stage,
-    StageChoice,
-    StageProblem,
-    microbatches_in_flight,
+from .stage_problem import Stage, StageProblem, microbatches_in_flight
+from .stage_spans import (
+    by_length,
+    finite_values,
+    held_spans,
+    least_once_of,
+    least_paths,
+    microbatches_held,
+    spans_only,
 )
 
 
@@ -32,12 +36,19 @@ class StageSums(Protocol):
     """What the enumeration of limits asks.
 
     `paces` are all values that the pace can have, ascending; `least_once` is the least
-    update of any span, `least_total` a bound on the latency.
+    update of any span, `least_total` a bound on the latency, `least_seconds` on a step.
     """
 
-    paces: np.ndarray
     least_once: float
     least_total: float
+    least_seconds: float
+
+    @property
+    def paces(self) -> np.ndarray: ...
+
+    def may_be_feasible(self, pace: float, once: float) -> bool:
+        """False only if there is none under the limits; true from some pace on."""
+        ...
 
     def is_feasible(self, pace: float, once: float) -> bool:
         """Whether there is any under the limits."""
@@ -58,22 +69,21 @@ def plain_sums(problem: StageProblem) -> StageSums:
     return _Plain(problem)
 
 
-def interleaved_sums(problem: StageProblem, choice: int) -> StageSums | None:
-    """For stages that all make one choice and share submeshes in turns, if they can."""
-    sums = _Interleaved(problem, choice)
-    return sums if sums.is_possible else None
-
-
-def microbatches_held(problem: StageProblem, choice: StageChoice) -> np.ndarray:
-    """How many microbatches each span may have in flight: [L + 1, L + 1].
-
-    Negative where it does not even hold what it always holds.
-    """
-    room = problem.capacity_bytes - problem.stages_per_submesh * choice.fixed_bytes
-    with np.errstate(divide="ignore", invalid="ignore"):
-        most = np.floor(room / choice.microbatch_bytes * (1 + 1e-12))
-    most = np.where(choice.microbatch_bytes > 0, most, inf)
-    return np.where(room >= 0, most, -1.0)
+def interleaved_sums(problem: StageProblem) -> Sequence[StageSums]:
+    """For stages that all make one choice and share submeshes in turns: of each choice
+    that can."""
+    shared = problem.stages_per_submesh
+    found: list[_Interleaved] = []
+    for index, choice in enumerate(problem.choices):
+        own, number = choice.num_devices, problem.num_devices // choice.num_devices
+        if (
+            number >= 2
+            and problem.num_microbatches % number == 0
+            and number * shared <= problem.num_layers
+            and all(problem.may_start(choice, i * own) for i in range(number))
+        ):
+            found.append(_Interleaved(problem, index))
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +95,7 @@ class _Group:
     """
 
     choices: tuple[int, ...]
+    num_devices: int
     seconds: np.ndarray
     paces: np.ndarray
     once: np.ndarray
@@ -112,25 +123,29 @@ class _Group:
                     :, None
                 ]
         allowed = np.array([microbatches_held(problem, each) for each in own])
-        seconds = _spans([each.seconds for each in own])
+        seconds = spans_only([each.seconds for each in own])
         _, first, end = np.nonzero(np.isfinite(seconds) & (allowed >= 1))
         longest = int((end - first).max(initial=1))
         once = np.array([each.once_seconds for each in own])
         return cls(
             tuple(choices),
-            _by_length(seconds, longest),
-            _by_length(_spans([each.paces for each in own]), longest),
-            _by_length(once, longest),
-            _by_length(allowed, longest),
+            number,
+            by_length(seconds, longest),
+            by_length(spans_only([each.paces for each in own]), longest),
+            by_length(once, longest),
+            by_length(allowed, longest),
             starts,
             ends,
             crossing,
         )
 
+    def is_allowed(self, pace: float, once: float) -> np.ndarray:
+        """Which spans hold a microbatch and keep to the limits."""
+        return (self.paces <= pace) & (self.once <= once) & (self.allowed >= 1)
+
     def limited(self, pace: float, once: float) -> _Limited:
         """What is left under the limits."""
-        is_allowed = (self.paces <= pace) & (self.once <= once)
-        is_allowed &= self.allowed >= 1
+        is_allowed = self.is_allowed(pace, once)
         longest = 1 + int(np.flatnonzero(is_allowed.any(axis=(0, 1))).max(initial=0))
         is_allowed = is_allowed[..., :longest]
         allowed = self.allowed[..., :longest]
@@ -138,39 +153,6 @@ class _Group:
         held = np.min(allowed, where=is_allowed, initial=inf)
         crossing = np.where(self.crossing <= pace, self.crossing, inf)
         return _Limited(self, seconds, allowed, crossing, float(held))
-
-
-def _held_spans(problem: StageProblem, choice: StageChoice) -> np.ndarray:
-    """Times of spans that hold a microbatch; all else is infinite: [L + 1, L + 1]."""
-    fits = microbatches_held(problem, choice) >= 1
-    return np.where(fits, _spans([choice.seconds])[0], inf)
-
-
-def least_paths(costs: np.ndarray) -> np.ndarray:
-    """The least sums of [L + 1, L + 1] over spans that follow each other from 0 on, to
-    each border: [L + 1]."""
-    reached = np.full(len(costs), inf)
-    reached[0] = 0.0
-    for end in range(1, len(costs)):
-        reached[end] = (reached[:end] + costs[:end, end]).min()
-    return reached
-
-
-def _spans(seconds: Sequence[np.ndarray]) -> np.ndarray:
-    """Times of spans with a layer or more; all else is infinite."""
-    stacked = np.array(seconds)
-    is_span = np.triu(np.ones(stacked.shape[1:], bool), 1)
-    return np.where(is_span, stacked, inf)
-
-
-def _by_length(spans: np.ndarray, longest: int) -> np.ndarray:
-    """[.., i, j] as [.., i, j - i - 1]; infinite where j is beyond the last layer."""
-    size = spans.shape[-1]
-    found = np.full((*spans.shape[:-1], longest), inf)
-    for length in range(1, longest + 1):
-        ends = np.arange(length, size)
-        found[..., ends - length, length - 1] = spans[..., ends - length, ends]
-    return found
 
 
 class _Limited:
@@ -223,11 +205,21 @@ class _Plain:
         if problem.max_stages is not None:
             self.most = min(self.most, problem.max_stages)
         spans = [g.paces[g.allowed >= 1] for g in every]
-        self.paces = _values([*spans, *(g.crossing for g in every)])
-        self.least_once = _least_once([(g.seconds, g.once) for g in every])
-        spans = [_held_spans(problem, each) for each in problem.choices]
+        self.paces = finite_values([*spans, *(g.crossing for g in every)])
+        self.least_once = least_once_of([(g.seconds, g.once) for g in every])
+        spans = [held_spans(problem, each) for each in problem.choices]
         self.before = least_paths(np.min(spans, axis=0))
-        self.least_total = float(self.before[-1])
+        self.least_total = self.least_seconds = float(self.before[-1])
+
+    def may_be_feasible(self, pace: float, once: float) -> bool:
+        """Whether spans in a row have as many devices as they need, wherever these lie
+        and whatever waits for them."""
+        number = self.problem.num_layers
+        needed = np.full((number + 1, number + 1), inf)
+        for group in sorted(self.groups, key=lambda each: -each.num_devices):
+            first, length = np.nonzero(group.is_allowed(pace, once).any(axis=0))
+            needed[first, first + length + 1] = group.num_devices
+        return least_paths(needed)[-1] <= self.problem.num_devices
 
     def is_feasible(self, pace: float, once: float) -> bool:
         least = self.problem.min_stages
@@ -316,21 +308,28 @@ class _Interleaved:
         own, shared = self.choice.num_devices, problem.stages_per_submesh
         self.num_submeshes = number = problem.num_devices // own
         self.num_stages = number * shared
-        self.is_possible = (
-            number >= 2
-            and problem.num_microbatches % number == 0
-            and self.num_stages <= problem.num_layers
-            and all(problem.may_start(self.choice, i * own) for i in range(number))
-        )
-        self.seconds = _spans([self.choice.seconds])[0]
-        self.pace_seconds = _spans([self.choice.paces])[0]
+        self.seconds = spans_only([self.choice.seconds])[0]
+        self.pace_seconds = spans_only([self.choice.paces])[0]
         self.allowed = microbatches_held(problem, self.choice)
         self.crossing = [problem.crossing(own, each) for each in (False, True)]
+        self.least_once = least_once_of([(self.seconds, self.choice.once_seconds)])
+        least = least_paths(held_spans(problem, self.choice))
+        self.least_total = float(least[-1]) / shared
+        held = np.where(self.allowed >= 1, self.pace_seconds, inf)
+        least_pace = float(least_paths(held)[-1]) / self.num_stages
+        repeats = shared * problem.num_microbatches - 1
+        self.least_seconds = (
+            self.least_total + repeats * least_pace + shared * self.least_once
+        )
+
+    @property
+    def paces(self) -> np.ndarray:
         spans = self.pace_seconds[self.allowed >= 1]
-        self.paces = _values([spans, *self.crossing])
-        self.least_once = _least_once([(self.seconds, self.choice.once_seconds)])
-        least = least_paths(_held_spans(problem, self.choice))
-        self.least_total = float(least[-1]) / problem.stages_per_submesh
+        return finite_values([spans, *self.crossing])
+
+    def may_be_feasible(self, pace: float, once: float) -> bool:
+        """True: whether there is any takes as long to find out."""
+        return True
 
     def is_feasible(self, pace: float, once: float) -> bool:
         return self.least(pace, once) is not None
@@ -363,14 +362,3 @@ class _Interleaved:
             stages.append(Stage(first, end, device, self.index))
             first = end
         return tuple(stages), float(reached[0]) / problem.stages_per_submesh
-
-
-def _values(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    every = np.concatenate([each.ravel() for each in arrays])
-    return np.unique(every[np.isfinite(every)])
-
-
-def _least_once(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
-    return min(
-        float(once[np.isfinite(seconds)].min(initial=inf)) for seconds, once in pairs
-    )

@@ -10,9 +10,12 @@ of any y. So excess(x) = min over y of (d(y) + max excess(y)).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 
 import numpy as np
+
+from . import min_plus
 
 MOST_ENTRIES = 2_000_000
 
@@ -48,6 +51,7 @@ class Drop:
 class BestChoice:
     """The best choice of a node, given the classes of its neighbours' choices.
 
+    Of equal ones it is the first that is undominated, as in nodes that are left.
     `sides` are (classes, matrix [classes here, classes there]) of each edge, flattened.
     Asked for few of all combinations, it works them out one by one.
     """
@@ -55,6 +59,7 @@ class BestChoice:
     def __init__(self, costs: np.ndarray, *sides: np.ndarray) -> None:
         self.costs = costs
         self.sides = tuple(zip(sides[::2], sides[1::2], strict=True))
+        self._rounding = min_plus.QUANTUM * np.max(costs, where=costs < inf, initial=0)
         self._known: dict[tuple[int, ...], int] = {}
 
     def given(self, where: tuple[int, ...]) -> int:
@@ -63,8 +68,23 @@ class BestChoice:
             total = self.costs
             for (here, matrix), column in zip(self.sides, where, strict=True):
                 total = total + matrix[:, column][here]
-            self._known[where] = int(total.argmin())
+            best = np.flatnonzero(total <= total.min() + self._rounding)
+            if best.size > 1:
+                left = best[self._is_undominated[best]]
+                best = left if left.size else best
+            self._known[where] = int(best[0])
         return self._known[where]
+
+    @cached_property
+    def _is_undominated(self) -> np.ndarray:
+        usable = np.flatnonzero(self.costs < inf)
+        edges = [
+            array for here, matrix in self.sides for array in (here[usable], matrix)
+        ]
+        kept, _, _ = min_plus.undominated_of_many(self.costs[usable], None, *edges)
+        is_kept = np.zeros(self.costs.size, bool)
+        is_kept[usable[kept]] = True
+        return is_kept
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,6 +30,7 @@ from autopar.solver.stage_problem import (
 
 from ..clusters.cluster import Cluster
 from ..clusters.joined import host_parts
+from ..frontend.garbage import without_garbage_collection
 from ..options import Options
 from ..planner.mesh_search import mesh_shapes
 from ..sharding.mesh import MeshShape, parse_mesh
@@ -78,6 +79,7 @@ class JointSearch:
     batch_pace: dict[tuple[object, ...], float] = field(default_factory=dict)
     min_stages: int = 2
 
+    @without_garbage_collection
     def best(self, capacity_bytes: float) -> FoundStages | None:
         """The fastest stages that hold up to `capacity_bytes` a device, or None."""
         waiting: list[tuple[float, Case]] = []

@@ -77,6 +77,7 @@ class LayerSample:
     update: tuple[Operator, ...]
     split: MicrobatchSplit | None
     programs: dict[int, TracedPiece] = field(default_factory=dict)
+    seconds: dict[tuple[bool, float, Cluster], float] = field(default_factory=dict)
 
     def cost(self, submesh: Submesh, number: int, cluster: Cluster) -> LayerCost:
         """Of one of `number` microbatches, as the solver plans it there."""
@@ -94,20 +95,29 @@ class LayerSample:
 
     def ideal(self, num_devices: int, number: int, cluster: Cluster) -> LayerCost:
         """If every device did an equal part and nothing were sent."""
-        share = 1 / num_devices
-        seconds = sum(
-            work.seconds(share / number if is_cut else share, cluster)
-            for work, is_cut in self._work
-        )
-        sizes = self._slot_bytes(number)
-        gradients = (sizes.get(name, 0.0) for name in self.joint.added)
+        share, sizes = 1 / num_devices, self._slot_bytes
+
+        def held(names: Iterable[str]) -> float:
+            parts = (sizes.get(name, (0.0, False)) for name in names)
+            return share * sum(each / number if cut else each for each, cut in parts)
+
         return LayerCost(
-            seconds,
+            self._seconds(False, share, cluster)
+            + self._seconds(True, share / number, cluster),
             self._update_seconds(share, cluster),
-            share * sum(self._state().values()),
-            share * sum(gradients),
-            share * sum(sizes[name] for name in self._kept_names()),
+            share * sum(self._state.values()),
+            held(self.joint.added),
+            held(self._kept_names),
         )
+
+    def _seconds(self, is_cut: bool, share: float, cluster: Cluster) -> float:
+        """Of work that a microbatch does a part of, or not, if a device does a share;
+        known from other numbers of devices and microbatches with the same product."""
+        key = is_cut, share, cluster
+        if key not in self.seconds:
+            work = self._work[is_cut]
+            self.seconds[key] = sum(each.seconds(share, cluster) for each in work)
+        return self.seconds[key]
 
     def most_reducing_seconds(self, mesh: MeshShape, cluster: Cluster) -> float:
         """What the update takes for sums that come as parts of all devices."""
@@ -126,27 +136,27 @@ class LayerSample:
             self.programs[number] = traced
         return self.programs[number]
 
-    def _slot_bytes(self, number: int) -> dict[str, float]:
-        """Bytes of what the program reads and returns, by slot."""
-        graph, found = self.builder.parts.microbatch, {}
+    @cached_property
+    def _slot_bytes(self) -> dict[str, tuple[float, bool]]:
+        """Bytes of what the program reads and returns, by slot, in all; and whether a
+        microbatch has a part of it."""
+        graph, found = self.builder.parts.microbatch, dict[str, tuple[float, bool]]()
         for name, operand in (*self.joint.inputs.items(), *self.joint.outputs.items()):
             if isinstance(operand, int):
                 is_cut = self.split is not None and self.split.state[operand] >= 0
-                size = graph.tensors[operand].type.bytes
-                found[name] = size / number if is_cut else float(size)
+                found[name] = float(graph.tensors[operand].type.bytes), is_cut
         return found
 
     @cached_property
-    def _work(self) -> list[tuple[Work, bool]]:
-        """What there is to do, and whether a microbatch does a part of it."""
+    def _work(self) -> tuple[list[Work], list[Work]]:
+        """What there is to do whole, and what a microbatch does a part of."""
         of_all: list[tuple[Operator, float]] = []
         of_part: list[tuple[Operator, float]] = []
         for op, times in _flat(self.builder.parts.microbatch, self.joint.operators):
             factor = None if self.split is None else self.split.factor.get(op.index)
             is_cut = factor is not None and factor.splits
             (of_part if is_cut else of_all).append((op, times))
-        parts = ((of_all, False), (of_part, True))
-        return [(work, cut) for own, cut in parts for work in summed_work(own)]
+        return summed_work(of_all), summed_work(of_part)
 
     def _update_seconds(self, share: float, cluster: Cluster) -> float:
         return sum(work.seconds(share, cluster) for work in self._update)
@@ -155,6 +165,7 @@ class LayerSample:
     def _update(self) -> list[Work]:
         return summed_work((op, 1.0) for op in self.update if not op.bodies)
 
+    @cached_property
     def _state(self) -> dict[str, float]:
         """Bytes of all state of the stage, by slot."""
         update = self.builder.parts.apply
@@ -165,6 +176,7 @@ class LayerSample:
             if slot.kind == "state" and slot.stage == self.joint.stage and name in sizes
         }
 
+    @cached_property
     def _kept_names(self) -> list[str]:
         """Slots of a microbatch that forward has at hand and backward reads."""
         slots = self.builder.slots
@@ -204,7 +216,7 @@ class LayerSample:
                 axes = zip(mesh.axis_sizes, spec, strict=True)
                 parts = prod([size for size, state in axes if state >= 0])
                 held[name] = graph.tensors[operand].type.bytes / parts
-        state = self._state()
+        state = self._state
         read = [n for n in traced.inputs if n in state]
         gradients = [
             n for n in traced.inputs if self.builder.slots[n].kind == "gradient"
@@ -218,7 +230,7 @@ class LayerSample:
         if submesh.is_split:
             share = 1 / mesh.size
         others = sum(size for name, size in state.items() if name not in held)
-        kept = sum(held[n] for n in self._kept_names())
+        kept = sum(held[n] for n in self._kept_names)
         arguments = sum(each.bytes for each in plan.inputs)
         gathered = max(here - share * sum(whole[n] for n in read), 0.0)
         link = cluster.link(mesh, mesh.axis_names)

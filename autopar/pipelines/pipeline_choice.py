@@ -25,7 +25,6 @@ from ..planner.mesh_search import FAR, least_seconds
 from ..planner.planning import Planned, roles_of
 from ..plans.explain import format_seconds
 from ..plans.parallel_plan import Plan
-from .host_stages import search_host_stages
 from .pipeline_like import pipeline_like
 from .pipeline_plan import PlannedPipeline
 from .stage_memory import fitting_pipeline
@@ -56,8 +55,6 @@ def planned_pipeline(
         return pipeline_like(call, method, options, price)
     if method.num_stages is not None:
         return fitting_pipeline(call, method, options, price)
-    if (options.cluster or Cluster.local()).ray_hosts is not None:
-        return search_host_stages(call, method, options, price).planned
     found = search_stages(*call, method, options, price)
     assert found is not None, "an unlimited search finds a pipeline or says why not"
     return found.planned

@@ -13,6 +13,7 @@ import jax
 
 from ..clusters.cluster import Cluster
 from ..clusters.joined import cluster_around
+from ..clusters.ray_hosts import HostGroups, dealt_out
 from ..frontend.effects import refuse_lost_callbacks
 from ..frontend.tracing import TracedFunction, trace
 from ..graph.op_graph import OpGraph, TensorType
@@ -284,6 +285,7 @@ def submesh_shapes(
 
     Raises:
       ValueError: the devices cannot be dealt out so.
+      NotImplementedError: on Ray, a submesh is a part of two hosts.
     """
     number, devices = method.num_submeshes, cluster.num_devices
     if number > devices:
@@ -292,6 +294,7 @@ def submesh_shapes(
             f"and {devices} devices; use at most num_stages="
             f"{devices * method.stages_per_submesh}."
         )
+    inside = cluster.devices_per_host
     if method.stage_meshes is not None:
         shapes = tuple(parse_mesh(mesh) for mesh in method.stage_meshes)
         if method.inside and sum(shape.size for shape in shapes) != devices:
@@ -306,35 +309,25 @@ def submesh_shapes(
                 f"{sum(shape.size for shape in shapes)} and there are {devices}; make "
                 f"some smaller."
             )
+        if cluster.ray_hosts is not None:
+            HostGroups.of([shape.size for shape in shapes], inside)
         return shapes
-    if cluster.ray_hosts and cluster.num_hosts % number:
-        raise ValueError(
-            f"`num_stages` must divide the number of Ray hosts for now, as a stage is "
-            f"whole hosts there, but got {number} stages and {cluster.num_hosts} "
-            f"hosts; ask for others with Cluster.ray(num_hosts=)."
-        )
     if devices % number:
+        hosts = cluster.num_hosts if cluster.ray_hosts is not None else 1
+        uneven = dealt_out(number, hosts, devices // hosts)
         raise ValueError(
             f"Devices are dealt out evenly, but {devices} devices cannot be to "
             f"{number} submeshes; say how, for example stage_meshes="
-            f"{_uneven(devices, number)}, or use "
+            f"{[f'x:{size}' for size in uneven]}, or use "
             f"{_nearest_divisor(devices, number) * method.stages_per_submesh} stages."
         )
     share = devices // number
+    if cluster.ray_hosts is not None:
+        HostGroups.of([share] * number, inside)
     shape = MeshShape(("x",), (share,))
     if options.mesh is not None:
         shape = parse_mesh(options.mesh, share)
     return (shape,) * number
-
-
-def _uneven(num_devices: int, number: int) -> list[str]:
-    """Submeshes of powers of two, as large as fit: they divide most arrays."""
-    sizes = [1] * number
-    while True:
-        smallest = min(range(number), key=lambda i: sizes[i])
-        if sum(sizes) + sizes[smallest] > num_devices:
-            return [f"x:{size}" for size in sizes]
-        sizes[smallest] *= 2
 
 
 def _nearest_divisor(num_devices: int, number: int) -> int:

@@ -57,6 +57,10 @@ class SpanCosts:
     overheads: dict[tuple[Submesh, int], LayerCost] = field(default_factory=dict)
     excesses: dict[tuple[Submesh, int, bool], float] = field(default_factory=dict)
     reducing: dict[tuple[Submesh, int], float] = field(default_factory=dict)
+    shorter: dict[Submesh, tuple[Submesh, ...]] = field(default_factory=dict)
+    by_kind: dict[
+        tuple[Submesh, int], tuple[tuple[LayerCost, ...], tuple[float, ...]]
+    ] = field(default_factory=dict)
 
     @cached_property
     def main_kind(self) -> int:
@@ -74,35 +78,50 @@ class SpanCosts:
         self.known[submesh, number, kind] = sample.cost(submesh, number, cluster)
         self.overheads.clear()
         self.excesses.clear()
+        self.by_kind.clear()
 
     def cost(self, submesh: Submesh, number: int, kind: int) -> LayerCost:
         """Of one layer, planned or not, in one of `number` microbatches."""
-        key = submesh, number, kind
-        if key in self.known:
-            return self.known[key]
+        return self._by_kind(submesh, number)[0][kind]
+
+    def mean_seconds(self, submesh: Submesh, number: int, kind: int) -> float:
+        """Of one layer, in one microbatch with its part of the update."""
+        return self._by_kind(submesh, number)[1][kind]
+
+    def _by_kind(
+        self, submesh: Submesh, number: int
+    ) -> tuple[tuple[LayerCost, ...], tuple[float, ...]]:
+        """Costs and mean seconds of a layer of each kind."""
+        key = submesh, number
+        if key not in self.by_kind:
+            costs, means = list[LayerCost](), list[float]()
+            for kind in range(max(self.layers.kinds) + 1):
+                known = self.known.get((submesh, number, kind))
+                if known is None:
+                    cost, mean = self._guessed(submesh, number, kind)
+                else:
+                    cost, mean = known, known.seconds + known.once_seconds / number
+                costs.append(cost)
+                means.append(mean)
+            self.by_kind[key] = tuple(costs), tuple(means)
+        return self.by_kind[key]
+
+    def _guessed(
+        self, submesh: Submesh, number: int, kind: int
+    ) -> tuple[LayerCost, float]:
         ideal = self.ideal(submesh, number, kind)
+        main = self.ideal(submesh, number, self.main_kind).seconds
         over = self.overhead(submesh, number)
-        return LayerCost(
-            ideal.seconds * self._times_ideal(submesh, number, is_mean=False),
+        least, mean = (self.excess(submesh, number, each) for each in (False, True))
+        cost = LayerCost(
+            ideal.seconds * (1 + least / main),
             ideal.once_seconds,
             ideal.state_bytes * over.state_bytes,
             ideal.gradient_bytes * over.gradient_bytes,
             ideal.microbatch_bytes * over.microbatch_bytes,
             over.working_bytes,
         )
-
-    def mean_seconds(self, submesh: Submesh, number: int, kind: int) -> float:
-        """Of one layer, in one microbatch with its part of the update."""
-        if self.is_known(submesh, number, kind):
-            cost = self.known[submesh, number, kind]
-            return cost.seconds + cost.once_seconds / number
-        ideal = self.ideal(submesh, number, kind)
-        seconds = ideal.seconds * self._times_ideal(submesh, number, is_mean=True)
-        return seconds + ideal.once_seconds / number
-
-    def _times_ideal(self, submesh: Submesh, number: int, is_mean: bool) -> float:
-        ideal = self.ideal(submesh, number, self.main_kind)
-        return 1 + self.excess(submesh, number, is_mean) / ideal.seconds
+        return cost, ideal.seconds * (1 + mean / main) + ideal.once_seconds / number
 
     def ideal(self, submesh: Submesh, number: int, kind: int) -> LayerCost:
         """Of one layer that is shared out evenly."""
@@ -175,11 +194,16 @@ class SpanCosts:
                 if is_alike and each.mesh.size == submesh.mesh.size:
                     yield each
 
-    def simpler(self, submesh: Submesh) -> Iterator[Submesh]:
+    def simpler(self, submesh: Submesh) -> Sequence[Submesh]:
         """Submeshes whose overhead is no more: with a shorter axis, or cut by host.
 
         An axis is shorter by its least factor, but there are two devices or more.
         """
+        if submesh not in self.shorter:
+            self.shorter[submesh] = tuple(self._simpler(submesh))
+        return self.shorter[submesh]
+
+    def _simpler(self, submesh: Submesh) -> Iterator[Submesh]:
         mesh, inside = submesh.mesh, self.cluster.devices_per_host
         by_host = mesh.size // inside, inside
         if mesh.size > inside and 1 < inside and mesh.axis_sizes != by_host:
@@ -237,9 +261,7 @@ class SpanCosts:
 
         `is_spread`: a bound, where the update is spread over microbatches.
         """
-        kinds = range(max(self.layers.kinds) + 1)
-        costs = tuple(self.cost(submesh, number, kind) for kind in kinds)
-        means = tuple(self.mean_seconds(submesh, number, kind) for kind in kinds)
+        costs, means = self._by_kind(submesh, number)
         known = self.choices.get((submesh, number))
         if known is None or (known.costs, known.means) != (costs, means):
             plain = self._choice(submesh, costs)

@@ -60,7 +60,8 @@ def product_borders(
             f"`num_stages` must be at most the number of products of the step's "
             f"forward pass, {len(cost)}"
             + (f", of which {whole} can be apart" if whole < len(cost) else "")
-            + f", but got {num_stages}."
+            + f", but got {num_stages}; those of a loop are one, unless it goes over "
+            f"layers. Use fewer stages, or autopar.ShardParallel()."
         )
     done = np.concatenate([[0.0], np.cumsum(cost)])
     between = done[None, :] - done[:, None]  # cost of a stage from product i to j

@@ -33,7 +33,7 @@ from ..plans.explain import format_bytes, format_seconds
 from ..plans.parallel_plan import Plan
 from .cut_step import CutStep, cut_step
 from .joint_search import FoundStages, JointSearch, submeshes_of
-from .layer_samples import LayerSamples, Submesh
+from .layer_samples import LayerSamples
 from .layers import find_layers
 from .pipeline_plan import PlannedPipeline, plan_pipeline
 from .span_costs import SpanCosts
@@ -89,11 +89,8 @@ def search_stages(
 class StageSearcher:
     """A step that is cut into layers, to be searched; errors as of `search_stages`.
 
-    `seconds` are CPU seconds by phase; `size` is the number of devices that every
-    submesh is to have, where they must be equal and leave no device idle.
+    `seconds` are CPU seconds by phase.
     """
-
-    size: int | None = None
 
     def __init__(
         self,
@@ -137,19 +134,18 @@ class StageSearcher:
         samples.of(counts[0])
         self._note("cut", start)
         costs = SpanCosts(self.layers, self.cluster, samples)
-        submeshes = [
-            each for each in self.submeshes() if self.size in (None, each.mesh.size)
-        ]
+        (rows,) = {self.graph.tensors[t].type.shape[0] for t in self.batch}
+        submeshes = list(submeshes_of(self.cluster, self.options, rows))
+        if not submeshes:
+            raise ValueError(
+                f"A stage has fewer devices than there are, but there are "
+                f"{self.cluster.num_devices}, and `mesh` is {self.options.mesh!r}; "
+                f"leave `mesh` out, use more devices, or autopar.ShardParallel()."
+            )
         schedules = self._schedules()
         return JointSearch(
-            *(costs, self.cluster, submeshes, counts, schedules, self.seconds),
-            min_stages=self.cluster.num_devices // self.size if self.size else 2,
+            costs, self.cluster, submeshes, counts, schedules, self.seconds
         )
-
-    def submeshes(self) -> list[Submesh]:
-        """The submeshes that a stage may have."""
-        (rows,) = {self.graph.tensors[t].type.shape[0] for t in self.batch}
-        return list(submeshes_of(self.cluster, self.options, rows))
 
     def run(
         self, price: Callable[[PlannedPipeline], Plan], below_seconds: float = inf

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
-from autopar.solver.shared_copy import shared_copy
+from tests.solver.shared_copies import shared_copy
 
 BATCH, HIDDEN = 16.0, 64.0
 

@@ -5,7 +5,7 @@ from math import inf
 import numpy as np
 
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
-from autopar.solver.shared_copy import shared_copy
+from tests.solver.shared_copies import shared_copy
 
 
 def random_graph(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
-from autopar.solver.shared_copy import shared_copy
+from tests.solver.shared_copies import shared_copy
 
 
 def node(*costs: float, held: tuple[float, ...] | None = None) -> Node:

@@ -18,6 +18,7 @@ from autopar.solver.stage_problem import (
     spread,
     step_seconds,
 )
+from autopar.solver.stage_sums import interleaved_sums, plain_sums
 
 
 def random_problem(
@@ -279,3 +280,40 @@ def test_in_flight_microbatches_are_those_of_the_schedule():
     assert [microbatches_in_flight(gpipe, s, 4) for s in range(4)] == [8] * 4
     shared = replace(problem, schedule="interleaved", stages_per_submesh=2)
     assert [microbatches_in_flight(shared, s, 8) for s in range(4)] == [11, 9, 7, 5]
+
+
+@pytest.mark.parametrize("host_kinds", [(0, 0), (0, 1), (0, 0, 0)])
+@pytest.mark.parametrize("tight", [False, True])
+def test_paces_that_may_fit_are_from_one_on_and_hold_all_that_fit(
+    host_kinds: tuple[int, ...], tight: bool
+):
+    decided = 0
+    for seed in range(4):
+        problem = random_problem(seed, 5, host_kinds, 2, tight=tight)
+        sums = plain_sums(problem)
+        may = [sums.may_be_feasible(pace, inf) for pace in sums.paces.tolist()]
+        does = [sums.is_feasible(pace, inf) for pace in sums.paces.tolist()]
+        assert may == sorted(may)
+        assert all(before or not after for before, after in zip(may, does, strict=True))
+        decided += may.count(False)
+    assert decided
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.02])
+def test_interleaved_choices_that_a_bound_rules_out_are_no_better(gap: float):
+    ruled_out = 0
+    for seed in range(12):
+        problem = replace(
+            random_problem(seed, 6, (0, 0), 2),
+            schedule="interleaved",
+            stages_per_submesh=2,
+            num_microbatches=4,
+        )
+        best = least(problem, interleaved_assignments(problem))
+        found = solve_stages(problem, gap)
+        assert found is not None and found.seconds <= best * (1 + gap + 1e-9)
+        assert found.bound <= best * (1 + 1e-9)
+        bounds = [each.least_seconds for each in interleaved_sums(problem)]
+        assert min(bounds) <= best * (1 + 1e-9)
+        ruled_out += sum(bound > best for bound in bounds)
+    assert ruled_out

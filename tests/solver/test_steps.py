@@ -26,6 +26,7 @@ from autopar.solver.polish import polish
 from autopar.solver.reduce import Reduced, reduce
 from autopar.solver.search import Search
 from autopar.solver.sweep_order import sweep_order
+from autopar.solver.unfold import BestChoice
 from tests.solver.random_graphs import random_graph, with_budget
 
 seeds = st.integers(0, 10**6)
@@ -48,6 +49,18 @@ def true_marginals(graph: ChoiceGraph) -> list[np.ndarray]:
         for marginal, choice in zip(marginals, choices, strict=True):
             marginal[choice] = min(marginal[choice], cost)
     return marginals
+
+
+@pytest.mark.parametrize("num_leaves", [0, 1, 2])
+def test_a_node_that_is_forbidden_is_named_however_many_neighbours_it_has(
+    num_leaves: int,
+) -> None:
+    nodes = [Node("forbidden", np.full(2, inf), np.zeros(2))]
+    nodes += [Node("free", np.arange(2.0), np.zeros(2)) for _ in range(num_leaves)]
+    same = np.arange(2)
+    edges = [Edge(0, i + 1, same, same, np.eye(2)) for i in range(num_leaves)]
+    with pytest.raises(Infeasible, match="forbidden"):
+        reduce(ChoiceGraph(tuple(nodes), tuple(edges)))
 
 
 @given(seeds, densities, st.booleans())
@@ -184,6 +197,16 @@ def test_marginals_hold_for_plans_left_out_on_the_way(seed: int, above: float) -
     assert search.bound <= best + 1e-9
     for bounds, truth in zip(marginals, true_marginals(graph), strict=True):
         assert (bounds <= truth + 1e-9).all()
+
+
+def test_of_equal_choices_the_one_taken_is_undominated() -> None:
+    """Where a neighbour's choice makes two equal, as if dominated ones were gone."""
+    costs, same = np.array([1.0, 0.0]), np.arange(2)
+    matrix = np.array([[0.0, 5.0], [1.0, 1.0]])  # the second is never worse
+    assert BestChoice(costs, same, matrix).given((0,)) == 1
+    assert BestChoice(costs, same, np.array([[0.0, 0.0], [1.0, 1.0]])).given((0,)) == 1
+    crossed = np.array([[0.0, 0.0, 2.0], [1.0, 3.0, 1.0]])  # neither dominates
+    assert [BestChoice(costs, same, crossed).given((k,)) for k in range(3)] == [0, 0, 1]
 
 
 @given(seeds)

@@ -1,11 +1,14 @@
-"""A value that is built once and shared, in a choice graph."""
+"""A value that is built once and shared, as a two-choice node of a choice graph.
+
+The planner has relays instead; `solver/join.py` joins what looks like these.
+"""
 
 from collections.abc import Sequence
 from math import inf
 
 import numpy as np
 
-from .choice_graph import Edge
+from autopar.solver.choice_graph import Edge
 
 
 def shared_copy(
