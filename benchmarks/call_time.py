@@ -5,8 +5,9 @@
   first   the first call of a 12-layer GPT (a scan over its layers), which plans, lowers
           and compiles, beside jit's first call on one device, which compiles
 
-Both are taken in turns, first calls in a new process each; ratios are taken turn by
-turn and the median is printed.
+Seconds are those of the processor, of the calling thread for calls and of the process
+for first calls, as others may use the machine. Both are taken in turns, first calls in
+a new process each; ratios are taken turn by turn and the median is printed.
 
     python -m benchmarks.call_time --rounds 200
 """
@@ -21,7 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import process_time, thread_time
 from typing import Any
 
 MESH = "x:8"
@@ -32,7 +33,7 @@ _WARM_UP = 3
 
 @dataclass(frozen=True)
 class CallTime:
-    """Median seconds of ours and of jit's, and the median of their ratios."""
+    """Median CPU seconds of ours and of jit's, and the median of their ratios."""
 
     case: str
     our_seconds: float
@@ -41,7 +42,7 @@ class CallTime:
 
 
 def measure_calls(rounds: int, num_leaves: int = NUM_LEAVES) -> CallTime:
-    """Seconds until a call has returned, its results not waited for."""
+    """Seconds of the calling thread until a call has returned."""
     import jax
     import numpy as np
 
@@ -56,9 +57,9 @@ def measure_calls(rounds: int, num_leaves: int = NUM_LEAVES) -> CallTime:
     jitted = jax.jit(step, in_shardings=(shardings,), out_shardings=shardings)
 
     def seconds_of(program: Callable[[Any], Any]) -> float:
-        start = perf_counter()
+        start = thread_time()
         results = program(state)
-        seconds = perf_counter() - start
+        seconds = thread_time() - start
         jax.block_until_ready(results)
         return seconds
 
@@ -105,13 +106,14 @@ def _time_first_call(program: str, num_layers: int) -> float:
 
     workload = build("gpt", num_layers=num_layers, scan_layers=True)
     state, batch = workload.init(jax.random.key(0)), workload.make_batch(0)
-    start = perf_counter()
+    jax.block_until_ready((state, batch))
+    start = process_time()
     if program == "jit":
         step = jax.jit(workload.step)
     else:
         step = autopar.parallelize(workload.step, mesh=MESH, donate_argnums=())
     jax.block_until_ready(step(state, batch))
-    return perf_counter() - start
+    return process_time() - start
 
 
 def _summary(case: str, pairs: Sequence[tuple[float, float]]) -> CallTime:
@@ -138,15 +140,16 @@ def main() -> None:
         program, num_layers = arguments.first
         print(_time_first_call(program, int(num_layers)))
         return
-    for found in (
-        measure_calls(arguments.rounds),
-        measure_first_call(arguments.first_rounds),
-    ):
-        print(
-            f"{found.case}: {found.our_seconds * 1e3:.2f} ms, jit "
-            f"{found.jit_seconds * 1e3:.2f} ms, {found.ratio:.2f} times",
-            flush=True,
-        )
+    _tell(measure_calls(arguments.rounds))
+    _tell(measure_first_call(arguments.first_rounds))
+
+
+def _tell(found: CallTime) -> None:
+    print(
+        f"{found.case}: {found.our_seconds * 1e3:.2f} ms, jit "
+        f"{found.jit_seconds * 1e3:.2f} ms, {found.ratio:.2f} times",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

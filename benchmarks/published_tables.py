@@ -14,17 +14,27 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from time import process_time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from benchmarks.published.prediction import PredictedTable
 
 
-def run(paths: Sequence[Path], *, with_ours: bool = False) -> list[PredictedTable]:
-    """Each table, predicted with the constants in `benchmarks/published/v100.json`."""
+def run(
+    paths: Sequence[Path],
+    *,
+    with_ours: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[PredictedTable]:
+    """Each table, predicted with the constants in `benchmarks/published/v100.json`.
+
+    `tell` gets a line before and behind each row and each search.
+    """
     from benchmarks.published.constants import Constants
     from benchmarks.published.prediction import predict_table, simulators_of
     from benchmarks.published.table import read_table
@@ -34,7 +44,9 @@ def run(paths: Sequence[Path], *, with_ours: bool = False) -> list[PredictedTabl
     for path in paths:
         table = read_table(path)
         simulators = simulators_of(table, constants)
-        found.append(predict_table(table, simulators, constants, with_ours=with_ours))
+        found.append(
+            predict_table(table, simulators, constants, with_ours=with_ours, tell=tell)
+        )
     return found
 
 
@@ -126,6 +138,11 @@ def _our_table(found: PredictedTable) -> object:
     return shown
 
 
+def _tell(text: str) -> None:
+    """Progress, with the CPU seconds so far; standard output has the tables alone."""
+    print(f"{process_time():7.1f} s  {text}", file=sys.stderr, flush=True)
+
+
 def _number(value: float | None) -> str:
     return "OOM" if value is None else f"{value:.2f}"
 
@@ -140,7 +157,7 @@ def main() -> None:
     if arguments.fit:
         fit_and_write(arguments.tables[0])
         return
-    found = run(arguments.tables, with_ours=arguments.ours)
+    found = run(arguments.tables, with_ours=arguments.ours, tell=_tell)
     for each in found:
         print_table(each)
     if arguments.json:

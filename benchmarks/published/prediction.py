@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,6 +36,13 @@ class PredictedCell:
             return float(self.published is not self.predicted)
         return self.predicted / self.published - 1
 
+    def __str__(self) -> str:
+        return f"{self.column} {_number(self.predicted)} ({_number(self.published)})"
+
+
+def _number(value: float | None) -> str:
+    return "OOM" if value is None else f"{value:.2f}"
+
 
 @dataclass(frozen=True)
 class OurPlan:
@@ -51,6 +58,11 @@ class OurPlan:
     def ratio(self) -> float | None:
         """How many times as fast."""
         return self.alpa_seconds / self.our_seconds if self.alpa_seconds else None
+
+    def __str__(self) -> str:
+        return (
+            f"{_number(self.our_seconds)} s ({_number(self.alpa_seconds)}): {self.plan}"
+        )
 
 
 @dataclass(frozen=True)
@@ -100,18 +112,29 @@ def predict_table(
     constants: Constants,
     *,
     with_ours: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> PredictedTable:
-    """Every cell of a table, and our own plan for every row if asked for."""
+    """Every cell of a table, and our own plan for every row if asked for.
+
+    `tell` gets a line before and behind each row and each search.
+    """
     cells: list[PredictedCell] = []
     ours: list[OurPlan] = []
     for place, row in enumerate(table.rows):
+        which = f"{table.name}, row {place + 1} of {len(table.rows)}"
+        tell(f"{which}: {row.num_gpus} GPUs")
         found = {
             cell.column: predict(cell.column, row, simulators[place], constants)
             for cell in row.cells
         }
-        cells += [_cell(row, cell, found[cell.column]) for cell in row.cells]
+        here = [_cell(row, cell, found[cell.column]) for cell in row.cells]
+        cells += here
+        tell(f"{which}: {', '.join(map(str, here))}")
         if with_ours:
-            ours += _ours(row, simulators[place], constants, found.get("alpa"))
+            tell(f"{which}: {row.num_gpus} GPUs, a plan of our own")
+            new = _ours(row, simulators[place], constants, found.get("alpa"))
+            ours += new
+            tell(f"{which}: {', '.join(map(str, new))}")
     return PredictedTable(table.name, tuple(cells), tuple(ours))
 
 

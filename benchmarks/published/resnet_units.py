@@ -17,7 +17,13 @@ _EXPANSION = 4  # of a bottleneck block's result over its channels
 
 
 def resnet_units(config: resnet.Config) -> UnitModel:
-    """Blocks of a stage that are alike are one group."""
+    """Blocks of a stage that are alike are one group.
+
+    As the authors ran it: SGD with momentum and recomputation of each block; only some
+    stages are told to split the batch, the others split what the solver likes
+    (alpa-projects/alpa: benchmark/alpa/benchmark_3d_one_case_wresnet.py,
+    suite_wresnet.py).
+    """
     groups = [Group((_stem(config),))]
     width = config.channels
     for stage, number in enumerate(config.stage_sizes):
@@ -34,7 +40,11 @@ def resnet_units(config: resnet.Config) -> UnitModel:
         "labels": jax.ShapeDtypeStruct((), jnp.int32),
     }
     return UnitModel(
-        "wide-resnet", tuple(groups), example, dtype="float32", units_a_layer=1
+        *("wide-resnet", tuple(groups), example),
+        dtype="float32",
+        units_a_layer=1,
+        num_moments=1,
+        splits_freely=True,
     )
 
 

@@ -61,7 +61,10 @@ def candidates(column: str, row: Row) -> Sequence[Plan]:
     system = system_of(column)
     if column in row.plans:
         given = row.plans[column]
-        return [Plan(given.layouts, given.num_microbatches, system)]
+        shapes = [given.layouts]
+        if row.model.splits_freely:
+            shapes = list(_reshaped(given.layouts))
+        return [Plan(each, given.num_microbatches, system) for each in shapes]
     if column == "inter_only":
         layouts = (Layout(1, 1, 1, 1),) * row.num_gpus
         return list(_with_microbatches([layouts], row, system))
@@ -74,6 +77,26 @@ def candidates(column: str, row: Row) -> Sequence[Plan]:
         return list(_with_microbatches([layouts], row, system))
     grid = _grid(row, system, has_tensor=column != "pp_dp")
     return list(_with_microbatches(grid, row, system))
+
+
+def _reshaped(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, ...]]:
+    """The same submeshes, of which the first split the batch, the others layers too.
+
+    Activations shrink and weights grow from the first layer of a convolutional network
+    to its last.
+    """
+    seen = set()
+    for tensor in (1, 2, 4, 8):
+        for first in range(len(layouts)):
+            parts = [1] * first + [tensor] * (len(layouts) - first)
+            found = tuple(
+                replace(each, data=each.size // number, tensor=number)
+                for each, part in zip(layouts, parts, strict=True)
+                for number in (min(part, each.size),)
+            )
+            if found not in seen:
+                seen.add(found)
+                yield found
 
 
 def system_of(column: str) -> System:
@@ -155,12 +178,12 @@ def _with_microbatches(
     row: Row,
     system: System,
 ) -> Iterator[Plan]:
-    """Each with all numbers of microbatches that are powers of two."""
+    """Each with every number of microbatches, the fewest first."""
+    batch_size = row.batch_size
+    counts = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
     for each in layouts:
-        count = 1
-        while count <= row.batch_size:
+        for count in counts:
             yield Plan(each, count, system)
-            count *= 2
 
 
 def our_plans(row: Row) -> list[Plan]:

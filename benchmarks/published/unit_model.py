@@ -70,8 +70,9 @@ class UnitModel:
     """The groups of a model, and what a microbatch of one example looks like.
 
     The first group takes no values, the last one returns the loss. A microbatch holds a
-    multiple of `examples_at_once` on each device. `keeps_moments`: its optimizer has
-    Adam's two for each parameter. `regrouped` is the same model whose
+    multiple of `examples_at_once` on each device. `num_moments` is how many values its
+    optimizer keeps for each parameter: two of Adam's. `splits_freely`: shapes that were
+    published say nothing of what their axes split. `regrouped` is the same model whose
     experts route so many examples at once; None if it has none.
     """
 
@@ -81,7 +82,8 @@ class UnitModel:
     dtype: str = "float16"
     examples_at_once: int = 1
     units_a_layer: int = 2
-    keeps_moments: bool = True
+    num_moments: int = 2
+    splits_freely: bool = False
     regrouped: Callable[[int], UnitModel] | None = None
 
     @cached_property
@@ -125,8 +127,8 @@ class UnitModel:
 
     @property
     def state_bytes(self) -> int:
-        """Of the optimizer for a parameter: two moments, of 16 bits a copy in 32."""
-        moments = 8 if self.keeps_moments else 0
+        """Of the optimizer for a parameter: its moments, of 16 bits a copy in 32."""
+        moments = 4 * self.num_moments
         return moments if self.itemsize == 4 else moments + 4
 
     @property
@@ -254,7 +256,7 @@ def moe_units(config: moe.Config) -> UnitModel:
         *("moe", groups, _tokens(config.seq_len)),
         examples_at_once=at_once,
         units_a_layer=len(pair),
-        keeps_moments=False,
+        num_moments=0,
         regrouped=regrouped,
     )
 

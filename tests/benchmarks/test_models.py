@@ -1,5 +1,6 @@
 """Every model of the zoo trains under plain `jax.jit` and traces at full size."""
 
+import csv
 import functools
 import math
 from dataclasses import replace
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.models import Workload, build, gpt, llama, names, vit
+from benchmarks.models import Workload, build, gpt, llama, moe, names, vit
 from benchmarks.models.optimizers import optimizer_names
 from benchmarks.models.workload import Model
+from benchmarks.suites import TABLES as FOLDER
 
 FAMILIES = (
     *("mlp", "gpt", "llama", "bert", "t5", "moe", "lstm", "vit", "resnet", "unet"),
@@ -263,6 +265,31 @@ def test_a_large_step_traces_without_allocating(scan_layers: bool) -> None:
 )
 def test_realistic_sizes_have_their_published_size(name: str, expected: float) -> None:
     assert num_parameters(build(name)) == pytest.approx(expected, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    ("table", "sizes", "columns"),
+    [
+        ("gpt", gpt.SIZES, {"hidden": "hidden", "heads": "num_heads"}),
+        ("moe", moe.SIZES, {"hidden": "hidden", "experts": "num_experts"}),
+    ],
+)
+def test_every_published_row_has_a_name(
+    table: str, sizes: dict[str, Any], columns: dict[str, str]
+) -> None:
+    path = FOLDER / f"alpa_osdi22_{table}.csv"
+    lines = (line for line in path.read_text().splitlines() if line[0] != "#")
+    rows = list(csv.DictReader(lines))
+    fields = {"layers": "num_layers", **columns}
+    for row in rows:
+        wanted = {field: int(row[column]) for column, field in fields.items()}
+        same = [
+            name
+            for name, config in sizes.items()
+            if all(getattr(config, field) == size for field, size in wanted.items())
+        ]
+        assert len(same) == 1, wanted
+    assert len(rows) >= 5
 
 
 @pytest.mark.parametrize(
