@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +13,14 @@ from .audit.compiled_memory import plan_fitting
 from .clusters.cluster import Cluster
 from .clusters.device_mesh import device_mesh
 from .execution import (
+    MISSED,
+    DirectCalls,
     Executable,
+    ReadyCall,
     end_workers,
     executable_of,
     pipelined_step,
+    ready_call,
     run_init,
     staged_plan,
 )
@@ -25,6 +28,7 @@ from .frontend.calls import Call, open_call, plain_function
 from .frontend.constant_leaves import ResultTree, takes_only_arrays
 from .frontend.static_arguments import StaticArguments
 from .frontend.tracing import (
+    TracedFunction,
     argument_paths,
     check_leaves,
     is_tracing,
@@ -51,7 +55,7 @@ from .pipelines.pipeline_choice import (
 )
 from .pipelines.pipeline_plan import PlannedPipeline
 from .placement.placed_step import plan_placement
-from .planner.planning import Planned, leaves_of, many_signatures
+from .planner.planning import Planned, tell_user
 from .plans.parallel_plan import Plan
 from .plans.pin_cost import PinCosts
 from .report.step_origin import with_origin
@@ -60,9 +64,6 @@ from .sharding.pins import PinsLike
 from .sharding.resharding import Resharder
 from .state.state_init import PlacedInit, placed_state, stage_homes, whole_homes
 from .state.traced_init import noting_state, step_call, trace_init
-
-_log = logging.getLogger("autopar")
-_MANY_SIGNATURES = 8  # from then on a user should know that each is compiled
 
 
 class ParallelFunction:
@@ -86,11 +87,16 @@ class ParallelFunction:
         self._pipelines: dict[PlannedPipeline, PipelinedStep] = {}
         self._plans: dict[Planned | PlannedPipeline, Plan] = {}
         self._latest: dict[Any, tuple[Executable, ResultTree]] = {}
+        self._known: dict[Any, tuple[Executable, ResultTree]] = {}
         self._lock = threading.RLock()
+        self._direct = DirectCalls(self._name, self._static, self._ready)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_tracing() or is_jit_disabled():
             return self._fun(*args, **kwargs)
+        result = self._direct(args, kwargs)
+        if result is not MISSED:
+            return result
         try:
             return self._run(args, kwargs)
         except InternalFloatingPointError as found:
@@ -113,6 +119,12 @@ class ParallelFunction:
             executable, result_tree = self._executable(call)
             return call.result(result_tree, executable(call.leaves))
 
+    def _ready(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> ReadyCall | None:
+        with self._open(args, kwargs) as call:
+            return ready_call(call, self._known.get((call.key, call.types())))
+
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments: arrays, or jax.ShapeDtypeStruct in their place.
 
@@ -134,7 +146,7 @@ class ParallelFunction:
         with self._open(args, kwargs) as call, self._lock:
             staged = self._staged_plan(call)
             if staged is not None:
-                step, _ = self._pipelined(call, staged)
+                step = self._pipelined(staged)
                 return LoweredPipeline(step, staged_plan(staged), self._only_arrays)
             planned = self._plan(call)
             program = self._program(planned)
@@ -190,7 +202,7 @@ class ParallelFunction:
         with noting_state(init), self._open(*step) as call, self._lock:
             staged = self._staged_plan(call)
             if staged is not None:
-                pipeline = self._pipelined(call, staged)[0].pipeline
+                pipeline = self._pipelined(staged).pipeline
                 homes, traced = stage_homes(pipeline), pipeline.traced
             else:
                 planned = self._plan(call)
@@ -207,24 +219,25 @@ class ParallelFunction:
         with self._lock:
             staged = self._staged_plan(call)
             if staged is not None:
-                return self._pipelined(call, staged)
+                step = self._pipelined(staged)
+                return self._note(call, step, step.pipeline.traced)
             planned = self._plan(call)
             if planned not in self._executables:
                 self._executables[planned] = executable_of(planned, self._program)
-            executable = self._executables[planned]
-            result_tree = ResultTree.of(planned.traced.out_tree)
-            self._latest[call.key] = executable, result_tree
-            return executable, result_tree
+            return self._note(call, self._executables[planned], planned.traced)
 
-    def _pipelined(
-        self, call: Call, planned: PlannedPipeline
-    ) -> tuple[PipelinedStep, ResultTree]:
+    def _pipelined(self, planned: PlannedPipeline) -> PipelinedStep:
         if planned not in self._pipelines:
             self._pipelines[planned] = pipelined_step(planned)
-        step = self._pipelines[planned]
-        result_tree = ResultTree.of(step.pipeline.traced.out_tree)
-        self._latest[call.key] = step, result_tree
-        return step, result_tree
+        return self._pipelines[planned]
+
+    def _note(
+        self, call: Call, executable: Executable, traced: TracedFunction
+    ) -> tuple[Executable, ResultTree]:
+        """Keeps what runs calls like this one, and the tree of their results."""
+        found = executable, ResultTree.of(traced.out_tree)
+        self._latest[call.key] = self._known[call.key, call.types()] = found
+        return found
 
     def _staged_plan(self, call: Call) -> PlannedPipeline | None:
         """The pipeline for the types of a call's arguments, planned once, or None."""
@@ -262,14 +275,8 @@ class ParallelFunction:
         with self._lock:
             if key not in self._planned:
                 planned = plan_fitting(fun, args, kwargs, self._options, self._program)
-                if not self._planned:
-                    _log.info(planned.summary())
-                    for note in planned.roles.notes:
-                        _log.warning(note)
                 self._planned[key] = planned
-                if len(self._planned) == _MANY_SIGNATURES + 1:
-                    first = next(iter(self._planned.values()))
-                    _log.warning(many_signatures(first, planned, _MANY_SIGNATURES))
+                tell_user([*self._planned.values()])
             return self._planned[key]
 
     def _program(self, planned: Planned) -> SpmdProgram:
@@ -283,18 +290,10 @@ class ParallelFunction:
                 device_mesh(sharding.mesh, self._options.mesh, planned.cluster),
                 planned.argument_types,
                 planned.traced.jaxpr.consts,
-                self._donated(planned),
+                planned.donated(self._options),
                 weak_outputs(planned.traced),
             )
         return self._programs[planned]
-
-    def _donated(self, planned: Planned) -> tuple[int, ...]:
-        """Positions of the leaves whose buffers the step may reuse."""
-        chosen = self._options.donate_argnums
-        if chosen == "auto":
-            roles = planned.roles.roles
-            return tuple(i for i, role in enumerate(roles) if role == "state")
-        return tuple(leaves_of(planned.traced, chosen, self._options))
 
 
 @overload
@@ -360,7 +359,7 @@ def parallelize(
         are added up and reduced once. Values stay those of the whole batch, unless
         the method has `microbatch_semantics="independent"`.
       batch_argnums: positions of the arguments that are cut along dim 0; "auto": those
-        that are not state and share the commonest leading size.
+        that are not state and share the leading size that most of them have.
       static_argnums: positions of arguments that are compile-time constants.
       donate_argnums: positions whose buffers may be reused; "auto": those of state,
         the arguments that are returned with the same tree, shapes and dtypes.

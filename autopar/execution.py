@@ -11,6 +11,9 @@ from autopar.runtime.checkpoint import save as save
 from autopar.runtime.checkpoints_export import export_weights as export_weights
 from autopar.runtime.checkpoints_kept import Checkpoint as Checkpoint
 from autopar.runtime.checkpoints_kept import Checkpoints as Checkpoints
+from autopar.runtime.direct_calls import MISSED as MISSED
+from autopar.runtime.direct_calls import DirectCalls as DirectCalls
+from autopar.runtime.direct_calls import NotDirect, ReadyCall
 from autopar.runtime.emit import emit
 from autopar.runtime.held_values import HeldByTask, held_by_task
 from autopar.runtime.local import LocalExecutable, run_once
@@ -33,6 +36,8 @@ from autopar.runtime.worker import PipelineExecutable
 
 from .clusters.cluster import Cluster
 from .clusters.device_mesh import submesh_of
+from .frontend.calls import Call
+from .frontend.constant_leaves import ResultTree
 from .frontend.effects import refuse_callbacks
 from .lowering.programs import SpmdProgram
 from .methods.schedule_choice import rows_of, schedule_name
@@ -62,6 +67,24 @@ def executable_of(
     return RayExecutable(lower(planned), cluster, state)
 
 
+def ready_call(
+    call: Call, known: tuple[Executable, ResultTree] | None
+) -> ReadyCall | None:
+    """What runs a call from its trees to its results; None if that is not `known`.
+
+    Raises:
+      NotDirect: such calls take Python.
+    """
+    if known is None:
+        return None
+    executable, tree = known
+    if not isinstance(executable, LocalExecutable) or not executable.is_direct:
+        raise NotDirect
+    if not call.is_plain or tree.constants:
+        raise NotDirect
+    return ReadyCall(executable, call.leaves, tree.tree)
+
+
 def pipelined_step(planned: PlannedPipeline) -> PipelinedStep:
     """A planned pipeline, lowered, with what executes it.
 
@@ -78,7 +101,8 @@ def pipelined_step(planned: PlannedPipeline) -> PipelinedStep:
         refuse_callbacks(piece.graph)
     pipeline = lower_pipeline(planned)
     codes = [piece.program for piece in pipeline.pieces]
-    execute = RayPipelineExecutable(pipeline.program, codes, schedule, cluster)
+    sizes = [shape.size for shape in planned.shapes]
+    execute = RayPipelineExecutable(pipeline.program, codes, schedule, cluster, sizes)
     return PipelinedStep(pipeline, execute, _recorder(planned, execute))
 
 
@@ -181,8 +205,8 @@ def _run_init_program(
         return run_once(init.program, given)
     mesh = init.program.output_shardings[0].mesh
     everything = range(len(init.outputs))
-    submesh, groups = submesh_of(mesh), cluster.num_devices // mesh.size
-    return RayExecutable(init.program, cluster, everything, submesh, groups)(given)
+    submesh, sizes = submesh_of(mesh)
+    return RayExecutable(init.program, cluster, everything, submesh, sizes)(given)
 
 
 def schedule_of(planned: PlannedPipeline) -> Schedule:

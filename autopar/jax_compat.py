@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import numpy as np
 from jax import lax
-from jax._src import distributed
+from jax._src import distributed, tree_util
+from jax._src import pjit as _pjit
 from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
 from jax._src.array import ArrayImpl
+from jax._src.interpreters import pxla
+from jax._src.lib import _jax
 from jax.core import Tracer as Tracer
 from jax.extend import core, source_info_util
 from jax.interpreters import ad as ad
@@ -35,6 +38,8 @@ Literal = core.Literal
 Var = core.Var
 DropVar = core.DropVar
 
+_in_cpp: Any = _jax
+_jitted: Any = _pjit
 NO_MESH = AbstractMesh((), ())
 _MESH_PARAMS = ("sharding", "out_sharding")
 CALLS = {  # where each keeps what it calls
@@ -69,6 +74,38 @@ _KEPT_WHOLE = (  # calls of which JAX drops no operand that the callee does not 
 def distributed_store() -> Any:
     """The key-value store of `jax.distributed`; None in a process on its own."""
     return distributed.global_state.client
+
+
+def call_in_cpp(
+    name: str,
+    static_argnums: Sequence[int],
+    static_argnames: Sequence[str],
+    missed: Callable[..., tuple[Any, Any, bool]],
+) -> Callable[..., Any]:
+    """A function whose calls C++ makes, as it does those of jitted functions.
+
+    Calls with statics, trees, types or shardings not seen before are made by `missed`,
+    which returns the result, what `path_in_cpp` returned, and whether to forget it.
+    """
+    keys, registry = pxla.JitGlobalCppCacheKeys(), tree_util.dispatch_registry
+    static = list(static_argnums), list(static_argnames)
+    return _in_cpp.pjit(name, None, missed, *static, keys, registry, pxla.cc_shard_arg)
+
+
+def path_in_cpp(
+    compiled: Any, leaves: Sequence[Any], result_tree: PyTreeDef, results: Sequence[Any]
+) -> Any:
+    """How C++ runs a compiled program on trees with these leaves; None if it cannot.
+
+    `results` are those of one call, in its order.
+    """
+    constants = compiled._params.const_args
+    if constants:
+        return None
+    executable, nothing = compiled._executable, ((), (), None, constants)
+    return _jitted._get_fastpath_data(
+        executable, result_tree, leaves, list(results), *nothing
+    )
 
 
 def with_jaxprs(eqn: Any, changed: Callable[[Any], Any]) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar.api import parallelize
+from autopar.errors import FallbackWarning
 from autopar.microbatches.microbatches import BatchCoupledError
 from autopar.sharding.pin_primitive import pin
 from benchmarks.models import build
@@ -78,9 +79,9 @@ def test_rows_chosen_by_position_along_the_batch_are_not_cut():
         return w - (shuffled @ w).mean() * w, x.sum()
 
     w, x = jnp.eye(8), jax.random.normal(jax.random.key(1), (16, 8))
-    run_as_planned(
-        parallelize(step, mesh="x:8", num_microbatches=2, batch_argnums=1), w, x
-    )
+    parallel = parallelize(step, mesh="x:8", num_microbatches=2, batch_argnums=1)
+    with pytest.warns(FallbackWarning, match=r"whole batch from 'rev.*spare no memory"):
+        run_as_planned(parallel, w, x)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +110,35 @@ def test_whole_state_equals_the_full_batch_step(name):
 def test_batch_norm_in_training_is_refused_with_its_source_line():
     workload = build("resnet")
     step = parallelize(workload.step, mesh="x:8", num_microbatches=2)
-    with pytest.raises(BatchCoupledError, match=r"resnet\.py:\d+.*batch_norm"):
+    with pytest.raises(
+        BatchCoupledError, match=r"resnet\.py:\d+.*batch_norm.*batch_argnums"
+    ):
         step.plan(*workload.abstract())
+
+
+def test_a_frozen_model_of_many_leaves_is_not_the_batch():
+    """As in fine-tuning, distillation and DPO: most leaves begin with its width."""
+
+    def step(weights, frozen, batch):
+        def loss(weights):
+            hidden = jnp.tanh(batch["x"] @ frozen["up"] + frozen["bias"])
+            return ((hidden @ (frozen["square"] + weights)).mean(-1) - batch["y"]) ** 2
+
+        grads = jax.grad(lambda weights: loss(weights).mean())(weights)
+        return weights - 0.1 * grads, loss(weights).mean()
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    frozen = {
+        "up": jax.random.normal(keys[0], (8, 64)),
+        "square": jax.random.normal(keys[1], (64, 64)) / 8,
+        "bias": jnp.ones(64),
+        "unused": jnp.ones((16, 3)),  # as many as there are examples
+    }
+    x, y = jax.random.normal(keys[2], (16, 8)), jax.random.normal(keys[3], (16,))
+    given = jnp.zeros((64, 64)), frozen, {"x": x, "y": y}
+    parallel = parallelize(step, mesh="x:8", num_microbatches=2)
+    inputs = run_as_planned(parallel, *given).plan.sharding.inputs
+    assert [i.path for i in inputs if i.role == "batch"] == ["batch['x']", "batch['y']"]
 
 
 def test_an_indivisible_batch_names_the_nearest_numbers_that_divide():

@@ -33,6 +33,7 @@ _MOVING = frozenset(
 )
 _REDUCING = ("argmax", "argmin", "reduce_")
 _RANDOM = ("random_", "threefry")
+_LOOPS = ("random_bits", "threefry2x32")  # on CPUs
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,13 +163,24 @@ def sources(nodes: Nodes, in_memory: np.ndarray) -> list[tuple[int, ...]]:
     return found
 
 
+def sums_nothing(op: Operator) -> bool:
+    """Whether a product sums single elements: XLA multiplies instead, and fuses that.
+
+    So the gradients of single examples are made, as in DP-SGD.
+    """
+    if op.kind != "dot_general":
+        return False
+    summed = op.params["dimension_numbers"][0][0]
+    return all(op.operand_types[0].shape[dim] == 1 for dim in summed)
+
+
 def _classes(op: Operator) -> tuple[bool, bool, bool]:
     """Whether an operator is cheap, expensive, or a reduction."""
-    if op.kind in STRUCTURED:
+    if op.kind in STRUCTURED or op.kind in _LOOPS:
         return False, False, False
     reducing = op.kind.startswith(_REDUCING)
     expensive = op.kind in TRANSCENDENTAL or op.kind.startswith(_RANDOM)
-    fusable = op.kind in _MOVING or is_fusable(op.kind)
+    fusable = op.kind in _MOVING or is_fusable(op.kind) or sums_nothing(op)
     return fusable and not (expensive or reducing), expensive, reducing
 
 

@@ -7,6 +7,7 @@ value is returned in its memory. Calibrated on CPUs: see `benchmarks/memory_erro
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -17,11 +18,13 @@ from ..plans.slices_ahead import bytes_ahead
 from ..rules.collective_matmul import ring_bytes
 from ..rules.halos import copied_bytes, factors_with_halos, rows_with_halos
 from ..sharding.spec import num_shards
+from .depthwise import depthwise_bytes, depthwise_rows
 from .execution_order import Liveness, run_in_order
 from .fusion import Traits
 from .kernel_builder import kernel_block
 from .kernels import Border, Value
 from .plan_arrays import PlanArrays
+from .random_words import drawing_bytes, drawing_rows
 
 POINTER_BYTES = 8  # of each result, in the table that a program returns
 
@@ -121,12 +124,18 @@ class _Run:
         self.liveness: dict[int, Liveness] = {}
         self._traits = Traits.of(self.graph.columns)
         sizes, plans = arrays.plan.mesh.axis_sizes, arrays.plan.operators
-        self._halo_bytes: dict[int, int] = {}
+        self._held_inside = Counter[int]()  # by operator without bodies
         for row in rows_with_halos(self.graph, [each.factors for each in plans]):
             op = self.graph.operators()[row]
             halos = factors_with_halos(op, plans[row].factors)
             held = copied_bytes(op, halos, sizes) + ring_bytes(op, halos, sizes)
-            self._halo_bytes[op.index] = held
+            self._held_inside[op.index] += held
+        for row in drawing_rows(self.graph.columns).tolist():
+            op, spec = self.graph.operators()[row], plans[row].result_specs[0]
+            self._held_inside[op.index] += drawing_bytes(op) // num_shards(spec, sizes)
+        for row in depthwise_rows(self.graph.columns).tolist():
+            op, spec = self.graph.operators()[row], plans[row].result_specs[0]
+            self._held_inside[op.index] += depthwise_bytes(op, spec, sizes)
 
     def block(self, index: int, border: Border) -> int:
         """The peak of a block, its operands and results apart."""
@@ -136,7 +145,7 @@ class _Run:
             for op in block.operators
             if op.bodies and op.kind != SHARD_MAP
         }
-        inner_bytes |= self._halo_bytes
+        inner_bytes |= self._held_inside
         kernels = kernel_block(self._arrays, self._traits, block, border, inner_bytes)
         self.liveness[index] = run_in_order(kernels)
         return self.liveness[index].peak_bytes

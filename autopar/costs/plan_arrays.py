@@ -11,6 +11,7 @@ import numpy as np
 from ..graph.op_graph import GraphColumns, OpGraph
 from ..plans.plan import ShardingPlan
 from ..sharding.spec import Spec, num_shards
+from .random_words import bytes_of_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +60,11 @@ class PlanArrays:
         """What one device holds of tensors [n] in specs [n]."""
         sizes = self.plan.mesh.axis_sizes
         shards = np.array([num_shards(each, sizes) for each in self.specs], np.int64)
-        whole = np.array([kind.bytes for kind in self.columns.types], np.int64)
-        return whole[self.columns.type_of[tensor]] // shards[spec]
+        return self._bytes[tensor] // shards[spec]
+
+    @cached_property
+    def _bytes(self) -> np.ndarray:
+        return bytes_of_tensors(self.columns)
 
     def __str__(self) -> str:
         return f"PlanArrays: {len(self.made)} tensors in {len(self.number_of)} specs"

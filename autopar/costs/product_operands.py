@@ -19,6 +19,7 @@ import numpy as np
 
 from ..graph.op_graph import GraphColumns, Operator
 from ..sharding.spec import local_shape
+from .fusion import sums_nothing
 from .kernels import ValueColumns
 from .node_table import NodeTable
 from .plan_arrays import PlanArrays
@@ -49,6 +50,7 @@ def wanted_orders(columns: GraphColumns) -> dict[int, tuple[tuple[int, ...], ...
         row: _wanted(columns.operators[row])
         for row in np.unique(columns.examples).tolist()
         if columns.operators[row].kind == "dot_general"
+        and not sums_nothing(columns.operators[row])
     }
     alike = columns.examples[columns.alike].tolist()
     each = ((row, found.get(example)) for row, example in enumerate(alike))

@@ -42,6 +42,12 @@ class Call:
     only_arrays: bool
     finish: Callable[[Any], Any] = _unchanged
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its leaves are all of its arguments, and results are as they come."""
+        _, _, constants = self.key
+        return not constants and self.finish is _unchanged
+
     def arguments(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """What is traced: arguments whose leaves are `leaves`."""
         return hold_constants((self.args, self.kwargs), self.only_arrays)

@@ -69,8 +69,10 @@ def infer_roles(
     """State is what comes back with the same tree, shapes and dtypes.
 
     A container is matched as a whole, else child by child. A bare array counts only if
-    the result at its own position has its type and is not a scalar. What is not state
-    and shares the commonest leading size of the rest is the batch.
+    the result at its own position has its type and is not a scalar. Of the rest, what
+    has the leading size of the batch is the batch. That size is the one that most
+    arguments have in all of their leaves, so that many leaves of a frozen model do not
+    outvote `x, y`; beside such arguments, one of which half or less has it is no batch.
     """
     inputs = jax.tree.unflatten(in_tree, range(in_tree.num_leaves))
     outputs = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
@@ -145,7 +147,16 @@ def infer_roles(
     for child, subtree in _children(kwargs, first):
         match(child, subtree, None)
 
-    return Roles(_roles(in_types, next_output), tuple(next_output), tuple(notes))
+    rest = [
+        [i for i in jax.tree.leaves(each) if next_output[i] is None]
+        for each in (*args, *kwargs.values())
+    ]
+    batch = _batch_leaves(rest, in_types)
+    roles: list[Role] = [
+        "state" if output is not None else "batch" if index in batch else "other"
+        for index, output in enumerate(next_output)
+    ]
+    return Roles(tuple(roles), tuple(next_output), tuple(notes))
 
 
 def _is_almost(
@@ -189,21 +200,35 @@ def root_of(path: str) -> str:
     return path.split("[")[0].split(".")[0]
 
 
-def _roles(
-    in_types: Sequence[TensorType], next_output: Sequence[int | None]
-) -> tuple[Role, ...]:
-    rest = [i for i, output in enumerate(next_output) if output is None]
-    sizes = [in_types[i].shape[0] for i in rest if in_types[i].rank > 0]
-    leading = max(set(sizes), key=lambda s: (sizes.count(s), s)) if sizes else None
-    roles: list[Role] = []
-    for index, kind in enumerate(in_types):
-        if next_output[index] is not None:
-            roles.append("state")
-        elif kind.rank > 0 and kind.shape[0] == leading and not kind.is_extended:
-            roles.append("batch")
-        else:
-            roles.append("other")
-    return tuple(roles)
+def _batch_leaves(
+    arguments: Sequence[Sequence[int]], in_types: Sequence[TensorType]
+) -> set[int]:
+    """The leaves of the batch, of those of each argument that are not state.
+
+    Each argument has one vote, for the leading size of all its leaves; where that
+    decides nothing it is divided among them, and then the largest size is taken.
+    """
+    counts: list[Counter[int]] = []
+    for leaves in arguments:
+        types = (in_types[i] for i in leaves)
+        arrays = (each for each in types if each.rank and not each.is_extended)
+        counts.append(Counter(each.shape[0] for each in arrays))
+    if not any(counts):
+        return set()
+
+    def votes(size: int) -> tuple[int, float, int]:
+        shares = [count[size] / count.total() for count in counts if count]
+        return shares.count(1), sum(shares), size
+
+    leading = max({size for count in counts for size in count}, key=votes)
+    has_own = any(len(count) == 1 and leading in count for count in counts)
+    return {
+        i
+        for leaves, count in zip(arguments, counts, strict=True)
+        for i in leaves
+        if not has_own or 2 * count[leading] > count.total()
+        if in_types[i].shape[:1] == (leading,) and not in_types[i].is_extended
+    }
 
 
 def _top_level(outputs: Any) -> list[_Subtree]:

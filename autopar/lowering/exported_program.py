@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -22,8 +22,9 @@ class ShardedType:
     """Shape, dtype and sharding of an array, without devices.
 
     `dims` names for every dim the mesh axes that split it, most major first; devices
-    are numbered row-major over the mesh. Random keys are the `uint32` data of
-    `key_impl`, with dims of their own behind those of the keys.
+    are numbered row-major over the mesh, which are those of a group of hosts from
+    `first_device` on. Random keys are the `uint32` data of `key_impl`, with dims of
+    their own behind those of the keys.
     """
 
     shape: tuple[int, ...]
@@ -32,6 +33,7 @@ class ShardedType:
     axis_sizes: tuple[int, ...]
     dims: tuple[tuple[str, ...], ...]
     key_impl: str = ""
+    first_device: int = 0
 
     @staticmethod
     def of(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> ShardedType:
@@ -66,6 +68,10 @@ class ShardedType:
         """The sharding on a mesh of the same axes."""
         return NamedSharding(mesh, self.spec)
 
+    def at(self, first_device: int) -> ShardedType:
+        """The same on other devices of the group."""
+        return replace(self, first_device=first_device)
+
     def tile(self, device: int) -> tuple[slice, ...]:
         """The part of the array that the device of this number holds."""
         at = np.unravel_index(device, self.axis_sizes)
@@ -84,7 +90,8 @@ class ShardedType:
         sizes = zip(self.axis_names, self.axis_sizes, strict=True)
         mesh = ";".join(f"{name}:{size}" for name, size in sizes)
         dims = ", ".join("+".join(axes) or "-" for axes in self.dims)
-        return f"{self.dtype}{list(self.shape)} [{dims}] on {mesh}"
+        where = f" from device {self.first_device} on" if self.first_device else ""
+        return f"{self.dtype}{list(self.shape)} [{dims}] on {mesh}{where}"
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,13 @@ class ExportedProgram:
                 f"the SHA-256 {found} and not {self.digest}; start the step again."
             )
         return self.code
+
+    def at(self, first_device: int) -> ExportedProgram:
+        """The same on the devices of a group of hosts from this one on."""
+        kinds = self.inputs, self.constants, self.outputs
+        moved = (tuple(each.at(first_device) for each in kind) for kind in kinds)
+        inputs, constants, outputs = moved
+        return replace(self, inputs=inputs, constants=constants, outputs=outputs)
 
     def __repr__(self) -> str:
         return f"ExportedProgram({self.name}, {len(self.code)} bytes)"

@@ -8,6 +8,8 @@ cut, and stays where it is.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..errors import FallbackWarning
 from ..frontend.tracing import TracedFunction
+from ..graph.op_graph import Operator
 from ..lowering.blocks import as_array
+from ..planner.strategies import is_heavy_operator
+from .microbatch_flow import tensors_of
 from .microbatch_runners import WholeRunner, join_parts, part_of
 from .microbatch_step import MicrobatchedStep
 
@@ -24,7 +30,11 @@ from .microbatch_step import MicrobatchedStep
 def with_microbatch_loop(
     traced: TracedFunction, step: MicrobatchedStep
 ) -> TracedFunction:
-    """`traced`, which takes and returns the whole batch, with a loop over `step`."""
+    """`traced`, which takes and returns the whole batch, with a loop over `step`.
+
+    Warns if no product is in the loop.
+    """
+    _warn_of_whole_products(step)
     if not step.phases.loop:
         return traced
 
@@ -43,6 +53,38 @@ def with_microbatch_loop(
     constants = [as_array(value) for value in traced.jaxpr.consts]
     closed = jax.make_jaxpr(lambda *leaves: run(*leaves, *constants))(*types)
     return replace(traced, jaxpr=closed)
+
+
+def _warn_of_whole_products(step: MicrobatchedStep) -> None:
+    """Say that microbatches spare nothing, where all products are made behind them."""
+
+    blocks = step.graph.blocks
+
+    def has_products(operators: Sequence[Operator]) -> bool:
+        return any(
+            is_heavy_operator(op)
+            or any(has_products(blocks[body].operators) for body in op.bodies)
+            for op in operators
+        )
+
+    behind = step.phases.behind
+    if has_products(step.phases.loop) or not has_products(behind):
+        return
+    joined = {each.tensor for each in step.leaving if each.dim is not None}
+    joined |= set(step.batch)
+    reader = next((op for op in behind if joined & {*tensors_of(op.operands)}), None)
+    if reader is None:
+        return
+    warnings.warn(
+        f"Microbatches are to hold a part of the batch at a time, but every product "
+        f"of this step needs the whole batch from {reader.name!r} "
+        f"({reader.source or 'an unknown line'}) on, so it is run once for all of it "
+        f"and {step.num_microbatches} microbatches spare no memory; leave "
+        f"num_microbatches at 1, or give the method "
+        f'microbatch_semantics="independent".',
+        FallbackWarning,
+        stacklevel=2,
+    )
 
 
 def _run_loop(step: MicrobatchedStep, values: dict[int, Any]) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.ports import Site, ports_of
@@ -94,7 +95,7 @@ def split_microbatches(
         reader, tensor = coupled
         chain = flow.cheap_ancestors(tensor)
         if chain is None or chain <= hoisted:
-            raise BatchCoupledError(_coupling(flow, reader, tensor))
+            raise BatchCoupledError(_coupling(flow, reader, tensor, batch))
         hoisted |= chain
 
 
@@ -142,18 +143,20 @@ def _indivisible(num_microbatches: int, size: int) -> str:
     )
 
 
-def _coupling(flow: Flow, reader: Operator, tensor: int) -> str:
+def _coupling(flow: Flow, reader: Operator, tensor: int, batch: Sequence[int]) -> str:
     maker = flow.made_by.get(tensor, reader)
     while not maker.source:  # JAX's own equations have no line: name who feeds them
         known = [t for t in tensors_of(maker.operands) if t in flow.made_by]
         if not known:
             break
         maker = flow.made_by[known[0]]
+    names = ", ".join(flow.graph.tensors[tensor].name for tensor in batch)
     return (
         f"A step is cut into microbatches only if that changes no value, but the "
         f"result of {maker.name!r} at {maker.source or 'an unknown line'} takes the "
         f"whole batch and flows back into work on examples ({reader.name!r}); leave "
         f"num_microbatches at 1, or give the method "
         f'microbatch_semantics="independent", which makes each microbatch a batch of '
-        f"its own."
+        f"its own. What was cut is {shorten(names, 100)}; if the batch is another, "
+        f"say so with batch_argnums."
     )

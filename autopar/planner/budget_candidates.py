@@ -112,6 +112,7 @@ class BudgetCandidates:
             *(gathering_again(self.graph), self.mesh, self.cluster, self.budget_bytes),
             pins=self.pins,
             gap=self.gap,
+            is_free_known=True,
         )
 
     def _methods(self) -> Iterator[NamedMethod]:
@@ -144,6 +145,7 @@ class BudgetCandidates:
                 restrictions=limits,
                 gap=self.gap,
                 finds_least=False,
+                is_free_known=True,
             )
         if not _is_faster(found, best):
             return None

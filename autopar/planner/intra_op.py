@@ -13,7 +13,7 @@ from autopar.solver.solve import solve
 from ..clusters.cluster import Cluster
 from ..costs.collectives import COLLECTIVE_KINDS, collective_seconds
 from ..costs.host_memory import host_seconds
-from ..costs.memory import profile_of_arrays
+from ..costs.memory import MemoryProfile, profile_of_arrays
 from ..frontend.garbage import without_garbage_collection
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.op_graph import Block, Operator, OpGraph, TensorType
@@ -74,7 +74,6 @@ def plan_intra_op(
     return IntraOpSolution(plan, assignment)
 
 
-@without_garbage_collection
 def read_plan(
     problem: ShardingProblem,
     assignment: Assignment,
@@ -82,6 +81,17 @@ def read_plan(
     resharder: Resharder,
 ) -> ShardingPlan:
     """The plan that an assignment of the problem stands for."""
+    return read_profile(problem, assignment, cluster, resharder).plan
+
+
+@without_garbage_collection
+def read_profile(
+    problem: ShardingProblem,
+    assignment: Assignment,
+    cluster: Cluster,
+    resharder: Resharder,
+) -> MemoryProfile:
+    """The plan that an assignment of the problem stands for, and its memory."""
     graph, mesh = problem.graph, problem.mesh
     reader = PlanReader(problem, assignment.choices, resharder)
     tensors, operators = reader.tensor_plans(), reader.operator_plans()
@@ -115,8 +125,9 @@ def read_plan(
             host_bytes=sum(each.bytes for each in inputs if each.memory == "host"),
         ),
     )
-    peak = profile_of_arrays(reader.arrays(plan)).peak_bytes
-    return replace(plan, predicted=replace(plan.predicted, peak_bytes=peak))
+    profile = profile_of_arrays(reader.arrays(plan))
+    predicted = replace(plan.predicted, peak_bytes=profile.peak_bytes)
+    return replace(profile, plan=replace(plan, predicted=predicted))
 
 
 def _collectives(

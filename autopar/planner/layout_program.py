@@ -257,7 +257,7 @@ def _points(
                 point
                 for body in bodies[kernel.operator]
                 for point in _points(profile, body, stretches)
-            ]
+            ] or inner
         elif kernel.inner_bytes:
             tensor = liveness.block.values[kernel.reads[0]].tensor
             held[tensor] = held.get(tensor, 0) + kernel.inner_bytes

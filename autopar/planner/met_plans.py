@@ -18,9 +18,9 @@ from autopar.solver.memory_rows import MemoryRow, lowered_by_all
 from autopar.solver.within_rows import solve_within_rows
 
 from ..clusters.cluster import Cluster
-from ..costs.memory import MemoryProfile, memory_profile
+from ..costs.memory import MemoryProfile
 from ..sharding.resharding import Resharder
-from .intra_op import read_plan
+from .intra_op import read_profile
 from .program_points import conversion_rows, memory_rows
 from .relay_choices import lasting_tensors, without_needless_copies
 from .sharding_problem import ShardingProblem
@@ -108,8 +108,8 @@ class MetPlans:
         choices = self._normal(assignment.choices)
         cost = self.problem.choice_graph.cost(choices)
         assignment = replace(assignment, choices=choices, cost=cost)
-        plan = read_plan(self.problem, assignment, self._cluster, self._resharder)
-        profile = memory_profile(self.problem.graph, plan)
+        place = self._cluster, self._resharder
+        profile = read_profile(self.problem, assignment, *place)
         self.plans.append(MetPlan(assignment, profile))
         return self.plans[-1]
 

@@ -140,9 +140,7 @@ def _content(
 ) -> Iterator[str]:
     yield f"jax {jax.__version__} autopar {_code()}"
     yield f"{cluster.name}\n{to_toml(cluster)}"
-    for each in fields(options):
-        if each.name not in _NOT_OF_THE_PLAN:
-            yield _text(f"{each.name} {getattr(options, each.name)!r}")
+    yield from option_texts(options)
     yield f"batch {list(batch)}"
     for leaf in leaves:
         sharding = getattr(leaf, "sharding", None)
@@ -151,6 +149,13 @@ def _content(
         else:
             yield "-"
     yield from _graph_content(graph)
+
+
+def option_texts(options: Options) -> Iterator[str]:
+    """The options that a plan depends on, besides the cluster."""
+    for each in fields(options):
+        if each.name not in _NOT_OF_THE_PLAN:
+            yield _text(f"{each.name} {getattr(options, each.name)!r}")
 
 
 def _graph_content(graph: OpGraph) -> Iterator[str]:

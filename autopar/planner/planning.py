@@ -55,6 +55,7 @@ from .step_variants import StepVariant, StepVariants
 from .transfers_ahead import graph_sent_ahead, send_ahead
 
 _log = logging.getLogger("autopar")
+_MANY_SIGNATURES = 8  # from then on a user should know that each is compiled
 assert _rules  # imported so that every rule registers
 
 
@@ -73,6 +74,13 @@ class Planned:
         """One line: the mesh, and what was taken as state and batch."""
         roles = self.roles.summary(self.traced.input_paths)
         return f"{self.traced.name} on {self.plan.sharding.mesh}: {roles}"
+
+    def donated(self, options: Options) -> tuple[int, ...]:
+        """Positions of the leaves whose buffers the step may reuse."""
+        if options.donate_argnums == "auto":
+            roles = enumerate(self.roles.roles)
+            return tuple(i for i, role in roles if role == "state")
+        return tuple(leaves_of(self.traced, options.donate_argnums, options))
 
 
 def plan_function(
@@ -279,7 +287,17 @@ def budget_of(options: Options, cluster: Cluster) -> int:
     return options.memory_budget or default_budget(cluster)
 
 
-def many_signatures(first: Planned, latest: Planned, number: int) -> str:
+def tell_user(planned: Sequence[Planned]) -> None:
+    """Logs the roles of a function's first signature, and when there are many."""
+    if len(planned) == 1:
+        _log.info(planned[0].summary())
+        for note in planned[0].roles.notes:
+            _log.warning(note)
+    if len(planned) == _MANY_SIGNATURES + 1:
+        _log.warning(_many_signatures(planned[0], planned[-1], _MANY_SIGNATURES))
+
+
+def _many_signatures(first: Planned, latest: Planned, number: int) -> str:
     """What to tell a user whose function is compiled again and again."""
     name, changed = first.traced.name, "its constants or the tree of its arguments"
     if first.traced.in_tree == latest.traced.in_tree:

@@ -237,7 +237,8 @@ class _Points:
         turned: list[tuple[int, Spec, int]] = []
         copies: list[tuple[int, Spec, int]] = []
         if kernel.inner_bytes and kernel.operator is not None:
-            total -= kernel.inner_bytes
+            if self._bodies[kernel.operator]:
+                total -= kernel.inner_bytes
         elif kernel.inner_bytes:  # what only this conversion takes
             source, target = values[kernel.reads[0]], values[kernel.writes[0]]
             if source.tensor in self.problem.relays:

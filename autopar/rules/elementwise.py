@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..graph.op_graph import Constant, Operator, TensorType
@@ -50,7 +51,7 @@ def _linear_factors(op: Operator) -> list[Factor]:
     """How a pending sum passes."""
     match op.kind:
         case "add" | "add_any" | "sub" | "complex":
-            return pending_sums(op, (0, 1))
+            return pending_sums(op, [i for i in (0, 1) if not is_zero(op.operands[i])])
         case "mul":
             return pending_sums(op, (0,), (1,))
         case "div" | "neg" | "conj" | "real" | "imag":
@@ -65,8 +66,11 @@ def _linear_factors(op: Operator) -> list[Factor]:
 
 
 def _widens(op: Operator) -> bool:
+    """Whether digits are kept: of complex numbers those of their real part."""
     source, target = op.operand_types[0], op.result_types[0]
-    return is_inexact(source) and target.itemsize >= source.itemsize
+    if not (is_inexact(source) and is_inexact(target)):
+        return False
+    return jnp.finfo(target.dtype).bits >= jnp.finfo(source.dtype).bits
 
 
 @register(*UNARY, *NARY)

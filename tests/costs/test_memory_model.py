@@ -117,6 +117,55 @@ def test_an_exponential_is_kept_from_the_erfc_that_makes_it_too() -> None:
     assert profile.peak_bytes == pytest.approx(compiled, rel=0.05)
 
 
+def test_dropout_keeps_the_words_of_its_bits() -> None:
+    """Words are drawn in loops, and backward makes masks of the words again."""
+
+    def step(weights: tuple[jax.Array, ...], x: jax.Array, key: jax.Array) -> Any:
+        def loss(weights: tuple[jax.Array, ...]) -> jax.Array:
+            hidden = x
+            for layer, weight in enumerate(weights):
+                hidden = jnp.tanh(hidden @ weight)
+                drawn = jax.random.fold_in(key, layer)
+                kept = jax.random.bernoulli(drawn, 0.9, hidden.shape)
+                hidden = jnp.where(kept, hidden / 0.9, 0)
+            return jnp.sum(hidden**2)
+
+        return jax.grad(loss)(weights)
+
+    weights = tuple(jnp.ones((32, 32)) for _ in range(4))
+    profile, compiled = profile_of(
+        step, weights, jnp.ones((2048, 32)), jax.random.key(0)
+    )
+    assert profile.peak_bytes == pytest.approx(compiled, rel=0.03)
+
+
+def test_a_product_that_sums_one_element_fuses_as_a_multiplication() -> None:
+    """So are gradients of single examples made, as in DP-SGD."""
+
+    def clipped(inputs: jax.Array, cotangents: jax.Array) -> jax.Array:
+        return jnp.clip(jnp.einsum("bki,bkj->bij", inputs, cotangents), -1, 1)
+
+    given = jnp.ones((16, 1, 64)), jnp.ones((16, 1, 64))
+    assert "dot_general" not in kernels_of(clipped, *given)
+    profile, compiled = profile_of(clipped, *given)
+    assert profile.peak_bytes == pytest.approx(compiled, rel=0.01)
+
+
+def test_gradients_of_depthwise_kernels_pair_all_channels() -> None:
+    def convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        names = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=names, feature_group_count=32
+        )
+
+    def gradient(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jax.grad(lambda kernel: jnp.sum(convolve(x, kernel) ** 2))(kernel)
+
+    given = jnp.ones((4, 8, 8, 32)), jnp.ones((5, 5, 1, 32))
+    profile, compiled = profile_of(gradient, *given)
+    assert profile.peak_bytes == pytest.approx(compiled, rel=0.15)
+
+
 def test_loops_make_constants_and_cheap_results_themselves() -> None:
     """A filled array that a body reads, and a sum that is stacked and read."""
 

@@ -122,6 +122,20 @@ def test_literals_are_whole() -> None:
     check_every_strategy(lambda x: (2.0 * x - 1.0) / 3.0, random_array(8))
 
 
+def test_sums_pass_into_complex_numbers_and_out_of_them() -> None:
+    """As in the gradients of real parameters of a complex state space."""
+    z = random_array(4, 8).astype(jnp.complex64)
+    reached = check_every_strategy(lambda x: lax.complex(x, 0.0), random_array(4, 8))
+    assert reached["complex"] == {"-", "d0", "d1", "sum0"}
+    reached = check_every_strategy(
+        lambda z: lax.convert_element_type_p.bind(
+            z, new_dtype=jnp.float32, weak_type=False, sharding=None
+        ),
+        z,
+    )
+    assert "sum0" in reached["convert_element_type"]
+
+
 @pytest.mark.parametrize("kind", ["mul", "add", "neg", "select_n"])
 def test_integers_are_never_pending(kind: str) -> None:
     def function(x: jax.Array) -> list[jax.Array]:

@@ -1,0 +1,200 @@
+"""Calls of a known kind are made in C++; all that needs Python still gets it."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import autopar
+
+BATCH = np.arange(64, dtype=np.float32).reshape(16, 4)
+
+
+def step(state: dict[str, Any], batch: Any, scale: int = 1) -> tuple[Any, Any]:
+    new = {name: value + scale * batch.mean() for name, value in state.items()}
+    return new, batch.sum()
+
+
+def a_state() -> dict[str, Any]:
+    return {"a": np.zeros((64, 8), np.float32), "b": np.ones(64, np.float32)}
+
+
+def parallel(fun: Callable[..., Any] = step, **options: Any) -> Any:
+    return autopar.parallelize(fun, mesh="x:8", **options)
+
+
+def without_python(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on only C++ makes calls."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("this call was made in Python")
+
+    monkeypatch.setattr(made, "_run", refuse)
+    monkeypatch.setattr(made._direct, "_ready", refuse)
+
+
+def assert_equal(got: Any, expected: Any) -> None:
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda fun, state: fun(state, BATCH),
+        lambda fun, state: fun(state, BATCH, 2),
+        lambda fun, state: fun(state, batch=BATCH, scale=3),
+    ],
+    ids=["positions", "static", "keywords"],
+)
+def test_the_third_call_is_made_in_cpp(
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, plain = parallel(static_argnums=2), jax.jit(step, static_argnums=2)
+    state = expected = a_state()
+    for number in range(5):
+        if number == 3:
+            without_python(made, monkeypatch)
+        (state, result), (expected, other) = call(made, state), call(plain, expected)
+        assert_equal((state, result), (expected, other))
+    assert {leaf.sharding.mesh.size for leaf in jax.tree.leaves(state)} == {8}
+    assert all(leaf.committed for leaf in jax.tree.leaves(state))
+
+
+def test_each_kind_of_arguments_is_known_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shapes, statics that are equal, and keys."""
+
+    def draw(key: Any, x: Any, scale: Any) -> tuple[Any, Any]:
+        key, now = jax.random.split(key)
+        return key, x * scale + jax.random.normal(now, x.shape)
+
+    made = parallel(draw, static_argnums=2, donate_argnums=0)
+    plain = jax.jit(draw, static_argnums=2)
+    kinds = [(size, scale) for size in (8, 16) for scale in (1, True)]
+    key, expected = jax.random.key(0), jax.random.key(0)
+    for number in range(8):
+        if number == 7:
+            without_python(made, monkeypatch)
+        for size, scale in kinds:
+            x = np.ones(size, np.float32)
+            (key, y), (expected, other) = made(key, x, scale), plain(expected, x, scale)
+            assert_equal(y, other)
+            assert key == expected
+
+
+def test_a_deleted_or_repeated_buffer_is_seen_before() -> None:
+    made = parallel()
+    old, _ = made(a_state(), BATCH)
+    new, _ = made(old, BATCH)
+    new, _ = made(new, BATCH)
+    with pytest.raises(RuntimeError, match=r"state\['a'\], state\['b'\] was given"):
+        made(old, BATCH)
+    new, _ = made(new, BATCH)  # it goes on
+    new["b"].delete()
+    with pytest.raises(RuntimeError, match=r"donated once, but state\['b'\]"):
+        made(new, BATCH)
+    twice = parallel(lambda pair, batch: ([x + batch.mean() for x in pair], batch))
+    pair = twice([a_state()["a"], a_state()["a"]], BATCH)[0]
+    pair = twice(pair, BATCH)[0]
+    assert_equal(twice([pair[0], pair[0]], BATCH)[0][1], np.full((64, 8), 94.5))
+
+
+def test_one_donated_array_among_many_is_seen() -> None:
+
+    made = parallel(lambda xs, batch: ([x + batch.mean() for x in xs], batch.sum()))
+    states = [[np.full(8, i, np.float32) for i in range(40)]]
+    for _ in range(5):
+        states.append(made(states[-1], BATCH)[0])
+    for old in (3, 4):
+        mixed = [*states[-1]]
+        mixed[17] = states[old][17]
+        with pytest.raises(RuntimeError, match=r"but xs\[17\] was given"):
+            made(mixed, BATCH)
+    states.append(made(states[-1], BATCH)[0])
+    assert_equal(states[-1][17], np.full(8, 17 + 6 * BATCH.mean()))
+
+
+def test_arrays_that_lie_elsewhere_are_moved_in_every_call() -> None:
+    made = parallel(donate_argnums=())
+    state = made(made(a_state(), BATCH)[0], BATCH)[0]
+    mesh = state["a"].sharding.mesh
+    elsewhere = {
+        "a": jax.device_put(state["a"], NamedSharding(mesh, PartitionSpec(None, "x"))),
+        "b": jax.device_put(state["b"], jax.devices()[3]),
+    }
+    for each in (elsewhere, state, elsewhere, state, elsewhere):
+        assert_equal(made(each, BATCH), jax.jit(step)(a_state_of(each), BATCH))
+
+
+def a_state_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: np.asarray(value) for name, value in state.items()}
+
+
+def test_arrays_of_one_cpu_are_cut_without_a_program_for_each_shape(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made, batch = parallel(), jnp.asarray(BATCH)
+    state = jax.tree.map(jnp.asarray, a_state())
+    start = jax.tree.map(np.asarray, state)
+    with jax.log_compiles():
+        for _ in range(3):
+            state = made(state, batch)[0]
+    names = [r.getMessage() for r in caplog.records if "compilation of" in r.message]
+    assert ["jit(step)" in name for name in names] == [True]
+    assert_equal(state["a"], start["a"] + 3 * 31.5)
+    assert_equal(start, a_state())  # what was donated was a copy
+
+
+def test_what_takes_python_gets_it(capfd: pytest.CaptureFixture[str]) -> None:
+    """Callbacks, arrays closed over, and leaves that are constants."""
+    table = jnp.arange(4.0)
+
+    def talks(state: Any, batch: Any) -> Any:
+        jax.debug.print("sum {}", batch.sum())
+        return state + batch.mean()
+
+    talking = parallel(talks)
+    reading = parallel(lambda state, batch: state + (batch * table).mean())
+    state = other = np.zeros(8, np.float32)
+    for number in range(1, 5):
+        state, other = talking(state, BATCH), reading(other, BATCH)
+        assert_equal(state, np.full(8, number * BATCH.mean()))
+        assert_equal(other, np.full(8, number * (BATCH * table).mean()))
+    assert capfd.readouterr().out.count("sum 2016") == 4
+
+
+def test_a_call_inside_a_transformation_joins_it() -> None:
+    made = parallel(lambda x, y: (x * y).sum())
+    x, y = jnp.arange(8.0), jnp.ones(8)
+    for _ in range(3):
+        assert made(x, y) == 28
+        np.testing.assert_array_equal(jax.grad(made)(x, y), y)
+
+
+def test_nan_checks_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = parallel(lambda x: jnp.log(x))
+    for _ in range(3):
+        made(jnp.ones(8))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        made(-jnp.ones(8))
+    assert np.isnan(made(-jnp.ones(8))).all()
+
+
+def test_a_function_that_is_let_go_is_collected() -> None:
+    made = parallel(donate_argnums=())
+    state = made(a_state(), BATCH)[0]
+    for _ in range(3):
+        made(state, BATCH)
+    gone = weakref.ref(made)
+    del made
+    gc.collect()
+    assert gone() is None
