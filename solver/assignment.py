@@ -30,8 +30,8 @@ class Assignment:
     `bound` is a lower bound on the cost of every assignment of the full problem, so
     `gap` says how far from optimal `choices` can be. `phases` are the steps in order,
     each with what was left after it; `closed_by` names the step that reached the wanted
-    gap, or is "open". `seen` are the plans met on the way, within budget or not: they
-    make the next solve of the same nodes quicker.
+    gap or the cutoff, or is "open". `seen` are the plans met on the way, within budget
+    or not: they make the next solve of the same nodes quicker.
     """
 
     choices: tuple[int, ...]

@@ -113,7 +113,8 @@ class _Folded:
 
     def _solve(self, graph: ChoiceGraph, is_bound: bool) -> tuple[int, ...] | None:
         """A plan of the ends; its bound is one of the full graph with the messages."""
-        search = Search(graph, self.gap, self.until, self.search.pool)
+        cutoff = self.search.cutoff if is_bound else np.inf
+        search = Search(graph, self.gap, self.until, self.search.pool, cutoff)
         self.solve_ends(search)
         if is_bound:
             self.search.raise_bound(search.bound)

@@ -161,6 +161,11 @@ class _Descent:
     def _raise_bound(self, bound: float) -> None:
         self.search.raise_bound(min(bound - self.slack, self.ceiling))
 
+    @property
+    def _enough(self) -> float:
+        """A bound on the graph at hand that brings that of the search to its cutoff."""
+        return self.search.cutoff + 2 * self.slack
+
     def _reduce(self) -> None:
         reduced = reduce(self.graph, self.search.pool)
         self.steps.append(reduced)
@@ -176,6 +181,7 @@ class _Descent:
             messages = passing.run(
                 search.gap,
                 cost=search.cost,
+                enough=self._enough,
                 max_rounds=ROUNDS_AT_ONCE,
                 work_limit=search.seconds_left - keep,
             )
@@ -202,6 +208,7 @@ class _Descent:
                 gap=search.gap / 2,
                 work_limit=max(min(search.seconds_left, self.seconds / 20), 0.1),
                 most_choices=most,
+                cutoff=search.most_useful_cost,
             )
             search.offer(self._expand(choices))
             if search.is_closed:
@@ -239,6 +246,7 @@ class _Descent:
             work_limit=search.seconds_left,
             clock=search.pool.clock,
             cost=search.cost,
+            cutoff=inf if search.choices is None else self._enough,
         )
         if result.choices is not None:
             search.offer(self._expand(result.choices))

@@ -8,7 +8,9 @@ classes of edge e, absent where the pair is forbidden.
                 sum_b y[e, a, b] = sum_{c in a} x[first, c]             (_add_pairs)
                 sum_a y[e, a, b] = sum_{c in b} x[second, c]            (_add_pairs)
                 sum_{v in live} bytes_v[c] x[v, c] <= budget            (_add_memory)
+                the objective <= cutoff, where there is one             (_add_cutoff)
 
+The cutoff is a row, as HiGHS takes plans above its own `objective_bound` for optimal.
 Memory rows are added lazily: only those that a solution without them breaks. PuLP
 builds the program and HiGHS solves it, starting from the plan we hold.
 """
@@ -27,6 +29,8 @@ from .clock import Clock
 MOST_PAIRS = 100_000
 MOST_ROWS_AT_ONCE = 8
 COST_SCALE, BYTES_SCALE = 1e4, 1e3
+# HiGHS solves its linear programs to 1e-7 a variable.
+ROUNDING = 1e-8 * COST_SCALE
 ITERATIONS_OF_NODE = 30
 # Seconds of a usual core: of an iteration, its part for each variable, and of building.
 _ITERATION, _ITERATION_OF_VARIABLE, _BUILT_VARIABLE = 2e-5, 4e-8, 3e-5
@@ -35,6 +39,8 @@ _ITERATION, _ITERATION_OF_VARIABLE, _BUILT_VARIABLE = 2e-5, 4e-8, 3e-5
 @dataclass(frozen=True)
 class IlpResult:
     """`bound` is below every assignment within budget, inf when there is none.
+
+    With a cutoff it is at most that.
 
     `choices` is a plan within budget, or None if the work was up before one was found.
     """
@@ -60,6 +66,7 @@ def solve_ilp(
     clock: Clock | None = None,
     initial: Sequence[int] | None = None,
     cost: float = inf,
+    cutoff: float = inf,
 ) -> IlpResult:
     """Solves a graph to a relative gap, or as far as the work goes.
 
@@ -71,10 +78,11 @@ def solve_ilp(
         clock: what is told of the work.
         initial: a plan within budget to start from.
         cost: the cost of a plan already known, which says what a gap is relative to.
+        cutoff: plans that cost as much or more are not looked for.
     """
     clock = clock or Clock()
     deadline = clock.spent + work_limit
-    return _Program(graph, initial, cost, clock).run(gap, deadline)
+    return _Program(graph, initial, cost, clock, cutoff).run(gap, deadline)
 
 
 class _WarmHiGHS(pulp.HiGHS):
@@ -92,6 +100,12 @@ class _WarmHiGHS(pulp.HiGHS):
             )
         lp.solverModel.run()
 
+    def findSolutionValues(self, lp: Any) -> tuple[int, int]:
+        try:
+            return super().findSolutionValues(lp)
+        except KeyError:  # PuLP does not know the status at the limit on nodes
+            return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
+
 
 class _Program:
     def __init__(
@@ -100,15 +114,19 @@ class _Program:
         initial: Sequence[int] | None,
         cost: float,
         clock: Clock,
+        cutoff: float = inf,
     ) -> None:
-        self.graph, self.clock = graph, clock
+        self.graph, self.clock, self.cutoff = graph, clock, cutoff
         self.initial = None if initial is None else tuple(initial)
         self.known_cost = cost if initial is None else graph.cost(initial)
         self.scale = COST_SCALE / self._size_of_costs()
         self.problem = pulp.LpProblem("assignment", pulp.LpMinimize)
         self.x = [self._add_choice(v) for v in range(len(graph.nodes))]
         self.y = [self._add_pairs(e) for e in range(len(graph.edges))]
-        self.problem.setObjective(self._objective())
+        objective = self._objective()
+        self.problem.setObjective(objective)
+        if cutoff < inf:
+            self._add_cutoff(objective)
         self.rows: set[int] = set()
 
     def run(self, gap: float, deadline: float) -> IlpResult:
@@ -119,7 +137,7 @@ class _Program:
             target = target if target < inf else 0.0
             status, found_bound = self._solve(best, target / 2, gap / 2, left)
             if status == "infeasible":
-                return IlpResult(inf, None, len(self.rows))
+                return IlpResult(self.cutoff, None, len(self.rows))
             bound = max(bound, found_bound)
             found = self._found_choices()
             broken = [] if found is None else self._broken_live_sets(found)
@@ -131,7 +149,8 @@ class _Program:
                 break
             for live in broken:
                 self._add_memory(live)
-        return IlpResult(min(bound, best_cost), best, len(self.rows))
+        bound = min(bound, best_cost, self.cutoff)
+        return IlpResult(bound, best, len(self.rows))
 
     def _solve(
         self, start: tuple[int, ...] | None, gap_abs: float, gap: float, seconds: float
@@ -162,8 +181,7 @@ class _Program:
         info = model.getInfo()
         num_iterations = max(info.simplex_iteration_count, 0)
         self.clock.spend(_BUILT_VARIABLE * size + iteration * num_iterations)
-        # HiGHS solves its linear programs to 1e-7 a variable.
-        scaled = info.mip_dual_bound - 1e-8 * COST_SCALE
+        scaled = info.mip_dual_bound - ROUNDING
         return "open", scaled / self.scale + self.graph.constant
 
     def _size_of_costs(self) -> float:
@@ -219,6 +237,10 @@ class _Program:
                 if edge.costs[pair]
             ]
         return pulp.LpAffineExpression(terms)
+
+    def _add_cutoff(self, objective: pulp.LpAffineExpression) -> None:
+        most = (self.cutoff - self.graph.constant) * self.scale
+        self.problem += objective.copy() <= most + ROUNDING
 
     def _add_memory(self, live: int) -> None:
         assert self.graph.budget is not None, "memory rows come from a budget"

@@ -28,6 +28,7 @@ def improve_among_likely(
     gap: float,
     work_limit: float,
     most_choices: int = MOST_LIKELY_CHOICES,
+    cutoff: float = np.inf,
 ) -> tuple[int, ...]:
     """A plan that costs no more than `choices`. The budget is not looked at.
 
@@ -40,6 +41,7 @@ def improve_among_likely(
         gap: relative distance from the best of these plans at which to stop.
         work_limit: most seconds of work of the ILP.
         most_choices: how many choices to look at beyond one per node.
+        cutoff: plans that cost as much or more are not looked for.
     """
     ranks = [np.where(m == m.min(), -np.inf, m) for m in marginals]
     for rank, choice in zip(ranks, choices, strict=True):
@@ -60,6 +62,7 @@ def improve_among_likely(
         work_limit=work_limit,
         clock=pool.clock,
         cost=graph.cost(choices),
+        cutoff=cutoff,
     )
     if found.choices is None:
         return tuple(choices)

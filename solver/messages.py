@@ -129,6 +129,7 @@ class Passing:
         gap: float,
         *,
         cost: float = inf,
+        enough: float = inf,
         max_rounds: int = 200,
         work_limit: float = 30.0,
     ) -> Messages:
@@ -137,6 +138,7 @@ class Passing:
         Args:
             gap: relative distance of bound to cost at which to stop.
             cost: the cost of a plan found elsewhere meanwhile.
+            enough: a bound at which to stop, too, once there is a plan.
             max_rounds: most sweeps there and back.
             work_limit: most seconds of work.
         """
@@ -151,6 +153,7 @@ class Passing:
             least = min(self.best_cost, cost)
             distance = least - self.bound
             is_finished = distance <= gap * abs(least)
+            is_finished |= least < inf and self.bound >= enough
             if num_rounds % STALL_ROUNDS == 0:
                 gained, checkpoint = self.bound - checkpoint, self.bound
                 is_finished |= gained < STALLED * min(distance, abs(self.bound))

@@ -15,13 +15,20 @@ LEAST_GAP = 2e-8
 class Search:
     """The best plan and bound of one full problem, improved step by step.
 
-    `deadline` is in seconds of work, by the clock of `pool`.
+    `deadline` is in seconds of work, by the clock of `pool`. Plans that cost `cutoff`
+    or more are of no use: once there is a plan, a bound that reaches it is enough.
     """
 
     def __init__(
-        self, graph: ChoiceGraph, gap: float, deadline: float, pool: ArrayPool
+        self,
+        graph: ChoiceGraph,
+        gap: float,
+        deadline: float,
+        pool: ArrayPool,
+        cutoff: float = inf,
     ) -> None:
         self.graph, self.gap, self.deadline, self.pool = graph, gap, deadline, pool
+        self.cutoff = cutoff
         self.choices: tuple[int, ...] | None = None
         self.cost, self.bound = inf, -inf
         self.phases: list[Phase] = []
@@ -36,16 +43,29 @@ class Search:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the wanted gap is reached."""
+        """Whether there is a plan, and the wanted gap or the cutoff is reached."""
         if self.cost == inf:
             return False
         gap = max(self.gap, LEAST_GAP)
-        return self.cost - self.bound <= gap * abs(self.cost)
+        is_near = self.cost - self.bound <= gap * abs(self.cost)
+        return is_near or self.bound >= self.cutoff
 
     @property
     def threshold(self) -> float:
         """A cost so near the best that plans above it need not be looked at."""
-        return self.cost - self.gap / 2 * abs(self.cost)
+        if self.cost == inf:
+            return inf
+        return min(self.cost - self.gap / 2 * abs(self.cost), self.cutoff)
+
+    @property
+    def most_useful_cost(self) -> float:
+        """What a plan costs at most that beats the cutoff, or closes the gap below it.
+
+        Without a plan any is of use.
+        """
+        if self.cost == inf or self.cutoff == inf:
+            return inf
+        return self.cutoff + 2 * self.gap * abs(self.cutoff)
 
     def offer(self, choices: Sequence[int]) -> bool:
         """Takes a plan of the full problem if it is allowed and the best so far."""

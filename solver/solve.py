@@ -7,6 +7,7 @@ budget.py.
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from .array_pool import ArrayPool
 from .assignment import Assignment
@@ -29,6 +30,7 @@ def solve(
     free: Assignment | None = None,
     known: Sequence[Sequence[int]] = (),
     folds: bool = True,
+    cutoff: float = inf,
 ) -> Assignment:
     """The best assignment found, with a bound on all others.
 
@@ -42,12 +44,15 @@ def solve(
         free: the solution of the same nodes and edges without a budget, if it is known.
         known: plans of the same nodes that were seen under other budgets.
         folds: whether few of many equal layers may stand for all at first.
+        cutoff: plans that cost as much or more are of no use: with a plan at hand, a
+            bound that reaches it ends the search. Not looked at under a budget.
 
     Raises:
         Infeasible: nothing is allowed, or nothing fits; carries the least budget.
     """
     clock = Clock(time_limit_seconds)
-    search = Search(graph, gap, work_limit, ArrayPool(clock))
+    cutoff = cutoff if graph.budget is None else inf
+    search = Search(graph, gap, work_limit, ArrayPool(clock), cutoff)
     if free is None:
         free = _solve_free(graph, search, initial, folds)
     search.raise_bound(free.bound)
@@ -64,6 +69,12 @@ def solve(
             "gap of %.2f%% and depends on the machine; give it more time.",
             *(time_limit_seconds, 100 * search.result().gap),
         )
+    elif not search.is_closed and graph.budget is None and search.seconds_left <= 0:
+        _log.warning(
+            "The solver's %g s of work were spent before its work was done: the plan "
+            "has a gap of %.2f%%; raise `work_limit`, or leave less to choose.",
+            *(work_limit, 100 * search.result().gap),
+        )
     return search.result()
 
 
@@ -75,7 +86,7 @@ def _solve_free(
 ) -> Assignment:
     """The solution without the budget; its phases are the search's first."""
     whole = graph if graph.budget is None else replace(graph, budget=None)
-    free = Search(whole, search.gap, search.deadline, search.pool)
+    free = Search(whole, search.gap, search.deadline, search.pool, search.cutoff)
     if initial is not None:
         free.offer(initial)
     solve_free(free, folds=folds)

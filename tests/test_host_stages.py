@@ -90,9 +90,17 @@ def test_hosts_that_cannot_be_dealt_out_are_refused(mesh: str | None) -> None:
         step.plan(*arguments())
 
 
-def test_devices_that_stages_do_not_divide_are_refused_with_what_hosts_allow() -> None:
+def test_given_products_on_uneven_devices_are_refused_with_what_hosts_allow() -> None:
+    method = PipelineParallel(num_stages=5, stage_products=(2, 1, 1, 1, 1))
+    step = parallelize(tanh_chain, method=method, cluster=hosts(3, 4))
+    with pytest.raises(ValueError, match=r"'x:4', 'x:2', 'x:2', 'x:2', 'x:2'"):
+        step.plan(*arguments())
+
+
+def test_devices_that_stages_do_not_divide_are_searched_for_as_hosts_allow() -> None:
     step = parallelize(
         tanh_chain, method=PipelineParallel(num_stages=5), cluster=hosts(3, 4)
     )
-    with pytest.raises(ValueError, match=r"'x:4', 'x:2', 'x:2', 'x:2', 'x:2'"):
-        step.plan(*arguments())
+    stages = step.plan(*arguments()).stages
+    sizes = [mesh.size for mesh in stages.meshes]
+    assert len(sizes) == 5 and len(HostGroups.of(sizes, 4).places) == 5

@@ -91,18 +91,24 @@ def test_a_shape_is_refined_by_its_cuts_and_more() -> None:
 
 @dataclass
 class Planner:
-    """Plans whose costs are given by sizes; the bound is `looseness` below the cost."""
+    """Plans whose seconds are given by sizes; the bound is `looseness` below them.
+
+    The solver's cost is `saved` above them; a bound at the cutoff leaves a wide gap.
+    """
 
     seconds: dict[tuple[int, ...], float]
     other: float = 9.0
     looseness: float = 0.0
+    saved: float = 0.0
     needs: tuple[int, int, int] = (90, 60, 30)
 
     def __post_init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], float]] = []
+        self.cutoffs: list[float] = []
 
-    def __call__(self, mesh: MeshShape, gap: float) -> IntraOpSolution:
+    def __call__(self, mesh: MeshShape, gap: float, cutoff: float) -> IntraOpSolution:
         self.asked.append((mesh.axis_sizes, gap))
+        self.cutoffs.append(cutoff)
         seconds = self.seconds.get(mesh.axis_sizes, self.other)
         if seconds == np.inf:
             raise InfeasiblePlanError(f"{mesh}", self.needs[mesh.num_axes - 1])
@@ -110,7 +116,10 @@ class Planner:
             mesh=mesh, predicted=SimpleNamespace(step_seconds=seconds)
         )
         bound = seconds - self.looseness
-        found = SimpleNamespace(bound=bound, gap=gap if gap > 1e-3 else 0.0)
+        cost = seconds + self.saved
+        is_ended = bound >= cutoff
+        gap = 0.3 if is_ended else gap if gap > 1e-3 else 0.0
+        found = SimpleNamespace(bound=bound, cost=cost, gap=gap)
         return IntraOpSolution(cast(Any, plan), cast(Any, found))
 
     @property
@@ -152,6 +161,25 @@ def test_near_the_floor_one_cut_is_tried() -> None:
     planner = Planner({}, other=1.1)
     search_meshes(CLUSTER, planner, floor_seconds=1.0)
     assert planner.shapes_asked == [(64,), (8, 8)]
+
+
+def test_a_shape_is_solved_only_until_it_cannot_be_better() -> None:
+    planner = Planner({(64,): 4.0, (8, 8): 3.0}, other=5.0)
+    found = search_meshes(CLUSTER, planner)
+    assert found.solution.plan.mesh.axis_sizes == (8, 8)
+    first, second, *others, last = planner.cutoffs
+    assert first == last == np.inf and second == pytest.approx(4.0 * 0.995)
+    assert others == pytest.approx([3.0 * 0.995] * len(others)) and others
+    assert "x:8;y:8 3 s" in str(found) and "x:16;y:4 over 5 s" in str(found)
+
+
+def test_a_plan_that_takes_less_than_its_bound_is_solved_to_the_end() -> None:
+    """Where reading saves 1 s, a bound of 4.5 s does not rule out less than 4 s."""
+    planner = Planner({(64,): 4.0, (8, 8): 3.9}, other=9.0, looseness=-0.6, saved=1.0)
+    found = search_meshes(CLUSTER, planner)
+    assert found.solution.plan.mesh.axis_sizes == (8, 8)
+    assert planner.shapes_asked[:3] == [(64,), (8, 8), (8, 8)]
+    assert planner.cutoffs[:3] == [np.inf, pytest.approx(4.0 * 0.995), np.inf]
 
 
 def test_a_bound_of_a_finer_shape_rules_out_the_coarser_ones() -> None:

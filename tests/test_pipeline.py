@@ -228,7 +228,10 @@ def test_bad_options_name_rule_value_and_remedy(options: Any, message: str):
     ("options", "message"),
     [
         (dict(num_stages=16), "16 submeshes and 8 devices; use at most num_stages=8"),
-        (dict(num_stages=3), r"stage_meshes=\['x:4', 'x:2', 'x:2'\], or use 2 stages"),
+        (
+            dict(num_stages=3, stage_products=(1, 1, 1)),
+            r"stage_meshes=\['x:4', 'x:2', 'x:2'\], or use 2 stages",
+        ),
         (dict(num_stages=2, stage_meshes=["x:8", "x:2"]), "need 10 and there are 8"),
         (dict(num_stages=2, num_microbatches=3), "but got 3; use 2 or 4"),
     ],

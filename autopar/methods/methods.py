@@ -75,7 +75,8 @@ class PipelineParallel:
         submesh s mod their number. More than 1 needs the interleaved schedule.
       stage_meshes: the shape of each submesh, such as `["x:4", "x:2", "x:2"]`. If left
         out, the devices are dealt out evenly and `mesh` of `parallelize` is the shape
-        of one part.
+        of one part. Stages that do not divide the devices have theirs, and their
+        layers, searched for; some devices may be left over.
       microbatch_semantics: "exact" or "independent", as for `ShardParallel`.
       stage_products: how many products (matrix products, convolutions) the forward
         pass of each stage has, those of every layer of a scan apart; stages of about

@@ -151,12 +151,25 @@ def _coupling(flow: Flow, reader: Operator, tensor: int, batch: Sequence[int]) -
             break
         maker = flow.made_by[known[0]]
     names = ", ".join(flow.graph.tensors[tensor].name for tensor in batch)
+    found = f"{maker.name!r} at {maker.source or 'an unknown line'}"
+    if flow.made_by.get(tensor) is reader:
+        seen = f"{found} needs all examples at once"
+    else:
+        seen = (
+            f"the result of {found} takes the whole batch and flows back into work on "
+            f"examples ({reader.name!r})"
+        )
+    whole = "leave num_microbatches at 1"
+    if flow.sums_stay_apart:  # a pipeline cuts the batch even into one part
+        whole = (
+            "use autopar.ShardParallel(), or one microbatch with "
+            'microbatch_semantics="independent"'
+        )
     return (
-        f"A step is cut into microbatches only if that changes no value, but the "
-        f"result of {maker.name!r} at {maker.source or 'an unknown line'} takes the "
-        f"whole batch and flows back into work on examples ({reader.name!r}); leave "
-        f"num_microbatches at 1, or give the method "
-        f'microbatch_semantics="independent", which makes each microbatch a batch of '
-        f"its own. What was cut is {shorten(names, 100)}; if the batch is another, "
-        f"say so with batch_argnums."
+        f"A step is cut into microbatches only if that changes no value, but {seen}. "
+        f"To keep these values, {whole}. With several microbatches, "
+        f'microbatch_semantics="independent" makes each a batch of its own: statistics '
+        f"are those of its examples, a contrastive loss has only its negatives. What "
+        f"was cut is {shorten(names, 100)}; if the batch is another, say so with "
+        f"batch_argnums."
     )

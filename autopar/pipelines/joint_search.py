@@ -66,7 +66,7 @@ class JointSearch:
     `seconds` are CPU seconds of the dynamic programs and on layers, `count` how many.
     `batch_pace` is that of all microbatches, as it was found last, by case
     and by schedule.
-    `min_stages` is how many there must be.
+    `min_stages` is how many there must be, `max_stages` how many there may be.
     """
 
     costs: SpanCosts
@@ -78,6 +78,7 @@ class JointSearch:
     count: dict[str, int] = field(default_factory=dict)
     batch_pace: dict[tuple[object, ...], float] = field(default_factory=dict)
     min_stages: int = 2
+    max_stages: int | None = None
 
     @without_garbage_collection
     def best(self, capacity_bytes: float) -> FoundStages | None:
@@ -188,6 +189,7 @@ class JointSearch:
             schedule,
             shared,
             min_stages=self.min_stages,
+            max_stages=self.max_stages,
         )
 
     def _look_at_guessed(self, stages: FoundStages) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -54,7 +55,10 @@ def planned_pipeline(
     if options.like is not None:
         return pipeline_like(call, method, options, price)
     if method.num_stages is not None:
-        return fitting_pipeline(call, method, options, price)
+        if not _may_have_unequal_submeshes(method, options):
+            return fitting_pipeline(call, method, options, price)
+        number = method.num_microbatches or options.num_microbatches
+        method = replace(method, num_microbatches=number)
     found = search_stages(*call, method, options, price)
     assert found is not None, "an unlimited search finds a pipeline or says why not"
     return found.planned
@@ -97,6 +101,22 @@ def better_pipeline(
 def may_be_pipelined(options: Options) -> bool:
     """Whether a pipeline might be chosen for some call."""
     return isinstance(options.method, Auto) and _is_open(options)
+
+
+def _may_have_unequal_submeshes(method: PipelineParallel, options: Options) -> bool:
+    """Whether stages do not divide the devices, and the search may deal them out."""
+    number = method.num_stages
+    devices = (options.cluster or Cluster.local()).num_devices
+    said = (method.stage_meshes, method.stage_products, method.layer_costs)
+    given = (*said, options.plan, options.mesh, options.rules, options.offload)
+    return (
+        number is not None
+        and number < devices
+        and devices % number != 0
+        and method.stages_per_submesh == 1
+        and options.remat != "auto"
+        and all(each is None for each in given)
+    )
 
 
 def _is_open(options: Options) -> bool:

@@ -15,6 +15,7 @@ import networkx
 from ..graph.op_graph import Operator, OpGraph
 from ..microbatches.microbatch_flow import tensors_of
 from .scalar_sums import sum_by_stage
+from .stage_refusals import torn_update
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,15 @@ def cut_apply(
         if isinstance(after, int) and not {after, graph_input.tensor} & small:
             together.union(("tensor", graph_input.tensor), ("tensor", after))
     stage_of: dict[object, int] = {}
+    first: dict[object, int] = {}
     for tensor, stage in home.items():
         if tensor in small:
             continue
         root = together[("tensor", tensor)]
+        first.setdefault(root, tensor)
         if stage_of.setdefault(root, stage) != stage:
-            raise NotImplementedError(
-                f"Arrays of stages {stage_of[root]} and {stage} meet in the update of "
-                f"{graph.tensors[tensor].name}; use fewer stages."
-            )
+            ends, stages = (first[root], tensor), (stage_of[root], stage)
+            raise torn_update(graph, small, ends, stages)
     for tensor, stage in sums.items():
         if tensor not in small:
             stage_of.setdefault(together[("tensor", tensor)], stage)

@@ -20,6 +20,7 @@ from ..graph.op_graph import Operator, OpGraph
 from ..microbatches.microbatch_flow import tensors_of
 from ..rules.base import is_inexact
 from .remat_windows import inseparable
+from .stage_refusals import torn_backward
 from .work_line import WorkLine, heavy_flops
 
 
@@ -277,10 +278,8 @@ class _Cutter:
             while not fitting and self.float_residuals(op):
                 fitting, below = self.stages_of(op)
             if not fitting:
-                raise NotImplementedError(
-                    f"No stage has all that the backward operator {op.name!r} "
-                    f"({op.source}) reads; use fewer stages."
-                )
+                at = self.available, self.cotangent, self.num_stages
+                raise torn_backward(self.graph, op, self._sources(op), *at)
             if not below and len(fitting) > 1 and heavy_flops(self.graph, op) == 0:
                 self.floating.add(op.index)
                 continue

@@ -111,11 +111,16 @@ class StageSearcher:
         held = [i.tensor for i in self.graph.inputs if i.tensor not in self.batch]
         self.layers = find_layers(work_line(self.graph, held))
         self._note("trace", start)
-        if len(self.layers) < 2:
+        number, asked = len(self.layers), method.num_stages
+        if number < (asked or 2):
+            wanted = "two stages or more" if asked is None else f"{asked} stages here"
+            fewer = f"at most num_stages={number}, or " if number > 1 else ""
+            if asked:
+                fewer += "`stage_meshes`, with which stages begin at any product, or "
             raise ValueError(
-                f"A pipeline has two stages or more, but the forward pass of "
-                f"{self.whole.name!r} has {len(self.layers)} layers that can be apart; "
-                f"use autopar.ShardParallel()."
+                f"A pipeline has {wanted}, but the forward pass of {self.whole.name!r} "
+                f"has {number} layers that can be apart; use {fewer}"
+                f"autopar.ShardParallel()."
             )
 
     def _note(self, name: str, start: float) -> None:
@@ -143,8 +148,11 @@ class StageSearcher:
                 f"leave `mesh` out, use more devices, or autopar.ShardParallel()."
             )
         schedules = self._schedules()
+        given = self.method.num_stages
         return JointSearch(
-            costs, self.cluster, submeshes, counts, schedules, self.seconds
+            *(costs, self.cluster, submeshes, counts, schedules, self.seconds),
+            min_stages=given or 2,
+            max_stages=given,
         )
 
     def run(
@@ -234,7 +242,7 @@ class StageSearcher:
             return (("gpipe", 1),)
         if schedule == "interleaved":
             return (("interleaved", max(shared, 2)),)
-        if schedule == "1f1b":
+        if schedule == "1f1b" and self.method.num_stages is None:
             return (("1f1b", 1), ("interleaved", 2))
         return (("1f1b", 1),)
 

@@ -174,8 +174,12 @@ def _check_behind(step: MicrobatchedStep, prepared: Sequence[int]) -> None:
             raise NotImplementedError(
                 f"A pipelined step may return values for each example, but not compute "
                 f"with those of all microbatches for now, as {op.name!r} at "
-                f"{op.source or 'an unknown line'} does with {name}; return {name} and "
-                f"compute it outside of the step."
+                f"{op.source or 'an unknown line'} does with {name}; compute a metric "
+                f"outside of the step, from values for each example that it returns, "
+                f"or use autopar.ShardParallel(num_microbatches="
+                f"{step.num_microbatches}), or "
+                f'microbatch_semantics="independent", where only examples of one '
+                f"microbatch meet."
             )
 
 

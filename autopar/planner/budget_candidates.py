@@ -43,7 +43,8 @@ _log = logging.getLogger("autopar")
 class BudgetCandidates:
     """The plans of one step on one mesh, within one budget.
 
-    `batch` are the tensors whose dim 0 is the batch, `pins` those of arguments.
+    `batch` are the tensors whose dim 0 is the batch, `pins` those of arguments. Plans
+    of `cutoff` seconds or more are of no use.
     """
 
     graph: OpGraph
@@ -53,16 +54,18 @@ class BudgetCandidates:
     batch: Sequence[int]
     pins: Mapping[int, Pin]
     gap: float
+    cutoff: float = math.inf
 
     def best(self) -> IntraOpSolution:
-        """The cheapest plan that is found to fit.
+        """The cheapest plan that is found to fit; any, if the bound is at the cutoff.
 
         Raises:
           InfeasiblePlanError: no plan is found that fits.
         """
         place = self.graph, self.mesh, self.cluster
-        free = plan_intra_op(*place, pins=self.pins, gap=self.gap)
-        if free.plan.predicted.peak_bytes <= self.budget_bytes:
+        free = plan_intra_op(*place, pins=self.pins, gap=self.gap, cutoff=self.cutoff)
+        fits = free.plan.predicted.peak_bytes <= self.budget_bytes
+        if fits or free.assignment.bound >= self.cutoff:
             return free
         errors: list[InfeasiblePlanError] = []
         best, bound = None, free.assignment.bound

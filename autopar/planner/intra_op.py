@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -58,18 +59,20 @@ def plan_intra_op(
     pins: Mapping[int, Pin] | None = None,
     restrictions: Sequence[Limit] = (),
     gap: float = 1e-4,
+    cutoff: float = math.inf,
 ) -> IntraOpSolution:
     """The cheapest sharding plan of `graph` on `mesh`, with its bound.
 
     `pins` are those of arguments, by tensor, and `restrictions` what a method leaves to
     the solver, on this mesh. `gap` is the relative distance from the
-    bound at which the solver stops.
+    bound at which the solver stops; it stops, too, with any plan, where the bound is at
+    least `cutoff` seconds.
     """
     resharder = Resharder(mesh, cluster)
     place = graph, mesh, cluster, resharder
     problem = build_problem(*place, pins, demanded=demanded_orders(restrictions))
     problem = restrict(problem, restrictions, cluster)
-    assignment = solve(problem.choice_graph, gap=gap)
+    assignment = solve(problem.choice_graph, gap=gap, cutoff=cutoff)
     plan = read_plan(problem, assignment, cluster, resharder)
     return IntraOpSolution(plan, assignment)
 

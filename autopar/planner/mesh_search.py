@@ -15,6 +15,8 @@ says that they cannot pay:
             sent: no shape goes below it
   refined   a shape can do all that a coarser one can (its cuts and more), so the bound
             of the one holds for the other
+  cutoff    what a shape must stay below to be taken: its solution ends as soon as its
+            own bound is that high, with whatever plan there is by then
 """
 
 from __future__ import annotations
@@ -51,12 +53,15 @@ TIGHT_GAP = 1e-4
 MAX_AXES = 3
 _NAMES = ("x", "y", "z")
 
-PlanOn = Callable[[MeshShape, float], IntraOpSolution]
+PlanOn = Callable[[MeshShape, float, float], IntraOpSolution]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A shape, what a step takes on it, and the bound; infinite where nothing fits."""
+    """A shape, what a step takes on it, and the bound; infinite where nothing fits.
+
+    `is_ruled_out`: the solution was ended, its bound being above what is worth taking.
+    """
 
     mesh: MeshShape
     seconds: float
@@ -64,6 +69,12 @@ class Trial:
     gap: float
     solution: IntraOpSolution | None = None
     error: InfeasiblePlanError | None = None
+    is_ruled_out: bool = False
+
+    def __str__(self) -> str:
+        if self.is_ruled_out:
+            return f"{self.mesh} over {format_seconds(self.bound_seconds)}"
+        return f"{self.mesh} {_seconds_text(self.seconds)}"
 
 
 @dataclass(frozen=True)
@@ -77,9 +88,7 @@ class MeshSearch:
 
     def __str__(self) -> str:
         mesh = self.solution.plan.mesh
-        tried = ", ".join(
-            f"{trial.mesh} {_seconds_text(trial.seconds)}" for trial in self.trials
-        )
+        tried = ", ".join(map(str, self.trials))
         return f"mesh {mesh} of {self.num_shapes} aligned shapes; tried {tried}"
 
 
@@ -113,7 +122,8 @@ def search_meshes(
 
     Args:
       cluster: gives the shapes.
-      plan_on: plans on one shape up to a relative gap.
+      plan_on: plans on one shape, up to a relative gap, or until its bound is at least
+        a cutoff in seconds.
       floor_seconds: no shape's plan takes less; see `least_seconds`.
 
     Raises:
@@ -182,8 +192,9 @@ class _Search:
         for mesh in neighbours(best.mesh, self.cluster, every_cut=is_far):
             if mesh in self.trials or not self._may_pay(mesh, best):
                 continue
-            trial = self._try(mesh, LOOSE_GAP)
-            if trial.seconds < best.seconds * (1 - WORTH):
+            cutoff = best.seconds * (1 - WORTH)
+            trial = self._try(mesh, LOOSE_GAP, cutoff)
+            if trial.seconds < cutoff:
                 return trial
         return None
 
@@ -198,16 +209,22 @@ class _Search:
                 bounds.append(trial.bound_seconds)
         return max(bounds) < best.seconds * (1 - WORTH)
 
-    def _try(self, mesh: MeshShape, gap: float) -> Trial:
+    def _try(self, mesh: MeshShape, gap: float, cutoff: float = math.inf) -> Trial:
         try:
-            solution = self.plan_on(mesh, gap)
+            solution = self.plan_on(mesh, gap, cutoff)
         except InfeasiblePlanError as error:
             trial = Trial(mesh, math.inf, math.inf, 0.0, error=error)
         else:
             seconds = solution.plan.predicted.step_seconds
             found = solution.assignment
+            is_over = found.bound >= cutoff and found.gap > gap
+            # A plan may take less than the solver's cost, as copies are made of copies.
+            if is_over and found.bound - max(found.cost - seconds, 0.0) < cutoff:
+                return self._try(mesh, gap)
             bound = min(found.bound, seconds)
-            trial = Trial(mesh, seconds, bound, found.gap, solution)
+            trial = Trial(
+                mesh, seconds, bound, found.gap, solution, is_ruled_out=is_over
+            )
         self.trials[mesh] = trial
         return trial
 

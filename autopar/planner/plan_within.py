@@ -16,6 +16,7 @@ do.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -59,13 +60,15 @@ def plan_within(
     gap: float = 1e-4,
     finds_least: bool = True,
     is_free_known: bool = False,
+    cutoff: float = math.inf,
 ) -> IntraOpSolution:
     """The cheapest plan whose predicted peak is at most `budget_bytes` a device.
 
     `gap` is the relative distance from the bound at which the solver stops; where the
     budget binds it is at least `BUDGET_GAP`. `finds_least`: where the cheapest plans
     do not fit, the plan of the least memory is searched for. `is_free_known`: the plan
-    without a budget is known not to fit, and is not made again.
+    without a budget is known not to fit, and is not made again. Where a bound is at
+    least `cutoff` seconds, the plan is any, and need not fit.
 
     Raises:
       InfeasiblePlanError: no plan was found that fits; it names a budget that will be
@@ -73,8 +76,11 @@ def plan_within(
     """
     place = graph, mesh, cluster
     if not is_free_known:
-        free = plan_intra_op(*place, pins=pins, restrictions=restrictions, gap=gap)
-        if free.plan.predicted.peak_bytes <= budget_bytes:
+        free = plan_intra_op(
+            *place, pins=pins, restrictions=restrictions, gap=gap, cutoff=cutoff
+        )
+        fits = free.plan.predicted.peak_bytes <= budget_bytes
+        if fits or free.assignment.bound >= cutoff:
             return free
     within = _WithinBudget(*place, pins, restrictions, budget_bytes, gap)
     return within.run(finds_least)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -224,7 +225,9 @@ def plan_graph(
         _log.info("%s: plan from %s in %.1f s", graph.name, entry.path, seconds)
         return known
 
-    def plan_on(mesh: MeshShape, gap: float) -> IntraOpSolution:
+    def plan_on(
+        mesh: MeshShape, gap: float, cutoff: float = math.inf
+    ) -> IntraOpSolution:
         placed = placement_pins(leaves, graph, mesh)
         pinned = resolve_pins(options.pins, graph, mesh)
         check_returned_pins(graph, pinned, mesh)
@@ -239,13 +242,15 @@ def plan_graph(
         restrictions = (*own, *ring_limits(graph, options), *limits)
         for_memory = isinstance(method, ShardParallel) and method.objective == "memory"
         if not restrictions:
-            ends = budget_bytes, batch, pins, gap
+            ends = budget_bytes, batch, pins, gap, cutoff
             candidates = BudgetCandidates(graph, mesh, cluster, *ends)
             return candidates.least_memory() if for_memory else candidates.best()
         given = graph, mesh, cluster, budget_bytes
         if for_memory:
             return plan_least_memory(*given, pins=pins, restrictions=restrictions)
-        return plan_within(*given, pins=pins, restrictions=restrictions, gap=gap)
+        return plan_within(
+            *given, pins=pins, restrictions=restrictions, gap=gap, cutoff=cutoff
+        )
 
     if mesh is None:
         floor_seconds = least_seconds(graph, cluster)

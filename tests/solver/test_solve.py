@@ -7,6 +7,7 @@ from math import inf
 from pathlib import Path
 from time import perf_counter
 
+import highspy
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -74,6 +75,59 @@ def test_the_ilp_alone(seed: int, fraction: float | None) -> None:
     assert found.choices is not None and graph.is_within_budget(found.choices)
     assert graph.cost(found.choices) == pytest.approx(best.cost)
     assert best.cost * (1 - 1e-6) <= found.bound <= best.cost
+
+
+@settings(max_examples=25)
+@given(seeds, st.sampled_from([0.5, 0.9, 0.999, 1.01]), st.sampled_from([0, 1e-2]))
+def test_a_cutoff_is_reached_or_beaten(seed: int, part: float, gap: float) -> None:
+    graph = random_graph(seed, density=1.0, num_copies=2, forbidden=0.03)
+    try:
+        best = brute_force(graph)
+    except Infeasible:
+        return
+    cutoff = part * best.cost
+    found = solve(graph, gap=gap, cutoff=cutoff)
+    assert found.bound <= best.cost * (1 + 1e-9) <= found.cost * (1 + 2e-9)
+    assert found.bound >= cutoff or found.gap <= max(gap, 2e-8)
+    ilp = solve_ilp(graph, gap=0.0, cutoff=cutoff)
+    if part < 1:
+        assert (ilp.bound, ilp.choices) == (cutoff, None)
+    else:
+        assert ilp.choices is not None
+        assert graph.cost(ilp.choices) == pytest.approx(best.cost)
+        assert best.cost * (1 - 1e-6) <= ilp.bound <= best.cost
+
+
+def test_beyond_a_cutoff_no_integer_program_is_solved() -> None:
+    sizes = {"num_nodes": 20, "most_choices": 6, "num_copies": 2}
+    graph = random_graph(0, **sizes, density=1.0, forbidden=0.0)
+    best = solve(graph, gap=1e-5)
+    assert "likely" in {phase.name for phase in best.phases}
+    found = solve(graph, gap=1e-5, cutoff=0.9 * best.cost)
+    assert {phase.name for phase in found.phases} == {"reduce", "messages"}
+    assert 0.9 * best.cost <= found.bound <= best.cost <= found.cost
+    for part in (0.9999, 1.1):
+        near = solve(graph, gap=1e-5, cutoff=part * best.cost)
+        assert part * best.cost <= near.bound or near.cost == best.cost
+
+
+def test_work_that_was_not_enough_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    graph = random_graph(0, num_nodes=20, most_choices=6, density=1.0, forbidden=0.0)
+    found = solve(graph, gap=1e-9, work_limit=0.0)
+    assert found.gap > 1e-9
+    assert f"has a gap of {100 * found.gap:.2f}%" in caplog.text
+
+
+def test_the_ilp_at_its_limit_on_nodes_says_what_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Large programs end so, with a status that PuLP does not know."""
+    limit = highspy.HighsModelStatus.kSolutionLimit
+    monkeypatch.setattr(highspy.Highs, "getModelStatus", lambda _: limit)
+    graph = random_graph(0, forbidden=0.0)
+    found, best = solve_ilp(graph, gap=0.0), brute_force(graph)
+    assert found.choices is not None and found.bound <= best.cost
+    assert graph.cost(found.choices) == best.cost
 
 
 def test_the_error_carries_the_least_budget() -> None:
