@@ -6,8 +6,7 @@
             the full graph, and once beside the layers' plan for a plan of it
 
 (`layers.py`). The bound is one of the full graph whatever the messages are. Where bound
-and plan do not meet, nothing is lost but the time, and the full graph is solved. A
-rough solution is content with the bound and the plan that it has by then.
+and plan do not meet, nothing is lost but the time, and the full graph is solved.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,16 +31,12 @@ SolveEnds = Callable[[Search], None]
 
 
 def solve_folded(
-    search: Search,
-    solve_ends: SolveEnds,
-    fewest_nodes: int = FEWEST_NODES,
-    *,
-    is_rough: bool = False,
+    search: Search, solve_ends: SolveEnds, fewest_nodes: int = FEWEST_NODES
 ) -> None:
     """Raises the bound and offers plans of the full graph, if it has equal layers.
 
     `solve_ends` solves a graph without looking at its layers; smaller graphs than
-    `fewest_nodes` are left to it too. `is_rough`: what a first attempt gives is enough.
+    `fewest_nodes` are left to it too.
     """
     graph = search.graph
     if len(graph.nodes) < fewest_nodes:
@@ -52,18 +47,15 @@ def solve_folded(
     try:
         layers = fold(graph, repeats, search.pool)
         if layers.ring.edges:  # otherwise no message has to be passed
-            _Folded(search, layers, solve_ends, is_rough).run()
+            _Folded(search, layers, solve_ends).run()
     except Infeasible:
         return  # for the layers that were looked at, or all: the full solver tells
 
 
 class _Folded:
-    def __init__(
-        self, search: Search, layers: Layers, solve_ends: SolveEnds, is_rough: bool
-    ) -> None:
+    def __init__(self, search: Search, layers: Layers, solve_ends: SolveEnds) -> None:
         self.search, self.layers, self.solve_ends = search, layers, solve_ends
-        self.clock, self.is_rough = search.pool.clock, is_rough
-        self.gap = search.gap / (2 if is_rough else 4)
+        self.clock = search.pool.clock
         self.until = self.clock.spent + PART_OF_WORK * search.seconds_left
 
     def run(self) -> None:
@@ -72,7 +64,7 @@ class _Folded:
         passing = Passing(layers.ring, clock=self.clock)
         choices, is_closed = self._pass_messages(passing)
         search.finish_phase("ring", layers.ring)
-        if choices is None or not (is_closed or self.is_rough):
+        if choices is None or not is_closed:
             return
         pattern = layers.pattern(choices)
         bounded = layers.ends_with(TiedMessages.of(layers, passing))
@@ -81,14 +73,14 @@ class _Folded:
         if known is not None:
             self._offer(Descent(beside).improve(known), pattern)
         search.finish_phase("ends", bounded)
-        if not (search.is_closed or self.is_rough):
+        if not search.is_closed:
             self._offer(self._solve(beside, is_bound=False), pattern)
             search.finish_phase("plan", beside)
 
     def _pass_messages(self, passing: Passing) -> tuple[tuple[int, ...] | None, bool]:
         """Messages on the ring; its best plan, and whether the bound meets it."""
         best, cost, is_closed = None, np.inf, False
-        gap = max(self.gap, LEAST_GAP)
+        gap = max(self.search.gap / 4, LEAST_GAP)
         while passing.num_rounds < MOST_ROUNDS:
             messages = passing.run(
                 gap,
@@ -98,8 +90,7 @@ class _Folded:
             )
             if messages.choices is not None and messages.cost < cost:
                 best, cost = messages.choices, messages.cost
-            is_open = best is not None and cost - passing.bound > gap * abs(cost)
-            if best is not None and is_open and not self.is_rough:
+            if best is not None and cost - passing.bound > gap * abs(cost):
                 best = improve_among_likely(
                     *(self.layers.ring, best, messages.marginals, self.search.pool),
                     gap=gap,
@@ -114,7 +105,9 @@ class _Folded:
     def _solve(self, graph: ChoiceGraph, is_bound: bool) -> tuple[int, ...] | None:
         """A plan of the ends; its bound is one of the full graph with the messages."""
         cutoff = self.search.cutoff if is_bound else np.inf
-        search = Search(graph, self.gap, self.until, self.search.pool, cutoff)
+        search = Search(
+            graph, self.search.gap / 4, self.until, self.search.pool, cutoff
+        )
         self.solve_ends(search)
         if is_bound:
             self.search.raise_bound(search.bound)

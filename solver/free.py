@@ -59,27 +59,6 @@ def solve_free(search: Search, with_ilp: bool = True, *, folds: bool = False) ->
     _Descent(search, with_ilp).run()
 
 
-def solve_once(search: Search, *, is_rough: bool) -> None:
-    """Raises the bound and offers a plan, which need not meet.
-
-    Few of many equal layers stand for all, where there are any. `is_rough`: with one
-    reduction and one run of messages of what is left; otherwise as `solve_free`, but
-    nothing is merged and the layers that were left out stay out.
-
-    Raises:
-        Infeasible: every plan is forbidden.
-    """
-
-    def roughly(search: Search) -> None:
-        _Descent(search, False).run_once()
-
-    solve_folded(search, roughly if is_rough else solve_free, is_rough=is_rough)
-    if search.choices is None and is_rough:
-        roughly(search)
-    elif search.choices is None:
-        _Descent(search, False, merges=False).run()
-
-
 def bound_choices(search: Search, of_interest: float) -> list[np.ndarray]:
     """As `solve_free` without the ILP; returns bounds on the cost of every choice.
 
@@ -99,15 +78,9 @@ class _Descent:
     """
 
     def __init__(
-        self,
-        search: Search,
-        with_ilp: bool,
-        of_interest: float = -inf,
-        *,
-        merges: bool = True,
+        self, search: Search, with_ilp: bool, of_interest: float = -inf
     ) -> None:
         self.search, self.with_ilp, self.of_interest = search, with_ilp, of_interest
-        self.merges = merges
         self.steps: list[Step] = [join_copies(search.graph, search.pool)]
         self.ceiling, self.slack = inf, 0.0
         self.excess: list[np.ndarray] = []
@@ -129,11 +102,6 @@ class _Descent:
             self.search.raise_bound(self.ceiling)
             self.search.finish_phase("fix", self.graph)
 
-    def run_once(self) -> None:
-        """One reduction and one run of messages."""
-        self._reduce()
-        self._pass_messages(is_rough=True)
-
     def _is_finished(self) -> bool:
         self._reduce()
         self._pass_messages()
@@ -143,7 +111,7 @@ class _Descent:
             return False
         self._reduce()
         kept_for_ilp = self.seconds * (0.5 if self.with_ilp else 0.1)
-        if self.merges and self.search.seconds_left > kept_for_ilp:
+        if self.search.seconds_left > kept_for_ilp:
             for most in MOST_MERGED_CHOICES:
                 pairs = choose_pairs(self.graph, most)
                 if pairs:
@@ -172,8 +140,8 @@ class _Descent:
         self.slack += reduced.slack
         self.search.finish_phase("reduce", self.graph)
 
-    def _pass_messages(self, is_rough: bool = False) -> None:
-        """Messages and better plans in turn, until the messages stall, or only once."""
+    def _pass_messages(self) -> None:
+        """Messages and better plans in turn, until the messages stall."""
         search, graph = self.search, self.graph
         passing = Passing(graph, search.cost, clock=search.pool.clock)
         keep = max(search.seconds_left - self.seconds / 4, 0.0)
@@ -189,7 +157,7 @@ class _Descent:
                 search.offer(self._expand(messages.choices))
             self._raise_bound(messages.bound)
             search.finish_phase("messages", graph)
-            if is_rough or search.is_closed or search.seconds_left <= keep:
+            if search.is_closed or search.seconds_left <= keep:
                 break
             self._improve(messages)
             if messages.is_finished:

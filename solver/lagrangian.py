@@ -2,15 +2,13 @@
 
     prices     those where the least line of all plans met is highest (multipliers.py)
     at them    the graph has no budget, and equal layers: free.py solves it, for a bound
-               on every assignment that fits and for a new plan; roughly, until that
-               says nothing new
+               on every assignment that fits and for a new plan
     mixture    the plans that are best at the prices, some clusters of nodes by the one
                and some by the other (mixing.py): with n equal layers between two plans
                the gap is about what one layer makes, a part 1 / n
 
-As long as no plan fits, memory costs at most a limit, which rises. Plans met are kept,
-and so are bounds (dual_points.py): a later call, with other rows or another budget,
-starts from them, and often ends with them.
+As long as no plan fits, memory costs at most a limit, which rises. Plans met are kept:
+a later call, with other rows or another budget, starts from them.
 """
 
 from collections.abc import Sequence
@@ -21,25 +19,18 @@ import numpy as np
 from .array_pool import ArrayPool
 from .choice_graph import ChoiceGraph
 from .clock import Clock
-from .dual_points import DualPoints
-from .free import solve_once
+from .free import solve_free
 from .memory_rows import MemoryRow
 from .mixing import mix
 from .multipliers import best_prices, price, price_of_peak
 from .search import Search
 
 MOST_PRICES = 12  # of one call
+NUM_BETWEEN = 2  # prices half-way from the best known, where rows are new
 MOST_MIXED = 5  # plans
-LIMITS = (
-    1.0,
-    4.0,
-    100.0,
-    1e4,
-)  # times the free plan's cost, for a budget's worth of bytes
+LIMITS = 1.0, 1e4  # times the free plan's cost, for a budget's worth of bytes
 INNER_GAP = 0.15  # of the gap that is wanted
-ROUGH_GAP = 0.4  # likewise, of rough solutions
-MIXED_GAP = 0.4  # likewise, of mixtures
-SAME_PRICES = 1e-3
+WORTH_MIXING = 3.0
 MOST_WORK = 4.0  # seconds, of one free solution; see `clock.py`
 
 
@@ -55,7 +46,7 @@ class PricedPlans:
         self.costs: list[float] = []
         self._number: dict[tuple[int, ...], int] = {}
         self._used: dict[int, tuple[MemoryRow, list[float]]] = {}
-        self._duals = DualPoints()
+        self._prices = np.zeros(0)
         self._mixed: set[tuple[int, ...]] = set()  # plans, in this call
 
     def add(self, choices: Sequence[int]) -> None:
@@ -92,51 +83,36 @@ class PricedPlans:
         is no more. Rows of an earlier call come first and in the same order.
         """
         aim = budget if aim is None else aim
-        limits, is_rough = iter(LIMITS), True
-        self._duals.follow(rows)
-        known, bound = self._duals.best(budget)
-        search.raise_bound(bound)
+        limits = list(LIMITS)
+        known, best_bound = np.zeros(len(rows)), -inf
+        has_new_rows = len(rows) > self._prices.size
+        known[: self._prices.size] = self._prices[: len(rows)]
         self._mixed.clear()
-        worth = INNER_GAP * search.gap
-        for _ in range(MOST_PRICES):
+        for number in range(MOST_PRICES):
             used = self.used(rows)
             self._offer(search, used, aim)
             has_plan = bool((used <= budget).all(axis=1).any())
-            limit = inf if has_plan else next(limits, None)
-            if limit is None:
-                break
-            prices, value = best_prices(
-                *(self.costs, used, budget),
-                most=limit * abs(self.costs[0]),
-                known=known if known.any() and has_plan else None,
-                bound=bound,
-            )
+            most = inf if has_plan else limits[0] * abs(self.costs[0])
+            prices, value = best_prices(self.costs, used, budget, most=most)
             beyond = value - search.bound
-            if beyond <= search.gap * abs(value) or not has_plan:
+            if beyond <= WORTH_MIXING * search.gap * abs(value) or not has_plan:
                 self._mix(search, rows, used, prices, aim)
             if search.is_closed or search.seconds_left <= 0:
                 break
-            if beyond <= worth * abs(value):
-                if has_plan:
+            if beyond <= INNER_GAP * search.gap * abs(value):
+                if has_plan or len(limits) == 1:
                     break
+                limits.pop(0)
                 continue
-            is_rough &= not np.allclose(prices, known, rtol=SAME_PRICES, atol=0.0)
-            priced, before = price(self.graph, rows, prices, budget), search.bound
-            count = len(self.plans)
-            found = self._at(search, priced, is_rough=is_rough)
-            self._duals.add(prices, found, budget)
-            search.raise_bound(found)
-            known, bound = self._duals.best(budget)
+            if has_plan and has_new_rows and known.any() and number < NUM_BETWEEN:
+                prices = (prices + known) / 2
+            bound = self._at(search, price(self.graph, rows, prices, budget))
+            search.raise_bound(bound)
+            if bound > best_bound:
+                known, best_bound = prices, bound
             search.finish_phase("prices", self.graph)
-            gained = search.bound - before
-            if len(self.plans) == count and gained <= worth * abs(search.bound):
-                if not is_rough:
-                    break
-                is_rough = False
-        used = self.used(rows)
-        self._offer(search, used, aim)
-        if not search.is_closed and known.any():
-            self._mix(search, rows, used, known, aim)
+        self._offer(search, self.used(rows), aim)
+        self._prices = known
         return known
 
     def offer(self, search: Search, rows: Sequence[MemoryRow], budget: float) -> float:
@@ -151,7 +127,7 @@ class PricedPlans:
             return 0.0
         priced = price_of_peak(self.graph, rows, prices / prices.sum())
         inner = Search(priced, 1e-3, self._until, self.pool)
-        solve_once(inner, is_rough=False)
+        solve_free(inner, with_ilp=False, folds=True)
         if inner.choices is not None:
             self.add(inner.choices)
         return inner.bound
@@ -160,11 +136,11 @@ class PricedPlans:
     def _until(self) -> float:
         return self.pool.clock.spent + MOST_WORK
 
-    def _at(self, search: Search, priced: ChoiceGraph, *, is_rough: bool) -> float:
+    def _at(self, search: Search, priced: ChoiceGraph) -> float:
         """The bound at prices; the plan is kept."""
-        gap = (ROUGH_GAP if is_rough else INNER_GAP) * search.gap
+        gap = INNER_GAP * search.gap
         inner = Search(priced, gap, min(search.deadline, self._until), self.pool)
-        solve_once(inner, is_rough=is_rough)
+        solve_free(inner, with_ilp=False, folds=True)
         if inner.choices is not None:
             self.add(inner.choices)
         return inner.bound
@@ -190,12 +166,8 @@ class PricedPlans:
             return
         self._mixed.add(tuple(likely))
         plans = [self.plans[number] for number in likely]
-        found = mix(
-            *(self.graph, rows, budget, plans),
-            gap=MIXED_GAP * search.gap,
-            cost=search.cost,
-            enough=search.bound / (1 - search.gap) if search.bound > 0 else -inf,
-        )
+        gap = 2 * INNER_GAP * search.gap
+        found = mix(self.graph, rows, budget, plans, gap=gap, cost=search.cost)
         if found is not None:
             self.add(found)
             search.offer(found)

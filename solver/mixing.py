@@ -34,7 +34,6 @@ def mix(
     *,
     gap: float,
     cost: float = inf,
-    enough: float = -inf,
 ) -> tuple[int, ...] | None:
     """The cheapest mixture of some plans that no row puts above the budget.
 
@@ -45,7 +44,6 @@ def mix(
         plans: allowed ones, within budget or not.
         gap: relative distance from the best mixture at which to stop.
         cost: of a plan that is known; None is returned where no mixture is cheaper.
-        enough: a cost at which to stop.
     """
     table = np.unique(np.array(plans, np.intp), axis=0)
     if len(table) < 2:
@@ -62,7 +60,7 @@ def mix(
     relaxation = Relaxation(contracted, everything, limit, size=size)
     for row in within:
         relaxation.add_row(row)
-    found = relaxation.solve_whole(gap, MOST_TREE_NODES, enough)
+    found = relaxation.solve_whole(gap, MOST_TREE_NODES)
     if found is None or not contracted.cost(found) < cost:
         return None
     return mixture.expand(found)

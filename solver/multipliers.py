@@ -10,17 +10,14 @@ prices that sum to 1, sum_r m_r used_r(x) is below the peak of every assignment
 that is looser than messages are, those of cutting planes (`best_prices`).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pulp
 
 from .choice_graph import ChoiceGraph, Node, TypedNodes
 from .memory_rows import MemoryRow
-
-LEVEL = 0.5
 
 
 def price(
@@ -88,8 +85,6 @@ def best_prices(
     budget: float,
     *,
     most: float = np.inf,
-    known: np.ndarray | None = None,
-    bound: float = -np.inf,
 ) -> tuple[np.ndarray, float]:
     """The prices [rows] that maximise the least line of some assignments (Kelley).
 
@@ -98,72 +93,25 @@ def best_prices(
     most get no price. A budget's worth of bytes costs at most `most`; it must be finite
     unless some assignment fits.
 
-    Those prices are far off while lines are few. Given prices `known` with g = `bound`
-    there, the nearest to them are returned whose least line is above the bound by LEVEL
-    of what it can be (Lemarechal, Nemirovskii and Nesterov, "New variants of bundle
-    methods", 1995, in the norm of a linear program).
-
-    Returns the prices, and the value of the highest least line: no g is above it,
-    unless `most` is in the way.
+    Returns the prices, and the value of the least line there: no g is above it, unless
+    `most` is in the way.
     """
     scale = max(max(map(abs, costs)), 1e-250)
-    unit = max(budget, 1e-250)
-    slopes = (used - budget) / unit
+    slopes = (used - budget) / max(budget, 1e-250)
     above = slopes.max(axis=1) > 0
-    relevant = set(slopes.argmax(axis=1)[above].tolist())
-    if known is not None:
-        relevant |= set(np.flatnonzero(known).tolist())
-    lines = _Lines(np.array(costs) / scale, slopes, sorted(relevant), most / scale)
-    prices, value = lines.highest()
-    if known is not None and np.isfinite(bound):
-        level = bound / scale + LEVEL * (value - bound / scale)
-        prices = lines.nearest(known * unit / scale, level)
-    return prices * scale / unit, value * scale
-
-
-@dataclass(frozen=True, eq=False)
-class _Lines:
-    """Lines `costs` [plans] + `slopes` [plans, rows] @ prices, in units of one."""
-
-    costs: np.ndarray
-    slopes: np.ndarray
-    rows: Sequence[int]
-    most: float
-
-    def highest(self) -> tuple[np.ndarray, float]:
-        """Prices where the least line is highest, and that line there."""
-        problem = pulp.LpProblem("prices", pulp.LpMaximize)
-        value = pulp.LpVariable("z")
-        problem += value
-        prices = self._solved(problem, value)
-        return prices, float((self.costs + self.slopes @ prices).min())
-
-    def nearest(self, known: np.ndarray, level: float) -> np.ndarray:
-        """The prices nearest to some known ones at which no line is below a level."""
-        problem = pulp.LpProblem("nearest", pulp.LpMinimize)
-        apart = {row: pulp.LpVariable(f"d_{row}", 0) for row in self.rows}
-        problem += pulp.lpSum(apart.values())
-        return self._solved(problem, level, apart, known)
-
-    def _solved(
-        self,
-        problem: pulp.LpProblem,
-        level: Any,
-        apart: Mapping[int, pulp.LpVariable] | None = None,
-        known: np.ndarray | None = None,
-    ) -> np.ndarray:
-        prices = {row: pulp.LpVariable(f"m_{row}", 0) for row in self.rows}
-        for cost, slope in zip(self.costs, self.slopes, strict=True):
-            terms = [(prices[row], float(slope[row])) for row in self.rows]
-            problem += pulp.LpAffineExpression(terms) + float(cost) >= level
-        if self.most < np.inf:
-            problem += pulp.lpSum(prices.values()) <= self.most
-        if apart is not None and known is not None:
-            for row, price in prices.items():
-                problem += apart[row] >= price - float(known[row])
-                problem += apart[row] >= float(known[row]) - price
-        problem.solve(pulp.HiGHS(msg=False, threads=1))
-        result = np.zeros(self.slopes.shape[1])
-        for row, variable in prices.items():
-            result[row] = max(variable.varValue or 0.0, 0.0)
-        return result
+    relevant = np.unique(slopes.argmax(axis=1)[above]).tolist()
+    problem = pulp.LpProblem("prices", pulp.LpMaximize)
+    value = pulp.LpVariable("z")
+    prices = {row: pulp.LpVariable(f"m_{row}", 0) for row in relevant}
+    problem += value
+    for cost, slope in zip(costs, slopes, strict=True):
+        terms = [(prices[row], float(slope[row])) for row in relevant]
+        problem += value <= cost / scale + pulp.LpAffineExpression(terms)
+    if most < np.inf:
+        problem += pulp.lpSum(prices.values()) <= most / scale
+    problem.solve(pulp.HiGHS(msg=False, threads=1))
+    result = np.zeros(slopes.shape[1])
+    for row, variable in prices.items():
+        result[row] = max(variable.varValue or 0.0, 0.0)
+    lines = np.array(costs) / scale + slopes @ result
+    return result * scale / max(budget, 1e-250), float(lines.min()) * scale

@@ -121,13 +121,10 @@ class Relaxation:
             return None
         return self._relaxed(info.objective_function_value)
 
-    def solve_whole(
-        self, gap: float, most_nodes: int, enough: float = -inf
-    ) -> tuple[int, ...] | None:
+    def solve_whole(self, gap: float, most_nodes: int) -> tuple[int, ...] | None:
         """The choices of a whole solution, to a relative gap if nodes of a tree allow.
 
-        Or any whose value is at most `enough`. None if none was found. It is the last
-        thing to ask of the program.
+        None if none was found. It is the last thing to ask of the program.
         """
         count = self._columns.size
         kinds = np.full(count, highspy.HighsVarType.kInteger)
@@ -137,9 +134,6 @@ class Relaxation:
         self._model.setOptionValue("solver", "choose")
         self._model.setOptionValue("mip_rel_gap", gap)
         self._model.setOptionValue("mip_max_nodes", most_nodes)
-        if enough > -inf:
-            target = (enough - self.graph.constant) * self.scale
-            self._model.setOptionValue("objective_target", target)
         self._model.run()
         status = self._model.getInfo().primal_solution_status
         if status != highspy.SolutionStatus.kSolutionStatusFeasible:

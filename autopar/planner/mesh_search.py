@@ -164,7 +164,7 @@ class _Search:
         best = self._first_that_fits()
         while (better := self._better_neighbour(best)) is not None:
             best = better
-        if best.gap > TIGHT_GAP:
+        if TIGHT_GAP < best.gap <= LOOSE_GAP:  # a wider one is all that could be had
             best = self._try(best.mesh, TIGHT_GAP)
         assert best.solution is not None
         trials = tuple(self.trials.values())

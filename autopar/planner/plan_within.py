@@ -1,7 +1,7 @@
 """The cheapest plan that fits a memory budget: the solver's rows, and the model's word.
 
 The solver's rows of memory and a plan's own figure (`met_plans.py`) are brought
-together in rounds, in small problems first with a wide gap, then with a narrow one:
+together in rounds, first with a wide gap, then with a narrow one:
 
   1. solve within the rows; stop if the plan fits by its own figure
   2. add the plan's own points as rows (lazily: few of all points ever matter)
@@ -23,7 +23,6 @@ from time import perf_counter
 
 from autopar.solver.choice_graph import Infeasible
 from autopar.solver.solve import solve
-from autopar.solver.within_rows import MANY_NODES
 
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import OpGraph
@@ -40,9 +39,7 @@ from .sharding_problem import build_problem
 BUDGET_GAP = 1e-2
 WIDE_GAP = 3e-2
 MOST_ROUNDS = 8  # with each gap
-FIRST_AIM = 0.998  # of the budget: rows say a little less of a plan than the model does
 MARGINS = (0.97, 0.93, 0.88)  # of the budget, once rounds are used up
-WORTH_ROWS = 0.003  # of the budget, by which the first plan was above it
 WORTH_A_TURN = 0.03  # of the budget
 WORTH_SOLVING_AGAIN = 0.005  # of the budget, by which a row was lowered
 WORTH_AIMING_AT = 0.02  # of the budget, by which a plan was above it
@@ -127,14 +124,13 @@ class _WithinBudget:
         self.place = problem, cluster, resharder
         self.budget_bytes, self.gap = budget_bytes, max(gap, BUDGET_GAP)
         self.free = solve(problem.choice_graph, gap=BUDGET_GAP / 10)
-        self.is_small = len(problem.choice_graph.nodes) <= MANY_NODES
         self.bound, self.is_ruled_out = self.free.bound, False
 
     def run(self, finds_least: bool) -> IntraOpSolution:
         start = perf_counter()
         budget = self.budget_bytes
         met = MetPlans(*self.place, self.free, WORTH_A_TURN * budget)
-        if not self.is_small or self._solve_in_rounds(met, WIDE_GAP):
+        if self._solve_in_rounds(met, WIDE_GAP):
             self._solve_in_rounds(met, self.gap)
         if met.cheapest(budget) is None and not self.is_ruled_out:
             self._solve_with_margins(met)
@@ -157,30 +153,20 @@ class _WithinBudget:
         """Adds rows until the solver's plan fits; not if nothing fits the rows.
 
         Where rows say a little less of a plan than the model does, the next one is
-        aimed below the budget: before its own rows are added, and where they do not
-        help.
+        aimed that much below the budget.
         """
-        budget = self.budget_bytes
-        aim = budget if self.is_small else FIRST_AIM * budget
-        for number in range(MOST_ROUNDS):
+        budget = aim = self.budget_bytes
+        for _ in range(MOST_ROUNDS):
             try:
                 found = met.solve(budget, gap, aim)
-            except Infeasible as error:
-                if number == 0 and error.least_budget_bound <= budget and aim < budget:
-                    aim = budget
-                    continue
-                self.is_ruled_out = number == 0 or aim == budget
+            except Infeasible:
+                self.is_ruled_out = aim == budget
                 return False
             self.bound = max(self.free.bound, found.assignment.bound)
             by, beyond = met.lower_refuted(), found.peak_bytes - budget
-            is_near = 0 < beyond <= WORTH_ROWS * budget and not self.is_small
-            if is_near and number == 0:
-                aim -= 2 * beyond
-            elif beyond > 0:
+            if beyond > 0:
                 met.add_rows(found)
-                aim -= (
-                    beyond if 0 < number and beyond <= WORTH_AIMING_AT * budget else 0
-                )
+                aim -= beyond if beyond <= WORTH_AIMING_AT * budget else 0
             elif by <= WORTH_SOLVING_AGAIN * budget:
                 return True
         return met.cheapest(budget) is not None
