@@ -129,7 +129,7 @@ class TransferEnd:
 
         for i in range(_ROUNDS):
             value = Value(str(megabytes), i)
-            self._transport.send(value, 0, 1, 1, self._arrays[megabytes])
+            self._transport.send(value, 0, 1, self._arrays[megabytes])
             self._transport.wait_for_readers()
 
     def receive(self, megabytes: int) -> list[float]:
@@ -137,7 +137,7 @@ class TransferEnd:
         from autopar.runtime.instructions import Value
 
         def pull(i: int) -> Any:
-            return self._transport.receive(Value(str(megabytes), i), 0, 1, 0)
+            return self._transport.receive(Value(str(megabytes), i), 0, 1)
 
         return _timed(pull)
 
