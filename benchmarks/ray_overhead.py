@@ -106,6 +106,7 @@ class TransferEnd:
         import numpy as np
 
         from autopar.lowering.exported_program import ShardedType
+        from autopar.runtime.ray_crossing import Crossing
         from autopar.runtime.ray_programs import sharding_of
         from autopar.runtime.ray_transport import Peer
 
@@ -117,7 +118,7 @@ class TransferEnd:
             type_ = ShardedType(
                 shape, "float32", ("x",), (len(jax.devices()),), (("x",), ())
             )
-            crossing[str(megabytes), 1] = type_, type_
+            crossing[str(megabytes), 1] = Crossing(type_, type_, (0,), (1,))
             numbers = np.ones(shape, np.float32)
             self._arrays[megabytes] = jax.device_put(numbers, sharding_of(type_))
         self._transport.plan(0, crossing)
