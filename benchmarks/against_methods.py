@@ -246,7 +246,7 @@ class _Compared:
             cluster=self.cluster,
             memory_budget=budget_bytes,
         )
-        options = step._options
+        options = step.options
         return options if method is None else replace(options, method=method)
 
     def _methods(self) -> Mapping[str, Method]:

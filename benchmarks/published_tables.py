@@ -94,6 +94,8 @@ def print_table(found: PredictedTable) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from benchmarks.published.prediction import number_text
+
     console = Console(width=120)
     shown = Table(title=f"{found.name}: Tflop/s a GPU (* projected by the authors)")
     for name in ("GPUs", "column", "published", "predicted", "error", "plan"):
@@ -103,8 +105,8 @@ def print_table(found: PredictedTable) -> None:
     for cell in found.cells:
         star = "*" if cell.is_projected else ""
         shown.add_row(
-            *(str(cell.num_gpus), cell.column, f"{_number(cell.published)}{star}"),
-            *(_number(cell.predicted), f"{cell.error:+.1%}", cell.plan),
+            *(str(cell.num_gpus), cell.column, f"{number_text(cell.published)}{star}"),
+            *(number_text(cell.predicted), f"{cell.error:+.1%}", cell.plan),
         )
     console.print(shown)
     errors = Table(title="mean absolute relative error, projected cells left out")
@@ -125,6 +127,8 @@ def print_table(found: PredictedTable) -> None:
 def _our_table(found: PredictedTable) -> object:
     from rich.table import Table
 
+    from benchmarks.published.prediction import number_text
+
     shown = Table(title="our plan beside Alpa's, both simulated")
     for name in ("GPUs", "Alpa s", "ours s", "times as fast", "changed", "plan"):
         shown.add_column(
@@ -132,8 +136,13 @@ def _our_table(found: PredictedTable) -> object:
         )
     for each in found.ours:
         shown.add_row(
-            *(str(each.num_gpus), _number(each.alpa_seconds)),
-            *(_number(each.our_seconds), _number(each.ratio), each.changes, each.plan),
+            *(str(each.num_gpus), number_text(each.alpa_seconds)),
+            *(
+                number_text(each.our_seconds),
+                number_text(each.ratio),
+                each.changes,
+                each.plan,
+            ),
         )
     return shown
 
@@ -141,10 +150,6 @@ def _our_table(found: PredictedTable) -> object:
 def _tell(text: str) -> None:
     """Progress, with the CPU seconds so far; standard output has the tables alone."""
     print(f"{process_time():7.1f} s  {text}", file=sys.stderr, flush=True)
-
-
-def _number(value: float | None) -> str:
-    return "OOM" if value is None else f"{value:.2f}"
 
 
 def main() -> None:

@@ -142,12 +142,12 @@ class TransferEnd:
 
         return _timed(pull)
 
-    def offer_bare(self, megabytes: int) -> tuple[str, int]:
-        """Offer values to the transfer server itself: its address, and how many."""
+    def offer_bare(self, megabytes: int) -> str:
+        """Offer values to the transfer server itself; its address."""
         self._server = _server()
         for i in range(_ROUNDS):
             self._server.await_pull(i, [self._arrays[megabytes]])
-        return self._server.address(), _ROUNDS
+        return self._server.address()
 
     def pull_bare(self, megabytes: int, address: str) -> list[float]:
         """The seconds that each value took."""
@@ -204,7 +204,7 @@ def transfer_rates() -> list[TransferRate]:
         sent = ends[0].send.remote(megabytes)
         ours = ray.get(ends[1].receive.remote(megabytes))
         ray.get(sent)
-        address, _ = ray.get(ends[0].offer_bare.remote(megabytes))
+        address = ray.get(ends[0].offer_bare.remote(megabytes))
         bare = ray.get(ends[1].pull_bare.remote(megabytes, address))
         size = megabytes << 20
         medians = (size / statistics.median(each[2:]) for each in (ours, bare))

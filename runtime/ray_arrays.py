@@ -20,7 +20,8 @@ from autopar.lowering.exported_program import ShardedType
 from autopar.state.distributed_array import DistributedArray
 
 from .ray_pending import PendingStep
-from .stored_arrays import Digest, Tile, Writing
+from .stored_arrays import Digest, Writing
+from .tile import Tile
 
 
 @dataclass(frozen=True, eq=False)

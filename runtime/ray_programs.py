@@ -16,7 +16,8 @@ from autopar.lowering.programs import PipelineProgram, StageProgram
 
 from .ray_arrays import Block, HostShards
 from .ray_job import HostJob
-from .stored_arrays import StoredArray, Tile
+from .stored_arrays import StoredArray
+from .tile import Tile, tile_at
 from .transfer_plan import devices
 
 
@@ -95,13 +96,7 @@ def read(stored: StoredArray, type_: ShardedType) -> jax.Array:
 def _own_shards(array: jax.Array) -> list[tuple[Any, Tile]]:
     """The shards that this host sends of an array, each with its tile."""
     return [
-        (
-            shard,
-            tuple(
-                part.indices(length)[:2]
-                for part, length in zip(shard.index, array.shape, strict=True)
-            ),
-        )
+        (shard, tile_at(shard.index, array.shape))
         for shard in array.addressable_shards
         if shard.replica_id == 0
     ]

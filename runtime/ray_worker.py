@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from .instructions import Held
 from .ray_arrays import Block, HostShards
-from .ray_channel import serve
+from .ray_channel import Address, serve
 from .ray_job import (
     Failure,
     HostFacts,
@@ -34,7 +34,7 @@ from .stored_arrays import Digest, Writing, moved, write_tile
 if TYPE_CHECKING:
     from .ray_host_step import LoadedHostJob
     from .ray_programs import Resharding
-    from .ray_transport import Address, Transport
+    from .ray_transport import Transport
 
 
 def _reported(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-Tile = tuple[tuple[int, int], ...]  # start and stop in each dim
+from .tile import Tile, tile_at
+
 Digest = tuple[int, str]  # bytes and SHA-256 of a file
 
 
@@ -70,9 +71,7 @@ class StoredArray:
           ValueError: it is not there, or cannot be read.
         """
         start = 0 if self.rows is None else self.rows[0]
-        parts = [
-            part.indices(size)[:2] for part, size in zip(index, self.shape, strict=True)
-        ]
+        parts = [*tile_at(index, self.shape)]
         if parts:
             parts[0] = (parts[0][0] + start, parts[0][1] + start)
         store = _open(json.loads(self.spec))

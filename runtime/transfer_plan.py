@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-Tile = tuple[tuple[int, int], ...]  # start and stop in each dim
+from .tile import Tile, tile_at
 
 
 @dataclass(frozen=True)
@@ -225,10 +225,7 @@ def _check_divides(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> None
 def tiles(shape: Sequence[int], sharding: NamedSharding) -> tuple[Tile, ...]:
     """The tile of each device, in the order of the mesh."""
     by_device = sharding.devices_indices_map(tuple(shape))
-    return tuple(
-        tuple(s.indices(n)[:2] for s, n in zip(by_device[d], shape, strict=True))
-        for d in devices(sharding)
-    )
+    return tuple(tile_at(by_device[device], shape) for device in devices(sharding))
 
 
 def moved_bytes(

@@ -17,9 +17,7 @@ from ..sharding.spec import Spec, num_shards
 
 def depthwise_rows(columns: GraphColumns) -> np.ndarray:
     """Rows of convolutions with a group of the batch for each feature."""
-    examples = (columns.operators[row] for row in columns.examples.tolist())
-    found = np.array([_is_depthwise(each) for each in examples], bool)
-    return np.flatnonzero(found[columns.alike])
+    return np.flatnonzero(columns.where(_is_depthwise))
 
 
 def depthwise_bytes(op: Operator, spec: Spec, axis_sizes: Sequence[int]) -> int:

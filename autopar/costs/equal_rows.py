@@ -24,9 +24,8 @@ def first_equals(columns: GraphColumns) -> np.ndarray:
     first, named = np.arange(rows), np.arange(len(columns.type_of))
     if not rows:
         return first
-    is_mergeable = [_is_mergeable(columns.operators[k]) for k in columns.examples]
     reads = np.diff(columns.operand_start) > 0
-    can = np.flatnonzero(np.array(is_mergeable, bool)[columns.alike] & reads)
+    can = np.flatnonzero(columns.where(_is_mergeable) & reads)
     if not can.size:
         return first
     place = np.arange(len(columns.operands)) - columns.operand_start[:-1].repeat(
@@ -86,7 +85,7 @@ def exponentials_of_erfc(columns: GraphColumns) -> dict[int, int]:
     XLA's erfc takes that exponential itself, and takes the one that is there, as the
     gradient of erf leaves it: then it is in memory from the erfc on.
     """
-    kinds = {columns.operators[k].kind for k in columns.examples.tolist()}
+    kinds = {op.kind for op in columns.distinct}
     if not kinds.issuperset(("erfc", "exp", "neg")):
         return {}
     maker: dict[int, Operator] = {}

@@ -52,8 +52,7 @@ class Traits:
     def of(cls, columns: GraphColumns) -> Traits:
         """The traits of all operators, found once for those that are alike."""
         found = []
-        for row in columns.examples.tolist():
-            op = columns.operators[row]
+        for op in columns.distinct:
             count = sum(isinstance(operand, int) for operand in op.operands)
             renames = _is_renaming(op) and count == len(op.results)
             found.append((renames, *_classes(op)))

@@ -124,17 +124,18 @@ class _Run:
         self.liveness: dict[int, Liveness] = {}
         self._traits = Traits.of(self.graph.columns)
         sizes, plans = arrays.plan.mesh.axis_sizes, arrays.plan.operators
+        columns = self.graph.columns
         self._held_inside = Counter[int]()  # by operator without bodies
         for row in rows_with_halos(self.graph, [each.factors for each in plans]):
-            op = self.graph.operators()[row]
+            op = columns.operators[row]
             halos = factors_with_halos(op, plans[row].factors)
             held = copied_bytes(op, halos, sizes) + ring_bytes(op, halos, sizes)
             self._held_inside[op.index] += held
-        for row in drawing_rows(self.graph.columns).tolist():
-            op, spec = self.graph.operators()[row], plans[row].result_specs[0]
+        for row in drawing_rows(columns).tolist():
+            op, spec = columns.operators[row], plans[row].result_specs[0]
             self._held_inside[op.index] += drawing_bytes(op) // num_shards(spec, sizes)
-        for row in depthwise_rows(self.graph.columns).tolist():
-            op, spec = self.graph.operators()[row], plans[row].result_specs[0]
+        for row in depthwise_rows(columns).tolist():
+            op, spec = columns.operators[row], plans[row].result_specs[0]
             self._held_inside[op.index] += depthwise_bytes(op, spec, sizes)
 
     def block(self, index: int, border: Border) -> int:

@@ -46,14 +46,11 @@ def wanted_orders(columns: GraphColumns) -> dict[int, tuple[tuple[int, ...], ...
 
     Only rows whose products are not of matrices are there.
     """
-    found = {
-        row: _wanted(columns.operators[row])
-        for row in np.unique(columns.examples).tolist()
-        if columns.operators[row].kind == "dot_general"
-        and not sums_nothing(columns.operators[row])
-    }
-    alike = columns.examples[columns.alike].tolist()
-    each = ((row, found.get(example)) for row, example in enumerate(alike))
+    found = [
+        _wanted(op) if op.kind == "dot_general" and not sums_nothing(op) else None
+        for op in columns.distinct
+    ]
+    each = ((row, found[k]) for row, k in enumerate(columns.alike.tolist()))
     return {row: orders for row, orders in each if orders is not None}
 
 

@@ -17,9 +17,7 @@ KEYS_BYTES = 24  # of an element with a key of its own: those of the rounds, twi
 
 def drawing_rows(columns: GraphColumns) -> np.ndarray:
     """Rows of the operators that draw random bits."""
-    examples = (columns.operators[row] for row in columns.examples.tolist())
-    draws = np.array([each.kind == "random_bits" for each in examples], bool)
-    return np.flatnonzero(draws[columns.alike])
+    return np.flatnonzero(columns.where(lambda op: op.kind == "random_bits"))
 
 
 def drawing_bytes(op: Operator) -> int:

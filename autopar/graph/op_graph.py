@@ -6,7 +6,7 @@ scan owns a block for its body. Calls were inlined before, so nothing else nests
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -255,6 +255,15 @@ class GraphColumns:
             types,
             type_of,
         )
+
+    @cached_property
+    def distinct(self) -> list[Operator]:
+        """One operator of each number `alike`."""
+        return [self.operators[row] for row in self.examples.tolist()]
+
+    def where(self, test: Callable[[Operator], bool]) -> np.ndarray:
+        """bool [rows] that pass a test, which reads neither names nor tensors."""
+        return np.array([test(op) for op in self.distinct], bool)[self.alike]
 
     @cached_property
     def rows_of_operands(self) -> np.ndarray:

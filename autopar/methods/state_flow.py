@@ -130,11 +130,9 @@ def _flow(graph: OpGraph) -> tuple[np.ndarray, np.ndarray]:
         columns.operand_start[row] - before, counts
     )
     source, target = columns.operands[place], np.repeat(columns.results, counts)
-    by_ports = [
-        op.kind in STRUCTURED and op.kind != SHARD_MAP
-        for op in (columns.operators[k] for k in columns.examples.tolist())
-    ]
-    is_by_ports = np.array(by_ports, bool)[columns.alike]
+    is_by_ports = columns.where(
+        lambda op: op.kind in STRUCTURED and op.kind != SHARD_MAP
+    )
     row = np.repeat(row, counts)
     kept = (source >= 0) & ~is_by_ports[row]
     ports = [

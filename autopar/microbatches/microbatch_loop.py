@@ -57,7 +57,6 @@ def with_microbatch_loop(
 
 def _warn_of_whole_products(step: MicrobatchedStep) -> None:
     """Say that microbatches spare nothing, where all products are made behind them."""
-
     blocks = step.graph.blocks
 
     def has_products(operators: Sequence[Operator]) -> bool:

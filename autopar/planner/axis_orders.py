@@ -30,9 +30,8 @@ def orders_of_step(
     graph: OpGraph, mesh: MeshShape, pins: Iterable[Pin], demanded: Iterable[Spec]
 ) -> Orders:
     """The orders that pins of arguments, what rules demand and the step itself name."""
-    columns = graph.columns
-    ops = [columns.operators[row] for row in columns.examples.tolist()]
-    own = [constraint.pin(kind, mesh) for op in ops for constraint, kind in _asked(op)]
+    asked = (each for op in graph.columns.distinct for each in _asked(op))
+    own = [constraint.pin(kind, mesh) for constraint, kind in asked]
     named = {
         axes[:count]
         for pin in (*pins, *own)

@@ -33,7 +33,7 @@ from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from .intra_op import IntraOpSolution, plan_intra_op
 from .memory_users import infeasible_error
-from .plan_within import BUDGET_GAP, plan_least_memory, plan_within
+from .plan_within import BUDGET_GAP, plan_least_memory, plan_within_binding
 
 _Place = tuple[OpGraph, MeshShape, Cluster]
 _log = logging.getLogger("autopar")
@@ -111,11 +111,10 @@ class BudgetCandidates:
         return best
 
     def _search(self) -> IntraOpSolution:
-        return plan_within(
+        return plan_within_binding(
             *(gathering_again(self.graph), self.mesh, self.cluster, self.budget_bytes),
             pins=self.pins,
             gap=self.gap,
-            is_free_known=True,
         )
 
     def _methods(self) -> Iterator[NamedMethod]:
@@ -142,13 +141,12 @@ class BudgetCandidates:
         if not _is_faster(found, best):
             return None
         if found.plan.predicted.peak_bytes > self.budget_bytes:
-            found = plan_within(
+            found = plan_within_binding(
                 *(*place, self.budget_bytes),
                 pins=self.pins,
                 restrictions=limits,
                 gap=self.gap,
                 finds_least=False,
-                is_free_known=True,
             )
         if not _is_faster(found, best):
             return None

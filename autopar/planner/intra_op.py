@@ -238,9 +238,8 @@ def _split_fraction(
     """The part of the heavy flops that no two devices do twice."""
     heavy = whole = 0.0
     columns = graph.columns
-    examples = [columns.operators[row] for row in columns.examples.tolist()]
-    counts = [op.kind not in STRUCTURED and is_heavy_operator(op) for op in examples]
-    for row in np.flatnonzero(np.array(counts, bool)[columns.alike]).tolist():
+    counts = columns.where(lambda o: o.kind not in STRUCTURED and is_heavy_operator(o))
+    for row in np.flatnonzero(counts).tolist():
         plan = operators[row]
         heavy += plan.flops
         whole += plan.flops if plan.split == mesh.size else 0.0

@@ -49,9 +49,8 @@ def is_gradient(graph: OpGraph) -> np.ndarray:
         if isinstance(new, int):
             marks[new] = _NEW_STATE
     columns = graph.columns
-    examples = (columns.operators[row] for row in columns.examples.tolist())
-    is_product = np.array([is_heavy_operator(op) for op in examples], bool)
-    read = columns.operands[is_product[columns.alike][columns.rows_of_operands]]
+    is_product = columns.where(is_heavy_operator)
+    read = columns.operands[is_product[columns.rows_of_operands]]
     for tensor in read[read >= 0].tolist():
         marks[tensor] |= _READ_BY_PRODUCT
     return np.array(spread_marks(graph, marks, backwards=True)) == _NEW_STATE

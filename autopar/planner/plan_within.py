@@ -55,31 +55,52 @@ def plan_within(
     pins: Mapping[int, Pin] | None = None,
     restrictions: Sequence[Limit] = (),
     gap: float = 1e-4,
-    finds_least: bool = True,
-    is_free_known: bool = False,
     cutoff: float = math.inf,
 ) -> IntraOpSolution:
     """The cheapest plan whose predicted peak is at most `budget_bytes` a device.
 
     `gap` is the relative distance from the bound at which the solver stops; where the
-    budget binds it is at least `BUDGET_GAP`. `finds_least`: where the cheapest plans
-    do not fit, the plan of the least memory is searched for. `is_free_known`: the plan
-    without a budget is known not to fit, and is not made again. Where a bound is at
+    budget binds it is at least `BUDGET_GAP`. Where the bound without a budget is at
     least `cutoff` seconds, the plan is any, and need not fit.
+
+    Raises:
+      InfeasiblePlanError: as `plan_within_binding`.
+    """
+    place = graph, mesh, cluster
+    free = plan_intra_op(
+        *place, pins=pins, restrictions=restrictions, gap=gap, cutoff=cutoff
+    )
+    fits = free.plan.predicted.peak_bytes <= budget_bytes
+    if fits or free.assignment.bound >= cutoff:
+        return free
+    return plan_within_binding(
+        *(*place, budget_bytes), pins=pins, restrictions=restrictions, gap=gap
+    )
+
+
+def plan_within_binding(
+    graph: OpGraph,
+    mesh: MeshShape,
+    cluster: Cluster,
+    budget_bytes: int,
+    *,
+    pins: Mapping[int, Pin] | None = None,
+    restrictions: Sequence[Limit] = (),
+    gap: float = 1e-4,
+    finds_least: bool = True,
+) -> IntraOpSolution:
+    """As `plan_within`, where the cheapest plan of all is known not to fit.
+
+    `finds_least`: where the cheapest plans do not fit, the plan of the least memory is
+    searched for.
 
     Raises:
       InfeasiblePlanError: no plan was found that fits; it names a budget that will be
         planned, the least found, and what takes the most memory then.
     """
-    place = graph, mesh, cluster
-    if not is_free_known:
-        free = plan_intra_op(
-            *place, pins=pins, restrictions=restrictions, gap=gap, cutoff=cutoff
-        )
-        fits = free.plan.predicted.peak_bytes <= budget_bytes
-        if fits or free.assignment.bound >= cutoff:
-            return free
-    within = _WithinBudget(*place, pins, restrictions, budget_bytes, gap)
+    within = _WithinBudget(
+        *(graph, mesh, cluster, pins, restrictions, budget_bytes, gap)
+    )
     return within.run(finds_least)
 
 

@@ -224,9 +224,7 @@ class _Builder:
     def add_operators(self) -> tuple[np.ndarray, np.ndarray]:
         """The rows of operators with strategies, and their patterns; others' ports."""
         columns = self.graph.columns
-        kinds = [columns.operators[row].kind for row in columns.examples.tolist()]
-        structured = np.array([kind in STRUCTURED for kind in kinds], bool)
-        is_port = structured[columns.alike]
+        is_port = columns.where(lambda op: op.kind in STRUCTURED)
         for row in np.flatnonzero(is_port).tolist():
             self._add_ports(row)
         rows = np.flatnonzero(~is_port)
@@ -309,10 +307,8 @@ class _Builder:
 
     def _is_heavy(self, vertices: VertexColumns) -> np.ndarray:
         """Which vertices are products: bool [vertices]."""
-        columns = self.graph.columns
-        examples = [columns.operators[row] for row in columns.examples.tolist()]
-        is_heavy = np.array([is_heavy_operator(op) for op in examples], bool)
-        return (vertices.row >= 0) & is_heavy[columns.alike][vertices.row]
+        is_heavy = self.graph.columns.where(is_heavy_operator)
+        return (vertices.row >= 0) & is_heavy[vertices.row]
 
     def _relay_patterns(
         self, vertices: VertexColumns, relayed: np.ndarray, made: np.ndarray
@@ -388,9 +384,7 @@ class _Builder:
     def _is_like(self, site: np.ndarray) -> np.ndarray:
         """[reads] which only say where another operand lies (`rules/relayout.py`)."""
         columns = self.graph.columns
-        kinds = [columns.operators[row].kind for row in columns.examples.tolist()]
-        is_like = np.array([kind == RELAYOUT_LIKE for kind in kinds], bool)
-        index = columns.index[is_like[columns.alike]]
+        index = columns.index[columns.where(lambda op: op.kind == RELAYOUT_LIKE)]
         return (site[:, 0] == OPERAND) & np.isin(site[:, 1], index) & (site[:, 2] == 1)
 
     def _weights(self) -> np.ndarray:

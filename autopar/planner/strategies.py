@@ -190,15 +190,12 @@ def is_heavy_operator(op: Operator) -> bool:
 def operators_to_split(graph: OpGraph) -> set[int]:
     """Heavy operators but the smallest kinds, under REPLICABLE_FLOPS together."""
     columns = graph.columns
-    examples = [columns.operators[row] for row in columns.examples.tolist()]
-    is_counted = [o.kind not in STRUCTURED and is_heavy_operator(o) for o in examples]
-    each = [
-        total_flops(op) if is_heavy else 0.0
-        for op, is_heavy in zip(examples, is_counted, strict=True)
-    ]
-    rows = np.flatnonzero(np.array(is_counted, bool)[columns.alike])
+    counts = columns.where(lambda o: o.kind not in STRUCTURED and is_heavy_operator(o))
+    rows = np.flatnonzero(counts)
     weights = np.array([block.weight for block in graph.blocks])
-    amounts = np.array(each)[columns.alike[rows]] * weights[columns.block_of[rows]]
+    flops = {k: total_flops(columns.distinct[k]) for k in {*columns.alike[rows]}}
+    each = np.array([flops[k] for k in columns.alike[rows]])
+    amounts = each * weights[columns.block_of[rows]]
     heavy = zip(amounts.tolist(), columns.index[rows].tolist(), strict=True)
     heavy = sorted(heavy)
     allowed = REPLICABLE_FLOPS * sum(amount for amount, _ in heavy)

@@ -172,8 +172,7 @@ def factors_with_halos(op: Operator, names: Sequence[str]) -> tuple[Factor, ...]
 def rows_with_halos(graph: OpGraph, names: Sequence[tuple[str, ...]]) -> list[int]:
     """Operators whose shards exchange something, given the names of all's factors."""
     columns, exchanging = graph.columns, {n for n in set(names) if _any_has_halos(n)}
-    examples = (columns.operators[row] for row in columns.examples.tolist())
-    sends = np.array([has_traffic(op) for op in examples], bool)[columns.alike]
+    sends = columns.where(has_traffic)
     if exchanging:
         sends |= np.array([each in exchanging for each in names], bool)
     return np.flatnonzero(sends).tolist()

@@ -37,10 +37,12 @@ class PredictedCell:
         return self.predicted / self.published - 1
 
     def __str__(self) -> str:
-        return f"{self.column} {_number(self.predicted)} ({_number(self.published)})"
+        predicted, published = map(number_text, (self.predicted, self.published))
+        return f"{self.column} {predicted} ({published})"
 
 
-def _number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
+    """A number as it is shown; None is what ran out of memory."""
     return "OOM" if value is None else f"{value:.2f}"
 
 
@@ -60,9 +62,8 @@ class OurPlan:
         return self.alpa_seconds / self.our_seconds if self.alpa_seconds else None
 
     def __str__(self) -> str:
-        return (
-            f"{_number(self.our_seconds)} s ({_number(self.alpa_seconds)}): {self.plan}"
-        )
+        ours, theirs = map(number_text, (self.our_seconds, self.alpa_seconds))
+        return f"{ours} s ({theirs}): {self.plan}"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from benchmarks.published.pipeline_time import (
     best_plan,
 )
 from benchmarks.published.schedules import INTERLEAVED, ZERO_BUBBLE
-from benchmarks.published.table import Row
+from benchmarks.published.table import Row, submesh
 from benchmarks.published.unit_costs import Layout
 
 ALPA = System(balances_flops=True)
@@ -72,7 +72,7 @@ def candidates(column: str, row: Row) -> Sequence[Plan]:
         layouts = [(layout,) for layout in layouts_of(row.num_gpus, row)]
         return list(_with_microbatches(layouts, row, system))
     if column == "deepspeed":
-        hosts, devices = _submesh(row.num_gpus, row)
+        hosts, devices = submesh(row.num_gpus, row.setting.devices_per_host)
         layouts = (Layout(hosts, devices, row.num_gpus, 1),)
         return list(_with_microbatches([layouts], row, system))
     grid = _grid(row, system, has_tensor=column != "pp_dp")
@@ -123,7 +123,7 @@ def system_of(column: str) -> System:
 
 def layouts_of(number: int, row: Row) -> list[Layout]:
     """All (data, tensor) shapes of so many GPUs that could hold the row's model."""
-    hosts, devices = _submesh(number, row)
+    hosts, devices = submesh(number, row.setting.devices_per_host)
     tensors = [n for n in range(1, number + 1) if number % n == 0 and n & (n - 1) == 0]
     if row.model.has_experts:
         tensors = [n for n in tensors if n <= devices]
@@ -141,7 +141,7 @@ def _grid(
         number = data * tensor
         if row.num_gpus % number or tensor > MOST_TENSOR:
             continue
-        hosts, devices = _submesh(number, row)
+        hosts, devices = submesh(number, row.setting.devices_per_host)
         layout = Layout(hosts, devices, data, tensor)
         if _may_fit(row, layout, number / row.num_gpus, system):
             yield (layout,) * (row.num_gpus // number)
@@ -166,11 +166,6 @@ def _may_fit(row: Row, layout: Layout, share: float, system: System) -> bool:
     held = dense * (2 * itemsize / layout.tensor + state / parts)
     held += experts * share * (2 * itemsize + state) / layout.size
     return held < row.setting.memory_bytes
-
-
-def _submesh(number: int, row: Row) -> tuple[int, int]:
-    per_host = row.setting.devices_per_host
-    return (1, number) if number <= per_host else (number // per_host, per_host)
 
 
 def _with_microbatches(

@@ -241,7 +241,7 @@ def parse_layouts(text: str, devices_per_host: int) -> tuple[Layout, ...]:
             )
         count, hosts, devices, number = found.groups()
         if number:
-            submeshes.append(_submesh(int(number), devices_per_host))
+            submeshes.append(submesh(int(number), devices_per_host))
         else:
             submeshes += [(int(hosts), int(devices))] * int(count or 1)
     shapes = shapes or submeshes
@@ -258,7 +258,8 @@ def parse_layouts(text: str, devices_per_host: int) -> tuple[Layout, ...]:
     return tuple(layouts)
 
 
-def _submesh(number: int, devices_per_host: int) -> tuple[int, int]:
+def submesh(number: int, devices_per_host: int) -> tuple[int, int]:
+    """Hosts, and devices of each, of so many devices."""
     if number <= devices_per_host:
         return 1, number
     return number // devices_per_host, devices_per_host
@@ -276,7 +277,7 @@ def _plans_in_comments(
     pattern = r"(\d+)(?: GPUs)? \((\d+);(\d+);(\d+);(\d+)\)"
     for numbers in re.findall(pattern, text):
         gpus, data, tensor, stages, count = map(int, numbers)
-        hosts, devices = _submesh(data * tensor, setting.devices_per_host)
+        hosts, devices = submesh(data * tensor, setting.devices_per_host)
         layouts = (Layout(hosts, devices, data, tensor),) * stages
         found[gpus] = PublishedPlan(layouts, count)
     return found

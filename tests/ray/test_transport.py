@@ -217,17 +217,20 @@ def other_numbers(_: int, kinds: Sequence[Any]) -> list[jax.Array]:
 
 
 @pytest.mark.parametrize(
-    ("pull", "problem"),
+    ("pull", "seconds", "problem"),
     [
-        (fail, "ConnectionError: no way there"),
-        (other_numbers, "other numbers come than were sent"),
-        (lambda *_: time.sleep(1), r"nothing comes from 10\.0\.0\.2:1 in 0\.1 s"),
+        (fail, 60, "ConnectionError: no way there"),
+        (other_numbers, 60, "other numbers come than were sent"),
+        (lambda *_: time.sleep(1), 0.1, r"nothing comes from 10\.0\.0\.2:1 in 0\.1 s"),
     ],
     ids=["raises", "wrong", "hangs"],
 )
 def test_a_server_that_does_not_serve_is_found_out(
-    pull: Callable[..., Any], problem: str, monkeypatch: pytest.MonkeyPatch
+    pull: Callable[..., Any],
+    seconds: float,
+    problem: str,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(ray_transport, "_PROBE_SECONDS", 0.1)
+    monkeypatch.setattr(ray_transport, "_PROBE_SECONDS", seconds)
     server, found = ray_transport._probed(Server(pull), "10.0.0.2:1", 1)
     assert server is None and re.fullmatch(problem, found)
