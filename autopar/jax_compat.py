@@ -81,30 +81,40 @@ def call_in_cpp(
     static_argnums: Sequence[int],
     static_argnames: Sequence[str],
     missed: Callable[..., tuple[Any, Any, bool]],
+    seen: Callable[[Any, Any], Any],
 ) -> Callable[..., Any]:
     """A function whose calls C++ makes, as it does those of jitted functions.
 
     Calls with statics, trees, types or shardings not seen before are made by `missed`,
     which returns the result, what `path_in_cpp` returned, and whether to forget it.
+    A leaf that is to be moved is `seen(leaf, sharding)` first.
     """
     keys, registry = pxla.JitGlobalCppCacheKeys(), tree_util.dispatch_registry
     static = list(static_argnums), list(static_argnames)
-    return _in_cpp.pjit(name, None, missed, *static, keys, registry, pxla.cc_shard_arg)
+
+    def moved(leaf: Any, sharding: Any, layout: Any) -> Any:
+        return pxla.cc_shard_arg(seen(leaf, sharding), sharding, layout)
+
+    return _in_cpp.pjit(name, None, missed, *static, keys, registry, moved)
 
 
 def path_in_cpp(
-    compiled: Any, leaves: Sequence[Any], result_tree: PyTreeDef, results: Sequence[Any]
+    compiled: Any,
+    constants: Sequence[Any],
+    leaves: Sequence[Any],
+    result_tree: PyTreeDef,
+    results: Sequence[Any],
 ) -> Any:
     """How C++ runs a compiled program on trees with these leaves; None if it cannot.
 
-    `results` are those of one call, in its order.
+    The program takes `constants`, in their places, before the leaves; `results` are
+    those of one call, in its order.
     """
-    constants = compiled._params.const_args
-    if constants:
+    if compiled._params.const_args:
         return None
-    executable, nothing = compiled._executable, ((), (), None, constants)
+    executable, nothing = compiled._executable, ((), (), None)
     return _jitted._get_fastpath_data(
-        executable, result_tree, leaves, list(results), *nothing
+        executable, result_tree, leaves, list(results), *nothing, constants
     )
 
 

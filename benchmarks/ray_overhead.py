@@ -11,17 +11,18 @@ devices each; nothing here says what a network or an accelerator gives.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 _MEGABYTES = (1, 16, 64)
-_ROUNDS = 12
+_ROUNDS, _REPEATS = 8, 4  # the first two of a round warm up
 _SECRET = b"one run"
 
 
@@ -42,22 +43,28 @@ class DriverTime:
 
 @dataclass(frozen=True)
 class TransferRate:
-    """Bytes per second of values of one size, over the transport and without it."""
+    """Bytes per second of values of one size, over the transport and without it.
+
+    Values are offered `ahead` of who reads them, as a stage sends its microbatches, or
+    each when the one before has arrived; to the transfer server alone ahead.
+    """
 
     megabytes: int
-    transport: float
+    ahead: float
+    one_by_one: float
     server_alone: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.megabytes} MB: {self.transport / 1e9:.2f} GB/s, the transfer "
-            f"server alone {self.server_alone / 1e9:.2f} GB/s: "
-            f"{self.transport / self.server_alone:.0%}"
+        ours = ("sent ahead", self.ahead), ("one by one", self.one_by_one)
+        parts = (
+            f"{n} {x / 1e9:.2f} GB/s, {x / self.server_alone:.0%}" for n, x in ours
         )
+        alone = f"the transfer server alone gives, {self.server_alone / 1e9:.2f} GB/s"
+        return f"{self.megabytes} MB: {'; '.join(parts)} of what {alone}"
 
 
 def driver_times(cluster: Any, num_steps: int) -> list[DriverTime]:
-    """Steps of one program and of two stages."""
+    """Steps of one program and of two stages, each with two ways of its batches."""
     import jax
 
     import autopar
@@ -73,20 +80,28 @@ def driver_times(cluster: Any, num_steps: int) -> list[DriverTime]:
     for name, method in methods.items():
         step = autopar.parallelize(workload.step, method=method, cluster=cluster)
         state = step.init(workload.init, jax.random.key(0), batch=batch)
-        clock, cpu = [], []
-        for _ in range(num_steps + 3):  # three warm up
-            start = perf_counter(), time.process_time()
-            state, _ = step(state, batch)
-            clock.append(perf_counter() - start[0])
-            cpu.append(time.process_time() - start[1])
-        medians = statistics.median(clock[3:]), statistics.median(cpu[3:])
-        found.append(DriverTime(name, *medians))
+        lowered = step.lower(state, batch)
+        sources = {
+            f"{name}, batches from the driver": itertools.repeat(batch),
+            f"{name}, read by the hosts": autopar.Batches(
+                batch, lowered, on_hosts=True
+            ),
+        }
+        for form, batches in sources.items():
+            clock, cpu = [], []
+            for given in itertools.islice(batches, num_steps + 3):  # three warm up
+                start = perf_counter(), time.process_time()
+                state, _ = step(state, given)
+                clock.append(perf_counter() - start[0])
+                cpu.append(time.process_time() - start[1])
+            medians = statistics.median(clock[3:]), statistics.median(cpu[3:])
+            found.append(DriverTime(form, *medians))
         step.close()
     return found
 
 
 class TransferEnd:
-    """One end of transfers, in a process of its own: `serve`s, or `measure`s."""
+    """One end of transfers, in a process of its own."""
 
     def __init__(self, num_devices: int) -> None:
         from autopar.clusters.virtual_devices import use_virtual_devices
@@ -124,14 +139,16 @@ class TransferEnd:
         self._transport.plan(0, crossing)
         self._transport.use(0)
 
-    def send(self, megabytes: int) -> None:
-        """Send values as a stage does, each when the one before has arrived."""
+    def send(self, megabytes: int, is_ahead: bool) -> None:
+        """Send values, all at once or each when the one before has arrived."""
         from autopar.runtime.instructions import Value
 
         for i in range(_ROUNDS):
             value = Value(str(megabytes), i)
             self._transport.send(value, 0, 1, self._arrays[megabytes])
-            self._transport.wait_for_readers()
+            if not is_ahead:
+                self._transport.wait_for_readers()
+        self._transport.wait_for_readers()
 
     def receive(self, megabytes: int) -> list[float]:
         """The seconds that each value took."""
@@ -142,22 +159,30 @@ class TransferEnd:
 
         return _timed(pull)
 
-    def offer_bare(self, megabytes: int) -> str:
-        """Offer values to the transfer server itself; its address."""
-        self._server = _server()
-        for i in range(_ROUNDS):
-            self._server.await_pull(i, [self._arrays[megabytes]])
+    def serve_bare(self) -> str:
+        """Start a transfer server without the transport; its address."""
+        self._server, self._numbers = _server(), itertools.count()
         return self._server.address()
 
-    def pull_bare(self, megabytes: int, address: str) -> list[float]:
+    def connect_bare(self, address: str) -> None:
+        """Connect to one."""
+        self._server = _server()
+        self._connection = self._server.connect(address)
+
+    def offer_bare(self, megabytes: int) -> list[int]:
+        """Offer values to the transfer server itself; their numbers."""
+        numbers = list(itertools.islice(self._numbers, _ROUNDS))
+        for number in numbers:
+            self._server.await_pull(number, [self._arrays[megabytes]])
+        return numbers
+
+    def pull_bare(self, megabytes: int, numbers: Sequence[int]) -> list[float]:
         """The seconds that each value took."""
         import jax
 
         array = self._arrays[megabytes]
         kind = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-        server = _server()
-        connection = server.connect(address)
-        return _timed(lambda i: connection.pull(i, [kind])[0])
+        return _timed(lambda i: self._connection.pull(numbers[i], [kind])[0])
 
 
 def _refuse(number: int) -> Any:
@@ -185,7 +210,7 @@ def _timed(pull: Callable[[int], Any]) -> list[float]:
         start = perf_counter()
         pull(i).block_until_ready()
         seconds.append(perf_counter() - start)
-    return seconds
+    return seconds[2:]
 
 
 def transfer_rates() -> list[TransferRate]:
@@ -199,15 +224,27 @@ def transfer_rates() -> list[TransferRate]:
     ]
     first, second = ray.get([each.address.remote() for each in ends])
     ray.get([ends[0].connect.remote(0, second), ends[1].connect.remote(1, first)])
+    address = ray.get(ends[0].serve_bare.remote())
+    ray.get(ends[1].connect_bare.remote(address))
+
+    def ours(megabytes: int, is_ahead: bool) -> list[float]:
+        sent = ends[0].send.remote(megabytes, is_ahead)
+        seconds = ray.get(ends[1].receive.remote(megabytes))
+        ray.get(sent)
+        return seconds
+
+    def bare(megabytes: int) -> list[float]:
+        numbers = ray.get(ends[0].offer_bare.remote(megabytes))
+        return ray.get(ends[1].pull_bare.remote(megabytes, numbers))
+
     rates = []
     for megabytes in _MEGABYTES:
-        sent = ends[0].send.remote(megabytes)
-        ours = ray.get(ends[1].receive.remote(megabytes))
-        ray.get(sent)
-        address = ray.get(ends[0].offer_bare.remote(megabytes))
-        bare = ray.get(ends[1].pull_bare.remote(megabytes, address))
-        size = megabytes << 20
-        medians = (size / statistics.median(each[2:]) for each in (ours, bare))
+        seconds: list[list[float]] = [[], [], []]
+        for _ in range(_REPEATS):  # in turn: the load of the machine changes
+            seconds[0] += ours(megabytes, is_ahead=True)
+            seconds[1] += ours(megabytes, is_ahead=False)
+            seconds[2] += bare(megabytes)
+        medians = ((megabytes << 20) / statistics.median(each) for each in seconds)
         rates.append(TransferRate(megabytes, *medians))
     for each in ends:
         ray.kill(each)
@@ -246,6 +283,7 @@ def host_recovery(hosts: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--transfers", action="store_true", help="measure these only")
     arguments = parser.parse_args()
     from autopar.clusters.virtual_devices import use_virtual_devices
     from autopar.runtime.ray_local import local_ray_hosts
@@ -254,10 +292,14 @@ def main() -> None:
     import autopar
 
     with local_ray_hosts(2, 4) as hosts:
-        for each in driver_times(autopar.Cluster.ray(hosts.address), arguments.steps):
-            print(each, flush=True)
+        cluster = autopar.Cluster.ray(hosts.address)
+        if not arguments.transfers:
+            for each in driver_times(cluster, arguments.steps):
+                print(each, flush=True)
         for rate in transfer_rates():
             print(rate, flush=True)
+    if arguments.transfers:
+        return
     with local_ray_hosts(1, 4) as hosts:
         for recovery in host_recovery(hosts):
             print(recovery)

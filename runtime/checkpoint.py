@@ -35,7 +35,7 @@ from .named_leaves import (
     nested,
 )
 from .ray_arrays import RemoteArray, is_on_workers
-from .stored_arrays import StoredArray, stored_array
+from .stored_arrays import StoredArray, read_onto, stored_array
 
 _IN_PIECES = (DistributedArray, AbstractDistributedArray)
 MARK = {"autopar": {"format": 1}}
@@ -104,8 +104,8 @@ def orbax_tree(stored: Mapping[Names, Any]) -> dict[str, Any]:
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
     """The state that `save`, or Orbax itself, wrote to a directory.
 
-    Each device reads its own part of an array only; one in pieces here is read whole by
-    this process, once. Other hosts read theirs when a step first takes them.
+    Each device reads its own part of an array only; that is so for one in pieces, too,
+    but from a bucket. Other hosts read theirs when a step first takes them.
 
     Args:
       path: the directory.
@@ -127,10 +127,10 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
         stored = _stored_tree(checkpointer, directory)
         read = _with_elements(wanted)
         _check_alike(directory, wanted.paths, read, leaves_by_names(stored))
-        elsewhere = _read_by_workers(directory, read)
+        in_pieces = _read_in_pieces(directory, read)
 
         def item(path: Any, kind: Any) -> Any:
-            return orbax.PLACEHOLDER if names_of(path) in elsewhere else kind
+            return orbax.PLACEHOLDER if names_of(path) in in_pieces else kind
 
         asked = tree_map_with_path(
             lambda path, _: _restore_args(orbax, read[names_of(path)]),
@@ -141,7 +141,7 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
             item=tree_map_with_path(item, stored, is_leaf=is_array), restore_args=asked
         )
         here = checkpointer.restore(directory, args=arguments)
-        found = {**leaves_by_names(here), **elsewhere}
+        found = {**leaves_by_names(here), **in_pieces}
     return wanted.replaced(
         {
             names: _placed(found[names], leaf, wanted.paths[names])
@@ -310,21 +310,25 @@ def _placed(value: Any, like: Any, path: str) -> Any:
     return value
 
 
-def _read_by_workers(
+def _read_in_pieces(
     directory: str, wanted: Mapping[Names, Any]
 ) -> dict[Names, DistributedArray]:
-    """The leaves that lie on other hosts, as what these read at the next step."""
+    """The leaves in pieces, and those that other hosts read at the next step."""
     found: dict[Names, DistributedArray] = {}
     for names, leaf in wanted.items() if not _is_remote(directory) else ():
         pieces = leaf.pieces if isinstance(leaf, _IN_PIECES) else (leaf,)
-        if _is_key(leaf) or not all(map(_is_elsewhere, pieces)):
+        homes = [getattr(piece, "sharding", None) for piece in pieces]
+        is_here = isinstance(leaf, _IN_PIECES) and all(map(_has_devices, homes))
+        if _is_key(leaf) or not (is_here or all(map(_is_elsewhere, pieces))):
             continue
         name, (shape, dtype) = ".".join(names), data_type(leaf)
-        whole = stored_array(Path(directory), name, shape, dtype)
-        parts = [whole]
+        parts: list[Any] = [stored_array(Path(directory), name, shape, dtype)]
         if len(pieces) > 1:
             ends = itertools.accumulate((p.shape[0] for p in pieces), initial=0)
-            parts = [whole.cut(*rows) for rows in itertools.pairwise(ends)]
+            parts = [parts[0].cut(*rows) for rows in itertools.pairwise(ends)]
+        if is_here:
+            places = zip(parts, homes, strict=True)
+            parts = [read_onto(part, home, dtype) for part, home in places]
         found[names] = DistributedArray(parts)
     return found
 
@@ -345,17 +349,13 @@ def _has_devices(sharding: Any) -> bool:
 
 
 def _in_pieces(whole: np.ndarray, like: Any) -> Any:
-    """An array cut into the pieces of `like`; whole if some lie on other hosts."""
+    """An array of a bucket in the pieces of `like`; whole if some lie elsewhere."""
     shardings = [piece.sharding for piece in like.pieces]
     if not all(map(_has_devices, shardings)):
         return whole  # the step that takes it moves it there
-    pieces, first = [], 0
-    for piece, sharding in zip(like.pieces, shardings, strict=True):
-        last = first + piece.shape[0] if len(shardings) > 1 else None
-        part = whole[first:last] if len(shardings) > 1 else whole
-        pieces.append(jax.device_put(part, sharding))
-        first = last or 0
-    return DistributedArray(pieces)
+    ends = itertools.accumulate(piece.shape[0] for piece in like.pieces[:-1])
+    parts = np.split(whole, [*ends]) if len(shardings) > 1 else [whole]
+    return DistributedArray([*map(jax.device_put, parts, shardings)])
 
 
 def _empty(leaf: Any) -> Any:

@@ -7,11 +7,13 @@ Nothing of the state passes through the driver.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autopar.errors import HostLostError
 from autopar.state.distributed_array import DistributedArray
 
 from .ray_arrays import Keeper, RemoteArray
@@ -60,12 +62,22 @@ class RemoteSave:
         return digests
 
 
+def _is_not_lost_host(record: logging.LogRecord) -> bool:
+    """Whether Orbax's threads have to tell of an error: a lost host is raised by ours.
+
+    Each of them would print it with its traceback.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HostLostError)
+
+
 def remote_handler(orbax: Any, digests: dict[str, Digest]) -> Any:
     """What Orbax writes a state with some of whose leaves lie on workers.
 
     `digests` gets the files of those, by their path in the checkpoint.
     """
     handlers = orbax.type_handlers
+    logging.getLogger("absl").addFilter(_is_not_lost_host)
 
     class RemoteHandler(handlers.NumpyHandler):
         """Leaves on workers; read again they are ordinary arrays."""

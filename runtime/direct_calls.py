@@ -22,7 +22,13 @@ from autopar.lowering.programs import (
     path_in_cpp,
 )
 
-from .local import DISPATCH, LocalExecutable
+from .local import (
+    DISPATCH,
+    LocalExecutable,
+    cut_on_host,
+    has_repeats,
+    seen_by_host,
+)
 
 MISSED = object()
 """Instead of a result: the call is to be made another way."""
@@ -74,7 +80,7 @@ class DirectCalls:
         self._is_stopped = False
         self._num_donated: int | None = None  # leaves, from the first on
         positions = static.positions, static.names
-        self._call = call_in_cpp(name, *positions, self._first_call)
+        self._call = call_in_cpp(name, *positions, self._first_call, seen_by_host)
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result, or MISSED, before anything was done.
@@ -90,7 +96,7 @@ class DirectCalls:
         if self._static.positions:
             dynamic = self._static.split(args, kwargs)[:2]
         leaves = jax.tree.leaves(dynamic)
-        if _has_deleted(leaves) or (self._num_donated and _has_repeats(leaves)):
+        if _has_deleted(leaves) or (self._num_donated and has_repeats(leaves)):
             return MISSED
         with DISPATCH:
             return self._call(*args, **kwargs)
@@ -109,7 +115,7 @@ class DirectCalls:
             return missed
         program = ready.executable.program
         num_donated = len(program.donated)
-        if num_donated and _has_repeats(ready.leaves):
+        if num_donated and has_repeats(ready.leaves):
             return missed
         if self._num_donated not in (None, num_donated):
             self._is_stopped = True
@@ -117,22 +123,22 @@ class DirectCalls:
         self._num_donated = num_donated
         compiled = program.compile()
         try:
-            outputs = compiled(*program.split(ready.leaves), [])
+            given = cut_on_host(ready.leaves, program.shardings)
+            outputs = compiled(program.constants, *given)
         except (TypeError, ValueError):  # such as a memory layout of its own
             return missed
-        path = path_in_cpp(compiled, ready.leaves, ready.result_tree, outputs)
+        taken = program.constants, ready.leaves
+        path = path_in_cpp(compiled, *taken, ready.result_tree, outputs)
         return jax.tree.unflatten(ready.result_tree, outputs), path, path is None
 
 
 def _has_deleted(leaves: Sequence[Any]) -> bool:
-    kinds = set(map(type, leaves))
-    if kinds == {CONCRETE_ARRAY}:  # without a loop of Python's
+    try:  # one pass, without a loop of Python's
         return any(map(CONCRETE_ARRAY.is_deleted, leaves))
-    if is_traced(leaves):
+    except TypeError:
+        others = [leaf for leaf in leaves if type(leaf) is not CONCRETE_ARRAY]
+    if is_traced(others):
         return False
-    arrays = {kind for kind in kinds if issubclass(kind, jax.Array)}
-    return any(leaf.is_deleted() for leaf in leaves if type(leaf) in arrays)
-
-
-def _has_repeats(leaves: Sequence[Any]) -> bool:
-    return len(set(map(id, leaves))) < len(leaves)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, CONCRETE_ARRAY)]
+    arrays += [leaf for leaf in others if isinstance(leaf, jax.Array)]
+    return any(leaf.is_deleted() for leaf in arrays)

@@ -35,6 +35,7 @@ _WEAK_SCALARS = (int, float, complex)
 _TAKEN = (jax.Array, np.ndarray, np.generic, bool, *_WEAK_SCALARS)
 _HELD = (jax.Array, DistributedArray)
 _weak_type = attrgetter("aval.weak_type")
+_is_committed = attrgetter("committed")
 _SHAPES = (jax.ShapeDtypeStruct, AbstractDistributedArray)
 # Two threads must start their steps in one order on all devices, or these wait for
 # each other in collectives of different steps.
@@ -101,46 +102,34 @@ class LocalExecutable:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the program takes leaves in their order, and needs nothing else."""
+        """Whether a call needs no more than the program."""
         program = self.program
-        in_order = tuple(range(len(program.argument_types)))
-        return (
-            program.host_calls is None
-            and not program.constants
-            and (*program.donated, *program.kept) == in_order
-        )
+        are_plain = all(type(x) is CONCRETE_ARRAY for x in program.constants)
+        return program.host_calls is None and are_plain
 
     def takes(self, leaves: Sequence[Any]) -> bool:
         """Whether the program runs on these leaves as they are."""
-        homes = self.program.shardings
         return (
             all(isinstance(leaf, _TAKEN) for leaf in leaves)
             and not is_traced(leaves)
-            and all(
-                a is b
-                for a, b in zip(leaves, map(_seen_by_host, leaves, homes), strict=True)
-            )
             and tuple(map(_is_weak, leaves)) == self._weak_types
             and self._fits(leaves)
             and self._is_in_place(leaves)
         )
 
     def _run(self, leaves: Sequence[Any]) -> list[Any]:
-        homes = self.program.shardings
-        cut = [
-            _seen_by_host(leaf, home) if not getattr(leaf, "committed", True) else leaf
-            for leaf, home in zip(leaves, homes, strict=True)
-        ]
-        donated, kept = self.program.split(cut)
-        if len(set(map(id, donated))) != len(donated):
-            donated = _without_repeats(donated)
+        given = cut_on_host(leaves, self.program.shardings)
+        donated = self.program.donated
+        if donated and has_repeats(given):
+            given = self.program.without_repeats(given)
         if is_checking_values():  # the function is run on them again if it fails
-            donated = jax.tree.map(jax.numpy.copy, donated)
-        return self.program.watched(lambda: self._dispatch(donated, kept))
+            for position in donated:
+                given[position] = jax.numpy.copy(given[position])
+        return self.program.watched(lambda: self._dispatch(given))
 
-    def _dispatch(self, donated: list[Any], kept: list[Any]) -> list[Any]:
+    def _dispatch(self, leaves: Sequence[Any]) -> list[Any]:
         with DISPATCH:
-            return self._compiled(donated, kept, list(self.program.constants))
+            return self._compiled(self.program.constants, *leaves)
 
     def _moved(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves where the plan has them; says so the first time.
@@ -173,15 +162,14 @@ class LocalExecutable:
             )
         once = self.program.without_repeats(leaves)
         homes = self.program.shardings
-        whole = map(gathered, map(_seen_by_host, once, homes), homes)
+        whole = map(gathered, map(seen_by_host, once, homes), homes)
         return jax.device_put(list(whole), list(homes))
 
     def _run_traced(self, leaves: Sequence[Any]) -> list[Any]:
         """Inside another JAX transformation, which a compiled program cannot join."""
         if not self._fits(leaves):
             raise SignatureChanged
-        donated, kept = self.program.split(leaves)
-        return self.program.jitted(donated, kept, list(self.program.constants))
+        return self.program.jitted(self.program.constants, *leaves)
 
     def _fits(self, leaves: Sequence[Any]) -> bool:
         """Whether the leaves have the shapes and dtypes planned for."""
@@ -215,7 +203,7 @@ def run_once(program: SpmdProgram, leaves: Sequence[Any]) -> list[Any]:
 
     def dispatch() -> list[Any]:
         with DISPATCH:
-            return program.jitted([], placed, list(program.constants))
+            return program.jitted(program.constants, *placed)
 
     return program.watched(dispatch)
 
@@ -247,7 +235,22 @@ def _is_at_home(leaf: Any, home: jax.sharding.Sharding) -> bool:
     )
 
 
-def _seen_by_host(leaf: Any, home: jax.sharding.Sharding) -> Any:
+def cut_on_host(
+    leaves: Sequence[Any], homes: Sequence[jax.sharding.Sharding]
+) -> list[Any]:
+    """The leaves, those that nobody has put anywhere `seen_by_host`."""
+    try:
+        if all(map(_is_committed, leaves)):
+            return list(leaves)
+    except AttributeError:  # not all are arrays
+        pass
+    return [
+        leaf if getattr(leaf, "committed", True) else seen_by_host(leaf, home)
+        for leaf, home in zip(leaves, homes, strict=True)
+    ]
+
+
+def seen_by_host(leaf: Any, home: jax.sharding.Sharding) -> Any:
     """An array of one CPU that is to be cut, as numpy's.
 
     To cut its own arrays JAX compiles a program for each shape, which in a first call
@@ -287,10 +290,6 @@ def _deleted_error(deleted: Sequence[tuple[str, Any]]) -> RuntimeError:
     )
 
 
-def _without_repeats(arrays: Sequence[Any]) -> list[Any]:
-    seen: set[int] = set()
-    unique = []
-    for array in arrays:
-        unique.append(jax.numpy.copy(array) if id(array) in seen else array)
-        seen.add(id(array))
-    return unique
+def has_repeats(leaves: Sequence[Any]) -> bool:
+    """Whether one object is several of the leaves."""
+    return len(set(map(id, leaves))) < len(leaves)

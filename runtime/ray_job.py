@@ -48,18 +48,33 @@ class HostJob:
 
 
 @dataclass(frozen=True)
+class LoadedPart:
+    """Rows of a leaf of a batch, which hosts read from the source of this number.
+
+    Of the batch from example `first` on, row `start` and every `stride`-th after it.
+    """
+
+    source: int
+    first: int
+    leaf: int
+    start: int
+    stride: int
+
+
+@dataclass(frozen=True)
 class StepRequest:
     """One step of a job, as all hosts of a group are told it.
 
     Of the inputs, `held` are arrays that the hosts keep under numbers, `stored` are
-    read from a checkpoint, and the rest comes from the driver, each host its part. Of
-    the ends, `kept` stay under the numbers given, and `returned` go to the driver.
-    `freed` are numbers nobody needs any more.
+    read from a checkpoint, `loaded` from a source of data, and the rest comes from the
+    driver, each host its part. Of the ends, `kept` stay under the numbers given, and
+    `returned` go to the driver. `freed` are numbers nobody needs any more.
     """
 
     job: int
     held: Mapping[int, int]
     stored: Mapping[int, StoredArray]
+    loaded: Mapping[int, LoadedPart]
     kept: Mapping[int, int]
     returned: tuple[int, ...]
     freed: tuple[int, ...]

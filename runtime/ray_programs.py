@@ -16,7 +16,6 @@ from autopar.lowering.programs import PipelineProgram, StageProgram
 
 from .ray_arrays import Block, HostShards
 from .ray_job import HostJob
-from .stored_arrays import StoredArray
 from .tile import Tile, tile_at
 from .transfer_plan import devices
 
@@ -80,19 +79,6 @@ def copied_blocks(array: jax.Array) -> tuple[Block, ...]:
     return tuple(Block(tile, np.asarray(copy)) for tile, copy in copies)
 
 
-def read(stored: StoredArray, type_: ShardedType) -> jax.Array:
-    """An array in a checkpoint, of which this host reads its own shards once."""
-    tiles: dict[str, np.ndarray] = {}
-
-    def tile(index: tuple[slice, ...] | None) -> np.ndarray:
-        assert index is not None, "this host has a part of every array of its group"
-        if str(index) not in tiles:
-            tiles[str(index)] = stored.read(index).astype(type_.dtype, copy=False)
-        return tiles[str(index)]
-
-    return jax.make_array_from_callback(type_.shape, sharding_of(type_), tile)
-
-
 def _own_shards(array: jax.Array) -> list[tuple[Any, Tile]]:
     """The shards that this host sends of an array, each with its tile."""
     return [
@@ -132,31 +118,27 @@ def compile_code(
     code: ExportedProgram, constants: Sequence[jax.Array]
 ) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """An exported program as a function of lists of arrays, compiled at once."""
-    inputs = [sharding_of(type_) for type_ in code.inputs]
-    donated = [inputs[i] for i in code.donated]
-    kept = [inputs[i] for i in code.kept]
     exported = export.deserialize(bytearray(code.checked_code()))
 
-    def call(donated: list[Any], kept: list[Any], constants: list[Any]) -> Any:
-        return exported.call(donated, kept, constants)
+    def call(closed_over: tuple[Any, ...], *leaves: Any) -> Any:
+        return exported.call(closed_over, *leaves)
 
     call.__name__ = code.name
     jitted = jax.jit(
         call,
-        in_shardings=(donated, kept, [sharding_of(t) for t in code.constants]),
+        in_shardings=(
+            tuple(map(sharding_of, code.constants)),
+            *map(sharding_of, code.inputs),
+        ),
         out_shardings=[sharding_of(t) for t in code.outputs],
-        donate_argnums=(0,),
+        donate_argnums=tuple(1 + position for position in code.donated),
     )
     arguments, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
     options: dict[str, str | bool] = {**code.compiler_options}
     compiled = jitted.lower(*arguments).compile(options)
 
     def run(values: Sequence[Any]) -> Sequence[Any]:
-        return compiled(
-            [values[i] for i in code.donated],
-            [values[i] for i in code.kept],
-            list(constants),
-        )
+        return compiled(tuple(constants), *values)
 
     return run
 

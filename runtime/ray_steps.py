@@ -16,6 +16,7 @@ import jax
 
 from autopar.clusters.cluster import Cluster
 from autopar.clusters.ray_hosts import HostGroups
+from autopar.data.examples import LoadedRows
 from autopar.lowering.exported_program import (
     ExportedProgram,
     ShardedType,
@@ -27,8 +28,9 @@ from autopar.state.distributed_array import DistributedArray
 from .instructions import Held, InstructionList
 from .ray_arrays import Block, HostShards, RemoteArray, cut_for_hosts, join_blocks
 from .ray_crossing import Crossing
-from .ray_job import HostJob, StageCode, StepReply, StepRequest
+from .ray_job import HostJob, LoadedPart, StageCode, StepReply, StepRequest
 from .ray_pending import PendingArray, PendingStep, StepEnd
+from .ray_sources import source_number
 from .ray_workers import Begun, Workers, workers_of
 from .stored_arrays import StoredArray
 from .timeline import Event, Timeline
@@ -62,13 +64,14 @@ class JobParts:
 class _Inputs:
     """The inputs of a group of hosts in one step, by position.
 
-    `held` they keep, `fed` comes from the driver, each host its part, and `stored` they
-    read.
+    `held` they keep, `fed` comes from the driver, each host its part, and `stored` and
+    `loaded` they read.
     """
 
     held: dict[int, RemoteArray] = field(default_factory=dict)
     fed: dict[int, list[HostShards]] = field(default_factory=dict)
     stored: dict[int, StoredArray] = field(default_factory=dict)
+    loaded: dict[int, LoadedPart] = field(default_factory=dict)
 
 
 class RayJob:
@@ -114,6 +117,7 @@ class RayJob:
                     self._number,
                     {i: array.number for i, array in inputs.held.items()},
                     inputs.stored,
+                    inputs.loaded,
                     {i: numbers[key] for i, key in enumerate(keys) if key in numbers},
                     tuple(i for i, key in enumerate(keys) if key in returned),
                     freed[ranks[0]],
@@ -184,6 +188,10 @@ class RayJob:
                 found.held[i] = array
             elif isinstance(array, StoredArray):
                 found.stored[i] = array
+            elif isinstance(array, LoadedRows):
+                number = source_number(self.workers, array.source, group)
+                row = array.first, array.leaf, array.start, array.stride
+                found.loaded[i] = LoadedPart(number, *row)
             else:
                 whole = plain_array(array).astype(type_.dtype, copy=False)
                 num_hosts = self.workers.num_hosts[group]

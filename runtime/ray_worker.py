@@ -29,11 +29,12 @@ from .ray_job import (
     own_versions,
 )
 from .ray_trap import Trap
-from .stored_arrays import Digest, Writing, moved, write_tile
+from .stored_arrays import Digest, Writing, moved, read_onto, write_tile
 
 if TYPE_CHECKING:
     from .ray_host_step import LoadedHostJob
     from .ray_programs import Resharding
+    from .ray_reading import SourceOnHost
     from .ray_transport import Transport
 
 
@@ -78,6 +79,7 @@ class HostWorker:
 
     def __init__(self) -> None:
         self._arrays: dict[int, Any] = {}
+        self._sources: dict[int, SourceOnHost] = {}
         self._copies: dict[int, dict[int, tuple[Block, ...]]] = {}
         self._jobs: dict[int, LoadedHostJob] = {}
         self._transport: Transport | None = None
@@ -247,6 +249,16 @@ class HostWorker:
             self._arrays.update({n: place(each) for n, each in shards.items()})
 
     @_reported
+    def open_source(
+        self, number: int, packed: bytes, num_ahead: int, end: int | None
+    ) -> None:
+        """Keep a source of data under a number."""
+        from .ray_reading import SourceOnHost
+
+        with self._lock:
+            self._sources[number] = SourceOnHost.of(packed, num_ahead, end)
+
+    @_reported
     def copy_out(self, ticket: int, numbers: Sequence[int]) -> None:
         """Copy this host's shards of some arrays, which may be donated then."""
         from .ray_programs import copied_blocks
@@ -282,22 +294,29 @@ class HostWorker:
     def _free(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._arrays.pop(number, None)
+            if number in self._sources:
+                self._sources.pop(number).close()
 
     def _inputs(
         self, job: HostJob, request: StepRequest, fed: Mapping[int, HostShards]
     ) -> dict[Held, Any]:
         """What the lanes hold at first, each array where the job wants it."""
-        from .ray_programs import place, read
+        from .ray_programs import place, sharding_of
+        from .ray_reading import taken
 
         resharding = self._resharding
         assert resharding is not None, "join comes first"
         held: dict[Held, Any] = {}
         seen: set[int] = set()
+        loaded = taken(self._sources, request.loaded, job.inputs.values())
         for i, (key, type_) in enumerate(job.inputs.items()):
             if i in fed:
                 held[key] = place(fed[i])
             elif i in request.stored:
-                held[key] = read(request.stored[i], type_)
+                stored, home = request.stored[i], sharding_of(type_)
+                held[key] = read_onto(stored, home, type_.dtype)
+            elif i in loaded:
+                held[key] = loaded[i]
             else:
                 number = request.held[i]
                 array = resharding.bring(self._arrays[number], type_)

@@ -30,6 +30,7 @@ from .ray_heartbeat import start_heartbeat
 from .ray_hosts import import_ray
 from .ray_job import HostFacts
 from .ray_pending import PendingStep
+from .ray_sources import SourceNumbers
 from .ray_start import join_hosts
 from .ray_traffic import Traffic
 from .ray_watch import HUNG_SECONDS, Watch
@@ -37,7 +38,9 @@ from .stored_arrays import Digest, Writing
 
 _log = logging.getLogger("autopar")
 # Calls that a host answers in their order; the others may be made beside them.
-_IN_ORDER = frozenset({"load", "step", "fetch", "store", "copy_out", "kept"})
+_IN_ORDER = frozenset(
+    {"load", "open_source", "step", "fetch", "store", "copy_out", "kept"}
+)
 _START_TRIES = 3  # joining fails by death of the process: a port taken, for one
 
 
@@ -83,6 +86,7 @@ class Workers:
         self._stop_heartbeat: Callable[[], Any] | None = None
         self._in_order: deque[Begun] = deque()  # begun, and their replies not read yet
         self._under_way: deque[PendingStep] = deque()
+        self.sources: SourceNumbers = weakref.WeakKeyDictionary()
         self._jobs = 0
         self._tickets = 0
         for tries_left in reversed(range(_START_TRIES)):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from .tile import Tile, tile_at
@@ -110,6 +111,24 @@ def stored_array(
     driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
     spec = json.dumps({"driver": driver, "kvstore": place})
     return StoredArray(spec, shape, np.dtype(dtype))
+
+
+def read_onto(stored: StoredArray, sharding: Any, dtype: Any) -> jax.Array:
+    """A stored array on devices; this process reads the shards of its own, each once.
+
+    Raises:
+      ValueError: it is not there, or cannot be read.
+    """
+    tiles: dict[Tile, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None, "devices of a process have a part each"
+        tile = tile_at(index, stored.shape)
+        if tile not in tiles:
+            tiles[tile] = stored.read(index).astype(dtype, copy=False)
+        return tiles[tile]
+
+    return jax.make_array_from_callback(stored.shape, sharding, part)
 
 
 def create_array(

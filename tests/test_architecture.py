@@ -22,15 +22,17 @@ RUNTIME_MAY_IMPORT = (
     "lowering.exported_program",
     "clusters.cluster",
     "clusters.ray_hosts",
+    "data.examples",
     "state.distributed_array",
     "errors",
     "runtime",
 )
-# Only files of the runtime know ray, so these ask them: which hosts are there, and to
-# start a local cluster.
+# Only files of the runtime know ray, so these ask them: which hosts are there, to start
+# a local cluster, and what hosts can be sent.
 RAY_QUESTIONS = {
     "autopar.clusters.cluster": ("autopar.runtime.ray_hosts",),
     "autopar.commands.launch": ("autopar.runtime.ray_local",),
+    "autopar.data.host_source": ("autopar.runtime.ray_sources",),
 }
 PRIVATE_JAX = ("jaxlib", "jax._", "jax.core", "jax.interpreters")
 JUNK_DRAWERS = {"util", "helper", "common", "manager", "core", "misc"}

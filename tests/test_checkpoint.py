@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.methods.methods import PipelineParallel
+from autopar.runtime.stored_arrays import StoredArray
 from autopar.state.distributed_array import DistributedArray
 
 Tree = Any
@@ -218,6 +219,27 @@ def test_pieces_may_be_cut_otherwise(tmp_path: Path) -> None:
     like = in_pieces(jnp.zeros(6), 2, 5)
     found = autopar.restore(tmp_path / "state", like)
     assert_same(list(found.pieces), list(in_pieces(jnp.arange(6.0), 2, 5).pieces))
+
+
+def test_each_piece_is_read_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = jnp.arange(24.0).reshape(6, 4)
+    autopar.save(tmp_path / "state", {"w": in_pieces(whole, 2, 5)})
+    sizes, read = list[int](), StoredArray.read
+
+    def counted(self: StoredArray, index: Any) -> np.ndarray:
+        sizes.append((found := read(self, index)).nbytes)
+        return found
+
+    monkeypatch.setattr(StoredArray, "read", counted)
+    halves = NamedSharding(mesh_of(a=2, b=4), P(None, "a"))
+    copies = NamedSharding(mesh_of(a=8), P())
+    like = [jax.device_put(jnp.zeros((n, 4)), s) for n, s in ((4, halves), (2, copies))]
+    found = autopar.restore(tmp_path / "state", {"w": DistributedArray(like)})["w"]
+    assert [piece.sharding for piece in found.pieces] == [halves, copies]
+    np.testing.assert_array_equal(found, whole)
+    assert sizes == [32, 32, 32], "each shard once, and never the whole"
 
 
 def test_modules_come_back_with_their_functions(tmp_path: Path) -> None:

@@ -11,6 +11,13 @@ from ..lowering.lowered_pipeline import LoweredPipeline
 from ..lowering.lowered_step import Lowered
 
 
+def is_on_hosts(lowered: Lowered | LoweredPipeline) -> bool:
+    """Whether a step runs on the hosts of a Ray cluster."""
+    if isinstance(lowered, LoweredPipeline):
+        return lowered.step.pipeline.planned.cluster.ray_hosts is not None
+    return not isinstance(lowered.program.mesh, Mesh)
+
+
 def batch_types(lowered: Lowered | LoweredPipeline) -> Any:
     """The argument that is the batch, a tuple of several, or a dict of them by name.
 

@@ -7,14 +7,18 @@ import threading
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 from ..lowering.lowered_pipeline import LoweredPipeline
 from ..lowering.lowered_step import Lowered
-from .batch_types import batch_types
+from .batch_tree import BatchTree
+from .batch_types import batch_types, is_on_hosts
+from .examples import Examples
+from .host_source import host_source
 from .placing import Placing
-from .sources import Position, Reader, reader_of
+from .sources import ExampleReader, Position, Reader, batch_reader, is_by_number
 
 _PATIENCE_SECONDS = 0.1  # how soon a reader sees that nobody waits for it
 _END = object()
@@ -37,7 +41,9 @@ class Batches:
       process all rows, or only those that its devices hold, in their order.
 
     Of the first two each process reads the examples that its devices hold, and no
-    others; they end after `num_epochs`, a last batch that is not full left out.
+    others; they end after `num_epochs`, a last batch that is not full left out. Where
+    the step runs on the hosts of a Ray cluster, these read what their devices hold of a
+    source that is not in this process's memory; leaves are `DistributedArray`s then.
 
     Args:
       source: where the data comes from. An iterator is read from its start, or from
@@ -52,9 +58,12 @@ class Batches:
       seed: shuffles the examples, each epoch otherwise; None leaves them in order.
       num_epochs: how often the examples come; None for without end.
       prefetch: how many batches are read ahead by a thread; 0 reads when asked.
+      on_hosts: whether the hosts of a Ray cluster read the examples; None as said
+        above. The source is sent to them with cloudpickle, `np.memmap`s in it as
+        paths; lists and arrays of this process are only sent if it is True.
 
     Raises:
-      TypeError: no source.
+      TypeError: no source, or `on_hosts` and it cannot be sent.
       ValueError: a source with fewer examples than a batch, or a position of another.
     """
 
@@ -67,10 +76,29 @@ class Batches:
         seed: int | None = None,
         num_epochs: int | None = None,
         prefetch: int = 2,
+        on_hosts: bool | None = None,
     ) -> None:
         is_step = isinstance(like, Lowered | LoweredPipeline)
-        placing = Placing.of(batch_types(like) if is_step else like)
-        self._reader = reader_of(source, placing, seed, num_epochs, position)
+        tree = BatchTree.of(batch_types(like) if is_step else like)
+        if not is_by_number(source):
+            if seed is not None or num_epochs is not None or on_hosts:
+                raise ValueError(
+                    f"seed= and num_epochs= are for a source with examples by number, "
+                    f"and so is on_hosts=, but {type(source).__name__} has no len() or "
+                    f"no [i]; shuffle and repeat in it."
+                )
+            self._reader: Reader = batch_reader(source, Placing.of(tree), position)
+        else:
+            examples = Examples(source, tree, seed)
+            end = num_epochs * examples.length if num_epochs else None
+            sent = None
+            if on_hosts or (on_hosts is None and is_step and is_on_hosts(like)):
+                sent = host_source(examples, prefetch, end, is_asked=bool(on_hosts))
+            if sent is None:
+                batch_at = partial(Placing.of(tree).batch_at, examples)
+            else:
+                batch_at, prefetch = sent.batch, 0
+            self._reader = ExampleReader.at(examples, batch_at, end, position)
         self._position = self._reader.position
         self._ahead = _Ahead(self._reader, prefetch) if prefetch else None
         self._is_over = False

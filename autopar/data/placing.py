@@ -8,56 +8,31 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path
+
+from .batch_tree import BatchTree
+from .examples import Examples
 
 
 @dataclass(frozen=True, eq=False)
 class Placing:
     """Where the leaves of a batch lie.
 
-    `size` is the leading size of every leaf; `rows` are those, ascending, that some
-    device of this process holds of some leaf.
+    `rows` are those, ascending, that some device of this process holds of some leaf.
     """
 
-    kinds: tuple[Any, ...]
-    paths: tuple[str, ...]
-    structure: Any
-    size: int
+    tree: BatchTree
     rows: np.ndarray
 
     @classmethod
-    def of(cls, like: Any) -> Placing:
-        """That of a tree of jax.ShapeDtypeStruct, with shardings or without.
+    def of(cls, tree: BatchTree) -> Placing:
+        """That of a batch by the shardings of its leaves; all rows of one without."""
+        return cls(tree, _rows_here(tree.kinds, tree.size))
 
-        Raises:
-          ValueError: it is empty, or its leaves share no leading size.
-        """
-        flat, structure = tree_flatten_with_path(like)
-        sizes = {kind.shape[0] if kind.shape else None for _, kind in flat}
-        size = sizes.pop() if len(sizes) == 1 else None
-        if not size:
-            shown = ", ".join(f"{keystr(p)} is {list(k.shape)}" for p, k in flat)
-            raise ValueError(
-                f"The leaves of a batch have one leading size, but {shown or 'none'}; "
-                f"give the lowered step."
-            )
-        kinds = tuple(kind for _, kind in flat)
-        paths = tuple(f"batch{keystr(path)}" for path, _ in flat)
-        return cls(kinds, paths, structure, size, _rows_here(kinds, size))
-
-    def leaves_of(self, tree: Any, what: str) -> list[Any]:
-        """The leaves of a batch or an example.
-
-        Raises:
-          ValueError: its tree is not that of the batch.
-        """
-        leaves, structure = jax.tree.flatten(tree)
-        if structure != self.structure:
-            raise ValueError(
-                f"A source gives trees like the batch of the step, {self.structure}, "
-                f"but {what} is {structure}."
-            )
-        return leaves
+    def batch_at(self, examples: Examples, first: int) -> Any:
+        """The batch from an example on."""
+        numbers = range(len(self.tree.kinds))
+        leaves = examples.rows(first, dict.fromkeys(numbers, self.rows))
+        return self.placed([leaves[i] for i in numbers])
 
     def placed(self, leaves: Sequence[np.ndarray]) -> Any:
         """The batch, of leaves that hold `rows`, or all rows.
@@ -65,36 +40,30 @@ class Placing:
         Raises:
           ValueError: a leaf of another shape or dtype.
         """
-        parts = zip(self.kinds, self.paths, leaves, strict=True)
-        return jax.tree.unflatten(self.structure, [self._placed(*p) for p in parts])
+        placed = [self._placed(i, leaf) for i, leaf in enumerate(leaves)]
+        return jax.tree.unflatten(self.tree.structure, placed)
 
-    def _placed(self, kind: Any, path: str, leaf: np.ndarray) -> Any:
-        number = leaf.shape[0] if leaf.ndim else 0
-        has_all = number == self.size
-        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
-        if leaf.shape[1:] != kind.shape[1:] or not (
-            has_all or number == len(self.rows)
-        ):
-            here = "" if len(self.rows) == self.size else f" or the {len(self.rows)}"
+    def _placed(self, number: int, leaf: np.ndarray) -> Any:
+        tree = self.tree
+        kind, size = tree.kinds[number], tree.size
+        found = leaf.shape[0] if leaf.ndim else 0
+        if leaf.shape[1:] != kind.shape[1:] or found not in (size, len(self.rows)):
+            here = "" if len(self.rows) == size else f" or the {len(self.rows)}"
             raise ValueError(
                 f"A source gives batches of the shape that the step was planned for, "
-                f"but {path} is {list(leaf.shape)} and not {list(kind.shape)}; all "
-                f"{self.size} rows{here} of this process are needed: leave out a last "
-                f"batch that is smaller."
+                f"but {tree.paths[number]} is {list(leaf.shape)} and not "
+                f"{list(kind.shape)}; all {size} rows{here} of this process are "
+                f"needed: leave out a last batch that is smaller."
             )
-        if dtype != kind.dtype:
-            raise ValueError(
-                f"A source gives the dtypes that the step was planned for, but {path} "
-                f"is {leaf.dtype} and not {kind.dtype}; convert it in the source."
-            )
+        typed = tree.typed(number, leaf)
         if kind.sharding is None:
-            return leaf.astype(dtype, copy=False)
+            return typed
 
         def part(index: Any) -> np.ndarray:
-            first, last, _ = index[0].indices(self.size)
-            if not has_all:
+            first, last, _ = index[0].indices(size)
+            if found != size:
                 first, last = np.searchsorted(self.rows, (first, last))
-            return leaf[(slice(first, last), *index[1:])].astype(dtype, copy=False)
+            return typed[(slice(first, last), *index[1:])]
 
         return jax.make_array_from_callback(kind.shape, kind.sharding, part)
 

@@ -7,13 +7,13 @@ such a position.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
+from .examples import Examples
 from .placing import Placing
 
 Position = dict[str, Any]
@@ -30,56 +30,48 @@ class Reader(Protocol):
 
 @dataclass(eq=False)
 class ExampleReader:
-    """Batches of examples that a source gives by number, `source[i]`.
+    """Batches of examples that a source gives by number; each is the next of them.
 
-    Examples are numbered through all epochs, each shuffled for itself; a batch is the
-    next `size` of them. A process reads those that its devices hold.
+    `batch_at` makes the one from an example on; there are none from `end` on.
     """
 
-    source: Any
-    placing: Placing
-    length: int
-    seed: int | None
-    num_epochs: int | None
+    examples: Examples
+    batch_at: Callable[[int], Any]
+    end: int | None
     next_example: int = 0
+
+    @staticmethod
+    def at(
+        examples: Examples,
+        batch_at: Callable[[int], Any],
+        end: int | None,
+        position: Mapping[str, Any] | None,
+    ) -> ExampleReader:
+        """At a position that one gave, or at the start.
+
+        Raises:
+          ValueError: the position is of another source.
+        """
+        reader = ExampleReader(examples, batch_at, end)
+        if position is not None:
+            expected = {**reader.position, "samples": position.get("samples")}
+            if expected != position or expected["samples"] is None:
+                raise _of_another_source(position, expected)
+            reader.next_example = position["samples"]
+        return reader
 
     @property
     def position(self) -> Position:
-        return {"samples": self.next_example, "of": self.length, "seed": self.seed}
+        examples, first = self.examples, self.next_example
+        return {"samples": first, "of": examples.length, "seed": examples.seed}
 
     def read(self) -> Any:
-        first, size = self.next_example, self.placing.size
-        if self.num_epochs and first + size > self.num_epochs * self.length:
+        first, size = self.next_example, self.examples.tree.size
+        if self.end is not None and first + size > self.end:
             raise StopIteration
-        numbers = self._shuffled(first + self.placing.rows)
-        batch = self.placing.placed(self._examples(numbers))
+        batch = self.batch_at(first)
         self.next_example += size
         return batch
-
-    def _shuffled(self, examples: np.ndarray) -> np.ndarray:
-        """The numbers in the source of examples as they are numbered here."""
-        epochs, numbers = np.divmod(examples, self.length)
-        if self.seed is None:
-            return numbers
-        found = np.empty_like(numbers)
-        for epoch in np.unique(epochs):
-            order = np.random.default_rng((self.seed, epoch)).permutation(self.length)
-            found[epochs == epoch] = order[numbers[epochs == epoch]]
-        return found
-
-    def _examples(self, numbers: np.ndarray) -> list[np.ndarray]:
-        """A leaf for each of the batch, with the examples of these numbers."""
-        if is_tree_of_arrays(self.source):
-            leaves = self.placing.leaves_of(self.source, "the source")
-            return [np.asarray(leaf[numbers]) for leaf in leaves]
-        examples = [
-            self.placing.leaves_of(self.source[int(i)], f"example {i}") for i in numbers
-        ]
-        leaves = list(zip(*examples, strict=True))
-        return [
-            _stacked(path, leaf)
-            for path, leaf in zip(self.placing.paths, leaves, strict=True)
-        ]
 
 
 @dataclass(eq=False)
@@ -98,45 +90,27 @@ class BatchReader:
 
     def read(self) -> Any:
         batch = next(self.source)
-        leaves = self.placing.leaves_of(batch, f"batch {self.num_batches}")
+        leaves = self.placing.tree.leaves_of(batch, f"batch {self.num_batches}")
         # A source may use its memory again, and JAX take it as it is.
         found = self.placing.placed([np.array(leaf) for leaf in leaves])
         self.num_batches += 1
         return found
 
 
-def reader_of(
-    source: Any,
-    placing: Placing,
-    seed: int | None,
-    num_epochs: int | None,
-    position: Mapping[str, Any] | None,
-) -> Reader:
-    """A reader of a source, at a position that it gave, or at the start.
+def is_by_number(source: Any) -> bool:
+    """Whether a source gives its examples by number."""
+    return hasattr(source, "__getitem__") and hasattr(source, "__len__")
+
+
+def batch_reader(
+    source: Any, placing: Placing, position: Mapping[str, Any] | None
+) -> BatchReader:
+    """A reader of what is iterated, at a position that one gave, or at the start.
 
     Raises:
       TypeError: it is no source.
-      ValueError: it is too short, or the position is of another source.
+      ValueError: the position is of another source, or behind its end.
     """
-    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
-        length = _length(source)
-        if length < placing.size:
-            raise ValueError(
-                f"A batch takes {placing.size} examples, but the source has {length}; "
-                f"plan the step for a smaller batch."
-            )
-        reader = ExampleReader(source, placing, length, seed, num_epochs)
-        if position is not None:
-            expected = {**reader.position, "samples": position.get("samples")}
-            if expected != position or expected["samples"] is None:
-                raise _of_another_source(position, expected)
-            reader.next_example = position["samples"]
-        return reader
-    if seed is not None or num_epochs is not None:
-        raise ValueError(
-            f"seed= and num_epochs= are for a source with examples by number, but "
-            f"{type(source).__name__} has no len() or no [i]; shuffle and repeat in it."
-        )
     try:
         batches = iter(source)
     except TypeError:
@@ -148,31 +122,6 @@ def reader_of(
     if position is not None:
         _forward(reader, position)
     return reader
-
-
-def is_tree_of_arrays(source: Any) -> bool:
-    """Whether a source is arrays with all examples: one, or a dict or tuple of them."""
-    if not isinstance(source, np.ndarray | jax.Array | Mapping | tuple):
-        return False
-    leaves = jax.tree.leaves(source)
-    return bool(leaves) and all(getattr(leaf, "ndim", 0) for leaf in leaves)
-
-
-def _length(source: Any) -> int:
-    """The number of examples.
-
-    Raises:
-      ValueError: arrays of different lengths.
-    """
-    if not is_tree_of_arrays(source):
-        return len(source)
-    lengths = {leaf.shape[0] for leaf in jax.tree.leaves(source)}
-    if len(lengths) > 1:
-        raise ValueError(
-            f"The arrays of a source hold the same examples along dim 0, but they are "
-            f"{sorted(lengths)} long."
-        )
-    return lengths.pop()
 
 
 def _forward(reader: BatchReader, position: Mapping[str, Any]) -> None:
@@ -205,15 +154,6 @@ def _of_another_source(position: Any, expected: Any) -> ValueError:
         f"A source goes on at a position of its own, such as {expected}, but got "
         f"{position}; give the source, and the seed, that were interrupted."
     )
-
-
-def _stacked(path: str, leaves: tuple[Any, ...]) -> np.ndarray:
-    try:
-        return np.stack([np.asarray(leaf) for leaf in leaves])
-    except ValueError as error:
-        raise ValueError(
-            f"The examples of a batch have one shape, but {path} does not: {error}."
-        ) from error
 
 
 def _as_json(state: Any) -> Any:

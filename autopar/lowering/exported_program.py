@@ -98,17 +98,15 @@ class ShardedType:
 class ExportedProgram:
     """An `SpmdProgram` as bytes for one platform.
 
-    Called on lists of `donated` leaves, `kept` leaves and `constants`; the first two
-    hold positions among `inputs`. Donation and `compiler_options` are not part of the
-    bytes: whoever compiles them asks for both again. `digest` is the SHA-256 of the
-    bytes as they were exported.
+    Called on `constants` and, one by one, `inputs`; `donated` holds positions among
+    these. Donation and `compiler_options` are not part of the bytes: whoever compiles
+    them asks for both again. `digest` is their SHA-256 as they were exported.
     """
 
     name: str
     code: bytes
     digest: str
     donated: tuple[int, ...]
-    kept: tuple[int, ...]
     inputs: tuple[ShardedType, ...]
     constants: tuple[ShardedType, ...]
     outputs: tuple[ShardedType, ...]
@@ -146,17 +144,15 @@ def export_program(program: SpmdProgram, platform: str) -> ExportedProgram:
     in every collective which it is on. Random keys go in and out as their data.
     """
     arguments, constants = program.argument_types, program.constants
-    outputs = jax.eval_shape(program.jitted, *program.split(arguments), [*constants])
+    outputs = jax.eval_shape(program.jitted, constants, *arguments)
     inputs = _types(arguments, program.shardings)
     closed_over = _types(constants, program.constant_shardings)
     results = _types(outputs, program.output_shardings)
     jitted = program.jitted
     if any(t.key_impl for t in (*inputs, *closed_over, *results)):
         jitted = _on_key_data(program, inputs, closed_over, results)
-    structs = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in inputs]
     exported = export.export(jitted, platforms=[platform])(
-        *program.split(structs),
-        [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in closed_over],
+        tuple(map(_struct, closed_over)), *map(_struct, inputs)
     )
     code = bytes(exported.serialize())
     return ExportedProgram(
@@ -164,7 +160,6 @@ def export_program(program: SpmdProgram, platform: str) -> ExportedProgram:
         code,
         sha256(code).hexdigest(),
         program.donated,
-        program.kept,
         inputs,
         closed_over,
         results,
@@ -195,23 +190,27 @@ def _on_key_data(
 ) -> Any:
     """The program as a jitted function of the data of its keys."""
     mesh = program.output_shardings[0].mesh
-    types = [*map(list, program.split(inputs)), list(constants)]
 
-    def on_data(*lists: list[Any]) -> list[Any]:
-        given = [
-            [with_keys(x, t) for x, t in zip(each, kinds, strict=True)]
-            for each, kinds in zip(lists, types, strict=True)
-        ]
-        return [
-            jax.random.key_data(x) if _is_key(x) else x for x in program.jitted(*given)
-        ]
+    def on_data(closed_over: tuple[Any, ...], *leaves: Any) -> list[Any]:
+        results = program.jitted(
+            tuple(map(with_keys, closed_over, constants)),
+            *map(with_keys, leaves, inputs),
+        )
+        return [jax.random.key_data(x) if _is_key(x) else x for x in results]
 
     return jax.jit(
         on_data,
-        in_shardings=tuple([t.on(mesh) for t in kinds] for kinds in types),
+        in_shardings=(
+            tuple(t.on(mesh) for t in constants),
+            *(t.on(mesh) for t in inputs),
+        ),
         out_shardings=[t.on(mesh) for t in outputs],
-        donate_argnums=(0,),
+        donate_argnums=tuple(1 + position for position in program.donated),
     )
+
+
+def _struct(type_: ShardedType) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(type_.shape, type_.dtype)
 
 
 def _types(

@@ -69,10 +69,7 @@ class Compiled:
             leaves = program.without_repeats(call.leaves)
             whole = map(gathered, leaves, program.shardings)
             placed = jax.device_put(list(whole), list(program.shardings))
-            donated, kept = program.split(placed)
-            outputs = program.watched(
-                lambda: self.compiled(donated, kept, list(program.constants))
-            )
+            outputs = program.watched(lambda: self.compiled(program.constants, *placed))
             return call.result(ResultTree.of(self.lowered.traced.out_tree), outputs)
 
     def _check_types(self, leaves: Sequence[Any]) -> None:

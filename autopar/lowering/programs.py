@@ -48,22 +48,21 @@ class SignatureChanged(Exception):
 
 def is_traced(leaves: Sequence[Any]) -> bool:
     """Whether a call stands inside a JAX transformation, and has no values yet."""
-    return any(isinstance(leaf, Tracer) for leaf in leaves)
+    return any(issubclass(kind, Tracer) for kind in set(map(type, leaves)))
 
 
 @dataclass(frozen=True, eq=False)
 class SpmdProgram:
-    """`jitted(donated, kept, constants)` runs one step and returns flat outputs.
+    """`jitted(constants, *leaves)` runs one step and returns flat outputs.
 
-    `donated` and `kept` are positions among the argument leaves; `paths`, `shardings`
-    and `argument_types` are the name, home and type of every leaf; `constants` are the
+    `donated` are positions among the argument leaves; `paths`, `shardings` and
+    `argument_types` are the name, home and type of every leaf; `constants` are the
     closed-over arrays, in place. On an abstract mesh, which cannot be compiled for but
     exported, constants are where they were.
     """
 
     jitted: Any
     donated: tuple[int, ...]
-    kept: tuple[int, ...]
     paths: tuple[str, ...]
     shardings: tuple[NamedSharding, ...]
     constants: tuple[Any, ...]
@@ -74,18 +73,14 @@ class SpmdProgram:
     host_calls: HostCalls | None = None  # where it has any
     compiler_options: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def split(self, leaves: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The leaves that are donated and those that are kept."""
-        return [leaves[i] for i in self.donated], [leaves[i] for i in self.kept]
-
     def without_repeats(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves, with a copy of each array that is donated and comes again.
 
         Moved first, they would be several arrays of one buffer, which XLA's CPU client
         does not survive.
         """
-        found = list(leaves)
-        seen = {id(leaves[i]) for i in self.kept}
+        found, donated = list(leaves), set(self.donated)
+        seen = {id(leaf) for i, leaf in enumerate(leaves) if i not in donated}
         for i in self.donated:
             if isinstance(found[i], jax.Array) and id(found[i]) in seen:
                 found[i] = jax.numpy.copy(found[i])
@@ -114,13 +109,12 @@ class SpmdProgram:
 
     @cached_property
     def _lowered(self) -> jax.stages.Lowered:
-        donated, kept = self.split(self.argument_types)
         if isinstance(self.mesh, Mesh):
-            return self.jitted.lower(donated, kept, list(self.constants))
-        constants = [jax.ShapeDtypeStruct(c.shape, c.dtype) for c in self.constants]
+            return self.jitted.lower(self.constants, *self.argument_types)
+        shapes = tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in self.constants)
         device = self.mesh.abstract_device
         assert device is not None, "a mesh of other hosts says what its devices are"
-        traced = self.jitted.trace(donated, kept, constants)
+        traced = self.jitted.trace(shapes, *self.argument_types)
         return traced.lower(lowering_platforms=(device.platform,))
 
     @cached_property
@@ -162,20 +156,12 @@ def build_program(
     at_end = host.outputs.union(host_outputs)
     ends = at_host(output_shardings(graph, plan, mesh), at_end)
     num_arguments = len(argument_types)
-    kept = tuple(i for i in range(num_arguments) if i not in set(donated))
     kinds = {op.kind for op in graph.operators()}
     calls = HostCalls() if kinds.intersection(CALLBACKS) else None
     run = spmd_function(graph, plan, mesh, resharder, calls)
 
-    def step(
-        donated_leaves: list[Any], kept_leaves: list[Any], constant_leaves: list[Any]
-    ) -> list[Any]:
-        leaves: list[Any] = [None] * num_arguments
-        for position, leaf in zip(donated, donated_leaves, strict=True):
-            leaves[position] = leaf
-        for position, leaf in zip(kept, kept_leaves, strict=True):
-            leaves[position] = leaf
-        given = host.fetched([*leaves, *constant_leaves], homes)
+    def step(closed_over: tuple[Any, ...], *leaves: Any) -> list[Any]:
+        given = host.fetched([*leaves, *closed_over], homes)
         outputs = list(run(*given))
         for position in weak_outputs:
             outputs[position] = weakly_typed(outputs[position])
@@ -184,13 +170,9 @@ def build_program(
     step.__name__ = graph.name
     jitted = jax.jit(
         step,
-        in_shardings=(
-            [homes[i] for i in donated],
-            [homes[i] for i in kept],
-            list(homes[num_arguments:]),
-        ),
+        in_shardings=(homes[num_arguments:], *homes[:num_arguments]),
         out_shardings=list(ends),
-        donate_argnums=(0,),
+        donate_argnums=tuple(1 + position for position in donated),
     )
     placed = list(constants)
     if isinstance(mesh, Mesh):
@@ -198,7 +180,6 @@ def build_program(
     return SpmdProgram(
         jitted,
         tuple(donated),
-        kept,
         tuple(i.path for i in plan.inputs[:num_arguments]),
         homes[:num_arguments],
         tuple(placed),

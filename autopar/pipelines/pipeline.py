@@ -18,10 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..audit.audit import Audit
 from ..clusters.device_mesh import stage_meshes
+from ..data.examples import microbatches_of
 from ..frontend.tracing import TracedFunction
 from ..lowering.programs import PipelineProgram, SignatureChanged
 from ..microbatches.microbatch_runners import join_parts
-from ..state.distributed_array import signature
+from ..state.distributed_array import DistributedArray, signature
 from ..state.leaf_pieces import gather_leaf, join_leaf, on_auto_axes, split_leaf
 from .piece_trace import PiecedStep
 from .pipeline_plan import PlannedPipeline
@@ -105,10 +106,23 @@ class Pipeline:
             known = {**self._closed_over(), **named}
             given = [known[path] for path in self.parts.preparing]
             number = len(self.parts.batch)
-            whole = list(map(on_auto_axes, given[:number]))
+            whole = [
+                _here(leaf, is_read)
+                for leaf, is_read in zip(
+                    given[:number], self._is_prepared_from, strict=True
+                )
+            ]
             values = self._prepare(*whole, *_beside(whole, given[number:]))
             found.update(zip(self.parts.prepared, values, strict=True))
         return {n: value for n, value in found.items() if self.is_slot(n, "state")}
+
+    @cached_property
+    def _is_prepared_from(self) -> tuple[bool, ...]:
+        """For each leaf of the batch whether something is prepared from it."""
+        jaxpr = self.parts.prepare.jaxpr
+        read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
+        read |= {id(v) for v in jaxpr.outvars}
+        return tuple(id(v) in read for v in jaxpr.invars[: len(self.parts.batch)])
 
     def is_slot(self, name: str, kind: str) -> bool:
         """Whether some stage holds or reads a slot of this kind and name."""
@@ -119,10 +133,13 @@ class Pipeline:
         """A value for each microbatch, by slot: the batch, cut minor."""
         number = self.program.num_microbatches
         named = dict(zip(self.pieced.traced.input_paths, leaves, strict=True))
-        whole = [on_auto_axes(named[path]) for path in self.parts.batch]
-        fed: dict[str, list[Any]] = dict(
-            zip(self.parts.batch, self._cut(*whole), strict=True)
-        )
+        batch = {path: named[path] for path in self.parts.batch}
+        fed: dict[str, list[Any]] = {}
+        if self.planned.cluster.ray_hosts is not None:
+            fed = {p: microbatches_of(x, number) for p, x in batch.items()}
+            fed = {path: parts for path, parts in fed.items() if parts}
+        whole = {p: _here(leaf) for p, leaf in batch.items() if p not in fed}
+        fed |= zip(whole, self._cut(*whole.values()), strict=True)
         fed[COUNTER] = [np.uint32(m) for m in range(number)]
         return {n: parts for n, parts in fed.items() if self.is_slot(n, "batch")}
 
@@ -248,6 +265,18 @@ def lower_pipeline(planned: PlannedPipeline) -> Pipeline:
         jax.jit(jaxpr_as_fun(planned.parts.prepare)),
         jax.jit(functools.partial(_cut_minor, number)),
     )
+
+
+def _here(leaf: Any, is_read: bool = True) -> Any:
+    """A leaf of the batch where it lies, or its values if hosts are to read it.
+
+    Where nobody reads these, zeros.
+    """
+    if not isinstance(leaf, DistributedArray):
+        return on_auto_axes(leaf)
+    if is_read:
+        return np.asarray(leaf)
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
 
 
 def _beside(batch: Sequence[Any], others: Sequence[Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from autopar.runtime.ray_local import LocalHosts, local_ray_hosts
 NEED_NO_CLUSTER = {
     "test_channel.py",
     "test_choose_hosts.py",
+    "test_reading.py",
     "test_remote_arrays.py",
     "test_transport.py",
     "test_watch.py",

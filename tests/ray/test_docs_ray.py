@@ -4,13 +4,42 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import autopar
 from tests.ray.test_launch import launch
 
 PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "ray.md"
+
+
+def _blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+
+
+def test_examples_are_read_from_a_file_of_tokens(tmp_path: Path) -> None:
+    tokens = np.arange(10 * 1024 + 1, dtype=np.uint16)
+    tokens.tofile(tmp_path / "tokens")
+    _, code = _blocks(PAGE.read_text())
+
+    def step(state: jax.Array, batch: dict[str, jax.Array]) -> Any:
+        return state + (batch["labels"] - batch["inputs"]).sum(), batch["inputs"].sum()
+
+    like = jax.ShapeDtypeStruct((2, 1024), "i4")
+    names: dict[str, Any] = {
+        "autopar": autopar,
+        "np": np,
+        "step": autopar.parallelize(step),
+        "state": jnp.zeros((), "i4"),
+        "like": {"inputs": like, "labels": like},
+    }
+    code = code.replace("/data/tokens", str(tmp_path / "tokens"))
+    exec(compile(code, PAGE.name, "exec"), names)
+    assert names["state"] == 10 * 1024, "each label is the next input"
 
 
 @pytest.mark.slow
@@ -18,7 +47,7 @@ def test_the_script_trains_on_two_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = PAGE.read_text()
-    (script,) = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    script, _ = _blocks(text)
     (command,) = re.findall(r"^autopar launch (.*)$", text, re.M)
     (tmp_path / "train.py").write_text(script)
     monkeypatch.chdir(tmp_path)

@@ -28,13 +28,17 @@ KILLS = (
 )
 
 
-def test_killed_workers_are_told_and_no_loss_is_wrong(ray_hosts: LocalHosts):
+def test_killed_workers_are_told_and_no_loss_is_wrong(
+    ray_hosts: LocalHosts, caplog: pytest.LogCaptureFixture
+):
     found = measure(ray_hosts.address, KILLS)
     assert [each.fault for each in found.outcomes] == list(KILLS)
     assert found.wrong_losses == 0
     assert found.losses > found.num_steps, "steps since the checkpoint came again"
     assert all(each.is_named for each in found.outcomes)
     assert all(each.detect_seconds < 20 for each in found.outcomes)
+    told = {record.name for record in caplog.records if record.exc_info}
+    assert "absl" not in told, "a line of ours says it, not tracebacks of threads"
 
 
 @pytest.fixture(scope="module")

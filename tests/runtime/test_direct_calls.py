@@ -68,6 +68,52 @@ def test_the_third_call_is_made_in_cpp(
     assert all(leaf.committed for leaf in jax.tree.leaves(state))
 
 
+def with_a_table() -> Callable[..., Any]:
+    table = jnp.linspace(0.5, 2.0, 4)
+    return lambda state, batch: step(state, batch * table)
+
+
+@pytest.mark.parametrize(
+    ("make", "place", "given"),
+    [
+        (with_a_table, 0, np.asarray),
+        (lambda: lambda batch, state: step(state, batch), 1, np.asarray),
+        (lambda: step, 0, jnp.asarray),
+    ],
+    ids=["closed-over array", "kept before donated", "array that lies nowhere"],
+)
+def test_other_calls_that_need_no_python_are_made_in_cpp(
+    make: Callable[[], Callable[..., Any]],
+    place: int,
+    given: Callable[[Any], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`place` is the state's among the arguments."""
+    fun = make()
+    made, plain = parallel(fun, donate_argnums=place), jax.jit(fun)
+    state = expected = a_state()
+    for number in range(5):
+        if number == 3:
+            without_python(made, monkeypatch)
+        ours, theirs, old = [given(BATCH)], [given(BATCH)], state
+        ours.insert(place, state)
+        theirs.insert(place, expected)
+        (state, result), (expected, other) = made(*ours), plain(*theirs)
+        assert_equal((state, result), (expected, other))
+        assert number == 0 or old["a"].is_deleted()
+    (executable,) = made._executables.values()
+    assert len(executable.program.constants) == (make is with_a_table)
+
+
+def test_a_donated_buffer_that_is_kept_too_is_copied() -> None:
+    made = parallel(lambda x, kept: (x + kept, kept.sum()), donate_argnums=0)
+    x = made(np.ones(8, np.float32), np.ones(8, np.float32))[0]
+    for number in range(2, 5):
+        assert_equal(made(x, x), (np.full(8, 2.0**number), 8 * 2.0 ** (number - 1)))
+        assert not x.is_deleted()
+        x = made(x, jnp.copy(x))[0]
+
+
 def test_each_kind_of_arguments_is_known_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -155,15 +201,18 @@ def test_arrays_of_one_cpu_are_cut_without_a_program_for_each_shape(
 
 
 def test_what_takes_python_gets_it(capfd: pytest.CaptureFixture[str]) -> None:
-    """Callbacks, arrays closed over, and leaves that are constants."""
-    table = jnp.arange(4.0)
+    """Callbacks, and random keys closed over."""
+    key = jax.random.key(3)
+    table = jax.random.uniform(key, (4,))
 
     def talks(state: Any, batch: Any) -> Any:
         jax.debug.print("sum {}", batch.sum())
         return state + batch.mean()
 
     talking = parallel(talks)
-    reading = parallel(lambda state, batch: state + (batch * table).mean())
+    reading = parallel(
+        lambda state, batch: state + (batch * jax.random.uniform(key, (4,))).mean()
+    )
     state = other = np.zeros(8, np.float32)
     for number in range(1, 5):
         state, other = talking(state, BATCH), reading(other, BATCH)
