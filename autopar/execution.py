@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
+from autopar.runtime.alike_slots import AlikeSlots
 from autopar.runtime.checkpoint import restore as restore
 from autopar.runtime.checkpoint import save as save
 from autopar.runtime.checkpoints_export import export_weights as export_weights
@@ -23,6 +25,7 @@ from autopar.runtime.ray_recovery import cluster_left as cluster_left
 from autopar.runtime.schedule import (
     Schedule,
     Task,
+    eager_1f1b,
     forward_only,
     gpipe,
     interleaved,
@@ -172,13 +175,13 @@ def _simulation(planned: PlannedPipeline) -> Simulation:
     for each in planned.pieces:
         key = each.piece.stage, each.piece.kind
         seconds[key] += each.plan.predicted.step_seconds
+    transfer_seconds = cache(planned.transfer_seconds)
+    alike = AlikeSlots.of(planned.flow)
     return simulate(
-        emit(planned.flow, schedule_of(planned)),
+        emit(alike.program, schedule_of(planned)),
         lambda task: seconds[task.stage, task.kind],
-        lambda send: planned.transfer_seconds(
-            send.value.slot, send.source, send.target
-        ),
-        planned.slot_bytes,
+        lambda send: transfer_seconds(send.value.slot, send.source, send.target),
+        alike.bytes_of(planned.slot_bytes),
     )
 
 
@@ -226,6 +229,7 @@ def schedule_of(planned: PlannedPipeline) -> Schedule:
 
 _SCHEDULES = {
     "1f1b": one_f_one_b,
+    "eager_1f1b": eager_1f1b,
     "gpipe": gpipe,
     "zb_h1": zero_bubble_h1,
     "zb_h2": zero_bubble_h2,

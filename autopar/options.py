@@ -158,14 +158,7 @@ def check_options(
         )
     checked = _method_of_plan(plan, model, check_method(method))
     again, at_host = check_remat(remat), check_offload(offload)
-    _check_memory_choices(again, at_host, plan, checked)
-    is_searched = isinstance(checked, PipelineParallel) and checked.num_stages is None
-    if rules is not None and is_searched:
-        raise NotImplementedError(
-            f"`rules` name axes of meshes, so they are not there yet where the meshes "
-            f"of stages are searched for (docs/roadmap.md), but got {rules!r}; give "
-            f"PipelineParallel(num_stages=...) and `mesh`, the shape of one stage."
-        )
+    _check_memory_choices(again, at_host, plan)
     return Options(
         checked,
         mesh,
@@ -239,7 +232,7 @@ def _plan_to_be_like(
 
 
 def _check_memory_choices(
-    remat: str | None, offload: Offload | None, plan: Plan | None, method: Method
+    remat: str | None, offload: Offload | None, plan: Plan | None
 ) -> None:
     """Raises where `remat` or `offload` cannot be had."""
     for name, given in (("remat", remat), ("offload", offload)):
@@ -247,14 +240,6 @@ def _check_memory_choices(
             raise ValueError(
                 f"A plan is run as it is, so `{name}` must be left out with `plan`, "
                 f"but got {given!r}; plan with it: parallelize(f, {name}=...)."
-            )
-        is_searched = isinstance(method, PipelineParallel) and method.num_stages is None
-        is_level = name == "remat" and given != "auto"
-        if given is not None and is_searched and not is_level:
-            raise NotImplementedError(
-                f"`{name}` is not there yet where the stages of a pipeline are "
-                f"searched for (docs/roadmap.md), but got {given!r}; give "
-                f"`num_stages`, or use autopar.ShardParallel()."
             )
 
 

@@ -52,9 +52,9 @@ class Measurement:
 def theoretical_seconds(schedule: Schedule, seconds: float) -> float:
     """The makespan of p submeshes with v stages each and m microbatches.
 
-    GPipe and 1F1B (Narayanan et al. 2021, section 2.2): 3 (v m + p - 1) waits, as
-    backward takes two; ZB-H1 and ZB-H2 (Qi et al. 2023): 3 m + p - 1, those of a stage
-    having no bubble inside.
+    GPipe and 1F1B of all kinds (Narayanan et al. 2021, section 2.2): 3 (v m + p - 1)
+    waits, as backward takes two; ZB-H1 and ZB-H2 (Qi et al. 2023): 3 m + p - 1, those
+    of a stage having no bubble inside.
     """
     num_submeshes = len(schedule.rows)
     stages_each = schedule.num_stages // num_submeshes
@@ -143,6 +143,7 @@ def main() -> None:
 
     use_virtual_devices(8)
     from autopar.runtime.schedule import (
+        eager_1f1b,
         gpipe,
         interleaved,
         one_f_one_b,
@@ -157,6 +158,7 @@ def main() -> None:
         gpipe(4, NUM_MICROBATCHES),
         one_f_one_b(4, NUM_MICROBATCHES),
         one_f_one_b(8, NUM_MICROBATCHES),
+        eager_1f1b(4, NUM_MICROBATCHES),
         interleaved(8, NUM_MICROBATCHES, num_submeshes=4),
         zero_bubble_h1(4, NUM_MICROBATCHES),
         zero_bubble_h2(4, NUM_MICROBATCHES),

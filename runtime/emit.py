@@ -76,12 +76,19 @@ class _Flow:
         runs = [
             self._run(task, index)
             for task in tasks
-            for index, body in enumerate(self.program.programs)
-            if (body.stage, body.kind) == (task.stage, task.kind)
+            for index in self.programs_of.get((task.stage, task.kind), ())
         ]
         if tasks[0].kind == "apply":
             runs.sort(key=lambda run: run.program)
         return runs
+
+    @cached_property
+    def programs_of(self) -> dict[tuple[int, str], list[int]]:
+        """The positions of the programs of each stage and kind."""
+        found: dict[tuple[int, str], list[int]] = {}
+        for index, body in enumerate(self.program.programs):
+            found.setdefault((body.stage, body.kind), []).append(index)
+        return found
 
     def _run(self, task: Task, index: int) -> Run:
         body = self.program.programs[index]

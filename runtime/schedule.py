@@ -160,14 +160,30 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
 
     Stage i of p keeps at most p - i microbatches in flight, with GPipe's makespan.
     """
+    return _one_by_one("one_f_one_b", num_stages, num_microbatches, 1)
+
+
+def eager_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B with twice as many forwards ahead (Zhuang et al. 2023, section 4).
+
+    A stage of 1F1B waits for what it sent to come back; here stage i of p, with up to
+    2 (p - i) - 1 microbatches in flight, has work while values travel.
+    """
+    return _one_by_one("eager_1f1b", num_stages, num_microbatches, 2)
+
+
+def _one_by_one(
+    name: str, num_stages: int, num_microbatches: int, warm_up: int
+) -> Schedule:
+    """Stage i of p runs `warm_up` (p - i - 1) forwards ahead of its backwards."""
     _check(num_stages, num_microbatches)
     rows = []
     for stage in range(num_stages):
         forwards = _run("forward", stage, range(num_microbatches))
         backwards = _run("backward", stage, range(num_microbatches))
-        num_ahead = min(num_stages - stage - 1, num_microbatches)
+        num_ahead = warm_up * (num_stages - stage - 1)
         rows.append(_alternate(forwards, backwards, num_ahead, stages=[stage]))
-    return Schedule("one_f_one_b", num_stages, num_microbatches, tuple(rows))
+    return Schedule(name, num_stages, num_microbatches, tuple(rows))
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_submeshes: int) -> Schedule:

@@ -10,12 +10,17 @@ A stage makes one of several choices c, each with a number of devices, and takes
   b  bytes: what it always holds, and so much for
      each microbatch in flight                        `StageChoice.fixed_bytes`, ...
 
-With M microbatches, 1F1B and GPipe take (Alpa, Zheng et al. 2022, section 5.2)
+With M microbatches, GPipe and eager 1F1B take (Alpa, Zheng et al. 2022, section 5.2)
 
   sum of (t + x)  +  (M - 1) * max of max(t, x)  +  max of a
 
-Stage s from the end of a 1F1B has min(M, s) microbatches in flight, of GPipe M; a stage
-over the capacity is no stage. An interleaved schedule gives each of P equal submeshes
+Stage s from the end has M microbatches in flight of GPipe, of eager 1F1B min(M, 2s - 1)
+and of 1F1B min(M, s); a stage over the capacity is no stage. As no more than s are in
+the last s stages of 1F1B, it goes on no faster than their mean: there the pace is
+
+  max of max(t, x, (sum of (t + x) of the last s stages) / s for each s < M)
+
+An interleaved schedule gives each of P equal submeshes
 v stages, s on s mod P, and takes, with (t + x) / v for each and v M - 1 more,
 
   sum of (t + x) / v  +  (v M - 1) * max of max(t, x)  +  v * max of a
@@ -28,7 +33,7 @@ values are tried. `gap` lets values lie so far apart that no plan is better by m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -142,20 +147,32 @@ class _Search:
             if floor >= known * (1 - self.gap):
                 break
             ceiling = known - repeats * below
+            for stages, seconds in self._at_pace(pace, below, once_limit, ceiling):
+                if best is None or seconds < best[1]:
+                    best = stages, seconds
+                total = step_seconds(self.problem, stages)
+                if total < self.best_seconds:
+                    self.best, self.best_seconds = stages, total
+                    limit = total - least_once
             below = np.nextafter(pace, inf)
+        return best
+
+    def _at_pace(
+        self, pace: float, below: float, once_limit: float, ceiling: float
+    ) -> Iterator[tuple[tuple[Stage, ...], float]]:
+        """The stages of the least latency at a pace, and at those down to `below`, with
+        the seconds that they take without an update."""
+        repeats = self.problem.stages_per_submesh * self.problem.num_microbatches - 1
+        while pace >= below:
             found = self.sums.least(pace, once_limit, ceiling)
             if found is None:
-                continue
+                return
             stages, latency = found
             slowest = slowest_seconds(self.problem, stages)
-            seconds = latency + repeats * slowest
-            if best is None or seconds < best[1]:
-                best = stages, seconds
-            total = step_seconds(self.problem, stages)
-            if total < self.best_seconds:
-                self.best, self.best_seconds = stages, total
-                limit = total - least_once
-        return best
+            yield stages, latency + repeats * slowest
+            if not self.sums.has_others:
+                return
+            pace = slowest * (1 - max(self.gap, 4 * _ROUNDING))
 
     def _first_feasible(self, paces: Sequence[float], once_limit: float) -> int | None:
         """The place of the least feasible pace, looked for from a guess on.

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-ScheduleName = Literal["1f1b", "gpipe", "interleaved"]
+ScheduleName = Literal["1f1b", "eager_1f1b", "gpipe", "interleaved"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,11 +132,20 @@ def spread(choice: StageChoice, mean_seconds: np.ndarray) -> StageChoice:
 
 
 def slowest_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
-    """The pace: the most that a stage, or what it sends, takes for a microbatch."""
-    pace = 0.0
-    for index, stage in enumerate(stages):
-        seconds = problem.choices[stage.choice].paces[stage.first, stage.end]
-        pace = max(pace, float(seconds), crossing_seconds(problem, stages, index))
+    """The pace: the most that a stage, or what it sends, takes for a microbatch.
+
+    In 1F1B also the mean of what the last stages take, for each number of them: that
+    many microbatches are on their way through these, and no more, if there are more.
+    """
+    pace = through = 0.0
+    for index, stage in reversed([*enumerate(stages)]):
+        choice, span = problem.choices[stage.choice], (stage.first, stage.end)
+        crossing = crossing_seconds(problem, stages, index)
+        pace = max(pace, float(choice.paces[span]), crossing)
+        through += float(choice.seconds[span]) + crossing
+        number = len(stages) - index
+        if problem.schedule == "1f1b" and number < problem.num_microbatches:
+            pace = max(pace, through / number)
     return pace
 
 
@@ -167,6 +176,8 @@ def microbatches_in_flight(problem: StageProblem, stage: int, num_stages: int) -
         return number
     if problem.schedule == "1f1b":
         return min(number, num_stages - stage)
+    if problem.schedule == "eager_1f1b":
+        return min(number, 2 * (num_stages - stage) - 1)
     submeshes = num_stages // shared
     ahead = 2 * (submeshes - stage % submeshes - 1) + (shared - 1) * submeshes
     return min(shared * number, ahead + 1)

@@ -8,7 +8,8 @@ first makes a choice of group g (equally many devices n of one kind) from device
 
 t is the least of the group's choices that hold k microbatches in flight, x what crosses
 the border. Times above the pace, and spans whose update is above its limit, count as
-infinite. Choices meet in t, so the program is as large as there are sizes of submeshes.
+infinite; in 1F1B so does an f above k times the pace, for k < M. Choices meet in t, so
+the program is as large as there are sizes of submeshes.
 """
 
 from __future__ import annotations
@@ -31,14 +32,18 @@ from .stage_spans import (
     spans_only,
 )
 
+_ROUNDING = 1e-12
+
 
 class StageSums(Protocol):
     """What the enumeration of limits asks.
 
-    `paces` are all values that the pace can have, ascending; `least_once` is the least
-    update of any span, `least_total` a bound on the latency, `least_seconds` on a step.
+    `paces` are all values that the pace can have, ascending, and others between them if
+    `has_others`; `least_once` is the least update of any span, `least_total` a bound on
+    the latency, `least_seconds` on a step.
     """
 
+    has_others: bool
     least_once: float
     least_total: float
     least_seconds: float
@@ -65,7 +70,7 @@ class StageSums(Protocol):
 
 
 def plain_sums(problem: StageProblem) -> StageSums:
-    """For 1F1B and GPipe: a submesh for every stage."""
+    """For all but interleaved schedules: a submesh for every stage."""
     return _Plain(problem)
 
 
@@ -205,7 +210,13 @@ class _Plain:
         if problem.max_stages is not None:
             self.most = min(self.most, problem.max_stages)
         spans = [g.paces[g.allowed >= 1] for g in every]
-        self.paces = finite_values([*spans, *(g.crossing for g in every)])
+        crossings = [g.crossing for g in every]
+        self.paces = finite_values([*spans, *crossings])
+        self.has_others = problem.schedule == "1f1b"
+        if self.has_others:
+            longest = finite_values([g.seconds for g in every])[-1:]
+            most = longest + finite_values(crossings)[-1:]
+            self.paces = finite_values([self.paces, most])
         self.least_once = least_once_of([(g.seconds, g.once) for g in every])
         spans = [held_spans(problem, each) for each in problem.choices]
         self.before = least_paths(np.min(spans, axis=0))
@@ -226,14 +237,14 @@ class _Plain:
         limited = [group.limited(pace, once) for group in self.groups]
         return any(
             left >= least and level[:, 0, 0].min() < inf
-            for left, level in enumerate(self._levels(limited), 1)
+            for left, level in enumerate(self._levels(limited, pace), 1)
         )
 
     def least(
         self, pace: float, once: float, ceiling: float = inf
     ) -> tuple[tuple[Stage, ...], float] | None:
         limited = [group.limited(pace, once) for group in self.groups]
-        levels, (seconds, most, index) = self._best(limited, ceiling)
+        levels, (seconds, most, index) = self._best(limited, pace, ceiling)
         if not most:
             return None
         stages: list[Stage] = []
@@ -260,7 +271,7 @@ class _Plain:
         return tuple(stages), seconds
 
     def _best(
-        self, limited: Sequence[_Limited], ceiling: float
+        self, limited: Sequence[_Limited], pace: float, ceiling: float
     ) -> tuple[list[np.ndarray], tuple[float, int, int]]:
         """The levels, and the least latency of all layers with its stages and group.
 
@@ -268,7 +279,7 @@ class _Plain:
         layers before them, cannot be better.
         """
         best, levels = (ceiling, 0, 0), list[np.ndarray]()
-        for left, level in enumerate(self._levels(limited), 1):
+        for left, level in enumerate(self._levels(limited, pace), 1):
             levels.append(level)
             if left >= self.problem.min_stages:
                 index = int(level[:, 0, 0].argmin())
@@ -277,7 +288,7 @@ class _Plain:
                 break
         return levels, best
 
-    def _levels(self, limited: Sequence[_Limited]) -> Iterator[np.ndarray]:
+    def _levels(self, limited: Sequence[_Limited], pace: float) -> Iterator[np.ndarray]:
         """For each number of stages f, as [groups, first layer, first device]."""
         problem, number = self.problem, self.problem.num_layers
         possible = [(i, each) for i, each in enumerate(limited) if each.is_possible]
@@ -296,12 +307,16 @@ class _Plain:
                     after += each.crossing[alive]
                     after.min(axis=0, out=each.after[: number + 1])
                 level[index][:, each.group.starts] = each.then(each.holding(held))
+            if self.has_others and left < problem.num_microbatches:
+                level[level > left * pace * (1 + _ROUNDING)] = inf
             if level.min() == inf:
                 return
             yield level
 
 
 class _Interleaved:
+    has_others = False
+
     def __init__(self, problem: StageProblem, choice: int) -> None:
         self.problem, self.index = problem, choice
         self.choice = problem.choices[choice]

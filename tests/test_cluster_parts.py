@@ -84,11 +84,11 @@ def test_the_search_finds_the_split_of_exhaustive_search(times: float):
     cluster = fast_and_slow(times)
     searcher = searcher_of(case.step, case.args, cluster, num_microbatches=8)
     search = searcher.search()
-    search.schedules = (("1f1b", 1),)
+    search.schedules = (("eager_1f1b", 1),)
     found = search.best(searcher.capacity_bytes)
     assert found is not None
     everywhere(search)
-    problem = search.problem((8, "1f1b", 1), searcher.capacity_bytes)
+    problem = search.problem((8, "eager_1f1b", 1), searcher.capacity_bytes)
     two_or_more = (s for s in all_assignments(problem) if len(s) > 1)
     best = least(problem, two_or_more)
     assert best * (1 - 1e-9) <= found.assignment.seconds <= best * 1.03

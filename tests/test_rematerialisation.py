@@ -237,9 +237,6 @@ def test_what_says_nothing_is_refused(given: str) -> None:
 def test_other_types_and_places_are_refused() -> None:
     with pytest.raises(TypeError, match="must be None or one of"):
         autopar.parallelize(layer, remat=True)  # type: ignore[arg-type]
-    method = autopar.PipelineParallel()
-    with pytest.raises(NotImplementedError, match="give `num_stages`"):
-        autopar.parallelize(layer, remat="auto", method=method)
     case = unrolled(batch=64)
     plan = autopar.parallelize(case.step).plan(*case.args)
     with pytest.raises(ValueError, match="left out with `plan`"):

@@ -174,8 +174,3 @@ def test_rules_that_cannot_be_are_refused(rules: str, pins: Any, message: str) -
     )
     with pytest.raises(ValueError, match=message):
         step.plan(state(), normal(9, 16, 32))
-
-
-def test_rules_need_the_meshes_of_stages() -> None:
-    with pytest.raises(NotImplementedError, match="meshes of stages are searched"):
-        autopar.parallelize(perceptron, method=PipelineParallel(), rules="batch:x")

@@ -66,11 +66,12 @@ class PipelineParallel:
     Args:
       num_stages: into how many parts the layers are cut.
       num_microbatches: how many parts of the batch follow each other.
-      schedule: "1f1b", "gpipe", "interleaved", "zb_h1" or "zb_h2" (zero bubble: the
-        part of backward that only parameters need runs later, where the submesh would
-        wait), or a function of the numbers of stages and microbatches that returns a
-        row of tasks for each submesh, such as `["0F0 0B0 0A", "1F0 1B0 1A"]`: stage,
-        F(orward), B(ackward), W(eight) or A(pply), microbatch.
+      schedule: "1f1b", "eager_1f1b" (more forwards ahead, so that no stage waits for
+        values on their way), "gpipe", "interleaved", "zb_h1" or "zb_h2" (zero bubble:
+        the part of backward that only parameters need runs later, where the submesh
+        would wait), or a function of the numbers of stages and microbatches that
+        returns a row of tasks for each submesh, such as `["0F0 0B0 0A", "1F0 1B0 1A"]`:
+        stage, F(orward), B(ackward), W(eight) or A(pply), microbatch.
       stages_per_submesh: how many stages share a submesh, in turns: stage s runs on
         submesh s mod their number. More than 1 needs the interleaved schedule.
       stage_meshes: the shape of each submesh, such as `["x:4", "x:2", "x:2"]`. If left

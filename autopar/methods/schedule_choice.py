@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb_h1", "zb_h2")
+SCHEDULES = ("1f1b", "eager_1f1b", "gpipe", "interleaved", "zb_h1", "zb_h2")
 _WITH_WEIGHT_TASKS = ("zb_h1", "zb_h2")
 
 # Takes the numbers of stages and microbatches; returns the tasks of each submesh in

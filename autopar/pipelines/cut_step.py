@@ -208,7 +208,7 @@ def _num_recomputing(method: PipelineParallel, num_stages: int) -> int:
 
     In 1F1B the backward task of the last stage is always the next one.
     """
-    return num_stages - (method.schedule == "1f1b")
+    return num_stages - (method.schedule in ("1f1b", "eager_1f1b"))
 
 
 def products_by_cost(

@@ -82,17 +82,37 @@ class JointSearch:
 
     @without_garbage_collection
     def best(self, capacity_bytes: float) -> FoundStages | None:
-        """The fastest stages that hold up to `capacity_bytes` a device, or None."""
+        """The fastest stages that hold up to `capacity_bytes` a device, or None.
+
+        1F1B is eager 1F1B in less memory and more time, so it comes last.
+        """
+        is_last = [each == ("1f1b", 1) for each in self.schedules]
+        best: FoundStages | None = None
+        for last in (False, True):
+            pairs = zip(self.schedules, is_last, strict=True)
+            schedules = [each for each, own in pairs if own == last]
+            best = self._best_of(schedules, capacity_bytes, best)
+        if best is None:
+            return None
+        bound = best.assignment.seconds * (1 - LOOSE_GAP)
+        return replace(best, bound_seconds=bound)
+
+    def _best_of(
+        self,
+        schedules: Sequence[tuple[ScheduleName, int]],
+        capacity_bytes: float,
+        best: FoundStages | None,
+    ) -> FoundStages | None:
+        """The fastest stages of some schedules, or those that are known already."""
         waiting: list[tuple[float, Case]] = []
         for number in self.counts:
-            for schedule, shared in self.schedules:
+            for schedule, shared in schedules:
                 case = number, schedule, shared
                 problem = self.problem(case, capacity_bytes, True)
                 bound = self._timed("solve", lambda p=problem: least_step_seconds(p))
                 waiting.append((bound, case))
         heapq.heapify(waiting)
-        best: FoundStages | None = None
-        limit = inf
+        limit = inf if best is None else best.assignment.seconds
         bounded: dict[Case, FoundStages] = {}
         while waiting and waiting[0][0] < limit * (1 - LOOSE_GAP):
             bound, case = heapq.heappop(waiting)
@@ -120,9 +140,7 @@ class JointSearch:
                 heapq.heappush(waiting, (below.bound_seconds, case))
             elif stages.assignment.seconds < limit:
                 best, limit = stages, stages.assignment.seconds
-        if best is None:
-            return None
-        return replace(best, bound_seconds=limit * (1 - LOOSE_GAP))
+        return best
 
     def _solve(
         self, case: Case, capacity: float, limit: float, below: FoundStages
@@ -243,7 +261,10 @@ class JointSearch:
 def submeshes_of(
     cluster: Cluster, options: Options, batch_size: int
 ) -> Iterator[Submesh]:
-    """Parts of a host, and whole hosts of a kind, in shapes of up to two axes."""
+    """Parts of a host, and whole hosts of a kind, in shapes of up to two axes.
+
+    They have the axes that layout rules name.
+    """
     if cluster.parts:
         for number, part in enumerate(cluster.parts):
             for each in submeshes_of(part, options, batch_size):
@@ -279,7 +300,9 @@ def _given(
 ) -> Sequence[MeshShape]:
     """The shapes of a size, or the one that was asked for."""
     if options.mesh is None:
-        return meshes
+        rules = () if options.rules is None else options.rules.axes_by_name().values()
+        named = {axis for axes in rules for axis in axes}
+        return [each for each in meshes if named.issubset(each.axis_names)]
     try:
         return [parse_mesh(options.mesh, size)]
     except ValueError:  # a shape of another size

@@ -167,7 +167,12 @@ class LayerSample:
 
     @cached_property
     def _state(self) -> dict[str, float]:
-        """Bytes of all state of the stage, by slot."""
+        """Bytes of all state of the stage that its devices hold, by slot."""
+        sizes = self._all_state.items()
+        return {n: size for n, size in sizes if n not in self.builder.host}
+
+    @cached_property
+    def _all_state(self) -> dict[str, float]:
         update = self.builder.parts.apply
         sizes = {i.path: update.tensors[i.tensor].type.bytes for i in update.inputs}
         return {
@@ -175,6 +180,11 @@ class LayerSample:
             for name, slot in self.builder.slots.items()
             if slot.kind == "state" and slot.stage == self.joint.stage and name in sizes
         }
+
+    def _moving_seconds(self, share: float, cluster: Cluster) -> float:
+        """Of the update, for state that comes from the host's memory and goes back."""
+        kept = sum(n for name, n in self._all_state.items() if name not in self._state)
+        return 2 * share * kept / cluster.device.host_memory_bandwidth
 
     @cached_property
     def _kept_names(self) -> list[str]:
@@ -231,13 +241,14 @@ class LayerSample:
             share = 1 / mesh.size
         others = sum(size for name, size in state.items() if name not in held)
         kept = sum(held[n] for n in self._kept_names)
-        arguments = sum(each.bytes for each in plan.inputs)
+        arguments = sum(each.bytes for each in plan.inputs if each.memory != "host")
         gathered = max(here - share * sum(whole[n] for n in read), 0.0)
         link = cluster.link(mesh, mesh.axis_names)
         return LayerCost(
             plan.predicted.step_seconds,
             reducing
             + self._update_seconds(share, cluster)
+            + self._moving_seconds(share, cluster)
             + gathered * link.seconds_per_byte,
             here + share * others,
             sum(held[n] for n in gradients),

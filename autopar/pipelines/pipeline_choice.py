@@ -3,8 +3,8 @@
 A pipeline is looked for where it can pay: across hosts, if intra-operator parallelism
 alone is far from its floor, or where nothing else fits into memory. On one host links
 are fast, and a small model stays as quick to plan as with `jax.jit`. Where the user
-names a mesh, rules or pins by axes, or runs on other hosts, there is no search. A step
-that cannot be cut just gets no pipeline.
+names a mesh, rules or pins by axes, there is no search. A step that cannot be cut just
+gets no pipeline.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from ..methods.methods import Auto, PipelineParallel
 from ..options import Options
 from ..planner.mesh_search import FAR, least_seconds
 from ..planner.planning import Planned, roles_of
+from ..planner.step_variants import Offload
 from ..plans.explain import format_seconds
 from ..plans.parallel_plan import Plan
+from ..rematerialisation.remat import LEVELS
 from .pipeline_like import pipeline_like
 from .pipeline_plan import PlannedPipeline
 from .stage_memory import fitting_pipeline
-from .stage_search import search_stages
+from .stage_search import StageSearch, search_stages
 
 MOST_OPERATORS = 15_000
 """How many operators of a step Auto searches stages for.
@@ -59,9 +61,43 @@ def planned_pipeline(
             return fitting_pipeline(call, method, options, price)
         number = method.num_microbatches or options.num_microbatches
         method = replace(method, num_microbatches=number)
-    found = search_stages(*call, method, options, price)
-    assert found is not None, "an unlimited search finds a pipeline or says why not"
-    return found.planned
+    return _searched(call, method, options, price)
+
+
+def _searched(
+    call: Call, method: PipelineParallel, options: Options, price: Price
+) -> PlannedPipeline:
+    """The fastest pipeline within memory, with what "auto" leaves to us if need be.
+
+    What makes nothing again and keeps all state on devices is taken if it fits: all
+    others do more work. If not, the fastest of the levels of `remat`; and only then the
+    host keeps the optimizer's state.
+    """
+    levels: Sequence[str | None] = [options.remat]
+    if options.remat == "auto":
+        levels = [None, *LEVELS]
+    moves: Sequence[Offload | None] = [options.offload]
+    if options.offload == "auto":
+        moves = [None, "optimizer_state"]
+    found: list[StageSearch] = []
+    errors: list[InfeasiblePlanError] = []
+    for offload in moves:
+        for level in levels:
+            chosen = replace(options, remat=level, offload=offload)
+            try:
+                each = search_stages(*call, method, chosen, price)
+            except InfeasiblePlanError as error:
+                errors.append(error)
+                continue
+            assert each is not None, "an unlimited search finds one or says why not"
+            found.append(each)
+            if level is None:
+                break
+        if found:
+            break
+    if not found:
+        raise min(errors, key=lambda each: each.least_budget_bytes or inf)
+    return min(found, key=lambda each: each.plan.predicted.step_seconds).planned
 
 
 def better_pipeline(
@@ -108,24 +144,21 @@ def _may_have_unequal_submeshes(method: PipelineParallel, options: Options) -> b
     number = method.num_stages
     devices = (options.cluster or Cluster.local()).num_devices
     said = (method.stage_meshes, method.stage_products, method.layer_costs)
-    given = (*said, options.plan, options.mesh, options.rules, options.offload)
     return (
         number is not None
         and number < devices
         and devices % number != 0
         and method.stages_per_submesh == 1
-        and options.remat != "auto"
-        and all(each is None for each in given)
+        and options.plan is None
+        and all(each is None for each in said)
     )
 
 
 def _is_open(options: Options) -> bool:
-    """Whether the user left it to us what runs where, in this process."""
-    cluster = options.cluster
-    is_here = cluster is None or cluster.ray_hosts is None
+    """Whether the user left it to us what runs where."""
     names_axes = any(entry for spec in options.pins.values() for entry in spec or ())
     given = (options.plan, options.mesh, options.rules, options.remat, options.offload)
-    return is_here and not names_axes and all(each is None for each in given)
+    return not names_axes and all(each is None for each in given)
 
 
 def _is_large(graph: OpGraph) -> bool:

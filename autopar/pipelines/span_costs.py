@@ -17,7 +17,8 @@ device doing an equal part and nothing sent, and what is known to come on top:
   another kind       as much of the ideal as the kind that most layers are of, there
 
 The last three are estimates, the others bounds in the model of costs, so what is not
-looked at is not worth it; what the best stages use is planned in the end.
+looked at is not worth it; what the best stages use is planned in the end. Layout rules
+forbid other plans on each mesh, so under them all are estimates.
 
 All this holds for a microbatch *with its part of the sums* that the update adds up
 (`mean_seconds`), of which the planner finds the least: t + R / M of M microbatches. How
@@ -32,6 +33,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 import numpy as np
 
@@ -61,6 +63,7 @@ class SpanCosts:
     by_kind: dict[
         tuple[Submesh, int], tuple[tuple[LayerCost, ...], tuple[float, ...]]
     ] = field(default_factory=dict)
+    refused: list[ValueError] = field(default_factory=list)
 
     @cached_property
     def main_kind(self) -> int:
@@ -72,10 +75,22 @@ class SpanCosts:
         return (submesh, number, kind) in self.known
 
     def look_at(self, submesh: Submesh, number: int, kind: int) -> None:
-        """Plan a layer of a kind on a submesh, of one of `number` microbatches."""
+        """Plan a layer of a kind on a submesh, of one of `number` microbatches.
+
+        What layout rules refuse there, as an axis does not divide a dim, cannot be.
+        """
         sample = self.samples.of(number)[kind]
         cluster = submesh.cluster(self.cluster)
-        self.known[submesh, number, kind] = sample.cost(submesh, number, cluster)
+        try:
+            cost = sample.cost(submesh, number, cluster)
+        except ValueError as error:
+            if self.samples.options.rules is None:
+                raise
+            self.refused.append(error)
+            cost = replace(
+                sample.ideal(submesh.mesh.size, number, cluster), seconds=inf
+            )
+        self.known[submesh, number, kind] = cost
         self.overheads.clear()
         self.excesses.clear()
         self.by_kind.clear()
@@ -184,7 +199,11 @@ class SpanCosts:
     def numbers_seen(self, submesh: Submesh) -> Sequence[int]:
         """The numbers of microbatches for which the main kind was planned there."""
         main = self.main_kind
-        return sorted(n for s, n, k in self.known if (s, k) == (submesh, main))
+        return sorted(
+            number
+            for (each, number, kind), cost in self.known.items()
+            if (each, kind) == (submesh, main) and cost.seconds < inf
+        )
 
     def finer(self, submesh: Submesh) -> Iterator[Submesh]:
         """Submeshes on which all can be done that can be done on one of one axis."""
@@ -285,7 +304,11 @@ class SpanCosts:
 
     def _summed(self, by_kind: Sequence[float]) -> np.ndarray:
         """[L + 1, L + 1] sums over the layers of each span."""
-        return np.tensordot(by_kind, self._counts, 1)
+        if inf not in by_kind:
+            return np.tensordot(by_kind, self._counts, 1)
+        finite = [0.0 if each == inf else each for each in by_kind]
+        cannot_be = self._counts[np.isinf(by_kind)].any(axis=0)
+        return np.where(cannot_be, inf, self._summed(finite))
 
     @cached_property
     def _counts(self) -> np.ndarray:

@@ -123,10 +123,8 @@ def _zeros(kind: TensorType, spec: Spec, sharding: NamedSharding) -> Callable[[]
 
 def _runner_of(program: SpmdProgram) -> Callable[[Sequence[Any]], Sequence[Any]]:
     def run(values: Sequence[Any]) -> Sequence[Any]:
-        donated, kept = program.split(values)
-        return program.watched(
-            lambda: program.compile()(donated, kept, list(program.constants))
-        )
+        compiled = program.compile()
+        return program.watched(lambda: compiled(program.constants, *values))
 
     return run
 

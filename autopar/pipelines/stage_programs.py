@@ -329,11 +329,11 @@ class PipelineBuilder:
         elif piece.kind == "backward":
             plan = replace(plan, remat=self.remat)
         is_here = self.cluster.ray_hosts is None
+        at_host = outputs_at_host(part)
         host_outputs = (
             i
             for i, name in enumerate(piece.outputs)
-            if i in outputs_at_host(part)
-            or (name in self.host and self.slots[name].kind == "state")
+            if i in at_host or (name in self.host and self.slots[name].kind == "state")
         )
         planned = PlannedPiece(
             piece,

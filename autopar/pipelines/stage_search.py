@@ -141,6 +141,12 @@ class StageSearcher:
         costs = SpanCosts(self.layers, self.cluster, samples)
         (rows,) = {self.graph.tensors[t].type.shape[0] for t in self.batch}
         submeshes = list(submeshes_of(self.cluster, self.options, rows))
+        if not submeshes and self.options.rules and self.options.mesh is None:
+            raise ValueError(
+                f"Layout rules name axes of the submeshes, which are x and y where "
+                f"`mesh` is left out, but got {self.options.rules}; use these, or give "
+                f"`mesh`, such as 'data:-1;model:2'."
+            )
         if not submeshes:
             raise ValueError(
                 f"A stage has fewer devices than there are, but there are "
@@ -149,6 +155,13 @@ class StageSearcher:
             )
         schedules = self._schedules()
         given = self.method.num_stages
+        wanted = (given or 2) * min(each.mesh.size for each in submeshes)
+        if wanted > self.cluster.num_devices:
+            raise ValueError(
+                f"Every stage has devices of its own, but {given or 2} stages of "
+                f"`mesh` {self.options.mesh!r} need {wanted}, and there are "
+                f"{self.cluster.num_devices}; make `mesh` smaller or leave it out."
+            )
         return JointSearch(
             *(costs, self.cluster, submeshes, counts, schedules, self.seconds),
             min_stages=given or 2,
@@ -185,6 +198,8 @@ class StageSearcher:
                 least = plan
             capacity *= 0.99 * self.budget_bytes / predicted.peak_bytes
         if best is None and below_seconds == inf:
+            if least is None and search.costs.refused:
+                raise search.costs.refused[0]
             raise self._infeasible(search, least)
         if best is None or best.plan.predicted.step_seconds >= below_seconds:
             return None
@@ -215,13 +230,14 @@ class StageSearcher:
         borders = sorted({0, len(self.layers), *(b for span in spans for b in span)})
         stages = list(pairwise(borders))
         products = self.layers.stage_products([end for _, end in stages])
+        keeps_last = self.method.schedule in ("1f1b", "eager_1f1b")  # under `remat`
 
         def cut(number: int) -> CutStep:
             method = replace(
                 self.method,
                 num_stages=len(stages),
                 num_microbatches=number,
-                schedule="1f1b",
+                schedule="1f1b" if keeps_last else "gpipe",
                 stages_per_submesh=1,
                 stage_meshes=None,
                 stage_products=products,
@@ -236,14 +252,20 @@ class StageSearcher:
         return LayerSamples(cut, by_kind, self.options, self.planner, in_place)
 
     def _schedules(self) -> tuple[tuple[ScheduleName, int], ...]:
-        """What to try: plain and interleaved 1F1B, unless a schedule was asked for."""
+        """What to try: all kinds of 1F1B, unless a schedule was asked for.
+
+        Zero bubble hides what is sent, and holds as much, as eager 1F1B does; a user's
+        own schedule is taken to be like 1F1B.
+        """
         schedule, shared = self.method.schedule, self.method.stages_per_submesh
         if schedule == "gpipe":
             return (("gpipe", 1),)
+        if schedule in ("eager_1f1b", "zb_h1", "zb_h2"):
+            return (("eager_1f1b", 1),)
         if schedule == "interleaved":
             return (("interleaved", max(shared, 2)),)
         if schedule == "1f1b" and self.method.num_stages is None:
-            return (("1f1b", 1), ("interleaved", 2))
+            return (("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2))
         return (("1f1b", 1),)
 
     def plan(self, found: FoundStages) -> PlannedPipeline:
@@ -251,12 +273,12 @@ class StageSearcher:
         problem, stages = found.problem, found.assignment.stages
         labels = found.labels()
         number = len(stages) // problem.stages_per_submesh
-        is_shared = problem.schedule == "interleaved"
+        is_open = self.method.schedule == "1f1b"
         method = replace(
             self.method,
             num_stages=len(stages),
             num_microbatches=problem.num_microbatches,
-            schedule="interleaved" if is_shared else self.method.schedule,
+            schedule=problem.schedule if is_open else self.method.schedule,
             stages_per_submesh=problem.stages_per_submesh,
             stage_meshes=tuple(label.mesh for label in labels[:number]),
             stage_products=self.layers.stage_products([each.end for each in stages]),

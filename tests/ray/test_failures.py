@@ -13,7 +13,7 @@ import pytest
 from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster
 from autopar.errors import HostLostError, WorkerError
-from autopar.methods.methods import PipelineParallel
+from autopar.methods.methods import PipelineParallel, ShardParallel
 from autopar.runtime.ray_local import LocalHosts
 from autopar.runtime.ray_workers import Workers
 from benchmarks.models import build
@@ -114,7 +114,7 @@ def test_a_dead_worker_is_reported_by_rank_within_seconds(
 
 def test_a_worker_that_dies_in_a_group_is_reported_by_rank(ray_cluster: Cluster):
     workload = build("mlp")
-    step: Any = parallelize(workload.step, cluster=ray_cluster)
+    step: Any = parallelize(workload.step, method=ShardParallel(), cluster=ray_cluster)
     state, batch = workload.init(jax.random.key(0)), workload.make_batch(0)
     state, _ = step(state, batch)
     (executable,) = step._executables.values()

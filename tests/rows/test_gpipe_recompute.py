@@ -176,6 +176,15 @@ def test_gpi_3_a_plan_file_says_what_is_made_again(tmp_path: Path) -> None:
     assert plan.explain() == step.plan(*case.args).explain()
 
 
-def test_gpi_3_levels_to_be_chosen_need_the_number_of_stages() -> None:
-    with pytest.raises(NotImplementedError, match="give `num_stages`"):
-        autopar.parallelize(f6().step, method=PipelineParallel(), remat="auto")
+def test_gpi_3_levels_are_chosen_with_the_number_of_stages() -> None:
+    case = f6()
+    method = PipelineParallel(None, 4, "gpipe")
+    full = autopar.parallelize(case.step, method=method, remat="full")
+    budget = full.plan(*case.args).predicted.peak_bytes
+    step = autopar.parallelize(
+        case.step, method=method, remat="auto", memory_budget=budget
+    )
+    plan = run_pipeline_as_planned(step, *case.args).plan
+    assert plan.stages is not None and plan.stages.num_stages > 1
+    assert plan.predicted.peak_bytes <= budget
+    assert {each.sharding.remat for each in plan.stages.programs} > {""}

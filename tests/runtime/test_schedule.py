@@ -11,6 +11,7 @@ from autopar.lowering.programs import TaskKind
 from autopar.runtime.schedule import (
     Schedule,
     Task,
+    eager_1f1b,
     forward_only,
     gpipe,
     interleaved,
@@ -31,7 +32,7 @@ def _interleaved(num_stages: int, num_microbatches: int) -> Schedule:
 
 Schedules = pytest.mark.parametrize(
     "make_schedule",
-    [gpipe, one_f_one_b, _interleaved, zero_bubble_h1, zero_bubble_h2],
+    [gpipe, one_f_one_b, eager_1f1b, _interleaved, zero_bubble_h1, zero_bubble_h2],
     ids=lambda f: f.__name__,
 )
 
@@ -98,6 +99,19 @@ def test_in_flight_microbatches_and_makespan_are_the_known_ones(
     assert early.timeline.makespan_seconds == 3 * (m + p - 1)
     assert late.timeline.makespan_seconds == 3 * (m + p - 1)
     assert early.timeline.bubble_fraction == pytest.approx((p - 1) / (m + p - 1))
+
+
+@pytest.mark.parametrize("sent", [0.0, 0.5, 1.0])
+def test_eager_1f1b_does_not_wait_for_what_is_sent(sent: float) -> None:
+    """A microbatch takes 3 on each of 4 stages, and twice `sent` on each border."""
+    seconds = lambda schedule: simulate_schedule(  # noqa: E731
+        schedule, _seconds(), lambda _: sent
+    )
+    plain, eager = seconds(one_f_one_b(4, 41)), seconds(eager_1f1b(4, 41))
+    through = 3 * 4 + 2 * sent * 3
+    assert eager.peak_microbatches == (7, 5, 3, 1)
+    assert eager.timeline.makespan_seconds == pytest.approx(through + 40 * 3)
+    assert plain.timeline.makespan_seconds == pytest.approx(through + 40 * through / 4)
 
 
 def test_gpi_4_the_bubble_of_gpipe() -> None:

@@ -13,7 +13,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.lowering.programs import PipelineProgram, TaskKind
-from autopar.runtime.schedule import Schedule, Task, gpipe, interleaved, one_f_one_b
+from autopar.runtime.schedule import (
+    Schedule,
+    Task,
+    eager_1f1b,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+)
 from autopar.runtime.simulate import chain, simulate_schedule
 from autopar.runtime.worker import PipelineExecutable
 from tests.runtime.mlp_pipeline import (
@@ -95,13 +102,14 @@ def test_interleaved_stages_share_their_submesh() -> None:
 def test_schedules_give_the_same_bits() -> None:
     meshes, specs = _layouts()["2 stages, split otherwise"]
     states = []
-    for make_schedule in (gpipe, one_f_one_b):
+    for make_schedule in (gpipe, one_f_one_b, eager_1f1b):
         program = mlp_pipeline(meshes, specs, 4)
         with PipelineExecutable(program, make_schedule(2, 4)) as executable:
             batch = microbatches(make_batch(0), 4)
             states.append(executable(initial_state(2), batch)[0])
-    for name in states[0]:
-        np.testing.assert_array_equal(*(state[name] for state in states))
+    first, *others = states
+    for other in others:
+        jax.tree.map(np.testing.assert_array_equal, first, other)
 
 
 def test_donated_state_is_refused_the_second_time() -> None:

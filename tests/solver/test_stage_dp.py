@@ -102,7 +102,7 @@ def least(problem: StageProblem, assignments: Iterator[tuple[Stage, ...]]) -> fl
     return min((step_seconds(problem, stages) for stages in assignments), default=inf)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "eager_1f1b", "gpipe"])
 @pytest.mark.parametrize("hosts", [((0,), 4), ((0, 0), 2), ((0,), 3), ((0, 1), 2)])
 @pytest.mark.parametrize("tight", [False, True])
 def test_no_assignment_is_faster(
@@ -148,7 +148,7 @@ def guessed(problem: StageProblem, seed: int) -> StageProblem:
     return replace(problem, choices=tuple(choices))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+@pytest.mark.parametrize("schedule", ["1f1b", "eager_1f1b", "gpipe", "interleaved"])
 def test_spread_updates_bound_every_assignment(schedule: ScheduleName):
     """Whatever the guesses; and they bound more than the guesses alone do."""
     is_tighter = 0
