@@ -4,21 +4,27 @@ A model of XLA's fusion, from the plan alone:
 
   cheap      elementwise and moving operators: done again inside everyone who reads
              them, unless one of the readers needs them in memory
-  expensive  transcendental ones: done inside their reader if there is only one
+  opening    pads and concatenations: cheap, but done inside a reader only if that is
+             done in one place itself (XLA's `OpInvalidatesCache`)
+  expensive  transcendental ones, divisions, gathers and what rounds to bfloat16: done
+             inside their reader if there is only one
   opaque     products, reductions, collectives, loops: kernels of their own, which read
-             memory and write memory
+             memory and write memory; so are long concatenations of minor dims
 
-A reduction does one elementwise operator itself. Reshapes and transposes of matrices
-are other names for the same memory, and so is what passes a barrier; but nothing is
-fused across one, and who reads some of it waits for all. What is left is a list of
-kernels for each block, over *values*: a tensor in one spec, in memory.
+A reduction of many floats does what it reads itself as far as that is arithmetic that
+nothing else reads (YNNPACK's), a small one whatever can be fused. Reshapes and
+transposes of matrices are other names for the same memory, and so is what passes a
+barrier; but nothing is fused across one, and who reads some of it waits for all. What
+is left is a list of kernels for each block, over *values*: a tensor in one spec, in
+memory.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
+from jax.dtypes import issubdtype
 
 from ..graph.build_graph import BARRIER, PINS, STRUCTURED
 from ..graph.op_graph import GraphColumns, Operator
@@ -31,22 +37,39 @@ _RENAMING = frozenset(
 _MOVING = frozenset(
     "concatenate dynamic_slice gather pad rev slice split transpose".split()
 )
+_OPENING = ("concatenate", "pad")
+_INEXPENSIVE = ("cos", "sin", "tan")
 _REDUCING = ("argmax", "argmin", "reduce_")
+_STREAMING = ("reduce_max", "reduce_min", "reduce_sum")
+_STREAMED = frozenset(
+    "abs add add_any broadcast_in_dim ceil convert_element_type cos div erf exp expm1"
+    " floor integer_pow log log1p logistic max min mul neg pad pow round rsqrt sign sin"
+    " sqrt square sub tan tanh".split()
+)
+_STREAMED_BYTES = 16384  # what a reduction reads at least
 _RANDOM = ("random_", "threefry")
 _LOOPS = ("random_bits", "threefry2x32")  # on CPUs
+_ROW_BYTES = 64  # what a concatenation of minor dims is done apart from, and
+_JOINED_BYTES = 2048  # in all
+_MOST_JOINED = 8
 
 
 @dataclass(frozen=True, eq=False)
 class Traits:
     """What operators are to fusion: bool [rows] each, as `graph.columns` has them.
 
-    The results of one that `renames` are other names of what it reads.
+    The results of one that `renames` are other names of what it reads. One that `joins`
+    concatenates apart from its operands and readers once its result is large.
     """
 
     renames: np.ndarray
     is_cheap: np.ndarray
     is_expensive: np.ndarray
     is_reducing: np.ndarray
+    is_opening: np.ndarray
+    joins: np.ndarray
+    streams: np.ndarray
+    is_streamed: np.ndarray
 
     @classmethod
     def of(cls, columns: GraphColumns) -> Traits:
@@ -55,9 +78,24 @@ class Traits:
         for op in columns.distinct:
             count = sum(isinstance(operand, int) for operand in op.operands)
             renames = _is_renaming(op) and count == len(op.results)
-            found.append((renames, *_classes(op)))
-        table = np.array(found, bool).reshape(-1, 4)[columns.alike]
+            more = op.kind in _OPENING, _joins_minor_dims(op), *_streaming(op)
+            found.append((renames, *_classes(op), *more))
+        table = np.array(found, bool).reshape(-1, 8)[columns.alike]
         return cls(*table.T)
+
+    def among(
+        self, rows: np.ndarray, read_bytes: np.ndarray, made_bytes: np.ndarray
+    ) -> Traits:
+        """The traits of some rows, with what they read and make on one device."""
+        chosen = {each.name: getattr(self, each.name)[rows] for each in fields(self)}
+        own = Traits(**chosen)
+        apart = own.joins & (made_bytes >= _JOINED_BYTES)
+        return replace(
+            own,
+            is_cheap=own.is_cheap & ~apart,
+            is_opening=own.is_opening & ~apart,
+            streams=own.streams & (read_bytes >= _STREAMED_BYTES),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +104,16 @@ class Nodes:
 
     Node n reads the values `reads[read_start[n] : read_start[n + 1]]`, and writes those
     of `writes` likewise. `operator` is -1 for what converts or stores. `absorbs`: it
-    reads cheap operands by doing them itself.
+    reads cheap operands by doing them itself. `streams`: it does only those that are
+    `is_streamed`, and have no other reader.
     """
 
     operator: np.ndarray
     is_cheap: np.ndarray
     is_expensive: np.ndarray
+    is_opening: np.ndarray
+    streams: np.ndarray
+    is_streamed: np.ndarray
     absorbs: np.ndarray
     inner_bytes: np.ndarray
     is_send: np.ndarray
@@ -106,9 +148,12 @@ def values_in_memory(nodes: Nodes, is_kept: np.ndarray) -> np.ndarray:
     count = np.bincount(maker[value][made], minlength=len(nodes))
     only = np.zeros(len(nodes), np.intp)  # its reader, if what a node makes has one
     only[maker[value][made]] = reader[made]
-    # A reduction does an operator itself, on what is in memory.
-    in_reduction = (count == 1) & nodes.absorbs[only] & ~fusable[only]
-    absorbs = nodes.absorbs & ~(nodes.is_cheap & in_reduction)
+    streams = nodes.streams
+    while True:
+        more = streams | ((count == 1) & nodes.is_streamed & streams[only])
+        if (more == streams).all():
+            break
+        streams = more
 
     def has(is_reader: np.ndarray) -> np.ndarray:
         return np.bincount(value[is_reader[reader]], minlength=num_values) > 0
@@ -116,9 +161,44 @@ def values_in_memory(nodes: Nodes, is_kept: np.ndarray) -> np.ndarray:
     num_readers = np.bincount(value, minlength=num_values)
     again = nodes.is_expensive[maker] | has(~fusable)
     needed = (num_readers > 0) & (
-        ~fusable[maker] | has(~absorbs) | ((num_readers > 1) & again)
+        ~fusable[maker] | has(~nodes.absorbs) | ((num_readers > 1) & again)
     )
-    return is_kept | needed | (maker < 0)
+    apart = streams[reader] & ~streams[maker[value]]
+    needed |= np.bincount(value[apart], minlength=num_values) > 0
+    found = is_kept | needed | (maker < 0)
+    _put_opened(nodes, maker, (reader, value), found)
+    return found
+
+
+def _put_opened(
+    nodes: Nodes,
+    maker: np.ndarray,
+    reads: tuple[np.ndarray, np.ndarray],
+    in_memory: np.ndarray,
+) -> None:
+    """Puts in memory what is padded or concatenated for several places.
+
+    Args:
+      nodes: all of them.
+      maker: [values] the node that writes each, or -1.
+      reads: (node, value) of each that a node reads.
+      in_memory: [values] changed in place.
+    """
+    reader, value = reads
+    opened = np.flatnonzero(~in_memory & nodes.is_opening[maker])
+    if not opened.size:
+        return
+    order = np.argsort(value, kind="stable")
+    starts = np.searchsorted(value[order], np.arange(len(in_memory) + 1)).tolist()
+    readers, write_start = reader[order].tolist(), nodes.write_start.tolist()
+    for each in opened[np.argsort(-maker[opened], kind="stable")].tolist():
+        made = each
+        while not in_memory[made] and starts[made + 1] - starts[made] == 1:
+            node = readers[starts[made]]
+            if write_start[node] == write_start[node + 1]:
+                break  # stored
+            made = nodes.writes[write_start[node]]
+        in_memory[each] = not in_memory[made] and starts[made + 1] - starts[made] > 1
 
 
 def _used_reads(
@@ -178,9 +258,43 @@ def _classes(op: Operator) -> tuple[bool, bool, bool]:
     if op.kind in STRUCTURED or op.kind in _LOOPS:
         return False, False, False
     reducing = op.kind.startswith(_REDUCING)
-    expensive = op.kind in TRANSCENDENTAL or op.kind.startswith(_RANDOM)
+    expensive = op.kind.startswith(_RANDOM) or _is_expensive(op)
     fusable = op.kind in _MOVING or is_fusable(op.kind) or sums_nothing(op)
     return fusable and not (expensive or reducing), expensive, reducing
+
+
+def _is_expensive(op: Operator) -> bool:
+    """Whether XLA's `CpuInstructionFusion` does not repeat the operator.
+
+    Who divides by what is smaller than the result multiplies by its reciprocal.
+    """
+    if op.kind == "div":
+        kind = op.result_types[0]
+        is_whole = op.operand_types[1].size == kind.size and not op.is_constant(1)
+        return is_whole and kind.size > 1 and np.dtype(kind.dtype).kind != "i"
+    if op.kind == "convert_element_type":
+        return str(op.result_types[0].dtype) == "bfloat16"
+    if op.kind == "gather":
+        return True
+    return op.kind in TRANSCENDENTAL and op.kind not in _INEXPENSIVE
+
+
+def _streaming(op: Operator) -> tuple[bool, bool]:
+    """Whether an operator reduces floats, and whether such reductions can do it."""
+    kinds = (*op.operand_types, *op.result_types)
+    if not all(issubdtype(kind.dtype, np.floating) for kind in kinds):
+        return False, False
+    return op.kind in _STREAMING, op.kind in _STREAMED
+
+
+def _joins_minor_dims(op: Operator) -> bool:
+    """Whether many arrays, or long rows, are concatenated."""
+    if op.kind != "concatenate":
+        return False
+    kind, dim = op.result_types[0], op.params["dimension"]
+    row_bytes = kind.shape[dim] * kind.bytes // max(kind.size, 1)
+    is_minor = dim == kind.rank - 1 > 0 and row_bytes >= _ROW_BYTES
+    return is_minor or len(op.operands) > _MOST_JOINED
 
 
 def _is_renaming(op: Operator) -> bool:

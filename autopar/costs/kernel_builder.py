@@ -308,13 +308,13 @@ class _Builder:
         rows = np.flatnonzero(is_node)
         place = np.full(self.count + 1, -1)
         place[rows] = np.arange(len(rows))
-        cheap, expensive, reducing = (
-            each[self.rows][rows]
-            for each in (
-                *(self.traits.is_cheap, self.traits.is_expensive),
-                self.traits.is_reducing,
-            )
-        )
+        held = self.values.bytes
+        read_bytes, made_bytes = np.zeros((2, self.count + 1), np.int64)
+        np.maximum.at(read_bytes, self.read_row, held[self.read])
+        np.maximum.at(made_bytes, self.result_row, held[self.of_results])
+        own = self.rows.start + rows
+        traits = self.traits.among(own, read_bytes[rows], made_bytes[rows])
+        is_fused = traits.is_cheap | traits.is_expensive
         index = self.arrays.columns.index[self.rows][rows]
         inner = np.array([self.inner_bytes.get(i, 0) for i in index.tolist()], np.int64)
         ends = self.passing_rows.tolist(), self.of_barriers.tolist()
@@ -330,9 +330,12 @@ class _Builder:
         table.add(
             2 * rows + 1,
             operator=index,
-            cheap=cheap,
-            expensive=expensive,
-            absorbs=cheap | expensive | reducing,
+            cheap=traits.is_cheap,
+            expensive=traits.is_expensive,
+            opens=traits.is_opening,
+            streams=traits.streams,
+            streamed=traits.is_streamed,
+            absorbs=is_fused | traits.is_reducing,
             inner=inner,
             reads=(reader[reader >= 0], read),
             writes=(writer, np.concatenate([self.of_results, self.of_barriers])),

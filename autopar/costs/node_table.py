@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 import numpy as np
 
@@ -17,7 +18,7 @@ class NodeTable:
 
     def __init__(self) -> None:
         self._times: list[np.ndarray] = []
-        self._columns: list[list[np.ndarray]] = [[] for _ in range(6)]
+        self._columns: list[list[np.ndarray]] = [[] for _ in range(9)]
         self._reads: list[_Pairs] = []
         self._writes: list[_Pairs] = []
         self._count = 0
@@ -29,6 +30,9 @@ class NodeTable:
         operator: np.ndarray | int = -1,
         cheap: np.ndarray | bool = False,
         expensive: np.ndarray | bool = False,
+        opens: np.ndarray | bool = False,
+        streams: np.ndarray | bool = False,
+        streamed: np.ndarray | bool = False,
         absorbs: np.ndarray | bool = False,
         inner: np.ndarray | int = 0,
         send: bool = False,
@@ -36,7 +40,8 @@ class NodeTable:
         writes: _Pairs = _NO_PAIRS,
     ) -> None:
         """Nodes of a group; see `Nodes`. A single value is for all of them."""
-        given = (operator, cheap, expensive, absorbs, inner, send)
+        given = (operator, cheap, expensive, opens, streams, streamed, absorbs)
+        given = (*given, inner, send)
         for column, each in zip(self._columns, given, strict=True):
             column.append(np.broadcast_to(np.asarray(each), times.shape))
         self._times.append(times)
@@ -57,8 +62,7 @@ class NodeTable:
             start = np.concatenate([[0], np.cumsum(counts)])
             return start, value[np.argsort(node, kind="stable")]
 
-        operator, cheap, expensive, absorbs, inner, send = (
-            np.concatenate(column)[order] for column in self._columns
-        )
+        columns = [np.concatenate(column)[order] for column in self._columns]
         ends = (*by_node(self._reads), *by_node(self._writes))
-        return Nodes(operator, cheap, expensive, absorbs, inner, send, *ends)
+        names = (field.name for field in fields(Nodes))
+        return Nodes(**dict(zip(names, (*columns, *ends), strict=True)))
