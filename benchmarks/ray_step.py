@@ -12,19 +12,48 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.clusters.cluster import Cluster
+
+    from .models import Workload
+
+HOSTS, DEVICES = 2, 4  # devices of each
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Medians in seconds; the first call plans, starts the hosts and compiles."""
+    """Medians in seconds; the first call plans, starts the hosts and compiles.
+
+    Bytes are those of a device in the plan that the hosts ran.
+    """
 
     model: str
     first_call_seconds: float
     ray_seconds: float
     local_seconds: float
+    collective_bytes: int
+    peak_bytes: int
+
+
+def planned_bytes(workload: Workload, cluster: Cluster | None = None) -> dict[str, int]:
+    """Bytes of the plan for a Ray cluster; one that is not started if left out."""
+    import autopar
+    from autopar.clusters.cluster import Cluster, RayHosts
+
+    if cluster is None:
+        nowhere = RayHosts("", "cpu", step_seconds=1.0)
+        preset = Cluster.preset(f"{HOSTS}x{DEVICES}xCPU")
+        cluster = replace(preset, ray_hosts=nowhere)
+    step = autopar.parallelize(workload.step, cluster=cluster)
+    predicted = step.plan(*workload.abstract()).predicted
+    return {
+        "collective_bytes": predicted.collective_bytes,
+        "peak_bytes": predicted.peak_bytes,
+    }
 
 
 def measure(model: str, rounds: int) -> Measurement:
@@ -53,12 +82,13 @@ def measure(model: str, rounds: int) -> Measurement:
         return times
 
     local = timed(autopar.parallelize(workload.step), jax.block_until_ready)
-    with local_ray_cluster(2, 4) as address:
+    with local_ray_cluster(HOSTS, DEVICES) as address:
         cluster = autopar.Cluster.ray(address)
         step = autopar.parallelize(workload.step, cluster=cluster)
         remote = timed(step, autopar.fetch)
-    medians = [statistics.median(times[2:]) for times in (remote, local)]
-    return Measurement(model, remote[0], *medians)
+        planned = planned_bytes(workload, cluster)
+    there, here = (statistics.median(times[2:]) for times in (remote, local))
+    return Measurement(model, remote[0], there, here, **planned)
 
 
 def main() -> None:

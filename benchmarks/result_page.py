@@ -11,14 +11,15 @@ _STYLE = """
 body { font: 14px system-ui, sans-serif; margin: 2em auto; max-width: 70em; }
 table { border-collapse: collapse; margin: 0 0 2em; }
 td, th { padding: 2px 12px 2px 0; text-align: right; vertical-align: top; }
-td:first-child, th:first-child { text-align: left; white-space: nowrap; }
-td:last-child { text-align: left; max-width: 30em; }
+td { white-space: nowrap; }
+td:first-child, th:first-child { text-align: left; }
+td:last-child { text-align: left; max-width: 30em; white-space: normal; }
 svg { display: block; margin: 4px 0 12px; }
 rect { fill: #4477aa; }
 text { font: 12px system-ui, sans-serif; }
 """
 _BAR, _ROW, _LABEL = 360, 18, 380  # widths and heights in pixels
-_NOISE = 1e-9  # what is no more, such as a closed gap, is rounding: no bars
+_NOISE = 1e-9  # what is no more, such as a closed gap, is rounding: 0, no bars
 
 
 def page(file: ResultFile) -> str:
@@ -43,7 +44,8 @@ def _columns(results: Sequence[Result]) -> list[str]:
 
 def _table(results: Sequence[Result]) -> str:
     columns = _columns(results)
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("case", *columns, "note"))
+    names = (escape(name).replace("_", "_<wbr>") for name in columns)
+    head = "".join(f"<th>{name}</th>" for name in ("case", *names, "note"))
     rows = []
     for each in results:
         numbers = {**each.values, **each.timed}
@@ -56,6 +58,8 @@ def _table(results: Sequence[Result]) -> str:
 
 def _text(value: float) -> str:
     """Bytes and counts in full, other numbers in four digits."""
+    if abs(value) <= _NOISE:
+        return "0"
     is_whole = abs(value) >= 1 and value == int(value)
     return f"{value:,.0f}" if is_whole else f"{value:.4g}"
 

@@ -98,9 +98,7 @@ def _programs(workload: Workload, mesh: str) -> dict[str, Callable[[], _Program]
 
     def ours() -> _Program:
         placed = jax.device_put(leaves, homes)
-        donated, kept = program.split(placed)
-        arguments = (donated, kept, list(program.constants))
-        return _compiled(program.jitted, arguments)
+        return _compiled(program.jitted, (program.constants, *placed))
 
     def annotated(*, everywhere: bool) -> _Program:
         run = _global_function(graph, plan, homes[0].mesh if everywhere else None)

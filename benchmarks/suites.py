@@ -35,6 +35,9 @@ _MESHES = ("x:8", "x:2;y:4")
 class Request:
     """What the command line asks of a suite; None is the suite's own choice.
 
+    What only a clock tells is left out unless `is_timed`: calls, and a Ray cluster, for
+    which steps are planned only.
+
     Raises:
       ValueError: an unknown model, with the nearest name.
     """
@@ -45,6 +48,7 @@ class Request:
     cluster: str | None = None
     tables: tuple[Path, ...] = ()
     rounds: int | None = None
+    is_timed: bool = True
 
     def __post_init__(self) -> None:
         known = {name: name for name in names()}
@@ -154,6 +158,8 @@ def step_suite(request: Request) -> Iterator[Result]:
                 "compile_seconds": each.compile_seconds,
             }
             yield Result("step", f"{model} {mesh} {each.program}", values, timed)
+    if not request.is_timed:
+        return
     measured = [measure_calls(10 * rounds)]
     if not request.small:
         measured.append(measure_first_call(-(-rounds // 7)))
@@ -202,11 +208,15 @@ def pipeline_suite(request: Request) -> Iterator[Result]:
         schedules.append(interleaved(8, NUM_MICROBATCHES, num_submeshes=4))
         schedules.append(zero_bubble_h1(4, NUM_MICROBATCHES))
     seconds, steps = (0.02, 2) if request.small else (0.1, 3)
+    steps = request.rounds or steps
     for schedule in schedules:
         found = measure(schedule, seconds, steps)
         yield Result(
             *("pipeline", f"{found.schedule} {found.num_stages} stages"),
-            {"theory_seconds": found.theory_seconds},
+            {
+                "theory_seconds": found.theory_seconds,
+                "simulated_seconds": found.simulated_seconds,
+            },
             {"times_theory": found.best_ratio, "median_times": found.median_ratio},
         )
 
@@ -216,15 +226,25 @@ def ray_suite(request: Request) -> Iterator[Result]:
 
     In a process of its own: Ray forks, which one that has run JAX should not.
     """
+    from benchmarks.ray_step import DEVICES, HOSTS, planned_bytes
+
     rounds = request.rounds or (5 if request.small else 20)
     for model in request.models or ("mlp",):
+        case = f"{model} {HOSTS} hosts of {DEVICES}"
+        if not request.is_timed:
+            yield Result("ray", case, {**planned_bytes(build(model))})
+            continue
         found = _ray_measurement(model, rounds)
+        values = {
+            "collective_bytes": found.collective_bytes,
+            "peak_bytes": found.peak_bytes,
+        }
         timed = {
             "first_call_seconds": found.first_call_seconds,
             "median_seconds": found.ray_seconds,
             "times_one_process": found.ray_seconds / found.local_seconds,
         }
-        yield Result("ray", f"{model} 2 hosts of 4", timed=timed)
+        yield Result("ray", case, {**values}, timed)
 
 
 def _ray_measurement(model: str, rounds: int) -> Measurement:

@@ -246,7 +246,7 @@ def test_a_stage_makes_its_own_layers_only(init_fn: Any) -> None:
     )
     init = trace_init(init_fn, (KEY,), {})
     programs = init_programs(PlacedInit(init, (home,)), autopar.Cluster.local())
-    made = {each: each.program.jitted([], list(init.values), []) for each in programs}
+    made = {each: each.program.jitted((), *init.values) for each in programs}
     layers = made_state(init, made)
     assert [piece.shape[0] for piece in layers.pieces] == [2, 3, 7]
     np.testing.assert_array_equal(layers, jax.jit(init_fn)(KEY))

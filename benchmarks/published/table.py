@@ -27,6 +27,9 @@ _OTHER_NAMES = {
     "width": "width_factor",
     "ppdp_tflops": "pp_dp_tflops",
 }
+_LEFT_OUT = ("", "-", "n/a", "nan")  # cells of what was not measured
+_OUT_OF_MEMORY = ("oom", "x", "×", "0", "0.0")
+_WHOLE = re.compile(r"\d+(,\d{3})*(\.0+)?")
 _SUBMESH = re.compile(r"(?:(\d+)x)?\((\d+);(\d+)\)|(\d+)")
 
 
@@ -101,9 +104,9 @@ def read_table(path: Path) -> Table:
     """The table of a CSV file with comment lines.
 
     Raises:
-      ValueError: a column that is needed is missing, or a plan cannot be read.
+      ValueError: a column that is needed is missing, or an entry cannot be read.
     """
-    lines = path.read_text().splitlines()
+    lines = path.read_text("utf-8-sig").splitlines()
     comments = [line for line in lines if line.startswith("#")]
     setting = _setting(" ".join(comments))
     baseline = _plans_in_comments(comments, setting)
@@ -111,16 +114,25 @@ def read_table(path: Path) -> Table:
     rows = tuple(_row(_named(each), setting, baseline, path) for each in records)
     if not rows:
         raise ValueError(f"a published table has rows, but {path} has none.")
+    if not any(row.cells for row in rows):
+        raise ValueError(
+            f"a published table has columns of Tflop/s a GPU, whose names end in "
+            f"{_TFLOPS!r}, but {path} has {', '.join(records.fieldnames or ())}."
+        )
     return Table(path.stem, setting, rows)
 
 
 def _setting(text: str) -> Setting:
-    """Numbers that the head of a file names; what it leaves out is as in GPT's."""
+    """Numbers that the head of a file names; what it leaves out is as in GPT's.
+
+    Raises:
+      ValueError: a machine that is not written as `(8x V100-16GB`.
+    """
     found = Setting()
     patterns = {
-        "seq_len": r"\bseq (\d+)",
-        "vocab_size": r"\bvocab (\d+)",
-        "batch_size": r"\bbatch (\d+)",
+        "seq_len": r"\bseq(?:uence)?(?:[ _]len(?:gth)?)? (\d[\d,]*)",
+        "vocab_size": r"\bvocab(?:ulary)?(?:[ _]size)? (\d[\d,]*)",
+        "batch_size": r"\bbatch(?:[ _]size)? (\d[\d,]*)",
         "heads": r"\b(\d+) heads",
         "mlp_ratio": r"\bFFN (\d+)H",
         "group_size": r"\bgroup (\d+)",
@@ -131,8 +143,15 @@ def _setting(text: str) -> Setting:
     for name, pattern in patterns.items():
         match = re.search(pattern, text)
         if match:
-            found = replace(found, **{name: int(match.group(1))})
+            number = int(match.group(1).replace(",", ""))
+            found = replace(found, **{name: number})
     device = re.search(r"\(\d+x ([A-Z]\d+)-(\d+)GB", text)
+    other = re.search(r"\b(?:[AHVPBL]\d{1,3}|TPU)\b", text)
+    if device is None and other is not None:
+        raise ValueError(
+            f"the head of a published table names its machine as '(8x V100-16GB', but "
+            f"says {other.group()!r} otherwise."
+        )
     if device is None:
         return found
     memory_bytes = int(device.group(2)) * 2**30
@@ -140,7 +159,16 @@ def _setting(text: str) -> Setting:
 
 
 def _named(record: dict[str, str]) -> dict[str, str]:
-    """A record with the names of columns that are used here."""
+    """A record with the names of columns that are used here.
+
+    Raises:
+      ValueError: it has more or fewer values than there are columns.
+    """
+    if None in record or None in record.values():
+        raise ValueError(
+            f"a row has a value for each column, but one does not: "
+            f"{', '.join(str(value) for value in record.values())}."
+        )
     names = {name: name.strip().lower().replace("-", "_") for name in record}
     return {_OTHER_NAMES.get(names[name], names[name]): record[name] for name in record}
 
@@ -152,54 +180,93 @@ def _row(
     path: Path,
 ) -> Row:
     try:
-        number, model = int(record["gpus"]), _model(record, setting)
-        flops = float(record["pflop_per_iter"]) * 1e15
+        number, model = _whole(record, "gpus"), _model(record, setting)
+        flops = _positive("pflop_per_iter", record["pflop_per_iter"]) * 1e15
+        cells = tuple(
+            _cell(name.removesuffix(_TFLOPS), text)
+            for name, text in record.items()
+            if name.endswith(_TFLOPS) and text.strip().lower() not in _LEFT_OUT
+        )
+        plans: dict[str, PublishedPlan] = {}
+        if record.get("alpa_plan"):
+            count = _whole(record, "alpa_microbatches")
+            layouts = parse_layouts(record["alpa_plan"], setting.devices_per_host)
+            plans["alpa"] = PublishedPlan(layouts, count)
+        if number in baseline:
+            plans.update({name: baseline[number] for name in _BASELINE})
+        for column, plan in plans.items():
+            _check_size(column, plan, number)
+        batch_size = _batch_size(record, setting)
     except KeyError as error:
         raise ValueError(f"a row of {path} needs the column {error}.") from None
-    cells = tuple(
-        _cell(name.removesuffix(_TFLOPS), text)
-        for name, text in record.items()
-        if name.endswith(_TFLOPS)
-    )
-    plans: dict[str, PublishedPlan] = {}
-    if record.get("alpa_plan"):
-        count = int(record["alpa_microbatches"])
-        layouts = parse_layouts(record["alpa_plan"], setting.devices_per_host)
-        plans["alpa"] = PublishedPlan(layouts, count)
-    if number in baseline:
-        plans.update({name: baseline[number] for name in _BASELINE})
-    batch_size = _batch_size(record, setting)
+    except ValueError as error:
+        which = ", ".join(record.values())
+        raise ValueError(f"{error} It is in {path}, row {which}.") from None
     return Row(number, model, flops, batch_size, plans, cells, setting)
+
+
+def _whole(record: dict[str, str], column: str) -> int:
+    text = record[column].strip()
+    number = 0
+    if _WHOLE.fullmatch(text):
+        number = int(float(text.replace(",", "")))
+    if not number:
+        raise ValueError(f"`{column}` is a whole number above 0, but got {text!r}.")
+    return number
+
+
+def _positive(column: str, text: str) -> float:
+    number = 0.0
+    if re.fullmatch(r"\d+(\.\d+)?(e[+-]?\d+)?", text.strip().lower()):
+        number = float(text)
+    if not number:
+        raise ValueError(f"`{column}` is a number above 0, but got {text!r}.")
+    return number
+
+
+def _check_size(column: str, plan: PublishedPlan, num_gpus: int) -> None:
+    """Raises ValueError unless the stages have all GPUs together."""
+    size = sum(layout.size for layout in plan.layouts)
+    if size != num_gpus:
+        raise ValueError(
+            f"the stages of a plan have all GPUs of a row, but those of {column} have "
+            f"{size} of {num_gpus}."
+        )
 
 
 def _batch_size(record: dict[str, str], setting: Setting) -> int:
     """Examples of an iteration: what microbatches do not divide is left out, as the
     authors did (1,520 of 1,536 for 38: benchmark/alpa/suite_wresnet.py)."""
-    batch_size = int(record.get("batch") or setting.batch_size)
-    return batch_size - batch_size % int(record.get("alpa_microbatches") or 1)
+    batch_size = setting.batch_size
+    if record.get("batch"):
+        batch_size = _whole(record, "batch")
+    count = _whole(record, "alpa_microbatches") if record.get("alpa_plan") else 1
+    return batch_size - batch_size % count
 
 
 def _cell(column: str, text: str) -> Cell:
-    number = re.fullmatch(r"(\d+(?:\.\d+)?)(\*?)", text.strip())
-    if number is None or not float(number.group(1)):
+    number = text.strip().lower()
+    if number in _OUT_OF_MEMORY:
         return Cell(column, None, False)
-    return Cell(column, float(number.group(1)), bool(number.group(2)))
+    is_projected = number.endswith("*")
+    tflops = _positive(column + _TFLOPS, number.removesuffix("*"))
+    return Cell(column, tflops, is_projected)
 
 
 def _model(record: dict[str, str], setting: Setting) -> UnitModel:
-    layers = int(record["layers"])
+    layers = _whole(record, "layers")
     if "width_factor" in record:
         return _resnet(record, layers, setting)
-    hidden = int(record["hidden"])
+    hidden = _whole(record, "hidden")
     sizes = setting.vocab_size, setting.seq_len, layers, hidden
     if "experts" in record:
         config = moe.Config(
-            *(*sizes, setting.heads, setting.batch_size, int(record["experts"])),
+            *(*sizes, setting.heads, setting.batch_size, _whole(record, "experts")),
             group_size=setting.group_size,
             mlp_ratio=setting.mlp_ratio,
         )
         return moe_units(config)
-    heads = int(record["heads"])
+    heads = _whole(record, "heads")
     return gpt_units(
         gpt.Config(*sizes, heads, setting.batch_size, mlp_ratio=setting.mlp_ratio)
     )
@@ -212,9 +279,9 @@ def _resnet(record: dict[str, str], layers: int, setting: Setting) -> UnitModel:
         raise ValueError(f"a Wide-ResNet has {known} layers, but a row has {layers}.")
     return resnet_units(
         resnet.Config(
-            *(_RESNET_STAGES[layers], int(record["channels"]), setting.image_size),
+            *(_RESNET_STAGES[layers], _whole(record, "channels"), setting.image_size),
             *(setting.num_classes, setting.batch_size, "bottleneck"),
-            width_factor=int(record["width_factor"]),
+            width_factor=_whole(record, "width_factor"),
         )
     )
 
@@ -247,6 +314,11 @@ def parse_layouts(text: str, devices_per_host: int) -> tuple[Layout, ...]:
     shapes = shapes or submeshes
     if len(shapes) == 1:
         shapes = shapes * len(submeshes)
+    if len(shapes) != len(submeshes):
+        raise ValueError(
+            f"a plan has one logical shape, or one for each of its {len(submeshes)} "
+            f"submeshes, but got {len(shapes)} in {text!r}."
+        )
     layouts = []
     for (hosts, devices), (data, tensor) in zip(submeshes, shapes, strict=True):
         if hosts * devices != data * tensor:
@@ -259,10 +331,11 @@ def parse_layouts(text: str, devices_per_host: int) -> tuple[Layout, ...]:
 
 
 def submesh(number: int, devices_per_host: int) -> tuple[int, int]:
-    """Hosts, and devices of each, of so many devices."""
-    if number <= devices_per_host:
-        return 1, number
-    return number // devices_per_host, devices_per_host
+    """The fewest hosts with equal parts of so many devices, and the part of each."""
+    hosts = -(-number // devices_per_host)
+    while number % hosts:
+        hosts += 1
+    return hosts, number // hosts
 
 
 def _plans_in_comments(

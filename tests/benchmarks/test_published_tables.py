@@ -66,15 +66,18 @@ def test_the_head_of_a_file_is_its_setting() -> None:
 
 
 def test_another_table_of_the_same_header_is_read(tmp_path: Path) -> None:
-    """Rows of other sizes and GPUs, and entries that ran out of memory."""
+    """Rows of other sizes and GPUs; what ran out of memory or was not measured."""
     lines = GPT.read_text().splitlines()
     head = [line for line in lines if line.startswith(("#", "gpus"))]
     row = "4,12,1024,16,0.2,16,2x(1;2),OOM,12.5*,,30.0,1.7,9"
     path = tmp_path / "other.csv"
-    path.write_text("\n".join([*head, row]))
+    path.write_text("\ufeff" + "\n".join([*head, row, ""]), "utf-8")
     (found,) = read_table(path).rows
-    assert [cell.tflops for cell in found.cells] == [None, 12.5, None, 30.0]
-    assert [cell.is_projected for cell in found.cells] == [False, True, False, False]
+    assert [(cell.column, cell.tflops, cell.is_projected) for cell in found.cells] == [
+        ("megatron", None, False),
+        ("inter_only", 12.5, True),
+        ("alpa", 30.0, False),
+    ]
     assert found.model.counts == (1, 12, 12, 1)
 
 

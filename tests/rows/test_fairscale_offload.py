@@ -82,8 +82,7 @@ def compiled(case: Case, **options: Any) -> Compiled:
 def placements(step: Compiled) -> list[tuple[str, str]]:
     """Where the program, lowered for GPUs, puts what: memory and type, in order."""
     program = step.lowered.program
-    arguments = *program.split(program.argument_types), list(program.constants)
-    traced = program.jitted.trace(*arguments)
+    traced = program.jitted.trace(program.constants, *program.argument_types)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     pattern = r'annotate_device_placement.*placement = "(\w+)".*\(tensor<([^>]*)>\) ->'
     return re.findall(pattern, text)

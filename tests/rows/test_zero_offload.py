@@ -77,8 +77,7 @@ def test_zer_4_programs_say_so(offloaded: Compiled) -> None:
     For CPU devices, whose memory is the host's, JAX leaves out what only comes in.
     """
     program = offloaded.lowered.program
-    arguments = *program.split(program.argument_types), list(program.constants)
-    traced = program.jitted.trace(*arguments)
+    traced = program.jitted.trace(program.constants, *program.argument_types)
     lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
     pattern = r'(%\S+) = .*annotate_device_placement\((%\S+)\).*placement = "(\w+)"'
     found = re.findall(pattern, lowered)
