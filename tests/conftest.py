@@ -1,10 +1,24 @@
 """Eight virtual CPU devices, a compile cache and two meshes for every test."""
 
+import gc
 import os
+import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 NUM_DEVICES = 8
+# XLA's older code generator compiles in a third of the time. It is gone in jaxlib 0.11,
+# and does less: see `usual_code_generator`. HLO differs little, collectives do not.
+QUICK_COMPILING = (
+    " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
+IS_FUZZ = "AUTOPAR_FUZZ_EXAMPLES" in os.environ
+COMPILES_QUICKLY = (
+    "pytest" in sys.modules  # not if a script of tests/fuzz imports this
+    and not IS_FUZZ
+    and metadata.version("jaxlib").startswith("0.10.")
+)
 COMPILE_CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
 
 # All of this is read when jax is first imported, and by subprocesses of the tests.
@@ -17,6 +31,7 @@ os.environ["XLA_FLAGS"] = (
     # With XLA's default CPU scheduler a program of tests/fuzz crashes the process in 7
     # of 7 runs (segfault, or too many participants in an all-reduce), so in 0 of 5.
     + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+    + (QUICK_COMPILING if COMPILES_QUICKLY else "")
 )
 # Fewer threads than twice the devices can deadlock when steps overlap.
 os.environ.setdefault("NPROC", str(2 * NUM_DEVICES))
@@ -28,6 +43,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
+from jax._src import compiler  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
 from xdist.scheduler import LoadFileScheduling  # noqa: E402
 
@@ -39,7 +55,9 @@ settings.register_profile(
     deadline=None,
     print_blob=True,
 )
-settings.load_profile("fuzz" if "AUTOPAR_FUZZ_EXAMPLES" in os.environ else "repeatable")
+settings.load_profile("fuzz" if IS_FUZZ else "repeatable")
+
+gc.set_threshold(7_000)  # ten times the usual: jaxprs of many tests stay alive
 
 
 @pytest.fixture
@@ -52,6 +70,24 @@ def mesh_1d() -> Mesh:
 def mesh_2d() -> Mesh:
     """Eight devices as two rows of four: axes `x` and `y`."""
     return jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.fixture
+def usual_code_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA compiles as it does for users: its older generator has failures of its own.
+
+    It writes out of bounds where a dim is longer than its index type can say.
+    """
+    if not COMPILES_QUICKLY:
+        return
+    options = compiler.get_compile_options
+
+    def usual(*args: Any, env_options_overrides: Any = None, **more: Any) -> Any:
+        overrides: dict[str, Any] = {"xla_cpu_use_fusion_emitters": True}
+        overrides |= env_options_overrides or {}
+        return options(*args, env_options_overrides=overrides, **more)
+
+    monkeypatch.setattr(compiler, "get_compile_options", usual)
 
 
 class OneProcessAFile(LoadFileScheduling):

@@ -109,6 +109,7 @@ def test_fill_values_are_counted_once(fill_value: float) -> None:
     assert {"v1", "sum0"} <= reached["gather"]
 
 
+@pytest.mark.usefixtures("usual_code_generator")
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
 @pytest.mark.parametrize("mode", ["clip", "fill"])
 def test_narrow_and_unsigned_indices(dtype: str, mode: str) -> None:
