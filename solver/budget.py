@@ -77,12 +77,13 @@ class WithinRows:
         self.graph = self.kept.graph
         self.rows: list[MemoryRow] = []  # those of the relaxations, on what is kept
         self._met = np.zeros(self.graph.num_choices, bool)
-        self.bound = search.bound
+        self.bound = -inf
         self.least, self.least_bound = inf, 0.0
         self.least_choices: tuple[int, ...] | None = None
 
     def run(self, known: Sequence[Sequence[int]]) -> None:
         """Raises the bound and offers plans until the gap is closed or work is done."""
+        self.bound = self.search.bound
         for choices in known:
             self._activate(self._see(tuple(choices)), FIRST_ROWS)
         everything = np.ones(self.graph.num_choices, bool)

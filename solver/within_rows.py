@@ -15,7 +15,8 @@ from .lagrangian import PricedPlans
 from .memory_rows import MemoryRow
 from .search import Search
 
-FEW_NODES, MANY_NODES = 300, 2500
+FEW_NODES = 300  # that are left when the graph is reduced
+MANY_NODES = 2500
 MOST_WORK = 600.0  # seconds, of free solutions; see `clock.py`
 GUARD_SECONDS = 1200.0
 
@@ -51,10 +52,13 @@ def solve_within_rows(
     for each in (free.choices, *known):
         plans.add(each)
     aim = budget if aim is None else min(aim, budget)
-    if len(graph.nodes) > FEW_NODES:
+    whole = None
+    if len(graph.nodes) <= MANY_NODES:
+        whole = WithinRows(search, rows, aim)
+    if whole is None or len(whole.graph.nodes) > FEW_NODES:
         _price_and_mix(search, plans, rows, budget, aim)
-    if not search.is_closed and len(graph.nodes) <= MANY_NODES:
-        WithinRows(search, rows, aim).run(plans.plans)
+    if whole is not None and not search.is_closed:
+        whole.run(plans.plans)
     return search.result()
 
 

@@ -6,10 +6,11 @@ as well; a plan that peaks elsewhere brings points of its own (`plan_within.py`)
 plan itself a row says exactly what the model of memory says (`costs/memory.py`).
 
 At a point a tensor is held by its writer from when it is made until it is copied, and
-by its relay while the copy is read; a tensor with a relay that is read as it was made
-is the relay's. Arguments are held throughout, but for those in the host's memory. What
-only this pair of specs needs (the operand that a collective turns, a copy beside the
-relay's) is held by the two choices together.
+by its relay while the copy is read; one that is read as it was made, under whatever
+name, is held by its writer where it is made, and later by that relay. Arguments are
+held throughout, but for those in the host's memory. What only this pair of specs needs
+(the operand that a collective turns, a copy beside the relay's) is held by the two
+choices together.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 from autopar.solver.memory_rows import MemoryRow
 
 from ..costs.execution_order import Liveness
+from ..costs.fusion import Traits
 from ..costs.kernels import Value, ValueColumns, turns
 from ..costs.memory import MemoryProfile
 from ..sharding.spec import Spec, num_shards
@@ -69,7 +71,8 @@ def memory_rows(
       choices: the same plan as an assignment of the problem.
     """
     fixed = _fixed(problem, profile)
-    points = [fixed | each for each in _Points(problem, profile).of_block(0, STRETCHES)]
+    every = _Points(problem, profile, choices).of_block(0, STRETCHES)
+    points = [fixed | each for each in every]
     worth = WORTH_A_ROW * max((each.bytes for each in points), default=0)
     points.sort(key=lambda each: -each.bytes)
     rows = [_row(problem, p, choices) for p in points or [fixed] if p.bytes >= worth]
@@ -89,7 +92,7 @@ def conversion_rows(
     which the plan would hold the most. Those of inner blocks are left to the plans that
     make them.
     """
-    points, fixed = _Points(problem, profile), _fixed(problem, profile)
+    points, fixed = _Points(problem, profile, choices), _fixed(problem, profile)
     liveness = profile.liveness[0]
     worth = WORTH_A_ROW * profile.peak_bytes - fixed.bytes
     columns = liveness.block.columns
@@ -152,9 +155,7 @@ def _row(
     members = np.flatnonzero(point.whole).tolist()
     row = MemoryRow(tuple(members), tuple([held[vertex] for vertex in members]))
     for tensor, target, amount in point.copies:
-        writer, made = problem.writers[tensor]
-        needs = (made.choices.specs != np.array(target)).any(axis=1)
-        row = _with(row, writer, needs * float(amount))
+        row = _with_copy(problem, row, choices, tensor, target, amount)
     for tensor, source, amount in point.turns:
         relay = problem.relays[tensor]
         target = problem.vertices[relay].writes[0].choices.of(choices[relay])
@@ -162,10 +163,44 @@ def _row(
             row = _with_turn(problem, row, tensor, source, amount)
         else:  # a reader turns what the relay hands on
             writer, made = problem.writers[tensor]
-            makes = (made.choices.specs == np.array(source)).all(axis=1)
-            row = _with(row, writer, makes * float(amount))
+            row = _with(row, writer, made.choices.are(source) * float(amount))
     rest = point.bytes - row.used(choices)
     return MemoryRow(row.nodes, row.weights, row.constant + rest)
+
+
+def _with_copy(
+    problem: ShardingProblem,
+    row: MemoryRow,
+    choices: tuple[int, ...],
+    tensor: int,
+    target: Spec,
+    amount: int,
+) -> MemoryRow:
+    """A row with a copy beside the relay's, which one who reads it holds.
+
+    Where the relay's (or the tensor) is in that spec it is what is read; of a tensor
+    that lasts that takes no memory. Where no vertex reads the copy, as further copies
+    are made of it, it is there if the tensor is not made so.
+    """
+    relay, columns = problem.relays.get(tensor), problem.columns
+    holder, access = problem.writers[tensor]
+    if relay is not None:
+        holder, access = relay, problem.vertices[relay].writes[0]
+    is_there = access.choices.are(target)
+    reads = columns.reads
+    for at in np.flatnonzero(reads.tensor == tensor).tolist():
+        reader, specs = int(reads.vertex[at]), columns.choices[reads.choices[at]]
+        if reader == relay or specs.of(choices[reader]) != target:
+            continue
+        row = _with(row, reader, specs.are(target) * float(amount))
+        if tensor in lasting_tensors(problem.graph):
+            row = _with(row, holder, ~is_there * float(amount))
+            return MemoryRow(row.nodes, row.weights, row.constant - amount)
+        if holder in row.nodes and holder != reader:
+            held = row.weights[row.nodes.index(holder)]
+            row = _with(row, holder, -np.minimum(held, amount) * is_there)
+        return row
+    return _with(row, holder, ~is_there * float(amount))
 
 
 def _with_turn(
@@ -176,8 +211,7 @@ def _with_turn(
     relay = problem.relays[tensor]
     targets = problem.vertices[relay].writes[0].choices
     turned = np.array([turns(source, target) for target in targets.distinct], bool)
-    makes = (made.choices.specs == np.array(source)).all(axis=1)
-    row = _with(row, writer, makes * float(amount))
+    row = _with(row, writer, made.choices.are(source) * float(amount))
     row = _with(row, relay, turned[targets.classes] * float(amount))
     return MemoryRow(row.nodes, row.weights, row.constant - amount)
 
@@ -189,8 +223,13 @@ def _with(row: MemoryRow, vertex: int, more: np.ndarray) -> MemoryRow:
 
 
 class _Points:
-    def __init__(self, problem: ShardingProblem, profile: MemoryProfile) -> None:
-        self.problem, self.profile = problem, profile
+    def __init__(
+        self,
+        problem: ShardingProblem,
+        profile: MemoryProfile,
+        choices: tuple[int, ...],
+    ) -> None:
+        self.problem, self.profile, self.choices = problem, profile, choices
         self._bodies = {op.index: op.bodies for op in problem.graph.operators()}
         count = len(problem.graph.tensors)
         lasting = lasting_tensors(problem.graph) & problem.relays.keys()
@@ -204,7 +243,26 @@ class _Points:
         tensors = profile.plan.tensors
         is_copied = [bool(each.conversions) for each in tensors]
         self._is_copied = np.array([*is_copied, False])
+        self._reader = self._readers()
         self._blocks: dict[int, _Held] = {}
+
+    def _readers(self) -> np.ndarray:
+        """[tensors] the relay through which each is read as it was made, or -1.
+
+        What an operator gives but another name is read by that.
+        """
+        reader = np.where(self._is_copied | self._is_lasting, -1, self._relay)
+        columns, reads = self.problem.graph.columns, self.problem.columns.reads
+        is_relay = np.isin(reads.vertex, self._relay[self._relay >= 0])
+        number = np.bincount(reads.tensor[~is_relay], minlength=len(reader))
+        for row in np.flatnonzero(Traits.of(columns).renames)[::-1].tolist():
+            op = columns.operators[row]
+            tensors = [each for each in op.operands if isinstance(each, int)]
+            for read, result in zip(tensors, op.results, strict=True):
+                is_passed = number[read] == 1 and not self._is_copied[read]
+                if is_passed and reader[read] < 0:
+                    reader[read] = reader[result]
+        return reader
 
     def of_block(self, block: int, stretches: int) -> Iterator[_Point]:
         liveness = self.profile.liveness[block]
@@ -266,11 +324,18 @@ class _Points:
         tensor = np.where((tensor >= 0) & (tensor < count), tensor, count)
         relay, writer = self._relay[tensor], self._writer[tensor]
         is_made = writer >= 0
-        is_shared = is_copy | ~(self._is_copied[tensor] | block.is_outside)
-        vertex = np.where((relay >= 0) & is_shared, relay, writer)
-        is_beside = is_made & is_copy & (relay < 0)
+        vertex = np.where((relay >= 0) & is_copy, relay, writer)
+        is_beside = is_made & is_copy
+        for index in np.flatnonzero(is_beside & (relay >= 0)).tolist():
+            at = int(relay[index])
+            held = self.problem.vertices[at].writes[0].choices.of(self.choices[at])
+            is_beside[index] = block.values[index].spec != held
         starts = np.where(liveness.starts >= 0, liveness.starts, len(liveness.order))
         starts[list(liveness.borrowed)] = len(liveness.order)
+        reader = self._reader[tensor]  # holds it from when it was made
+        shared = np.flatnonzero((reader >= 0) & is_made & ~is_copy)
+        ends = liveness.ends.copy()
+        ends[shared] = np.minimum(starts[shared], ends[shared])
         columns = block.columns
         replaced_by = np.full(len(tensor), -1)
         for old, new in block.replaced:
@@ -286,9 +351,13 @@ class _Points:
         last = np.full(len(read), -1)
         np.maximum.at(last, number.reshape(-1), at)
         return _Held(
-            np.where(is_made & ~is_beside, vertex, -1),
-            is_beside,
-            *(starts, liveness.ends, self._relay[read], first, last),
+            np.concatenate(
+                [np.where(is_made & ~is_beside, vertex, -1), reader[shared]]
+            ),
+            np.concatenate([is_beside, np.zeros(len(shared), bool)]),
+            np.concatenate([starts, starts[shared] + 1]),
+            np.concatenate([ends, liveness.ends[shared]]),
+            *(self._relay[read], first, last),
         )
 
 

@@ -6,7 +6,8 @@ tensor itself. So every spec is there twice, first as it lies and then copied.
 
 What is gathered is gathered by the relay: a program makes one copy for all readers and
 holds it from the first to the last, so no reader may gather one from the relay. For the
-same reason products have a relay even for a single reader.
+same reason products, arguments and loops' operands have a relay even for a single
+reader.
 """
 
 from __future__ import annotations

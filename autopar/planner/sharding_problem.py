@@ -284,6 +284,7 @@ class _Builder:
         is_relayed = counts > 1
         if self.counts_memory:
             is_relayed |= self._is_heavy(vertices)[writes.vertex[access[read]]]
+            is_relayed |= np.isin(read, self._lasting)
         relayed = read[is_relayed]
         pattern = self._relay_patterns(vertices, relayed, writes.choices[access])
         whole = self.vertices.with_relays(vertices, relayed, pattern)

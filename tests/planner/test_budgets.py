@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -15,7 +16,7 @@ from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
 from autopar.planner.intra_op import IntraOpSolution, plan_intra_op, read_plan
-from autopar.planner.plan_within import BUDGET_GAP, plan_within
+from autopar.planner.plan_within import BUDGET_GAP, plan_within, plan_within_binding
 from autopar.planner.planning import roles_of
 from autopar.planner.program_points import memory_rows
 from autopar.planner.relay_choices import lasting_tensors, without_needless_copies
@@ -84,6 +85,29 @@ def test_rows_say_of_their_own_plan_what_the_model_says() -> None:
     used = [row.used(assignment.choices) for row in rows]
     assert used[0] == max(used) == profile.peak_bytes
     assert all((held >= 0).all() for row in rows for held in row.weights)
+
+
+def test_what_lasts_has_a_relay_even_for_one_reader() -> None:
+    """So that a slice which its only reader gathers is a copy that rows see."""
+    cluster = Cluster.local()
+    resharder = Resharder(MESH, cluster)
+    problem = build_problem(gpt(), MESH, cluster, resharder, counts_memory=True)
+    reads = problem.columns.reads
+    read = reads.tensor[~np.isin(reads.vertex, list(problem.relays.values()))]
+    once = set(np.flatnonzero(np.bincount(read) == 1).tolist())
+    assert once & lasting_tensors(gpt())
+    assert lasting_tensors(gpt()) & set(read.tolist()) <= problem.relays.keys()
+
+
+def test_copies_of_many_slices_of_a_loop_are_foreseen_together() -> None:
+    """Met one plan at a time, they were more than there are rounds."""
+    workload = build("gpt", scan_layers=True, remat=True)
+    traced = trace(workload.step, workload.abstract(), {})
+    graph = build_graph(traced, roles_of(traced))
+    budget = 1_321_462  # 0.8 of what the free plan compiles to
+    found = plan_within_binding(graph, MESH, Cluster.local(), budget)
+    assert found.plan.predicted.peak_bytes <= budget
+    assert found.plan.predicted.optimality_gap <= BUDGET_GAP
 
 
 def test_a_copy_in_the_spec_it_lies_in_is_no_copy() -> None:
