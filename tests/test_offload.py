@@ -130,9 +130,6 @@ def test_what_cannot_be_had_is_refused() -> None:
     case = adam()
     with pytest.raises(ValueError, match="'auto' or 'optimizer_state'"):
         autopar.parallelize(case.step, offload="everything")
-    method = autopar.PipelineParallel()
-    with pytest.raises(NotImplementedError, match="give `num_stages`"):
-        autopar.parallelize(case.step, offload="auto", method=method)
 
 
 def test_a_store_writes_over_its_files_and_leaves_scalars(tmp_path: Path) -> None:

@@ -62,7 +62,14 @@ def stage_meshes(
 
     Raises:
       ValueError: this process has too few devices.
+      NotImplementedError: this process is one of several without Ray.
     """
+    if cluster.ray_hosts is None and jax.process_count() > 1:
+        raise NotImplementedError(
+            f"The stages of a pipeline run in one process or on a Ray cluster, but "
+            f"this is one of {jax.process_count()} processes of jax.distributed; use "
+            f"method=autopar.ShardParallel(), or cluster=autopar.Cluster.ray()."
+        )
     meshes: list[Mesh | AbstractMesh] = []
     available, first = jax.devices() if cluster.ray_hosts is None else [], 0
     for number, shape in enumerate(shapes):

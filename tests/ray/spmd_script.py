@@ -53,7 +53,17 @@ total = autopar.parallelize(lambda x: x.sum(), mesh="x:8")
 searched = autopar.parallelize(lambda x, w: jnp.tanh(x @ w).sum())
 step = autopar.parallelize(f3_training.step, plan=autopar.Plan.load(PLAN))
 text = step.lower(*f3_training.arguments()).compile().as_text() or ""
+refused = ""
+if jax.process_count() > 1:
+    staged = autopar.parallelize(
+        f3_training.step, method=autopar.PipelineParallel(2, 1)
+    )
+    try:
+        staged(*f3_training.arguments())
+    except NotImplementedError as error:
+        refused = str(error)
 found = {
+    "refused": refused,
     "devices": [jax.local_device_count(), jax.device_count()],
     "sum": float(total(np.arange(64, dtype=np.float32))),
     "hlo": hashlib.sha256(without_source(text).encode()).hexdigest(),

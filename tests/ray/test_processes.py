@@ -13,6 +13,7 @@ import pytest
 
 from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster
+from autopar.methods.methods import ShardParallel
 from tests.ray import f3_training
 
 ROOT = Path(__file__).parent.parent.parent
@@ -21,7 +22,7 @@ SCRIPT = ROOT / "tests" / "ray" / "spmd_script.py"
 
 @pytest.fixture(scope="module")
 def remote_step(ray_cluster: Cluster) -> Any:
-    return parallelize(f3_training.step, cluster=ray_cluster)
+    return parallelize(f3_training.step, method=ShardParallel(), cluster=ray_cluster)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +87,11 @@ def test_a_script_in_two_processes_equals_that_in_one(
 
 def test_every_process_compiles_the_same_program(together: list[dict[str, Any]]):
     assert together[0]["hlo"] == together[1]["hlo"]
+
+
+def test_stages_across_processes_are_refused(together: list[dict[str, Any]]):
+    for each in together:
+        assert "one of 2 processes" in each["refused"]
 
 
 def test_one_process_plans_for_all(together: list[dict[str, Any]]):
