@@ -47,7 +47,7 @@ from .stage_problem import (
     slowest_seconds,
     step_seconds,
 )
-from .stage_spans import least_paths, microbatches_held
+from .stage_spans import least_paths, spans_only
 from .stage_sums import StageSums, interleaved_sums, plain_sums
 
 _ROUNDING = 1e-12
@@ -76,7 +76,8 @@ def solve_stages(
     if problem.schedule != "interleaved":
         return _Search(problem, plain_sums(problem), gap, upper, near).run()
     best = None
-    for sums in interleaved_sums(problem):
+    every = interleaved_sums(problem)
+    for sums in sorted(every, key=lambda each: each.least_seconds):
         if sums.least_seconds >= upper * (1 - gap):
             continue
         found = _Search(problem, sums, gap, upper, near).run()
@@ -233,17 +234,14 @@ def least_step_seconds(problem: StageProblem) -> float:
     all layers over the number of devices.
     """
     shared = problem.stages_per_submesh
-    fits = [microbatches_held(problem, each) >= 1 for each in problem.choices]
-    pairs = list(zip(problem.choices, fits, strict=True))
-    seconds = [np.where(fit, each.seconds, inf) for each, fit in pairs]
-    work = [each.num_devices * np.where(fit, each.paces, inf) for each, fit in pairs]
-    pace = least_paths(np.min(work, axis=0))[-1] / (shared * problem.num_devices)
-    once = min(
-        float(c.once_seconds[np.triu_indices_from(c.once_seconds, 1)].min())
-        for c in problem.choices
-    )
+    fits, choices = problem.held >= 1, problem.choices
+    seconds = np.array([each.seconds for each in choices])
+    work = np.array([each.num_devices * each.paces for each in choices])
+    least = [np.min(each, 0, where=fits, initial=inf) for each in (seconds, work)]
+    latency, device_seconds = least_paths(np.array(least))[:, -1] / shared
+    once = spans_only([each.once_seconds for each in choices]).min()
     repeats = shared * problem.num_microbatches - 1
-    latency = least_paths(np.min(seconds, axis=0))[-1] / shared
+    pace = device_seconds / problem.num_devices
     return float(latency + repeats * pace + shared * once)
 
 

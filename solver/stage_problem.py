@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from typing import Literal
 
@@ -65,6 +66,20 @@ class StageProblem:
     @property
     def num_devices(self) -> int:
         return len(self.host_kinds) * self.devices_per_host
+
+    @cached_property
+    def held(self) -> np.ndarray:
+        """How many microbatches a span may have in flight: [choices, L + 1, L + 1].
+
+        Negative where it does not even hold what it always holds.
+        """
+        fixed = np.array([each.fixed_bytes for each in self.choices])
+        each_bytes = np.array([each.microbatch_bytes for each in self.choices])
+        room = self.capacity_bytes - self.stages_per_submesh * fixed
+        with np.errstate(divide="ignore", invalid="ignore"):
+            most = np.floor(room / each_bytes * (1 + 1e-12))
+        most = np.where(each_bytes > 0, most, inf)
+        return np.where(room >= 0, most, -1.0)
 
     def may_start(self, choice: StageChoice, device: int) -> bool:
         """Whether a submesh may begin at a device: it keeps to one host, or to whole

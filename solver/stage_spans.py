@@ -8,34 +8,15 @@ from math import inf
 
 import numpy as np
 
-from .stage_problem import StageChoice, StageProblem
-
-
-def microbatches_held(problem: StageProblem, choice: StageChoice) -> np.ndarray:
-    """How many microbatches each span may have in flight: [L + 1, L + 1].
-
-    Negative where it does not even hold what it always holds.
-    """
-    room = problem.capacity_bytes - problem.stages_per_submesh * choice.fixed_bytes
-    with np.errstate(divide="ignore", invalid="ignore"):
-        most = np.floor(room / choice.microbatch_bytes * (1 + 1e-12))
-    most = np.where(choice.microbatch_bytes > 0, most, inf)
-    return np.where(room >= 0, most, -1.0)
-
-
-def held_spans(problem: StageProblem, choice: StageChoice) -> np.ndarray:
-    """Times of spans that hold a microbatch; all else is infinite: [L + 1, L + 1]."""
-    fits = microbatches_held(problem, choice) >= 1
-    return np.where(fits, spans_only([choice.seconds])[0], inf)
-
 
 def least_paths(costs: np.ndarray) -> np.ndarray:
-    """The least sums of [L + 1, L + 1] over spans that follow each other from 0 on, to
-    each border: [L + 1]."""
-    reached = np.full(len(costs), inf)
-    reached[0] = 0.0
-    for end in range(1, len(costs)):
-        reached[end] = (reached[:end] + costs[:end, end]).min()
+    """The least sums of [.., L + 1, L + 1] over spans that follow each other from 0 on,
+    to each border: [.., L + 1]."""
+    reached = np.full(costs.shape[:-1], inf)
+    reached[..., 0] = 0.0
+    for end in range(1, costs.shape[-1]):
+        through = reached[..., :end] + costs[..., :end, end]
+        reached[..., end] = through.min(axis=-1)
     return reached
 
 
@@ -52,12 +33,10 @@ def _is_span(size: int) -> np.ndarray:
 
 def by_length(spans: np.ndarray, longest: int) -> np.ndarray:
     """[.., i, j] as [.., i, j - i - 1]; infinite where j is beyond the last layer."""
-    size = spans.shape[-1]
-    found = np.full((*spans.shape[:-1], longest), inf)
-    for length in range(1, longest + 1):
-        ends = np.arange(length, size)
-        found[..., ends - length, length - 1] = spans[..., ends - length, ends]
-    return found
+    first = np.arange(spans.shape[-1])[:, None]
+    ends = first + np.arange(1, longest + 1)
+    is_span = ends < spans.shape[-1]
+    return np.where(is_span, spans[..., first, np.where(is_span, ends, 0)], inf)
 
 
 def finite_values(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -25,10 +25,8 @@ from .stage_problem import Stage, StageProblem, microbatches_in_flight
 from .stage_spans import (
     by_length,
     finite_values,
-    held_spans,
     least_once_of,
     least_paths,
-    microbatches_held,
     spans_only,
 )
 
@@ -78,7 +76,7 @@ def interleaved_sums(problem: StageProblem) -> Sequence[StageSums]:
     """For stages that all make one choice and share submeshes in turns: of each choice
     that can."""
     shared = problem.stages_per_submesh
-    found: list[_Interleaved] = []
+    found: list[int] = []
     for index, choice in enumerate(problem.choices):
         own, number = choice.num_devices, problem.num_devices // choice.num_devices
         if (
@@ -87,8 +85,17 @@ def interleaved_sums(problem: StageProblem) -> Sequence[StageSums]:
             and number * shared <= problem.num_layers
             and all(problem.may_start(choice, i * own) for i in range(number))
         ):
-            found.append(_Interleaved(problem, index))
-    return found
+            found.append(index)
+    if not found:
+        return []
+    held = problem.held[found] >= 1
+    choices = [problem.choices[index] for index in found]
+    totals, paces = (
+        least_paths(np.where(held, spans_only(each), inf))[:, -1].tolist()
+        for each in ([c.seconds for c in choices], [c.paces for c in choices])
+    )
+    every = zip(found, totals, paces, strict=True)
+    return [_Interleaved(problem, *each) for each in every]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +103,8 @@ class _Group:
     """Choices of one number of devices of one kind.
 
     Arrays are [choices, first layer, length - 1], up to the longest span that holds a
-    microbatch. `crossing` is [next group, border, start]; stages begin at `starts`.
+    microbatch. `crossing` is [next group, border, start], of values that are sorted in
+    `crossing_values`; stages begin at `starts`.
     """
 
     choices: tuple[int, ...]
@@ -108,26 +116,27 @@ class _Group:
     starts: np.ndarray
     ends: np.ndarray
     crossing: np.ndarray
+    crossing_values: np.ndarray
 
     @classmethod
     def of(
         cls, problem: StageProblem, choices: Sequence[int], next_sizes: Sequence[int]
     ) -> _Group:
-        own = [problem.choices[index] for index in choices]
+        own, allowed = [problem.choices[i] for i in choices], problem.held[[*choices]]
         number, inside = own[0].num_devices, problem.devices_per_host
         starts = np.array(
             [d for d in range(problem.num_devices) if problem.may_start(own[0], d)],
             int,
         )
         ends = starts + number
-        crossing = np.zeros((len(next_sizes), problem.num_layers + 1, len(starts)))
-        for position, size in enumerate(next_sizes):
-            for between in (False, True):
-                seconds = problem.crossing(min(number, size), between)
-                crossing[position][:, (ends % inside == 0) == between] = seconds[
-                    :, None
-                ]
-        allowed = np.array([microbatches_held(problem, each) for each in own])
+        level = (ends % inside == 0).astype(int)
+        each_level = np.array(
+            [
+                [problem.crossing(min(number, size), between) for size in next_sizes]
+                for between in (False, True)
+            ]
+        )
+        crossing = np.moveaxis(each_level[level], 0, -1)
         seconds = spans_only([each.seconds for each in own])
         _, first, end = np.nonzero(np.isfinite(seconds) & (allowed >= 1))
         longest = int((end - first).max(initial=1))
@@ -142,6 +151,7 @@ class _Group:
             starts,
             ends,
             crossing,
+            finite_values([each_level[np.unique(level)]]),
         )
 
     def is_allowed(self, pace: float, once: float) -> np.ndarray:
@@ -210,7 +220,7 @@ class _Plain:
         if problem.max_stages is not None:
             self.most = min(self.most, problem.max_stages)
         spans = [g.paces[g.allowed >= 1] for g in every]
-        crossings = [g.crossing for g in every]
+        crossings = [g.crossing_values for g in every]
         self.paces = finite_values([*spans, *crossings])
         self.has_others = problem.schedule == "1f1b"
         if self.has_others:
@@ -218,8 +228,9 @@ class _Plain:
             most = longest + finite_values(crossings)[-1:]
             self.paces = finite_values([self.paces, most])
         self.least_once = least_once_of([(g.seconds, g.once) for g in every])
-        spans = [held_spans(problem, each) for each in problem.choices]
-        self.before = least_paths(np.min(spans, axis=0))
+        spans = spans_only([each.seconds for each in problem.choices])
+        least = np.min(spans, axis=0, where=problem.held >= 1, initial=inf)
+        self.before = least_paths(least)
         self.least_total = self.least_seconds = float(self.before[-1])
 
     def may_be_feasible(self, pace: float, once: float) -> bool:
@@ -315,9 +326,13 @@ class _Plain:
 
 
 class _Interleaved:
+    """`total` is the least that a microbatch takes in all, `pace` of `paces`."""
+
     has_others = False
 
-    def __init__(self, problem: StageProblem, choice: int) -> None:
+    def __init__(
+        self, problem: StageProblem, choice: int, total: float, pace: float
+    ) -> None:
         self.problem, self.index = problem, choice
         self.choice = problem.choices[choice]
         own, shared = self.choice.num_devices, problem.stages_per_submesh
@@ -325,13 +340,11 @@ class _Interleaved:
         self.num_stages = number * shared
         self.seconds = spans_only([self.choice.seconds])[0]
         self.pace_seconds = spans_only([self.choice.paces])[0]
-        self.allowed = microbatches_held(problem, self.choice)
+        self.allowed = problem.held[choice]
         self.crossing = [problem.crossing(own, each) for each in (False, True)]
         self.least_once = least_once_of([(self.seconds, self.choice.once_seconds)])
-        least = least_paths(held_spans(problem, self.choice))
-        self.least_total = float(least[-1]) / shared
-        held = np.where(self.allowed >= 1, self.pace_seconds, inf)
-        least_pace = float(least_paths(held)[-1]) / self.num_stages
+        self.least_total = total / shared
+        least_pace = pace / self.num_stages
         repeats = shared * problem.num_microbatches - 1
         self.least_seconds = (
             self.least_total + repeats * least_pace + shared * self.least_once

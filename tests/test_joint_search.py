@@ -120,6 +120,38 @@ def test_what_is_not_planned_is_not_thought_to_cost_more(
             assert mean <= found * (1 + PLAN_GAP)
 
 
+def test_one_axis_is_never_thought_faster_than_two():
+    """A layer of any kind: what was planned on two axes, one of them can do as well."""
+    search = dense().search()
+    costs, number = search.costs, search.counts[-1]
+    fine, flat = (
+        next(each for each in search.submeshes if each.mesh.axis_sizes == sizes)
+        for sizes in ((2, 2), (4,))
+    )
+    for kind in sorted(set(costs.layers.kinds)):
+        costs.look_at(fine, number, kind)
+        planned = costs.cost(fine, number, kind)
+        whole = planned.seconds + planned.reducing_seconds / number
+        once = costs.ideal(flat, number, kind).once_seconds
+        assert costs.mean_seconds(flat, number, kind) > whole + once / number
+
+
+def test_sums_of_the_update_are_paid_once_a_step():
+    """Planned with many microbatches, they are thought as dear with few."""
+    search = dense().search()
+    costs, main = search.costs, search.costs.main_kind
+    many, few = search.counts[-1], search.counts[0]
+    for submesh in search.submeshes:
+        if submesh.mesh.axis_sizes == (4,) and not submesh.is_split:
+            costs.look_at(submesh, many, main)
+            sums = costs.cost(submesh, many, main).reducing_seconds
+            ideal = costs.ideal(submesh, few, main)
+            found = costs.mean_seconds(submesh, few, main)
+            assert sums > 0
+            once = (sums + ideal.once_seconds) / few
+            assert found >= ideal.seconds + once
+
+
 def test_a_submesh_is_a_part_of_a_host_or_whole_hosts():
     cluster = Cluster.preset("4x8xV100")
     options = searcher_of(*_dense_call(), cluster).options

@@ -129,8 +129,9 @@ class LayerSample:
     def traced(self, number: int) -> TracedPiece:
         """The program of one of `number` microbatches."""
         if number not in self.programs:
-            traced = self.builder.trace_piece(self.joint)
-            if self.split is not None:
+            if self.split is None:
+                traced = self.builder.trace_piece(self.joint)
+            else:
                 split = replace(self.split, num_microbatches=number)
                 traced = _trace_part(self.builder, self.joint, split)
             self.programs[number] = traced

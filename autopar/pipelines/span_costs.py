@@ -10,9 +10,11 @@ device doing an equal part and nothing sent, and what is known to come on top:
                      larger one
   more devices       in device-seconds, what the same mesh with a shorter axis takes: of
                      what is sent and done twice, a device has half at the least
-  one axis           what any mesh of two takes, which can do all that one axis can
+  one axis           what any mesh of two takes, which can do all that one axis can,
+                     also for a layer of another kind that was planned there
   state split        what it takes without, as it only forbids plans
-  fewer microbatches a part of what plans of more take, as if all were paid for each
+  fewer microbatches a part of what plans of more take, as if all were paid for each,
+                     but for sums that the update adds up: these are paid once a step
   across hosts       what the mesh takes that is cut by host
   another kind       as much of the ideal as the kind that most layers are of, there
 
@@ -45,6 +47,8 @@ from .layer_costs import LayerCost
 from .layer_samples import LayerSamples, Submesh
 from .layers import Layers
 
+_ROUNDING = 1e-9  # of equal submeshes, the one that was planned
+
 
 @dataclass
 class SpanCosts:
@@ -63,6 +67,7 @@ class SpanCosts:
     by_kind: dict[
         tuple[Submesh, int], tuple[tuple[LayerCost, ...], tuple[float, ...]]
     ] = field(default_factory=dict)
+    _seen: dict[Submesh, None] = field(default_factory=dict)
     refused: list[ValueError] = field(default_factory=list)
 
     @cached_property
@@ -91,6 +96,7 @@ class SpanCosts:
                 sample.ideal(submesh.mesh.size, number, cluster), seconds=inf
             )
         self.known[submesh, number, kind] = cost
+        self._seen.setdefault(submesh)
         self.overheads.clear()
         self.excesses.clear()
         self.by_kind.clear()
@@ -127,16 +133,38 @@ class SpanCosts:
         ideal = self.ideal(submesh, number, kind)
         main = self.ideal(submesh, number, self.main_kind).seconds
         over = self.overhead(submesh, number)
-        least, mean = (self.excess(submesh, number, each) for each in (False, True))
+        least, mean = (
+            max(
+                ideal.seconds * (1 + self.excess(submesh, number, each) / main),
+                self._least_of_finer(submesh, number, kind, each),
+            )
+            * (1 + _ROUNDING)
+            for each in (False, True)
+        )
         cost = LayerCost(
-            ideal.seconds * (1 + least / main),
+            least,
             ideal.once_seconds,
             ideal.state_bytes * over.state_bytes,
             ideal.gradient_bytes * over.gradient_bytes,
             ideal.microbatch_bytes * over.microbatch_bytes,
             over.working_bytes,
         )
-        return cost, ideal.seconds * (1 + mean / main) + ideal.once_seconds / number
+        return cost, mean + ideal.once_seconds / number
+
+    def _least_of_finer(
+        self, submesh: Submesh, number: int, kind: int, is_mean: bool
+    ) -> float:
+        """Seconds of a microbatch of a layer at the least, by where it was planned on
+        the same devices; `is_mean` as of `excess`."""
+        least = 0.0
+        for each in self.finer(submesh):
+            known = self.known.get((each, number, kind))
+            if known is not None and known.seconds < inf:
+                summed = known.reducing_seconds
+                if not is_mean:
+                    summed -= self.most_reducing_seconds(submesh, number, kind)
+                least = max(least, known.seconds + summed / number)
+        return least
 
     def ideal(self, submesh: Submesh, number: int, kind: int) -> LayerCost:
         """Of one layer that is shared out evenly."""
@@ -171,7 +199,7 @@ class SpanCosts:
                 share = each.mesh.size / submesh.mesh.size
                 found.append(share * self.excess(each, number, is_mean))
             for each in self.finer(submesh):
-                found.append(self._own_excess(each, number, is_mean))
+                found.append(self.excess(each, number, is_mean))
             if submesh.is_split:
                 found.append(
                     self.excess(replace(submesh, is_split=False), number, True)
@@ -186,14 +214,16 @@ class SpanCosts:
         kind, least = self.main_kind, 0.0
         for each in self.numbers_seen(submesh):
             cost = self.known[submesh, each, kind]
-            seconds = cost.seconds + cost.reducing_seconds / each
-            if not is_mean:
-                seconds -= self.most_reducing_seconds(submesh, each, kind) / each
             ideal = self.ideal(submesh, each, kind).seconds
-            share = each / number
+            beyond, summed = cost.seconds - ideal, cost.reducing_seconds
+            if not is_mean:
+                summed -= self.most_reducing_seconds(submesh, each, kind)
             if number < each:
-                share = self.ideal(submesh, number, kind).seconds / ideal / share
-            least = max(least, share * (seconds - ideal))
+                part = self.ideal(submesh, number, kind).seconds / ideal
+                found = part * number / each * beyond + summed / number
+            else:
+                found = (each * beyond + summed) / number
+            least = max(least, found)
         return least
 
     def numbers_seen(self, submesh: Submesh) -> Sequence[int]:
@@ -205,13 +235,17 @@ class SpanCosts:
             if (each, kind) == (submesh, main) and cost.seconds < inf
         )
 
-    def finer(self, submesh: Submesh) -> Iterator[Submesh]:
+    def finer(self, submesh: Submesh) -> Sequence[Submesh]:
         """Submeshes on which all can be done that can be done on one of one axis."""
-        if submesh.mesh.num_axes == 1:
-            for each in {s for s, _, _ in self.known}:
-                is_alike = replace(each, mesh=submesh.mesh) == submesh
-                if is_alike and each.mesh.size == submesh.mesh.size:
-                    yield each
+        if submesh.mesh.num_axes > 1:
+            return ()
+        wanted = submesh.mesh.size, submesh.is_split, submesh.part
+        return [
+            each
+            for each in self._seen
+            if each.mesh.num_axes > 1
+            and (each.mesh.size, each.is_split, each.part) == wanted
+        ]
 
     def simpler(self, submesh: Submesh) -> Sequence[Submesh]:
         """Submeshes whose overhead is no more: with a shorter axis, or cut by host.
