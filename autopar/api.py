@@ -359,7 +359,7 @@ def parallelize(
         are added up and reduced once. Values stay those of the whole batch, unless
         the method has `microbatch_semantics="independent"`.
       batch_argnums: positions of the arguments that are cut along dim 0; "auto": those
-        that are not state and share the leading size that most of them have.
+        that are not state or weights and share the leading size most of them have.
       static_argnums: positions of arguments that are compile-time constants.
       donate_argnums: positions whose buffers may be reused; "auto": those of state,
         the arguments that are returned with the same tree, shapes and dtypes.

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.clusters.cluster import Cluster, RayHosts
 from autopar.errors import HostLostError
 
-from .ray_hosts import VIRTUAL_DEVICES, find_hosts, import_ray
+from .ray_hosts import VIRTUAL_DEVICES, find_hosts, import_ray, number_hosts
 from .ray_recovery import hosts_lost, num_hosts_alive
 from .ray_worker import HostWorker
 
@@ -24,14 +24,18 @@ _THREADS = 6  # a step, a save, and signs of life
 def start_actors(
     cluster: Cluster, owner: object
 ) -> tuple[list[Any], Callable[[], Any]]:
-    """An actor on each host, and what ends them all.
+    """An actor on each host, in the order in which they were found; what ends them all.
 
     Raises:
       HostLostError: a host is gone, or has not enough to spare.
     """
     assert cluster.ray_hosts is not None, "the cluster is one of Ray"
     ray = import_ray()
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import (
+        placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     hosts = cluster.ray_hosts
@@ -57,7 +61,8 @@ def start_actors(
         finish()
         raise
     make = ray.remote(HostWorker)
-    for bundle in range(number):
+    placed = placement_group_table(group)["bundles_to_node_id"]
+    for bundle in number_hosts(placed, ray.nodes()):
         actors.append(
             make.options(
                 num_cpus=share.get("CPU", 0),

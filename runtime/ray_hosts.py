@@ -126,7 +126,7 @@ def choose_hosts(
         platform = next((p for p in ("gpu", "tpu") if p in platforms), "cpu")
     offered = [host for host in everything if host.platform == platform]
     virtual = [host for host in offered if host.kind == VIRTUAL_DEVICES]
-    offered = sorted(virtual or offered, key=lambda host: (host.address, host.node_id))
+    offered = sorted(virtual or offered, key=lambda h: _place(h.address, h.node_id))
     enough = [h for h in offered if h.num_devices >= (devices_per_host or 1)]
     wanted = num_hosts or max(1, len(enough))
     if len(enough) < wanted:
@@ -147,6 +147,27 @@ def choose_hosts(
     return tuple(
         HostDevices(h.node_id, h.address, platform, count, h.kind) for h in chosen
     )
+
+
+def number_hosts(
+    node_by_bundle: Mapping[int, str], nodes: Sequence[Mapping[str, Any]]
+) -> list[int]:
+    """The bundles of a placement group in the order in which `choose_hosts` has hosts.
+
+    `node_by_bundle` is where Ray placed each; `nodes` is what `ray.nodes()` returns.
+    """
+    address = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes}
+
+    def place(bundle: int) -> tuple[str, str]:
+        node = node_by_bundle[bundle]
+        return _place(address.get(node, ""), node)
+
+    return sorted(node_by_bundle, key=place)
+
+
+def _place(address: str, node_id: str) -> tuple[str, str]:
+    """What hosts are numbered by."""
+    return address, node_id
 
 
 def _offers(node: Mapping[str, Any]) -> list[HostDevices]:

@@ -63,7 +63,7 @@ def hosts_lost(cluster: Cluster) -> HostLostError:
     left = num_hosts_alive(cluster)
     alive = {node["NodeID"] for node in import_ray().nodes() if node["Alive"]}
     gone = [
-        (rank, f"host {rank} at {address} (Ray's node {node[:8]})")
+        (rank, f"the host at {address} (Ray's node {node[:8]})")
         for rank, (node, address) in enumerate(hosts.nodes)
         if node not in alive
     ]

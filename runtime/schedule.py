@@ -256,17 +256,20 @@ def _zero_bubble(
     for stage in range(num_stages):
         late = warm_up * stage
         weights = _run("weight", stage, microbatches)
-        tasks = list(
-            _alternate(
-                _run("forward", stage, microbatches),
-                _run("backward", stage, microbatches),
-                warm_up * (num_stages - stage - 1),
-                stages=[],
-            )
+        alternating = _alternate(
+            _run("forward", stage, microbatches),
+            _run("backward", stage, microbatches),
+            warm_up * (num_stages - stage - 1),
+            stages=[],
         )
-        for number in range(late, num_microbatches):
-            behind = tasks.index(Task(stage, number, "backward"))
-            tasks.insert(behind + 1, weights[number - late])
+        tasks: list[Task] = []
+        num_behind = 0
+        for task in alternating:
+            tasks.append(task)
+            if task.kind == "backward":
+                if num_behind >= late:
+                    tasks.append(weights[num_behind - late])
+                num_behind += 1
         tasks += weights[max(num_microbatches - late, 0) :]
         rows.append((*tasks, Task(stage, None, "apply")))
     return Schedule(name, num_stages, num_microbatches, tuple(rows))

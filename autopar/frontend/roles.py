@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 from typing import Any
@@ -65,6 +65,7 @@ def infer_roles(
     in_types: Sequence[TensorType],
     out_types: Sequence[TensorType],
     in_paths: Sequence[str],
+    weights: Collection[int] = (),
 ) -> Roles:
     """State is what comes back with the same tree, shapes and dtypes.
 
@@ -73,6 +74,7 @@ def infer_roles(
     has the leading size of the batch is the batch. That size is the one that most
     arguments have in all of their leaves, so that many leaves of a frozen model do not
     outvote `x, y`; beside such arguments, one of which half or less has it is no batch.
+    `weights` are leaves that are known to be none.
     """
     inputs = jax.tree.unflatten(in_tree, range(in_tree.num_leaves))
     outputs = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
@@ -148,7 +150,11 @@ def infer_roles(
         match(child, subtree, None)
 
     rest = [
-        [i for i in jax.tree.leaves(each) if next_output[i] is None]
+        [
+            i
+            for i in jax.tree.leaves(each)
+            if next_output[i] is None and i not in weights
+        ]
         for each in (*args, *kwargs.values())
     ]
     batch = _batch_leaves(rest, in_types)

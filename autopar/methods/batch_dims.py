@@ -54,7 +54,8 @@ class BatchDims:
                 raise ValueError(
                     f"{name} splits the batch into {parts} parts on the mesh {mesh}, "
                     f"but {tensor.name} is {tensor.type}; use a batch that {parts} "
-                    f"divides, or fewer devices."
+                    f"divides, or fewer devices, or name another batch with "
+                    f"batch_argnums."
                 )
         ties = DimTies.of(graph, mesh)
         reached = ties.reach([(tensor, 0) for tensor in batch], parts)

@@ -120,7 +120,7 @@ def batch_size_of(graph: OpGraph, batch: Sequence[int], num_microbatches: int) -
     if not sizes:
         raise ValueError(
             "A step is cut into microbatches along dim 0 of its batch arguments, but "
-            "none was found; name them with batch_argnums."
+            "none was found (weights and state are none); name them with batch_argnums."
         )
     if len(sizes) > 1:
         found = ", ".join(f"{name} has {size}" for size, name in sizes.items())
@@ -130,16 +130,19 @@ def batch_size_of(graph: OpGraph, batch: Sequence[int], num_microbatches: int) -
         )
     (size,) = sizes
     if size % num_microbatches:
-        raise ValueError(_indivisible(num_microbatches, size))
+        names = [graph.tensors[tensor].name for tensor in batch]
+        raise ValueError(_indivisible(num_microbatches, size, names))
     return size
 
 
-def _indivisible(num_microbatches: int, size: int) -> str:
+def _indivisible(num_microbatches: int, size: int, names: Sequence[str]) -> str:
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     nearest = sorted(divisors, key=lambda n: (abs(n - num_microbatches), n))[:2]
     return (
         f"`num_microbatches` must divide the batch size {size}, but got "
-        f"{num_microbatches}; use {' or '.join(map(str, sorted(nearest)))}."
+        f"{num_microbatches}; use {' or '.join(map(str, sorted(nearest)))}. The "
+        f"batch is {shorten(', '.join(names), 100)}; if it is another, say so with "
+        f"batch_argnums."
     )
 
 

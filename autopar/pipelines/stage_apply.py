@@ -44,29 +44,18 @@ def cut_apply(
 
     `home` is the stage of the parameters, `sums` that of the sums over microbatches,
     which are sent once if the parameter lives elsewhere; `everywhere` are inputs that
-    every stage may read, as they do not change. Other arrays (moments) follow what they
-    meet.
+    every stage may read, as they do not change; so may state that is returned as it
+    came in, where it is read by several. Other arrays (moments) follow what they meet.
 
     Raises:
       NotImplementedError: two stages' arrays meet in one operator.
     """
     operators = graph.blocks[0].operators
-    small = {t.index for t in graph.tensors if t.type.size <= 1} | everywhere
-    small |= _made_of(operators, everywhere, small)
-    together = networkx.utils.UnionFind()
-    for tensor in graph.blocks[0].inputs:
-        if tensor not in small:
-            together[("tensor", tensor)]  # every array is in some component
-    for op in operators:
-        arrays = [t for t in (*tensors_of(op.operands), *op.results) if t not in small]
-        if arrays:
-            together.union(("operator", op.index), *(("tensor", t) for t in arrays))
-    for graph_input in graph.inputs:  # a leaf's next value is made where the leaf lives
-        after = (
-            None if graph_input.output is None else graph.outputs[graph_input.output]
-        )
-        if isinstance(after, int) and not {after, graph_input.tensor} & small:
-            together.union(("tensor", graph_input.tensor), ("tensor", after))
+    scalars = {t.index for t in graph.tensors if t.type.size <= 1}
+    shared = _shared(graph, {**sums, **home}, everywhere, scalars)
+    everywhere |= shared.keys()
+    small = scalars | everywhere | _made_of(operators, everywhere, scalars)
+    together = _components(graph, small)
     stage_of: dict[object, int] = {}
     first: dict[object, int] = {}
     for tensor, stage in home.items():
@@ -86,7 +75,7 @@ def cut_apply(
         arrays = [t for t in (*tensors_of(op.operands), *op.results) if t not in small]
         return stage_of.get(together[("tensor", arrays[0])], 0) if arrays else None
 
-    known = {**home, **sums}
+    known = {**shared, **home, **sums}
     num_tensors = len(graph.tensors)
     graph, summed_on = sum_by_stage(graph, stage_of_operator)
     small.update(range(num_tensors, len(graph.tensors)))
@@ -103,8 +92,63 @@ def cut_apply(
     )
 
 
+def _components(graph: OpGraph, small: Set[int]) -> networkx.utils.UnionFind:
+    """Arrays and operators that must be together, as all arrays but `small` ones do."""
+    together = networkx.utils.UnionFind()
+    for tensor in graph.blocks[0].inputs:
+        if tensor not in small:
+            together[("tensor", tensor)]  # every array is in some component
+    for op in graph.blocks[0].operators:
+        arrays = [t for t in (*tensors_of(op.operands), *op.results) if t not in small]
+        if arrays:
+            together.union(("operator", op.index), *(("tensor", t) for t in arrays))
+    for each in graph.inputs:  # a leaf's next value is made where the leaf lives
+        after = None if each.output is None else graph.outputs[each.output]
+        if isinstance(after, int) and not {after, each.tensor} & small:
+            together.union(("tensor", each.tensor), ("tensor", after))
+    return together
+
+
+def _shared(
+    graph: OpGraph, home: Mapping[int, int], everywhere: Set[int], scalars: Set[int]
+) -> dict[int, int]:
+    """State that is returned as it came in and that several stages read.
+
+    By tensor, the first of its stages: coefficients of an optimizer, for one. What one
+    stage reads stays with the arrays it meets there.
+    """
+    kept = {
+        each.tensor
+        for each in graph.inputs
+        if each.output is not None and graph.outputs[each.output] == each.tensor
+    } - scalars
+    if not kept:
+        return {}
+    operators = graph.blocks[0].operators
+    held = everywhere | kept
+    small = scalars | held | _made_of(operators, held, scalars)
+    together = _components(graph, small)
+    stage_of = {
+        together[("tensor", tensor)]: stage
+        for tensor, stage in home.items()
+        if tensor not in small
+    }
+    stages = {t: {home[t]} if t in home else set[int]() for t in kept}
+    made_of = {tensor: {tensor} for tensor in kept}
+    for op in operators:
+        reads = tensors_of(op.operands)
+        sources = {s for t in reads for s in made_of.get(t, ())}
+        arrays = [t for t in (*reads, *op.results) if t not in small]
+        root = together[("tensor", arrays[0])] if arrays else None
+        for tensor in sources:
+            stages[tensor].update([stage_of[root]] if root in stage_of else [])
+        if sources and not arrays:
+            made_of.update(dict.fromkeys(op.results, sources))
+    return {t: min(readers) for t, readers in stages.items() if len(readers) > 1}
+
+
 def _made_of(
-    operators: Sequence[Operator], everywhere: frozenset[int], small: Set[int]
+    operators: Sequence[Operator], everywhere: Set[int], small: Set[int]
 ) -> set[int]:
     """What is made of the inputs of every stage, and scalars, alone."""
     found = set(everywhere)

@@ -44,6 +44,7 @@ from ..state.placements import mesh_of_leaves, placed_pins, placement_pins
 from .attention_choice import AttentionVariants, ring_limits
 from .auto_layout import auto_layout
 from .budget_candidates import BudgetCandidates
+from .frozen_models import frozen_models
 from .intra_op import IntraOpSolution, warn_fallbacks
 from .memory_budget import default_budget
 from .memory_search import NO_BUDGET, Chosen, choose_variant
@@ -160,13 +161,16 @@ def plan_function(
 def roles_of(traced: TracedFunction) -> Roles:
     """Which leaves of a traced function are state and which the batch."""
     jaxpr = traced.jaxpr.jaxpr
-    return infer_roles(
-        traced.in_tree,
-        traced.out_tree,
-        [tensor_type(var.aval) for var in jaxpr.invars],
-        [tensor_type(var.aval) for var in jaxpr.outvars],
-        traced.input_paths,
-    )
+    inputs = [tensor_type(var.aval) for var in jaxpr.invars]
+    outputs = [tensor_type(var.aval) for var in jaxpr.outvars]
+    trees = traced.in_tree, traced.out_tree
+    weights: set[int] = set()
+    while True:
+        roles = infer_roles(*trees, inputs, outputs, traced.input_paths, weights)
+        found = frozen_models(traced, roles)
+        if not found:
+            return roles
+        weights |= found
 
 
 def plan_or_blame_pins(

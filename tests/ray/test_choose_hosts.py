@@ -8,7 +8,7 @@ import pytest
 
 from autopar.clusters.cluster import Cluster
 from autopar.errors import WorkerError
-from autopar.runtime.ray_hosts import VIRTUAL_DEVICES, choose_hosts
+from autopar.runtime.ray_hosts import VIRTUAL_DEVICES, choose_hosts, number_hosts
 from autopar.runtime.ray_job import HostFacts, check_alike, own_versions
 
 
@@ -73,6 +73,16 @@ def test_unequal_hosts_say_how_to_use_what_they_share():
     with pytest.raises(ValueError, match="pass devices_per_host=4"):
         choose_hosts(nodes, None, None, None)
     assert len(choose_hosts(nodes, None, 4, None)) == 2
+
+
+@pytest.mark.parametrize("addresses", [(1, 2, 3), (3, 1, 2), (7, 7, 7)])
+def test_workers_are_numbered_as_their_hosts_were_found(addresses: tuple[int, ...]):
+    """Ray puts bundles on hosts in an order of its own; hosts may share an address."""
+    names = zip(addresses, "cab", strict=True)
+    nodes = [{**node(number, GPU=4), "NodeID": name} for number, name in names]
+    found = [host.node_id for host in choose_hosts(nodes, None, None, None)]
+    placed = {0: "b", 1: "c", 2: "a"}
+    assert [placed[bundle] for bundle in number_hosts(placed, nodes)] == found
 
 
 def facts(**changes: str) -> HostFacts:

@@ -145,7 +145,7 @@ def test_a_host_lost_while_the_step_is_planned_is_told(
     np.testing.assert_allclose(list(got.values()), expected, rtol=1e-5)
     recovery = training.recoveries[-1]
     assert (recovery.at_step, recovery.num_hosts) == (0, 2)
-    assert re.search(r"host \d at .* is gone: 2 of 3 are left", recovery.error)
+    assert re.search(r"the host at .* is gone: 2 of 3 are left", recovery.error)
 
 
 @pytest.mark.slow  # as above, and another host starts

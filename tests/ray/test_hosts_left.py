@@ -71,7 +71,7 @@ def test_hosts_that_went_before_workers_start_are_named(
     nodes = ("a" * 20, "10.0.0.1"), ("b" * 20, "10.0.0.2")
     lost = hosts_lost(cluster_of(2, nodes=nodes))
     assert lost.rank == 1
-    told = r"host 1 at 10\.0\.0\.2 \(Ray's node bbbbbbbb\) is gone: 1 of 2 are left;"
+    told = r"the host at 10\.0\.0\.2 \(Ray's node bbbbbbbb\) is gone: 1 of 2 are left;"
     assert re.search(told, str(lost))
 
 

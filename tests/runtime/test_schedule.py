@@ -160,6 +160,19 @@ def test_zero_bubble_leaves_a_third_of_the_bubble_or_none_inside(
     assert second.timeline.makespan_seconds == 3 * m + (p - 1)
 
 
+@pytest.mark.parametrize("make", [zero_bubble_h1, zero_bubble_h2])
+def test_weight_parts_of_many_microbatches_follow_their_backwards(
+    make: Callable[[int, int], Schedule],
+) -> None:
+    """As many as take minutes if each is looked up among all tasks."""
+    late = {"zero_bubble_h1": 1, "zero_bubble_h2": 2}[make.__name__]
+    for stage, row in enumerate(make(4, 4000).rows):
+        position = {task: i for i, task in enumerate(row)}
+        for number in range(4000 - late * stage):
+            behind = position[Task(stage, number + late * stage, "backward")]
+            assert position[Task(stage, number, "weight")] == behind + 1
+
+
 @pytest.mark.parametrize("text", ["2F0", "0B13", "1W2", "7A"])
 def test_a_task_prints_and_parses_back(text: str) -> None:
     assert str(Task.parse(text)) == text

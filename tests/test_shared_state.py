@@ -1,0 +1,64 @@
+"""State that no stage changes lies on the first that reads it, and others get it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from autopar.api import parallelize
+from autopar.methods.methods import PipelineParallel
+from tests.rows.fixtures import random
+from tests.rows.running import run_pipeline_as_planned
+
+
+def loss(params: Any, x: jax.Array) -> jax.Array:
+    y = jnp.tanh(x @ params["first"])
+    return jnp.square(y @ params["second"]).mean()
+
+
+def arguments() -> tuple[dict[str, jax.Array], jax.Array]:
+    names = "first", "second"
+    return {n: random(i, 16, 16, scale=0.3) for i, n in enumerate(names)}, random(
+        7, 16, 16
+    )
+
+
+def test_coefficients_of_an_optimizer_are_read_by_every_stage() -> None:
+    """Muon's state has those of its iteration on every gradient."""
+    optimizer = optax.contrib.muon(1e-2)
+    params, x = arguments()
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, moments = state
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updates, moments = optimizer.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    parallel = parallelize(step, method=PipelineParallel(2, 2))
+    run_pipeline_as_planned(parallel, (params, optimizer.init(params)), x)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_what_one_stage_reads_lies_there(is_shared: bool) -> None:
+    """Read through work on it alone, and handed on as it came."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(state["params"], x)
+        rate = jnp.exp(state["rate"])
+        readers = state["params"] if is_shared else ["second"]
+        params = {
+            name: p - (rate if name in readers else 0.1) * grads[name]
+            for name, p in state["params"].items()
+        }
+        return {"params": params, "rate": state["rate"]}, value
+
+    params, x = arguments()
+    state = {"params": params, "rate": jnp.linspace(-3.0, -2.0, 16)}
+    parallel = parallelize(step, method=PipelineParallel(2, 2))
+    plan = run_pipeline_as_planned(parallel, state, x).plan.stages
+    sent = {(t.source, t.target) for t in plan.transfers if "rate" in t.slot}
+    assert sent == ({(0, 1)} if is_shared else set())
+    home = {each.stage for each in plan.programs if each.kind == "apply"}
+    assert home == {0, 1}
