@@ -37,7 +37,7 @@ from ..sharding.spec import MAX, MIN, SUM
 from .halo_costs import halo_collectives
 from .plan_reader import PlanReader
 from .sharding_problem import ShardingProblem, build_problem
-from .strategies import is_heavy_operator
+from .strategies import heavy_rows
 
 _REDUCTION_NAMES = {SUM: "sum", MAX: "max", MIN: "min"}
 
@@ -237,9 +237,7 @@ def _split_fraction(
 ) -> float:
     """The part of the heavy flops that no two devices do twice."""
     heavy = whole = 0.0
-    columns = graph.columns
-    counts = columns.where(lambda o: o.kind not in STRUCTURED and is_heavy_operator(o))
-    for row in np.flatnonzero(counts).tolist():
+    for row in heavy_rows(graph.columns).tolist():
         plan = operators[row]
         heavy += plan.flops
         whole += plan.flops if plan.split == mesh.size else 0.0

@@ -12,7 +12,7 @@ import numpy as np
 from ..clusters.cluster import Cluster
 from ..costs.compute import flops, is_heavy, operator_seconds
 from ..graph.build_graph import STRUCTURED
-from ..graph.op_graph import Operator, OpGraph, TensorType
+from ..graph.op_graph import GraphColumns, Operator, OpGraph, TensorType
 from ..rules.base import Factor, factors_of
 from ..rules.collective_matmul import is_legal_ring
 from ..rules.halos import has_traffic, moved_bytes
@@ -187,11 +187,17 @@ def is_heavy_operator(op: Operator) -> bool:
     return is_heavy(op.kind)
 
 
+def heavy_rows(columns: GraphColumns) -> np.ndarray:
+    """Rows of the heavy operators, those in bodies but not what runs these."""
+    return np.flatnonzero(
+        columns.where(lambda op: op.kind not in STRUCTURED and is_heavy_operator(op))
+    )
+
+
 def operators_to_split(graph: OpGraph) -> set[int]:
     """Heavy operators but the smallest kinds, under REPLICABLE_FLOPS together."""
     columns = graph.columns
-    counts = columns.where(lambda o: o.kind not in STRUCTURED and is_heavy_operator(o))
-    rows = np.flatnonzero(counts)
+    rows = heavy_rows(columns)
     weights = np.array([block.weight for block in graph.blocks])
     flops = {k: total_flops(columns.distinct[k]) for k in {*columns.alike[rows]}}
     each = np.array([flops[k] for k in columns.alike[rows]])
