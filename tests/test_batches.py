@@ -198,23 +198,6 @@ def test_arguments_of_the_batch_come_as_the_step_takes_them() -> None:
         autopar.Batches(data, parallel.lower(jnp.zeros(4), x, y=y))
 
 
-def test_a_pipeline_gets_whole_batches_on_the_host() -> None:
-    def step(ws: list[jax.Array], x: jax.Array) -> Any:
-        loss, grads = jax.value_and_grad(
-            lambda ws: jnp.mean(jnp.tanh(x @ ws[0]) @ ws[1])
-        )(ws)
-        return jax.tree.map(lambda w, g: w - g, ws, grads), loss
-
-    method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
-    parallel = autopar.parallelize(step, method=method)
-    ws, x = [jnp.ones((4, 4))] * 2, arrays()["x"]
-    lowered = parallel.lower(ws, x[:SIZE])
-    batch = next(autopar.Batches(x, lowered))
-    assert isinstance(batch, np.ndarray)
-    _, loss = parallel(ws, batch)
-    np.testing.assert_allclose(loss, jax.jit(step)(ws, batch)[1], rtol=1e-6)
-
-
 def test_datasets_of_grain(lowered: Lowered) -> None:
     """By number, and as an iterator with a state of its own."""
     grain = pytest.importorskip("grain")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from ..frontend.tracing import TracedFunction
 from ..lowering.lowered_pipeline import LoweredPipeline
 from ..lowering.lowered_step import Lowered
 
@@ -29,21 +31,40 @@ def batch_types(lowered: Lowered | LoweredPipeline) -> Any:
         keyword.
     """
     if isinstance(lowered, LoweredPipeline):
-        pipeline = lowered.step.pipeline
-        traced, paths = pipeline.traced, set(pipeline.parts.batch)
+        traced = lowered.step.pipeline.traced
         shardings: list[Any] = [None] * len(traced.input_paths)
     else:
         program, traced = lowered.program, lowered.traced
-        paths = {i.path for i in lowered.graph.inputs if i.role == "batch"}
         is_here = isinstance(program.mesh, Mesh)
         shardings = [home if is_here else None for home in program.shardings]
-    avals = traced.jaxpr.in_avals
     kinds = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=home)
-        for aval, home in zip(avals, shardings, strict=True)
+        for aval, home in zip(traced.jaxpr.in_avals, shardings, strict=True)
     ]
+    return _of_batch(lowered, kinds)
+
+
+def batch_paths(lowered: Lowered | LoweredPipeline) -> list[str]:
+    """The path of each leaf of the batch, in the order of `batch_types`."""
+    traced = _traced(lowered)
+    return jax.tree.leaves(_of_batch(lowered, list(traced.input_paths)))
+
+
+def _traced(lowered: Lowered | LoweredPipeline) -> TracedFunction:
+    if isinstance(lowered, LoweredPipeline):
+        return lowered.step.pipeline.traced
+    return lowered.traced
+
+
+def _of_batch(lowered: Lowered | LoweredPipeline, leaves: Sequence[Any]) -> Any:
+    """Of what stands for the leaves of a call, the arguments of the batch."""
+    traced = _traced(lowered)
+    if isinstance(lowered, LoweredPipeline):
+        paths = set(lowered.step.pipeline.parts.batch)
+    else:
+        paths = {i.path for i in lowered.graph.inputs if i.role == "batch"}
     is_batch = [path in paths for path in traced.input_paths]
-    args, kwargs = jax.tree.unflatten(traced.in_tree, kinds)
+    args, kwargs = jax.tree.unflatten(traced.in_tree, leaves)
     arg_flags, kwarg_flags = jax.tree.unflatten(traced.in_tree, is_batch)
     found = tuple(
         arg

@@ -18,7 +18,15 @@ from .batch_types import batch_types, is_on_hosts
 from .examples import Examples
 from .host_source import host_source
 from .placing import Placing
-from .sources import ExampleReader, Position, Reader, batch_reader, is_by_number
+from .sources import (
+    ExampleReader,
+    Places,
+    Position,
+    Reader,
+    batch_reader,
+    is_by_number,
+)
+from .stage_placing import StagePlacing
 
 _PATIENCE_SECONDS = 0.1  # how soon a reader sees that nobody waits for it
 _END = object()
@@ -49,9 +57,10 @@ class Batches:
       source: where the data comes from. An iterator is read from its start, or from
         where `get_state`, if it has that, says.
       like: the lowered step, whose arguments may be shapes; each batch is the argument
-        of it that is a batch, a tuple of several, or a dict of them by name. Or such a
-        tree of jax.ShapeDtypeStruct; without sharding, leaves stay numpy arrays, as
-        they do for a pipeline, which cuts them and sends each stage its part.
+        of it that is a batch, a tuple of several, or a dict of them by name. Leaves for
+        a pipeline are `DistributedArray`s, cut into microbatches that lie on the stages
+        that read them. Or such a tree of jax.ShapeDtypeStruct; without sharding, leaves
+        stay numpy arrays.
       position: where to go on, from `position` of a run before; the source and the seed
         are to be the same, the size of the batch, mesh and hosts may differ. What has
         no `set_state` is read up to there.
@@ -87,7 +96,8 @@ class Batches:
                     f"and so is on_hosts=, but {type(source).__name__} has no len() or "
                     f"no [i]; shuffle and repeat in it."
                 )
-            self._reader: Reader = batch_reader(source, Placing.of(tree), position)
+            placing = _placing(like, tree)
+            self._reader: Reader = batch_reader(source, placing, position)
         else:
             examples = Examples(source, tree, seed)
             end = num_epochs * examples.length if num_epochs else None
@@ -95,7 +105,7 @@ class Batches:
             if on_hosts or (on_hosts is None and is_step and is_on_hosts(like)):
                 sent = host_source(examples, prefetch, end, is_asked=bool(on_hosts))
             if sent is None:
-                batch_at = partial(Placing.of(tree).batch_at, examples)
+                batch_at = partial(_placing(like, tree).batch_at, examples)
             else:
                 batch_at, prefetch = sent.batch, 0
             self._reader = ExampleReader.at(examples, batch_at, end, position)
@@ -149,6 +159,13 @@ class Batches:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _placing(like: Any, tree: BatchTree) -> Places:
+    """Where the leaves of a batch go."""
+    if isinstance(like, LoweredPipeline) and not is_on_hosts(like):
+        return StagePlacing.of(like, tree)
+    return Placing.of(tree)
 
 
 class _Ahead:

@@ -7,14 +7,14 @@ such a position.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
+from .batch_tree import BatchTree
 from .examples import Examples
-from .placing import Placing
 
 Position = dict[str, Any]
 
@@ -26,6 +26,20 @@ class Reader(Protocol):
     def position(self) -> Position: ...
     def read(self) -> Any:
         """The next batch, placed; raises StopIteration at the end."""
+
+
+class Places(Protocol):
+    """Where the leaves of a batch go."""
+
+    @property
+    def tree(self) -> BatchTree: ...
+    def batch_at(self, examples: Examples, first: int) -> Any:
+        """The batch from an example on."""
+        ...
+
+    def placed(self, leaves: Sequence[np.ndarray]) -> Any:
+        """The batch, of its leaves; raises ValueError if their types are others."""
+        ...
 
 
 @dataclass(eq=False)
@@ -79,7 +93,7 @@ class BatchReader:
     """Batches that an iterator gives: all rows, or those of this process."""
 
     source: Iterator[Any]
-    placing: Placing
+    placing: Places
     num_batches: int = 0
 
     @property
@@ -103,7 +117,7 @@ def is_by_number(source: Any) -> bool:
 
 
 def batch_reader(
-    source: Any, placing: Placing, position: Mapping[str, Any] | None
+    source: Any, placing: Places, position: Mapping[str, Any] | None
 ) -> BatchReader:
     """A reader of what is iterated, at a position that one gave, or at the start.
 

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..audit.audit import Audit
 from ..clusters.device_mesh import stage_meshes
 from ..data.examples import microbatches_of
+from ..data.stage_rows import microbatches_on, stage_rows
 from ..frontend.tracing import TracedFunction
 from ..lowering.programs import PipelineProgram, SignatureChanged
 from ..microbatches.microbatch_runners import join_parts
@@ -116,6 +117,26 @@ class Pipeline:
             found.update(zip(self.parts.prepared, values, strict=True))
         return {n: value for n, value in found.items() if self.is_slot(n, "state")}
 
+    @property
+    def read_whole(self) -> frozenset[str]:
+        """The leaves of the batch from which something is prepared."""
+        pairs = zip(self.parts.batch, self._is_prepared_from, strict=True)
+        return frozenset(path for path, is_read in pairs if is_read)
+
+    def readers_of(self, name: str) -> tuple[int, ...]:
+        """The stages whose programs read a slot of the batch, in their order."""
+        if not self.is_slot(name, "batch"):
+            return ()
+        return self._readers.get(name, ())
+
+    @cached_property
+    def _readers(self) -> dict[str, tuple[int, ...]]:
+        found: dict[str, set[int]] = {}
+        for program in self.program.programs:
+            for name in program.inputs:
+                found.setdefault(name, set()).add(program.stage)
+        return {name: tuple(sorted(stages)) for name, stages in found.items()}
+
     @cached_property
     def _is_prepared_from(self) -> tuple[bool, ...]:
         """For each leaf of the batch whether something is prepared from it."""
@@ -130,14 +151,20 @@ class Pipeline:
         return slot is not None and slot.kind == kind
 
     def batch_of(self, leaves: Sequence[Any]) -> dict[str, list[Any]]:
-        """A value for each microbatch, by slot: the batch, cut minor."""
+        """A value for each microbatch, by slot: the batch, cut minor.
+
+        What was placed for the stages that read it comes by stage.
+        """
         number = self.program.num_microbatches
         named = dict(zip(self.pieced.traced.input_paths, leaves, strict=True))
         batch = {path: named[path] for path in self.parts.batch}
-        fed: dict[str, list[Any]] = {}
-        if self.planned.cluster.ray_hosts is not None:
-            fed = {p: microbatches_of(x, number) for p, x in batch.items()}
-            fed = {path: parts for path, parts in fed.items() if parts}
+        cut: dict[str, list[Any]] = {
+            path: microbatches_of(leaf, number)
+            if self.planned.cluster.ray_hosts is not None
+            else [*microbatches_on(leaf, number, self.readers_of(path))]
+            for path, leaf in batch.items()
+        }
+        fed = {path: parts for path, parts in cut.items() if parts}
         whole = {p: _here(leaf) for p, leaf in batch.items() if p not in fed}
         fed |= zip(whole, self._cut(*whole.values()), strict=True)
         fed[COUNTER] = [np.uint32(m) for m in range(number)]
@@ -272,6 +299,8 @@ def _here(leaf: Any, is_read: bool = True) -> Any:
 
     Where nobody reads these, zeros.
     """
+    if (found := stage_rows(leaf)) is not None:
+        return found.rows
     if not isinstance(leaf, DistributedArray):
         return on_auto_axes(leaf)
     if is_read:
