@@ -1,6 +1,7 @@
 """Batches from a source: right, in place, read ahead, and gone on with where it was."""
 
 import gc
+import json
 import threading
 import time
 import traceback
@@ -198,18 +199,59 @@ def test_arguments_of_the_batch_come_as_the_step_takes_them() -> None:
         autopar.Batches(data, parallel.lower(jnp.zeros(4), x, y=y))
 
 
-def test_datasets_of_grain(lowered: Lowered) -> None:
-    """By number, and as an iterator with a state of its own."""
-    grain = pytest.importorskip("grain")
-    dataset = grain.MapDataset.source(examples())
-    by_number = autopar.Batches(dataset, lowered, num_epochs=1)
-    assert sum(map(numbers, by_number), []) == list(range(NUM_EXAMPLES))
-    iterated = dataset.to_iter_dataset().batch(SIZE)
-    batches = autopar.Batches(iterated, lowered)
-    found = [numbers(next(batches)) for _ in range(2)]
-    assert "state" in batches.position
-    found += map(numbers, autopar.Batches(iterated, lowered, position=batches.position))
-    assert sum(found, []) == list(range(NUM_EXAMPLES))
+@pytest.fixture
+def grain() -> Any:
+    return pytest.importorskip("grain")
+
+
+class TestGrain:
+    def test_a_map_dataset_shuffles_and_repeats_itself(
+        self, grain: Any, lowered: Lowered
+    ) -> None:
+        dataset = grain.MapDataset.source(examples()).shuffle(seed=7).repeat(2)
+        batches = autopar.Batches(dataset, lowered, num_epochs=1)
+        found = sum(map(numbers, batches), [])
+        first, second = found[:NUM_EXAMPLES], found[NUM_EXAMPLES:]
+        assert sorted(first) == sorted(second) == list(range(NUM_EXAMPLES))
+        assert first != second != sorted(first)
+        endless = grain.MapDataset.source(examples()).repeat()
+        assert numbers(next(autopar.Batches(endless, lowered))) == [*range(SIZE)]
+        with pytest.raises(ValueError, match="shuffle in the source"):
+            autopar.Batches(endless, lowered, seed=0)
+
+    def test_a_filter_leaves_holes(self, grain: Any, lowered: Lowered) -> None:
+        dataset = grain.MapDataset.source(examples()).filter(lambda x: x["y"] % 2 == 1)
+        with pytest.raises(ValueError, match="example 0 is None.*to_iter_dataset"):
+            next(autopar.Batches(dataset, lowered))
+        batches = autopar.Batches(dataset.to_iter_dataset().batch(SIZE), lowered)
+        assert numbers(next(batches)) == list(range(1, 2 * SIZE, 2))
+
+    @pytest.mark.parametrize("prefetch", [0, 2])
+    @pytest.mark.parametrize("kind", ["loader", "iterated dataset"])
+    def test_its_state_is_kept_and_set(
+        self, grain: Any, lowered: Lowered, kind: str, prefetch: int
+    ) -> None:
+        def source() -> Any:
+            if kind == "loader":
+                order = {"shuffle": True, "seed": 3, "num_epochs": 1}
+                sharding = grain.sharding.NoSharding()
+                sampler = grain.samplers.IndexSampler(NUM_EXAMPLES, sharding, **order)
+                batch = grain.transforms.Batch(SIZE, drop_remainder=True)
+                return grain.DataLoader(
+                    data_source=examples(), sampler=sampler, operations=[batch]
+                )
+            dataset = grain.MapDataset.source(examples()).shuffle(seed=3)
+            return dataset.to_iter_dataset().batch(SIZE)
+
+        options: Any = {"prefetch": prefetch}
+        whole = list(map(numbers, autopar.Batches(source(), lowered, **options)))
+        assert sorted(sum(whole, [])) == list(range(NUM_EXAMPLES))
+        before = autopar.Batches(source(), lowered, **options)
+        found = [numbers(next(before)) for _ in range(2)]
+        position = json.loads(json.dumps(before.position))
+        assert "state" in position
+        after = autopar.Batches(source(), lowered, position=position, **options)
+        assert found + list(map(numbers, after)) == whole
 
 
 def test_a_source_may_use_its_memory_again(lowered: Lowered) -> None:

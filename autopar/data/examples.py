@@ -17,6 +17,8 @@ import numpy as np
 from ..state.distributed_array import DistributedArray
 from .batch_tree import BatchTree
 
+_MOST_SHUFFLED = 1 << 32  # 32 GiB of numbers; endless sources have more
+
 
 @dataclass(frozen=True, eq=False)
 class Examples:
@@ -26,7 +28,8 @@ class Examples:
     `length` is the number of one epoch; without a `seed` they come in order.
 
     Raises:
-      ValueError: arrays of different lengths, or fewer examples than a batch.
+      ValueError: arrays of different lengths, fewer examples than a batch, or more than
+        can be shuffled.
     """
 
     source: Any
@@ -38,6 +41,12 @@ class Examples:
             raise ValueError(
                 f"A batch takes {self.tree.size} examples, but the source has "
                 f"{self.length}; plan the step for a smaller batch."
+            )
+        if self.seed is not None and self.length > _MOST_SHUFFLED:
+            raise ValueError(
+                f"An epoch is shuffled with `seed` in memory, at most "
+                f"{_MOST_SHUFFLED} examples, but the source has {self.length}; leave "
+                f"`seed` out and shuffle in the source, before it is repeated."
             )
 
     @cached_property
@@ -81,6 +90,12 @@ class Examples:
     def _example(self, number: int) -> list[Any]:
         with _noted(f"example {number}"):
             example = self.source[number]
+        if example is None:
+            raise ValueError(
+                f"A source gives an example for each number below its length, but "
+                f"example {number} is None, as what a filter left out; give batches of "
+                f"what is left (with grain, source.to_iter_dataset().batch(...))."
+            )
         return self.tree.leaves_of(example, f"example {number}")
 
     def _shuffled(self, numbers: np.ndarray) -> np.ndarray:

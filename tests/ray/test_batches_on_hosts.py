@@ -124,6 +124,36 @@ def test_each_example_is_read_once_by_who_holds_it(
     assert [each.total() for each in read.values()] == [NUM_EXAMPLES // 2] * 2
 
 
+def test_a_dataset_of_grain_is_read_by_hosts(ray_cluster: Cluster, tmp_path: Path):
+    """Its own shuffling, and a position from which fresh workers go on."""
+    grain = pytest.importorskip("grain")
+    dataset = grain.MapDataset.source(examples(tmp_path)).shuffle(seed=2)
+    dataset = dataset.map(lambda each: {**each, "y": 2 * each["y"]})
+    order = [float(dataset[i]["y"]) for i in range(NUM_EXAMPLES)]
+    for file in tmp_path.iterdir():
+        file.unlink()  # this process has read all
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=4)
+    step = autopar.parallelize(train_step, method=method, cluster=ray_cluster)
+    lowered = step.lower(jax.eval_shape(init, jax.random.key(0)), BATCH)
+    state, found, position = step.init(init, jax.random.key(0), batch=BATCH), [], None
+    for _ in range(2):
+        batches = autopar.Batches(dataset, lowered, num_epochs=1, position=position)
+        for _ in range(2):
+            batch = next(batches)
+            state, metrics = step(state, batch)
+            found.append(float(metrics["loss"]))
+        position = batches.position
+    assert sorted(read_by(tmp_path)) == sorted(process_ids(ray_cluster, (1, 1)))
+    on_one = init(jax.random.key(0))
+    for number, loss in enumerate(found):
+        rows = slice(number * SIZE, (number + 1) * SIZE)
+        given = [dataset[i] for i in range(NUM_EXAMPLES)[rows]]
+        whole = jax.tree.map(lambda *each: np.stack(each), *given)
+        np.testing.assert_array_equal(whole["y"], order[rows])
+        on_one, expected = jax.jit(train_step)(on_one, whole)
+        np.testing.assert_allclose(loss, expected["loss"], rtol=1e-5)
+
+
 def test_stages_read_what_they_use(ray_cluster: Cluster, tmp_path: Path):
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=4)
     step = autopar.parallelize(train_step, method=method, cluster=ray_cluster)
