@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import socket
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-_MEGABYTES = (1, 16, 64)
-_ROUNDS, _REPEATS = 8, 4  # the first two of a round warm up
+_VALUES = {1: 32, 16: 8, 64: 4}  # in a round, by their size in MB
+_ROUNDS = 12  # of which the first two warm up
 _SECRET = b"one run"
 
 
@@ -45,22 +46,23 @@ class DriverTime:
 class TransferRate:
     """Bytes per second of values of one size, over the transport and without it.
 
-    Values are offered `ahead` of who reads them, as a stage sends its microbatches, or
-    each when the one before has arrived; to the transfer server alone ahead.
+    Values are sent ahead of who reads them, as a stage sends its microbatches, or each
+    when the one before has arrived. The transfer server alone gets as many: ahead they
+    are offered before the clock starts and read at once; in turn a plain socket says
+    that one is there, and that it has arrived.
     """
 
     megabytes: int
-    ahead: float
-    one_by_one: float
+    is_ahead: bool
+    ours: float
     server_alone: float
 
     def __str__(self) -> str:
-        ours = ("sent ahead", self.ahead), ("one by one", self.one_by_one)
-        parts = (
-            f"{n} {x / 1e9:.2f} GB/s, {x / self.server_alone:.0%}" for n, x in ours
-        )
+        way = "sent ahead" if self.is_ahead else "one by one"
         alone = f"the transfer server alone gives, {self.server_alone / 1e9:.2f} GB/s"
-        return f"{self.megabytes} MB: {'; '.join(parts)} of what {alone}"
+        share = self.ours / self.server_alone
+        rate = f"{self.ours / 1e9:.2f} GB/s"
+        return f"{self.megabytes} MB {way}: {rate}, {share:.0%} of what {alone}"
 
 
 def driver_times(cluster: Any, num_steps: int) -> list[DriverTime]:
@@ -128,7 +130,7 @@ class TransferEnd:
         problems = self._transport.connect(group, {1 - group: Peer(peer, _refuse)})
         assert not problems, f"the transfer server is to be measured: {problems}"
         crossing, self._arrays = {}, {}
-        for megabytes in _MEGABYTES:
+        for megabytes in _VALUES:
             shape = (len(jax.devices()), megabytes * (1 << 18) // len(jax.devices()))
             type_ = ShardedType(
                 shape, "float32", ("x",), (len(jax.devices()),), (("x",), ())
@@ -139,54 +141,96 @@ class TransferEnd:
         self._transport.plan(0, crossing)
         self._transport.use(0)
 
-    def send(self, megabytes: int, is_ahead: bool) -> None:
-        """Send values, all at once or each when the one before has arrived."""
+    def send(self, megabytes: int, is_ahead: bool) -> float:
+        """Send values, all at once or each when the one before has arrived.
+
+        Returns when it began, on the clock of the machine, as all others do.
+        """
         from autopar.runtime.instructions import Value
 
-        for i in range(_ROUNDS):
+        start = perf_counter()
+        for i in range(_VALUES[megabytes]):
             value = Value(str(megabytes), i)
             self._transport.send(value, 0, 1, self._arrays[megabytes])
             if not is_ahead:
                 self._transport.wait_for_readers()
         self._transport.wait_for_readers()
+        return start
 
-    def receive(self, megabytes: int) -> list[float]:
-        """The seconds that each value took."""
+    def receive(self, megabytes: int) -> float:
+        """Take them; when the last one was there."""
         from autopar.runtime.instructions import Value
 
-        def pull(i: int) -> Any:
-            return self._transport.receive(Value(str(megabytes), i), 0, 1)
+        for i in range(_VALUES[megabytes]):
+            value = Value(str(megabytes), i)
+            self._transport.receive(value, 0, 1).block_until_ready()
+        return perf_counter()
 
-        return _timed(pull)
-
-    def serve_bare(self) -> str:
-        """Start a transfer server without the transport; its address."""
+    def serve_bare(self) -> tuple[str, tuple[str, int]]:
+        """Start a transfer server by itself, and a socket; both addresses."""
         self._server, self._numbers = _server(), itertools.count()
-        return self._server.address()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        return self._server.address(), self._listener.getsockname()
 
-    def connect_bare(self, address: str) -> None:
-        """Connect to one."""
+    def connect_bare(self, address: str, plain: tuple[str, int]) -> None:
+        """Connect to both."""
         self._server = _server()
         self._connection = self._server.connect(address)
+        self._socket = _at_once(socket.create_connection(plain))
+
+    def accept_bare(self) -> None:
+        """Take the other end's socket."""
+        self._socket = _at_once(self._listener.accept()[0])
 
     def offer_bare(self, megabytes: int) -> list[int]:
         """Offer values to the transfer server itself; their numbers."""
-        numbers = list(itertools.islice(self._numbers, _ROUNDS))
+        numbers = list(itertools.islice(self._numbers, _VALUES[megabytes]))
         for number in numbers:
             self._server.await_pull(number, [self._arrays[megabytes]])
         return numbers
 
-    def pull_bare(self, megabytes: int, numbers: Sequence[int]) -> list[float]:
-        """The seconds that each value took."""
+    def pull_bare(self, megabytes: int, numbers: Sequence[int]) -> float:
+        """The seconds that all took, read at once."""
+        start = perf_counter()
+        found = [self._pulled(megabytes, number) for number in numbers]
+        for each in found:
+            each.block_until_ready()
+        return perf_counter() - start
+
+    def offer_bare_in_turn(self, megabytes: int) -> float:
+        """Offer each value when the one before has arrived; when it began."""
+        start = perf_counter()
+        for number in itertools.islice(self._numbers, _VALUES[megabytes]):
+            self._server.await_pull(number, [self._arrays[megabytes]])
+            self._socket.sendall(number.to_bytes(8, "little"))
+            self._socket.recv(1)
+        return start
+
+    def pull_bare_in_turn(self, megabytes: int) -> float:
+        """Take each when it is offered; when the last one was there."""
+        for _ in range(_VALUES[megabytes]):
+            told = self._socket.recv(8, socket.MSG_WAITALL)
+            number = int.from_bytes(told, "little")
+            self._pulled(megabytes, number).block_until_ready()
+            self._socket.sendall(b".")
+        return perf_counter()
+
+    def _pulled(self, megabytes: int, number: int) -> Any:
         import jax
 
         array = self._arrays[megabytes]
         kind = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
-        return _timed(lambda i: self._connection.pull(numbers[i], [kind])[0])
+        return self._connection.pull(number, [kind])[0]
 
 
 def _refuse(number: int) -> Any:
     raise AssertionError(f"value {number} is pulled from the transfer server")
+
+
+def _at_once(end: socket.socket) -> socket.socket:
+    """A socket that holds no small message back."""
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return end
 
 
 def _server() -> Any:
@@ -204,15 +248,6 @@ def _server() -> Any:
     )
 
 
-def _timed(pull: Callable[[int], Any]) -> list[float]:
-    seconds = []
-    for i in range(_ROUNDS):
-        start = perf_counter()
-        pull(i).block_until_ready()
-        seconds.append(perf_counter() - start)
-    return seconds[2:]
-
-
 def transfer_rates() -> list[TransferRate]:
     """Transfers between two processes of the Ray cluster that this one is in."""
     import ray
@@ -224,28 +259,35 @@ def transfer_rates() -> list[TransferRate]:
     ]
     first, second = ray.get([each.address.remote() for each in ends])
     ray.get([ends[0].connect.remote(0, second), ends[1].connect.remote(1, first)])
-    address = ray.get(ends[0].serve_bare.remote())
-    ray.get(ends[1].connect_bare.remote(address))
+    addresses = ray.get(ends[0].serve_bare.remote())
+    ray.get(ends[1].connect_bare.remote(*addresses))
+    ray.get(ends[0].accept_bare.remote())
 
-    def ours(megabytes: int, is_ahead: bool) -> list[float]:
-        sent = ends[0].send.remote(megabytes, is_ahead)
-        seconds = ray.get(ends[1].receive.remote(megabytes))
-        ray.get(sent)
-        return seconds
+    def between(reading: Any, sending: Any) -> float:
+        """Seconds from when the first value is sent until the last is there."""
+        end, start = ray.get([reading, sending])
+        return end - start
 
-    def bare(megabytes: int) -> list[float]:
-        numbers = ray.get(ends[0].offer_bare.remote(megabytes))
-        return ray.get(ends[1].pull_bare.remote(megabytes, numbers))
+    def ours(megabytes: int, is_ahead: bool) -> float:
+        reading = ends[1].receive.remote(megabytes)
+        return between(reading, ends[0].send.remote(megabytes, is_ahead))
+
+    def bare(megabytes: int, is_ahead: bool) -> float:
+        if is_ahead:
+            numbers = ray.get(ends[0].offer_bare.remote(megabytes))
+            return ray.get(ends[1].pull_bare.remote(megabytes, numbers))
+        reading = ends[1].pull_bare_in_turn.remote(megabytes)
+        return between(reading, ends[0].offer_bare_in_turn.remote(megabytes))
 
     rates = []
-    for megabytes in _MEGABYTES:
-        seconds: list[list[float]] = [[], [], []]
-        for _ in range(_REPEATS):  # in turn: the load of the machine changes
-            seconds[0] += ours(megabytes, is_ahead=True)
-            seconds[1] += ours(megabytes, is_ahead=False)
-            seconds[2] += bare(megabytes)
-        medians = ((megabytes << 20) / statistics.median(each) for each in seconds)
-        rates.append(TransferRate(megabytes, *medians))
+    for megabytes, is_ahead in itertools.product(_VALUES, (True, False)):
+        seconds = [
+            (ours(megabytes, is_ahead), bare(megabytes, is_ahead))
+            for _ in range(_ROUNDS)  # in turn: the load of the machine changes
+        ]
+        sent = _VALUES[megabytes] * megabytes << 20
+        medians = (sent / statistics.median(x) for x in zip(*seconds[2:], strict=True))
+        rates.append(TransferRate(megabytes, is_ahead, *medians))
     for each in ends:
         ray.kill(each)
     return rates

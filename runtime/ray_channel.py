@@ -76,7 +76,7 @@ def _accepted(listener: Listener) -> Connection:
             connection = listener.accept()
         except (AuthenticationError, EOFError, ConnectionError):
             continue  # somebody else
-        _send_at_once(connection)
+        send_at_once(connection)
         return connection
 
 
@@ -91,7 +91,7 @@ def dial(address: Address, secret: bytes) -> Connection:
     connection = Connection(raw.detach())
     answer_challenge(connection, secret)
     deliver_challenge(connection, secret)
-    _send_at_once(connection)
+    send_at_once(connection)
     return connection
 
 
@@ -180,7 +180,7 @@ class DirectAnswers:
             raise ConnectionError("its connection ended.") from error
 
 
-def _send_at_once(connection: Connection) -> None:
+def send_at_once(connection: Connection) -> None:
     """Small messages are not held back until the one before is acknowledged."""
     with socket.socket(fileno=os.dup(connection.fileno())) as raw:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

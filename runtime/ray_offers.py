@@ -18,8 +18,10 @@ from typing import Any
 
 import jax
 
+Offer = dict[str, Any]
+Kinds = Sequence[jax.ShapeDtypeStruct]
 # Brings what is offered under a number, as arrays of given types.
-Pull = Callable[[int, Sequence[jax.ShapeDtypeStruct]], list[jax.Array]]
+Pull = Callable[[int, Kinds], list[jax.Array]]
 
 
 class PeerLost(Exception):
@@ -101,20 +103,34 @@ class Incoming:
       connection: to the other host.
       peer: the rank of that host.
       pull: brings what it offers.
+      kinds_of: the types of what is to be brought as soon as it is offered; None where
+        that waits until it is asked for.
     """
 
-    def __init__(self, connection: Connection, peer: int, pull: Pull) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        peer: int,
+        pull: Pull,
+        kinds_of: Callable[[Offer], Kinds | None],
+    ) -> None:
         self.connection, self.peer = connection, peer
-        self._pull = pull
-        self._offers: dict[tuple[int, int], deque[dict[str, Any]]] = {}
+        self._pull, self._kinds_of = pull, kinds_of
+        self._offers: dict[
+            tuple[int, int], deque[tuple[Offer, list[jax.Array] | None]]
+        ] = {}
         self._changed = threading.Condition()
         self._is_lost = False
         self._arriving: SimpleQueue[tuple[int, Sequence[jax.Array]]] = SimpleQueue()
         in_background(self._read_offers)
         in_background(self._acknowledge)
 
-    def next_offer(self, source: int, target: int) -> dict[str, Any]:
-        """What a stage there offers a stage here next; waits for it.
+    def next_offer(
+        self, source: int, target: int
+    ) -> tuple[Offer, list[jax.Array] | None]:
+        """What a stage there offers a stage here next, and its data if that is coming.
+
+        Waits for the offer.
 
         Raises:
           PeerLost: the host is gone.
@@ -126,9 +142,7 @@ class Incoming:
                 raise _lost(self.peer)
             return offers.popleft()
 
-    def pull(
-        self, number: int, kinds: Sequence[jax.ShapeDtypeStruct]
-    ) -> list[jax.Array]:
+    def pull(self, number: int, kinds: Kinds) -> list[jax.Array]:
         """Read an offer of arrays of these types; they may still be on their way."""
         arrays = self._pull(number, kinds)
         self._arriving.put((number, arrays))
@@ -138,11 +152,12 @@ class Incoming:
         try:
             while True:
                 offer = json.loads(self.connection.recv_bytes())
-                pair = offer["source"], offer["target"]
+                pair, kinds = (offer["source"], offer["target"]), self._kinds_of(offer)
+                arrays = None if kinds is None else self.pull(offer["number"], kinds)
                 with self._changed:
-                    self._offers.setdefault(pair, deque()).append(offer)
+                    self._offers.setdefault(pair, deque()).append((offer, arrays))
                     self._changed.notify_all()
-        except (EOFError, OSError):
+        except (EOFError, OSError, jax.errors.JaxRuntimeError):
             with self._changed:
                 self._is_lost = True
                 self._changed.notify_all()

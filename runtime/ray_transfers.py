@@ -92,18 +92,14 @@ class _InParts:
         met = {peer: _both(here, _share(others, peer, number)) for peer in others}
         self._parts = {peer: parts for peer, parts in met.items() if parts}
         self.tiles = f"{number} parts of {type_.dtype}[{plan.part_length}]"
-        self._devices = devices(sharding)
-
-    @property
-    def landings(self) -> Mapping[int, list[jax.ShapeDtypeStruct]]:
-        plan = self._transfer.plan
-        shape = 1, plan.part_length
+        on, shape = devices(sharding), (1, plan.part_length)
 
         def landing(part: int) -> jax.ShapeDtypeStruct:
-            device = SingleDeviceSharding(self._devices[part // self._on_device])
-            return jax.ShapeDtypeStruct(shape, plan.dtype, sharding=device)
+            device = SingleDeviceSharding(on[part // self._on_device])
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
 
-        return {p: [landing(i) for i in parts] for p, parts in self._parts.items()}
+        parts = self._parts.items()
+        self.landings = {peer: [landing(i) for i in own] for peer, own in parts}
 
     def offers(self, array: jax.Array) -> dict[int, list[jax.Array]]:
         cut: list[jax.Array] = self._transfer.pack(array)

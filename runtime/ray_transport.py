@@ -2,8 +2,9 @@
 
 For each pair of hosts that exchange values there is a control connection: the sender
 offers (which value, under which number, in which tiles), the receiver checks that the
-tiles are those it expects, pulls them from the sender's transfer server and
-acknowledges. The checks matter: a pull into other tiles delivers wrong data silently.
+tiles are those it expects, pulls them from the sender's transfer server, before they
+are asked for, and acknowledges. The checks matter: a pull into other tiles delivers
+wrong data silently.
 
 When two hosts connect, the receiver pulls a few numbers first. Where that fails, what
 the two exchange goes through Ray's object store, and with it through the memory of both
@@ -17,6 +18,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Client, Listener
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -26,9 +28,17 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from .instructions import Value
-from .ray_channel import Address
+from .ray_channel import Address, send_at_once
 from .ray_crossing import Crossing
-from .ray_offers import Incoming, Outgoing, Pull, hang_up, in_background
+from .ray_offers import (
+    Incoming,
+    Kinds,
+    Offer,
+    Outgoing,
+    Pull,
+    hang_up,
+    in_background,
+)
 from .ray_programs import from_local_parts, local_parts
 from .ray_transfers import HostTransfer, host_transfer
 
@@ -69,7 +79,7 @@ class Transport:
         self._rank = 0
         self._is_direct: dict[int, bool] = {}
         self._jobs: dict[int, _Transfers] = {}
-        self._transfers: _Transfers = {}
+        self._job, self._transfers = 0, _Transfers()
 
     @property
     def control_address(self) -> Address:
@@ -87,6 +97,7 @@ class Transport:
             accepted = thread.submit(self._accept, peers)
             for peer, other in sorted(peers.items()):
                 connection = Client(other.address, authkey=self._secret)
+                send_at_once(connection)
                 connection.send_bytes(json.dumps(self._hello()).encode())
                 self._is_direct[peer] = bool(json.loads(connection.recv_bytes()))
                 self._out[peer] = Outgoing(connection, peer)
@@ -104,6 +115,7 @@ class Transport:
         problems: dict[int, str] = {}
         for _ in peers:
             connection = self._listener.accept()
+            send_at_once(connection)
             hello = json.loads(connection.recv_bytes())
             peer, server = hello["rank"], None
             problem = hello.get("problem") or self._no_server
@@ -114,7 +126,8 @@ class Transport:
                 problems[peer] = problem
             connection.send_bytes(json.dumps(not problem).encode())
             pull = _pulling(server) if server else _reading(peers[peer].read)
-            self._in[peer] = Incoming(connection, peer, pull)
+            kinds_of = partial(self._kinds_of, peer) if server else _is_asked_for
+            self._in[peer] = Incoming(connection, peer, pull, kinds_of)
         return problems
 
     def plan(self, job: int, crossing: Mapping[tuple[str, int], Crossing]) -> None:
@@ -127,7 +140,7 @@ class Transport:
 
     def use(self, job: int) -> None:
         """Make the transfers of this job from now on."""
-        self._transfers = self._jobs.get(job, {})
+        self._job, self._transfers = job, self._jobs.get(job, {})
 
     def send(self, value: Value, source: int, target: int, array: jax.Array) -> None:
         """Offer a value to a stage on other hosts; waits for nobody."""
@@ -141,6 +154,7 @@ class Transport:
             outgoing.send(
                 {
                     "number": number,
+                    "job": self._job,
                     "value": str(value),
                     "source": source,
                     "target": target,
@@ -163,15 +177,25 @@ class Transport:
         expected = {"value": str(value), "tiles": transfer.tiles}
         landed: dict[int, list[jax.Array]] = {}
         for peer, kinds in transfer.landings.items():
-            offer = self._in[peer].next_offer(source, target)
+            offer, arrays = self._in[peer].next_offer(source, target)
             if any(offer[key] != found for key, found in expected.items()):
                 raise ValueError(
                     f"what is pulled has the tiles that were offered, or its data "
                     f"would be wrong, but stage {source} offers {offer} and {expected} "
                     f"is due; the hosts run different jobs, which is a bug."
                 )
-            landed[peer] = self._in[peer].pull(offer["number"], kinds)
+            if arrays is None:
+                arrays = self._in[peer].pull(offer["number"], kinds)
+            landed[peer] = arrays
         return transfer.receive(landed)
+
+    def _kinds_of(self, peer: int, offer: Offer) -> Kinds | None:
+        """What an offer lands as, if a job that is loaded here expects its tiles."""
+        slot = Value.parse(offer["value"]).slot
+        transfer = self._jobs.get(offer["job"], {}).get((slot, offer["target"]))
+        if transfer is None or transfer.tiles != offer["tiles"]:
+            return None
+        return transfer.landings.get(peer)
 
     def wait_for_readers(self, arrays: Sequence[Any] | None = None) -> None:
         """Until nobody reads these arrays any more, or any that was offered.
@@ -227,6 +251,10 @@ def _probed(own: Any, address: str, number: int) -> tuple[Any, str]:
         return outcome.get(timeout=_PROBE_SECONDS)
     except Empty:
         return None, f"nothing comes from {address} in {_PROBE_SECONDS:g} s"
+
+
+def _is_asked_for(_: Offer) -> None:
+    """Nothing is brought before: it would go through this host's memory."""
 
 
 def _pulling(server: Any) -> Pull:

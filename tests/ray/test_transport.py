@@ -138,16 +138,35 @@ def test_a_buffer_may_be_donated_only_after_its_reader_has_it(
 ):
     array = array_of(TYPES["equal"][0])
     expected = np.asarray(array).copy()
-    ends[0].send(Value("equal"), 0, 1, array)
+    later, crossing = JOB + 1, {("equal", 1): CROSSING["equal"]}
+    ends[0].plan(later, crossing)
+    ends[0].use(later)
+    ends[0].send(Value("equal"), 0, 1, array)  # of a job that its reader does not know
     waiting = threading.Thread(target=ends[0].wait_for_readers, args=([array],))
     waiting.start()
     waiting.join(0.3)
     assert waiting.is_alive(), "nobody has read it"
     ends[0].wait_for_readers([jnp.zeros(3)])  # another array is free at once
+    ends[1].plan(later, crossing)
+    ends[1].use(later)
     got = ends[1].receive(Value("equal"), 0, 1)
     waiting.join(10)
     assert not waiting.is_alive()
     jax.jit(lambda x: x * 0, donate_argnums=0)(array)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_what_a_loaded_job_expects_comes_before_it_is_asked_for(
+    ends: tuple[Transport, Transport], request: pytest.FixtureRequest
+):
+    array = array_of(TYPES["transposed"][0])
+    expected = np.asarray(array).copy()
+    ends[0].send(Value("transposed"), 0, 1, array)
+    is_direct = "server" in request.node.callspec.id
+    if is_direct:  # through the object store it would wait in the host's memory
+        ends[0].wait_for_readers()
+        jax.jit(lambda x: x * 0, donate_argnums=0)(array)
+    got = ends[1].receive(Value("transposed"), 0, 1)
     np.testing.assert_array_equal(got, expected)
 
 
