@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from autopar.lowering.exported_program import ExportedProgram, ShardedType
 from autopar.lowering.programs import PipelineProgram, StageProgram
@@ -43,7 +49,11 @@ def from_local_parts(
     parts: Sequence[np.ndarray], shape: Sequence[int], sharding: Any
 ) -> jax.Array:
     """The array of which this host has the parts of its devices, in their order."""
-    local = _local_devices(sharding)
+    kind = sharding.memory_kind
+    local = [
+        SingleDeviceSharding(device, memory_kind=kind)
+        for device in _local_devices(sharding)
+    ]
     return jax.make_array_from_single_device_arrays(
         tuple(shape), sharding, jax.device_put(list(parts), local), dtype=parts[0].dtype
     )
@@ -73,7 +83,7 @@ def blocks_of(array: jax.Array) -> tuple[Block, ...]:
 def copied_blocks(array: jax.Array) -> tuple[Block, ...]:
     """As `blocks_of`, in memory of their own: the array may be donated."""
     copies = [
-        (tile, jax.device_put(shard.data, shard.device, may_alias=False))
+        (tile, jax.device_put(shard.data, shard.data.sharding, may_alias=False))
         for shard, tile in _own_shards(array)
     ]
     return tuple(Block(tile, np.asarray(copy)) for tile, copy in copies)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
@@ -46,6 +48,8 @@ class HostTransfer(Protocol):
 
 def host_transfer(crossing: Crossing, rank: int) -> HostTransfer:
     """The part of the host of this rank in what crosses."""
+    if crossing.source.memory or crossing.target.memory:
+        return _OfHostMemory(crossing, rank)
     if crossing.source.num_devices == crossing.target.num_devices:
         return _ToItsLike(crossing, rank)
     return _InParts(crossing, rank)
@@ -115,6 +119,33 @@ class _InParts:
         for peer, parts in self._parts.items():
             by_part |= dict(zip(parts, landed[peer], strict=True))
         return self._transfer.receive_parts([by_part[part] for part in sorted(by_part)])
+
+
+class _OfHostMemory:
+    """What lies in the memory of hosts goes through that of their devices.
+
+    There it is for the time of the transfer only.
+    """
+
+    def __init__(self, crossing: Crossing, rank: int) -> None:
+        source, target = crossing.source, crossing.target
+        on_devices = replace(
+            crossing,
+            source=replace(source, memory=""),
+            target=replace(target, memory=""),
+        )
+        self._transfer = host_transfer(on_devices, rank)
+        self.landings, self.tiles = self._transfer.landings, self._transfer.tiles
+        type_, _, _ = _sides(on_devices, rank)
+        home, _, _ = _sides(crossing, rank)
+        self._fetch = jax.jit(jnp.copy, out_shardings=sharding_of(type_))
+        self._put_away = jax.jit(jnp.copy, out_shardings=sharding_of(home))
+
+    def offers(self, array: jax.Array) -> dict[int, list[jax.Array]]:
+        return self._transfer.offers(self._fetch(array))
+
+    def receive(self, landed: Mapping[int, Sequence[jax.Array]]) -> jax.Array:
+        return self._put_away(self._transfer.receive(landed))
 
 
 def _sides(

@@ -14,6 +14,7 @@ import numpy as np
 from jax import export
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from .host_memory import HOST
 from .programs import SpmdProgram
 
 
@@ -24,7 +25,8 @@ class ShardedType:
     `dims` names for every dim the mesh axes that split it, most major first; devices
     are numbered row-major over the mesh, which are those of a group of hosts from
     `first_device` on. Random keys are the `uint32` data of `key_impl`, with dims of
-    their own behind those of the keys.
+    their own behind those of the keys. `memory` is the kind that holds it, that of the
+    device if empty.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +36,7 @@ class ShardedType:
     dims: tuple[tuple[str, ...], ...]
     key_impl: str = ""
     first_device: int = 0
+    memory: str = ""
 
     @staticmethod
     def of(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> ShardedType:
@@ -47,7 +50,8 @@ class ShardedType:
         sizes = tuple(sharding.mesh.shape.values())
         dtype = np.dtype(dtype).name
         dims = tuple(map(_axes, entries))
-        return ShardedType(tuple(shape), dtype, names, sizes, dims, impl)
+        memory = HOST if sharding.memory_kind == HOST else ""
+        return ShardedType(tuple(shape), dtype, names, sizes, dims, impl, memory=memory)
 
     @property
     def num_devices(self) -> int:
@@ -66,7 +70,7 @@ class ShardedType:
 
     def on(self, mesh: Mesh | AbstractMesh) -> NamedSharding:
         """The sharding on a mesh of the same axes."""
-        return NamedSharding(mesh, self.spec)
+        return NamedSharding(mesh, self.spec, memory_kind=self.memory or None)
 
     def at(self, first_device: int) -> ShardedType:
         """The same on other devices of the group."""
@@ -91,7 +95,8 @@ class ShardedType:
         mesh = ";".join(f"{name}:{size}" for name, size in sizes)
         dims = ", ".join("+".join(axes) or "-" for axes in self.dims)
         where = f" from device {self.first_device} on" if self.first_device else ""
-        return f"{self.dtype}{list(self.shape)} [{dims}] on {mesh}{where}"
+        memory = f" in {self.memory}" if self.memory else ""
+        return f"{self.dtype}{list(self.shape)} [{dims}] on {mesh}{where}{memory}"
 
 
 @dataclass(frozen=True)

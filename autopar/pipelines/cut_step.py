@@ -103,15 +103,7 @@ class CutStep:
 
         Raises:
           ValueError: there is none.
-          NotImplementedError: stages lie on hosts of Ray.
         """
-        if options.offload is not None and options.cluster is not None:
-            if options.cluster.ray_hosts is not None:
-                raise NotImplementedError(
-                    f"`offload` is not there for pipelines on Ray yet "
-                    f"(docs/roadmap.md), but got {options.offload!r}; use more stages "
-                    f"or autopar.ShardParallel()."
-                )
         if options.plan is not None:
             programs = options.plan.stages.programs
             planned = (each for one in programs for each in one.sharding.inputs)

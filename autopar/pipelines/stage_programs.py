@@ -328,7 +328,6 @@ class PipelineBuilder:
             check_against(given, part)
         elif piece.kind == "backward":
             plan = replace(plan, remat=self.remat)
-        is_here = self.cluster.ray_hosts is None
         at_host = outputs_at_host(part)
         host_outputs = (
             i
@@ -347,7 +346,7 @@ class PipelineBuilder:
                 for i, (name, tie) in enumerate(zip(names, traced.ties, strict=True))
                 if tie is not None and name not in self.kept
             ),
-            tuple(host_outputs) if is_here else (),
+            tuple(host_outputs),
         )
         self.host.update(planned.host_slots)
         self.note(planned)

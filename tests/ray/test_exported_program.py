@@ -91,6 +91,32 @@ def test_a_step_is_lowered_without_devices_and_equals_jit():
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_what_the_host_keeps_comes_from_there_and_goes_back():
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        w, moment = state
+        loss, grad = jax.value_and_grad(lambda w: jnp.tanh(x @ w).mean())(w)
+        moment = 0.9 * moment + grad
+        return (w - 0.1 * moment, moment), loss
+
+    w = np.linspace(-1, 1, 64 * 32, dtype=np.float32).reshape(64, 32)
+    state, x = (w, 2 * w), np.ones((16, 64), np.float32)
+    offload = "optimizer_state"
+    parallel = parallelize(
+        step, cluster=remote_cluster(), mesh="data:2;model:4", offload=offload
+    )
+    lowered: Any = parallel.lower(state, x)
+    code = export_program(lowered.program, "cpu")
+    assert [each.memory for each in code.inputs] == ["", "pinned_host", ""]
+    given = [*state, x]
+    cut = [cut_for_hosts(a, t, 1)[0] for a, t in zip(given, code.inputs, strict=True)]
+    outputs = compile_code(code, ())([place(each) for each in cut])
+    kinds = [each.sharding.memory_kind for each in outputs]
+    assert kinds == ["device", "pinned_host", "device"]
+    expected = jax.tree.leaves(jax.jit(step)(state, x))
+    for got, wanted in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_bytes_that_were_altered_are_refused():
     args = np.ones((16, 8), np.float32), np.ones((8,), np.float32)
     code, constants = exported(lambda x, y: (2 * x, x @ y), *args, mesh="x:8")

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,10 @@ def on(size: int, first: int, shape: tuple[int, ...], *dims: str) -> ShardedType
     return ShardedType(shape, "float32", ("a",), (size,), axes).at(first)
 
 
+def at_host(type_: ShardedType) -> ShardedType:
+    return replace(type_, memory="pinned_host")
+
+
 TYPES = {
     "equal": (type_of((8, 8), ("a",), ("b",)), type_of((8, 8), ("a",), ("b",))),
     "transposed": (type_of((8, 8), ("a",), ("b",)), type_of((8, 8), ("b",), ("a",))),
@@ -49,6 +54,8 @@ TYPES = {
     "1 to 3": (on(1, 0, (6, 5), "", ""), on(3, 1, (6, 5), "a", "")),
     "2 to 3": (on(2, 6, (6, 5), "", ""), on(3, 0, (6, 5), "a", "")),
     "other devices": (on(2, 6, (8,), "a"), on(2, 2, (8,), "a")),
+    "host": (at_host(on(2, 6, (8,), "a")), at_host(on(2, 2, (8,), ""))),
+    "host to more": (at_host(on(2, 2, (8,), "a")), at_host(on(4, 0, (8,), "a"))),
 }
 CROSSING = {
     slot: Crossing(*types, (SOURCE,), (TARGET,)) for slot, types in TYPES.items()
