@@ -42,6 +42,7 @@ from .clusters.device_mesh import submesh_of
 from .frontend.calls import Call
 from .frontend.constant_leaves import ResultTree
 from .frontend.effects import refuse_callbacks
+from .frontend.garbage import without_garbage_collection
 from .lowering.programs import SpmdProgram
 from .methods.schedule_choice import rows_of, schedule_name
 from .pipelines.pipeline import PipelinedStep, lower_pipeline
@@ -131,6 +132,7 @@ def end_workers(steps: Sequence[Executable]) -> None:
             runs.close()
 
 
+@without_garbage_collection
 def staged_plan(planned: PlannedPipeline) -> Plan:
     """The plan of a pipeline, whose time and memory a simulated step says."""
     method, flow = planned.method, planned.flow

@@ -260,16 +260,17 @@ class _Flow:
 
     def with_frees(self, row: Sequence[Instruction]) -> Iterator[Instruction]:
         """Adds frees, walking backwards: the first use met is the last one."""
-        stages = self.schedule.submesh_by_stage
+        uses = [made_and_used(instruction) for instruction in row]
+        seen = {held for made, used in uses for held in (*made, *used)}
         live = {
-            (slot.stage, Value(name, microbatch))
-            for name, slot in self.program.slots.items()
-            if slot.kind in ("state", "result") and slot.stage in stages
-            for microbatch in (None, *range(self.program.num_microbatches))
+            (stage, value)
+            for stage, value in seen
+            if self.kind(value) in ("state", "result") and self.home(value) == stage
         }
         backwards: list[Instruction] = []
-        for instruction in reversed(row):
-            made, used = made_and_used(instruction)
+        for instruction, (made, used) in zip(
+            reversed(row), reversed(uses), strict=True
+        ):
             if isinstance(instruction, Run):
                 self._check_donated(instruction, live)
             touched = dict.fromkeys([*made, *used])

@@ -123,10 +123,11 @@ class MicrobatchRunner(RetracingRunner):
             ]
         else:
             states = list(self.split.factor[op.index].operands)
-        return [
-            o.value if isinstance(o, Constant) else self.read(o, state)
-            for o, state in zip(op.operands, states, strict=True)
-        ]
+        with user_context(op.eqn):
+            return [
+                o.value if isinstance(o, Constant) else self.read(o, state)
+                for o, state in zip(op.operands, states, strict=True)
+            ]
 
     def outputs(self, block: Block) -> list[Any]:
         return [

@@ -1,56 +1,55 @@
-"""The graphs of stage programs before they are planned; of equal ones one is traced.
+"""The graphs of stage programs before they are planned.
 
-Two programs are equal if they do the same operators in the same order on values of the
-same types, whatever their names. The second has the graph of the first under its own
-names, which are those that tracing gives: of slots, scopes and source lines.
+Most are parts of a graph that is there: its operators, under the names that tracing
+would give. What owns blocks, has effects or returns literals is traced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
 
+from ..graph.build_graph import SHARD_MAP
 from ..graph.op_graph import (
+    Block,
     Constant,
+    GraphInput,
     Operand,
     Operator,
     OpGraph,
+    Tensor,
     TensorType,
-    params_key,
 )
 from ..lowering.blocks import as_array
+from ..microbatches.microbatch_flow import tensors_of
 from ..microbatches.microbatch_runners import WholeRunner
-from .equal_programs import operand_key
 from .stage_pieces import Piece, TracedPiece
 from .stage_trace import graph_of
 
 _Ties = tuple[int | None, ...]
 
 
-@dataclass
-class PieceGraphs:
-    """Graphs of pieces of two functions; `known` are the pieces that were traced."""
+def graph_of_piece(piece: Piece, graph: OpGraph, ties: _Ties) -> TracedPiece:
+    """The graph of a piece of `graph`, whose inputs and outputs are slots in order.
 
-    known: dict[Hashable, tuple[Piece, OpGraph]] = field(default_factory=dict)
+    `ties` are the outputs that inputs become, by position.
+    """
+    is_part = all(map(_is_kept, piece.operators)) and not any(
+        isinstance(operand, Constant) for operand in piece.outputs.values()
+    )
+    found = (part_of if is_part else traced)(piece, graph, ties)
+    structs = (jax.ShapeDtypeStruct(t.shape, t.dtype) for t in _types(piece, graph))
+    return TracedPiece(found, tuple(structs), (*piece.inputs, *piece.added), ties)
 
-    def of(self, piece: Piece, graph: OpGraph, ties: _Ties) -> TracedPiece:
-        """The graph of a piece of `graph`, whose inputs and outputs are slots in order.
 
-        `ties` are the outputs that inputs become, by position.
-        """
-        key = _key(piece, graph, ties)
-        found = None
-        if key in self.known:
-            found = _renamed(*self.known[key], piece)
-        if found is None:
-            found = _traced(piece, graph, ties)
-            if key is not None:
-                self.known.setdefault(key, (piece, found))
-        structs = (jax.ShapeDtypeStruct(t.shape, t.dtype) for t in _types(piece, graph))
-        return TracedPiece(found, tuple(structs), (*piece.inputs, *piece.added), ties)
+def _is_kept(op: Operator) -> bool:
+    """Whether tracing an operator again gives the same one."""
+    is_own = op.eqn.primitive.name == op.kind  # not what a call became
+    return is_own and not (op.bodies or op.eqn.effects or op.kind == SHARD_MAP)
 
 
 def _types(piece: Piece, graph: OpGraph) -> list[TensorType]:
@@ -60,7 +59,8 @@ def _types(piece: Piece, graph: OpGraph) -> list[TensorType]:
     ]
 
 
-def _traced(piece: Piece, graph: OpGraph, ties: _Ties) -> OpGraph:
+def traced(piece: Piece, graph: OpGraph, ties: _Ties) -> OpGraph:
+    """The graph of a piece of any operators."""
     names = (*piece.inputs, *piece.added)
     types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in _types(piece, graph)]
 
@@ -79,86 +79,86 @@ def _traced(piece: Piece, graph: OpGraph, ties: _Ties) -> OpGraph:
     return graph_of(task, types, names, list(piece.outputs), ties)
 
 
-def _key(piece: Piece, graph: OpGraph, ties: _Ties) -> Hashable | None:
-    """Equal for equal pieces; None where operators have bodies, which are traced."""
-    number: dict[int, int] = {}
-
-    def places(operands: Iterable[Operand]) -> tuple[Hashable, ...]:
-        return tuple(
-            number.setdefault(o, len(number)) if isinstance(o, int) else operand_key(o)
-            for o in operands
-        )
-
-    if any(op.bodies for op in piece.operators):
-        return None
-    inputs = places(piece.inputs.values())
-    types = tuple(_types(piece, graph))
-    work = tuple(
-        (
-            *(op.kind, params_key(op.params), "transpose(" in op.name),
-            *(places(op.operands), places(op.results), op.result_types),
-        )
-        for op in piece.operators
+def part_of(piece: Piece, graph: OpGraph, ties: _Ties) -> OpGraph:
+    """The same for a piece whose operators tracing gives back, and with its names."""
+    part = _Part()
+    types = _types(piece, graph)
+    names = (*piece.inputs, *piece.added)
+    given = {n: part.tensor(n, t) for n, t in zip(names, types, strict=True)}
+    known = {tensor: given[name] for name, tensor in piece.inputs.items()}
+    outputs = dict[str, int]()
+    for op in _needed(piece):
+        operands = [known[o] if isinstance(o, int) else o for o in op.operands]
+        results = part.add(op, op.name.rpartition("/")[0], operands)
+        known.update(zip(op.results, results, strict=True))
+    for name, operand in piece.outputs.items():
+        assert isinstance(operand, int)
+        outputs[name] = known[operand]
+        if name in piece.added:
+            kind, operands = graph.tensors[operand].type, (given[name], known[operand])
+            (outputs[name],) = part.add(_addition(kind), "", operands)
+    block = Block(
+        *(0, None, 1, 1.0, False, False, tuple(given.values())),
+        tuple(outputs.values()),
+        tuple(part.operators),
     )
-    order = list(piece.outputs)
-    added = tuple(order.index(name) for name in piece.added)
-    return inputs, types, work, places(piece.outputs.values()), added, ties
-
-
-def _renamed(first: Piece, known: OpGraph, piece: Piece) -> OpGraph | None:
-    """The graph of a piece equal to `first`, from that of `first`; None if it cannot be
-    told which of its names are which."""
-    scopes = _mapping(map(_scope, first.operators), map(_scope, piece.operators))
-    sources = _mapping(
-        (op.source for op in first.operators), (op.source for op in piece.operators)
+    inputs = (
+        GraphInput(given[name], name, "other" if tie is None else "state", tie)
+        for name, tie in zip(names, ties, strict=True)
     )
-    is_alike = len(known.inputs) == len(_slots(piece))
-    if scopes is None or sources is None or not is_alike:
-        return None
-    names = {t: n for t, n in zip(known.blocks[0].inputs, _slots(piece), strict=True)}
-    operators: list[Operator] = []
-    ordinals: dict[str, int] = {}
-    for op in known.blocks[0].operators:
-        scope, source = scopes.get(_scope(op)), sources.get(op.source)
-        is_ours = not op.source or not _scope(op)  # of what is added up
-        if (scope is None or source is None) and not is_ours:
-            return None
-        scope = _scope(op) if scope is None else scope
+    name = f"{piece.kind}_{piece.stage}"
+    return OpGraph(name, tuple(part.tensors), (block,), tuple(inputs), tuple(outputs))
+
+
+def _needed(piece: Piece) -> Sequence[Operator]:
+    """The operators that lead to what a piece returns."""
+    read, found = set(tensors_of(piece.outputs.values())), list[Operator]()
+    for op in reversed(piece.operators):
+        if not read.isdisjoint(op.results):
+            found.append(op)
+            read.update(tensors_of(op.operands))
+    return found[::-1]
+
+
+@dataclass
+class _Part:
+    """A graph of one block that grows operator by operator."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
+    ordinals: dict[str, int] = field(default_factory=dict)
+
+    def tensor(self, name: str, kind: TensorType) -> int:
+        self.tensors.append(Tensor(len(self.tensors), name, kind, 0))
+        return len(self.tensors) - 1
+
+    def add(
+        self, op: Operator, scope: str, operands: Iterable[Operand]
+    ) -> tuple[int, ...]:
+        """The results of an operator that does the same on other operands."""
         stem = f"{scope}/{op.kind}" if scope else op.kind
-        ordinal = ordinals[stem] = ordinals.get(stem, -1) + 1
-        name = f"{stem}.{ordinal}"
-        many = len(op.results) > 1
-        names.update(
-            (t, f"{name}:{i}" if many else name) for i, t in enumerate(op.results)
+        ordinal = self.ordinals[stem] = self.ordinals.get(stem, -1) + 1
+        name, many = f"{stem}.{ordinal}", len(op.results) > 1
+        results = tuple(
+            self.tensor(f"{name}:{i}" if many else name, kind)
+            for i, kind in enumerate(op.result_types)
         )
-        source = op.source if source is None else source
-        operators.append(replace(op, name=name, source=source))
-    block = replace(known.blocks[0], operators=tuple(operators))
-    return replace(
-        known,
-        name=f"{piece.kind}_{piece.stage}",
-        tensors=tuple(replace(t, name=names[t.index]) for t in known.tensors),
-        blocks=(block, *known.blocks[1:]),
-        inputs=tuple(
-            replace(each, path=path)
-            for each, path in zip(known.inputs, _slots(piece), strict=True)
-        ),
-        output_paths=tuple(piece.outputs),
-    )
+        index = len(self.operators)
+        own = tuple(operands)
+        self.operators.append(
+            replace(op, index=index, name=name, operands=own, results=results, block=0)
+        )
+        return results
 
 
-def _slots(piece: Piece) -> Sequence[str]:
-    return (*piece.inputs, *piece.added)
+@lru_cache(maxsize=1024)
+def _addition(kind: TensorType) -> Operator:
+    """The sum of two arrays, as an operator."""
+    struct = jax.ShapeDtypeStruct(kind.shape, kind.dtype)
 
+    def task(before: Any, value: Any) -> list[Any]:
+        return [before + value]
 
-def _scope(op: Operator) -> str:
-    return op.name.rpartition("/")[0]
-
-
-def _mapping(first: Iterable[str], other: Iterable[str]) -> dict[str, str] | None:
-    """What each of `first` is in `other`, or None if one is several."""
-    found: dict[str, str] = {}
-    for old, new in zip(first, other, strict=True):
-        if found.setdefault(old, new) != new:
-            return None
-    return found
+    graph = graph_of(task, (struct, struct), ("before", "value"), ("sum",))
+    (op,) = graph.operators()
+    return replace(op, source="")

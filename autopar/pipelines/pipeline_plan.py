@@ -15,6 +15,7 @@ from ..clusters.cluster import Cluster
 from ..clusters.joined import cluster_around
 from ..clusters.ray_hosts import HostGroups, dealt_out
 from ..frontend.effects import refuse_lost_callbacks
+from ..frontend.garbage import without_garbage_collection
 from ..frontend.tracing import TracedFunction, trace
 from ..graph.op_graph import OpGraph, TensorType
 from ..lowering.programs import PipelineProgram
@@ -142,6 +143,7 @@ class PlannedPipeline:
         return tuple(found.values())
 
 
+@without_garbage_collection
 def plan_pipeline(
     fun: Callable[..., Any],
     args: Sequence[Any],

@@ -29,10 +29,12 @@ from .equal_programs import fingerprint, renamed
 class StagePlanner:
     """Plans programs on submeshes of a cluster; equal ones once.
 
+    `joint_gap` is enough for forward and backward as one, whose plan is not run.
     `limits_of` says what more a program is forbidden; such are planned every time.
     """
 
     cluster: Cluster
+    joint_gap: float = 1e-4
     known: dict[Hashable, ShardingPlan] = field(default_factory=dict)
     limits_of: Callable[[OpGraph], Sequence[Limit]] | None = None
 

@@ -17,7 +17,7 @@ from ..plans.plan_check import check_against
 from ..plans.staged_plan import StageProgramPlan
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec
-from .piece_graphs import PieceGraphs
+from .piece_graphs import graph_of_piece
 from .stage_apply import ApplyCut
 from .stage_cut import StageCut
 from .stage_inside import StageInside
@@ -56,10 +56,10 @@ class PipelineBuilder:
     shapes: Sequence[MeshShape]
     state_outputs: Mapping[str, str]  # output path by state leaf
     pins: StagePins
-    given: Sequence[StageProgramPlan] | None = None
-    kept: frozenset[str] = frozenset()  # leaves whose buffers are not reused
-    split: frozenset[int] = frozenset()
-    planner: StagePlanner | None = None  # knows plans of equal programs
+    given: Sequence[StageProgramPlan] | None
+    kept: frozenset[str]  # leaves whose buffers are not reused
+    split: frozenset[int]
+    planner: StagePlanner  # knows plans of equal programs
     remat: str = ""  # what backward programs make again
     inside: StageInside | None = None  # where it has a name
     rules: StageRules | None = None
@@ -71,7 +71,6 @@ class PipelineBuilder:
     sums: frozenset[str] = frozenset()
     clusters: Sequence[Cluster] = ()  # of each stage, where they are of several
     devices: Sequence[range] = ()  # of each stage, if they are known
-    graphs: PieceGraphs = field(default_factory=PieceGraphs)
 
     def build(self) -> list[PlannedPiece]:
         """Plan all pieces; those of one stage agree on the specs they share.
@@ -281,7 +280,7 @@ class PipelineBuilder:
         if joint is None:
             return None
         part = self.trace_piece(joint).graph
-        plan, stage = self.solve(joint, part), joint.stage
+        plan, stage = self.solve(joint, part, self.planner.joint_gap), joint.stage
         for each in plan.inputs:
             self.specs.setdefault((each.path, stage), each.spec)
         read = specs_read(plan, part)
@@ -304,7 +303,7 @@ class PipelineBuilder:
             else None
             for name in (*piece.inputs, *piece.added)
         )
-        traced = self.graphs.of(piece, graph, ties)
+        traced = graph_of_piece(piece, graph, ties)
         part = self.with_roles(traced.graph, self.parts.step.num_microbatches)
         return replace(traced, graph=part)
 
@@ -371,10 +370,9 @@ class PipelineBuilder:
             for i in part.inputs
             if stage in self.split and self.slots[i.path].kind in ("state", "gradient")
         ]
-        planner = self.planner = self.planner or StagePlanner(self.cluster)
         cluster = self.clusters[stage] if self.clusters else None
         asked = pins, returned, split, gap, self.demands(part, shape, kept), cluster
-        return planner.plan(part, shape, *asked)
+        return self.planner.plan(part, shape, *asked)
 
     def demands(
         self, part: OpGraph, mesh: MeshShape, settled: Collection[int] = ()

@@ -44,6 +44,7 @@ MOST_COUNTS = 8  # numbers of microbatches that are tried
 MOST_MICROBATCHES = 16  # for each device
 MOST_TRIES = 4  # plans in full, until one fits
 SAFETY = 0.98
+JOINT_GAP = 0.003  # below that of the search
 
 _log = logging.getLogger("autopar")
 
@@ -101,7 +102,7 @@ class StageSearcher:
         self.call = call
         self.method, self.options = method, options
         self.cluster = options.cluster or Cluster.local()
-        self.planner = StagePlanner(self.cluster)
+        self.planner = StagePlanner(self.cluster, JOINT_GAP)
         self.budget_bytes = budget_of(options, self.cluster)
         self.seconds: dict[str, float] = {}
         start = process_time()

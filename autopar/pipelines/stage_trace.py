@@ -59,8 +59,8 @@ def trace_parts(
 ) -> StepParts:
     """Trace the parts of a step that was cut into microbatches.
 
-    With `in_place`, the graphs are the step's own operators and tensors, of the whole
-    batch: enough to cut them, and quick.
+    The update is the step's own operators and tensors, unless it is divided. With
+    `in_place`, so is the microbatch, of the whole batch: enough to cut it, and quick.
 
     Raises:
       NotImplementedError: the step needs values of all examples behind the loop.
@@ -131,7 +131,7 @@ def trace_parts(
         )
     else:
         of_microbatch = graph_of(microbatch, taken, [*taken_names, COUNTER], made_names)
-    if in_place and not any(op.kind == COND for op in phases.behind):
+    if not any(op.kind == COND for op in phases.behind):
         of_apply = _part_of(
             graph,
             [*of_held, *phases.behind],
