@@ -60,6 +60,24 @@ def ring_product_seconds(
     return each * ring.count
 
 
+def work_seconds(
+    op: Operator,
+    factors: Sequence[Factor],
+    work: tuple[float, float],
+    sizes: Sequence[int],
+    cluster: Cluster,
+) -> float:
+    """Seconds of one execution, given one device's flops and all bytes that it moves.
+
+    What is several kernels takes their time to start, those of each part anew.
+    """
+    num_flops, num_bytes = work
+    dtype = next((t.dtype for t in op.operand_types if not t.is_extended), "float32")
+    seconds = operator_seconds(op.kind, num_flops, num_bytes, dtype, cluster)
+    own = traffic_of(op, factors, sizes)
+    return seconds + (own.num_kernels - 1 if own else 0) * cluster.kernel_seconds
+
+
 def _waits(
     op: Operator, factors: Sequence[Factor], mesh: MeshShape, cluster: Cluster
 ) -> Iterator[tuple[Exchange, float]]:
@@ -98,8 +116,8 @@ def _waits_beside_parts(
         [kind.shape for kind in types] for types in (op.operand_types, op.result_types)
     )
     num_flops = flops(op.kind, op.params, operands, results) / split
-    dtype = op.operand_types[0].dtype
-    work = operator_seconds(op.kind, num_flops, own.moved_bytes, dtype, cluster)
+    moved = num_flops, float(own.moved_bytes)
+    work = work_seconds(op, factors, moved, mesh.axis_sizes, cluster)
     behind = work / own.num_parts * (own.num_parts - 1) / len(own.exchanges)
     for each in own.exchanges:
         yield each, _seconds(each, mesh, cluster, behind)

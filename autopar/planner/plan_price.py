@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..clusters.cluster import Cluster
-from ..costs.compute import operator_seconds
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.op_graph import Operator, OpGraph, TensorType
 from ..graph.user_shard_map import body_work
@@ -13,7 +12,7 @@ from ..plans.plan import OperatorPlan, ShardingPlan
 from ..rules.halos import factors_with_halos, moved_bytes
 from ..sharding.resharding import Resharder
 from ..sharding.spec import Spec, num_shards
-from .halo_costs import halo_collectives, ring_product_seconds
+from .halo_costs import halo_collectives, ring_product_seconds, work_seconds
 from .intra_op import shard_map_collectives
 from .overlap import visible_fractions
 from .strategies import SLICING, total_flops
@@ -69,14 +68,8 @@ def _operator_seconds(
     if products is not None:
         return products
     moved += moved_bytes(op, halos, sizes)
-    dtypes = [kind.dtype for kind in op.operand_types if not kind.is_extended]
-    return operator_seconds(
-        op.kind,
-        total_flops(op) / planned.split,
-        moved,
-        dtypes[0] if dtypes else "float32",
-        cluster,
-    )
+    work = total_flops(op) / planned.split, moved
+    return work_seconds(op, halos, work, sizes, cluster)
 
 
 def _local_bytes(

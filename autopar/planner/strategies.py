@@ -10,7 +10,7 @@ from operator import itemgetter
 import numpy as np
 
 from ..clusters.cluster import Cluster
-from ..costs.compute import flops, is_heavy, operator_seconds
+from ..costs.compute import flops, is_heavy
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import GraphColumns, Operator, OpGraph, TensorType
 from ..rules.base import Factor, factors_of
@@ -18,7 +18,7 @@ from ..rules.collective_matmul import is_legal_ring
 from ..rules.halos import has_traffic, moved_bytes
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import REPLICATED, SUM, Spec
-from .halo_costs import halo_seconds, ring_product_seconds
+from .halo_costs import halo_seconds, ring_product_seconds, work_seconds
 
 SLICING = ("slice", "dynamic_slice", "gather")
 # Heavy operators that together hold less than this part of all heavy flops may be
@@ -149,22 +149,22 @@ def strategy_seconds(
                 continue  # only what is taken out of it is read
             fractions = shard_fractions(specs[:, position], mesh.axis_sizes)
             moved += kind.bytes * fractions
-    dtype = next((t.dtype for t in op.operand_types if not t.is_extended), None)
-    dtype = "float32" if dtype is None else dtype
     sent = np.zeros(len(strategies))
-    sending = strategies.has_halos | has_traffic(op)
-    for row in np.flatnonzero(sending).tolist():
+    own = has_traffic(op)
+    for row in np.flatnonzero(strategies.has_halos | own).tolist():
         chosen = strategies.chosen(row)
         moved[row] += moved_bytes(op, chosen, mesh.axis_sizes)
         sent[row] = halo_seconds(op, chosen, mesh, cluster)
-    work = list(zip(strategies.share.tolist(), moved.tolist(), strict=True))
-    known = {
-        (share, size): operator_seconds(
-            op.kind, num_flops * share, size, dtype, cluster
-        )
-        for share, size in set(work)
-    }
-    seconds = np.array([known[each] for each in work])
+    done = (num_flops * strategies.share).tolist()
+    work = list(zip(done, moved.tolist(), strict=True))
+    sizes = mesh.axis_sizes
+    if own:
+        rows = map(strategies.chosen, range(len(work)))
+        pairs = zip(rows, work, strict=True)
+        seconds = np.array([work_seconds(op, *w, sizes, cluster) for w in pairs])
+    else:
+        known = {each: work_seconds(op, (), each, sizes, cluster) for each in set(work)}
+        seconds = np.array([known[each] for each in work])
     for row in np.flatnonzero(strategies.has_halos).tolist():
         chosen = strategies.chosen(row)
         products = ring_product_seconds(op, chosen, mesh.axis_sizes, cluster)

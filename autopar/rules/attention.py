@@ -27,6 +27,9 @@ RINGS = (RING, KEPT)
 # Forward and backward: how often scores are read or written, and how many blocks of
 # them there are at once.
 _SCORES_MOVED, _SCORES_HELD = (4, 8), (2, 4)
+# Products and reductions of a block: scores and o, a row's maximum and sum; backward
+# scores again and four gradients. What the softmax takes off is summed once, backward.
+_KERNELS, _KERNELS_ONCE = (4, 5), (0, 1)
 
 forward_p = Primitive("autopar_attention")
 backward_p = Primitive("autopar_attention_backward")
@@ -192,7 +195,11 @@ def _traffic(op: Operator, factors: Sequence[Factor], sizes: Sequence[int]) -> T
     held = _SCORES_HELD[not is_forward] * score_bytes
     held += 2 * sum(num_bytes for _, num_bytes in hops) if count > 1 else 0
     moved = _SCORES_MOVED[not is_forward] * score_bytes * count
-    return Traffic(tuple(exchanges), held, moved, num_parts=count)
+    return Traffic(
+        *(tuple(exchanges), held, moved),
+        num_parts=count,
+        num_kernels=_KERNELS[not is_forward] * count + _KERNELS_ONCE[not is_forward],
+    )
 
 
 for _kind in KINDS:

@@ -61,13 +61,15 @@ class Traffic:
     """What an operator sends while it runs, and the memory it takes for itself.
 
     `moved_bytes` are what it writes and reads besides operands and results. Its work is
-    cut in `num_parts`, and each exchange may run beside one of them.
+    cut in `num_parts`, and each exchange may run beside one of them. `num_kernels` is
+    how many it starts.
     """
 
     exchanges: tuple[Exchange, ...]
     held_bytes: int
     moved_bytes: int
     num_parts: int
+    num_kernels: int = 1
 
 
 TrafficOf = Callable[[Operator, Sequence[Factor], Sequence[int]], Traffic]
