@@ -198,14 +198,17 @@ class _Growth:
         orbit, other = self.orbit[typed.first], self.orbit[typed.second]
         inside = (orbit >= 0) & (other >= 0) & (orbit != other)
         apart = self.label[typed.second] - self.label[typed.first]
+        count, least = len(self.orbits), int(apart.min(initial=0))
+        width = int(apart.max(initial=0)) - least + 1
+        pair = orbit[inside] * count + other[inside]
         keys, counts = np.unique(
-            np.stack([orbit[inside], other[inside], apart[inside]], 1),
-            axis=0,
-            return_counts=True,
+            pair * width + (apart[inside] - least), return_counts=True
         )
         is_common = counts >= self.number // 2
         around: list[list[tuple[int, int]]] = [[] for _ in self.orbits]
-        for first, second, distance in keys[is_common].tolist():
+        pair, distance = np.divmod(keys[is_common], width)
+        ends = *np.divmod(pair, count), distance + least
+        for first, second, distance in zip(*map(np.ndarray.tolist, ends), strict=True):
             around[first].append((second, distance))
             around[second].append((first, -distance))
         shift = [0] * len(self.orbits)

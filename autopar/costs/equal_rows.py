@@ -101,6 +101,21 @@ def exponentials_of_erfc(columns: GraphColumns) -> dict[int, int]:
     return found
 
 
+def shared_exponentials(
+    columns: GraphColumns, rows: slice, value_of: np.ndarray
+) -> dict[int, int]:
+    """By operator of a block's `rows`, the value of another that it would make inside.
+
+    `value_of` [tensors] is -1 for those of other blocks.
+    """
+    return {
+        int(columns.index[row]): int(value)
+        for row, other in exponentials_of_erfc(columns).items()
+        if rows.start <= row < rows.stop
+        and (value := value_of[columns.operators[other].results[0]]) >= 0
+    }
+
+
 def _squared_in(op: Operator, maker: dict[int, Operator]) -> object:
     """The x of exp(-x^2), or None."""
     negated = _maker_of(op.operands[0], maker)

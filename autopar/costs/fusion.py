@@ -207,8 +207,9 @@ def _used_reads(
     """(node, value) of each that a node reads, without nodes that nothing needs."""
     num_values = len(is_kept)
     reader = np.repeat(np.arange(len(nodes)), np.diff(nodes.read_start))
-    pairs = np.unique(reader * num_values + nodes.reads)
-    reader, value = pairs // num_values, pairs % num_values
+    pairs = np.sort(reader * num_values + nodes.reads, kind="stable")
+    pairs = pairs[np.diff(pairs, prepend=-1) > 0]
+    reader, value = np.divmod(pairs, num_values)
     has_writes = np.diff(nodes.write_start) > 0
     while True:
         wanted = is_kept.copy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import compress
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from ..graph.build_graph import BARRIER
 from ..graph.op_graph import Block
 from .barriers import waits
-from .equal_rows import equals_among, exponentials_of_erfc
+from .equal_rows import equals_among, shared_exponentials
 from .fusion import Nodes, Traits, sources, values_in_memory
 from .kernels import (
     Border,
@@ -23,7 +24,12 @@ from .kernels import (
 from .loop_operands import carries, made_inside
 from .node_table import NodeTable
 from .plan_arrays import PlanArrays
-from .product_operands import add_ordered, made_anew, ordered_operands, with_ordered
+from .product_operands import (
+    add_ordered,
+    names_in_order,
+    ordered_operands,
+    with_ordered,
+)
 
 
 def kernel_block(
@@ -206,8 +212,7 @@ class _Builder:
 
     def _passed(self) -> dict[int, int]:
         """By value of a barrier, what it lets pass."""
-        reads = [range(*self.read_start[[k, k + 1]]) for k in self.barriers.tolist()]
-        read = self.read[[at for each in reads for at in each]]
+        read = self.read[np.isin(self.read_row, self.barriers)]
         return dict(zip(self.of_barriers.tolist(), read.tolist(), strict=True))
 
     def build(self) -> KernelBlock:
@@ -224,7 +229,7 @@ class _Builder:
         )
         is_kept = np.zeros(len(self.values), bool)
         is_kept[list(kept)] = True
-        shared = self._shared()
+        shared = shared_exponentials(self.arrays.columns, self.rows, self.value_of)
         is_kept[list(shared.values())] = True
         pairs = [(old, outputs[new]) for old, new in self.border.replaced]
         nodes, in_memory = self._fused(outputs, is_kept)
@@ -240,18 +245,16 @@ class _Builder:
         self, outputs: Sequence[int | None], is_kept: np.ndarray
     ) -> tuple[Nodes, np.ndarray]:
         """Nodes, and which values are in memory, with what products read in order."""
-        values, read = self.values, self.read
-        rows, starts = self.rows, self.read_start
-        found = ordered_operands(self.arrays, rows, starts, self.read_spec, read)
-        while True:
-            self.ordered = found
-            self.values, self.read = with_ordered(found, values, read)
-            nodes = self._nodes(outputs)
-            more = np.zeros(len(found), bool)
-            in_memory = values_in_memory(nodes, np.concatenate([is_kept, more]))
-            found = made_anew(found, in_memory)
-            if len(found) == len(self.ordered):
-                return nodes, in_memory
+        own = self.rows, self.read_start, self.read_spec, self.read
+        found = self.ordered = ordered_operands(self.arrays, *own)
+        self.values, self.read = with_ordered(found, self.values, self.read)
+        nodes = self._nodes(outputs)
+        is_kept = np.append(is_kept, np.zeros(len(found), bool))
+        in_memory = values_in_memory(nodes, is_kept)
+        name = names_in_order(found, in_memory)
+        in_memory &= name == np.arange(len(name))
+        self.read = name[self.read]
+        return replace(nodes, reads=name[nodes.reads]), in_memory
 
     def _nodes(self, outputs: Sequence[int | None]) -> Nodes:
         border, table = self.border, NodeTable()
@@ -316,7 +319,9 @@ class _Builder:
         traits = self.traits.among(own, read_bytes[rows], made_bytes[rows])
         is_fused = traits.is_cheap | traits.is_expensive
         index = self.arrays.columns.index[self.rows][rows]
-        inner = np.array([self.inner_bytes.get(i, 0) for i in index.tolist()], np.int64)
+        inner = np.zeros(len(rows), np.int64)
+        for at in np.flatnonzero(np.isin(index, list(self.inner_bytes))).tolist():
+            inner[at] = self.inner_bytes[int(index[at])]
         ends = self.passing_rows.tolist(), self.of_barriers.tolist()
         behind = waits(self.operators, self.renames, *ends)
         pairs = [(row, value) for row, each in behind.items() for value in each]
@@ -340,16 +345,6 @@ class _Builder:
             reads=(reader[reader >= 0], read),
             writes=(writer, np.concatenate([self.of_results, self.of_barriers])),
         )
-
-    def _shared(self) -> dict[int, int]:
-        """By operator, the value of another that it would make inside."""
-        columns = self.arrays.columns
-        return {
-            int(columns.index[row]): int(value)
-            for row, other in exponentials_of_erfc(columns).items()
-            if self.rows.start <= row < self.rows.stop
-            and (value := self.value_of[columns.operators[other].results[0]]) >= 0
-        }
 
     def _rows_with_bodies(self) -> list[int]:
         """Rows of which something inside is known to hold memory."""

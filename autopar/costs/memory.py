@@ -11,9 +11,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..graph.build_graph import COND, SCAN, SHARD_MAP, WHILE
 from ..graph.op_graph import Operator, OpGraph
 from ..plans.plan import ShardingPlan
+from ..plans.plan_columns import factors_of
 from ..plans.slices_ahead import bytes_ahead
 from ..rules.collective_matmul import ring_bytes
 from ..rules.halos import copied_bytes, factors_with_halos, rows_with_halos
@@ -126,7 +129,7 @@ class _Run:
         sizes, plans = arrays.plan.mesh.axis_sizes, arrays.plan.operators
         columns = self.graph.columns
         self._held_inside = Counter[int]()  # by operator without bodies
-        for row in rows_with_halos(self.graph, [each.factors for each in plans]):
+        for row in rows_with_halos(self.graph, *factors_of(plans)):
             op = columns.operators[row]
             halos = factors_with_halos(op, plans[row].factors)
             held = copied_bytes(op, halos, sizes) + ring_bytes(op, halos, sizes)
@@ -140,12 +143,11 @@ class _Run:
 
     def block(self, index: int, border: Border) -> int:
         """The peak of a block, its operands and results apart."""
-        block = self.graph.blocks[index]
-        inner_bytes = {
-            op.index: max(self.bodies(op))
-            for op in block.operators
-            if op.bodies and op.kind != SHARD_MAP
-        }
+        block, columns = self.graph.blocks[index], self.graph.columns
+        has_bodies = columns.where(lambda op: bool(op.bodies) and op.kind != SHARD_MAP)
+        own = np.flatnonzero(has_bodies & (columns.block_of == index)).tolist()
+        loops = [columns.operators[row] for row in own]
+        inner_bytes = {op.index: max(self.bodies(op)) for op in loops}
         inner_bytes |= self._held_inside
         kernels = kernel_block(self._arrays, self._traits, block, border, inner_bytes)
         self.liveness[index] = run_in_order(kernels)

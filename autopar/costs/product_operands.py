@@ -50,8 +50,14 @@ def wanted_orders(columns: GraphColumns) -> dict[int, tuple[tuple[int, ...], ...
         _wanted(op) if op.kind == "dot_general" and not sums_nothing(op) else None
         for op in columns.distinct
     ]
-    each = ((row, found[k]) for row, k in enumerate(columns.alike.tolist()))
-    return {row: orders for row, orders in each if orders is not None}
+    is_there = np.array([orders is not None for orders in found], bool)
+    rows = np.flatnonzero(is_there[columns.alike])
+    orders = [found[k] for k in columns.alike[rows].tolist()]
+    return {
+        row: each
+        for row, each in zip(rows.tolist(), orders, strict=True)
+        if each is not None
+    }
 
 
 def ordered_operands(
@@ -133,9 +139,17 @@ def add_ordered(ordered: Sequence[Ordered], num_values: int, table: NodeTable) -
     )
 
 
-def made_anew(ordered: Sequence[Ordered], in_memory: np.ndarray) -> list[Ordered]:
-    """Those that are more than other names of what is in memory [values]."""
-    return [each for each in ordered if each.is_turned or not in_memory[each.value]]
+def names_in_order(ordered: Sequence[Ordered], in_memory: np.ndarray) -> np.ndarray:
+    """[values] themselves, or what lies in that order in memory already.
+
+    `ordered` are the last of `in_memory` [values]. Products read such names themselves,
+    so what is in memory stays there.
+    """
+    name = np.arange(len(in_memory))
+    for value, each in enumerate(ordered, len(name) - len(ordered)):
+        if not each.is_turned and in_memory[each.value]:
+            name[value] = each.value
+    return name
 
 
 def _wanted(op: Operator) -> tuple[tuple[int, ...], ...] | None:

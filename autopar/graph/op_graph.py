@@ -216,7 +216,7 @@ class GraphColumns:
     operand_start[k + 1]]`, -1 for a constant, and makes those of `results` likewise.
     Rows of one number `alike` [rows] differ in names and tensors only; `examples` are
     one row of each number. `index` and `block_of` [rows] are the operators'; `type_of`
-    [tensors] are places in `types`.
+    [tensors] are places in `types`, `block_of_tensors` [tensors] blocks.
     """
 
     operators: tuple[Operator, ...]
@@ -230,6 +230,7 @@ class GraphColumns:
     block_of: np.ndarray
     types: tuple[TensorType, ...]
     type_of: np.ndarray
+    block_of_tensors: np.ndarray
 
     @classmethod
     def of(cls, graph: OpGraph) -> GraphColumns:
@@ -254,6 +255,7 @@ class GraphColumns:
             np.array([op.block for op in operators], np.intp),
             types,
             type_of,
+            np.array([tensor.block for tensor in graph.tensors], np.intp),
         )
 
     @cached_property

@@ -6,7 +6,7 @@ a loop: what one iteration leaves for the next is told apart by what it does fir
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,9 +58,9 @@ def made_of(graph: OpGraph, tensors: Iterable[int]) -> set[int]:
 
 
 def spread_marks(
-    graph: OpGraph, marks: Sequence[int], *, backwards: bool = False
-) -> list[int]:
-    """Marks [tensors], sets of bits, handed on to all that is made of a tensor.
+    graph: OpGraph, marks: np.ndarray, *, backwards: bool = False
+) -> np.ndarray:
+    """Marks uint8 [tensors], sets of bits, handed on to all that is made of a tensor.
 
     `backwards`: to all that it is made of instead, also in earlier turns of a loop.
     """
@@ -72,12 +72,12 @@ def spread_marks(
             np.concatenate([sources[::-1], around[:, 0]]),
         )
     ends = sources.tolist(), targets.tolist()
-    found, before = list(marks), None
+    found, before = bytearray(marks), None
     while found != before:  # loops and branches are met after what they make
         before = found.copy() if len(graph.blocks) > 1 else found
         for source, target in zip(*ends, strict=True):
             found[target] |= found[source]
-    return found
+    return np.frombuffer(found, np.uint8)
 
 
 def makers_of(graph: OpGraph, tensors: Iterable[int]) -> set[int]:
@@ -88,16 +88,17 @@ def makers_of(graph: OpGraph, tensors: Iterable[int]) -> set[int]:
 
 def _around_loops(graph: OpGraph) -> Iterator[tuple[int, int]]:
     """What an iteration leaves, and what the next one has it as."""
-    for op in graph.operators():
-        if op.kind in (SCAN, WHILE):
-            body = graph.blocks[op.bodies[-1]]
-            is_scan = op.kind == SCAN
-            first = op.params["num_consts" if is_scan else "body_nconsts"]
-            count = op.params["num_carry"] if is_scan else len(body.outputs)
-            carried = body.inputs[first : first + count]
-            for left, next_one in zip(body.outputs, carried, strict=False):
-                if isinstance(left, int):
-                    yield left, next_one
+    columns = graph.columns
+    is_loop = columns.where(lambda op: op.kind in (SCAN, WHILE))
+    for op in map(columns.operators.__getitem__, np.flatnonzero(is_loop).tolist()):
+        body = graph.blocks[op.bodies[-1]]
+        is_scan = op.kind == SCAN
+        first = op.params["num_consts" if is_scan else "body_nconsts"]
+        count = op.params["num_carry"] if is_scan else len(body.outputs)
+        carried = body.inputs[first : first + count]
+        for left, next_one in zip(body.outputs, carried, strict=False):
+            if isinstance(left, int):
+                yield left, next_one
 
 
 def _neighbours(tensors: np.ndarray, others: np.ndarray) -> dict[int, set[int]]:

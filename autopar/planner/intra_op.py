@@ -25,9 +25,9 @@ from ..plans.plan import (
     OperatorPlan,
     Prediction,
     ShardingPlan,
-    TensorPlan,
     total_bytes,
 )
+from ..plans.plan_columns import OperatorPlans, TensorPlans
 from ..rules.base import rule_of, warn_fallback
 from ..sharding.collective import Collective, Groups, Surroundings
 from ..sharding.mesh import MeshShape
@@ -102,7 +102,7 @@ def read_profile(
     collectives, collective_seconds = _collectives(
         *(graph, tensors, operators, resharder, problem.visible)
     )
-    compute_seconds = sum(op.seconds for op in operators)
+    compute_seconds = operators.seconds
     inputs = tuple(reader.input_plans())
     moving_seconds = host_seconds(graph.inputs, inputs, cluster)
     plan = ShardingPlan(
@@ -135,30 +135,28 @@ def read_profile(
 
 def _collectives(
     graph: OpGraph,
-    tensors: Sequence[TensorPlan],
-    operators: Sequence[OperatorPlan],
+    tensors: TensorPlans,
+    operators: OperatorPlans,
     resharder: Resharder,
-    visible: Sequence[float],
+    visible: np.ndarray,
 ) -> tuple[tuple[Collective, ...], float]:
     """Every collective of a step, and the seconds that it waits for them."""
     found: list[Collective] = []
     seconds, known = 0.0, dict[object, tuple[float, list[_Sent]]]()
-    columns = graph.columns
+    columns, shown = graph.columns, visible.tolist()
     maker = np.full(len(tensors), -1)
     maker[columns.results] = columns.rows_of_results
-    for index, tensor in enumerate(tensors):
-        if not tensor.conversions:
-            continue
-        kind, block = graph.tensors[index].type, graph.blocks[tensor.block]
-        row = maker[index]
+    for index, conversions in sorted(tensors.copies.items()):
+        tensor, row = graph.tensors[index], maker[index]
+        kind, block = tensor.type, graph.blocks[tensor.block]
         source = columns.operators[row].source if row >= 0 else ""
         name = f"{tensor.name} {source}".strip()
-        for conversion in tensor.conversions:
+        for conversion in conversions:
             key = conversion, kind
             if key not in known:
                 known[key] = _sent(conversion, kind, resharder)
             each_seconds, steps = known[key]
-            seconds += each_seconds * (block.weight * visible[index])
+            seconds += each_seconds * (block.weight * shown[index])
             for each in steps:
                 where = block.trip_count, block.conditional, block.unbounded
                 found.append(each.collective(name, *where))
@@ -166,12 +164,13 @@ def _collectives(
     for collective, halo in halo_collectives(graph, operators, mesh, cluster):
         found.append(collective)
         seconds += halo
-    for op in graph.operators():
-        if op.kind == SHARD_MAP:
-            block = graph.blocks[op.block]
-            for collective, link_seconds in shard_map_collectives(op, block, resharder):
-                found.append(collective)
-                seconds += link_seconds * block.weight / block.trip_count
+    is_shard_map = columns.where(lambda op: op.kind == SHARD_MAP)
+    for row in np.flatnonzero(is_shard_map).tolist():
+        op = columns.operators[row]
+        block = graph.blocks[op.block]
+        for collective, link_seconds in shard_map_collectives(op, block, resharder):
+            found.append(collective)
+            seconds += link_seconds * block.weight / block.trip_count
     return tuple(found), seconds
 
 

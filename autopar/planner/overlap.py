@@ -19,31 +19,31 @@ _MARKS = {"state": 1, "batch": 2, "other": 2}
 _NEW_STATE, _READ_BY_PRODUCT = 1, 2
 
 
-def visible_fractions(graph: OpGraph, cluster: Cluster) -> tuple[float, ...]:
-    """The part of the seconds of moving each tensor that a step waits for.
+def visible_fractions(graph: OpGraph, cluster: Cluster) -> np.ndarray:
+    """[tensors] the part of the seconds of moving each that a step waits for.
 
     `Cluster.visible_fraction` for parameters (what is made of state and no example) and
     gradients (what the next state is made of, and no product reads any more, not even
     in the next turn of a loop); 1 for other tensors.
     """
     if cluster.visible_fraction == 1.0:
-        return (1.0,) * len(graph.tensors)
-    hidden = is_parameter(graph) + is_gradient(graph)
-    return tuple(np.where(hidden, cluster.visible_fraction, 1.0).tolist())
+        return np.ones(len(graph.tensors))
+    hidden = is_parameter(graph) | is_gradient(graph)
+    return np.where(hidden, cluster.visible_fraction, 1.0)
 
 
 def is_parameter(graph: OpGraph) -> np.ndarray:
     """bool [tensors] which are made of state and no example."""
-    marks = [0] * len(graph.tensors)
+    marks = np.zeros(len(graph.tensors), np.uint8)
     for each in graph.inputs:
         if each.role in _MARKS:
             marks[each.tensor] = _MARKS[each.role]
-    return np.array(spread_marks(graph, marks)) == _MARKS["state"]
+    return spread_marks(graph, marks) == _MARKS["state"]
 
 
 def is_gradient(graph: OpGraph) -> np.ndarray:
     """bool [tensors] which the next state is made of, and no product reads any more."""
-    marks = [0] * len(graph.tensors)
+    marks = np.zeros(len(graph.tensors), np.uint8)
     for each in graph.inputs:
         new = None if each.output is None else graph.outputs[each.output]
         if isinstance(new, int):
@@ -51,6 +51,5 @@ def is_gradient(graph: OpGraph) -> np.ndarray:
     columns = graph.columns
     is_product = columns.where(is_heavy_operator)
     read = columns.operands[is_product[columns.rows_of_operands]]
-    for tensor in read[read >= 0].tolist():
-        marks[tensor] |= _READ_BY_PRODUCT
-    return np.array(spread_marks(graph, marks, backwards=True)) == _NEW_STATE
+    marks[np.unique(read[read >= 0])] |= _READ_BY_PRODUCT
+    return spread_marks(graph, marks, backwards=True) == _NEW_STATE

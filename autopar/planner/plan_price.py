@@ -29,7 +29,7 @@ def plan_seconds(graph: OpGraph, plan: ShardingPlan, cluster: Cluster) -> float:
       cluster: has as many devices as the plan's mesh, or more.
     """
     resharder = Resharder(plan.mesh, cluster)
-    visible = visible_fractions(graph, cluster)
+    visible = visible_fractions(graph, cluster).tolist()
     seconds = 0.0
     for op, planned in zip(graph.operators(), plan.operators, strict=True):
         weight = graph.blocks[op.block].weight

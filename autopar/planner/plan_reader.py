@@ -7,8 +7,7 @@ operators is names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import cached_property
 
 import networkx
 import numpy as np
@@ -20,10 +19,9 @@ from ..graph.user_shard_map import body_work
 from ..plans.plan import (
     Conversion,
     InputPlan,
-    OperatorPlan,
     ShardingPlan,
-    TensorPlan,
 )
+from ..plans.plan_columns import OperatorPlans, TensorPlans, Work
 from ..sharding.resharding import Resharder
 from ..sharding.spec import Spec, num_shards, replicated
 from .equal_rows import equal_rows
@@ -31,9 +29,6 @@ from .halo_costs import halo_seconds
 from .sharding_problem import ShardingProblem
 from .strategies import total_flops
 from .vertices import NO_SITE, OPERAND, SITE_NAMES
-
-# Factors, specs of operands and results, flops, devices that share them, seconds.
-_Work = tuple[tuple[str, ...], tuple[Spec, ...], tuple[Spec, ...], float, int, float]
 
 
 class PlanReader:
@@ -58,24 +53,9 @@ class PlanReader:
             zip(problem.relays, written[len(tensor) - count :].tolist(), strict=True)
         )
 
-    def tensor_plans(self) -> tuple[TensorPlan, ...]:
+    def tensor_plans(self) -> TensorPlans:
         """By tensor: the spec it is made in, and its copies."""
-        columns, tensors = self.graph.columns, self.graph.tensors
-        copies = self._copies()
-        shapes = [kind.shape for kind in columns.types]
-        dtypes = [dtype_name(kind.dtype) for kind in columns.types]
-        kinds = columns.type_of.tolist()
-        return tuple(
-            map(
-                TensorPlan,
-                [tensor.name for tensor in tensors],
-                [shapes[kind] for kind in kinds],
-                [dtypes[kind] for kind in kinds],
-                [tensor.block for tensor in tensors],
-                [self.specs[number] for number in self.made.tolist()],
-                [copies.get(index, ()) for index in range(len(tensors))],
-            )
-        )
+        return TensorPlans(self.graph, self.specs, self.made, self._copies())
 
     def _copies(self) -> dict[int, tuple[Conversion, ...]]:
         """By tensor, the copies of those that are read in another spec."""
@@ -104,36 +84,23 @@ class PlanReader:
             found[tensor] = known[key]
         return found
 
-    def operator_plans(self) -> tuple[OperatorPlan, ...]:
+    def operator_plans(self) -> OperatorPlans:
         """By operator, in the graph's order."""
         columns, operators = self.problem.columns, self.graph.operators()
         vertices = np.flatnonzero(columns.row >= 0)
-        rows = columns.row[vertices]
-        examples, kinds = equal_rows(columns.pattern[vertices], self.choices[vertices])
-        works = [self._work(int(vertex)) for vertex in vertices[examples]]
-        work: list[_Work | None] = [None] * len(operators)
-        for row, kind in zip(rows.tolist(), kinds.tolist(), strict=True):
-            work[row] = works[kind]
+        own = [columns.pattern[vertices], self.choices[vertices]]
         if self.problem.vertices is not columns:  # restricted ones have their own costs
-            for row, vertex in zip(rows.tolist(), vertices.tolist(), strict=True):
-                work[row] = self._work(vertex)
-        return tuple(
-            map(
-                OperatorPlan,
-                [op.name for op in operators],
-                [op.kind for op in operators],
-                [op.source for op in operators],
-                *zip(
-                    *[
-                        self._work_of_ports(op) if each is None else each
-                        for op, each in zip(operators, work, strict=True)
-                    ],
-                    strict=True,
-                ),
-            )
-        )
+            own.append(vertices)
+        examples, kinds = equal_rows(*own)
+        works = [self._work(int(vertex)) for vertex in vertices[examples]]
+        work_of = np.full(len(operators), -1)
+        work_of[columns.row[vertices]] = kinds
+        with_ports = np.flatnonzero(work_of < 0)
+        work_of[with_ports] = len(works) + np.arange(len(with_ports))
+        works += [self._work_of_ports(operators[row]) for row in with_ports.tolist()]
+        return OperatorPlans(operators, works, work_of)
 
-    def _work(self, index: int) -> _Work:
+    def _work(self, index: int) -> Work:
         """What a vertex of an operator says under its choice."""
         columns, choice = self.problem.columns, int(self.choices[index])
         pattern = columns.patterns[columns.pattern[index]]
@@ -144,7 +111,7 @@ class PlanReader:
         sent = halo_seconds(op, factors, self.problem.mesh, self.resharder.cluster)
         seconds = self.problem.vertices[index].seconds
         reads = iter(pattern.reads)
-        return (
+        return Work(
             tuple([factor.name for factor in factors]),
             tuple(
                 [
@@ -158,7 +125,7 @@ class PlanReader:
             float(seconds[choice]) - sent * weight,
         )
 
-    def _work_of_ports(self, op: Operator) -> _Work:
+    def _work_of_ports(self, op: Operator) -> Work:
         """Of a scan, barrier or shard_map: its ports decide."""
         weight, num_devices = self.graph.blocks[op.block].weight, self.problem.mesh.size
         num_flops = seconds = 0.0
@@ -168,7 +135,7 @@ class PlanReader:
             self._at_site.get(("operand", op.index, position), self.whole)
             for position in range(len(op.operands))
         ]
-        return (
+        return Work(
             (),
             tuple(operands),
             tuple([self.specs[self.made[result]] for result in op.results]),
@@ -218,12 +185,6 @@ class PlanReader:
             spec = self.specs[self.made[each.tensor]]
             held = kind.bytes // num_shards(spec, sizes)
             yield InputPlan(each.path, each.role, spec, kind.shape, held, each.memory)
-
-
-@lru_cache(maxsize=256)
-def dtype_name(dtype: Any) -> str:
-    """As `dtype.name`, which numpy spells out anew each time."""
-    return dtype.name
 
 
 def cheapest_copies(

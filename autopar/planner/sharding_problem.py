@@ -25,20 +25,21 @@ from ..clusters.cluster import Cluster
 from ..costs.host_memory import host_seconds_per_byte
 from ..frontend.garbage import without_garbage_collection
 from ..graph.build_graph import RELAYOUT_LIKE, STRUCTURED
-from ..graph.op_graph import OpGraph, TensorType
+from ..graph.op_graph import GraphInput, OpGraph, TensorType
 from ..graph.ports import Site, ports_of
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
-from ..sharding.spec import Spec, replicated
-from .axis_orders import Orders, in_orders, orders_of_step
+from ..sharding.spec import Spec
+from .axis_orders import Orders, orders_of_step
 from .equal_rows import equal_rows
 from .operator_choices import OperatorTable
 from .overlap import visible_fractions
-from .relay_choices import is_copied, lasting_tensors, twice
+from .relay_choices import lasting_tensors
 from .reshard_edges import AS_MADE, FROM_RELAY, PLAIN, TO_LASTING, ReshardEdges
-from .spec_choices import SpecChoices, SpecTable
-from .strategies import is_heavy_operator, operators_to_split, tensor_specs
+from .spec_choices import SpecTable
+from .spec_patterns import SpecPatterns, held_bytes
+from .strategies import is_heavy_operator, operators_to_split
 from .vertex_builder import VertexBuilder
 from .vertices import (
     OPERAND,
@@ -46,7 +47,6 @@ from .vertices import (
     Pattern,
     Vertex,
     VertexColumns,
-    VertexKind,
     Writers,
 )
 
@@ -66,7 +66,7 @@ class ShardingProblem:
     relays: Mapping[int, int]  # vertex by tensor
     writers: Mapping[int, tuple[int, Access]]  # (vertex, access) by tensor
     columns: VertexColumns
-    visible: tuple[float, ...]
+    visible: np.ndarray
 
 
 @without_garbage_collection
@@ -105,110 +105,44 @@ class _Builder:
         orders: Orders,
     ) -> None:
         self.graph, self.mesh, self.cluster = graph, mesh, cluster
-        self.counts_memory, self.orders = counts_memory, orders
+        self.counts_memory = counts_memory
         self.lasting = lasting_tensors(graph) if counts_memory else frozenset[int]()
         self._lasting = np.array(sorted(self.lasting), np.intp)
         self.vertices = VertexBuilder(graph)
         self.resharding = ReshardEdges(resharder)
         self.visible = visible_fractions(graph, cluster)
-        self._specs = SpecTable(mesh.axis_sizes)
+        specs = SpecTable(mesh.axis_sizes)
         self.must_split = operators_to_split(graph)
-        given = mesh, cluster, self._specs, self.must_split, orders
-        self.operators = OperatorTable(*given)
-        self._legal: dict[object, SpecChoices] = {}
-        self._known: dict[object, int] = {}  # patterns
-        self._zeros: dict[int, np.ndarray] = {}
-
-    def _held_bytes(
-        self, kind: VertexKind, writes: Sequence[tuple[int, SpecChoices]], count: int
-    ) -> np.ndarray:
-        """[choices] the bytes of what a vertex writes, given its tensors' bytes."""
-        held = np.zeros(count)
-        for whole, choices in writes:
-            part = whole * choices.fractions
-            # All that a port writes is one memory, inside a loop and out.
-            held = np.maximum(held, part) if kind == "port" else held + part
-        return held
-
-    def spec_pattern(
-        self,
-        kind: VertexKind,
-        tensor_type: TensorType,
-        writes: Sequence[tuple[int, int]] = (),
-        reads: Sequence[int] = (),
-        *,
-        pending: bool,
-        whole: bool = False,
-        pin: Pin | None = None,
-        seconds_per_byte: float = 0.0,
-        is_beside: bool = False,
-        sum_runs: int = 0,
-    ) -> int:
-        """The pattern of vertices whose choices are specs of one tensor.
-
-        Writes are (bytes, leading dims more than `tensor_type`), reads those dims (1
-        for what a scan slices or stacks). `whole`: the program itself holds the value,
-        so it can only be replicated. `seconds_per_byte` are of what a device has of the
-        tensor. `is_beside`: a relay beside a tensor that lasts (`relay_choices.py`).
-        `sum_runs`: what is owed of a sum is paid elsewhere, once in so many runs.
-        """
-        key = (
-            *(kind, tensor_type, tuple(writes), tuple(reads), pending, whole, pin),
-            *(seconds_per_byte, is_beside, sum_runs),
-        )
-        if key in self._known:
-            return self._known[key]
-        choices = self._legal_specs(tensor_type, pending, whole)
-        if pin is not None:
-            specs = [s for s in choices.specs.tolist() if pin.allows(tuple(s))]
-            choices = self._specs.choices(np.array(specs))
-        if is_beside:
-            choices = self._specs.choices(twice(choices.specs))
-        count = len(choices.classes)
-        seconds = self._zeros.setdefault(count, choices.fractions * 0.0)
-        if seconds_per_byte:
-            seconds = choices.fractions * (tensor_type.bytes * seconds_per_byte)
-        if sum_runs:
-            seconds = seconds + self.resharding.owed(choices, tensor_type) / sum_runs
-        written = [
-            (size, self._specs.shifted(choices, extra)) for size, extra in writes
-        ]
-        held = self._held_bytes(kind, written, count)
-        pattern = Pattern(
-            kind,
-            seconds,
-            held * is_copied(count) if is_beside else held,
-            tuple([each for _, each in written]),
-            tuple([self._specs.shifted(choices, extra) for extra in reads]),
-        )
-        self._known[key] = self.vertices.add_pattern(pattern)
-        return self._known[key]
-
-    def _legal_specs(self, kind: TensorType, pending: bool, whole: bool) -> SpecChoices:
-        key = (kind, pending, whole)
-        if key not in self._legal:
-            legal = tensor_specs(kind, self.mesh, pending=pending)
-            legal = tuple(in_orders(legal, self.orders))
-            if whole:
-                legal = (replicated(self.mesh.num_axes),)
-            self._legal[key] = self._specs.choices(np.array(legal))
-        return self._legal[key]
+        self.operators = OperatorTable(mesh, cluster, specs, self.must_split, orders)
+        given = mesh, orders, specs, self.vertices, self.resharding
+        self.patterns = SpecPatterns(*given)
 
     def add_homes(self, pins: Mapping[int, Pin]) -> None:
         """Where arguments lie; for state, its next value must come back to it."""
+        known: dict[object, int] = {}
         for each in self.graph.inputs:
             kind = self.graph.tensors[each.tensor].type
             after = None if each.output is None else self.graph.outputs[each.output]
             site: Site = ("output", 0, each.output or 0)
             reads = [(after, site)] if isinstance(after, int) else []
-            pattern = self.spec_pattern(
-                *("home", kind, [(kind.bytes, 0)], [0] * len(reads)),
-                pending=each.role == "sum",
-                pin=pins.get(each.tensor),
-                sum_runs=each.num_runs if reads and each.role == "sum" else 0,
-                seconds_per_byte=host_seconds_per_byte(each, self.cluster),
-            )
-            self.vertices.add(-1, pattern, [each.tensor], reads)
+            pin = pins.get(each.tensor)
+            key = id(kind), len(reads), each.role, each.num_runs, each.memory, pin
+            if key not in known:
+                known[key] = self._home(each, kind, len(reads), pin)
+            self.vertices.add(-1, known[key], [each.tensor], reads)
+
+    def _home(
+        self, given: GraphInput, kind: TensorType, num_reads: int, pin: Pin | None
+    ) -> int:
+        """The pattern of the home of an argument."""
+        is_sum = given.role == "sum"
+        return self.patterns.of(
+            *("home", kind, [(kind.bytes, 0)], [0] * num_reads),
+            pending=is_sum,
+            pin=pin,
+            sum_runs=given.num_runs if num_reads and is_sum else 0,
+            seconds_per_byte=host_seconds_per_byte(given, self.cluster),
+        )
 
     def add_results(self) -> None:
         """Outputs that are not state lie as the program leaves them, none pending."""
@@ -217,7 +151,7 @@ class _Builder:
         for position, operand in enumerate(self.graph.outputs):
             if isinstance(operand, int) and position not in tied:
                 kind = self.graph.tensors[operand].type
-                pattern = self.spec_pattern("result", kind, reads=[0], pending=False)
+                pattern = self.patterns.of("result", kind, reads=[0], pending=False)
                 site: Site = ("output", 0, position)
                 self.vertices.add(place, pattern, [], [(operand, site)])
 
@@ -248,7 +182,7 @@ class _Builder:
             Pattern(
                 "operator",
                 seconds,
-                self._held_bytes("operator", written, len(seconds)),
+                held_bytes("operator", written, len(seconds)),
                 choices.results,
                 tuple([specs for operand, specs in reads if isinstance(operand, int)]),
                 choices.strategies,
@@ -258,7 +192,7 @@ class _Builder:
     def _add_ports(self, row: int) -> None:
         tensors = self.graph.tensors
         for port in ports_of(self.graph, self.graph.operators()[row]):
-            pattern = self.spec_pattern(
+            pattern = self.patterns.of(
                 "port",
                 port.type,
                 [(tensors[tensor].type.bytes, extra) for tensor, extra in port.writes],
@@ -319,7 +253,7 @@ class _Builder:
         kinds = self.graph.columns.type_of[relayed]
         examples, number = equal_rows(kinds, made[relayed], is_lasting)
         patterns = [
-            self.spec_pattern(
+            self.patterns.of(
                 *("relay", tensors[tensor].type),
                 *([(tensors[tensor].type.bytes, 0)], [0]),
                 pending=vertices.choices[made[tensor]].may_be_pending,
@@ -363,20 +297,21 @@ class _Builder:
         first, second = writes.vertex[write], reads.vertex[reading]
         kept = np.argsort(order, kind="stable")
         kept = kept[first[kept] != second[kept]]  # else one spec under every choice
-        tensor, write, reading = tensor[kept], write[kept], reading[kept]
+        tensor, kind = tensor[kept], kind[kept]
         weights, weight = np.unique(self._weights(), return_inverse=True)
-        sources, targets = writes.choices[write], reads.choices[reading]
+        weight = weight.reshape(-1)[tensor]
+        sources = writes.choices[write[kept]]
+        targets = reads.choices[reading[kept]]
         examples, number = equal_rows(
-            *(sources, targets, columns.type_of[tensor]),
-            *(weight.reshape(-1)[tensor], kind[kept]),
+            sources, targets, columns.type_of[tensor], weight, kind
         )
         types = [
             self.resharding.edge_type(
                 vertices.choices[sources[row]],
                 vertices.choices[targets[row]],
                 self.graph.tensors[tensor[row]].type.bytes,
-                float(weights[weight.reshape(-1)[tensor[row]]]),
-                int(kind[kept][row]),
+                float(weights[weight[row]]),
+                int(kind[row]),
             )
             for row in examples.tolist()
         ]
@@ -391,5 +326,4 @@ class _Builder:
     def _weights(self) -> np.ndarray:
         """[tensors] by how much the seconds of moving each are multiplied."""
         blocks = np.array([block.weight for block in self.graph.blocks])
-        of_tensors = [tensor.block for tensor in self.graph.tensors]
-        return blocks[of_tensors] * np.array(self.visible)
+        return blocks[self.graph.columns.block_of_tensors] * self.visible

@@ -100,16 +100,17 @@ class ShardingPlan:
     """The decision for a whole function.
 
     `operators` are in the graph's order, `tensors` by tensor index; `outputs` has, for
-    each block, the spec in which it returns each of its outputs. `remat` says what the
-    backward pass of the step makes again, as `Remat` prints; "" if nothing.
+    each block, the spec in which it returns each of its outputs. Both are tuples, or
+    made when they are looked at (`plan_columns.py`). `remat` says what the backward
+    pass of the step makes again, as `Remat` prints; "" if nothing.
     """
 
     function: str
     mesh: MeshShape
     cluster: str
     inputs: tuple[InputPlan, ...]
-    operators: tuple[OperatorPlan, ...]
-    tensors: tuple[TensorPlan, ...]
+    operators: Sequence[OperatorPlan]
+    tensors: Sequence[TensorPlan]
     outputs: tuple[tuple[Spec, ...], ...]
     trip_counts: tuple[int, ...]  # executions a step, by block
     collectives: tuple[Collective, ...]

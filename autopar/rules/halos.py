@@ -171,13 +171,17 @@ def factors_with_halos(op: Operator, names: Sequence[str]) -> tuple[Factor, ...]
     return tuple(by_name[name] for name in names)
 
 
-def rows_with_halos(graph: OpGraph, names: Sequence[tuple[str, ...]]) -> list[int]:
-    """Operators whose shards exchange something, given the names of all's factors."""
-    columns, exchanging = graph.columns, {n for n in set(names) if _any_has_halos(n)}
-    sends = columns.where(has_traffic)
-    if exchanging:
-        sends |= np.array([each in exchanging for each in names], bool)
-    return np.flatnonzero(sends).tolist()
+def rows_with_halos(
+    graph: OpGraph, names: Sequence[tuple[str, ...]], number: np.ndarray
+) -> list[int]:
+    """Operators whose shards exchange something.
+
+    `names` are those of their factors, `number` [rows] which of these each has.
+    """
+    exchanging = np.array([_any_has_halos(each) for each in names], bool)
+    return np.flatnonzero(
+        graph.columns.where(has_traffic) | exchanging[number]
+    ).tolist()
 
 
 @lru_cache(maxsize=1 << 12)

@@ -1,0 +1,129 @@
+"""Plans of operators and tensors that are made when they are looked at.
+
+A deep step has many operators and few ways to run them; names, lines and specs are put
+together for who prints, saves or lowers the plan, and seldom for who searches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from autopar.solver.made_when_read import MadeWhenRead
+
+from ..graph.op_graph import Operator, OpGraph
+from ..sharding.spec import Spec
+from .plan import Conversion, OperatorPlan, TensorPlan
+
+Item = TypeVar("Item")
+
+
+class Work(NamedTuple):
+    """How operators run: what `OperatorPlan` says beside names."""
+
+    factors: tuple[str, ...]
+    operand_specs: tuple[Spec, ...]
+    result_specs: tuple[Spec, ...]
+    flops: float
+    split: int
+    seconds: float
+
+
+class _MadeOnce(MadeWhenRead[Item]):
+    """Equal to a tuple of the same items, and pickled as one."""
+
+    @cached_property
+    def _all(self) -> tuple[Item, ...]:
+        return tuple(self._items())
+
+    def _items(self) -> Iterator[Item]:
+        return map(self.item, range(len(self)))
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._all)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return self._all == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._all)
+
+    def __repr__(self) -> str:
+        return repr(self._all)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (self._all,)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OperatorPlans(_MadeOnce[OperatorPlan]):
+    """By operator: row k runs as `works[work_of[k]]` says."""
+
+    operators: Sequence[Operator]
+    works: Sequence[Work]
+    work_of: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.operators)
+
+    def item(self, index: int) -> OperatorPlan:
+        """The plan of the operator in a row."""
+        op = self.operators[index]
+        return OperatorPlan(
+            op.name, op.kind, op.source, *self.works[self.work_of[index]]
+        )
+
+    def _items(self) -> Iterator[OperatorPlan]:
+        works = self.works
+        for op, number in zip(self.operators, self.work_of.tolist(), strict=True):
+            yield OperatorPlan(op.name, op.kind, op.source, *works[number])
+
+    @property
+    def seconds(self) -> float:
+        """Of all of them."""
+        own = np.array([work.seconds for work in self.works])
+        return sum(own[self.work_of].tolist())
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TensorPlans(_MadeOnce[TensorPlan]):
+    """By tensor: `made` are places in `specs`; few tensors have `copies`."""
+
+    graph: OpGraph
+    specs: Sequence[Spec]
+    made: np.ndarray
+    copies: Mapping[int, tuple[Conversion, ...]]
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    def item(self, index: int) -> TensorPlan:
+        """The plan of one tensor."""
+        tensor = self.graph.tensors[index]
+        kind, spec = tensor.type, self.specs[self.made[index]]
+        copies = self.copies.get(index, ())
+        dtype = _dtype_name(kind.dtype)
+        return TensorPlan(tensor.name, kind.shape, dtype, tensor.block, spec, copies)
+
+
+def factors_of(
+    plans: Sequence[OperatorPlan],
+) -> tuple[list[tuple[str, ...]], np.ndarray]:
+    """The distinct factors of operators, and by row their place among them."""
+    if isinstance(plans, OperatorPlans):
+        return [work.factors for work in plans.works], plans.work_of
+    places: dict[tuple[str, ...], int] = {}
+    number = [places.setdefault(each.factors, len(places)) for each in plans]
+    return list(places), np.array(number, np.intp)
+
+
+@lru_cache(maxsize=256)
+def _dtype_name(dtype: Any) -> str:
+    """As `dtype.name`, which numpy spells out anew each time."""
+    return dtype.name
