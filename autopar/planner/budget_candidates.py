@@ -5,6 +5,8 @@ the backward pass (`gather_again.py`). What a named method plans is a plan of th
 problem, too, but under a budget the search may end before it finds one as good, or any
 at all. So where it ends with a gap, every named method that could be better is planned,
 and the best of all plans is taken: no method that fits is predicted to be faster.
+Where it ends without one, methods are planned as they are, without the budget: its
+bound holds for rows of memory that such a plan may not fill.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ class BudgetCandidates:
         else:
             bound = max(bound, best.assignment.bound)
             if best.assignment.gap <= max(self.gap, BUDGET_GAP):
-                return best
+                return self._or_method_as_it_is(best, free.assignment.bound)
         for method in self._methods():
             try:
                 found = self._plan(method, best)
@@ -89,6 +91,33 @@ class BudgetCandidates:
         if best is None:
             raise min(errors, key=lambda error: error.least_budget_bytes or math.inf)
         return _with_bound(best, bound)
+
+    def _or_method_as_it_is(
+        self, best: IntraOpSolution, bound: float
+    ) -> IntraOpSolution:
+        """The best, or a faster method that fits, with its gap against `bound`."""
+        found = best
+        for method in self._methods():
+            seconds = found.plan.predicted.step_seconds
+            if seconds <= bound * (1 + BUDGET_GAP):
+                break
+            try:
+                place, limits = self._problem(method)
+                other = plan_intra_op(
+                    *place,
+                    pins=self.pins,
+                    restrictions=limits,
+                    gap=self.gap,
+                    cutoff=seconds,
+                )
+            except (InfeasiblePlanError, ValueError, NotImplementedError) as error:
+                _log.info("%s: %s", method, error)
+                continue
+            fits = other.plan.predicted.peak_bytes <= self.budget_bytes
+            if fits and _is_faster(other, found):
+                _log.info("%s is better than what the search found", method)
+                found = other
+        return best if found is best else _with_bound(found, bound)
 
     def least_memory(self) -> IntraOpSolution:
         """The plan that is found to hold the least, whatever it costs.

@@ -1,6 +1,6 @@
 """Rows of context parallelism: attention whose keys and values go round a ring."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.api import ParallelFunction
+from benchmarks.models import build
 from tests.rows.fixtures import random
 from tests.rows.running import run_as_planned, traffic
 from tests.rows.test_sequence_parallel import (
@@ -258,3 +259,20 @@ def test_meg_7_a_distributed_optimizer_keeps_6_and_12_over_d_bytes_a_parameter()
     whole = [each for each in sums if each.shape == (size, size)]
     assert len(whole) == 4
     assert all(each.spec[0] < 0 and each.dtype == "float32" for each in whole)
+
+
+def test_each_part_of_a_ring_starts_kernels_of_its_own() -> None:
+    """Two products, a maximum and a sum forward; five products and a sum backward.
+
+    So a ring of toys is no faster than splitting their examples.
+    """
+    workload = build("llama", num_layers=1)
+    cluster = autopar.Cluster.preset("1x8xCPU")
+
+    def seconds(attention: Literal["operators", "ring"]) -> float:
+        method = autopar.ShardParallel(attention=attention)
+        given: Any = {"cluster": cluster, "mesh": "x:2;y:4", "method": method}
+        plan = autopar.parallelize(workload.step, **given).plan(*workload.abstract())
+        return plan.predicted.step_seconds
+
+    assert seconds("operators") < seconds("ring")

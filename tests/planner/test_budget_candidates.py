@@ -1,0 +1,50 @@
+"""No named method that fits is faster than what is chosen within a budget."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autopar.clusters.cluster import Cluster
+from autopar.frontend.tracing import trace
+from autopar.graph.build_graph import build_graph
+from autopar.methods.named_methods import Megatron, NamedMethod, Zero, restriction_of
+from autopar.planner.budget_candidates import BudgetCandidates
+from autopar.planner.intra_op import IntraOpSolution, plan_intra_op
+from autopar.planner.planning import roles_of
+from autopar.sharding.mesh import parse_mesh
+from benchmarks.models import build
+
+
+def test_a_search_that_says_it_is_done_is_held_against_the_methods(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows of memory may cut off a plan that fits: then their bound holds nothing."""
+    workload = build("mlp")
+    traced = trace(workload.step, workload.abstract(), {})
+    graph = build_graph(traced, roles_of(traced))
+    batch = [each.tensor for each in graph.inputs if each.role == "batch"]
+    place = graph, parse_mesh("x:8"), Cluster.local()
+
+    def planned(method: NamedMethod) -> IntraOpSolution:
+        limits = (restriction_of(method, graph, place[1], batch),)
+        return plan_intra_op(*place, restrictions=limits)
+
+    free, slow = plan_intra_op(*place), planned(Zero(3))
+    quick = planned(Megatron(8, sequence=True))
+    fast, late = (each.plan.predicted.step_seconds for each in (quick, slow))
+    held = quick.plan.predicted.peak_bytes
+    assert held < free.plan.predicted.peak_bytes and fast < late / 1.02
+    closed = replace(slow.assignment, bound=slow.assignment.cost)
+    slow = IntraOpSolution(slow.plan, closed)
+    monkeypatch.setattr(BudgetCandidates, "_search", lambda _: slow)
+    rest: Any = batch, {}, 1e-4
+    found = BudgetCandidates(*place, held, *rest).best()
+    assert found.plan.predicted.step_seconds <= fast
+    assert found.plan.predicted.peak_bytes <= held
+    gap = fast / free.assignment.bound - 1
+    assert 0 < found.plan.predicted.optimality_gap <= gap * (1 + 1e-6)
+
+    less = BudgetCandidates(*place, held - 1, *rest).best()
+    assert less.plan.predicted.peak_bytes < held
+    assert fast < less.plan.predicted.step_seconds <= late
