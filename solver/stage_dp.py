@@ -25,6 +25,12 @@ v stages, s on s mod P, and takes, with (t + x) / v for each and v M - 1 more,
 
   sum of (t + x) / v  +  (v M - 1) * max of max(t, x)  +  v * max of a
 
+Zero bubble (Qi et al. 2023, section 2) does weight work w, which no lower stage waits
+for, while it would wait; f is forward, b what is left. Stages but the first then count
+in the sum as (t - 2 w) or more of f and b (ZB-H1), and as t - 3 w or more of f (ZB-H2),
+so that of equal stages the wait is p - 1 times that. All p stages have min(M, p) in
+flight of ZB-H1 and 2 p - 1 of ZB-H2; there are no more stages than M fills.
+
 `max t` and `max a` are enumerated (`_at_once`, `run`), each value a limit under which a
 dynamic program finds the least sum (`stage_sums.py`). The pace starts at the least that
 is feasible, found by bisection; what is left is bounded by the least sum of all, so few
@@ -40,16 +46,20 @@ from math import inf
 import numpy as np
 
 from .stage_problem import (
+    ZERO_BUBBLE,
     ScheduleName,
     Stage,
     StageChoice,
     StageProblem,
+    most_stages,
     slowest_seconds,
     step_seconds,
 )
 from .stage_spans import least_paths, spans_only
-from .stage_sums import StageSums, interleaved_sums, plain_sums
+from .stage_sums import StageSums, plain_sums
+from .stage_turns import interleaved_sums
 
+MOST_NUMBERS = 8  # of zero-bubble stages that are looked at apart
 _ROUNDING = 1e-12
 
 
@@ -73,6 +83,8 @@ def solve_stages(
         that are faster by less than the gap.
       near: a pace to begin with, such as that of a problem much alike.
     """
+    if problem.schedule in ZERO_BUBBLE:
+        return _zero_bubble(problem, gap, upper, near)
     if problem.schedule != "interleaved":
         return _Search(problem, plain_sums(problem), gap, upper, near).run()
     best = None
@@ -81,6 +93,28 @@ def solve_stages(
         if sums.least_seconds >= upper * (1 - gap):
             continue
         found = _Search(problem, sums, gap, upper, near).run()
+        if found is not None:
+            best, upper = found, found.seconds
+    if best is None:
+        return None
+    return replace(best, bound=best.seconds * (1 - gap - _ROUNDING))
+
+
+def _zero_bubble(
+    problem: StageProblem, gap: float, upper: float, near: float
+) -> StageAssignment | None:
+    """First as if each stage held what the last ones must; if that is too little for
+    stages on the way, for each number of stages apart, the nearest to theirs."""
+    sums = plain_sums(problem)
+    search = _Search(problem, sums, gap, upper, near)
+    best, wanted = search.run(), search.too_full
+    if wanted is None:
+        return best
+    upper = upper if best is None else best.seconds
+    numbers = range(problem.min_stages, most_stages(problem) + 1)
+    nearest = sorted(numbers, key=lambda each: abs(each - wanted))
+    for number in nearest[:MOST_NUMBERS]:
+        found = _Search(problem, sums.of(number), gap, upper, near).run()
         if found is not None:
             best, upper = found, found.seconds
     if best is None:
@@ -100,6 +134,7 @@ class _Search:
         self.problem, self.sums = problem, sums
         self.gap, self.best_seconds, self.near = gap, upper, near
         self.best: tuple[Stage, ...] | None = None
+        self.too_full: int | None = None  # stages met that hold more than was asked for
 
     def run(self) -> StageAssignment | None:
         least_once = self.problem.stages_per_submesh * self.sums.least_once
@@ -152,6 +187,8 @@ class _Search:
                 if best is None or seconds < best[1]:
                     best = stages, seconds
                 total = step_seconds(self.problem, stages)
+                if total == inf:
+                    self.too_full = self.too_full or len(stages)
                 if total < self.best_seconds:
                     self.best, self.best_seconds = stages, total
                     limit = total - least_once
@@ -235,7 +272,7 @@ def least_step_seconds(problem: StageProblem) -> float:
     """
     shared = problem.stages_per_submesh
     fits, choices = problem.held >= 1, problem.choices
-    seconds = np.array([each.seconds for each in choices])
+    seconds = np.array(problem.latencies)
     work = np.array([each.num_devices * each.paces for each in choices])
     least = [np.min(each, 0, where=fits, initial=inf) for each in (seconds, work)]
     latency, device_seconds = least_paths(np.array(least))[:, -1] / shared

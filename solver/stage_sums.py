@@ -15,13 +15,20 @@ the program is as large as there are sizes of submeshes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Protocol
 
 import numpy as np
 
-from .stage_problem import Stage, StageProblem, microbatches_in_flight
+from .stage_problem import (
+    ZERO_BUBBLE,
+    Stage,
+    StageProblem,
+    microbatches_in_flight,
+    most_stages,
+)
 from .stage_spans import (
     by_length,
     finite_values,
@@ -67,35 +74,9 @@ class StageSums(Protocol):
         ...
 
 
-def plain_sums(problem: StageProblem) -> StageSums:
+def plain_sums(problem: StageProblem) -> PlainSums:
     """For all but interleaved schedules: a submesh for every stage."""
-    return _Plain(problem)
-
-
-def interleaved_sums(problem: StageProblem) -> Sequence[StageSums]:
-    """For stages that all make one choice and share submeshes in turns: of each choice
-    that can."""
-    shared = problem.stages_per_submesh
-    found: list[int] = []
-    for index, choice in enumerate(problem.choices):
-        own, number = choice.num_devices, problem.num_devices // choice.num_devices
-        if (
-            number >= 2
-            and problem.num_microbatches % number == 0
-            and number * shared <= problem.num_layers
-            and all(problem.may_start(choice, i * own) for i in range(number))
-        ):
-            found.append(index)
-    if not found:
-        return []
-    held = problem.held[found] >= 1
-    choices = [problem.choices[index] for index in found]
-    totals, paces = (
-        least_paths(np.where(held, spans_only(each), inf))[:, -1].tolist()
-        for each in ([c.seconds for c in choices], [c.paces for c in choices])
-    )
-    every = zip(found, totals, paces, strict=True)
-    return [_Interleaved(problem, *each) for each in every]
+    return PlainSums(problem)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +118,7 @@ class _Group:
             ]
         )
         crossing = np.moveaxis(each_level[level], 0, -1)
-        seconds = spans_only([each.seconds for each in own])
+        seconds = spans_only([problem.latencies[i] for i in choices])
         _, first, end = np.nonzero(np.isfinite(seconds) & (allowed >= 1))
         longest = int((end - first).max(initial=1))
         once = np.array([each.once_seconds for each in own])
@@ -207,7 +188,9 @@ class _Limited:
         return (costs[:, :, None] + self._behind).min(axis=1)
 
 
-class _Plain:
+class PlainSums:
+    """Those of stages with submeshes of their own."""
+
     def __init__(self, problem: StageProblem) -> None:
         self.problem = problem
         alike: dict[tuple[int, int], list[int]] = {}
@@ -216,9 +199,7 @@ class _Plain:
         sizes = [number for number, _ in alike]
         every = [_Group.of(problem, own, sizes) for own in alike.values()]
         self.groups = every
-        self.most = min(problem.num_layers, problem.num_devices)
-        if problem.max_stages is not None:
-            self.most = min(self.most, problem.max_stages)
+        self.most = most_stages(problem)
         spans = [g.paces[g.allowed >= 1] for g in every]
         crossings = [g.crossing_values for g in every]
         self.paces = finite_values([*spans, *crossings])
@@ -228,10 +209,30 @@ class _Plain:
             most = longest + finite_values(crossings)[-1:]
             self.paces = finite_values([self.paces, most])
         self.least_once = least_once_of([(g.seconds, g.once) for g in every])
-        spans = spans_only([each.seconds for each in problem.choices])
+        spans = spans_only(problem.latencies)
         least = np.min(spans, axis=0, where=problem.held >= 1, initial=inf)
         self.before = least_paths(least)
         self.least_total = self.least_seconds = float(self.before[-1])
+
+    def of(self, num_stages: int) -> PlainSums:
+        """The same for so many stages."""
+        found = copy(self)
+        found.problem = replace(
+            self.problem, min_stages=num_stages, max_stages=num_stages
+        )
+        found.most = num_stages
+        return found
+
+    def _held(self, left: int) -> int:
+        """Microbatches in flight of the first of the last `left` stages, at the least.
+
+        Of zero bubble, all stages have those of the first, once it is known how many
+        there are.
+        """
+        problem = self.problem
+        if problem.schedule in ZERO_BUBBLE and problem.min_stages == self.most:
+            left = self.most
+        return microbatches_in_flight(problem, 0, left)
 
     def may_be_feasible(self, pace: float, once: float) -> bool:
         """Whether spans in a row have as many devices as they need, wherever these lie
@@ -263,7 +264,7 @@ class _Plain:
         for left in range(most, 0, -1):
             group = self.groups[index]
             start = int(np.flatnonzero(group.starts == device)[0])
-            held = microbatches_in_flight(self.problem, 0, left)
+            held = self._held(left)
             rows = limited[index].seconds[:, first]
             rows = np.where(limited[index].allowed[:, first] >= held, rows, inf)
             ends = np.arange(first + 1, first + 1 + rows.shape[1])
@@ -306,7 +307,7 @@ class _Plain:
         shape = len(limited), number + 1, problem.num_devices + 1
         level = np.full(shape, inf)
         for left in range(1, self.most + 1):
-            held = microbatches_in_flight(problem, 0, left)
+            held = self._held(left)
             behind, level = level, np.full(shape, inf)
             alive = np.flatnonzero(behind.min(axis=(1, 2)) < inf)
             ahead = behind[alive]
@@ -323,70 +324,3 @@ class _Plain:
             if level.min() == inf:
                 return
             yield level
-
-
-class _Interleaved:
-    """`total` is the least that a microbatch takes in all, `pace` of `paces`."""
-
-    has_others = False
-
-    def __init__(
-        self, problem: StageProblem, choice: int, total: float, pace: float
-    ) -> None:
-        self.problem, self.index = problem, choice
-        self.choice = problem.choices[choice]
-        own, shared = self.choice.num_devices, problem.stages_per_submesh
-        self.num_submeshes = number = problem.num_devices // own
-        self.num_stages = number * shared
-        self.seconds = spans_only([self.choice.seconds])[0]
-        self.pace_seconds = spans_only([self.choice.paces])[0]
-        self.allowed = problem.held[choice]
-        self.crossing = [problem.crossing(own, each) for each in (False, True)]
-        self.least_once = least_once_of([(self.seconds, self.choice.once_seconds)])
-        self.least_total = total / shared
-        least_pace = pace / self.num_stages
-        repeats = shared * problem.num_microbatches - 1
-        self.least_seconds = (
-            self.least_total + repeats * least_pace + shared * self.least_once
-        )
-
-    @property
-    def paces(self) -> np.ndarray:
-        spans = self.pace_seconds[self.allowed >= 1]
-        return finite_values([spans, *self.crossing])
-
-    def may_be_feasible(self, pace: float, once: float) -> bool:
-        """True: whether there is any takes as long to find out."""
-        return True
-
-    def is_feasible(self, pace: float, once: float) -> bool:
-        return self.least(pace, once) is not None
-
-    def least(
-        self, pace: float, once: float, ceiling: float = inf
-    ) -> tuple[tuple[Stage, ...], float] | None:
-        problem, own = self.problem, self.choice.num_devices
-        is_allowed = (self.pace_seconds <= pace) & (self.choice.once_seconds <= once)
-        limited = np.where(is_allowed, self.seconds, inf)
-        crossing = [np.where(each <= pace, each, inf) for each in self.crossing]
-        reached = np.full(problem.num_layers + 1, inf)
-        reached[problem.num_layers] = 0.0
-        before: list[np.ndarray] = []
-        for stage in reversed(range(self.num_stages)):
-            upper = (stage + 1) % self.num_submeshes * own
-            held = microbatches_in_flight(problem, stage, self.num_stages)
-            cost = np.where(self.allowed >= held, limited, inf)
-            after = crossing[upper % problem.devices_per_host == 0] + reached
-            through = cost + after[None]
-            before.append(through.argmin(axis=1))
-            reached = through.min(axis=1)
-        if reached[0] / problem.stages_per_submesh >= ceiling:
-            return None
-        stages: list[Stage] = []
-        first = 0
-        for number, ends in enumerate(reversed(before)):
-            end = int(ends[first])
-            device = number % self.num_submeshes * own
-            stages.append(Stage(first, end, device, self.index))
-            first = end
-        return tuple(stages), float(reached[0]) / problem.stages_per_submesh

@@ -26,7 +26,7 @@ def planned(step: Any, args: Any, **asked: Any) -> Any:
     [
         (None, {"rules": "batch:y"}),
         (3, {"rules": "batch:x"}),
-        (None, {"rules": "batch:rows", "mesh": "rows:-1"}),
+        (3, {"rules": "batch:rows", "mesh": "rows:-1"}),
     ],
 )
 def test_rules_hold_on_submeshes_that_are_searched(stages: int | None, asked: Any):

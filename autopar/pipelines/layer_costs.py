@@ -24,6 +24,9 @@ class LayerCost:
     of these, `reducing_seconds` are what it takes to add up the parts of sums.
     `state_bytes` are parameters and what the optimizer keeps, `gradient_bytes` their
     sums, `microbatch_bytes` what backward waits for; `working_bytes` come and go.
+
+    Ideals say more: of `seconds`, `forward_seconds` are forward and `weight_seconds`
+    what no other layer waits for, which `handed_bytes` wait with.
     """
 
     seconds: float = 0.0
@@ -33,6 +36,9 @@ class LayerCost:
     microbatch_bytes: float = 0.0
     working_bytes: float = 0.0
     reducing_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    weight_seconds: float = 0.0
+    handed_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -12,22 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any
-
-import jax
-import jax.numpy as jnp
+from typing import Literal
 
 from ..clusters.cluster import Cluster
 from ..graph.build_graph import STRUCTURED
-from ..graph.op_graph import Constant, Operator, OpGraph
-from ..lowering.blocks import as_array
-from ..microbatches.microbatch_runners import MicrobatchRunner
+from ..graph.op_graph import Operator, OpGraph
+from ..microbatches.microbatch_flow import tensors_of
 from ..microbatches.microbatches import MicrobatchSplit
 from ..options import Options
 from ..plans.plan import ShardingPlan
 from ..sharding.mesh import MeshShape
 from ..sharding.resharding import Resharder
-from ..sharding.spec import SUM
 from .cut_step import CutStep
 from .layer_costs import (
     LayerCost,
@@ -36,12 +31,15 @@ from .layer_costs import (
     reduced_sums,
     summed_work,
 )
+from .layer_trace import trace_layer
 from .stage_pieces import Piece, TracedPiece, joint_piece, own_sums
 from .stage_planner import StagePlanner
 from .stage_programs import PipelineBuilder
-from .stage_trace import COUNTER, graph_of
+from .stage_trace import COUNTER
+from .weight_work import handed_tensors, weight_operators
 
 PLAN_GAP = 0.02
+Phase = Literal["all", "forward", "weight"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,7 @@ class LayerSample:
     """A layer of one kind as a stage: its forward and backward are one program.
 
     `split` says how a microbatch is cut from the graph; None if the graph is of one.
+    `weight` are the operators that no other stage waits for.
     """
 
     builder: PipelineBuilder
@@ -76,8 +75,11 @@ class LayerSample:
     own: tuple[Piece, ...]
     update: tuple[Operator, ...]
     split: MicrobatchSplit | None
+    weight: frozenset[int]
     programs: dict[int, TracedPiece] = field(default_factory=dict)
-    seconds: dict[tuple[bool, float, Cluster], float] = field(default_factory=dict)
+    seconds: dict[tuple[Phase, bool, float, Cluster], float] = field(
+        default_factory=dict
+    )
 
     def cost(self, submesh: Submesh, number: int, cluster: Cluster) -> LayerCost:
         """Of one of `number` microbatches, as the solver plans it there."""
@@ -101,21 +103,30 @@ class LayerSample:
             parts = (sizes.get(name, (0.0, False)) for name in names)
             return share * sum(each / number if cut else each for each, cut in parts)
 
+        def seconds(phase: Phase) -> float:
+            parts = (False, share), (True, share / number)
+            return sum(self._seconds(phase, *part, cluster) for part in parts)
+
         return LayerCost(
-            self._seconds(False, share, cluster)
-            + self._seconds(True, share / number, cluster),
+            seconds("all"),
             self._update_seconds(share, cluster),
             share * sum(self._state.values()),
             held(self.joint.added),
             held(self._kept_names),
+            forward_seconds=seconds("forward"),
+            weight_seconds=seconds("weight"),
+            handed_bytes=share
+            * sum(each / number if cut else each for each, cut in self._handed),
         )
 
-    def _seconds(self, is_cut: bool, share: float, cluster: Cluster) -> float:
+    def _seconds(
+        self, phase: Phase, is_cut: bool, share: float, cluster: Cluster
+    ) -> float:
         """Of work that a microbatch does a part of, or not, if a device does a share;
         known from other numbers of devices and microbatches with the same product."""
-        key = is_cut, share, cluster
+        key = phase, is_cut, share, cluster
         if key not in self.seconds:
-            work = self._work[is_cut]
+            work = self._work[phase][is_cut]
             self.seconds[key] = sum(each.seconds(share, cluster) for each in work)
         return self.seconds[key]
 
@@ -133,7 +144,7 @@ class LayerSample:
                 traced = self.builder.trace_piece(self.joint)
             else:
                 split = replace(self.split, num_microbatches=number)
-                traced = _trace_part(self.builder, self.joint, split)
+                traced = trace_layer(self.builder, self.joint, split)
             self.programs[number] = traced
         return self.programs[number]
 
@@ -141,19 +152,42 @@ class LayerSample:
     def _slot_bytes(self) -> dict[str, tuple[float, bool]]:
         """Bytes of what the program reads and returns, by slot, in all; and whether a
         microbatch has a part of it."""
-        graph, found = self.builder.parts.microbatch, dict[str, tuple[float, bool]]()
-        for name, operand in (*self.joint.inputs.items(), *self.joint.outputs.items()):
-            if isinstance(operand, int):
-                is_cut = self.split is not None and self.split.state[operand] >= 0
-                found[name] = float(graph.tensors[operand].type.bytes), is_cut
-        return found
+        slots = (*self.joint.inputs.items(), *self.joint.outputs.items())
+        return {
+            name: self._bytes(operand)
+            for name, operand in slots
+            if isinstance(operand, int)
+        }
 
     @cached_property
-    def _work(self) -> tuple[list[Work], list[Work]]:
+    def _handed(self) -> list[tuple[float, bool]]:
+        """The same of what weight work waits with, besides what backward does."""
+        slots = {**self.joint.inputs, **self.joint.outputs}
+        kept = tensors_of(slots[name] for name in self._kept_names if name in slots)
+        handed = handed_tensors(self.joint.operators, self.weight, kept)
+        return [self._bytes(tensor) for tensor in handed]
+
+    def _bytes(self, tensor: int) -> tuple[float, bool]:
+        kind = self.builder.parts.microbatch.tensors[tensor].type
+        is_cut = self.split is not None and self.split.state[tensor] >= 0
+        return float(kind.bytes), is_cut
+
+    @cached_property
+    def _work(self) -> dict[Phase, tuple[list[Work], list[Work]]]:
         """What there is to do whole, and what a microbatch does a part of."""
+        own = self.joint.operators
+        pieces = (each for each in self.own if each.kind == "forward")
+        forward = {op.index for each in pieces for op in each.operators}
+        return {
+            "all": self._work_of(own),
+            "forward": self._work_of(op for op in own if op.index in forward),
+            "weight": self._work_of(op for op in own if op.index in self.weight),
+        }
+
+    def _work_of(self, operators: Iterable[Operator]) -> tuple[list[Work], list[Work]]:
         of_all: list[tuple[Operator, float]] = []
         of_part: list[tuple[Operator, float]] = []
-        for op, times in _flat(self.builder.parts.microbatch, self.joint.operators):
+        for op, times in _flat(self.builder.parts.microbatch, operators):
             factor = None if self.split is None else self.split.factor.get(op.index)
             is_cut = factor is not None and factor.splits
             (of_part if is_cut else of_all).append((op, times))
@@ -297,60 +331,9 @@ class LayerSamples:
                 if home == stage
             ]
             split = made.step.split if self.in_place else None
-            found.append(LayerSample(builder, joint, own, tuple(update), split))
+            weight = weight_operators(pieces, stage)
+            found.append(LayerSample(builder, joint, own, tuple(update), split, weight))
         return tuple(found)
-
-
-def _trace_part(
-    builder: PipelineBuilder, piece: Piece, split: MicrobatchSplit
-) -> TracedPiece:
-    """The program of a microbatch of a piece, whose graph is of the whole batch."""
-    graph = builder.parts.microbatch
-    names = (*piece.inputs, *piece.added, COUNTER)
-
-    def struct(operand: int | Constant) -> jax.ShapeDtypeStruct:
-        kind = (
-            operand.type
-            if isinstance(operand, Constant)
-            else graph.tensors[operand].type
-        )
-        shape, state = list(kind.shape), SUM
-        if isinstance(operand, int):
-            state = split.state[operand]
-        if state >= 0:
-            shape[state] //= split.num_microbatches
-        return jax.ShapeDtypeStruct(tuple(shape), kind.dtype)
-
-    def task(*values: Any) -> list[Any]:
-        given = dict(zip(names, values, strict=True))
-        runner = MicrobatchRunner(graph, split, {}, given[COUNTER])
-        runner.values.update({t: given[name] for name, t in piece.inputs.items()})
-        runner.run_operators(piece.operators)
-        found = []
-        for name, operand in piece.outputs.items():
-            if isinstance(operand, Constant):
-                value = as_array(operand.value)
-            elif name in builder.parts.sums:
-                value = runner.read(operand, SUM)
-            else:
-                value = as_array(runner.values[operand])
-            found.append(given[name] + value if name in piece.added else value)
-        return found
-
-    task.__name__ = f"{piece.kind}_{piece.stage}"
-    operands = [*piece.inputs.values(), *(piece.outputs[n] for n in piece.added)]
-    structs = (*map(struct, operands), jax.ShapeDtypeStruct((), jnp.uint32))
-    outputs = list(piece.outputs)
-    ties = tuple(
-        outputs.index(name)
-        if name in piece.outputs
-        and (name in piece.added or builder.slots[name].kind == "state")
-        else None
-        for name in names
-    )
-    part = graph_of(task, structs, names, outputs, ties)
-    part = builder.with_roles(part, split.num_microbatches)
-    return TracedPiece(part, structs, names, ties)
 
 
 def _flat(

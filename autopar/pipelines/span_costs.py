@@ -39,7 +39,7 @@ from math import inf
 
 import numpy as np
 
-from autopar.solver.stage_problem import StageChoice, spread
+from autopar.solver.stage_problem import StageChoice, WeightWork, spread
 
 from ..clusters.cluster import Cluster
 from ..sharding.mesh import MeshShape
@@ -317,12 +317,14 @@ class SpanCosts:
         costs, means = self._by_kind(submesh, number)
         known = self.choices.get((submesh, number))
         if known is None or (known.costs, known.means) != (costs, means):
-            plain = self._choice(submesh, costs)
+            plain = self._choice(submesh, number, costs)
             bound = spread(plain, self._summed(means))
             known = self.choices[submesh, number] = _Choices(costs, means, plain, bound)
         return known.spread if is_spread else known.plain
 
-    def _choice(self, submesh: Submesh, costs: Sequence[LayerCost]) -> StageChoice:
+    def _choice(
+        self, submesh: Submesh, number: int, costs: Sequence[LayerCost]
+    ) -> StageChoice:
         working = np.array([each.working_bytes for each in costs])[:, None, None]
         label: Hashable = submesh
         return StageChoice(
@@ -334,6 +336,29 @@ class SpanCosts:
             + np.where(self._counts > 0, working, 0.0).max(axis=0),
             self._summed([c.microbatch_bytes for c in costs]),
             submesh.part,
+            weight_work=self._weight_work(submesh, number, costs),
+        )
+
+    def _weight_work(
+        self, submesh: Submesh, number: int, costs: Sequence[LayerCost]
+    ) -> WeightWork | None:
+        """What may wait is computing, as ideally shared out; the rest is in proportion.
+
+        None if a scan or the like keeps all of backward together.
+        """
+        ideals = [self.ideal(submesh, number, kind) for kind in range(len(costs))]
+        if not any(each.weight_seconds for each in ideals):
+            return None
+        forward = [
+            cost.seconds * ideal.forward_seconds / (ideal.seconds or 1.0)
+            if cost.seconds < inf
+            else 0.0
+            for ideal, cost in zip(ideals, costs, strict=True)
+        ]
+        return WeightWork(
+            self._summed(forward),
+            self._summed([each.weight_seconds for each in ideals]),
+            self._summed([each.handed_bytes for each in ideals]),
         )
 
     def _summed(self, by_kind: Sequence[float]) -> np.ndarray:

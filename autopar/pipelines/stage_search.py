@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
 from time import process_time
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
 
-from autopar.solver.stage_problem import ScheduleName
+from autopar.solver.stage_problem import ZERO_BUBBLE, ScheduleName
 
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
@@ -32,7 +32,7 @@ from ..planner.planning import batch_tensors, budget_of, roles_of
 from ..plans.explain import format_bytes, format_seconds
 from ..plans.parallel_plan import Plan
 from .cut_step import CutStep, cut_step
-from .joint_search import FoundStages, JointSearch, submeshes_of
+from .joint_search import LOOSE_GAP, FoundStages, JointSearch, submeshes_of
 from .layer_samples import LayerSamples
 from .layers import find_layers
 from .pipeline_plan import PlannedPipeline, plan_pipeline
@@ -180,23 +180,13 @@ class StageSearcher:
             found = search.best(capacity)
             if found is None:
                 break
-            start = process_time()
-            planned = self.plan(found)
-            plan = price(planned)
-            self._note("plan", start)
-            predicted = plan.predicted
-            _log.info(
-                "%s: %d stages thought to take %s take %s, %s a device",
-                *(self.whole.name, len(found.assignment.stages)),
-                format_seconds(found.assignment.seconds),
-                format_seconds(predicted.step_seconds),
-                format_bytes(predicted.peak_bytes),
-            )
+            each = self._priced(found, search, price)
+            predicted = each.plan.predicted
             if predicted.peak_bytes <= self.budget_bytes:
-                best = StageSearch(planned, plan, self.seconds, found, search)
+                best = self._quicker(each, price, capacity)
                 break
             if least is None or predicted.peak_bytes < least.predicted.peak_bytes:
-                least = plan
+                least = each.plan
             capacity *= 0.99 * self.budget_bytes / predicted.peak_bytes
         if best is None and below_seconds == inf:
             if least is None and search.costs.refused:
@@ -205,6 +195,48 @@ class StageSearcher:
         if best is None or best.plan.predicted.step_seconds >= below_seconds:
             return None
         return best
+
+    def _priced(
+        self,
+        found: FoundStages,
+        search: JointSearch,
+        price: Callable[[PlannedPipeline], Plan],
+    ) -> StageSearch:
+        start = process_time()
+        planned = self.plan(found)
+        plan = price(planned)
+        self._note("plan", start)
+        _log.info(
+            "%s: %d stages thought to take %s take %s, %s a device",
+            *(self.whole.name, len(found.assignment.stages)),
+            format_seconds(found.assignment.seconds),
+            format_seconds(plan.predicted.step_seconds),
+            format_bytes(plan.predicted.peak_bytes),
+        )
+        return StageSearch(planned, plan, self.seconds, found, search)
+
+    def _quicker(
+        self,
+        first: StageSearch,
+        price: Callable[[PlannedPipeline], Plan],
+        capacity_bytes: float,
+    ) -> StageSearch:
+        """A pipeline, or where zero bubble takes longer than it was thought to, the
+        best of another schedule if that is quicker."""
+        search, seconds = first.search, first.plan.predicted.step_seconds
+        others = [each for each in search.schedules if each[0] not in ZERO_BUBBLE]
+        is_as_thought = seconds <= first.found.assignment.seconds * (1 + LOOSE_GAP)
+        if first.found.problem.schedule not in ZERO_BUBBLE or is_as_thought:
+            return first
+        found = (
+            replace(search, schedules=others).best(capacity_bytes) if others else None
+        )
+        if found is None or found.assignment.seconds >= seconds:
+            return first
+        other = self._priced(found, search, price)
+        predicted = other.plan.predicted
+        is_within = predicted.peak_bytes <= self.budget_bytes
+        return other if is_within and predicted.step_seconds < seconds else first
 
     def _microbatch_counts(self) -> tuple[int, ...]:
         """The numbers of microbatches to try, ascending: divisors, at least doubling.
@@ -253,21 +285,20 @@ class StageSearcher:
         return LayerSamples(cut, by_kind, self.options, self.planner, in_place)
 
     def _schedules(self) -> tuple[tuple[ScheduleName, int], ...]:
-        """What to try: all kinds of 1F1B, unless a schedule was asked for.
+        """What to try: all but GPipe, unless a schedule was asked for.
 
-        Zero bubble hides what is sent, and holds as much, as eager 1F1B does; a user's
-        own schedule is taken to be like 1F1B.
+        What backward makes again under `remat` would wait for its weight work, so zero
+        bubble is left out there; a user's own schedule is taken to be like 1F1B.
         """
         schedule, shared = self.method.schedule, self.method.stages_per_submesh
-        if schedule == "gpipe":
-            return (("gpipe", 1),)
-        if schedule in ("eager_1f1b", "zb_h1", "zb_h2"):
-            return (("eager_1f1b", 1),)
         if schedule == "interleaved":
             return (("interleaved", max(shared, 2)),)
         if schedule == "1f1b" and self.method.num_stages is None:
-            return (("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2))
-        return (("1f1b", 1),)
+            names: list[ScheduleName] = ["1f1b", "eager_1f1b"]
+            names += () if self.options.remat else ZERO_BUBBLE
+            return (*((name, 1) for name in names), ("interleaved", 2))
+        known = [name for name in get_args(ScheduleName) if name == schedule]
+        return ((known[0] if known else "1f1b", 1),)
 
     def plan(self, found: FoundStages) -> PlannedPipeline:
         """The stages found, each program planned in full."""

@@ -8,17 +8,27 @@ from math import inf
 import numpy as np
 import pytest
 
+from autopar.runtime.schedule import (
+    Task,
+    one_f_one_b,
+    zero_bubble_h1,
+    zero_bubble_h2,
+)
+from autopar.runtime.simulate import simulate_schedule
 from autopar.solver.stage_dp import best_over, least_step_seconds, solve_stages
 from autopar.solver.stage_problem import (
+    ZERO_BUBBLE,
     ScheduleName,
     Stage,
     StageChoice,
     StageProblem,
+    WeightWork,
     microbatches_in_flight,
     spread,
     step_seconds,
 )
-from autopar.solver.stage_sums import interleaved_sums, plain_sums
+from autopar.solver.stage_sums import plain_sums
+from autopar.solver.stage_turns import interleaved_sums
 
 
 def random_problem(
@@ -102,7 +112,22 @@ def least(problem: StageProblem, assignments: Iterator[tuple[Stage, ...]]) -> fl
     return min((step_seconds(problem, stages) for stages in assignments), default=inf)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "eager_1f1b", "gpipe"])
+def with_weight_work(problem: StageProblem, seed: int) -> StageProblem:
+    """Choices of which some part of backward can wait, with some bytes; not of all."""
+    rng = np.random.default_rng(seed)
+    choices = []
+    for each in problem.choices:
+        forward, weight, handed = rng.uniform(0.1, 0.4, 3)
+        work = WeightWork(
+            forward * each.seconds,
+            weight * each.seconds,
+            handed * each.microbatch_bytes,
+        )
+        choices.append(replace(each, weight_work=work if rng.random() < 0.8 else None))
+    return replace(problem, choices=tuple(choices))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "eager_1f1b", "gpipe", "zb_h1", "zb_h2"])
 @pytest.mark.parametrize("hosts", [((0,), 4), ((0, 0), 2), ((0,), 3), ((0, 1), 2)])
 @pytest.mark.parametrize("tight", [False, True])
 def test_no_assignment_is_faster(
@@ -114,7 +139,7 @@ def test_no_assignment_is_faster(
         random = random_problem(
             seed, layers, *hosts, tight=tight, additive=seed % 2 > 0
         )
-        problem = replace(random, schedule=schedule)
+        problem = replace(with_weight_work(random, seed), schedule=schedule)
         wanted = least(problem, all_assignments(problem))
         found = solve_stages(problem)
         if found is None:
@@ -278,6 +303,9 @@ def test_in_flight_microbatches_are_those_of_the_schedule():
     assert [microbatches_in_flight(problem, s, 4) for s in range(4)] == [4, 3, 2, 1]
     gpipe = replace(problem, schedule="gpipe")
     assert [microbatches_in_flight(gpipe, s, 4) for s in range(4)] == [8] * 4
+    half, twice = (replace(problem, schedule=name) for name in ZERO_BUBBLE)
+    assert [microbatches_in_flight(half, s, 4) for s in range(4)] == [4] * 4
+    assert [microbatches_in_flight(twice, s, 4) for s in range(4)] == [7] * 4
     shared = replace(problem, schedule="interleaved", stages_per_submesh=2)
     assert [microbatches_in_flight(shared, s, 8) for s in range(4)] == [11, 9, 7, 5]
 
@@ -317,3 +345,39 @@ def test_interleaved_choices_that_a_bound_rules_out_are_no_better(gap: float):
         assert min(bounds) <= best * (1 + 1e-9)
         ruled_out += sum(bound > best for bound in bounds)
     assert ruled_out
+
+
+@pytest.mark.parametrize("parts", [(1, 1, 1), (1, 1.5, 0.5), (0.5, 1, 1), (1, 2, 0.5)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2"])
+def test_equal_stages_take_what_a_simulation_of_their_schedule_takes(
+    parts: tuple[float, float, float], schedule: ScheduleName
+):
+    """A device a stage, forward, backward and weight work; nothing is sent."""
+    forward, backward, weight = parts
+    number = 4
+    spans = np.triu(np.subtract.outer(np.arange(5), np.arange(5)) * -1.0)
+    none = np.zeros_like(spans)
+    work = WeightWork(forward * spans, weight * spans, none)
+    seconds = sum(parts) * spans
+    choice = StageChoice(0, 1, seconds, none, none, none, weight_work=work)
+    problem = StageProblem(
+        *(number, (0,), number, (choice,), np.zeros((2, 5)), (0.0, 0.0), inf, 16),
+        schedule=schedule,
+        min_stages=number,
+    )
+    found = solve_stages(problem)
+    assert found is not None
+
+    def task_seconds(task: Task) -> float:
+        has_weight = schedule in ZERO_BUBBLE and task.stage > 0
+        each = {
+            "forward": forward,
+            "backward": backward + (0 if has_weight else weight),
+            "weight": weight if has_weight else 0,
+        }
+        return each.get(task.kind, 0.0)
+
+    make = {"1f1b": one_f_one_b, "zb_h1": zero_bubble_h1, "zb_h2": zero_bubble_h2}
+    simulation = simulate_schedule(make[schedule](number, 16), task_seconds)
+    taken = simulation.timeline.makespan_seconds
+    assert found.seconds == pytest.approx(taken, rel=1e-12)

@@ -1,0 +1,125 @@
+"""Zero bubble is searched beside the other schedules, and taken where it is quicker."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.execution import staged_plan
+from autopar.methods.methods import PipelineParallel
+from autopar.pipelines.stage_cut import cut_stages
+from autopar.pipelines.stage_search import StageSearch
+from tests.rows.running import run_pipeline_as_planned
+from tests.test_joint_search import gpt, searcher_of
+from tests.test_stage_search import two_hosts
+
+SLOW = two_hosts(1000.0)
+
+
+def tower(examples: int = 16, width: int = 256, num_layers: int = 8) -> Any:
+    """Equal layers with few examples: a pipeline that mostly fills and drains."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            y = x
+            for kernel in params:
+                y = jnp.tanh(y @ kernel)
+            return jnp.mean(jnp.square(y))
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    keys = jax.random.split(jax.random.key(0), num_layers + 1)
+    params = [jax.random.normal(key, (width, width)) / width**0.5 for key in keys[1:]]
+    return step, (params, jax.random.normal(keys[0], (examples, width)))
+
+
+def searched(step: Any, args: Any, schedules: Any = None, **given: Any) -> StageSearch:
+    """What the search finds, among some schedules if these are given."""
+    searcher = searcher_of(step, args, SLOW, **given)
+    if schedules is not None:
+        searcher._schedules = lambda: schedules  # type: ignore[method-assign]
+    found = searcher.run(staged_plan)
+    assert found is not None
+    return found
+
+
+def test_zero_bubble_is_taken_where_it_is_quicker():
+    step, args = tower()
+    found = searched(step, args, num_microbatches=16)
+    plain = (("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2))
+    other = searched(step, args, plain, num_microbatches=16)
+    assert found.found.problem.schedule in ("zb_h1", "zb_h2")
+    ours, theirs = found.plan.predicted, other.plan.predicted
+    assert ours.step_seconds < theirs.step_seconds
+    weights = [each for each in found.plan.stages.programs if each.kind == "weight"]
+    assert len(weights) == found.plan.stages.num_stages - 1
+
+
+def test_what_is_taken_has_the_values_of_one_device():
+    step, args = tower(width=64)
+    method = PipelineParallel(num_microbatches=16)
+    run = autopar.parallelize(step, cluster=SLOW, method=method)
+    plan = run_pipeline_as_planned(run, *args).plan
+    assert plan.stages.schedule in ("zb_h1", "zb_h2")
+
+
+def test_backward_that_stays_whole_is_never_split():
+    """In a scan over layers, and where backward makes what it needs again."""
+    step, args = tower()
+
+    def scanned(params: jax.Array, x: jax.Array) -> Any:
+        def loss(params: jax.Array) -> jax.Array:
+            y, _ = jax.lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, params)
+            return jnp.mean(jnp.square(y))
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return params - 0.1 * grads, value
+
+    found = searched(scanned, (jnp.stack(args[0]), args[1]), num_microbatches=16)
+    assert found.found.problem.schedule not in ("zb_h1", "zb_h2")
+    method = PipelineParallel(num_microbatches=16)
+    again = autopar.parallelize(step, cluster=SLOW, method=method, remat="full")
+    assert again.plan(*args).stages.schedule not in ("zb_h1", "zb_h2")
+
+
+def test_a_plan_in_full_that_is_slower_than_thought_is_compared():
+    """If zero bubble disappoints, the best of another schedule is taken."""
+
+    def price(planned: Any) -> Any:
+        plan = staged_plan(planned)
+        factor = 3.0 if planned.method.schedule in ("zb_h1", "zb_h2") else 1.0
+        seconds = factor * plan.predicted.step_seconds
+        stages = plan.stages
+        predicted = replace(stages.predicted, step_seconds=seconds)
+        return type(plan)(replace(stages, predicted=predicted))
+
+    step, args = tower()
+    searcher = searcher_of(step, args, SLOW, num_microbatches=16)
+    found = searcher.run(price)
+    assert found is not None
+    assert found.found.problem.schedule not in ("zb_h1", "zb_h2")
+
+
+@pytest.mark.parametrize("number", [2, 16])
+def test_layers_know_the_weight_work_that_cut_stages_have(number: int):
+    """Of every layer but the first, and what it is handed by backward."""
+    searcher = gpt()
+    samples = searcher.samples(in_place=True)
+    made = samples.cut(number)
+    held = [i.tensor for i in made.parts.microbatch.inputs if i.path in made.parts.held]
+    products = [sum(op.kind == "dot_general" for op in own) for own in made.cut.forward]
+    whole = cut_stages(
+        made.parts.microbatch, held, made.cut.num_stages, True, tuple(products)
+    )
+    for sample in samples.of(number):
+        wanted = {op.index for op in whole.weight[sample.joint.stage]}
+        assert wanted <= sample.weight
+        heavy = {op.index for op in sample.joint.operators if op.kind == "dot_general"}
+        assert sample.weight & heavy == wanted & heavy
+        ideal = sample.ideal(4, number, searcher.cluster)
+        assert (ideal.weight_seconds > 0) == (sample.joint.stage > 0)
+        assert ideal.forward_seconds + ideal.weight_seconds < ideal.seconds
