@@ -167,6 +167,7 @@ def staged_plan(planned: PlannedPipeline) -> Plan:
                 simulation.timeline.bubble_fraction,
             ),
             tuple(method.stage_products or ()),
+            tuple(str(task or "") for task in simulation.fullest),
         )
     )
 

@@ -32,12 +32,14 @@ class Simulation:
     `peak_microbatches` counts (stage, microbatch) pairs between forward and the last
     task of the pair, backward or weight;
     `peak_bytes` the values that instructions hold, received ones from when they are
-    taken; `sent_bytes` is by (source, target) stages.
+    taken; `fullest` is the last task to run before, None where it is the beginning.
+    `sent_bytes` is by (source, target) stages.
     """
 
     timeline: Timeline
     peak_microbatches: tuple[int, ...]
     peak_bytes: tuple[int, ...]
+    fullest: tuple[Task | None, ...]
     sent_bytes: dict[tuple[int, int], int]
 
 
@@ -97,6 +99,7 @@ def simulate(
         Timeline(len(lanes), tuple(events)),
         tuple(lane.peak_microbatches for lane in lanes),
         tuple(lane.peak_bytes for lane in lanes),
+        tuple(lane.fullest for lane in lanes),
         dict(sent_bytes),
     )
 
@@ -115,6 +118,8 @@ class _Lane:
     held_bytes: int = 0
     peak_bytes: int = 0
     peak_microbatches: int = 0
+    last_task: Task | None = None
+    fullest: Task | None = None
 
     @cached_property
     def last_kind(self) -> TaskKind:
@@ -131,6 +136,7 @@ class _Lane:
         return self.list_.instructions[self.position]
 
     def run(self, task: Task, task_seconds: Callable[[Task], float]) -> None:
+        self.last_task = task
         if task in self.ran:
             return
         self.ran.add(task)
@@ -150,7 +156,8 @@ class _Lane:
         made, _ = made_and_used(instruction)
         for stage, value in made:
             self._change(stage, value, slot_bytes(value.slot, stage))
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        if self.held_bytes > self.peak_bytes:
+            self.peak_bytes, self.fullest = self.held_bytes, self.last_task
         if isinstance(instruction, Free):
             self._change(instruction.stage, instruction.value, 0)
 

@@ -77,7 +77,7 @@ class _Fitting:
         if fitting:
             return min(fitting, key=lambda each: each.seconds).planned
         least = min(self.tries, key=lambda each: max(each.peaks))
-        raise _infeasible(least.planned, least.peaks, self.budget_bytes)
+        raise _infeasible(least.planned, least.plan, self.budget_bytes)
 
     def fits(self, remat: str | None) -> bool:
         """Whether all stages fit as they are; those that do not are changed."""
@@ -137,6 +137,7 @@ class _Fitting:
         stages = range(planned.flow.num_stages)
         found = _Tried(
             planned,
+            plan,
             remat,
             plan.predicted.step_seconds,
             peaks,
@@ -151,6 +152,7 @@ class _Tried:
     """A pipeline with what it takes, and the stages that do not fit."""
 
     planned: PlannedPipeline
+    plan: Plan
     remat: str | None
     seconds: float
     peaks: tuple[int, ...]
@@ -171,8 +173,9 @@ def held_bytes(planned: PlannedPipeline, submesh: int) -> dict[str, int]:
 
 
 def _infeasible(
-    planned: PlannedPipeline, peaks: Sequence[int], budget: int
+    planned: PlannedPipeline, plan: Plan, budget: int
 ) -> InfeasiblePlanError:
+    peaks = plan.stages.peak_bytes
     submesh = int(np.argmax(peaks))
     stages = [
         str(stage)
@@ -186,7 +189,8 @@ def _infeasible(
         f"Every stage must fit into `memory_budget`, {format_bytes(budget)} a device, "
         f"but {where} of {planned.traced.name!r} needs {format_bytes(peaks[submesh])} "
         f"at the least, split over {planned.shapes[submesh]}: {parts} (of one "
-        f"microbatch; the schedule holds more); use more stages or microbatches, or "
+        f"microbatch; the schedule holds more, and most at the marked task: "
+        f"{plan.stages.marked_row(submesh)}); use more stages or microbatches, or "
         f"jax.checkpoint, or let stages be searched: autopar.PipelineParallel().",
         max(peaks),
         f"memory of {where}",

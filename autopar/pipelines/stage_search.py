@@ -337,8 +337,9 @@ class StageSearcher:
             return InfeasiblePlanError(
                 f"A pipeline must fit into {budget} a device, but the least found has "
                 f"{format_bytes(max(peaks))} on submesh {submesh} (stage {submesh} of "
-                f"{least.stages.num_stages}); allow that much, or use more devices or "
-                f"jax.checkpoint.",
+                f"{least.stages.num_stages}), at the marked task: "
+                f"{least.stages.marked_row(submesh)}; allow that much, or use more "
+                f"devices or jax.checkpoint.",
                 max(peaks),
                 f"memory of stage {submesh}",
             )
