@@ -54,4 +54,5 @@ def hosts_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str]
 @pytest.fixture(scope="session")
 def ray_cluster(ray_hosts: LocalHosts) -> Cluster:
     """The two hosts, which may be silent for long where a machine is loaded."""
-    return Cluster.ray(ray_hosts.address, silent_seconds=60.0)
+    # Tests that were run before may have added others, and not taken them away yet.
+    return Cluster.ray(ray_hosts.address, num_hosts=2, silent_seconds=60.0)
