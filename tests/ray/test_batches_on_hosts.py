@@ -1,6 +1,7 @@
 """Hosts read the examples that their devices hold, and the driver reads none."""
 
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,13 @@ def losses_of(step: Any, source: Any, **options: Any) -> list[float]:
 
 def process_ids(cluster: Cluster, num_hosts: tuple[int, ...]) -> list[int]:
     return [facts.process_id for facts in workers_of(cluster, num_hosts).facts]
+
+
+def wait_for_death_of_one(processes: list[int]) -> None:
+    end = time.monotonic() + 30
+    while all(Path(f"/proc/{each}").exists() for each in processes):
+        assert time.monotonic() < end, "the processes of a killed host live"
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("seed", [None, 5])
@@ -221,7 +229,9 @@ def test_a_training_goes_on_at_the_right_example_with_fewer_hosts(
             got[number] = float(metrics["loss"])
             if number == 4 and not training.recoveries:
                 checkpoints.wait()  # that of step 3 is there
+                workers = process_ids(cluster, (3,))
                 ray_hosts.kill(third)
+                wait_for_death_of_one(workers)  # the steps left take less than that
         assert training.recoveries[-1].num_hosts == 2
         assert training.recoveries[-1].from_step >= 4
         found = checkpoints.restore(training._places())
