@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Literal, Unpack, overload
 
 from .audit.compiled_memory import plan_fitting
@@ -24,7 +24,7 @@ from .execution import (
     run_init,
     staged_plan,
 )
-from .frontend.calls import Call, open_call, plain_function
+from .frontend.calls import Call, open_call, plain_function, types_of
 from .frontend.constant_leaves import ResultTree, takes_only_arrays
 from .frontend.static_arguments import StaticArguments
 from .frontend.tracing import (
@@ -89,7 +89,7 @@ class ParallelFunction:
         self._latest: dict[Any, tuple[Executable, ResultTree]] = {}
         self._known: dict[Any, tuple[Executable, ResultTree]] = {}
         self._lock = threading.RLock()
-        self._direct = DirectCalls(self._name, self._static, self._ready)
+        self._direct = DirectCalls(self._name, self._static, self._flat, self._ready)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_tracing() or is_jit_disabled():
@@ -98,7 +98,8 @@ class ParallelFunction:
         if result is not MISSED:
             return result
         try:
-            return self._run(args, kwargs)
+            with self._open(args, kwargs) as call:
+                return self._run(call)
         except InternalFloatingPointError as found:
             self._fun(*args, **kwargs)  # raises where it comes up, as jax.jit does
             raise FloatingPointError(
@@ -107,23 +108,22 @@ class ParallelFunction:
                 f"all are, so rounding is to blame; switch the check off to go on."
             ) from None
 
-    def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        with self._open(args, kwargs) as call:
-            latest = self._latest.get(call.key)
-            if latest is not None:
-                executable, result_tree = latest
-                try:
-                    return call.result(result_tree, executable(call.leaves))
-                except SignatureChanged:
-                    pass
-            executable, result_tree = self._executable(call)
-            return call.result(result_tree, executable(call.leaves))
+    def _run(self, call: Call) -> Any:
+        result = self._direct.by_key(call.key, call.leaves)
+        if result is not MISSED:
+            return call.finish(result)
+        latest = self._latest.get(call.key)
+        if latest is not None:
+            with suppress(SignatureChanged):
+                return call.run(*latest)
+        return call.run(*self._executable(call))
 
-    def _ready(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> ReadyCall | None:
+    def _flat(self, args: Any, kwargs: Any) -> tuple[Any, Sequence[Any]] | None:
         with self._open(args, kwargs) as call:
-            return ready_call(call, self._known.get((call.key, call.types())))
+            return call.flat
+
+    def _ready(self, key: Any, leaves: Sequence[Any]) -> ReadyCall | None:
+        return ready_call(self._known.get((key, types_of(leaves))))
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments: arrays, or jax.ShapeDtypeStruct in their place.

@@ -39,7 +39,6 @@ from autopar.runtime.worker import PipelineExecutable
 
 from .clusters.cluster import Cluster
 from .clusters.device_mesh import submesh_of
-from .frontend.calls import Call
 from .frontend.constant_leaves import ResultTree
 from .frontend.effects import refuse_callbacks
 from .frontend.garbage import without_garbage_collection
@@ -71,10 +70,8 @@ def executable_of(
     return RayExecutable(lower(planned), cluster, state)
 
 
-def ready_call(
-    call: Call, known: tuple[Executable, ResultTree] | None
-) -> ReadyCall | None:
-    """What runs a call from its trees to its results; None if that is not `known`.
+def ready_call(known: tuple[Executable, ResultTree] | None) -> ReadyCall | None:
+    """What runs a call from its leaves to its results; None if that is not `known`.
 
     Raises:
       NotDirect: such calls take Python.
@@ -84,9 +81,7 @@ def ready_call(
     executable, tree = known
     if not isinstance(executable, LocalExecutable) or not executable.is_direct:
         raise NotDirect
-    if not call.is_plain or tree.constants:
-        raise NotDirect
-    return ReadyCall(executable, call.leaves, tree.tree)
+    return ReadyCall(executable, tree.before_release)
 
 
 def pipelined_step(planned: PlannedPipeline) -> PipelinedStep:

@@ -76,6 +76,11 @@ def distributed_store() -> Any:
     return distributed.global_state.client
 
 
+def bits_of(array: Any) -> Any:
+    """The array that holds the bits of keys; any other array itself."""
+    return getattr(array, "_base_array", array)
+
+
 def call_in_cpp(
     name: str,
     static_argnums: Sequence[int],
@@ -102,20 +107,26 @@ def path_in_cpp(
     compiled: Any,
     constants: Sequence[Any],
     leaves: Sequence[Any],
-    result_tree: PyTreeDef,
-    results: Sequence[Any],
+    outputs: Sequence[Any],
+    results: Any,
 ) -> Any:
-    """How C++ runs a compiled program on trees with these leaves; None if it cannot.
+    """How C++ runs a compiled program on leaves like these; None if it cannot.
 
-    The program takes `constants`, in their places, before the leaves; `results` are
-    those of one call, in its order.
+    The program takes `constants`, in their places, before the leaves; `outputs` are
+    those of one call, and `results` is the tree to make of them.
     """
     if compiled._params.const_args:
         return None
+    flat = tree_util.tree_structure(list(outputs))
     executable, nothing = compiled._executable, ((), (), None)
-    return _jitted._get_fastpath_data(
-        executable, result_tree, leaves, list(results), *nothing, constants
+    bits = list(map(bits_of, constants))
+    path = _jitted._get_fastpath_data(
+        executable, flat, leaves, list(outputs), *nothing, bits
     )
+    if path is None:
+        return None
+    _, tree = tree_util.dispatch_registry.flatten(results, None)
+    return path._replace(out_pytree_def=tree)
 
 
 def with_jaxprs(eqn: Any, changed: Callable[[Any], Any]) -> Any:

@@ -15,6 +15,7 @@ from autopar.lowering.programs import (
     CONCRETE_ARRAY,
     SignatureChanged,
     SpmdProgram,
+    bits_of,
     is_checking_values,
     is_traced,
 )
@@ -104,7 +105,7 @@ class LocalExecutable:
     def is_direct(self) -> bool:
         """Whether a call needs no more than the program."""
         program = self.program
-        are_plain = all(type(x) is CONCRETE_ARRAY for x in program.constants)
+        are_plain = all(type(bits_of(x)) is CONCRETE_ARRAY for x in program.constants)
         return program.host_calls is None and are_plain
 
     def takes(self, leaves: Sequence[Any]) -> bool:

@@ -43,18 +43,24 @@ class Call:
     finish: Callable[[Any], Any] = _unchanged
 
     @property
-    def is_plain(self) -> bool:
-        """Whether its leaves are all of its arguments, and results are as they come."""
+    def flat(self) -> tuple[Any, Sequence[Any]] | None:
+        """Key and leaves; None if it has constants or modules besides."""
         _, _, constants = self.key
-        return not constants and self.finish is _unchanged
+        is_plain = not constants and self.finish is _unchanged
+        return (self.key, self.leaves) if is_plain else None
 
     def arguments(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """What is traced: arguments whose leaves are `leaves`."""
         return hold_constants((self.args, self.kwargs), self.only_arrays)
 
     def types(self) -> tuple[Any, ...]:
-        """What a trace depends on, by leaf: shape, dtype and weak type."""
-        return tuple(map(_type_of, self.leaves))
+        return types_of(self.leaves)
+
+    def run(
+        self, executable: Callable[[Sequence[Any]], Sequence[Any]], tree: ResultTree
+    ) -> Any:
+        """What the user's function returns, run by `executable`."""
+        return self.result(tree, executable(self.leaves))
 
     def result(self, tree: ResultTree, leaves: Sequence[Any]) -> Any:
         """What the user's function returns."""
@@ -91,6 +97,11 @@ def plain_function(fun: Callable[..., Any], statics: Statics) -> Callable[..., A
         return hold_constants(run_merged(bound, args, kwargs), only_arrays)
 
     return plain
+
+
+def types_of(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What a trace depends on, by leaf: shape, dtype and weak type."""
+    return tuple(map(_type_of, leaves))
 
 
 def _type_of(leaf: Any) -> tuple[Any, ...]:

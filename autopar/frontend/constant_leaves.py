@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,10 +54,15 @@ def constants_of(
     an Equinox module all but arrays, and so of all leaves with `only_arrays`. In a
     dict, list or tuple of the user's own, such a leaf is a mistake and stays one.
     """
+    kinds = set(map(type, leaves))
+    arrays = {kind for kind in kinds if issubclass(kind, _ARRAYS)}
+    if arrays == kinds:
+        return ()
     return tuple(
         (position, type(leaves[position]), leaves[position])
         for position, is_strict in _places(tree, only_arrays)
-        if not isinstance(leaves[position], _ARRAYS)
+        if type(leaves[position]) not in arrays
+        and not isinstance(leaves[position], _ARRAYS)
         and (is_strict or not is_array_leaf(leaves[position]))
         and _is_hashable(leaves[position])
     )
@@ -81,25 +86,47 @@ def release_constants(value: Any) -> Any:
     return ResultTree.of(jax.tree.structure(value)).unflatten(jax.tree.leaves(value))
 
 
+@jax.tree_util.register_pytree_node_class
+class _Released:
+    """What becomes the constant itself when a tree is made of leaves."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def tree_flatten(self) -> tuple[tuple[()], Any]:
+        return (), self._value
+
+    @classmethod
+    def tree_unflatten(cls, value: Any, _: Sequence[Any]) -> Any:
+        return value
+
+
 @dataclass(frozen=True)
 class ResultTree:
     """How leaves become a tree that holds constants; `unflatten` releases them."""
 
     tree: PyTreeDef
-    constants: Constants
+    _full: PyTreeDef
+    _constants: tuple[tuple[int, _Released], ...]
 
     @classmethod
     def of(cls, tree: PyTreeDef) -> ResultTree:
-        numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
-        leaves, full = jax.tree.flatten(numbered, is_leaf=_is_held)
-        held = ((i, leaf.value) for i, leaf in enumerate(leaves) if _is_held(leaf))
-        return cls(full, tuple((i, type(value), value) for i, value in held))
+        held = jax.tree.unflatten(tree, range(tree.num_leaves))
+        leaves, full = jax.tree.flatten(held, is_leaf=_is_held)
+        nodes = [_Released(leaf.value) if _is_held(leaf) else leaf for leaf in leaves]
+        released = [(i, n) for i, n in enumerate(nodes) if isinstance(n, _Released)]
+        made = jax.tree.unflatten(full, nodes)
+        return cls(jax.tree.structure(made), full, tuple(released))
 
-    def unflatten(self, leaves: Sequence[Any]) -> Any:
-        leaves = list(leaves)
-        for position, _, value in self.constants:
-            leaves.insert(position, value)
+    def unflatten(self, leaves: Iterable[Any]) -> Any:
         return jax.tree.unflatten(self.tree, leaves)
+
+    def before_release(self, leaves: Iterable[Any]) -> Any:
+        """The tree from whose leaves and structure `unflatten`'s is made."""
+        nodes = list(leaves)
+        for position, constant in self._constants:
+            nodes.insert(position, constant)
+        return jax.tree.unflatten(self._full, nodes)
 
 
 @functools.lru_cache

@@ -149,9 +149,17 @@ def _split(context: Any, tree: Any) -> Any:
         graphdef, state = context.split(node)
         if isinstance(state, nnx.Variable):
             return GraphNode(graphdef, state.get_raw_value())
-        return GraphNode(graphdef, nnx.to_pure_dict(state))
+        return GraphNode(graphdef, nnx.to_pure_dict(state, _array_of))
 
     return jax.tree.map(split, tree, is_leaf=_is_whole)
+
+
+def _array_of(value: Any) -> Any:
+    """What a variable holds, before its hooks: these are the step's to call."""
+    if not isinstance(value, sys.modules["flax.nnx"].Variable):
+        return value
+    raw = value.get_raw_value()
+    return raw if isinstance(raw, jax.Array) else value.get_value()
 
 
 def _merged(context: Any, tree: Any) -> Any:

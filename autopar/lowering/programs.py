@@ -17,6 +17,7 @@ from ..graph.op_graph import OpGraph
 from ..jax_compat import CONCRETE_ARRAY as CONCRETE_ARRAY
 from ..jax_compat import PyTreeDef as PyTreeDef
 from ..jax_compat import Tracer, weakly_typed
+from ..jax_compat import bits_of as bits_of
 from ..jax_compat import call_in_cpp as call_in_cpp
 from ..jax_compat import distributed_store as distributed_store
 from ..jax_compat import is_checking_values as is_checking_values

@@ -3,15 +3,18 @@
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
+from autopar.runtime.local import LocalExecutable
 
 BATCH = np.arange(64, dtype=np.float32).reshape(16, 4)
 
@@ -35,7 +38,7 @@ def without_python(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("this call was made in Python")
 
-    monkeypatch.setattr(made, "_run", refuse)
+    monkeypatch.setattr(LocalExecutable, "__call__", refuse)
     monkeypatch.setattr(made._direct, "_ready", refuse)
 
 
@@ -68,6 +71,108 @@ def test_the_third_call_is_made_in_cpp(
     assert all(leaf.committed for leaf in jax.tree.leaves(state))
 
 
+@jax.tree_util.register_dataclass
+@dataclass
+class Layer:
+    """A module whose function is a leaf."""
+
+    kernel: Any
+    activation: Any
+    key: Any
+
+
+def act(layers: list[Layer], x: jax.Array) -> tuple[list[Layer], jax.Array]:
+    changed = []
+    for layer in layers:
+        key, now = jax.random.split(layer.key)
+        x = layer.activation(x @ layer.kernel) + jax.random.normal(now, x.shape)
+        changed.append(Layer(layer.kernel + x.mean(), layer.activation, key))
+    return changed, x
+
+
+def test_calls_with_constants_among_the_leaves_are_made_in_cpp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Constants come back in the result, beside keys; others are other calls."""
+    made = parallel(act)
+    plain = jax.jit(act_of, static_argnames="f")
+    x = np.ones((16, 8), np.float32)
+    kinds = [(jax.nn.relu, 2), (jnp.tanh, 2), (jnp.tanh, 1)]
+    state = [layers_of(*kind) for kind in kinds]
+    expected = [layers_of(*kind) for kind in kinds]
+    for number in range(6):
+        if number == 4:
+            without_python(made, monkeypatch)
+        for which, (activation, _) in enumerate(kinds):
+            state[which], y = made(state[which], x)
+            kernels = [layer.kernel for layer in expected[which]]
+            keys = [layer.key for layer in expected[which]]
+            kernels, keys, other = plain(kernels, keys, activation, x)
+            expected[which] = [
+                Layer(kernel, activation, key)
+                for kernel, key in zip(kernels, keys, strict=True)
+            ]
+            np.testing.assert_allclose(y, other, rtol=1e-4, atol=1e-5)
+            for ours, theirs in zip(state[which], expected[which], strict=True):
+                assert ours.activation is activation
+                assert ours.key == theirs.key
+                np.testing.assert_allclose(ours.kernel, theirs.kernel, rtol=1e-4)
+
+
+def layers_of(activation: Callable[..., Any], count: int) -> list[Layer]:
+    kernel = np.eye(8, dtype=np.float32)
+    return [Layer(kernel, activation, jax.random.key(i)) for i in range(count)]
+
+
+def act_of(kernels: Any, keys: Any, f: Callable[..., Any], x: Any) -> Any:
+    layers = [Layer(kernel, f, key) for kernel, key in zip(kernels, keys, strict=True)]
+    changed, x = act(layers, x)
+    return [each.kernel for each in changed], [each.key for each in changed], x
+
+
+def test_a_deleted_or_repeated_buffer_of_a_module_is_seen_before() -> None:
+    def add(layer: Layer, x: Any) -> tuple[Layer, Any]:
+        return replace(layer, kernel=layer.kernel + x), x.sum()
+
+    made, kept = parallel(add), parallel(add)
+    x = np.ones(8, np.float32)
+    layers = [Layer(np.zeros(8, np.float32), jax.nn.relu, jax.random.key(0))]
+    for _ in range(4):
+        layers.append(made(layers[-1], x)[0])
+    with pytest.raises(RuntimeError, match="but layer.kernel, layer.key was given"):
+        made(layers[2], x)
+    assert_equal(made(layers[-1], x)[0].kernel, np.full(8, 5.0))
+    layer = layers_of(jax.nn.relu, 1)[0]
+    for number in range(1, 4):
+        layer = kept(layer, layer.kernel)[0]
+        assert_equal(layer.kernel, np.eye(8) * 2.0**number)
+
+
+def test_calls_with_modules_of_nnx_are_made_in_cpp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def count(module: Any, others: dict[str, Any], x: Any) -> Any:
+        module.kernel[...] = module.kernel[...] + x.mean()
+        others["module"].kernel[...] = others["module"].kernel[...] - others["by"]
+        return x * module.kernel[...].sum()
+
+    module, other = (nnx.Linear(8, 16, rngs=nnx.Rngs(0)) for _ in range(2))
+    start, x = np.asarray(module.kernel[...]), np.ones(8, np.float32)
+    made = parallel(count)
+    for number in range(1, 6):
+        if number == 4:
+            without_python(made, monkeypatch)
+        y = made(module, {"module": other, "by": np.float32(2)}, x)
+        np.testing.assert_allclose(module.kernel[...], start + number, rtol=1e-5)
+        np.testing.assert_allclose(other.kernel[...], start - 2 * number, rtol=1e-5)
+        assert_equal(y, np.full(8, np.sum(start + number)))
+
+
+def with_a_key() -> Callable[..., Any]:
+    key = jax.random.key(3)
+    return lambda state, batch: step(state, batch * jax.random.uniform(key, (4,)))
+
+
 def with_a_table() -> Callable[..., Any]:
     table = jnp.linspace(0.5, 2.0, 4)
     return lambda state, batch: step(state, batch * table)
@@ -77,10 +182,16 @@ def with_a_table() -> Callable[..., Any]:
     ("make", "place", "given"),
     [
         (with_a_table, 0, np.asarray),
+        (with_a_key, 0, np.asarray),
         (lambda: lambda batch, state: step(state, batch), 1, np.asarray),
         (lambda: step, 0, jnp.asarray),
     ],
-    ids=["closed-over array", "kept before donated", "array that lies nowhere"],
+    ids=[
+        "closed-over array",
+        "closed-over key",
+        "kept before donated",
+        "array that lies nowhere",
+    ],
 )
 def test_other_calls_that_need_no_python_are_made_in_cpp(
     make: Callable[[], Callable[..., Any]],
@@ -102,7 +213,8 @@ def test_other_calls_that_need_no_python_are_made_in_cpp(
         assert_equal((state, result), (expected, other))
         assert number == 0 or old["a"].is_deleted()
     (executable,) = made._executables.values()
-    assert len(executable.program.constants) == (make is with_a_table)
+    closed_over = make in (with_a_table, with_a_key)
+    assert len(executable.program.constants) == closed_over
 
 
 def test_a_donated_buffer_that_is_kept_too_is_copied() -> None:
@@ -200,24 +312,15 @@ def test_arrays_of_one_cpu_are_cut_without_a_program_for_each_shape(
     assert_equal(start, a_state())  # what was donated was a copy
 
 
-def test_what_takes_python_gets_it(capfd: pytest.CaptureFixture[str]) -> None:
-    """Callbacks, and random keys closed over."""
-    key = jax.random.key(3)
-    table = jax.random.uniform(key, (4,))
-
+def test_callbacks_take_python_and_get_it(capfd: pytest.CaptureFixture[str]) -> None:
     def talks(state: Any, batch: Any) -> Any:
         jax.debug.print("sum {}", batch.sum())
         return state + batch.mean()
 
-    talking = parallel(talks)
-    reading = parallel(
-        lambda state, batch: state + (batch * jax.random.uniform(key, (4,))).mean()
-    )
-    state = other = np.zeros(8, np.float32)
+    talking, state = parallel(talks), np.zeros(8, np.float32)
     for number in range(1, 5):
-        state, other = talking(state, BATCH), reading(other, BATCH)
+        state = talking(state, BATCH)
         assert_equal(state, np.full(8, number * BATCH.mean()))
-        assert_equal(other, np.full(8, number * (BATCH * table).mean()))
     assert capfd.readouterr().out.count("sum 2016") == 4
 
 
