@@ -1,7 +1,9 @@
 """What a call costs besides the work: every call, and the first one.
 
   calls   a step that adds one to 500 small arrays, so that handling arguments and
-          results is all there is to time, beside jit with the same shardings
+          results is all there is to time, beside jit with the same shardings; the
+          arrays in a list, in nested dicts, in modules whose functions are leaves (jit
+          gets these without functions), or in a list beside a key closed over
   first   the first call of a 12-layer GPT (a scan over its layers), which plans, lowers
           and compiles, beside jit's first call on one device, which compiles
 
@@ -23,12 +25,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import process_time, thread_time
-from typing import Any
+from typing import Any, Literal, get_args
 
 MESH = "x:8"
 NUM_LEAVES = 500
 NUM_LAYERS = 12
-_WARM_UP = 3
+_WARM_UP = 4
+
+Kind = Literal["list", "dicts", "modules", "key"]
 
 
 @dataclass(frozen=True)
@@ -41,31 +45,58 @@ class CallTime:
     ratio: float
 
 
-def measure_calls(rounds: int, num_leaves: int = NUM_LEAVES) -> CallTime:
-    """Seconds of the calling thread until a call has returned."""
+def measure_calls(
+    rounds: int, num_leaves: int = NUM_LEAVES, kind: Kind = "list"
+) -> CallTime:
+    """Seconds of the calling thread until a call has returned.
+
+    `num_leaves` are a multiple of 20.
+    """
     import jax
     import numpy as np
 
     import autopar
 
-    def step(state: list[Any]) -> list[Any]:
-        return [leaf + 1 for leaf in state]
+    key = jax.random.key(0)
 
+    def step(state: Any) -> Any:
+        by = jax.random.uniform(key, (64,)) if kind == "key" else 1
+        return jax.tree.map(lambda x: x if callable(x) else x + by, state)
+
+    arrays = [np.zeros(64, np.float32) for _ in range(num_leaves)]
     parallel = autopar.parallelize(step, mesh=MESH, donate_argnums=())
-    state = parallel([np.zeros(64, np.float32) for _ in range(num_leaves)])
-    shardings = [leaf.sharding for leaf in state]
+    state = parallel(_in_trees(arrays, kind, jax.tree_util.Partial))
+    plain = jax.tree.map(lambda x: None if callable(x) else x, state)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, plain)
     jitted = jax.jit(step, in_shardings=(shardings,), out_shardings=shardings)
 
-    def seconds_of(program: Callable[[Any], Any]) -> float:
+    def seconds_of(program: Callable[[Any], Any], given: Any) -> float:
         start = thread_time()
-        results = program(state)
+        results = program(given)
         seconds = thread_time() - start
-        jax.block_until_ready(results)
+        jax.block_until_ready(jax.tree.leaves(results))
         return seconds
 
     turns = range(_WARM_UP + rounds)
-    pairs = [(seconds_of(parallel), seconds_of(jitted)) for _ in turns]
-    return _summary(f"calls with {num_leaves} leaves", pairs[_WARM_UP:])
+    pairs = [(seconds_of(parallel, state), seconds_of(jitted, plain)) for _ in turns]
+    name = "" if kind == "list" else f", {kind}"
+    return _summary(f"calls with {num_leaves} leaves{name}", pairs[_WARM_UP:])
+
+
+def _in_trees(arrays: list[Any], kind: Kind, module: Callable[..., Any]) -> Any:
+    """The arrays in a tree; a module has an array, another one and a function."""
+    pairs = list(zip(arrays[::2], arrays[1::2], strict=True))
+    if kind == "modules":
+        return [module(max, {"w": w, "b": b, "f": abs}) for w, b in pairs]
+    if kind == "dicts":
+        layers = (pairs[i : i + 5] for i in range(0, len(pairs), 5))
+        return {
+            f"layer_{i}": {
+                f"part_{j}": {"w": w, "b": b} for j, (w, b) in enumerate(each)
+            }
+            for i, each in enumerate(layers)
+        }
+    return arrays
 
 
 def measure_first_call(rounds: int, num_layers: int = NUM_LAYERS) -> CallTime:
@@ -140,7 +171,8 @@ def main() -> None:
         program, num_layers = arguments.first
         print(_time_first_call(program, int(num_layers)))
         return
-    _tell(measure_calls(arguments.rounds))
+    for kind in get_args(Kind):
+        _tell(measure_calls(arguments.rounds, kind=kind))
     _tell(measure_first_call(arguments.first_rounds))
 
 
