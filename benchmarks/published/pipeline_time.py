@@ -40,6 +40,7 @@ from benchmarks.published.unit_costs import (
     unit_costs,
 )
 
+_CHOICES = 2  # experts of a token, for each of which there is a slot
 UPDATE_BYTES = 28  # of Adam for a parameter: read gradient, read and write the rest
 
 
@@ -58,6 +59,7 @@ class System:
       kept_bytes: of optimizer state for a parameter beside the model's own.
       has_one_group: experts route all examples that a device has at once, so that the
         masks of tokens by slots grow with their square.
+      gate_bytes: of the masks that its gate holds at once, for a token and a slot.
       has_largest_microbatch: it runs the largest microbatches that fit.
     """
 
@@ -67,6 +69,7 @@ class System:
     balances_flops: bool = False
     kept_bytes: int = 0
     has_one_group: bool = False
+    gate_bytes: int = 0
     has_largest_microbatch: bool = False
 
 
@@ -191,18 +194,29 @@ class Simulator:
     def _run_in_one_group(
         self, plan: Plan, size: int, constants: Constants
     ) -> Outcome | None:
-        """As `run`, a device's examples routed at once; None if masks are too big."""
+        """As `run`, a device's examples routed at once; None if masks are too big.
+
+        While a layer of experts is made again, its gate holds its masks beside what the
+        layer keeps, which is that of a layer with small groups.
+        """
         here, left = divmod(size, plan.layouts[0].data)
         row, regrouped = self._row, self.model.regrouped
-        mask = (here * row.setting.seq_len) ** 2 * 2 * self.model.itemsize
-        if left or not here or regrouped is None or mask > self.budget_bytes:
+        num_tokens = here * row.setting.seq_len
+        gate_bytes = num_tokens * _CHOICES * num_tokens * plan.system.gate_bytes
+        if left or not here or regrouped is None or gate_bytes > self.budget_bytes:
             return None
         if here not in self._regrouped:
             model = replace(regrouped(here), regrouped=None)
             self._regrouped[here] = Simulator(
                 replace(row, model=model), self._planned_with
             )
-        return self._regrouped[here].run(plan, constants)
+        found = self._regrouped[here].run(plan, constants)
+        in_groups = replace(plan, system=replace(plan.system, has_one_group=False))
+        beside = self.run(in_groups, constants)
+        if found is None or beside is None:
+            return found
+        peak_bytes = max(found.peak_bytes, beside.peak_bytes + gate_bytes)
+        return replace(found, peak_bytes=peak_bytes)
 
     def _run(self, plan: Plan, size: int, constants: Constants) -> Outcome | None:
         sequence = np.array(self.model.sequence)

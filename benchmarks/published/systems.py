@@ -27,14 +27,17 @@ ALPA = System(balances_flops=True)
 FREE = System()
 MEGATRON = System(splits_state=False, has_equal_stages=True)
 # Its gate makes one mask of all tokens of a device (microsoft/DeepSpeed,
-# deepspeed/moe/sharded_moe.py, top2gating), where GShard cuts them in groups. The
-# authors ran its largest microbatch: "deepspeed max bs = 8" (alpa-projects/alpa,
+# deepspeed/moe/sharded_moe.py, top2gating), where GShard cuts them in groups, and
+# holds three of 32 bits and one of booleans as it ends ("everything is in fp32 in this
+# function": combine1_sec, combine2_sec, combine_weights, dispatch_mask). The authors
+# ran its largest microbatch: "deepspeed max bs = 8" (alpa-projects/alpa,
 # benchmark/alpa/paper_manual_moe_suite.py). Its Adafactor had one moment, which is not
 # factored (benchmark/deepspeed/patch/training.py: beta1), and ZeRO-2 copies its share
 # of the gradients to 32 bits to update (microsoft/DeepSpeed, zero/stage_1_and_2.py).
 DEEPSPEED = System(
     reduces_always=True,
     has_one_group=True,
+    gate_bytes=3 * 4 + 1,
     has_largest_microbatch=True,
     kept_bytes=8,
 )

@@ -190,6 +190,24 @@ def test_a_system_that_routes_all_tokens_at_once_takes_the_most_that_fit() -> No
     assert faster is not None and faster.seconds < 0.9 * found.seconds
 
 
+@pytest.mark.slow
+def test_masks_of_a_gate_in_32_bits_halve_the_microbatch() -> None:
+    """DeepSpeed on two GPUs: eight sequences each too; masks of 16 fit in 16 bits."""
+    constants = Constants.load()
+    row = read_table(MOE).rows[1]
+    simulator = Simulator(row, constants)
+    found = predict("deepspeed", row, simulator, constants)
+    assert found is not None and found.plan.num_microbatches == 1024 // (2 * 8)
+    system = replace(found.plan.system, gate_bytes=4)
+    plan = replace(found.plan, num_microbatches=1024 // (2 * 16))
+    narrow = simulator.run(replace(plan, system=system), constants)
+    wide = simulator.run(plan, constants)
+    assert narrow is not None and narrow.is_feasible
+    assert wide is not None and not wide.is_feasible
+    num_tokens = 16 * 1024
+    assert wide.peak_bytes > 13 * 2 * num_tokens**2
+
+
 def test_constants_are_fitted_on_gpts_alone() -> None:
     with pytest.raises(ValueError, match="has rows of moe; give alpa_osdi22_gpt"):
         fit_and_write(MOE)
