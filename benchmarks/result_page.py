@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from math import isfinite
 
-from benchmarks.results import Result, ResultFile
+from benchmarks.results import NOISE, Result, ResultFile
 
 _STYLE = """
 body { font: 14px system-ui, sans-serif; margin: 2em auto; max-width: 70em; }
@@ -19,7 +20,6 @@ rect { fill: #4477aa; }
 text { font: 12px system-ui, sans-serif; }
 """
 _BAR, _ROW, _LABEL = 360, 18, 380  # widths and heights in pixels
-_NOISE = 1e-9  # what is no more, such as a closed gap, is rounding: 0, no bars
 
 
 def page(file: ResultFile) -> str:
@@ -58,7 +58,9 @@ def _table(results: Sequence[Result]) -> str:
 
 def _text(value: float) -> str:
     """Bytes and counts in full, other numbers in four digits."""
-    if abs(value) <= _NOISE:
+    if not isfinite(value):
+        return "unknown"
+    if abs(value) <= NOISE:
         return "0"
     is_whole = abs(value) >= 1 and value == int(value)
     return f"{value:,.0f}" if is_whole else f"{value:.4g}"
@@ -72,8 +74,9 @@ def _plots(results: Sequence[Result]) -> Iterator[str]:
             for each in results
             if name in each.values or name in each.timed
         ]
-        most = max(value for _, value in pairs)
-        if len(pairs) < 2 or most <= _NOISE:
+        pairs = [(case, value) for case, value in pairs if isfinite(value)]
+        most = max((value for _, value in pairs), default=0.0)
+        if len(pairs) < 2 or most <= NOISE:
             continue
         lines = []
         for row, (case, value) in enumerate(pairs):

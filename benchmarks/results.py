@@ -8,11 +8,15 @@ import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
+from math import isfinite
 from pathlib import Path
+
+from autopar.plans.explain import format_bytes, format_seconds
 
 VERSION = 1
 TOLERANCE = 1e-3  # of values, which are the same on every machine
 TIMED_TOLERANCE = 0.25  # of what is timed
+NOISE = 1e-9  # what is no more, such as a closed gap, is rounding
 FAILED = "failed"  # the case of a suite that ended with an error
 
 
@@ -33,6 +37,31 @@ class Result:
     values: dict[str, float] = field(default_factory=dict)
     timed: dict[str, float] = field(default_factory=dict)
     note: str = ""
+
+    def __str__(self) -> str:
+        numbers = {**self.values, **self.timed}.items()
+        text = ", ".join(f"{_without_unit(n)} {with_unit(n, x)}" for n, x in numbers)
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.suite}: {self.case}: {text}{note}"
+
+
+def with_unit(name: str, value: float) -> str:
+    """A number as it is read; its name ends in its unit, or it is a ratio."""
+    if not isfinite(value):
+        return "unknown"
+    if abs(value) <= NOISE:
+        return "0"
+    if name.endswith("seconds"):
+        return format_seconds(value)
+    if name.endswith("bytes"):
+        return format_bytes(value)
+    if name.endswith(("gap", "error")):
+        return f"{value:.2%}"
+    return f"{value:.4g}"
+
+
+def _without_unit(name: str) -> str:
+    return name.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ")
 
 
 @dataclass(frozen=True)

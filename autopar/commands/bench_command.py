@@ -204,10 +204,7 @@ def _run(
 
 
 def _tell(result: Any) -> None:
-    numbers = {**result.values, **result.timed}
-    text = ", ".join(f"{name} {value:.5g}" for name, value in numbers.items())
-    note = f" ({result.note})" if result.note else ""
-    print(f"{result.suite}: {result.case}: {text}{note}", flush=True)
+    print(result, flush=True)
 
 
 def _judge(comparison: Any) -> None:

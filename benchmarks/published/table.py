@@ -104,8 +104,14 @@ def read_table(path: Path) -> Table:
     """The table of a CSV file with comment lines.
 
     Raises:
-      ValueError: a column that is needed is missing, or an entry cannot be read.
+      ValueError: there is no such file, a column that is needed is missing, or an
+        entry cannot be read.
     """
+    if not path.is_file():
+        raise ValueError(
+            f"a published table must be a CSV file, but {path} is none; those of the "
+            f"Alpa paper are read where no table is given."
+        )
     lines = path.read_text("utf-8-sig").splitlines()
     comments = [line for line in lines if line.startswith("#")]
     setting = _setting(" ".join(comments))

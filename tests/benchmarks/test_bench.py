@@ -33,6 +33,22 @@ def file(*results: Result, machine: Machine = MACHINE) -> ResultFile:
 BEFORE = Result("plan", "mlp x:8", {"peak_bytes": 1000.0}, {"plan_seconds": 1.0})
 
 
+def test_a_result_is_printed_with_units() -> None:
+    values = {"modelled_seconds": 0.0005601, "peak_bytes": 1.5 * 2**20, "gap": 1e-15}
+    result = Result("plan", "mlp x:8", values, {"times_jit": 1.0213}, "a note")
+    assert str(result) == (
+        "plan: mlp x:8: modelled 560 us, peak 1.5 MiB, gap 0, times jit 1.021 (a note)"
+    )
+
+
+def test_a_gap_without_a_bound_is_unknown() -> None:
+    results = [Result("plan", case, {"gap": float("inf"), "b": 2.0}) for case in "xy"]
+    assert str(results[0]) == "plan: x: gap unknown, b 2"
+    found = page(file(*results))
+    assert "<td>unknown</td>" in found and "nan" not in found
+    assert found.count("<svg") == 1
+
+
 def test_help_lists_the_suites(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("bench", "--help") == 0
     printed = capsys.readouterr().out
@@ -128,7 +144,7 @@ def test_every_suite_runs_small_and_gives_the_golden_numbers(tmp_path: Path) -> 
     [
         (("plan", "--model=gtp"), "did you mean 'gpt'"),
         (("plan", "--model=mlp", "--cluster=8x8xH10"), "did you mean"),
-        (("simulate", "nowhere.csv"), "nowhere.csv"),
+        (("simulate", "nowhere.csv"), "must be a CSV file, but nowhere.csv is none"),
     ],
 )
 def test_mistakes_name_the_remedy(
