@@ -104,8 +104,13 @@ class ResultFile:
         """Reads what `save` wrote.
 
         Raises:
-          ValueError: the file is no result file of this version.
+          ValueError: the file is not there, or no result file of this version.
         """
+        if not path.is_file():
+            raise ValueError(
+                f"a result file is what autopar bench --json wrote, but there is no "
+                f"file {path}."
+            )
         try:
             content = json.loads(path.read_text())
             if content["version"] != VERSION:

@@ -178,6 +178,8 @@ def _run(
     against: Path | None,
 ) -> None:
     module, results = map(_checkout, ("benchmarks.suites", "benchmarks.results"))
+    for path in filter(None, (json, html)):
+        _check_folder(path)
     given = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in asked.items()
@@ -201,6 +203,19 @@ def _run(
         _judge(results.compare(kept, file))
     if any(each.case == results.FAILED for each in found):
         raise typer.Exit(1)
+
+
+def _check_folder(path: Path) -> None:
+    """Before anything runs, which may take long.
+
+    Raises:
+      ValueError: the file cannot be written.
+    """
+    if not path.absolute().parent.is_dir():
+        raise ValueError(
+            f"results are written to a folder that is there, but that of {path} is "
+            f"not; make it first."
+        )
 
 
 def _tell(result: Any) -> None:

@@ -144,6 +144,8 @@ def test_every_suite_runs_small_and_gives_the_golden_numbers(tmp_path: Path) -> 
     [
         (("plan", "--model=gtp"), "did you mean 'gpt'"),
         (("plan", "--model=mlp", "--cluster=8x8xH10"), "did you mean"),
+        (("plan", "--model=mlp", "--json=nowhere/x.json"), "make it first"),
+        (("plan", "--model=mlp", "--against=nowhere.json"), "no file nowhere.json"),
         (("simulate", "nowhere.csv"), "must be a CSV file, but nowhere.csv is none"),
     ],
 )
