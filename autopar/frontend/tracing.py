@@ -20,6 +20,7 @@ from ..state.distributed_array import (
     DistributedArray,
     abstract_leaf,
 )
+from .own_rows import with_own_rows
 from .padded_windows import with_padded_windows
 
 _LEAF_TYPES = (
@@ -169,7 +170,9 @@ def trace(
         traced = jax.jit(fresh).trace(*args, **kwargs)
     return TracedFunction(
         name=getattr(fun, "__name__", type(fun).__name__),
-        jaxpr=dead_code_eliminated(with_padded_windows(traced.jaxpr)),
+        jaxpr=dead_code_eliminated(
+            with_own_rows(with_padded_windows(traced.jaxpr))
+        ),
         in_tree=traced.in_tree,
         out_tree=jax.tree.structure(traced.out_info),
         input_paths=paths,
