@@ -1,4 +1,4 @@
-"""State that no stage changes lies on the first that reads it, and others get it."""
+"""State that several stages read, or that one reads and another updates."""
 
 from typing import Any
 
@@ -62,3 +62,34 @@ def test_what_one_stage_reads_lies_there(is_shared: bool) -> None:
     assert sent == ({(0, 1)} if is_shared else set())
     home = {each.stage for each in plan.programs if each.kind == "apply"}
     assert home == {0, 1}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_average_of_parameters_lies_where_they_are_updated(is_first: bool) -> None:
+    """It makes their targets on a stage of its own, and meets them in the update."""
+
+    def error(params: Any, average: Any, x: jax.Array) -> jax.Array:
+        def own() -> jax.Array:
+            return jnp.tanh(x @ params["first"]) @ params["second"]
+
+        def target() -> jax.Array:
+            y = jnp.tanh(jnp.flip(x, 1) @ average["first"]) @ average["second"]
+            return jax.lax.stop_gradient(y)
+
+        if is_first:
+            return jnp.square(target() - own()).mean()
+        return jnp.square(own() - target()).mean()
+
+    def step(state: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(error)(state["own"], state["average"], x)
+        own = jax.tree.map(lambda p, g: p - 0.1 * g, state["own"], grads)
+        average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, state["average"], own)
+        return {"own": own, "average": average}, value
+
+    params, x = arguments()
+    state = {"own": params, "average": jax.tree.map(jnp.sin, params)}
+    parallel = parallelize(step, method=PipelineParallel(2, 2))
+    plan = run_pipeline_as_planned(parallel, state, x).plan.stages
+    sent = {t.slot: t.count for t in plan.transfers if "average" in t.slot}
+    assert len(sent) == 2 and {*sent.values()} == {1}  # copies, once a step
+    assert not any("own" in t.slot for t in plan.transfers)

@@ -182,6 +182,7 @@ def cut_step(
         number = min(number, num_stages)
         cut = with_recomputed_stages(cut, graph, examples, remat, number)
     apply = _cut_apply(parts, cut)
+    cut = _with_homes(cut, parts, apply)
     by_path = dict(zip(whole.input_paths, leaves, strict=True))
     parts = replace(parts, apply=apply.graph)
     return CutStep(whole, pieced, step, parts, cut, apply, by_path)
@@ -291,6 +292,17 @@ def _cut_apply(parts: StepParts, cut: StageCut) -> ApplyCut:
         frozenset(of_apply[name] for name in (*parts.prepared, *read_only)),
         last,
     )
+
+
+def _with_homes(cut: StageCut, parts: StepParts, apply: ApplyCut) -> StageCut:
+    """The cut with state at home where the update has it."""
+    of_apply = {i.path: i.tensor for i in parts.apply.inputs}
+    names = {t.index: t.name for t in parts.microbatch.tensors}
+    home = {
+        tensor: apply.home.get(of_apply[names[tensor]], stage)
+        for tensor, stage in cut.home.items()
+    }
+    return cut if home == cut.home else replace(cut, home=home)
 
 
 def _next_paths(traced: TracedFunction, roles: Roles) -> dict[str, str]:

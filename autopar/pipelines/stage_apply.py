@@ -46,9 +46,11 @@ def cut_apply(
     which are sent once if the parameter lives elsewhere; `everywhere` are inputs that
     every stage may read, as they do not change; so may state that is returned as it
     came in, where it is read by several. Other arrays (moments) follow what they meet.
+    Parameters that meet (a network, and the average of it that makes its targets) live
+    where the gradients of one of them are made.
 
     Raises:
-      NotImplementedError: two stages' arrays meet in one operator.
+      NotImplementedError: arrays with gradients of two stages meet in one operator.
     """
     operators = graph.blocks[0].operators
     scalars = {t.index for t in graph.tensors if t.type.size <= 1}
@@ -56,19 +58,9 @@ def cut_apply(
     everywhere |= shared.keys()
     small = scalars | everywhere | _made_of(operators, everywhere, scalars)
     together = _components(graph, small)
-    stage_of: dict[object, int] = {}
-    first: dict[object, int] = {}
-    for tensor, stage in home.items():
-        if tensor in small:
-            continue
-        root = together[("tensor", tensor)]
-        first.setdefault(root, tensor)
-        if stage_of.setdefault(root, stage) != stage:
-            ends, stages = (first[root], tensor), (stage_of[root], stage)
-            raise torn_update(graph, small, ends, stages)
-    for tensor, stage in sums.items():
-        if tensor not in small:
-            stage_of.setdefault(together[("tensor", tensor)], stage)
+    arrays = {tensor: stage for tensor, stage in home.items() if tensor not in small}
+    of_sums = {tensor: stage for tensor, stage in sums.items() if tensor not in small}
+    stage_of = _stages_together(graph, small, together, arrays, of_sums)
 
     def stage_of_operator(op: Operator) -> int | None:
         """The stage of an operator on arrays; None if it only has scalars."""
@@ -90,6 +82,30 @@ def cut_apply(
             if t not in small
         }
     )
+
+
+def _stages_together(
+    graph: OpGraph,
+    small: Set[int],
+    together: networkx.utils.UnionFind,
+    home: Mapping[int, int],
+    sums: Mapping[int, int],
+) -> dict[object, int]:
+    """The stage of each component of `together` in which some array has one."""
+    met: dict[object, dict[int, int]] = {}  # by component: a tensor of each stage
+    for tensor, stage in home.items():
+        met.setdefault(together[("tensor", tensor)], {}).setdefault(stage, tensor)
+    stages: dict[object, set[int]] = {}
+    for tensor, stage in sums.items():
+        stages.setdefault(together[("tensor", tensor)], set()).add(stage)
+    stage_of: dict[object, int] = {}
+    for root, tensors in met.items():
+        of_sums = stages.get(root, set())
+        if len(tensors) > 1 and len(of_sums) > 1:
+            (one, first), (other, second), *_ = tensors.items()
+            raise torn_update(graph, small, (first, second), (one, other))
+        (stage_of[root],) = tensors if len(tensors) == 1 else of_sums or {min(tensors)}
+    return {**{root: min(of_sums) for root, of_sums in stages.items()}, **stage_of}
 
 
 def _components(graph: OpGraph, small: Set[int]) -> networkx.utils.UnionFind:
