@@ -1,4 +1,4 @@
-"""Examples that index their own rows by an iota: as values, split and in microbatches."""
+"""Examples that index their own rows: as values, split and in microbatches."""
 
 from typing import Any
 

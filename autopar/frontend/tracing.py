@@ -170,9 +170,7 @@ def trace(
         traced = jax.jit(fresh).trace(*args, **kwargs)
     return TracedFunction(
         name=getattr(fun, "__name__", type(fun).__name__),
-        jaxpr=dead_code_eliminated(
-            with_own_rows(with_padded_windows(traced.jaxpr))
-        ),
+        jaxpr=dead_code_eliminated(with_own_rows(with_padded_windows(traced.jaxpr))),
         in_tree=traced.in_tree,
         out_tree=jax.tree.structure(traced.out_info),
         input_paths=paths,
