@@ -22,6 +22,7 @@ from ..state.distributed_array import (
 )
 from .own_rows import with_own_rows
 from .padded_windows import with_padded_windows
+from .transposed_products import with_transposed_products
 
 _LEAF_TYPES = (
     jax.Array,
@@ -149,6 +150,12 @@ def _marked_as_tracing() -> Iterator[None]:
         _is_tracing.reset(token)
 
 
+def _rewritten(closed: Any) -> Any:
+    """What all that follows sees: dead code is gone before readers are counted."""
+    own_rows = with_own_rows(with_padded_windows(closed))
+    return with_transposed_products(dead_code_eliminated(own_rows))
+
+
 def trace(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> TracedFunction:
@@ -170,7 +177,7 @@ def trace(
         traced = jax.jit(fresh).trace(*args, **kwargs)
     return TracedFunction(
         name=getattr(fun, "__name__", type(fun).__name__),
-        jaxpr=dead_code_eliminated(with_own_rows(with_padded_windows(traced.jaxpr))),
+        jaxpr=_rewritten(traced.jaxpr),
         in_tree=traced.in_tree,
         out_tree=jax.tree.structure(traced.out_info),
         input_paths=paths,

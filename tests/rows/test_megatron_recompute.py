@@ -100,8 +100,8 @@ def test_meg_4_residuals_and_memory_are_those_of_annotations(
     by_hand = jax.jit(annotated(remat).step)
     expected = temp_bytes(by_hand.lower(*case.args).compile())
     found = temp_bytes(compiled.compiled)
-    assert found <= 1.01 * expected
-    assert found == pytest.approx(TEMP_BYTES[remat], rel=0.13)
+    assert expected == pytest.approx(TEMP_BYTES[remat], rel=0.13)
+    assert 0.8 * expected <= found <= 1.01 * expected  # gradients are not turned
 
 
 @pytest.mark.parametrize("remat", ["selective", "cheap", "full"])
