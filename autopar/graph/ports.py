@@ -45,6 +45,11 @@ class Port:
         """The specs that the constraint leaves on `mesh`; None: all of them."""
         return self.constraint and self.constraint.pin(self.type, mesh)
 
+    @property
+    def is_stacked(self) -> bool:
+        """Whether each iteration of a scan adds one to a stack of them."""
+        return any(extra for _, extra in self.writes)
+
     def may_be_pending(self, mesh: MeshShape) -> bool:
         """A sum may stay pending across the border; a predicate or pin may not."""
         return not self.is_whole and self.pin(mesh) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..clusters.cluster import Cluster
+from ..costs.stacks import stacking_seconds
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.op_graph import Operator, OpGraph, TensorType
 from ..graph.user_shard_map import body_work
@@ -57,7 +58,7 @@ def _operator_seconds(
     if op.kind == SHARD_MAP:
         return body_work(op, cluster)[1]
     if op.kind in STRUCTURED:
-        return 0.0
+        return stacking_seconds(op, planned.result_specs, sizes, cluster)
     skipped = op.kind in SLICING  # only what is taken out of the first is read
     moved = _local_bytes(
         op.operand_types[skipped:], planned.operand_specs[skipped:], sizes

@@ -13,6 +13,7 @@ import networkx
 import numpy as np
 
 from ..costs.plan_arrays import PlanArrays
+from ..costs.stacks import stacking_seconds
 from ..graph.build_graph import SHARD_MAP
 from ..graph.op_graph import Constant, Operator
 from ..graph.user_shard_map import body_work
@@ -128,9 +129,11 @@ class PlanReader:
     def _work_of_ports(self, op: Operator) -> Work:
         """Of a scan, barrier or shard_map: its ports decide."""
         weight, num_devices = self.graph.blocks[op.block].weight, self.problem.mesh.size
-        num_flops = seconds = 0.0
+        num_flops, results = 0.0, [self.specs[self.made[each]] for each in op.results]
+        sizes, cluster = self.problem.mesh.axis_sizes, self.resharder.cluster
+        seconds = stacking_seconds(op, results, sizes, cluster)
         if op.kind == SHARD_MAP:
-            num_flops, seconds = body_work(op, self.resharder.cluster)
+            num_flops, seconds = body_work(op, cluster)
         operands = [
             self._at_site.get(("operand", op.index, position), self.whole)
             for position in range(len(op.operands))
@@ -138,7 +141,7 @@ class PlanReader:
         return Work(
             (),
             tuple(operands),
-            tuple([self.specs[self.made[result]] for result in op.results]),
+            tuple(results),
             num_flops * weight * num_devices,
             num_devices if num_flops else 1,
             seconds * weight,

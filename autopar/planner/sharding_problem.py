@@ -23,6 +23,7 @@ from autopar.solver.choice_graph import ChoiceGraph, TypedEdges, TypedNodes
 
 from ..clusters.cluster import Cluster
 from ..costs.host_memory import host_seconds_per_byte
+from ..costs.stacks import stack_seconds_per_byte
 from ..frontend.garbage import without_garbage_collection
 from ..graph.build_graph import RELAYOUT_LIKE, STRUCTURED
 from ..graph.op_graph import GraphInput, OpGraph, TensorType
@@ -190,8 +191,9 @@ class _Builder:
         )
 
     def _add_ports(self, row: int) -> None:
-        tensors = self.graph.tensors
-        for port in ports_of(self.graph, self.graph.operators()[row]):
+        tensors, op = self.graph.tensors, self.graph.operators()[row]
+        for port in ports_of(self.graph, op):
+            times = self.graph.blocks[op.bodies[0]].weight if port.is_stacked else 0.0
             pattern = self.patterns.of(
                 "port",
                 port.type,
@@ -200,6 +202,7 @@ class _Builder:
                 pending=port.may_be_pending(self.mesh),
                 whole=port.is_whole,
                 pin=port.pin(self.mesh),
+                seconds_per_byte=times * stack_seconds_per_byte(self.cluster),
             )
             reads = [(tensor, site) for tensor, _, site in port.reads]
             written = [tensor for tensor, _ in port.writes]
