@@ -356,7 +356,8 @@ def _numbered(keys: list) -> tuple[np.ndarray, np.ndarray]:
 
 def _members(types: np.ndarray, count: int) -> list[np.ndarray]:
     order = np.argsort(types, kind="stable")
-    return np.split(order, np.searchsorted(types[order], np.arange(1, count)))
+    ends = np.searchsorted(types[order], np.arange(count + 1))
+    return [order[low:high] for low, high in zip(ends, ends[1:], strict=False)]
 
 
 def _verify_node(index: int, node: Node) -> None:

@@ -30,6 +30,11 @@ def test_cost_adds_nodes_parallel_edges_and_the_constant() -> None:
     assert graph.cost((1, 1)) == inf
 
 
+def test_a_graph_without_edges_costs_what_its_nodes_do() -> None:
+    graph = ChoiceGraph((node(1.0, 2.0), node(3.0, 4.0)), ())
+    assert graph.cost([1, 0]) == 5.0
+
+
 def test_peak_is_the_largest_live_set() -> None:
     nodes = tuple(node(0, 0, held=(size, 2 * size)) for size in (1.0, 2.0, 4.0))
     graph = ChoiceGraph(nodes, (), ((0, 1), (1, 2)), budget=9.0)
