@@ -14,7 +14,6 @@ All limits count work. Only at the clock's last resort, for machines that are st
 results depend on time.
 """
 
-import logging
 from collections.abc import Sequence
 from math import inf
 
@@ -38,7 +37,6 @@ MOST_ATTEMPTS = 3
 FIRST_ROWS, ROWS_AT_ONCE = 60, 16
 PRICED_GAP = 0.1
 LEAST_PEAK_GAP = 5e-3
-_log = logging.getLogger("autopar")
 
 
 def solve_within_budget(search: Search, known: Sequence[Sequence[int]]) -> None:
@@ -95,12 +93,6 @@ class WithinRows:
             self._run_large(everything)
         self.search.raise_bound(self.bound)
         self.search.finish_phase("branch", self.graph)
-        if self._is_out_of_time():
-            _log.warning(
-                "The search for a plan within its budget ended at its limit: the plan "
-                "has a gap%s.",
-                " and depends on the machine" * self.search.pool.clock.is_late,
-            )
 
     def _see(self, choices: tuple[int, ...]) -> np.ndarray:
         """[rows] what a plan of the full graph uses; one that fits is offered."""
@@ -214,6 +206,7 @@ class WithinRows:
             self.budget,
             size=size if size < inf else 1.0,
             minimises_peak=is_of_peak,
+            clock=self.search.pool.clock,
         )
         self._add_rows(kept, relaxation)
         return relaxation

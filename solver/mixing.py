@@ -18,6 +18,7 @@ from math import ceil, inf
 import numpy as np
 
 from .choice_graph import ChoiceGraph, Edge, Node
+from .clock import Clock
 from .memory_rows import MemoryRow
 from .relaxation import Relaxation
 
@@ -34,6 +35,7 @@ def mix(
     *,
     gap: float,
     cost: float = inf,
+    clock: Clock | None = None,
 ) -> tuple[int, ...] | None:
     """The cheapest mixture of some plans that no row puts above the budget.
 
@@ -44,6 +46,7 @@ def mix(
         plans: allowed ones, within budget or not.
         gap: relative distance from the best mixture at which to stop.
         cost: of a plan that is known; None is returned where no mixture is cheaper.
+        clock: what is told of the work.
     """
     table = np.unique(np.array(plans, np.intp), axis=0)
     if len(table) < 2:
@@ -57,7 +60,7 @@ def mix(
     everything = np.ones(contracted.num_choices, bool)
     size = float(min(mixture.costs.min(), cost))
     limit = budget * (1 - ROUNDING)
-    relaxation = Relaxation(contracted, everything, limit, size=size)
+    relaxation = Relaxation(contracted, everything, limit, size=size, clock=clock)
     for row in within:
         relaxation.add_row(row)
     found = relaxation.solve_whole(gap, MOST_TREE_NODES)

@@ -75,6 +75,12 @@ def solve(
             "has a gap of %.2f%%; raise `work_limit`, or leave less to choose.",
             *(work_limit, 100 * search.result().gap),
         )
+    elif not search.is_closed and search.seconds_left <= 0:
+        _log.warning(
+            "The search for a plan within its budget ended at its limit of work: the "
+            "plan has a gap of %.2f%%%s.",
+            *(100 * search.result().gap, " and depends on the machine" * clock.is_late),
+        )
     return search.result()
 
 

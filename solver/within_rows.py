@@ -15,9 +15,9 @@ from .lagrangian import PricedPlans
 from .memory_rows import MemoryRow
 from .search import Search
 
-FEW_NODES = 300  # that are left when the graph is reduced
+FEW_NODES = 400  # that are left when the graph is reduced
 MANY_NODES = 2500
-MOST_WORK = 600.0  # seconds, of free solutions; see `clock.py`
+MOST_WORK = 60.0  # seconds; see `clock.py`
 GUARD_SECONDS = 1200.0
 
 
@@ -31,6 +31,7 @@ def solve_within_rows(
     known: Sequence[Sequence[int]] = (),
     aim: float | None = None,
     plans: PricedPlans | None = None,
+    most_work: float = MOST_WORK,
 ) -> Assignment:
     """The cheapest assignment that no row puts above the budget, with a bound.
 
@@ -43,11 +44,12 @@ def solve_within_rows(
         aim: what rows of the assignment come to at most, if less than the budget; the
             bound is on all that fit the budget.
         plans: those of earlier searches in the graph, with other rows or budgets.
+        most_work: seconds of work after which the best plan is returned with its gap.
 
     Raises Infeasible where nothing fits, or nothing was found that does.
     """
     plans = plans or PricedPlans(graph, ArrayPool(Clock(GUARD_SECONDS)))
-    search = Search(graph, gap, plans.pool.clock.spent + MOST_WORK, plans.pool)
+    search = Search(graph, gap, plans.pool.clock.spent + most_work, plans.pool)
     search.raise_bound(free.bound)
     for each in (free.choices, *known):
         plans.add(each)

@@ -140,3 +140,36 @@ def test_the_budget_of_the_graph_itself_is_not_looked_at() -> None:
     plans = PricedPlans(replace(graph, budget=None, live_sets=()))
     plans.add([0] * len(graph.nodes))
     assert plans.used(rows).shape == (1, len(rows))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_prices_proved_bounds_other_budgets_too(seed: int) -> None:
+    graph, rows = small(seed), rows_of(small(seed), seed)
+    each = [
+        (graph.cost(x), max(row.used(x) for row in rows))
+        for x in every_assignment(graph)
+    ]
+    free, most = min(each)
+    plans = PricedPlans(graph)
+    for part in (0.9, 0.8, 0.95):
+        search = Search(graph, 1e-3, 1e9, plans.pool)
+        known = plans.known_bound(rows, part * most)
+        best = min((cost for cost, held in each if held <= part * most), default=inf)
+        assert known <= best + 1e-9 * abs(best)
+        assert part == 0.9 or known > -inf
+        search.raise_bound(free)
+        plans.add(min(every_assignment(graph), key=graph.cost))
+        plans.close(search, rows, part * most)
+        assert search.bound >= known
+
+
+def test_a_plan_that_costs_no_more_than_a_known_bound_ends_a_search() -> None:
+    graph = small(1)
+    best = solve(graph, gap=0.0)
+    search = Search(graph, 0.0, 1e9, ArrayPool(), known_bound=best.cost)
+    assert not search.is_closed
+    search.offer(best.choices)
+    assert search.is_closed and search.bound == -inf
+    tight = Search(graph, 0.0, 1e9, ArrayPool(), known_bound=0.99 * best.cost - 1e-9)
+    tight.offer(best.choices)
+    assert not tight.is_closed
