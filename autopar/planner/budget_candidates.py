@@ -5,8 +5,8 @@ the backward pass (`gather_again.py`). What a named method plans is a plan of th
 problem, too, but under a budget the search may end before it finds one as good, or any
 at all. So where it ends with a gap, every named method that could be better is planned,
 and the best of all plans is taken: no method that fits is predicted to be faster.
-Where it ends without one, methods are planned as they are, without the budget: its
-bound holds for rows of memory that such a plan may not fill.
+Where it ends without one, or far above the budget, methods are planned as they are,
+without the budget: its bound holds for rows of memory that such a plan may not fill.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from .intra_op import IntraOpSolution, plan_intra_op
 from .memory_users import infeasible_error
 from .plan_within import BUDGET_GAP, plan_least_memory, plan_within_binding
 
+FAR = 1.05  # times the budget
+NEARLY_CLOSED = 1.1  # times the gap that is wanted
 _Place = tuple[OpGraph, MeshShape, Cluster]
 _log = logging.getLogger("autopar")
 
@@ -70,54 +72,31 @@ class BudgetCandidates:
         if fits or free.assignment.bound >= self.cutoff:
             return free
         errors: list[InfeasiblePlanError] = []
-        best, bound = None, free.assignment.bound
+        searched, bound, searches = None, free.assignment.bound, True
         try:
-            best = self._search()
+            searched = self._search()
         except InfeasiblePlanError as error:
             errors.append(error)
+            searches = (error.least_budget_bytes or 0) <= FAR * self.budget_bytes
         else:
-            bound = max(bound, best.assignment.bound)
-            if best.assignment.gap <= max(self.gap, BUDGET_GAP):
-                return self._or_method_as_it_is(best, free.assignment.bound)
+            gap = searched.assignment.gap
+            searches = gap > NEARLY_CLOSED * max(self.gap, BUDGET_GAP)
+            if searches:
+                bound = max(bound, searched.assignment.bound)
+        best = searched
         for method in self._methods():
+            if best is not None and _seconds(best) <= bound * (1 + BUDGET_GAP):
+                break
             try:
-                found = self._plan(method, best)
+                best = self._plan(method, best, searches=searches) or best
             except InfeasiblePlanError as error:
                 errors.append(error)
             except (ValueError, NotImplementedError) as error:
                 _log.info("%s: %s", method, error)
-            else:
-                best = found or best
         if best is None:
             raise min(errors, key=lambda error: error.least_budget_bytes or math.inf)
-        return _with_bound(best, bound)
-
-    def _or_method_as_it_is(
-        self, best: IntraOpSolution, bound: float
-    ) -> IntraOpSolution:
-        """The best, or a faster method that fits, with its gap against `bound`."""
-        found = best
-        for method in self._methods():
-            seconds = found.plan.predicted.step_seconds
-            if seconds <= bound * (1 + BUDGET_GAP):
-                break
-            try:
-                place, limits = self._problem(method)
-                other = plan_intra_op(
-                    *place,
-                    pins=self.pins,
-                    restrictions=limits,
-                    gap=self.gap,
-                    cutoff=seconds,
-                )
-            except (InfeasiblePlanError, ValueError, NotImplementedError) as error:
-                _log.info("%s: %s", method, error)
-                continue
-            fits = other.plan.predicted.peak_bytes <= self.budget_bytes
-            if fits and _is_faster(other, found):
-                _log.info("%s is better than what the search found", method)
-                found = other
-        return best if found is best else _with_bound(found, bound)
+        is_closed = best is searched and not searches
+        return best if is_closed else _with_bound(best, bound)
 
     def least_memory(self) -> IntraOpSolution:
         """The plan that is found to hold the least, whatever it costs.
@@ -162,14 +141,22 @@ class BudgetCandidates:
         return (graph, self.mesh, self.cluster), (restriction,)
 
     def _plan(
-        self, method: NamedMethod, best: IntraOpSolution | None
+        self, method: NamedMethod, best: IntraOpSolution | None, *, searches: bool
     ) -> IntraOpSolution | None:
-        """The method's plan that fits, if there is one that is faster than `best`."""
+        """The method's plan that fits, if there is one that is faster than `best`.
+
+        `searches`: where its cheapest does not fit, one that does is searched for.
+        """
         place, limits = self._problem(method)
-        found = plan_intra_op(*place, pins=self.pins, restrictions=limits, gap=self.gap)
+        cutoff = math.inf if best is None else _seconds(best)
+        found = plan_intra_op(
+            *place, pins=self.pins, restrictions=limits, gap=self.gap, cutoff=cutoff
+        )
         if not _is_faster(found, best):
             return None
         if found.plan.predicted.peak_bytes > self.budget_bytes:
+            if not searches:
+                return None
             found = plan_within_binding(
                 *(*place, self.budget_bytes),
                 pins=self.pins,
@@ -189,10 +176,11 @@ def _bytes_and_seconds(found: IntraOpSolution) -> tuple[int, float]:
 
 
 def _is_faster(found: IntraOpSolution, best: IntraOpSolution | None) -> bool:
-    if best is None:
-        return True
-    seconds = found.plan.predicted.step_seconds
-    return seconds < best.plan.predicted.step_seconds
+    return best is None or _seconds(found) < _seconds(best)
+
+
+def _seconds(solution: IntraOpSolution) -> float:
+    return solution.plan.predicted.step_seconds
 
 
 def _with_bound(solution: IntraOpSolution, bound: float) -> IntraOpSolution:

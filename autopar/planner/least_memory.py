@@ -50,7 +50,8 @@ def least_memory(met: MetPlans, enough_bytes: int = 0) -> LeastMemory:
     most = max(FEWEST_STEPS, min(MOST_STEPS, STEPS_TIMES_CHOICES // num_choices))
     while number < most and step >= LEAST_STEP:
         least = met.least().peak_bytes
-        if least <= max(enough_bytes, bound):
+        is_near = least - bound <= LEAST_STEP * least
+        if least <= enough_bytes or is_near or met.work_left <= 0:
             break
         number += 1
         try:

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autopar.solver.array_pool import ArrayPool
 from autopar.solver.assignment import Assignment
+from autopar.solver.clock import Clock
 from autopar.solver.lagrangian import PricedPlans
 from autopar.solver.memory_rows import MemoryRow, lowered_by_all
 from autopar.solver.within_rows import solve_within_rows
@@ -27,6 +29,8 @@ from .sharding_problem import ShardingProblem
 
 MOST_ROWS = 16  # of one plan
 LEAST_TURN = 0.003
+MOST_WORK = 90.0  # seconds, of all solutions; see `solver/clock.py`
+GUARD_SECONDS = 1200.0
 WORTH_LOWERING = 0.005  # of what a plan holds, that a row says more of it
 
 
@@ -75,7 +79,8 @@ class MetPlans:
     ) -> None:
         self.problem, self.free = problem, free
         self._cluster, self._resharder = cluster, resharder
-        self._priced = PricedPlans(problem.choice_graph)
+        self.clock = Clock(GUARD_SECONDS)
+        self._priced = PricedPlans(problem.choice_graph, ArrayPool(self.clock))
         self.plans: list[MetPlan] = []
         self._rows: list[_Row] = []
         first = self.see(free)
@@ -100,8 +105,14 @@ class MetPlans:
             known=[each.choices for each in self.plans],
             aim=aim,
             plans=self._priced,
+            most_work=self.work_left,
         )
         return self.see(assignment)
+
+    @property
+    def work_left(self) -> float:
+        """Seconds of work until the limit, at least 0."""
+        return max(MOST_WORK - self.clock.now(), 0.0)
 
     def see(self, assignment: Assignment) -> MetPlan:
         """Meets a plan: what the model says of its memory."""

@@ -151,7 +151,7 @@ class _WithinBudget:
         start = perf_counter()
         budget = self.budget_bytes
         met = MetPlans(*self.place, self.free, WORTH_A_TURN * budget)
-        if self._solve_in_rounds(met, WIDE_GAP):
+        if self._solve_in_rounds(met, WIDE_GAP) and not self._is_closed(met):
             self._solve_in_rounds(met, self.gap)
         if met.cheapest(budget) is None and not self.is_ruled_out:
             self._solve_with_margins(met)
@@ -163,6 +163,13 @@ class _WithinBudget:
         if best is None:
             raise infeasible_error(met.least().profile, budget)
         solution = self.solution(best, self.bound)
+        if met.work_left <= 0 and solution.assignment.gap > self.gap:
+            _log.warning(
+                "The search for a plan within %d B a device ended at its limit of "
+                "work: the plan has a gap of %.2f%%%s.",
+                *(budget, 100 * solution.assignment.gap),
+                " and depends on the machine" * met.clock.is_late,
+            )
         _log.info(
             "%s: %d plans met, %d rows of memory, gap %.2f%%, %.1f s",
             *(self.place[0].graph.name, len(met.plans), len(met.rows)),
@@ -178,6 +185,8 @@ class _WithinBudget:
         """
         budget = aim = self.budget_bytes
         for _ in range(MOST_ROUNDS):
+            if met.work_left <= 0:
+                break
             try:
                 found = met.solve(budget, gap, aim)
             except Infeasible:
@@ -191,6 +200,14 @@ class _WithinBudget:
             elif by <= WORTH_SOLVING_AGAIN * budget:
                 return True
         return met.cheapest(budget) is not None
+
+    def _is_closed(self, met: MetPlans) -> bool:
+        """Whether a plan was met that fits, within the gap that is wanted."""
+        best = met.cheapest(self.budget_bytes)
+        if best is None:
+            return False
+        cost = best.assignment.cost
+        return cost - self.bound <= self.gap * cost
 
     def _solve_with_margins(self, met: MetPlans) -> None:
         """Leaves room for points that were not met; the bound stays."""

@@ -15,6 +15,8 @@ from autopar.costs.memory import memory_profile
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
+from autopar.planner import budget_candidates, met_plans
+from autopar.planner.budget_candidates import BudgetCandidates
 from autopar.planner.intra_op import IntraOpSolution, plan_intra_op, read_plan
 from autopar.planner.plan_within import BUDGET_GAP, plan_within, plan_within_binding
 from autopar.planner.planning import roles_of
@@ -177,6 +179,45 @@ def test_the_least_budget_named_is_planned_and_one_byte_less_is_not() -> None:
     with pytest.raises(autopar.InfeasiblePlanError) as again:
         planned(least - 1)
     assert again.value.least_budget_bytes == least
+
+
+def test_a_search_at_its_limit_of_work_has_a_gap_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Work is counted, so that two searches end with the same plan."""
+    monkeypatch.setattr(met_plans, "MOST_WORK", 0.7)
+    budget = int(0.8 * free().plan.predicted.peak_bytes)
+    first, again = (
+        plan_within_binding(gpt(), MESH, Cluster.local(), budget) for _ in range(2)
+    )
+    assert first.assignment.choices == again.assignment.choices
+    assert first.plan.predicted.peak_bytes <= budget
+    assert first.plan.predicted.optimality_gap > BUDGET_GAP
+    assert f"within {budget} B a device ended at its limit of work" in caplog.text
+
+
+def test_methods_are_not_searched_far_below_the_least(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched: list[int] = []
+
+    def search(*place: Any, **options: Any) -> IntraOpSolution:
+        searched.append(place[-1])
+        return plan_within_binding(*place, **options)
+
+    monkeypatch.setattr(budget_candidates, "plan_within_binding", search)
+    spec = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    traced = trace(small_step, (spec, spec), {})
+    graph = build_graph(traced, roles_of(traced))
+    place = graph, MESH, Cluster.preset("8xH100")
+    with pytest.raises(autopar.InfeasiblePlanError) as raised:
+        BudgetCandidates(*place, 1_000, (1,), {}, 1e-4).best()
+    assert searched == [1_000]
+    least = raised.value.least_budget_bytes
+    assert least is not None
+    with pytest.raises(autopar.InfeasiblePlanError):
+        BudgetCandidates(*place, least - 1, (1,), {}, 1e-4).best()
+    assert len(searched) > 2
 
 
 @pytest.mark.slow
