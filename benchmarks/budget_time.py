@@ -30,6 +30,9 @@ from .solver_time import Case
 
 _LOCAL = "local"
 _ONE_HOST = ("1x8xH100", "x:2;y:4")
+_EIGHT_HOSTS = ("8x8xH100", "x:8;y:8")
+# One example a device, layers made again: what is left over is state and gathers.
+_BINDING = {"batch_size": 64, "remat": True, "compute_dtype": "bfloat16"}
 
 CASES = {
     **{
@@ -41,6 +44,12 @@ CASES = {
             "gpt-1.3b", {"num_layers": n, "batch_size": 16}, *_ONE_HOST
         )
         for n in (12, 24)
+    },
+    **{
+        f"gpt-39b, remat, {n} layers, 64": Case(
+            "gpt-39b", {"num_layers": n, **_BINDING}, *_EIGHT_HOSTS
+        )
+        for n in (12, 48)
     },
     **{
         name: FREE_CASES[name]
