@@ -66,7 +66,7 @@ def test_parts_that_cannot_be_joined_are_refused():
 def test_slow_devices_get_fewer_layers():
     """Run and audited: the split is as uneven as the kinds are."""
     case = dense_stack(512, 256)
-    method = autopar.PipelineParallel(num_microbatches=8)
+    method = autopar.PipelineParallel(num_microbatches=8, schedule="eager_1f1b")
     step: Any = autopar.parallelize(case.step, cluster=fast_and_slow(), method=method)
     plan = run_pipeline_as_planned(step, *case.args).plan.stages
     ends = list(accumulate(mesh.size for mesh in plan.meshes))
