@@ -27,9 +27,11 @@ _OTHER_NAMES = {
     "width": "width_factor",
     "ppdp_tflops": "pp_dp_tflops",
 }
+_MEANT = {"pflop_per_iter": "1e15 flops of an iteration by which Tflop/s were counted"}
 _LEFT_OUT = ("", "-", "n/a", "nan")  # cells of what was not measured
 _OUT_OF_MEMORY = ("oom", "x", "×", "0", "0.0")
 _WHOLE = re.compile(r"\d+(,\d{3})*(\.0+)?")
+_MEASURED = re.compile(r"(.*\w)[\s_([]+tflop[s/].*")
 _SUBMESH = re.compile(r"(?:(\d+)x)?\((\d+);(\d+)\)|(\d+)")
 
 
@@ -117,7 +119,11 @@ def read_table(path: Path) -> Table:
     setting = _setting(" ".join(comments))
     baseline = _plans_in_comments(comments, setting)
     records = csv.DictReader(line for line in lines if not line.startswith("#"))
-    rows = tuple(_row(_named(each), setting, baseline, path) for each in records)
+    try:
+        rows = tuple(_row(_named(each), setting, baseline, path) for each in records)
+    except KeyError as error:
+        names = records.fieldnames or ()
+        raise ValueError(_missing_text(str(error.args[0]), names, path)) from None
     if not rows:
         raise ValueError(f"a published table has rows, but {path} has none.")
     if not any(row.cells for row in rows):
@@ -132,7 +138,7 @@ def _setting(text: str) -> Setting:
     """Numbers that the head of a file names; what it leaves out is as in GPT's.
 
     Raises:
-      ValueError: a machine that is not written as `(8x V100-16GB`.
+      ValueError: a machine that is not written as `8x V100-16GB`.
     """
     found = Setting()
     patterns = {
@@ -144,19 +150,20 @@ def _setting(text: str) -> Setting:
         "group_size": r"\bgroup (\d+)",
         "image_size": r"\bimage (\d+)",
         "num_classes": r"\b(\d+) classes",
-        "devices_per_host": r"\((\d+)x [A-Z]\d+",
+        "devices_per_host": r"\b(\d+)x [A-Z]\d+-\d+GB",
     }
     for name, pattern in patterns.items():
         match = re.search(pattern, text)
         if match:
             number = int(match.group(1).replace(",", ""))
             found = replace(found, **{name: number})
-    device = re.search(r"\(\d+x ([A-Z]\d+)-(\d+)GB", text)
+    device = re.search(r"\b\d+x ([A-Z]\d+)-(\d+)GB", text)
     other = re.search(r"\b(?:[AHVPBL]\d{1,3}|TPU)\b", text)
     if device is None and other is not None:
         raise ValueError(
-            f"the head of a published table names its machine as '(8x V100-16GB', but "
-            f"says {other.group()!r} otherwise."
+            f"the head of a published table names its machine as '8x V100-16GB', the "
+            f"devices of a host and the memory of each, but says {other.group()!r} "
+            f"otherwise."
         )
     if device is None:
         return found
@@ -175,8 +182,20 @@ def _named(record: dict[str, str]) -> dict[str, str]:
             f"a row has a value for each column, but one does not: "
             f"{', '.join(str(value) for value in record.values())}."
         )
-    names = {name: name.strip().lower().replace("-", "_") for name in record}
+    names = {name: _column_name(name) for name in record}
     return {_OTHER_NAMES.get(names[name], names[name]): record[name] for name in record}
+
+
+def _column_name(text: str) -> str:
+    """`alpa_tflops` of `Alpa (TFLOPS/GPU)`, `intra_only_tflops` of `intra-only TFLOPS`.
+
+    Other units than Tflop/s are left out.
+    """
+    name = text.strip().lower()
+    measured = _MEASURED.fullmatch(name)
+    name = measured.group(1) if measured else name.split("(")[0]
+    name = "_".join(re.findall(r"\w+", name))
+    return name + _TFLOPS if measured else name
 
 
 def _row(
@@ -203,12 +222,18 @@ def _row(
         for column, plan in plans.items():
             _check_size(column, plan, number)
         batch_size = _batch_size(record, setting)
-    except KeyError as error:
-        raise ValueError(f"a row of {path} needs the column {error}.") from None
     except ValueError as error:
         which = ", ".join(record.values())
         raise ValueError(f"{error} It is in {path}, row {which}.") from None
     return Row(number, model, flops, batch_size, plans, cells, setting)
+
+
+def _missing_text(column: str, names: Sequence[str], path: Path) -> str:
+    meant = _MEANT.get(column)
+    return (
+        f"a row of {path} needs the column {column!r}{f' ({meant})' if meant else ''}, "
+        f"but the columns, divided by commas, are {', '.join(names)}."
+    )
 
 
 def _whole(record: dict[str, str], column: str) -> int:

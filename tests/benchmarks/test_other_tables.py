@@ -33,6 +33,34 @@ def test_other_names_counts_and_notes_are_read(tmp_path: Path) -> None:
     ]
 
 
+def test_heads_with_units_and_other_orders_are_read(tmp_path: Path) -> None:
+    columns = "Alpa (TFLOPS/GPU),Heads,# GPUs,intra-only TFLOPS,Layers,Hidden (units)"
+    head = "# 4x A100-40GB per host, sequence length 512, batch size 1,536"
+    path = table(
+        *(tmp_path, "41.5,12,12,40,6,768,0.9"),
+        head=head,
+        columns=f"{columns},pflop_per_iter",
+    )
+    (row,) = read_table(path).rows
+    assert (row.num_gpus, row.setting.kind, row.setting.devices_per_host) == (
+        *(12, "A100", 4),
+    )
+    assert row.model.units and row.setting.memory_bytes == 40 * 2**30
+    assert [(cell.column, cell.tflops) for cell in row.cells] == [
+        *(("alpa", 41.5), ("intra_only", 40.0))
+    ]
+
+
+def test_a_missing_column_is_told_beside_those_there_are(tmp_path: Path) -> None:
+    columns = "gpus;layers;hidden;heads;alpa_tflops"
+    path = table(tmp_path, "4;24;1024;16;50", columns=columns)
+    with pytest.raises(ValueError, match=f"'gpus', but the columns.* {columns}"):
+        read_table(path)
+    path = table(tmp_path, "4,24,1024,16,50", columns=columns.replace(";", ","))
+    with pytest.raises(ValueError, match="flops of an iteration by which"):
+        read_table(path)
+
+
 @pytest.mark.parametrize("text", ["OOM", "oom", "X", "×", "0"])
 def test_what_ran_out_of_memory_is_told_in_many_ways(tmp_path: Path, text: str) -> None:
     (row,) = read_table(table(tmp_path, ROW.replace("X", text))).rows
