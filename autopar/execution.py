@@ -160,6 +160,7 @@ def staged_plan(planned: PlannedPipeline) -> Plan:
                 max(peak_bytes),
                 simulation.timeline.makespan_seconds,
                 simulation.timeline.bubble_fraction,
+                planned.bound_seconds,
             ),
             tuple(method.stage_products or ()),
             tuple(str(task or "") for task in simulation.fullest),

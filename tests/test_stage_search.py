@@ -1,6 +1,7 @@
 """Stages that the planner finds: their values are those of one device, they fit."""
 
 from dataclasses import replace
+from math import inf
 from typing import Any, cast
 
 import jax
@@ -10,11 +11,12 @@ import pytest
 from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster
 from autopar.errors import InfeasiblePlanError
-from autopar.methods.methods import PipelineParallel
+from autopar.methods.methods import PipelineParallel, ShardParallel
 from autopar.pipelines.layers import find_layers
 from autopar.pipelines.pipeline_plan import plan_pipeline
 from autopar.pipelines.remat_windows import smallest_window
 from autopar.pipelines.work_line import WorkLine
+from autopar.report.cautions import cautions
 from tests.integration.trainings import assert_trains_as_one_device, encoder_decoder
 from tests.rows.fixtures import dense_stack, random
 from tests.rows.running import run_pipeline_as_planned
@@ -38,6 +40,21 @@ def test_a_searched_pipeline_has_the_values_of_one_device():
     assert sum(plan.stages.stage_products) == 6
     again = parallelize(case.step, cluster=two_hosts(), plan=plan)
     assert again.plan(*case.args).stages.programs == plan.stages.programs
+
+
+def test_a_gap_is_known_where_stages_were_searched():
+    """A pipeline is at most as far above its bound as all in one stage would be."""
+    case = dense_stack(512, 256)
+    step = parallelize(case.step, cluster=two_hosts())  # takes a pipeline
+    auto = step.plan(*case.args)
+    one = parallelize(case.step, cluster=two_hosts(), method=ShardParallel())
+    seconds, gap = auto.predicted.step_seconds, auto.predicted.optimality_gap
+    most = one.plan(*case.args).predicted.step_seconds / seconds - 1
+    assert 0 <= gap < min(most, 0.2)
+    told = " ".join(cautions(auto.stages, ()))
+    assert "of the bound of their search" in told
+    given = parallelize(case.step, cluster=two_hosts(), method=PipelineParallel(2, 4))
+    assert given.plan(*case.args).predicted.optimality_gap == inf
 
 
 @pytest.mark.slow  # two steps of AdamW in each of several stages are compiled

@@ -97,7 +97,9 @@ def _searched(
             break
     if not found:
         raise min(errors, key=lambda each: each.least_budget_bytes or inf)
-    return min(found, key=lambda each: each.plan.predicted.step_seconds).planned
+    best = min(found, key=lambda each: each.plan.predicted.step_seconds).planned
+    bounds = [each.planned.bound_seconds for each in found]
+    return replace(best, bound_seconds=min(bounds))
 
 
 def better_pipeline(
@@ -122,16 +124,19 @@ def better_pipeline(
             raise
         _log.info("a pipeline: nothing else fits (%s)", error.tightest_constraint)
         return found
-    seconds = planned.plan.predicted.step_seconds
+    one = planned.plan.predicted
+    seconds = one.step_seconds
     floor_seconds = least_seconds(planned.graph, cluster)
     if cluster.num_hosts == 1 or seconds <= FAR * floor_seconds:
         return None
     if _is_large(planned.graph):
         return None
     found = _search(call, options, price, seconds)
-    if found is not None:
-        _log.info("a pipeline: one program takes %s", format_seconds(seconds))
-    return found
+    if found is None:
+        return None
+    _log.info("a pipeline: one program takes %s", format_seconds(seconds))
+    least = min(found.bound_seconds, seconds / (1 + one.optimality_gap))
+    return replace(found, bound_seconds=least)
 
 
 def may_be_pipelined(options: Options) -> bool:

@@ -45,7 +45,8 @@ class PlannedPipeline:
     of each slot on each stage that holds it, `types` by slot, `shapes` the mesh of each
     submesh. `next_leaf` is the argument leaf (piece) that each result leaf (piece) is
     the next value of, or None; `unchanged` are result paths that are a leaf as it came,
-    with its path.
+    with its path. `bound_seconds` are what no step takes less, in the model of the
+    search that found the stages; 0 if they were given.
     """
 
     traced: TracedFunction
@@ -60,6 +61,7 @@ class PlannedPipeline:
     types: Mapping[str, TensorType]
     next_leaf: tuple[int | None, ...]
     unchanged: Mapping[str, str]
+    bound_seconds: float = 0.0
 
     @property
     def has_backward(self) -> bool:

@@ -176,10 +176,13 @@ class StageSearcher:
         search, capacity = self.search(), self.capacity_bytes
         best: StageSearch | None = None
         least: Plan | None = None
+        bound_seconds = inf  # that of all the capacity is the least
         for _ in range(MOST_TRIES):
             found = search.best(capacity)
             if found is None:
                 break
+            bound_seconds = min(bound_seconds, found.bound_seconds)
+            found = replace(found, bound_seconds=bound_seconds)
             each = self._priced(found, search, price)
             predicted = each.plan.predicted
             if predicted.peak_bytes <= self.budget_bytes:
@@ -203,7 +206,7 @@ class StageSearcher:
         price: Callable[[PlannedPipeline], Plan],
     ) -> StageSearch:
         start = process_time()
-        planned = self.plan(found)
+        planned = replace(self.plan(found), bound_seconds=found.bound_seconds)
         plan = price(planned)
         self._note("plan", start)
         _log.info(
@@ -233,6 +236,7 @@ class StageSearcher:
         )
         if found is None or found.assignment.seconds >= seconds:
             return first
+        found = replace(found, bound_seconds=first.found.bound_seconds)
         other = self._priced(found, search, price)
         predicted = other.plan.predicted
         is_within = predicted.peak_bytes <= self.budget_bytes

@@ -74,7 +74,8 @@ class Prediction:
     """What the plan and the cost model say, before anything is lowered.
 
     Seconds are of one step; bytes are per device. `collective_bytes` are HLO result
-    bytes. `optimality_gap` is relative, against a bound of the full problem.
+    bytes. `optimality_gap` is relative, against a bound of the full problem; of a
+    pipeline, against that of the search for its stages, whose costs are its layers'.
     `budget_bytes` is what `peak_bytes` had to fit, 0 without a budget;
     `memory_correction` the error of the memory model, as compiling plans of this
     function showed it, by which `peak_bytes` is corrected. `host_seconds` is what

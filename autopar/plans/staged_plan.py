@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from ..lowering.programs import TaskKind
 from ..methods.methods import PipelineParallel
@@ -157,10 +158,12 @@ def total_prediction(
     peak_bytes: int,
     step_seconds: float,
     bubble_fraction: float,
+    bound_seconds: float = 0.0,
 ) -> Prediction:
     """What a pipeline takes: its busiest submesh, and the whole step.
 
-    The gap is infinite: no bound is known for the choice of stages.
+    `bound_seconds` are what no stages of a search take less than; 0 where none was
+    made, so that the gap is infinite.
     """
     compute: dict[int, float] = defaultdict(float)
     collective: dict[int, float] = defaultdict(float)
@@ -187,7 +190,9 @@ def total_prediction(
         collective_bytes=max(bytes_.values(), default=0),
         peak_bytes=peak_bytes,
         bubble_fraction=bubble_fraction,
-        optimality_gap=float("inf"),
+        optimality_gap=(
+            max(step_seconds / bound_seconds - 1, 0.0) if bound_seconds else inf
+        ),
         split_flops_fraction=split / flops if flops else 1.0,
         host_seconds=max(moving.values(), default=0.0),
         host_bytes=max((sum(each.values()) for each in at_host.values()), default=0),

@@ -7,7 +7,7 @@ from math import isinf
 
 from ..costs.compute import is_heavy
 from ..plans.explain import format_bytes, format_source
-from ..plans.plan import ShardingPlan
+from ..plans.plan import Prediction, ShardingPlan
 from ..plans.staged_plan import StagedPlan
 from .collective_lines import Program
 from .findings import Decision
@@ -72,10 +72,7 @@ def _about_repeated_work(programs: Sequence[Program]) -> Iterator[str]:
 def _about_search(decision: Decision) -> Iterator[str]:
     predicted = decision.predicted
     if isinstance(decision, StagedPlan):
-        yield (
-            "Each stage program is solved on its own; no bound is known for the choice "
-            "of stages."
-        )
+        yield f"Each stage program is solved on its own; {_about_stages(predicted)}."
         if predicted.bubble_fraction > _BIG_BUBBLE:
             yield (
                 f"Submeshes wait {predicted.bubble_fraction:.0%} of the time; more "
@@ -88,6 +85,16 @@ def _about_search(decision: Decision) -> Iterator[str]:
             f"The solver stopped {predicted.optimality_gap:.1%} above its bound; a "
             f"better plan may exist."
         )
+
+
+def _about_stages(predicted: Prediction) -> str:
+    gap = predicted.optimality_gap
+    if isinf(gap):
+        return "no bound is known for the choice of stages"
+    return (
+        f"the stages are within {gap:.1%} of the bound of their search, to which a "
+        f"stage takes what its layers take"
+    )
 
 
 def _about_loops(programs: Sequence[Program]) -> Iterator[str]:
