@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopar.graph.dependencies import tensors_of
 from autopar.graph.op_graph import Operator, OpGraph
-from autopar.microbatches.microbatch_flow import tensors_of
 from autopar.microbatches.microbatch_runners import WholeRunner
 from autopar.pipelines.scalar_sums import sum_by_stage
 from autopar.pipelines.stage_trace import graph_of

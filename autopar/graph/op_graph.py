@@ -160,6 +160,12 @@ class OpGraph:
         """Every operator of every block, bodies after the blocks that hold them."""
         return self.columns.operators
 
+    def type_of(self, operand: Operand) -> TensorType:
+        """The type of a tensor or literal."""
+        if isinstance(operand, Constant):
+            return operand.type
+        return self.tensors[operand].type
+
     @cached_property
     def columns(self) -> GraphColumns:
         """The same as arrays."""

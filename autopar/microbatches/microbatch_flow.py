@@ -8,10 +8,11 @@ behind the loop, and what it holds up there is remembered as a coupling.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Constant, Operand, Operator, OpGraph
 from ..graph.ports import Port, ports_of
 from ..planner.strategies import is_heavy_operator
@@ -317,11 +318,6 @@ class Flow:
                 found.add(op.index)
                 made.update(op.results)
         return found
-
-
-def tensors_of(operands: Iterable[Operand]) -> list[int]:
-    """The operands that are no literals."""
-    return [operand for operand in operands if isinstance(operand, int)]
 
 
 def shifted(state: State, extra: int) -> State:

@@ -31,8 +31,9 @@ import jax.numpy as jnp
 from ..frontend.roles import Roles
 from ..frontend.tracing import TracedFunction, trace
 from ..graph.build_graph import build_graph, tensor_type
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
-from .microbatch_flow import Phases, tensors_of
+from .microbatch_flow import Phases
 from .microbatch_runners import WholeRunner
 from .microbatch_step import Leaving, MicrobatchedStep, leaving_tensors
 from .microbatches import BatchCoupledError, batch_size_of

@@ -19,10 +19,10 @@ from jax import lax
 
 from ..errors import FallbackWarning
 from ..frontend.tracing import TracedFunction
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator
 from ..lowering.blocks import as_array
 from ..planner.strategies import is_heavy_operator
-from .microbatch_flow import tensors_of
 from .microbatch_runners import WholeRunner, join_parts, part_of
 from .microbatch_step import MicrobatchedStep
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..sharding.spec import SUM
-from .microbatch_flow import Phases, tensors_of
+from .microbatch_flow import Phases
 from .microbatch_runners import MicrobatchRunner
 from .microbatches import MicrobatchSplit, grain_of
 

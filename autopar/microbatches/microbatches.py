@@ -21,11 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from textwrap import shorten
 
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.ports import Site, ports_of
 from ..rules.base import Factor
 from ..sharding.spec import State
-from .microbatch_flow import Flow, Phases, shifted, tensors_of
+from .microbatch_flow import Flow, Phases, shifted
 
 
 class BatchCoupledError(ValueError):

@@ -16,8 +16,8 @@ from typing import Literal
 
 from ..clusters.cluster import Cluster
 from ..graph.build_graph import STRUCTURED
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
-from ..microbatches.microbatch_flow import tensors_of
 from ..microbatches.microbatches import MicrobatchSplit
 from ..options import Options
 from ..plans.plan import ShardingPlan

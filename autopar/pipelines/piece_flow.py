@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..graph.build_graph import BARRIER, PINS, SCAN, STRUCTURED
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Constant, Operand, Operator, OpGraph
-from ..microbatches.microbatch_flow import tensors_of
 from ..rules.base import Factor, factors_of
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
 

@@ -6,7 +6,7 @@ would give. What owns blocks, has effects or returns literals is traced.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from ..graph.build_graph import SHARD_MAP
+from ..graph.dependencies import leading_to, tensors_of
 from ..graph.op_graph import (
     Block,
     Constant,
@@ -25,7 +26,6 @@ from ..graph.op_graph import (
     TensorType,
 )
 from ..lowering.blocks import as_array
-from ..microbatches.microbatch_flow import tensors_of
 from ..microbatches.microbatch_runners import WholeRunner
 from .stage_pieces import Piece, TracedPiece
 from .stage_trace import graph_of
@@ -54,9 +54,7 @@ def _is_kept(op: Operator) -> bool:
 
 def _types(piece: Piece, graph: OpGraph) -> list[TensorType]:
     operands = [*piece.inputs.values(), *(piece.outputs[n] for n in piece.added)]
-    return [
-        o.type if isinstance(o, Constant) else graph.tensors[o].type for o in operands
-    ]
+    return [graph.type_of(operand) for operand in operands]
 
 
 def traced(piece: Piece, graph: OpGraph, ties: _Ties) -> OpGraph:
@@ -87,7 +85,7 @@ def part_of(piece: Piece, graph: OpGraph, ties: _Ties) -> OpGraph:
     given = {n: part.tensor(n, t) for n, t in zip(names, types, strict=True)}
     known = {tensor: given[name] for name, tensor in piece.inputs.items()}
     outputs = dict[str, int]()
-    for op in _needed(piece):
+    for op in leading_to(tensors_of(piece.outputs.values()), piece.operators):
         operands = [known[o] if isinstance(o, int) else o for o in op.operands]
         results = part.add(op, op.name.rpartition("/")[0], operands)
         known.update(zip(op.results, results, strict=True))
@@ -108,16 +106,6 @@ def part_of(piece: Piece, graph: OpGraph, ties: _Ties) -> OpGraph:
     )
     name = f"{piece.kind}_{piece.stage}"
     return OpGraph(name, tuple(part.tensors), (block,), tuple(inputs), tuple(outputs))
-
-
-def _needed(piece: Piece) -> Sequence[Operator]:
-    """The operators that lead to what a piece returns."""
-    read, found = set(tensors_of(piece.outputs.values())), list[Operator]()
-    for op in reversed(piece.operators):
-        if not read.isdisjoint(op.results):
-            found.append(op)
-            read.update(tensors_of(op.operands))
-    return found[::-1]
 
 
 @dataclass

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..graph.build_graph import SCAN
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operand, Operator, OpGraph
 from ..jax_compat import equation_context, user_context
 from ..lowering.blocks import as_array
-from ..microbatches.microbatch_flow import tensors_of
 from ..microbatches.microbatch_runners import WholeRunner
 from ..rules.base import Shard, bind_unchanged, is_inexact, rule_of
 from ..sharding.mesh import MeshShape

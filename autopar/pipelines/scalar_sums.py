@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operand, Operator, OpGraph, Tensor
-from ..microbatches.microbatch_flow import tensors_of
 from ..rules.base import is_inexact
 
 _ADDS = ("add", "add_any")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from ..graph.build_graph import STRUCTURED
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Block, Operand, Operator, OpGraph
-from ..microbatches.microbatch_flow import tensors_of
 from ..planner.strategies import is_heavy_operator
 from ..rules.elementwise import is_zero
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import networkx
 
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
-from ..microbatches.microbatch_flow import tensors_of
 from .scalar_sums import sum_by_stage
 from .stage_refusals import torn_update
 

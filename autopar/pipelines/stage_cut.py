@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..graph.build_graph import SCAN
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
-from ..microbatches.microbatch_flow import tensors_of
 from ..rules.base import is_inexact
 from .remat_windows import inseparable
 from .stage_refusals import torn_backward

@@ -9,10 +9,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from ..clusters.cluster import Cluster
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Constant, Operator, OpGraph, TensorType
 from ..lowering.partial_sums import held_shape
 from ..lowering.programs import Slot, SpmdProgram, TaskKind, build_program
-from ..microbatches.microbatch_flow import tensors_of
 from ..plans.plan import ShardingPlan
 from ..sharding.resharding import Resharder
 from .stage_cut import StageCut
@@ -60,12 +60,7 @@ class PlannedPiece:
     @property
     def output_types(self) -> list[TensorType]:
         """The type of each output."""
-        return [
-            operand.type
-            if isinstance(operand, Constant)
-            else self.graph.tensors[operand].type
-            for operand in self.graph.outputs
-        ]
+        return [self.graph.type_of(operand) for operand in self.graph.outputs]
 
     def program(self, cluster: Cluster, mesh: Mesh | AbstractMesh) -> SpmdProgram:
         """The program on the devices of its stage."""

@@ -8,10 +8,10 @@ from functools import cached_property
 
 from ..clusters.cluster import Cluster
 from ..errors import PlanFileError
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Constant, GraphInput, Operator, OpGraph, TensorType
 from ..lowering.programs import Slot, SlotKind, TaskKind
 from ..methods.restrictions import Restriction
-from ..microbatches.microbatch_flow import tensors_of
 from ..plans.plan import ShardingPlan
 from ..plans.plan_check import check_against
 from ..plans.staged_plan import StageProgramPlan

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import networkx
 
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
-from ..microbatches.microbatch_flow import tensors_of
 
 
 def torn_backward(

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..frontend.tracing import TracedFunction
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
-from ..microbatches.microbatch_flow import tensors_of
 from ..rematerialisation.recompute_sets import group_of, recompute_sets
 from ..rematerialisation.remat import Remat
 from ..rematerialisation.remat_trace import with_recomputation

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from ..frontend.roles import Roles
 from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import COND, build_graph
+from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import GraphInput, Operand, Operator, OpGraph, TensorType
 from ..jax_compat import ClosedJaxpr, dead_code_eliminated
 from ..lowering.blocks import as_array
-from ..microbatches.microbatch_flow import tensors_of
 from ..microbatches.microbatch_runners import WholeRunner
 from ..microbatches.microbatch_step import MicrobatchedStep
 from .divided_branches import with_divided_branches
@@ -70,13 +70,13 @@ def trace_parts(
     held = [i.tensor for i in graph.inputs if i.tensor not in step.batch]
     phases = step.phases
     of_batch, of_held = _dependencies(phases.before, batch)
-    for_batch, needed = _needed(of_held, of_batch)
+    for_batch = leading_to(read_by(of_batch), of_held)
+    needed = {*read_by(for_batch), *read_by(of_batch)}
     preparing = [*batch, *(t for t in held if t in needed)]
     names = {t.index: t.name for t in graph.tensors}
     made_of_batch = {t for op in of_batch for t in op.results}
     inside = [*of_held, *phases.loop, *phases.behind]
-    read = [t for op in inside for t in tensors_of(op.operands)]
-    read.extend(tensors_of(graph.outputs))
+    read = [*read_by(inside), *tensors_of(graph.outputs)]
     prepared = [t for t in dict.fromkeys(read) if t in made_of_batch]
     sums = [each.tensor for each in step.leaving if each.dim is None]
     joined = [each for each in step.leaving if each.dim is not None]
@@ -190,12 +190,6 @@ def _part_of(
     outputs: Mapping[str, Operand],
 ) -> OpGraph:
     """A graph of those operators that make its outputs; tensors are as they were."""
-    needed = set(tensors_of(outputs.values()))
-    kept: list[Operator] = []
-    for op in reversed(operators):
-        if not needed.isdisjoint(op.results):
-            kept.append(op)
-            needed.update(tensors_of(op.operands))
     tensors = list(graph.tensors)
     for tensor, name in inputs.items():
         tensors[tensor] = replace(tensors[tensor], name=name)
@@ -203,7 +197,7 @@ def _part_of(
         graph.blocks[0],
         inputs=tuple(inputs),
         outputs=tuple(outputs.values()),
-        operators=tuple(reversed(kept)),
+        operators=leading_to(tensors_of(outputs.values()), operators),
     )
     return replace(
         graph,
@@ -256,19 +250,6 @@ def _dependencies(
             of_batch.append(op)
             from_batch.update(op.results)
     return of_batch, of_held
-
-
-def _needed(
-    operators: Sequence[Operator], readers: Sequence[Operator]
-) -> tuple[list[Operator], set[int]]:
-    """Those operators that lead to `readers`, and all that both read."""
-    read = {t for op in readers for t in tensors_of(op.operands)}
-    found: list[Operator] = []
-    for op in reversed(operators):
-        if not read.isdisjoint(op.results):
-            found.append(op)
-            read.update(tensors_of(op.operands))
-    return found[::-1], read
 
 
 def _struct(kind: TensorType) -> jax.ShapeDtypeStruct:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from ..graph.dependencies import leading_to, read_by
 from ..graph.op_graph import Operator
-from ..microbatches.microbatch_flow import tensors_of
 from .stage_pieces import Piece
 
 
@@ -25,23 +25,15 @@ def weight_operators(pieces: Iterable[Piece], stage: int) -> frozenset[int]:
     awaited.intersection_update(t for op in backward for t in op.results)
     if not awaited:
         return frozenset()
-    found: set[int] = set()
-    for op in reversed(backward):
-        if awaited.isdisjoint(op.results):
-            found.add(op.index)
-        else:
-            awaited.update(tensors_of(op.operands))
-    return frozenset(found)
+    waited_for = {op.index for op in leading_to(awaited, backward)}
+    return frozenset(op.index for op in backward if op.index not in waited_for)
 
 
 def handed_tensors(
     operators: Iterable[Operator], weight: Collection[int], kept: Collection[int]
 ) -> frozenset[int]:
     """What weight work reads of a stage's other work, besides what is kept anyway."""
-    made, read = set[int](), set[int]()
-    for op in operators:
-        if op.index in weight:
-            read.update(tensors_of(op.operands))
-        else:
-            made.update(op.results)
-    return frozenset(read & made).difference(kept)
+    every = list(operators)
+    read = read_by(op for op in every if op.index in weight)
+    made = {t for op in every if op.index not in weight for t in op.results}
+    return frozenset(made.intersection(read).difference(kept))

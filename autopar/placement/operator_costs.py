@@ -14,9 +14,9 @@ from autopar.solver.placement import PlacementProblem
 from ..clusters.cluster import Cluster
 from ..costs.compute import operator_seconds
 from ..graph.build_graph import STRUCTURED
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import GraphInput, Operator, OpGraph
 from ..methods.place_operators import PlaceOperators
-from ..microbatches.microbatch_flow import tensors_of
 from ..planner.strategies import is_heavy_operator, total_flops
 
 

@@ -17,9 +17,10 @@ from autopar.solver.placement_search import best_placement
 from ..clusters.cluster import Cluster
 from ..frontend.tracing import TracedFunction, trace
 from ..graph.build_graph import build_graph
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..methods.place_operators import PlaceOperators
-from ..microbatches.microbatch_flow import Phases, tensors_of
+from ..microbatches.microbatch_flow import Phases
 from ..microbatches.microbatch_step import MicrobatchedStep
 from ..options import Options
 from ..pipelines.piece_trace import PiecedStep

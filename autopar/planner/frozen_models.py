@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from ..frontend.roles import Roles
 from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import SCAN, build_graph
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
-from ..microbatches.microbatch_flow import Flow, tensors_of
+from ..microbatches.microbatch_flow import Flow
 
 
 def frozen_models(traced: TracedFunction, roles: Roles) -> set[int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..graph.dependencies import read_by, tensors_of
 from ..graph.op_graph import Constant, Operator
-from ..microbatches.microbatch_flow import tensors_of
 from ..rules.score_programs import Labels, Program, Ref, Step
 from .score_regions import ALLOWED, REDUCTIONS, BlockFlow, Dims, NotAttention, Region
 
@@ -63,7 +63,7 @@ class ProgramBuilder:
 
     def sides_of(self, steps: Sequence[Operator]) -> tuple[int, ...]:
         """What operators read from outside of the region."""
-        read = (t for op in steps for t in tensors_of(op.operands))
+        read = read_by(steps)
         return tuple(dict.fromkeys(t for t in read if self._is_outside(t)))
 
     def program(

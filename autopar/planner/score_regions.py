@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..graph.dependencies import read_by, tensors_of
 from ..graph.op_graph import Block, Constant, Operator, TensorType
-from ..microbatches.microbatch_flow import tensors_of
 from ..rules.elementwise import NARY, UNARY
 
 PRODUCT = "dot_general"
@@ -64,7 +64,7 @@ class Region:
 
     def sides(self) -> tuple[int, ...]:
         """What is read from outside, in the order of the first reading."""
-        read = (t for op in self.operators for t in tensors_of(op.operands))
+        read = read_by(self.operators)
         return tuple(dict.fromkeys(t for t in read if t not in self.inside))
 
 

@@ -9,9 +9,9 @@ from typing import Literal, get_args
 from ..frontend.roles import Roles
 from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import build_graph
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import OpGraph
 from ..methods.state_flow import makers_of
-from ..microbatches.microbatch_flow import tensors_of
 from ..plans.plan import ShardingPlan
 from ..rematerialisation.phases import Phases
 from ..rematerialisation.recompute_sets import recompute_sets

@@ -18,7 +18,8 @@ from autopar.solver.choice_graph import Infeasible
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
 from ..graph.build_graph import STRUCTURED
-from ..graph.op_graph import Constant, Operator, OpGraph
+from ..graph.dependencies import tensors_of
+from ..graph.op_graph import OpGraph
 from ..methods.named_methods import restrictions_of
 from ..methods.restrictions import Limit, Restriction
 from ..options import Options, pins_by_key
@@ -172,7 +173,7 @@ class TracedStep:
         found += asked.without_budget(seen)
         holders = dict.fromkeys(
             f"{words}, for {plan.tensors[tensor].name}"
-            for tensor in (*_tensors(op), *op.results)
+            for tensor in (*tensors_of(op.operands), *op.results)
             for words, _ in asked.holders(tensor)
         )
         return Reasons(tuple(holders), tuple(found))
@@ -223,10 +224,6 @@ def _corrected(plan: ShardingPlan, seen: Prediction) -> ShardingPlan:
         memory_correction=seen.memory_correction,
     )
     return replace(plan, predicted=predicted)
-
-
-def _tensors(op: Operator) -> Iterator[int]:
-    yield from (each for each in op.operands if not isinstance(each, Constant))
 
 
 Lifted = Mapping[str, Any]  # arguments of `alternative`

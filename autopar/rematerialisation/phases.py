@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..graph.build_graph import SCAN
+from ..graph.dependencies import read_by, tensors_of
 from ..graph.op_graph import Block, Operator, OpGraph
-from ..microbatches.microbatch_flow import tensors_of
 
 _TRANSPOSED = "transpose("
 
@@ -46,7 +46,7 @@ class Phases:
     def residuals(self) -> tuple[int, ...]:
         """What forward operators make and backward operators read, in made order."""
         made = {t: None for op in self.forward for t in op.results}
-        read = {t for op in self.backward for t in tensors_of(op.operands)}
+        read = set(read_by(self.backward))
         return tuple(t for t in made if t in read)
 
 
@@ -105,5 +105,5 @@ def residual_bytes(graph: OpGraph) -> int:
     block = graph.blocks[0]
     phases = Phases.of(block)
     kept = set(block.inputs) | {t for op in phases.forward for t in op.results}
-    read = {t for op in phases.backward for t in tensors_of(op.operands)}
+    read = set(read_by(phases.backward))
     return sum(graph.tensors[t].type.bytes for t in kept & read)

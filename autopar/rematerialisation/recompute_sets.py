@@ -15,9 +15,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..graph.build_graph import BARRIER, SHARD_MAP
+from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..methods.state_flow import made_of
-from ..microbatches.microbatch_flow import tensors_of
 from ..planner.strategies import is_heavy_operator
 from .phases import Phases, ScanPair, scan_pairs
 from .remat import Remat
@@ -136,12 +136,7 @@ class _Finder:
         known = {*residuals, *self.graph.blocks[phases.forward[0].block].inputs}
         found = []
         for i, segment in enumerate(segments[: min(number, most)]):
-            later = {
-                t
-                for other in segments[i + 1 :]
-                for op in other
-                for t in tensors_of(op.operands)
-            }
+            later = set(read_by(op for other in segments[i + 1 :] for op in other))
             group = self.group(segment, again, set(residuals) - later, later)
             if group is not None and self.saves_bytes(group, known):
                 found.append(group)
@@ -195,8 +190,9 @@ class _Finder:
         if not makes:
             return None
         done = {t for op in operators for t in op.results}
-        reads = (t for op in reversed(operators) for t in tensors_of(op.operands))
-        outside = (t for t in reads if t not in done or t in kept)
+        outside = (
+            t for t in read_by(reversed(operators)) if t not in done or t in kept
+        )
         return Group(
             tuple(reversed(operators)),
             tuple(dict.fromkeys(outside)),
@@ -257,19 +253,8 @@ class _Finder:
                 reached.append(op)
                 made.update(op.results)
         of_core = {op.index for op in reached}
-        read = {
-            t
-            for op in forward
-            if op.index not in of_core
-            for t in tensors_of(op.operands)
-        }
-        found = set()
-        for op in reversed(reached):
-            if read.isdisjoint(op.results):
-                found.add(op.index)
-            else:
-                read.update(tensors_of(op.operands))
-        return found
+        others = read_by(op for op in forward if op.index not in of_core)
+        return of_core - {op.index for op in leading_to(others, reached)}
 
     def is_of_examples_alone(self, op: Operator) -> bool:
         """Whether an operator is a product of one value of examples with another."""

@@ -16,10 +16,10 @@ import jax
 from jax import lax
 
 from ..frontend.tracing import TracedFunction
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..jax_compat import dead_code_eliminated
 from ..lowering.blocks import as_array
-from ..microbatches.microbatch_flow import tensors_of
 from ..microbatches.microbatch_runners import WholeRunner
 from .phases import Phases, stacked_results
 from .recompute_sets import Group, RecomputeSets, ScanGroup

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from ..graph.dependencies import leading_to, tensors_of
 from ..graph.op_graph import Operator
-from ..microbatches.microbatch_flow import tensors_of
 
 MOST_TRIES = 40  # sizes of the fullest segment that are tried
 
@@ -36,7 +36,7 @@ def segments_of(
       num_bytes: of a tensor.
       is_heavy: whether an operator is a product; segments have one at least.
     """
-    work = _light_ones_late(_ancestors(forward, residuals), is_heavy)
+    work = _light_ones_late(leading_to(residuals, forward), is_heavy)
     crossing = _crossing_bytes(work, num_bytes)
     borders = _candidates(work, crossing, is_heavy)
     held = np.zeros(len(work) + 1)
@@ -51,15 +51,6 @@ def segments_of(
         for first, last in zip([0, *chosen], ends, strict=True)
         if first < last
     ]
-
-
-def _ancestors(forward: Sequence[Operator], wanted: Sequence[int]) -> list[Operator]:
-    needed, found = set(wanted), []
-    for op in reversed(forward):
-        if not needed.isdisjoint(op.results):
-            found.append(op)
-            needed.update(tensors_of(op.operands))
-    return found[::-1]
 
 
 def _light_ones_late(

@@ -19,12 +19,12 @@ from ..clusters.cluster import Cluster
 from ..frontend.roles import root_of
 from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import SCAN
+from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operand, Operator, OpGraph
 from ..jax_compat import user_context
 from ..lowering.blocks import as_array
 from ..lowering.host_memory import HOST
 from ..lowering.programs import SpmdProgram, build_program
-from ..microbatches.microbatch_flow import tensors_of
 from ..pipelines.piece_flow import Cut, PieceFlow
 from ..pipelines.piece_runner import PieceRunner
 from ..pipelines.pipeline import Pipeline

@@ -1,0 +1,32 @@
+"""What operators read, and which of them lead to a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .op_graph import Operand, Operator
+
+
+def tensors_of(operands: Iterable[Operand]) -> list[int]:
+    """The operands that are no literals."""
+    return [operand for operand in operands if isinstance(operand, int)]
+
+
+def read_by(operators: Iterable[Operator]) -> list[int]:
+    """What operators read, in their order; once for each reading."""
+    return [tensor for op in operators for tensor in tensors_of(op.operands)]
+
+
+def leading_to(
+    tensors: Iterable[int], operators: Sequence[Operator]
+) -> tuple[Operator, ...]:
+    """Those of `operators`, in their order, that make some tensors or what these need.
+
+    `operators` are in executed order; what is made elsewhere ends the way.
+    """
+    needed, found = set(tensors), list[Operator]()
+    for op in reversed(operators):
+        if not needed.isdisjoint(op.results):
+            found.append(op)
+            needed.update(tensors_of(op.operands))
+    return tuple(reversed(found))
