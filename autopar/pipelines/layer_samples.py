@@ -99,9 +99,11 @@ class LayerSample:
         """If every device did an equal part and nothing were sent."""
         share, sizes = 1 / num_devices, self._slot_bytes
 
-        def held(names: Iterable[str]) -> float:
-            parts = (sizes.get(name, (0.0, False)) for name in names)
+        def held(parts: Iterable[tuple[float, bool]]) -> float:
             return share * sum(each / number if cut else each for each, cut in parts)
+
+        def held_in(names: Iterable[str]) -> float:
+            return held(sizes[name] for name in names if name in sizes)
 
         def seconds(phase: Phase) -> float:
             parts = (False, share), (True, share / number)
@@ -111,12 +113,11 @@ class LayerSample:
             seconds("all"),
             self._update_seconds(share, cluster),
             share * sum(self._state.values()),
-            held(self.joint.added),
-            held(self._kept_names),
+            held_in(self.joint.added),
+            held_in(self._kept_names),
             forward_seconds=seconds("forward"),
             weight_seconds=seconds("weight"),
-            handed_bytes=share
-            * sum(each / number if cut else each for each, cut in self._handed),
+            handed_bytes=held(self._handed),
         )
 
     def _seconds(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..graph.op_graph import Constant
-from ..lowering.blocks import as_array
+from ..graph.op_graph import Constant, Operand
 from ..microbatches.microbatch_runners import MicrobatchRunner
 from ..microbatches.microbatches import MicrobatchSplit
 from ..sharding.spec import SUM
+from .piece_graphs import run_piece
 from .stage_pieces import Piece, TracedPiece
 from .stage_programs import PipelineBuilder
 from .stage_trace import COUNTER, graph_of
@@ -21,49 +22,38 @@ def trace_layer(
     builder: PipelineBuilder, piece: Piece, split: MicrobatchSplit
 ) -> TracedPiece:
     """The program of a microbatch of a piece, whose graph is of the whole batch."""
-    graph = builder.parts.microbatch
-    names = (*piece.inputs, *piece.added, COUNTER)
-
-    def struct(operand: int | Constant) -> jax.ShapeDtypeStruct:
-        kind = (
-            operand.type
-            if isinstance(operand, Constant)
-            else graph.tensors[operand].type
-        )
-        shape, state = list(kind.shape), SUM
-        if isinstance(operand, int):
-            state = split.state[operand]
-        if state >= 0:
-            shape[state] //= split.num_microbatches
-        return jax.ShapeDtypeStruct(tuple(shape), kind.dtype)
+    names = (*piece.taken, COUNTER)
 
     def task(*values: Any) -> list[Any]:
         given = dict(zip(names, values, strict=True))
+        graph = builder.parts.microbatch
         runner = MicrobatchRunner(graph, split, {}, given[COUNTER])
-        runner.values.update({t: given[name] for name, t in piece.inputs.items()})
-        runner.run_operators(piece.operators)
-        found = []
-        for name, operand in piece.outputs.items():
+
+        def value_of(name: str, operand: Operand) -> Any:
             if isinstance(operand, Constant):
-                value = as_array(operand.value)
-            elif name in builder.parts.sums:
-                value = runner.read(operand, SUM)
-            else:
-                value = as_array(runner.values[operand])
-            found.append(given[name] + value if name in piece.added else value)
-        return found
+                return operand.value
+            is_sum = name in builder.parts.sums
+            return runner.read(operand, SUM) if is_sum else runner.values[operand]
+
+        return run_piece(piece, runner, given, value_of)
 
     task.__name__ = f"{piece.kind}_{piece.stage}"
-    operands = [*piece.inputs.values(), *(piece.outputs[n] for n in piece.added)]
-    structs = (*map(struct, operands), jax.ShapeDtypeStruct((), jnp.uint32))
-    outputs = list(piece.outputs)
-    ties = tuple(
-        outputs.index(name)
-        if name in piece.outputs
-        and (name in piece.added or builder.slots[name].kind == "state")
-        else None
-        for name in names
-    )
-    part = graph_of(task, structs, names, outputs, ties)
+    counter = jax.ShapeDtypeStruct((), jnp.uint32)
+    structs = (*_structs(builder, piece, split), counter)
+    ties = (*piece.ties(builder.slots), None)
+    part = graph_of(task, structs, names, list(piece.outputs), ties)
     part = builder.with_roles(part, split.num_microbatches)
     return TracedPiece(part, structs, names, ties)
+
+
+def _structs(
+    builder: PipelineBuilder, piece: Piece, split: MicrobatchSplit
+) -> Iterator[jax.ShapeDtypeStruct]:
+    """What the program takes: of what is cut, the part of one microbatch."""
+    for operand in piece.taken.values():
+        kind = builder.parts.microbatch.type_of(operand)
+        shape = list(kind.shape)
+        state = split.state[operand] if isinstance(operand, int) else SUM
+        if state >= 0:
+            shape[state] //= split.num_microbatches
+        yield jax.ShapeDtypeStruct(tuple(shape), kind.dtype)

@@ -6,7 +6,7 @@ would give. What owns blocks, has effects or returns literals is traced.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -26,7 +26,7 @@ from ..graph.op_graph import (
     TensorType,
 )
 from ..lowering.blocks import as_array
-from ..microbatches.microbatch_runners import WholeRunner
+from ..microbatches.microbatch_runners import RetracingRunner, WholeRunner
 from .stage_pieces import Piece, TracedPiece
 from .stage_trace import graph_of
 
@@ -42,8 +42,7 @@ def graph_of_piece(piece: Piece, graph: OpGraph, ties: _Ties) -> TracedPiece:
         isinstance(operand, Constant) for operand in piece.outputs.values()
     )
     found = (part_of if is_part else traced)(piece, graph, ties)
-    structs = (jax.ShapeDtypeStruct(t.shape, t.dtype) for t in _types(piece, graph))
-    return TracedPiece(found, tuple(structs), (*piece.inputs, *piece.added), ties)
+    return TracedPiece(found, _structs(piece, graph), tuple(piece.taken), ties)
 
 
 def _is_kept(op: Operator) -> bool:
@@ -52,37 +51,44 @@ def _is_kept(op: Operator) -> bool:
     return is_own and not (op.bodies or op.eqn.effects or op.kind == SHARD_MAP)
 
 
-def _types(piece: Piece, graph: OpGraph) -> list[TensorType]:
-    operands = [*piece.inputs.values(), *(piece.outputs[n] for n in piece.added)]
-    return [graph.type_of(operand) for operand in operands]
+def _structs(piece: Piece, graph: OpGraph) -> tuple[jax.ShapeDtypeStruct, ...]:
+    types = map(graph.type_of, piece.taken.values())
+    return tuple(jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in types)
 
 
 def traced(piece: Piece, graph: OpGraph, ties: _Ties) -> OpGraph:
     """The graph of a piece of any operators."""
-    names = (*piece.inputs, *piece.added)
-    types = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in _types(piece, graph)]
+    names, structs = tuple(piece.taken), _structs(piece, graph)
 
     def task(*values: Any) -> list[Any]:
         runner = WholeRunner(graph)
         given = dict(zip(names, values, strict=True))
-        runner.values.update({t: given[n] for n, t in piece.inputs.items()})
-        runner.run_operators(piece.operators)
-        found = []
-        for name, operand in piece.outputs.items():
-            value = as_array(runner.value(operand))
-            found.append(given[name] + value if name in piece.added else value)
-        return found
+        return run_piece(piece, runner, given, lambda _, out: runner.value(out))
 
     task.__name__ = f"{piece.kind}_{piece.stage}"
-    return graph_of(task, types, names, list(piece.outputs), ties)
+    return graph_of(task, structs, names, list(piece.outputs), ties)
+
+
+def run_piece(
+    piece: Piece,
+    runner: RetracingRunner,
+    given: Mapping[str, Any],
+    value_of: Callable[[str, Operand], Any],
+) -> list[Any]:
+    """The outputs of a piece, whose values by slot the runner has then."""
+    runner.values.update({tensor: given[n] for n, tensor in piece.inputs.items()})
+    runner.run_operators(piece.operators)
+    found: list[Any] = []
+    for name, operand in piece.outputs.items():
+        value = as_array(value_of(name, operand))
+        found.append(given[name] + value if name in piece.added else value)
+    return found
 
 
 def part_of(piece: Piece, graph: OpGraph, ties: _Ties) -> OpGraph:
     """The same for a piece whose operators tracing gives back, and with its names."""
     part = _Part()
-    types = _types(piece, graph)
-    names = (*piece.inputs, *piece.added)
-    given = {n: part.tensor(n, t) for n, t in zip(names, types, strict=True)}
+    given = {n: part.tensor(n, graph.type_of(o)) for n, o in piece.taken.items()}
     known = {tensor: given[name] for name, tensor in piece.inputs.items()}
     outputs = dict[str, int]()
     for op in leading_to(tensors_of(piece.outputs.values()), piece.operators):
@@ -93,16 +99,16 @@ def part_of(piece: Piece, graph: OpGraph, ties: _Ties) -> OpGraph:
         assert isinstance(operand, int)
         outputs[name] = known[operand]
         if name in piece.added:
-            kind, operands = graph.tensors[operand].type, (given[name], known[operand])
-            (outputs[name],) = part.add(_addition(kind), "", operands)
+            addition = _addition(graph.type_of(operand))
+            (outputs[name],) = part.add(addition, "", (given[name], known[operand]))
     block = Block(
         *(0, None, 1, 1.0, False, False, tuple(given.values())),
         tuple(outputs.values()),
         tuple(part.operators),
     )
     inputs = (
-        GraphInput(given[name], name, "other" if tie is None else "state", tie)
-        for name, tie in zip(names, ties, strict=True)
+        GraphInput(tensor, name, "other" if tie is None else "state", tie)
+        for (name, tensor), tie in zip(given.items(), ties, strict=True)
     )
     name = f"{piece.kind}_{piece.stage}"
     return OpGraph(name, tuple(part.tensors), (block,), tuple(inputs), tuple(outputs))

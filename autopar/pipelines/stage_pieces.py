@@ -33,6 +33,23 @@ class Piece:
     outputs: dict[str, int | Constant]  # by slot
     added: tuple[str, ...] = ()
 
+    @property
+    def taken(self) -> dict[str, int | Constant]:
+        """What its program takes, by slot: an accumulator is as what it takes in."""
+        return {**self.inputs, **{name: self.outputs[name] for name in self.added}}
+
+    def ties(self, slots: Mapping[str, Slot]) -> tuple[int | None, ...]:
+        """The position of the output that each of `taken` becomes, if it becomes one:
+        accumulators and state do."""
+        order = list(self.outputs)
+        return tuple(
+            order.index(name)
+            if name in self.outputs
+            and (name in self.added or slots[name].kind == "state")
+            else None
+            for name in self.taken
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class PlannedPiece:

@@ -295,15 +295,7 @@ class PipelineBuilder:
     def trace_piece(self, piece: Piece) -> TracedPiece:
         """The graph of a piece, whose inputs and outputs are slots in order."""
         graph = self.parts.apply if piece.kind == "apply" else self.parts.microbatch
-        order = list(piece.outputs)
-        ties = tuple(
-            order.index(name)
-            if name in piece.outputs
-            and (name in piece.added or self.slots[name].kind == "state")
-            else None
-            for name in (*piece.inputs, *piece.added)
-        )
-        traced = graph_of_piece(piece, graph, ties)
+        traced = graph_of_piece(piece, graph, piece.ties(self.slots))
         part = self.with_roles(traced.graph, self.parts.step.num_microbatches)
         return replace(traced, graph=part)
 
