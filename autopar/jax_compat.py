@@ -129,15 +129,27 @@ def path_in_cpp(
     return path._replace(out_pytree_def=tree)
 
 
+def with_jaxpr(callee: Any, changed: Callable[[Any], Any]) -> Any:
+    """A jaxpr, closed or not, `changed`; itself if that is what `changed` returns."""
+    if not isinstance(callee, ClosedJaxpr):
+        return changed(callee)
+    jaxpr = changed(callee.jaxpr)
+    return callee if jaxpr is callee.jaxpr else ClosedJaxpr(jaxpr, callee.consts)
+
+
+def with_eqns(jaxpr: Any, eqns: Sequence[Any]) -> Any:
+    """The jaxpr with these equations; itself if they are its own."""
+    if [*map(id, eqns)] == [*map(id, jaxpr.eqns)]:
+        return jaxpr
+    return jaxpr.replace(eqns=[*eqns])
+
+
 def with_jaxprs(eqn: Any, changed: Callable[[Any], Any]) -> Any:
     """The equation with each jaxpr in its params `changed`, or itself if none is."""
 
     def inside(value: Any) -> Any:
-        if isinstance(value, ClosedJaxpr):
-            jaxpr = changed(value.jaxpr)
-            return value if jaxpr is value.jaxpr else value.replace(jaxpr=jaxpr)
-        if isinstance(value, Jaxpr):
-            return changed(value)
+        if isinstance(value, (ClosedJaxpr, Jaxpr)):
+            return with_jaxpr(value, changed)
         if not isinstance(value, tuple):
             return value
         values = tuple(map(inside, value))
@@ -196,9 +208,7 @@ def _without_unread(jaxpr: Any) -> Any:
         elif kind == "custom_linear_solve":
             eqn = _only_solution(eqn)
         eqns.append(eqn)
-    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
-        return jaxpr
-    return jaxpr.replace(eqns=eqns)
+    return with_eqns(jaxpr, eqns)
 
 
 def _as_plain_call(eqn: Any, callee: Any) -> Any:
@@ -313,6 +323,11 @@ def is_jit_disabled() -> bool:
 def literal_value(literal: Any) -> np.ndarray:
     """A literal as a bare scalar: JAX's own holds the mesh that it was traced on."""
     return np.asarray(literal.val, literal.aval.dtype)
+
+
+def is_zero_literal(atom: Any) -> bool:
+    """Whether an operand of an equation is a literal zero."""
+    return isinstance(atom, Literal) and not np.any(literal_value(atom))
 
 
 def weakly_typed(x: Any) -> Any:

@@ -14,9 +14,18 @@ from typing import Any
 
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
 
-from ..jax_compat import CALLS, Var, literal_value, with_jaxprs, with_scan_counts
+from ..jax_compat import (
+    CALLS,
+    ClosedJaxpr,
+    Literal,
+    Var,
+    is_zero_literal,
+    with_eqns,
+    with_jaxpr,
+    with_jaxprs,
+    with_scan_counts,
+)
 
 _LARGEST_CONSTANT = 1 << 20  # elements; larger ones are not looked into
 
@@ -46,13 +55,7 @@ _Known = _Count | _Vectors | None
 
 def with_own_rows(closed: Any) -> Any:
     """The same jaxpr, in which iotas among the indices are batching dims."""
-    scope = _Scope({id(v): c for v, c in _constants(closed)})
-    jaxpr = scope.rewritten(closed.jaxpr)
-    return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
-
-
-def _constants(closed: Any) -> Any:
-    return zip(closed.jaxpr.constvars, closed.consts, strict=True)
+    return with_jaxpr(closed, _Scope.of(closed).rewritten)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,15 +66,21 @@ class _Scope:
     known: dict[int, _Known] = field(default_factory=dict[int, _Known])
     made_by: dict[int, Any] = field(default_factory=dict[int, Any])
 
+    @classmethod
+    def of(cls, callee: Any) -> _Scope:
+        """That of a jaxpr, closed or not, of whose arguments nothing is known."""
+        if not isinstance(callee, ClosedJaxpr):
+            return cls({})
+        constants = zip(callee.jaxpr.constvars, callee.consts, strict=True)
+        return cls({id(var): value for var, value in constants})
+
     def rewritten(self, jaxpr: Any) -> Any:
         eqns: list[Any] = []
         for eqn in jaxpr.eqns:
             made = self.in_place_of(eqn)
             eqns.extend(made)
             self.made_by.update((id(var), made[-1]) for var in eqn.outvars)
-        if [*map(id, eqns)] == [*map(id, jaxpr.eqns)]:
-            return jaxpr
-        return jaxpr.replace(eqns=eqns)
+        return with_eqns(jaxpr, eqns)
 
     def in_place_of(self, eqn: Any) -> list[Any]:
         kind, params = eqn.primitive.name, eqn.params
@@ -80,7 +89,7 @@ class _Scope:
         if kind == "scan":
             return [self.called(eqn, "jaxpr", self.of_scan(eqn), self.to_scan(eqn))]
         if kind in CALLS and hasattr(params.get(CALLS[kind]), "eqns"):
-            given = [self.of(atom) for atom in eqn.invars]
+            given = [self.at(atom) for atom in eqn.invars]
             return [self.called(eqn, CALLS[kind], given, lambda made, _: made)]
         if len(eqn.outvars) == 1 and _is_integer(eqn.outvars[0]):
             self.known[id(eqn.outvars[0])] = self.made(eqn)
@@ -95,27 +104,22 @@ class _Scope:
     ) -> Any:
         """A call with its body rewritten, knowing what its operands are."""
         body = eqn.params[name]
-        inner, constants = body, {}
-        if isinstance(body, ClosedJaxpr):
-            inner, constants = body.jaxpr, {id(v): c for v, c in _constants(body)}
+        inner = body.jaxpr if isinstance(body, ClosedJaxpr) else body
         if len(inner.invars) != len(given):
             return with_jaxprs(eqn, lambda inner: _Scope({}).rewritten(inner))
-        scope = _Scope(constants)
+        scope = _Scope.of(body)
         scope.known.update(zip(map(id, inner.invars), given, strict=True))
-        jaxpr = scope.rewritten(inner)
+        new = with_jaxpr(body, scope.rewritten)
         for position, var in enumerate(eqn.outvars):
-            made = scope.of(jaxpr.outvars[position])
+            made = scope.at(inner.outvars[position])
             self.known[id(var)] = outside(made, position)
-        if jaxpr is inner:
-            return eqn
-        new = body.replace(jaxpr=jaxpr) if isinstance(body, ClosedJaxpr) else jaxpr
-        return eqn.replace(params={**eqn.params, name: new})
+        return eqn if new is body else eqn.replace(params={**eqn.params, name: new})
 
     def of_scan(self, eqn: Any) -> list[_Known]:
         """What the body of a scan knows of its constants, carries and slices."""
         params = with_scan_counts(eqn.params)
         consts, carries = params["num_consts"], params["num_carry"]
-        known = [self.of(atom) for atom in eqn.invars]
+        known = [self.at(atom) for atom in eqn.invars]
         slices = [each and each.moved(-1) for each in known[consts + carries :]]
         return [*known[:consts], *(None for _ in range(carries)), *slices]
 
@@ -127,7 +131,7 @@ class _Scope:
 
         return outside
 
-    def of(self, atom: Any) -> _Known:
+    def at(self, atom: Any) -> _Known:
         if isinstance(atom, Literal):
             return None
         if id(atom) in self.constants:
@@ -142,15 +146,15 @@ class _Scope:
             case "iota":
                 found: _Known = _Count(params["dimension"])
             case "convert_element_type" if _is_integer(eqn.invars[0]):
-                found = self.of(eqn.invars[0])
+                found = self.at(eqn.invars[0])
             case "select_n" if self.is_negative(*eqn.invars[:2]):
-                found = self.of(eqn.invars[1])  # what is negative counts from the end
+                found = self.at(eqn.invars[1])  # what is negative counts from the end
             case "broadcast_in_dim":
-                found = _spread(self.of(eqn.invars[0]), eqn)
+                found = _spread(self.at(eqn.invars[0]), eqn)
             case "reshape" if params.get("dimensions") is None:
-                found = _reshaped(self.of(eqn.invars[0]), eqn.invars[0], shape)
+                found = _reshaped(self.at(eqn.invars[0]), eqn.invars[0], shape)
             case "concatenate" if _joins_vectors(eqn):
-                counts = [self.of(atom) for atom in eqn.invars]
+                counts = [self.at(atom) for atom in eqn.invars]
                 return _Vectors(
                     tuple(c if isinstance(c, _Count) else None for c in counts)
                 )
@@ -168,13 +172,12 @@ class _Scope:
         if maker is None or maker.primitive.name != "lt":
             return False
         left, right = maker.invars
-        is_zero = isinstance(right, Literal) and not np.any(literal_value(right))
-        return left is tested and is_zero
+        return left is tested and is_zero_literal(right)
 
     def reading_own_rows(self, eqn: Any, names: _Names) -> list[Any]:
         """The equations in place of a gather or scatter: itself, if nothing counts."""
         operand, indices = eqn.invars[:2]
-        vectors, numbers = self.of(indices), eqn.params["dimension_numbers"]
+        vectors, numbers = self.at(indices), eqn.params["dimension_numbers"]
         if not isinstance(vectors, _Vectors):
             return [eqn]
         indexed = getattr(numbers, names.indexed)

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
-
-from ..jax_compat import with_jaxprs
+from ..jax_compat import is_zero_literal, with_eqns, with_jaxpr, with_jaxprs
 
 
 def with_padded_windows(closed: Any) -> Any:
@@ -20,8 +17,7 @@ def with_padded_windows(closed: Any) -> Any:
 
     The padding stays for other readers; without any it is dead code.
     """
-    jaxpr = _folded(closed.jaxpr)
-    return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
+    return with_jaxpr(closed, _folded)
 
 
 def _folded(jaxpr: Any) -> Any:
@@ -29,16 +25,14 @@ def _folded(jaxpr: Any) -> Any:
     eqns = []
     for eqn in jaxpr.eqns:
         kind, params = eqn.primitive.name, eqn.params
-        if kind == "pad" and _is_zero(eqn.invars[1]) and _only_grows(params):
+        if kind == "pad" and is_zero_literal(eqn.invars[1]) and _only_grows(params):
             pads[id(eqn.outvars[0])] = eqn
         elif kind in _DILATIONS and id(eqn.invars[0]) in pads:
             eqn = _reading_unpadded(eqn, pads[id(eqn.invars[0])])
         else:
             eqn = with_jaxprs(eqn, _folded)
         eqns.append(eqn)
-    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
-        return jaxpr
-    return jaxpr.replace(eqns=eqns)
+    return with_eqns(jaxpr, eqns)
 
 
 _DILATIONS = {
@@ -69,10 +63,6 @@ def _reading_unpadded(eqn: Any, pad: Any) -> Any:
     return eqn.replace(
         invars=[pad.invars[0], *eqn.invars[1:]], params={**params, **changed}
     )
-
-
-def _is_zero(atom: Any) -> bool:
-    return isinstance(atom, Literal) and not np.any(np.asarray(atom.val))
 
 
 def _only_grows(params: Any) -> bool:

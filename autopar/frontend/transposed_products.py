@@ -11,9 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr
-
-from ..jax_compat import CALLS, Literal, with_jaxprs
+from ..jax_compat import CALLS, Literal, with_eqns, with_jaxpr, with_jaxprs
 
 _LOOPS = ("scan", "while", "cond")
 
@@ -24,8 +22,7 @@ def with_transposed_products(closed: Any) -> Any:
     These exchange the free dims of the operands of a product that nothing else reads.
     What devices do on their own (shard_map, kernels) stays as it is.
     """
-    jaxpr = _rewritten(closed.jaxpr)
-    return closed if jaxpr is closed.jaxpr else ClosedJaxpr(jaxpr, closed.consts)
+    return with_jaxpr(closed, _rewritten)
 
 
 def _rewritten(jaxpr: Any) -> Any:
@@ -48,10 +45,7 @@ def _rewritten(jaxpr: Any) -> Any:
                     products[eqn.outvars[0]] = position
                     continue
         eqns.append(eqn)
-    is_same = len(eqns) == len(jaxpr.eqns) and all(
-        new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)
-    )
-    return jaxpr if is_same else jaxpr.replace(eqns=eqns)
+    return with_eqns(jaxpr, eqns)
 
 
 def _exchanges_operands(permutation: Sequence[int], product: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import networkx
 
-from ..jax_compat import ClosedJaxpr, branches_of_outputs
+from ..jax_compat import branches_of_outputs, with_eqns, with_jaxpr
 
 
 def with_divided_branches(closed: Any) -> Any:
@@ -20,11 +20,12 @@ def with_divided_branches(closed: Any) -> Any:
 
     Work on scalars (a step count, a rate) is done in each that reads it.
     """
-    jaxpr = closed.jaxpr
-    eqns = [new for eqn in jaxpr.eqns for new in _divided(eqn)]
-    if len(eqns) == len(jaxpr.eqns):
-        return closed
-    return ClosedJaxpr(jaxpr.replace(eqns=eqns), closed.consts)
+    return with_jaxpr(
+        closed,
+        lambda jaxpr: with_eqns(
+            jaxpr, [new for eqn in jaxpr.eqns for new in _divided(eqn)]
+        ),
+    )
 
 
 def _divided(eqn: Any) -> Iterator[Any]:
