@@ -39,7 +39,7 @@ values are tried. `gap` lets values lie so far apart that no plan is better by m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -56,10 +56,10 @@ from .stage_problem import (
     step_seconds,
 )
 from .stage_spans import least_paths, spans_only
-from .stage_sums import StageSums, plain_sums
+from .stage_sums import PlainSums, StageSums
 from .stage_turns import interleaved_sums
 
-MOST_NUMBERS = 8  # of zero-bubble stages that are looked at apart
+_MOST_NUMBERS = 8  # of zero-bubble stages that are looked at apart
 _ROUNDING = 1e-12
 
 
@@ -86,10 +86,21 @@ def solve_stages(
     if problem.schedule in ZERO_BUBBLE:
         return _zero_bubble(problem, gap, upper, near)
     if problem.schedule != "interleaved":
-        return _Search(problem, plain_sums(problem), gap, upper, near).run()
-    best = None
-    every = interleaved_sums(problem)
-    for sums in sorted(every, key=lambda each: each.least_seconds):
+        return _Search(problem, PlainSums(problem), gap, upper, near).run()
+    every = sorted(interleaved_sums(problem), key=lambda each: each.least_seconds)
+    return _best_of(problem, every, gap, upper, near)
+
+
+def _best_of(
+    problem: StageProblem,
+    every: Iterable[StageSums],
+    gap: float,
+    upper: float,
+    near: float,
+    best: StageAssignment | None = None,
+) -> StageAssignment | None:
+    """The fastest stages of several programs, or `best`; the bound is of them all."""
+    for sums in every:
         if sums.least_seconds >= upper * (1 - gap):
             continue
         found = _Search(problem, sums, gap, upper, near).run()
@@ -105,21 +116,15 @@ def _zero_bubble(
 ) -> StageAssignment | None:
     """First as if each stage held what the last ones must; if that is too little for
     stages on the way, for each number of stages apart, the nearest to theirs."""
-    sums = plain_sums(problem)
+    sums = PlainSums(problem)
     search = _Search(problem, sums, gap, upper, near)
     best, wanted = search.run(), search.too_full
     if wanted is None:
         return best
     upper = upper if best is None else best.seconds
     numbers = range(problem.min_stages, most_stages(problem) + 1)
-    nearest = sorted(numbers, key=lambda each: abs(each - wanted))
-    for number in nearest[:MOST_NUMBERS]:
-        found = _Search(problem, sums.of(number), gap, upper, near).run()
-        if found is not None:
-            best, upper = found, found.seconds
-    if best is None:
-        return None
-    return replace(best, bound=best.seconds * (1 - gap - _ROUNDING))
+    nearest = sorted(numbers, key=lambda each: abs(each - wanted))[:_MOST_NUMBERS]
+    return _best_of(problem, map(sums.of, nearest), gap, upper, near, best)
 
 
 class _Search:

@@ -74,11 +74,6 @@ class StageSums(Protocol):
         ...
 
 
-def plain_sums(problem: StageProblem) -> PlainSums:
-    """For all but interleaved schedules: a submesh for every stage."""
-    return PlainSums(problem)
-
-
 @dataclass(frozen=True, eq=False)
 class _Group:
     """Choices of one number of devices of one kind.
@@ -189,7 +184,7 @@ class _Limited:
 
 
 class PlainSums:
-    """Those of stages with submeshes of their own."""
+    """For all but interleaved schedules: a submesh for every stage."""
 
     def __init__(self, problem: StageProblem) -> None:
         self.problem = problem

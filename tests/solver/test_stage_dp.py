@@ -27,7 +27,7 @@ from autopar.solver.stage_problem import (
     spread,
     step_seconds,
 )
-from autopar.solver.stage_sums import plain_sums
+from autopar.solver.stage_sums import PlainSums
 from autopar.solver.stage_turns import interleaved_sums
 
 
@@ -318,7 +318,7 @@ def test_paces_that_may_fit_are_from_one_on_and_hold_all_that_fit(
     decided = 0
     for seed in range(4):
         problem = random_problem(seed, 5, host_kinds, 2, tight=tight)
-        sums = plain_sums(problem)
+        sums = PlainSums(problem)
         may = [sums.may_be_feasible(pace, inf) for pace in sums.paces.tolist()]
         does = [sums.is_feasible(pace, inf) for pace in sums.paces.tolist()]
         assert may == sorted(may)
