@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ..frontend.tracing import TracedFunction
 from ..lowering.lowered_pipeline import LoweredPipeline
 from ..lowering.lowered_step import Lowered
 
@@ -30,35 +29,25 @@ def batch_types(lowered: Lowered | LoweredPipeline) -> Any:
       ValueError: no argument is a batch, or some are given by position and some by
         keyword.
     """
-    if isinstance(lowered, LoweredPipeline):
-        traced = lowered.step.pipeline.traced
-        shardings: list[Any] = [None] * len(traced.input_paths)
-    else:
-        program, traced = lowered.program, lowered.traced
-        is_here = isinstance(program.mesh, Mesh)
-        shardings = [home if is_here else None for home in program.shardings]
+    avals = lowered.traced.jaxpr.in_avals
+    shardings: Sequence[Any] = [None] * len(avals)
+    if isinstance(lowered, Lowered) and not is_on_hosts(lowered):
+        shardings = lowered.program.shardings
     kinds = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=home)
-        for aval, home in zip(traced.jaxpr.in_avals, shardings, strict=True)
+        for aval, home in zip(avals, shardings, strict=True)
     ]
     return _of_batch(lowered, kinds)
 
 
 def batch_paths(lowered: Lowered | LoweredPipeline) -> list[str]:
     """The path of each leaf of the batch, in the order of `batch_types`."""
-    traced = _traced(lowered)
-    return jax.tree.leaves(_of_batch(lowered, list(traced.input_paths)))
-
-
-def _traced(lowered: Lowered | LoweredPipeline) -> TracedFunction:
-    if isinstance(lowered, LoweredPipeline):
-        return lowered.step.pipeline.traced
-    return lowered.traced
+    return jax.tree.leaves(_of_batch(lowered, lowered.traced.input_paths))
 
 
 def _of_batch(lowered: Lowered | LoweredPipeline, leaves: Sequence[Any]) -> Any:
     """Of what stands for the leaves of a call, the arguments of the batch."""
-    traced = _traced(lowered)
+    traced = lowered.traced
     if isinstance(lowered, LoweredPipeline):
         paths = set(lowered.step.pipeline.parts.batch)
     else:

@@ -13,6 +13,7 @@ from ..errors import AuditError
 from ..frontend.calls import open_call
 from ..frontend.constant_leaves import ResultTree
 from ..frontend.static_arguments import StaticArguments
+from ..frontend.tracing import TracedFunction
 from ..pipelines.pipeline import PipelinedStep
 from ..pipelines.stage_lowering import LoweredPiece
 from ..plans.parallel_plan import Plan
@@ -60,6 +61,11 @@ class LoweredPipeline:
     step: PipelinedStep
     plan: Plan
     only_arrays: bool = False
+
+    @property
+    def traced(self) -> TracedFunction:
+        """The whole step as it was traced."""
+        return self.step.pipeline.traced
 
     def as_text(self) -> str:
         """The StableHLO modules, each below a line that names its stage and kind."""
@@ -112,7 +118,7 @@ class CompiledPipeline:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        traced = self.lowered.step.pipeline.traced
+        traced = self.lowered.traced
         only_arrays = self.lowered.only_arrays
         with open_call(StaticArguments(), args, kwargs, only_arrays) as call:
             tree = jax.tree.structure(call.arguments())
