@@ -74,15 +74,13 @@ class OperatorPlans(_MadeOnce[OperatorPlan]):
 
     def item(self, index: int) -> OperatorPlan:
         """The plan of the operator in a row."""
-        op = self.operators[index]
-        return OperatorPlan(
-            op.name, op.kind, op.source, *self.works[self.work_of[index]]
-        )
+        return self._running(self.operators[index], self.work_of[index])
 
     def _items(self) -> Iterator[OperatorPlan]:
-        works = self.works
-        for op, number in zip(self.operators, self.work_of.tolist(), strict=True):
-            yield OperatorPlan(op.name, op.kind, op.source, *works[number])
+        return map(self._running, self.operators, self.work_of.tolist())
+
+    def _running(self, op: Operator, number: int) -> OperatorPlan:
+        return OperatorPlan(op.name, op.kind, op.source, *self.works[number])
 
     @property
     def seconds(self) -> float:
