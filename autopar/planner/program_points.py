@@ -15,7 +15,7 @@ choices together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,9 +24,16 @@ from autopar.solver.memory_rows import MemoryRow
 
 from ..costs.execution_order import Liveness
 from ..costs.fusion import Traits
-from ..costs.kernels import Value, ValueColumns, turns
+from ..costs.kernels import turns
 from ..costs.memory import MemoryProfile
 from ..sharding.spec import Spec, num_shards
+from .held_values import (
+    HeldValues,
+    bytes_of_relays,
+    lasting_reads,
+    reading_less,
+    tensors_of,
+)
 from .relay_choices import lasting_tensors
 from .sharding_problem import ShardingProblem
 from .spec_choices import SpecChoices
@@ -237,6 +244,8 @@ class _Points:
         self._is_lasting[list(lasting)] = True
         self._relay = np.full(count + 1, -1)
         self._relay[list(problem.relays)] = list(problem.relays.values())
+        self._relay_bytes = bytes_of_relays(problem, lasting, choices)
+        self._reads_less = reading_less(problem, choices, self._relay_bytes)
         made = [(tensor, writer) for tensor, (writer, _) in problem.writers.items()]
         self._writer = np.full(count + 1, -1)
         self._writer[[tensor for tensor, _ in made]] = [writer for _, writer in made]
@@ -244,7 +253,7 @@ class _Points:
         is_copied = [bool(each.conversions) for each in tensors]
         self._is_copied = np.array([*is_copied, False])
         self._reader = self._readers()
-        self._blocks: dict[int, _Held] = {}
+        self._blocks: dict[int, HeldValues] = {}
 
     def _readers(self) -> np.ndarray:
         """[tensors] the relay through which each is read as it was made, or -1.
@@ -314,13 +323,13 @@ class _Points:
             copies.append((value.tensor, value.spec, value.bytes))
         return _Point(total, whole, tuple(turned), tuple(copies))
 
-    def _held(self, liveness: Liveness) -> _Held:
+    def _held(self, liveness: Liveness) -> HeldValues:
         """Who holds each value of a block, and when relays of what lies outside would.
 
-        Those hold from the first reading to the last; what replaces needs no copy.
+        Those hold from the first reading to the last that needs them.
         """
         block, count = liveness.block, len(self._relay) - 1
-        tensor, is_copy = _tensors(block.values)
+        tensor, is_copy = tensors_of(block.values)
         tensor = np.where((tensor >= 0) & (tensor < count), tensor, count)
         relay, writer = self._relay[tensor], self._writer[tensor]
         is_made = writer >= 0
@@ -336,21 +345,11 @@ class _Points:
         shared = np.flatnonzero((reader >= 0) & is_made & ~is_copy)
         ends = liveness.ends.copy()
         ends[shared] = np.minimum(starts[shared], ends[shared])
-        columns = block.columns
-        replaced_by = np.full(len(tensor), -1)
-        for old, new in block.replaced:
-            replaced_by[old] = block.maker[new]
         position = np.empty(len(liveness.order), np.intp)
         position[list(liveness.order)] = np.arange(len(liveness.order))
-        is_reading = self._is_lasting[tensor[columns.reads]]
-        is_reading &= replaced_by[columns.reads] != columns.readers
-        read, number = np.unique(tensor[columns.reads[is_reading]], return_inverse=True)
-        at = position[columns.readers[is_reading]]
-        first = np.full(len(read), len(liveness.order))
-        np.minimum.at(first, number.reshape(-1), at)
-        last = np.full(len(read), -1)
-        np.maximum.at(last, number.reshape(-1), at)
-        return _Held(
+        reading = lasting_reads(block, tensor, self._relay_bytes, self._reads_less)
+        read, first, last = reading.spans(position)
+        return HeldValues(
             np.concatenate(
                 [np.where(is_made & ~is_beside, vertex, -1), reader[shared]]
             ),
@@ -359,32 +358,6 @@ class _Points:
             np.concatenate([ends, liveness.ends[shared]]),
             *(self._relay[read], first, last),
         )
-
-
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """The values of a block by who holds them.
-
-    [values]: the vertex (-1 for none), whether it is a copy beside all relays, the
-    positions at which it is in memory. [lasting]: the relay of what lies outside, the
-    first position and the last at which it is read.
-    """
-
-    vertex: np.ndarray
-    is_beside: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
-    read: np.ndarray
-    first_read: np.ndarray
-    last_read: np.ndarray
-
-
-def _tensors(values: Sequence[Value]) -> tuple[np.ndarray, np.ndarray]:
-    """[values] the tensor of each, and whether it is a copy."""
-    if isinstance(values, ValueColumns):
-        return values.tensor, values.is_copy
-    tensor = np.array([value.tensor for value in values], np.intp)
-    return tensor, np.array([value.is_copy for value in values], bool)
 
 
 def fullest(liveness: Liveness, stretches: int) -> list[int]:
