@@ -44,9 +44,7 @@ class Reads:
     tensor: np.ndarray
     kernel: np.ndarray
 
-    def spans(
-        self, position: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def spans(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[tensors] each that is read, and where it is first and last.
 
         `position` [kernels] is where each of them runs.

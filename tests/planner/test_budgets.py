@@ -15,6 +15,9 @@ from autopar.costs.memory import memory_profile
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
+from autopar.methods.gather_again import gathering_again
+from autopar.methods.named_methods import Zero, restriction_of
+from autopar.methods.restrictions import restrict
 from autopar.planner import budget_candidates, met_plans
 from autopar.planner.budget_candidates import BudgetCandidates
 from autopar.planner.intra_op import IntraOpSolution, plan_intra_op, read_plan
@@ -266,3 +269,30 @@ def test_a_method_whose_demand_a_reader_cannot_meet_is_planned_within_a_budget()
     with pytest.raises(autopar.InfeasiblePlanError) as error:
         peak(least - 1)
     assert error.value.least_budget_bytes == least
+
+
+@pytest.mark.parametrize("reshards", [False, True])
+def test_copies_of_parameters_are_gone_when_what_is_split_is_updated(
+    reshards: bool,
+) -> None:
+    """The plan without a budget reads whole parameters as they lie, to the last slice
+    that it updates; FSDP reads those slices where they lie, and drops its copies.
+    """
+    workload = build("llama", num_layers=1)
+    traced = trace(workload.step, workload.abstract(), {})
+    graph = build_graph(traced, roles_of(traced))
+    batch = [each.tensor for each in graph.inputs if each.role == "batch"]
+    cluster, resharder = Cluster.local(), Resharder(MESH, Cluster.local())
+    again = gathering_again(graph)
+    problem = build_problem(again, MESH, cluster, resharder, counts_memory=True)
+    least = solve(problem.choice_graph)
+    met = met_plans.MetPlans(problem, cluster, resharder, least, 0.0)
+    method = Zero(3, reshard_after_forward=reshards)
+    place = again if reshards else graph
+    limit = restriction_of(method, place, MESH, batch)
+    fsdp = met.see(solve(restrict(problem, (limit,), cluster).choice_graph))
+    free = met.plans[0]
+    assert fsdp.peak_bytes < free.peak_bytes
+    said = max(row.used(fsdp.choices) for row in met.rows)
+    assert said <= 1.1 * fsdp.peak_bytes
+    assert max(row.used(free.choices) for row in met.rows) == free.peak_bytes
