@@ -22,6 +22,7 @@ Offer = dict[str, Any]
 Kinds = Sequence[jax.ShapeDtypeStruct]
 # Brings what is offered under a number, as arrays of given types.
 Pull = Callable[[int, Kinds], list[jax.Array]]
+_ENDS = EOFError, OSError, jax.errors.JaxRuntimeError  # of another host
 
 
 class PeerLost(Exception):
@@ -120,7 +121,7 @@ class Incoming:
             tuple[int, int], deque[tuple[Offer, list[jax.Array] | None]]
         ] = {}
         self._changed = threading.Condition()
-        self._is_lost = False
+        self._end: Exception | None = None
         self._arriving: SimpleQueue[tuple[int, Sequence[jax.Array]]] = SimpleQueue()
         in_background(self._read_offers)
         in_background(self._acknowledge)
@@ -137,9 +138,11 @@ class Incoming:
         """
         with self._changed:
             offers = self._offers.setdefault((source, target), deque())
-            self._changed.wait_for(lambda: offers or self._is_lost)
-            if not offers:
-                raise _lost(self.peer)
+            self._changed.wait_for(lambda: offers or self._end)
+            if not offers and isinstance(self._end, _ENDS):
+                raise _lost(self.peer, self._end) from self._end
+            if not offers and self._end:
+                raise self._end
             return offers.popleft()
 
     def pull(self, number: int, kinds: Kinds) -> list[jax.Array]:
@@ -157,9 +160,9 @@ class Incoming:
                 with self._changed:
                     self._offers.setdefault(pair, deque()).append((offer, arrays))
                     self._changed.notify_all()
-        except (EOFError, OSError, jax.errors.JaxRuntimeError):
+        except Exception as error:  # raised again where the offer is waited for
             with self._changed:
-                self._is_lost = True
+                self._end = error
                 self._changed.notify_all()
 
     def _acknowledge(self) -> None:
@@ -187,5 +190,7 @@ def in_background(run: Callable[[], None]) -> None:
     threading.Thread(target=run, daemon=True).start()
 
 
-def _lost(peer: int) -> PeerLost:
+def _lost(peer: int, end: Exception | None = None) -> PeerLost:
+    if isinstance(end, jax.errors.JaxRuntimeError):
+        return PeerLost(f"nothing comes from host {peer} any more: {end}")
     return PeerLost(f"host {peer} closed its connection")

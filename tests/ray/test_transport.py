@@ -206,6 +206,28 @@ def test_a_closed_end_wakes_who_waits_for_it(ends: tuple[Transport, Transport]):
 
 
 @pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (KeyError("a bug"), "a bug"),
+        (jax.errors.JaxRuntimeError("no memory"), "from host 0 any more: no memory"),
+    ],
+)
+def test_what_ends_the_reading_of_offers_is_told_to_who_waits(
+    ends: tuple[Transport, Transport],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    told: str,
+):
+    def fail_with(_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(ends[1]._in[0], "_kinds_of", fail_with)
+    ends[0].send(Value("equal"), 0, 1, array_of(TYPES["equal"][0]))
+    with pytest.raises((KeyError, PeerLost), match=told):
+        ends[1].receive(Value("equal"), 0, 1)
+
+
+@pytest.mark.parametrize(
     ("own", "others", "met"),
     [
         ([0], [1], {0: [1]}),
