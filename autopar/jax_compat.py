@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import numpy as np
 from jax import lax
+from jax._src import config as _config
 from jax._src import distributed, tree_util
 from jax._src import pjit as _pjit
 from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
@@ -40,6 +41,7 @@ DropVar = core.DropVar
 
 _in_cpp: Any = _jax
 _jitted: Any = _pjit
+_settings: Any = _config
 NO_MESH = AbstractMesh((), ())
 _MESH_PARAMS = ("sharding", "out_sharding")
 CALLS = {  # where each keeps what it calls
@@ -312,6 +314,11 @@ def is_checking_values() -> bool:
     """Whether the caller asked for an error where NaN or infinity comes up."""
     config: Any = jax.config
     return config.jax_debug_nans or config.jax_debug_infs
+
+
+def trace_context() -> Any:
+    """The caller's settings that a trace depends on, such as `jax.enable_x64`."""
+    return _settings.trace_context()
 
 
 def is_jit_disabled() -> bool:

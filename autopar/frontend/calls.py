@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from ..jax_compat import PyTreeDef
+from ..jax_compat import PyTreeDef, trace_context
 from ..state.distributed_array import abstract_leaf
 from .constant_leaves import (
     ResultTree,
@@ -31,7 +31,8 @@ def _unchanged(result: Any) -> Any:
 class Call:
     """One call, without its static arguments; `leaves` are its arrays and numbers.
 
-    Calls of equal `key` differ in their leaves only.
+    Calls of equal `key` differ in their leaves only: they are made under the same
+    settings of JAX too.
     """
 
     args: tuple[Any, ...]
@@ -45,7 +46,7 @@ class Call:
     @property
     def flat(self) -> tuple[Any, Sequence[Any]] | None:
         """Key and leaves; None if it has constants or modules besides."""
-        _, _, constants = self.key
+        _, _, constants, _ = self.key
         is_plain = not constants and self.finish is _unchanged
         return (self.key, self.leaves) if is_plain else None
 
@@ -122,5 +123,5 @@ def _make_call(
     constants = constants_of(leaves, tree, only_arrays)
     for position, _, _ in reversed(constants):
         del leaves[position]
-    key = tree, statics, constants
+    key = tree, statics, constants, trace_context()
     return Call(*arguments, statics, leaves, key, only_arrays)

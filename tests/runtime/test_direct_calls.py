@@ -1,5 +1,6 @@
 """Calls of a known kind are made in C++; all that needs Python still gets it."""
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -247,6 +248,30 @@ def test_each_kind_of_arguments_is_known_by_itself(
             (key, y), (expected, other) = made(key, x, scale), plain(expected, x, scale)
             assert_equal(y, other)
             assert key == expected
+
+
+@pytest.mark.parametrize("activation", [None, jnp.tanh], ids=["arrays", "constants"])
+def test_calls_under_other_settings_are_traced_under_them(activation: Any) -> None:
+    """Types and random bits of whichever setting the caller has, as `jax.jit` does."""
+
+    def draw(layer: Layer, x: jax.Array) -> Any:
+        bits = jax.random.normal(jax.random.key(0), (3,))
+        return x.astype(float).sum() * (1 + 1e-12), jnp.arange(4), bits, layer.kernel
+
+    made = parallel(draw, donate_argnums=())
+    plain = jax.jit(lambda kernel, x: draw(Layer(kernel, None, None), x))
+    settings = [
+        contextlib.nullcontext,
+        lambda: jax.enable_x64(True),
+        lambda: jax.threefry_partitionable(False),
+    ]
+    for setting in (*settings, *settings, *settings):
+        with setting():
+            ours = made(Layer(BATCH, activation, None), BATCH)
+            theirs = plain(BATCH, BATCH)
+        assert_equal(ours, theirs)
+        assert [x.dtype for x in ours] == [x.dtype for x in theirs]
+    assert len(made._executables) == len(settings)
 
 
 def test_a_deleted_or_repeated_buffer_is_seen_before() -> None:
