@@ -158,3 +158,23 @@ def test_state_that_is_not_donated_stays():
     donating: Any = parallelize(fun, method=PipelineParallel(2, 4))
     donating(first, x)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+
+
+def test_stages_have_the_settings_of_the_call() -> None:
+    """Their threads make the zeros of sums, of 64 bits under `jax.enable_x64`."""
+
+    def train(w: list[jax.Array], x: jax.Array) -> Any:
+        def loss(w: list[jax.Array]) -> jax.Array:
+            return jnp.mean((jnp.tanh(x @ w[0]) @ w[1]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(w)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, gradients), value.astype(float)
+
+    args = [jnp.ones((4, 8)), jnp.ones((8, 4))], jnp.ones((8, 4))
+    step = parallelize(train, method=PipelineParallel(2, 2), donate_argnums=())
+    for is_double in (False, True):
+        with jax.enable_x64(is_double):
+            ours, theirs = step(*args), jax.jit(train)(*args)
+        assert ours[1].dtype == theirs[1].dtype
+        assert ours[1].dtype == (jnp.float64 if is_double else jnp.float32)
+        assert_equal(ours, theirs)

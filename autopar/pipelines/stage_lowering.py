@@ -118,7 +118,13 @@ def _stage_program(
 
 def _zeros(kind: TensorType, spec: Spec, sharding: NamedSharding) -> Callable[[], Any]:
     shape = held_shape(kind.shape, spec, sharding.mesh.axis_sizes)
-    return jax.jit(lambda: jnp.zeros(shape, kind.dtype), out_shardings=sharding)
+    made = jax.jit(lambda: jnp.zeros(shape, kind.dtype), out_shardings=sharding)
+
+    def zeros() -> Any:
+        with jax.enable_x64(True):  # a stage's thread has not the caller's settings
+            return made()
+
+    return zeros
 
 
 def _runner_of(program: SpmdProgram) -> Callable[[Sequence[Any]], Sequence[Any]]:
