@@ -13,7 +13,7 @@ first operand first. What is capped is then visited from the last to the first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -78,14 +78,26 @@ class Instructions:
         )
 
 
-def depth_first_order(
-    block: KernelBlock, duplicated: Collection[int]
-) -> tuple[tuple[int, ...], dict[int, int]]:
-    """The kernels in their order, and before which of them each input is copied."""
+@dataclass(frozen=True, eq=False)
+class Order:
+    """The kernels in their order, and before which of them each input is copied.
+
+    `post` [values] is the place in post-order of what makes each, or its copy; -1 for
+    other inputs.
+    """
+
+    kernels: tuple[int, ...]
+    copied_before: Mapping[int, int]
+    post: np.ndarray
+
+
+def depth_first_order(block: KernelBlock, duplicated: Collection[int]) -> Order:
+    """The order in which kernels run, and in which their memory is found."""
     if not len(block.kernels):
-        return (), {}
+        return Order((), {}, np.full(len(block.values), -1))
     found = Instructions.of(block, duplicated)
-    rank = _visited_last(found)
+    post_order = _post_order(found)
+    rank = _visited_last(found, post_order)
     # From here on instructions go by rank, so that those visited first sort last.
     by_rank = np.argsort(rank)
     reader = np.repeat(np.arange(len(rank)), np.diff(found.starts))
@@ -120,7 +132,11 @@ def depth_first_order(
         found.copied[copy]: int(kernels[place])
         for copy, place in zip(copies, before.tolist(), strict=True)
     }
-    return tuple(kernels.tolist()), first
+    place = np.empty(len(rank), np.intp)
+    place[post_order] = np.arange(len(rank))
+    post = np.where(block.maker < 0, -1, place[block.maker])
+    post[list(found.copied)] = place[found.num_kernels : last]
+    return Order(tuple(kernels.tolist()), first, post)
 
 
 def _through_barriers(block: KernelBlock) -> tuple[np.ndarray, np.ndarray]:
@@ -147,7 +163,7 @@ def _through_barriers(block: KernelBlock) -> tuple[np.ndarray, np.ndarray]:
     return reader[~taken], value[~taken]
 
 
-def _visited_last(found: Instructions) -> np.ndarray:
+def _visited_last(found: Instructions, post_order: Sequence[int]) -> np.ndarray:
     """[instructions] their places if those to visit last come first."""
     total = len(found.bytes)
     num_readers = np.bincount(found.operands, minlength=total)
@@ -156,7 +172,7 @@ def _visited_last(found: Instructions) -> np.ndarray:
     size, bounds = found.bytes.tolist(), found.starts.tolist()
     operands = found.operands.tolist()
     held, most = 0, found.most
-    for k in _post_order(found.roots.tolist(), bounds, operands, total):
+    for k in post_order:
         own = size[k]
         held += own
         behind = extra[k]
@@ -169,12 +185,11 @@ def _visited_last(found: Instructions) -> np.ndarray:
     return rank
 
 
-def _post_order(
-    roots: Sequence[int], bounds: Sequence[int], operands: Sequence[int], total: int
-) -> list[int]:
+def _post_order(found: Instructions) -> list[int]:
     """Instructions after what they read, the first operand first."""
-    order, is_done = list[int](), [False] * total
-    stack = list(reversed(roots))
+    bounds, operands = found.starts.tolist(), found.operands.tolist()
+    order, is_done = list[int](), [False] * len(found.bytes)
+    stack = found.roots.tolist()[::-1]
     while stack:
         k = stack.pop()
         if k < 0:

@@ -7,18 +7,19 @@ buffer assignment matter:
   duplicates  an input that is returned in its own memory is copied first, unless all
               who read it must run before its replacement is made
   places      between an input's last use and its replacement its memory holds others
+              (`input_memory.py`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
-from operator import itemgetter
+from itertools import pairwise
 
 import numpy as np
 
 from .depth_first import depth_first_order
+from .input_memory import borrowed_values
 from .kernels import KernelBlock
 
 
@@ -62,14 +63,14 @@ class Liveness:
 def run_in_order(block: KernelBlock) -> Liveness:
     """The order of a block's kernels, and what is live in it."""
     duplicated = _duplicated(block)
-    order, copied_before = depth_first_order(block, duplicated)
-    order = _sends_at_once(block, order)
+    found = depth_first_order(block, duplicated)
+    order = _sends_at_once(block, found.kernels)
     position = np.empty(len(order), np.intp)
     position[list(order)] = np.arange(len(order))
-    copied_at = {v: int(position[k]) for v, k in copied_before.items()}
+    copied_at = {v: int(position[k]) for v, k in found.copied_before.items()}
     starts, ends = _intervals(block, position, duplicated, copied_at)
-    sizes = block.sizes
-    borrowed = _borrowed(block, position, (starts, ends), duplicated)
+    sizes, intervals = block.sizes, (starts, ends)
+    borrowed = borrowed_values(block, position, found.post, intervals, duplicated)
     own = starts >= 0
     own[list(borrowed)] = False
     changes = np.zeros(len(order) + 1, np.int64)
@@ -161,12 +162,15 @@ def _write_over(
     """Ends values where they are read last, if a result takes their memory there.
 
     One value makes way for each result of an elementwise kernel: the first of its size
-    that it reads.
+    that it reads, as long as both have the same dims.
     """
     columns, sizes = block.columns, block.sizes
     at = position[columns.readers]
     born = starts[columns.reads]
     is_dying = (born >= 0) & (born < at) & (ends[columns.reads] == at)
+    is_flat = np.zeros(len(block.values), bool)
+    is_flat[list(block.flat)] = True
+    makes_way = is_dying & ~is_flat[columns.reads]
     over: list[tuple[int, int]] = []
     for k, carries in columns.carries.items():
         low, high = columns.read_start[k : k + 2]
@@ -175,7 +179,7 @@ def _write_over(
         over += [(old, int(position[k])) for old in pairs]
     num_written = np.diff(columns.write_start)
     is_one = columns.is_elementwise & (num_written == 1)
-    candidates = np.flatnonzero(is_dying & is_one[columns.readers])
+    candidates = np.flatnonzero(makes_way & is_one[columns.readers])
     reader, old = columns.readers[candidates], columns.reads[candidates]
     new = columns.writes[columns.write_start[reader]]
     fits = (sizes[old] == sizes[new]) & (starts[new] >= 0)
@@ -183,7 +187,7 @@ def _write_over(
     old = old[fits][first]
     for k in np.flatnonzero(columns.is_elementwise & (num_written > 1)).tolist():
         low, high = columns.read_start[k : k + 2]
-        dying = columns.reads[low:high][is_dying[low:high]].tolist()
+        dying = columns.reads[low:high][makes_way[low:high]].tolist()
         for each in columns.writes[slice(*columns.write_start[k : k + 2])].tolist():
             match = [value for value in dying if sizes[value] == sizes[each]]
             if match and starts[each] >= 0:
@@ -192,79 +196,3 @@ def _write_over(
     ends[old] -= 1
     for value, end in over:
         ends[value] = end - 1
-
-
-def _borrowed(
-    block: KernelBlock,
-    position: np.ndarray,
-    intervals: tuple[np.ndarray, np.ndarray],
-    duplicated: frozenset[int],
-) -> frozenset[int]:
-    """Values in an input's memory: larger ones first, each in the smallest place."""
-    (starts, ends), sizes = intervals, block.sizes
-    places = _places(block, position, duplicated)
-    if not places:
-        return frozenset()
-    values = np.flatnonzero((starts >= 0) & (sizes > 0) & (sizes <= places[-1][0]))
-    values = values[np.argsort(-sizes[values], kind="stable")]
-    rooms = [
-        _Rooms(size, list(group)) for size, group in groupby(places, key=itemgetter(0))
-    ]
-    columns = (values, starts[values], ends[values], sizes[values])
-    found: list[int] = []
-    for value, start, end, size in zip(*map(np.ndarray.tolist, columns), strict=True):
-        if any(room.size >= size and room.takes(start, end) for room in rooms):
-            found.append(value)
-    return frozenset(found)
-
-
-class _Rooms:
-    """Free times of inputs of one size: first and last position, and whose they are."""
-
-    def __init__(self, size: int, places: Sequence[tuple[int, int, int]]) -> None:
-        self.size, self.count = size, len(places)
-        _, self.first, self.last = np.array(places).T
-        self.owner = np.arange(self.count)
-        self.earliest, self.latest = int(self.first.min()), int(self.last.max())
-
-    def takes(self, start: int, end: int) -> bool:
-        """Takes the times of a value from the first input where they are free."""
-        if start < self.earliest or end > self.latest:
-            return False
-        count = self.count
-        (fits,) = ((self.first[:count] <= start) & (self.last[:count] >= end)).nonzero()
-        if not fits.size:
-            return False
-        place = int(fits[self.owner[fits].argmin()] if fits.size > 1 else fits[0])
-        if count == len(self.first):
-            self.first, self.last, self.owner = (
-                np.concatenate([each, np.zeros_like(each)])
-                for each in (self.first, self.last, self.owner)
-            )
-        self.first[count], self.last[count] = end + 1, self.last[place]
-        self.owner[count], self.last[place] = self.owner[place], start - 1
-        self.count += 1
-        return True
-
-
-def _places(
-    block: KernelBlock, position: np.ndarray, duplicated: frozenset[int]
-) -> list[tuple[int, int, int]]:
-    """(bytes, first position, last position) in which an input's memory is free."""
-    columns, count = block.columns, len(position)
-    if not count or not block.replaced:
-        return []
-    first, last = np.full((2, len(block.values)), -1)
-    at = position[columns.readers]
-    np.maximum.at(last, columns.reads, at)
-    first[columns.reads[::-1]] = count
-    np.minimum.at(first, columns.reads, at)
-    used = last.copy()
-    copied = list(duplicated)
-    used[copied] = first[copied]
-    old, new = np.array(block.replaced, np.intp).T
-    made = block.maker[new]
-    is_free = (made >= 0) & (used[old] + 1 < position[made])
-    old, ends = old[is_free], position[made[is_free]] - 1
-    columns = (block.sizes[old], used[old] + 1, ends)
-    return sorted(zip(*map(np.ndarray.tolist, columns), strict=True))

@@ -26,6 +26,7 @@ from .node_table import NodeTable
 from .plan_arrays import PlanArrays
 from .product_operands import (
     add_ordered,
+    flat_values,
     names_in_order,
     ordered_operands,
     with_ordered,
@@ -233,12 +234,14 @@ class _Builder:
         is_kept[list(shared.values())] = True
         pairs = [(old, outputs[new]) for old, new in self.border.replaced]
         nodes, in_memory = self._fused(outputs, is_kept)
+        columns = self.arrays.columns
         return KernelBlock(
             self.values,
             self._kernels(nodes, in_memory, shared),
             kept,
             tuple((old, new) for old, new in pairs if new is not None and new != old),
             self._passed(),
+            flat_values(columns, self.rows, self.result_row, self.of_results),
         )
 
     def _fused(

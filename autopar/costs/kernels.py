@@ -143,7 +143,8 @@ class KernelBlock:
     `kept` are the values that the block returns, in order. `replaced` pairs an input
     with the value that is returned in its memory. `passed` has, for each value that
     stands for what a barrier lets pass, what that is: who reads it behind the barrier
-    reads both.
+    reads both. `flat` values are written in other dims than their readers' results, so
+    elementwise kernels do not write over them.
     """
 
     values: Sequence[Value]
@@ -151,6 +152,7 @@ class KernelBlock:
     kept: tuple[int, ...]
     replaced: tuple[tuple[int, int], ...]
     passed: Mapping[int, int] = field(default_factory=dict[int, int])
+    flat: frozenset[int] = frozenset()
 
     @cached_property
     def columns(self) -> KernelColumns:

@@ -152,6 +152,34 @@ def names_in_order(ordered: Sequence[Ordered], in_memory: np.ndarray) -> np.ndar
     return name
 
 
+def flat_values(
+    columns: GraphColumns, rows: slice, result_row: np.ndarray, values: np.ndarray
+) -> frozenset[int]:
+    """Those of `values`, made by rows of a block, that are written as matrices.
+
+    Elementwise kernels that read them in their own dims do not write over them.
+    """
+    return frozenset(values[_flat_rows(columns)[rows][result_row]].tolist())
+
+
+@lru_cache(maxsize=4)
+def _flat_rows(columns: GraphColumns) -> np.ndarray:
+    """bool [rows], those of products that write several dims of an operand as one."""
+    found = [
+        op.kind == "dot_general" and not sums_nothing(op) and _joins_dims(op)
+        for op in columns.distinct
+    ]
+    return np.array(found, bool)[columns.alike]
+
+
+def _joins_dims(op: Operator) -> bool:
+    summed, batch = op.params["dimension_numbers"]
+    return any(
+        kind.rank - len(b) - len(c) > 1
+        for kind, b, c in zip(op.operand_types, batch, summed, strict=False)
+    )
+
+
 def _wanted(op: Operator) -> tuple[tuple[int, ...], ...] | None:
     """The order of each operand's dims, or None for a product of matrices."""
     summed, batch = op.params["dimension_numbers"]
