@@ -324,6 +324,38 @@ def test_gradients_are_reduced_one_by_one() -> None:
     assert use.temp_bytes < 4 * params[0].nbytes
 
 
+def test_a_product_of_joined_dims_is_not_written_over() -> None:
+    """It is written as a matrix, which is not of its readers' dims."""
+
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = jnp.tanh(x @ w)
+        return jnp.max(y, axis=-1) + jnp.sum(y @ w, axis=-1)
+
+    for shape, end in (((8, 16, 32), 1), ((128, 32), 0)):
+        profile, _ = profile_of(step, jnp.ones(shape), jnp.ones((32, 32)))
+        liveness = profile.liveness[0]
+        (first,) = liveness.block.kernels[liveness.order[0]].writes
+        assert liveness.ends[first] == end
+
+
+def test_memory_of_inputs_is_lent_in_post_order() -> None:
+    """The first of two values that fit takes it, be it a copy of an input or not."""
+    x = Value(0, (), 8, False, True)
+    made = [Value(tensor, (), 8, False) for tensor in range(1, 7)]
+    values = (x, x._replace(tensor=7), *made)
+    kernels = (
+        Kernel(0, (0,), (2,)),
+        Kernel(1, (2,), (3,)),  # between the uses of `x` and of the other input
+        Kernel(2, (3, 1), (4,)),
+        Kernel(3, (4,), (5,)),  # replaces `x`
+        Kernel(4, (5, 1), (6,)),
+        Kernel(5, (4,), (7,)),  # replaces the other, which is read later
+    )
+    liveness = run_in_order(KernelBlock(values, kernels, (6, 5, 7), ((0, 5), (1, 7))))
+    assert liveness.duplicated == {1}
+    assert liveness.borrowed == {3}
+
+
 def test_predicted_is_what_is_compiled() -> None:
     profile, compiled = profile_of(STEPS["two products"], X)
     assert profile.peak_bytes == pytest.approx(compiled, rel=0.01)
