@@ -194,7 +194,7 @@ def test_what_is_to_be_raised_is_raised(
 ):
     cluster = Cluster.ray(ray_hosts.address, on_failure="raise")
     with autopar.Checkpoints(tmp_path) as checkpoints:
-        training = training_of(cluster, None, workload, checkpoints)
+        training = training_of(cluster, autopar.ShardParallel(), workload, checkpoints)
         numbers = []
         with pytest.raises(HostLostError, match="host 0 at .* died"):
             for number, _ in training.run(NUM_STEPS):
