@@ -193,17 +193,18 @@ def test_what_is_to_be_raised_is_raised(
     ray_hosts: LocalHosts, workload: Workload, tmp_path: Path
 ):
     cluster = Cluster.ray(ray_hosts.address, on_failure="raise")
-    with autopar.Checkpoints(tmp_path) as checkpoints:
-        training = training_of(cluster, autopar.ShardParallel(), workload, checkpoints)
-        numbers = []
-        with pytest.raises(HostLostError, match="host 0 at .* died"):
-            for number, _ in training.run(NUM_STEPS):
-                numbers.append(number)
-                if number == 2:
-                    os.kill(
-                        workers_of(cluster, (2,)).facts[0].process_id, signal.SIGKILL
-                    )
-        assert numbers == [0, 1, 2]
+    method, numbers = autopar.ShardParallel(), []
+    with (
+        pytest.raises(HostLostError, match="host 0 at .* died"),
+        autopar.Checkpoints(tmp_path) as checkpoints,
+    ):
+        training = training_of(cluster, method, workload, checkpoints)
+        for number, _ in training.run(NUM_STEPS):
+            numbers.append(number)
+            if number == 2:
+                victim = workers_of(cluster, (2,)).facts[0]
+                os.kill(victim.process_id, signal.SIGKILL)
+    assert numbers == [0, 1, 2]
 
 
 def test_failure_modes_are_checked(ray_hosts: LocalHosts):
