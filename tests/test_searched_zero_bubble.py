@@ -14,6 +14,7 @@ from autopar.pipelines.stage_cut import cut_stages
 from autopar.pipelines.stage_search import StageSearch
 from tests.rows.running import run_pipeline_as_planned
 from tests.test_joint_search import gpt, searcher_of
+from tests.test_pipeline_plan import step as tanh_step
 from tests.test_stage_search import two_hosts
 
 SLOW = two_hosts(1000.0)
@@ -21,20 +22,9 @@ SLOW = two_hosts(1000.0)
 
 def tower(examples: int = 16, width: int = 256, num_layers: int = 8) -> Any:
     """Equal layers with few examples: a pipeline that mostly fills and drains."""
-
-    def step(params: Any, x: jax.Array) -> Any:
-        def loss(params: Any) -> jax.Array:
-            y = x
-            for kernel in params:
-                y = jnp.tanh(y @ kernel)
-            return jnp.mean(jnp.square(y))
-
-        value, grads = jax.value_and_grad(loss)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
     keys = jax.random.split(jax.random.key(0), num_layers + 1)
     params = [jax.random.normal(key, (width, width)) / width**0.5 for key in keys[1:]]
-    return step, (params, jax.random.normal(keys[0], (examples, width)))
+    return tanh_step, (params, jax.random.normal(keys[0], (examples, width)))
 
 
 def searched(step: Any, args: Any, schedules: Any = None, **given: Any) -> StageSearch:

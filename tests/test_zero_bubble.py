@@ -5,32 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import autopar
 from autopar.methods.methods import PipelineParallel
-
-
-def step(params: Any, x: jax.Array) -> Any:
-    """Four tanh layers of 64, and a mean of squares."""
-
-    def loss(params: Any) -> jax.Array:
-        y = x
-        for kernel in params:
-            y = jnp.tanh(y @ kernel)
-        return jnp.mean(jnp.square(y))
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-
-def arguments() -> tuple[Any, jax.Array]:
-    numbers = np.random.default_rng(0)
-    kernels = [numbers.normal(size=(64, 64)) / 8 for _ in range(4)]
-    x = numbers.normal(size=(32, 64))
-    return [jnp.asarray(k, jnp.float32) for k in kernels], jnp.asarray(x, jnp.float32)
+from tests.test_pipeline_plan import arguments, step
 
 
 def products(plan: autopar.Plan, stage: int, kind: str) -> int:
