@@ -138,6 +138,9 @@ def _audited(compiled: Any) -> dict[str, float]:
 def step_suite(request: Request) -> Iterator[Result]:
     """Real steps beside jit with the same shardings, taken in turns; and calls.
 
+    Autopar's result has its time over that of the user's own step, annotated, and of
+    the step as it was planned (`benchmarks/step_time.py`).
+
     First calls, in processes of their own, are left out of small runs.
     """
     from benchmarks.call_time import measure_calls, measure_first_call
@@ -154,9 +157,10 @@ def step_suite(request: Request) -> Iterator[Result]:
             }
             timed = {
                 "median_seconds": each.median_seconds,
-                "times_jit": each.ratio,
                 "compile_seconds": each.compile_seconds,
             }
+            for baseline, ratio in each.times.items():
+                timed[f"times_{baseline.replace(' ', '_')}"] = ratio
             yield Result("step", f"{model} {mesh} {each.program}", values, timed)
     if not request.is_timed:
         return

@@ -150,8 +150,12 @@ def _marked_as_tracing() -> Iterator[None]:
         _is_tracing.reset(token)
 
 
-def _rewritten(closed: Any) -> Any:
-    """What all that follows sees: dead code is gone before readers are counted."""
+def rewritten(closed: Any) -> Any:
+    """What all that follows sees of the jaxpr that JAX traced.
+
+    Variables that both have are the same objects, with equal values. Dead code is gone
+    before readers are counted.
+    """
     own_rows = with_own_rows(with_padded_windows(closed))
     return with_transposed_products(dead_code_eliminated(own_rows))
 
@@ -177,7 +181,7 @@ def trace(
         traced = jax.jit(fresh).trace(*args, **kwargs)
     return TracedFunction(
         name=getattr(fun, "__name__", type(fun).__name__),
-        jaxpr=_rewritten(traced.jaxpr),
+        jaxpr=rewritten(traced.jaxpr),
         in_tree=traced.in_tree,
         out_tree=jax.tree.structure(traced.out_info),
         input_paths=paths,
