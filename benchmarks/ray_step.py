@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autopar.clusters.cluster import Cluster
 
-    from .models import Workload
+    from .targets import BenchStep
 
 HOSTS, DEVICES = 2, 4  # devices of each
 
@@ -39,7 +39,7 @@ class Measurement:
     peak_bytes: int
 
 
-def planned_bytes(workload: Workload, cluster: Cluster | None = None) -> dict[str, int]:
+def planned_bytes(target: BenchStep, cluster: Cluster | None = None) -> dict[str, int]:
     """Bytes of the plan for a Ray cluster; one that is not started if left out."""
     import autopar
     from autopar.clusters.cluster import Cluster, RayHosts
@@ -48,16 +48,19 @@ def planned_bytes(workload: Workload, cluster: Cluster | None = None) -> dict[st
         nowhere = RayHosts("", "cpu", step_seconds=1.0)
         preset = Cluster.preset(f"{HOSTS}x{DEVICES}xCPU")
         cluster = replace(preset, ray_hosts=nowhere)
-    step = autopar.parallelize(workload.step, cluster=cluster)
-    predicted = step.plan(*workload.abstract()).predicted
+    step = autopar.parallelize(target.step, cluster=cluster)
+    predicted = step.plan(*target.abstract()).predicted
     return {
         "collective_bytes": predicted.collective_bytes,
         "peak_bytes": predicted.peak_bytes,
     }
 
 
-def measure(model: str, rounds: int) -> Measurement:
+def measure(target: BenchStep, rounds: int) -> Measurement:
     """Time `rounds` steps on both, after two that warm up.
+
+    A step gets what the one before it returned, where that has the types of arguments,
+    and else the same arguments again.
 
     Raises:
       ImportError: ray is not installed.
@@ -67,40 +70,77 @@ def measure(model: str, rounds: int) -> Measurement:
     import autopar
     from autopar.runtime.ray_local import local_ray_cluster
 
-    from .models import build
+    arguments = target.arguments()
+    places = _fed(arguments, jax.eval_shape(target.step, *arguments))
+    donated: Any = "auto" if places else ()
 
-    workload = build(model)
-    batch = workload.make_batch(0)
-
-    def timed(step: Any, wait: Callable[[Any], Any]) -> list[float]:
-        state, times = workload.init(jax.random.key(0)), []
+    def timed(cluster: Cluster | None, wait: Callable[[Any], Any]) -> list[float]:
+        given = {"cluster": cluster, "donate_argnums": donated}
+        step = autopar.parallelize(target.step, **given)
+        current, times = list(target.arguments()), []
         for _ in range(rounds + 2):
             start = perf_counter()
-            state, metrics = step(state, batch)
-            wait(metrics)
+            results = _parts(step(*current))
+            last = [part for i, part in enumerate(results) if i not in places.values()]
+            wait(last or results)
             times.append(perf_counter() - start)
+            for argument, result in places.items():
+                current[argument] = results[result]
         return times
 
-    local = timed(autopar.parallelize(workload.step), jax.block_until_ready)
+    local = timed(None, jax.block_until_ready)
     with local_ray_cluster(HOSTS, DEVICES) as address:
         cluster = autopar.Cluster.ray(address)
-        step = autopar.parallelize(workload.step, cluster=cluster)
-        remote = timed(step, autopar.fetch)
-        planned = planned_bytes(workload, cluster)
+        remote = timed(cluster, autopar.fetch)
+        planned = planned_bytes(target, cluster)
     there, here = (statistics.median(times[2:]) for times in (remote, local))
-    return Measurement(model, remote[0], there, here, **planned)
+    return Measurement(target.name, remote[0], there, here, **planned)
+
+
+def _parts(results: Any) -> tuple[Any, ...]:
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+
+
+def _fed(arguments: tuple[Any, ...], results: Any) -> dict[int, int]:
+    """Which result is which argument of the next step, both by position."""
+    import jax
+
+    def types(tree: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        return structure, [(x.shape, x.dtype) for x in map(jax.typeof, leaves)]
+
+    def types_of_result(tree: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        return structure, [(x.shape, x.dtype) for x in leaves]
+
+    left = dict(enumerate(map(types_of_result, _parts(results))))
+    found: dict[int, int] = {}
+    for number, argument in enumerate(arguments):
+        own = types(argument)
+        same = [i for i, kind in left.items() if kind == own]
+        if same:
+            found[number] = same[0]
+            del left[same[0]]
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", default="mlp")
+    parser.add_argument("--model", default="mlp", help="or MODULE:NAME")
+    parser.add_argument("--args", help="MODULE:NAME of a step's example arguments")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     arguments = parser.parse_args()
     from autopar.clusters.virtual_devices import use_virtual_devices
+    from autopar.commands.plan_targets import parse_settings
 
-    use_virtual_devices(8)
-    found = measure(arguments.model, arguments.rounds)
+    from .targets import find_target
+
+    use_virtual_devices(HOSTS * DEVICES)
+    settings = parse_settings(arguments.set)
+    target = find_target(arguments.model, arguments.args, settings)
+    found = measure(target, arguments.rounds)
     print(json.dumps(asdict(found)) if arguments.json else found)
 
 

@@ -1,28 +1,29 @@
-"""Results of benchmarks: what one holds, the file they are in, and two compared."""
+"""Results of benchmarks: what one holds, where it is from, the file they are in."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from importlib import metadata
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
+from typing import Any
 
 from autopar.plans.explain import format_bytes, format_seconds
 
 VERSION = 1
-TOLERANCE = 1e-3  # of values, which are the same on every machine
-TIMED_TOLERANCE = 0.25  # of what is timed
 NOISE = 1e-9  # what is no more, such as a closed gap, is rounding
-FAILED = "failed"  # the case of a suite that ended with an error
+_ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
 class Result:
-    """One case of one suite; less is better in every number.
+    """One case of one suite; less is better in every number but Tflop/s.
 
     Attributes:
       suite: such as `plan`.
@@ -30,6 +31,7 @@ class Result:
       values: what does not depend on the machine: bytes, gaps, modelled seconds.
       timed: what was measured on this machine, seconds or ratios of them.
       note: what a reader should know.
+      failure: the error that ended the case, "" if none did.
     """
 
     suite: str
@@ -37,12 +39,19 @@ class Result:
     values: dict[str, float] = field(default_factory=dict)
     timed: dict[str, float] = field(default_factory=dict)
     note: str = ""
+    failure: str = ""
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """All of them, by name."""
+        return {**self.values, **self.timed}
 
     def __str__(self) -> str:
-        numbers = {**self.values, **self.timed}.items()
-        text = ", ".join(f"{_without_unit(n)} {with_unit(n, x)}" for n, x in numbers)
+        numbers = self.numbers.items()
+        text = ", ".join(f"{without_unit(n)} {with_unit(n, x)}" for n, x in numbers)
         note = f" ({self.note})" if self.note else ""
-        return f"{self.suite}: {self.case}: {text}{note}"
+        failure = f" failed: {self.failure}" if self.failure else ""
+        return f"{self.suite}: {self.case}: {text}{note}{failure}"
 
 
 def with_unit(name: str, value: float) -> str:
@@ -55,13 +64,18 @@ def with_unit(name: str, value: float) -> str:
         return format_seconds(value)
     if name.endswith("bytes"):
         return format_bytes(value)
-    if name.endswith(("gap", "error")):
+    if name.endswith(("gap", "error", "spread", "fraction")):
         return f"{value:.2%}"
+    if value == int(value) and abs(value) >= 1000:
+        return f"{value:,.0f}"
     return f"{value:.4g}"
 
 
-def _without_unit(name: str) -> str:
-    return name.removesuffix("_seconds").removesuffix("_bytes").replace("_", " ")
+def without_unit(name: str) -> str:
+    """A number's name in words; its unit is said by the number."""
+    for unit in ("_seconds", "_bytes", "_fraction"):
+        name = name.removesuffix(unit)
+    return name.replace("_", " ")
 
 
 @dataclass(frozen=True)
@@ -73,31 +87,76 @@ class Machine:
     num_cores: int
     python: str
     jax: str
+    devices: str = "virtual CPU devices"
 
     @classmethod
-    def here(cls) -> Machine:
+    def here(cls, devices: str = "virtual CPU devices") -> Machine:
         return cls(
-            *(platform.node(), platform.machine(), os.cpu_count() or 1),
-            *(platform.python_version(), metadata.version("jax")),
+            *(platform.node(), _processor(), os.cpu_count() or 1),
+            *(platform.python_version(), metadata.version("jax"), devices),
         )
 
     def __str__(self) -> str:
         return (
-            f"{self.host} ({self.num_cores} cores, {self.processor}, "
+            f"{self.host} ({self.num_cores} cores, {self.processor}, {self.devices}, "
             f"Python {self.python}, jax {self.jax})"
         )
 
 
+def _processor() -> str:
+    """Its name where the system tells it, else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if "model name" in line)
+    return next(names, "") or platform.machine()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a reader needs to run it again; "" where it is not known."""
+
+    command: str = ""
+    commit: str = ""  # of the checkout; with a + if files were changed
+    day: str = ""  # UTC
+
+    @classmethod
+    def here(cls, command: str) -> Origin:
+        return cls(command, _commit(), datetime.now(UTC).date().isoformat())
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(_ROOT), *words],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=10", "HEAD") + "+" * bool(changed)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 @dataclass(frozen=True)
 class ResultFile:
-    """The results of one run, as JSON."""
+    """The results of one run, as JSON; a number that is not finite is null."""
 
     machine: Machine
     results: tuple[Result, ...]
+    origin: Origin = Origin()
 
     def save(self, path: Path) -> None:
         content = {"version": VERSION, **asdict(self)}
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        for each in content["results"]:
+            each["values"] = _or_null(each["values"])
+            each["timed"] = _or_null(each["timed"])
+        path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> ResultFile:
@@ -115,90 +174,23 @@ class ResultFile:
             content = json.loads(path.read_text())
             if content["version"] != VERSION:
                 raise KeyError("version")
-            results = tuple(Result(**each) for each in content["results"])
-            return cls(Machine(**content["machine"]), results)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            results = tuple(_result(each) for each in content["results"])
+            origin = Origin(**content.get("origin", {}))
+            return cls(Machine(**content["machine"]), results, origin)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"a result file is what autopar bench --json wrote, version {VERSION}, "
                 f"but {path} is not ({error!r}); run the benchmark again."
             ) from None
 
 
-@dataclass(frozen=True)
-class Change:
-    """A number that two files both have."""
-
-    suite: str
-    case: str
-    name: str
-    before: float
-    after: float
-    is_timed: bool
-    is_comparable: bool = True
-
-    @property
-    def is_regression(self) -> bool:
-        """Whether it rose by more than its tolerance."""
-        tolerance = TIMED_TOLERANCE if self.is_timed else TOLERANCE
-        rose = self.after > self.before + tolerance * abs(self.before) + 1e-12
-        return rose and self.is_comparable
-
-    def __str__(self) -> str:
-        relative = self.after / self.before - 1 if self.before else float("inf")
-        return (
-            f"{self.suite} {self.case}: {self.name} {self.before:.6g} -> "
-            f"{self.after:.6g} ({relative:+.1%})"
-        )
+def _or_null(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: x if isfinite(x) else None for name, x in numbers.items()}
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Two files, number by number; `warnings` say what cannot be judged."""
-
-    changes: tuple[Change, ...]
-    warnings: tuple[str, ...]
-
-    @property
-    def regressions(self) -> tuple[Change, ...]:
-        return tuple(change for change in self.changes if change.is_regression)
-
-    def __str__(self) -> str:
-        lines = [f"warning: {each}" for each in self.warnings]
-        lines += [f"REGRESSION {change}" for change in self.regressions]
-        judged = sum(change.is_comparable for change in self.changes)
-        lines.append(f"{judged} numbers compared, {len(self.regressions)} regressions")
-        return "\n".join(lines)
-
-
-def compare(before: ResultFile, after: ResultFile) -> Comparison:
-    """What rose from one file to the other; timings only count on one machine."""
-    warnings = []
-    is_same = before.machine == after.machine
-    if not is_same:
-        warnings.append(
-            f"the results are of different machines, {before.machine} and "
-            f"{after.machine}: what was timed is not judged"
-        )
-    known = {(each.suite, each.case): each for each in before.results}
-    found = {(each.suite, each.case) for each in after.results}
-    for suite, case in known.keys() - found:
-        warnings.append(f"{suite} {case} is in the first file only")
-    for suite, case in found - known.keys():
-        warnings.append(f"{suite} {case} is in the second file only")
-    changes = [
-        change
-        for each in after.results
-        if (each.suite, each.case) in known
-        for change in _changes(known[each.suite, each.case], each, is_same)
-    ]
-    return Comparison(tuple(changes), tuple(sorted(warnings)))
-
-
-def _changes(before: Result, after: Result, is_same: bool) -> Iterator[Change]:
-    for is_timed in (False, True):
-        old, new = (each.timed if is_timed else each.values for each in (before, after))
-        for name in old.keys() & new.keys():
-            yield Change(
-                *(after.suite, after.case, name, old[name], new[name]),
-                *(is_timed, is_same or not is_timed),
-            )
+def _result(content: Mapping[str, Any]) -> Result:
+    numbers = {
+        part: {name: inf if x is None else x for name, x in content[part].items()}
+        for part in ("values", "timed")
+    }
+    return Result(**{**content, **numbers})

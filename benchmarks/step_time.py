@@ -30,7 +30,7 @@ from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .models import Workload
+    from .targets import BenchStep
 
 OURS = "autopar"
 BASELINES = ("own step", "same graph", "arguments")
@@ -55,10 +55,11 @@ class Measurement:
     temp_bytes: int
     compile_seconds: float
     annotated_share: float
+    spread: float  # of the seconds: half of them lie within this part of the median
 
 
 def measure(
-    workload: Workload,
+    workload: BenchStep,
     mesh: str,
     rounds: int,
     clock: Callable[[], float] = perf_counter,
@@ -93,9 +94,18 @@ def measure(
             program.temp_bytes,
             program.compile_seconds,
             program.annotated_share,
+            spread(seconds[name]),
         )
         for name, program in made.items()
     ]
+
+
+def spread(times: Sequence[float]) -> float:
+    """The distance between the quartiles, over the median; 0 of a single time."""
+    if len(times) < 2:
+        return 0.0
+    first, middle, third = statistics.quantiles(times, n=4, method="inclusive")
+    return (third - first) / middle
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ class Program:
     annotated_share: float = 0.0
 
 
-def programs(workload: Workload, mesh: str) -> dict[str, Program]:
+def programs(workload: BenchStep, mesh: str) -> dict[str, Program]:
     """Autopar's program of a workload and the baselines', by name."""
     import jax
 
@@ -118,12 +128,11 @@ def programs(workload: Workload, mesh: str) -> dict[str, Program]:
     from benchmarks.annotated_step import AnnotatedStep, own_step, same_graph
 
     parallel = autopar.parallelize(workload.step, mesh=mesh, donate_argnums=())
-    arguments = workload.init(jax.random.key(0)), workload.make_batch(0)
+    arguments = workload.arguments()
     lowered = parallel.lower(*arguments)
     program = lowered.program
-    closed = jax.jit(workload.step).trace(*arguments).jaxpr
+    closed, leaves = _traced(workload.step, arguments)
     homes = *program.shardings, *program.constant_shardings
-    leaves = jax.tree.leaves((arguments, {}))
     placed = jax.device_put([*leaves, *program.constants], list(homes))
     num_leaves = len(leaves)
 
@@ -142,6 +151,24 @@ def programs(workload: Workload, mesh: str) -> dict[str, Program]:
         "same graph": annotated(same_graph(lowered)),
         "arguments": annotated(AnnotatedStep(own.graph, {})),
     }
+
+
+def _traced(step: Callable[..., Any], arguments: Any) -> tuple[Any, Sequence[Any]]:
+    """The step as JAX traces it, and the leaves that it takes.
+
+    Modules of NNX are split, and leaves that are no arrays held, as autopar does.
+    """
+    import jax
+
+    from autopar.frontend.calls import open_call, plain_function
+    from autopar.frontend.constant_leaves import takes_only_arrays
+    from autopar.frontend.static_arguments import StaticArguments
+
+    nothing = StaticArguments((), ())
+    with open_call(nothing, arguments, {}, takes_only_arrays(step)) as call:
+        plain = plain_function(step, call.statics)
+        args, kwargs = call.arguments()
+        return jax.jit(plain).trace(*args, **kwargs).jaxpr, call.leaves
 
 
 def _compiled(

@@ -81,7 +81,18 @@ def solve(
             "plan has a gap of %.2f%%%s.",
             *(100 * search.result().gap, " and depends on the machine" * clock.is_late),
         )
-    return search.result()
+    return _noted(search.result(), graph)
+
+
+def _noted(found: Assignment, graph: ChoiceGraph) -> Assignment:
+    """Also to who listens: records have the assignment and the size of its problem."""
+    sizes = {
+        "nodes": len(graph.nodes),
+        "choices": graph.num_choices,
+        "edges": len(graph.edges),
+    }
+    _log.debug("%s", found, extra={"assignment": found, "sizes": sizes})
+    return found
 
 
 def _solve_free(

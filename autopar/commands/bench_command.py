@@ -1,21 +1,17 @@
 """`autopar bench`: the benchmarks of the checkout, their results kept and compared.
 
 The benchmarks lie in `benchmarks/`, which only a source checkout has: what they need is
-imported when they run.
+imported when they run (`bench_run.py`).
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-_ROOT = Path(__file__).parents[2]
-_DEVICES = 8
+from .bench_run import ALL, Asked, judge_files, run_suites
 
 bench = typer.Typer(
     help="Benchmarks: what plans cost, and how near the truth that is.",
@@ -23,6 +19,81 @@ bench = typer.Typer(
     rich_markup_mode=None,
 )
 
+_Targets = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="TARGET",
+        help="Models by name, such as gpt or gpt-1.3b, and steps of your own as "
+        "MODULE:NAME, importable from the current folder; what NAME may be is told by "
+        "autopar plan --help.",
+    ),
+]
+_Models = Annotated[
+    list[str] | None,
+    typer.Option("--model", help="The same as TARGET; may be repeated."),
+]
+_Args = Annotated[
+    str | None,
+    typer.Option(
+        "--args",
+        metavar="MODULE:NAME",
+        help="Example arguments of the one TARGET, which is then the step itself.",
+    ),
+]
+_Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="An option of the models, such as num_layers=4; may be repeated.",
+    ),
+]
+_Meshes = Annotated[
+    list[str] | None,
+    typer.Option("--mesh", help="Axes such as 'x:2;y:4'; may be repeated."),
+]
+_Cluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="A preset such as 8x8xH100, or the path of a TOML file, to plan for.",
+    ),
+]
+_Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method",
+        help="How to parallelize, as in Python: 'Zero(stage=3)'; may be repeated.",
+    ),
+]
+_Budget = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="BYTES",
+        help="Memory that a device may fill, such as 70GiB.",
+    ),
+]
+_Microbatches = Annotated[
+    int | None,
+    typer.Option("--microbatches", help="Parts of the batch that run one by one."),
+]
+_Remat = Annotated[
+    str | None,
+    typer.Option(
+        "--remat",
+        help="What the backward pass makes again: selective, cheap, full or auto.",
+    ),
+]
+_Rounds = Annotated[
+    int | None, typer.Option("--rounds", help="Timed rounds of each case.")
+]
+_Devices = Annotated[
+    str,
+    typer.Option(
+        "--devices", help="Virtual CPU devices, or 'here' for those of this machine."
+    ),
+]
 _Small = Annotated[bool, typer.Option("--small", help="Toy sizes: seconds a suite.")]
 _Json = Annotated[
     Path | None, typer.Option("--json", help="Write the results to this file.")
@@ -34,41 +105,47 @@ _Against = Annotated[
     Path | None,
     typer.Option(
         "--against",
-        help="Compare with this result file; exit code 1 if a number rose.",
+        help="Compare with this result file; exit code 1 if a number got worse.",
     ),
 ]
-_Models = Annotated[
-    list[str] | None,
-    typer.Option("--model", help="A model by name; may be repeated."),
-]
-_Meshes = Annotated[
-    list[str] | None,
-    typer.Option("--mesh", help="Axes such as 'x:2;y:4'; may be repeated."),
-]
-_Rounds = Annotated[int | None, typer.Option(help="Timed rounds of each case.")]
 
 
 @bench.command()
 def plan(
+    targets: _Targets = None,
     models: _Models = None,
+    args: _Args = None,
+    settings: _Settings = None,
     meshes: _Meshes = None,
-    cluster: Annotated[
-        str | None, typer.Option(help="A preset such as 8x8xH100 to plan for.")
-    ] = None,
+    cluster: _Cluster = None,
+    methods: _Methods = None,
+    budget: _Budget = None,
+    microbatches: _Microbatches = None,
+    remat: _Remat = None,
+    devices: _Devices = "8",
     small: _Small = False,
     json: _Json = None,
     html: _Html = None,
     against: _Against = None,
 ) -> None:
-    """Time to plan, the gap of each plan, what a step takes and holds."""
-    asked = {"models": models, "meshes": meshes, "cluster": cluster, "small": small}
-    _run(["plan"], asked, json, html, against)
+    """Time to plan, the gap of each plan, what a step takes and holds.
+
+    Nothing is compiled and nothing run, and no plan is taken from the cache. Sizes are
+    those of the largest problem that the solver was given.
+    """
+    run_suites(["plan"], Asked(**locals()))
 
 
 @bench.command()
 def quality(
+    targets: _Targets = None,
     models: _Models = None,
+    args: _Args = None,
+    settings: _Settings = None,
     meshes: _Meshes = None,
+    methods: _Methods = None,
+    budget: _Budget = None,
+    devices: _Devices = "8",
     small: _Small = False,
     json: _Json = None,
     html: _Html = None,
@@ -76,17 +153,21 @@ def quality(
 ) -> None:
     """The solver beside every named method.
 
-    Modelled, lowered and compiled.
+    Modelled seconds; bytes of collectives as planned, lowered and compiled; memory as
+    predicted and compiled. With --method, beside these alone.
     """
-    asked = {"models": models, "meshes": meshes, "small": small}
-    _run(["quality"], asked, json, html, against)
+    run_suites(["quality"], Asked(**locals()))
 
 
 @bench.command()
 def step(
+    targets: _Targets = None,
     models: _Models = None,
+    args: _Args = None,
+    settings: _Settings = None,
     meshes: _Meshes = None,
     rounds: _Rounds = None,
+    devices: _Devices = "8",
     small: _Small = False,
     json: _Json = None,
     html: _Html = None,
@@ -94,46 +175,68 @@ def step(
 ) -> None:
     """Real steps beside jit with the same shardings.
 
-    On eight virtual devices, in turns: jit of the user's own step with every result
-    annotated, of the same graph, and with annotated arguments only; and calls of 500
-    leaves beside those of jit.
+    In turns, medians and their spread: jit of the step as it is written with every
+    result annotated, of the same graph, and with annotated arguments only. If nothing
+    is named, calls of 500 leaves too. Example arguments without values get some.
     """
-    asked = {"models": models, "meshes": meshes, "rounds": rounds, "small": small}
-    _run(["step"], asked, json, html, against)
+    run_suites(["step"], Asked(**locals()))
 
 
 @bench.command()
 def simulate(
-    tables: Annotated[
-        list[Path] | None,
+    targets: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="TABLE.csv",
-            help="Published tables; the Alpa paper's if left out.",
+            metavar="TARGET",
+            help="Models and steps of your own, as for the other suites; or published "
+            "tables, as paths of CSV files. Default: the Alpa paper's tables.",
         ),
     ] = None,
+    models: _Models = None,
+    args: _Args = None,
+    settings: _Settings = None,
+    meshes: _Meshes = None,
+    cluster: _Cluster = None,
+    methods: _Methods = None,
+    budget: _Budget = None,
+    microbatches: _Microbatches = None,
+    remat: _Remat = None,
+    devices: _Devices = "8",
     small: _Small = False,
     json: _Json = None,
     html: _Html = None,
     against: _Against = None,
 ) -> None:
-    """Published throughput tables, every cell predicted."""
-    _run(["simulate"], {"tables": tables, "small": small}, json, html, against)
+    """Predicted steps on clusters; published tables, every cell.
+
+    Example:
+
+    \b
+        autopar bench simulate gpt-1.3b --cluster 1x8xV100 --set remat=true \\
+            --method 'ShardParallel()' --method 'PipelineParallel(2, 16)'
+    """
+    run_suites(["simulate"], Asked(**locals()))
 
 
 @bench.command()
 def pipeline(
+    rounds: _Rounds = None,
+    devices: _Devices = "8",
     small: _Small = False,
     json: _Json = None,
     html: _Html = None,
     against: _Against = None,
 ) -> None:
     """How much longer pipelines take than their schedules say."""
-    _run(["pipeline"], {"small": small}, json, html, against)
+    run_suites(["pipeline"], Asked(**locals()))
 
 
 @bench.command()
 def ray(
+    targets: _Targets = None,
     models: _Models = None,
+    args: _Args = None,
+    settings: _Settings = None,
     rounds: _Rounds = None,
     small: _Small = False,
     json: _Json = None,
@@ -144,20 +247,19 @@ def ray(
 
     The hosts are virtual ones of a local cluster, which is started and ended.
     """
-    asked = {"models": models, "rounds": rounds, "small": small}
-    _run(["ray"], asked, json, html, against)
+    run_suites(["ray"], Asked(**locals()))
 
 
 @bench.command("all")
 def run_all(
+    devices: _Devices = "8",
     small: _Small = False,
     json: _Json = None,
     html: _Html = None,
     against: _Against = None,
 ) -> None:
     """Every suite, one after the other."""
-    suites = list(_checkout("benchmarks.suites").SUITES)
-    _run(suites, {"small": small}, json, html, against)
+    run_suites(ALL, Asked(**locals()))
 
 
 @bench.command()
@@ -165,89 +267,5 @@ def compare(
     before: Annotated[Path, typer.Argument(help="A file that --json wrote.")],
     after: Annotated[Path, typer.Argument(help="A later one.")],
 ) -> None:
-    """What rose between two result files; exit code 1 if anything did."""
-    results = _checkout("benchmarks.results")
-    _judge(
-        results.compare(results.ResultFile.load(before), results.ResultFile.load(after))
-    )
-
-
-def _run(
-    suites: Sequence[str],
-    asked: dict[str, Any],
-    json: Path | None,
-    html: Path | None,
-    against: Path | None,
-) -> None:
-    module, results = map(_checkout, ("benchmarks.suites", "benchmarks.results"))
-    for path in filter(None, (json, html)):
-        _check_folder(path)
-    given = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in asked.items()
-        if value
-    }
-    request = module.Request(**given)
-    kept = None if against is None else results.ResultFile.load(against)
-    from ..clusters.virtual_devices import use_virtual_devices
-
-    use_virtual_devices(_DEVICES)
-    found = module.run(suites, request, _tell)
-    file = results.ResultFile(results.Machine.here(), found)
-    if json is not None:
-        file.save(json)
-        print(f"written to {json}")
-    if html is not None:
-        page = _checkout("benchmarks.result_page").page(file)
-        html.write_text(page)
-        print(f"written to {html}")
-    if kept is not None:
-        _judge(results.compare(kept, file))
-    if any(each.case == results.FAILED for each in found):
-        raise typer.Exit(1)
-
-
-def _check_folder(path: Path) -> None:
-    """Before anything runs, which may take long.
-
-    Raises:
-      ValueError: the file cannot be written.
-    """
-    if not path.absolute().parent.is_dir():
-        raise ValueError(
-            f"results are written to a folder that is there, but that of {path} is "
-            f"not; make it first."
-        )
-
-
-def _tell(result: Any) -> None:
-    print(result, flush=True)
-
-
-def _judge(comparison: Any) -> None:
-    print(comparison)
-    if comparison.regressions:
-        raise typer.Exit(1)
-
-
-def _checkout(module: str) -> Any:
-    """A module of the checkout's benchmarks.
-
-    Raises:
-      ValueError: this is an installed package without them, or one of their packages
-        is missing.
-    """
-    if not (_ROOT / "benchmarks" / "suites.py").exists():
-        raise ValueError(
-            "autopar bench runs the benchmarks of autopar's source checkout, which the "
-            "installed package does not hold; run it from a checkout."
-        )
-    if str(_ROOT) not in sys.path:
-        sys.path.insert(0, str(_ROOT))
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"the benchmarks need the package {error.name!r}, which is not installed; "
-            f"pip install 'autopar[dev]'."
-        ) from error
+    """What changed between two result files; exit code 1 if worse."""
+    judge_files(before, after)

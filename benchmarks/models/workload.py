@@ -57,3 +57,7 @@ class Workload:
         """Return the state and batch as `jax.ShapeDtypeStruct`, allocating nothing."""
         state = jax.eval_shape(lambda: self.init(jax.random.key(0)))
         return state, jax.eval_shape(lambda: self.make_batch(0))
+
+    def arguments(self) -> tuple[TrainState, Batch]:
+        """Return a state and a batch, the same ones each time."""
+        return self.init(jax.random.key(0)), self.make_batch(0)

@@ -96,8 +96,8 @@ def test_all_programs_give_the_values_of_jit() -> None:
 
 
 def test_results_have_the_time_beside_each_baseline() -> None:
-    request = suites.Request(models=("mlp",), meshes=("x:8",), rounds=1, is_timed=False)
-    ours, *baselines = suites.step_suite(request)
+    asked = suites.Request(targets=("mlp",), meshes=("x:8",), rounds=1, is_timed=False)
+    ours, *baselines = suites.run(["step"], asked)
     names = ["times_own_step", "times_same_graph", "times_arguments"]
     assert [name for name in ours.timed if name.startswith("times")] == names
     assert [each.case for each in baselines] == [f"mlp x:8 {n}" for n in BASELINES]
