@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -81,7 +82,7 @@ class Asked:
 def run_suites(suites: Sequence[str], asked: Asked) -> None:
     """Runs suites and prints a table of each; files are written at the end.
 
-    What was found is kept, too, where a key is pressed (Ctrl-C) or cases fail.
+    What was found is kept, too, where a key is pressed (Ctrl-C), or cases fail.
 
     Raises:
       ValueError: something unknown is named, or a file cannot be read or written.
@@ -100,7 +101,7 @@ def run_suites(suites: Sequence[str], asked: Asked) -> None:
     found: list[Any] = []
     is_stopped = False
     try:
-        with _listener() as listener:
+        with _ended_alike(), _listener() as listener:
             for result in module.run(suites or tuple(module.SUITES), request, listener):
                 found.append(result)
     except KeyboardInterrupt:
@@ -162,6 +163,20 @@ def _listener() -> Iterator[Any]:
 
     with status or nullcontext():
         yield _checkout("benchmarks.suites").Listener(starts=starts, ends=ends)
+
+
+@contextmanager
+def _ended_alike() -> Iterator[None]:
+    """SIGTERM, such as of `timeout`, is as a key pressed: what was found is kept."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _use_no_cache() -> None:

@@ -283,7 +283,10 @@ class TestWhenItGoesWrong:
 
 
 @pytest.mark.slow
-def test_a_running_command_is_stopped_by_a_signal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_running_command_is_stopped_by_a_signal(
+    sent: signal.Signals, tmp_path: Path
+) -> None:
     path = tmp_path / "results.json"
     command = ["-m", "autopar", "bench", "plan", "mlp", "gpt-39b", "--mesh=x:2;y:4"]
     with subprocess.Popen(
@@ -296,6 +299,6 @@ def test_a_running_command_is_stopped_by_a_signal(tmp_path: Path) -> None:
         for line in process.stderr:
             if "2/2" in line:
                 break
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         assert process.wait(60) == 130
     assert [each.case for each in ResultFile.load(path).results] == ["mlp x:2;y:4"]
