@@ -78,13 +78,12 @@ def _without_value(leaf: Any) -> Any:
 
 
 def _with_value(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array):
+        return jnp.copy(leaf)  # a step may take its arguments' buffers
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        number = 1
-        for size in leaf.shape:
-            number *= size
-        return jax.random.split(jax.random.key(0), number).reshape(leaf.shape)
+        return jax.random.split(jax.random.key(0), leaf.shape)
     if jnp.issubdtype(leaf.dtype, jnp.floating):
         values = jax.random.uniform(jax.random.key(0), leaf.shape)
         return values.astype(leaf.dtype)

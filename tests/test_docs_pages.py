@@ -25,6 +25,7 @@ ELSEWHERE = (
     "change_one_thing.md",
     "checkpoints.md",
     "design.md",
+    "how_to/benchmarks.md",
     "how_to/ray.md",
     "measurements.md",
     "plan_format.md",

@@ -62,8 +62,8 @@ def find_step(
     if not isinstance(made, tuple) or len(made) != 2:
         raise TypeError(
             f"{target} must return (step, args), or an object with `step` and "
-            f"`abstract()`, but returned {made!r}; if it is the step itself, name its "
-            f"example arguments with --args."
+            f"`abstract()`, but returned {_described(made)}; if it is the step itself, "
+            f"name its example arguments with --args."
         )
     step, examples = made
     if not callable(step):
@@ -168,6 +168,14 @@ def parse_pins(texts: Sequence[str]) -> dict[str, str]:
             )
         pins[path] = f"[{layout}"
     return pins
+
+
+def _described(value: Any) -> str:
+    """What it is, without the arrays in it."""
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__}"
 
 
 def _is_workload(found: Any) -> bool:
