@@ -40,6 +40,8 @@ def _told(results: Sequence[Result]) -> list[str]:
         if each.note and not each.numbers
     ]
     lines += [
-        f"{each.case}: failed: {each.failure}" for each in results if each.failure
+        f"{each.case}: failed: {each.failure.split('; ')[0]}"  # the rule, the value
+        for each in results
+        if each.failure
     ]
     return lines

@@ -213,7 +213,7 @@ def simulate(
 
     \b
         autopar bench simulate gpt-1.3b --cluster 1x8xV100 --set remat=true \\
-            --method 'ShardParallel()' --method 'PipelineParallel(2, 16)'
+            --set num_layers=8 --method 'PipelineParallel(2, 64)'
     """
     run_suites(["simulate"], Asked(**locals()))
 

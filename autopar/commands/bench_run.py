@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,9 +101,10 @@ def run_suites(suites: Sequence[str], asked: Asked) -> None:
     found: list[Any] = []
     is_stopped = False
     try:
-        with _ended_alike(), _listener() as listener:
+        with _ended_alike() as check, _listener() as listener:
             for result in module.run(suites or tuple(module.SUITES), request, listener):
                 found.append(result)
+                check()
     except KeyboardInterrupt:
         is_stopped = True
         print(f"stopped: {len(found)} results were there", file=sys.stderr)
@@ -166,15 +167,26 @@ def _listener() -> Iterator[Any]:
 
 
 @contextmanager
-def _ended_alike() -> Iterator[None]:
-    """SIGTERM, such as of `timeout`, is as a key pressed: what was found is kept."""
+def _ended_alike() -> Iterator[Callable[[], None]]:
+    """SIGTERM, such as of `timeout`, is as a key pressed: what was found is kept.
 
-    def stop(*_: Any) -> None:
+    Gives what to call now and then: where code swallowed the interrupt, it comes again.
+    A second signal ends the process.
+    """
+    got: list[int] = []
+
+    def stop(number: int, _: Any) -> None:
+        got.append(number)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         raise KeyboardInterrupt
+
+    def check() -> None:
+        if got:
+            raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        yield
+        yield check
     finally:
         signal.signal(signal.SIGTERM, before)
 
