@@ -26,6 +26,7 @@ from .execution import (
 )
 from .frontend.calls import Call, open_call, plain_function, types_of
 from .frontend.constant_leaves import ResultTree, takes_only_arrays
+from .frontend.known_trees import CallForm, KnownTrees
 from .frontend.static_arguments import StaticArguments
 from .frontend.tracing import (
     TracedFunction,
@@ -89,7 +90,8 @@ class ParallelFunction:
         self._latest: dict[Any, tuple[Executable, ResultTree]] = {}
         self._known: dict[Any, tuple[Executable, ResultTree]] = {}
         self._lock = threading.RLock()
-        self._direct = DirectCalls(self._name, self._static, self._flat, self._ready)
+        known = KnownTrees(self._static, self._only_arrays)
+        self._direct = DirectCalls(self._name, known.parted, self._ready)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_tracing() or is_jit_disabled():
@@ -109,20 +111,18 @@ class ParallelFunction:
             ) from None
 
     def _run(self, call: Call) -> Any:
-        result = self._direct.by_key(call.key, call.leaves)
-        if result is not MISSED:
-            return call.finish(result)
+        if call.has_modules:
+            result = self._direct.by_key(call.key, call.leaves)
+            if result is not MISSED:
+                return call.finish(result)
         latest = self._latest.get(call.key)
         if latest is not None:
             with suppress(SignatureChanged):
                 return call.run(*latest)
         return call.run(*self._executable(call))
 
-    def _flat(self, args: Any, kwargs: Any) -> tuple[Any, Sequence[Any]] | None:
-        with self._open(args, kwargs) as call:
-            return call.flat
-
     def _ready(self, key: Any, leaves: Sequence[Any]) -> ReadyCall | None:
+        key = key.key if isinstance(key, CallForm) else key
         return ready_call(self._known.get((key, types_of(leaves))))
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:

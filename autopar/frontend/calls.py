@@ -44,11 +44,9 @@ class Call:
     finish: Callable[[Any], Any] = _unchanged
 
     @property
-    def flat(self) -> tuple[Any, Sequence[Any]] | None:
-        """Key and leaves; None if it has constants or modules besides."""
-        _, _, constants, _ = self.key
-        is_plain = not constants and self.finish is _unchanged
-        return (self.key, self.leaves) if is_plain else None
+    def has_modules(self) -> bool:
+        """Whether its result is to change modules of the caller's."""
+        return self.finish is not _unchanged
 
     def arguments(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """What is traced: arguments whose leaves are `leaves`."""

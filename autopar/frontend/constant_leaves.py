@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -68,6 +70,26 @@ def constants_of(
     )
 
 
+def possible_constants(tree: PyTreeDef, only_arrays: bool = False) -> Sequence[int]:
+    """Positions of the leaves that `constants_of` may find."""
+    return [position for position, _ in _places(tree, only_arrays)]
+
+
+def is_array_kind(kind: type) -> bool:
+    """Whether leaves of a type are arrays, and so never constants."""
+    return issubclass(kind, _ARRAYS)
+
+
+def taker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """Takes the elements at these positions, as a tuple, in one step of Python's."""
+    match list(positions):
+        case []:
+            return lambda elements: ()
+        case [position]:
+            return lambda elements: (elements[position],)
+    return itemgetter(*positions)
+
+
 def takes_only_arrays(fun: Callable[..., Any]) -> bool:
     """Whether all but arrays are constants to `fun`: one that is filter_jit-ted."""
     return isinstance(fun, _equinox_modules())
@@ -86,47 +108,50 @@ def release_constants(value: Any) -> Any:
     return ResultTree.of(jax.tree.structure(value)).unflatten(jax.tree.leaves(value))
 
 
-@jax.tree_util.register_pytree_node_class
-class _Released:
-    """What becomes the constant itself when a tree is made of leaves."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def tree_flatten(self) -> tuple[tuple[()], Any]:
-        return (), self._value
-
-    @classmethod
-    def tree_unflatten(cls, value: Any, _: Sequence[Any]) -> Any:
-        return value
-
-
 @dataclass(frozen=True)
 class ResultTree:
-    """How leaves become a tree that holds constants; `unflatten` releases them."""
+    """How leaves become a tree that holds constants; `unflatten` releases them.
 
-    tree: PyTreeDef
-    _full: PyTreeDef
-    _constants: tuple[tuple[int, _Released], ...]
+    `_arranged` puts leaves, with the constants behind them, in the tree's order.
+    """
+
+    _whole: PyTreeDef
+    _constants: tuple[Any, ...]
+    _arranged: Callable[[list[Any]], Sequence[Any]] = field(compare=False)
 
     @classmethod
     def of(cls, tree: PyTreeDef) -> ResultTree:
         held = jax.tree.unflatten(tree, range(tree.num_leaves))
-        leaves, full = jax.tree.flatten(held, is_leaf=_is_held)
-        nodes = [_Released(leaf.value) if _is_held(leaf) else leaf for leaf in leaves]
-        released = [(i, n) for i, n in enumerate(nodes) if isinstance(n, _Released)]
-        made = jax.tree.unflatten(full, nodes)
-        return cls(jax.tree.structure(made), full, tuple(released))
+        leaves, whole = jax.tree.flatten(held, is_leaf=_is_held)
+        constants = tuple(leaf.value for leaf in leaves if _is_held(leaf))
+        next_constant = itertools.count(tree.num_leaves)
+        order = [next(next_constant) if _is_held(leaf) else leaf for leaf in leaves]
+        return cls(whole, constants, taker(order))
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
-        return jax.tree.unflatten(self.tree, leaves)
+        if not self._constants:
+            return jax.tree.unflatten(self._whole, leaves)
+        given = self._arranged([*leaves, *self._constants])
+        return jax.tree.unflatten(self._whole, given)
 
     def before_release(self, leaves: Iterable[Any]) -> Any:
         """The tree from whose leaves and structure `unflatten`'s is made."""
-        nodes = list(leaves)
-        for position, constant in self._constants:
-            nodes.insert(position, constant)
-        return jax.tree.unflatten(self._full, nodes)
+        return _Unreleased(self, leaves) if self._constants else self.unflatten(leaves)
+
+
+@jax.tree_util.register_pytree_node_class
+class _Unreleased:
+    """What becomes a tree with constants when it is made of its leaves."""
+
+    def __init__(self, tree: ResultTree, leaves: Iterable[Any]) -> None:
+        self._tree, self._leaves = tree, tuple(leaves)
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], ResultTree]:
+        return self._leaves, self._tree
+
+    @classmethod
+    def tree_unflatten(cls, tree: ResultTree, leaves: Sequence[Any]) -> Any:
+        return tree.unflatten(leaves)
 
 
 @functools.lru_cache
