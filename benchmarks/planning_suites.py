@@ -246,7 +246,8 @@ def _table(path: Path, small: bool) -> Iterator[Result]:
     from benchmarks.published.prediction import predict_table, simulators_of
     from benchmarks.published.table import read_table
 
-    constants, table = Constants.load(), read_table(path)
+    table = read_table(path)
+    constants = Constants.of_kind(table.setting.kind)
     if small:
         table = replace(table, rows=table.rows[1:2])
     found = predict_table(table, simulators_of(table, constants), constants)

@@ -1,9 +1,10 @@
 """Published throughput tables, predicted with the project's own solver and cost model.
 
 Reads CSV files as those of the Alpa paper (OSDI 2022) were published: a row a model and
-a number of GPUs, a column a system, in Tflop/s a GPU. What a system ran is simulated:
-the plan where it was published, else the best of its search in the same simulator. Six
-constants of the machine were fitted on GPT rows (`--fit` writes them).
+a number of GPUs, a column a system, in Tflop/s a GPU (docs/cost_model.md has the form).
+What a system ran is simulated: the plan where it was published, else the best of its
+search in the same simulator. Three constants of V100s were fitted on GPT rows (`--fit`
+writes them); nothing was fitted on the tables in `held_out`.
 
     python -m benchmarks.published_tables benchmarks/published/*.csv
     python -m benchmarks.published_tables benchmarks/published/*.csv --ours
@@ -31,18 +32,19 @@ def run(
     with_ours: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> list[PredictedTable]:
-    """Each table, predicted with the constants in `benchmarks/published/v100.json`.
+    """Each table, predicted with the constants of its machine.
 
+    V100s have those in `benchmarks/published/v100.json`, others their preset's.
     `tell` gets a line before and behind each row and each search.
     """
     from benchmarks.published.constants import Constants
     from benchmarks.published.prediction import predict_table, simulators_of
     from benchmarks.published.table import read_table
 
-    constants = Constants.load()
     found = []
     for path in paths:
         table = read_table(path)
+        constants = Constants.of_kind(table.setting.kind)
         simulators = simulators_of(table, constants)
         found.append(
             predict_table(table, simulators, constants, with_ours=with_ours, tell=tell)
@@ -80,7 +82,7 @@ def fit_and_write(path: Path) -> None:
     found = predict_table(table, simulators, constants)
     record = {
         "command": f"python -m benchmarks.published_tables {path} --fit",
-        "constants": constants.as_dict(),
+        "constants": constants.fitted(),
         "error": round(found.error(), 4),
         "leave_one_out_error": round(leave_one_out(table, simulators, constants), 4),
         "constant_guess_error": round(found.constant_error(), 4),
@@ -129,14 +131,15 @@ def _our_table(found: PredictedTable) -> object:
 
     from benchmarks.published.prediction import number_text
 
-    shown = Table(title="our plan beside Alpa's, both simulated")
-    for name in ("GPUs", "Alpa s", "ours s", "times as fast", "changed", "plan"):
+    column = found.ours[0].column
+    shown = Table(title=f"our plan beside that of {column}, both simulated")
+    for name in ("GPUs", f"{column} s", "ours s", "times as fast", "changed", "plan"):
         shown.add_column(
             name, justify="left" if name in ("changed", "plan") else "right"
         )
     for each in found.ours:
         shown.add_row(
-            *(str(each.num_gpus), number_text(each.alpa_seconds)),
+            *(str(each.num_gpus), number_text(each.their_seconds)),
             *(
                 number_text(each.our_seconds),
                 number_text(each.ratio),

@@ -1,6 +1,7 @@
-"""The six constants of the published machine that are fitted, and their cluster.
+"""The three constants of the published machine that are fitted, and their cluster.
 
-All else is the preset's: peak rates, bandwidths, latencies (`clusters/V100.toml`).
+All else is the preset's: peak rates, bandwidths, latencies (`clusters/V100.toml`). Of a
+machine that is not a V100 nothing was fitted, and all is the preset's.
 """
 
 from __future__ import annotations
@@ -10,8 +11,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from autopar.clusters.cluster import Cluster
+from autopar.costs.compute import FUSED_FRACTION
 
 FILE = Path(__file__).with_name("v100.json")
+FITTED_KIND, FITTED_DTYPE = "V100", "float16"
+# Products of 32 bits reach a seventh of 83 Tflop/s of 15.7 (Markidis et al., "NVIDIA
+# Tensor Core Programmability, Performance & Precision", IPDPSW 2018, abstract).
+_SINGLE_EFFICIENCY = 83 / 7 / 15.7
+# Of 25 Gbit/s over TCP NCCL reaches 1.7 GB/s (NVIDIA/nccl-tests #83), 54%.
+NETWORK_EFFICIENCY = 0.54
+_GIVEN = "network_efficiency"
 _SIZES = tuple(3.36e7 * 8**step for step in range(7))  # flops of products
 _TILE, _PAIR = 128, 2  # side of a tile of a product; flops of a multiply-add
 
@@ -20,51 +29,58 @@ _TILE, _PAIR = 128, 2  # side of a tile of a product; flops of a multiply-add
 class Constants:
     """What devices and links reach of their line rates, and compilers save.
 
+    What is None is as the preset has it.
+
     Attributes:
-      product_efficiency: fraction of the peak flop/s that large products reach.
+      product_efficiency: fraction of the peak flop/s that large products of 16 bits
+        reach; those of 32 bits are from a source, not fitted.
       half_tiles: 128 x 128 tiles of a product that reaches half of that: the last wave
         of tiles leaves part of the chip idle.
       fused_fraction: part of the bytes of fused operators that reaches the memory.
-      kernel_seconds: of starting a kernel.
-      host_efficiency: fraction of the bandwidth of links inside a host.
-      network_efficiency: fraction of the bandwidth of the hosts' network.
+      network_efficiency: fraction of the bandwidth of the hosts' network: from a
+        source, not fitted.
     """
 
-    product_efficiency: float
-    half_tiles: float
-    fused_fraction: float
-    kernel_seconds: float
-    host_efficiency: float
-    network_efficiency: float
+    product_efficiency: float | None = None
+    half_tiles: float | None = None
+    fused_fraction: float = FUSED_FRACTION
+    network_efficiency: float | None = None
 
     @classmethod
     def load(cls, path: Path = FILE) -> Constants:
         """The fitted constants; `benchmarks.published_tables --fit` writes them."""
-        return cls(**json.loads(path.read_text())["constants"])
+        fitted = json.loads(path.read_text())["constants"]
+        return cls(**fitted, network_efficiency=NETWORK_EFFICIENCY)
+
+    @classmethod
+    def of_kind(cls, kind: str) -> Constants:
+        """The fitted constants of a V100, of anything else its preset's."""
+        return cls.load() if kind == FITTED_KIND else cls()
 
     def applied(self, cluster: Cluster) -> Cluster:
         """The cluster with these constants in place of its own."""
-        curve = tuple(
-            (size, self._reached(size) * self.product_efficiency) for size in _SIZES
-        )
-        device = replace(
-            cluster.device,
-            flops_efficiency=self.product_efficiency,
-            efficiency={name: curve for name in cluster.device.peak_flops},
-        )
-        return replace(
-            cluster,
-            device=device,
-            kernel_seconds=self.kernel_seconds,
-            host_link=replace(cluster.host_link, efficiency=self.host_efficiency),
-            network_link=replace(
-                cluster.network_link, efficiency=self.network_efficiency
-            ),
+        device = cluster.device
+        if self.product_efficiency is not None:
+            curves = {
+                FITTED_DTYPE: self._curve(self.product_efficiency),
+                "float32": self._curve(_SINGLE_EFFICIENCY),
+            }
+            device = replace(device, efficiency={**device.efficiency, **curves})
+        found = replace(cluster, device=device)
+        if self.network_efficiency is not None:
+            link = replace(found.network_link, efficiency=self.network_efficiency)
+            found = replace(found, network_link=link)
+        return found
+
+    def _curve(self, most: float) -> tuple[tuple[float, float], ...]:
+        """Fractions of the peak, of which large products reach `most`, by flops."""
+        half = self.half_tiles or 0.0
+        tiles = [((size / _PAIR) ** (1 / 3) / _TILE) ** 2 for size in _SIZES]
+        return tuple(
+            (size, most * number / (number + half))
+            for size, number in zip(_SIZES, tiles, strict=True)
         )
 
-    def _reached(self, flops: float) -> float:
-        tiles = ((flops / _PAIR) ** (1 / 3) / _TILE) ** 2
-        return tiles / (tiles + self.half_tiles)
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
+    def fitted(self) -> dict[str, float]:
+        """Those that are fitted, by name."""
+        return {name: each for name, each in asdict(self).items() if name != _GIVEN}

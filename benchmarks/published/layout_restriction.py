@@ -7,10 +7,12 @@ from collections.abc import Callable
 from autopar.graph.build_graph import SCAN
 from autopar.graph.op_graph import Operator, OpGraph
 from autopar.methods.batch_dims import BatchDims, dims_by_tensor
-from autopar.methods.restrictions import NOT_SPLIT, Demand, Restriction
+from autopar.methods.restrictions import NOT_SPLIT, Demand, Restriction, States
 from autopar.methods.tensor_parallel_dims import tensor_parallel_dims
 from autopar.sharding.mesh import MeshShape
 from benchmarks.published.unit_model import Unit, UnitModel, scope
+
+EXPERT_AXIS = "expert"  # of a mesh whose axes share out the batch, and experts the last
 
 
 def microbatch_loop(graph: OpGraph) -> Operator:
@@ -24,14 +26,17 @@ def layout_restriction(
     """The batch is split over `data`, layers over `tensor` as Megatron does.
 
     In a model with experts, these and the batch must be split over `data`, all else
-    there is the solver's choice.
+    there is the solver's choice. Where experts have an axis of their own, the batch is
+    split over both axes, experts over that one, and nothing else is split by it.
     """
     loop = microbatch_loop(graph)
     behind = loop.params["num_consts"] + loop.params["num_carry"]
     batch = graph.blocks[loop.bodies[0]].inputs[behind:]
-    work = BatchDims.of("a layout", graph, mesh, batch, range(1))
+    has_expert_axis = EXPERT_AXIS in mesh.axis_names
+    axes = range(2 if has_expert_axis else 1)
+    work = BatchDims.of("a layout", graph, mesh, batch, axes)
     inside: dict[int, frozenset[int]] = {}
-    if mesh.axis_sizes[1] > 1:
+    if mesh.axis_sizes[1] > 1 and not has_expert_axis:
         parameters = work.flow().parameters
         inside = dims_by_tensor(
             tensor_parallel_dims(work.ties, mesh.axis_sizes[1], parameters, batch)
@@ -44,9 +49,15 @@ def layout_restriction(
         shape = tensor.type.shape
         is_weight = tensor.index not in work.dims
         if is_weight and shape[-3:] in experts:
-            data = frozenset({len(shape) - 3})
-        elif model.has_experts and tensor.index not in batch:
-            data = None
+            with_experts: States = frozenset({len(shape) - 3})
+        elif has_expert_axis and (is_weight or tensor.index in batch):
+            with_experts = work.states(tensor.index, 1)
+        else:
+            with_experts = data if tensor.index in batch else None
+        if has_expert_axis:
+            within = with_experts
+        elif model.has_experts:
+            data = with_experts
         if is_weight and shape[-2:] in words:
             within = frozenset({len(shape) - 2})
         demands[tensor.index] = (data, within)

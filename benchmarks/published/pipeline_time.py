@@ -28,6 +28,7 @@ from benchmarks.published.schedules import (
     held_at_most,
     makespan,
 )
+from benchmarks.published.simulated_plan import Plan, System
 from benchmarks.published.stage_bounds import balanced_bounds, equal_bounds, is_cut
 from benchmarks.published.table import Row
 from benchmarks.published.unit_costs import (
@@ -42,68 +43,6 @@ from benchmarks.published.unit_costs import (
 
 _CHOICES = 2  # experts of a token, for each of which there is a slot
 UPDATE_BYTES = 28  # of Adam for a parameter: read gradient, read and write the rest
-
-
-@dataclass(frozen=True)
-class System:
-    """How a system runs what it is given.
-
-    Attributes:
-      splits_state: the optimizer's state is split over `data` too (ZeRO).
-      reduces_always: gradients are reduced after every microbatch (ZeRO-2 that frees
-        them), not once a step.
-      has_equal_stages: stages have equally many layers, not equal seconds.
-      balances_flops: stages have equal forward flops a device, not equal seconds: Alpa
-        clusters operators into layers so (OSDI 2022, section 5.2), and stages are made
-        of these.
-      kept_bytes: of optimizer state for a parameter beside the model's own.
-      has_one_group: experts route all examples that a device has at once, so that the
-        masks of tokens by slots grow with their square.
-      gate_bytes: of the masks that its gate holds at once, for a token and a slot.
-      has_largest_microbatch: it runs the largest microbatches that fit.
-    """
-
-    splits_state: bool = True
-    reduces_always: bool = False
-    has_equal_stages: bool = False
-    balances_flops: bool = False
-    kept_bytes: int = 0
-    has_one_group: bool = False
-    gate_bytes: int = 0
-    has_largest_microbatch: bool = False
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Layouts of the submeshes, in order, and the number of microbatches.
-
-    A submesh has one stage, or `num_chunks` of an interleaved schedule.
-    """
-
-    layouts: tuple[Layout, ...]
-    num_microbatches: int
-    system: System = System()
-    remat: bool = True
-    schedule: str = ONE_F_ONE_B
-    num_chunks: int = 1
-
-    @property
-    def stages(self) -> tuple[Layout, ...]:
-        """The layout of each stage."""
-        return self.layouts * self.num_chunks
-
-    def __str__(self) -> str:
-        kinds: list[list[object]] = []
-        for layout in self.layouts:
-            if kinds and kinds[-1][1] == layout:
-                kinds[-1][0] = int(str(kinds[-1][0])) + 1
-            else:
-                kinds.append([1, layout])
-        stages = " + ".join(f"{count}x{layout}" for count, layout in kinds)
-        chunks = f" of {self.num_chunks} stages each" if self.num_chunks > 1 else ""
-        schedule = "" if self.schedule == ONE_F_ONE_B else f", {self.schedule}{chunks}"
-        remat = "" if self.remat else ", nothing recomputed"
-        return f"{stages}, {self.num_microbatches} microbatches{schedule}{remat}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +100,7 @@ class Simulator:
     def __init__(self, row: Row, planned_with: Constants) -> None:
         self._row = row
         self.model, self.batch_size = row.model, row.batch_size
-        self.kind = row.setting.kind
+        self._machine = row.setting
         self.devices_per_host = row.setting.devices_per_host
         self.budget_bytes = row.setting.memory_bytes * (1 - RESERVED_FRACTION)
         self._planned_with = planned_with
@@ -173,9 +112,14 @@ class Simulator:
 
     def costs(self, layout: Layout) -> UnitCosts:
         if layout not in self._costs:
-            cluster = cluster_of(layout, self.kind, self._planned_with)
+            cluster = self.cluster_of(layout, self._planned_with)
             self._costs[layout] = unit_costs(self.model, layout, cluster)
         return self._costs[layout]
+
+    def cluster_of(self, layout: Layout, constants: Constants) -> Cluster:
+        """The devices of a layout, of the row's machine."""
+        bandwidth = self._machine.network_bandwidth
+        return cluster_of(layout, self._machine.kind, constants, bandwidth)
 
     def run(self, plan: Plan, constants: Constants) -> Outcome | None:
         """What a plan takes; None if it cannot be: microbatches too small, too deep."""
@@ -249,7 +193,7 @@ class Simulator:
             )
             update.append(s[units, ONCE].sum() * rounds)
             state = self._state_params(plan.system, layout, units)
-            device = cluster_of(layout, self.kind, constants).device
+            device = self.cluster_of(layout, constants).device
             update[-1] += state * UPDATE_BYTES / device.bytes_per_second
         sent = [
             self._sent_seconds(plan, index, int(units[-1]), size, constants)
@@ -270,7 +214,7 @@ class Simulator:
     ) -> np.ndarray:
         key = layout, size, constants
         if key not in self._seconds:
-            cluster = cluster_of(layout, self.kind, constants)
+            cluster = self.cluster_of(layout, constants)
             units = self.model.units
             unfused = [i for i, unit in enumerate(units) if not unit.is_fused]
             found = self.costs(layout).seconds(
@@ -303,9 +247,11 @@ class Simulator:
         if key not in self._seconds:
             costs, units = self.costs(layout), range(len(self.model.units))
             state = [self._state_params(system, layout, np.array([u])) for u in units]
-            held = costs.param_bytes + costs.gradient_bytes
             kept = self.model.state_bytes + system.kept_bytes
-            held = held + kept * np.array(state)
+            gradients = costs.gradient_bytes
+            if system.reduces_always:
+                gradients = self.model.itemsize * np.array(state)
+            held = costs.param_bytes + gradients + kept * np.array(state)
             self._seconds[key] = held[np.array(self.model.sequence)]
         return self._seconds[key]
 
@@ -315,21 +261,27 @@ class Simulator:
         """By submesh: state, what microbatches in flight keep, and temporaries."""
         number = len(plan.layouts)
         fixed, most, held = [0.0] * number, [0.0] * number, list[float]()
+        made, ends = [0.0] * number, np.cumsum([0, *(len(units) for units in stages)])
         for index, (layout, units) in enumerate(zip(plan.stages, stages, strict=True)):
             costs, submesh = self.costs(layout), index % number
             kept = costs.kept_bytes[0] + size * costs.kept_bytes[1]
             temp = costs.temp_bytes[0] + size * costs.temp_bytes[1]
-            state = self._state_params(plan.system, layout, units)
-            params = (costs.param_bytes + costs.gradient_bytes)[units].sum()
-            kept_bytes = self.model.state_bytes + plan.system.kept_bytes
-            fixed[submesh] += params + kept_bytes * state
+            state = self._state_bytes(plan.system, layout)
+            fixed[submesh] += state[ends[index] : ends[index + 1]].sum()
+            params = self._state_params(plan.system, layout, units)
+            made[submesh] += plan.system.update_bytes * params
             if plan.remat:
                 held.append(kept[units].sum())
                 most[submesh] = max(most[submesh], temp[np.unique(units)].max())
             else:
                 held.append(np.maximum(temp, kept)[units].sum())
         flying = held_at_most(plan.schedule, held, number, plan.num_microbatches)
-        return [sum(each) for each in zip(fixed, most, flying, strict=True)]
+        return [
+            state + max(temporary + kept, update)
+            for state, temporary, kept, update in zip(
+                fixed, most, flying, made, strict=True
+            )
+        ]
 
     def _sent_seconds(
         self, plan: Plan, index: int, unit: int, size: int, constants: Constants
@@ -341,7 +293,7 @@ class Simulator:
         from_host = int(ends[index % number] - 1) // per_host
         to_host = int(ends[(index + 1) % number] - there.size) // per_host
         crosses = from_host != to_host
-        host = cluster_of(Layout(2, per_host, 1, 2 * per_host), self.kind, constants)
+        host = self.cluster_of(Layout(2, per_host, 1, 2 * per_host), constants)
         amount = size * self.model.border_bytes[unit]
         link = host.network_link if crosses else host.host_link
         lanes = min(per_host if crosses else here.size, there.size, here.size)
@@ -350,9 +302,21 @@ class Simulator:
 
 
 @lru_cache(maxsize=4096)
-def cluster_of(layout: Layout, kind: str, constants: Constants) -> Cluster:
-    """The devices of a layout as a cluster."""
-    return constants.applied(_preset(f"{layout.hosts}x{layout.devices}x{kind}"))
+def cluster_of(
+    layout: Layout,
+    kind: str,
+    constants: Constants,
+    network_bandwidth: float | None = None,
+) -> Cluster:
+    """The devices of a layout as a cluster.
+
+    `network_bandwidth` is a device's share of its host's, bytes/s; None: the preset's.
+    """
+    cluster = _preset(f"{layout.hosts}x{layout.devices}x{kind}")
+    if network_bandwidth is not None:
+        link = replace(cluster.network_link, bandwidth=network_bandwidth)
+        cluster = replace(cluster, network_link=link)
+    return constants.applied(cluster)
 
 
 @lru_cache
@@ -365,14 +329,24 @@ def best_plan(
 ) -> Outcome | None:
     """What one system would run, of plans that fit; None if none does.
 
-    The fastest; or the first, if it takes the largest microbatches: plans come with the
-    fewest microbatches first.
+    The fastest; of each layout only the first that fits, if the system takes the
+    largest microbatches: plans come with the fewest microbatches first.
     """
-    found = (simulator.run(plan, constants) for plan in plans)
-    feasible = (each for each in found if each is not None and each.is_feasible)
-    if plans and plans[0].system.has_largest_microbatch:
-        return next(feasible, None)
-    return min(feasible, key=lambda each: each.seconds, default=None)
+    fitting: dict[object, Outcome] = {}
+    for plan in plans:
+        key = plan.layouts if plan.system.has_largest_microbatch else plan
+        if key in fitting:
+            continue
+        found = simulator.run(plan, constants)
+        if found is not None and found.is_feasible:
+            fitting[key] = found
+    best: Outcome | None = None
+    for found in sorted(fitting.values(), key=lambda each: each.least_seconds):
+        if best is not None and found.least_seconds >= best.seconds:
+            break
+        if best is None or found.seconds < best.seconds:
+            best = found
+    return best
 
 
 def _without_recompute(seconds: np.ndarray) -> np.ndarray:

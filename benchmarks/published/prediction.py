@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from benchmarks.published.columns import Cell
 from benchmarks.published.constants import Constants
 from benchmarks.published.fit import Sample, fit, samples_of
-from benchmarks.published.pipeline_time import Outcome, Plan, Simulator
+from benchmarks.published.pipeline_time import Outcome, Simulator
+from benchmarks.published.simulated_plan import Plan
 from benchmarks.published.systems import our_best, predict
-from benchmarks.published.table import Cell, Row, Table
+from benchmarks.published.table import Row, Table
 
 
 @dataclass(frozen=True)
@@ -48,10 +50,14 @@ def number_text(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class OurPlan:
-    """The fastest plan of our own search beside Alpa's, in the same simulator."""
+    """The fastest plan of our own search beside another, in the same simulator.
+
+    The other is Alpa's, or in a table without it that of the first column, `column`.
+    """
 
     num_gpus: int
-    alpa_seconds: float | None
+    column: str
+    their_seconds: float | None
     our_seconds: float
     plan: str
     changes: str
@@ -59,10 +65,10 @@ class OurPlan:
     @property
     def ratio(self) -> float | None:
         """How many times as fast."""
-        return self.alpa_seconds / self.our_seconds if self.alpa_seconds else None
+        return self.their_seconds / self.our_seconds if self.their_seconds else None
 
     def __str__(self) -> str:
-        ours, theirs = map(number_text, (self.our_seconds, self.alpa_seconds))
+        ours, theirs = map(number_text, (self.our_seconds, self.their_seconds))
         return f"{ours} s ({theirs}): {self.plan}"
 
 
@@ -133,7 +139,7 @@ def predict_table(
         tell(f"{which}: {', '.join(map(str, here))}")
         if with_ours:
             tell(f"{which}: {row.num_gpus} GPUs, a plan of our own")
-            new = _ours(row, simulators[place], constants, found.get("alpa"))
+            new = _ours(row, simulators[place], constants, found)
             ours += new
             tell(f"{which}: {', '.join(map(str, new))}")
     return PredictedTable(table.name, tuple(cells), tuple(ours))
@@ -148,27 +154,32 @@ def _cell(row: Row, cell: Cell, outcome: Outcome | None) -> PredictedCell:
 
 
 def _ours(
-    row: Row, simulator: Simulator, constants: Constants, alpa: Outcome | None
+    row: Row,
+    simulator: Simulator,
+    constants: Constants,
+    found: Mapping[str, Outcome | None],
 ) -> list[OurPlan]:
     best = our_best(row, simulator, constants)
-    if best is None:
+    if best is None or not found:
         return []
-    theirs = alpa.simulated_seconds if alpa else None
-    if alpa is not None and alpa.simulated_seconds <= best.simulated_seconds:
-        best = alpa
+    column = "alpa" if "alpa" in found else next(iter(found))
+    other = found[column]
+    theirs = other.simulated_seconds if other else None
+    if other is not None and other.simulated_seconds <= best.simulated_seconds:
+        best = other
     return [
         OurPlan(
-            *(row.num_gpus, theirs, best.simulated_seconds, str(best.plan)),
-            _changes(alpa, best),
+            *(row.num_gpus, column, theirs, best.simulated_seconds, str(best.plan)),
+            _changes(other, best),
         )
     ]
 
 
-def _changes(alpa: Outcome | None, ours: Outcome) -> str:
-    """What is not as in Alpa's plan: ours, then theirs in brackets."""
-    if alpa is None:
-        return "Alpa's does not fit"
-    pairs = zip(_traits(ours.plan), _traits(alpa.plan), strict=True)
+def _changes(other: Outcome | None, ours: Outcome) -> str:
+    """What is not as in another plan: ours, then theirs in brackets."""
+    if other is None:
+        return "theirs does not fit"
+    pairs = zip(_traits(ours.plan), _traits(other.plan), strict=True)
     found = [
         f"{name}: {new} ({old})"
         for (name, new), (_, old) in pairs
@@ -180,6 +191,7 @@ def _changes(alpa: Outcome | None, ours: Outcome) -> str:
 def _traits(plan: Plan) -> list[tuple[str, str]]:
     """What a plan is, by name; nothing where one stage has no such trait."""
     balance = "flops" if plan.system.balances_flops else "seconds"
+    balance = "layers" if plan.system.has_equal_stages else balance
     shapes = dict.fromkeys(f"{x.data}x{x.tensor}" for x in plan.layouts)
     sizes = dict.fromkeys(str(x.size) for x in plan.layouts)
     return [

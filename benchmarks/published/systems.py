@@ -11,15 +11,11 @@ from dataclasses import replace
 from itertools import product
 
 from benchmarks.published.constants import Constants
-from benchmarks.published.pipeline_time import (
-    Outcome,
-    Plan,
-    Simulator,
-    System,
-    best_plan,
-)
+from benchmarks.published.pipeline_time import Outcome, Simulator, best_plan
+from benchmarks.published.published_plan import submesh
 from benchmarks.published.schedules import INTERLEAVED, ZERO_BUBBLE
-from benchmarks.published.table import Row, submesh
+from benchmarks.published.simulated_plan import Plan, System
+from benchmarks.published.table import Row
 from benchmarks.published.unit_costs import Layout
 
 ALPA = System(balances_flops=True)
@@ -39,9 +35,11 @@ DEEPSPEED = System(
     has_one_group=True,
     gate_bytes=3 * 4 + 1,
     has_largest_microbatch=True,
-    kept_bytes=8,
+    kept_bytes=4,
+    update_bytes=4,
 )
 MOST_TENSOR = 8  # of Megatron, whose groups stay inside a host
+MOST_CHUNKS = 8  # of layers that a device of an interleaved pipeline has
 _FEW = 4  # plans that are simulated by their schedules
 
 
@@ -67,7 +65,11 @@ def candidates(column: str, row: Row) -> Sequence[Plan]:
         shapes = [given.layouts]
         if row.model.splits_freely:
             shapes = list(_reshaped(given.layouts))
-        return [Plan(each, given.num_microbatches, system) for each in shapes]
+        if given.num_microbatches is None:
+            plans = list(_with_microbatches(shapes, row, system))
+        else:
+            plans = [Plan(each, given.num_microbatches, system) for each in shapes]
+        return [each for plan in plans for each in _with_chunks(plan, row)]
     if column == "inter_only":
         layouts = (Layout(1, 1, 1, 1),) * row.num_gpus
         return list(_with_microbatches([layouts], row, system))
@@ -75,11 +77,20 @@ def candidates(column: str, row: Row) -> Sequence[Plan]:
         layouts = [(layout,) for layout in layouts_of(row.num_gpus, row)]
         return list(_with_microbatches(layouts, row, system))
     if column == "deepspeed":
-        hosts, devices = submesh(row.num_gpus, row.setting.devices_per_host)
-        layouts = (Layout(hosts, devices, row.num_gpus, 1),)
-        return list(_with_microbatches([layouts], row, system))
+        layouts = [(layout,) for layout in expert_layouts(row)]
+        return list(_with_microbatches(layouts, row, system))
     grid = _grid(row, system, has_tensor=column != "pp_dp")
     return list(_with_microbatches(grid, row, system))
+
+
+def _with_chunks(plan: Plan, row: Row) -> list[Plan]:
+    """The plan, or its interleaved forms where a table says that its pipelines are."""
+    number, layers = len(plan.layouts), row.model.num_layers
+    if not row.setting.is_interleaved or number == 1 or plan.num_microbatches % number:
+        return [plan]
+    counts = [n for n in range(2, MOST_CHUNKS + 1) if layers % (number * n) == 0]
+    forms = [replace(plan, schedule=INTERLEAVED, num_chunks=n) for n in counts]
+    return forms or [plan]
 
 
 def _reshaped(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, ...]]:
@@ -135,6 +146,21 @@ def layouts_of(number: int, row: Row) -> list[Layout]:
     return [each for each in found if _may_fit(row, each, share, FREE)]
 
 
+def expert_layouts(row: Row) -> list[Layout]:
+    """The batch over all GPUs, experts over all or over so many neighbours as divide.
+
+    Alpa's authors tried every such number (alpa-projects/alpa,
+    benchmark/alpa/paper_manual_moe_suite.py, the last column) and reported the best.
+    """
+    number = row.num_gpus
+    hosts, devices = submesh(number, row.setting.devices_per_host)
+    whole = Layout(hosts, devices, number, 1)
+    most = row.model.num_experts
+    parts = [n for n in range(2, number) if number % n == 0 and most % n == 0]
+    found = [*(replace(whole, experts=n) for n in parts), whole]
+    return [each for each in found if _may_fit(row, each, 1.0, DEEPSPEED)]
+
+
 def _grid(
     row: Row, system: System, *, has_tensor: bool = True
 ) -> Iterator[tuple[Layout, ...]]:
@@ -165,9 +191,10 @@ def _may_fit(row: Row, layout: Layout, share: float, system: System) -> bool:
     )
     dense = (total - experts) * share
     parts = layout.size if system.splits_state else layout.tensor
-    itemsize, state = row.model.itemsize, row.model.state_bytes
+    itemsize, state = row.model.itemsize, row.model.state_bytes + system.kept_bytes
     held = dense * (2 * itemsize / layout.tensor + state / parts)
-    held += experts * share * (2 * itemsize + state) / layout.size
+    held += experts * share * (itemsize + state) / layout.size
+    held += experts * share * itemsize / (layout.experts or layout.size)
     return held < row.setting.memory_bytes
 
 

@@ -35,6 +35,7 @@ from autopar.sharding.resharding import Resharder
 from autopar.sharding.spec import num_shards
 from benchmarks.published.host_links import link_of
 from benchmarks.published.layout_restriction import (
+    EXPERT_AXIS,
     layout_restriction,
     microbatch_loop,
 )
@@ -49,12 +50,16 @@ _SCOPE = re.compile(r"unit_(\d+)")
 
 @dataclass(frozen=True)
 class Layout:
-    """A stage's devices: hosts by devices of each, as (data, tensor) groups."""
+    """A stage's devices: hosts by devices of each, as (data, tensor) groups.
+
+    Experts are split over all of `data`, or over so many neighbours as `experts` says.
+    """
 
     hosts: int
     devices: int
     data: int
     tensor: int
+    experts: int = 0
 
     @property
     def size(self) -> int:
@@ -62,10 +67,14 @@ class Layout:
 
     @property
     def mesh(self) -> MeshShape:
+        if self.experts:
+            copies = self.data // self.experts
+            return MeshShape(("data", EXPERT_AXIS), (copies, self.experts))
         return MeshShape(("data", "tensor"), (self.data, self.tensor))
 
     def __str__(self) -> str:
-        return f"({self.hosts};{self.devices}) as ({self.data};{self.tensor})"
+        parts = f", experts over {self.experts}" if self.experts else ""
+        return f"({self.hosts};{self.devices}) as ({self.data};{self.tensor}){parts}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +152,7 @@ class UnitCosts:
             amount = move.bytes[0] + size * move.bytes[1]
             seconds = (fixed + per_byte * amount) * move.scale
             collective[move.unit, move.phase] += seconds
+        collective[:, ONCE] *= cluster.visible_fraction
         return UnitSeconds(compute, collective)
 
 

@@ -54,6 +54,7 @@ class Unit:
     experts: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
     is_fused: bool = True
+    num_experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,19 @@ class UnitModel:
         return jnp.dtype(self.dtype).itemsize
 
     @property
+    def num_layers(self) -> int:
+        """Repeated units in layers."""
+        repeated = max(self.groups, key=lambda group: group.count)
+        return repeated.count * len(repeated.units) // self.units_a_layer
+
+    @property
     def has_experts(self) -> bool:
         return any(unit.experts for unit in self.units)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer; 0 if it has none."""
+        return next((unit.num_experts for unit in self.units if unit.experts), 0)
 
     @cached_property
     def num_params(self) -> tuple[int, ...]:
@@ -342,9 +354,10 @@ def _experts(config: moe.Config) -> tuple[Unit, Unit]:
         mixed = jnp.einsum("gsec,egcm->gsm", combine, given)
         return x + mixed.reshape(x.shape)
 
+    number = config.num_experts
     return (
-        Unit("experts up", init_up, up, experts=("['up']",), is_fused=False),
-        Unit("experts down", init_down, down, experts=("['down']",), is_fused=False),
+        Unit("experts up", init_up, up, ("['up']",), (), False, number),
+        Unit("experts down", init_down, down, ("['down']",), (), False, number),
     )
 
 

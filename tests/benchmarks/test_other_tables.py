@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.published.table import read_table, submesh
+from autopar.clusters.cluster import Cluster
+from benchmarks.published.constants import Constants
+from benchmarks.published.pipeline_time import Simulator
+from benchmarks.published.published_plan import submesh
+from benchmarks.published.systems import candidates
+from benchmarks.published.table import read_table
+from benchmarks.published.unit_costs import Layout
 from benchmarks.suites import TABLES
 
 HEAD, COLUMNS = (
@@ -52,13 +58,136 @@ def test_heads_with_units_and_other_orders_are_read(tmp_path: Path) -> None:
 
 
 def test_a_missing_column_is_told_beside_those_there_are(tmp_path: Path) -> None:
-    columns = "gpus;layers;hidden;heads;alpa_tflops"
-    path = table(tmp_path, "4;24;1024;16;50", columns=columns)
-    with pytest.raises(ValueError, match=f"'gpus', but the columns.* {columns}"):
+    columns = "gpus,layrs,hidden,heads,alpa_tflops"
+    path = table(tmp_path, "4,24,1024,16,50", columns=columns)
+    with pytest.raises(ValueError, match="'layers', but the .*; is it 'layrs'?"):
         read_table(path)
-    path = table(tmp_path, "4,24,1024,16,50", columns=columns.replace(";", ","))
-    with pytest.raises(ValueError, match="flops of an iteration by which"):
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+def test_columns_are_divided_by_commas_and_other_signs(
+    tmp_path: Path, delimiter: str
+) -> None:
+    columns = "gpus,layers,hidden,heads,alpa_tflops".replace(",", delimiter)
+    row = "4,24,1024,16,50".replace(",", delimiter)
+    (found,) = read_table(table(tmp_path, row, columns=columns)).rows
+    assert (found.num_gpus, found.cells[0].tflops) == (4, 50.0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["alpa_osdi22_gpt", "alpa_osdi22_moe", "held_out/alpa_osdi22_wide_resnet"],
+)
+def test_flops_that_a_table_leaves_out_are_counted_as_its_authors_did(
+    tmp_path: Path, name: str
+) -> None:
+    """From the sizes of each row, within a percent of what was published."""
+    lines = (TABLES / f"{name}.csv").read_text().splitlines()
+    head = [line for line in lines if line.startswith("#")]
+    lines = [line for line in lines if not line.startswith("#")]
+    place = lines[0].split(",").index("pflop_per_iter")
+    for line in lines[1:4]:
+        parts = line.split(",")
+        published = float(parts.pop(place)) * 1e15
+        path = tmp_path / "left_out.csv"
+        columns = [each for each in lines[0].split(",") if each != "pflop_per_iter"]
+        path.write_text("\n".join([*head, ",".join(columns), ",".join(parts)]))
+        (row,) = read_table(path).rows
+        assert row.flops == pytest.approx(published, rel=0.01)
+
+
+PAPER = """\
+# Megatron-LM on {machine}, {network}, seq 128, vocabulary 512, interleaved pipelines
+Attention heads,Hidden size,Number of layers,Tensor model-parallel size,\
+Pipeline model-parallel size,Number of GPUs,Batch size,Achieved teraFLOP/s per GPU
+4,64,8,2,2,8,32,130
+"""
+
+
+@pytest.mark.parametrize(
+    ("machine", "kind", "devices", "gibibytes"),
+    [
+        ("8x A100-80GB", "A100-80GB", 8, 80),
+        ("4x NVIDIA H100-SXM5", "H100", 4, 80e9 / 2**30),
+        ("4x TPU v5p", "v5p", 4, 95e9 / 2**30),
+        ("8x V100-32GB", "V100", 8, 32),
+    ],
+)
+def test_machines_are_those_of_presets(
+    tmp_path: Path, machine: str, kind: str, devices: int, gibibytes: float
+) -> None:
+    path = tmp_path / "paper.csv"
+    path.write_text(PAPER.format(machine=machine, network="8x 200 Gb/s between hosts"))
+    setting = read_table(path).setting
+    assert (setting.kind, setting.devices_per_host) == (kind, devices)
+    assert setting.memory_bytes == pytest.approx(gibibytes * 2**30, rel=0.01)
+
+
+def test_a_table_as_megatrons_paper_prints_it(tmp_path: Path) -> None:
+    """No system, no microbatches: tensor and pipeline groups, and the rest searched."""
+    path = tmp_path / "paper.csv"
+    path.write_text(PAPER.format(machine="4x A100", network="100 Gbps between hosts"))
+    (row,) = read_table(path).rows
+    assert (row.batch_size, row.setting.seq_len) == (32, 128)
+    assert row.setting.vocab_size == 512
+    assert [cell.column for cell in row.cells] == ["megatron"]
+    assert row.plans["megatron"].layouts == (Layout(1, 4, 2, 2),) * 2
+    tried = candidates("megatron", row)
+    assert {plan.num_microbatches for plan in tried} == {1, 2, 4, 8, 16, 32}
+    interleaved = {(p.schedule, p.num_chunks) for p in tried if p.num_microbatches > 1}
+    assert interleaved == {("interleaved", 2), ("interleaved", 4)}
+
+
+@pytest.mark.parametrize(
+    ("network", "bytes_per_second"),
+    [
+        ("100 Gbps between hosts", 12.5e9),
+        ("8x 200 Gb/s InfiniBand per node", 200e9),
+        ("50 GB/s network", 50e9),
+        ("300 GB/s NVLink per GPU", None),
+    ],
+)
+def test_the_head_gives_the_bandwidth_between_hosts(
+    tmp_path: Path, network: str, bytes_per_second: float | None
+) -> None:
+    path = tmp_path / "paper.csv"
+    path.write_text(PAPER.format(machine="4x A100", network=network))
+    (row,) = read_table(path).rows
+    assert row.setting.host_bandwidth == bytes_per_second
+    link = Simulator(row, Constants()).cluster_of(Layout(2, 4, 8, 1), Constants())
+    preset = Cluster.preset("2x4xA100").network_link.bandwidth
+    expected = bytes_per_second / 4 if bytes_per_second else preset
+    assert link.network_link.bandwidth == expected
+
+
+def test_the_table_in_the_docs_is_read(tmp_path: Path) -> None:
+    text = (TABLES.parents[1] / "docs" / "cost_model.md").read_text()
+    path = tmp_path / "docs.csv"
+    path.write_text("# Megatron" + text.split("```text\n# Megatron")[1].split("```")[0])
+    (row,) = read_table(path).rows
+    (plan,) = candidates("megatron", row)
+    assert plan.num_microbatches == 512 // (32 * 4)
+    assert row.setting.host_bandwidth == 200e9 and row.setting.vocab_size == 51200
+
+
+def test_microbatches_are_given_by_their_size_too(tmp_path: Path) -> None:
+    columns = COLUMNS.replace("alpa_microbatches", "alpa_microbatch_size")
+    (row,) = read_table(table(tmp_path, ROW.replace("48", "8"), columns=columns)).rows
+    assert row.plans["alpa"].num_microbatches == 1536 // 8
+    with pytest.raises(ValueError, match="7 examples do not divide 1536"):
+        read_table(table(tmp_path, ROW.replace("48", "7"), columns=columns))
+
+
+def test_groups_that_are_not_all_gpus_are_refused(tmp_path: Path) -> None:
+    columns = COLUMNS.replace("note", "alpa_tp").replace("alpa_plan", "alpa_pp")
+    path = table(tmp_path, "12,6,768,12,4,48,2,41.5,X,0.9", columns=columns)
+    with pytest.raises(ValueError, match="12 are not 1 x 4 x 2"):
         read_table(path)
+
+
+def test_a_machine_without_a_preset_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be one of A100.* got 'V1000'"):
+        read_table(table(tmp_path, ROW, head="# 8x V1000-16GB per host"))
 
 
 @pytest.mark.parametrize("text", ["OOM", "oom", "X", "×", "0"])
@@ -97,7 +226,7 @@ def test_entries_that_cannot_be_are_named(
     assert message in str(found.value)
 
 
-@pytest.mark.parametrize("column", ["GPUs", "Layers", "Heads", "pflop_per_iter"])
+@pytest.mark.parametrize("column", ["GPUs", "Layers", "Heads", "Hidden"])
 def test_a_column_that_is_missing_is_named(tmp_path: Path, column: str) -> None:
     columns = COLUMNS.replace(column, "other")
     with pytest.raises(ValueError, match=f"needs the column '{column.lower()}'"):
@@ -118,8 +247,6 @@ def test_a_machine_that_is_not_understood_is_refused(tmp_path: Path) -> None:
 def test_the_column_of_an_unknown_system_is_named(tmp_path: Path) -> None:
     columns = COLUMNS.replace("inter_only", "gspmd")
     found = read_table(table(tmp_path, ROW, columns=columns))
-    from benchmarks.published.systems import candidates
-
     with pytest.raises(ValueError, match="is one of alpa, inter_only, .* but got 'gsp"):
         candidates("gspmd", found.rows[0])
 
@@ -130,6 +257,6 @@ def test_submeshes_of_any_number_have_equal_hosts() -> None:
     ]
 
 
-def test_tables_at_hand_are_read_as_before() -> None:
-    counts = [len(read_table(path).rows) for path in sorted(TABLES.glob("*.csv"))]
-    assert counts == [7, 5]
+def test_tables_at_hand_are_read() -> None:
+    counts = [len(read_table(path).rows) for path in sorted(TABLES.rglob("*.csv"))]
+    assert counts == [7, 5, 2, 6, 10]

@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from autopar.runtime.simulate import simulate_schedule
 from benchmarks.models import gpt, moe
+from benchmarks.published.constants import Constants
 from benchmarks.published.fit import START
 from benchmarks.published.host_links import LANES_BY_KIND, link_of
-from benchmarks.published.pipeline_time import Outcome, Plan, cluster_of
-from benchmarks.published.prediction import _changes
+from benchmarks.published.pipeline_time import Outcome, cluster_of
+from benchmarks.published.prediction import _changes, predict_table, simulators_of
 from benchmarks.published.schedules import (
     INTERLEAVED,
     ONE_F_ONE_B,
@@ -21,8 +23,10 @@ from benchmarks.published.schedules import (
     makespan,
     schedule_of,
 )
+from benchmarks.published.simulated_plan import Plan
 from benchmarks.published.stage_bounds import balanced_bounds, is_cut
 from benchmarks.published.systems import with_schedules
+from benchmarks.published.table import read_table
 from benchmarks.published.unit_costs import Layout
 from benchmarks.published.unit_model import gpt_units, moe_units
 
@@ -192,3 +196,20 @@ def test_what_was_changed_is_named_with_what_it_was() -> None:
         "(2 on 2 submeshes); GPUs a submesh: 2 (1); data x tensor: 1x2 (1x1)"
     )
     assert _changes(alpa, alpa) == "nothing"
+
+
+def test_our_plan_is_compared_with_alpas_or_the_first_columns(tmp_path: Path) -> None:
+    """A table of Megatron's alone; its plan is the one to beat."""
+    head = "# 4x A100 per host, 100 Gbps between hosts, seq 64, vocab 128, batch 16"
+    columns = "gpus,layers,hidden,heads,tp,pp,microbatches,TFLOPS/GPU,pflop_per_iter"
+    path = tmp_path / "megatron.csv"
+    path.write_text("\n".join([head, columns, "4,4,64,4,2,2,4,1.0,1e-6"]))
+    table, constants = read_table(path), Constants.of_kind("A100")
+    found = predict_table(
+        table, simulators_of(table, constants), constants, with_ours=True
+    )
+    (cell,), (ours,) = found.cells, found.ours
+    assert (cell.column, ours.column) == ("megatron", "megatron")
+    assert cell.plan.startswith("2x(1;2) as (1;2), 4 microbatches")
+    assert ours.ratio is not None and ours.ratio >= 1
+    assert "OOM" not in str(ours)

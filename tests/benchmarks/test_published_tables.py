@@ -1,5 +1,6 @@
 """Published tables: what is read, how it is priced, how near predictions are."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,15 @@ from autopar.clusters.cluster import Cluster
 from autopar.planner.plan_price import plan_seconds
 from benchmarks.models import gpt, moe
 from benchmarks.published import unit_costs
-from benchmarks.published.constants import FILE, Constants
+from benchmarks.published.constants import FILE, NETWORK_EFFICIENCY, Constants
 from benchmarks.published.fit import NAMES, START
 from benchmarks.published.layout_restriction import layout_restriction
 from benchmarks.published.pipeline_time import Simulator, cluster_of
 from benchmarks.published.prediction import PredictedCell, PredictedTable
+from benchmarks.published.published_plan import parse_layouts
+from benchmarks.published.simulated_plan import Plan, System
 from benchmarks.published.systems import FREE, candidates, predict
-from benchmarks.published.table import parse_layouts, read_table
+from benchmarks.published.table import read_table
 from benchmarks.published.unit_costs import Layout, UnitCosts
 from benchmarks.published.unit_model import UnitModel, gpt_units, moe_units
 from benchmarks.published_tables import fit_and_write
@@ -213,10 +216,66 @@ def test_constants_are_fitted_on_gpts_alone() -> None:
         fit_and_write(MOE)
 
 
-def test_there_are_six_constants_and_their_fit_is_recorded() -> None:
-    assert len(NAMES) == 6
-    assert "--fit" in FILE.read_text()
-    assert Constants.load().product_efficiency <= 1
+def test_there_are_three_constants_and_their_fit_is_recorded() -> None:
+    record = json.loads(FILE.read_text())
+    assert tuple(record["constants"]) == NAMES and len(NAMES) == 3
+    assert "--fit" in record["command"]
+    assert record["error"] < record["constant_guess_error"]
+
+
+def test_only_v100s_have_fitted_constants() -> None:
+    """Others have their preset's; of a V100 the links inside a host are, too."""
+    for kind in ("A100-80GB", "H100", "v5p"):
+        preset = Cluster.preset(f"2x8x{kind}")
+        assert Constants.of_kind(kind).applied(preset) == preset
+    preset = Cluster.preset("2x8xV100")
+    found = Constants.of_kind("V100").applied(preset)
+    assert found.host_link == preset.host_link
+    assert found.network_link.efficiency == NETWORK_EFFICIENCY
+    single, half = (found.device.flops_per_second(d) for d in ("float32", "float16"))
+    assert 11e12 < single < 12e12 and 70e12 < half < 83e12
+
+
+def moves_of(layout: Layout, model: UnitModel) -> dict[str, set[tuple[str, ...]]]:
+    """The axes over which experts' gradients are added up, and tokens are routed."""
+    costs = unit_costs.unit_costs(model, layout, cluster_of(layout, "V100", START))
+    experts = [i for i, unit in enumerate(model.units) if unit.experts]
+    found: dict[str, set[tuple[str, ...]]] = {"experts": set(), "routed": set()}
+    for move in costs.moves:
+        if move.unit == experts[-1]:
+            is_once = move.phase == unit_costs.ONCE
+            found["experts" if is_once else "routed"].add(move.axes)
+    return found
+
+
+def test_experts_are_split_over_some_neighbours() -> None:
+    """Tokens go to devices of their group; groups add up their experts' gradients."""
+    model = moe_units(moe.Config.tiny())
+    layout = Layout(2, 4, 8, 1, experts=4)
+    found = moves_of(layout, model)
+    assert found == {"experts": {("data",)}, "routed": {("expert",)}}
+    assert layout.mesh.axis_sizes == (2, 4)
+
+
+def test_deepspeed_tries_every_number_of_devices_that_share_experts() -> None:
+    row = read_table(MOE).rows[3]
+    layouts = [plan.layouts[0] for plan in candidates("deepspeed", row)]
+    assert list(dict.fromkeys(each.experts for each in layouts)) == [2, 4, 0]
+    assert {(each.data, each.tensor) for each in layouts} == {(8, 1)}
+
+
+def test_zero_2_keeps_a_share_of_the_gradients() -> None:
+    """Two bytes of a parameter, with nothing of an optimizer's to tell them apart."""
+    row = replace(read_table(GPT).rows[1], model=tiny_gpt())
+    layout, simulator = Layout(1, 2, 2, 1), Simulator(row, START)
+    peaks = []
+    for always in (False, True):
+        plan = Plan((layout,), 64, System(reduces_always=always))
+        found = simulator.run(plan, START)
+        assert found is not None
+        peaks.append(found.peak_bytes)
+    params = simulator.costs(layout).param_bytes[list(row.model.sequence)].sum()
+    assert peaks[0] - peaks[1] == pytest.approx(params / 2, rel=0.01)
 
 
 def test_a_row_is_predicted_near_what_was_published() -> None:

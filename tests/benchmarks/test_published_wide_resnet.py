@@ -9,9 +9,10 @@ from benchmarks.models import names, resnet
 from benchmarks.published.constants import Constants
 from benchmarks.published.pipeline_time import Simulator
 from benchmarks.published.prediction import predict_table, simulators_of
+from benchmarks.published.published_plan import parse_layouts
 from benchmarks.published.resnet_units import resnet_units
 from benchmarks.published.systems import candidates, predict
-from benchmarks.published.table import parse_layouts, read_table
+from benchmarks.published.table import read_table
 from benchmarks.published.unit_costs import Layout
 from benchmarks.suites import TABLES
 

@@ -1,0 +1,131 @@
+"""What the head of a published table says of all its rows: machine, sizes, system."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from autopar.clusters.cluster import Cluster
+
+_NUMBERS = {
+    "seq_len": r"\bseq(?:uence)?(?:[ _]len(?:gth)?)?[ :=]+(?:of )?(\d[\d,]*)",
+    "vocab_size": r"\bvocab(?:ulary)?(?:[ _]size)?[ :=]+(?:of )?(\d[\d,]*)",
+    "batch_size": r"\b(?<!micro)batch(?:[ _]size)?[ :=]+(?:of )?(\d[\d,]*)",
+    "heads": r"\b(\d+) (?:attention )?heads",
+    "mlp_ratio": r"\bFFN (\d+)H",
+    "group_size": r"\bgroup (\d+)",
+    "image_size": r"\bimage(?:[ _]size)? (\d+)",
+    "num_classes": r"\b(\d+) classes",
+}
+_KIND = r"(?:TPU[ -]?)?([A-Za-z]+\d+[a-z]?)"
+_DEVICES = re.compile(
+    rf"\b(\d+)\s*x\s*(?:NVIDIA )?{_KIND}(?:[- ](?:SXM\d?|PCIe))?(?:[- ](\d+) ?GB)?\b"
+)
+_NAMED = re.compile(r"\b(?:[AHVPBL]\d{2,3}|v\d[ep]|TPU)\b")
+_BANDWIDTH = re.compile(
+    r"\b(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(Gbps|Gb/s|Gbit/s|GB/s)\s+"
+    r"(?:(?!NVLink)\w+ ){0,2}"
+    r"(?:(?:between|across|per|a|each|of each) (?:host|node|machine|server)|network)"
+)
+_GIBIBYTE = 2**30
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the head of a file says of all rows; what it leaves out is as Alpa's GPTs.
+
+    `kind` is the name of a preset. `host_bandwidth` is of all network cards of a host
+    in bytes/s, the preset's where it is None. `system` is that of columns that name
+    none; `is_interleaved` says that pipelines of published shapes are.
+    """
+
+    kind: str = "V100"
+    memory_bytes: int = 16 * _GIBIBYTE
+    devices_per_host: int = 8
+    host_bandwidth: float | None = None
+    seq_len: int = 1024
+    vocab_size: int = 51200
+    batch_size: int = 1024
+    heads: int = 16
+    mlp_ratio: int = 4
+    group_size: int = 2048
+    image_size: int = 224
+    num_classes: int = 1024
+    system: str = ""
+    is_interleaved: bool = False
+
+    @property
+    def network_bandwidth(self) -> float | None:
+        """A device's share of its host's, bytes/s."""
+        if self.host_bandwidth is None:
+            return None
+        return self.host_bandwidth / self.devices_per_host
+
+
+def read_setting(text: str) -> Setting:
+    """The setting that the comment lines of a table describe.
+
+    A machine is the devices of a host and their kind: `8x V100-16GB`, `4x H100`,
+    `4x TPU v5p`. Its network is `25 Gbps between hosts` or `8x 200 Gb/s between hosts`.
+
+    Raises:
+      ValueError: a machine that is not written so, or of a kind that has no preset.
+    """
+    found = Setting()
+    for name, pattern in _NUMBERS.items():
+        match = re.search(pattern, text)
+        if match:
+            found = replace(found, **{name: int(match.group(1).replace(",", ""))})
+    system = re.search(r"\bsystem[ :=]+([\w-]+)", text)
+    if system:
+        found = replace(found, system=system.group(1).lower().replace("-", "_"))
+    found = replace(found, is_interleaved="interleaved" in text.lower())
+    network = _BANDWIDTH.search(text)
+    if network:
+        found = replace(found, host_bandwidth=_bytes_per_second(network))
+    return _with_machine(found, text)
+
+
+def _with_machine(setting: Setting, text: str) -> Setting:
+    device = _DEVICES.search(text)
+    other = _NAMED.search(text)
+    if device is None and other is not None:
+        raise ValueError(
+            f"the head of a published table names its machine as '8x V100-16GB', the "
+            f"devices of a host and the memory of each, but says {other.group()!r} "
+            f"otherwise."
+        )
+    if device is None:
+        return setting
+    count, kind, memory = device.groups()
+    preset = _preset(kind, memory)
+    size = int(memory) * _GIBIBYTE if memory else preset.device.memory_bytes
+    return replace(
+        setting,
+        kind=preset.name,
+        memory_bytes=size,
+        devices_per_host=int(count),
+    )
+
+
+@lru_cache
+def _preset(kind: str, memory: str | None) -> Cluster:
+    """The preset of a kind, of the variant with that memory if there is one.
+
+    Raises:
+      ValueError: no preset has that name; the text names those there are.
+    """
+    if memory:
+        try:
+            return Cluster.preset(f"{kind}-{memory}GB")
+        except ValueError:
+            pass
+    return Cluster.preset(kind)
+
+
+def _bytes_per_second(match: re.Match[str]) -> float:
+    """All cards of a host together."""
+    cards, number, unit = match.groups()
+    bits = 1 if unit == "GB/s" else 8
+    return int(cards or 1) * float(number) * 1e9 / bits
