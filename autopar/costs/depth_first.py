@@ -98,29 +98,13 @@ def depth_first_order(block: KernelBlock, duplicated: Collection[int]) -> Order:
     found = Instructions.of(block, duplicated)
     post_order = _post_order(found)
     rank = _visited_last(found, post_order)
-    # From here on instructions go by rank, so that those visited first sort last.
-    by_rank = np.argsort(rank)
-    reader = np.repeat(np.arange(len(rank)), np.diff(found.starts))
-    operands = rank[found.operands]
-    operands = operands[np.lexsort((operands, reader))].tolist()
-    around = [operands[a:b] for a, b in pairwise(found.starts.tolist())]
-    around = [around[k] for k in by_rank.tolist()]
-    stack, order = np.sort(rank[found.roots]).tolist(), list[int]()
-    is_done = [False] * len(rank)
-    while stack:
-        k = stack.pop()
-        if k < 0:
-            is_done[~k] = True
-            order.append(~k)
-        elif not is_done[k]:
-            waiting = [i for i in around[k] if not is_done[i]]
-            if waiting:
-                stack.append(~k)
-                stack += waiting
-            else:
-                is_done[k] = True
-                order.append(k)
-    ordered = by_rank[order]
+    # Here instructions go by rank, so that those visited first sort last.
+    by_rank, count = np.argsort(rank), len(rank)
+    reader = rank.repeat(np.diff(found.starts))
+    pairs = np.sort(reader * count + rank[found.operands])
+    starts = np.searchsorted(pairs, count * np.arange(count + 1))
+    roots = np.sort(rank[found.roots])
+    ordered = by_rank[_visited(starts, pairs % count, roots)]
     is_kernel = ordered < found.num_kernels
     kernels = ordered[is_kernel]
     after = np.cumsum(is_kernel)  # how many kernels run up to here
@@ -187,17 +171,28 @@ def _visited_last(found: Instructions, post_order: Sequence[int]) -> np.ndarray:
 
 def _post_order(found: Instructions) -> list[int]:
     """Instructions after what they read, the first operand first."""
-    bounds, operands = found.starts.tolist(), found.operands.tolist()
-    order, is_done = list[int](), [False] * len(found.bytes)
-    stack = found.roots.tolist()[::-1]
+    ends = found.starts[:-1] + found.starts[1:] - 1
+    mirrored = ends.repeat(np.diff(found.starts)) - np.arange(len(found.operands))
+    return _visited(found.starts, found.operands[mirrored], found.roots[::-1])
+
+
+def _visited(starts: np.ndarray, operands: np.ndarray, roots: np.ndarray) -> list[int]:
+    """Instructions after what they read, the last operand first, as of the roots."""
+    bounds, reads = starts.tolist(), operands.tolist()
+    around = [reads[a:b] for a, b in pairwise(bounds)]
+    order, is_done = list[int](), [False] * len(around)
+    stack = roots.tolist()
     while stack:
         k = stack.pop()
         if k < 0:
-            if not is_done[~k]:
-                is_done[~k] = True
-                order.append(~k)
+            is_done[~k] = True
+            order.append(~k)
         elif not is_done[k]:
-            stack.append(~k)
-            reads = operands[bounds[k] : bounds[k + 1]]
-            stack += [i for i in reversed(reads) if not is_done[i]]
+            waiting = [i for i in around[k] if not is_done[i]]
+            if waiting:
+                stack.append(~k)
+                stack += waiting
+            else:
+                is_done[k] = True
+                order.append(k)
     return order

@@ -40,10 +40,13 @@ def first_equals(columns: GraphColumns) -> np.ndarray:
             columns.operand_start[:-1],
         )
         keys = mixed[can] ^ (kind[can].astype(np.uint64) * _MIX)
-        _, group, count = np.unique(keys, return_inverse=True, return_counts=True)
+        order = np.argsort(keys)
+        is_same = np.diff(keys[order]) == 0
+        is_there_twice = np.zeros(len(keys), bool)
+        is_there_twice[order[1:][is_same]] = is_there_twice[order[:-1][is_same]] = True
         known: dict[tuple[int, ...], int] = {}
         new: list[int] = []
-        for row in can[count[group.reshape(-1)] > 1].tolist():
+        for row in can[is_there_twice].tolist():
             own = read[columns.operand_start[row] : columns.operand_start[row + 1]]
             earliest = known.setdefault((int(kind[row]), *own.tolist()), row)
             if first[row] != earliest:

@@ -7,12 +7,9 @@ else into the smallest memory that is free while it lives, the last in post-orde
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
-from operator import itemgetter
-
 import numpy as np
 
+from .free_times import FreeTimes
 from .kernels import KernelBlock
 
 
@@ -35,71 +32,33 @@ def borrowed_values(
     """
     (starts, ends), sizes = intervals, block.sizes
     places = _places(block, position, post, duplicated)
-    if not places:
+    room, inputs = places[:2]
+    if not room.size:
         return frozenset()
-    rooms = [_Rooms(size, list(each)) for size, each in groupby(places, itemgetter(0))]
-    lies_in = {place[1]: room for room in rooms for place in room.places}
-    largest = rooms[-1].size
-    values = np.flatnonzero((starts >= 0) & (sizes > 0) & (sizes <= largest))
+    values = np.flatnonzero((starts >= 0) & (sizes > 0) & (sizes <= room[-1]))
     values = values[np.lexsort((post[values], -sizes[values]))]
-    columns = (values, starts[values], ends[values], sizes[values])
+    lives, times = (starts[values], ends[values]), FreeTimes(*places[2:])
+    large = np.searchsorted(room, sizes[values])  # the first place that is large enough
+    columns = map(np.ndarray.tolist, (values, *lives, large))
     read_start, reads = block.columns.read_start.tolist(), block.columns.reads.tolist()
-    maker, owner = block.maker.tolist(), {each: each for each in lies_in}
+    maker, lies_in = block.maker.tolist(), {v: p for p, v in enumerate(inputs.tolist())}
     found: list[int] = []
-
-    def taken(value: int, start: int, end: int, size: int) -> Iterator[int]:
-        """Whose memory it takes, if any."""
-        k = -1 if value in duplicated else maker[value]
-        for read in reads[read_start[k] : read_start[k + 1]] if k >= 0 else [value]:
-            old = owner.get(read, -1)
-            if old >= 0 and (room := lies_in[old]).size >= size:
-                yield room.taken(start, end, old)
-        for room in rooms:
-            if room.size >= size:
-                yield room.taken(start, end)
-
-    for each in zip(*map(np.ndarray.tolist, columns), strict=True):
-        old = next((old for old in taken(*each) if old >= 0), -1)
-        if old >= 0:
-            found.append(each[0])
-            if each[0] not in duplicated:
-                owner[each[0]] = old
+    for free, value, start, end, first in zip(
+        times.at_first(*lives), *columns, strict=True
+    ):
+        if free >> first and (free := (free & ~times.taken(start, end)) >> first):
+            place = first + (free & -free).bit_length() - 1
+            k = -1 if value in duplicated else maker[value]
+            for read in reads[read_start[k] : read_start[k + 1]] if k >= 0 else [value]:
+                own = lies_in.get(read, -1)
+                if own >= first and free >> (own - first) & 1:
+                    place = own
+                    break
+            times.take(place, start, end)
+            found.append(value)
+            if value not in duplicated:
+                lies_in[value] = place
     return frozenset(found)
-
-
-class _Rooms:
-    """Free times of inputs of one size: first and last position, and whose they are."""
-
-    def __init__(self, size: int, places: Sequence[tuple[int, int, int, int]]) -> None:
-        self.size, self.places, self.count = size, places, len(places)
-        _, self.owner, self.first, self.last = np.array(places).T
-        self.rank = np.arange(self.count)
-        self.earliest, self.latest = int(self.first.min()), int(self.last.max())
-
-    def taken(self, start: int, end: int, owner: int = -1) -> int:
-        """Takes the times of a value; the first input (or `owner`) of which they are.
-
-        The answer is -1 where they are not free.
-        """
-        if start < self.earliest or end > self.latest:
-            return -1
-        count = self.count
-        (fits,) = ((self.first[:count] <= start) & (self.last[:count] >= end)).nonzero()
-        if owner >= 0:
-            fits = fits[self.owner[fits] == owner]
-        if not fits.size:
-            return -1
-        place = int(fits[self.rank[fits].argmin()] if fits.size > 1 else fits[0])
-        if count == len(self.first):
-            self.first, self.last, self.owner, self.rank = (
-                np.concatenate([each, np.zeros_like(each)])
-                for each in (self.first, self.last, self.owner, self.rank)
-            )
-        self.first[count], self.last[count] = end + 1, self.last[place]
-        self.owner[count], self.last[place] = self.owner[place], start - 1
-        self.rank[count] = self.rank[place]
-        self.count += 1
-        return int(self.owner[count - 1])
 
 
 def _places(
@@ -107,14 +66,15 @@ def _places(
     position: np.ndarray,
     post: np.ndarray,
     duplicated: frozenset[int],
-) -> list[tuple[int, int, int, int]]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(bytes, input, first position, last position) of memory that is free.
 
     It is ordered by bytes, then from the last input in post-order to the first.
     """
     columns, count = block.columns, len(position)
     if not count or not block.replaced:
-        return []
+        nothing = np.zeros(0, np.intp)
+        return nothing, nothing, nothing, nothing
     first, last = np.full((2, len(block.values)), -1)
     at = position[columns.readers]
     np.maximum.at(last, columns.reads, at)
@@ -128,8 +88,8 @@ def _places(
     is_free = (made >= 0) & (used[old] + 1 < position[made])
     old, ends = old[is_free], position[made[is_free]] - 1
     order = np.lexsort((-_first_read(block, post)[old], block.sizes[old]))
-    found = (block.sizes[old], old, used[old] + 1, ends)
-    return list(zip(*(each[order].tolist() for each in found), strict=True))
+    old, ends = old[order], ends[order]
+    return block.sizes[old], old, used[old] + 1, ends
 
 
 def _first_read(block: KernelBlock, post: np.ndarray) -> np.ndarray:

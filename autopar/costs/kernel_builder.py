@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import compress
 
 import numpy as np
 
 from ..graph.build_graph import BARRIER
 from ..graph.op_graph import Block
+from ..plans.plan_columns import copies_of
 from .barriers import waits
 from .equal_rows import equals_among, shared_exponentials
 from .fusion import Nodes, Traits, sources, values_in_memory
@@ -22,6 +22,7 @@ from .kernels import (
     turns,
 )
 from .loop_operands import carries, made_inside
+from .names import renamed, roots
 from .node_table import NodeTable
 from .plan_arrays import PlanArrays
 from .product_operands import (
@@ -111,16 +112,19 @@ class _Builder:
         self.conversions: list[tuple[int, int, int, int]] = []
         made = self.arrays.made[self.read_tensor]
         self.converted = np.full(len(made), -1)  # [reads] its conversion, if it is one
-        for at in np.flatnonzero(self.read_spec != made).tolist():
-            tensor, spec = int(self.read_tensor[at]), int(self.read_spec[at])
-            self.converted[at] = self._converted(tensor, spec, int(self.read_row[at]))
+        self._copies = copies_of(self.arrays.plan.tensors)
+        at = np.flatnonzero(self.read_spec != made)
+        found = (self.read_tensor[at], self.read_spec[at], self.read_row[at])
+        self.converted[at] = [
+            self._converted(*each)
+            for each in zip(*map(np.ndarray.tolist, found), strict=True)
+        ]
 
     def _converted(self, tensor: int, spec: int, row: int) -> int:
         """A conversion: (row, tensor, spec, the conversion that it is made of)."""
         if (tensor, spec) not in self._known:
             arrays = self.arrays
-            copies = arrays.plan.tensors[tensor].conversions
-            wanted = arrays.specs[spec]
+            copies, wanted = self._copies[tensor], arrays.specs[spec]
             source = next(c.source for c in copies if c.target == wanted)
             number, before = arrays.number_of[source], -1
             if number != arrays.made[tensor]:
@@ -193,23 +197,16 @@ class _Builder:
 
     def _name_values(self) -> None:
         """Other names of values: what renaming rows make. Then, what each read is."""
-        value_of = self.value_of.tolist()
-        converted, tensors = self.converted.tolist(), self.read_tensor.tolist()
-        starts, copies = self.read_start.tolist(), self.of_copies.tolist()
-        for row in np.flatnonzero(self.renames).tolist():
-            results = self.operators[row].results
-            if row in self.equals:
-                made = self.operators[self.equals[row]].results
-                for result, other in zip(results, made, strict=True):
-                    value_of[result] = value_of[other]
-                continue
-            for at, result in enumerate(results, starts[row]):
-                copy = converted[at]
-                value_of[result] = copies[copy] if copy >= 0 else value_of[tensors[at]]
-        self.value_of = np.array(value_of, np.intp)
+        columns, rows = self.arrays.columns, self.rows
+        read, copy = (self.read_start, self.read_tensor), self.converted
+        own = copy >= 0
+        same, at = renamed(columns, rows, self.renames, self.equals, read)
+        copied = np.flatnonzero((at >= 0) & own[at])
+        self.value_of[copied] = self.of_copies[copy[at[copied]]]
+        same[copied] = copied
+        self.value_of = self.value_of[roots(same)]
         self.read = self.value_of[self.read_tensor]
-        is_copy = self.converted >= 0
-        self.read[is_copy] = self.of_copies[self.converted[is_copy]]
+        self.read[own] = self.of_copies[copy[own]]
 
     def _passed(self) -> dict[int, int]:
         """By value of a barrier, what it lets pass."""
@@ -362,19 +359,17 @@ class _Builder:
         is_written = in_memory[nodes.writes]
         written = np.bincount(writer[is_written], minlength=len(nodes))
         is_kernel = (written > 0) | (np.diff(nodes.write_start) == 0)
-        read = compress(sources(nodes, in_memory), is_kernel.tolist())
-        starts, reads = [0], list[int]()
-        for each, index in zip(read, nodes.operator[is_kernel].tolist(), strict=True):
-            reads += each
-            if index in shared:
-                reads.append(shared[index])
-            starts.append(len(reads))
+        starts, reads = sources(nodes, in_memory, np.flatnonzero(is_kernel))
         carried = self._carries()
         operator = nodes.operator[is_kernel]
+        besides = np.flatnonzero(np.isin(operator, list(shared)))
+        more = [shared[index] for index in operator[besides].tolist()]
+        reads = np.insert(reads, starts[besides + 1], more)
+        starts = starts + np.searchsorted(besides, np.arange(len(starts)))
         return KernelColumns(
             operator,
-            np.array(starts, np.intp),
-            np.array(reads, np.intp),
+            starts,
+            reads,
             np.concatenate([[0], np.cumsum(written[is_kernel])]),
             nodes.writes[is_written],
             nodes.inner_bytes[is_kernel],

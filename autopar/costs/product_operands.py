@@ -72,22 +72,26 @@ def ordered_operands(
     Row k of the block, the graph's row `rows.start + k`, reads the values
     `read[read_start[k] : read_start[k + 1]]`, in specs likewise.
     """
-    sizes = arrays.plan.mesh.axis_sizes
+    sizes, columns = arrays.plan.mesh.axis_sizes, arrays.columns
+    alike, specs = columns.alike.tolist(), read_spec.tolist()
+    known: dict[tuple[int, int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
     found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
     first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
-    for row, orders in wanted_orders(arrays.columns).items():
+    for row, orders in wanted_orders(columns).items():
         if not rows.start <= row < rows.stop:
             continue
-        op, at = arrays.columns.operators[row], int(read_start[row - rows.start])
+        op, at = columns.operators[row], int(read_start[row - rows.start])
         for side, order in enumerate(orders):
             tensor = op.operands[side]
             if not isinstance(tensor, int):
                 continue
-            spec = int(read_spec[at])
-            shape = op.operand_types[side].shape
-            local = local_shape(shape, arrays.specs[spec], sizes)
-            dims = tuple(dim for dim in order if local[dim] > 1)
-            if len(shape) > 2:
+            kind = alike[row], side, specs[at]
+            if kind not in known:
+                shape = op.operand_types[side].shape
+                local = local_shape(shape, arrays.specs[kind[2]], sizes)
+                known[kind] = local, tuple(dim for dim in order if local[dim] > 1)
+            local, dims = known[kind]
+            if len(local) > 2:
                 key = int(read[at]), local, dims
                 found.setdefault(key, []).append(at)
                 first.setdefault(key, (row - rows.start, tensor))

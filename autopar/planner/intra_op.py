@@ -20,13 +20,7 @@ from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.op_graph import Block, Operator, OpGraph, TensorType
 from ..graph.user_shard_map import body_collectives
 from ..methods.restrictions import Limit, demanded_orders, restrict
-from ..plans.plan import (
-    Conversion,
-    OperatorPlan,
-    Prediction,
-    ShardingPlan,
-    total_bytes,
-)
+from ..plans.plan import Conversion, Prediction, ShardingPlan, total_bytes
 from ..plans.plan_columns import OperatorPlans, TensorPlans
 from ..rules.base import rule_of, warn_fallback
 from ..sharding.collective import Collective, Groups, Surroundings
@@ -231,15 +225,13 @@ def shard_map_collectives(
         yield collective, seconds * collective.count
 
 
-def _split_fraction(
-    graph: OpGraph, operators: Sequence[OperatorPlan], mesh: MeshShape
-) -> float:
+def _split_fraction(graph: OpGraph, operators: OperatorPlans, mesh: MeshShape) -> float:
     """The part of the heavy flops that no two devices do twice."""
     heavy = whole = 0.0
-    for row in heavy_rows(graph.columns).tolist():
-        plan = operators[row]
-        heavy += plan.flops
-        whole += plan.flops if plan.split == mesh.size else 0.0
+    for number in operators.work_of[heavy_rows(graph.columns)].tolist():
+        work = operators.works[number]
+        heavy += work.flops
+        whole += work.flops if work.split == mesh.size else 0.0
     return whole / heavy if heavy else 1.0
 
 

@@ -182,11 +182,11 @@ class PlanReader:
 
     def input_plans(self) -> Iterable[InputPlan]:
         """Where each argument lies."""
-        sizes = self.problem.mesh.axis_sizes
+        sizes, made = self.problem.mesh.axis_sizes, self.made.tolist()
+        shards = [num_shards(spec, sizes) for spec in self.specs]
         for each in self.graph.inputs:
-            kind = self.graph.tensors[each.tensor].type
-            spec = self.specs[self.made[each.tensor]]
-            held = kind.bytes // num_shards(spec, sizes)
+            kind, number = self.graph.tensors[each.tensor].type, made[each.tensor]
+            spec, held = self.specs[number], kind.bytes // shards[number]
             yield InputPlan(each.path, each.role, spec, kind.shape, held, each.memory)
 
 

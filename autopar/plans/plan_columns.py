@@ -110,6 +110,13 @@ class TensorPlans(_MadeOnce[TensorPlan]):
         return TensorPlan(tensor.name, kind.shape, dtype, tensor.block, spec, copies)
 
 
+def copies_of(plans: Sequence[TensorPlan]) -> Mapping[int, tuple[Conversion, ...]]:
+    """By tensor, its copies; tensors without any need not be there."""
+    if isinstance(plans, TensorPlans):
+        return plans.copies
+    return {k: each.conversions for k, each in enumerate(plans) if each.conversions}
+
+
 def factors_of(
     plans: Sequence[OperatorPlan],
 ) -> tuple[list[tuple[str, ...]], np.ndarray]:
