@@ -23,6 +23,7 @@ from autopar.lowering.collectives import apply_step
 from autopar.sharding.collective import Collective
 from autopar.sharding.direct_paths import direct_path
 from autopar.sharding.mesh import MeshShape
+from autopar.sharding.permutation_bound import PermutationBound
 from autopar.sharding.permuted_paths import refined_mesh
 from autopar.sharding.placement import Step, placement_of
 from autopar.sharding.resharding import Resharder
@@ -259,6 +260,26 @@ def test_no_detour_is_cheaper(mesh: str) -> None:
         detour = seconds[:, [way]] + seconds[[way], :]
         allowed = (counts[way] <= most).all(-1)
         assert (seconds <= detour * (1 + 1e-9) + 1e-9)[allowed].all(), specs[way]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_bound_of_nothing_finds_no_cheaper_path(mesh: str) -> None:
+    """What the bound leaves out costs more than what is found."""
+    bounded, free = Resharder(MESHES[mesh], CLUSTER), Resharder(MESHES[mesh], CLUSTER)
+    free._permuted._bound = PermutationBound(0.0, 0.0, 0.0)
+    sizes, parts = bounded.mesh.axis_sizes, refined_mesh(bounded.mesh)[1]
+    price = bounded._fine_prices.seconds
+    found = 0
+    for source, target in pairs_of((-2, -1, 0, 1), len(sizes), 200):
+        start, goal = (placement_of(spec, 2) for spec in (source, target))
+        direct, steps = direct_path(start, goal, sizes, bounded.prices.seconds)
+        if len(steps) < 2:
+            continue
+        ends = start.renamed(parts), goal.renamed(parts)
+        path = bounded._permuted.path(*ends, direct)
+        assert path == free._permuted.path(*ends, direct)
+        found += path is not None and sum(map(price, path)) < direct
+    assert found
 
 
 def exchanging(resharder: Resharder, rank: int, most: int) -> list[Pair]:

@@ -13,21 +13,16 @@ two of two, and may hand over one, as where `P(x, y)` becomes `P(y, x)`.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import combinations, count
 from math import gcd, prod
+from typing import NamedTuple
 
 from .mesh import MeshShape
-from .placement import (
-    Move,
-    Placement,
-    Step,
-    moved_axes,
-    permuted_pairs,
-    reductions,
-)
-from .spec import SUM
+from .permutation_bound import PermutationBound
+from .permuted_moves import Limits, PermutedMove, PermutedMoves, may_hold
+from .placement import Placement, Step, moved_axes, permuted_pairs
 
 _MOST_AXES = 4  # of a finer mesh: searches on six take ten times as long
 
@@ -69,21 +64,13 @@ def _coprime_base(numbers: Iterable[int]) -> list[int]:
 _MOST = 2  # collectives on each side of the permutation
 
 
-@dataclass(frozen=True)
-class _Reached:
-    """A placement, and the cheapest steps between it and the end searched from."""
+class _Reached(NamedTuple):
+    """A placement by its number, and the cheapest steps between it and the end."""
 
     cost: float
-    placement: Placement
+    place: int
     steps: tuple[Step, ...]
-    counts: tuple[int, ...]
-
-    def may_become(self, finer: _Reached) -> bool:
-        """Whether local slices cut this as finely."""
-        return self.placement.pending == finer.placement.pending and not any(
-            after % before
-            for before, after in zip(self.counts, finer.counts, strict=True)
-        )
+    num_collectives: int
 
 
 class PermutedPaths:
@@ -101,197 +88,110 @@ class PermutedPaths:
         bundles: Sequence[tuple[int, ...]],
         price: Callable[[Step], float],
     ) -> None:
-        self.sizes, self.bundles, self.price = sizes, bundles, price
-        self._parts_by_axes: dict[tuple[int, ...], int] = {}
-        finest = 1 / prod(sizes)
-        self.least = min(
-            price(Step("collective_permute", (axis,), finest))
-            for axis in range(len(sizes))
-        )
+        self.sizes, self.price = sizes, price
+        self._moves = PermutedMoves(sizes, bundles, price)
+        self._bound = PermutationBound.of(sizes, price)
 
     def path(
         self, start: Placement, goal: Placement, below: float
     ) -> tuple[Step, ...] | None:
         """The steps of the cheapest path, if it costs less than `below`."""
-        limits = list(zip(self._counts(start), self._counts(goal), strict=True))
-
-        def may_hold(dim: int, placement: Placement) -> bool:
-            parts, (before, after) = self._parts(placement.dims[dim]), limits[dim]
-            return before % parts == 0 or after % parts == 0
-
-        def forward(here: Placement) -> Iterator[Move]:
-            yield from reductions(here, goal, self.sizes, self.bundles, may_hold)
-            yield from self._forward(here, goal, may_hold)
-
-        def backward(here: Placement) -> Iterator[Move]:
-            return self._backward(here, start, may_hold)
-
-        if self.least >= below:
+        moves, bound = self._moves, self._bound
+        first, last = moves.number(start), moves.number(goal)
+        limits = tuple(zip(moves.counts[first], moves.counts[last], strict=True))
+        finest = 1.0 / prod(map(max, limits))
+        to_permute = bound.permutation(finest)
+        to_goal = bound.path(finest, moves.fraction(goal))
+        if to_goal >= below:
             return None
-        ahead = self._explore(start, forward, below)
-        behind = [
-            replace(reached, steps=reached.steps[::-1])
-            for reached in self._explore(goal, backward, below)
-        ]
+
+        def forward(here: int) -> list[PermutedMove]:
+            return moves.forward(here, goal, limits)
+
+        def backward(here: int) -> list[PermutedMove]:
+            return moves.backward(here, start, limits)
+
+        ahead = self._explore(first, forward, limits, below - to_goal)
+        behind = self._explore(last, backward, limits, below - to_permute)
         found = None
         for before in ahead:
+            source = moves.placements[before.place]
             for after in behind:
                 ends_cost = before.cost + after.cost
-                if ends_cost + self.least >= below:
+                if ends_cost + to_permute >= below:
                     break
-                if not before.may_become(after):
+                counts = moves.counts[after.place]
+                if ends_cost + bound.permutation(1.0 / prod(counts)) >= below:
                     continue
-                sliced = self._sliced(before.placement, after)
+                target = moves.placements[after.place]
+                if source.pending != target.pending:
+                    continue
+                sliced = self._sliced(source, target, counts)
                 if sliced is None:
                     continue
                 slices, here = sliced
-                axes = moved_axes(here, after.placement, self.sizes)
-                permute = Step("collective_permute", axes, self._fraction(here))
+                axes = moved_axes(here, target, self.sizes)
+                permute = Step("collective_permute", axes, moves.fraction(here))
                 cost = ends_cost + sum(map(self.price, (*slices, permute)))
                 if axes and cost < below:
-                    below, found = cost, (before, slices, here, permute, after)
+                    below = cost
+                    found = before.steps, slices, here, permute, target, after.steps
         if found is None:
             return None
-        before, slices, here, permute, after = found
-        pairs = permuted_pairs(here, after.placement, self.sizes)
-        return (*before.steps, *slices, replace(permute, groups=pairs), *after.steps)
+        steps, slices, here, permute, target, rest = found
+        pairs = permuted_pairs(here, target, self.sizes)
+        return (*steps, *slices, replace(permute, groups=pairs), *rest[::-1])
 
     def _explore(
         self,
-        origin: Placement,
-        moves: Callable[[Placement], Iterable[Move]],
+        origin: int,
+        moves: Callable[[int], Iterable[PermutedMove]],
+        limits: Limits,
         below: float,
     ) -> list[_Reached]:
         """One placement for each cut that costs less than `below`, cheapest first."""
-        tick = count(1)
-        counts = self._counts(origin)
-        queue = [(0.0, 0, _Reached(0.0, origin, (), counts))]
-        found: dict[object, _Reached] = {}
+        tick, counts, cuts = count(1), self._moves.counts, self._moves.cuts
+        queue = [(0.0, 0, _Reached(0.0, origin, (), 0))]
+        found, least = dict[int, _Reached](), dict[int, float]()  # by cut
         while queue:
             cost, _, here = heapq.heappop(queue)
-            if found.setdefault((here.counts, here.placement.pending), here) != here:
+            if found.setdefault(cuts[here.place], here) is not here:
                 continue
-            collectives = sum(step.is_collective for step in here.steps)
-            for step, placement in moves(here.placement):
-                total = cost + self.price(step)
-                if total + self.least >= below:
+            for seconds, step, end, dim in moves(here.place):
+                total = cost + seconds
+                cut = cuts[end]
+                if total >= least.get(cut, below) or cut in found:
                     continue
-                if step.is_collective and collectives == _MOST:
+                if dim >= 0 and not may_hold(counts[end][dim], limits[dim]):
                     continue
-                counts = self._counts(placement)
-                if (counts, placement.pending) not in found:
-                    reached = _Reached(total, placement, (*here.steps, step), counts)
-                    heapq.heappush(queue, (total, next(tick), reached))
+                number = here.num_collectives + step.is_collective
+                if step.is_collective and number > _MOST:
+                    continue
+                least[cut] = total
+                reached = _Reached(total, end, (*here.steps, step), number)
+                heapq.heappush(queue, (total, next(tick), reached))
         return list(found.values())
 
-    def _forward(
-        self,
-        here: Placement,
-        goal: Placement,
-        may_hold: Callable[[int, Placement], bool],
-    ) -> Iterator[Move]:
-        for dim, axes in enumerate(here.dims):
-            for first in range(len(axes)):
-                suffix = axes[first:]
-                rest = here.without(dim, suffix)
-                yield Step("all_gather", suffix, self._fraction(rest), dim), rest
-            yield from self._exchanges(here, dim, may_hold, is_source=True)
-            for axis in self._addable(here, dim, goal):
-                reached = here.append(dim, (axis,))
-                if may_hold(dim, reached):
-                    fraction = self._fraction(reached)
-                    yield Step("slice", (axis,), fraction, dim), reached
-        for axes in self.bundles:
-            if axes and (axes[0], SUM) in goal.pending:
-                if here.used().isdisjoint(axes):
-                    yield Step("mask", axes, self._fraction(here)), here.owe(axes)
-
-    def _backward(
-        self,
-        here: Placement,
-        start: Placement,
-        may_hold: Callable[[int, Placement], bool],
-    ) -> Iterator[Move]:
-        """Steps that lead here, each with where it comes from."""
-        fraction = self._fraction(here)
-        for axes in self.bundles:
-            if axes and (axes[0], SUM) in {*here.pending} - {*start.pending}:
-                yield Step("mask", axes, fraction), here.close(axes)
-        for dim in range(len(here.dims)):
-            chains: list[tuple[Placement, tuple[int, ...]]] = [(here, ())]
-            while chains:
-                finer, gathered = chains.pop()
-                for axis in self._addable(finer, dim, start):
-                    finest, axes = finer.append(dim, (axis,)), (*gathered, axis)
-                    if may_hold(dim, finest):
-                        yield Step("all_gather", axes, fraction, dim), finest
-                        chains.append((finest, axes))
-            if here.dims[dim]:
-                axis = here.dims[dim][-1]
-                yield Step("slice", (axis,), fraction, dim), here.without(dim, (axis,))
-            yield from self._exchanges(here, dim, may_hold, is_source=False)
-
-    def _exchanges(
-        self,
-        here: Placement,
-        dim: int,
-        may_hold: Callable[[int, Placement], bool],
-        *,
-        is_source: bool,
-    ) -> Iterator[Move]:
-        """The all_to_alls that take axes from `dim`, or those that brought them."""
-        fraction = self._fraction(here)
-        for first in range(len(here.dims[dim])):
-            suffix = here.dims[dim][first:]
-            rest = here.without(dim, suffix)
-            for other in range(len(here.dims)):
-                reached = rest.append(other, suffix)
-                if other != dim and may_hold(other, reached):
-                    dims = (dim, other) if is_source else (other, dim)
-                    yield Step("all_to_all", suffix, fraction, *dims), reached
-
-    def _addable(self, here: Placement, dim: int, end: Placement) -> list[int]:
-        """An unused axis of each size to split `dim` by: the one of `end`, or any."""
-        used = here.used()
-        by_size = {
-            size: axis for axis, size in enumerate(self.sizes) if axis not in used
-        }
-        wanted, before = self._parts(here.dims[dim]), 1
-        for axis in end.dims[dim]:
-            if before == wanted and axis not in used:
-                by_size[self.sizes[axis]] = axis
-            before *= self.sizes[axis]
-        return list(by_size.values())
-
-    def _parts(self, axes: tuple[int, ...]) -> int:
-        """Into how many parts axes cut a dim."""
-        found = self._parts_by_axes.get(axes)
-        if found is None:
-            found = prod(self.sizes[axis] for axis in axes)
-            self._parts_by_axes[axes] = found
-        return found
-
-    def _counts(self, placement: Placement) -> tuple[int, ...]:
-        return tuple(map(self._parts, placement.dims))
-
-    def _fraction(self, placement: Placement) -> float:
-        return 1.0 / prod(self._counts(placement))
-
     def _sliced(
-        self, here: Placement, target: _Reached
+        self, here: Placement, target: Placement, counts: tuple[int, ...]
     ) -> tuple[list[Step], Placement] | None:
-        """Slices that cut a placement as finely as another does, if axes allow it."""
-        steps: list[Step] = []
-        for dim, parts in enumerate(target.counts):
-            while (count := self._parts(here.dims[dim])) < parts:
+        """Slices that cut a placement as finely as the target, if axes allow it."""
+        steps, moves = list[Step](), self._moves
+        if any(
+            parts % moves.parts(axes)
+            for parts, axes in zip(counts, here.dims, strict=True)
+        ):
+            return None
+        for dim, parts in enumerate(counts):
+            while (count := moves.parts(here.dims[dim])) < parts:
                 fitting = (
                     axis
-                    for axis in self._addable(here, dim, target.placement)
+                    for axis in moves.addable(here, dim, target)
                     if parts % (count * self.sizes[axis]) == 0
                 )
                 axis = next(fitting, None)
                 if axis is None:
                     return None
                 here = here.append(dim, (axis,))
-                steps.append(Step("slice", (axis,), self._fraction(here), dim))
+                steps.append(Step("slice", (axis,), moves.fraction(here), dim))
         return steps, here

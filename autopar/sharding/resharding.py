@@ -194,21 +194,23 @@ def wire_dtype(step: Step, dtype: Any) -> np.dtype:
     return np.dtype(np.int64 if dtype.itemsize == 8 else np.int32)
 
 
-def _canonical(source: Spec, target: Spec) -> tuple[tuple[Spec, Spec], list[int]]:
+def _canonical(source: Spec, target: Spec) -> tuple[tuple[Spec, Spec], tuple[int, ...]]:
     """The pair with its dims renamed 0, 1, ... by first use, and the old names."""
-    names: list[int] = []
-    for state in (*source, *target):
-        if state >= 0 and dim_of(state) not in names:
-            names.append(dim_of(state))
+    names = tuple(dict.fromkeys((*_dims_of(source), *_dims_of(target))))
+    return (_numbered(source, names), _numbered(target, names)), names
 
-    def rename(spec: Spec) -> Spec:
-        dims = map(dim_of, spec)
-        return tuple(
-            s - d + names.index(d) if s >= 0 else s
-            for s, d in zip(spec, dims, strict=True)
-        )
 
-    return (rename(source), rename(target)), names
+@lru_cache(maxsize=4096)
+def _dims_of(spec: Spec) -> tuple[int, ...]:
+    """The dims that axes split, by first use."""
+    return tuple(dict.fromkeys(dim_of(state) for state in spec if state >= 0))
+
+
+@lru_cache(maxsize=4096)
+def _numbered(spec: Spec, names: tuple[int, ...]) -> Spec:
+    """The spec with the place of each dim among names in its stead."""
+    pairs = ((state, dim_of(state)) for state in spec)
+    return tuple(s - d + names.index(d) if s >= 0 else s for s, d in pairs)
 
 
 def _rename(step: Step, names: Sequence[int]) -> Step:
