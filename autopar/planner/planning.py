@@ -117,9 +117,13 @@ def plan_function(
     variants = AttentionVariants(traced, graph, roles, batch)
     plan = options.plan
     if plan is None:
+        without_budget: list[tuple[OpGraph, Plan]] = []
 
         def plan_variant(variant: StepVariant, budget_bytes: int) -> Plan:
             graph, some = variant.graph, replace(options, memory_budget=budget_bytes)
+            for other, plan in without_budget:
+                if other is graph and plan.predicted.peak_bytes <= budget_bytes:
+                    return plan  # the cheapest of all fits
 
             def plan_with(some: Options, limits: Sequence[Limit] = ()) -> Plan:
                 return plan_graph(graph, leaves, batch, cluster, some, limits)
@@ -128,7 +132,10 @@ def plan_function(
             if some.like is not None:
                 liked = plan_like(graph, cluster, some, plan_with)
                 some = without_like(some, cluster)
-            return liked or plan_or_blame_pins(graph, leaves, batch, cluster, some)
+            plan = liked or plan_or_blame_pins(graph, leaves, batch, cluster, some)
+            if budget_bytes == NO_BUDGET:
+                without_budget.append((graph, plan))
+            return plan
 
         budget_bytes = budget_of(options, cluster)
         remat, offload = memory_choices(options)
