@@ -18,6 +18,7 @@ from tests.rows.running import run_as_planned, traffic
 from tests.rows.test_sequence_parallel import (
     BSH_BYTES,
     SPLIT,
+    attention,
     forward,
     operands,
     with_gradients,
@@ -276,3 +277,22 @@ def test_each_part_of_a_ring_starts_kernels_of_its_own() -> None:
         return plan.predicted.step_seconds
 
     assert seconds("operators") < seconds("ring")
+
+
+def test_operator_by_operator_is_planned_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Without a budget, to compare; that it fits, too, needs no second search."""
+    q, k, v = [random(seed, 1, 128, 8, 16) for seed in range(3)]
+    step = autopar.parallelize(
+        lambda state, k, v: state + attention(state, k, v),
+        cluster=autopar.Cluster.preset("1x4xV100"),
+        mesh="n:4",
+        method=autopar.ShardParallel(),
+        batch_argnums=(1, 2),
+    )
+    with caplog.at_level("INFO", "autopar"):
+        step.plan(q, k, v)
+    planned = [each for each in caplog.messages if ": planned " in each]
+    assert "operator by operator, " in caplog.text
+    assert len(planned) == 2
