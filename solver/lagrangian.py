@@ -96,7 +96,8 @@ class PricedPlans:
         """Raises the bound of a search and offers it plans that fit; the best prices.
 
         The bound is on all plans within `budget`; those offered are within `aim`, which
-        is no more. Rows of an earlier call come first and in the same order.
+        is no more, unless the bound is at the search's cutoff. Rows of an earlier call
+        come first and in the same order.
         """
         aim = budget if aim is None else aim
         limits = list(LIMITS)
@@ -109,6 +110,8 @@ class PricedPlans:
         for number in range(MOST_PRICES):
             used = self.used(rows)
             self._offer(search, used, aim)
+            if search.bound >= search.cutoff:
+                break
             has_plan = bool((used <= budget).all(axis=1).any())
             most = inf if has_plan else limits[0] * abs(self.costs[0])
             prices, value = best_prices(self.costs, used, budget, most=most)
@@ -145,7 +148,8 @@ class PricedPlans:
             num_in_vain = num_in_vain + 1 if is_in_vain else 0
             if is_stuck or num_in_vain == MOST_IN_VAIN:
                 break
-        self._offer(search, self.used(rows), aim)
+        is_over = search.bound >= search.cutoff
+        self._offer(search, self.used(rows), budget if is_over else aim)
         self._prices = known
         return known
 

@@ -5,6 +5,7 @@ size. What gap they leave, branching closes (budget.py) where the graph is small
 """
 
 from collections.abc import Sequence
+from math import inf
 
 from .array_pool import ArrayPool
 from .assignment import Assignment
@@ -32,6 +33,7 @@ def solve_within_rows(
     aim: float | None = None,
     plans: PricedPlans | None = None,
     most_work: float = MOST_WORK,
+    cutoff: float = inf,
 ) -> Assignment:
     """The cheapest assignment that no row puts above the budget, with a bound.
 
@@ -45,11 +47,12 @@ def solve_within_rows(
             bound is on all that fit the budget.
         plans: those of earlier searches in the graph, with other rows or budgets.
         most_work: seconds of work after which the best plan is returned with its gap.
+        cutoff: a bound that is enough; then it is any plan within the budget.
 
     Raises Infeasible where nothing fits, or nothing was found that does.
     """
     plans = plans or PricedPlans(graph, ArrayPool(Clock(GUARD_SECONDS)))
-    search = Search(graph, gap, plans.pool.clock.spent + most_work, plans.pool)
+    search = Search(graph, gap, plans.pool.clock.spent + most_work, plans.pool, cutoff)
     search.raise_bound(free.bound)
     for each in (free.choices, *known):
         plans.add(each)

@@ -29,9 +29,9 @@ class Liveness:
 
     `order` are kernels by position. `starts` and `ends` [values] are positions, both
     ends included, or -1 for what takes no memory of the block's own. `duplicated` are
-    the inputs with a copy; `borrowed` are values in an input's memory. `bytes`
-    [positions] is the sum of what is live, without the borrowed and with what bodies
-    hold.
+    the inputs with a copy; `borrowed` are values in an input's memory, and that input.
+    `bytes` [positions] is the sum of what is live, without the borrowed and with what
+    bodies hold.
     """
 
     block: KernelBlock
@@ -39,7 +39,7 @@ class Liveness:
     starts: np.ndarray
     ends: np.ndarray
     duplicated: frozenset[int]
-    borrowed: frozenset[int]
+    borrowed: Mapping[int, int]
     bytes: np.ndarray
 
     @property

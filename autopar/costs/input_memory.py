@@ -19,8 +19,8 @@ def borrowed_values(
     post: np.ndarray,
     intervals: tuple[np.ndarray, np.ndarray],
     duplicated: frozenset[int],
-) -> frozenset[int]:
-    """Values in an input's memory.
+) -> dict[int, int]:
+    """Values in an input's memory, and that input.
 
     Args:
       block: kernels over values.
@@ -34,7 +34,7 @@ def borrowed_values(
     places = _places(block, position, post, duplicated)
     room, inputs = places[:2]
     if not room.size:
-        return frozenset()
+        return {}
     values = np.flatnonzero((starts >= 0) & (sizes > 0) & (sizes <= room[-1]))
     values = values[np.lexsort((post[values], -sizes[values]))]
     lives, times = (starts[values], ends[values]), FreeTimes(*places[2:])
@@ -42,7 +42,7 @@ def borrowed_values(
     columns = map(np.ndarray.tolist, (values, *lives, large))
     read_start, reads = block.columns.read_start.tolist(), block.columns.reads.tolist()
     maker, lies_in = block.maker.tolist(), {v: p for p, v in enumerate(inputs.tolist())}
-    found: list[int] = []
+    found: dict[int, int] = {}
     for free, value, start, end, first in zip(
         times.at_first(*lives), *columns, strict=True
     ):
@@ -55,10 +55,10 @@ def borrowed_values(
                     place = own
                     break
             times.take(place, start, end)
-            found.append(value)
+            found[value] = int(inputs[place])
             if value not in duplicated:
                 lies_in[value] = place
-    return frozenset(found)
+    return found
 
 
 def _places(

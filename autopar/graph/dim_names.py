@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 from ..rules.base import factors_of
 from ..sharding.mesh import MeshShape
@@ -43,6 +44,9 @@ class NamedDim:
     origin: Dim
 
 
+_KNOWN = WeakKeyDictionary["OpGraph", dict["MeshShape", tuple["DimTie", ...]]]()
+
+
 @dataclass(frozen=True, eq=False)
 class DimTies:
     """All ties of a graph on a mesh, and what is found by following them."""
@@ -53,13 +57,20 @@ class DimTies:
     @classmethod
     def of(cls, graph: OpGraph, mesh: MeshShape) -> DimTies:
         """The ties of every operator, of every border of a block, and of state."""
+        known = _KNOWN.setdefault(graph, {})
+        if mesh not in known:
+            known[mesh] = cls._found(graph, mesh)
+        return cls(graph, known[mesh])
+
+    @staticmethod
+    def _found(graph: OpGraph, mesh: MeshShape) -> tuple[DimTie, ...]:
         ties = []
         for op in graph.operators():
             borders = op.kind in STRUCTURED
             ties += _port_ties(graph, op, mesh) if borders else _factor_ties(op)
         for graph_input in graph.inputs:
             ties += _state_ties(graph, graph_input)
-        return cls(graph, tuple(tie for tie in ties if len(tie.dims) > 1))
+        return tuple(tie for tie in ties if len(tie.dims) > 1)
 
     @cached_property
     def _ties_by_dim(self) -> dict[Dim, list[DimTie]]:

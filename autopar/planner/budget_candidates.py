@@ -16,6 +16,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ..clusters.cluster import Cluster
 from ..costs.memory import memory_profile
@@ -104,7 +105,7 @@ class BudgetCandidates:
         Raises:
           InfeasiblePlanError: that plan does not fit the budget.
         """
-        place = gathering_again(self.graph), self.mesh, self.cluster
+        place = self._gathering_again, self.mesh, self.cluster
         found = [plan_least_memory(*place, sys.maxsize, pins=self.pins)]
         for method in self._methods():
             try:
@@ -118,12 +119,25 @@ class BudgetCandidates:
             raise infeasible_error(memory_profile(graph, best.plan), self.budget_bytes)
         return best
 
+    @cached_property
+    def _gathering_again(self) -> OpGraph:
+        return gathering_again(self.graph)
+
     def _search(self) -> IntraOpSolution:
         return plan_within_binding(
-            *(gathering_again(self.graph), self.mesh, self.cluster, self.budget_bytes),
+            *(self._gathering_again, self.mesh, self.cluster, self.budget_bytes),
             pins=self.pins,
             gap=self.gap,
+            starts=tuple(self._starts()),
         )
+
+    def _starts(self) -> Iterator[Restriction]:
+        """Methods that split the state, as limits of the problem that is searched."""
+        for method in (Zero(3, reshard_after_forward=False), Zero(3)):
+            try:
+                yield from self._problem(method)[1]
+            except (ValueError, NotImplementedError) as error:
+                _log.info("%s: %s", method, error)
 
     def _methods(self) -> Iterator[NamedMethod]:
         yield DataParallel()
@@ -136,7 +150,7 @@ class BudgetCandidates:
                 yield Megatron(self.mesh.axis_sizes[-1], sequence)
 
     def _problem(self, method: NamedMethod) -> tuple[_Place, tuple[Restriction, ...]]:
-        graph = gathering_again(self.graph) if gathers_again(method) else self.graph
+        graph = self._gathering_again if gathers_again(method) else self.graph
         restriction = restriction_of(method, graph, self.mesh, self.batch)
         return (graph, self.mesh, self.cluster), (restriction,)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..costs.kernels import KernelBlock, Value, ValueColumns
+from ..costs.kernels import Value, ValueColumns
 from .sharding_problem import ShardingProblem
 
 _ROUNDING = 1e-9
@@ -35,60 +35,6 @@ class HeldValues:
     read: np.ndarray
     first_read: np.ndarray
     last_read: np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
-class Reads:
-    """Which kernels read which tensors: int [reads] each."""
-
-    tensor: np.ndarray
-    kernel: np.ndarray
-
-    def spans(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[tensors] each that is read, and where it is first and last.
-
-        `position` [kernels] is where each of them runs.
-        """
-        read, number = np.unique(self.tensor, return_inverse=True)
-        at, number = position[self.kernel], number.reshape(-1)
-        first, last = np.full(len(read), len(position)), np.full(len(read), -1)
-        np.minimum.at(first, number, at)
-        np.maximum.at(last, number, at)
-        return read, first, last
-
-
-def lasting_reads(
-    block: KernelBlock,
-    tensor: np.ndarray,
-    relay_bytes: np.ndarray,
-    reads_less: np.ndarray,
-) -> Reads:
-    """Where a block reads what a relay of a lasting tensor holds.
-
-    What replaces it needs no copy, nor does what reads or slices out less of it.
-
-    Args:
-      block: the kernels.
-      tensor: int [values] of the block.
-      relay_bytes: [tensors] as from `bytes_of_relays`.
-      reads_less: as from `reading_less`.
-    """
-    columns = block.columns
-    replaced_by = np.full(len(tensor), -1)
-    for old, new in block.replaced:
-        replaced_by[old] = block.maker[new]
-    held = relay_bytes[tensor]
-    is_part = _bytes_of(block.values) < held * (1 - _ROUNDING)
-    starts = columns.write_start
-    is_slice = np.zeros(len(columns.operator), bool)
-    is_copying = np.flatnonzero((columns.operator < 0) & (np.diff(starts) > 0))
-    is_slice[is_copying] = is_part[columns.writes[starts[is_copying]]]
-    is_reading = held[columns.reads] >= 0
-    is_reading &= replaced_by[columns.reads] != columns.readers
-    keys = columns.operator[columns.readers] * len(relay_bytes) + tensor[columns.reads]
-    is_reading &= ~np.isin(keys, reads_less) & ~is_slice[columns.readers]
-    found = np.flatnonzero(is_reading)
-    return Reads(tensor[columns.reads[found]], columns.readers[found])
 
 
 def bytes_of_relays(
@@ -137,10 +83,3 @@ def tensors_of(values: Sequence[Value]) -> tuple[np.ndarray, np.ndarray]:
         return values.tensor, values.is_copy
     tensor = np.array([value.tensor for value in values], np.intp)
     return tensor, np.array([value.is_copy for value in values], bool)
-
-
-def _bytes_of(values: Sequence[Value]) -> np.ndarray:
-    """[values] the bytes of each on one device."""
-    if isinstance(values, ValueColumns):
-        return values.bytes
-    return np.array([value.bytes for value in values], np.int64)

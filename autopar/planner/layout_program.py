@@ -23,7 +23,7 @@ from ..graph.op_graph import OpGraph
 from ..methods.layout_rules import LayoutRules, given_names
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import num_shards
-from .program_points import fullest
+from .plan_points import fullest
 
 STRETCHES = 48
 

@@ -9,6 +9,7 @@ the row it still says all (`solver/memory_rows.py`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -24,10 +25,10 @@ from ..costs.memory import MemoryProfile
 from ..sharding.resharding import Resharder
 from .intra_op import read_profile
 from .program_points import conversion_rows, memory_rows
-from .relay_choices import lasting_tensors, without_needless_copies
+from .relay_choices import without_needless_copies
 from .sharding_problem import ShardingProblem
 
-MOST_ROWS = 16  # of one plan
+MOST_ROWS = 32  # of one plan
 LEAST_TURN = 0.003
 MOST_WORK = 90.0  # seconds, of all solutions; see `solver/clock.py`
 GUARD_SECONDS = 1200.0
@@ -92,10 +93,17 @@ class MetPlans:
     def rows(self) -> list[MemoryRow]:
         return [each.row for each in self._rows]
 
-    def solve(self, limit: float, gap: float, aim: float | None = None) -> MetPlan:
+    def solve(
+        self,
+        limit: float,
+        gap: float,
+        aim: float | None = None,
+        cutoff: float = math.inf,
+    ) -> MetPlan:
         """Meets the cheapest plan that no row puts above `limit` bytes.
 
-        Or above `aim`, which is less; the bound is on all plans within the limit.
+        Or above `aim`, which is less; the bound is on all plans within the limit. Where
+        the bound comes to `cutoff`, the plan is one within the limit that was met.
         Raises Infeasible where there is none, or none was found.
         """
         assignment = solve_within_rows(
@@ -106,6 +114,7 @@ class MetPlans:
             aim=aim,
             plans=self._priced,
             most_work=self.work_left,
+            cutoff=cutoff,
         )
         return self.see(assignment)
 
@@ -125,8 +134,8 @@ class MetPlans:
         return self.plans[-1]
 
     def _normal(self, choices: Sequence[int]) -> tuple[int, ...]:
-        problem, lasting = self.problem, lasting_tensors(self.problem.graph)
-        relays = {t: v for t, v in problem.relays.items() if t in lasting}
+        problem = self.problem
+        relays = problem.relays
         return without_needless_copies(
             choices,
             {t: (v, problem.vertices[v].writes[0].choices) for t, v in relays.items()},

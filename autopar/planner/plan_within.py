@@ -43,6 +43,7 @@ MARGINS = (0.97, 0.93, 0.88)  # of the budget, once rounds are used up
 WORTH_A_TURN = 0.03  # of the budget
 WORTH_SOLVING_AGAIN = 0.005  # of the budget, by which a row was lowered
 WORTH_AIMING_AT = 0.02  # of the budget, by which a plan was above it
+FREE_ROUNDS, MOST_AIMED = 2, 0.03
 _log = logging.getLogger("autopar")
 
 
@@ -88,9 +89,11 @@ def plan_within_binding(
     restrictions: Sequence[Limit] = (),
     gap: float = 1e-4,
     finds_least: bool = True,
+    starts: Sequence[Limit] = (),
 ) -> IntraOpSolution:
     """As `plan_within`, where the cheapest plan of all is known not to fit.
 
+    `starts`: the cheapest plan with each of these limits is met first, with its rows.
     `finds_least`: where the cheapest plans do not fit, the plan of the least memory is
     searched for.
 
@@ -101,7 +104,7 @@ def plan_within_binding(
     within = _WithinBudget(
         *(graph, mesh, cluster, pins, restrictions, budget_bytes, gap)
     )
-    return within.run(finds_least)
+    return within.run(finds_least, starts)
 
 
 def plan_least_memory(
@@ -147,10 +150,12 @@ class _WithinBudget:
         self.free = solve(problem.choice_graph, gap=BUDGET_GAP / 10)
         self.bound, self.is_ruled_out = self.free.bound, False
 
-    def run(self, finds_least: bool) -> IntraOpSolution:
+    def run(self, finds_least: bool, starts: Sequence[Limit] = ()) -> IntraOpSolution:
         start = perf_counter()
         budget = self.budget_bytes
         met = MetPlans(*self.place, self.free, WORTH_A_TURN * budget)
+        for limit in starts:
+            self._meet(met, limit)
         if self._solve_in_rounds(met, WIDE_GAP) and not self._is_closed(met):
             self._solve_in_rounds(met, self.gap)
         if met.cheapest(budget) is None and not self.is_ruled_out:
@@ -177,6 +182,20 @@ class _WithinBudget:
         )
         return solution
 
+    def _meet(self, met: MetPlans, limit: Limit) -> None:
+        """Meets the cheapest plan that a limit leaves, if it is one of the problem."""
+        problem, cluster, _ = self.place
+        try:
+            limited = restrict(problem, (limit,), cluster).choice_graph
+            found = solve(limited, gap=WIDE_GAP)
+        except (Infeasible, ValueError) as error:  # a pin says otherwise
+            _log.info("%s: %s", limit, error)
+            return
+        if problem.choice_graph.cost(found.choices) < math.inf:
+            plan = met.see(found)
+            met.lower_refuted()
+            met.add_rows(plan)
+
     def _solve_in_rounds(self, met: MetPlans, gap: float) -> bool:
         """Adds rows until the solver's plan fits; not if nothing fits the rows.
 
@@ -184,22 +203,30 @@ class _WithinBudget:
         aimed that much below the budget.
         """
         budget = aim = self.budget_bytes
-        for _ in range(MOST_ROUNDS):
+        for number in range(MOST_ROUNDS):
             if met.work_left <= 0:
                 break
             try:
-                found = met.solve(budget, gap, aim)
+                found = met.solve(budget, gap, aim, self._enough(met))
             except Infeasible:
                 self.is_ruled_out = aim == budget
                 return False
             self.bound = max(self.free.bound, found.assignment.bound)
             by, beyond = met.lower_refuted(), found.peak_bytes - budget
+            if gap <= self.gap and self._is_closed(met):
+                return True
             if beyond > 0:
                 met.add_rows(found)
-                aim -= beyond if beyond <= WORTH_AIMING_AT * budget else 0
+                if number >= FREE_ROUNDS or beyond <= WORTH_AIMING_AT * budget:
+                    aim -= min(beyond, MOST_AIMED * budget)
             elif by <= WORTH_SOLVING_AGAIN * budget:
                 return True
         return met.cheapest(budget) is not None
+
+    def _enough(self, met: MetPlans) -> float:
+        """The bound that closes the gap of the cheapest plan met that fits."""
+        best = met.cheapest(self.budget_bytes)
+        return math.inf if best is None else (1 - self.gap) * best.assignment.cost
 
     def _is_closed(self, met: MetPlans) -> bool:
         """Whether a plan was met that fits, within the gap that is wanted."""

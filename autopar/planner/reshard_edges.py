@@ -12,10 +12,10 @@ from ..sharding.spec import is_pending
 from .relay_choices import relay_edge, without_growth
 from .spec_choices import SpecChoices
 
-# Between any vertices; to a relay beside a tensor that lasts; from a relay, which
+# Between any vertices; to a relay, where memory counts; from a relay, which
 # nobody gathers from where memory counts (`relay_choices.py`); to what reads a tensor
 # as it was made.
-PLAIN, TO_LASTING, FROM_RELAY, AS_MADE = 0, 1, 2, 3
+PLAIN, TO_RELAY, FROM_RELAY, AS_MADE = 0, 1, 2, 3
 
 
 class ReshardEdges:
@@ -68,15 +68,15 @@ class ReshardEdges:
             pairs = [[s == t for t in targets.distinct] for s in sources.distinct]
             return sources.classes, targets.classes, np.where(pairs, 0.0, np.inf)
         matrix = self.costs(sources, targets, tensor_bytes, weight)
-        if kind == TO_LASTING:
-            return self._to_lasting_relay(sources, targets, matrix)
+        if kind == TO_RELAY:
+            return self._to_relay(sources, targets, matrix)
         if matrix is None:
             return None
         if kind == FROM_RELAY:
             matrix = self._without_growth(sources, targets, matrix)
         return sources.classes, targets.classes, matrix
 
-    def _to_lasting_relay(
+    def _to_relay(
         self, sources: SpecChoices, targets: SpecChoices, costs: np.ndarray | None
     ) -> EdgeType:
         key = (id(sources), id(targets), id(costs))

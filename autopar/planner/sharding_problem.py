@@ -37,7 +37,7 @@ from .equal_rows import equal_rows
 from .operator_choices import OperatorTable
 from .overlap import visible_fractions
 from .relay_choices import lasting_tensors
-from .reshard_edges import AS_MADE, FROM_RELAY, PLAIN, TO_LASTING, ReshardEdges
+from .reshard_edges import AS_MADE, FROM_RELAY, PLAIN, TO_RELAY, ReshardEdges
 from .spec_choices import SpecTable
 from .spec_patterns import SpecPatterns, held_bytes
 from .strategies import is_heavy_operator, operators_to_split
@@ -261,6 +261,7 @@ class _Builder:
                 *([(tensors[tensor].type.bytes, 0)], [0]),
                 pending=vertices.choices[made[tensor]].may_be_pending,
                 is_beside=tensor in self.lasting,
+                tells_copies=self.counts_memory,
             )
             for tensor in relayed[examples].tolist()
         ]
@@ -290,7 +291,7 @@ class _Builder:
         write = np.concatenate([access[relayed], read_from])
         reading = np.concatenate([np.arange(own, own + count), np.arange(own)])
         kind = np.where(through[tensor] != access[tensor], FROM_RELAY, PLAIN)
-        kind[:count] = np.where(np.isin(relayed, self._lasting), TO_LASTING, PLAIN)
+        kind[:count] = TO_RELAY
         if not self.counts_memory:
             kind[:] = PLAIN
         kind[count:][is_like] = AS_MADE

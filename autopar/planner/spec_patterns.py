@@ -48,6 +48,7 @@ class SpecPatterns:
         pin: Pin | None = None,
         seconds_per_byte: float = 0.0,
         is_beside: bool = False,
+        tells_copies: bool = False,
         sum_runs: int = 0,
     ) -> int:
         """The pattern of vertices whose choices are specs of one tensor.
@@ -60,7 +61,7 @@ class SpecPatterns:
         """
         key = (
             *(kind, tensor_type, tuple(writes), tuple(reads), pending, whole, pin),
-            *(seconds_per_byte, is_beside, sum_runs),
+            *(seconds_per_byte, is_beside, tells_copies, sum_runs),
         )
         if key in self._known:
             return self._known[key]
@@ -68,7 +69,7 @@ class SpecPatterns:
         if pin is not None:
             specs = [s for s in choices.specs.tolist() if pin.allows(tuple(s))]
             choices = self._specs.choices(np.array(specs))
-        if is_beside:
+        if tells_copies:
             choices = self._specs.choices(twice(choices.specs))
         count = len(choices.classes)
         seconds = self._zeros.setdefault(count, choices.fractions * 0.0)

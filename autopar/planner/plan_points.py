@@ -1,0 +1,284 @@
+"""Who holds what at points of a program under one of its plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..costs.execution_order import Liveness
+from ..costs.fusion import Traits
+from ..costs.memory import MemoryProfile
+from ..sharding.spec import Spec
+from .held_values import HeldValues, bytes_of_relays, reading_less, tensors_of
+from .reading_spans import ReadingSpans, reading_spans
+from .relay_choices import lasting_tensors
+from .sharding_problem import ShardingProblem
+
+INNER_STRETCHES = 4  # of a loop's body
+WORTH_TELLING = 1e-3  # of the peak
+
+
+@dataclass(frozen=True, eq=False)
+class Point:
+    """What vertices hold at one point, and `bytes`: what the plan holds there.
+
+    Bool [vertices]: `whole` are those with all their bytes, `duplicated` those with as
+    much once more, `copied` the relays that only hold a copy, if there is one.
+
+    `turns` are (tensor, spec it is made in, bytes) of operands that a collective turns,
+    `copies` (tensor, spec, bytes) of copies beside the relay's. `lent` are (home,
+    bytes) of what lies in the memory of arguments, `kept` (home, port, bytes) of what
+    is gathered and passes a barrier to be read behind it.
+    """
+
+    bytes: int
+    whole: np.ndarray
+    duplicated: np.ndarray
+    copied: np.ndarray
+    turns: tuple[tuple[int, Spec, int], ...] = ()
+    copies: tuple[tuple[int, Spec, int], ...] = ()
+    lent: tuple[tuple[int, int], ...] = ()
+    kept: tuple[tuple[int, int, int], ...] = ()
+
+    @classmethod
+    def empty(cls, num_vertices: int) -> Point:
+        """Nothing is held."""
+        nothing = np.zeros(num_vertices, bool)
+        return cls(0, nothing, nothing, nothing)
+
+    @property
+    def lent_bytes(self) -> int:
+        """What lies in the memory of arguments."""
+        return sum(amount for _, amount in self.lent)
+
+    def __or__(self, other: Point) -> Point:
+        return Point(
+            self.bytes + other.bytes,
+            self.whole | other.whole,
+            self.duplicated | other.duplicated,
+            self.copied | other.copied,
+            self.turns + other.turns,
+            self.copies + other.copies,
+            self.lent + other.lent,
+            self.kept + other.kept,
+        )
+
+
+class PlanPoints:
+    """The points of one plan, block by block.
+
+    Args:
+      problem: the problem, with relays that count memory.
+      profile: the memory of a plan.
+      choices: the same plan as an assignment of the problem.
+    """
+
+    def __init__(
+        self,
+        problem: ShardingProblem,
+        profile: MemoryProfile,
+        choices: tuple[int, ...],
+    ) -> None:
+        self.problem, self.profile, self.choices = problem, profile, choices
+        self._bodies = {op.index: op.bodies for op in problem.graph.operators()}
+        count = len(problem.graph.tensors)
+        lasting = lasting_tensors(problem.graph) & problem.relays.keys()
+        self.is_lasting = np.zeros(count + 1, bool)  # the last is no tensor
+        self.is_lasting[list(lasting)] = True
+        self._relay = np.full(count + 1, -1)
+        self._relay[list(problem.relays)] = list(problem.relays.values())
+        self._relay_bytes = bytes_of_relays(problem, lasting, choices)
+        self._reads_less = reading_less(problem, choices, self._relay_bytes)
+        made = [(tensor, writer) for tensor, (writer, _) in problem.writers.items()]
+        self._writer = np.full(count + 1, -1)
+        self._writer[[tensor for tensor, _ in made]] = [writer for _, writer in made]
+        tensors = profile.plan.tensors
+        is_copied = [bool(each.conversions) for each in tensors]
+        self._is_copied = np.array([*is_copied, False])
+        self._reader = self._readers()
+        self._blocks: dict[tuple[int, bool], HeldValues] = {}
+        self._read: dict[int, ReadingSpans] = {}
+        sizes = np.array([each.type.bytes for each in problem.graph.tensors])
+        self._is_worth_telling = sizes >= WORTH_TELLING * profile.peak_bytes
+
+    def _readers(self) -> np.ndarray:
+        """[tensors] the relay through which each is read as it was made, or -1.
+
+        What an operator gives but another name is read by that.
+        """
+        reader = np.where(self._is_copied | self.is_lasting, -1, self._relay)
+        columns, reads = self.problem.graph.columns, self.problem.columns.reads
+        is_relay = np.isin(reads.vertex, self._relay[self._relay >= 0])
+        number = np.bincount(reads.tensor[~is_relay], minlength=len(reader))
+        for row in np.flatnonzero(Traits.of(columns).renames)[::-1].tolist():
+            op = columns.operators[row]
+            tensors = [each for each in op.operands if isinstance(each, int)]
+            for read, result in zip(tensors, op.results, strict=True):
+                is_passed = number[read] == 1 and not self._is_copied[read]
+                if is_passed and reader[read] < 0:
+                    reader[read] = reader[result]
+        return reader
+
+    def of_block(self, block: int, stretches: int, tells_lent: bool) -> Iterator[Point]:
+        """The fullest points of a block, each with what a body holds there.
+
+        `tells_lent`: also what lies in the memory of arguments.
+        """
+        liveness = self.profile.liveness[block]
+        nothing = Point.empty(len(self.problem.vertices))
+        if not liveness.order:
+            yield nothing
+        for position in fullest(liveness, stretches):
+            kernel = liveness.block.kernels[liveness.order[position]]
+            held = self.at(block, position, tells_lent=tells_lent)
+            bodies = ()
+            if kernel.inner_bytes and kernel.operator is not None:
+                bodies = self._bodies[kernel.operator]
+            inner = [
+                point
+                for body in bodies
+                for point in self.of_block(body, INNER_STRETCHES, tells_lent)
+            ]
+            for point in inner or [nothing]:
+                yield held | point
+
+    def at(self, block: int, position: int, *, tells_lent: bool = False) -> Point:
+        """What is held while a kernel runs, without what its bodies hold."""
+        liveness = self.profile.liveness[block]
+        held = self._held(block, tells_lent)
+        kernel = liveness.block.kernels[liveness.order[position]]
+        values = liveness.block.values
+        total = int(liveness.bytes[position])
+        turned: list[tuple[int, Spec, int]] = []
+        copies: list[tuple[int, Spec, int]] = []
+        if kernel.inner_bytes and kernel.operator is not None:
+            if self._bodies[kernel.operator]:
+                total -= kernel.inner_bytes
+        elif kernel.inner_bytes:  # what only this conversion takes
+            source, target = values[kernel.reads[0]], values[kernel.writes[0]]
+            if source.tensor in self.problem.relays:
+                turned.append((source.tensor, source.spec, kernel.inner_bytes))
+            elif source.tensor in self.problem.writers:
+                copies.append((source.tensor, target.spec, kernel.inner_bytes))
+        is_live = (held.starts <= position) & (held.ends >= position)
+        for index in np.flatnonzero(is_live & held.is_beside).tolist():
+            value = values[index]
+            copies.append((value.tensor, value.spec, value.bytes))
+        is_read = (held.first_read <= position) & (held.last_read >= position)
+        copied_inputs = [v for v in sorted(liveness.duplicated) if is_live[v]]
+        return Point(
+            total,
+            self._among(held.vertex[is_live], held.read[is_read]),
+            self._among(held.vertex[copied_inputs]),
+            self._among(self._fused_relays(block, position)),
+            tuple(turned),
+            tuple(copies),
+            tuple(self._lent(liveness, position) if tells_lent else ()),
+            tuple(self._kept(block, position)),
+        )
+
+    def _among(self, *vertices: np.ndarray) -> np.ndarray:
+        """Bool [vertices of the problem], of some; -1 is none."""
+        found = np.zeros(len(self.problem.vertices), bool)
+        for each in vertices:
+            found[each[each >= 0]] = True
+        return found
+
+    def _lent(self, liveness: Liveness, position: int) -> Iterator[tuple[int, int]]:
+        """The homes of arguments in whose memory something lies, and its bytes."""
+        values = liveness.block.values
+        for value, lender in liveness.borrowed.items():
+            writer = self.problem.writers.get(values[lender].tensor)
+            is_live = liveness.starts[value] <= position <= liveness.ends[value]
+            if is_live and writer is not None:
+                yield writer[0], values[value].bytes
+
+    def _fused_relays(self, block: int, position: int) -> np.ndarray:
+        """Relays of what is in no memory, while it is needed: a copy of it would be."""
+        spans = self._spans(block)
+        is_needed = (spans.first <= position) & (position <= spans.last)
+        may_be_copied = ~(self.is_lasting | self._is_copied)[:-1] & ~spans.in_memory
+        is_told = is_needed & may_be_copied & self._is_worth_telling
+        return self._relay[:-1][is_told]
+
+    def _kept(self, block: int, position: int) -> Iterator[tuple[int, int, int]]:
+        """(home, port, bytes) of what would be kept to be read behind a barrier."""
+        problem, spans = self.problem, self._spans(block)
+        held = problem.choice_graph.bytes_by_node
+        for tensor, behind in spans.passed:
+            is_between = spans.last[tensor] < position <= spans.last[behind]
+            if not is_between or not self._is_worth_telling[tensor]:
+                continue
+            home, port = problem.writers[tensor][0], problem.writers[behind][0]
+            amount = problem.graph.tensors[tensor].type.bytes
+            is_whole = held[port][self.choices[port]] >= amount
+            if is_whole or held[home][self.choices[home]] < amount:
+                yield home, port, amount
+
+    def _spans(self, block: int) -> ReadingSpans:
+        if block not in self._read:
+            self._read[block] = reading_spans(
+                self.problem.graph.blocks[block],
+                self.profile.liveness[block],
+                self.is_lasting,
+                self._reads_less.tolist(),
+            )
+        return self._read[block]
+
+    def _held(self, number: int, tells_lent: bool) -> HeldValues:
+        """Who holds each value of a block, and when relays of what lies outside would.
+
+        Those hold from the first reading to the last that needs them.
+        """
+        key = number, tells_lent
+        if key not in self._blocks:
+            liveness = self.profile.liveness[number]
+            self._blocks[key] = self._found(number, liveness, tells_lent)
+        return self._blocks[key]
+
+    def _found(self, number: int, liveness: Liveness, tells_lent: bool) -> HeldValues:
+        block, count = liveness.block, len(self._relay) - 1
+        tensor, is_copy = tensors_of(block.values)
+        tensor = np.where((tensor >= 0) & (tensor < count), tensor, count)
+        relay, writer = self._relay[tensor], self._writer[tensor]
+        is_made = writer >= 0
+        vertex = np.where((relay >= 0) & is_copy, relay, writer)
+        is_beside = is_made & is_copy
+        for index in np.flatnonzero(is_beside & (relay >= 0)).tolist():
+            at = int(relay[index])
+            held = self.problem.vertices[at].writes[0].choices.of(self.choices[at])
+            is_beside[index] = block.values[index].spec != held
+        starts = np.where(liveness.starts >= 0, liveness.starts, len(liveness.order))
+        if not tells_lent:
+            starts[list(liveness.borrowed)] = len(liveness.order)
+        reader = self._reader[tensor]  # holds it from when it was made
+        shared = np.flatnonzero((reader >= 0) & is_made & ~is_copy)
+        ends = liveness.ends.copy()
+        ends[shared] = np.minimum(starts[shared], ends[shared])
+        spans = self._spans(number)
+        read = np.flatnonzero(
+            self.is_lasting[:-1] & (self._relay[:-1] >= 0) & (spans.last >= 0)
+        )
+        first, last = spans.first[read], spans.last[read]
+        return HeldValues(
+            np.concatenate(
+                [np.where(is_made & ~is_beside, vertex, -1), reader[shared]]
+            ),
+            np.concatenate([is_beside, np.zeros(len(shared), bool)]),
+            np.concatenate([starts, starts[shared] + 1]),
+            np.concatenate([ends, liveness.ends[shared]]),
+            *(self._relay[read], first, last),
+        )
+
+
+def fullest(liveness: Liveness, stretches: int) -> list[int]:
+    """The position of the most bytes in each of some stretches of equal length."""
+    count = len(liveness.order)
+    borders = np.linspace(0, count, min(stretches, count) + 1).astype(int)
+    return [
+        int(low + liveness.bytes[low:high].argmax())
+        for low, high in zip(borders[:-1], borders[1:], strict=True)
+        if high > low
+    ]

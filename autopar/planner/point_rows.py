@@ -1,0 +1,146 @@
+"""Rows of memory: what is held at a point of a plan, for every other assignment."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.solver.memory_rows import MemoryRow
+
+from ..costs.kernels import turns
+from ..sharding.spec import Spec
+from .plan_points import Point
+from .relay_choices import is_copied, lasting_tensors
+from .sharding_problem import ShardingProblem
+
+
+def row_of_point(
+    problem: ShardingProblem, point: Point, choices: tuple[int, ...]
+) -> MemoryRow:
+    """The row of a point of a plan, of which it says exactly what the point holds.
+
+    What two choices hold only together weighs on each, and the constant is less by as
+    much (`memory_rows.py`):
+
+      lent     what lies in an argument's memory, if the argument is smaller
+      kept     a parameter that is gathered and kept behind a barrier: where its home is
+               split and the barrier passes it whole
+      turned   the operand that a collective turns; copies beside the relay's
+
+    Args:
+      problem: the problem, with relays that count memory.
+      point: what vertices hold there.
+      choices: the plan as an assignment of the problem.
+    """
+    row = _RowBuilder(problem, choices)
+    held = problem.choice_graph.bytes_by_node
+    for vertex in np.flatnonzero(point.whole).tolist():
+        row.add(vertex, held[vertex])
+    for vertex in np.flatnonzero(point.copied & ~point.whole).tolist():
+        row.add(vertex, row.of_copies(vertex))
+    for vertex in np.flatnonzero(point.duplicated).tolist():
+        row.add(vertex, held[vertex])
+    for tensor, target, amount in point.copies:
+        row.add_copy(tensor, target, amount)
+    for home, port, amount in point.kept:
+        row.add(port, (held[port] >= amount) * float(amount))
+        row.add(home, (held[home] < amount) * float(amount))
+        row.constant -= amount
+    for home, amount in point.lent:
+        row.add(home, (held[home] < amount) * float(amount))
+    for tensor, source, amount in point.turns:
+        relay = problem.relays[tensor]
+        target = problem.vertices[relay].writes[0].choices.of(choices[relay])
+        if turns(source, target):
+            row.add_turn(tensor, source, amount)
+        else:  # a reader turns what the relay hands on
+            writer, made = problem.writers[tensor]
+            row.add(writer, made.choices.are(source) * float(amount))
+    found = row.built()
+    rest = point.bytes - found.used(choices)
+    return MemoryRow(found.nodes, found.weights, found.constant + rest)
+
+
+def with_turn(
+    problem: ShardingProblem, row: MemoryRow, tensor: int, source: Spec, amount: int
+) -> MemoryRow:
+    """A row with what turning a tensor from one spec into its relay's takes besides."""
+    builder = _RowBuilder(problem, (), row)
+    builder.add_turn(tensor, source, amount)
+    return builder.built()
+
+
+class _RowBuilder:
+    """Adds weights to a row; nodes that weigh alike share their arrays."""
+
+    def __init__(
+        self,
+        problem: ShardingProblem,
+        choices: tuple[int, ...],
+        row: MemoryRow | None = None,
+    ) -> None:
+        self.problem, self.choices = problem, choices
+        given = () if row is None else zip(row.nodes, row.weights, strict=True)
+        self.weights: dict[int, np.ndarray] = dict(given)
+        self.constant = 0.0 if row is None else row.constant
+        self._sums: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
+        self._copies: dict[int, np.ndarray] = {}
+
+    def add(self, vertex: int, more: np.ndarray) -> None:
+        own = self.weights.get(vertex)
+        if own is None:
+            self.weights[vertex] = more
+            return
+        key = id(own), id(more)
+        if key not in self._sums:
+            self._sums[key] = own + more, own, more
+        self.weights[vertex] = self._sums[key][0]
+
+    def of_copies(self, vertex: int) -> np.ndarray:
+        """[choices] the bytes of a relay where it is a copy."""
+        held = self.problem.choice_graph.bytes_by_node[vertex]
+        key = id(held)
+        if key not in self._copies:
+            self._copies[key] = held * is_copied(len(held))
+        return self._copies[key]
+
+    def built(self) -> MemoryRow:
+        weights = tuple(self.weights.values())
+        return MemoryRow(tuple(self.weights), weights, self.constant)
+
+    def add_turn(self, tensor: int, source: Spec, amount: int) -> None:
+        """What turning a tensor from one spec into its relay's takes besides."""
+        problem = self.problem
+        (writer, made), relay = problem.writers[tensor], problem.relays[tensor]
+        targets = problem.vertices[relay].writes[0].choices
+        turned = np.array([turns(source, target) for target in targets.distinct], bool)
+        self.add(writer, made.choices.are(source) * float(amount))
+        self.add(relay, turned[targets.classes] * float(amount))
+        self.constant -= amount
+
+    def add_copy(self, tensor: int, target: Spec, amount: int) -> None:
+        """A copy beside the relay's, which one who reads it holds.
+
+        Where the relay's (or the tensor) is in that spec it is what is read; of a
+        tensor that lasts that takes no memory. Where no vertex reads the copy, as
+        further copies are made of it, it is there if the tensor is not made so.
+        """
+        problem, choices = self.problem, self.choices
+        relay, columns = problem.relays.get(tensor), problem.columns
+        holder, access = problem.writers[tensor]
+        if relay is not None:
+            holder, access = relay, problem.vertices[relay].writes[0]
+        is_there = access.choices.are(target)
+        reads = columns.reads
+        for at in np.flatnonzero(reads.tensor == tensor).tolist():
+            reader, specs = int(reads.vertex[at]), columns.choices[reads.choices[at]]
+            if reader == relay or specs.of(choices[reader]) != target:
+                continue
+            self.add(reader, specs.are(target) * float(amount))
+            if tensor in lasting_tensors(problem.graph):
+                self.add(holder, ~is_there * float(amount))
+                self.constant -= amount
+            elif holder in self.weights and holder != reader:
+                held = self.weights[holder]
+                self.add(holder, -np.minimum(held, amount) * is_there)
+            return
+        self.add(holder, ~is_there * float(amount))
