@@ -25,7 +25,12 @@ from autopar.sharding.direct_paths import direct_path
 from autopar.sharding.mesh import MeshShape
 from autopar.sharding.permutation_bound import PermutationBound
 from autopar.sharding.permuted_paths import refined_mesh
-from autopar.sharding.placement import Step, placement_of
+from autopar.sharding.placement import (
+    Placement,
+    Step,
+    permuted_pairs,
+    placement_of,
+)
 from autopar.sharding.resharding import Resharder
 from autopar.sharding.spec import (
     REPLICATED,
@@ -362,3 +367,10 @@ def test_programs_give_the_values_with_the_predicted_collectives(
     optimized = collectives_in_compiled(compiled.as_text() or "")
     found = audit(planned, collectives_in_lowered(lowered), optimized, num_devices=8)
     assert found.ok, found
+
+
+def test_a_permutation_of_thousands_of_devices() -> None:
+    """Device 8 x + y holds the shard of that number, then 512 y + x."""
+    ends = Placement(((0, 1),), ()), Placement(((1, 0),), ())
+    pairs = permuted_pairs(*ends, (512, 8))
+    assert pairs == tuple((d, 8 * (d % 512) + d // 512) for d in range(4096))

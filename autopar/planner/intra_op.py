@@ -23,7 +23,7 @@ from ..methods.restrictions import Limit, demanded_orders, restrict
 from ..plans.plan import Conversion, Prediction, ShardingPlan, total_bytes
 from ..plans.plan_columns import OperatorPlans, TensorPlans
 from ..rules.base import rule_of, warn_fallback
-from ..sharding.collective import Collective, Groups, Surroundings
+from ..sharding.collective import Collective, Surroundings
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder, wire_dtype
@@ -136,7 +136,7 @@ def _collectives(
 ) -> tuple[tuple[Collective, ...], float]:
     """Every collective of a step, and the seconds that it waits for them."""
     found: list[Collective] = []
-    seconds, known = 0.0, dict[object, tuple[float, list[_Sent]]]()
+    seconds, known = 0.0, dict[object, tuple[float, list[Collective]]]()
     columns, shown = graph.columns, visible.tolist()
     maker = np.full(len(tensors), -1)
     maker[columns.results] = columns.rows_of_results
@@ -153,7 +153,7 @@ def _collectives(
             seconds += each_seconds * (block.weight * shown[index])
             for each in steps:
                 where = block.trip_count, block.conditional, block.unbounded
-                found.append(each.collective(name, *where))
+                found.append(each.at(name, *where))
     mesh, cluster = resharder.mesh, resharder.cluster
     for collective, halo in halo_collectives(graph, operators, mesh, cluster):
         found.append(collective)
@@ -168,44 +168,24 @@ def _collectives(
     return tuple(found), seconds
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """A collective of one kind of conversion, wherever it is."""
-
-    kind: str
-    groups: Groups
-    dtype: str
-    bytes: int
-    reduction: str
-
-    def collective(
-        self, source: str, count: int, conditional: bool, unbounded: bool
-    ) -> Collective:
-        """The one of a tensor and line `source`, in a block that runs so often."""
-        return Collective(
-            *(self.kind, self.groups, self.dtype, self.bytes, count),
-            *(self.reduction, source, conditional, unbounded),
-        )
-
-
 def _sent(
     conversion: Conversion, kind: TensorType, resharder: Resharder
-) -> tuple[float, list[_Sent]]:
+) -> tuple[float, list[Collective]]:
     """The seconds of a conversion, and its collectives."""
     pair = conversion.source, conversion.target
     fixed, per_byte = resharder.seconds(*pair)
-    found: list[_Sent] = []
+    found: list[Collective] = []
     for step in resharder.steps(*pair):
         if step.is_collective:
             reduces = step.kind in ("all_reduce", "reduce_scatter")
             dtype = wire_dtype(step, kind.dtype)
             found.append(
-                _Sent(
+                Collective(
                     step.kind,
                     resharder.groups(step),
                     dtype.name,
                     round(kind.size * dtype.itemsize * step.fraction),
-                    _REDUCTION_NAMES[step.reduction] if reduces else "",
+                    reduction=_REDUCTION_NAMES[step.reduction] if reduces else "",
                 )
             )
     return fixed + per_byte * kind.bytes, found

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
@@ -70,12 +71,6 @@ class Collective:
                 f"the `kind` of a collective must be one of {', '.join(KINDS)}, "
                 f"but got {self.kind!r}."
             )
-        is_permute = self.kind == "collective_permute"
-        if is_permute and any(len(pair) != 2 for pair in self.groups):
-            raise ValueError(
-                "the `groups` of a collective_permute must be (source, target) pairs, "
-                f"but got {format_groups(tuple(self.groups))}."
-            )
         groups = canonical_groups(self.kind, tuple(map(tuple, self.groups)))
         object.__setattr__(self, "groups", groups)
         if self.dtype == "bool":
@@ -90,6 +85,17 @@ class Collective:
             f"{self.name} {times}{self.bytes:,} B {self.dtype} "
             f"over {format_groups(self.groups)}{marks}{source}"
         )
+
+    def at(
+        self, source: str, count: int, conditional: bool, unbounded: bool
+    ) -> "Collective":
+        """The same elsewhere in a step; its groups are not looked at again."""
+        found = copy(self)
+        values = source, count, conditional, unbounded
+        names = "source", "count", "conditional", "unbounded"
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(found, name, value)
+        return found
 
     @property
     def name(self) -> str:
@@ -133,7 +139,16 @@ class Surroundings:
 
 @lru_cache
 def canonical_groups(kind: str, groups: Groups) -> Groups:
-    """Returns device groups in the one order in which equal ones compare equal."""
+    """Returns device groups in the one order in which equal ones compare equal.
+
+    Raises:
+      ValueError: those of a collective_permute are not pairs.
+    """
+    if kind == "collective_permute" and any(len(pair) != 2 for pair in groups):
+        raise ValueError(
+            "the `groups` of a collective_permute must be (source, target) pairs, "
+            f"but got {format_groups(groups)}."
+        )
     if kind == "all_reduce":
         return tuple(sorted(tuple(sorted(group)) for group in groups))
     return tuple(sorted(groups))

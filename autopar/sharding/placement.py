@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, combinations, product
+from itertools import chain, combinations
 from math import prod
 from typing import Literal
+
+import numpy as np
 
 from ..costs.collectives import CollectiveKind
 from .collective import Groups
@@ -166,24 +168,24 @@ def permuted_pairs(
     Each sends once, to one that has the same index along every axis but the moved.
     """
     moved = moved_axes(source, target, sizes)
-    kept = [axis for axis in range(len(sizes)) if axis not in moved]
-    holders: dict[tuple[int, ...], list[int]] = {}
-    readers: dict[tuple[int, ...], list[int]] = {}
-    for device, position in enumerate(product(*map(range, sizes))):
-        for placement, table in ((source, holders), (target, readers)):
-            block = [position[axis] for axis in kept]
-            for axes in placement.dims:
-                index = 0
-                for axis in axes:
-                    index = index * sizes[axis] + position[axis]
-                block.append(index)
-            table.setdefault(tuple(block), []).append(device)
-    pairs = [
-        pair
-        for block, devices in holders.items()
-        for pair in _pairs(devices, readers[block])
-    ]
-    return tuple(sorted(pairs))
+    kept = tuple(axis for axis in range(len(sizes)) if axis not in moved)
+    positions = np.indices(sizes).reshape(len(sizes), -1)
+
+    def blocks(placement: Placement) -> np.ndarray:
+        """[devices] the number of the shard, and where along the axes that are kept."""
+        axes = tuple(chain(kept, *placement.dims))
+        if not axes:
+            return np.zeros(prod(sizes), np.intp)
+        shape = tuple(sizes[axis] for axis in axes)
+        return np.asarray(np.ravel_multi_index(tuple(positions[list(axes)]), shape))
+
+    held, read = blocks(source), blocks(target)
+    readers = np.arange(len(held))  # nobody sends to another what it reads itself
+    senders = np.flatnonzero(held != read)
+    order = np.argsort(held[senders], kind="stable")
+    to = np.argsort(read[senders], kind="stable")
+    readers[senders[order]] = senders[to]
+    return tuple(enumerate(readers.tolist()))
 
 
 def _roles(placement: Placement, sizes: Sequence[int]) -> list[tuple[int, ...]]:
@@ -197,14 +199,6 @@ def _roles(placement: Placement, sizes: Sequence[int]) -> list[tuple[int, ...]]:
             found[axis] = (dim, before)
             before *= sizes[axis]
     return found
-
-
-def _pairs(holders: list[int], readers: list[int]) -> Iterator[tuple[int, int]]:
-    """Who sends to whom: nobody to another what it reads itself."""
-    both = set(holders) & set(readers)
-    yield from ((device, device) for device in both)
-    senders = [device for device in holders if device not in both]
-    yield from zip(senders, (d for d in readers if d not in both), strict=True)
 
 
 def _subsets(items: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ...]]:
