@@ -93,3 +93,39 @@ def test_an_average_of_parameters_lies_where_they_are_updated(is_first: bool) ->
     sent = {t.slot: t.count for t in plan.transfers if "average" in t.slot}
     assert len(sent) == 2 and {*sent.values()} == {1}  # copies, once a step
     assert not any("own" in t.slot for t in plan.transfers)
+
+
+def test_second_moments_of_whole_parameters_lie_where_they_are_made() -> None:
+    """Novograd's are scalars, one a parameter."""
+    optimizer = optax.novograd(1e-2)
+    params, x = arguments()
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, moments = state
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updates, moments = optimizer.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    parallel = parallelize(step, method=PipelineParallel(2, 2))
+    run_pipeline_as_planned(parallel, (params, optimizer.init(params)), x)
+
+
+@pytest.mark.parametrize("size", [1, 16])
+@pytest.mark.parametrize("is_closed_over", [True, False])
+def test_what_the_last_stage_alone_reads_lies_there(
+    size: int, is_closed_over: bool
+) -> None:
+    """In its update, and nowhere in the loop."""
+    rates = random(3, size)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(state["params"], x)
+        rate = rates if is_closed_over else state["rates"]
+        second = state["params"]["second"] - jnp.tanh(rate) * grads["second"]
+        params = {"first": state["params"]["first"], "second": second}
+        return {**state, "params": params}, value
+
+    params, x = arguments()
+    state = {"params": params, "rates": rates * 2}
+    parallel = parallelize(step, method=PipelineParallel(2, 2))
+    run_pipeline_as_planned(parallel, state, x)

@@ -192,7 +192,23 @@ class _Rounds:
         self.leaf_of = {i.output: i.tensor for i in reversed(graph.inputs)}
         self.made_by = {t: op for op in self.operators for t in op.results}
         self.stage = {op.index: stage_of_operator(op) for op in self.operators}  # type: ignore[operator]
+        self.known = home
         self.given = {t: home.get(t, 0) for t in graph.blocks[0].inputs if t in small}
+        self.given.update(self.own_numbers())
+
+    def own_numbers(self) -> dict[int, int]:
+        """The stages of scalar leaves whose next value is made of one stage's arrays.
+
+        Second moments of a whole parameter, for one.
+        """
+        found = {}
+        for position, leaf in self.leaf_of.items():
+            operand = None if position is None else self.graph.outputs[position]
+            maker = self.made_by.get(operand) if isinstance(operand, int) else None
+            stage = None if maker is None else self.stage[maker.index]
+            if leaf in self.given and stage is not None:
+                found[leaf] = stage
+        return found
 
     def cut(self, array_home: Mapping[int, int]) -> ApplyCut:
         rounds: dict[int, int] = {}
@@ -223,8 +239,35 @@ class _Rounds:
             key: tuple(op for op in self.operators if op.index in found)
             for key, found in sorted(chosen.items())
         }
-        home = {**array_home, **self.given}
+        given = {**self.given, **self.read_elsewhere(ordered, outputs)}
+        home = {**array_home, **given}
         return ApplyCut(self.graph, ordered, home, tuple(outputs), made_on)
+
+    def read_elsewhere(
+        self,
+        chosen: Mapping[tuple[int, int], Sequence[Operator]],
+        output_stage: Sequence[int],
+    ) -> dict[int, int]:
+        """Inputs that only other stages than theirs read, with the first of those.
+
+        What the microbatches read, and what is replaced, stays.
+        """
+        readers: dict[int, set[int]] = {t: set() for t in self.given}
+        for (stage, _), operators in chosen.items():
+            for op in operators:
+                for tensor in readers.keys() & set(tensors_of(op.operands)):
+                    readers[tensor].add(stage)
+        for position, operand in enumerate(self.graph.outputs):
+            leaf = self.leaf_of.get(position)
+            if isinstance(operand, int) and operand in readers and leaf != operand:
+                readers[operand].add(output_stage[position])
+            if leaf in readers and leaf != operand:
+                readers[leaf].add(self.given[leaf])
+        return {
+            tensor: min(stages)
+            for tensor, stages in readers.items()
+            if stages and self.given[tensor] not in stages and tensor not in self.known
+        }
 
     def postpone(self, rounds: dict[int, int]) -> None:
         """What is made of inputs alone is made in the round that first reads it.
