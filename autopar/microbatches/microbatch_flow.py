@@ -18,6 +18,7 @@ from ..graph.ports import Port, ports_of
 from ..planner.strategies import is_heavy_operator
 from ..rules.base import Factor, factors_of, replicate
 from ..sharding.spec import REPLICATED, SUM, State
+from .joined_batches import joint_of
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,18 @@ class Phases:
 
 @dataclass
 class Flow:
-    """States along the microbatch axis, found in one walk from the batch on."""
+    """States along the microbatch axis, found in one walk from the batch on.
+
+    `copies` are how many batches a tensor that is cut holds one behind the other, where
+    it is more than one; `copies_read` those that an operator takes of each operand.
+    """
 
     graph: OpGraph
     num_microbatches: int
     batch_size: int
+    sums_stay_apart: bool
+    joins_batches: bool
     hoisted: set[int]
-    sums_stay_apart: bool = False
     state: dict[int, State] = field(default_factory=dict)
     factor: dict[int, Factor] = field(default_factory=dict)
     behind: set[int] = field(default_factory=set)  # tensors known after the loop
@@ -45,6 +51,10 @@ class Flow:
     couplings: list[tuple[Operator, int]] = field(default_factory=list)
     is_behind: dict[int, bool] = field(default_factory=dict)  # by operator
     port_state: dict[tuple[int, int], State] = field(default_factory=dict)
+    copies: dict[int, int] = field(default_factory=dict)  # by tensor
+    copies_read: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by operator
+    port_copies: dict[tuple[int, int], int] = field(default_factory=dict)
+    joints: set[int] = field(default_factory=set)  # operators that join batches
     matches: dict[tuple[int, ...], Factor | None] = field(default_factory=dict)
     alike: dict[int, int] = field(default_factory=dict)  # equal for equal operators
 
@@ -91,6 +101,7 @@ class Flow:
 
     def set_whole(self, op: Operator) -> None:
         self.factor[op.index] = replicate(op)
+        self.joints.discard(op.index)
         for result in op.results:
             self.state[result] = REPLICATED
         for body in op.bodies:
@@ -105,19 +116,52 @@ class Flow:
         if op.kind in STRUCTURED:
             return self.run_structured(op)
         states = [self.state_of(operand) for operand in op.operands]
-        factor = self.match(op, states)
-        if factor is None:
-            return False
+        factor, taken, made = self.match(op, states), 1, (1,) * len(op.results)
+        if factor is not None:
+            taken = self.common_copies(op, states, factor)
+        if factor is None or taken is None:
+            copies = [self.copies_of(operand) for operand in op.operands]
+            joint = joint_of(op, states, copies, self.batch_size)
+            if joint is None or not self.joins_batches:
+                return False
+            factor, made = joint.factor, joint.results
+            self.copies_read[op.index] = joint.operands
+            self.joints.add(op.index)
+        else:
+            made = (taken,) * len(op.results)
+            self.copies_read[op.index] = (taken,) * len(op.operands)
+            self.joints.discard(op.index)
         self.factor[op.index] = factor
-        for result, state in zip(op.results, factor.results, strict=True):
-            self.state[result] = state
+        for result, state, number in zip(op.results, factor.results, made, strict=True):
+            self.write(result, state, number)
             self.made_by[result] = op
-        for operand, wanted in zip(op.operands, factor.operands, strict=True):
+        for operand, wanted, number in zip(
+            op.operands, factor.operands, self.copies_read[op.index], strict=True
+        ):
             if isinstance(operand, int):
-                self.make_cut(operand, wanted)
+                self.make_cut(operand, wanted, number)
         return True
 
-    def make_cut(self, tensor: int, wanted: State) -> None:
+    def write(self, tensor: int, state: State, copies: int) -> None:
+        self.state[tensor] = state
+        self.copies[tensor] = copies if state >= 0 else 1
+
+    def common_copies(
+        self, op: Operator, states: Sequence[State], factor: Factor
+    ) -> int | None:
+        """How many batches all that is cut holds; None if numbers or sizes differ."""
+        pairs = zip(op.operands, states, strict=True)
+        found = {self.copies_of(operand) for operand, state in pairs if state >= 0}
+        if len(found) > 1:
+            return None
+        copies = min(found, default=1)
+        is_alike = copies == 1 or self.is_cut_alike(op, factor, copies)
+        return copies if is_alike else None
+
+    def copies_of(self, operand: Operand) -> int:
+        return self.copies.get(operand, 1) if isinstance(operand, int) else 1
+
+    def make_cut(self, tensor: int, wanted: State, copies: int) -> None:
         """Make a broadcast value cut from the start: its one reader wants it so."""
         maker = self.made_by.get(tensor)
         if maker is None or maker.kind != "broadcast_in_dim" or wanted < 0:
@@ -130,7 +174,7 @@ class Flow:
             )
             if is_made_cut and self.is_cut_alike(maker, factor):
                 self.factor[maker.index] = factor
-                self.state[tensor] = wanted
+                self.write(tensor, wanted, copies)
 
     def match(self, op: Operator, states: Sequence[State]) -> Factor | None:
         """The factor that takes operands in `states`; whole ones can be cut for it."""
@@ -156,12 +200,13 @@ class Flow:
             return None
         return min(found, key=lambda f: _num_cut(states, f.operands))
 
-    def is_cut_alike(self, op: Operator, factor: Factor) -> bool:
+    def is_cut_alike(self, op: Operator, factor: Factor, copies: int = 1) -> bool:
         """Whether the dims that a factor cuts hold whole examples, or it only sums."""
+        whole = copies * self.batch_size
         states = (*factor.operands, *factor.results)
         types = (*op.operand_types, *op.result_types)
         return all(
-            kind.shape[state] > 0 and kind.shape[state] % self.batch_size == 0
+            kind.shape[state] > 0 and kind.shape[state] % whole == 0
             if state >= 0
             else state >= SUM
             for state, kind in zip(states, types, strict=True)
@@ -174,10 +219,11 @@ class Flow:
             return False  # its body is written for the shapes of the whole
         ports = ports_of(self.graph, op)
         state: dict[int, State] = dict.fromkeys(range(len(ports)), REPLICATED)
+        copies: dict[int, int] = dict.fromkeys(range(len(ports)), 1)
         while True:
             for number, port in enumerate(ports):
                 for tensor, extra in port.writes:
-                    self.state[tensor] = shifted(state[number], extra)
+                    self.write(tensor, shifted(state[number], extra), copies[number])
             for body in op.bodies:
                 for inner in self.graph.blocks[body].operators:
                     if not self.run_split(inner):
@@ -185,13 +231,17 @@ class Flow:
             changed = False
             for number, port in enumerate(ports):
                 joined = self.join(port, state[number])
+                counts = self.copies_joined(port)
                 if joined is None or (port.is_whole and joined != REPLICATED):
                     return False
-                changed |= joined != state[number]
-                state[number] = joined
+                if counts is None:
+                    return False
+                changed |= (joined, counts) != (state[number], copies[number])
+                state[number], copies[number] = joined, counts
             if not changed:
                 for number, found in state.items():
                     self.port_state[op.index, number] = found
+                    self.port_copies[op.index, number] = copies[number]
                 return True
 
     def join(self, port: Port, state: State) -> State | None:
@@ -207,6 +257,12 @@ class Flow:
                 return None
             state = found
         return state
+
+    def copies_joined(self, port: Port) -> int | None:
+        """The number of batches of all cut tensors of a port; None if they differ."""
+        cut = [o for o, _, _ in port.reads if self.state.get(o, REPLICATED) >= 0]
+        found = {self.copies.get(tensor, 1) for tensor in cut}
+        return min(found, default=1) if len(found) <= 1 else None
 
     def state_of(self, operand: Operand) -> State:
         return REPLICATED if isinstance(operand, Constant) else self.state[operand]

@@ -113,4 +113,5 @@ def _run_loop(step: MicrobatchedStep, values: dict[int, Any]) -> None:
     for each, parts in zip(joined, stacked, strict=True):
         assert each.dim is not None
         size = parts.shape[each.dim + 1] * step.num_microbatches
-        values[each.tensor] = join_parts(parts, each.dim, step.grain(size))
+        grain = step.grain(size, each.copies)
+        values[each.tensor] = join_parts(parts, each.dim, grain)

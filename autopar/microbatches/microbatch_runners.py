@@ -17,7 +17,8 @@ from ..lowering.blocks import BlockRunner, as_array
 from ..rules.base import Shard, bind_params, bind_unchanged, rule_of
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import REPLICATED, SUM, State
-from .microbatches import MicrobatchSplit
+from .joined_batches import bind_joint
+from .microbatches import Grain, MicrobatchSplit
 
 _AXIS = "microbatch"
 
@@ -87,31 +88,34 @@ class MicrobatchRunner(RetracingRunner):
         super().__init__(graph)
         self.split, self.whole, self.counter = split, whole, counter
         self.mesh = MeshShape((_AXIS,), (split.num_microbatches,))
-        self.cut: dict[tuple[int, State], Any] = {}
+        self.cut: dict[tuple[int, State, int], Any] = {}
         self.port_states: dict[Site, State] = {}
+        self.port_copies: dict[Site, int] = {}
 
     def write(self, tensor: int, value: Any) -> None:
         super().write(tensor, value)
         for key in [key for key in self.cut if key[0] == tensor]:
             del self.cut[key]  # a body runs again: its copies are of another trace
 
-    def read(self, tensor: int, state: State) -> Any:
-        """The tensor in `state`: as it is, or cut or masked from the whole."""
+    def read(self, tensor: int, state: State, copies: int = 1) -> Any:
+        """The tensor in `state`: as it is, or cut or masked from the whole.
+
+        What is cut holds `copies` of the batch.
+        """
         is_made_here = tensor in self.values
         has = self.split.state[tensor] if is_made_here else REPLICATED
         value = self.values[tensor] if is_made_here else self.whole[tensor]
         if state == has:
             return value
-        key = (tensor, state)
+        key = (tensor, state, copies)
         if key not in self.cut:
             if state == SUM:
                 self.cut[key] = jnp.where(
                     self.counter == 0, value, jnp.zeros_like(value)
                 )
             else:
-                self.cut[key] = part_of(
-                    value, state, self.counter, self.split.grain(value.shape[state])
-                )
+                grain = self.split.grain(value.shape[state], copies)
+                self.cut[key] = part_of(value, state, self.counter, grain)
         return self.cut[key]
 
     def operands(self, op: Operator) -> list[Any]:
@@ -121,24 +125,38 @@ class MicrobatchRunner(RetracingRunner):
                 self.port_states.get(("operand", op.index, position), REPLICATED)
                 for position in range(len(op.operands))
             ]
+            self.port_copies.update(self.split.read_copies(self.graph, op))
+            copies = [
+                self.port_copies.get(("operand", op.index, position), 1)
+                for position in range(len(op.operands))
+            ]
         else:
             states = list(self.split.factor[op.index].operands)
+            unjoined = (1,) * len(states)
+            copies = list(self.split.copies_read.get(op.index, unjoined))
         with user_context(op.eqn):
             return [
-                o.value if isinstance(o, Constant) else self.read(o, state)
-                for o, state in zip(op.operands, states, strict=True)
+                o.value if isinstance(o, Constant) else self.read(o, state, number)
+                for o, state, number in zip(op.operands, states, copies, strict=True)
             ]
 
     def outputs(self, block: Block) -> list[Any]:
         return [
             as_array(o.value)
             if isinstance(o, Constant)
-            else self.read(o, self.port_states["output", block.index, position])
+            else self.read_at(("output", block.index, position), o)
             for position, o in enumerate(block.outputs)
         ]
 
+    def read_at(self, site: Site, tensor: int) -> Any:
+        """The tensor as a port reads it."""
+        return self.read(tensor, self.port_states[site], self.port_copies[site])
+
     def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
         factor = self.split.factor[op.index]
+        if op.index in self.split.joints:
+            with equation_context(op.eqn), user_context(op.eqn):
+                return bind_joint(op, operands, factor, self.split.num_microbatches)
         shard = _MicrobatchShard(
             self.mesh,
             (factor,),
@@ -152,24 +170,19 @@ class MicrobatchRunner(RetracingRunner):
             return bind(op, operands, shard)
 
 
-def part_of(
-    whole: jax.Array, dim: int, counter: jax.Array, grain: tuple[int, int, int]
-) -> jax.Array:
-    """Microbatch `counter` of an array along `dim`.
-
-    `grain` is that dim as [examples of a microbatch, microbatches, values of each].
-    """
-    examples, _, values = grain
+def part_of(whole: jax.Array, dim: int, counter: jax.Array, grain: Grain) -> jax.Array:
+    """Microbatch `counter` of an array along `dim`, which `grain` takes apart."""
+    copies, examples, number, values = grain
     before, after = whole.shape[:dim], whole.shape[dim + 1 :]
-    spread = whole.reshape(*before, *grain, *after)
+    spread = whole.reshape(*before, copies * examples, number, values, *after)
     part = lax.dynamic_index_in_dim(spread, counter, dim + 1, keepdims=False)
-    return part.reshape(*before, examples * values, *after)
+    return part.reshape(*before, copies * examples * values, *after)
 
 
-def join_parts(parts: jax.Array, dim: int, grain: tuple[int, int, int]) -> jax.Array:
+def join_parts(parts: jax.Array, dim: int, grain: Grain) -> jax.Array:
     """The whole of stacked microbatches [M, ...] along `dim` of one of them."""
-    examples, num_parts, values = grain
+    copies, examples, num_parts, values = grain
     before, after = parts.shape[1 : dim + 1], parts.shape[dim + 2 :]
-    spread = parts.reshape(num_parts, *before, examples, values, *after)
+    spread = parts.reshape(num_parts, *before, copies * examples, values, *after)
     moved = jnp.moveaxis(spread, 0, dim + 1)
-    return moved.reshape(*before, examples * num_parts * values, *after)
+    return moved.reshape(*before, copies * examples * num_parts * values, *after)

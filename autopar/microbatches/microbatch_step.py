@@ -13,7 +13,7 @@ from ..graph.op_graph import Operator, OpGraph
 from ..sharding.spec import SUM
 from .microbatch_flow import Phases
 from .microbatch_runners import MicrobatchRunner
-from .microbatches import MicrobatchSplit, grain_of
+from .microbatches import Grain, MicrobatchSplit, grain_of
 
 # (whole values, parts of the batch, counter, operators to run first) to what leaves.
 RunPart = Callable[
@@ -23,10 +23,14 @@ RunPart = Callable[
 
 @dataclass(frozen=True)
 class Leaving:
-    """A tensor that leaves the loop: its parts are added up, or joined along `dim`."""
+    """A tensor that leaves the loop: its parts are added up, or joined along `dim`.
+
+    That dim holds `copies` of the batch one behind the other.
+    """
 
     tensor: int
     dim: int | None = None
+    copies: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +58,9 @@ class MicrobatchedStep:
     run_part: RunPart
     split: MicrobatchSplit | None = None
 
-    def grain(self, size: int) -> tuple[int, int, int]:
-        """A cut dim of `size` as [examples of a microbatch, microbatches, values]."""
-        return grain_of(self.batch_size, self.num_microbatches, size)
+    def grain(self, size: int, copies: int = 1) -> Grain:
+        """A cut dim of `size` that holds `copies` of the batch."""
+        return grain_of(self.batch_size, self.num_microbatches, size, copies)
 
     @property
     def part_types(self) -> dict[int, jax.ShapeDtypeStruct]:
@@ -74,7 +78,11 @@ def exact_step(
 ) -> MicrobatchedStep:
     """The step whose values are those of the whole batch: `graph`, cut by `split`."""
     leaving = tuple(
-        Leaving(t, split.state[t] if split.state[t] >= 0 else None)
+        Leaving(
+            t,
+            split.state[t] if split.state[t] >= 0 else None,
+            split.copies.get(t, 1),
+        )
         for t in leaving_tensors(graph, split.phases)
     )
 

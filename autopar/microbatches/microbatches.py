@@ -12,13 +12,15 @@ devices:
 An operator that needs such a value whole runs behind the loop, once a step. The batch
 is cut minor: microbatch m holds the examples i with i mod M = m, so the parts of a
 batch that is split over devices stay on their devices. A dim that holds k values for
-each example (after a reshape) is cut in grains of k.
+each example (after a reshape) is cut in grains of k; one that holds several batches one
+behind the other is cut in each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from textwrap import shorten
 
 from ..graph.dependencies import tensors_of
@@ -27,6 +29,9 @@ from ..graph.ports import Site, ports_of
 from ..rules.base import Factor
 from ..sharding.spec import State
 from .microbatch_flow import Flow, Phases, shifted
+
+# A cut dim as [batches, examples of a microbatch, microbatches, values of an example].
+Grain = tuple[int, int, int, int]
 
 
 class BatchCoupledError(ValueError):
@@ -37,7 +42,9 @@ class BatchCoupledError(ValueError):
 class MicrobatchSplit:
     """States of all tensors and factors of all operators along the microbatch axis.
 
-    `port_state` is that of the ports of loops and branches inside.
+    `port_state` is that of the ports of loops and branches inside. `copies` are the
+    batches that a cut tensor holds one behind the other, and `copies_read` those of an
+    operator's operands; `joints` are operators that join batches (`joined_batches.py`).
     """
 
     num_microbatches: int
@@ -46,10 +53,14 @@ class MicrobatchSplit:
     factor: dict[int, Factor]
     port_state: dict[tuple[int, int], State]  # by operator, port
     phases: Phases
+    copies: dict[int, int]
+    copies_read: dict[int, tuple[int, ...]]  # by operator
+    port_copies: dict[tuple[int, int], int]
+    joints: set[int]
 
-    def grain(self, size: int) -> tuple[int, int, int]:
-        """A cut dim of `size` as [examples of a microbatch, microbatches, values]."""
-        return grain_of(self.batch_size, self.num_microbatches, size)
+    def grain(self, size: int, copies: int = 1) -> Grain:
+        """A cut dim of `size` that holds `copies` of the batch."""
+        return grain_of(self.batch_size, self.num_microbatches, size, copies)
 
     def read_states(self, graph: OpGraph, op: Operator) -> dict[Site, State]:
         """The state in which a structured operator's ports read their tensors."""
@@ -57,6 +68,14 @@ class MicrobatchSplit:
             site: shifted(self.port_state[op.index, number], extra)
             for number, port in enumerate(ports_of(graph, op))
             for _, extra, site in port.reads
+        }
+
+    def read_copies(self, graph: OpGraph, op: Operator) -> dict[Site, int]:
+        """How many batches what they read holds."""
+        return {
+            site: self.port_copies[op.index, number]
+            for number, port in enumerate(ports_of(graph, op))
+            for _, _, site in port.reads
         }
 
 
@@ -70,7 +89,8 @@ def split_microbatches(
     """Cut the step into `num_microbatches` parts along dim 0 of the `batch` tensors.
 
     Reduced values that flow back into work on examples (a mask's token count) are
-    computed before the loop on the whole batch when that takes no product. With
+    computed before the loop on the whole batch when that takes no product. So are
+    batches that are joined, where what follows needs all of them at once. With
     `sums_stay_apart`, sums are not added to each other in the loop: the two gradients
     of a tied parameter may belong to different stages.
 
@@ -79,19 +99,39 @@ def split_microbatches(
       BatchCoupledError: heavy work needs a value of the whole batch.
     """
     batch_size = batch_size_of(graph, batch, num_microbatches)
+    new_flow = partial(Flow, graph, num_microbatches, batch_size, sums_stay_apart)
+    try:
+        return _split(partial(new_flow, True), batch)
+    except BatchCoupledError as error:
+        if sums_stay_apart:  # a pipeline computes with no values of all examples
+            raise
+        try:
+            return _split(partial(new_flow, False), batch)
+        except BatchCoupledError:
+            raise error from None
+
+
+def _split(
+    new_flow: Callable[[set[int]], Flow], batch: Sequence[int]
+) -> MicrobatchSplit:
+    """Walk again until what is needed whole and early is made before the loop."""
     hoisted: set[int] = set()
     while True:
-        flow = Flow(graph, num_microbatches, batch_size, hoisted, sums_stay_apart)
+        flow = new_flow(hoisted)
         flow.run(batch)
         coupled = flow.first_coupling()
         if coupled is None:
             return MicrobatchSplit(
-                num_microbatches,
-                batch_size,
+                flow.num_microbatches,
+                flow.batch_size,
                 flow.state,
                 flow.factor,
                 flow.port_state,
                 flow.phases(),
+                flow.copies,
+                flow.copies_read,
+                flow.port_copies,
+                flow.joints,
             )
         reader, tensor = coupled
         chain = flow.cheap_ancestors(tensor)
@@ -100,9 +140,12 @@ def split_microbatches(
         hoisted |= chain
 
 
-def grain_of(batch_size: int, num_microbatches: int, size: int) -> tuple[int, int, int]:
-    """A cut dim of `size` as [examples of a microbatch, microbatches, values each]."""
-    return batch_size // num_microbatches, num_microbatches, size // batch_size
+def grain_of(
+    batch_size: int, num_microbatches: int, size: int, copies: int = 1
+) -> Grain:
+    """A cut dim of `size`, which holds `copies` of the batch one behind the other."""
+    values = size // (copies * batch_size)
+    return copies, batch_size // num_microbatches, num_microbatches, values
 
 
 def batch_size_of(graph: OpGraph, batch: Sequence[int], num_microbatches: int) -> int:

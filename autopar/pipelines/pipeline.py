@@ -23,6 +23,7 @@ from ..data.stage_rows import microbatches_on, stage_rows
 from ..frontend.tracing import TracedFunction
 from ..lowering.programs import PipelineProgram, SignatureChanged
 from ..microbatches.microbatch_runners import join_parts
+from ..microbatches.microbatches import Grain
 from ..state.distributed_array import DistributedArray, signature
 from ..state.leaf_pieces import gather_leaf, join_leaf, on_auto_axes, split_leaf
 from .piece_trace import PiecedStep
@@ -196,8 +197,7 @@ class Pipeline:
         results = []
         for path, leaf in zip(traced.output_paths, planned.next_leaf, strict=True):
             if path in parts.joined:
-                slot, dim = parts.joined[path]
-                results.append(self.joined(slot, dim, values[slot]))
+                results.append(self.joined(values, *parts.joined[path]))
             elif path in parts.fed:
                 results.append(named[parts.fed[path]])
             elif path in planned.unchanged:
@@ -208,10 +208,12 @@ class Pipeline:
                 )
         return results
 
-    def joined(self, slot: str, dim: int, parts: Sequence[Any]) -> Any:
+    def joined(
+        self, values: Mapping[str, Any], slot: str, dim: int, copies: int
+    ) -> Any:
         """A value for each example of the batch from those of all microbatches."""
-        step = self.parts.step
-        grain = step.grain(parts[0].shape[dim] * step.num_microbatches)
+        step, parts = self.parts.step, values[slot]
+        grain = step.grain(parts[0].shape[dim] * step.num_microbatches, copies)
         return _join_minor(dim, grain, self.home(slot))(tuple(parts))
 
 
@@ -328,7 +330,7 @@ def _cut_minor(number: int, *whole: jax.Array) -> list[list[jax.Array]]:
 
 @functools.lru_cache(maxsize=256)
 def _join_minor(
-    dim: int, grain: tuple[int, int, int], home: NamedSharding | None
+    dim: int, grain: Grain, home: NamedSharding | None
 ) -> Callable[..., jax.Array]:
     """The inverse of `_cut_minor` along `dim`; the whole is split as its parts are."""
     return jax.jit(

@@ -49,7 +49,7 @@ class StepParts:
     batch: tuple[str, ...]
     prepared: tuple[str, ...]
     sums: tuple[str, ...]
-    joined: Mapping[str, tuple[str, int]]
+    joined: Mapping[str, tuple[str, int, int]]
     fed: Mapping[str, str]
     preparing: tuple[str, ...] = ()
 
@@ -152,7 +152,7 @@ def trace_parts(
         prepared=tuple(prepared_names),
         sums=tuple(sum_names),
         joined={
-            path: (parts[each.tensor], each.dim or 0)
+            path: (parts[each.tensor], each.dim or 0, each.copies)
             for path, operand in outputs
             for each in joined
             if each.tensor == operand

@@ -51,7 +51,10 @@ def has_weights(graph: OpGraph, matrices: Sequence[int]) -> bool:
 
     `matrices` are inputs with one size along dim 0.
     """
-    flow = Flow(graph, 1, graph.tensors[matrices[0]].type.shape[0], set())
+    size = graph.tensors[matrices[0]].type.shape[0]
+    flow = Flow(
+        graph, 1, size, sums_stay_apart=False, joins_batches=False, hoisted=set()
+    )
     flow.run(matrices)
     return any(
         _sums_over_weights(flow, op) or _carries_through_weights(flow, op)
