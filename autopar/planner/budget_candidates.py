@@ -170,7 +170,9 @@ class BudgetCandidates:
             return None
         if found.plan.predicted.peak_bytes > self.budget_bytes:
             if not searches:
-                return None
+                graph = graph_of_plan(self.graph, found.plan)
+                profile = memory_profile(graph, found.plan)
+                raise infeasible_error(profile, self.budget_bytes)
             found = plan_within_binding(
                 *(*place, self.budget_bytes),
                 pins=self.pins,

@@ -31,6 +31,7 @@ from .sharding_problem import ShardingProblem
 MOST_ROWS = 32  # of one plan
 LEAST_TURN = 0.003
 MOST_WORK = 90.0  # seconds, of all solutions; see `solver/clock.py`
+MOST_WORK_AT_ONCE = 15.0
 GUARD_SECONDS = 1200.0
 WORTH_LOWERING = 0.005  # of what a plan holds, that a row says more of it
 
@@ -113,7 +114,7 @@ class MetPlans:
             known=[each.choices for each in self.plans],
             aim=aim,
             plans=self._priced,
-            most_work=self.work_left,
+            most_work=min(self.work_left, MOST_WORK_AT_ONCE),
             cutoff=cutoff,
         )
         return self.see(assignment)

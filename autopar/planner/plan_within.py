@@ -209,7 +209,7 @@ class _WithinBudget:
             try:
                 found = met.solve(budget, gap, aim, self._enough(met))
             except Infeasible:
-                self.is_ruled_out = aim == budget
+                self.is_ruled_out = True
                 return False
             self.bound = max(self.free.bound, found.assignment.bound)
             by, beyond = met.lower_refuted(), found.peak_bytes - budget

@@ -127,3 +127,23 @@ def test_a_budget_that_binds_takes_less_than_sharding_all_state() -> None:
     ).plan.predicted
     assert sharded.peak_bytes <= budget
     assert found.step_seconds < 0.97 * sharded.step_seconds
+
+
+def test_where_nothing_fits_the_least_that_a_method_holds_is_named() -> None:
+    """And given that budget it is planned."""
+    workload = build("mlp")
+    traced = trace(workload.step, workload.abstract(), {})
+    own = build_graph(traced, roles_of(traced))
+    examples = [each.tensor for each in own.inputs if each.role == "batch"]
+
+    def candidates(budget: int) -> BudgetCandidates:
+        return BudgetCandidates(own, MESH, CLUSTER, budget, examples, {}, 1e-4)
+
+    again = gathering_again(own)
+    limit = restriction_of(autopar.Zero(3), again, MESH, examples)
+    sharded = plan_intra_op(again, MESH, CLUSTER, restrictions=[limit]).plan.predicted
+    with pytest.raises(autopar.InfeasiblePlanError) as raised:
+        candidates(10_000).best()
+    least = raised.value.least_budget_bytes
+    assert least is not None and 10_000 < least <= sharded.peak_bytes
+    assert candidates(least).best().plan.predicted.peak_bytes <= least
