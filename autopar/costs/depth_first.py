@@ -21,6 +21,8 @@ import numpy as np
 
 from .kernels import KernelBlock
 
+OTHERS = 2  # the tuple of results, and the zero that sums start at
+
 
 @dataclass(frozen=True, eq=False)
 class Instructions:
@@ -73,7 +75,7 @@ class Instructions:
             operand,
             roots,
             sizes,
-            total + num_loops + num_inputs + 1,
+            total + num_loops + num_inputs + OTHERS,
             tuple(copied),
         )
 

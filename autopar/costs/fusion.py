@@ -3,11 +3,13 @@
 A model of XLA's fusion, from the plan alone:
 
   cheap      elementwise and moving operators: done again inside everyone who reads
-             them, unless one of the readers needs them in memory
+             them. Where a reader needs them in memory, or a way to one is torn
+             (`torn_paths.py`), all read them there, but for what reads one array only
+             (`repeated.py`) or is made before a reshape (`moved_reshapes.py`)
   opening    pads and concatenations: cheap, but done inside a reader only if that is
              done in one place itself (XLA's `OpInvalidatesCache`)
   expensive  transcendental ones, divisions, gathers and what rounds to bfloat16: done
-             inside their reader if there is only one
+             inside their reader if there is only one, and that is done in one place
   opaque     products, reductions, collectives, loops: kernels of their own, which read
              memory and write memory; so are long concatenations of minor dims
 
@@ -22,6 +24,7 @@ memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import numpy as np
 from jax.dtypes import issubdtype
@@ -29,7 +32,10 @@ from jax.dtypes import issubdtype
 from ..graph.build_graph import BARRIER, PINS, STRUCTURED
 from ..graph.op_graph import GraphColumns, Operator
 from .compute import TRANSCENDENTAL, is_fusable
-from .names import roots
+from .dim_orders import reordered_operands, sums_nothing
+from .moved_reshapes import rows_before_reshapes
+from .repeated import filled_tensors, repeated_rows
+from .torn_paths import torn_rows
 
 _RENAMING = frozenset(
     "copy device_put expand_dims layout_constraint name reshape squeeze"
@@ -60,7 +66,8 @@ class Traits:
     """What operators are to fusion: bool [rows] each, as `graph.columns` has them.
 
     The results of one that `renames` are other names of what it reads. One that `joins`
-    concatenates apart from its operands and readers once its result is large.
+    concatenates apart from its operands and readers once its result is large. What is
+    `repeated` is done again beside what is in memory, what is `torn` only there.
     """
 
     renames: np.ndarray
@@ -71,8 +78,11 @@ class Traits:
     joins: np.ndarray
     streams: np.ndarray
     is_streamed: np.ndarray
+    repeated: np.ndarray
+    torn: np.ndarray
 
     @classmethod
+    @lru_cache(maxsize=4)
     def of(cls, columns: GraphColumns) -> Traits:
         """The traits of all operators, found once for those that are alike."""
         found = []
@@ -82,7 +92,15 @@ class Traits:
             more = op.kind in _OPENING, _joins_minor_dims(op), *_streaming(op)
             found.append((renames, *_classes(op), *more))
         table = np.array(found, bool).reshape(-1, 8)[columns.alike]
-        return cls(*table.T)
+        renames, is_cheap, is_expensive, *_ = table.T
+        is_filled = filled_tensors(columns, renames)
+        repeated = repeated_rows(columns, is_filled)
+        repeated |= rows_before_reshapes(columns)
+        fusable = renames | is_cheap | is_expensive
+        again = renames | is_cheap
+        own = is_cheap & ~repeated
+        torn = torn_rows(columns, fusable, again, own, reordered_operands(columns))
+        return cls(*table.T, repeated=repeated, torn=torn)
 
     def among(
         self, rows: np.ndarray, read_bytes: np.ndarray, made_bytes: np.ndarray
@@ -116,6 +134,8 @@ class Nodes:
     streams: np.ndarray
     is_streamed: np.ndarray
     absorbs: np.ndarray
+    repeated: np.ndarray
+    torn: np.ndarray
     inner_bytes: np.ndarray
     is_send: np.ndarray
     read_start: np.ndarray
@@ -138,10 +158,46 @@ class Nodes:
         return maker
 
 
-def values_in_memory(nodes: Nodes, is_kept: np.ndarray) -> np.ndarray:
-    """Which values are written to memory: bool [values], given those returned."""
+@dataclass(frozen=True, eq=False)
+class InMemory:
+    """Which values are written to memory, bool [values] each, and who reads them there.
+
+    Of those done `again` they are only the nodes that cannot do so, or nobody; those
+    `alone` are done again by nodes of nothing else. `streams` [nodes]: they do only
+    what is streamed too.
+    """
+
+    is_written: np.ndarray
+    again: np.ndarray
+    alone: np.ndarray
+    streams: np.ndarray
+
+    def without(self, others: np.ndarray) -> InMemory:
+        """Without other names of values, bool [values]."""
+        return replace(self, is_written=self.is_written & ~others)
+
+    def is_inside(self, nodes: Nodes, maker: np.ndarray) -> np.ndarray:
+        """[reads] what a node does itself, though it may be in memory."""
+        reader = np.repeat(np.arange(len(nodes)), np.diff(nodes.read_start))
+        made = maker[nodes.reads]
+        own = nodes.absorbs[reader] & (~self.streams[reader] | self.streams[made])
+        again = self.again[nodes.reads] & (
+            ~self.alone[nodes.reads] | self._is_alone(nodes)[reader]
+        )
+        return ~self.is_written[nodes.reads] | (again & own)
+
+    def _is_alone(self, nodes: Nodes) -> np.ndarray:
+        """[nodes] that read one value and write one to memory."""
+        one = (np.diff(nodes.read_start) == 1) & (np.diff(nodes.write_start) == 1)
+        one[one] = self.is_written[nodes.writes[nodes.write_start[:-1][one]]]
+        return one
+
+
+def values_in_memory(nodes: Nodes, is_kept: np.ndarray) -> InMemory:
+    """Which values are written to memory, given those returned (bool [values])."""
     if not len(nodes):
-        return np.ones_like(is_kept)
+        nothing = np.zeros(len(is_kept), bool)
+        return InMemory(np.ones_like(is_kept), nothing, nothing, np.zeros(0, bool))
     num_values, fusable = len(is_kept), nodes.is_fusable
     maker = nodes.makers(num_values)
     reader, value = _used_reads(nodes, maker, is_kept)
@@ -160,15 +216,18 @@ def values_in_memory(nodes: Nodes, is_kept: np.ndarray) -> np.ndarray:
         return np.bincount(value[is_reader[reader]], minlength=num_values) > 0
 
     num_readers = np.bincount(value, minlength=num_values)
-    again = nodes.is_expensive[maker] | has(~fusable)
+    again = nodes.is_expensive[maker] | nodes.torn[maker]
+    again |= has(~fusable) & ~nodes.repeated[maker]
     needed = (num_readers > 0) & (
         ~fusable[maker] | has(~nodes.absorbs) | ((num_readers > 1) & again)
     )
     apart = streams[reader] & ~streams[maker[value]]
     needed |= np.bincount(value[apart], minlength=num_values) > 0
     found = is_kept | needed | (maker < 0)
-    _put_opened(nodes, maker, (reader, value), found)
-    return found
+    again = nodes.is_cheap[maker] & nodes.repeated[maker] & (maker >= 0)
+    _put_opened(nodes, maker, (reader, value), found, again)
+    repeated = found & again
+    return InMemory(found, repeated, repeated & nodes.is_opening[maker], streams)
 
 
 def _put_opened(
@@ -176,30 +235,38 @@ def _put_opened(
     maker: np.ndarray,
     reads: tuple[np.ndarray, np.ndarray],
     in_memory: np.ndarray,
+    again: np.ndarray,
 ) -> None:
-    """Puts in memory what is padded or concatenated for several places.
+    """Puts in memory what is opening or expensive and would be done in several places.
 
     Args:
       nodes: all of them.
       maker: [values] the node that writes each, or -1.
       reads: (node, value) of each that a node reads.
       in_memory: [values] changed in place.
+      again: [values] what is done again though it is in memory.
     """
     reader, value = reads
-    opened = np.flatnonzero(~in_memory & nodes.is_opening[maker])
-    if not opened.size:
+    is_once = nodes.is_opening | nodes.is_expensive
+    asked = np.flatnonzero(~in_memory & is_once[maker])
+    if not asked.size:
         return
     order = np.argsort(value, kind="stable")
     starts = np.searchsorted(value[order], np.arange(len(in_memory) + 1)).tolist()
     readers, write_start = reader[order].tolist(), nodes.write_start.tolist()
-    for each in opened[np.argsort(-maker[opened], kind="stable")].tolist():
+    absorbs, repeats = nodes.absorbs.tolist(), again.tolist()
+    for each in asked[np.argsort(-maker[asked], kind="stable")].tolist():
         made = each
         while not in_memory[made] and starts[made + 1] - starts[made] == 1:
             node = readers[starts[made]]
             if write_start[node] == write_start[node + 1]:
                 break  # stored
             made = nodes.writes[write_start[node]]
-        in_memory[each] = not in_memory[made] and starts[made + 1] - starts[made] > 1
+        own = readers[starts[made] : starts[made + 1]]
+        if in_memory[made]:
+            in_memory[each] = repeats[made] and any(absorbs[node] for node in own)
+        else:
+            in_memory[each] = len(own) > 1
 
 
 def _used_reads(
@@ -221,86 +288,6 @@ def _used_reads(
         if kept.all():
             return reader, value
         reader, value = reader[kept], value[kept]
-
-
-def sources(
-    nodes: Nodes, in_memory: np.ndarray, chosen: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """What nodes read from memory, through all that they do themselves.
-
-    Args:
-      nodes: all of them.
-      in_memory: bool [values].
-      chosen: the nodes that are asked for.
-
-    Returns:
-      starts, reads: chosen node k reads `reads[starts[k] : starts[k + 1]]`.
-    """
-    maker = nodes.makers(len(in_memory))
-    read = _through_single_reads(nodes, maker, in_memory)[nodes.reads]
-    counts = np.diff(nodes.read_start)
-    reader = np.repeat(np.arange(len(nodes)), counts)
-    pairs = np.sort(reader * len(in_memory) + read)
-    reads_twice = pairs[1:][np.diff(pairs) == 0] // len(in_memory)
-    is_mixed = np.bincount(reader[~in_memory[read]], minlength=len(nodes)) > 0
-    is_mixed[reads_twice] = True
-    is_asked = np.zeros(len(nodes), bool)
-    is_asked[chosen] = True
-    is_mixed &= is_asked | (counts > 1)  # the others are read through
-    mixed = _mixed_sources(nodes, read, maker, in_memory, is_mixed)
-    counts[list(mixed)] = [len(each) for each in mixed.values()]
-    starts = np.concatenate([[0], np.cumsum(counts[chosen])])
-    taken = np.repeat(is_mixed[chosen], counts[chosen])
-    found = np.empty(starts[-1], np.intp)
-    found[~taken] = read[(is_asked & ~is_mixed)[reader]]
-    among = chosen[is_mixed[chosen]].tolist()
-    found[taken] = np.array([v for node in among for v in mixed[node]], np.intp)
-    return starts, found
-
-
-def _through_single_reads(
-    nodes: Nodes, maker: np.ndarray, in_memory: np.ndarray
-) -> np.ndarray:
-    """[values] themselves, or what they are made of if that is one value."""
-    passes = np.flatnonzero(~in_memory & (np.diff(nodes.read_start)[maker] == 1))
-    name = np.arange(len(in_memory))
-    name[passes] = nodes.reads[nodes.read_start[maker[passes]]]
-    return roots(name)
-
-
-def _mixed_sources(
-    nodes: Nodes,
-    read: np.ndarray,
-    maker: np.ndarray,
-    in_memory: np.ndarray,
-    is_mixed: np.ndarray,
-) -> dict[int, tuple[int, ...]]:
-    """By node that `is_mixed`, what it reads from memory, each once."""
-    starts, reads = nodes.read_start.tolist(), read.tolist()
-    is_there, made_by = in_memory.tolist(), maker.tolist()
-    found: dict[int, tuple[int, ...]] = {}
-    for node in np.flatnonzero(is_mixed).tolist():
-        each = list[int]()
-        for value in reads[starts[node] : starts[node + 1]]:
-            if is_there[value]:
-                each.append(value)
-                continue
-            made = made_by[value]
-            inside = found.get(made)
-            each += reads[starts[made] : starts[made + 1]] if inside is None else inside
-        found[node] = tuple(dict.fromkeys(each)) if len(each) > 1 else tuple(each)
-    return found
-
-
-def sums_nothing(op: Operator) -> bool:
-    """Whether a product sums single elements: XLA multiplies instead, and fuses that.
-
-    So the gradients of single examples are made, as in DP-SGD.
-    """
-    if op.kind != "dot_general":
-        return False
-    summed = op.params["dimension_numbers"][0][0]
-    return all(op.operand_types[0].shape[dim] == 1 for dim in summed)
 
 
 def _classes(op: Operator) -> tuple[bool, bool, bool]:

@@ -3,6 +3,7 @@
 Between an input's last use and its replacement its memory holds others, the largest
 first, and of one size in post-order. Each goes where an operand of its kernel lies, or
 else into the smallest memory that is free while it lives, the last in post-order first.
+What an elementwise kernel reads last may also lie where that writes the replacement.
 """
 
 from __future__ import annotations
@@ -42,11 +43,18 @@ def borrowed_values(
     columns = map(np.ndarray.tolist, (values, *lives, large))
     read_start, reads = block.columns.read_start.tolist(), block.columns.reads.tolist()
     maker, lies_in = block.maker.tolist(), {v: p for p, v in enumerate(inputs.tolist())}
+    over, (since, until) = _written_over(block, position, ends), places[2:]
+    since, until = since.tolist(), until.tolist()
     found: dict[int, int] = {}
     for free, value, start, end, first in zip(
         times.at_first(*lives), *columns, strict=True
     ):
-        if free >> first and (free := (free & ~times.taken(start, end)) >> first):
+        free = (free & ~times.taken(start, end)) >> first if free >> first else 0
+        if not free and (own := lies_in.get(over.get(value, -1), -1)) >= first:
+            end -= 1  # then its kernel writes the replacement there
+            if since[own] <= start <= end <= until[own]:
+                free = 1 << (own - first) & ~(times.taken(start, end) >> first)
+        if free:
             place = first + (free & -free).bit_length() - 1
             k = -1 if value in duplicated else maker[value]
             for read in reads[read_start[k] : read_start[k + 1]] if k >= 0 else [value]:
@@ -59,6 +67,24 @@ def borrowed_values(
             if value not in duplicated:
                 lies_in[value] = place
     return found
+
+
+def _written_over(
+    block: KernelBlock, position: np.ndarray, ends: np.ndarray
+) -> dict[int, int]:
+    """By value, the input whose replacement an elementwise kernel writes over it."""
+    columns, sizes = block.columns, block.sizes
+    old, new = np.array(block.replaced, np.intp).T
+    made = block.maker[new]
+    is_over = (made >= 0) & columns.is_elementwise[made]
+    written = np.full((2, len(position)), -1)
+    written[:, made[is_over]] = old[is_over], new[is_over]
+    old, new = written[:, columns.readers]
+    is_last = ends[columns.reads] == position[columns.readers]
+    is_last &= (old >= 0) & (sizes[columns.reads] == sizes[new])
+    pairs = columns.reads[is_last].tolist(), old[is_last].tolist()
+    both = zip(*pairs, strict=True)
+    return {read: owner for read, owner in both if read not in block.flat}
 
 
 def _places(

@@ -11,15 +11,14 @@ from ..graph.build_graph import BARRIER
 from ..graph.op_graph import Block
 from ..plans.plan_columns import copies_of
 from .barriers import waits
+from .conversion_nodes import Conversions, add_conversions
 from .equal_rows import equals_among, shared_exponentials
-from .fusion import Nodes, Traits, sources, values_in_memory
+from .fusion import InMemory, Nodes, Traits, values_in_memory
 from .kernels import (
     Border,
     KernelBlock,
     KernelColumns,
     ValueColumns,
-    is_cut_out,
-    turns,
 )
 from .loop_operands import carries, made_inside
 from .names import renamed, roots
@@ -32,6 +31,7 @@ from .product_operands import (
     ordered_operands,
     with_ordered,
 )
+from .sources import sources
 
 
 def kernel_block(
@@ -243,7 +243,7 @@ class _Builder:
 
     def _fused(
         self, outputs: Sequence[int | None], is_kept: np.ndarray
-    ) -> tuple[Nodes, np.ndarray]:
+    ) -> tuple[Nodes, InMemory]:
         """Nodes, and which values are in memory, with what products read in order."""
         own = self.rows, self.read_start, self.read_spec, self.read
         found = self.ordered = ordered_operands(self.arrays, *own)
@@ -251,8 +251,8 @@ class _Builder:
         nodes = self._nodes(outputs)
         is_kept = np.append(is_kept, np.zeros(len(found), bool))
         in_memory = values_in_memory(nodes, is_kept)
-        name = names_in_order(found, in_memory)
-        in_memory &= name == np.arange(len(name))
+        name = names_in_order(found, in_memory.is_written & ~in_memory.again)
+        in_memory = in_memory.without(name != np.arange(len(name)))
         self.read = name[self.read]
         return replace(nodes, reads=name[nodes.reads]), in_memory
 
@@ -261,8 +261,15 @@ class _Builder:
         inside = np.flatnonzero(~self.is_outside_input)
         is_cut = np.isin(inside, sorted(border.sliced))
         own = np.arange(len(inside))
-        table.add(np.full(len(inside), -1), cheap=is_cut, writes=(own, inside))
-        self._add_conversions(table)
+        table.add(
+            np.full(len(inside), -1),
+            cheap=is_cut,
+            repeated=is_cut,
+            writes=(own, inside),
+        )
+        found = Conversions(self.conversions, self.value_of, self.of_copies)
+        own = self.values.bytes, self._read_by_loops()
+        add_conversions(found, self.arrays, *own, table)
         add_ordered(self.ordered, len(self.values), table)
         self._add_rows(table)
         for time, positions in enumerate((border.stored, border.sent)):
@@ -279,30 +286,11 @@ class _Builder:
             )
         return table.build()
 
-    def _add_conversions(self, table: NodeTable) -> None:
-        arrays, held = self.arrays, self.values.bytes.tolist()
-        known: dict[tuple[int, int], tuple[bool, bool]] = {}
-        is_free, inner, source = [], [], []
-        for _, tensor, spec, before in self.conversions:
-            value = self.value_of[tensor] if before < 0 else self.of_copies[before]
-            made_of = arrays.made[tensor] if before < 0 else self.conversions[before][2]
-            pair = int(made_of), spec
-            if pair not in known:
-                specs = arrays.specs[pair[0]], arrays.specs[spec]
-                known[pair] = is_cut_out(*specs), turns(*specs)
-            is_cut, is_turned = known[pair]
-            is_free.append(is_cut)
-            inner.append(held[value] if is_turned else 0)
-            source.append(value)
-        free, own = np.array(is_free, bool), np.arange(len(source))
-        table.add(
-            2 * np.array([copy[0] for copy in self.conversions], np.intp),
-            cheap=free,
-            absorbs=free,
-            inner=np.array(inner, np.int64),
-            reads=(own, np.array(source, np.intp)),
-            writes=(own, self.of_copies),
-        )
+    def _read_by_loops(self) -> set[int]:
+        """The values that rows with bodies read."""
+        rows = self._rows_with_bodies()
+        ends = [slice(*self.read_start[[row, row + 1]]) for row in rows]
+        return {value for each in ends for value in self.read[each].tolist()}
 
     def _add_rows(self, table: NodeTable) -> None:
         """Rows that are no other names, and barriers."""
@@ -341,6 +329,8 @@ class _Builder:
             streams=traits.streams,
             streamed=traits.is_streamed,
             absorbs=is_fused | traits.is_reducing,
+            repeated=traits.repeated,
+            torn=traits.torn,
             inner=inner,
             reads=(reader[reader >= 0], read),
             writes=(writer, np.concatenate([self.of_results, self.of_barriers])),
@@ -352,11 +342,11 @@ class _Builder:
         return np.flatnonzero(np.isin(indices, list(self.inner_bytes))).tolist()
 
     def _kernels(
-        self, nodes: Nodes, in_memory: np.ndarray, shared: Mapping[int, int]
+        self, nodes: Nodes, in_memory: InMemory, shared: Mapping[int, int]
     ) -> KernelColumns:
         """A kernel for each node that writes memory, or nothing at all."""
         writer = np.repeat(np.arange(len(nodes)), np.diff(nodes.write_start))
-        is_written = in_memory[nodes.writes]
+        is_written = in_memory.is_written[nodes.writes]
         written = np.bincount(writer[is_written], minlength=len(nodes))
         is_kernel = (written > 0) | (np.diff(nodes.write_start) == 0)
         starts, reads = sources(nodes, in_memory, np.flatnonzero(is_kernel))

@@ -18,7 +18,7 @@ class NodeTable:
 
     def __init__(self) -> None:
         self._times: list[np.ndarray] = []
-        self._columns: list[list[np.ndarray]] = [[] for _ in range(9)]
+        self._columns: list[list[np.ndarray]] = [[] for _ in range(11)]
         self._reads: list[_Pairs] = []
         self._writes: list[_Pairs] = []
         self._count = 0
@@ -34,6 +34,8 @@ class NodeTable:
         streams: np.ndarray | bool = False,
         streamed: np.ndarray | bool = False,
         absorbs: np.ndarray | bool = False,
+        repeated: np.ndarray | bool = False,
+        torn: np.ndarray | bool = False,
         inner: np.ndarray | int = 0,
         send: bool = False,
         reads: _Pairs = _NO_PAIRS,
@@ -41,7 +43,7 @@ class NodeTable:
     ) -> None:
         """Nodes of a group; see `Nodes`. A single value is for all of them."""
         given = (operator, cheap, expensive, opens, streams, streamed, absorbs)
-        given = (*given, inner, send)
+        given = (*given, repeated, torn, inner, send)
         for column, each in zip(self._columns, given, strict=True):
             column.append(np.broadcast_to(np.asarray(each), times.shape))
         self._times.append(times)

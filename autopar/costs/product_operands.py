@@ -1,12 +1,9 @@
-"""In which order of dims products read: XLA's `DotDecomposer`, for CPUs.
+"""What products and convolutions read in an order of dims of their own.
 
-A product with several dims to sum, or several of an operand's own, is made one of
-matrices: the left operand's dims come in the order batch, own, summed, the right one's
-in batch, summed, own. What lies otherwise is copied so, by a kernel that does cheap
-operators itself; products that read it in the same order share the copy. Where the
-order is right it is only named anew, but what is cheap is then done for that name too,
-so it is made in each order from what it reads. Operands that are matrices are read as
-they are.
+What lies otherwise (`dim_orders.py`) is copied, by a kernel that does cheap operators
+itself; those that read it in the same order share the copy. Where the order is right it
+is only named anew, but what is cheap is then done for that name too, so it is made in
+each order from what it reads. Operands that are matrices are read as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import numpy as np
 
 from ..graph.op_graph import GraphColumns, Operator
 from ..sharding.spec import local_shape
-from .fusion import sums_nothing
+from .dim_orders import sums_nothing, wanted_orders
 from .kernels import ValueColumns
 from .node_table import NodeTable
 from .plan_arrays import PlanArrays
@@ -40,26 +37,6 @@ class Ordered:
     reads: tuple[int, ...]
 
 
-@lru_cache(maxsize=4)
-def wanted_orders(columns: GraphColumns) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """By row of the graph, the dims of both operands in the order of its product.
-
-    Only rows whose products are not of matrices are there.
-    """
-    found = [
-        _wanted(op) if op.kind == "dot_general" and not sums_nothing(op) else None
-        for op in columns.distinct
-    ]
-    is_there = np.array([orders is not None for orders in found], bool)
-    rows = np.flatnonzero(is_there[columns.alike])
-    orders = [found[k] for k in columns.alike[rows].tolist()]
-    return {
-        row: each
-        for row, each in zip(rows.tolist(), orders, strict=True)
-        if each is not None
-    }
-
-
 def ordered_operands(
     arrays: PlanArrays,
     rows: slice,
@@ -74,7 +51,9 @@ def ordered_operands(
     """
     sizes, columns = arrays.plan.mesh.axis_sizes, arrays.columns
     alike, specs = columns.alike.tolist(), read_spec.tolist()
-    known: dict[tuple[int, int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    known: dict[
+        tuple[int, int, int], tuple[tuple[int, ...], tuple[int, ...], bool]
+    ] = {}
     found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
     first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
     for row, orders in wanted_orders(columns).items():
@@ -89,9 +68,10 @@ def ordered_operands(
             if kind not in known:
                 shape = op.operand_types[side].shape
                 local = local_shape(shape, arrays.specs[kind[2]], sizes)
-                known[kind] = local, tuple(dim for dim in order if local[dim] > 1)
-            local, dims = known[kind]
-            if len(local) > 2:
+                dims = tuple(dim for dim in order.dims if local[dim] > 1)
+                known[kind] = local, dims, order.is_named(local)
+            local, dims, is_named = known[kind]
+            if is_named:
                 key = int(read[at]), local, dims
                 found.setdefault(key, []).append(at)
                 first.setdefault(key, (row - rows.start, tensor))
@@ -182,18 +162,3 @@ def _joins_dims(op: Operator) -> bool:
         kind.rank - len(b) - len(c) > 1
         for kind, b, c in zip(op.operand_types, batch, summed, strict=False)
     )
-
-
-def _wanted(op: Operator) -> tuple[tuple[int, ...], ...] | None:
-    """The order of each operand's dims, or None for a product of matrices."""
-    summed, batch = op.params["dimension_numbers"]
-    ranks = [len(kind.shape) for kind in op.operand_types[:2]]
-    sides = list(zip(batch, summed, ranks, strict=True))
-    if all(
-        tuple(b) == tuple(range(len(b))) and len(c) <= 1 and rank <= len(b) + 2
-        for b, c, rank in sides
-    ):
-        return None
-    own = [[d for d in range(r) if d not in b and d not in c] for b, c, r in sides]
-    left, right = sides
-    return (*left[0], *own[0], *left[1]), (*right[0], *right[1], *own[1])

@@ -1,0 +1,134 @@
+"""Which elementwise operators XLA runs before a reshape of what they read.
+
+`ReshapeMover`: where all that an elementwise operator reads is reshaped alike, and all
+who read that do so too, it runs first and what it makes is reshaped. Products of joined
+dims are such reshapes (of matrices). A reshape is another name for what it reads, and
+is made by everyone who reads it, together with what only it reads.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+
+from ..graph.op_graph import GraphColumns, Operator
+from ..rules.elementwise import NARY, UNARY
+
+_ELEMENTWISE = frozenset((*UNARY, *NARY))
+_RESHAPES = ("reshape", "squeeze", "expand_dims")
+_Shape = tuple[int, ...]
+
+
+def rows_before_reshapes(columns: GraphColumns) -> np.ndarray:
+    """bool [rows], those only a reshape reads, be it their own or one moved there.
+
+    A product of matrices reads them without one.
+    """
+    return _Reshapes(columns).before()
+
+
+class _Reshapes:
+    def __init__(self, columns: GraphColumns) -> None:
+        self.columns, self.operators = columns, columns.operators
+        order = np.argsort(columns.operands, kind="stable")
+        self._rows = columns.rows_of_operands[order].tolist()
+        tensors = np.arange(len(columns.type_of) + 1)
+        self._starts = np.searchsorted(columns.operands[order], tensors).tolist()
+        fills = np.flatnonzero(columns.where(_fills)).tolist()
+        self.filled = {self.operators[row].results[0] for row in fills}
+        self.source: dict[int, _Shape] = {}  # by tensor, what it is reshaped from
+        self.moved: set[int] = set()
+        for row in np.flatnonzero(columns.where(_may_reshape)).tolist():
+            self._add_reshape(self.operators[row])
+        self._move()
+
+    def readers(self, tensor: int) -> list[int]:
+        """The rows that read a tensor."""
+        return self._rows[self._starts[tensor] : self._starts[tensor + 1]]
+
+    def _add_reshape(self, op: Operator) -> None:
+        operand, result = op.operands[0], op.results[0]
+        if op.kind == "dot_general":
+            shape = matrix_shape(op)
+        elif isinstance(operand, int):
+            shape = self.source.get(operand, op.operand_types[0].shape)
+        else:
+            return
+        if shape != op.result_types[0].shape:
+            self.source[result] = shape
+
+    def _move(self) -> None:
+        """Moves reshapes behind their readers until none can be."""
+        new = list(self.source)
+        while new:
+            rows = {row for tensor in new for row in self.readers(tensor)}
+            rows = {row for row in rows - self.moved if self._is_candidate(row)}
+            while True:
+                read = {each for row in rows for each in self._reshaped(row)}
+                torn = [t for t in read if not rows.issuperset(self.readers(t))]
+                gone = rows.intersection(r for t in torn for r in self.readers(t))
+                if not gone:
+                    break
+                rows -= gone
+            self.moved |= rows
+            new = list[int]()
+            for row in sorted(rows):
+                op = self.operators[row]
+                self.source[op.results[0]] = self.source[self._reshaped(row)[0]]
+                new.append(op.results[0])
+
+    def _reshaped(self, row: int) -> list[int]:
+        found = self.operators[row].operands
+        return [each for each in found if isinstance(each, int) and each in self.source]
+
+    def _is_candidate(self, row: int) -> bool:
+        op = self.operators[row]
+        if op.kind not in _ELEMENTWISE:
+            return False
+        reshaped = self._reshaped(row)
+        rest = [each for each in op.operands if isinstance(each, int)]
+        return len({self.source[each] for each in reshaped}) == 1 and all(
+            each in self.source or each in self.filled for each in rest
+        )
+
+    def before(self) -> np.ndarray:
+        """bool [rows]; see `rows_before_reshapes`."""
+        columns = self.columns
+        is_read = columns.operands >= 0
+        tensor, row = columns.operands[is_read], columns.rows_of_operands[is_read]
+        reshapes = columns.where(lambda op: op.kind in _RESHAPES)
+        count = np.bincount(tensor, minlength=len(columns.type_of))
+        reshaped = np.bincount(tensor[reshapes[row]], minlength=len(count))
+        is_one = (count == 1) & (reshaped == 1)
+        found = np.zeros(len(self.operators), bool)
+        found[columns.rows_of_results[is_one[columns.results]]] = True
+        found &= np.diff(columns.result_start) == 1
+        for moved in self.moved:
+            readers = self.readers(self.operators[moved].results[0])
+            kinds = {self.operators[reader].kind for reader in readers}
+            is_last = not self.moved.issuperset(readers)
+            found[moved] = is_last and "dot_general" not in kinds
+        return found
+
+
+def matrix_shape(op: Operator) -> _Shape:
+    """The shape of a product as XLA's `DotDecomposer` makes it."""
+    summed, batch = op.params["dimension_numbers"]
+    sides = zip(op.operand_types[:2], batch, summed, strict=True)
+    own = [
+        prod(size for dim, size in enumerate(kind.shape) if dim not in (*b, *c))
+        for kind, b, c in sides
+    ]
+    return (*(op.operand_types[0].shape[dim] for dim in batch[0]), *own)
+
+
+def _fills(op: Operator) -> bool:
+    """Whether the result is one number in all places."""
+    return op.kind == "broadcast_in_dim" and op.operand_types[0].rank == 0
+
+
+def _may_reshape(op: Operator) -> bool:
+    return op.kind in _RESHAPES or (
+        op.kind == "dot_general" and matrix_shape(op) != op.result_types[0].shape
+    )
