@@ -1,5 +1,7 @@
 """What the compiler does inside another kernel, and what it keeps in memory."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -84,3 +86,73 @@ def test_an_associative_scan_keeps_what_it_interleaves() -> None:
     given = jnp.ones((8, 32, 64)), jnp.ones((8, 32, 64))
     profile, compiled = profile_of(jax.grad(loss, (0, 1)), *given)
     assert profile.peak_bytes == pytest.approx(compiled, rel=0.15)
+
+
+def test_what_reads_one_array_is_done_again_beside_the_one_in_memory() -> None:
+    """The product needs `y` in memory; the sum makes it again of `x`."""
+
+    def step(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = jnp.abs(jnp.tanh(x @ w)) * 2.0
+        return y @ w, y + 1.0
+
+    profile, _ = profile_of(step, jnp.ones((256, 64)), X)
+    block = profile.liveness[0].block
+    kinds: dict[int | None, str] = {
+        op.index: op.kind for op in profile.graph.operators()
+    }
+    made_by = {v: kinds.get(k.operator) for k in block.kernels for v in k.writes}
+    (last,) = (k for k in block.kernels if kinds.get(k.operator) == "add")
+    assert [made_by[value] for value in last.reads] == ["tanh"]
+    assert "mul" in made_by.values()
+
+
+def test_what_is_read_beside_a_way_through_a_product_is_kept() -> None:
+    """It is not made of both operands again behind the product."""
+
+    def step(x: jax.Array, y: jax.Array) -> jax.Array:
+        gated = x * y
+        return jnp.abs(gated) @ x * gated
+
+    def unread(x: jax.Array, y: jax.Array) -> jax.Array:
+        gated = x * y
+        return jnp.abs(gated) @ x * x
+
+    assert kernels_of(step, X, X).count("mul") == 2  # `gated` and the result
+    assert kernels_of(unread, X, X).count("mul") == 1
+
+
+def test_a_sum_of_products_is_made_again_behind_its_reshape() -> None:
+    """Though both are read from memory then, and one of its readers is a reduction."""
+
+    def step(x: jax.Array, y: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+        total = x @ w + y @ v
+        return jnp.tanh(total * jnp.max(total * x, -1, keepdims=True)) + total
+
+    def reads_of_last(step: Callable[..., jax.Array], *given: jax.Array) -> list[str]:
+        profile, _ = profile_of(step, *given)
+        kinds = {op.index: op.kind for op in profile.graph.operators()}
+        kernels = profile.liveness[0].block.kernels
+        made_by = {v: kinds[k.operator or 0] for k in kernels for v in k.writes}
+        (last,) = (k for k in kernels if k.writes[0] == max(made_by))
+        return sorted(made_by[value] for value in last.reads if value in made_by)
+
+    joined = reads_of_last(step, WIDE, 2.0 * WIDE, X, 2.0 * X)
+    assert joined == ["dot_general", "dot_general", "reduce_max"]
+    assert reads_of_last(step, X, 2.0 * X, X, 2.0 * X) == ["add", "reduce_max"]
+
+
+def test_gradients_of_kernels_read_turned_images() -> None:
+    names = ("NHWC", "HWIO", "NHWC")
+
+    def convolved(kernel: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=names
+        )
+
+    def gradient(kernel: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.grad(lambda k: jnp.sum(jnp.tanh(convolved(k, x))))(kernel)
+
+    given = jnp.ones((3, 3, 8, 8)), jnp.ones((8, 16, 16, 8))
+    assert kernels_of(gradient, *given).count(None) == 2  # the image, its cotangent
+    profile, compiled = profile_of(gradient, *given)
+    assert profile.peak_bytes == pytest.approx(compiled, rel=0.05)
