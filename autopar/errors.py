@@ -16,6 +16,8 @@ class InfeasiblePlanError(AutoparError, ValueError):
       least_budget_bytes: the least budget per device that would do, in bytes; None
         where memory is not what stands in the way.
       tightest_constraint: the constraint that rules out the last plan, in words.
+      far_bound_bytes: what any plan should need, where that is so far above the budget
+        that the search for the least ended early, and less may do; else 0.
     """
 
     def __init__(
@@ -23,10 +25,13 @@ class InfeasiblePlanError(AutoparError, ValueError):
         message: str,
         least_budget_bytes: int | None = None,
         tightest_constraint: str = "",
+        far_bound_bytes: int = 0,
     ) -> None:
-        super().__init__(message, least_budget_bytes, tightest_constraint)
+        args = least_budget_bytes, tightest_constraint, far_bound_bytes
+        super().__init__(message, *args)
         self.least_budget_bytes = least_budget_bytes
         self.tightest_constraint = tightest_constraint
+        self.far_bound_bytes = far_bound_bytes
 
     def __str__(self) -> str:
         return str(self.args[0])

@@ -101,6 +101,7 @@ class Planner:
     looseness: float = 0.0
     saved: float = 0.0
     needs: tuple[int, int, int] = (90, 60, 30)
+    far_bound: int = 0
 
     def __post_init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], float]] = []
@@ -111,7 +112,8 @@ class Planner:
         self.cutoffs.append(cutoff)
         seconds = self.seconds.get(mesh.axis_sizes, self.other)
         if seconds == np.inf:
-            raise InfeasiblePlanError(f"{mesh}", self.needs[mesh.num_axes - 1])
+            least = self.needs[mesh.num_axes - 1]
+            raise InfeasiblePlanError(f"{mesh}", least, "", self.far_bound)
         plan = SimpleNamespace(
             mesh=mesh, predicted=SimpleNamespace(step_seconds=seconds)
         )
@@ -213,6 +215,14 @@ def test_where_cutting_does_not_help_no_finer_shape_is_solved() -> None:
     with pytest.raises(InfeasiblePlanError):
         search_meshes(CLUSTER, planner)
     assert planner.shapes_asked == [(64,), (8, 8)]
+
+
+def test_far_below_what_any_shape_needs_no_finer_one_is_solved() -> None:
+    planner = Planner({}, other=np.inf, far_bound=25)
+    with pytest.raises(InfeasiblePlanError) as caught:
+        search_meshes(CLUSTER, planner)
+    assert planner.shapes_asked == [(64,), (8, 8)]
+    assert caught.value.least_budget_bytes == 60
 
 
 @pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 2, 2)])

@@ -115,6 +115,18 @@ def test_a_damaged_file_is_ignored_and_made_anew(folder: Path, damage: Any) -> N
     assert gzip.decompress(path.read_bytes()) == gzip.decompress(whole)
 
 
+def test_of_many_damaged_files_one_is_warned_of(folder: Path) -> None:
+    meshes = "a:8", "a:4;b:2"
+    for mesh in meshes:
+        plan(mesh=mesh)
+    for path in files(folder):
+        path.write_bytes(b"")
+    with pytest.warns(FallbackWarning, match="cannot be read and is made anew") as seen:
+        for mesh in meshes:
+            plan(mesh=mesh)
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("value", ["off", "0", "", "OFF"])
 def test_the_cache_can_be_switched_off(
     folder: Path, value: str, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@ at all. So where it ends with a gap, every named method that could be better is 
 and the best of all plans is taken: no method that fits is predicted to be faster.
 Where it ends without one, or far above the budget, methods are planned as they are,
 without the budget: its bound holds for rows of memory that such a plan may not fill.
+Where that bound is out of reach, none is planned.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from .memory_users import infeasible_error
 from .plan_within import BUDGET_GAP, plan_least_memory, plan_within_binding
 
 FAR = 1.05  # times the budget
+OUT_OF_REACH = 2  # times the budget, what any plan needs by rows: no method fits
 NEARLY_CLOSED = 1.1  # times the gap that is wanted
 _Place = tuple[OpGraph, MeshShape, Cluster]
 _log = logging.getLogger("autopar")
@@ -77,6 +79,8 @@ class BudgetCandidates:
         try:
             searched = self._search()
         except InfeasiblePlanError as error:
+            if error.far_bound_bytes > OUT_OF_REACH * self.budget_bytes:
+                raise
             errors.append(error)
             searches = (error.least_budget_bytes or 0) <= FAR * self.budget_bytes
         else:

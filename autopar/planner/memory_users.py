@@ -42,21 +42,31 @@ def memory_users(profile: MemoryProfile) -> tuple[MemoryUser, ...]:
     return tuple(sorted(users, key=lambda user: (-user.bytes, user.name)))
 
 
-def infeasible_error(profile: MemoryProfile, budget_bytes: int) -> InfeasiblePlanError:
+def infeasible_error(
+    profile: MemoryProfile, budget_bytes: int, far_bound_bytes: int = 0
+) -> InfeasiblePlanError:
     """That nothing was found to fit a budget.
 
-    `profile` is of the plan that was found to need the least.
+    `profile` is of the plan that was found to need the least, and `far_bound_bytes`
+    what every plan needs, where it is so far above the budget that the search ended.
     """
     least = profile.peak_bytes
     users = memory_users(profile)[:NUM_NAMED]
     largest = "; ".join(map(str, users))
+    far = ""
+    if far_bound_bytes:
+        far = (
+            f" The search ended early, as no plan should need less than "
+            f"{format_bytes(far_bound_bytes)}."
+        )
     return InfeasiblePlanError(
         f"A plan must fit the memory budget of {budget_bytes:,} B "
         f"({format_bytes(budget_bytes)}) a device, but no plan was found below "
         f"{least:,} B ({format_bytes(least)}) on the mesh {profile.plan.mesh}; give "
         f"memory_budget={least}, more devices, more microbatches, a smaller batch, "
         f"remat='auto' or offload='auto'. "
-        f"Most is taken by {largest}.",
+        f"Most is taken by {largest}.{far}",
         least_budget_bytes=least,
         tightest_constraint=f"memory: {users[0]}" if users else "memory",
+        far_bound_bytes=far_bound_bytes,
     )

@@ -174,17 +174,20 @@ class _Search:
         """One axis; where nothing fits, one for each level, then one of the finest.
 
         To find that nothing fits takes long, so the last is left out unless cutting
-        brought the least budget that would do clearly down.
+        brought the least budget that would do clearly down, and where the budget is far
+        below it.
         """
         finest = [each for each in self.shapes[2:] if each.num_axes == MAX_AXES]
         needs: list[float] = []
+        is_far = False
         for mesh in (*self.shapes[:2], *finest[:1]):
-            if len(needs) == 2 and needs[1] > HELPS * needs[0]:
+            if len(needs) == 2 and (is_far or needs[1] > HELPS * needs[0]):
                 break
             trial = self._try(mesh, LOOSE_GAP if needs else TIGHT_GAP)
             if trial.error is None:
                 return trial
             needs.append(trial.error.least_budget_bytes or math.inf)
+            is_far |= trial.error.far_bound_bytes > 0
         raise _least_infeasible(list(self.trials.values()))
 
     def _better_neighbour(self, best: Trial) -> Trial | None:

@@ -124,6 +124,11 @@ class MetPlans:
         """Seconds of work until the limit, at least 0."""
         return max(MOST_WORK - self.clock.now(), 0.0)
 
+    @property
+    def work_spent(self) -> float:
+        """Seconds of work of all solutions."""
+        return self.clock.spent
+
     def see(self, assignment: Assignment) -> MetPlan:
         """Meets a plan: what the model says of its memory."""
         choices = self._normal(assignment.choices)

@@ -55,7 +55,10 @@ class CacheEntry:
     path: Path | None
 
     def load(self, graph: OpGraph) -> Plan | None:
-        """The plan, or None: a file that is no plan of this graph is dropped."""
+        """The plan, or None: a file that is no plan of this graph is dropped.
+
+        The first of a folder is warned of, and the others are logged.
+        """
         if self.path is None or not self.path.exists():
             return None
         try:
@@ -63,11 +66,8 @@ class CacheEntry:
             plan = from_json(text, str(self.path))
             check_against(plan, graph_of_plan(graph, plan))
         except (OSError, EOFError, ValueError, PlanFileError) as error:
-            warnings.warn(
-                f"A cached plan cannot be read and is made anew: {self.path}: {error}",
-                FallbackWarning,
-                stacklevel=2,
-            )
+            _log.info("a cached plan cannot be read: %s: %s", self.path, error)
+            _warn_unreadable(self.path.parent, f"{self.path}: {error}")
             return None
         return Plan(plan)
 
@@ -223,6 +223,21 @@ def _drop_oldest(folder: Path) -> None:
         plans.sort(key=lambda path: path.stat().st_mtime)
         for path in plans[: len(plans) - MOST_PLANS]:
             path.unlink(missing_ok=True)
+
+
+_unreadable: set[Path] = set()
+
+
+def _warn_unreadable(folder: Path, text: str) -> None:
+    if folder in _unreadable:
+        return
+    _unreadable.add(folder)
+    warnings.warn(
+        f"A cached plan cannot be read and is made anew: {text}. Others of {folder} "
+        f"are made anew without a warning.",
+        FallbackWarning,
+        stacklevel=3,
+    )
 
 
 @cache

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
 
+from autopar.solver.assignment import Assignment
 from autopar.solver.choice_graph import Infeasible
 from autopar.solver.solve import solve
 
@@ -31,7 +32,7 @@ from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
 from .intra_op import IntraOpSolution, plan_intra_op
-from .least_memory import least_memory
+from .least_memory import LeastMemory, least_memory
 from .memory_users import infeasible_error
 from .met_plans import MetPlan, MetPlans
 from .sharding_problem import build_problem
@@ -123,7 +124,7 @@ def plan_least_memory(
     """
     place = graph, mesh, cluster
     within = _WithinBudget(*place, pins, restrictions, budget_bytes, 0.0)
-    found = within.least_found(0)
+    found = within.least_found(0).found
     if found.peak_bytes > budget_bytes:
         raise infeasible_error(found.profile, budget_bytes)
     return within.solution(found, within.free.bound)
@@ -149,22 +150,24 @@ class _WithinBudget:
         self.budget_bytes, self.gap = budget_bytes, max(gap, BUDGET_GAP)
         self.free = solve(problem.choice_graph, gap=BUDGET_GAP / 10)
         self.bound, self.is_ruled_out = self.free.bound, False
+        self.starts: Sequence[Assignment] = ()
 
     def run(self, finds_least: bool, starts: Sequence[Limit] = ()) -> IntraOpSolution:
         start = perf_counter()
         budget = self.budget_bytes
         met = MetPlans(*self.place, self.free, WORTH_A_TURN * budget)
-        for limit in starts:
-            self._meet(met, limit)
+        self.starts = [each for limit in starts if (each := self._limited(limit))]
+        self._meet_starts(met)
         if self._solve_in_rounds(met, WIDE_GAP) and not self._is_closed(met):
             self._solve_in_rounds(met, self.gap)
         if met.cheapest(budget) is None and not self.is_ruled_out:
             self._solve_with_margins(met)
         best = met.cheapest(budget)
         if best is None and finds_least:
-            best = self.least_found(budget)
+            least = self.least_found(budget)
+            best = least.found
             if best.peak_bytes > budget:
-                raise infeasible_error(best.profile, budget)
+                raise infeasible_error(best.profile, budget, least.far_bound_bytes)
         if best is None:
             raise infeasible_error(met.least().profile, budget)
         solution = self.solution(best, self.bound)
@@ -182,16 +185,19 @@ class _WithinBudget:
         )
         return solution
 
-    def _meet(self, met: MetPlans, limit: Limit) -> None:
-        """Meets the cheapest plan that a limit leaves, if it is one of the problem."""
+    def _limited(self, limit: Limit) -> Assignment | None:
+        """The cheapest plan that a limit leaves, if it is one of the problem."""
         problem, cluster, _ = self.place
         try:
             limited = restrict(problem, (limit,), cluster).choice_graph
             found = solve(limited, gap=WIDE_GAP)
         except (Infeasible, ValueError) as error:  # a pin says otherwise
             _log.info("%s: %s", limit, error)
-            return
-        if problem.choice_graph.cost(found.choices) < math.inf:
+            return None
+        return found if problem.choice_graph.cost(found.choices) < math.inf else None
+
+    def _meet_starts(self, met: MetPlans) -> None:
+        for found in self.starts:
             plan = met.see(found)
             met.lower_refuted()
             met.add_rows(plan)
@@ -247,13 +253,14 @@ class _WithinBudget:
             if found.peak_bytes <= budget:
                 return
 
-    def least_found(self, enough_bytes: int) -> MetPlan:
+    def least_found(self, enough_bytes: int) -> LeastMemory:
         """The plan of the least memory, or one that holds no more than is enough.
 
-        It starts anew, and so ends with the same plan whatever the budget.
+        It starts anew, and so goes the same way whatever the budget.
         """
         met = MetPlans(*self.place, self.free, 0.0)
-        return least_memory(met, enough_bytes).found
+        self._meet_starts(met)
+        return least_memory(met, enough_bytes)
 
     def solution(self, found: MetPlan, bound: float) -> IntraOpSolution:
         """With the gap against the bound of the problem at the full budget."""

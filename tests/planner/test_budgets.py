@@ -18,7 +18,8 @@ from autopar.graph.op_graph import OpGraph
 from autopar.methods.gather_again import gathering_again
 from autopar.methods.named_methods import Zero, restriction_of
 from autopar.methods.restrictions import restrict
-from autopar.planner import budget_candidates, met_plans
+from autopar.planner import budget_candidates, least_memory, met_plans
+from autopar.planner import plan_within as plan_within_module
 from autopar.planner.budget_candidates import BudgetCandidates
 from autopar.planner.intra_op import IntraOpSolution, plan_intra_op, read_plan
 from autopar.planner.plan_within import BUDGET_GAP, plan_within, plan_within_binding
@@ -221,6 +222,56 @@ def test_methods_are_not_searched_far_below_the_least(
     with pytest.raises(autopar.InfeasiblePlanError):
         BudgetCandidates(*place, least - 1, (1,), {}, 1e-4).best()
     assert len(searched) > 2
+
+
+def candidates(budget: int) -> BudgetCandidates:
+    spec = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    traced = trace(small_step, (spec, spec), {})
+    graph = build_graph(traced, roles_of(traced))
+    return BudgetCandidates(
+        *(graph, MESH, Cluster.preset("8xH100"), budget, (1,), {}, 1e-4)
+    )
+
+
+def test_far_below_the_least_the_search_ends_early_and_what_it_names_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[int] = []
+
+    def least(*given: Any) -> least_memory.LeastMemory:
+        found = least_memory.least_memory(*given)
+        steps.append(found.num_steps)
+        return found
+
+    monkeypatch.setattr(plan_within_module, "least_memory", least)
+    monkeypatch.setattr(least_memory, "FAR_WORK", 0.0)
+    too_little = 1_000
+    with pytest.raises(autopar.InfeasiblePlanError) as raised:
+        candidates(too_little).best()
+    error = raised.value
+    assert error.least_budget_bytes is not None
+    assert 1.2 * too_little < error.far_bound_bytes <= error.least_budget_bytes
+    assert "The search ended early" in str(error)
+    found = candidates(error.least_budget_bytes).best()
+    assert found.plan.predicted.peak_bytes <= error.least_budget_bytes
+    monkeypatch.setattr(least_memory, "FAR_BELOW", 1e9)
+    with pytest.raises(autopar.InfeasiblePlanError) as raised:
+        candidates(too_little).best()
+    assert not raised.value.far_bound_bytes
+    assert steps[-1] > steps[0]
+
+
+def test_no_method_is_planned_where_the_budget_is_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(least_memory, "FAR_WORK", 0.0)
+
+    def planned(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(BudgetCandidates, "_plan", planned)
+    with pytest.raises(autopar.InfeasiblePlanError):
+        candidates(1_000).best()
 
 
 @pytest.mark.slow
