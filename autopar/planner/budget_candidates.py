@@ -99,7 +99,9 @@ class BudgetCandidates:
             except (ValueError, NotImplementedError) as error:
                 _log.info("%s: %s", method, error)
         if best is None:
-            raise min(errors, key=lambda error: error.least_budget_bytes or math.inf)
+            least = min(errors, key=lambda error: error.least_budget_bytes or math.inf)
+            least.far_bound_bytes = max(error.far_bound_bytes for error in errors)
+            raise least
         is_closed = best is searched and not searches
         return best if is_closed else _with_bound(best, bound)
 
