@@ -2,7 +2,9 @@
 
 An argument is in memory for the whole step, and a loop's operand for the whole loop. A
 copy of one takes memory besides, unless it is in the same spec: then everyone reads the
-tensor itself. So every spec is there twice, first as it lies and then copied.
+tensor itself. What a plan makes again in all that reads it is in no memory at all,
+unless it is copied. So every spec of a relay is there twice, first as the tensor lies
+and then copied; beside what lasts, the first takes no bytes.
 
 What is gathered is gathered by the relay: a program makes one copy for all readers and
 holds it from the first to the last, so no reader may gather one from the relay. For the
