@@ -56,7 +56,8 @@ class SpecPatterns:
         Writes are (bytes, leading dims more than `tensor_type`), reads those dims (1
         for what a scan slices or stacks). `whole`: the program itself holds the value,
         so it can only be replicated. `seconds_per_byte` are of what a device has of the
-        tensor. `is_beside`: a relay beside a tensor that lasts (`relay_choices.py`).
+        tensor. `tells_copies`: a relay has every spec twice, and beside a tensor that
+        lasts (`is_beside`) the first takes no bytes (`relay_choices.py`).
         `sum_runs`: what is owed of a sum is paid elsewhere, once in so many runs.
         """
         key = (
