@@ -201,7 +201,8 @@ class _Builder:
         read, copy = (self.read_start, self.read_tensor), self.converted
         own = copy >= 0
         same, at = renamed(columns, rows, self.renames, self.equals, read)
-        copied = np.flatnonzero((at >= 0) & own[at])
+        copied = np.flatnonzero(at >= 0)
+        copied = copied[own[at[copied]]]
         self.value_of[copied] = self.of_copies[copy[at[copied]]]
         same[copied] = copied
         self.value_of = self.value_of[roots(same)]
