@@ -33,6 +33,7 @@ LEAST_TURN = 0.003
 MOST_WORK = 90.0  # seconds, of all solutions; see `solver/clock.py`
 MOST_WORK_AT_ONCE = 15.0
 GUARD_SECONDS = 1200.0
+FAR_OFF = 1.1  # times what a plan holds
 WORTH_LOWERING = 0.005  # of what a plan holds, that a row says more of it
 
 
@@ -84,6 +85,7 @@ class MetPlans:
         self.clock = Clock(GUARD_SECONDS)
         self._priced = PricedPlans(problem.choice_graph, ArrayPool(self.clock))
         self.plans: list[MetPlan] = []
+        self._far: set[MetPlan] = set()  # which rows say too much of
         self._rows: list[_Row] = []
         first = self.see(free)
         self.add_rows(first)
@@ -153,6 +155,20 @@ class MetPlans:
         rows = memory_rows(self.problem, found.profile, found.choices)
         self._add(found, rows[:MOST_ROWS])
 
+    def meet_start(self, assignment: Assignment) -> None:
+        """Meets a plan, with its rows, that may be unlike all others.
+
+        What rows say far too much of it is no reason to lower them: they hold near the
+        plans that brought them, where those are looked for that cost little.
+        """
+        found = self.see(assignment)
+        said = max((row.used(found.choices) for row in self.rows), default=0.0)
+        if said > FAR_OFF * found.peak_bytes:
+            self._far.add(found)
+        else:
+            self.lower_refuted()
+        self.add_rows(found)
+
     def _add(self, found: MetPlan, rows: Sequence[MemoryRow]) -> None:
         self._rows += [self._lowered(_Row(row, found.choices)) for row in rows]
 
@@ -171,7 +187,8 @@ class MetPlans:
         met = [
             (each.choices, each.peak_bytes)
             for each in self.plans
-            if row.used(each.choices) > (1 + WORTH_LOWERING) * each.peak_bytes
+            if each not in self._far
+            and row.used(each.choices) > (1 + WORTH_LOWERING) * each.peak_bytes
         ]
         return _Row(lowered_by_all(row, given.own, met), given.own) if met else given
 

@@ -198,9 +198,7 @@ class _WithinBudget:
 
     def _meet_starts(self, met: MetPlans) -> None:
         for found in self.starts:
-            plan = met.see(found)
-            met.lower_refuted()
-            met.add_rows(plan)
+            met.meet_start(found)
 
     def _solve_in_rounds(self, met: MetPlans, gap: float) -> bool:
         """Adds rows until the solver's plan fits; not if nothing fits the rows.
