@@ -25,9 +25,11 @@ def arguments() -> tuple[dict[str, jax.Array], jax.Array]:
     )
 
 
-def test_coefficients_of_an_optimizer_are_read_by_every_stage() -> None:
-    """Muon's state has those of its iteration on every gradient."""
-    optimizer = optax.contrib.muon(1e-2)
+@pytest.mark.parametrize("make", [optax.contrib.muon, optax.novograd])
+def test_state_that_is_no_parameter_lies_where_it_is_read_or_made(make: Any) -> None:
+    """Muon's coefficients are read by every stage, Novograd's second moments are one
+    scalar a parameter."""
+    optimizer = make(1e-2)
     params, x = arguments()
 
     def step(state: Any, x: jax.Array) -> Any:
@@ -93,21 +95,6 @@ def test_an_average_of_parameters_lies_where_they_are_updated(is_first: bool) ->
     sent = {t.slot: t.count for t in plan.transfers if "average" in t.slot}
     assert len(sent) == 2 and {*sent.values()} == {1}  # copies, once a step
     assert not any("own" in t.slot for t in plan.transfers)
-
-
-def test_second_moments_of_whole_parameters_lie_where_they_are_made() -> None:
-    """Novograd's are scalars, one a parameter."""
-    optimizer = optax.novograd(1e-2)
-    params, x = arguments()
-
-    def step(state: Any, x: jax.Array) -> Any:
-        params, moments = state
-        value, grads = jax.value_and_grad(loss)(params, x)
-        updates, moments = optimizer.update(grads, moments, params)
-        return (optax.apply_updates(params, updates), moments), value
-
-    parallel = parallelize(step, method=PipelineParallel(2, 2))
-    run_pipeline_as_planned(parallel, (params, optimizer.init(params)), x)
 
 
 @pytest.mark.parametrize("size", [1, 16])
