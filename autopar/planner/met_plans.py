@@ -142,8 +142,7 @@ class MetPlans:
         return self.plans[-1]
 
     def _normal(self, choices: Sequence[int]) -> tuple[int, ...]:
-        problem = self.problem
-        relays = problem.relays
+        problem, relays = self.problem, self.problem.relays
         return without_needless_copies(
             choices,
             {t: (v, problem.vertices[v].writes[0].choices) for t, v in relays.items()},
