@@ -13,9 +13,9 @@ first operand first. What is capped is then visited from the last to the first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 import numpy as np
 
@@ -28,15 +28,16 @@ OTHERS = 2  # the tuple of results, and the zero that sums start at
 class Instructions:
     """What a block's kernels are as instructions, without parameters.
 
-    Kernels come first, then copies, then parts. Instruction i reads those of
-    `operands[starts[i] : starts[i + 1]]`; the block returns `roots`. `bytes` is what
-    each makes, `most` how many there are with the parameters. `copied` are the values
-    of which copies are made, in their order.
+    Kernels come first, then copies, then parts. Instruction i reads what `begins_as[i]`
+    does, if it is there, and then those of `operands[starts[i] : starts[i + 1]]`; the
+    block returns `roots`. `bytes` is what each makes, `most` how many there are with
+    the parameters. `copied` are the values of which copies are made, in their order.
     """
 
     num_kernels: int
     starts: np.ndarray
     operands: np.ndarray
+    begins_as: Mapping[int, int]
     roots: np.ndarray
     bytes: np.ndarray
     most: int
@@ -54,7 +55,10 @@ class Instructions:
         parts = columns.writes[is_part]
         node[parts] = count + len(copied) + np.arange(len(parts))
         node[copied] = count + np.arange(len(copied))
-        reader, value = _through_barriers(block)
+        begins_as = {} if block.passed else columns.begins_as
+        reader, value = _through_barriers(block) if block.passed else columns.own_reads
+        is_input = np.zeros(len(node), bool)
+        is_input[value[block.maker[value] < 0]] = True
         reader, operand = reader[node[value] >= 0], node[value][node[value] >= 0]
         total = count + len(copied) + len(parts)
         sizes = np.zeros(total, np.int64)
@@ -68,16 +72,26 @@ class Instructions:
         is_end[returned] = False
         roots = np.concatenate([returned, np.flatnonzero(is_end)]).astype(np.intp)
         num_loops = len(np.unique(columns.writers[is_part]))  # each reads a tuple
-        num_inputs = len(np.unique(columns.reads[block.maker[columns.reads] < 0]))
         return cls(
             count,
             np.searchsorted(reader, np.arange(total + 1)),
             operand,
+            begins_as,
             roots,
             sizes,
-            total + num_loops + num_inputs + OTHERS,
+            total + num_loops + int(is_input.sum()) + OTHERS,
             tuple(copied),
         )
+
+    def num_readers(self) -> np.ndarray:
+        """[instructions] how many read each, as often as they do."""
+        total = len(self.bytes)
+        times = np.ones(total)  # how many begin as each, with itself
+        for k, other in reversed(self.begins_as.items()):
+            times[other] += times[k]
+        reads = times.repeat(np.diff(self.starts))
+        found = np.bincount(self.operands, reads, total).astype(np.intp)
+        return found + np.bincount(np.unique(self.roots), minlength=total)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,15 +112,17 @@ def depth_first_order(block: KernelBlock, duplicated: Collection[int]) -> Order:
     if not len(block.kernels):
         return Order((), {}, np.full(len(block.values), -1))
     found = Instructions.of(block, duplicated)
-    post_order = _post_order(found)
-    rank = _visited_last(found, post_order)
+    mirrored = _Reads.mirrored(found)
+    post_order = _visited(mirrored, found.roots[::-1])  # the first operand first
+    rank = _visited_last(found, mirrored, post_order)
     # Here instructions go by rank, so that those visited first sort last.
     by_rank, count = np.argsort(rank), len(rank)
     reader = rank.repeat(np.diff(found.starts))
     pairs = np.sort(reader * count + rank[found.operands])
     starts = np.searchsorted(pairs, count * np.arange(count + 1))
-    roots = np.sort(rank[found.roots])
-    ordered = by_rank[_visited(starts, pairs % count, roots)]
+    begins_as = {int(rank[k]): int(rank[o]) for k, o in found.begins_as.items()}
+    reads = _Reads(starts, pairs % count, begins_as, is_sorted=True)
+    ordered = by_rank[_visited(reads, np.sort(rank[found.roots]))]
     is_kernel = ordered < found.num_kernels
     kernels = ordered[is_kernel]
     after = np.cumsum(is_kernel)  # how many kernels run up to here
@@ -149,48 +165,111 @@ def _through_barriers(block: KernelBlock) -> tuple[np.ndarray, np.ndarray]:
     return reader[~taken], value[~taken]
 
 
-def _visited_last(found: Instructions, post_order: Sequence[int]) -> np.ndarray:
+def _visited_last(
+    found: Instructions, reads: _Reads, post_order: Sequence[int]
+) -> np.ndarray:
     """[instructions] their places if those to visit last come first."""
-    total = len(found.bytes)
-    num_readers = np.bincount(found.operands, minlength=total)
-    num_readers += np.bincount(np.unique(found.roots), minlength=total)
-    extra = np.maximum(num_readers - 1, 0).tolist()
-    size, bounds = found.bytes.tolist(), found.starts.tolist()
-    operands = found.operands.tolist()
-    held, most = 0, found.most
+    total, around, begins_as = len(found.bytes), reads.around, reads.begins_as
+    extra = np.maximum(found.num_readers() - 1, 0).tolist()
+    size = found.bytes.astype(float).tolist()  # integers, added quickly
+    sums = dict[int, tuple[int, float]]()  # of all that is read by what others begin as
+    held, most = 0.0, found.most
     for k in post_order:
-        own = size[k]
-        held += own
-        behind = extra[k]
-        for i in operands[bounds[k] : bounds[k + 1]]:
+        held += size[k]
+        behind, made, read = 0, 0.0, around[k]
+        if k in begins_as:
+            behind, made = reads.sums_of(begins_as[k], sums, extra, size)
+        for i in read:
             behind += extra[i]
-            own += size[i]
-        extra[k], size[k] = min(behind, most), min(own, held)
+            made += size[i]
+        behind += extra[k]
+        made += size[k]
+        extra[k] = behind if behind < most else most
+        size[k] = made if made < held else held
     rank = np.empty(total, np.intp)
     rank[np.lexsort((-np.arange(total), size, extra))] = np.arange(total)
     return rank
 
 
-def _post_order(found: Instructions) -> list[int]:
-    """Instructions after what they read, the first operand first."""
-    ends = found.starts[:-1] + found.starts[1:] - 1
-    mirrored = ends.repeat(np.diff(found.starts)) - np.arange(len(found.operands))
-    return _visited(found.starts, found.operands[mirrored], found.roots[::-1])
+class _Reads:
+    """What instructions read: `around` each, and what it begins as reads besides."""
+
+    def __init__(
+        self,
+        starts: np.ndarray,
+        operands: np.ndarray,
+        begins_as: Mapping[int, int],
+        *,
+        is_sorted: bool = False,
+    ) -> None:
+        listed = operands.tolist()
+        self.around = [listed[a:b] for a, b in pairwise(starts.tolist())]
+        self.begins_as, self._is_sorted = begins_as, is_sorted
+
+    @classmethod
+    def mirrored(cls, found: Instructions) -> _Reads:
+        """Those of instructions, the last operand first."""
+        ends = found.starts[:-1] + found.starts[1:] - 1
+        mirrored = ends.repeat(np.diff(found.starts)) - np.arange(len(found.operands))
+        return cls(found.starts, found.operands[mirrored], found.begins_as)
+
+    def whole(self, k: int) -> list[int]:
+        """All that k reads, what it begins as last unless it is sorted."""
+        found = list[int]()
+        for each in self._line(k):
+            found += self.around[each]
+        return sorted(found) if self._is_sorted else found
+
+    def _line(self, k: int) -> Iterator[int]:
+        """An instruction, what it begins as, what that begins as ..."""
+        each: int | None = k
+        while each is not None:
+            yield each
+            each = self.begins_as.get(each)
+
+    def note(self, k: int, is_read: set[int]) -> None:
+        """Adds an instruction and all it begins as to those that have been read."""
+        for each in self._line(k):
+            if each in is_read:
+                return
+            is_read.add(each)
+
+    def sums_of(
+        self,
+        k: int,
+        known: dict[int, tuple[int, float]],
+        extra: Sequence[int],
+        size: Sequence[float],
+    ) -> tuple[int, float]:
+        """Both sums over all that k reads; those of what it begins as are `known`."""
+        new = list(takewhile(lambda each: each not in known, self._line(k)))
+        for each in reversed(new):
+            behind, made = known.get(self.begins_as.get(each, -1), (0, 0.0))
+            behind += sum([extra[i] for i in self.around[each]])
+            made += sum([size[i] for i in self.around[each]])
+            known[each] = behind, made
+        return known[k]
 
 
-def _visited(starts: np.ndarray, operands: np.ndarray, roots: np.ndarray) -> list[int]:
+def _visited(reads: _Reads, roots: np.ndarray) -> list[int]:
     """Instructions after what they read, the last operand first, as of the roots."""
-    bounds, reads = starts.tolist(), operands.tolist()
-    around = [reads[a:b] for a, b in pairwise(bounds)]
+    around, begins_as = reads.around, reads.begins_as
     order, is_done = list[int](), [False] * len(around)
-    stack = roots.tolist()
+    shared = frozenset((*begins_as, *begins_as.values()))
+    is_read, stack = set[int](), roots.tolist()
     while stack:
         k = stack.pop()
         if k < 0:
-            is_done[~k] = True
-            order.append(~k)
+            k = ~k
+            is_done[k] = True
+            order.append(k)
+            if k in shared:
+                reads.note(k, is_read)
         elif not is_done[k]:
-            waiting = [i for i in around[k] if not is_done[i]]
+            read = around[k]
+            if k in begins_as and begins_as[k] not in is_read:
+                read = reads.whole(k)
+            waiting = [i for i in read if not is_done[i]]
             if waiting:
                 stack.append(~k)
                 stack += waiting

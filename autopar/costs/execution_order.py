@@ -105,31 +105,42 @@ def _duplicated(block: KernelBlock) -> frozenset[int]:
     """
     columns, maker = block.columns, block.maker
     last = np.full(len(block.values), -1)  # [values] what makes their replacement
-    for old, new in block.replaced:
-        last[old] = maker[new]
+    old, new = np.array(block.replaced, np.intp).reshape(-1, 2).T
+    last[old] = maker[new]
     ends = last[columns.reads]
     is_other = (ends >= 0) & (ends != columns.readers)
-    reading, number = np.unique(columns.readers[is_other], return_inverse=True)
-    bits = [1 << i for i in range(len(reading))]
-    before = [0] * len(block.kernels)
-    for k, bit in zip(reading.tolist(), bits, strict=True):
-        before[k] = bit
-    made = maker[columns.reads].tolist()
-    for k, (first, end) in enumerate(pairwise(columns.read_start.tolist())):
-        mask = before[k]
+    if not is_other.any():
+        return frozenset()
+    asked, number = np.unique(columns.readers[is_other], return_inverse=True)
+    end, row = np.unique(ends[is_other], return_inverse=True)
+    bytes_before, number = _before(block, asked, end), number.reshape(-1)
+    is_before = bytes_before[row.reshape(-1), number >> 3] >> (number & 7) & 1 > 0
+    return frozenset(columns.reads[is_other][~is_before].tolist())
+
+
+def _before(block: KernelBlock, asked: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Which of the kernels `asked` come before `ends` in every order.
+
+    Bits uint8 [ends, asked / 8].
+    """
+    columns, before = block.columns, [0] * len(block.kernels)
+    for place, k in enumerate(asked.tolist()):
+        before[k] = 1 << place
+    reader, value = columns.own_reads
+    starts = np.searchsorted(reader, np.arange(len(before) + 1)).tolist()
+    made, begins_as = block.maker[value].tolist(), columns.begins_as
+    read = dict.fromkeys(begins_as.values(), 0)  # what comes before all that is read
+    for k, (first, end) in enumerate(pairwise(starts)):
+        mask = read[begins_as[k]] if k in begins_as else 0
         for i in made[first:end]:
             if i >= 0:
                 mask |= before[i]
-        before[k] = mask
-    return frozenset(
-        value
-        for value, end, i in zip(
-            *(columns.reads[is_other].tolist(), ends[is_other].tolist()),
-            number.reshape(-1).tolist(),
-            strict=True,
-        )
-        if not before[end] & bits[i]
-    )
+        if k in read:
+            read[k] = mask
+        before[k] |= mask
+    width = len(asked) // 8 + 1
+    found = b"".join([before[end].to_bytes(width, "little") for end in ends.tolist()])
+    return np.frombuffer(found, np.uint8).reshape(-1, width)
 
 
 def _intervals(

@@ -40,6 +40,9 @@ class FreeTimes:
     def taken(self, start: int, end: int) -> int:
         """The places that are taken at some time from `start` to `end`."""
         low, high = start >> _SHIFT, end >> _SHIFT
+        if low == high:
+            found = self._throughout[low] | self._throughout_large[low >> _SHIFT]
+            return reduce(or_, self._at[start : end + 1], found)
         bottom, top = low >> _SHIFT, high >> _SHIFT
         found = self._throughout[low] | self._throughout[high]
         found |= self._throughout_large[bottom] | self._throughout_large[top]
@@ -61,7 +64,8 @@ class FreeTimes:
         self._some[low] |= bit
         self._some_large[bottom] |= bit
         if high - low < 2:
-            _add(bit, self._at, start, end + 1)
+            for at in range(start, end + 1):
+                self._at[at] |= bit
             if high > low:
                 self._some[high] |= bit
                 self._some_large[top] |= bit

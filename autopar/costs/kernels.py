@@ -13,6 +13,8 @@ from autopar.solver.made_when_read import MadeWhenRead
 
 from ..sharding.spec import REPLICATED, Spec, dim_of
 
+MANY_READS = 16
+
 
 class Value(NamedTuple):
     """A tensor in one spec, as one device holds it.
@@ -124,6 +126,34 @@ class KernelColumns(MadeWhenRead[Kernel]):
             self.carries.get(index, ()),
             bool(self.is_send[index]),
         )
+
+    @cached_property
+    def begins_as(self) -> dict[int, int]:
+        """By kernel with many reads, an earlier one whose reads come first in its own.
+
+        So chains of kernels that each do again all that came before are short lists.
+        """
+        counts, longest = np.diff(self.read_start), dict[int, int]()
+        found: dict[int, int] = {}
+        for k in np.flatnonzero(counts > MANY_READS).tolist():
+            own = self.reads[slice(*self.read_start[k : k + 2])]
+            other = longest.setdefault(int(own[0]), k)
+            if counts[other] > counts[k]:
+                continue
+            theirs = self.reads[slice(*self.read_start[other : other + 2])]
+            if other != k and (own[: len(theirs)] == theirs).all():
+                found[k] = other
+            if counts[k] > counts[other] or k not in found:
+                longest[int(own[0])] = k
+        return found
+
+    @cached_property
+    def own_reads(self) -> tuple[np.ndarray, np.ndarray]:
+        """(kernel, value) of `reads`, without those that come first in `begins_as`."""
+        starts, is_own = self.read_start.tolist(), np.ones(len(self.reads), bool)
+        for k, other in self.begins_as.items():
+            is_own[starts[k] : starts[k] + starts[other + 1] - starts[other]] = False
+        return self.readers[is_own], self.reads[is_own]
 
     @cached_property
     def readers(self) -> np.ndarray:

@@ -39,22 +39,25 @@ class _Reshapes:
         self.filled = {self.operators[row].results[0] for row in fills}
         self.source: dict[int, _Shape] = {}  # by tensor, what it is reshaped from
         self.moved: set[int] = set()
-        for row in np.flatnonzero(columns.where(_may_reshape)).tolist():
-            self._add_reshape(self.operators[row])
+        is_elementwise = columns.where(lambda op: op.kind in _ELEMENTWISE)
+        self._elementwise = is_elementwise.tolist()
+        shapes = [_reshaped_from(op) for op in columns.distinct]
+        is_reshape = np.array([shape is not None for shape in shapes], bool)
+        rows = np.flatnonzero(is_reshape[columns.alike])
+        for row, kind in zip(rows.tolist(), columns.alike[rows].tolist(), strict=True):
+            self._add_reshape(self.operators[row], shapes[kind] or ())
         self._move()
 
     def readers(self, tensor: int) -> list[int]:
         """The rows that read a tensor."""
         return self._rows[self._starts[tensor] : self._starts[tensor + 1]]
 
-    def _add_reshape(self, op: Operator) -> None:
+    def _add_reshape(self, op: Operator, shape: _Shape) -> None:
         operand, result = op.operands[0], op.results[0]
-        if op.kind == "dot_general":
-            shape = matrix_shape(op)
-        elif isinstance(operand, int):
-            shape = self.source.get(operand, op.operand_types[0].shape)
-        else:
-            return
+        if op.kind != "dot_general":
+            if not isinstance(operand, int):
+                return
+            shape = self.source.get(operand, shape)
         if shape != op.result_types[0].shape:
             self.source[result] = shape
 
@@ -63,7 +66,8 @@ class _Reshapes:
         new = list(self.source)
         while new:
             rows = {row for tensor in new for row in self.readers(tensor)}
-            rows = {row for row in rows - self.moved if self._is_candidate(row)}
+            rows = {row for row in rows - self.moved if self._elementwise[row]}
+            rows = set(filter(self._is_candidate, rows))
             while True:
                 read = {each for row in rows for each in self._reshaped(row)}
                 torn = [t for t in read if not rows.issuperset(self.readers(t))]
@@ -83,14 +87,14 @@ class _Reshapes:
         return [each for each in found if isinstance(each, int) and each in self.source]
 
     def _is_candidate(self, row: int) -> bool:
-        op = self.operators[row]
-        if op.kind not in _ELEMENTWISE:
-            return False
-        reshaped = self._reshaped(row)
-        rest = [each for each in op.operands if isinstance(each, int)]
-        return len({self.source[each] for each in reshaped}) == 1 and all(
-            each in self.source or each in self.filled for each in rest
-        )
+        """Whether all that a row reads is reshaped alike, or the same in all places."""
+        shapes = set[_Shape]()
+        for each in self.operators[row].operands:
+            if isinstance(each, int) and each in self.source:
+                shapes.add(self.source[each])
+            elif isinstance(each, int) and each not in self.filled:
+                return False
+        return len(shapes) == 1
 
     def before(self) -> np.ndarray:
         """bool [rows]; see `rows_before_reshapes`."""
@@ -128,7 +132,11 @@ def _fills(op: Operator) -> bool:
     return op.kind == "broadcast_in_dim" and op.operand_types[0].rank == 0
 
 
-def _may_reshape(op: Operator) -> bool:
-    return op.kind in _RESHAPES or (
-        op.kind == "dot_general" and matrix_shape(op) != op.result_types[0].shape
-    )
+def _reshaped_from(op: Operator) -> _Shape | None:
+    """The shape that a reshape or product is made in; None for all others."""
+    if op.kind in _RESHAPES:
+        return op.operand_types[0].shape
+    if op.kind != "dot_general":
+        return None
+    shape = matrix_shape(op)
+    return None if shape == op.result_types[0].shape else shape

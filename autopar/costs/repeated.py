@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..graph.op_graph import GraphColumns, TensorType
+from .names import roots
 
 
 def repeated_rows(columns: GraphColumns, is_filled: np.ndarray) -> np.ndarray:
@@ -31,7 +32,8 @@ def repeated_rows(columns: GraphColumns, is_filled: np.ndarray) -> np.ndarray:
     tensor, row = tensor[is_read], row[is_read]
     is_large = ~is_filled[tensor] & (ranks[tensor] >= ranks[first[row]])
     num_large = np.bincount(row[is_large], minlength=count)
-    pairs = np.unique(row * len(sizes) + tensor)
+    pairs = np.sort(row * len(sizes) + tensor)
+    pairs = pairs[np.diff(pairs, prepend=-1) > 0]
     row, tensor = np.divmod(pairs, len(sizes))
     read = np.bincount(row, weights=sizes[tensor], minlength=count)
     return has_results & ((num_large <= 1) | (read <= sizes[first]))
@@ -50,8 +52,10 @@ def filled_tensors(columns: GraphColumns, renames: np.ndarray) -> np.ndarray:
     found = np.zeros(len(columns.type_of), bool)
     fills = columns.where(lambda op: op.kind in ("broadcast_in_dim", "iota"))
     found[columns.results[(fills & ~renames)[columns.rows_of_results]]] = True
-    for row in np.flatnonzero(renames).tolist():
-        op = columns.operators[row]
-        if len(op.operands) == 1 and isinstance(op.operands[0], int):
-            found[op.results[0]] |= found[op.operands[0]]
-    return found
+    single = (np.diff(columns.operand_start) == 1) & (np.diff(columns.result_start) > 0)
+    rows = np.flatnonzero(renames & single)
+    read = columns.operands[columns.operand_start[rows]]
+    made = columns.results[columns.result_start[rows]]
+    name = np.arange(len(found))
+    name[made[read >= 0]] = read[read >= 0]
+    return found[roots(name)]

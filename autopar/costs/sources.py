@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from .fusion import InMemory, Nodes
 from .names import roots
+
+_FEW = 16  # longer lists are kept as what they add to another
 
 
 def sources(
@@ -42,8 +45,7 @@ def sources(
     taken = np.repeat(is_mixed[chosen], counts[chosen])
     found = np.empty(starts[-1], np.intp)
     found[~taken] = read[(is_asked & ~is_mixed)[reader]]
-    among = chosen[is_mixed[chosen]].tolist()
-    found[taken] = np.array([v for node in among for v in mixed[node]], np.intp)
+    found[taken] = _joined([mixed[node] for node in chosen[is_mixed[chosen]].tolist()])
     return starts, found
 
 
@@ -74,25 +76,118 @@ def _through_single_reads(
     return roots(name)
 
 
+class _Chain:
+    """Values that a chain of nodes reads, each node some more than the one before."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self.place = {value: k for k, value in enumerate(values)}
+        self.values = list(self.place)
+        self._array = np.zeros(0, np.intp)
+
+    def array(self) -> np.ndarray:
+        """The same values."""
+        if len(self._array) < len(self.values):
+            self._array = np.array(self.values, np.intp)
+        return self._array
+
+    def add(self, values: Sequence[int]) -> None:
+        """More values, which are not there yet."""
+        for value in values:
+            self.place[value] = len(self.values)
+            self.values.append(value)
+
+
+@dataclass(frozen=True, eq=False)
+class _Many:
+    """The first `count` values of a chain, then those of `rest`."""
+
+    chain: _Chain
+    count: int
+    rest: list[int]
+
+    def __len__(self) -> int:
+        return self.count + len(self.rest)
+
+    def listed(self) -> list[int]:
+        """All of them."""
+        return self.chain.values[: self.count] + self.rest
+
+    def array(self) -> np.ndarray:
+        """All of them."""
+        first = self.chain.array()[: self.count]
+        return np.concatenate([first, np.array(self.rest, np.intp)])
+
+    def and_then(self, others: Sequence[int]) -> _Many:
+        """These, and then those of others that are not among them."""
+        if not others:
+            return self
+        chain, count = self.chain, len(self)
+        if chain.values[self.count : count] != self.rest:
+            if self.count == len(chain.values):
+                chain.add(self.rest)
+            else:
+                chain = _Chain(self.listed())
+        place = chain.place
+        new = [value for value in others if place.get(value, count) >= count]
+        return _Many(chain, count, list(dict.fromkeys(new)))
+
+
+_Sources = list[int] | _Many
+
+
 def _mixed_sources(
     nodes: Nodes,
     read: np.ndarray,
     maker: np.ndarray,
     in_memory: np.ndarray,
     is_mixed: np.ndarray,
-) -> dict[int, tuple[int, ...]]:
+) -> dict[int, _Sources]:
     """By node that `is_mixed`, what it reads from memory, each once."""
     starts, reads = nodes.read_start.tolist(), read.tolist()
-    is_there, made_by = in_memory.tolist(), maker.tolist()
-    found: dict[int, tuple[int, ...]] = {}
+    made_by = np.where(in_memory[read], -1, maker[read]).tolist()
+    found: dict[int, _Sources] = {}
     for node in np.flatnonzero(is_mixed).tolist():
-        each = list[int]()
-        for value in reads[starts[node] : starts[node + 1]]:
-            if is_there[value]:
-                each.append(value)
+        each, many = list[int](), None
+        for at in range(starts[node], starts[node + 1]):
+            made = made_by[at]
+            if made < 0:
+                each.append(reads[at])
                 continue
-            made = made_by[value]
             inside = found.get(made)
-            each += reads[starts[made] : starts[made + 1]] if inside is None else inside
-        found[node] = tuple(dict.fromkeys(each)) if len(each) > 1 else tuple(each)
+            if inside is None:
+                each += reads[starts[made] : starts[made + 1]]
+            elif isinstance(inside, list):
+                each += inside
+            elif each or many is not None:
+                each += inside.listed()
+            else:
+                many = inside
+        if many is not None:
+            found[node] = many.and_then(each)
+        else:
+            found[node] = _each_once(each)
+    return found
+
+
+def _each_once(values: list[int]) -> _Sources:
+    if len(values) > 1:
+        values = list(dict.fromkeys(values))
+    if len(values) <= _FEW:
+        return values
+    return _Many(_Chain(values), len(values), [])
+
+
+def _joined(parts: Sequence[_Sources]) -> np.ndarray:
+    """All of them, one after the other."""
+    found = np.empty(sum(map(len, parts)), np.intp)
+    few, at = list[int](), 0
+    is_few = np.ones(len(found), bool)
+    for part in parts:
+        if isinstance(part, list):
+            few += part
+        else:
+            found[at : at + len(part)] = part.array()
+            is_few[at : at + len(part)] = False
+        at += len(part)
+    found[is_few] = few
     return found

@@ -7,11 +7,12 @@ backward pass reads beside its gradient is kept, as a way through the loss is to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from ..graph.op_graph import GraphColumns
+from .names import roots
 
 
 def torn_rows(
@@ -36,49 +37,55 @@ def torn_rows(
     maker[columns.results] = columns.rows_of_results
     reader, made = columns.rows_of_operands, maker[columns.operands]
     is_read = (made >= 0) & (columns.operands >= 0)
-    pairs = (reader * count + made) * 2 + is_reordered
-    pairs = np.unique(pairs[is_read])
+    pairs = np.sort(((reader * count + made) * 2 + is_reordered)[is_read])
+    pairs = pairs[np.diff(pairs, prepend=-1) > 0]
     reader, made = np.divmod(pairs // 2, max(count, 1))
     is_shared = np.bincount(made, minlength=count) > 1
-    starts = np.searchsorted(reader, np.arange(count + 1)).tolist()
     ends_here = ~is_fusable | (is_shared & ~may_repeat)
-    rows = np.flatnonzero(is_shared & asked).tolist()
+    is_asked, is_torn = is_shared & asked, np.zeros(count, bool)
+    rows = np.flatnonzero(is_asked).tolist()
+    if not rows:
+        return is_torn
+    # A single thing that a row reads and can do itself leads to it as to what it reads.
+    alone = np.bincount(reader, minlength=count)[reader] == 1
+    alone &= is_fusable[reader] & ~is_asked[reader] & ~ends_here[made]
+    name = np.arange(count)
+    name[reader[alone]] = made[alone]
+    stop = int(reader[is_asked[made]].max()) + 1  # nothing later is asked for
+    kept = np.flatnonzero(~alone & (reader < stop))
+    reader, made, is_reordered = reader[kept], made[kept], pairs[kept] % 2 > 0
+    ways = zip(
+        reader.tolist(),
+        roots(name)[made].tolist(),
+        (ends_here[made] | ~is_fusable[reader]).tolist(),
+        (is_asked[made] & ~is_reordered).tolist(),
+        strict=True,
+    )
     bits = [0] * count
     for place, row in enumerate(rows):
         bits[row] = 1 << place
-    ends = ends_here.tolist(), is_fusable.tolist()
-    found = _torn(bits, starts, made.tolist(), (pairs % 2).tolist(), *ends)
-    is_torn = np.zeros(count, bool)
+    found = _torn(bits, ways)
     is_torn[[row for row in rows if bits[row] & found]] = True
     return is_torn
 
 
-def _torn(
-    bits: Sequence[int],
-    starts: Sequence[int],
-    made: Sequence[int],
-    is_reordered: Sequence[int],
-    ends_here: Sequence[bool],
-    is_fusable: Sequence[bool],
-) -> int:
+def _torn(bits: Sequence[int], ways: Iterable[tuple[int, int, bool, bool]]) -> int:
     """The bits of rows to one of whose readers a way is torn.
 
-    Row k reads the rows `made[starts[k] : starts[k + 1]]`, all before it, some of them
-    in another order.
+    Each way is (row, what it reads, whether it is torn there, whether `bits` are those
+    of what it reads itself), by rows, all after what they read.
     """
-    found = 0
+    found, row, own = 0, -1, 0
     reached = list(bits)  # what leads to each row,
     torn = [0] * len(bits)  # and by a way that cannot be fused
-    for row in range(len(bits)):
-        leading, cut, own = bits[row], 0, 0
-        for at in range(starts[row], starts[row + 1]):
-            each = made[at]
-            leading |= reached[each]
-            cut |= torn[each]
-            if ends_here[each] or not is_fusable[row]:
-                cut |= reached[each]
-            if not is_reordered[at]:
-                own |= bits[each]
-        reached[row], torn[row] = leading, cut
-        found |= own & cut
-    return found
+    for reader, made, is_torn, is_asked in ways:
+        if reader != row:
+            if own:
+                found |= own & torn[row]
+            row, own = reader, 0
+        leading = reached[made]
+        reached[row] |= leading
+        torn[row] |= torn[made] | leading if is_torn else torn[made]
+        if is_asked:
+            own |= bits[made]
+    return found | (own & torn[row])
