@@ -176,12 +176,14 @@ def _write_over(
     that it reads, as long as both have the same dims.
     """
     columns, sizes = block.columns, block.sizes
-    at = position[columns.readers]
-    born = starts[columns.reads]
-    is_dying = (born >= 0) & (born < at) & (ends[columns.reads] == at)
+    last = np.flatnonzero(ends[columns.reads] == position[columns.readers])
+    born = starts[columns.reads[last]]
+    last = last[(born >= 0) & (born < position[columns.readers[last]])]
     is_flat = np.zeros(len(block.values), bool)
     is_flat[list(block.flat)] = True
-    makes_way = is_dying & ~is_flat[columns.reads]
+    last_in_dims = last[~is_flat[columns.reads[last]]]
+    is_dying, makes_way = np.zeros((2, len(columns.reads)), bool)
+    is_dying[last] = makes_way[last_in_dims] = True
     over: list[tuple[int, int]] = []
     for k, carries in columns.carries.items():
         low, high = columns.read_start[k : k + 2]
@@ -190,7 +192,7 @@ def _write_over(
         over += [(old, int(position[k])) for old in pairs]
     num_written = np.diff(columns.write_start)
     is_one = columns.is_elementwise & (num_written == 1)
-    candidates = np.flatnonzero(makes_way & is_one[columns.readers])
+    candidates = last_in_dims[is_one[columns.readers[last_in_dims]]]
     reader, old = columns.readers[candidates], columns.reads[candidates]
     new = columns.writes[columns.write_start[reader]]
     fits = (sizes[old] == sizes[new]) & (starts[new] >= 0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from .free_times import FreeTimes
-from .kernels import KernelBlock
+from .kernels import MANY_READS, KernelBlock
 
 
 def borrowed_values(
@@ -41,8 +41,8 @@ def borrowed_values(
     lives, times = (starts[values], ends[values]), FreeTimes(*places[2:])
     large = np.searchsorted(room, sizes[values])  # the first place that is large enough
     columns = map(np.ndarray.tolist, (values, *lives, large))
-    read_start, reads = block.columns.read_start.tolist(), block.columns.reads.tolist()
-    maker, lies_in = block.maker.tolist(), {v: p for p, v in enumerate(inputs.tolist())}
+    operands = _Operands(block, duplicated, inputs)
+    lies_in = operands.lies_in
     over, (since, until) = _written_over(block, position, ends), places[2:]
     since, until = since.tolist(), until.tolist()
     found: dict[int, int] = {}
@@ -56,17 +56,50 @@ def borrowed_values(
                 free = 1 << (own - first) & ~(times.taken(start, end) >> first)
         if free:
             place = first + (free & -free).bit_length() - 1
-            k = -1 if value in duplicated else maker[value]
-            for read in reads[read_start[k] : read_start[k + 1]] if k >= 0 else [value]:
-                own = lies_in.get(read, -1)
-                if own >= first and free >> (own - first) & 1:
-                    place = own
-                    break
+            own = operands.place(value, free, first)
+            place = place if own < 0 else own
             times.take(place, start, end)
             found[value] = int(inputs[place])
-            if value not in duplicated:
-                lies_in[value] = place
+            operands.put(value, place)
     return found
+
+
+class _Operands:
+    """In which places lie what the kernels read that write values."""
+
+    def __init__(
+        self, block: KernelBlock, duplicated: frozenset[int], inputs: np.ndarray
+    ) -> None:
+        self._starts, self._reads = block.columns.read_start.tolist(), block.columns.reads
+        self._maker, self._duplicated = block.maker.tolist(), duplicated
+        self.lies_in = {value: place for place, value in enumerate(inputs.tolist())}
+        self._lies_in = np.full(len(block.values), -1)  # the same
+        self._lies_in[inputs] = np.arange(len(inputs))
+
+    def place(self, value: int, free: int, first: int) -> int:
+        """The place of the first operand of a value's kernel that is free, or -1.
+
+        Place `first` + i is free if bit i of `free` is set.
+        """
+        lies_in, k = self.lies_in, self._maker[value]
+        if k < 0 or value in self._duplicated:
+            places = [lies_in.get(value, -1)]
+        else:
+            read = self._reads[self._starts[k] : self._starts[k + 1]]
+            if len(read) > MANY_READS:
+                places = self._lies_in[read]
+                places = places[places >= first].tolist()
+            else:
+                places = [lies_in.get(each, -1) for each in read.tolist()]
+        for place in places:
+            if place >= first and free >> (place - first) & 1:
+                return place
+        return -1
+
+    def put(self, value: int, place: int) -> None:
+        """Puts a value into a place; a copy of an input lies there beside it."""
+        if value not in self._duplicated:
+            self.lies_in[value] = self._lies_in[value] = place
 
 
 def _written_over(
@@ -79,10 +112,11 @@ def _written_over(
     is_over = (made >= 0) & columns.is_elementwise[made]
     written = np.full((2, len(position)), -1)
     written[:, made[is_over]] = old[is_over], new[is_over]
-    old, new = written[:, columns.readers]
-    is_last = ends[columns.reads] == position[columns.readers]
-    is_last &= (old >= 0) & (sizes[columns.reads] == sizes[new])
-    pairs = columns.reads[is_last].tolist(), old[is_last].tolist()
+    chosen = np.flatnonzero(written[0, columns.readers] >= 0)
+    reader, read = columns.readers[chosen], columns.reads[chosen]
+    old, new = written[:, reader]
+    is_last = (ends[read] == position[reader]) & (sizes[read] == sizes[new])
+    pairs = read[is_last].tolist(), old[is_last].tolist()
     both = zip(*pairs, strict=True)
     return {read: owner for read, owner in both if read not in block.flat}
 
@@ -101,32 +135,39 @@ def _places(
     if not count or not block.replaced:
         nothing = np.zeros(0, np.intp)
         return nothing, nothing, nothing, nothing
-    first, last = np.full((2, len(block.values)), -1)
-    at = position[columns.readers]
-    np.maximum.at(last, columns.reads, at)
-    first[columns.reads[::-1]] = count
-    np.minimum.at(first, columns.reads, at)
-    used = last.copy()
+    old, new = np.array(block.replaced, np.intp).T
+    is_old = np.zeros(len(block.values), bool)
+    is_old[old] = True
+    reads = np.flatnonzero(is_old[columns.reads])
+    read, at = columns.reads[reads], position[columns.readers[reads]]
+    first, used = np.full((2, len(block.values)), -1)
+    np.maximum.at(used, read, at)
+    first[read] = count
+    np.minimum.at(first, read, at)
     copied = list(duplicated)
     used[copied] = first[copied]
-    old, new = np.array(block.replaced, np.intp).T
     made = block.maker[new]
     is_free = (made >= 0) & (used[old] + 1 < position[made])
     old, ends = old[is_free], position[made[is_free]] - 1
-    order = np.lexsort((-_first_read(block, post)[old], block.sizes[old]))
+    order = np.lexsort((-_first_read(block, post, reads)[old], block.sizes[old]))
     old, ends = old[order], ends[order]
     return block.sizes[old], old, used[old] + 1, ends
 
 
-def _first_read(block: KernelBlock, post: np.ndarray) -> np.ndarray:
-    """[values] the place in post-order of the first that reads each, or its copy's."""
+def _first_read(
+    block: KernelBlock, post: np.ndarray, reads: np.ndarray
+) -> np.ndarray:
+    """[values] the place in post-order of the first that reads each, or its copy's.
+
+    `reads` are the entries of all that read what is asked for.
+    """
     columns = block.columns
     by_kernel = np.zeros(len(block.kernels), np.int64)
     by_kernel[columns.writers] = post[columns.writes]
     found = np.full(len(block.values), np.iinfo(np.int64).max // 2)
     # Operands come one after the other, so ties of one reader go by the entry.
-    place = by_kernel[columns.readers] * (len(columns.reads) + 1)
-    np.minimum.at(found, columns.reads, place + np.arange(len(columns.reads)))
+    place = by_kernel[columns.readers[reads]] * (len(columns.reads) + 1)
+    np.minimum.at(found, columns.reads[reads], place + reads)
     is_copy = (post >= 0) & (block.maker < 0)
     found[is_copy] = post[is_copy] * (len(columns.reads) + 1)
     return found
