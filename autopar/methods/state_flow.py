@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
+from ..costs.names import roots
 from ..graph.build_graph import SCAN, SHARD_MAP, STRUCTURED, WHILE
-from ..graph.op_graph import Operator, OpGraph
+from ..graph.op_graph import GraphColumns, Operator, OpGraph
 from ..graph.ports import ports_of
 
 
@@ -65,19 +67,26 @@ def spread_marks(
     `backwards`: to all that it is made of instead, also in earlier turns of a loop.
     """
     sources, targets = _flow(graph)
+    name = np.arange(len(marks))
+    around = np.array(list(_around_loops(graph)), np.intp).reshape(-1, 2)
     if backwards:
-        around = np.array(list(_around_loops(graph)), np.intp).reshape(-1, 2)
         sources, targets = (
             np.concatenate([targets[::-1], around[:, 1]]),
             np.concatenate([sources[::-1], around[:, 0]]),
         )
+    if not len(around):  # no ring of names
+        alone = (np.bincount(targets, minlength=len(marks)) == 1) & (marks == 0)
+        is_alone = alone[targets]
+        name[targets[is_alone]] = sources[is_alone]
+        name = roots(name)
+        sources, targets = name[sources[~is_alone]], targets[~is_alone]
     ends = sources.tolist(), targets.tolist()
     found, before = bytearray(marks), None
     while found != before:  # loops and branches are met after what they make
         before = found.copy() if len(graph.blocks) > 1 else found
         for source, target in zip(*ends, strict=True):
             found[target] |= found[source]
-    return np.frombuffer(found, np.uint8)
+    return np.frombuffer(found, np.uint8)[name]
 
 
 def makers_of(graph: OpGraph, tensors: Iterable[int]) -> set[int]:
@@ -124,6 +133,21 @@ def _reached(
 def _flow(graph: OpGraph) -> tuple[np.ndarray, np.ndarray]:
     """Each tensor and one that is made of it, as two columns in executed order."""
     columns = graph.columns
+    ports = [
+        (k, *pair)
+        for k in np.flatnonzero(columns.where(_is_by_ports)).tolist()
+        for pair in _port_flow(graph, columns.operators[k])
+    ]
+    rows = _flow_of_rows(columns)
+    if ports:
+        rows = np.concatenate([rows, np.array(ports, np.intp).T], axis=1)
+        rows = rows[:, np.argsort(rows[0], kind="stable")]
+    return rows[1], rows[2]
+
+
+@lru_cache(maxsize=4)
+def _flow_of_rows(columns: GraphColumns) -> np.ndarray:
+    """(row, what it reads, what it makes of that) [3, n] of all that have no ports."""
     row = columns.rows_of_results
     counts = np.diff(columns.operand_start)[row]
     before = np.cumsum(counts) - counts
@@ -131,20 +155,13 @@ def _flow(graph: OpGraph) -> tuple[np.ndarray, np.ndarray]:
         columns.operand_start[row] - before, counts
     )
     source, target = columns.operands[place], np.repeat(columns.results, counts)
-    is_by_ports = columns.where(
-        lambda op: op.kind in STRUCTURED and op.kind != SHARD_MAP
-    )
     row = np.repeat(row, counts)
-    kept = (source >= 0) & ~is_by_ports[row]
-    ports = [
-        (k, *pair)
-        for k in np.flatnonzero(is_by_ports).tolist()
-        for pair in _port_flow(graph, columns.operators[k])
-    ]
-    rows = np.stack([row[kept], source[kept], target[kept]], axis=1)
-    rows = np.concatenate([rows, np.array(ports, np.intp).reshape(-1, 3)])
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
-    return rows[:, 1], rows[:, 2]
+    kept = (source >= 0) & ~columns.where(_is_by_ports)[row]
+    return np.stack([row[kept], source[kept], target[kept]])
+
+
+def _is_by_ports(op: Operator) -> bool:
+    return op.kind in STRUCTURED and op.kind != SHARD_MAP
 
 
 def _port_flow(graph: OpGraph, op: Operator) -> Iterator[tuple[int, int]]:
