@@ -19,7 +19,7 @@ from itertools import pairwise, takewhile
 
 import numpy as np
 
-from .kernels import KernelBlock
+from .kernels import MANY_READS, KernelBlock
 
 OTHERS = 2  # the tuple of results, and the zero that sums start at
 
@@ -205,6 +205,7 @@ class _Reads:
         listed = operands.tolist()
         self.around = [listed[a:b] for a, b in pairwise(starts.tolist())]
         self.begins_as, self._is_sorted = begins_as, is_sorted
+        self._whole: dict[int, np.ndarray] = {}
 
     @classmethod
     def mirrored(cls, found: Instructions) -> _Reads:
@@ -213,12 +214,15 @@ class _Reads:
         mirrored = ends.repeat(np.diff(found.starts)) - np.arange(len(found.operands))
         return cls(found.starts, found.operands[mirrored], found.begins_as)
 
-    def whole(self, k: int) -> list[int]:
+    def whole(self, k: int) -> np.ndarray:
         """All that k reads, what it begins as last unless it is sorted."""
-        found = list[int]()
-        for each in self._line(k):
-            found += self.around[each]
-        return sorted(found) if self._is_sorted else found
+        if k not in self._whole:
+            line = list(self._line(k))
+            found = np.array([i for each in line for i in self.around[each]], np.intp)
+            starts = np.cumsum([0, *(len(self.around[each]) for each in line)])
+            for each, start in zip(line, starts.tolist(), strict=False):
+                self._whole[each] = found[start:]
+        return np.sort(self._whole[k]) if self._is_sorted else self._whole[k]
 
     def _line(self, k: int) -> Iterator[int]:
         """An instruction, what it begins as, what that begins as ..."""
@@ -253,27 +257,48 @@ class _Reads:
 
 def _visited(reads: _Reads, roots: np.ndarray) -> list[int]:
     """Instructions after what they read, the last operand first, as of the roots."""
-    around, begins_as = reads.around, reads.begins_as
-    order, is_done = list[int](), [False] * len(around)
+    around, begins_as, count = reads.around, reads.begins_as, len(reads.around)
     shared = frozenset((*begins_as, *begins_as.values()))
-    is_read, stack = set[int](), roots.tolist()
+    order, is_done, is_read = list[int](), bytearray(count), set[int]()
+    waiting, stack = _Waiting(reads, is_done), roots.tolist()
     while stack:
         k = stack.pop()
-        if k < 0:
-            k = ~k
-            is_done[k] = True
-            order.append(k)
-            if k in shared:
-                reads.note(k, is_read)
-        elif not is_done[k]:
-            read = around[k]
+        if k < 0:  # all that ~k reads is done
+            is_done[~k] = True
+            order.append(~k)
+            if ~k in shared:
+                reads.note(~k, is_read)
+        elif k >= count:  # some of what it reads is left
+            waiting.put(k - count, stack)
+        while 0 <= k < count and not is_done[k]:
             if k in begins_as and begins_as[k] not in is_read:
-                read = reads.whole(k)
-            waiting = [i for i in read if not is_done[i]]
-            if waiting:
-                stack.append(~k)
-                stack += waiting
-            else:
+                waiting.put(k, stack)
+                break
+            stack.append(~k)
+            size = len(stack)
+            for i in around[k]:
+                if not is_done[i]:
+                    stack.append(i)
+            if len(stack) == size:
                 is_done[k] = True
                 order.append(k)
+            k = stack.pop()
     return order
+
+
+class _Waiting:
+    """Puts what instructions with many operands wait for on the stack, one by one."""
+
+    def __init__(self, reads: _Reads, is_done: bytearray) -> None:
+        self._reads, self._left = reads, dict[int, np.ndarray]()
+        self._is_done = np.frombuffer(is_done, np.uint8)
+
+    def put(self, k: int, stack: list[int]) -> None:
+        """The next one, or all of the last few."""
+        left = self._left.pop(k) if k in self._left else self._reads.whole(k)
+        left = left[self._is_done[left] == 0]
+        if len(left) <= MANY_READS:
+            stack += (~k, *left.tolist())
+        else:
+            self._left[k] = left[:-1]
+            stack += (k + len(self._is_done), int(left[-1]))
