@@ -216,12 +216,11 @@ class _Reads:
 
     def whole(self, k: int) -> np.ndarray:
         """All that k reads, what it begins as last unless it is sorted."""
-        if k not in self._whole:
-            line = list(self._line(k))
-            found = np.array([i for each in line for i in self.around[each]], np.intp)
-            starts = np.cumsum([0, *(len(self.around[each]) for each in line)])
-            for each, start in zip(line, starts.tolist(), strict=False):
-                self._whole[each] = found[start:]
+        new = takewhile(lambda each: each not in self._whole, self._line(k))
+        for each in reversed(list(new)):
+            own = np.array(self.around[each], np.intp)
+            others = self._whole.get(self.begins_as.get(each, -1), own[:0])
+            self._whole[each] = np.concatenate([own, others])
         return np.sort(self._whole[k]) if self._is_sorted else self._whole[k]
 
     def _line(self, k: int) -> Iterator[int]:
