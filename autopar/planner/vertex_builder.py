@@ -127,10 +127,8 @@ class VertexBuilder:
         vertex, tensor, site = vertex[order], tensor[order], site[order]
         counts = np.bincount(vertex, minlength=len(self.pattern))
         start = np.concatenate([[0], np.cumsum(counts)])
-        flat = np.array([number for each in of_patterns for number in each], np.intp)
-        begin = np.cumsum([0, *map(len, of_patterns)])
         nth = np.arange(len(vertex)) - start[vertex]
-        choices = flat[begin[self.pattern[vertex]] + nth]
+        choices = _nth_choices(of_patterns, self.pattern[vertex], nth)
         return Accesses(start, vertex, tensor, choices, site)
 
     def with_relays(
@@ -143,11 +141,13 @@ class VertexBuilder:
         site = np.broadcast_to(np.array(_NONE), (len(own), 3))
 
         def extended(old: Accesses, of_patterns: Sequence[tuple[int, ...]]) -> Accesses:
-            return self._accesses(
+            choices = _nth_choices(of_patterns, pattern, np.zeros(len(own), np.intp))
+            return Accesses(
+                np.concatenate([old.start, len(old.vertex) + 1 + np.arange(len(own))]),
                 np.concatenate([old.vertex, own]),
                 np.concatenate([old.tensor, tensors]),
+                np.concatenate([old.choices, choices]),
                 np.concatenate([old.site, site]),
-                of_patterns,
             )
 
         return VertexColumns(
@@ -160,3 +160,12 @@ class VertexBuilder:
             tuple(self.choices),
             vertices.port_names,
         )
+
+
+def _nth_choices(
+    of_patterns: Sequence[tuple[int, ...]], pattern: np.ndarray, nth: np.ndarray
+) -> np.ndarray:
+    """[n] the choices of each pattern's `nth` access."""
+    flat = np.array([number for each in of_patterns for number in each], np.intp)
+    begin = np.cumsum([0, *map(len, of_patterns)])
+    return flat[begin[pattern] + nth]

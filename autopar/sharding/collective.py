@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
@@ -90,11 +89,14 @@ class Collective:
         self, source: str, count: int, conditional: bool, unbounded: bool
     ) -> "Collective":
         """The same elsewhere in a step; its groups are not looked at again."""
-        found = copy(self)
-        values = source, count, conditional, unbounded
-        names = "source", "count", "conditional", "unbounded"
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(found, name, value)
+        found = object.__new__(Collective)
+        found.__dict__.update(
+            self.__dict__,
+            source=source,
+            count=count,
+            conditional=conditional,
+            unbounded=unbounded,
+        )
         return found
 
     @property
