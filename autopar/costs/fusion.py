@@ -34,6 +34,7 @@ from ..graph.op_graph import GraphColumns, Operator
 from .compute import TRANSCENDENTAL, is_fusable
 from .dim_orders import reordered_operands, sums_nothing
 from .moved_reshapes import rows_before_reshapes
+from .names import roots
 from .repeated import filled_tensors, repeated_rows
 from .torn_paths import torn_rows
 
@@ -251,22 +252,25 @@ def _put_opened(
     asked = np.flatnonzero(~in_memory & is_once[maker])
     if not asked.size:
         return
-    order = np.argsort(value, kind="stable")
-    starts = np.searchsorted(value[order], np.arange(len(in_memory) + 1)).tolist()
-    readers, write_start = reader[order].tolist(), nodes.write_start.tolist()
-    absorbs, repeats = nodes.absorbs.tolist(), again.tolist()
+    count = np.bincount(value, minlength=len(in_memory))
+    only, made_next = np.zeros(len(in_memory), np.intp), np.arange(len(in_memory))
+    only[value] = reader  # its reader, if it has one
+    passes = (count == 1) & (np.diff(nodes.write_start)[only] > 0)  # and is not stored
+    made_next[passes] = nodes.writes[nodes.write_start[only[passes]]]
+    passes_asked = asked[passes[asked]]
+    name = np.where(in_memory, np.arange(len(in_memory)), made_next)
+    name[asked] = asked
+    ends = roots(name)[made_next[passes_asked]]  # in memory, asked for or read by many
+    following = dict(zip(passes_asked.tolist(), ends.tolist(), strict=True))
+    is_absorbed = np.bincount(value[nodes.absorbs[reader]], minlength=len(count)) > 0
+    repeats, is_shared = (again & is_absorbed).tobytes(), (count > 1).tobytes()
+    is_there = bytearray(in_memory.tobytes())
     for each in asked[np.argsort(-maker[asked], kind="stable")].tolist():
         made = each
-        while not in_memory[made] and starts[made + 1] - starts[made] == 1:
-            node = readers[starts[made]]
-            if write_start[node] == write_start[node + 1]:
-                break  # stored
-            made = nodes.writes[write_start[node]]
-        own = readers[starts[made] : starts[made + 1]]
-        if in_memory[made]:
-            in_memory[each] = repeats[made] and any(absorbs[node] for node in own)
-        else:
-            in_memory[each] = len(own) > 1
+        while made in following and not is_there[made]:
+            made = following[made]
+        is_there[each] = repeats[made] if is_there[made] else is_shared[made]
+    in_memory[:] = np.frombuffer(is_there, bool)
 
 
 def _used_reads(
