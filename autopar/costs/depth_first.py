@@ -87,8 +87,8 @@ class Instructions:
         """[instructions] how many read each, as often as they do."""
         total = len(self.bytes)
         times = np.ones(total)  # how many begin as each, with itself
-        for k, other in reversed(self.begins_as.items()):
-            times[other] += times[k]
+        for k in reversed(list(self.begins_as)):
+            times[self.begins_as[k]] += times[k]
         reads = times.repeat(np.diff(self.starts))
         found = np.bincount(self.operands, reads, total).astype(np.intp)
         return found + np.bincount(np.unique(self.roots), minlength=total)

@@ -70,7 +70,8 @@ class _Operands:
     def __init__(
         self, block: KernelBlock, duplicated: frozenset[int], inputs: np.ndarray
     ) -> None:
-        self._starts, self._reads = block.columns.read_start.tolist(), block.columns.reads
+        columns = block.columns
+        self._starts, self._reads = columns.read_start.tolist(), columns.reads
         self._maker, self._duplicated = block.maker.tolist(), duplicated
         self.lies_in = {value: place for place, value in enumerate(inputs.tolist())}
         self._lies_in = np.full(len(block.values), -1)  # the same
@@ -154,9 +155,7 @@ def _places(
     return block.sizes[old], old, used[old] + 1, ends
 
 
-def _first_read(
-    block: KernelBlock, post: np.ndarray, reads: np.ndarray
-) -> np.ndarray:
+def _first_read(block: KernelBlock, post: np.ndarray, reads: np.ndarray) -> np.ndarray:
     """[values] the place in post-order of the first that reads each, or its copy's.
 
     `reads` are the entries of all that read what is asked for.
