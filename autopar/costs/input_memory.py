@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from .free_times import FreeTimes
-from .kernels import MANY_READS, KernelBlock
+from .kernels import KernelBlock
 
 
 def borrowed_values(
@@ -72,6 +72,10 @@ class _Operands:
     ) -> None:
         columns = block.columns
         self._starts, self._reads = columns.read_start.tolist(), columns.reads
+        reader, value = columns.own_reads
+        places = np.arange(len(block.kernels) + 1)
+        self._own_starts = np.searchsorted(reader, places).tolist()
+        self._own, self._begins_as = value.tolist(), columns.begins_as
         self._maker, self._duplicated = block.maker.tolist(), duplicated
         self.lies_in = {value: place for place, value in enumerate(inputs.tolist())}
         self._lies_in = np.full(len(block.values), -1)  # the same
@@ -86,12 +90,14 @@ class _Operands:
         if k < 0 or value in self._duplicated:
             places = [lies_in.get(value, -1)]
         else:
-            read = self._reads[self._starts[k] : self._starts[k + 1]]
-            if len(read) > MANY_READS:
-                places = self._lies_in[read]
+            if k in self._begins_as:  # many
+                places = self._lies_in[
+                    self._reads[self._starts[k] : self._starts[k + 1]]
+                ]
                 places = places[places >= first].tolist()
             else:
-                places = [lies_in.get(each, -1) for each in read.tolist()]
+                read = self._own[self._own_starts[k] : self._own_starts[k + 1]]
+                places = [lies_in.get(each, -1) for each in read]
         for place in places:
             if place >= first and free >> (place - first) & 1:
                 return place

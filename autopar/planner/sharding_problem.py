@@ -124,13 +124,11 @@ class _Builder:
         for each in self.graph.inputs:
             kind = self.graph.tensors[each.tensor].type
             after = None if each.output is None else self.graph.outputs[each.output]
-            site: Site = ("output", 0, each.output or 0)
-            reads = [(after, site)] if isinstance(after, int) else []
-            pin = pins.get(each.tensor)
-            key = id(kind), len(reads), each.role, each.num_runs, each.memory, pin
+            num_reads, pin = int(isinstance(after, int)), pins.get(each.tensor)
+            key = id(kind), num_reads, each.role, each.num_runs, each.memory, pin
             if key not in known:
-                known[key] = self._home(each, kind, len(reads), pin)
-            self.vertices.add(-1, known[key], [each.tensor], reads)
+                known[key] = self._home(each, kind, num_reads, pin)
+            self.vertices.add_home(known[key], each.tensor, after, each.output)
 
     def _home(
         self, given: GraphInput, kind: TensorType, num_reads: int, pin: Pin | None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..graph.op_graph import OpGraph
+from ..graph.op_graph import Operand, OpGraph
 from ..graph.ports import Site
 from .spec_choices import SpecChoices
 from .vertices import NO_SITE, OPERAND, OUTPUT, Accesses, Pattern, VertexColumns
@@ -66,6 +66,17 @@ class VertexBuilder:
             self._reads.append((vertex, tensor, *kind))
         if name:
             self._names[vertex] = name
+
+    def add_home(
+        self, pattern: int, tensor: int, after: Operand | None, output: int | None
+    ) -> None:
+        """The home of an argument; that of state reads its next value, an output."""
+        vertex = len(self._place)
+        self._place.append(-1)
+        self._pattern.append(pattern)
+        self._writes.append((vertex, tensor))
+        if isinstance(after, int) and output is not None:
+            self._reads.append((vertex, after, OUTPUT, 0, output))
 
     def build(self, rows: np.ndarray, pattern: np.ndarray) -> VertexColumns:
         """What was added, and the operators `rows` [n] with their `pattern` [n]."""

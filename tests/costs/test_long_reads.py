@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.costs import depth_first, input_memory, kernels, sources
+from autopar.costs import depth_first, kernels, sources
 from autopar.costs.execution_order import Liveness, run_in_order
 from autopar.costs.kernels import Kernel, KernelBlock, Value
 
@@ -18,7 +18,7 @@ _ALL_LISTED = 10**9
 
 def _limited(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     """Lists with more than `most` reads are kept as what they add to others."""
-    for module in (kernels, depth_first, input_memory):
+    for module in (kernels, depth_first):
         monkeypatch.setattr(module, "MANY_READS", most)
 
 
