@@ -4,6 +4,8 @@ Every message gives the rule, the value seen and the remedy. A mistake in an arg
 a plain `ValueError` or `TypeError`; the classes here are for what a caller may catch.
 """
 
+from typing import Any
+
 
 class AutoparError(Exception):
     """Base of every error that is autopar's own."""
@@ -18,7 +20,12 @@ class InfeasiblePlanError(AutoparError, ValueError):
       tightest_constraint: the constraint that rules out the last plan, in words.
       far_bound_bytes: what any plan should need, where that is so far above the budget
         that the search for the least ended early, and less may do; else 0.
+      least_plan: the `ShardingPlan` of that least budget, where there is one.
+      largest_users: what takes the most of its memory, in words.
     """
+
+    least_plan: Any = None
+    largest_users = ""
 
     def __init__(
         self,

@@ -2,7 +2,9 @@
 
 The predicted peak is a model of the compiler's. Where a program needs more than its
 budget, the model's error on it is taken as the error on its neighbours: the budget is
-lowered by it and the problem solved again. What a plan says of its memory is never read
+lowered by it and the problem solved again. Where nothing is predicted to fit, the plan
+that needs the least is compiled: if its program fits, the budget is raised by that
+error, and if not, what it needs is named. What a plan says of its memory is never read
 back from its own program.
 """
 
@@ -30,6 +32,9 @@ NEAR = 0.5
 """Plans predicted at less than this part of the budget, the error seen before included,
 need no compiling."""
 
+MOST_ABOVE = 2.0
+"""Where the least plan is predicted at more times the budget, nothing is compiled."""
+
 _log = logging.getLogger("autopar")
 
 
@@ -45,9 +50,6 @@ def plan_fitting(
     Raises:
       InfeasiblePlanError: as `fit_compiled` and `plan_function`.
     """
-    planned = plan_together(fun, args, kwargs, options)
-    if options.plan is not None or not _has_devices(planned):
-        return planned
 
     def compiled_bytes(planned: Planned) -> int:
         program = program_of(planned)
@@ -58,8 +60,51 @@ def plan_fitting(
             fun, args, kwargs, replace(options, memory_budget=budget_bytes)
         )
 
+    def least_of(error: InfeasiblePlanError) -> Planned | None:
+        if error.least_plan is None:
+            return None
+        own = replace(options, plan=Plan(error.least_plan), memory_budget=None)
+        planned = plan_together(fun, args, kwargs, own)
+        return planned if _has_devices(planned) else None
+
+    correction = 1.0
+    try:
+        planned = plan_together(fun, args, kwargs, options)
+    except InfeasiblePlanError as error:
+        if options.memory_budget is None:
+            raise
+        found = error, options.memory_budget
+        correction = _overrated(*found, compiled_bytes, least_of)
+        planned = plan_again(ceil(options.memory_budget / correction))
+    if options.plan is not None or not _has_devices(planned):
+        return planned
     budget_bytes = budget_of(options, planned.cluster)
-    return fit_compiled(planned, budget_bytes, compiled_bytes, plan_again)
+    compiling = compiled_bytes, plan_again, least_of
+    return fit_compiled(planned, budget_bytes, *compiling, correction)
+
+
+def _overrated(
+    error: InfeasiblePlanError,
+    budget_bytes: int,
+    compiled_bytes: Callable[[Planned], int],
+    least_of: Callable[[InfeasiblePlanError], Planned | None],
+) -> float:
+    """What the program of the least plan holds of its prediction, if it does fit.
+
+    Raises:
+      InfeasiblePlanError: it does not; names what it needs. Or `error`, if there is no
+        such plan, or it is far above the budget.
+    """
+    least = error.least_budget_bytes
+    if least is None or least > MOST_ABOVE * budget_bytes:
+        raise error
+    planned = least_of(error)
+    if planned is None:
+        raise error
+    seen_bytes = compiled_bytes(planned)
+    if seen_bytes > budget_bytes:
+        raise _infeasible(budget_bytes, seen_bytes, error) from None
+    return seen_bytes / least
 
 
 def _has_devices(planned: Planned) -> bool:
@@ -77,6 +122,8 @@ def fit_compiled(
     budget_bytes: int,
     compiled_bytes: Callable[[Planned], int],
     plan_again: Callable[[int], Planned],
+    least_of: Callable[[InfeasiblePlanError], Planned | None] = lambda _: None,
+    correction: float = 1.0,
 ) -> Planned:
     """The plan, or one solved again, whose compiled program fits.
 
@@ -87,12 +134,13 @@ def fit_compiled(
       budget_bytes: what a device may hold.
       compiled_bytes: compiles a plan; what its program holds on one device.
       plan_again: plans within another budget.
+      least_of: the plan that holds the least, of a search that found none to fit.
+      correction: the model's error on another plan.
 
     Raises:
       InfeasiblePlanError: nothing predicted to fit, error included, or no correction
         brought a program below the budget.
     """
-    correction = 1.0
     least = 0
     for round_number in range(MOST_CORRECTIONS + 1):
         model_bytes = planned.plan.predicted.peak_bytes
@@ -115,15 +163,24 @@ def fit_compiled(
             planned = plan_again(int(lowered))
         except InfeasiblePlanError as error:
             found = ceil((error.least_budget_bytes or 0) * correction)
-            raise _infeasible(budget_bytes, min(least, found), str(error)) from None
-    raise _infeasible(budget_bytes, least, "")
+            if (error.least_budget_bytes or model_bytes) < model_bytes:
+                planned = least_of(error) or planned
+                seen_bytes = compiled_bytes(planned)
+                if seen_bytes <= budget_bytes:
+                    return _corrected(planned, budget_bytes, correction)
+                found = seen_bytes
+            raise _infeasible(budget_bytes, min(least, found), error) from None
+    raise _infeasible(budget_bytes, least, None)
 
 
 def _corrected(planned: Planned, budget_bytes: int, correction: float) -> Planned:
+    """The plan with its prediction corrected; its program was seen to fit."""
     predicted = planned.plan.predicted
+    peak_bytes = predicted.peak_bytes
+    correction = min(correction, budget_bytes / peak_bytes)
     predicted = replace(
         predicted,
-        peak_bytes=round(predicted.peak_bytes * correction),
+        peak_bytes=round(peak_bytes * correction),
         budget_bytes=budget_bytes,
         memory_correction=correction,
     )
@@ -131,11 +188,16 @@ def _corrected(planned: Planned, budget_bytes: int, correction: float) -> Planne
     return replace(planned, plan=Plan(sharding))
 
 
-def _infeasible(budget_bytes: int, least: int, reason: str) -> InfeasiblePlanError:
+def _infeasible(
+    budget_bytes: int, least: int, error: InfeasiblePlanError | None
+) -> InfeasiblePlanError:
+    users = error.largest_users if error else ""
     return InfeasiblePlanError(
         f"A compiled program must fit the memory budget of {budget_bytes:,} B a "
         f"device, but the least of those compiled or predicted needs {least:,} B; "
-        f"give memory_budget={least}. {reason}".rstrip(),
+        f"give memory_budget={least}, more devices, more microbatches, a smaller "
+        "batch, remat='auto' or offload='auto'."
+        + (f" Most is taken by {users}." if users else ""),
         least_budget_bytes=least,
         tightest_constraint="memory of the compiled program",
     )

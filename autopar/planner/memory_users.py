@@ -59,7 +59,7 @@ def infeasible_error(
             f" The search ended early, as no plan should need less than "
             f"{format_bytes(far_bound_bytes)}."
         )
-    return InfeasiblePlanError(
+    error = InfeasiblePlanError(
         f"A plan must fit the memory budget of {budget_bytes:,} B "
         f"({format_bytes(budget_bytes)}) a device, but no plan was found below "
         f"{least:,} B ({format_bytes(least)}) on the mesh {profile.plan.mesh}; give "
@@ -70,3 +70,5 @@ def infeasible_error(
         tightest_constraint=f"memory: {users[0]}" if users else "memory",
         far_bound_bytes=far_bound_bytes,
     )
+    error.least_plan, error.largest_users = profile.plan, largest
+    return error

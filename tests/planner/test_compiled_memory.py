@@ -87,7 +87,52 @@ def test_a_model_that_is_too_low_does_not_break_the_budget() -> None:
         )
         return step.plan(*case.args)
 
-    with pytest.raises(InfeasiblePlanError) as raised:
-        within((held + said) // 2)
-    assert raised.value.least_budget_bytes == held
+    for too_little in ((held + said) // 2, said - 1):
+        with pytest.raises(InfeasiblePlanError) as raised:
+            within(too_little)
+        assert raised.value.least_budget_bytes == held
+        assert f"memory_budget={held}," in str(raised.value)
     assert within(held).predicted.peak_bytes == said
+
+
+def test_what_is_predicted_not_to_fit_is_compiled_before_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Programs that hold four fifths of what is said of them leave more room."""
+    case = f2(optax.adam(1e-2))
+    held = MemoryUse.of
+
+    def less(compiled: jax.stages.Compiled, host_bytes: int = 0) -> MemoryUse:
+        seen = held(compiled, host_bytes)
+        return MemoryUse(int(0.8 * seen.device_bytes), 0, 0, 0)
+
+    monkeypatch.setattr(MemoryUse, "of", less)
+
+    def within(budget: int) -> Plan:
+        step = autopar.parallelize(case.step, mesh="x:8", memory_budget=budget)
+        return step.plan(*case.args)
+
+    def least(budget: int) -> int:
+        with pytest.raises(InfeasiblePlanError) as raised:
+            within(budget)
+        return raised.value.least_budget_bytes or 0
+
+    predicted = least(1)  # so far below that nothing is compiled
+    assert within(int(0.9 * predicted)).predicted.peak_bytes <= 0.9 * predicted
+    compiled = least(int(0.7 * predicted))
+    assert 0.7 * predicted < compiled < predicted
+    assert within(compiled).predicted.peak_bytes <= compiled
+
+
+def test_the_least_plan_is_tried_where_none_is_predicted_to_fit() -> None:
+    """Its program is less than the error of another plan makes of it."""
+    seen = {1000: 1200, 900: 980}
+
+    def plan_again(budget_bytes: int) -> Planned:
+        raise InfeasiblePlanError(f"nothing below {budget_bytes}", 900)
+
+    found = fit_compiled(
+        *(of_peak(1000), 1000, lambda p: seen[p.plan.predicted.peak_bytes]),
+        *(plan_again, lambda _: of_peak(900)),
+    )
+    assert found.plan.predicted.peak_bytes == 1000
