@@ -36,7 +36,8 @@ def one_of_everything() -> dict[str, Any]:
     plan = make_plan()
     predicted = replace(plan.predicted, host_seconds=1e-3, host_bytes=128)
     inputs = (replace(plan.inputs[0], memory="host"), *plan.inputs[1:])
-    plan = replace(plan, remat="full:3", predicted=predicted, inputs=inputs)
+    texts = {"remat": "full:3", "device_kind": "CPU"}
+    plan = replace(plan, **texts, predicted=predicted, inputs=inputs)
     return json.loads(to_json(plan))
 
 

@@ -14,20 +14,17 @@ from .barriers import waits
 from .conversion_nodes import Conversions, add_conversions
 from .equal_rows import equals_among, shared_exponentials
 from .fusion import InMemory, Nodes, Traits, values_in_memory
-from .kernels import (
-    Border,
-    KernelBlock,
-    KernelColumns,
-    ValueColumns,
-)
-from .loop_operands import carries, made_inside
+from .kernels import Border, KernelBlock, KernelColumns, ValueColumns
+from .loop_operands import by_loop, carries, is_scatter, made_inside, read_again
 from .names import renamed, roots
+from .narrow_floats import with_wide_copies
 from .node_table import NodeTable
 from .plan_arrays import PlanArrays
 from .product_operands import (
     add_ordered,
     flat_values,
     names_in_order,
+    names_of,
     ordered_operands,
     with_ordered,
 )
@@ -73,6 +70,7 @@ class _Builder:
         self.renames = traits.renames[self.rows]
         self.traits = traits
         self.inner_bytes = inner_bytes
+        self.flat = frozenset[int]()
         self._find_reads()
         self._find_conversions()
         self.equals = equals_among(arrays, self.rows, self.read_start, self.read_spec)
@@ -168,14 +166,7 @@ class _Builder:
                 np.full(counts[3], -1),
             ]
         )
-        border = self.border
-        self.is_outside_input = np.array(
-            [
-                p not in border.sliced and p not in border.fetched
-                for p in range(counts[0])
-            ],
-            bool,
-        )
+        self.is_outside_input = self.border.is_outside(counts[0])
         kind = np.repeat(np.arange(4), counts)
         is_outside = kind == 3
         is_outside[: counts[0]] = self.is_outside_input
@@ -239,7 +230,8 @@ class _Builder:
             kept,
             tuple((old, new) for old, new in pairs if new is not None and new != old),
             self._passed(),
-            flat_values(columns, self.rows, self.result_row, self.of_results),
+            flat_values(columns, self.rows, self.result_row, self.of_results)
+            | self.flat,
         )
 
     def _fused(
@@ -249,10 +241,14 @@ class _Builder:
         own = self.rows, self.read_start, self.read_spec, self.read
         found = self.ordered = ordered_operands(self.arrays, *own)
         self.values, self.read = with_ordered(found, self.values, self.read)
-        nodes = self._nodes(outputs)
-        is_kept = np.append(is_kept, np.zeros(len(found), bool))
+        nodes, own = self._nodes(outputs), len(self.values)
+        if self.arrays.widens:
+            nodes = self._wide(nodes, names_of(found, own))
+        is_kept = np.append(is_kept, np.zeros(len(self.values) - len(is_kept), bool))
         in_memory = values_in_memory(nodes, is_kept)
-        name = names_in_order(found, in_memory.is_written & ~in_memory.again)
+        is_named = (in_memory.is_written & ~in_memory.again)[:own]
+        name = np.arange(len(self.values))
+        name[:own] = names_in_order(found, is_named)
         in_memory = in_memory.without(name != np.arange(len(name)))
         self.read = name[self.read]
         return replace(nodes, reads=name[nodes.reads]), in_memory
@@ -372,12 +368,30 @@ class _Builder:
             },
         )
 
+    def _wide(self, nodes: Nodes, named: Mapping[int, int]) -> Nodes:
+        """The nodes with wide copies of what CPUs do not compute as it is."""
+        columns, rows = self.arrays.columns, self._rows_with_bodies()
+        loops = by_loop(read_again, self.operators, rows, self.read_start, self.read)
+        read = nodes, self.values, columns, named, loops
+        found = with_wide_copies(*read, self._wide_inputs())
+        self.values, self.flat = found.values, found.flat
+        return found.nodes
+
+    def _wide_inputs(self) -> set[int]:
+        """Inputs that are the same in all iterations."""
+        if not self.block.index:
+            return set()
+        carried = {old for old, _ in self.border.replaced}
+        outside = np.flatnonzero(self.is_outside_input).tolist()
+        return {int(self.value_of[self.inputs[p]]) for p in outside if p not in carried}
+
     def _carries(self) -> dict[int, tuple[tuple[int, int], ...]]:
-        """By operator, what loops read and return in the same place."""
-        found: dict[int, tuple[tuple[int, int], ...]] = {}
-        for row in self._rows_with_bodies():
-            op = self.operators[row]
-            read = self.read[slice(*self.read_start[[row, row + 1]])]
-            written = [int(self.value_of[result]) for result in op.results]
-            found[op.index] = carries(op, read.tolist(), written)
-        return found
+        """By operator, what loops and scatters read and return in the same place."""
+        scatters = self.arrays.columns.where(is_scatter)[self.rows]
+        rows = [*self._rows_with_bodies(), *np.flatnonzero(scatters).tolist()]
+        return by_loop(
+            lambda op, read: carries(
+                op, read, self.value_of[list(op.results)].tolist()
+            ),
+            *(self.operators, rows, self.read_start, self.read),
+        )

@@ -226,6 +226,11 @@ class Border:
     fetched: frozenset[int] = frozenset()
     sent: frozenset[int] = frozenset()
 
+    def is_outside(self, count: int) -> np.ndarray:
+        """Bool [count], inputs whose memory is the owner's."""
+        inside = self.sliced | self.fetched
+        return np.array([place not in inside for place in range(count)], bool)
+
 
 def is_cut_out(source: Spec, target: Spec) -> bool:
     """Whether a device cuts its part of `target` out of its own of `source`."""

@@ -1,13 +1,19 @@
-"""What a loop reads: the same in each iteration, or what it returns in its place."""
+"""What a loop reads: the same in each iteration, or what it returns in its place.
+
+A scatter, too, returns its first operand in its place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from ..graph.build_graph import SCAN, WHILE
 from ..graph.op_graph import Operator
+
+_Found = TypeVar("_Found")
 
 
 def num_constants(op: Operator) -> int:
@@ -17,6 +23,11 @@ def num_constants(op: Operator) -> int:
     if op.kind == WHILE:
         return op.params["cond_nconsts"] + op.params["body_nconsts"]
     return 0
+
+
+def is_scatter(op: Operator) -> bool:
+    """Whether an operator writes over its first operand."""
+    return op.kind.startswith("scatter")
 
 
 def made_inside(
@@ -48,7 +59,7 @@ def made_inside(
 def carries(
     op: Operator, reads: Sequence[int], writes: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
-    """Pairs of what a loop reads and what it returns in the same place.
+    """Pairs of what a loop or scatter reads and what it returns in the same place.
 
     `reads` are values of its operands that are no literals, `writes` of its results.
     """
@@ -57,6 +68,8 @@ def carries(
         count = op.params["num_carry"]
     elif op.kind == WHILE:
         count = len(op.operands) - first
+    elif is_scatter(op):
+        count = 1
     else:
         return ()
     read = iter(reads)
@@ -65,3 +78,33 @@ def carries(
     ]
     pairs = zip(by_operand[first:], writes, strict=False)
     return tuple((old, new) for old, new in pairs if old is not None)
+
+
+def read_again(op: Operator, reads: Sequence[int]) -> set[int]:
+    """What a loop reads in every iteration: constants, and what it goes along.
+
+    `reads` are values of its operands that are no literals.
+    """
+    if op.kind not in (SCAN, WHILE):
+        return set()
+    first, last = num_constants(op), len(op.operands)
+    if op.kind == SCAN:
+        last = first + op.params["num_carry"]
+    read, places = iter(reads), range(len(op.operands))
+    by_operand = [-1 if op.is_constant(place) else next(read) for place in places]
+    return {each for each in (*by_operand[:first], *by_operand[last:]) if each >= 0}
+
+
+def by_loop(
+    found: Callable[[Operator, list[int]], _Found],
+    operators: Sequence[Operator],
+    rows: Sequence[int],
+    read_start: np.ndarray,
+    read: np.ndarray,
+) -> dict[int, _Found]:
+    """What is found of loops, by operator; see `made_inside` for the arguments."""
+    reads = [read[slice(*read_start[[row, row + 1]])].tolist() for row in rows]
+    return {
+        operators[row].index: found(operators[row], each)
+        for row, each in zip(rows, reads, strict=True)
+    }

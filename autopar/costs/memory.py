@@ -26,6 +26,7 @@ from .execution_order import Liveness, run_in_order
 from .fusion import Traits
 from .kernel_builder import kernel_block
 from .kernels import Border, Value
+from .narrow_floats import rounding_traits
 from .plan_arrays import PlanArrays
 from .random_words import drawing_bytes, drawing_rows
 
@@ -126,6 +127,8 @@ class _Run:
         self.graph, self._arrays = arrays.graph, arrays
         self.liveness: dict[int, Liveness] = {}
         self._traits = Traits.of(self.graph.columns)
+        if arrays.widens:
+            self._traits = rounding_traits(self._traits, self.graph.columns)
         sizes, plans = arrays.plan.mesh.axis_sizes, arrays.plan.operators
         columns = self.graph.columns
         self._held_inside = Counter[int]()  # by operator without bodies

@@ -51,6 +51,20 @@ class NodeTable:
         self._writes.append((writes[0] + self._count, writes[1]))
         self._count += len(times)
 
+    def add_nodes(self, nodes: Nodes) -> None:
+        """Nodes at the times 0, 1, 2, ..."""
+        columns = [getattr(nodes, field.name) for field in fields(Nodes)]
+        for column, each in zip(self._columns, columns[:11], strict=True):
+            column.append(each)
+        own = np.arange(len(nodes))
+        self._times.append(own.astype(float))
+        for pairs, start, value in (
+            (self._reads, nodes.read_start, nodes.reads),
+            (self._writes, nodes.write_start, nodes.writes),
+        ):
+            pairs.append((np.repeat(own, np.diff(start)) + self._count, value))
+        self._count += len(nodes)
+
     def build(self) -> Nodes:
         """All of them."""
         order = np.argsort(np.concatenate(self._times), kind="stable")

@@ -11,6 +11,7 @@ import numpy as np
 from ..graph.op_graph import GraphColumns, OpGraph
 from ..plans.plan import ShardingPlan
 from ..sharding.spec import Spec, num_shards
+from .narrow_floats import narrow_tensors
 from .random_words import bytes_of_tensors
 
 
@@ -50,6 +51,12 @@ class PlanArrays:
     def columns(self) -> GraphColumns:
         """Those of the graph."""
         return self.graph.columns
+
+    @cached_property
+    def widens(self) -> bool:
+        """Whether something is bfloat16 that its devices compute in float32."""
+        is_narrow = narrow_tensors(self.columns)
+        return self.plan.device_kind == "CPU" and bool(is_narrow.any())
 
     @cached_property
     def specs(self) -> tuple[Spec, ...]:

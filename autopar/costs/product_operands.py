@@ -136,6 +136,12 @@ def names_in_order(ordered: Sequence[Ordered], in_memory: np.ndarray) -> np.ndar
     return name
 
 
+def names_of(ordered: Sequence[Ordered], num_values: int) -> dict[int, int]:
+    """By value of `ordered`, the last of `num_values`, what it only names anew."""
+    places = enumerate(ordered, num_values - len(ordered))
+    return {value: each.value for value, each in places if not each.is_turned}
+
+
 def flat_values(
     columns: GraphColumns, rows: slice, result_row: np.ndarray, values: np.ndarray
 ) -> frozenset[int]:

@@ -103,6 +103,7 @@ def read_profile(
         function=graph.name,
         mesh=mesh,
         cluster=cluster.name,
+        device_kind=cluster.device.kind,
         inputs=inputs,
         operators=operators,
         tensors=tensors,

@@ -103,7 +103,8 @@ class ShardingPlan:
     `operators` are in the graph's order, `tensors` by tensor index; `outputs` has, for
     each block, the spec in which it returns each of its outputs. Both are tuples, or
     made when they are looked at (`plan_columns.py`). `remat` says what the backward
-    pass of the step makes again, as `Remat` prints; "" if nothing.
+    pass of the step makes again, as `Remat` prints; "" if nothing. `device_kind` is
+    that of the cluster's devices, "" where it is not known.
     """
 
     function: str
@@ -117,6 +118,7 @@ class ShardingPlan:
     collectives: tuple[Collective, ...]
     predicted: Prediction
     remat: str = ""
+    device_kind: str = ""
 
     def state_bytes(self) -> int:
         """Bytes of state on one device, without what lies in the host's memory."""

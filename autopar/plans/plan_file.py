@@ -33,6 +33,7 @@ from .record import Record, number_to_json, read_json
 FORMAT = "autopar-plan"
 VERSION = 1
 
+_OPTIONAL = ("remat", "device_kind")
 _COUNTS = ("collective_bytes", "peak_bytes", "budget_bytes", "host_bytes")
 _LATER = ("host_seconds", "host_bytes")  # not in files of earlier versions
 
@@ -46,12 +47,12 @@ def to_json(plan: ShardingPlan) -> str:
 def plan_to_json(plan: ShardingPlan) -> dict[str, Any]:
     """The plan as JSON values."""
     text = SpecText(plan.mesh)
-    remat = {"remat": plan.remat} if plan.remat else {}
+    texts = {name: getattr(plan, name) for name in _OPTIONAL if getattr(plan, name)}
     return {
         "function": plan.function,
         "mesh": mesh_to_json(plan.mesh),
         "cluster": plan.cluster,
-        **remat,
+        **texts,
         "predicted": prediction_to_json(plan.predicted),
         "inputs": [_input_to_json(each, text) for each in plan.inputs],
         "operators": [_operator_to_json(each, text) for each in plan.operators],
@@ -88,8 +89,8 @@ def from_json(text: str, where: str) -> ShardingPlan:
 
 def plan_from_json(record: Record, others: Sequence[str] = ()) -> ShardingPlan:
     """The plan that `plan_to_json` wrote, in an object with `others` besides."""
-    names = [f.name for f in fields(ShardingPlan) if f.name != "remat"]
-    top = record.fields([*others, *names], ["remat"])
+    names = [f.name for f in fields(ShardingPlan) if f.name not in _OPTIONAL]
+    top = record.fields([*others, *names], _OPTIONAL)
     read = _Reader(mesh_from_json(top["mesh"]))
     num_blocks = len(top["trip_counts"].integers())
     outputs = tuple(read.specs(specs) for specs in top["outputs"].items())
@@ -110,6 +111,7 @@ def plan_from_json(record: Record, others: Sequence[str] = ()) -> ShardingPlan:
         collectives=tuple(map(read.collective, top["collectives"].items())),
         predicted=prediction_from_json(top["predicted"]),
         remat=_remat_from_json(top["remat"]) if "remat" in top else "",
+        device_kind=top["device_kind"].text() if "device_kind" in top else "",
     )
 
 

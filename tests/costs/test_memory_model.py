@@ -232,6 +232,19 @@ def test_an_elementwise_kernel_writes_over_what_it_reads_last() -> None:
     assert liveness.peak_bytes == 100
 
 
+def test_a_scatter_writes_over_what_it_adds_to() -> None:
+    """The gradient of a table: zeros, and the rows that were read."""
+    table, rows = jnp.ones((512, 64)), jnp.zeros((8,), jnp.int32)
+
+    def step(table: jax.Array) -> jax.Array:
+        grad = jax.grad(lambda table: jnp.sin(table[rows]).sum())(table)
+        return grad @ jnp.ones((64, 8))
+
+    profile, compiled = profile_of(step, table)
+    assert profile.temp_bytes < 1.2 * table.nbytes
+    assert profile.peak_bytes == pytest.approx(compiled, rel=0.03)
+
+
 def test_what_has_more_behind_it_runs_first() -> None:
     """Depth first: the branch with more readers of its values comes before."""
     values = tuple(Value(i, (), 10, False) for i in range(4))

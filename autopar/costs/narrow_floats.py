@@ -1,0 +1,196 @@
+"""What CPUs compute in float32 though it is bfloat16 in the program.
+
+XLA's `FloatNormalization`, as its compiler for CPUs asks for it: products, reductions
+and collectives of bfloat16 read float32 copies of their operands, and write float32
+that is rounded afterwards. The copies are shared among those who read them. What is
+elementwise does so within its kernel, but who rounds is not done again in every reader.
+Products that are asked for float32 read bfloat16 as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from ..graph.build_graph import BARRIER, PINS
+from ..graph.op_graph import GraphColumns, Operator
+from .fusion import Nodes, Traits
+from .kernels import ValueColumns, gathers_minor
+from .node_table import NodeTable
+
+NARROW = "bfloat16"
+_TIMES_WIDER = 2
+
+
+@lru_cache(maxsize=4)
+def narrow_tensors(columns: GraphColumns) -> np.ndarray:
+    """bool [tensors + 1], those of bfloat16; the last is what is no tensor."""
+    narrow = np.array([str(kind.dtype) == NARROW for kind in columns.types], bool)
+    return np.append(narrow[columns.type_of], False)
+
+
+@lru_cache(maxsize=4)
+def widening_rows(columns: GraphColumns) -> np.ndarray:
+    """bool [rows], those that read float32 copies of bfloat16 if they are not fused."""
+    return np.array([_widens(op) for op in columns.distinct], bool)[columns.alike]
+
+
+def rounding_traits(traits: Traits, columns: GraphColumns) -> Traits:
+    """The traits of all rows where what is elementwise rounds to bfloat16."""
+    narrow = narrow_tensors(columns)
+    rounds = np.zeros(len(columns.operators), bool)
+    rounds[columns.rows_of_results[narrow[columns.results]]] = True
+    rounds &= traits.is_cheap & ~_fills(columns)
+    return replace(
+        traits,
+        is_cheap=traits.is_cheap & ~rounds,
+        is_expensive=traits.is_expensive | rounds,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Widened:
+    """Nodes and values of a block with wide copies.
+
+    The copies are the last of `values`. `flat` are those that lie in another order of
+    dims than what is made of them.
+    """
+
+    nodes: Nodes
+    values: ValueColumns
+    flat: frozenset[int] = frozenset()
+
+
+def with_wide_copies(
+    nodes: Nodes,
+    values: ValueColumns,
+    columns: GraphColumns,
+    named: Mapping[int, int],
+    of_loops: Mapping[int, Collection[int]],
+    is_wide: Collection[int],
+) -> Widened:
+    """The copies and what rounds, beside the nodes and values of a block.
+
+    Args:
+      nodes: before fusion.
+      values: what they read and write.
+      columns: of the graph.
+      named: by value, the one that it is another name of once that is in memory.
+      of_loops: by loop, values that it reads in every iteration, in whole or in part;
+        their copies are made before it runs.
+      is_wide: values that were copied outside.
+    """
+    is_narrow = narrow_tensors(columns)[values.tensor]
+    computes = _computes(nodes, columns)
+    reader = np.repeat(np.arange(len(nodes)), np.diff(nodes.read_start))
+    writer = np.repeat(np.arange(len(nodes)), np.diff(nodes.write_start))
+    is_read = computes[reader] | _in_loops(nodes, reader, of_loops)
+    is_read &= ~np.isin(nodes.reads, list(is_wide))
+    widened = np.flatnonzero(is_narrow[nodes.reads] & is_read)
+    rounded = np.flatnonzero(is_narrow[nodes.writes] & computes[writer])
+    if not len(widened) and not len(rounded):
+        return Widened(nodes, values)
+    name = np.arange(len(values))
+    name[list(named)] = list(named.values())
+    source, first, copy = np.unique(
+        name[nodes.reads[widened]], return_index=True, return_inverse=True
+    )
+    target, count = nodes.writes[rounded], len(values)
+    more = np.concatenate([source, target])
+    own = count + np.arange(len(more))
+    reads, writes = nodes.reads.copy(), nodes.writes.copy()
+    reads[widened], writes[rounded] = own[copy], own[len(source) :]
+    inner = nodes.inner_bytes.copy()
+    turned = widened[inner[reader[widened]] == values.bytes[nodes.reads[widened]]]
+    inner[reader[turned]] = 0  # the wide copy is made in that order
+    table = NodeTable()
+    table.add_nodes(replace(nodes, reads=reads, writes=writes, inner_bytes=inner))
+    place = np.arange(len(source)), np.arange(len(target))
+    table.add(
+        reader[widened[first]] - 0.5,
+        cheap=True,
+        absorbs=True,
+        streamed=True,
+        repeated=True,
+        reads=(place[0], source),
+        writes=(place[0], own[: len(source)]),
+    )
+    table.add(
+        writer[rounded] + 0.5,
+        expensive=True,
+        absorbs=True,
+        reads=(place[1], own[len(source) :]),
+        writes=(place[1], target),
+    )
+    apart = _gathered_minor(nodes, values, writer[rounded], target)
+    apart |= np.isin(target, nodes.reads[turned])
+    apart = own[len(source) :][apart]
+    return Widened(table.build(), _with_wide(values, more), frozenset(apart.tolist()))
+
+
+def _gathered_minor(
+    nodes: Nodes, values: ValueColumns, made_by: np.ndarray, made: np.ndarray
+) -> np.ndarray:
+    """Which of the values `made` are gathered along a dim that is not the major one."""
+    read = nodes.reads[nodes.read_start[made_by]]
+    specs = values.specs
+    return np.array(
+        [
+            op < 0 and gathers_minor(specs[old], specs[new])
+            for op, old, new in zip(
+                nodes.operator[made_by].tolist(),
+                values.spec[read].tolist(),
+                values.spec[made].tolist(),
+                strict=True,
+            )
+        ],
+        bool,
+    )
+
+
+def _in_loops(
+    nodes: Nodes, reader: np.ndarray, of_loops: Mapping[int, Collection[int]]
+) -> np.ndarray:
+    """bool [reads], those of loops that are copied before these run."""
+    found = np.zeros(len(reader), bool)
+    for operator, read in of_loops.items():
+        own = nodes.operator[reader] == operator
+        found[own] = np.isin(nodes.reads[own], list(read))
+    return found
+
+
+def _computes(nodes: Nodes, columns: GraphColumns) -> np.ndarray:
+    """bool [nodes], those that read and write float32 instead of bfloat16."""
+    row_of = np.full(int(columns.index.max(initial=-1)) + 2, -1)
+    row_of[columns.index] = np.arange(len(columns.index))
+    widens = np.append(widening_rows(columns), True)  # the last: what converts
+    moves = (np.diff(nodes.read_start) > 0) & (np.diff(nodes.write_start) > 0)
+    return widens[row_of[nodes.operator]] & ~nodes.is_fusable & moves
+
+
+def _with_wide(values: ValueColumns, narrow: np.ndarray) -> ValueColumns:
+    """Values with those of `narrow` in float32 at the end."""
+    count = len(narrow)
+    return ValueColumns(
+        np.append(values.tensor, values.tensor[narrow]),
+        np.append(values.spec, values.spec[narrow]),
+        np.append(values.bytes, values.bytes[narrow] * _TIMES_WIDER),
+        np.append(values.is_copy, np.ones(count, bool)),
+        np.append(values.is_outside, np.zeros(count, bool)),
+        values.specs,
+    )
+
+
+def _widens(op: Operator) -> bool:
+    """Whether an operator, where it is a kernel of its own, computes in float32."""
+    if op.bodies or op.kind in (BARRIER, *PINS):
+        return False
+    made = [str(kind.dtype) for kind in op.result_types]
+    return op.kind != "dot_general" or NARROW in made
+
+
+def _fills(columns: GraphColumns) -> np.ndarray:
+    return columns.where(lambda op: op.kind in ("broadcast_in_dim", "iota"))
