@@ -23,6 +23,7 @@ memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
@@ -176,6 +177,12 @@ class InMemory:
     def without(self, others: np.ndarray) -> InMemory:
         """Without other names of values, bool [values]."""
         return replace(self, is_written=self.is_written & ~others)
+
+    def made_once(self, values: Sequence[int]) -> InMemory:
+        """With values that are not done again, as they pass a barrier."""
+        again = self.again.copy()
+        again[values] = False
+        return replace(self, again=again)
 
     def is_inside(self, nodes: Nodes, maker: np.ndarray) -> np.ndarray:
         """[reads] what a node does itself, though it may be in memory."""

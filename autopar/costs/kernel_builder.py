@@ -250,6 +250,7 @@ class _Builder:
         name = np.arange(len(self.values))
         name[:own] = names_in_order(found, is_named)
         in_memory = in_memory.without(name != np.arange(len(name)))
+        in_memory = in_memory.made_once(list(self._passed().values()))
         self.read = name[self.read]
         return replace(nodes, reads=name[nodes.reads]), in_memory
 

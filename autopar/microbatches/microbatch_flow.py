@@ -53,6 +53,9 @@ class Flow:
     port_state: dict[tuple[int, int], State] = field(default_factory=dict)
     copies: dict[int, int] = field(default_factory=dict)  # by tensor
     copies_read: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by operator
+    asked: dict[int, dict[tuple[int, int], tuple[State, int]]] = field(
+        default_factory=dict[int, dict[tuple[int, int], tuple[State, int]]]
+    )  # by tensor and reader: the state and copies that it wants
     port_copies: dict[tuple[int, int], int] = field(default_factory=dict)
     joints: set[int] = field(default_factory=set)  # operators that join batches
     matches: dict[tuple[int, ...], Factor | None] = field(default_factory=dict)
@@ -135,11 +138,13 @@ class Flow:
         for result, state, number in zip(op.results, factor.results, made, strict=True):
             self.write(result, state, number)
             self.made_by[result] = op
-        for operand, wanted, number in zip(
-            op.operands, factor.operands, self.copies_read[op.index], strict=True
+        wanted = zip(factor.operands, self.copies_read[op.index], strict=True)
+        for position, (operand, each) in enumerate(
+            zip(op.operands, wanted, strict=True)
         ):
             if isinstance(operand, int):
-                self.make_cut(operand, wanted, number)
+                self.asked.setdefault(operand, {})[op.index, position] = each
+                self.make_cut(operand, *each)
         return True
 
     def write(self, tensor: int, state: State, copies: int) -> None:
@@ -162,11 +167,14 @@ class Flow:
         return self.copies.get(operand, 1) if isinstance(operand, int) else 1
 
     def make_cut(self, tensor: int, wanted: State, copies: int) -> None:
-        """Make a broadcast value cut from the start: its one reader wants it so."""
+        """Make a broadcast value cut from the start: all its readers want it so."""
         maker = self.made_by.get(tensor)
         if maker is None or maker.kind != "broadcast_in_dim" or wanted < 0:
             return
-        if self.num_readers[tensor] > 1 or self.state[tensor] != REPLICATED:
+        asked = self.asked[tensor].values()
+        if len(asked) < self.num_readers[tensor] or len(set(asked)) > 1:
+            return
+        if self.state[tensor] != REPLICATED:
             return
         for factor in factors_of(maker):
             is_made_cut = factor.results == (wanted,) and all(

@@ -3,13 +3,16 @@
 Planning and lowering need to know nothing of it: what is done twice is two operators.
 Between them lies a barrier on what the second reads, which waits for the cotangent that
 is read with it, as in `jax.checkpoint`: the compiler neither merges the two nor does
-the second early. In loops no barrier is needed: the two are in different bodies.
+the second early. The gradients made so far pass it, too: a compiler that makes them as
+late as it can would keep what it did again of every segment for them. In loops no
+barrier is needed: the two are in different bodies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import jax
@@ -57,12 +60,16 @@ class _RematRunner(WholeRunner):
         self.stacked: dict[tuple[int, int], Any] = {}  # by scan, tensor of its body
         self.saved = _saved(graph, sets)
         self.triggers = _triggers(graph, sets)
+        self.last_reader = _last_readers(graph, sets)
+        self.made: list[int] = []  # by the backward pass, behind the last barrier
 
     def run_operators(self, operators: Sequence[Operator]) -> None:
         for op in operators:
             for group in self.triggers.get(op.index, ()):
                 self.do_again(group, op)
             super().run_operators((op,))
+            if op.index in self.sets.backward:
+                self.made += op.results
 
     def operands(self, op: Operator) -> list[Any]:
         if op.index not in self.sets.backward:
@@ -74,21 +81,20 @@ class _RematRunner(WholeRunner):
 
     def do_again(self, group: Group, reader: Operator) -> None:
         """Makes the residuals of a group for its first reader."""
-        forward = dict(self.values)
         operands = tensors_of(reader.operands)
-        cotangents = [t for t in operands if t in self.sets.cotangents]
-        reads = [*group.reads, *cotangents[:1]]
-        given = [
-            self.again.get(t, self.values[t]) if t in cotangents else self.values[t]
-            for t in reads
-        ]
+        cotangents = [t for t in operands if t in self.sets.cotangents][:1]
+        needed = [t for t in self.made if self.last_reader[t] >= reader.index]
+        waiting = list(dict.fromkeys([*cotangents, *needed]))
+        given = [self.values[t] for t in (*group.reads, *waiting)]
         passed = lax.optimization_barrier(tuple(given))
+        self.values.update(zip(waiting, passed[len(group.reads) :], strict=True))
+        self.made = []
+        outside = dict(self.values)
         self.values.update(zip(group.reads, passed, strict=False))
         with jax.named_scope(SCOPE):
             super().run_operators(group.operators)
         self.again.update({t: self.values[t] for t in group.makes})
-        self.again.update(zip(cotangents[:1], passed[len(group.reads) :], strict=True))
-        self.values = forward
+        self.values = outside
 
     def scan(self, op: Operator, operands: Sequence[Any]) -> list[Any]:
         saved = self.saved.get(op.index, ())
@@ -170,6 +176,17 @@ def _saved(graph: OpGraph, sets: RecomputeSets) -> dict[int, tuple[int, ...]]:
         new = dict.fromkeys(t for t in each.saved if t not in returned)
         found.setdefault(each.forward.index, {}).update(new)
     return {index: tuple(tensors) for index, tensors in found.items()}
+
+
+def _last_readers(graph: OpGraph, sets: RecomputeSets) -> dict[int, float]:
+    """The index of the operator that reads each cotangent last; inf for results."""
+    found = dict.fromkeys(sets.cotangents, -1.0)
+    for block in graph.blocks:
+        for op in block.operators:
+            read = [t for t in tensors_of(op.operands) if t in found]
+            found.update(dict.fromkeys(read, float(op.index)))
+        found.update({t: inf for t in tensors_of(block.outputs) if t in found})
+    return found
 
 
 def _triggers(graph: OpGraph, sets: RecomputeSets) -> dict[int, list[Group]]:
