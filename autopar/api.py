@@ -56,7 +56,8 @@ from .pipelines.pipeline_choice import (
 )
 from .pipelines.pipeline_plan import PlannedPipeline
 from .placement.placed_step import plan_placement
-from .planner.planning import Planned, tell_user
+from .planner.planning import Planned
+from .planner.signatures import tell_user
 from .plans.parallel_plan import Plan
 from .plans.pin_cost import PinCosts
 from .report.step_origin import with_origin

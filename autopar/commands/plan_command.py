@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.status import Status
+
+from .progress import progress
 
 if TYPE_CHECKING:
     from ..clusters.cluster import Cluster
@@ -260,10 +260,10 @@ def _plan(
     else:
         step = None
     if step is not None:
-        with _progress(console) as status:
+        with progress(console) as status:
             status.update(f"tracing and planning {target.name}")
             return step.plan(*target.args), []
-    with _progress(console) as status:
+    with progress(console) as status:
         return _plan_plain(target, options, compare, status)
 
 
@@ -272,12 +272,15 @@ def _plan_plain(
 ) -> tuple[Plan, list[Row]]:
     import jax
 
+    from ..errors import InfeasiblePlanError
     from ..frontend.calls import open_call, plain_function
     from ..frontend.constant_leaves import takes_only_arrays
     from ..frontend.static_arguments import StaticArguments
     from ..options import check_options, resolve_options
     from ..planner.planning import plan_function
+    from ..planner.remedies import with_remedy
     from ..planner.traced_step import traced_step
+    from ..planner.whole_step import TracedWhole
     from . import method_comparison
 
     checked = check_options(
@@ -296,7 +299,14 @@ def _plan_plain(
         status.update(f"tracing and planning {target.name}")
         fun = plain_function(target.step, call.statics)
         args, kwargs = call.arguments()
-        planned = plan_function(fun, args, kwargs, options)
+
+        def refused(
+            error: InfeasiblePlanError, whole: TracedWhole
+        ) -> InfeasiblePlanError:
+            status.update("nothing fits; looking for what would")
+            return with_remedy(error, whole, options)
+
+        planned = plan_function(fun, args, kwargs, options, refused)
         _tell(planned)
         rows: list[Row] = []
         if compare:
@@ -316,32 +326,3 @@ def _tell(planned: Planned) -> None:
     log.info(planned.summary())
     for note in planned.roles.notes:
         log.warning(note)
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Status]:
-    """A line that moves on a terminal; what autopar logs is printed above it."""
-    log = logging.getLogger("autopar")
-    handler = _Printed(Console(stderr=True, highlight=False, soft_wrap=True))
-    before = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        with console.status("starting jax") as status:
-            yield status
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(before)
-
-
-class _Printed(logging.Handler):
-    """Prints records with the seconds since the start."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(logging.INFO)
-        self.console, self.start = console, perf_counter()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        seconds = perf_counter() - self.start
-        text = record.getMessage()
-        self.console.print(f"{seconds:6.1f} s  {text}", style="dim", markup=False)

@@ -20,6 +20,7 @@ from ..errors import InfeasiblePlanError
 from ..methods.gather_again import graph_of_plan
 from ..plans.parallel_plan import Plan
 from ..rematerialisation.remat import LEVELS, Remat
+from .even_share import even_share_bytes, is_out_of_reach
 from .memory_users import infeasible_error
 from .step_variants import (
     Offload,
@@ -50,6 +51,7 @@ def choose_variant(
     remat: str | None,
     offload: Offload | None,
     budget_bytes: int,
+    num_devices: int,
     plan_variant: PlanVariant,
 ) -> Chosen:
     """The cheapest variant that fits, and its plan.
@@ -59,6 +61,7 @@ def choose_variant(
       remat: None, "auto", or the text of a `Remat`.
       offload: None, or what the option says.
       budget_bytes: what a device may hold.
+      num_devices: on how many.
       plan_variant: the cheapest plan of a variant within a budget.
 
     Raises:
@@ -77,7 +80,8 @@ def choose_variant(
     levels: list[Remat | None] = [fixed]
     if remat == "auto":
         levels += [Remat(level) for level in LEVELS]
-    search = _Search(variants, offload, budget_bytes, plan_variant)
+    limits = budget_bytes, num_devices
+    search = _Search(variants, offload, *limits, plan_variant)
     return search.run(levels)
 
 
@@ -87,11 +91,14 @@ class _Search:
         variants: StepVariants,
         offload: Offload | None,
         budget_bytes: int,
+        num_devices: int,
         plan_variant: PlanVariant,
     ) -> None:
         self.variants = variants
         self.offload: Offload | None = offload
-        self.budget_bytes, self.plan_variant = budget_bytes, plan_variant
+        self.budget_bytes, self.num_devices = budget_bytes, num_devices
+        self.plan_variant = plan_variant
+        self.too_large: list[StepVariant] = []
         self.best: Chosen | None = None
         self.bounds: list[float] = []
         self.unfit: list[Chosen] = []
@@ -104,6 +111,7 @@ class _Search:
                 break  # all others do more work
         self.solve_within()
         if self.best is None:
+            self.refuse_too_large()
             raise self.infeasible()
         return self.with_gap(self.best)
 
@@ -152,6 +160,9 @@ class _Search:
 
         One that does not is solved within the budget later, unless it `is_trial`.
         """
+        if is_out_of_reach(variant.graph, self.num_devices, self.budget_bytes):
+            self.too_large.append(variant)
+            return False
         found = _chosen(variant, self.plan_variant(variant, NO_BUDGET))
         predicted = found.plan.predicted
         _log.info(
@@ -189,6 +200,20 @@ class _Search:
                 self.errors.append(error)
                 continue
             self.take(_chosen(free.variant, plan))
+
+    def refuse_too_large(self) -> None:
+        """Where all variants are out of reach, the error of the one that holds least.
+
+        Raises:
+          InfeasiblePlanError: that one needs more than the budget.
+        """
+        if self.errors or not self.too_large:
+            return
+
+        def share(variant: StepVariant) -> int:
+            return even_share_bytes(variant.graph, self.num_devices)
+
+        self.plan_variant(min(self.too_large, key=share), self.budget_bytes)
 
     def infeasible(self) -> InfeasiblePlanError:
         """The error of the variant that needs the least."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..costs.memory import MemoryProfile
 from ..errors import InfeasiblePlanError
@@ -42,6 +46,41 @@ def memory_users(profile: MemoryProfile) -> tuple[MemoryUser, ...]:
     return tuple(sorted(users, key=lambda user: (-user.bytes, user.name)))
 
 
+@dataclass(frozen=True)
+class AlikeUsers:
+    """`count` values that differ in their number only, as those of equal layers do."""
+
+    user: MemoryUser
+    count: int
+
+    @property
+    def bytes(self) -> int:
+        return self.user.bytes * self.count
+
+    def __str__(self) -> str:
+        note = f" ({self.user.note})" if self.user.note else ""
+        each = f"{self.count} x {format_bytes(self.user.bytes)} " * (self.count > 1)
+        return f"{format_bytes(self.bytes):>10}  {each}{self.user.name}{note}"
+
+
+def alike_users(profile: MemoryProfile) -> tuple[AlikeUsers, ...]:
+    """All that is in memory at the peak, with equal values of layers as one.
+
+    Those that take the most together come first. Source files are named from the
+    current folder, where they are in it.
+    """
+    found = Counter(map(_without_number, memory_users(profile)))
+    alike = [AlikeUsers(user, count) for user, count in found.items()]
+    return tuple(sorted(alike, key=lambda each: (-each.bytes, each.user.name)))
+
+
+def _without_number(user: MemoryUser) -> MemoryUser:
+    """The user by the name that its likes of other layers have, too."""
+    name = re.sub(r"\[\d+\]", "[*]", re.sub(r"\.\d+$", "", user.name))
+    note = user.note.replace(f"{Path.cwd()}{os.sep}", "")
+    return MemoryUser(name, user.bytes, note)
+
+
 def infeasible_error(
     profile: MemoryProfile, budget_bytes: int, far_bound_bytes: int = 0
 ) -> InfeasiblePlanError:
@@ -51,23 +90,51 @@ def infeasible_error(
     what every plan needs, where it is so far above the budget that the search ended.
     """
     least = profile.peak_bytes
-    users = memory_users(profile)[:NUM_NAMED]
-    largest = "; ".join(map(str, users))
     far = ""
     if far_bound_bytes:
         far = (
-            f" The search ended early, as no plan should need less than "
+            f"\nThe search ended early, as no plan should need less than "
             f"{format_bytes(far_bound_bytes)}."
         )
+    seen = f"no plan was found below {_told(least)} on the mesh {profile.plan.mesh}"
+    return _refused(profile, budget_bytes, seen, far, far_bound_bytes)
+
+
+def out_of_reach_error(
+    profile: MemoryProfile, budget_bytes: int, share_bytes: int
+) -> InfeasiblePlanError:
+    """That a device's even share of a step is far above a budget.
+
+    `profile` is of the cheapest plan without a budget.
+    """
+    seen = (
+        f"no plan should need less than {format_bytes(share_bytes)}, even if all is "
+        f"shared out evenly; the cheapest holds {_told(profile.peak_bytes)} on the "
+        f"mesh {profile.plan.mesh}"
+    )
+    return _refused(profile, budget_bytes, seen, "", share_bytes)
+
+
+def _told(num_bytes: int) -> str:
+    return f"{num_bytes:,} B ({format_bytes(num_bytes)})"
+
+
+def _refused(
+    profile: MemoryProfile,
+    budget_bytes: int,
+    seen: str,
+    more: str,
+    far_bound_bytes: int,
+) -> InfeasiblePlanError:
+    least, users = profile.peak_bytes, alike_users(profile)[:NUM_NAMED]
+    largest = "\n".join(map(str, users))
     error = InfeasiblePlanError(
-        f"A plan must fit the memory budget of {budget_bytes:,} B "
-        f"({format_bytes(budget_bytes)}) a device, but no plan was found below "
-        f"{least:,} B ({format_bytes(least)}) on the mesh {profile.plan.mesh}; give "
-        f"memory_budget={least}, more devices, more microbatches, a smaller batch, "
-        f"remat='auto' or offload='auto'. "
-        f"Most is taken by {largest}.{far}",
+        f"A plan must fit the memory budget of {_told(budget_bytes)} a device, but "
+        f"{seen}; give memory_budget={least}, more devices, more microbatches, a "
+        f"smaller batch, remat='auto' or offload='auto'.\n"
+        f"Most is taken by\n{largest}{more}",
         least_budget_bytes=least,
-        tightest_constraint=f"memory: {users[0]}" if users else "memory",
+        tightest_constraint=f"memory: {users[0].user}" if users else "memory",
         far_bound_bytes=far_bound_bytes,
     )
     error.least_plan, error.largest_users = profile.plan, largest

@@ -116,7 +116,10 @@ def mesh_shapes(cluster: Cluster, max_axes: int = MAX_AXES) -> tuple[MeshShape, 
 
 
 def search_meshes(
-    cluster: Cluster, plan_on: PlanOn, floor_seconds: float = 0.0
+    cluster: Cluster,
+    plan_on: PlanOn,
+    floor_seconds: float = 0.0,
+    on_mesh: Callable[[MeshShape], None] = lambda mesh: None,
 ) -> MeshSearch:
     """The cheapest predicted plan over the aligned shapes; see the top of the file.
 
@@ -125,12 +128,13 @@ def search_meshes(
       plan_on: plans on one shape, up to a relative gap, or until its bound is at least
         a cutoff in seconds.
       floor_seconds: no shape's plan takes less; see `least_seconds`.
+      on_mesh: is told which shape is planned on next.
 
     Raises:
       InfeasiblePlanError: no shape that was tried has a plan; it is the one of the
         least budget.
     """
-    return _Search(cluster, plan_on, floor_seconds).run()
+    return _Search(cluster, plan_on, floor_seconds, on_mesh).run()
 
 
 def least_seconds(graph: OpGraph, cluster: Cluster) -> float:
@@ -154,8 +158,14 @@ def least_seconds(graph: OpGraph, cluster: Cluster) -> float:
 
 
 class _Search:
-    def __init__(self, cluster: Cluster, plan_on: PlanOn, floor_seconds: float) -> None:
-        self.cluster, self.plan_on = cluster, plan_on
+    def __init__(
+        self,
+        cluster: Cluster,
+        plan_on: PlanOn,
+        floor_seconds: float,
+        on_mesh: Callable[[MeshShape], None],
+    ) -> None:
+        self.cluster, self.plan_on, self.on_mesh = cluster, plan_on, on_mesh
         self.floor_seconds = floor_seconds
         self.shapes = mesh_shapes(cluster)
         self.trials: dict[MeshShape, Trial] = {}
@@ -213,6 +223,7 @@ class _Search:
         return max(bounds) < best.seconds * (1 - WORTH)
 
     def _try(self, mesh: MeshShape, gap: float, cutoff: float = math.inf) -> Trial:
+        self.on_mesh(mesh)
         try:
             solution = self.plan_on(mesh, gap, cutoff)
         except InfeasiblePlanError as error:

@@ -48,7 +48,7 @@ def blame_pins(
     specs = " and ".join(f"{key!r}: {pins[key]}" for key in conflict)
     alone = "pin alone leaves" if len(conflict) == 1 else "pins together leave"
     return InfeasiblePlanError(
-        f"{error} Without pins there is a plan; the {alone} none: {specs}. Change or "
+        f"{error}\nWithout pins there is a plan; the {alone} none: {specs}. Change or "
         f"drop {'it' if len(conflict) == 1 else 'one of them'}.",
         error.least_budget_bytes,
         error.tightest_constraint,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ import jax
 
 from .. import rules as _rules
 from ..clusters.cluster import Cluster
+from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
 from ..frontend.roles import Roles, infer_roles
 from ..frontend.tracing import TracedFunction, trace
@@ -32,9 +32,6 @@ from ..methods.named_methods import (
 )
 from ..methods.restrictions import Limit
 from ..methods.unsplit_state import warn_unsplit_state
-from ..microbatches.microbatch_independent import trace_microbatch
-from ..microbatches.microbatch_loop import with_microbatch_loop
-from ..microbatches.microbatch_semantics import microbatched
 from ..options import Options
 from ..plans.parallel_plan import Plan
 from ..plans.plan_file import check_against
@@ -44,20 +41,29 @@ from ..state.placements import mesh_of_leaves, placed_pins, placement_pins
 from .attention_choice import AttentionVariants, ring_limits
 from .auto_layout import auto_layout
 from .budget_candidates import BudgetCandidates
+from .even_share import MANY_OPERATORS, even_share_bytes, is_out_of_reach
 from .frozen_models import frozen_models
 from .intra_op import IntraOpSolution, warn_fallbacks
 from .memory_budget import default_budget
 from .memory_search import NO_BUDGET, Chosen, choose_variant
-from .mesh_search import TIGHT_GAP, default_mesh, least_seconds, search_meshes
+from .memory_users import out_of_reach_error
+from .mesh_search import (
+    LOOSE_GAP,
+    TIGHT_GAP,
+    default_mesh,
+    least_seconds,
+    mesh_shapes,
+    search_meshes,
+)
 from .pin_conflicts import PinsByKey, blame_pins
 from .plan_cache import CacheEntry, cache_entry, use_compilation_cache
 from .plan_like import memory_choices, plan_like, without_like
 from .plan_within import plan_least_memory, plan_within
 from .step_variants import StepVariant, StepVariants
 from .transfers_ahead import graph_sent_ahead, send_ahead
+from .whole_step import TracedWhole, batch_tensors, in_microbatches, leaves_of
 
 _log = logging.getLogger("autopar")
-_MANY_SIGNATURES = 8  # from then on a user should know that each is compiled
 assert _rules  # imported so that every rule registers
 
 
@@ -85,30 +91,26 @@ class Planned:
         return tuple(leaves_of(self.traced, options.donate_argnums, options))
 
 
+Refused = Callable[[InfeasiblePlanError, TracedWhole], InfeasiblePlanError]
+
+
 def plan_function(
     fun: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     options: Options,
+    refused: Refused = lambda error, whole: error,
 ) -> Planned:
-    """Trace `fun` on its dynamic arguments and plan it, or check the plan given."""
+    """Trace `fun` on its dynamic arguments and plan it, or check the plan given.
+
+    Where nothing fits, `refused` may say more.
+    """
     use_compilation_cache()
-    traced = whole = trace(fun, args, kwargs)
+    traced = trace(fun, args, kwargs)
     avals = [var.aval for var in traced.jaxpr.jaxpr.invars]
     roles = roles_of(traced)
-    graph = of_whole = build_graph(traced, roles)
-    if options.num_microbatches > 1:
-        number, batch = options.num_microbatches, batch_tensors(traced, graph, options)
-        step = microbatched(
-            lambda: trace_microbatch(fun, whole, of_whole, batch, number),
-            graph,
-            roles,
-            batch,
-            number,
-            options.microbatch_semantics,
-        )
-        traced = with_microbatch_loop(traced, step)
-        graph = build_graph(traced, roles)
+    whole = TracedWhole(fun, traced, build_graph(traced, roles), roles)
+    traced, graph = in_microbatches(whole, options)
     cluster = options.cluster or Cluster.local()
     leaves = jax.tree.leaves((args, kwargs))
     options = with_placed_pins(options, graph, leaves, cluster)
@@ -141,12 +143,16 @@ def plan_function(
         remat, offload = memory_choices(options)
 
         def choose(some: StepVariants) -> Chosen:
-            return choose_variant(some, remat, offload, budget_bytes, plan_variant)
+            own = budget_bytes, cluster.num_devices, plan_variant
+            return choose_variant(some, remat, offload, *own)
 
         def free(variant: StepVariant) -> Plan:
             return plan_variant(variant, NO_BUDGET)
 
-        chosen = variants.choose(options, cluster.num_devices, choose, free)
+        try:
+            chosen = variants.choose(options, cluster.num_devices, choose, free)
+        except InfeasiblePlanError as error:
+            raise refused(error, whole) from None
         variant, plan = chosen.variant, chosen.plan
         warn_unsplit_state(options.method, variant.graph, plan.sharding, batch)
     else:
@@ -236,14 +242,25 @@ def plan_graph(
         _log.info("%s: plan from %s in %.1f s", graph.name, entry.path, seconds)
         return known
 
+    budget_bytes = budget_of(options, cluster)
+    num_devices = cluster.num_devices if mesh is None else mesh.size
+    for_memory = getattr(options.method, "objective", "time") == "memory"
+    is_limited = budget_bytes < NO_BUDGET and not for_memory
+    is_far = is_limited and is_out_of_reach(graph, num_devices, budget_bytes)
+
     def plan_on(
         mesh: MeshShape, gap: float, cutoff: float = math.inf
+    ) -> IntraOpSolution:
+        return plan_within_budget(mesh, gap, cutoff, budget_bytes)
+
+    def plan_within_budget(
+        mesh: MeshShape, gap: float, cutoff: float, budget_bytes: int
     ) -> IntraOpSolution:
         placed = placement_pins(leaves, graph, mesh)
         pinned = resolve_pins(options.pins, graph, mesh)
         check_returned_pins(graph, pinned, mesh)
         pins = {**placed, **pinned}
-        method, budget_bytes = options.method, budget_of(options, cluster)
+        method = options.method
         if isinstance(method, LayoutRules) and method.is_auto:
             own = restrictions_of(None, options.rules, graph, mesh, batch)
             place = graph, mesh, cluster, batch, budget_bytes
@@ -251,7 +268,6 @@ def plan_graph(
             return found.solution
         own = restrictions_of(method, options.rules, graph, mesh, batch)
         restrictions = (*own, *ring_limits(graph, options), *limits)
-        for_memory = isinstance(method, ShardParallel) and method.objective == "memory"
         if not restrictions:
             ends = budget_bytes, batch, pins, gap, cutoff
             candidates = BudgetCandidates(graph, mesh, cluster, *ends)
@@ -263,9 +279,15 @@ def plan_graph(
             *given, pins=pins, restrictions=restrictions, gap=gap, cutoff=cutoff
         )
 
+    if is_far:
+        shape = mesh or mesh_shapes(cluster)[0]
+        free = plan_within_budget(shape, LOOSE_GAP, math.inf, NO_BUDGET).plan
+        profile = memory_profile(graph_of_plan(graph, free), free)
+        share = even_share_bytes(graph, num_devices)
+        raise out_of_reach_error(profile, budget_bytes, share)
     if mesh is None:
         floor_seconds = least_seconds(graph, cluster)
-        search = search_meshes(cluster, plan_on, floor_seconds)
+        search = search_meshes(cluster, plan_on, floor_seconds, _tell_mesh(graph))
         _log.info("%s: %s", graph.name, search)
         solution = search.solution
     else:
@@ -281,6 +303,16 @@ def plan_graph(
     if gap <= TIGHT_GAP:
         entry.store(plan)
     return plan
+
+
+def _tell_mesh(graph: OpGraph) -> Callable[[MeshShape], None]:
+    """Says on which shape a step is planned next, if that takes long."""
+
+    def tell(mesh: MeshShape) -> None:
+        if len(graph.operators()) >= MANY_OPERATORS:
+            _log.info("%s: planning on %s", graph.name, mesh)
+
+    return tell
 
 
 def with_placed_pins(
@@ -301,60 +333,6 @@ def with_placed_pins(
 def budget_of(options: Options, cluster: Cluster) -> int:
     """What a device may hold, in bytes: as asked for, or its memory less a reserve."""
     return options.memory_budget or default_budget(cluster)
-
-
-def tell_user(planned: Sequence[Planned]) -> None:
-    """Logs the roles of a function's first signature, and when there are many."""
-    if len(planned) == 1:
-        _log.info(planned[0].summary())
-        for note in planned[0].roles.notes:
-            _log.warning(note)
-    if len(planned) == _MANY_SIGNATURES + 1:
-        _log.warning(_many_signatures(planned[0], planned[-1], _MANY_SIGNATURES))
-
-
-def _many_signatures(first: Planned, latest: Planned, number: int) -> str:
-    """What to tell a user whose function is compiled again and again."""
-    name, changed = first.traced.name, "its constants or the tree of its arguments"
-    if first.traced.in_tree == latest.traced.in_tree:
-        types = zip(first.argument_types, latest.argument_types, strict=True)
-        path, (old, new) = next(
-            (path, pair)
-            for path, pair in zip(first.traced.input_paths, types, strict=True)
-            if pair[0] != pair[1] or pair[0].weak_type != pair[1].weak_type
-        )
-        changed = f"{path}, which was {_type_text(old)} and is {_type_text(new)}"
-    return (
-        f"{name} should be called with few kinds of arguments, as each is planned and "
-        f"compiled, but by now it was with more than {number}: what changed is "
-        f"{changed}. Pad batches to a few sizes, and pass numbers as arrays."
-    )
-
-
-def _type_text(kind: jax.ShapeDtypeStruct) -> str:
-    return f"{'weak ' * kind.weak_type}{kind.dtype.name}{list(kind.shape)}"
-
-
-def leaves_of(
-    traced: TracedFunction, argnums: Sequence[int], options: Options
-) -> list[int]:
-    """Leaf positions of the arguments at `argnums`, also of those given by keyword."""
-    leaves = range(traced.in_tree.num_leaves)
-    args, kwargs = jax.tree.unflatten(traced.in_tree, leaves)
-    positions = (i for i in itertools.count() if i not in options.static_argnums)
-    chosen = [each for each, i in zip(args, positions, strict=False) if i in argnums]
-    names = options.names_at(argnums)
-    return jax.tree.leaves([chosen, [kwargs[n] for n in names if n in kwargs]])
-
-
-def batch_tensors(
-    traced: TracedFunction, graph: OpGraph, options: Options
-) -> list[int]:
-    """Graph inputs that are cut into microbatches along their first dim."""
-    if options.batch_argnums == "auto":
-        return [i.tensor for i in graph.inputs if i.role == "batch"]
-    chosen = leaves_of(traced, options.batch_argnums, options)
-    return [graph.inputs[leaf].tensor for leaf in chosen]
 
 
 def _mesh_shape(
