@@ -163,3 +163,24 @@ def test_a_pin_inside_the_step_holds_in_every_microbatch():
     sharding = run_as_planned(step, w, x).plan.sharding
     (pinned,) = [op for op in sharding.operators if op.kind == "autopar_pin"]
     assert pinned.result_specs == ((1,),)
+
+
+def test_a_mask_that_several_read_is_not_made_for_the_whole_batch():
+    def step(w, x):
+        def loss(w):
+            scores = jnp.einsum("bsh,hk,btk->bst", x, w, x)
+            mask = jnp.tril(jnp.ones((8, 8), bool))
+            masked = jnp.where(mask, scores, -1e9)  # and again for the gradient
+            return jnp.mean(jax.nn.softmax(masked) * jnp.where(mask, 1.0, scores))
+
+        value, grad = jax.value_and_grad(loss)(w)
+        return w - grad, value
+
+    w, x = jax.random.normal(jax.random.key(0), (4, 4)), jnp.ones((32, 8, 4))
+    step = parallelize(step, mesh="x:8", num_microbatches=4, batch_argnums=1)
+    compiled = run_as_planned(step, w, x)
+    graph = compiled.lowered.graph
+    outside = [t.type.shape for t in graph.tensors if t.block == 0]
+    assert (32, 8, 8) not in outside
+    inside = [t.type.shape for t in graph.tensors if t.block != 0]
+    assert (8, 8, 8) in inside

@@ -17,6 +17,7 @@ from autopar.lowering.lowered_step import Compiled
 from autopar.rematerialisation.phases import residual_bytes
 from autopar.rematerialisation.remat import LEVELS, Remat
 from autopar.rematerialisation.segments import fewest_bytes
+from benchmarks.models import build
 from tests.rows.fixtures import Case, random
 from tests.rows.running import run_as_planned
 
@@ -264,3 +265,18 @@ def test_borders_are_the_best_of_all() -> None:
         found = fewest_bytes(points, crossing, held, limit)
         assert most_held(held, found) <= limit
         assert sum(crossing[p] for p in found) == best
+
+
+def test_gradients_do_not_wait_until_all_is_made_again() -> None:
+    """Compilers may make gradients of weights as late as they can, and keep for them
+    what was made again of every layer: there must be no more of it than of one."""
+    workload = build("gpt", num_layers=4, seq_len=128, hidden=64, batch_size=8)
+    args = workload.abstract()
+    held = {}
+    for remat in (None, "full"):
+        step = autopar.parallelize(workload.step, mesh=one_device(), remat=remat)
+        compiled = cast("Compiled", step.lower(*args).compile())
+        held[remat] = device_bytes(compiled)
+        predicted = compiled.plan.predicted.peak_bytes
+        assert predicted == pytest.approx(held[remat], rel=0.08)
+    assert held["full"] < 0.5 * held[None]

@@ -1,0 +1,139 @@
+"""What every plan holds at least, quick refusals, and what is asked for instead."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+import autopar.planner.even_share as even_share
+from autopar.cli import main
+from autopar.clusters.cluster import Cluster
+from autopar.frontend.tracing import trace
+from autopar.graph.build_graph import build_graph
+from autopar.methods.gather_again import graph_of_plan
+from autopar.methods.named_methods import Megatron, Zero, restriction_of
+from autopar.planner import planning
+from autopar.planner.even_share import even_share_bytes, memory_on_one_device
+from autopar.planner.intra_op import plan_intra_op
+from autopar.planner.memory_users import alike_users, memory_users
+from autopar.planner.planning import roles_of
+from autopar.sharding.mesh import parse_mesh
+from benchmarks.models import build
+
+DEEP = {"num_layers": 4, "seq_len": 64, "batch_size": 128}
+
+
+@pytest.mark.parametrize("model", ["gpt", "moe", "unet"])
+def test_no_plan_holds_less_than_an_even_share(model: str) -> None:
+    workload = build(model)
+    traced = trace(workload.step, workload.abstract(), {})
+    graph = build_graph(traced, roles_of(traced))
+    batch = [each.tensor for each in graph.inputs if each.role == "batch"]
+    share = even_share_bytes(graph, 8)
+    place = graph, parse_mesh("x:8"), Cluster.local()
+    held = [plan_intra_op(*place).plan.predicted.peak_bytes]
+    for method in (Zero(3, reshard_after_forward=False), Megatron(8, sequence=True)):
+        limits = (restriction_of(method, graph, place[1], batch),)
+        found = plan_intra_op(*place, restrictions=limits)
+        held.append(found.plan.predicted.peak_bytes)
+    assert share <= 1.1 * min(held)
+    assert share > 0.3 * min(held)
+
+
+def test_on_one_device_an_even_share_is_what_the_plan_holds() -> None:
+    workload = build("gpt")
+    traced = trace(workload.step, workload.abstract(), {})
+    graph = build_graph(traced, roles_of(traced))
+    alone = plan_intra_op(graph, parse_mesh("x:1"), Cluster.preset("1x1xA100"))
+    assert graph_of_plan(graph, alone.plan) is graph
+    assert memory_on_one_device(graph).peak_bytes == alone.plan.predicted.peak_bytes
+
+
+def test_equal_values_of_layers_are_named_once() -> None:
+    workload = build("gpt", **DEEP)
+    traced = trace(workload.step, workload.abstract(), {})
+    profile = memory_on_one_device(build_graph(traced, roles_of(traced)))
+    alike = alike_users(profile)
+    assert sum(each.bytes for each in alike) == sum(
+        each.bytes for each in memory_users(profile)
+    )
+    softmax = next(each for each in alike if each.user.name == "jvp()/exp")
+    assert softmax.count == 4
+    assert str(softmax).split()[2:6] == ["4", "x", "16.0", "MiB"]
+    assert str(Path.cwd()) not in "".join(map(str, alike))
+    assert [each.bytes for each in alike] == sorted(
+        (each.bytes for each in alike), reverse=True
+    )
+
+
+def test_what_is_out_of_reach_is_refused_without_a_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workload = build("mlp")
+    searched: list[int] = []
+    best = planning.BudgetCandidates.best
+
+    def counted(self: Any) -> Any:
+        searched.append(self.budget_bytes)
+        return best(self)
+
+    monkeypatch.setattr(planning.BudgetCandidates, "best", counted)
+    monkeypatch.setattr(even_share, "MANY_OPERATORS", 0)
+    cluster = Cluster.preset("8xA100")
+
+    def plan(budget: int) -> autopar.Plan:
+        step = autopar.parallelize(workload.step, cluster=cluster, memory_budget=budget)
+        return step.plan(*workload.abstract())
+
+    with pytest.raises(autopar.InfeasiblePlanError, match="shared out evenly") as one:
+        plan(10_000)
+    assert searched == [planning.NO_BUDGET]
+    least = one.value.least_budget_bytes
+    assert least is not None
+    assert 10_000 < one.value.far_bound_bytes <= least
+    assert plan(least).predicted.peak_bytes <= least
+
+
+def test_variants_that_are_out_of_reach_are_not_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(even_share, "MANY_OPERATORS", 0)
+    workload = build("gpt")
+    step = autopar.parallelize(
+        workload.step, mesh="x:8", memory_budget=10_000, remat="auto", offload="auto"
+    )
+    with pytest.raises(autopar.InfeasiblePlanError, match="shared out evenly"):
+        step.plan(*workload.abstract())
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(("plan", *args))
+    assert caught.value.code == 1
+    return capsys.readouterr().err
+
+
+def test_what_an_error_says_to_ask_for_has_a_plan(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Neither remat nor microbatches are enough by themselves."""
+    settings = [f"--set={name}={value}" for name, value in DEEP.items()]
+    given = ["gpt", *settings, "--cluster", "8xA100", "--budget", "2MB"]
+    said = refused(capsys, *given)
+    found = re.search(r"With (.*) \((--.*)\) a plan holds", said)
+    assert found is not None, said
+    python, flags = found.groups()
+    assert "--remat full" in flags and "remat='full'" in python
+    assert "--microbatches" in flags and "num_microbatches=" in python
+    with pytest.raises(SystemExit) as caught:
+        main(("plan", *given, *flags.split(), "--no-compare"))
+    assert not caught.value.code
+
+
+def test_where_nothing_would_do_the_error_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = refused(capsys, "mlp", "--cluster", "8xA100", "--budget", "1KB")
+    assert "No remat, microbatches and offload were found" in said
