@@ -1,6 +1,7 @@
 """What every plan holds at least, quick refusals, and what is asked for instead."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,23 @@ from autopar.planner.planning import roles_of
 from autopar.sharding.mesh import parse_mesh
 from benchmarks.models import build
 
+LAYERS = """
+import jax, jax.numpy as jnp
+
+def step(params, x):
+    def loss(params):
+        hidden = x
+        for kernel in params:
+            hidden = jnp.tanh(jnp.sin(hidden) @ kernel)
+        return jnp.mean(hidden**2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+def deep():
+    kernel = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+    return step, ([kernel] * 12, jax.ShapeDtypeStruct((32, 128, 32), jnp.float32))
+"""
 DEEP = {"num_layers": 4, "seq_len": 64, "batch_size": 128}
 
 
@@ -116,24 +134,33 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 def test_what_an_error_says_to_ask_for_has_a_plan(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Neither remat nor microbatches are enough by themselves."""
-    settings = [f"--set={name}={value}" for name, value in DEEP.items()]
-    given = ["gpt", *settings, "--cluster", "8xA100", "--budget", "2MB"]
+    (tmp_path / "deep_layers.py").write_text(LAYERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    given = ["deep_layers:deep", "--cluster", "8xA100", "--budget", "420KB"]
     said = refused(capsys, *given)
     found = re.search(r"With (.*) \((--.*)\) a plan holds", said)
     assert found is not None, said
-    python, flags = found.groups()
-    assert "--remat full" in flags and "remat='full'" in python
-    assert "--microbatches" in flags and "num_microbatches=" in python
+    assert found.groups() == (
+        "remat='full', num_microbatches=4",
+        "--remat full --microbatches 4",
+    )
     with pytest.raises(SystemExit) as caught:
-        main(("plan", *given, *flags.split(), "--no-compare"))
+        main(("plan", *given, *found.group(2).split(), "--no-compare"))
     assert not caught.value.code
 
 
 def test_where_nothing_would_do_the_error_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said = refused(capsys, "mlp", "--cluster", "8xA100", "--budget", "1KB")
+    (tmp_path / "deep_layers.py").write_text(LAYERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    said = refused(capsys, "deep_layers:deep", "--cluster", "8xA100", "--budget", "1KB")
     assert "No remat, microbatches and offload were found" in said
