@@ -40,7 +40,7 @@ def deep():
     kernel = jax.ShapeDtypeStruct((32, 32), jnp.float32)
     return step, ([kernel] * 12, jax.ShapeDtypeStruct((32, 128, 32), jnp.float32))
 """
-DEEP = {"num_layers": 4, "seq_len": 64, "batch_size": 128}
+DEEP: dict[str, Any] = {"num_layers": 4, "seq_len": 64, "batch_size": 128}
 
 
 @pytest.mark.parametrize("model", ["gpt", "moe", "unet"])
