@@ -197,7 +197,7 @@ def _infeasible(
         f"device, but the least of those compiled or predicted needs {least:,} B; "
         f"give memory_budget={least}, more devices, more microbatches, a smaller "
         "batch, remat='auto' or offload='auto'."
-        + (f" Most is taken by {users}." if users else ""),
+        + (f"\nMost is taken by\n{users}" if users else ""),
         least_budget_bytes=least,
         tightest_constraint="memory of the compiled program",
     )
