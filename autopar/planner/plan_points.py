@@ -10,8 +10,10 @@ import numpy as np
 from ..costs.execution_order import Liveness
 from ..costs.fusion import Traits
 from ..costs.memory import MemoryProfile
+from ..graph.build_graph import BARRIER
 from ..sharding.spec import Spec
 from .held_values import HeldValues, bytes_of_relays, reading_less, tensors_of
+from .passed_values import Passed, passed_values
 from .reading_spans import ReadingSpans, reading_spans
 from .relay_choices import lasting_tensors
 from .sharding_problem import ShardingProblem
@@ -97,9 +99,12 @@ class PlanPoints:
         tensors = profile.plan.tensors
         is_copied = [bool(each.conversions) for each in tensors]
         self._is_copied = np.array([*is_copied, False])
+        self._lasts = self._lasting_names()
         self._reader = self._readers()
         self._blocks: dict[tuple[int, bool], HeldValues] = {}
         self._read: dict[int, ReadingSpans] = {}
+        self._hops: dict[int, tuple[Passed, ...]] = {}
+        self._outside: dict[int, set[int]] = {}
         sizes = np.array([each.type.bytes for each in problem.graph.tensors])
         self._is_worth_telling = sizes >= WORTH_TELLING * profile.peak_bytes
 
@@ -114,12 +119,25 @@ class PlanPoints:
         number = np.bincount(reads.tensor[~is_relay], minlength=len(reader))
         for row in np.flatnonzero(Traits.of(columns).renames)[::-1].tolist():
             op = columns.operators[row]
+            if op.kind == BARRIER:
+                continue
             tensors = [each for each in op.operands if isinstance(each, int)]
             for read, result in zip(tensors, op.results, strict=True):
                 is_passed = number[read] == 1 and not self._is_copied[read]
                 if is_passed and reader[read] < 0:
                     reader[read] = reader[result]
         return reader
+
+    def _lasting_names(self) -> np.ndarray:
+        """[tensors + 1] the tensor that lasts which each is a name of, or -1."""
+        columns = self.problem.graph.columns
+        lasts = np.where(self.is_lasting, np.arange(len(self.is_lasting)), -1)
+        for row in np.flatnonzero(Traits.of(columns).renames).tolist():
+            op = columns.operators[row]
+            tensors = [each for each in op.operands if isinstance(each, int)]
+            for read, result in zip(tensors, op.results, strict=True):
+                lasts[result] = lasts[read]
+        return lasts
 
     def of_block(self, block: int, stretches: int, tells_lent: bool) -> Iterator[Point]:
         """The fullest points of a block, each with what a body holds there.
@@ -205,13 +223,15 @@ class PlanPoints:
 
     def _kept(self, block: int, position: int) -> Iterator[tuple[int, int, int]]:
         """(home, port, bytes) of what would be kept to be read behind a barrier."""
-        problem, spans = self.problem, self._spans(block)
+        problem = self.problem
         held = problem.choice_graph.bytes_by_node
-        for tensor, behind in spans.passed:
-            is_between = spans.last[tensor] < position <= spans.last[behind]
+        for each in self._passed(block):
+            tensor, is_between = each.tensor, each.since < position <= each.until
             if not is_between or not self._is_worth_telling[tensor]:
                 continue
-            home, port = problem.writers[tensor][0], problem.writers[behind][0]
+            if not self._is_of_argument(block, tensor):
+                continue
+            home, port = problem.writers[tensor][0], problem.writers[each.behind][0]
             amount = problem.graph.tensors[tensor].type.bytes
             is_whole = held[port][self.choices[port]] >= amount
             if is_whole or held[home][self.choices[home]] < amount:
@@ -222,10 +242,25 @@ class PlanPoints:
             self._read[block] = reading_spans(
                 self.problem.graph.blocks[block],
                 self.profile.liveness[block],
-                self.is_lasting,
+                len(self._relay) - 1,
                 self._reads_less.tolist(),
             )
         return self._read[block]
+
+    def _passed(self, block: int) -> tuple[Passed, ...]:
+        if block not in self._hops:
+            own = self.problem.graph.blocks[block]
+            place = own, self.profile.liveness[block], self._spans(block)
+            self._hops[block] = passed_values(*place)
+        return self._hops[block]
+
+    def _is_of_argument(self, number: int, tensor: int) -> bool:
+        """Whether a tensor is one that lasts, in other memory than the block's."""
+        if number not in self._outside:
+            values = self.profile.liveness[number].block.values
+            found = {v.tensor for v in values if v.is_outside and not v.is_copy}
+            self._outside[number] = found - {-1}
+        return int(self._lasts[tensor]) in self._outside[number]
 
     def _held(self, number: int, tells_lent: bool) -> HeldValues:
         """Who holds each value of a block, and when relays of what lies outside would.
@@ -253,24 +288,46 @@ class PlanPoints:
         starts = np.where(liveness.starts >= 0, liveness.starts, len(liveness.order))
         if not tells_lent:
             starts[list(liveness.borrowed)] = len(liveness.order)
+        until, passing = self._until_passed(number, starts)
         reader = self._reader[tensor]  # holds it from when it was made
         shared = np.flatnonzero((reader >= 0) & is_made & ~is_copy)
-        ends = liveness.ends.copy()
+        ends = until.copy()
         ends[shared] = np.minimum(starts[shared], ends[shared])
+        port, behind, last = passing.T
         spans = self._spans(number)
         read = np.flatnonzero(
             self.is_lasting[:-1] & (self._relay[:-1] >= 0) & (spans.last >= 0)
         )
-        first, last = spans.first[read], spans.last[read]
+        among = spans.first[read], spans.last[read]
         return HeldValues(
             np.concatenate(
-                [np.where(is_made & ~is_beside, vertex, -1), reader[shared]]
+                [np.where(is_made & ~is_beside, vertex, -1), reader[shared], port]
             ),
-            np.concatenate([is_beside, np.zeros(len(shared), bool)]),
-            np.concatenate([starts, starts[shared] + 1]),
-            np.concatenate([ends, liveness.ends[shared]]),
-            *(self._relay[read], first, last),
+            np.concatenate([is_beside, np.zeros(len(shared) + len(port), bool)]),
+            np.concatenate([starts, starts[shared] + 1, behind]),
+            np.concatenate([ends, until[shared], last]),
+            *(self._relay[read], *among),
         )
+
+    def _until_passed(
+        self, number: int, starts: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """[values] to when they are not their ports', and [n, 3] what these hold then.
+
+        That is the port, and the positions at which it begins and ends. Copies of
+        arguments are `kept`. `starts` [values] are where they are told of.
+        """
+        liveness = self.profile.liveness[number]
+        until, passing = liveness.ends.copy(), list[tuple[int, int, int]]()
+        for each in self._passed(number):
+            is_outside = liveness.block.is_outside[each.value]
+            if is_outside or starts[each.value] >= len(liveness.order):
+                continue
+            until[each.value] = min(until[each.value], each.since)
+            if not self._is_of_argument(number, each.tensor):
+                port = self.problem.writers[each.behind][0]
+                passing.append((port, each.since + 1, each.until))
+        return until, np.array(passing, np.intp).reshape(-1, 3)
 
 
 def fullest(liveness: Liveness, stretches: int) -> list[int]:

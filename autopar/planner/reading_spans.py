@@ -7,14 +7,14 @@ would be read, also of those that the plan holds no copy of.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..costs.execution_order import Liveness
 from ..graph.build_graph import BARRIER
-from ..graph.op_graph import Block
+from ..graph.op_graph import Block, Operator
 from .held_values import tensors_of
 
 
@@ -23,20 +23,18 @@ class ReadingSpans:
     """First and last positions [tensors] at which each is needed; none if last is -1.
 
     `in_memory` (bool [tensors]) are those that the block writes to memory as they are
-    made. What lasts and passes a barrier is another tensor, whose readers are its own:
-    `passed` are (tensor, what it is called behind a barrier).
+    made. What passes a barrier is another tensor behind it, whose readers are its own.
     """
 
     first: np.ndarray
     last: np.ndarray
     in_memory: np.ndarray
-    passed: tuple[tuple[int, int], ...]
 
 
 def reading_spans(
     block: Block,
     liveness: Liveness,
-    is_lasting: np.ndarray,
+    num_tensors: int,
     reads_less: Collection[int],
 ) -> ReadingSpans:
     """When the operators of a block are done, and so read.
@@ -44,11 +42,11 @@ def reading_spans(
     Args:
       block: of the graph.
       liveness: of its kernels under the plan.
-      is_lasting: [tensors + 1] arguments and operands of bodies.
+      num_tensors: of the graph.
       reads_less: keys (`held_values.reading_less`) of operators that read too little of
         a tensor to need a copy; what replaces an argument needs none either.
     """
-    kernels, num_tensors = liveness.block, len(is_lasting) - 1
+    kernels = liveness.block
     never = len(liveness.order)
     position = np.empty(never, np.intp)
     position[list(liveness.order)] = np.arange(never)
@@ -68,15 +66,8 @@ def reading_spans(
     }
     earliest, latest, written = first.tolist(), last.tolist(), made.tolist()
     too_little = set(reads_less)
-    passed: list[tuple[int, int]] = []
     for op in reversed(block.operators):
         if op.kind == BARRIER:
-            for each, to in zip(op.operands, op.results, strict=True):
-                if isinstance(each, int) and is_lasting[each]:
-                    passed.append((each, to))
-                elif isinstance(each, int):
-                    earliest[each] = min(earliest[each], earliest[to])
-                    latest[each] = max(latest[each], latest[to])
             continue
         low, high = never, -1
         for result in op.results:
@@ -91,6 +82,13 @@ def reading_spans(
                 continue
             earliest[each] = min(earliest[each], low)
             latest[each] = max(latest[each], high)
-    return ReadingSpans(
-        np.array(earliest), np.array(latest), made[:-1] >= 0, tuple(passed)
-    )
+    return ReadingSpans(np.array(earliest), np.array(latest), made[:-1] >= 0)
+
+
+def barriers_of(block: Block) -> Iterator[tuple[Operator, tuple[int, int]]]:
+    """(barrier, (tensor, what it is called behind it)) in the order of the block."""
+    for op in block.operators:
+        tensors = [each for each in op.operands if isinstance(each, int)]
+        if op.kind == BARRIER and len(tensors) == len(op.results):
+            for pair in zip(tensors, op.results, strict=True):
+                yield op, pair

@@ -9,11 +9,12 @@ import pytest
 
 import autopar
 from autopar.clusters.cluster import Cluster
+from autopar.costs.memory import MemoryProfile
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
 from autopar.methods.gather_again import gathering_again
-from autopar.methods.named_methods import restriction_of
+from autopar.methods.named_methods import NamedMethod, restriction_of
 from autopar.methods.restrictions import restrict
 from autopar.planner.budget_candidates import BudgetCandidates
 from autopar.planner.intra_op import plan_intra_op, read_profile
@@ -96,8 +97,7 @@ def test_what_is_done_again_is_read_until_its_readers_are_made() -> None:
     problem, resharder, free = planned()
     profile = read_profile(problem, free, CLUSTER, resharder)
     liveness, block = profile.liveness[0], problem.graph.blocks[0]
-    points = PlanPoints(problem, profile, free.choices)
-    spans = reading_spans(block, liveness, points.is_lasting, ())
+    spans = reading_spans(block, liveness, len(problem.graph.tensors), ())
     made = {
         values.tensor
         for k, values in zip(
@@ -110,8 +110,33 @@ def test_what_is_done_again_is_read_until_its_readers_are_made() -> None:
     assert fused and not spans.in_memory[fused].any()
     longest = max(int(spans.last[t] - spans.first[t]) for t in fused)
     assert longest > len(liveness.order) // 4
-    passed = {problem.graph.tensors[to].name for _, to in spans.passed}
-    assert passed and all(name.startswith("gather_again/") for name in passed)
+
+
+@pytest.mark.parametrize("base", [autopar.DataParallel(), autopar.Zero(1)])
+def test_what_is_converted_gathered_and_passes_a_barrier_is_dropped_before_it(
+    base: autopar.DataParallel | autopar.Zero,
+) -> None:
+    """Parameters in bfloat16 pass the barriers of the user's remat. Where they are made
+    whole they are kept for the backward pass, and ZeRO-3 gathers them again."""
+    options: dict[str, Any] = {"remat": True, "compute_dtype": "bfloat16"}
+    workload = build("gpt", num_layers=4, batch_size=8, seq_len=8, **options)
+    traced = trace(workload.step, workload.abstract(), {})
+    own = build_graph(traced, roles_of(traced))
+    examples = [each.tensor for each in own.inputs if each.role == "batch"]
+    again, resharder = gathering_again(own), Resharder(MESH, CLUSTER)
+    problem = build_problem(again, MESH, CLUSTER, resharder, counts_memory=True)
+
+    def planned_by(method: NamedMethod) -> tuple[tuple[int, ...], MemoryProfile]:
+        limit = restriction_of(method, again, MESH, examples)
+        found = solve(restrict(problem, (limit,), CLUSTER).choice_graph, gap=1e-2)
+        return found.choices, read_profile(problem, found, CLUSTER, resharder)
+
+    whole, profile = planned_by(base)
+    split, other = planned_by(autopar.Zero(3))
+    assert other.peak_bytes < 0.7 * profile.peak_bytes
+    rows = memory_rows(problem, profile, whole)
+    said = max(row.used(split) for row in rows)
+    assert 0.85 * other.peak_bytes < said < 1.02 * other.peak_bytes
 
 
 def test_a_budget_that_binds_takes_less_than_sharding_all_state() -> None:
