@@ -1,13 +1,14 @@
 """Solving within rows of memory by prices, where a graph is too large for more.
 
-    prices     those where the least line of all plans met is highest (multipliers.py)
+    mixture    of the plans met, some clusters of nodes by the one and some by the other
+               (mixing.py): with n equal layers between two plans the gap is about what
+               one layer makes, a part 1 / n
+    prices     the duals of the mixture's linear program; where it has no solution,
+               those where the least line of all plans met is highest (multipliers.py)
     at them    the graph has no budget, and equal layers: free.py solves it, for a bound
-               on every assignment that fits and for a new plan
-    mixture    the plans that are best at the prices, some clusters of nodes by the one
-               and some by the other (mixing.py): with n equal layers between two plans
-               the gap is about what one layer makes, a part 1 / n
+               on every assignment that fits and for a new plan, to be mixed in
 
-As long as no plan fits, memory costs at most a limit, which rises. Plans met are kept:
+As long as nothing fits, memory costs at most a limit, which rises. Plans met are kept:
 a later call, with other rows or another budget, starts from them.
 """
 
@@ -23,17 +24,17 @@ from .clock import Clock
 from .folded import solve_folded
 from .free import solve_free
 from .memory_rows import MemoryRow
-from .mixing import mix
+from .mixing import Mixtures, Shares
 from .multipliers import best_prices, price, price_of_peak
 from .search import Search
 
 MOST_PRICES = 12  # of one call
-NUM_BETWEEN = 2  # prices half-way from the best known, where rows are new
-MOST_MIXED = 5  # plans
+MOST_MIXED = 5  # plans by each prices
 LIMITS = 1.0, 1e4  # times the free plan's cost, for a budget's worth of bytes
 INNER_GAP = 0.15  # of the gap that is wanted
-WORTH_MIXING = 3.0
+FAR = 0.02  # of what the bound may come to: prices of one row will do
 MOST_IN_VAIN = 3  # prices that move neither bound nor cost
+ROUNDING = 1e-3
 MOST_WORK = 4.0  # seconds, of one free solution; see `clock.py`
 
 
@@ -62,7 +63,6 @@ class PricedPlans:
         self._number: dict[tuple[int, ...], int] = {}
         self._used: dict[int, tuple[MemoryRow, list[float]]] = {}
         self._prices = np.zeros(0)
-        self._mixed: set[tuple[int, ...]] = set()  # plans, in this call
         self._lines: list[_Line] = []
 
     def add(self, choices: Sequence[int]) -> None:
@@ -100,60 +100,10 @@ class PricedPlans:
         come first and in the same order.
         """
         aim = budget if aim is None else aim
-        limits = list(LIMITS)
-        known, best_bound = np.zeros(len(rows)), -inf
-        has_new_rows = len(rows) > self._prices.size
-        known[: self._prices.size] = self._prices[: len(rows)]
-        self._mixed.clear()
-        search.raise_bound(self.known_bound(rows, budget))
-        num_in_vain, work_at, work_mixing = 0, 0.0, 0.0
-        for number in range(MOST_PRICES):
-            used = self.used(rows)
-            self._offer(search, used, aim)
-            if search.bound >= search.cutoff:
-                break
-            has_plan = bool((used <= budget).all(axis=1).any())
-            most = inf if has_plan else limits[0] * abs(self.costs[0])
-            prices, value = best_prices(self.costs, used, budget, most=most)
-            beyond = value - search.bound
-            is_near = beyond <= WORTH_MIXING * search.gap * abs(value)
-            reached, start = (search.bound, search.cost), self.pool.clock.spent
-            if is_near or not has_plan or work_mixing < work_at:
-                self._mix(search, rows, used, prices, aim)
-                work_mixing += self.pool.clock.spent - start
-            if search.is_closed or search.seconds_left <= 0:
-                break
-            if beyond <= INNER_GAP * search.gap * abs(value):
-                if has_plan or len(limits) == 1:
-                    break
-                if self._peak_at(rows, prices).bound > budget:
-                    break  # nothing fits
-                limits.pop(0)
-                continue
-            if has_plan and has_new_rows and known.any() and number < NUM_BETWEEN:
-                prices = (prices + known) / 2
-            num_plans, start = len(self.plans), self.pool.clock.spent
-            useless = search.bound + INNER_GAP * search.gap * abs(value) * has_plan
-            priced = price(self.graph, rows, prices, budget)
-            lines = np.array(self.costs[: len(used)]) + (used - budget) @ prices
-            bound = self._at(search, priced, useless, self.plans[int(lines.argmin())])
-            self._keep(rows, prices, budget, bound)
-            work_at += self.pool.clock.spent - start
-            search.raise_bound(bound)
-            is_stuck = len(self.plans) == num_plans and bound <= best_bound
-            if bound > best_bound:
-                known, best_bound = prices, bound
-            search.finish_phase("prices", self.graph)
-            is_in_vain = not _has_moved(search, *reached)
-            num_in_vain = num_in_vain + 1 if is_in_vain else 0
-            if is_stuck or num_in_vain == MOST_IN_VAIN:
-                break
-        is_over = search.bound >= search.cutoff
-        self._offer(search, self.used(rows), budget if is_over else aim)
-        self._prices = known
-        return known
+        self._prices = _Closing(self, search, rows, budget, aim).run(self._prices)
+        return self._prices
 
-    def _keep(
+    def keep(
         self, rows: Sequence[MemoryRow], prices: np.ndarray, budget: float, bound: float
     ) -> None:
         priced, total = np.flatnonzero(prices).tolist(), float(prices.sum())
@@ -168,22 +118,26 @@ class PricedPlans:
             default=-inf,
         )
 
-    def offer(self, search: Search, rows: Sequence[MemoryRow], budget: float) -> float:
-        """Offers the plans that fit; the least peak of all plans met."""
+    def offered(
+        self, search: Search, rows: Sequence[MemoryRow], budget: float
+    ) -> np.ndarray:
+        """Offers the plans that fit; [plans, rows] what all plans met use."""
         used = self.used(rows)
-        self._offer(search, used, budget)
-        return float(used.max(axis=1, initial=0.0).min(initial=inf))
+        for number in np.flatnonzero((used <= budget).all(axis=1)).tolist():
+            if self.costs[number] < search.cost:
+                search.offer(self.plans[number])
+        return used
 
     def least_peak(self, rows: Sequence[MemoryRow], prices: np.ndarray) -> float:
         """A bound on every assignment's peak, by the proportions of some prices."""
         if not prices.any():
             return 0.0
-        inner = self._peak_at(rows, prices)
+        inner = self.peak_at(rows, prices)
         if inner.choices is not None:
             self.add(inner.choices)
         return inner.bound
 
-    def _peak_at(self, rows: Sequence[MemoryRow], prices: np.ndarray) -> Search:
+    def peak_at(self, rows: Sequence[MemoryRow], prices: np.ndarray) -> Search:
         priced = price_of_peak(self.graph, rows, prices / max(prices.sum(), 1e-250))
         inner = Search(priced, 1e-3, self._until, self.pool)
         solve_free(inner, with_ilp=False, folds=True)
@@ -193,7 +147,7 @@ class PricedPlans:
     def _until(self) -> float:
         return self.pool.clock.spent + MOST_WORK
 
-    def _at(
+    def solve_at(
         self,
         search: Search,
         priced: ChoiceGraph,
@@ -214,38 +168,152 @@ class PricedPlans:
             self.add(inner.choices)
         return inner.bound
 
-    def _offer(self, search: Search, used: np.ndarray, budget: float) -> None:
-        fits = (used <= budget).all(axis=1)
-        for number in np.flatnonzero(fits).tolist():
-            if self.costs[number] < search.cost:
-                search.offer(self.plans[number])
 
-    def _mix(
+class _Closing:
+    """One call of `close`: prices, and what the plans met say of them.
+
+    `value` is about what the cheapest plan within the aim costs, by mixtures or else by
+    lines, and `reach` what the bound at the prices comes to at most, by what is known.
+    """
+
+    def __init__(
         self,
+        plans: PricedPlans,
         search: Search,
         rows: Sequence[MemoryRow],
-        used: np.ndarray,
-        prices: np.ndarray,
         budget: float,
+        aim: float,
     ) -> None:
-        """Offers a mixture of the plans that are best at some prices."""
-        values = np.array(self.costs) + (used - budget) @ prices
-        likely = sorted(np.argsort(values, kind="stable")[:MOST_MIXED].tolist())
-        if tuple(likely) in self._mixed:
+        self.plans, self.search, self.rows = plans, search, rows
+        self.budget, self.aim = budget, aim
+        self.limits = list(LIMITS)
+        self.prices, self.value, self.reach = np.zeros(len(rows)), inf, inf
+        self.best_prices, self.best_bound = self.prices, -inf
+        self.is_bounded = False
+        self.shares: Shares | None = None
+        self._prices_all_rows = False
+        self._mixed: set[tuple[int, ...]] = set()
+
+    def run(self, known: np.ndarray) -> np.ndarray:
+        """Raises the bound and offers plans; the prices of the best bound."""
+        search, num_in_vain = self.search, 0
+        self.prices[: known.size] = known[: len(self.rows)]
+        self.best_prices = self.prices
+        search.raise_bound(self.plans.known_bound(self.rows, self.budget))
+        for _ in range(MOST_PRICES):
+            reached = search.bound, search.cost
+            self._look()
+            if search.bound >= search.cutoff:
+                break
+            beyond = self.reach - search.bound
+            if beyond <= search.gap * abs(self.reach) or search.cost == inf:
+                self._mix()
+            if self._is_over():
+                break
+            if beyond <= INNER_GAP * search.gap * abs(self.reach):
+                if not self._raises_limit():
+                    break
+                continue
+            is_new = self._price()
+            num_in_vain = 0 if _has_moved(search, *reached) else num_in_vain + 1
+            if not is_new or num_in_vain == MOST_IN_VAIN:
+                break
+        self._finish()
+        return self.best_prices
+
+    def _is_over(self) -> bool:
+        return self.search.is_closed or self.search.seconds_left <= 0
+
+    def _look(self) -> None:
+        """Prices by all plans met; those that fit are offered."""
+        plans, aim = self.plans, self.aim
+        used = plans.offered(self.search, self.rows, aim)
+        has_plan = bool((used <= aim).all(axis=1).any())
+        most = inf if has_plan else self.limits[0] * abs(plans.costs[0])
+        prices, value = best_prices(plans.costs, used, aim, most=most)
+        costs = np.array(plans.costs)
+        likely = {len(costs) - 1}
+        for each in (prices, self.prices):
+            order = np.argsort(costs + (used - aim) @ each, kind="stable")
+            likely.update(order[:MOST_MIXED].tolist())
+        self.likely = tuple(sorted(likely))
+        table = [plans.plans[number] for number in self.likely]
+        clock = plans.pool.clock
+        self.mixtures = Mixtures(plans.graph, self.rows, table, clock)
+        self.shares = self.mixtures.shares(aim)
+        self.is_bounded = has_plan or self.shares is not None
+        if self.shares is not None:
+            prices, value = self.shares.prices, self.shares.value
+        self.prices, self.value = prices, value
+        self.reach = value - (self.budget - aim) * float(prices.sum())
+
+    def _raises_limit(self) -> bool:
+        """Whether nothing fits at a limit on prices, and a higher one may do."""
+        if self.is_bounded or len(self.limits) == 1:
+            return False
+        self.limits.pop(0)
+        return self.plans.peak_at(self.rows, self.prices).bound <= self.budget
+
+    def _price(self) -> bool:
+        """Solves the graph at the prices; whether bound or plan are new."""
+        plans, search, prices = self.plans, self.search, self.prices
+        num_plans = len(plans.plans)
+        worth = INNER_GAP * search.gap * abs(self.reach) * self.is_bounded
+        is_of_one_row = self._may_price_one_row()
+        if is_of_one_row:
+            prices = np.where(prices == prices.max(), prices.sum(), 0.0)
+        lines = np.array(plans.costs) + plans.used(self.rows) @ prices
+        nearest = plans.plans[int(lines.argmin())]
+        priced = price(plans.graph, self.rows, prices, self.budget)
+        bound = plans.solve_at(search, priced, search.bound + worth, nearest)
+        plans.keep(self.rows, prices, self.budget, bound)
+        search.raise_bound(bound)
+        is_better = bound > self.best_bound
+        if is_better:
+            self.best_prices, self.best_bound = prices, bound
+        search.finish_phase("prices", plans.graph)
+        is_new = is_better or len(plans.plans) > num_plans
+        self._prices_all_rows |= not is_new
+        return is_new or is_of_one_row
+
+    def _may_price_one_row(self) -> bool:
+        """Whether all prices on one row, where equal layers stay equal, may do."""
+        is_far = self.reach - self.search.bound > FAR * abs(self.reach)
+        return is_far and self.shares is not None and not self._prices_all_rows
+
+    def _mix(self) -> None:
+        """Offers a mixture of the likely plans, if one may be worth it."""
+        search = self.search
+        worth = INNER_GAP * search.gap * abs(self.value)
+        is_worth_it = self.shares is not None and search.cost - self.value > worth
+        if not is_worth_it or self.likely in self._mixed:
             return
-        self._mixed.add(tuple(likely))
-        plans = [self.plans[number] for number in likely]
+        self._mixed.add(self.likely)
         gap = 2 * INNER_GAP * search.gap
-        found = mix(
-            *(self.graph, rows, budget, plans),
+        found = self.mixtures.cheapest(
+            self.aim,
             gap=gap,
             cost=search.cost,
-            clock=self.pool.clock,
+            enough=max(_above(search.bound, search.gap), _above(self.value, gap)),
         )
         if found is not None:
-            self.add(found)
+            self.plans.add(found)
             search.offer(found)
-        search.finish_phase("mix", self.graph)
+        search.finish_phase("mix", self.plans.graph)
+
+    def _finish(self) -> None:
+        """Offers what was met last."""
+        search = self.search
+        if not self._is_over():
+            self._look()
+        if not self._is_over() and search.bound < search.cutoff:
+            self._mix()
+        is_enough = search.bound >= search.cutoff
+        self.plans.offered(search, self.rows, self.budget if is_enough else self.aim)
+
+
+def _above(bound: float, gap: float) -> float:
+    return bound + gap * (1 - ROUNDING) * abs(bound)
 
 
 def _has_moved(search: Search, bound: float, cost: float) -> bool:

@@ -7,12 +7,16 @@ within the budget: some layers follow the one, some the other. So
                costs most to follow two plans, up to a size (`_clusters`; Kruskal 1956)
     contract   a cluster is a node whose choices are the plans; edges and rows of memory
                are summed (`_contracted`)
-    branch     the integer program of what is left, with every row, is small
+    relax      its linear program with every row says what rows are worth (`Shares`)
+    round      few clusters share several plans, and with a little less budget these can
+               be rounded while the others stay (`_rounded`)
+    branch     else the integer program of what is left, with every row, is small
 
 Costs and rows are exact, so that a mixture is a plan like any other.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil, inf
 
 import numpy as np
@@ -25,6 +29,8 @@ from .relaxation import Relaxation
 FEWEST_PARTS = 128  # that all nodes with a choice are cut into, or more
 MOST_TREE_NODES = 20
 ROUNDING = 1e-9
+SLACKS = 0.004, 0.016  # of the budget, left for rounding
+LEAST_SHARE = 1e-7
 
 
 def mix(
@@ -48,25 +54,115 @@ def mix(
         cost: of a plan that is known; None is returned where no mixture is cheaper.
         clock: what is told of the work.
     """
-    table = np.unique(np.array(plans, np.intp), axis=0)
-    if len(table) < 2:
-        return None
-    mixture = _Mixture(graph, table)
-    within = [mixture.row(row) for row in rows]
-    within = [row for row in within if _most(row) > budget]
-    if any(not row.nodes for row in within):
-        return None  # no plan changes what is too much
-    contracted = mixture.graph(within)
-    everything = np.ones(contracted.num_choices, bool)
-    size = float(min(mixture.costs.min(), cost))
-    limit = budget * (1 - ROUNDING)
-    relaxation = Relaxation(contracted, everything, limit, size=size, clock=clock)
-    for row in within:
-        relaxation.add_row(row)
-    found = relaxation.solve_whole(gap, MOST_TREE_NODES)
-    if found is None or not contracted.cost(found) < cost:
-        return None
-    return mixture.expand(found)
+    mixtures = Mixtures(graph, rows, plans, clock)
+    return mixtures.cheapest(budget, gap=gap, cost=cost)
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """Plans that each have a share of every cluster, so that the rows are kept to.
+
+    `value` is the least that it costs: an estimate of the cheapest plan within the
+    rows, neither above it nor below. `prices` [rows] are the duals, per byte: far
+    better prices than whole plans tell, as each cluster has shares of its own.
+    """
+
+    value: float
+    prices: np.ndarray
+
+    def __str__(self) -> str:
+        return f"Shares: value {self.value:.6g}, {np.count_nonzero(self.prices)} prices"
+
+
+class Mixtures:
+    """All mixtures of some plans, for one budget after the other."""
+
+    def __init__(
+        self,
+        graph: ChoiceGraph,
+        rows: Sequence[MemoryRow],
+        plans: Sequence[Sequence[int]],
+        clock: Clock | None = None,
+    ) -> None:
+        self.graph, self.clock = graph, clock
+        table = np.unique(np.array(plans, np.intp), axis=0)
+        self._clusters = _Mixture(graph, table) if len(table) > 1 else None
+        self._rows = [self._clusters.row(row) for row in rows] if self._clusters else []
+
+    def shares(self, budget: float) -> Shares | None:
+        """The best shares, or None if no shares keep to the budget."""
+        found = self._relaxation(budget, inf)
+        if found is None:
+            return None
+        relaxation, within = found
+        relaxed = relaxation.solve(relaxation.domain)
+        if relaxed is None or relaxed.value == inf:
+            return None
+        prices = np.zeros(len(self._rows))
+        prices[within] = relaxed.prices
+        return Shares(relaxed.value, prices)
+
+    def cheapest(
+        self, budget: float, *, gap: float, cost: float = inf, enough: float = -inf
+    ) -> tuple[int, ...] | None:
+        """As `mix`; one that costs no more than is `enough` ends the search."""
+        rounded = self._rounded(budget, max(gap, ROUNDING), enough)
+        best = inf if rounded is None else self.graph.cost(rounded)
+        if rounded is not None and best <= enough:
+            return rounded if best < cost else None
+        found = self._relaxation(budget, cost)
+        if found is None or self._clusters is None:
+            return None
+        relaxation = found[0]
+        choices = relaxation.solve_whole(gap, MOST_TREE_NODES, enough)
+        if choices is None or not relaxation.graph.cost(choices) < min(cost, best):
+            return rounded if best < cost else None
+        return self._clusters.expand(choices)
+
+    def _rounded(
+        self, budget: float, gap: float, enough: float
+    ) -> tuple[int, ...] | None:
+        """The best shares of a little less budget, rounded within all of it."""
+        best, least = None, inf
+        for slack in SLACKS:
+            found = self._relaxation(budget, inf)
+            if found is None or self._clusters is None:
+                return None
+            relaxation = found[0]
+            relaxation.allow((1 - slack) * relaxation.budget)
+            relaxed = relaxation.solve(relaxation.domain)
+            if relaxed is None or relaxed.value == inf:
+                return best
+            relaxation.allow(relaxation.budget)
+            relaxation.open(relaxed.shares > LEAST_SHARE)
+            choices = relaxation.solve_whole(gap, MOST_TREE_NODES, enough)
+            if choices is not None and relaxation.graph.cost(choices) < least:
+                least = relaxation.graph.cost(choices)
+                best = self._clusters.expand(choices)
+            if least <= enough:
+                break
+        return best
+
+    def _relaxation(
+        self, budget: float, cost: float
+    ) -> tuple[Relaxation, list[int]] | None:
+        """The program of all mixtures, and the rows that are part of it."""
+        if self._clusters is None:
+            return None
+        within = [r for r, row in enumerate(self._rows) if _most(row) > budget]
+        if any(not self._rows[r].nodes for r in within):
+            return None  # no plan changes what is too much
+        contracted = self._clusters.graph([self._rows[r] for r in within])
+        relaxation = Relaxation(
+            contracted,
+            np.ones(contracted.num_choices, bool),
+            budget * (1 - ROUNDING),
+            size=float(min(self._clusters.costs.min(), cost)),
+            clock=self.clock,
+        )
+        for r in within:
+            relaxation.add_row(self._rows[r])
+        return relaxation, within
 
 
 class _Mixture:

@@ -102,11 +102,8 @@ class Relaxation:
         value = np.concatenate([*values, np.zeros(0)]) / unit
         self._model.addRow(-inf, limit / unit, index.size, index, value)
 
-    def solve(self, domain: np.ndarray) -> Relaxed | None:
-        """The least value within a smaller domain (bool [choices]).
-
-        None if it took too many pivots.
-        """
+    def open(self, domain: np.ndarray) -> None:
+        """Forbids all choices outside of a smaller domain (bool [choices])."""
         is_open = domain[self._columns]
         changed = np.flatnonzero(is_open != self._is_open).astype(np.int32)
         if changed.size:
@@ -115,6 +112,13 @@ class Relaxation:
                 changed.size, changed, np.zeros(changed.size), upper
             )
             self._is_open = is_open
+
+    def solve(self, domain: np.ndarray) -> Relaxed | None:
+        """The least value within a smaller domain (bool [choices]).
+
+        None if it took too many pivots.
+        """
+        self.open(domain)
         self._run()
         info = self._model.getInfo()
         status = self._model.getModelStatus()
@@ -125,10 +129,19 @@ class Relaxation:
             return None
         return self._relaxed(info.objective_function_value)
 
-    def solve_whole(self, gap: float, most_nodes: int) -> tuple[int, ...] | None:
+    def allow(self, budget: float) -> None:
+        """Another budget for the rows added so far; `budget` stays that of others."""
+        for number, row in enumerate(self.rows, self._num_graph_rows):
+            limit = (budget - row.constant) / self._unit
+            self._model.changeRowBounds(number, -inf, limit)
+
+    def solve_whole(
+        self, gap: float, most_nodes: int, enough: float = -inf
+    ) -> tuple[int, ...] | None:
         """The choices of a whole solution, to a relative gap if nodes of a tree allow.
 
-        None if none was found. It is the last thing to ask of the program.
+        One that costs no more than is `enough` will do. None if none was found. It is
+        the last thing to ask of the program.
         """
         count = self._columns.size
         kinds = np.full(count, highspy.HighsVarType.kInteger)
@@ -138,6 +151,8 @@ class Relaxation:
         self._model.setOptionValue("solver", "choose")
         self._model.setOptionValue("mip_rel_gap", gap)
         self._model.setOptionValue("mip_max_nodes", most_nodes)
+        target = (enough - self.graph.constant) * self.scale
+        self._model.setOptionValue("objective_target", target)
         self._run(_OF_TREE)
         status = self._model.getInfo().primal_solution_status
         if status != highspy.SolutionStatus.kSolutionStatusFeasible:

@@ -77,7 +77,8 @@ def _price_and_mix(
     prices = plans.close(search, rows, budget, aim)
     if search.choices is None:
         bound = plans.least_peak(rows, prices)
-        least = plans.offer(search, rows, aim)
+        used = plans.offered(search, rows, aim)
+        least = float(used.max(axis=1, initial=0.0).min(initial=inf))
         if bound > aim or (
             search.choices is None and len(search.graph.nodes) > MANY_NODES
         ):

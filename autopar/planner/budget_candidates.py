@@ -36,12 +36,14 @@ from ..methods.restrictions import Restriction
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from .intra_op import IntraOpSolution, plan_intra_op
+from .least_inputs import least_input_bytes
 from .memory_users import infeasible_error
 from .plan_within import BUDGET_GAP, plan_least_memory, plan_within_binding
 
 FAR = 1.05  # times the budget
 OUT_OF_REACH = 2  # times the budget, what any plan needs by rows: no method fits
 NEARLY_CLOSED = 1.1  # times the gap that is wanted
+STARTS = Zero(3, reshard_after_forward=False), Zero(3)
 _Place = tuple[OpGraph, MeshShape, Cluster]
 _log = logging.getLogger("autopar")
 
@@ -92,6 +94,8 @@ class BudgetCandidates:
         for method in self._methods():
             if best is not None and _seconds(best) <= bound * (1 + BUDGET_GAP):
                 break
+            if not searches and searched is not None and method in STARTS:
+                continue  # it was met, with its memory
             try:
                 best = self._plan(method, best, searches=searches) or best
             except InfeasiblePlanError as error:
@@ -139,7 +143,7 @@ class BudgetCandidates:
 
     def _starts(self) -> Iterator[Restriction]:
         """Methods that split the state, as limits of the problem that is searched."""
-        for method in (Zero(3, reshard_after_forward=False), Zero(3)):
+        for method in STARTS:
             try:
                 yield from self._problem(method)[1]
             except (ValueError, NotImplementedError) as error:
@@ -168,6 +172,8 @@ class BudgetCandidates:
         `searches`: where its cheapest does not fit, one that does is searched for.
         """
         place, limits = self._problem(method)
+        if best is not None and self._has_no_room(place[0], limits):
+            return None
         cutoff = math.inf if best is None else _seconds(best)
         found = plan_intra_op(
             *place, pins=self.pins, restrictions=limits, gap=self.gap, cutoff=cutoff
@@ -190,6 +196,11 @@ class BudgetCandidates:
             return None
         _log.info("%s is better than what the search found", method)
         return found
+
+    def _has_no_room(self, graph: OpGraph, limits: Sequence[Restriction]) -> bool:
+        """Whether the arguments alone are above the budget, as a method has them."""
+        least = (least_input_bytes(graph, self.mesh, each) for each in limits)
+        return max(least, default=0.0) > self.budget_bytes
 
 
 def _bytes_and_seconds(found: IntraOpSolution) -> tuple[int, float]:

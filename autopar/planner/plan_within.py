@@ -190,7 +190,7 @@ class _WithinBudget:
         problem, cluster, _ = self.place
         try:
             limited = restrict(problem, (limit,), cluster).choice_graph
-            found = solve(limited, gap=WIDE_GAP)
+            found = solve(limited, gap=BUDGET_GAP)
         except (Infeasible, ValueError) as error:  # a pin says otherwise
             _log.info("%s: %s", limit, error)
             return None

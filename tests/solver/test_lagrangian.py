@@ -11,8 +11,8 @@ from autopar.solver.array_pool import ArrayPool
 from autopar.solver.choice_graph import Infeasible
 from autopar.solver.lagrangian import PricedPlans
 from autopar.solver.memory_rows import MemoryRow
-from autopar.solver.mixing import mix
-from autopar.solver.multipliers import price
+from autopar.solver.mixing import Mixtures, mix
+from autopar.solver.multipliers import best_prices, price
 from autopar.solver.search import Search
 from autopar.solver.within_rows import solve_within_rows
 from tests.solver.layered_graphs import layered_graph
@@ -98,6 +98,63 @@ def test_a_mixture_is_the_best_of_what_clusters_of_one_node_can_be(seed: int) ->
     assert all(row.used(found) <= budget for row in rows)
     assert graph.cost(found) == pytest.approx(best, abs=1e-6)
     assert mix(graph, rows, budget, plans, gap=0.0, cost=best) is None
+
+
+def priced_bound(
+    graph: ChoiceGraph, rows: list[MemoryRow], prices: np.ndarray, budget: float
+) -> float:
+    return solve(price(graph, rows, prices, budget), gap=1e-6).bound
+
+
+def test_shares_of_two_plans_tell_better_prices_than_their_lines() -> None:
+    by_shares = by_lines = 0.0
+    for seed in range(6):
+        graph = layered_graph(seed, num_layers=20)
+        rows = rows_of(graph, seed, number=2)
+        free = solve(graph).choices
+        at_high_prices = price(graph, rows, np.full(2, graph.cost(free)), 0.0)
+        plans = [free, solve(at_high_prices).choices]
+        used = np.array([[row.used(x) for row in rows] for x in plans])
+        budget = float(used.max(axis=1).mean())
+        costs = [graph.cost(x) for x in plans]
+        shares = Mixtures(graph, rows, plans).shares(budget)
+        prices, line = best_prices(costs, used, budget)
+        assert shares is not None and shares.value <= line * (1 + 1e-6)
+        bound = priced_bound(graph, rows, shares.prices, budget)
+        assert bound <= shares.value * (1 + 1e-6)
+        found = mix(graph, rows, budget, plans, gap=1e-6)
+        assert found is not None and shares.value <= graph.cost(found) * (1 + 1e-6)
+        by_shares += bound / graph.cost(free)
+        by_lines += priced_bound(graph, rows, prices, budget) / graph.cost(free)
+    assert by_shares > by_lines
+
+
+def test_no_shares_of_plans_that_are_all_above_a_row() -> None:
+    graph = layered_graph(1, num_layers=20)
+    rows = rows_of(graph, 1, number=2)
+    free = solve(graph).choices
+    other = solve(price(graph, rows, np.ones(2), 0.0)).choices
+    mixtures = Mixtures(graph, rows, [free, other])
+    assert mixtures.shares(0.0) is None
+    assert mixtures.cheapest(0.0, gap=0.0) is None
+    assert Mixtures(graph, rows, [free]).shares(inf) is None
+
+
+def test_a_mixture_that_costs_little_enough_ends_the_search() -> None:
+    graph = layered_graph(3, num_layers=40)
+    rows = rows_of(graph, 3, number=2)
+    free = solve(graph).choices
+    other = solve(price(graph, rows, np.full(2, graph.cost(free)), 0.0)).choices
+    peaks = [max(row.used(x) for row in rows) for x in (free, other)]
+    budget = sum(peaks) / 2
+    mixtures = Mixtures(graph, rows, [free, other])
+    best = mixtures.cheapest(budget, gap=0.0)
+    assert best is not None
+    enough = 1.05 * graph.cost(best)
+    found = mixtures.cheapest(budget, gap=0.0, enough=enough)
+    assert found is not None and graph.cost(best) <= graph.cost(found) <= enough
+    assert all(row.used(found) <= budget for row in rows)
+    assert mixtures.cheapest(budget, gap=0.0, cost=graph.cost(best)) is None
 
 
 @pytest.mark.parametrize("seed", range(10))
