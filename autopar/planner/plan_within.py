@@ -217,7 +217,7 @@ class _WithinBudget:
                 return False
             self.bound = max(self.free.bound, found.assignment.bound)
             by, beyond = met.lower_refuted(), found.peak_bytes - budget
-            if gap <= self.gap and self._is_closed(met):
+            if self._is_closed(met):
                 return True
             if beyond > 0:
                 met.add_rows(found)
