@@ -15,6 +15,8 @@ where there are more devices than examples (`autopar/planner/attention_choice.py
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
 import sys
 from collections import Counter
@@ -82,7 +84,8 @@ class Case:
     """The plan that is chosen within one budget, beside the named ones.
 
     `seconds` is None where nothing is found to fit; `budget_bytes` None without a
-    budget. `gap` is the choice's stated relative distance from the bound.
+    budget. `gap` is the choice's stated relative distance from the bound; planning
+    took `cpu_seconds`. `fraction` is that of the plan's memory without a budget.
     """
 
     model: str
@@ -92,6 +95,8 @@ class Case:
     peak_bytes: int
     gap: float
     named: tuple[Named, ...]
+    fraction: float | None = None
+    cpu_seconds: float = 0.0
 
     @cached_property
     def fitting(self) -> tuple[Named, ...]:
@@ -124,7 +129,7 @@ class Case:
         return self.fitting[0].seconds / self.seconds
 
     def __str__(self) -> str:
-        budget = f"{self.budget_bytes:,}" if self.budget_bytes else "-"
+        budget = f"{self.fraction:g}" if self.fraction else "-"
         chosen = f"{1e6 * self.seconds:.2f}" if self.seconds else "nothing fits"
         best = self.fitting[0].method if self.fitting else "none fits"
         ratio = f"{self.ratio:.4f}" if self.ratio else "-"
@@ -136,13 +141,13 @@ class Case:
         return (
             f"| {self.model} | {self.mesh} | {budget} | {chosen} | {self.gap:.3%} | "
             f"{best} | {ratio} | {len(self.fitting)} / {too_large} / {refused} | "
-            f"{state} |"
+            f"{self.cpu_seconds:.1f} | {state} |"
         )
 
 
 HEADER = (
     "| model | mesh | budget | step us | gap | fastest method that fits | its seconds "
-    "over ours | fit / too large / refused | |\n|---|---|---|---|---|---|---|---|---|"
+    "over ours | fit / too large / refused | CPU s | |\n" + "|---" * 10 + "|"
 )
 
 
@@ -167,15 +172,18 @@ def cases(
     name, own = MODELS[model]
     compared = _Compared(build(name, **own, **options), mesh, cluster)
     named = tuple(compared.named())
-    free = compared.chosen(None)
-    assert free is not None, "a plan without a budget always fits"
+    free_bytes = 0
     for fraction in (None, *budgets):
-        budget = None if fraction is None else int(fraction * free.peak_bytes)
-        found = free if budget is None else compared.chosen(budget)
+        budget = None if fraction is None else int(fraction * free_bytes)
+        start = process_time()
+        found = compared.chosen(budget)
+        spent = process_time() - start
+        assert found or budget, "a plan without a budget always fits"
         numbers = (None, 0, 0.0)
         if found is not None:
             numbers = found.step_seconds, found.peak_bytes, found.optimality_gap
-        yield Case(model, mesh, budget, *numbers, named)
+            free_bytes = free_bytes or found.peak_bytes
+        yield Case(model, mesh, budget, *numbers, named, fraction, spent)
 
 
 class _Compared:
@@ -301,7 +309,9 @@ def main() -> None:
     arguments = parser.parse_args()
     from autopar.clusters.cluster import Cluster
     from autopar.clusters.virtual_devices import use_virtual_devices
+    from autopar.planner.plan_cache import VARIABLE
 
+    os.environ[VARIABLE] = "off"  # else times may be those of reading a plan
     use_virtual_devices(8)
     name = arguments.cluster
     cluster = Cluster.local() if name is None else Cluster.preset(name)
@@ -312,12 +322,11 @@ def main() -> None:
             for each in cases(model, mesh, arguments.budgets, cluster):
                 found.append(each)
                 print(each, flush=True)
+                if arguments.json is not None:  # also of a run that is stopped
+                    text = json.dumps([asdict(case) for case in found], indent=1)
+                    arguments.json.write_text(text)
             print(f"{process_time():.0f} s, {model} on {mesh}", file=sys.stderr)
     print(summary(found))
-    if arguments.json is not None:
-        import json
-
-        arguments.json.write_text(json.dumps([asdict(c) for c in found], indent=1))
     sys.exit(any(each.violations for each in found))
 
 
@@ -331,7 +340,7 @@ def summary(found: Sequence[Case]) -> str:
     ]
     for case in found:
         lines += [
-            f"{case.model} on {case.mesh} within {case.budget_bytes}: {each.method} "
+            f"{case.model} on {case.mesh} within {case.fraction}: {each.method} "
             f"takes {1e6 * each.seconds:.3f} us, the choice "
             f"{1e6 * (case.seconds or 0):.3f} at a gap of {case.gap:.4%}"
             for each in case.faster

@@ -72,6 +72,8 @@ def test_no_method_is_faster_than_the_choice() -> None:
     assert len(free.fitting) >= 7
     assert within.budget_bytes is not None
     assert within.peak_bytes <= within.budget_bytes < free.peak_bytes
+    assert (free.fraction, within.fraction) == (None, 0.7)
+    assert 0 < free.cpu_seconds < within.cpu_seconds
 
 
 @pytest.mark.slow
