@@ -70,7 +70,7 @@ class _Builder:
         self.renames = traits.renames[self.rows]
         self.traits = traits
         self.inner_bytes = inner_bytes
-        self.flat = frozenset[int]()
+        self.flat, self.wide = frozenset[int](), dict[int, int]()
         self._find_reads()
         self._find_conversions()
         self.equals = equals_among(arrays, self.rows, self.read_start, self.read_spec)
@@ -232,6 +232,7 @@ class _Builder:
             self._passed(),
             flat_values(columns, self.rows, self.result_row, self.of_results)
             | self.flat,
+            self.wide,
         )
 
     def _fused(
@@ -375,7 +376,7 @@ class _Builder:
         loops = by_loop(read_again, self.operators, rows, self.read_start, self.read)
         read = nodes, self.values, columns, named, loops
         found = with_wide_copies(*read, self._wide_inputs())
-        self.values, self.flat = found.values, found.flat
+        self.values, self.flat, self.wide = found.values, found.flat, dict(found.of)
         return found.nodes
 
     def _wide_inputs(self) -> set[int]:

@@ -174,7 +174,8 @@ class KernelBlock:
     with the value that is returned in its memory. `passed` has, for each value that
     stands for what a barrier lets pass, what that is: who reads it behind the barrier
     reads both. `flat` values are written in other dims than their readers' results, so
-    elementwise kernels do not write over them.
+    elementwise kernels do not write over them. `wide` has, for each copy in a wider
+    dtype, the value that it is a copy of.
     """
 
     values: Sequence[Value]
@@ -183,6 +184,7 @@ class KernelBlock:
     replaced: tuple[tuple[int, int], ...]
     passed: Mapping[int, int] = field(default_factory=dict[int, int])
     flat: frozenset[int] = frozenset()
+    wide: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @cached_property
     def columns(self) -> KernelColumns:

@@ -10,7 +10,7 @@ Products that are asked for float32 read bfloat16 as it is.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -22,7 +22,7 @@ from .kernels import ValueColumns, gathers_minor
 from .node_table import NodeTable
 
 NARROW = "bfloat16"
-_TIMES_WIDER = 2
+TIMES_WIDER = 2
 
 
 @lru_cache(maxsize=4)
@@ -55,12 +55,13 @@ def rounding_traits(traits: Traits, columns: GraphColumns) -> Traits:
 class Widened:
     """Nodes and values of a block with wide copies.
 
-    The copies are the last of `values`. `flat` are those that lie in another order of
-    dims than what is made of them.
+    The copies are the last of `values`; `of` has, for each, what it is a copy of.
+    `flat` are those that lie in another order of dims than what is made of them.
     """
 
     nodes: Nodes
     values: ValueColumns
+    of: Mapping[int, int] = field(default_factory=dict[int, int])
     flat: frozenset[int] = frozenset()
 
 
@@ -128,7 +129,12 @@ def with_wide_copies(
     apart = _gathered_minor(nodes, values, writer[rounded], target)
     apart |= np.isin(target, nodes.reads[turned])
     apart = own[len(source) :][apart]
-    return Widened(table.build(), _with_wide(values, more), frozenset(apart.tolist()))
+    return Widened(
+        table.build(),
+        _with_wide(values, more),
+        dict(zip(own.tolist(), more.tolist(), strict=True)),
+        frozenset(apart.tolist()),
+    )
 
 
 def _gathered_minor(
@@ -177,7 +183,7 @@ def _with_wide(values: ValueColumns, narrow: np.ndarray) -> ValueColumns:
     return ValueColumns(
         np.append(values.tensor, values.tensor[narrow]),
         np.append(values.spec, values.spec[narrow]),
-        np.append(values.bytes, values.bytes[narrow] * _TIMES_WIDER),
+        np.append(values.bytes, values.bytes[narrow] * TIMES_WIDER),
         np.append(values.is_copy, np.ones(count, bool)),
         np.append(values.is_outside, np.zeros(count, bool)),
         values.specs,

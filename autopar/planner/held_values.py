@@ -23,13 +23,14 @@ _ROUNDING = 1e-9
 class HeldValues:
     """The values of a block by who holds them.
 
-    [values]: the vertex (-1 for none), whether it is a copy beside all relays, the
-    positions at which it is in memory. [lasting]: the relay of what lies outside, the
-    first position and the last at which it is read.
+    [values]: the vertex (-1 for none), whether it is a copy beside all relays, whether
+    one in a wider dtype, the positions at which it is in memory. [lasting]: the relay
+    of what lies outside, the first position and the last at which it is read.
     """
 
     vertex: np.ndarray
     is_beside: np.ndarray
+    is_wide: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
     read: np.ndarray

@@ -27,7 +27,8 @@ class Point:
     """What vertices hold at one point, and `bytes`: what the plan holds there.
 
     Bool [vertices]: `whole` are those with all their bytes, `duplicated` those with as
-    much once more, `copied` the relays that only hold a copy, if there is one.
+    much once more, `wide` those with copies in a wider dtype, `copied` the relays that
+    only hold a copy, if there is one.
 
     `turns` are (tensor, spec it is made in, bytes) of operands that a collective turns,
     `copies` (tensor, spec, bytes) of copies beside the relay's. `lent` are (home,
@@ -38,6 +39,7 @@ class Point:
     bytes: int
     whole: np.ndarray
     duplicated: np.ndarray
+    wide: np.ndarray
     copied: np.ndarray
     turns: tuple[tuple[int, Spec, int], ...] = ()
     copies: tuple[tuple[int, Spec, int], ...] = ()
@@ -48,7 +50,7 @@ class Point:
     def empty(cls, num_vertices: int) -> Point:
         """Nothing is held."""
         nothing = np.zeros(num_vertices, bool)
-        return cls(0, nothing, nothing, nothing)
+        return cls(0, nothing, nothing, nothing, nothing)
 
     @property
     def lent_bytes(self) -> int:
@@ -60,6 +62,7 @@ class Point:
             self.bytes + other.bytes,
             self.whole | other.whole,
             self.duplicated | other.duplicated,
+            self.wide | other.wide,
             self.copied | other.copied,
             self.turns + other.turns,
             self.copies + other.copies,
@@ -188,8 +191,9 @@ class PlanPoints:
         copied_inputs = [v for v in sorted(liveness.duplicated) if is_live[v]]
         return Point(
             total,
-            self._among(held.vertex[is_live], held.read[is_read]),
+            self._among(held.vertex[is_live & ~held.is_wide], held.read[is_read]),
             self._among(held.vertex[copied_inputs]),
+            self._among(held.vertex[is_live & held.is_wide]),
             self._among(self._fused_relays(block, position)),
             tuple(turned),
             tuple(copies),
@@ -278,9 +282,11 @@ class PlanPoints:
         tensor, is_copy = tensors_of(block.values)
         tensor = np.where((tensor >= 0) & (tensor < count), tensor, count)
         relay, writer = self._relay[tensor], self._writer[tensor]
-        is_made = writer >= 0
-        vertex = np.where((relay >= 0) & is_copy, relay, writer)
-        is_beside = is_made & is_copy
+        is_made, is_wide = writer >= 0, np.zeros(len(tensor), bool)
+        is_wide[list(block.wide)] = True
+        is_as_lies = is_wide & self.is_lasting[tensor] & ~self._is_copied[tensor]
+        vertex = np.where((relay >= 0) & is_copy & ~is_as_lies, relay, writer)
+        is_beside = is_made & is_copy & ~is_wide
         for index in np.flatnonzero(is_beside & (relay >= 0)).tolist():
             at = int(relay[index])
             held = self.problem.vertices[at].writes[0].choices.of(self.choices[at])
@@ -293,7 +299,7 @@ class PlanPoints:
         shared = np.flatnonzero((reader >= 0) & is_made & ~is_copy)
         ends = until.copy()
         ends[shared] = np.minimum(starts[shared], ends[shared])
-        port, behind, last = passing.T
+        port, behind, last, is_wide_port = passing.T
         spans = self._spans(number)
         read = np.flatnonzero(
             self.is_lasting[:-1] & (self._relay[:-1] >= 0) & (spans.last >= 0)
@@ -304,6 +310,7 @@ class PlanPoints:
                 [np.where(is_made & ~is_beside, vertex, -1), reader[shared], port]
             ),
             np.concatenate([is_beside, np.zeros(len(shared) + len(port), bool)]),
+            np.concatenate([is_wide, np.zeros(len(shared), bool), is_wide_port > 0]),
             np.concatenate([starts, starts[shared] + 1, behind]),
             np.concatenate([ends, until[shared], last]),
             *(self._relay[read], *among),
@@ -312,13 +319,15 @@ class PlanPoints:
     def _until_passed(
         self, number: int, starts: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """[values] to when they are not their ports', and [n, 3] what these hold then.
+        """[values] to when they are not their ports', and [n, 4] what these hold then.
 
-        That is the port, and the positions at which it begins and ends. Copies of
-        arguments are `kept`. `starts` [values] are where they are told of.
+        That is the port, the positions at which it begins and ends, and whether it
+        holds a copy in a wider dtype. Copies of arguments are `kept`. `starts` [values]
+        are where they are told of.
         """
         liveness = self.profile.liveness[number]
-        until, passing = liveness.ends.copy(), list[tuple[int, int, int]]()
+        until, passing = liveness.ends.copy(), list[tuple[int, int, int, int]]()
+        wide = {source: copy for copy, source in liveness.block.wide.items()}
         for each in self._passed(number):
             is_outside = liveness.block.is_outside[each.value]
             if is_outside or starts[each.value] >= len(liveness.order):
@@ -326,8 +335,13 @@ class PlanPoints:
             until[each.value] = min(until[each.value], each.since)
             if not self._is_of_argument(number, each.tensor):
                 port = self.problem.writers[each.behind][0]
-                passing.append((port, each.since + 1, each.until))
-        return until, np.array(passing, np.intp).reshape(-1, 3)
+                passing.append((port, each.since + 1, each.until, 0))
+                copy = wide.get(each.value)
+                if copy is not None and until[copy] > each.since:
+                    last = min(each.until, int(liveness.ends[copy]))
+                    passing.append((port, each.since + 1, last, 1))
+                    until[copy] = each.since
+        return until, np.array(passing, np.intp).reshape(-1, 4)
 
 
 def fullest(liveness: Liveness, stretches: int) -> list[int]:

@@ -7,6 +7,7 @@ import numpy as np
 from autopar.solver.memory_rows import MemoryRow
 
 from ..costs.kernels import turns
+from ..costs.narrow_floats import TIMES_WIDER
 from ..sharding.spec import Spec
 from .plan_points import Point
 from .relay_choices import is_copied, lasting_tensors
@@ -39,6 +40,8 @@ def row_of_point(
         row.add(vertex, row.of_copies(vertex))
     for vertex in np.flatnonzero(point.duplicated).tolist():
         row.add(vertex, held[vertex])
+    for vertex in np.flatnonzero(point.wide).tolist():
+        row.add(vertex, row.wider(vertex))
     for tensor, target, amount in point.copies:
         row.add_copy(tensor, target, amount)
     for home, port, amount in point.kept:
@@ -84,6 +87,7 @@ class _RowBuilder:
         self.constant = 0.0 if row is None else row.constant
         self._sums: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
         self._copies: dict[int, np.ndarray] = {}
+        self._wider: dict[int, np.ndarray] = {}
 
     def add(self, vertex: int, more: np.ndarray) -> None:
         own = self.weights.get(vertex)
@@ -102,6 +106,14 @@ class _RowBuilder:
         if key not in self._copies:
             self._copies[key] = held * is_copied(len(held))
         return self._copies[key]
+
+    def wider(self, vertex: int) -> np.ndarray:
+        """[choices] the bytes of a copy in a wider dtype."""
+        held = self.problem.choice_graph.bytes_by_node[vertex]
+        key = id(held)
+        if key not in self._wider:
+            self._wider[key] = held * TIMES_WIDER
+        return self._wider[key]
 
     def built(self) -> MemoryRow:
         weights = tuple(self.weights.values())
