@@ -14,18 +14,31 @@ from .relay_choices import is_copied, lasting_tensors
 from .sharding_problem import ShardingProblem
 
 
+WORTH_TELLING_APART = 0.01  # of what a point holds
+
+
 def row_of_point(
     problem: ShardingProblem, point: Point, choices: tuple[int, ...]
 ) -> MemoryRow:
-    """The row of a point of a plan, of which it says exactly what the point holds.
+    """The row of a point of a plan, of which it says exactly what the point holds."""
+    return rows_of_point(problem, point, choices)[0]
 
-    What two choices hold only together weighs on each, and the constant is less by as
-    much (`memory_rows.py`):
+
+def rows_of_point(
+    problem: ShardingProblem, point: Point, choices: tuple[int, ...]
+) -> tuple[MemoryRow, ...]:
+    """The row of a point of a plan, and one that is without pairs, if they matter.
+
+    Of the plan the first says exactly what the point holds. What two choices hold only
+    together weighs on each, and the constant is less by as much (`memory_rows.py`):
 
       lent     what lies in an argument's memory, if the argument is smaller
       kept     a parameter that is gathered and kept behind a barrier: where its home is
                split and the barrier passes it whole
       turned   the operand that a collective turns; copies beside the relay's
+
+    So of a plan with neither choice it says too little. A second row, which leaves out
+    what pairs hold, does not.
 
     Args:
       problem: the problem, with relays that count memory.
@@ -42,14 +55,15 @@ def row_of_point(
         row.add(vertex, held[vertex])
     for vertex in np.flatnonzero(point.wide).tolist():
         row.add(vertex, row.wider(vertex))
+    for home, amount in point.lent:
+        row.add(home, (held[home] < amount) * float(amount))
+    single = row.built()
     for tensor, target, amount in point.copies:
         row.add_copy(tensor, target, amount)
     for home, port, amount in point.kept:
         row.add(port, (held[port] >= amount) * float(amount))
         row.add(home, (held[home] < amount) * float(amount))
         row.constant -= amount
-    for home, amount in point.lent:
-        row.add(home, (held[home] < amount) * float(amount))
     for tensor, source, amount in point.turns:
         relay = problem.relays[tensor]
         target = problem.vertices[relay].writes[0].choices.of(choices[relay])
@@ -60,7 +74,10 @@ def row_of_point(
             row.add(writer, made.choices.are(source) * float(amount))
     found = row.built()
     rest = point.bytes - found.used(choices)
-    return MemoryRow(found.nodes, found.weights, found.constant + rest)
+    told = [found]
+    if single.constant - found.constant >= WORTH_TELLING_APART * point.bytes:
+        told.append(single)
+    return tuple(MemoryRow(r.nodes, r.weights, r.constant + rest) for r in told)
 
 
 def with_turn(

@@ -23,7 +23,7 @@ from ..costs.kernels import turns
 from ..costs.memory import MemoryProfile
 from ..sharding.spec import Spec, num_shards
 from .plan_points import PlanPoints, Point
-from .point_rows import row_of_point, with_turn
+from .point_rows import row_of_point, rows_of_point, with_turn
 from .sharding_problem import ShardingProblem
 from .spec_choices import SpecChoices
 
@@ -53,10 +53,12 @@ def memory_rows(
     ]
     worth = WORTH_A_ROW * max((each.bytes for each in points), default=0)
     points.sort(key=lambda each: -each.bytes)
-    rows = [
-        row_of_point(problem, p, choices) for p in points or [fixed] if p.bytes >= worth
-    ]
-    return tuple(rows)
+    return tuple(
+        row
+        for point in points or [fixed]
+        if point.bytes >= worth
+        for row in rows_of_point(problem, point, choices)
+    )
 
 
 def conversion_rows(
