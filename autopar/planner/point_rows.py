@@ -13,7 +13,6 @@ from .plan_points import Point
 from .relay_choices import is_copied, lasting_tensors
 from .sharding_problem import ShardingProblem
 
-
 WORTH_TELLING_APART = 0.01  # of what a point holds
 
 
@@ -57,9 +56,13 @@ def rows_of_point(
         row.add(vertex, row.wider(vertex))
     for home, amount in point.lent:
         row.add(home, (held[home] < amount) * float(amount))
+    for tensor, target, amount in point.copies:
+        if tensor not in row.lasting:
+            row.add_copy(tensor, target, amount)
     single = row.built()
     for tensor, target, amount in point.copies:
-        row.add_copy(tensor, target, amount)
+        if tensor in row.lasting:
+            row.add_copy(tensor, target, amount)
     for home, port, amount in point.kept:
         row.add(port, (held[port] >= amount) * float(amount))
         row.add(home, (held[home] < amount) * float(amount))
@@ -102,6 +105,7 @@ class _RowBuilder:
         given = () if row is None else zip(row.nodes, row.weights, strict=True)
         self.weights: dict[int, np.ndarray] = dict(given)
         self.constant = 0.0 if row is None else row.constant
+        self.lasting = lasting_tensors(problem.graph)
         self._sums: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
         self._copies: dict[int, np.ndarray] = {}
         self._wider: dict[int, np.ndarray] = {}
@@ -165,7 +169,7 @@ class _RowBuilder:
             if reader == relay or specs.of(choices[reader]) != target:
                 continue
             self.add(reader, specs.are(target) * float(amount))
-            if tensor in lasting_tensors(problem.graph):
+            if tensor in self.lasting:
                 self.add(holder, ~is_there * float(amount))
                 self.constant -= amount
             elif holder in self.weights and holder != reader:

@@ -92,6 +92,30 @@ def test_rows_tell_what_lies_in_the_memory_of_arguments() -> None:
     assert (told.whole & ~points.at(0, position).whole).any()
 
 
+def test_what_is_sliced_at_a_barrier_frees_no_memory() -> None:
+    """A parameter that lies whole and passes a barrier split is not kept behind it: it
+    takes no memory, and makes up for none."""
+    workload, resharder = build("lstm"), Resharder(MESH, CLUSTER)
+    traced = trace(workload.step, workload.abstract(), {})
+    again = gathering_again(build_graph(traced, roles_of(traced)))
+    problem = build_problem(again, MESH, CLUSTER, resharder, counts_memory=True)
+    free = solve(problem.choice_graph, gap=1e-3)
+    profile = read_profile(problem, free, CLUSTER, resharder)
+    points, choices = PlanPoints(problem, profile, free.choices), list(free.choices)
+    held = problem.choice_graph.bytes_by_node
+    count = len(profile.liveness[0].order)
+    kept = {each for at in range(count) for each in points.at(0, at).kept}
+    is_whole = [held[home][choices[home]] >= amount for home, _, amount in kept]
+    assert len(kept) > 3 and all(is_whole)
+    for _, port, amount in kept:
+        choices[port] = int((held[port] < amount).argmax())
+        assert held[port][choices[port]] < amount
+    said = [
+        row.used(choices) for row in memory_rows(problem, profile, choices=free.choices)
+    ]
+    assert max(said) > 0.95 * profile.peak_bytes
+
+
 def test_what_is_done_again_is_read_until_its_readers_are_made() -> None:
     """A residual that no plan writes to memory is needed by the backward pass."""
     problem, resharder, free = planned()
