@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 
 from autopar.solver.memory_rows import MemoryRow
@@ -37,7 +39,7 @@ def rows_of_point(
       turned   the operand that a collective turns; copies beside the relay's
 
     So of a plan with neither choice it says too little. A second row, which leaves out
-    what pairs hold, does not.
+    what is kept, turned or copied from arguments, does not.
 
     Args:
       problem: the problem, with relays that count memory.
@@ -105,10 +107,14 @@ class _RowBuilder:
         given = () if row is None else zip(row.nodes, row.weights, strict=True)
         self.weights: dict[int, np.ndarray] = dict(given)
         self.constant = 0.0 if row is None else row.constant
-        self.lasting = lasting_tensors(problem.graph)
         self._sums: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
         self._copies: dict[int, np.ndarray] = {}
         self._wider: dict[int, np.ndarray] = {}
+
+    @cached_property
+    def lasting(self) -> frozenset[int]:
+        """Tensors of which a copy beside the relay's is one of a pair."""
+        return lasting_tensors(self.problem.graph)
 
     def add(self, vertex: int, more: np.ndarray) -> None:
         own = self.weights.get(vertex)
