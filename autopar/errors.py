@@ -4,6 +4,8 @@ Every message gives the rule, the value seen and the remedy. A mistake in an arg
 a plain `ValueError` or `TypeError`; the classes here are for what a caller may catch.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 
@@ -39,6 +41,11 @@ class InfeasiblePlanError(AutoparError, ValueError):
         self.least_budget_bytes = least_budget_bytes
         self.tightest_constraint = tightest_constraint
         self.far_bound_bytes = far_bound_bytes
+
+    def without_frames(self) -> InfeasiblePlanError:
+        """Itself, to be kept: frames of a traceback hold all that was searched."""
+        self.__context__ = self.__cause__ = None
+        return self.with_traceback(None)
 
     def __str__(self) -> str:
         return str(self.args[0])

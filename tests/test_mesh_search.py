@@ -1,6 +1,7 @@
 """Which meshes are tried where none is given, which one wins, and what is left."""
 
 import logging
+import weakref
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,6 +27,7 @@ from autopar.planner.mesh_search import (
     search_meshes,
 )
 from autopar.planner.planning import roles_of
+from autopar.planner.search_work import SearchWork
 from autopar.sharding.mesh import MeshShape
 from benchmarks.models import build
 
@@ -223,6 +225,52 @@ def test_far_below_what_any_shape_needs_no_finer_one_is_solved() -> None:
         search_meshes(CLUSTER, planner)
     assert planner.shapes_asked == [(64,), (8, 8)]
     assert caught.value.least_budget_bytes == 60
+
+
+class Searching(Planner):
+    """Each shape takes all the work that it may."""
+
+    work: SearchWork
+
+    def __call__(self, mesh: MeshShape, gap: float, cutoff: float) -> IntraOpSolution:
+        own = self.work.half()
+        own.clock.spend(own.left)
+        return super().__call__(mesh, gap, cutoff)
+
+
+def test_where_little_work_is_left_no_other_shape_is_begun() -> None:
+    planner = Searching({(64,): 5.0, (8, 8): 4.0, (16, 4): 3.0})
+    planner.work = SearchWork(8.0)
+    found = search_meshes(CLUSTER, planner, work=planner.work)
+    assert planner.shapes_asked[:2] == [(64,), (8, 8)]
+    assert set(planner.shapes_asked) == {(64,), (8, 8)}
+    assert found.solution.plan.mesh.axis_sizes == (8, 8)
+
+
+def test_shapes_are_searched_on_as_long_as_nothing_fits() -> None:
+    planner = Searching({(4, 2, 8): 7.0}, other=np.inf)
+    planner.work = SearchWork(0.0)
+    found = search_meshes(CLUSTER, planner, work=planner.work)
+    assert found.solution.plan.mesh.axis_sizes == (4, 2, 8)
+
+
+class Problem:
+    pass
+
+
+def test_what_was_searched_on_a_shape_is_not_held_by_its_error() -> None:
+    held: list[weakref.ref[Any]] = []
+    planner = Planner({}, other=np.inf)
+
+    def plan_on(mesh: MeshShape, gap: float, cutoff: float) -> IntraOpSolution:
+        assert all(each() is None for each in held)
+        problem = Problem()
+        held.append(weakref.ref(problem))
+        return planner(mesh, gap, cutoff)
+
+    with pytest.raises(InfeasiblePlanError):
+        search_meshes(CLUSTER, plan_on)
+    assert len(held) > 1
 
 
 @pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 2, 2)])

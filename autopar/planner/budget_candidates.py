@@ -16,7 +16,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..clusters.cluster import Cluster
@@ -39,6 +39,7 @@ from .intra_op import IntraOpSolution, plan_intra_op
 from .least_inputs import least_input_bytes
 from .memory_users import infeasible_error
 from .plan_within import BUDGET_GAP, plan_least_memory, plan_within_binding
+from .search_work import SearchWork
 
 FAR = 1.05  # times the budget
 OUT_OF_REACH = 2  # times the budget, what any plan needs by rows: no method fits
@@ -53,7 +54,7 @@ class BudgetCandidates:
     """The plans of one step on one mesh, within one budget.
 
     `batch` are the tensors whose dim 0 is the batch, `pins` those of arguments. Plans
-    of `cutoff` seconds or more are of no use.
+    of `cutoff` seconds or more are of no use. `work` is what all searches may take.
     """
 
     graph: OpGraph
@@ -64,6 +65,7 @@ class BudgetCandidates:
     pins: Mapping[int, Pin]
     gap: float
     cutoff: float = math.inf
+    work: SearchWork = field(default_factory=SearchWork)
 
     def best(self) -> IntraOpSolution:
         """The cheapest plan that is found to fit; any, if the bound is at the cutoff.
@@ -83,9 +85,11 @@ class BudgetCandidates:
         except InfeasiblePlanError as error:
             if error.far_bound_bytes > OUT_OF_REACH * self.budget_bytes:
                 raise
-            errors.append(error)
+            errors.append(error.without_frames())
             searches = (error.least_budget_bytes or 0) <= FAR * self.budget_bytes
         else:
+            if searched.assignment.bound >= self.cutoff:
+                return searched
             gap = searched.assignment.gap
             searches = gap > NEARLY_CLOSED * max(self.gap, BUDGET_GAP)
             if searches:
@@ -99,7 +103,7 @@ class BudgetCandidates:
             try:
                 best = self._plan(method, best, searches=searches) or best
             except InfeasiblePlanError as error:
-                errors.append(error)
+                errors.append(error.without_frames())
             except (ValueError, NotImplementedError) as error:
                 _log.info("%s: %s", method, error)
         if best is None:
@@ -138,7 +142,9 @@ class BudgetCandidates:
             *(self._gathering_again, self.mesh, self.cluster, self.budget_bytes),
             pins=self.pins,
             gap=self.gap,
+            cutoff=self.cutoff,
             starts=tuple(self._starts()),
+            work=self.work,
         )
 
     def _starts(self) -> Iterator[Restriction]:
@@ -174,14 +180,14 @@ class BudgetCandidates:
         place, limits = self._problem(method)
         if best is not None and self._has_no_room(place[0], limits):
             return None
-        cutoff = math.inf if best is None else _seconds(best)
+        cutoff = math.inf if best is None else min(_seconds(best), self.cutoff)
         found = plan_intra_op(
             *place, pins=self.pins, restrictions=limits, gap=self.gap, cutoff=cutoff
         )
-        if not _is_faster(found, best):
+        if _seconds(found) >= cutoff:
             return None
         if found.plan.predicted.peak_bytes > self.budget_bytes:
-            if not searches:
+            if not searches or self.work.left <= 0:
                 graph = graph_of_plan(self.graph, found.plan)
                 profile = memory_profile(graph, found.plan)
                 raise infeasible_error(profile, self.budget_bytes)
@@ -190,9 +196,11 @@ class BudgetCandidates:
                 pins=self.pins,
                 restrictions=limits,
                 gap=self.gap,
+                cutoff=cutoff,
                 finds_least=False,
+                work=self.work,
             )
-        if not _is_faster(found, best):
+        if _seconds(found) >= cutoff:
             return None
         _log.info("%s is better than what the search found", method)
         return found
@@ -206,10 +214,6 @@ class BudgetCandidates:
 def _bytes_and_seconds(found: IntraOpSolution) -> tuple[int, float]:
     predicted = found.plan.predicted
     return predicted.peak_bytes, predicted.step_seconds
-
-
-def _is_faster(found: IntraOpSolution, best: IntraOpSolution | None) -> bool:
-    return best is None or _seconds(found) < _seconds(best)
 
 
 def _seconds(solution: IntraOpSolution) -> float:

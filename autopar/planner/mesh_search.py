@@ -34,6 +34,7 @@ from ..graph.op_graph import OpGraph
 from ..plans.explain import format_seconds
 from ..sharding.mesh import MeshShape
 from .intra_op import IntraOpSolution
+from .search_work import SearchWork
 from .strategies import SLICING, total_flops
 
 WORTH = 0.005
@@ -120,6 +121,7 @@ def search_meshes(
     plan_on: PlanOn,
     floor_seconds: float = 0.0,
     on_mesh: Callable[[MeshShape], None] = lambda mesh: None,
+    work: SearchWork | None = None,
 ) -> MeshSearch:
     """The cheapest predicted plan over the aligned shapes; see the top of the file.
 
@@ -129,12 +131,14 @@ def search_meshes(
         a cutoff in seconds.
       floor_seconds: no shape's plan takes less; see `least_seconds`.
       on_mesh: is told which shape is planned on next.
+      work: what plans within a budget may take; where little of it is left, and a
+        plan was found, no other shape is begun.
 
     Raises:
       InfeasiblePlanError: no shape that was tried has a plan; it is the one of the
         least budget.
     """
-    return _Search(cluster, plan_on, floor_seconds, on_mesh).run()
+    return _Search(cluster, plan_on, floor_seconds, on_mesh, work).run()
 
 
 def least_seconds(graph: OpGraph, cluster: Cluster) -> float:
@@ -164,9 +168,10 @@ class _Search:
         plan_on: PlanOn,
         floor_seconds: float,
         on_mesh: Callable[[MeshShape], None],
+        work: SearchWork | None,
     ) -> None:
         self.cluster, self.plan_on, self.on_mesh = cluster, plan_on, on_mesh
-        self.floor_seconds = floor_seconds
+        self.floor_seconds, self.work = floor_seconds, work or SearchWork()
         self.shapes = mesh_shapes(cluster)
         self.trials: dict[MeshShape, Trial] = {}
 
@@ -205,6 +210,8 @@ class _Search:
         for mesh in neighbours(best.mesh, self.cluster, every_cut=is_far):
             if mesh in self.trials or not self._may_pay(mesh, best):
                 continue
+            if self.work.is_little:
+                return None
             cutoff = best.seconds * (1 - WORTH)
             trial = self._try(mesh, LOOSE_GAP, cutoff)
             if trial.seconds < cutoff:
@@ -227,7 +234,7 @@ class _Search:
         try:
             solution = self.plan_on(mesh, gap, cutoff)
         except InfeasiblePlanError as error:
-            trial = Trial(mesh, math.inf, math.inf, 0.0, error=error)
+            trial = Trial(mesh, math.inf, math.inf, 0.0, error=error.without_frames())
         else:
             seconds = solution.plan.predicted.step_seconds
             found = solution.assignment

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.assignment import Assignment
-from autopar.solver.clock import Clock
 from autopar.solver.lagrangian import PricedPlans
 from autopar.solver.memory_rows import MemoryRow, lowered_by_all
 from autopar.solver.within_rows import solve_within_rows
@@ -26,13 +25,12 @@ from ..sharding.resharding import Resharder
 from .intra_op import read_profile
 from .program_points import conversion_rows, memory_rows
 from .relay_choices import without_needless_copies
+from .search_work import SearchWork
 from .sharding_problem import ShardingProblem
 
 MOST_ROWS = 32  # of one plan
 LEAST_TURN = 0.003
-MOST_WORK = 90.0  # seconds, of all solutions; see `solver/clock.py`
-MOST_WORK_AT_ONCE = 15.0
-GUARD_SECONDS = 1200.0
+MOST_WORK_AT_ONCE = 15.0  # seconds, of one solution; see `solver/clock.py`
 FAR_OFF = 1.1  # times what a plan holds
 WORTH_LOWERING = 0.005  # of what a plan holds, that a row says more of it
 
@@ -69,7 +67,8 @@ class MetPlans:
 
     `free` is the solution of the problem without a budget; it is the first plan met.
     Conversions that take `worth_a_turn` bytes, or else a small part of what `free`
-    holds, are rows from the start; smaller ones come as they are met.
+    holds, are rows from the start; smaller ones come as they are met. `work` is what
+    all solutions may take, and those of others that share it.
     """
 
     def __init__(
@@ -79,10 +78,12 @@ class MetPlans:
         resharder: Resharder,
         free: Assignment,
         worth_a_turn: float,
+        work: SearchWork | None = None,
     ) -> None:
         self.problem, self.free = problem, free
         self._cluster, self._resharder = cluster, resharder
-        self.clock = Clock(GUARD_SECONDS)
+        self._work = work or SearchWork()
+        self.clock = self._work.clock
         self._priced = PricedPlans(problem.choice_graph, ArrayPool(self.clock))
         self.plans: list[MetPlan] = []
         self._far: set[MetPlan] = set()  # which rows say too much of
@@ -124,11 +125,11 @@ class MetPlans:
     @property
     def work_left(self) -> float:
         """Seconds of work until the limit, at least 0."""
-        return max(MOST_WORK - self.clock.now(), 0.0)
+        return self._work.left
 
     @property
     def work_spent(self) -> float:
-        """Seconds of work of all solutions."""
+        """Seconds of work of all solutions, and of others on the same clock."""
         return self.clock.spent
 
     def see(self, assignment: Assignment) -> MetPlan:

@@ -28,13 +28,16 @@ from autopar.solver.solve import solve
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import OpGraph
 from ..methods.restrictions import Limit, demanded_orders, restrict
+from ..plans.explain import format_seconds
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
+from .even_share import MANY_OPERATORS
 from .intra_op import IntraOpSolution, plan_intra_op
 from .least_memory import LeastMemory, least_memory
 from .memory_users import infeasible_error
 from .met_plans import MetPlan, MetPlans
+from .search_work import SearchWork
 from .sharding_problem import build_problem
 
 BUDGET_GAP = 1e-2
@@ -58,6 +61,7 @@ def plan_within(
     restrictions: Sequence[Limit] = (),
     gap: float = 1e-4,
     cutoff: float = math.inf,
+    work: SearchWork | None = None,
 ) -> IntraOpSolution:
     """The cheapest plan whose predicted peak is at most `budget_bytes` a device.
 
@@ -76,7 +80,12 @@ def plan_within(
     if fits or free.assignment.bound >= cutoff:
         return free
     return plan_within_binding(
-        *(*place, budget_bytes), pins=pins, restrictions=restrictions, gap=gap
+        *(*place, budget_bytes),
+        pins=pins,
+        restrictions=restrictions,
+        gap=gap,
+        cutoff=cutoff,
+        work=work,
     )
 
 
@@ -89,23 +98,26 @@ def plan_within_binding(
     pins: Mapping[int, Pin] | None = None,
     restrictions: Sequence[Limit] = (),
     gap: float = 1e-4,
+    cutoff: float = math.inf,
     finds_least: bool = True,
     starts: Sequence[Limit] = (),
+    work: SearchWork | None = None,
 ) -> IntraOpSolution:
     """As `plan_within`, where the cheapest plan of all is known not to fit.
 
     `starts`: the cheapest plan with each of these limits is met first, with its rows.
     `finds_least`: where the cheapest plans do not fit, the plan of the least memory is
-    searched for.
+    searched for. Once a plan was met that fits, a bound of `cutoff` seconds ends the
+    search. `work` is what it may take, alone or with others.
 
     Raises:
       InfeasiblePlanError: no plan was found that fits; it names a budget that will be
         planned, the least found, and what takes the most memory then.
     """
     within = _WithinBudget(
-        *(graph, mesh, cluster, pins, restrictions, budget_bytes, gap)
+        *(graph, mesh, cluster, pins, restrictions, budget_bytes, gap, cutoff)
     )
-    return within.run(finds_least, starts)
+    return within.run(finds_least, starts, work)
 
 
 def plan_least_memory(
@@ -140,6 +152,7 @@ class _WithinBudget:
         restrictions: Sequence[Limit],
         budget_bytes: int,
         gap: float,
+        cutoff: float = math.inf,
     ) -> None:
         resharder = Resharder(mesh, cluster)
         place = graph, mesh, cluster, resharder
@@ -148,16 +161,23 @@ class _WithinBudget:
         problem = restrict(problem, restrictions, cluster)
         self.place = problem, cluster, resharder
         self.budget_bytes, self.gap = budget_bytes, max(gap, BUDGET_GAP)
+        self.cutoff = cutoff
         self.free = solve(problem.choice_graph, gap=BUDGET_GAP / 10)
         self.bound, self.is_ruled_out = self.free.bound, False
         self.starts: Sequence[Assignment] = ()
 
-    def run(self, finds_least: bool, starts: Sequence[Limit] = ()) -> IntraOpSolution:
+    def run(
+        self,
+        finds_least: bool,
+        starts: Sequence[Limit] = (),
+        work: SearchWork | None = None,
+    ) -> IntraOpSolution:
         start = perf_counter()
         budget = self.budget_bytes
-        met = MetPlans(*self.place, self.free, WORTH_A_TURN * budget)
+        met = MetPlans(*self.place, self.free, WORTH_A_TURN * budget, work)
         self.starts = [each for limit in starts if (each := self._limited(limit))]
         self._meet_starts(met)
+        self._tell_first(met)
         if self._solve_in_rounds(met, WIDE_GAP) and not self._is_closed(met):
             self._solve_in_rounds(met, self.gap)
         if met.cheapest(budget) is None and not self.is_ruled_out:
@@ -171,7 +191,7 @@ class _WithinBudget:
         if best is None:
             raise infeasible_error(met.least().profile, budget)
         solution = self.solution(best, self.bound)
-        if met.work_left <= 0 and solution.assignment.gap > self.gap:
+        if met.work_left <= 0 and not self._is_closed(met):
             _log.warning(
                 "The search for a plan within %d B a device ended at its limit of "
                 "work: the plan has a gap of %.2f%%%s.",
@@ -184,6 +204,14 @@ class _WithinBudget:
             *(100 * solution.assignment.gap, perf_counter() - start),
         )
         return solution
+
+    def _tell_first(self, met: MetPlans) -> None:
+        best, name = met.cheapest(self.budget_bytes), self.place[0].graph.name
+        if best is not None and len(self.place[0].graph.operators()) >= MANY_OPERATORS:
+            cost = best.assignment.cost
+            gap = 100 * (cost / self.bound - 1)
+            seconds = format_seconds(cost)
+            _log.info("%s: a plan of %s fits, gap %.2f%%", name, seconds, gap)
 
     def _limited(self, limit: Limit) -> Assignment | None:
         """The cheapest plan that a limit leaves, if it is one of the problem."""
@@ -228,17 +256,17 @@ class _WithinBudget:
         return met.cheapest(budget) is not None
 
     def _enough(self, met: MetPlans) -> float:
-        """The bound that closes the gap of the cheapest plan met that fits."""
-        best = met.cheapest(self.budget_bytes)
-        return math.inf if best is None else (1 - self.gap) * best.assignment.cost
-
-    def _is_closed(self, met: MetPlans) -> bool:
-        """Whether a plan was met that fits, within the gap that is wanted."""
+        """The bound that ends the search: there is a plan that fits, and it closes
+        its gap or comes to the cutoff.
+        """
         best = met.cheapest(self.budget_bytes)
         if best is None:
-            return False
-        cost = best.assignment.cost
-        return cost - self.bound <= self.gap * cost
+            return math.inf
+        return min((1 - self.gap) * best.assignment.cost, self.cutoff)
+
+    def _is_closed(self, met: MetPlans) -> bool:
+        """Whether a plan was met that fits, and the bound is enough."""
+        return self.bound >= self._enough(met)
 
     def _solve_with_margins(self, met: MetPlans) -> None:
         """Leaves room for points that were not met; the bound stays."""

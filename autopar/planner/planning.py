@@ -59,6 +59,7 @@ from .pin_conflicts import PinsByKey, blame_pins
 from .plan_cache import CacheEntry, cache_entry, use_compilation_cache
 from .plan_like import memory_choices, plan_like, without_like
 from .plan_within import plan_least_memory, plan_within
+from .search_work import SearchWork
 from .step_variants import StepVariant, StepVariants
 from .transfers_ahead import graph_sent_ahead, send_ahead
 from .whole_step import TracedWhole, batch_tensors, in_microbatches, leaves_of
@@ -246,6 +247,7 @@ def plan_graph(
     num_devices = cluster.num_devices if mesh is None else mesh.size
     for_memory = getattr(options.method, "objective", "time") == "memory"
     is_limited = budget_bytes < NO_BUDGET and not for_memory
+    work, is_searched = SearchWork(), mesh is None
     is_far = is_limited and is_out_of_reach(graph, num_devices, budget_bytes)
 
     def plan_on(
@@ -261,6 +263,7 @@ def plan_graph(
         check_returned_pins(graph, pinned, mesh)
         pins = {**placed, **pinned}
         method = options.method
+        own_work = work.half() if is_searched else work
         if isinstance(method, LayoutRules) and method.is_auto:
             own = restrictions_of(None, options.rules, graph, mesh, batch)
             place = graph, mesh, cluster, batch, budget_bytes
@@ -269,14 +272,19 @@ def plan_graph(
         own = restrictions_of(method, options.rules, graph, mesh, batch)
         restrictions = (*own, *ring_limits(graph, options), *limits)
         if not restrictions:
-            ends = budget_bytes, batch, pins, gap, cutoff
+            ends = budget_bytes, batch, pins, gap, cutoff, own_work
             candidates = BudgetCandidates(graph, mesh, cluster, *ends)
             return candidates.least_memory() if for_memory else candidates.best()
         given = graph, mesh, cluster, budget_bytes
         if for_memory:
             return plan_least_memory(*given, pins=pins, restrictions=restrictions)
         return plan_within(
-            *given, pins=pins, restrictions=restrictions, gap=gap, cutoff=cutoff
+            *given,
+            pins=pins,
+            restrictions=restrictions,
+            gap=gap,
+            cutoff=cutoff,
+            work=own_work,
         )
 
     if is_far:
@@ -287,7 +295,8 @@ def plan_graph(
         raise out_of_reach_error(profile, budget_bytes, share)
     if mesh is None:
         floor_seconds = least_seconds(graph, cluster)
-        search = search_meshes(cluster, plan_on, floor_seconds, _tell_mesh(graph))
+        told = _tell_mesh(graph)
+        search = search_meshes(cluster, plan_on, floor_seconds, told, work)
         _log.info("%s: %s", graph.name, search)
         solution = search.solution
     else:

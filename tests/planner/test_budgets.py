@@ -17,8 +17,8 @@ from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
 from autopar.methods.gather_again import gathering_again
 from autopar.methods.named_methods import Zero, restriction_of
-from autopar.methods.restrictions import restrict
-from autopar.planner import budget_candidates, least_memory, met_plans
+from autopar.methods.restrictions import Limit, restrict
+from autopar.planner import budget_candidates, least_memory, met_plans, search_work
 from autopar.planner import plan_within as plan_within_module
 from autopar.planner.budget_candidates import BudgetCandidates
 from autopar.planner.intra_op import IntraOpSolution, plan_intra_op, read_plan
@@ -189,7 +189,7 @@ def test_a_search_at_its_limit_of_work_has_a_gap_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Work is counted, so that two searches end with the same plan."""
-    monkeypatch.setattr(met_plans, "MOST_WORK", 0.7)
+    monkeypatch.setattr(search_work, "MOST_WORK", 0.7)
     budget = int(0.8 * free().plan.predicted.peak_bytes)
     first, again = (
         plan_within_binding(gpt(), MESH, Cluster.local(), budget) for _ in range(2)
@@ -198,6 +198,36 @@ def test_a_search_at_its_limit_of_work_has_a_gap_and_says_so(
     assert first.plan.predicted.peak_bytes <= budget
     assert first.plan.predicted.optimality_gap > BUDGET_GAP
     assert f"within {budget} B a device ended at its limit of work" in caplog.text
+
+
+def test_searches_that_share_their_work_end_together() -> None:
+    """The second meets its plans, and solves nothing."""
+    budget = int(0.8 * free().plan.predicted.peak_bytes)
+    work = search_work.SearchWork(0.7)
+    place = gpt(), MESH, Cluster.local(), budget
+    first = plan_within_binding(*place, work=work)
+    spent = work.clock.spent
+    assert spent >= 0.7 and work.left == 0
+    second = plan_within_binding(*place, starts=starts(), work=work)
+    assert work.clock.spent == spent
+    held = [each.plan.predicted.peak_bytes for each in (first, second)]
+    assert max(held) <= budget
+
+
+def test_a_bound_at_the_cutoff_ends_a_search_once_a_plan_fits() -> None:
+    """What takes as long as another mesh's plan is searched no further."""
+    budget = int(0.8 * free().plan.predicted.peak_bytes)
+    place = gpt(), MESH, Cluster.local(), budget
+    cutoff = free().assignment.bound * (1 + 1e-4)
+    ended = plan_within_binding(*place, starts=starts(), cutoff=cutoff)
+    assert ended.plan.predicted.peak_bytes <= budget
+    assert cutoff <= ended.assignment.bound
+    assert ended.assignment.gap > BUDGET_GAP
+
+
+def starts() -> tuple[Limit, ...]:
+    batch = [each.tensor for each in gpt().inputs if each.role == "batch"]
+    return (restriction_of(Zero(3), gpt(), MESH, batch),)
 
 
 def test_methods_are_not_searched_far_below_the_least(
