@@ -247,6 +247,34 @@ def test_where_little_work_is_left_no_other_shape_is_begun() -> None:
     assert found.solution.plan.mesh.axis_sizes == (8, 8)
 
 
+def test_where_memory_binds_the_levels_come_before_the_one_axis() -> None:
+    asked: list[MeshShape] = []
+
+    def binds_on(mesh: MeshShape) -> bool:
+        asked.append(mesh)
+        return True
+
+    planner = Planner({(64,): 5.0, (8, 8): 4.0}, other=6.0)
+    found = search_meshes(CLUSTER, planner, binds_on=binds_on)
+    assert [mesh.axis_sizes for mesh in asked] == [(64,)]
+    assert planner.shapes_asked[0] == (8, 8) and (64,) not in planner.shapes_asked
+    assert found.solution.plan.mesh.axis_sizes == (8, 8)
+    one_host = Planner({(8,): 1.0})
+    search_meshes(Cluster.preset("8xH100"), one_host, binds_on=binds_on)
+    assert one_host.shapes_asked[0] == (8,)
+
+
+@pytest.mark.parametrize("binds", [False, True])
+def test_finer_shapes_are_tried_where_levels_help_whatever_comes_first(
+    binds: bool,
+) -> None:
+    planner = Planner({(4, 2, 8): 7.0}, other=np.inf)
+    found = search_meshes(CLUSTER, planner, binds_on=lambda mesh: binds)
+    assert found.solution.plan.mesh.axis_sizes == (4, 2, 8)
+    first = [(64,), (8, 8)]
+    assert planner.shapes_asked[:2] == (first[::-1] if binds else first)
+
+
 def test_shapes_are_searched_on_as_long_as_nothing_fits() -> None:
     planner = Searching({(4, 2, 8): 7.0}, other=np.inf)
     planner.work = SearchWork(0.0)

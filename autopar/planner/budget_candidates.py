@@ -54,7 +54,8 @@ class BudgetCandidates:
     """The plans of one step on one mesh, within one budget.
 
     `batch` are the tensors whose dim 0 is the batch, `pins` those of arguments. Plans
-    of `cutoff` seconds or more are of no use. `work` is what all searches may take.
+    of `cutoff` seconds or more are of no use. `work` is what all searches may take, and
+    `free` the cheapest plan of all, where it is known.
     """
 
     graph: OpGraph
@@ -66,6 +67,7 @@ class BudgetCandidates:
     gap: float
     cutoff: float = math.inf
     work: SearchWork = field(default_factory=SearchWork)
+    free: IntraOpSolution | None = None
 
     def best(self) -> IntraOpSolution:
         """The cheapest plan that is found to fit; any, if the bound is at the cutoff.
@@ -74,7 +76,9 @@ class BudgetCandidates:
           InfeasiblePlanError: no plan is found that fits.
         """
         place = self.graph, self.mesh, self.cluster
-        free = plan_intra_op(*place, pins=self.pins, gap=self.gap, cutoff=self.cutoff)
+        free = self.free or plan_intra_op(
+            *place, pins=self.pins, gap=self.gap, cutoff=self.cutoff
+        )
         fits = free.plan.predicted.peak_bytes <= self.budget_bytes
         if fits or free.assignment.bound >= self.cutoff:
             return free
@@ -98,7 +102,11 @@ class BudgetCandidates:
         for method in self._methods():
             if best is not None and _seconds(best) <= bound * (1 + BUDGET_GAP):
                 break
-            if not searches and searched is not None and method in STARTS:
+            if (
+                searched is not None
+                and method in STARTS
+                and not self._may_search(searches)
+            ):
                 continue  # it was met, with its memory
             try:
                 best = self._plan(method, best, searches=searches) or best
@@ -187,7 +195,7 @@ class BudgetCandidates:
         if _seconds(found) >= cutoff:
             return None
         if found.plan.predicted.peak_bytes > self.budget_bytes:
-            if not searches or self.work.left <= 0:
+            if not self._may_search(searches):
                 graph = graph_of_plan(self.graph, found.plan)
                 profile = memory_profile(graph, found.plan)
                 raise infeasible_error(profile, self.budget_bytes)
@@ -204,6 +212,9 @@ class BudgetCandidates:
             return None
         _log.info("%s is better than what the search found", method)
         return found
+
+    def _may_search(self, searches: bool) -> bool:
+        return searches and self.work.left > 0
 
     def _has_no_room(self, graph: OpGraph, limits: Sequence[Restriction]) -> bool:
         """Whether the arguments alone are above the budget, as a method has them."""

@@ -122,6 +122,7 @@ def search_meshes(
     floor_seconds: float = 0.0,
     on_mesh: Callable[[MeshShape], None] = lambda mesh: None,
     work: SearchWork | None = None,
+    binds_on: Callable[[MeshShape], bool] = lambda mesh: False,
 ) -> MeshSearch:
     """The cheapest predicted plan over the aligned shapes; see the top of the file.
 
@@ -133,12 +134,14 @@ def search_meshes(
       on_mesh: is told which shape is planned on next.
       work: what plans within a budget may take; where little of it is left, and a
         plan was found, no other shape is begun.
+      binds_on: whether to find a plan on a shape takes long, as the cheapest does not
+        fit; see `_first_shapes`.
 
     Raises:
       InfeasiblePlanError: no shape that was tried has a plan; it is the one of the
         least budget.
     """
-    return _Search(cluster, plan_on, floor_seconds, on_mesh, work).run()
+    return _Search(cluster, plan_on, floor_seconds, on_mesh, work, binds_on).run()
 
 
 def least_seconds(graph: OpGraph, cluster: Cluster) -> float:
@@ -169,10 +172,11 @@ class _Search:
         floor_seconds: float,
         on_mesh: Callable[[MeshShape], None],
         work: SearchWork | None,
+        binds_on: Callable[[MeshShape], bool],
     ) -> None:
         self.cluster, self.plan_on, self.on_mesh = cluster, plan_on, on_mesh
         self.floor_seconds, self.work = floor_seconds, work or SearchWork()
-        self.shapes = mesh_shapes(cluster)
+        self.shapes, self.binds_on = mesh_shapes(cluster), binds_on
         self.trials: dict[MeshShape, Trial] = {}
 
     def run(self) -> MeshSearch:
@@ -193,17 +197,29 @@ class _Search:
         below it.
         """
         finest = [each for each in self.shapes[2:] if each.num_axes == MAX_AXES]
-        needs: list[float] = []
+        needs: dict[int, float] = {}
         is_far = False
-        for mesh in (*self.shapes[:2], *finest[:1]):
-            if len(needs) == 2 and (is_far or needs[1] > HELPS * needs[0]):
+        for mesh in (*self._first_shapes(), *finest[:1]):
+            if len(needs) == 2 and (is_far or needs[2] > HELPS * needs[1]):
                 break
             trial = self._try(mesh, LOOSE_GAP if needs else TIGHT_GAP)
             if trial.error is None:
                 return trial
-            needs.append(trial.error.least_budget_bytes or math.inf)
+            needs[mesh.num_axes] = trial.error.least_budget_bytes or math.inf
             is_far |= trial.error.far_bound_bytes > 0
         raise _least_infeasible(list(self.trials.values()))
+
+    def _first_shapes(self) -> tuple[MeshShape, ...]:
+        """One axis, then one for each level.
+
+        The other way round where memory binds on a cluster of levels, so that work is
+        not spent on the one axis: the cut shape can do all that it can.
+        """
+        first = self.shapes[:2]
+        has_levels = default_mesh(self.cluster).num_axes == 2
+        if has_levels and len(first) == 2 and self.binds_on(first[0]):
+            return first[::-1]
+        return first
 
     def _better_neighbour(self, best: Trial) -> Trial | None:
         is_far = best.seconds > FAR * self.floor_seconds

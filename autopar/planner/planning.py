@@ -247,7 +247,8 @@ def plan_graph(
     num_devices = cluster.num_devices if mesh is None else mesh.size
     for_memory = getattr(options.method, "objective", "time") == "memory"
     is_limited = budget_bytes < NO_BUDGET and not for_memory
-    work, is_searched = SearchWork(), mesh is None
+    work, is_searched, tell = SearchWork(), mesh is None, _tell_mesh(graph)
+    free_on: dict[MeshShape, IntraOpSolution] = {}
     is_far = is_limited and is_out_of_reach(graph, num_devices, budget_bytes)
 
     def plan_on(
@@ -273,7 +274,8 @@ def plan_graph(
         restrictions = (*own, *ring_limits(graph, options), *limits)
         if not restrictions:
             ends = budget_bytes, batch, pins, gap, cutoff, own_work
-            candidates = BudgetCandidates(graph, mesh, cluster, *ends)
+            known = free_on.get(mesh)
+            candidates = BudgetCandidates(graph, mesh, cluster, *ends, known)
             return candidates.least_memory() if for_memory else candidates.best()
         given = graph, mesh, cluster, budget_bytes
         if for_memory:
@@ -287,6 +289,18 @@ def plan_graph(
             work=own_work,
         )
 
+    def binds_on(mesh: MeshShape) -> bool:
+        is_long = len(graph.operators()) >= MANY_OPERATORS
+        if not is_long or not is_limited or limits:
+            return False
+        tell(mesh)
+        try:
+            free = plan_within_budget(mesh, TIGHT_GAP, math.inf, NO_BUDGET)
+        except InfeasiblePlanError:  # pins, not memory
+            return False
+        free_on[mesh] = free
+        return free.plan.predicted.peak_bytes > budget_bytes
+
     if is_far:
         shape = mesh or mesh_shapes(cluster)[0]
         free = plan_within_budget(shape, LOOSE_GAP, math.inf, NO_BUDGET).plan
@@ -295,8 +309,8 @@ def plan_graph(
         raise out_of_reach_error(profile, budget_bytes, share)
     if mesh is None:
         floor_seconds = least_seconds(graph, cluster)
-        told = _tell_mesh(graph)
-        search = search_meshes(cluster, plan_on, floor_seconds, told, work)
+        ends = floor_seconds, tell, work, binds_on
+        search = search_meshes(cluster, plan_on, *ends)
         _log.info("%s: %s", graph.name, search)
         solution = search.solution
     else:

@@ -15,7 +15,7 @@ from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.methods.gather_again import graph_of_plan
 from autopar.methods.named_methods import Megatron, Zero, restriction_of
-from autopar.planner import planning
+from autopar.planner import planning, search_work
 from autopar.planner.even_share import even_share_bytes, memory_on_one_device
 from autopar.planner.intra_op import plan_intra_op
 from autopar.planner.memory_users import alike_users, memory_users
@@ -112,6 +112,37 @@ def test_what_is_out_of_reach_is_refused_without_a_search(
     assert least is not None
     assert 10_000 < one.value.far_bound_bytes <= least
     assert plan(least).predicted.peak_bytes <= least
+
+
+def test_a_long_step_that_memory_binds_is_searched_on_the_levels_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On one axis only its cheapest plan of all is made, once."""
+    workload = build("mlp")
+    made: list[tuple[str, int, bool]] = []
+    best = planning.BudgetCandidates.best
+
+    def counted(self: Any) -> Any:
+        made.append((str(self.mesh), self.budget_bytes, self.free is not None))
+        return best(self)
+
+    monkeypatch.setattr(planning, "MANY_OPERATORS", 0)
+    monkeypatch.setattr(search_work, "MOST_WORK", 0.5)
+    monkeypatch.setattr(planning.BudgetCandidates, "best", counted)
+
+    def plan(budget: int, mesh: str | None = None) -> autopar.Plan:
+        made.clear()
+        place: Any = {"cluster": Cluster.preset("2x4xA100"), "mesh": mesh}
+        step = autopar.parallelize(workload.step, memory_budget=budget, **place)
+        return step.plan(*workload.abstract())
+
+    free = plan(10**9, "x:8").predicted.peak_bytes
+    plan(10**9)
+    assert made[:2] == [("x:8", planning.NO_BUDGET, False), ("x:8", 10**9, True)]
+    budget = int(0.9 * free)
+    assert plan(budget).predicted.peak_bytes <= budget
+    assert made[:2] == [("x:8", planning.NO_BUDGET, False), ("x:2;y:4", budget, False)]
+    assert "x:8" not in [mesh for mesh, *_ in made[1:]]
 
 
 def test_variants_that_are_out_of_reach_are_not_planned(
