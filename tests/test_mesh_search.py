@@ -275,6 +275,20 @@ def test_finer_shapes_are_tried_where_levels_help_whatever_comes_first(
     assert planner.shapes_asked[:2] == (first[::-1] if binds else first)
 
 
+@pytest.mark.parametrize("searches", [False, True])
+def test_where_memory_binds_a_gain_within_its_gap_is_not_worth_another_shape(
+    searches: bool,
+) -> None:
+    planner = (Searching if searches else Planner)({(64,): 1.0}, other=0.993)
+    work = SearchWork(64.0)
+    planner.work = work  # pyright: ignore[reportAttributeAccessIssue]
+    found = search_meshes(CLUSTER, planner, work=work)
+    sizes = found.solution.plan.mesh.axis_sizes
+    assert sizes == ((64,) if searches else (8, 8))
+    again = planner.shapes_asked.count(sizes) == 2  # with a tight gap
+    assert again == (not searches)
+
+
 def test_shapes_are_searched_on_as_long_as_nothing_fits() -> None:
     planner = Searching({(4, 2, 8): 7.0}, other=np.inf)
     planner.work = SearchWork(0.0)

@@ -34,6 +34,7 @@ from ..graph.op_graph import OpGraph
 from ..plans.explain import format_seconds
 from ..sharding.mesh import MeshShape
 from .intra_op import IntraOpSolution
+from .plan_within import BUDGET_GAP
 from .search_work import SearchWork
 from .strategies import SLICING, total_flops
 
@@ -62,6 +63,7 @@ class Trial:
     """A shape, what a step takes on it, and the bound; infinite where nothing fits.
 
     `is_ruled_out`: the solution was ended, its bound being above what is worth taking.
+    `is_searched`: memory binds, so the plan was searched for within the budget.
     """
 
     mesh: MeshShape
@@ -71,6 +73,12 @@ class Trial:
     solution: IntraOpSolution | None = None
     error: InfeasiblePlanError | None = None
     is_ruled_out: bool = False
+    is_searched: bool = False
+
+    @property
+    def cutoff(self) -> float:
+        """Seconds that another shape must stay below; gaps are wider within budgets."""
+        return self.seconds * (1 - (BUDGET_GAP if self.is_searched else WORTH))
 
     def __str__(self) -> str:
         if self.is_ruled_out:
@@ -183,7 +191,8 @@ class _Search:
         best = self._first_that_fits()
         while (better := self._better_neighbour(best)) is not None:
             best = better
-        if TIGHT_GAP < best.gap <= LOOSE_GAP:  # a wider one is all that could be had
+        is_loose = TIGHT_GAP < best.gap <= LOOSE_GAP  # wider is all that could be had
+        if is_loose and not best.is_searched:
             best = self._try(best.mesh, TIGHT_GAP)
         assert best.solution is not None
         trials = tuple(self.trials.values())
@@ -228,9 +237,8 @@ class _Search:
                 continue
             if self.work.is_little:
                 return None
-            cutoff = best.seconds * (1 - WORTH)
-            trial = self._try(mesh, LOOSE_GAP, cutoff)
-            if trial.seconds < cutoff:
+            trial = self._try(mesh, LOOSE_GAP, best.cutoff)
+            if trial.seconds < best.cutoff:
                 return trial
         return None
 
@@ -243,10 +251,11 @@ class _Search:
         for trial in self.trials.values():
             if trial.error is None and is_refined_by(mesh, trial.mesh):
                 bounds.append(trial.bound_seconds)
-        return max(bounds) < best.seconds * (1 - WORTH)
+        return max(bounds) < best.cutoff
 
     def _try(self, mesh: MeshShape, gap: float, cutoff: float = math.inf) -> Trial:
         self.on_mesh(mesh)
+        spent = self.work.clock.spent
         try:
             solution = self.plan_on(mesh, gap, cutoff)
         except InfeasiblePlanError as error:
@@ -259,8 +268,11 @@ class _Search:
             if is_over and found.bound - max(found.cost - seconds, 0.0) < cutoff:
                 return self._try(mesh, gap)
             bound = min(found.bound, seconds)
+            is_searched = self.work.clock.spent > spent
             trial = Trial(
-                mesh, seconds, bound, found.gap, solution, is_ruled_out=is_over
+                *(mesh, seconds, bound, found.gap, solution),
+                is_ruled_out=is_over,
+                is_searched=is_searched,
             )
         self.trials[mesh] = trial
         return trial

@@ -128,6 +128,11 @@ class MetPlans:
         return self._work.left
 
     @property
+    def most_work(self) -> float:
+        """Seconds of work that there were at the start."""
+        return self._work.most
+
+    @property
     def work_spent(self) -> float:
         """Seconds of work of all solutions, and of others on the same clock."""
         return self.clock.spent

@@ -44,6 +44,7 @@ BUDGET_GAP = 1e-2
 WIDE_GAP = 3e-2
 MOST_ROUNDS = 8  # with each gap
 MARGINS = (0.97, 0.93, 0.88)  # of the budget, once rounds are used up
+WORTH_A_ROUND = 2e-3  # of the gap, once half the work is spent
 WORTH_A_TURN = 0.03  # of the budget
 WORTH_SOLVING_AGAIN = 0.005  # of the budget, by which a row was lowered
 WORTH_AIMING_AT = 0.02  # of the budget, by which a plan was above it
@@ -164,6 +165,7 @@ class _WithinBudget:
         self.cutoff = cutoff
         self.free = solve(problem.choice_graph, gap=BUDGET_GAP / 10)
         self.bound, self.is_ruled_out = self.free.bound, False
+        self.is_in_vain = False
         self.starts: Sequence[Assignment] = ()
 
     def run(
@@ -191,11 +193,13 @@ class _WithinBudget:
         if best is None:
             raise infeasible_error(met.least().profile, budget)
         solution = self.solution(best, self.bound)
-        if met.work_left <= 0 and not self._is_closed(met):
+        if (met.work_left <= 0 or self.is_in_vain) and not self._is_closed(met):
             _log.warning(
-                "The search for a plan within %d B a device ended at its limit of "
-                "work: the plan has a gap of %.2f%%%s.",
-                *(budget, 100 * solution.assignment.gap),
+                "The search for a plan within %d B a device ended %s: the plan has a "
+                "gap of %.2f%%%s.",
+                budget,
+                "in vain" if self.is_in_vain else "at its limit of work",
+                100 * solution.assignment.gap,
                 " and depends on the machine" * met.clock.is_late,
             )
         _log.info(
@@ -236,8 +240,9 @@ class _WithinBudget:
         """
         budget = aim = self.budget_bytes
         for number in range(MOST_ROUNDS):
-            if met.work_left <= 0:
+            if met.work_left <= 0 or self.is_in_vain:
                 break
+            before = self._open_gap(met)
             try:
                 found = met.solve(budget, gap, aim, self._enough(met))
             except Infeasible:
@@ -247,6 +252,8 @@ class _WithinBudget:
             by, beyond = met.lower_refuted(), found.peak_bytes - budget
             if self._is_closed(met):
                 return True
+            is_late = met.work_left < met.most_work / 2
+            self.is_in_vain = is_late and before - self._open_gap(met) < WORTH_A_ROUND
             if beyond > 0:
                 met.add_rows(found)
                 if number >= FREE_ROUNDS or beyond <= WORTH_AIMING_AT * budget:
@@ -254,6 +261,10 @@ class _WithinBudget:
             elif by <= WORTH_SOLVING_AGAIN * budget:
                 return True
         return met.cheapest(budget) is not None
+
+    def _open_gap(self, met: MetPlans) -> float:
+        best = met.cheapest(self.budget_bytes)
+        return math.inf if best is None else 1 - self.bound / best.assignment.cost
 
     def _enough(self, met: MetPlans) -> float:
         """The bound that ends the search: there is a plan that fits, and it closes

@@ -225,6 +225,20 @@ def test_a_bound_at_the_cutoff_ends_a_search_once_a_plan_fits() -> None:
     assert ended.assignment.gap > BUDGET_GAP
 
 
+def test_a_search_that_gains_nothing_ends_at_half_its_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    budget = int(0.8 * free().plan.predicted.peak_bytes)
+    place = gpt(), MESH, Cluster.local(), budget
+    monkeypatch.setattr(plan_within_module, "WORTH_A_ROUND", 1.0)
+    work = search_work.SearchWork(100.0)
+    work.clock.spend(51.0)
+    found = plan_within_binding(*place, starts=starts(), work=work)
+    assert found.plan.predicted.peak_bytes <= budget
+    assert found.assignment.gap > BUDGET_GAP and work.left > 0
+    assert f"within {budget} B a device ended in vain" in caplog.text
+
+
 def starts() -> tuple[Limit, ...]:
     batch = [each.tensor for each in gpt().inputs if each.role == "batch"]
     return (restriction_of(Zero(3), gpt(), MESH, batch),)
