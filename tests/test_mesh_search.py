@@ -1,10 +1,7 @@
 """Which meshes are tried where none is given, which one wins, and what is left."""
 
 import logging
-import weakref
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +14,7 @@ from autopar.clusters.cluster import Cluster
 from autopar.errors import InfeasiblePlanError
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
-from autopar.planner.intra_op import IntraOpSolution, plan_intra_op
+from autopar.planner.intra_op import plan_intra_op
 from autopar.planner.mesh_search import (
     default_mesh,
     is_refined_by,
@@ -27,9 +24,9 @@ from autopar.planner.mesh_search import (
     search_meshes,
 )
 from autopar.planner.planning import roles_of
-from autopar.planner.search_work import SearchWork
 from autopar.sharding.mesh import MeshShape
 from benchmarks.models import build
+from tests.priced_shapes import Planner
 
 
 def sizes_of(cluster: str) -> list[tuple[int, ...]]:
@@ -89,46 +86,6 @@ def test_a_shape_is_refined_by_its_cuts_and_more() -> None:
     )
     assert is_refined_by(whole, three) and is_refined_by(pair, three)
     assert is_refined_by(pair, pair) and not is_refined_by(three, pair)
-
-
-@dataclass
-class Planner:
-    """Plans whose seconds are given by sizes; the bound is `looseness` below them.
-
-    The solver's cost is `saved` above them; a bound at the cutoff leaves a wide gap.
-    """
-
-    seconds: dict[tuple[int, ...], float]
-    other: float = 9.0
-    looseness: float = 0.0
-    saved: float = 0.0
-    needs: tuple[int, int, int] = (90, 60, 30)
-    far_bound: int = 0
-
-    def __post_init__(self) -> None:
-        self.asked: list[tuple[tuple[int, ...], float]] = []
-        self.cutoffs: list[float] = []
-
-    def __call__(self, mesh: MeshShape, gap: float, cutoff: float) -> IntraOpSolution:
-        self.asked.append((mesh.axis_sizes, gap))
-        self.cutoffs.append(cutoff)
-        seconds = self.seconds.get(mesh.axis_sizes, self.other)
-        if seconds == np.inf:
-            least = self.needs[mesh.num_axes - 1]
-            raise InfeasiblePlanError(f"{mesh}", least, "", self.far_bound)
-        plan = SimpleNamespace(
-            mesh=mesh, predicted=SimpleNamespace(step_seconds=seconds)
-        )
-        bound = seconds - self.looseness
-        cost = seconds + self.saved
-        is_ended = bound >= cutoff
-        gap = 0.3 if is_ended else gap if gap > 1e-3 else 0.0
-        found = SimpleNamespace(bound=bound, cost=cost, gap=gap)
-        return IntraOpSolution(cast(Any, plan), cast(Any, found))
-
-    @property
-    def shapes_asked(self) -> list[tuple[int, ...]]:
-        return [sizes for sizes, _ in self.asked]
 
 
 CLUSTER = Cluster.preset("8x8xH100")
@@ -225,94 +182,6 @@ def test_far_below_what_any_shape_needs_no_finer_one_is_solved() -> None:
         search_meshes(CLUSTER, planner)
     assert planner.shapes_asked == [(64,), (8, 8)]
     assert caught.value.least_budget_bytes == 60
-
-
-class Searching(Planner):
-    """Each shape takes all the work that it may."""
-
-    work: SearchWork
-
-    def __call__(self, mesh: MeshShape, gap: float, cutoff: float) -> IntraOpSolution:
-        own = self.work.half()
-        own.clock.spend(own.left)
-        return super().__call__(mesh, gap, cutoff)
-
-
-def test_where_little_work_is_left_no_other_shape_is_begun() -> None:
-    planner = Searching({(64,): 5.0, (8, 8): 4.0, (16, 4): 3.0})
-    planner.work = SearchWork(8.0)
-    found = search_meshes(CLUSTER, planner, work=planner.work)
-    assert planner.shapes_asked[:2] == [(64,), (8, 8)]
-    assert set(planner.shapes_asked) == {(64,), (8, 8)}
-    assert found.solution.plan.mesh.axis_sizes == (8, 8)
-
-
-def test_where_memory_binds_the_levels_come_before_the_one_axis() -> None:
-    asked: list[MeshShape] = []
-
-    def binds_on(mesh: MeshShape) -> bool:
-        asked.append(mesh)
-        return True
-
-    planner = Planner({(64,): 5.0, (8, 8): 4.0}, other=6.0)
-    found = search_meshes(CLUSTER, planner, binds_on=binds_on)
-    assert [mesh.axis_sizes for mesh in asked] == [(64,)]
-    assert planner.shapes_asked[0] == (8, 8) and (64,) not in planner.shapes_asked
-    assert found.solution.plan.mesh.axis_sizes == (8, 8)
-    one_host = Planner({(8,): 1.0})
-    search_meshes(Cluster.preset("8xH100"), one_host, binds_on=binds_on)
-    assert one_host.shapes_asked[0] == (8,)
-
-
-@pytest.mark.parametrize("binds", [False, True])
-def test_finer_shapes_are_tried_where_levels_help_whatever_comes_first(
-    binds: bool,
-) -> None:
-    planner = Planner({(4, 2, 8): 7.0}, other=np.inf)
-    found = search_meshes(CLUSTER, planner, binds_on=lambda mesh: binds)
-    assert found.solution.plan.mesh.axis_sizes == (4, 2, 8)
-    first = [(64,), (8, 8)]
-    assert planner.shapes_asked[:2] == (first[::-1] if binds else first)
-
-
-@pytest.mark.parametrize("searches", [False, True])
-def test_where_memory_binds_a_gain_within_its_gap_is_not_worth_another_shape(
-    searches: bool,
-) -> None:
-    planner = (Searching if searches else Planner)({(64,): 1.0}, other=0.993)
-    work = SearchWork(64.0)
-    planner.work = work  # pyright: ignore[reportAttributeAccessIssue]
-    found = search_meshes(CLUSTER, planner, work=work)
-    sizes = found.solution.plan.mesh.axis_sizes
-    assert sizes == ((64,) if searches else (8, 8))
-    again = planner.shapes_asked.count(sizes) == 2  # with a tight gap
-    assert again == (not searches)
-
-
-def test_shapes_are_searched_on_as_long_as_nothing_fits() -> None:
-    planner = Searching({(4, 2, 8): 7.0}, other=np.inf)
-    planner.work = SearchWork(0.0)
-    found = search_meshes(CLUSTER, planner, work=planner.work)
-    assert found.solution.plan.mesh.axis_sizes == (4, 2, 8)
-
-
-class Problem:
-    pass
-
-
-def test_what_was_searched_on_a_shape_is_not_held_by_its_error() -> None:
-    held: list[weakref.ref[Any]] = []
-    planner = Planner({}, other=np.inf)
-
-    def plan_on(mesh: MeshShape, gap: float, cutoff: float) -> IntraOpSolution:
-        assert all(each() is None for each in held)
-        problem = Problem()
-        held.append(weakref.ref(problem))
-        return planner(mesh, gap, cutoff)
-
-    with pytest.raises(InfeasiblePlanError):
-        search_meshes(CLUSTER, plan_on)
-    assert len(held) > 1
 
 
 @pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 2, 2)])

@@ -1,0 +1,105 @@
+"""Which meshes are searched where memory binds, and for how long."""
+
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autopar.clusters.cluster import Cluster
+from autopar.errors import InfeasiblePlanError
+from autopar.planner.intra_op import IntraOpSolution
+from autopar.planner.mesh_search import search_meshes
+from autopar.planner.search_work import SearchWork
+from autopar.sharding.mesh import MeshShape
+from tests.priced_shapes import Planner
+
+CLUSTER = Cluster.preset("8x8xH100")
+
+
+class Searching(Planner):
+    """Each shape takes all the work that it may."""
+
+    work: SearchWork
+
+    def __call__(self, mesh: MeshShape, gap: float, cutoff: float) -> IntraOpSolution:
+        own = self.work.half()
+        own.clock.spend(own.left)
+        return super().__call__(mesh, gap, cutoff)
+
+
+def test_where_little_work_is_left_no_other_shape_is_begun() -> None:
+    planner = Searching({(64,): 5.0, (8, 8): 4.0, (16, 4): 3.0})
+    planner.work = SearchWork(8.0)
+    found = search_meshes(CLUSTER, planner, work=planner.work)
+    assert planner.shapes_asked[:2] == [(64,), (8, 8)]
+    assert set(planner.shapes_asked) == {(64,), (8, 8)}
+    assert found.solution.plan.mesh.axis_sizes == (8, 8)
+
+
+def test_where_memory_binds_the_levels_come_before_the_one_axis() -> None:
+    asked: list[MeshShape] = []
+
+    def binds_on(mesh: MeshShape) -> bool:
+        asked.append(mesh)
+        return True
+
+    planner = Planner({(64,): 5.0, (8, 8): 4.0}, other=6.0)
+    found = search_meshes(CLUSTER, planner, binds_on=binds_on)
+    assert [mesh.axis_sizes for mesh in asked] == [(64,)]
+    assert planner.shapes_asked[0] == (8, 8) and (64,) not in planner.shapes_asked
+    assert found.solution.plan.mesh.axis_sizes == (8, 8)
+    one_host = Planner({(8,): 1.0})
+    search_meshes(Cluster.preset("8xH100"), one_host, binds_on=binds_on)
+    assert one_host.shapes_asked[0] == (8,)
+
+
+@pytest.mark.parametrize("binds", [False, True])
+def test_finer_shapes_are_tried_where_levels_help_whatever_comes_first(
+    binds: bool,
+) -> None:
+    planner = Planner({(4, 2, 8): 7.0}, other=np.inf)
+    found = search_meshes(CLUSTER, planner, binds_on=lambda mesh: binds)
+    assert found.solution.plan.mesh.axis_sizes == (4, 2, 8)
+    first = [(64,), (8, 8)]
+    assert planner.shapes_asked[:2] == (first[::-1] if binds else first)
+
+
+@pytest.mark.parametrize("searches", [False, True])
+def test_where_memory_binds_a_gain_within_its_gap_is_not_worth_another_shape(
+    searches: bool,
+) -> None:
+    planner = (Searching if searches else Planner)({(64,): 1.0}, other=0.993)
+    work = SearchWork(64.0)
+    planner.work = work  # pyright: ignore[reportAttributeAccessIssue]
+    found = search_meshes(CLUSTER, planner, work=work)
+    sizes = found.solution.plan.mesh.axis_sizes
+    assert sizes == ((64,) if searches else (8, 8))
+    again = planner.shapes_asked.count(sizes) == 2  # with a tight gap
+    assert again == (not searches)
+
+
+def test_shapes_are_searched_on_as_long_as_nothing_fits() -> None:
+    planner = Searching({(4, 2, 8): 7.0}, other=np.inf)
+    planner.work = SearchWork(0.0)
+    found = search_meshes(CLUSTER, planner, work=planner.work)
+    assert found.solution.plan.mesh.axis_sizes == (4, 2, 8)
+
+
+class Problem:
+    pass
+
+
+def test_what_was_searched_on_a_shape_is_not_held_by_its_error() -> None:
+    held: list[weakref.ref[Any]] = []
+    planner = Planner({}, other=np.inf)
+
+    def plan_on(mesh: MeshShape, gap: float, cutoff: float) -> IntraOpSolution:
+        assert all(each() is None for each in held)
+        problem = Problem()
+        held.append(weakref.ref(problem))
+        return planner(mesh, gap, cutoff)
+
+    with pytest.raises(InfeasiblePlanError):
+        search_meshes(CLUSTER, plan_on)
+    assert len(held) > 1
