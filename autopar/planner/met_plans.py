@@ -127,6 +127,10 @@ class MetPlans:
         """Seconds of work until the limit, at least 0."""
         return self._work.left
 
+    def give_up(self) -> None:
+        """Leaves no work, to this search or what shares its limit."""
+        self._work.give_up()
+
     @property
     def most_work(self) -> float:
         """Seconds of work that there were at the start."""

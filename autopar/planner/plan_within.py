@@ -254,6 +254,8 @@ class _WithinBudget:
                 return True
             is_late = met.work_left < met.most_work / 2
             self.is_in_vain = is_late and before - self._open_gap(met) < WORTH_A_ROUND
+            if self.is_in_vain:
+                met.give_up()
             if beyond > 0:
                 met.add_rows(found)
                 if number >= FREE_ROUNDS or beyond <= WORTH_AIMING_AT * budget:

@@ -36,5 +36,9 @@ class SearchWork:
         """Half of what is left, on the same clock."""
         return SearchWork(self.left / 2, self.clock)
 
+    def give_up(self) -> None:
+        """Counts what is left as spent, so that nothing else is tried with it."""
+        self.clock.spend(self.left)
+
     def __str__(self) -> str:
         return f"SearchWork: {self.left:.3f} s left"
