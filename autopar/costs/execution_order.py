@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from .depth_first import depth_first_order
 from .input_memory import borrowed_values
 from .kernels import KernelBlock
+from .names import roots
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,11 +111,21 @@ def _duplicated(block: KernelBlock) -> frozenset[int]:
     is_other = (ends >= 0) & (ends != columns.readers)
     if not is_other.any():
         return frozenset()
-    asked, number = np.unique(columns.readers[is_other], return_inverse=True)
-    end, row = np.unique(ends[is_other], return_inverse=True)
-    bytes_before, number = _before(block, asked, end), number.reshape(-1)
-    is_before = bytes_before[row.reshape(-1), number >> 3] >> (number & 7) & 1 > 0
-    return frozenset(columns.reads[is_other][~is_before].tolist())
+    reader, read, end = (
+        each[is_other] for each in (columns.readers, columns.reads, ends)
+    )
+    asked, number = _numbered(reader, len(block.kernels))
+    asked_for, row = _numbered(end, len(block.kernels))
+    bytes_before = _before(block, asked, asked_for)
+    is_before = bytes_before[row, number >> 3] >> (number & 7) & 1 > 0
+    return frozenset(np.unique(read[~is_before]).tolist())
+
+
+def _numbered(values: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The different ones of values below `count`, and the number of each there."""
+    is_there = np.zeros(count, bool)
+    is_there[values] = True
+    return np.flatnonzero(is_there), (np.cumsum(is_there) - 1)[values]
 
 
 def _before(block: KernelBlock, asked: np.ndarray, ends: np.ndarray) -> np.ndarray:
@@ -123,24 +133,48 @@ def _before(block: KernelBlock, asked: np.ndarray, ends: np.ndarray) -> np.ndarr
 
     Bits uint8 [ends, asked / 8].
     """
-    columns, before = block.columns, [0] * len(block.kernels)
-    for place, k in enumerate(asked.tolist()):
+    count = len(block.kernels)
+    reader, made = _steps(block)
+    own = 2 * asked + 1
+    kept = np.flatnonzero((reader > own.min()) & (reader <= 2 * ends.max() + 1))
+    reader, made = reader[kept], made[kept]
+    is_asked = np.zeros(2 * count, bool)
+    is_asked[own] = True
+    # What has one thing before it, and is not asked for, has all before it as that has.
+    alone = (np.bincount(reader, minlength=2 * count) == 1)[reader] & ~is_asked[reader]
+    name = np.arange(2 * count)
+    name[reader[alone]] = made[alone]
+    name = roots(name)
+    before = [0] * (2 * count)
+    for place, k in enumerate(own.tolist()):
         before[k] = 1 << place
-    reader, value = columns.own_reads
-    starts = np.searchsorted(reader, np.arange(len(before) + 1)).tolist()
-    made, begins_as = block.maker[value].tolist(), columns.begins_as
-    read = dict.fromkeys(begins_as.values(), 0)  # what comes before all that is read
-    for k, (first, end) in enumerate(pairwise(starts)):
-        mask = read[begins_as[k]] if k in begins_as else 0
-        for i in made[first:end]:
-            if i >= 0:
-                mask |= before[i]
-        if k in read:
-            read[k] = mask
-        before[k] |= mask
+    for k, i in zip(reader[~alone].tolist(), name[made[~alone]].tolist(), strict=True):
+        before[k] |= before[i]
     width = len(asked) // 8 + 1
-    found = b"".join([before[end].to_bytes(width, "little") for end in ends.tolist()])
+    last = name[2 * ends + 1].tolist()
+    found = b"".join([before[end].to_bytes(width, "little") for end in last])
     return np.frombuffer(found, np.uint8).reshape(-1, width)
+
+
+def _steps(block: KernelBlock) -> tuple[np.ndarray, np.ndarray]:
+    """What comes right after what, by the first: 2 k + 1 is kernel k.
+
+    2 k is when all is there that k reads, if others begin as k or it as another.
+    """
+    columns, count = block.columns, len(block.kernels)
+    reader, value = columns.own_reads
+    made = block.maker[value]
+    reader, made = reader[made >= 0], made[made >= 0]
+    begins = np.array(list(columns.begins_as.items()), np.intp).reshape(-1, 2)
+    is_linked = np.zeros(count, bool)
+    is_linked[begins] = True
+    linked = 2 * np.flatnonzero(is_linked)
+    after = np.concatenate(
+        [2 * reader + ~is_linked[reader], 2 * begins[:, 0], linked + 1]
+    )
+    before = np.concatenate([2 * made + 1, 2 * begins[:, 1], linked])
+    pairs = np.sort(after * (2 * count) + before)
+    return np.divmod(pairs[np.diff(pairs, prepend=-1) > 0], 2 * count)
 
 
 def _intervals(

@@ -31,35 +31,48 @@ def rows_before_reshapes(columns: GraphColumns) -> np.ndarray:
 class _Reshapes:
     def __init__(self, columns: GraphColumns) -> None:
         self.columns, self.operators = columns, columns.operators
-        order = np.argsort(columns.operands, kind="stable")
-        self._rows = columns.rows_of_operands[order].tolist()
+        count = max(len(self.operators), 1)
+        pairs = np.sort(columns.operands * count + columns.rows_of_operands)
+        self._rows = (pairs % count).tolist()
         tensors = np.arange(len(columns.type_of) + 1)
-        self._starts = np.searchsorted(columns.operands[order], tensors).tolist()
+        self._starts = np.searchsorted(pairs, count * tensors).tolist()
         fills = np.flatnonzero(columns.where(_fills)).tolist()
         self.filled = {self.operators[row].results[0] for row in fills}
         self.source: dict[int, _Shape] = {}  # by tensor, what it is reshaped from
         self.moved: set[int] = set()
         is_elementwise = columns.where(lambda op: op.kind in _ELEMENTWISE)
         self._elementwise = is_elementwise.tolist()
-        shapes = [_reshaped_from(op) for op in columns.distinct]
-        is_reshape = np.array([shape is not None for shape in shapes], bool)
-        rows = np.flatnonzero(is_reshape[columns.alike])
-        for row, kind in zip(rows.tolist(), columns.alike[rows].tolist(), strict=True):
-            self._add_reshape(self.operators[row], shapes[kind] or ())
+        self._add_reshapes()
         self._move()
 
     def readers(self, tensor: int) -> list[int]:
         """The rows that read a tensor."""
         return self._rows[self._starts[tensor] : self._starts[tensor + 1]]
 
-    def _add_reshape(self, op: Operator, shape: _Shape) -> None:
-        operand, result = op.operands[0], op.results[0]
-        if op.kind != "dot_general":
-            if not isinstance(operand, int):
-                return
-            shape = self.source.get(operand, shape)
-        if shape != op.result_types[0].shape:
-            self.source[result] = shape
+    def _add_reshapes(self) -> None:
+        """Reshapes and products; a reshape of what is reshaped comes from its source.
+
+        That of a product starts anew.
+        """
+        columns, source = self.columns, self.source
+        shapes = [_reshaped_from(op) for op in columns.distinct]
+        made = [
+            op.result_types[0].shape if op.result_types else ()
+            for op in columns.distinct
+        ]
+        is_product = columns.where(lambda op: op.kind == "dot_general")
+        is_reshape = np.array([shape is not None for shape in shapes], bool)
+        rows = np.flatnonzero(is_reshape[columns.alike])
+        operand = columns.operands[columns.operand_start[rows]]
+        result = columns.results[columns.result_start[rows]]
+        is_read = is_product[rows] | (operand >= 0)
+        operand[is_product[rows]] = -1
+        ends = (columns.alike[rows], operand, result)
+        ends = (each[is_read].tolist() for each in ends)
+        for kind, read, new in zip(*ends, strict=True):
+            shape = source.get(read, shapes[kind] or ())
+            if shape != made[kind]:
+                source[new] = shape
 
     def _move(self) -> None:
         """Moves reshapes behind their readers until none can be."""
