@@ -23,19 +23,25 @@ class FreeTimes:
         """Place p is free from position `first[p]` to `last[p]`, both included."""
         self._first, self._last = np.sort(first), np.sort(last)
         self._begun = _unions(np.argsort(first))
-        self._ended = _unions(np.argsort(last))
+        self._left = [~ended for ended in _unions(np.argsort(last))]
         size = int(last.max()) + 1
         self._at = [0] * size
         small, large = (size >> _SHIFT) + 1, (size >> 2 * _SHIFT) + 1
         self._some, self._throughout = [0] * small, [0] * small
         self._some_large, self._throughout_large = [0] * large, [0] * large
 
-    def at_first(self, start: np.ndarray, end: np.ndarray) -> list[int]:
-        """The places that are free from `start[i]` to `end[i]` before any is taken."""
+    def at_first(
+        self, start: np.ndarray, end: np.ndarray, lowest: np.ndarray
+    ) -> list[int]:
+        """What is free from `start[i]` to `end[i]` of the places `lowest[i]` and on,
+        before any is taken."""
         begun = np.searchsorted(self._first, start, "right").tolist()
         ended = np.searchsorted(self._last, end).tolist()
-        pairs = zip(begun, ended, strict=True)
-        return [self._begun[i] & ~self._ended[j] for i, j in pairs]
+        above = [-1 << place for place in range(len(self._first) + 1)]
+        return [
+            self._begun[i] & self._left[j] & above[place]
+            for i, j, place in zip(begun, ended, lowest.tolist(), strict=True)
+        ]
 
     def taken(self, start: int, end: int) -> int:
         """The places that are taken at some time from `start` to `end`."""

@@ -8,6 +8,8 @@ What an elementwise kernel reads last may also lie where that writes the replace
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
 from .free_times import FreeTimes
@@ -40,32 +42,36 @@ def borrowed_values(
     values = values[np.lexsort((post[values], -sizes[values]))]
     lives, times = (starts[values], ends[values]), FreeTimes(*places[2:])
     large = np.searchsorted(room, sizes[values])  # the first place that is large enough
-    columns = map(np.ndarray.tolist, (values, *lives, large))
+    frees = times.at_first(*lives, large)
     operands = _Operands(block, duplicated, inputs)
     lies_in = operands.lies_in
-    over, (since, until) = _written_over(block, position, ends), places[2:]
-    since, until = since.tolist(), until.tolist()
+    over = _written_over(block, position, ends)
+    since, until, owners = (each.tolist() for each in (*places[2:], inputs))
     found: dict[int, int] = {}
-    for free, value, start, end, first in zip(
-        times.at_first(*lives), *columns, strict=True
-    ):
-        free = (free & ~times.taken(start, end)) >> first if free >> first else 0
-        if not free and (own := lies_in.get(over.get(value, -1), -1)) >= first:
+    columns = map(np.ndarray.tolist, (values, *lives, large))
+    for free, value, start, end, first in zip(frees, *columns, strict=True):
+        if free:
+            free &= ~times.taken(start, end)
+        if not free and value in over and (own := lies_in[over[value]]) >= first:
             end -= 1  # then its kernel writes the replacement there
             if since[own] <= start <= end <= until[own]:
-                free = 1 << (own - first) & ~(times.taken(start, end) >> first)
+                free = 1 << own & ~times.taken(start, end)
         if free:
-            place = first + (free & -free).bit_length() - 1
-            own = operands.place(value, free, first)
-            place = place if own < 0 else own
+            place = operands.place(value, free)
+            if place < 0:
+                place = (free & -free).bit_length() - 1
             times.take(place, start, end)
-            found[value] = int(inputs[place])
-            operands.put(value, place)
+            found[value] = owners[place]
+            if value not in duplicated:  # a copy lies there beside its input
+                lies_in[value] = place
     return found
 
 
 class _Operands:
-    """In which places lie what the kernels read that write values."""
+    """In which places lie what the kernels read that write values.
+
+    `lies_in` [values] is -1 for none.
+    """
 
     def __init__(
         self, block: KernelBlock, duplicated: frozenset[int], inputs: np.ndarray
@@ -77,36 +83,29 @@ class _Operands:
         self._own_starts = np.searchsorted(reader, places).tolist()
         self._own, self._begins_as = value.tolist(), columns.begins_as
         self._maker, self._duplicated = block.maker.tolist(), duplicated
-        self.lies_in = {value: place for place, value in enumerate(inputs.tolist())}
-        self._lies_in = np.full(len(block.values), -1)  # the same
+        self.lies_in = array("q", [-1]) * len(block.values)
+        self._lies_in = np.frombuffer(self.lies_in, np.int64)  # the same
         self._lies_in[inputs] = np.arange(len(inputs))
 
-    def place(self, value: int, free: int, first: int) -> int:
+    def place(self, value: int, free: int) -> int:
         """The place of the first operand of a value's kernel that is free, or -1.
 
-        Place `first` + i is free if bit i of `free` is set.
+        Place i is free if bit i of `free` is set.
         """
         lies_in, k = self.lies_in, self._maker[value]
         if k < 0 or value in self._duplicated:
-            places = [lies_in.get(value, -1)]
+            read = [value]
+        elif k in self._begins_as:  # many
+            places = self._lies_in[self._reads[self._starts[k] : self._starts[k + 1]]]
+            places = places[places >= 0].tolist()
+            return next((place for place in places if free >> place & 1), -1)
         else:
-            if k in self._begins_as:  # many
-                places = self._lies_in[
-                    self._reads[self._starts[k] : self._starts[k + 1]]
-                ]
-                places = places[places >= first].tolist()
-            else:
-                read = self._own[self._own_starts[k] : self._own_starts[k + 1]]
-                places = [lies_in.get(each, -1) for each in read]
-        for place in places:
-            if place >= first and free >> (place - first) & 1:
+            read = self._own[self._own_starts[k] : self._own_starts[k + 1]]
+        for each in read:
+            place = lies_in[each]
+            if place >= 0 and free >> place & 1:
                 return place
         return -1
-
-    def put(self, value: int, place: int) -> None:
-        """Puts a value into a place; a copy of an input lies there beside it."""
-        if value not in self._duplicated:
-            self.lies_in[value] = self._lies_in[value] = place
 
 
 def _written_over(

@@ -143,20 +143,21 @@ def _mixed_sources(
     is_mixed: np.ndarray,
 ) -> dict[int, _Sources]:
     """By node that `is_mixed`, what it reads from memory, each once."""
-    starts, reads = nodes.read_start.tolist(), read.tolist()
+    reads, mixed = read.tolist(), np.flatnonzero(is_mixed)
+    starts = nodes.read_start.tolist()
     made_by = np.where(in_memory[read], -1, maker[read]).tolist()
+    ends = (nodes.read_start[mixed], nodes.read_start[mixed + 1])
+    columns = map(np.ndarray.tolist, (mixed, *ends))
     found: dict[int, _Sources] = {}
-    for node in np.flatnonzero(is_mixed).tolist():
+    for node, low, high in zip(*columns, strict=True):
         each, many = list[int](), None
-        for at in range(starts[node], starts[node + 1]):
+        for at in range(low, high):
             made = made_by[at]
             if made < 0:
                 each.append(reads[at])
-                continue
-            inside = found.get(made)
-            if inside is None:
+            elif made not in found:
                 each += reads[starts[made] : starts[made + 1]]
-            elif isinstance(inside, list):
+            elif isinstance(inside := found[made], list):
                 each += inside
             elif each or many is not None:
                 each += inside.listed()
@@ -164,17 +165,11 @@ def _mixed_sources(
                 many = inside
         if many is not None:
             found[node] = many.and_then(each)
+        elif len(each := list(dict.fromkeys(each))) > _FEW:
+            found[node] = _Many(_Chain(each), len(each), [])
         else:
-            found[node] = _each_once(each)
+            found[node] = each
     return found
-
-
-def _each_once(values: list[int]) -> _Sources:
-    if len(values) > 1:
-        values = list(dict.fromkeys(values))
-    if len(values) <= _FEW:
-        return values
-    return _Many(_Chain(values), len(values), [])
 
 
 def _joined(parts: Sequence[_Sources]) -> np.ndarray:
