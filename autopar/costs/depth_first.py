@@ -273,15 +273,15 @@ def _visited(reads: _Reads, roots: np.ndarray) -> list[int]:
             if k in begins_as and begins_as[k] not in is_read:
                 waiting.put(k, stack)
                 break
-            stack.append(~k)
-            size = len(stack)
+            last = -1  # of what it reads, which is next
             for i in around[k]:
                 if not is_done[i]:
-                    stack.append(i)
-            if len(stack) == size:
+                    stack.append(last if last >= 0 else ~k)
+                    last = i
+            if last < 0:
                 is_done[k] = True
                 order.append(k)
-            k = stack.pop()
+            k = last
     return order
 
 
