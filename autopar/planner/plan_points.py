@@ -294,54 +294,39 @@ class PlanPoints:
         starts = np.where(liveness.starts >= 0, liveness.starts, len(liveness.order))
         if not tells_lent:
             starts[list(liveness.borrowed)] = len(liveness.order)
-        until, passing = self._until_passed(number, starts)
+        until = self._until_passed(number, starts)
         reader = self._reader[tensor]  # holds it from when it was made
         shared = np.flatnonzero((reader >= 0) & is_made & ~is_copy)
         ends = until.copy()
         ends[shared] = np.minimum(starts[shared], ends[shared])
-        port, behind, last, is_wide_port = passing.T
         spans = self._spans(number)
         read = np.flatnonzero(
             self.is_lasting[:-1] & (self._relay[:-1] >= 0) & (spans.last >= 0)
         )
         among = spans.first[read], spans.last[read]
         return HeldValues(
-            np.concatenate(
-                [np.where(is_made & ~is_beside, vertex, -1), reader[shared], port]
-            ),
-            np.concatenate([is_beside, np.zeros(len(shared) + len(port), bool)]),
-            np.concatenate([is_wide, np.zeros(len(shared), bool), is_wide_port > 0]),
-            np.concatenate([starts, starts[shared] + 1, behind]),
-            np.concatenate([ends, until[shared], last]),
+            np.append(np.where(is_made & ~is_beside, vertex, -1), reader[shared]),
+            np.append(is_beside, np.zeros(len(shared), bool)),
+            np.append(is_wide, np.zeros(len(shared), bool)),
+            np.append(starts, starts[shared] + 1),
+            np.append(ends, until[shared]),
             *(self._relay[read], *among),
         )
 
-    def _until_passed(
-        self, number: int, starts: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """[values] to when they are not their ports', and [n, 4] what these hold then.
+    def _until_passed(self, number: int, starts: np.ndarray) -> np.ndarray:
+        """[values] to when they are in memory but for copies that pass barriers.
 
-        That is the port, the positions at which it begins and ends, and whether it
-        holds a copy in a wider dtype. Copies of arguments are `kept`. `starts` [values]
-        are where they are told of.
+        Those of arguments are `kept` from then on. `starts` [values] are where they are
+        told of.
         """
         liveness = self.profile.liveness[number]
-        until, passing = liveness.ends.copy(), list[tuple[int, int, int, int]]()
-        wide = {source: copy for copy, source in liveness.block.wide.items()}
+        until, count = liveness.ends.copy(), len(liveness.order)
         for each in self._passed(number):
-            is_outside = liveness.block.is_outside[each.value]
-            if is_outside or starts[each.value] >= len(liveness.order):
-                continue
-            until[each.value] = min(until[each.value], each.since)
-            if not self._is_of_argument(number, each.tensor):
-                port = self.problem.writers[each.behind][0]
-                passing.append((port, each.since + 1, each.until, 0))
-                copy = wide.get(each.value)
-                if copy is not None and until[copy] > each.since:
-                    last = min(each.until, int(liveness.ends[copy]))
-                    passing.append((port, each.since + 1, last, 1))
-                    until[copy] = each.since
-        return until, np.array(passing, np.intp).reshape(-1, 4)
+            is_told = starts[each.value] < count
+            is_told &= not liveness.block.is_outside[each.value]
+            if is_told and self._is_of_argument(number, each.tensor):
+                until[each.value] = min(until[each.value], each.since)
+        return until
 
 
 def fullest(liveness: Liveness, stretches: int) -> list[int]:

@@ -253,7 +253,8 @@ class _WithinBudget:
             if self._is_closed(met):
                 return True
             is_late = met.work_left < met.most_work / 2
-            self.is_in_vain = is_late and before - self._open_gap(met) < WORTH_A_ROUND
+            is_stuck = before - self._open_gap(met) < WORTH_A_ROUND
+            self.is_in_vain = is_late and beyond <= 0 and is_stuck
             if self.is_in_vain:
                 met.give_up()
             if beyond > 0:
