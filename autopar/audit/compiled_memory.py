@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 import jax
@@ -67,20 +67,22 @@ def plan_fitting(
         planned = plan_together(fun, args, kwargs, own)
         return planned if _has_devices(planned) else None
 
-    correction = 1.0
+    compiling = compiled_bytes, plan_again, least_of
     try:
         planned = plan_together(fun, args, kwargs, options)
     except InfeasiblePlanError as error:
-        if options.memory_budget is None:
+        budget_bytes = options.memory_budget
+        if budget_bytes is None:
             raise
-        found = error, options.memory_budget
-        correction = _overrated(*found, compiled_bytes, least_of)
-        planned = plan_again(ceil(options.memory_budget / correction))
+        fitting, correction = _overrated(error, budget_bytes, compiled_bytes, least_of)
+        try:
+            planned = plan_again(ceil(budget_bytes / correction))
+            return fit_compiled(planned, budget_bytes, *compiling, correction)
+        except InfeasiblePlanError:
+            return _corrected(fitting, budget_bytes, correction=1.0)
     if options.plan is not None or not _has_devices(planned):
         return planned
-    budget_bytes = budget_of(options, planned.cluster)
-    compiling = compiled_bytes, plan_again, least_of
-    return fit_compiled(planned, budget_bytes, *compiling, correction)
+    return fit_compiled(planned, budget_of(options, planned.cluster), *compiling)
 
 
 def _overrated(
@@ -88,8 +90,8 @@ def _overrated(
     budget_bytes: int,
     compiled_bytes: Callable[[Planned], int],
     least_of: Callable[[InfeasiblePlanError], Planned | None],
-) -> float:
-    """What the program of the least plan holds of its prediction, if it does fit.
+) -> tuple[Planned, float]:
+    """The least plan, if its program fits, and what that holds of its prediction.
 
     Raises:
       InfeasiblePlanError: it does not; names what it needs. Or `error`, if there is no
@@ -104,7 +106,7 @@ def _overrated(
     seen_bytes = compiled_bytes(planned)
     if seen_bytes > budget_bytes:
         raise _infeasible(budget_bytes, seen_bytes, error) from None
-    return seen_bytes / least
+    return planned, seen_bytes / least
 
 
 def _has_devices(planned: Planned) -> bool:
@@ -163,12 +165,12 @@ def fit_compiled(
             planned = plan_again(int(lowered))
         except InfeasiblePlanError as error:
             found = ceil((error.least_budget_bytes or 0) * correction)
-            if (error.least_budget_bytes or model_bytes) < model_bytes:
-                planned = least_of(error) or planned
-                seen_bytes = compiled_bytes(planned)
-                if seen_bytes <= budget_bytes:
-                    return _corrected(planned, budget_bytes, correction)
-                found = seen_bytes
+            is_no_more = (error.least_budget_bytes or inf) <= model_bytes
+            least_plan = least_of(error) if is_no_more else None
+            if least_plan is not None:
+                found = compiled_bytes(least_plan)
+                if found <= budget_bytes:
+                    return _corrected(least_plan, budget_bytes, correction)
             raise _infeasible(budget_bytes, min(least, found), error) from None
     raise _infeasible(budget_bytes, least, None)
 

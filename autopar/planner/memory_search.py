@@ -192,12 +192,13 @@ class _Search:
                 profile = memory_profile(
                     graph_of_plan(free.variant.graph, sharding), sharding
                 )
-                self.errors.append(infeasible_error(profile, self.budget_bytes))
+                error = infeasible_error(profile, self.budget_bytes)
+                self.errors.append(_of_variant(error, free.variant))
                 continue
             try:
                 plan = self.plan_variant(free.variant, self.budget_bytes)
             except InfeasiblePlanError as error:
-                self.errors.append(error)
+                self.errors.append(_of_variant(error, free.variant))
                 continue
             self.take(_chosen(free.variant, plan))
 
@@ -213,7 +214,11 @@ class _Search:
         def share(variant: StepVariant) -> int:
             return even_share_bytes(variant.graph, self.num_devices)
 
-        self.plan_variant(min(self.too_large, key=share), self.budget_bytes)
+        least = min(self.too_large, key=share)
+        try:
+            self.plan_variant(least, self.budget_bytes)
+        except InfeasiblePlanError as error:
+            raise _of_variant(error, least) from None
 
     def infeasible(self) -> InfeasiblePlanError:
         """The error of the variant that needs the least."""
@@ -226,8 +231,20 @@ class _Search:
 
 
 def _chosen(variant: StepVariant, plan: Plan) -> Chosen:
-    text = str(variant.remat) if variant.remat and variant.num_segments else ""
-    return Chosen(variant, Plan(replace(plan.sharding, remat=text)))
+    return Chosen(variant, Plan(replace(plan.sharding, remat=_remat_text(variant))))
+
+
+def _of_variant(
+    error: InfeasiblePlanError, variant: StepVariant
+) -> InfeasiblePlanError:
+    """The error, whose least plan says what it makes again."""
+    if error.least_plan is not None:
+        error.least_plan = replace(error.least_plan, remat=_remat_text(variant))
+    return error
+
+
+def _remat_text(variant: StepVariant) -> str:
+    return str(variant.remat) if variant.remat and variant.num_segments else ""
 
 
 def _bound(found: Chosen) -> float:

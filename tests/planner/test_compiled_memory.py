@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +11,28 @@ import optax
 import pytest
 
 import autopar
-from autopar.audit.compiled_memory import MOST_CORRECTIONS, fit_compiled
+from autopar.audit import compiled_memory
+from autopar.audit.compiled_memory import (
+    MOST_CORRECTIONS,
+    fit_compiled,
+    plan_fitting,
+)
 from autopar.audit.memory_use import MemoryUse
 from autopar.errors import InfeasiblePlanError
+from autopar.options import Options
 from autopar.planner.planning import Planned, plan_function
 from autopar.plans.parallel_plan import Plan
 from tests.rows.test_fairscale import f2
 
 
+def planned_options() -> Options:
+    return autopar.parallelize(lambda x: x, mesh="x:8")._options
+
+
 @cache
 def planned() -> Planned:
     """Any plan; what its program holds is made up by the tests."""
-    options = autopar.parallelize(lambda x: x, mesh="x:8")._options
+    options = planned_options()
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     return plan_function(lambda x: (x @ x).sum(), (x,), {}, options)
 
@@ -136,3 +148,64 @@ def test_the_least_plan_is_tried_where_none_is_predicted_to_fit() -> None:
         *(plan_again, lambda _: of_peak(900)),
     )
     assert found.plan.predicted.peak_bytes == 1000
+
+
+def test_the_least_plan_is_kept_where_the_raised_budget_finds_only_worse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A budget that a refusal named, as its least plan was compiled, is enough."""
+    seen = {1100: 1000, 1050: 1010}
+
+    def plan_together(_: object, __: object, ___: object, options: Options) -> Planned:
+        if options.plan is not None:
+            return replace(planned(), plan=options.plan)
+        if (options.memory_budget or 0) >= 1050:
+            return of_peak(1050)
+        error = InfeasiblePlanError("nothing is predicted to fit", 1100)
+        error.least_plan = of_peak(1100).plan.sharding
+        raise error
+
+    def bytes_of(peak_bytes: int, _: int) -> MemoryUse:
+        return MemoryUse(seen[peak_bytes], 0, 0, 0)
+
+    def program_of(planned: Planned) -> Any:
+        peak = planned.plan.predicted.peak_bytes
+        return SimpleNamespace(compile=lambda: peak, host_bytes=0)
+
+    monkeypatch.setattr(compiled_memory, "plan_together", plan_together)
+    monkeypatch.setattr(MemoryUse, "of", bytes_of)
+
+    def within(budget: int) -> Planned:
+        options = replace(planned_options(), memory_budget=budget)
+        return plan_fitting(lambda x: x, (), {}, options, program_of)
+
+    assert within(1000).plan.predicted.peak_bytes == 1000
+    with pytest.raises(InfeasiblePlanError, match="give memory_budget=1000,"):
+        within(999)
+
+
+def test_what_recomputes_and_needs_the_least_is_compiled_as_it_is() -> None:
+    """A refused step with `remat="auto"` names the least of what it makes again."""
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def loss(w: jax.Array) -> jax.Array:
+            y = x
+            for _ in range(4):
+                y = jnp.tanh(jnp.sin(y @ w))
+            return (y * y).mean()
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - gradient, value
+
+    args = jnp.ones((64, 64)), jnp.ones((512, 64))
+    held = MemoryUse.of(
+        autopar.parallelize(step, mesh="x:8", remat="full")
+        .lower(*args)
+        .compile()
+        .compiled
+    ).device_bytes
+    again = autopar.parallelize(
+        step, mesh="x:8", remat="auto", memory_budget=int(0.6 * held)
+    )
+    with pytest.raises(InfeasiblePlanError, match="A compiled program must fit"):
+        again.plan(*args)
