@@ -9,7 +9,6 @@ import pytest
 
 import autopar
 from autopar.clusters.cluster import Cluster
-from autopar.costs.memory import MemoryProfile
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
