@@ -179,7 +179,7 @@ def _corrected(planned: Planned, budget_bytes: int, correction: float) -> Planne
     """The plan with its prediction corrected; its program was seen to fit."""
     predicted = planned.plan.predicted
     peak_bytes = predicted.peak_bytes
-    correction = min(correction, budget_bytes / peak_bytes)
+    correction = min(correction, budget_bytes / max(peak_bytes, 1))
     predicted = replace(
         predicted,
         peak_bytes=round(peak_bytes * correction),
