@@ -195,8 +195,10 @@ class _Remedies:
             devices = self.cluster.num_devices
             self.shares[key] = even_share_bytes(graph, devices)
             _log.info(
-                "%s: at least %s a device with remat %s, %d microbatches, offload %s",
-                *(graph.name, format_bytes(self.shares[key]), level, number, offload),
+                "%s: at least %s a device with remat=%r, num_microbatches=%d, "
+                "offload=%r",
+                *(graph.name, format_bytes(self.shares[key])),
+                *(level and str(level), number, offload and str(offload)),
             )
         return self.shares[key] <= LIKELY * self.budget_bytes
 
@@ -229,7 +231,10 @@ class _Remedies:
         graph, batch = self.variant(*own).graph, self.variants(own[2]).batch
         for plan in _plans(graph, candidate.mesh, self.cluster, batch):
             held = plan.predicted.peak_bytes
-            _log.info("%s: a plan with %s holds %s", graph.name, own, held)
+            _log.info(
+                "%s: with offload=%r, remat=%r, num_microbatches=%d a plan holds %s",
+                *(graph.name, *own, format_bytes(held)),
+            )
             if held <= self.budget_bytes:
                 return replace(candidate, peak_bytes=held)
         return None
