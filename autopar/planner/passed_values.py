@@ -1,9 +1,8 @@
-"""Who holds what passes barriers: its maker and readers before, the port behind.
+"""When what passes a barrier is kept only for those who read it behind the barrier.
 
-What a barrier lets pass is kept for those who read it behind the barrier. From the last
-direct reading on that is the port's: split, what was gathered before is dropped, and
-gathered again by those behind; whole, what was gathered is kept. What nothing reads but
-a barrier is its maker's until the barrier is passed.
+That is from its last direct reading on, or where nothing else reads it from the barrier
+on. A port that is split lets what was gathered before be dropped, and gathered again by
+those behind; one that is whole keeps it. `PlanPoints` tells so of copies of arguments.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from .reading_spans import ReadingSpans, barriers_of
 class Passed:
     """A value of a block that passes a barrier, and what it is called behind it.
 
-    `tensor` is that of the value, `behind` the result of the barrier. The port of the
-    barrier holds it from the position after `since` to `until`.
+    `tensor` is that of the value, `behind` the result of the barrier. It is kept for
+    those behind from the position after `since` to `until`.
     """
 
     value: int

@@ -157,6 +157,15 @@ def test_variants_that_are_out_of_reach_are_not_planned(
         step.plan(*workload.abstract())
 
 
+@pytest.fixture
+def deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """A deep step in a file of the current folder, and a cluster, as they are typed."""
+    (tmp_path / "deep_layers.py").write_text(LAYERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return "deep_layers:deep", "--cluster", "8xA100"
+
+
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     with pytest.raises(SystemExit) as caught:
         main(("plan", *args))
@@ -165,14 +174,9 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 def test_what_an_error_says_to_ask_for_has_a_plan(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    deep: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "deep_layers.py").write_text(LAYERS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    given = ["deep_layers:deep", "--cluster", "8xA100", "--budget", "420KB"]
+    given = [*deep, "--budget", "420KB"]
     said = refused(capsys, *given)
     found = re.search(r"With (.*) \((--.*)\) a plan holds", said)
     assert found is not None, said
@@ -186,12 +190,7 @@ def test_what_an_error_says_to_ask_for_has_a_plan(
 
 
 def test_where_nothing_would_do_the_error_says_so(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    deep: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "deep_layers.py").write_text(LAYERS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    said = refused(capsys, "deep_layers:deep", "--cluster", "8xA100", "--budget", "1KB")
+    said = refused(capsys, *deep, "--budget", "1KB")
     assert "No remat, microbatches and offload were found" in said
