@@ -42,6 +42,12 @@ class InfeasiblePlanError(AutoparError, ValueError):
         self.tightest_constraint = tightest_constraint
         self.far_bound_bytes = far_bound_bytes
 
+    def saying_more(self, more: str) -> InfeasiblePlanError:
+        """The same, with more words at its end."""
+        same = InfeasiblePlanError(f"{self}\n{more}", *self.args[1:])
+        same.least_plan, same.largest_users = self.least_plan, self.largest_users
+        return same
+
     def without_frames(self) -> InfeasiblePlanError:
         """Itself, to be kept: frames of a traceback hold all that was searched."""
         self.__context__ = self.__cause__ = None

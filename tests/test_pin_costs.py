@@ -176,11 +176,13 @@ def test_pins_that_leave_no_plan_are_named() -> None:
             raise autopar.InfeasiblePlanError("Nothing fits.", 1024)
 
     error = autopar.InfeasiblePlanError("Nothing fits.", 1024)
+    error.largest_users = "the batch"
     blamed = blame_pins(error, pins, plan_with)
     assert "the pins together leave none: 'a': P() and 'c': P()" in (
         str(blamed).replace("PartitionSpec", "P")
     )
     assert blamed.least_budget_bytes == 1024
+    assert blamed.largest_users == "the batch"
 
 
 def test_pins_that_a_real_budget_leaves_no_plan_with_are_named() -> None:

@@ -47,11 +47,10 @@ def blame_pins(
     conflict = shortest_conflict(tuple(pins), is_feasible)
     specs = " and ".join(f"{key!r}: {pins[key]}" for key in conflict)
     alone = "pin alone leaves" if len(conflict) == 1 else "pins together leave"
-    return InfeasiblePlanError(
-        f"{error}\nWithout pins there is a plan; the {alone} none: {specs}. Change or "
-        f"drop {'it' if len(conflict) == 1 else 'one of them'}.",
-        error.least_budget_bytes,
-        error.tightest_constraint,
+    which = "it" if len(conflict) == 1 else "one of them"
+    return error.saying_more(
+        f"Without pins there is a plan; the {alone} none: {specs}. Change or drop "
+        f"{which}."
     )
 
 

@@ -90,12 +90,7 @@ def with_remedy(
         more = "No remat, microbatches and offload were found with which a plan fits."
     else:
         more = str(found)
-    return InfeasiblePlanError(
-        f"{error}\n{more}",
-        error.least_budget_bytes,
-        error.tightest_constraint,
-        error.far_bound_bytes,
-    )
+    return error.saying_more(more)
 
 
 def find_remedy(whole: TracedWhole, options: Options) -> Remedy | None:
