@@ -41,6 +41,7 @@ from ..state.placements import mesh_of_leaves, placed_pins, placement_pins
 from .attention_choice import AttentionVariants, ring_limits
 from .auto_layout import auto_layout
 from .budget_candidates import BudgetCandidates
+from .divided_work import most_dividing, warn_repeated_work
 from .even_share import MANY_OPERATORS, even_share_bytes, is_out_of_reach
 from .frozen_models import frozen_models
 from .intra_op import IntraOpSolution, warn_fallbacks
@@ -159,6 +160,8 @@ def plan_function(
     else:
         variant = variants.of_plan(plan.sharding).of_plan(plan.sharding)
     traced, graph = variant.traced, graph_of_plan(variant.graph, plan.sharding)
+    if options.plan is None and not (options.pins or options.rules):
+        warn_repeated_work(graph, plan.sharding, batch)
     if cluster.overlaps and options.plan is None:
         plan = Plan(send_ahead(graph, plan.sharding, budget_of(options, cluster)))
     graph = graph_sent_ahead(graph, plan.sharding)
@@ -302,7 +305,7 @@ def plan_graph(
         return free.plan.predicted.peak_bytes > budget_bytes
 
     if is_far:
-        shape = mesh or mesh_shapes(cluster)[0]
+        shape = mesh or most_dividing(graph, mesh_shapes(cluster))
         free = plan_within_budget(shape, LOOSE_GAP, math.inf, NO_BUDGET).plan
         profile = memory_profile(graph_of_plan(graph, free), free)
         share = even_share_bytes(graph, num_devices)

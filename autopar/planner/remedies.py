@@ -25,6 +25,7 @@ from ..plans.explain import format_bytes
 from ..plans.plan import ShardingPlan
 from ..rematerialisation.remat import Remat
 from ..sharding.mesh import MeshShape, parse_mesh
+from .divided_work import most_dividing
 from .even_share import even_share_bytes
 from .intra_op import plan_intra_op
 from .mesh_search import TIGHT_GAP, mesh_shapes
@@ -215,10 +216,10 @@ class _Remedies:
         return self.cut[number]
 
     def mesh(self) -> MeshShape:
-        """The mesh that is named, or the first that a search tries."""
+        """The mesh that is named, or the first that divides the step best."""
         if self.options.mesh is not None:
             return parse_mesh(self.options.mesh, self.cluster.num_devices)
-        return mesh_shapes(self.cluster)[0]
+        return most_dividing(self.graph, mesh_shapes(self.cluster))
 
     def planned(self, candidate: Remedy) -> Remedy | None:
         """The candidate, with what a plan of it holds, if one fits."""

@@ -106,9 +106,9 @@ def _header(plan: ShardingPlan) -> RenderableType:
     grid.add_row(
         "gap", gap if isfinite(predicted.optimality_gap) else "no bound is known"
     )
-    grid.add_row(
-        "split", f"{predicted.split_flops_fraction:.1%} of the heavy flops, none twice"
-    )
+    split = predicted.split_flops_fraction
+    rest = ", none twice" if split == 1 else "; devices repeat the rest"
+    grid.add_row("split", f"{split:.1%} of the heavy flops{rest}")
     return Group(Text(f"plan of {plan.function}, for one step", style="bold"), grid)
 
 

@@ -1,0 +1,91 @@
+"""Device counts that the dims of a step do not divide."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autopar
+from autopar.frontend.tracing import trace
+from autopar.graph.build_graph import build_graph
+from autopar.planner.divided_work import most_dividing, most_parts
+from autopar.planner.mesh_search import mesh_shapes
+from autopar.planner.planning import roles_of
+
+
+def step(params: jax.Array, x: jax.Array) -> jax.Array:
+    def loss(params: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.tanh(x @ params) ** 2)
+
+    return params - 0.1 * jax.grad(loss)(params)
+
+
+def shapes(examples: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    params = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    return params, jax.ShapeDtypeStruct((examples, 512), jnp.float32)
+
+
+def planned(num_devices: int, examples: int) -> autopar.Plan:
+    cluster = autopar.Cluster.preset(f"1x{num_devices}xH100")
+    return autopar.parallelize(step, cluster=cluster).plan(*shapes(examples))
+
+
+@pytest.mark.parametrize(("devices", "fewer", "more"), [(7, 4, 1029), (6, 4, 1026)])
+def test_a_device_count_that_divides_nothing_is_told(
+    devices: int, fewer: int, more: int
+) -> None:
+    remedy = f"use {fewer} devices, or {more} examples in place of 1024"
+    with pytest.warns(autopar.FallbackWarning, match=remedy) as caught:
+        plan = planned(devices, 1024)
+    done = re.search(r"does (\d+)% of the heavy work of step", str(caught[0].message))
+    assert done is not None
+    parts = math.prod(s for s in plan.sharding.mesh.axis_sizes if 1024 % s == 0)
+    assert int(done[1]) == 100 // parts
+
+
+@pytest.mark.parametrize(("devices", "examples"), [(7, 1029), (8, 1024), (4, 1024)])
+def test_one_that_divides_the_step_is_not(devices: int, examples: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert planned(devices, examples).predicted.split_flops_fraction == 1
+
+
+def test_the_mesh_of_a_bound_is_one_that_divides_the_step() -> None:
+    traced = trace(step, shapes(1024), {})
+    graph = build_graph(traced, roles_of(traced))
+
+    def chosen(name: str) -> tuple[int, ...]:
+        meshes = mesh_shapes(autopar.Cluster.preset(name))
+        return most_dividing(graph, meshes).axis_sizes
+
+    assert chosen("8x8xH100") == (64,)
+    assert chosen("8x7xH100") == (8, 7)
+    assert chosen("7x8xH100") == (7, 8)
+
+
+@given(
+    st.lists(st.integers(0, 24), max_size=3).map(tuple),
+    st.lists(st.integers(2, 6), max_size=3).map(tuple),
+)
+def test_most_parts_are_those_of_the_best_assignment(
+    dims: tuple[int, ...], axis_sizes: tuple[int, ...]
+) -> None:
+    best = 1
+    for places in itertools.product([None, *range(len(dims))], repeat=len(axis_sizes)):
+        parts = [1] * len(dims)
+        for place, size in zip(places, axis_sizes, strict=True):
+            if place is not None:
+                parts[place] *= size
+        if all(
+            dim and dim % n == 0 or n == 1 for dim, n in zip(dims, parts, strict=True)
+        ):
+            best = max(best, math.prod(parts))
+    assert most_parts(dims, axis_sizes) == best
