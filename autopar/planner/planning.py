@@ -160,7 +160,8 @@ def plan_function(
     else:
         variant = variants.of_plan(plan.sharding).of_plan(plan.sharding)
     traced, graph = variant.traced, graph_of_plan(variant.graph, plan.sharding)
-    if options.plan is None and not (options.pins or options.rules):
+    is_free = isinstance(options.method, Auto | ShardParallel) and options.plan is None
+    if is_free and not (options.pins or options.rules):
         warn_repeated_work(graph, plan.sharding, batch)
     if cluster.overlaps and options.plan is None:
         plan = Plan(send_ahead(graph, plan.sharding, budget_of(options, cluster)))

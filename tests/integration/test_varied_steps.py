@@ -70,6 +70,7 @@ def copies(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return jax.tree.map(lambda leaf: leaf.copy(), args)
 
 
+@pytest.mark.filterwarnings("ignore:Every device of")  # whose sizes none divides
 @pytest.mark.parametrize(("program", "mesh"), every_case())
 def test_an_unmodified_step_runs_as_on_one_device(
     program: MakeProgram, mesh: str
