@@ -73,6 +73,15 @@ def test_every_shape_is_reached_from_one_axis() -> None:
     assert reached == set(mesh_shapes(cluster))
 
 
+def test_an_axis_of_odd_parts_is_cut_too() -> None:
+    """4 x 3 devices of a host become 2 x 2 x 3, which is searched as 3 x 2 x 2."""
+    cluster = Cluster.preset("1x12xH100")
+    near = [
+        each.axis_sizes for each in neighbours(MeshShape(("x", "y"), (4, 3)), cluster)
+    ]
+    assert (3, 2, 2) in near and (2, 2, 3) not in near
+
+
 def test_the_default_has_an_axis_for_each_level() -> None:
     assert default_mesh(Cluster.preset("8xH100")).axis_sizes == (8,)
     assert default_mesh(Cluster.preset("4x8xH100")).axis_sizes == (4, 8)

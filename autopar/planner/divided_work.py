@@ -14,12 +14,18 @@ from ..plans.plan import ShardingPlan
 from ..sharding.mesh import MeshShape
 from .strategies import heavy_rows
 
-# Work that is done this many times is worth a word.
+# What is there, or is done, this many times more than it need be.
 _NOTABLE = 1.5
 
 
-def most_dividing(graph: OpGraph, shapes: Sequence[MeshShape]) -> MeshShape:
-    """The first of the shapes of which a device has the least of all tensors."""
+def dividing_first(
+    graph: OpGraph, shapes: Sequence[MeshShape]
+) -> tuple[MeshShape, ...]:
+    """The shapes in their order, but last those that leave tensors whole.
+
+    They are those of which a device has notably more of all tensors than of others, as
+    their axes divide fewer dims.
+    """
     num_bytes: Counter[tuple[int, ...]] = Counter()
     for tensor in graph.tensors:
         num_bytes[tensor.type.shape] += tensor.type.bytes
@@ -28,7 +34,10 @@ def most_dividing(graph: OpGraph, shapes: Sequence[MeshShape]) -> MeshShape:
         sizes = shape.axis_sizes
         return sum(n / most_parts(dims, sizes) for dims, n in num_bytes.items())
 
-    return min(shapes, key=share)
+    shares = [share(shape) for shape in shapes]
+    most = _NOTABLE * min(shares)
+    pairs = sorted(zip(shares, shapes, strict=True), key=lambda pair: pair[0] > most)
+    return tuple(shape for _, shape in pairs)
 
 
 @lru_cache(maxsize=4096)

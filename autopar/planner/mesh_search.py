@@ -131,6 +131,7 @@ def search_meshes(
     on_mesh: Callable[[MeshShape], None] = lambda mesh: None,
     work: SearchWork | None = None,
     binds_on: Callable[[MeshShape], bool] = lambda mesh: False,
+    shapes: tuple[MeshShape, ...] = (),
 ) -> MeshSearch:
     """The cheapest predicted plan over the aligned shapes; see the top of the file.
 
@@ -144,12 +145,15 @@ def search_meshes(
         plan was found, no other shape is begun.
       binds_on: whether to find a plan on a shape takes long, as the cheapest does not
         fit; see `_first_shapes`.
+      shapes: all of them, those first that are begun with; else as in `mesh_shapes`.
 
     Raises:
       InfeasiblePlanError: no shape that was tried has a plan; it is the one of the
         least budget.
     """
-    return _Search(cluster, plan_on, floor_seconds, on_mesh, work, binds_on).run()
+    shapes = shapes or mesh_shapes(cluster)
+    place = cluster, shapes, plan_on, floor_seconds
+    return _Search(*place, on_mesh, work, binds_on).run()
 
 
 def least_seconds(graph: OpGraph, cluster: Cluster) -> float:
@@ -176,6 +180,7 @@ class _Search:
     def __init__(
         self,
         cluster: Cluster,
+        shapes: tuple[MeshShape, ...],
         plan_on: PlanOn,
         floor_seconds: float,
         on_mesh: Callable[[MeshShape], None],
@@ -184,7 +189,7 @@ class _Search:
     ) -> None:
         self.cluster, self.plan_on, self.on_mesh = cluster, plan_on, on_mesh
         self.floor_seconds, self.work = floor_seconds, work or SearchWork()
-        self.shapes, self.binds_on = mesh_shapes(cluster), binds_on
+        self.shapes, self.binds_on = shapes, binds_on
         self.trials: dict[MeshShape, Trial] = {}
 
     def run(self) -> MeshSearch:
@@ -201,20 +206,20 @@ class _Search:
     def _first_that_fits(self) -> Trial:
         """One axis; where nothing fits, one for each level, then one of the finest.
 
-        To find that nothing fits takes long, so the last is left out unless cutting
-        brought the least budget that would do clearly down, and where the budget is far
-        below it.
+        Or others that come first, as they divide more. To find that nothing fits takes
+        long, so the last is left out unless cutting brought the least budget that would
+        do clearly down, and where the budget is far below it.
         """
         finest = [each for each in self.shapes[2:] if each.num_axes == MAX_AXES]
-        needs: dict[int, float] = {}
+        needs: list[float] = []
         is_far = False
         for mesh in (*self._first_shapes(), *finest[:1]):
-            if len(needs) == 2 and (is_far or needs[2] > HELPS * needs[1]):
+            if len(needs) == 2 and (is_far or min(needs) > HELPS * max(needs)):
                 break
             trial = self._try(mesh, LOOSE_GAP if needs else TIGHT_GAP)
             if trial.error is None:
                 return trial
-            needs[mesh.num_axes] = trial.error.least_budget_bytes or math.inf
+            needs.append(trial.error.least_budget_bytes or math.inf)
             is_far |= trial.error.far_bound_bytes > 0
         raise _least_infeasible(list(self.trials.values()))
 
@@ -335,7 +340,8 @@ def _cut_in_two(
             (*before, size // minor, minor, *after)
             for minor in sorted(_divisors(size), key=merit)
         ]
-        yield [each for each in places if each in shapes]
+        canonical = [_canonical(each, cluster.devices_per_host) for each in places]
+        yield [each for each in dict.fromkeys(canonical) if each in shapes]
 
 
 def _least_infeasible(trials: Sequence[Trial]) -> InfeasiblePlanError:
@@ -368,13 +374,19 @@ def _cuts(sizes: _Sizes) -> set[int]:
 
 def _is_canonical(sizes: _Sizes, inside: int) -> bool:
     """Whether axes inside one level descend; those that span both are left alone."""
+    return sizes == _canonical(sizes, inside)
+
+
+def _canonical(sizes: _Sizes, inside: int) -> _Sizes:
+    """The same with the axes of each level in descending order."""
     for axis in range(len(sizes) - 1):
+        one, other = sizes[axis : axis + 2]
         minor = math.prod(sizes[axis + 2 :])
-        both = minor * sizes[axis] * sizes[axis + 1]
-        is_one_level = both <= inside or minor >= inside
-        if is_one_level and sizes[axis] < sizes[axis + 1]:
-            return False
-    return True
+        is_one_level = minor * one * other <= inside or minor >= inside
+        if is_one_level and one < other:
+            swapped = (*sizes[:axis], other, one, *sizes[axis + 2 :])
+            return _canonical(swapped, inside)
+    return sizes
 
 
 def _order(cluster: Cluster) -> Callable[[_Sizes], tuple[int, bool, int, _Sizes]]:

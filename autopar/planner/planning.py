@@ -41,7 +41,7 @@ from ..state.placements import mesh_of_leaves, placed_pins, placement_pins
 from .attention_choice import AttentionVariants, ring_limits
 from .auto_layout import auto_layout
 from .budget_candidates import BudgetCandidates
-from .divided_work import most_dividing, warn_repeated_work
+from .divided_work import dividing_first, warn_repeated_work
 from .even_share import MANY_OPERATORS, even_share_bytes, is_out_of_reach
 from .frozen_models import frozen_models
 from .intra_op import IntraOpSolution, warn_fallbacks
@@ -306,15 +306,16 @@ def plan_graph(
         return free.plan.predicted.peak_bytes > budget_bytes
 
     if is_far:
-        shape = mesh or most_dividing(graph, mesh_shapes(cluster))
+        shape = mesh or dividing_first(graph, mesh_shapes(cluster))[0]
         free = plan_within_budget(shape, LOOSE_GAP, math.inf, NO_BUDGET).plan
         profile = memory_profile(graph_of_plan(graph, free), free)
         share = even_share_bytes(graph, num_devices)
         raise out_of_reach_error(profile, budget_bytes, share)
     if mesh is None:
         floor_seconds = least_seconds(graph, cluster)
+        shapes = dividing_first(graph, mesh_shapes(cluster))
         ends = floor_seconds, tell, work, binds_on
-        search = search_meshes(cluster, plan_on, *ends)
+        search = search_meshes(cluster, plan_on, *ends, shapes)
         _log.info("%s: %s", graph.name, search)
         solution = search.solution
     else:

@@ -25,7 +25,7 @@ from ..plans.explain import format_bytes
 from ..plans.plan import ShardingPlan
 from ..rematerialisation.remat import Remat
 from ..sharding.mesh import MeshShape, parse_mesh
-from .divided_work import most_dividing
+from .divided_work import dividing_first
 from .even_share import even_share_bytes
 from .intra_op import plan_intra_op
 from .mesh_search import TIGHT_GAP, mesh_shapes
@@ -219,7 +219,7 @@ class _Remedies:
         """The mesh that is named, or the first that divides the step best."""
         if self.options.mesh is not None:
             return parse_mesh(self.options.mesh, self.cluster.num_devices)
-        return most_dividing(self.graph, mesh_shapes(self.cluster))
+        return dividing_first(self.graph, mesh_shapes(self.cluster))[0]
 
     def planned(self, candidate: Remedy) -> Remedy | None:
         """The candidate, with what a plan of it holds, if one fits."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import autopar
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
-from autopar.planner.divided_work import most_dividing, most_parts
+from autopar.planner.divided_work import dividing_first, most_parts
 from autopar.planner.mesh_search import mesh_shapes
 from autopar.planner.planning import roles_of
 
@@ -64,11 +64,27 @@ def test_the_mesh_of_a_bound_is_one_that_divides_the_step() -> None:
 
     def chosen(name: str) -> tuple[int, ...]:
         meshes = mesh_shapes(autopar.Cluster.preset(name))
-        return most_dividing(graph, meshes).axis_sizes
+        return dividing_first(graph, meshes)[0].axis_sizes
 
     assert chosen("8x8xH100") == (64,)
     assert chosen("8x7xH100") == (8, 7)
     assert chosen("7x8xH100") == (7, 8)
+
+
+@pytest.mark.parametrize("name", ["1x12xA100", "2x6xA100"])
+def test_a_budget_that_the_cheapest_plan_keeps_to_leaves_it(name: str) -> None:
+    """The first shapes of 12 devices divide the parameters by 4, or not at all."""
+
+    def planned(**options: object) -> autopar.Plan:
+        cluster = autopar.Cluster.preset(name)
+        return autopar.parallelize(step, cluster=cluster, **options).plan(*args)
+
+    params = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    args = params, jax.ShapeDtypeStruct((1536, 4096), jnp.float32)
+    free = planned().predicted
+    for more in (1.0, 1.1):
+        within = planned(memory_budget=int(more * free.peak_bytes)).predicted
+        assert within.step_seconds <= 1.005 * free.step_seconds
 
 
 @given(
