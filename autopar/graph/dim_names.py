@@ -44,7 +44,22 @@ class NamedDim:
     origin: Dim
 
 
-_KNOWN = WeakKeyDictionary["OpGraph", dict["MeshShape", tuple["DimTie", ...]]]()
+@dataclass(frozen=True, eq=False)
+class _Ties:
+    """Ties in the order of their operators, and those that each dim is in."""
+
+    ties: tuple[DimTie, ...]
+
+    @cached_property
+    def by_dim(self) -> dict[Dim, list[DimTie]]:
+        found: dict[Dim, list[DimTie]] = {}
+        for tie in self.ties:
+            for dim in tie.dims:
+                found.setdefault(dim, []).append(tie)
+        return found
+
+
+_KNOWN = WeakKeyDictionary["OpGraph", dict["MeshShape | None", "_Ties"]]()
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,33 +67,21 @@ class DimTies:
     """All ties of a graph on a mesh, and what is found by following them."""
 
     graph: OpGraph
-    ties: tuple[DimTie, ...]
+    _found: _Ties
 
     @classmethod
     def of(cls, graph: OpGraph, mesh: MeshShape) -> DimTies:
         """The ties of every operator, of every border of a block, and of state."""
         known = _KNOWN.setdefault(graph, {})
-        if mesh not in known:
-            known[mesh] = cls._found(graph, mesh)
-        return cls(graph, known[mesh])
+        has_borders = any(op.kind in STRUCTURED for op in graph.operators())
+        place = mesh if has_borders else None  # only borders may be pinned
+        if place not in known:
+            known[place] = _Ties(_all_ties(graph, mesh))
+        return cls(graph, known[place])
 
-    @staticmethod
-    def _found(graph: OpGraph, mesh: MeshShape) -> tuple[DimTie, ...]:
-        ties = []
-        for op in graph.operators():
-            borders = op.kind in STRUCTURED
-            ties += _port_ties(graph, op, mesh) if borders else _factor_ties(op)
-        for graph_input in graph.inputs:
-            ties += _state_ties(graph, graph_input)
-        return tuple(tie for tie in ties if len(tie.dims) > 1)
-
-    @cached_property
-    def _ties_by_dim(self) -> dict[Dim, list[DimTie]]:
-        found: dict[Dim, list[DimTie]] = {}
-        for tie in self.ties:
-            for dim in tie.dims:
-                found.setdefault(dim, []).append(tie)
-        return found
+    @property
+    def ties(self) -> tuple[DimTie, ...]:
+        return self._found.ties
 
     def spread(
         self, names: Mapping[Dim, str], num_parts: Mapping[str, int]
@@ -105,7 +108,7 @@ class DimTies:
         queue = deque(found)
         while queue:
             dim = queue.popleft()
-            for tie in self._ties_by_dim.get(dim, ()):
+            for tie in self._found.by_dim.get(dim, ()):
                 if tie.size % num_parts:
                     continue
                 for other in tie.dims:
@@ -130,6 +133,16 @@ class DimTies:
             for dim, size in enumerate(tensor.type.shape):
                 if size and size % num_parts == 0:
                     yield tensor.index, dim
+
+
+def _all_ties(graph: OpGraph, mesh: MeshShape) -> tuple[DimTie, ...]:
+    ties = []
+    for op in graph.operators():
+        borders = op.kind in STRUCTURED
+        ties += _port_ties(graph, op, mesh) if borders else _factor_ties(op)
+    for graph_input in graph.inputs:
+        ties += _state_ties(graph, graph_input)
+    return tuple(tie for tie in ties if len(tie.dims) > 1)
 
 
 def _factor_ties(op: Operator) -> Iterator[DimTie]:

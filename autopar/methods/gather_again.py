@@ -8,7 +8,7 @@ kept. Where a plan has such a barrier, compilers join no two gathers around it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -128,7 +128,7 @@ class _Builder:
 
 
 def _reads_by_phase(
-    block: Block, parameters: Collection[int]
+    block: Block, parameters: set[int]
 ) -> tuple[set[int], dict[int, set[int]]]:
     """The parameters that forward operators read, and those of each backward one.
 
@@ -140,7 +140,7 @@ def _reads_by_phase(
     later: set[int] = set()
     for op in block.operators:
         read = {o for o in op.operands if isinstance(o, int)}
-        used = {o for o in _whole_operands(op) if isinstance(o, int)} & set(parameters)
+        used = {o for o in _whole_operands(op) if isinstance(o, int)} & parameters
         if _BACKWARD in op.name:
             if op.kind != BARRIER:
                 backward[op.index] = used
