@@ -14,14 +14,13 @@ from autopar.clusters.cluster import Cluster
 from autopar.errors import InfeasiblePlanError
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
-from autopar.planner.intra_op import plan_intra_op
-from autopar.planner.mesh_search import (
+from autopar.planner.intra_op import IntraOpSolution, plan_intra_op
+from autopar.planner.mesh_search import least_seconds, search_meshes
+from autopar.planner.mesh_shapes import (
     default_mesh,
     is_refined_by,
-    least_seconds,
     mesh_shapes,
     neighbours,
-    search_meshes,
 )
 from autopar.planner.planning import roles_of
 from autopar.sharding.mesh import MeshShape
@@ -150,6 +149,62 @@ def test_a_plan_that_takes_less_than_its_bound_is_solved_to_the_end() -> None:
     assert found.solution.plan.mesh.axis_sizes == (8, 8)
     assert planner.shapes_asked[:3] == [(64,), (8, 8), (8, 8)]
     assert planner.cutoffs[:3] == [np.inf, pytest.approx(4.0 * 0.995), np.inf]
+
+
+@pytest.mark.parametrize(("saved", "is_searched"), [(1.0, True), (0.2, False)])
+def test_of_a_plan_that_was_ended_early_the_free_one_says_what_may_be_saved(
+    saved: float, is_searched: bool
+) -> None:
+    """To search within a budget takes long, so it is asked first."""
+    planner = Planner({(64,): 4.0}, other=4.5, looseness=0.1, saved=1.0)
+    asked: list[tuple[int, ...]] = []
+
+    def free_on(mesh: MeshShape, gap: float) -> IntraOpSolution:
+        asked.append(mesh.axis_sizes)
+        planner.saved, before = saved, planner.saved
+        found = planner(mesh, gap, np.inf)
+        planner.saved = before
+        planner.asked.pop()
+        planner.cutoffs.pop()
+        return found
+
+    found = search_meshes(CLUSTER, planner, free_on=free_on)
+    assert found.solution.plan.mesh.axis_sizes == (64,)
+    assert asked[0] == (8, 8)
+    again = planner.asked[2][0] == (8, 8) and planner.cutoffs[2] == np.inf
+    assert again == is_searched
+
+
+def test_shapes_on_the_way_to_one_below_the_cutoff_may_be_above_it() -> None:
+    planner = Planner({(64,): 5.0, (8, 8): 4.0, (16, 4): 3.0, (16, 2, 2): 2.0})
+    found = search_meshes(CLUSTER, planner, cutoff=2.5)
+    assert found.solution.plan.mesh.axis_sizes == (16, 2, 2)
+    assert "x:64 over 5 s" in str(found) and "x:16;y:4 over 3 s" in str(found)
+
+
+def test_a_shape_a_little_below_the_cutoff_is_taken() -> None:
+    planner = Planner({(8, 8): 3.999}, other=4.001)
+    found = search_meshes(CLUSTER, planner, cutoff=4.0)
+    assert found.solution.plan.mesh.axis_sizes == (8, 8)
+
+
+def test_where_no_shape_is_below_the_cutoff_each_is_ruled_out() -> None:
+    planner = Planner({(64,): 5.0, (8, 8): 4.0}, other=6.0)
+    found = search_meshes(CLUSTER, planner, cutoff=1.0)
+    assert found.solution.plan.predicted.step_seconds >= 1.0
+    assert all(trial.is_ruled_out for trial in found.trials)
+    assert set(planner.cutoffs) == {1.0}
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_three_axes_of_a_long_step_keep_the_loose_gap(is_long: bool) -> None:
+    planner = Planner({(64,): 5.0, (8, 8): 4.0, (16, 4): 3.0, (16, 2, 2): 2.0})
+    found = search_meshes(CLUSTER, planner, is_long=is_long)
+    assert found.solution.plan.mesh.axis_sizes == (16, 2, 2)
+    assert (planner.asked[-1] == ((16, 2, 2), 1e-4)) != is_long
+    two = Planner({(64,): 5.0, (8, 8): 4.0}, other=9.0)
+    search_meshes(CLUSTER, two, is_long=is_long)
+    assert two.asked[-1] == ((8, 8), 1e-4)
 
 
 def test_a_bound_of_a_finer_shape_rules_out_the_coarser_ones() -> None:

@@ -32,7 +32,7 @@ from ..clusters.cluster import Cluster
 from ..clusters.joined import host_parts
 from ..frontend.garbage import without_garbage_collection
 from ..options import Options
-from ..planner.mesh_search import mesh_shapes
+from ..planner.mesh_shapes import mesh_shapes
 from ..sharding.mesh import MeshShape, parse_mesh
 from .layer_samples import Submesh
 from .span_costs import SpanCosts

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -55,7 +55,8 @@ class BudgetCandidates:
 
     `batch` are the tensors whose dim 0 is the batch, `pins` those of arguments. Plans
     of `cutoff` seconds or more are of no use. `work` is what all searches may take, and
-    `free` the cheapest plan of all, where it is known.
+    `free` the cheapest plan of all, where it is known; `again` makes the graph that
+    gathers again, or has it.
     """
 
     graph: OpGraph
@@ -68,6 +69,7 @@ class BudgetCandidates:
     cutoff: float = math.inf
     work: SearchWork = field(default_factory=SearchWork)
     free: IntraOpSolution | None = None
+    again: Callable[[], OpGraph] | None = None
 
     def best(self) -> IntraOpSolution:
         """The cheapest plan that is found to fit; any, if the bound is at the cutoff.
@@ -82,6 +84,7 @@ class BudgetCandidates:
         fits = free.plan.predicted.peak_bytes <= self.budget_bytes
         if fits or free.assignment.bound >= self.cutoff:
             return free
+        self.work.spend_on_problem(len(self.graph.operators()))
         errors: list[InfeasiblePlanError] = []
         searched, bound, searches = None, free.assignment.bound, True
         try:
@@ -143,7 +146,7 @@ class BudgetCandidates:
 
     @cached_property
     def _gathering_again(self) -> OpGraph:
-        return gathering_again(self.graph)
+        return self.again() if self.again else gathering_again(self.graph)
 
     def _search(self) -> IntraOpSolution:
         return plan_within_binding(
@@ -199,6 +202,7 @@ class BudgetCandidates:
                 graph = graph_of_plan(self.graph, found.plan)
                 profile = memory_profile(graph, found.plan)
                 raise infeasible_error(profile, self.budget_bytes)
+            self.work.spend_on_problem(len(place[0].operators()))
             found = plan_within_binding(
                 *(*place, self.budget_bytes),
                 pins=self.pins,
@@ -214,7 +218,7 @@ class BudgetCandidates:
         return found
 
     def _may_search(self, searches: bool) -> bool:
-        return searches and self.work.left > 0
+        return searches and self.work.may_begin(len(self.graph.operators()))
 
     def _has_no_room(self, graph: OpGraph, limits: Sequence[Restriction]) -> bool:
         """Whether the arguments alone are above the budget, as a method has them."""

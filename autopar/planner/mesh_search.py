@@ -1,10 +1,5 @@
 """Which logical mesh to plan on, where the user names none: shapes are searched.
 
-Devices are numbered host by host, and a mesh is that row of devices, cut: `x:16;y:4`
-cuts 64 devices into runs of 4. A shape is *aligned* if every cut keeps to the levels of
-the cluster, whole hosts or equal parts of each host. Axes inside one level have equal
-links, so of their orders only the descending one is a candidate.
-
 The search starts from one axis (from more, if no plan fits on one), and goes on from
 the best shape so far to its neighbours (an axis cut in two, or a cut moved) while a
 step pays. Near the floor an axis is cut at one place only, between the levels or else
@@ -22,9 +17,8 @@ says that they cannot pay:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from ..clusters.cluster import Cluster
 from ..costs.compute import operator_seconds
@@ -34,6 +28,13 @@ from ..graph.op_graph import OpGraph
 from ..plans.explain import format_seconds
 from ..sharding.mesh import MeshShape
 from .intra_op import IntraOpSolution
+from .mesh_shapes import (
+    MAX_AXES,
+    default_mesh,
+    is_refined_by,
+    mesh_shapes,
+    neighbours,
+)
 from .plan_within import BUDGET_GAP
 from .search_work import SearchWork
 from .strategies import SLICING, total_flops
@@ -52,10 +53,9 @@ SMALLEST = 4
 
 LOOSE_GAP = 0.005
 TIGHT_GAP = 1e-4
-MAX_AXES = 3
-_NAMES = ("x", "y", "z")
 
 PlanOn = Callable[[MeshShape, float, float], IntraOpSolution]
+FreeOn = Callable[[MeshShape, float], IntraOpSolution]
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,14 @@ class Trial:
     is_searched: bool = False
 
     @property
+    def least_seconds(self) -> float:
+        """What a step takes, or at least if the shape is ruled out."""
+        return self.bound_seconds if self.is_ruled_out else self.seconds
+
+    @property
     def cutoff(self) -> float:
         """Seconds that another shape must stay below; gaps are wider within budgets."""
-        return self.seconds * (1 - (BUDGET_GAP if self.is_searched else WORTH))
+        return self.least_seconds * (1 - (BUDGET_GAP if self.is_searched else WORTH))
 
     def __str__(self) -> str:
         if self.is_ruled_out:
@@ -101,29 +106,6 @@ class MeshSearch:
         return f"mesh {mesh} of {self.num_shapes} aligned shapes; tried {tried}"
 
 
-def default_mesh(cluster: Cluster) -> MeshShape:
-    """The shape where none is searched: one axis, or one for each level."""
-    if cluster.num_hosts == 1 or cluster.devices_per_host == 1:
-        return _shape((cluster.num_devices,))
-    return _shape((cluster.num_hosts, cluster.devices_per_host))
-
-
-def mesh_shapes(cluster: Cluster, max_axes: int = MAX_AXES) -> tuple[MeshShape, ...]:
-    """Every aligned shape of the whole cluster, fewest axes first, symmetric ones once.
-
-    Axes have two devices or more and are called x, y, z, major first.
-    """
-    number, inside = cluster.num_devices, cluster.devices_per_host
-    cuts = [cut for cut in _divisors(number) if inside % cut == 0 or cut % inside == 0]
-    inner = [cut for cut in cuts if 1 < cut < number]
-    found = [
-        sizes
-        for chain in _chains(inner, max_axes - 1)
-        if _is_canonical(sizes := _sizes(number, chain), inside)
-    ]
-    return tuple(_shape(sizes) for sizes in sorted(found, key=_order(cluster)))
-
-
 def search_meshes(
     cluster: Cluster,
     plan_on: PlanOn,
@@ -132,6 +114,9 @@ def search_meshes(
     work: SearchWork | None = None,
     binds_on: Callable[[MeshShape], bool] = lambda mesh: False,
     shapes: tuple[MeshShape, ...] = (),
+    free_on: FreeOn | None = None,
+    is_long: bool = False,
+    cutoff: float = math.inf,
 ) -> MeshSearch:
     """The cheapest predicted plan over the aligned shapes; see the top of the file.
 
@@ -146,14 +131,19 @@ def search_meshes(
       binds_on: whether to find a plan on a shape takes long, as the cheapest does not
         fit; see `_first_shapes`.
       shapes: all of them, those first that are begun with; else as in `mesh_shapes`.
+      free_on: plans on one shape, up to a relative gap, without a budget; None where
+        `plan_on` does.
+      is_long: three axes take long to solve, so their plan keeps the loose gap.
+      cutoff: plans of so many seconds are of no use: where no shape has a better one,
+        the plan is any and need not fit.
 
     Raises:
       InfeasiblePlanError: no shape that was tried has a plan; it is the one of the
         least budget.
     """
-    shapes = shapes or mesh_shapes(cluster)
-    place = cluster, shapes, plan_on, floor_seconds
-    return _Search(*place, on_mesh, work, binds_on).run()
+    place = cluster, shapes or mesh_shapes(cluster), plan_on
+    ends = floor_seconds, on_mesh, work, binds_on, free_on, is_long, cutoff
+    return _Search(*place, *ends).run()
 
 
 def least_seconds(graph: OpGraph, cluster: Cluster) -> float:
@@ -186,22 +176,32 @@ class _Search:
         on_mesh: Callable[[MeshShape], None],
         work: SearchWork | None,
         binds_on: Callable[[MeshShape], bool],
+        free_on: FreeOn | None,
+        is_long: bool,
+        most_seconds: float,
     ) -> None:
         self.cluster, self.plan_on, self.on_mesh = cluster, plan_on, on_mesh
         self.floor_seconds, self.work = floor_seconds, work or SearchWork()
         self.shapes, self.binds_on = shapes, binds_on
+        self.free_on, self.is_long = free_on, is_long
+        self.most_seconds = most_seconds
         self.trials: dict[MeshShape, Trial] = {}
 
     def run(self) -> MeshSearch:
         best = self._first_that_fits()
         while (better := self._better_neighbour(best)) is not None:
             best = better
-        is_loose = TIGHT_GAP < best.gap <= LOOSE_GAP  # wider is all that could be had
-        if is_loose and not best.is_searched:
+        if self._may_tighten(best):
             best = self._try(best.mesh, TIGHT_GAP)
         assert best.solution is not None
         trials = tuple(self.trials.values())
         return MeshSearch(best.solution, trials, len(self.shapes), self.floor_seconds)
+
+    def _may_tighten(self, best: Trial) -> bool:
+        is_loose = TIGHT_GAP < best.gap <= LOOSE_GAP  # wider is all that could be had
+        takes_long = self.is_long and best.mesh.num_axes == MAX_AXES
+        is_done = best.is_searched or best.is_ruled_out
+        return is_loose and not is_done and not takes_long
 
     def _first_that_fits(self) -> Trial:
         """One axis; where nothing fits, one for each level, then one of the finest.
@@ -236,16 +236,25 @@ class _Search:
         return first
 
     def _better_neighbour(self, best: Trial) -> Trial | None:
-        is_far = best.seconds > FAR * self.floor_seconds
+        is_far = best.least_seconds > FAR * self.floor_seconds
         for mesh in neighbours(best.mesh, self.cluster, every_cut=is_far):
             if mesh in self.trials or not self._may_pay(mesh, best):
                 continue
-            if self.work.is_little:
+            if self.work.is_little(best.mesh.num_axes):
                 return None
-            trial = self._try(mesh, LOOSE_GAP, best.cutoff)
-            if trial.seconds < best.cutoff:
+            trial = self._try(mesh, LOOSE_GAP, self._cutoff(best))
+            if self._is_better(trial, best):
                 return trial
         return None
+
+    def _is_better(self, trial: Trial, best: Trial) -> bool:
+        if best.is_ruled_out and not trial.is_ruled_out:
+            return trial.error is None
+        return trial.least_seconds < best.cutoff
+
+    def _cutoff(self, best: Trial) -> float:
+        """What another shape must stay below, if the best so far is of any use."""
+        return self.most_seconds if best.is_ruled_out else best.cutoff
 
     def _may_pay(self, mesh: MeshShape, best: Trial) -> bool:
         """Whether no bound that is known rules a shape out, nor its many equal axes."""
@@ -256,22 +265,19 @@ class _Search:
         for trial in self.trials.values():
             if trial.error is None and is_refined_by(mesh, trial.mesh):
                 bounds.append(trial.bound_seconds)
-        return max(bounds) < best.cutoff
+        return max(bounds) < self._cutoff(best)
 
     def _try(self, mesh: MeshShape, gap: float, cutoff: float = math.inf) -> Trial:
         self.on_mesh(mesh)
         spent = self.work.clock.spent
         try:
-            solution = self.plan_on(mesh, gap, cutoff)
+            most = min(cutoff, self.most_seconds)
+            solution, is_over = plan_below(self.plan_on, self.free_on, mesh, gap, most)
         except InfeasiblePlanError as error:
             trial = Trial(mesh, math.inf, math.inf, 0.0, error=error.without_frames())
         else:
             seconds = solution.plan.predicted.step_seconds
             found = solution.assignment
-            is_over = found.bound >= cutoff and found.gap > gap
-            # A plan may take less than the solver's cost, as copies are made of copies.
-            if is_over and found.bound - max(found.cost - seconds, 0.0) < cutoff:
-                return self._try(mesh, gap)
             bound = min(found.bound, seconds)
             is_searched = self.work.clock.spent > spent
             trial = Trial(
@@ -283,124 +289,37 @@ class _Search:
         return trial
 
 
-def neighbours(
-    mesh: MeshShape, cluster: Cluster, *, every_cut: bool = True
-) -> Iterator[MeshShape]:
-    """Shapes one step away: a cut moved to the next place, then an axis cut in two.
+def plan_below(
+    plan_on: PlanOn, free_on: FreeOn | None, mesh: MeshShape, gap: float, cutoff: float
+) -> tuple[IntraOpSolution, bool]:
+    """A plan on a shape, and whether no plan there takes less than `cutoff` seconds.
 
-    An axis is cut between the levels if it holds both, else near its middle; with
-    `every_cut` at its other places too.
+    A plan may take less than the solver's cost, as copies are made of copies. What was
+    ended early may do so by much, so then the cheapest plan of all is asked what that
+    is, before any is searched for within a budget.
     """
-    shapes = {shape.axis_sizes: shape for shape in mesh_shapes(cluster)}
-    sizes = mesh.axis_sizes
-    near = [*_moved(sizes, shapes)]
-    for places in _cut_in_two(sizes, shapes, cluster):
-        near += places if every_cut else places[:1]
-    yield from (shapes[each] for each in dict.fromkeys(near))
+    solution = plan_on(mesh, gap, cutoff)
+    found = solution.assignment
+    if found.bound < cutoff or found.gap <= gap:
+        return solution, False
+    if _least_of(solution) >= cutoff:
+        return solution, True
+    if free_on is not None:
+        free = free_on(mesh, gap)
+        if _least_of(free) >= cutoff:
+            return free, True
+    return plan_on(mesh, gap, math.inf), False
 
 
-def is_refined_by(mesh: MeshShape, other: MeshShape) -> bool:
-    """Whether `other` is `mesh` with none or more of its axes cut further."""
-    return _cuts(mesh.axis_sizes) <= _cuts(other.axis_sizes)
-
-
-_Sizes = tuple[int, ...]
-
-
-def _moved(sizes: _Sizes, shapes: dict[_Sizes, MeshShape]) -> Iterator[_Sizes]:
-    """For each pair of adjacent axes the nearest shapes with their cut elsewhere."""
-    for axis in range(len(sizes) - 1):
-        before, after = sizes[:axis], sizes[axis + 2 :]
-        pair = math.prod(sizes[axis : axis + 2])
-        minor = sorted(
-            each[axis + 1]
-            for each in shapes
-            if len(each) == len(sizes)
-            and each[:axis] == before
-            and each[axis + 2 :] == after
-        )
-        place = minor.index(sizes[axis + 1])
-        for near in minor[max(place - 1, 0) : place + 2]:
-            if near != sizes[axis + 1]:
-                yield (*before, pair // near, near, *after)
-
-
-def _cut_in_two(
-    sizes: _Sizes, shapes: dict[_Sizes, MeshShape], cluster: Cluster
-) -> Iterator[list[_Sizes]]:
-    """For each axis the shapes in which it is cut once more, the best place first."""
-    for axis, size in enumerate(sizes):
-        before, after = sizes[:axis], sizes[axis + 1 :]
-        level = cluster.devices_per_host // math.prod(after)
-
-        def merit(minor: int, size: int = size, level: int = level) -> tuple[bool, int]:
-            return minor != level, size // minor + minor
-
-        places = [
-            (*before, size // minor, minor, *after)
-            for minor in sorted(_divisors(size), key=merit)
-        ]
-        canonical = [_canonical(each, cluster.devices_per_host) for each in places]
-        yield [each for each in dict.fromkeys(canonical) if each in shapes]
+def _least_of(solution: IntraOpSolution) -> float:
+    """The bound, less what the plan takes below the solver's cost."""
+    found, seconds = solution.assignment, solution.plan.predicted.step_seconds
+    return found.bound - max(found.cost - seconds, 0.0)
 
 
 def _least_infeasible(trials: Sequence[Trial]) -> InfeasiblePlanError:
     errors = [trial.error for trial in trials if trial.error is not None]
     return min(errors, key=lambda error: error.least_budget_bytes or math.inf)
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
-
-
-def _chains(cuts: Sequence[int], length: int) -> Iterator[_Sizes]:
-    """Up to `length` of the cuts, descending, each a multiple of the next."""
-    yield ()
-    if length:
-        for cut in cuts:
-            below = [each for each in cuts if each < cut and cut % each == 0]
-            yield from ((cut, *rest) for rest in _chains(below, length - 1))
-
-
-def _sizes(number: int, chain: Sequence[int]) -> _Sizes:
-    """The axes of `number` devices cut into runs of the lengths in `chain`."""
-    runs = (number, *chain, 1)
-    return tuple(run // inner for run, inner in pairwise(runs))
-
-
-def _cuts(sizes: _Sizes) -> set[int]:
-    return {math.prod(sizes[axis:]) for axis in range(1, len(sizes))}
-
-
-def _is_canonical(sizes: _Sizes, inside: int) -> bool:
-    """Whether axes inside one level descend; those that span both are left alone."""
-    return sizes == _canonical(sizes, inside)
-
-
-def _canonical(sizes: _Sizes, inside: int) -> _Sizes:
-    """The same with the axes of each level in descending order."""
-    for axis in range(len(sizes) - 1):
-        one, other = sizes[axis : axis + 2]
-        minor = math.prod(sizes[axis + 2 :])
-        is_one_level = minor * one * other <= inside or minor >= inside
-        if is_one_level and one < other:
-            swapped = (*sizes[:axis], other, one, *sizes[axis + 2 :])
-            return _canonical(swapped, inside)
-    return sizes
-
-
-def _order(cluster: Cluster) -> Callable[[_Sizes], tuple[int, bool, int, _Sizes]]:
-    """Fewest axes first, then those cut between the levels, then balanced ones."""
-
-    def key(sizes: _Sizes) -> tuple[int, bool, int, _Sizes]:
-        is_apart = cluster.devices_per_host not in _cuts(sizes)
-        return len(sizes), is_apart, sum(sizes), sizes
-
-    return key
-
-
-def _shape(sizes: _Sizes) -> MeshShape:
-    return MeshShape(_NAMES[: len(sizes)], sizes)
 
 
 def _seconds_text(seconds: float) -> str:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -51,11 +52,11 @@ from .memory_users import out_of_reach_error
 from .mesh_search import (
     LOOSE_GAP,
     TIGHT_GAP,
-    default_mesh,
     least_seconds,
-    mesh_shapes,
+    plan_below,
     search_meshes,
 )
+from .mesh_shapes import default_mesh, mesh_shapes
 from .pin_conflicts import PinsByKey, blame_pins
 from .plan_cache import CacheEntry, cache_entry, use_compilation_cache
 from .plan_like import memory_choices, plan_like, without_like
@@ -123,7 +124,9 @@ def plan_function(
     if plan is None:
         without_budget: list[tuple[OpGraph, Plan]] = []
 
-        def plan_variant(variant: StepVariant, budget_bytes: int) -> Plan:
+        def plan_variant(
+            variant: StepVariant, budget_bytes: int, cutoff: float = math.inf
+        ) -> Plan:
             graph, some = variant.graph, replace(options, memory_budget=budget_bytes)
             for other, plan in without_budget:
                 if other is graph and plan.predicted.peak_bytes <= budget_bytes:
@@ -136,7 +139,8 @@ def plan_function(
             if some.like is not None:
                 liked = plan_like(graph, cluster, some, plan_with)
                 some = without_like(some, cluster)
-            plan = liked or plan_or_blame_pins(graph, leaves, batch, cluster, some)
+            place = graph, leaves, batch, cluster
+            plan = liked or plan_or_blame_pins(*place, some, cutoff=cutoff)
             if budget_bytes == NO_BUDGET:
                 without_budget.append((graph, plan))
             return plan
@@ -198,6 +202,7 @@ def plan_or_blame_pins(
     cluster: Cluster,
     options: Options,
     gap: float = TIGHT_GAP,
+    cutoff: float = math.inf,
 ) -> Plan:
     """As `plan_graph`; where no plan exists, the error names the fewest pins to blame.
 
@@ -207,7 +212,8 @@ def plan_or_blame_pins(
 
     def plan_with(pins: PinsByKey) -> Plan:
         some = replace(options, pins=pins)
-        return plan_graph(graph, leaves, batch, cluster, some, gap=gap)
+        place = graph, leaves, batch, cluster
+        return plan_graph(*place, some, gap=gap, cutoff=cutoff)
 
     try:
         return plan_with(options.pins)
@@ -223,12 +229,14 @@ def plan_graph(
     options: Options,
     limits: Sequence[Limit] = (),
     gap: float = TIGHT_GAP,
+    cutoff: float = math.inf,
 ) -> Plan:
     """The cheapest plan of a step's graph, over all meshes where none is named.
 
     `leaves` are those of the step's arguments, and `batch` the graph's inputs that are
     split with the batch. On a mesh that is named the plan is within `gap` of the best.
-    Plans with `limits` on single choices, or a wider gap, are not cached.
+    Plans of `cutoff` seconds are of no use: where none is better, it is any and need
+    not fit. Plans with `limits` on single choices, or a wider gap, are not cached.
     """
     start = perf_counter()
     if gathers_again(options.method):
@@ -251,8 +259,11 @@ def plan_graph(
     num_devices = cluster.num_devices if mesh is None else mesh.size
     for_memory = getattr(options.method, "objective", "time") == "memory"
     is_limited = budget_bytes < NO_BUDGET and not for_memory
-    work, is_searched, tell = SearchWork(), mesh is None, _tell_mesh(graph)
+    is_long = len(graph.operators()) >= MANY_OPERATORS
+    is_searched, tell = mesh is None, _tell_mesh(graph)
+    work = SearchWork.of_meshes() if is_searched else SearchWork()
     free_on: dict[MeshShape, IntraOpSolution] = {}
+    again = cache(lambda: gathering_again(graph))
     is_far = is_limited and is_out_of_reach(graph, num_devices, budget_bytes)
 
     def plan_on(
@@ -278,8 +289,9 @@ def plan_graph(
         restrictions = (*own, *ring_limits(graph, options), *limits)
         if not restrictions:
             ends = budget_bytes, batch, pins, gap, cutoff, own_work
-            known = free_on.get(mesh)
-            candidates = BudgetCandidates(graph, mesh, cluster, *ends, known)
+            free = free_on.get(mesh)
+            known = free if free and free.assignment.gap <= gap else None
+            candidates = BudgetCandidates(graph, mesh, cluster, *ends, known, again)
             return candidates.least_memory() if for_memory else candidates.best()
         given = graph, mesh, cluster, budget_bytes
         if for_memory:
@@ -294,17 +306,20 @@ def plan_graph(
         )
 
     def binds_on(mesh: MeshShape) -> bool:
-        is_long = len(graph.operators()) >= MANY_OPERATORS
         if not is_long or not is_limited or limits:
             return False
         tell(mesh)
         try:
-            free = plan_within_budget(mesh, TIGHT_GAP, math.inf, NO_BUDGET)
+            free = free_plan(mesh, TIGHT_GAP)
         except InfeasiblePlanError:  # pins, not memory
             return False
-        free_on[mesh] = free
         return free.plan.predicted.peak_bytes > budget_bytes
 
+    def free_plan(mesh: MeshShape, gap: float) -> IntraOpSolution:
+        free_on[mesh] = plan_within_budget(mesh, gap, math.inf, NO_BUDGET)
+        return free_on[mesh]
+
+    free_for = free_plan if is_limited else None
     if is_far:
         shape = mesh or dividing_first(graph, mesh_shapes(cluster))[0]
         free = plan_within_budget(shape, LOOSE_GAP, math.inf, NO_BUDGET).plan
@@ -315,11 +330,12 @@ def plan_graph(
         floor_seconds = least_seconds(graph, cluster)
         shapes = dividing_first(graph, mesh_shapes(cluster))
         ends = floor_seconds, tell, work, binds_on
-        search = search_meshes(cluster, plan_on, *ends, shapes)
+        rest = shapes, free_for, is_long, cutoff
+        search = search_meshes(cluster, plan_on, *ends, *rest)
         _log.info("%s: %s", graph.name, search)
         solution = search.solution
     else:
-        solution = plan_on(mesh, gap)
+        solution, _ = plan_below(plan_on, free_for, mesh, gap, cutoff)
     _log.info(
         "%s: planned %d operators in %.1f s, gap %.3g%%",
         graph.name,
@@ -328,7 +344,7 @@ def plan_graph(
         100 * solution.assignment.gap,
     )
     plan = Plan(solution.plan)
-    if gap <= TIGHT_GAP:
+    if gap <= TIGHT_GAP and plan.predicted.step_seconds < cutoff:
         entry.store(plan)
     return plan
 

@@ -28,7 +28,8 @@ from ..sharding.mesh import MeshShape, parse_mesh
 from .divided_work import dividing_first
 from .even_share import even_share_bytes
 from .intra_op import plan_intra_op
-from .mesh_search import TIGHT_GAP, mesh_shapes
+from .mesh_search import TIGHT_GAP
+from .mesh_shapes import mesh_shapes
 from .planning import budget_of
 from .step_variants import Offload, StepVariant, StepVariants
 from .whole_step import TracedWhole, batch_tensors, in_microbatches

@@ -17,7 +17,7 @@ import autopar
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.planner.divided_work import dividing_first, most_parts
-from autopar.planner.mesh_search import mesh_shapes
+from autopar.planner.mesh_shapes import mesh_shapes
 from autopar.planner.planning import roles_of
 
 

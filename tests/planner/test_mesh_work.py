@@ -37,6 +37,22 @@ def test_where_little_work_is_left_no_other_shape_is_begun() -> None:
     assert found.solution.plan.mesh.axis_sizes == (8, 8)
 
 
+@pytest.mark.parametrize(("part", "others"), [(0.9, True), (1.0, False)])
+def test_after_a_cut_shape_that_took_its_half_no_other_is_begun(
+    part: float, others: bool
+) -> None:
+    work = SearchWork(8.0)
+    planner = Planner({(8, 8): 4.0}, other=6.0)
+
+    def plan_on(mesh: MeshShape, gap: float, cutoff: float) -> IntraOpSolution:
+        work.clock.spend(part * work.half().left)
+        return planner(mesh, gap, cutoff)
+
+    search_meshes(CLUSTER, plan_on, work=work, binds_on=lambda mesh: True)
+    assert planner.shapes_asked[0] == (8, 8)
+    assert (len(planner.shapes_asked) > 1) == others
+
+
 def test_where_memory_binds_the_levels_come_before_the_one_axis() -> None:
     asked: list[MeshShape] = []
 
@@ -77,6 +93,14 @@ def test_where_memory_binds_a_gain_within_its_gap_is_not_worth_another_shape(
     assert sizes == ((64,) if searches else (8, 8))
     again = planner.shapes_asked.count(sizes) == 2  # with a tight gap
     assert again == (not searches)
+
+
+def test_no_search_is_begun_that_would_end_with_its_problem() -> None:
+    work = SearchWork(1.0)
+    assert work.may_begin(2000)
+    work.spend_on_problem(2000)
+    assert work.left == pytest.approx(0.4)
+    assert work.may_begin(1000) and not work.may_begin(2000)
 
 
 def test_shapes_are_searched_on_as_long_as_nothing_fits() -> None:

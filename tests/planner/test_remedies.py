@@ -127,7 +127,7 @@ def test_a_long_step_that_memory_binds_is_searched_on_the_levels_first(
         return best(self)
 
     monkeypatch.setattr(planning, "MANY_OPERATORS", 0)
-    monkeypatch.setattr(search_work, "MOST_WORK", 0.5)
+    monkeypatch.setattr(search_work, "WORK_OF_MESHES", 0.5)
     monkeypatch.setattr(planning.BudgetCandidates, "best", counted)
 
     def plan(budget: int, mesh: str | None = None) -> autopar.Plan:
