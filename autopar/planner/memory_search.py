@@ -4,7 +4,9 @@ Each variant's plan without a budget bounds all its plans from below, and is the
 them if it fits. So few variants are solved within the budget: those that do not fit as
 they are, and would be cheaper than the cheapest that does. Of unrolled segments the
 fewest are made again, and of the optimizer's state the fewest leaves offloaded (those
-used furthest in the future first), that let the plan without a budget fit.
+used furthest in the future first), that let the plan without a budget fit. Those that
+are nearest the budget come first: they are solved soonest, and what they take ends the
+solution of others as soon as its bound is that high.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from .step_variants import (
 )
 
 NO_BUDGET = sys.maxsize
-PlanVariant = Callable[[StepVariant, int], Plan]
+PlanVariant = Callable[[StepVariant, int, float], Plan]
 _log = logging.getLogger("autopar")
 
 
@@ -62,7 +64,8 @@ def choose_variant(
       offload: None, or what the option says.
       budget_bytes: what a device may hold.
       num_devices: on how many.
-      plan_variant: the cheapest plan of a variant within a budget.
+      plan_variant: the cheapest plan of a variant within a budget; any, if none takes
+        less than some seconds.
 
     Raises:
       ValueError: a remat or an offload was asked for that changes nothing.
@@ -76,7 +79,7 @@ def choose_variant(
         variant = variants.make(fixed, at_host)
         if fixed and not variant.num_segments:
             raise ValueError(_nothing_again(variants, fixed))
-        return _chosen(variant, plan_variant(variant, budget_bytes))
+        return _chosen(variant, plan_variant(variant, budget_bytes, inf))
     levels: list[Remat | None] = [fixed]
     if remat == "auto":
         levels += [Remat(level) for level in LEVELS]
@@ -163,7 +166,7 @@ class _Search:
         if is_out_of_reach(variant.graph, self.num_devices, self.budget_bytes):
             self.too_large.append(variant)
             return False
-        found = _chosen(variant, self.plan_variant(variant, NO_BUDGET))
+        found = _chosen(variant, self.plan_variant(variant, NO_BUDGET, inf))
         predicted = found.plan.predicted
         _log.info(
             "%s: %.4g s, %d B a device without a budget",
@@ -183,10 +186,9 @@ class _Search:
 
     def solve_within(self) -> None:
         """Solves the variants within the budget that could be cheaper."""
-        for free in sorted(self.unfit, key=lambda each: each.seconds):
-            least = self.best.seconds if self.best else inf
-            if free.seconds >= least:
-                return
+        for free in sorted(self.unfit, key=_seconds_times_bytes):
+            if free.seconds >= self.least_seconds:
+                continue
             sharding = free.plan.sharding
             if sharding.mesh.size == 1:  # there is no other way to split it
                 profile = memory_profile(
@@ -196,11 +198,29 @@ class _Search:
                 self.errors.append(_of_variant(error, free.variant))
                 continue
             try:
-                plan = self.plan_variant(free.variant, self.budget_bytes)
+                plan = self.plan_below(free.variant)
             except InfeasiblePlanError as error:
                 self.errors.append(_of_variant(error, free.variant))
                 continue
             self.take(_chosen(free.variant, plan))
+
+    @property
+    def least_seconds(self) -> float:
+        """What a plan must take less than to be of use."""
+        return self.best.seconds if self.best else inf
+
+    def plan_below(self, variant: StepVariant) -> Plan:
+        """The cheapest plan of a variant that fits; any, if it is not the best so far.
+
+        Raises:
+          InfeasiblePlanError: none fits.
+        """
+        plan = self.plan_variant(variant, self.budget_bytes, self.least_seconds)
+        predicted = plan.predicted
+        is_less = predicted.step_seconds < self.least_seconds
+        if is_less and predicted.peak_bytes > self.budget_bytes:
+            return self.plan_variant(variant, self.budget_bytes, inf)
+        return plan
 
     def refuse_too_large(self) -> None:
         """Where all variants are out of reach, the error of the one that holds least.
@@ -216,7 +236,7 @@ class _Search:
 
         least = min(self.too_large, key=share)
         try:
-            self.plan_variant(least, self.budget_bytes)
+            self.plan_variant(least, self.budget_bytes, inf)
         except InfeasiblePlanError as error:
             raise _of_variant(error, least) from None
 
@@ -245,6 +265,10 @@ def _of_variant(
 
 def _remat_text(variant: StepVariant) -> str:
     return str(variant.remat) if variant.remat and variant.num_segments else ""
+
+
+def _seconds_times_bytes(free: Chosen) -> float:
+    return free.seconds * free.plan.predicted.peak_bytes
 
 
 def _bound(found: Chosen) -> float:
