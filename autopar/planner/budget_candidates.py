@@ -18,6 +18,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, product
+from operator import mul
 
 from ..clusters.cluster import Cluster
 from ..costs.memory import memory_profile
@@ -172,9 +174,10 @@ class BudgetCandidates:
         yield Zero(2)
         yield Zero(3, reshard_after_forward=False)
         yield Zero(3)
-        if self.mesh.size > 1:
-            for sequence in (False, True):
-                yield Megatron(self.mesh.axis_sizes[-1], sequence)
+        groups = accumulate(reversed(self.mesh.axis_sizes), mul)
+        for tensor, sequence in product(groups, (False, True)):
+            if tensor > 1:
+                yield Megatron(tensor, sequence)
 
     def _problem(self, method: NamedMethod) -> tuple[_Place, tuple[Restriction, ...]]:
         graph = self._gathering_again if gathers_again(method) else self.graph

@@ -48,3 +48,20 @@ def test_a_search_that_says_it_is_done_is_held_against_the_methods(
     less = BudgetCandidates(*place, held - 1, *rest).best()
     assert less.plan.predicted.peak_bytes < held
     assert fast < less.plan.predicted.step_seconds <= late
+
+
+@pytest.mark.parametrize(
+    ("mesh", "groups"), [("x:1", []), ("x:8", [8]), ("x:2;y:4", [4, 8])]
+)
+def test_megatron_is_tried_with_each_group_that_a_mesh_has(
+    mesh: str, groups: list[int]
+) -> None:
+    workload = build("mlp")
+    traced = trace(workload.step, workload.abstract(), {})
+    graph = build_graph(traced, roles_of(traced))
+    shape = parse_mesh(mesh, 1 if mesh == "x:1" else 8)
+    rest: Any = [], {}, 1e-4
+    tried = BudgetCandidates(graph, shape, Cluster.local(), 10**9, *rest)._methods()
+    found = [each for each in tried if isinstance(each, Megatron)]
+    assert [each.tensor for each in found if not each.sequence] == groups
+    assert [each.tensor for each in found if each.sequence] == groups
