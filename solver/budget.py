@@ -335,7 +335,9 @@ class WithinRows:
         self, domain: np.ndarray, marginals: Sequence[np.ndarray]
     ) -> np.ndarray:
         """The domain and the choices of least marginal, so many as make it small."""
-        beyond = np.concatenate([each - each.min() for each in marginals])
+        least = [float(each.min()) for each in marginals]
+        pairs = zip(marginals, least, strict=True)  # where all are inf, all are alike
+        beyond = np.concatenate([m - (low if low < inf else 0.0) for m, low in pairs])
         order = np.sort(beyond)
         number = MOST_LIKELY + len(self.graph.nodes)
         small = domain if num_pairs(self.graph, domain) <= MOST_PAIRS else None

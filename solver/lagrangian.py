@@ -35,7 +35,7 @@ INNER_GAP = 0.15  # of the gap that is wanted
 FAR = 0.02  # of what the bound may come to: prices of one row will do
 MOST_IN_VAIN = 3  # prices that move neither bound nor cost
 ROUNDING = 1e-3
-MOST_WORK = 4.0  # seconds, of one free solution; see `clock.py`
+MOST_WORK = 8.0  # seconds, of one free solution; see `clock.py`
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,11 +43,15 @@ class _Line:
     """What was proved at prices on some rows: a bound for every budget."""
 
     rows: tuple[MemoryRow, ...]
-    price: float  # of all rows together
+    prices: tuple[float, ...]
     at_no_budget: float
 
-    def bound(self, budget: float) -> float:
-        return self.at_no_budget - self.price * budget
+    def bound(self, budget: float, admitted: Sequence[int] | None = None) -> float:
+        bound = self.at_no_budget
+        for row, amount in zip(self.rows, self.prices, strict=True):
+            own = budget if admitted is None else row.used(admitted)
+            bound -= amount * max(budget, own)
+        return bound
 
 
 class PricedPlans:
@@ -107,16 +111,22 @@ class PricedPlans:
         self, rows: Sequence[MemoryRow], prices: np.ndarray, budget: float, bound: float
     ) -> None:
         priced, total = np.flatnonzero(prices).tolist(), float(prices.sum())
-        line = _Line(tuple(rows[r] for r in priced), total, bound + total * budget)
-        self._lines.append(line)
+        own = tuple(rows[r] for r in priced), tuple(prices[priced].tolist())
+        self._lines.append(_Line(*own, bound + total * budget))
 
-    def known_bound(self, rows: Sequence[MemoryRow], budget: float) -> float:
-        """What earlier calls proved of some of these rows; others only add to it."""
+    def known_bound(
+        self,
+        rows: Sequence[MemoryRow],
+        budget: float,
+        admitted: Sequence[int] | None = None,
+    ) -> float:
+        """What earlier calls proved of some of these rows; others only add to it.
+
+        Each row may come to what `admitted` holds by it, if that is above the budget.
+        """
         here = set(map(id, rows))
-        return max(
-            (x.bound(budget) for x in self._lines if here.issuperset(map(id, x.rows))),
-            default=-inf,
-        )
+        lines = (x for x in self._lines if here.issuperset(map(id, x.rows)))
+        return max((x.bound(budget, admitted) for x in lines), default=-inf)
 
     def offered(
         self, search: Search, rows: Sequence[MemoryRow], budget: float
@@ -192,7 +202,7 @@ class _Closing:
         self.is_bounded = False
         self.shares: Shares | None = None
         self._prices_all_rows = False
-        self._mixed: set[tuple[int, ...]] = set()
+        self._mixed: set[tuple[tuple[int, ...], bool]] = set()
 
     def run(self, known: np.ndarray) -> np.ndarray:
         """Raises the bound and offers plans; the prices of the best bound."""
@@ -207,7 +217,7 @@ class _Closing:
                 break
             beyond = self.reach - search.bound
             if beyond <= search.gap * abs(self.reach) or search.cost == inf:
-                self._mix()
+                self._mix(rounds_only=True)
             if self._is_over():
                 break
             if beyond <= INNER_GAP * search.gap * abs(self.reach):
@@ -281,20 +291,24 @@ class _Closing:
         is_far = self.reach - self.search.bound > FAR * abs(self.reach)
         return is_far and self.shares is not None and not self._prices_all_rows
 
-    def _mix(self) -> None:
-        """Offers a mixture of the likely plans, if one may be worth it."""
+    def _mix(self, rounds_only: bool = False) -> None:
+        """Offers a mixture of the likely plans, if one may be worth it.
+
+        `rounds_only`: prices, which are quicker than a tree, may still do better.
+        """
         search = self.search
         worth = INNER_GAP * search.gap * abs(self.value)
         is_worth_it = self.shares is not None and search.cost - self.value > worth
-        if not is_worth_it or self.likely in self._mixed:
+        if not is_worth_it or (self.likely, rounds_only) in self._mixed:
             return
-        self._mixed.add(self.likely)
+        self._mixed.add((self.likely, rounds_only))
         gap = 2 * INNER_GAP * search.gap
         found = self.mixtures.cheapest(
             self.aim,
             gap=gap,
             cost=search.cost,
             enough=max(_above(search.bound, search.gap), _above(self.value, gap)),
+            rounds_only=rounds_only,
         )
         if found is not None:
             self.plans.add(found)

@@ -28,6 +28,7 @@ from .relaxation import Relaxation
 
 FEWEST_PARTS = 128  # that all nodes with a choice are cut into, or more
 MOST_TREE_NODES = 20
+MOST_CHECKS, FEW_CHECKS = 400, 60  # of a tree of all mixtures; few if one is known
 ROUNDING = 1e-9
 SLACKS = 0.004, 0.016  # of the budget, left for rounding
 LEAST_SHARE = 1e-7
@@ -103,18 +104,28 @@ class Mixtures:
         return Shares(relaxed.value, prices)
 
     def cheapest(
-        self, budget: float, *, gap: float, cost: float = inf, enough: float = -inf
+        self,
+        budget: float,
+        *,
+        gap: float,
+        cost: float = inf,
+        enough: float = -inf,
+        rounds_only: bool = False,
     ) -> tuple[int, ...] | None:
-        """As `mix`; one that costs no more than is `enough` ends the search."""
+        """As `mix`; one that costs no more than is `enough` ends the search.
+
+        `rounds_only`: a mixture that was rounded ends it too.
+        """
         rounded = self._rounded(budget, max(gap, ROUNDING), enough)
         best = inf if rounded is None else self.graph.cost(rounded)
-        if rounded is not None and best <= enough:
+        if rounded is not None and (best <= enough or rounds_only):
             return rounded if best < cost else None
         found = self._relaxation(budget, cost)
         if found is None or self._clusters is None:
             return None
         relaxation = found[0]
-        choices = relaxation.solve_whole(gap, MOST_TREE_NODES, enough)
+        most = MOST_CHECKS if rounded is None else FEW_CHECKS
+        choices = relaxation.solve_whole(gap, MOST_TREE_NODES, enough, most)
         if choices is None or not relaxation.graph.cost(choices) < min(cost, best):
             return rounded if best < cost else None
         return self._clusters.expand(choices)

@@ -16,6 +16,7 @@ rows come, which takes few pivots.
 """
 
 from dataclasses import dataclass
+from itertools import count as count_from
 from math import inf
 from typing import Any
 
@@ -136,12 +137,17 @@ class Relaxation:
             self._model.changeRowBounds(number, -inf, limit)
 
     def solve_whole(
-        self, gap: float, most_nodes: int, enough: float = -inf
+        self,
+        gap: float,
+        most_nodes: int,
+        enough: float = -inf,
+        most_checks: int | None = None,
     ) -> tuple[int, ...] | None:
         """The choices of a whole solution, to a relative gap if nodes of a tree allow.
 
-        One that costs no more than is `enough` will do. None if none was found. It is
-        the last thing to ask of the program.
+        One that costs no more than is `enough` will do. Once HiGHS has checked its
+        limits `most_checks` times, which it also does within a node, the best so far
+        is taken. None if none was found. It is the last thing to ask of the program.
         """
         count = self._columns.size
         kinds = np.full(count, highspy.HighsVarType.kInteger)
@@ -153,6 +159,14 @@ class Relaxation:
         self._model.setOptionValue("mip_max_nodes", most_nodes)
         target = (enough - self.graph.constant) * self.scale
         self._model.setOptionValue("objective_target", target)
+        if most_checks is not None:
+            checks = count_from(1)
+
+            def check(event: Any) -> None:
+                if next(checks) >= most_checks:
+                    event.interrupt()
+
+            self._model.cbMipInterrupt.subscribe(check)
         self._run(_OF_TREE)
         status = self._model.getInfo().primal_solution_status
         if status != highspy.SolutionStatus.kSolutionStatusFeasible:

@@ -5,6 +5,7 @@ size. What gap they leave, branching closes (budget.py) where the graph is small
 """
 
 from collections.abc import Sequence
+from copy import copy
 from math import inf
 
 from .array_pool import ArrayPool
@@ -57,13 +58,20 @@ def solve_within_rows(
     for each in (free.choices, *known):
         plans.add(each)
     aim = budget if aim is None else min(aim, budget)
+    # Branching has no bound on plans that are above the aim.
+    branched = search if aim == budget else copy(search)
     whole = None
     if len(graph.nodes) <= MANY_NODES:
-        whole = WithinRows(search, rows, aim)
+        whole = WithinRows(branched, rows, aim)
     if whole is None or len(whole.graph.nodes) > FEW_NODES:
         _price_and_mix(search, plans, rows, budget, aim)
     if whole is not None and not search.is_closed:
+        branched.raise_bound(search.bound)
+        if search.choices is not None:
+            branched.offer(search.choices)
         whole.run(plans.plans)
+        if branched.choices is not None:
+            search.offer(branched.choices)
     return search.result()
 
 

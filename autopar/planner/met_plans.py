@@ -24,6 +24,7 @@ from ..costs.memory import MemoryProfile
 from ..sharding.resharding import Resharder
 from .intra_op import read_profile
 from .program_points import conversion_rows, memory_rows
+from .proved_bounds import ProvedBounds
 from .relay_choices import without_needless_copies
 from .search_work import SearchWork
 from .sharding_problem import ShardingProblem
@@ -68,7 +69,8 @@ class MetPlans:
     `free` is the solution of the problem without a budget; it is the first plan met.
     Conversions that take `worth_a_turn` bytes, or else a small part of what `free`
     holds, are rows from the start; smaller ones come as they are met. `work` is what
-    all solutions may take, and those of others that share it.
+    all solutions may take, and those of others that share it. No row keeps a plan that
+    was met to hold at most `budget_bytes` from being one within them.
     """
 
     def __init__(
@@ -79,12 +81,15 @@ class MetPlans:
         free: Assignment,
         worth_a_turn: float,
         work: SearchWork | None = None,
+        budget_bytes: float = math.inf,
     ) -> None:
         self.problem, self.free = problem, free
+        self._budget_bytes = budget_bytes
         self._cluster, self._resharder = cluster, resharder
         self._work = work or SearchWork()
         self.clock = self._work.clock
         self._priced = PricedPlans(problem.choice_graph, ArrayPool(self.clock))
+        self._proved = ProvedBounds(self._priced)
         self.plans: list[MetPlan] = []
         self._far: set[MetPlan] = set()  # which rows say too much of
         self._rows: list[_Row] = []
@@ -110,8 +115,9 @@ class MetPlans:
         the bound comes to `cutoff`, the plan is one within the limit that was met.
         Raises Infeasible where there is none, or none was found.
         """
+        rows = self.rows
         assignment = solve_within_rows(
-            *(self.problem.choice_graph, self.rows, limit),
+            *(self.problem.choice_graph, rows, limit),
             gap=gap,
             free=self.free,
             known=[each.choices for each in self.plans],
@@ -120,7 +126,17 @@ class MetPlans:
             most_work=min(self.work_left, MOST_WORK_AT_ONCE),
             cutoff=cutoff,
         )
+        self._proved.add(assignment.bound, limit, rows)
         return self.see(assignment)
+
+    def bound(self, limit: float, admitted: MetPlan | None = None) -> float:
+        """Seconds that no plan is below that no row puts above `limit` bytes.
+
+        Of what all solutions so far proved with rows that were not lowered since. With
+        `admitted`, a plan that fits, it is one on a problem that has this plan.
+        """
+        own = None if admitted is None else admitted.choices
+        return max(self.free.bound, self._proved.of(limit, self.rows, own))
 
     @property
     def work_left(self) -> float:
@@ -197,9 +213,13 @@ class MetPlans:
             (each.choices, each.peak_bytes)
             for each in self.plans
             if each not in self._far
-            and row.used(each.choices) > (1 + WORTH_LOWERING) * each.peak_bytes
+            and self._says_too_much(row.used(each.choices), each.peak_bytes)
         ]
         return _Row(lowered_by_all(row, given.own, met), given.own) if met else given
+
+    def _says_too_much(self, said: float, peak_bytes: int) -> bool:
+        is_refuted = said > self._budget_bytes >= peak_bytes
+        return is_refuted or said > (1 + WORTH_LOWERING) * peak_bytes
 
     def cheapest(self, budget_bytes: int) -> MetPlan | None:
         """The cheapest plan met that fits."""

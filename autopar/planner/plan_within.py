@@ -176,7 +176,8 @@ class _WithinBudget:
     ) -> IntraOpSolution:
         start = perf_counter()
         budget = self.budget_bytes
-        met = MetPlans(*self.place, self.free, WORTH_A_TURN * budget, work)
+        worth = WORTH_A_TURN * budget
+        met = MetPlans(*self.place, self.free, worth, work, budget)
         self.starts = [each for limit in starts if (each := self._limited(limit))]
         self._meet_starts(met)
         self._tell_first(met)
@@ -192,7 +193,7 @@ class _WithinBudget:
                 raise infeasible_error(best.profile, budget, least.far_bound_bytes)
         if best is None:
             raise infeasible_error(met.least().profile, budget)
-        solution = self.solution(best, self.bound)
+        solution = self.solution(best, met.bound(budget, best))
         if (met.work_left <= 0 or self.is_in_vain) and not self._is_closed(met):
             _log.warning(
                 "The search for a plan within %d B a device ended %s: the plan has a "
@@ -239,6 +240,7 @@ class _WithinBudget:
         aimed that much below the budget.
         """
         budget = aim = self.budget_bytes
+        least_aim = WORTH_SOLVING_AGAIN * budget
         for number in range(MOST_ROUNDS):
             if met.work_left <= 0 or self.is_in_vain:
                 break
@@ -246,10 +248,13 @@ class _WithinBudget:
             try:
                 found = met.solve(budget, gap, aim, self._enough(met))
             except Infeasible:
+                if aim < budget:  # of plans above the aim nothing is known
+                    aim = budget if budget - aim <= least_aim else (aim + budget) / 2
+                    continue
                 self.is_ruled_out = True
                 return False
-            self.bound = max(self.free.bound, found.assignment.bound)
             by, beyond = met.lower_refuted(), found.peak_bytes - budget
+            self.bound = met.bound(budget)
             if self._is_closed(met):
                 return True
             is_late = met.work_left < met.most_work / 2

@@ -182,3 +182,16 @@ def test_known_plans_do_not_change_what_is_proved() -> None:
     )
     assert again.cost == first.cost == pytest.approx(brute_force(graph).cost)
     assert again.bound <= first.cost
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_below_an_aim_the_bound_is_still_one_within_the_budget(seed: int) -> None:
+    graph = random_graph(seed, num_nodes=5, forbidden=0.0, num_copies=0)
+    rows = random_rows(graph, seed)
+    peaks = {x: max(r.used(x) for r in rows) for x in every_assignment(graph)}
+    budget, aim = np.quantile(list(peaks.values()), (0.6, 0.2)).tolist()
+    best = min(graph.cost(x) for x, peak in peaks.items() if peak <= budget)
+    place = graph, rows, budget
+    found = solve_within_rows(*place, gap=1e-3, free=solve(graph), aim=aim)
+    assert peaks[found.choices] <= aim
+    assert found.bound <= best + 1e-7
