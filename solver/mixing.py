@@ -10,7 +10,9 @@ within the budget: some layers follow the one, some the other. So
     relax      its linear program with every row says what rows are worth (`Shares`)
     round      few clusters share several plans, and with a little less budget these can
                be rounded while the others stay (`_rounded`)
-    branch     else the integer program of what is left, with every row, is small
+    branch     else the integer program of all mixtures, with every row, is small, and
+               HiGHS may check its limits so often; as long as prices find other plans
+               to mix, a rounded mixture is enough
 
 Costs and rows are exact, so that a mixture is a plan like any other.
 """

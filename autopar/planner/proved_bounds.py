@@ -1,4 +1,4 @@
-"""Bounds that solutions proved, for as long as their rows of memory are those looked at.
+"""Bounds that solutions proved, for as long as their rows of memory stay.
 
 A row that is lowered is another row: what was proved with the old one is no bound on
 the plans that the new one admits. Rows that come only exclude plans, so bounds stay.

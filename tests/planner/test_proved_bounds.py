@@ -1,4 +1,4 @@
-"""Bounds outlive the rounds that proved them, and no plan that fits is below its own."""
+"""Bounds outlive the rounds that proved them; no plan that fits is below its own."""
 
 from dataclasses import replace
 from math import inf

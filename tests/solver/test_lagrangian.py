@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,9 @@ from autopar.solver.array_pool import ArrayPool
 from autopar.solver.choice_graph import Infeasible
 from autopar.solver.lagrangian import PricedPlans
 from autopar.solver.memory_rows import MemoryRow
-from autopar.solver.mixing import Mixtures, mix
+from autopar.solver.mixing import FEW_CHECKS, Mixtures, mix
 from autopar.solver.multipliers import best_prices, price
+from autopar.solver.relaxation import Relaxation
 from autopar.solver.search import Search
 from autopar.solver.within_rows import solve_within_rows
 from tests.solver.layered_graphs import layered_graph
@@ -155,6 +157,49 @@ def test_a_mixture_that_costs_little_enough_ends_the_search() -> None:
     assert found is not None and graph.cost(best) <= graph.cost(found) <= enough
     assert all(row.used(found) <= budget for row in rows)
     assert mixtures.cheapest(budget, gap=0.0, cost=graph.cost(best)) is None
+
+
+def test_a_rounded_mixture_will_do_while_prices_may_do_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tree of all mixtures, which may take ten times as long, is for the end."""
+    graph = layered_graph(3, num_layers=40)
+    rows = rows_of(graph, 3, number=2)
+    free = solve(graph).choices
+    other = solve(price(graph, rows, np.full(2, graph.cost(free)), 0.0)).choices
+    peaks = [max(row.used(x) for row in rows) for x in (free, other)]
+    mixtures = Mixtures(graph, rows, [free, other])
+    trees: list[int | None] = []
+    solve_whole = Relaxation.solve_whole
+
+    def spied(tree: Relaxation, *given: Any) -> tuple[int, ...] | None:
+        trees.append(given[3] if len(given) > 3 else None)
+        return solve_whole(tree, *given)
+
+    monkeypatch.setattr(Relaxation, "solve_whole", spied)
+    best, rounded = (
+        mixtures.cheapest(sum(peaks) / 2, gap=0.0, rounds_only=rounds_only)
+        for rounds_only in (False, True)
+    )
+    assert best is not None and rounded is not None
+    assert graph.cost(best) <= graph.cost(rounded)
+    assert trees == [None, None, FEW_CHECKS, None, None]
+
+
+def test_a_tree_ends_after_so_many_checks_of_its_limits() -> None:
+    graph = layered_graph(3, num_layers=40)
+    everything = np.ones(graph.num_choices, bool)
+    row = rows_of(graph, 3, number=1)[0]
+    budget = 0.97 * row.used(solve(graph).choices)
+
+    def pivots(most_checks: int | None) -> int:
+        tree = Relaxation(graph, everything, budget, size=100.0)
+        tree.add_row(row)
+        tree.solve_whole(0.0, 1000, most_checks=most_checks)
+        return tree.num_pivots
+
+    assert pivots(1) < pivots(None)
+    assert pivots(1) == pivots(1)
 
 
 @pytest.mark.parametrize("seed", range(10))
