@@ -240,7 +240,6 @@ class _WithinBudget:
         aimed that much below the budget.
         """
         budget = aim = self.budget_bytes
-        least_aim = WORTH_SOLVING_AGAIN * budget
         for number in range(MOST_ROUNDS):
             if met.work_left <= 0 or self.is_in_vain:
                 break
@@ -248,9 +247,6 @@ class _WithinBudget:
             try:
                 found = met.solve(budget, gap, aim, self._enough(met))
             except Infeasible:
-                if aim < budget:  # of plans above the aim nothing is known
-                    aim = budget if budget - aim <= least_aim else (aim + budget) / 2
-                    continue
                 self.is_ruled_out = True
                 return False
             by, beyond = met.lower_refuted(), found.peak_bytes - budget

@@ -29,7 +29,7 @@ from autopar.planner.relay_choices import lasting_tensors, without_needless_copi
 from autopar.planner.sharding_problem import build_problem
 from autopar.sharding.mesh import parse_mesh
 from autopar.sharding.resharding import Resharder
-from autopar.solver import Infeasible, solve
+from autopar.solver import solve
 from benchmarks.models import build
 
 TINY: dict[str, Any] = {
@@ -238,33 +238,6 @@ def test_a_search_that_gains_nothing_ends_at_half_its_work(
     assert found.assignment.gap > BUDGET_GAP
     assert work.left == 0  # for methods
     assert f"within {budget} B a device ended in vain" in caplog.text
-
-
-def test_rows_that_rule_out_an_aim_do_not_rule_out_the_budget(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of plans above the aim nothing is known: the search goes on nearer the budget."""
-    budget = int(0.7 * free().plan.predicted.peak_bytes)
-    place = gpt(), MESH, Cluster.local(), budget
-    aims: list[float] = []
-    solve_aimed = met_plans.MetPlans.solve
-
-    def solve_if_not_below(
-        met: met_plans.MetPlans, limit: float, gap: float, aim: float, *rest: Any
-    ) -> met_plans.MetPlan:
-        aims.append(aim)
-        if len(aims) == 1:
-            return met.plans[0]  # above the budget, so that the next aims below
-        if aim < limit:
-            raise Infeasible("too little", limit, limit)
-        return solve_aimed(met, limit, gap, aim, *rest)
-
-    monkeypatch.setattr(met_plans.MetPlans, "solve", solve_if_not_below)
-    monkeypatch.setattr(plan_within_module, "FREE_ROUNDS", 0)
-    found = plan_within_binding(*place)
-    assert min(aims) < aims[0] == aims[-1] == budget
-    assert found.plan.predicted.peak_bytes <= budget
-    assert found.plan.predicted.optimality_gap <= BUDGET_GAP
 
 
 def starts() -> tuple[Limit, ...]:
