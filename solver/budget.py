@@ -335,9 +335,7 @@ class WithinRows:
         self, domain: np.ndarray, marginals: Sequence[np.ndarray]
     ) -> np.ndarray:
         """The domain and the choices of least marginal, so many as make it small."""
-        least = [float(each.min()) for each in marginals]
-        pairs = zip(marginals, least, strict=True)  # where all are inf, all are alike
-        beyond = np.concatenate([m - (low if low < inf else 0.0) for m, low in pairs])
+        beyond = np.concatenate([beyond_least(each) for each in marginals])
         order = np.sort(beyond)
         number = MOST_LIKELY + len(self.graph.nodes)
         small = domain if num_pairs(self.graph, domain) <= MOST_PAIRS else None
@@ -374,3 +372,10 @@ def does_not_fit(
         f"to {least:.6g}.",
         *(least, bound, choices),
     )
+
+
+def beyond_least(marginals: np.ndarray) -> np.ndarray:
+    """By how much each is above the least, which may be infinite, of either sign."""
+    least = marginals.min()
+    beyond = np.zeros(len(marginals))
+    return np.subtract(marginals, least, out=beyond, where=marginals > least)

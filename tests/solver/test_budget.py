@@ -9,6 +9,7 @@ import pytest
 from autopar.solver import ChoiceGraph, Infeasible, solve
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.brute_force import brute_force
+from autopar.solver.budget import beyond_least
 from autopar.solver.kept_choices import KeptChoices
 from autopar.solver.memory_rows import MemoryRow, live_row
 from autopar.solver.multipliers import best_prices, price
@@ -195,3 +196,17 @@ def test_below_an_aim_the_bound_is_still_one_within_the_budget(seed: int) -> Non
     found = solve_within_rows(*place, gap=1e-3, free=solve(graph), aim=aim)
     assert peaks[found.choices] <= aim
     assert found.bound <= best + 1e-7
+
+
+@pytest.mark.parametrize(
+    ("marginals", "beyond"),
+    [
+        ([3.0, 1.0, inf], [2.0, 0.0, inf]),
+        ([-inf, 1.0, inf, -inf], [0.0, inf, inf, 0.0]),  # no bound came to be
+        ([inf, inf], [0.0, 0.0]),
+    ],
+)
+def test_likely_choices_are_told_where_bounds_are_infinite(
+    marginals: list[float], beyond: list[float]
+) -> None:
+    np.testing.assert_array_equal(beyond_least(np.array(marginals)), beyond)
