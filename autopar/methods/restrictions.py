@@ -30,6 +30,7 @@ from ..sharding.spec import (
     dims_of,
     format_spec,
 )
+from .axes_together import AxesTogether
 
 PENDING = frozenset((SUM, MAX, MIN))
 NOT_SPLIT = PENDING | {REPLICATED}
@@ -73,7 +74,7 @@ class Restriction:
         return next((d[access.tensor] for d in demands if access.tensor in d), None)
 
 
-Limit = Restriction | ChoicePins
+Limit = Restriction | ChoicePins | AxesTogether
 
 
 def demanded_orders(limits: Sequence[Limit]) -> set[Spec]:
@@ -114,7 +115,7 @@ def restrict(
     if restrictions:
         problem = _restricted(problem, restrictions, cluster)
     for each in limits:
-        if isinstance(each, ChoicePins):
+        if not isinstance(each, Restriction):
             problem = each.applied(problem)
     return problem
 

@@ -5,9 +5,11 @@ the backward pass (`gather_again.py`). What a named method plans is a plan of th
 problem, too, but under a budget the search may end before it finds one as good, or any
 at all. So where it ends with a gap, every named method that could be better is planned,
 and the best of all plans is taken: no method that fits is predicted to be faster.
-Where it ends without one, or far above the budget, methods are planned as they are,
-without the budget: its bound holds for rows of memory that such a plan may not fill.
-Where that bound is out of reach, none is planned.
+On a mesh of several axes those plans are searched first that use it as one axis; the
+best of them is met, with its memory, before all others.
+Where the search ends without one, or far above the budget, methods are planned as they
+are, without the budget: its bound holds for rows of memory that such a plan may not
+fill. Where that bound is out of reach, none is planned.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from ..clusters.cluster import Cluster
 from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
 from ..graph.op_graph import OpGraph
+from ..methods.axes_together import AxesTogether
 from ..methods.gather_again import gathering_again, graph_of_plan
 from ..methods.named_methods import (
     DataParallel,
@@ -103,7 +106,7 @@ class BudgetCandidates:
             searches = gap > NEARLY_CLOSED * max(self.gap, BUDGET_GAP)
             if searches:
                 bound = max(bound, searched.assignment.bound)
-        best = searched
+        best = _faster(searched, self._together)
         for method in self._methods():
             if best is not None and _seconds(best) <= bound * (1 + BUDGET_GAP):
                 break
@@ -124,6 +127,8 @@ class BudgetCandidates:
             least.far_bound_bytes = max(error.far_bound_bytes for error in errors)
             raise least
         is_closed = best is searched and not searches
+        if best.assignment.cost < bound:  # the rows of that bound rule out a plan
+            bound = free.assignment.bound
         return best if is_closed else _with_bound(best, bound)
 
     def least_memory(self) -> IntraOpSolution:
@@ -151,12 +156,14 @@ class BudgetCandidates:
         return self.again() if self.again else gathering_again(self.graph)
 
     def _search(self) -> IntraOpSolution:
+        together = self._together
+        met = () if together is None else (together.assignment,)
         return plan_within_binding(
             *(self._gathering_again, self.mesh, self.cluster, self.budget_bytes),
             pins=self.pins,
             gap=self.gap,
             cutoff=self.cutoff,
-            starts=tuple(self._starts()),
+            starts=(*self._starts(), *met),
             work=self.work,
         )
 
@@ -167,6 +174,28 @@ class BudgetCandidates:
                 yield from self._problem(method)[1]
             except (ValueError, NotImplementedError) as error:
                 _log.info("%s: %s", method, error)
+
+    @cached_property
+    def _together(self) -> IntraOpSolution | None:
+        """The cheapest plan found that splits by all mesh axes or none, if one fits.
+
+        Not where another mesh's plan is to be beaten: one of these may be of one axis.
+        """
+        if self.mesh.num_axes < 2 or self.cutoff < math.inf:
+            return None
+        try:
+            return plan_within_binding(
+                *(self._gathering_again, self.mesh, self.cluster, self.budget_bytes),
+                pins=self.pins,
+                restrictions=(AxesTogether(),),
+                gap=self.gap,
+                finds_least=False,
+                starts=tuple(self._starts()),
+                work=self.work.half().half(),
+            )
+        except InfeasiblePlanError as error:
+            _log.info("all axes together: %s", error)
+            return None
 
     def _methods(self) -> Iterator[NamedMethod]:
         yield DataParallel()
@@ -227,6 +256,14 @@ class BudgetCandidates:
         """Whether the arguments alone are above the budget, as a method has them."""
         least = (least_input_bytes(graph, self.mesh, each) for each in limits)
         return max(least, default=0.0) > self.budget_bytes
+
+
+def _faster(
+    one: IntraOpSolution | None, other: IntraOpSolution | None
+) -> IntraOpSolution | None:
+    """The cheaper plan of two, of those there are; the first of equal ones."""
+    found = [each for each in (one, other) if each is not None]
+    return min(found, key=_seconds, default=None)
 
 
 def _bytes_and_seconds(found: IntraOpSolution) -> tuple[int, float]:

@@ -101,12 +101,13 @@ def plan_within_binding(
     gap: float = 1e-4,
     cutoff: float = math.inf,
     finds_least: bool = True,
-    starts: Sequence[Limit] = (),
+    starts: Sequence[Limit | Assignment] = (),
     work: SearchWork | None = None,
 ) -> IntraOpSolution:
     """As `plan_within`, where the cheapest plan of all is known not to fit.
 
-    `starts`: the cheapest plan with each of these limits is met first, with its rows.
+    `starts`: the cheapest plan with each of these limits is met first, with its rows,
+    or a plan of the same problem itself.
     `finds_least`: where the cheapest plans do not fit, the plan of the least memory is
     searched for. Once a plan was met that fits, a bound of `cutoff` seconds ends the
     search. `work` is what it may take, alone or with others.
@@ -171,7 +172,7 @@ class _WithinBudget:
     def run(
         self,
         finds_least: bool,
-        starts: Sequence[Limit] = (),
+        starts: Sequence[Limit | Assignment] = (),
         work: SearchWork | None = None,
     ) -> IntraOpSolution:
         start = perf_counter()
@@ -218,8 +219,10 @@ class _WithinBudget:
             seconds = format_seconds(cost)
             _log.info("%s: a plan of %s fits, gap %.2f%%", name, seconds, gap)
 
-    def _limited(self, limit: Limit) -> Assignment | None:
+    def _limited(self, limit: Limit | Assignment) -> Assignment | None:
         """The cheapest plan that a limit leaves, if it is one of the problem."""
+        if isinstance(limit, Assignment):
+            return limit
         problem, cluster, _ = self.place
         try:
             limited = restrict(problem, (limit,), cluster).choice_graph
