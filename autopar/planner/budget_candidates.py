@@ -122,6 +122,8 @@ class BudgetCandidates:
                 errors.append(error.without_frames())
             except (ValueError, NotImplementedError) as error:
                 _log.info("%s: %s", method, error)
+        if best is None and searches:
+            best = self._search_together(finds_least=True)
         if best is None:
             least = min(errors, key=lambda error: error.least_budget_bytes or math.inf)
             least.far_bound_bytes = max(error.far_bound_bytes for error in errors)
@@ -177,6 +179,10 @@ class BudgetCandidates:
 
     @cached_property
     def _together(self) -> IntraOpSolution | None:
+        """As `_search_together`, with a part of the work."""
+        return self._search_together(finds_least=False)
+
+    def _search_together(self, *, finds_least: bool) -> IntraOpSolution | None:
         """The cheapest plan found that splits by all mesh axes or none, if one fits.
 
         Not where another mesh's plan is to be beaten: one of these may be of one axis.
@@ -189,7 +195,7 @@ class BudgetCandidates:
                 pins=self.pins,
                 restrictions=(AxesTogether(),),
                 gap=self.gap,
-                finds_least=False,
+                finds_least=finds_least,
                 starts=tuple(self._starts()),
                 work=self.work.half().half(),
             )
