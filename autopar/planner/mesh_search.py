@@ -231,7 +231,8 @@ class _Search:
         """
         first = self.shapes[:2]
         has_levels = default_mesh(self.cluster).num_axes == 2
-        if has_levels and len(first) == 2 and self.binds_on(first[0]):
+        is_cut = len(first) == 2 and first[0].num_axes == 1
+        if has_levels and is_cut and self.binds_on(first[0]):
             return first[::-1]
         return first
 
