@@ -6,7 +6,8 @@ problem, too, but under a budget the search may end before it finds one as good,
 at all. So where it ends with a gap, every named method that could be better is planned,
 and the best of all plans is taken: no method that fits is predicted to be faster.
 On a mesh of several axes those plans are searched first that use it as one axis; the
-best of them is met, with its memory, before all others.
+best of them is met, with its memory, before all others. Of a long step only where the
+search of all ends with a gap.
 Where the search ends without one, or far above the budget, methods are planned as they
 are, without the budget: its bound holds for rows of memory that such a plan may not
 fill. Where that bound is out of reach, none is planned.
@@ -40,6 +41,7 @@ from ..methods.named_methods import (
 from ..methods.restrictions import Restriction
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
+from .even_share import MANY_OPERATORS
 from .intra_op import IntraOpSolution, plan_intra_op
 from .least_inputs import least_input_bytes
 from .memory_users import infeasible_error
@@ -106,7 +108,9 @@ class BudgetCandidates:
             searches = gap > NEARLY_CLOSED * max(self.gap, BUDGET_GAP)
             if searches:
                 bound = max(bound, searched.assignment.bound)
-        best = _faster(searched, self._together)
+        best = searched
+        if self._may_search(searches) or not self._is_long:
+            best = _faster(searched, self._together)
         for method in self._methods():
             if best is not None and _seconds(best) <= bound * (1 + BUDGET_GAP):
                 break
@@ -122,7 +126,7 @@ class BudgetCandidates:
                 errors.append(error.without_frames())
             except (ValueError, NotImplementedError) as error:
                 _log.info("%s: %s", method, error)
-        if best is None and searches:
+        if best is None and searches and not self._is_long:
             best = self._search_together(finds_least=True)
         if best is None:
             least = min(errors, key=lambda error: error.least_budget_bytes or math.inf)
@@ -158,7 +162,7 @@ class BudgetCandidates:
         return self.again() if self.again else gathering_again(self.graph)
 
     def _search(self) -> IntraOpSolution:
-        together = self._together
+        together = None if self._is_long else self._together
         met = () if together is None else (together.assignment,)
         return plan_within_binding(
             *(self._gathering_again, self.mesh, self.cluster, self.budget_bytes),
@@ -176,6 +180,11 @@ class BudgetCandidates:
                 yield from self._problem(method)[1]
             except (ValueError, NotImplementedError) as error:
                 _log.info("%s: %s", method, error)
+
+    @property
+    def _is_long(self) -> bool:
+        """Whether another search is worth it only where one left a gap."""
+        return len(self.graph.operators()) >= MANY_OPERATORS
 
     @cached_property
     def _together(self) -> IntraOpSolution | None:
