@@ -32,12 +32,7 @@ class AxesTogether:
         """The problem with every other choice forbidden."""
         known: dict[int, np.ndarray] = {}
         vertices = [_together(vertex, known) for vertex in problem.vertices]
-        nodes = tuple(
-            replace(node, costs=vertex.seconds)
-            for node, vertex in zip(problem.choice_graph.nodes, vertices, strict=True)
-        )
-        graph = replace(problem.choice_graph, nodes=nodes)
-        return replace(problem, vertices=tuple(vertices), choice_graph=graph)
+        return problem.with_vertices(vertices)
 
 
 def _together(vertex: Vertex, known: dict[int, np.ndarray]) -> Vertex:

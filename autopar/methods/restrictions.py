@@ -127,12 +127,7 @@ def _restricted(
     vertices = list(map(restricted.vertex, problem.vertices))
     for relay in _relays_too_small(problem, vertices):
         vertices[relay] = problem.vertices[relay]
-    nodes = tuple(
-        replace(node, costs=vertex.seconds)
-        for node, vertex in zip(problem.choice_graph.nodes, vertices, strict=True)
-    )
-    graph = replace(problem.choice_graph, nodes=nodes)
-    return replace(problem, vertices=tuple(vertices), choice_graph=graph)
+    return problem.with_vertices(vertices)
 
 
 def _relays_too_small(

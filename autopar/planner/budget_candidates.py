@@ -41,7 +41,7 @@ from ..methods.named_methods import (
 from ..methods.restrictions import Restriction
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
-from .even_share import MANY_OPERATORS
+from .even_share import is_long
 from .intra_op import IntraOpSolution, plan_intra_op
 from .least_inputs import least_input_bytes
 from .memory_users import infeasible_error
@@ -169,22 +169,25 @@ class BudgetCandidates:
             pins=self.pins,
             gap=self.gap,
             cutoff=self.cutoff,
-            starts=(*self._starts(), *met),
+            starts=(*self._starts, *met),
             work=self.work,
         )
 
-    def _starts(self) -> Iterator[Restriction]:
+    @cached_property
+    def _starts(self) -> tuple[Restriction, ...]:
         """Methods that split the state, as limits of the problem that is searched."""
+        found: list[Restriction] = []
         for method in STARTS:
             try:
-                yield from self._problem(method)[1]
+                found += self._problem(method)[1]
             except (ValueError, NotImplementedError) as error:
                 _log.info("%s: %s", method, error)
+        return tuple(found)
 
     @property
     def _is_long(self) -> bool:
         """Whether another search is worth it only where one left a gap."""
-        return len(self.graph.operators()) >= MANY_OPERATORS
+        return is_long(self.graph)
 
     @cached_property
     def _together(self) -> IntraOpSolution | None:
@@ -205,7 +208,7 @@ class BudgetCandidates:
                 restrictions=(AxesTogether(),),
                 gap=self.gap,
                 finds_least=finds_least,
-                starts=tuple(self._starts()),
+                starts=self._starts,
                 work=self.work.half().half(),
             )
         except InfeasiblePlanError as error:

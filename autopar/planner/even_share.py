@@ -30,11 +30,15 @@ def even_share_bytes(graph: OpGraph, num_devices: int) -> int:
     return memory_on_one_device(graph).peak_bytes // num_devices
 
 
+def is_long(graph: OpGraph) -> bool:
+    """Whether a step takes long to search."""
+    return len(graph.operators()) >= MANY_OPERATORS
+
+
 def is_out_of_reach(graph: OpGraph, num_devices: int, budget_bytes: int) -> bool:
     """Whether no plan should come near a budget, of a step that is long to search."""
-    is_long = len(graph.operators()) >= MANY_OPERATORS
     limit = OUT_OF_REACH * budget_bytes
-    return is_long and even_share_bytes(graph, num_devices) > limit
+    return is_long(graph) and even_share_bytes(graph, num_devices) > limit
 
 
 def memory_on_one_device(graph: OpGraph) -> MemoryProfile:

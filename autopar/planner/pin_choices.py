@@ -51,12 +51,7 @@ class ChoicePins:
             if is_kept is not None and vertex.strategies is not None:
                 kept = [is_kept(factors) for factors in strategy_factors(vertex)]
                 vertices[index] = self._only(vertex, np.array(kept))
-        nodes = tuple(
-            replace(node, costs=vertex.seconds)
-            for node, vertex in zip(problem.choice_graph.nodes, vertices, strict=True)
-        )
-        graph = replace(problem.choice_graph, nodes=nodes)
-        return replace(problem, vertices=tuple(vertices), choice_graph=graph)
+        return problem.with_vertices(vertices)
 
     def _only(self, vertex: Vertex, kept: np.ndarray) -> Vertex:
         seconds = np.where(kept, vertex.seconds, np.inf)

@@ -32,7 +32,7 @@ from ..plans.explain import format_seconds
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
-from .even_share import MANY_OPERATORS
+from .even_share import is_long
 from .intra_op import IntraOpSolution, plan_intra_op
 from .least_memory import LeastMemory, least_memory
 from .memory_users import infeasible_error
@@ -213,7 +213,7 @@ class _WithinBudget:
 
     def _tell_first(self, met: MetPlans) -> None:
         best, name = met.cheapest(self.budget_bytes), self.place[0].graph.name
-        if best is not None and len(self.place[0].graph.operators()) >= MANY_OPERATORS:
+        if best is not None and is_long(self.place[0].graph):
             cost = best.assignment.cost
             gap = 100 * (cost / self.bound - 1)
             seconds = format_seconds(cost)

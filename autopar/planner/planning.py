@@ -43,7 +43,7 @@ from .attention_choice import AttentionVariants, ring_limits
 from .auto_layout import auto_layout
 from .budget_candidates import BudgetCandidates
 from .divided_work import dividing_first, warn_repeated_work
-from .even_share import MANY_OPERATORS, even_share_bytes, is_out_of_reach
+from .even_share import even_share_bytes, is_long, is_out_of_reach
 from .frozen_models import frozen_models
 from .intra_op import IntraOpSolution, warn_fallbacks
 from .memory_budget import default_budget
@@ -259,7 +259,6 @@ def plan_graph(
     num_devices = cluster.num_devices if mesh is None else mesh.size
     for_memory = getattr(options.method, "objective", "time") == "memory"
     is_limited = budget_bytes < NO_BUDGET and not for_memory
-    is_long = len(graph.operators()) >= MANY_OPERATORS
     is_searched, tell = mesh is None, _tell_mesh(graph)
     work = SearchWork.of_meshes() if is_searched else SearchWork()
     free_on: dict[MeshShape, IntraOpSolution] = {}
@@ -306,7 +305,7 @@ def plan_graph(
         )
 
     def binds_on(mesh: MeshShape) -> bool:
-        if not is_long or not is_limited or limits:
+        if not is_long(graph) or not is_limited or limits:
             return False
         tell(mesh)
         try:
@@ -330,7 +329,7 @@ def plan_graph(
         floor_seconds = least_seconds(graph, cluster)
         shapes = dividing_first(graph, mesh_shapes(cluster))
         ends = floor_seconds, tell, work, binds_on
-        rest = shapes, free_for, is_long, cutoff
+        rest = shapes, free_for, is_long(graph), cutoff
         search = search_meshes(cluster, plan_on, *ends, *rest)
         _log.info("%s: %s", graph.name, search)
         solution = search.solution
@@ -353,7 +352,7 @@ def _tell_mesh(graph: OpGraph) -> Callable[[MeshShape], None]:
     """Says on which shape a step is planned next, if that takes long."""
 
     def tell(mesh: MeshShape) -> None:
-        if len(graph.operators()) >= MANY_OPERATORS:
+        if is_long(graph):
             _log.info("%s: planning on %s", graph.name, mesh)
 
     return tell

@@ -15,7 +15,7 @@ Operators in a scan body are vertices of the same problem, their costs times the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,6 +68,15 @@ class ShardingProblem:
     writers: Mapping[int, tuple[int, Access]]  # (vertex, access) by tensor
     columns: VertexColumns
     visible: np.ndarray
+
+    def with_vertices(self, vertices: Sequence[Vertex]) -> ShardingProblem:
+        """The same with other seconds of choices, infinite where one is forbidden."""
+        nodes = tuple(
+            replace(node, costs=vertex.seconds)
+            for node, vertex in zip(self.choice_graph.nodes, vertices, strict=True)
+        )
+        graph = replace(self.choice_graph, nodes=nodes)
+        return replace(self, vertices=tuple(vertices), choice_graph=graph)
 
 
 @without_garbage_collection

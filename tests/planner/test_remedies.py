@@ -126,7 +126,7 @@ def test_a_long_step_that_memory_binds_is_searched_on_the_levels_first(
         made.append((str(self.mesh), self.budget_bytes, self.free is not None))
         return best(self)
 
-    monkeypatch.setattr(planning, "MANY_OPERATORS", 0)
+    monkeypatch.setattr(planning, "is_long", lambda graph: True)
     monkeypatch.setattr(search_work, "WORK_OF_MESHES", 0.5)
     monkeypatch.setattr(planning.BudgetCandidates, "best", counted)
 
