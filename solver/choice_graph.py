@@ -198,6 +198,11 @@ class ChoiceGraph:
             return [nodes.types[kind][1] for kind in nodes.type_of.tolist()]
         return [node.bytes for node in nodes]
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        """[nodes] how many choices each has."""
+        return [held.size for held in self.bytes_by_node]
+
     def sum_live(self, values: np.ndarray) -> np.ndarray:
         """[live sets] the sum over each live set of one value per node."""
         flat, ends = self._live_index

@@ -95,15 +95,19 @@ def foreign_nodes(graph: ChoiceGraph, rows: Sequence[MemoryRow]) -> frozenset[in
 
 
 def lowered(
-    row: MemoryRow, own: Sequence[int], other: Sequence[int], most: float
+    row: MemoryRow,
+    own: Sequence[int],
+    other: Sequence[int],
+    most: float,
+    sizes: Sequence[int],
 ) -> MemoryRow:
     """The row, saying at most `most` of `other`, and of `own` what it said.
 
     What it says too much is taken off the choices that only `other` makes, first off
     those that hold more than `own`'s; nodes that are alike, as those of equal layers
     are, bear it in equal parts. If they do not weigh enough, the other choices of one
-    of these nodes weigh more, and the constant less. Where the row has no such node
-    only the constant is lowered, for every assignment.
+    of these nodes weigh more, and the constant less. Where the row has no such node,
+    others do so in equal parts; `sizes` [nodes] is how many choices each has.
     """
     beyond = row.used(other) - most
     if beyond <= 0:
@@ -111,7 +115,7 @@ def lowered(
     ours, theirs = (np.asarray(c, np.intp)[row.index] for c in (own, other))
     differing = np.flatnonzero(ours != theirs)
     if not differing.size:
-        return MemoryRow(row.nodes, row.weights, row.constant - beyond)
+        return _told_apart(row, own, other, beyond, sizes)
     weights, constant = list(row.weights), row.constant
     more = (row.held(other) - row.held(own))[differing]
     alike = np.stack([row.kinds[1], ours, theirs], 1)[differing]
@@ -143,10 +147,34 @@ def lowered(
     return MemoryRow(row.nodes, tuple(weights), constant)
 
 
+def _told_apart(
+    row: MemoryRow,
+    own: Sequence[int],
+    other: Sequence[int],
+    beyond: float,
+    sizes: Sequence[int],
+) -> MemoryRow:
+    """The row, saying `beyond` less of `other`, by nodes that it has not.
+
+    An assignment that makes some of the choices that only `other` makes holds so much
+    less of that.
+    """
+    apart = np.flatnonzero(np.asarray(own) != np.asarray(other)).tolist()
+    constant = row.constant - beyond
+    weights: list[np.ndarray] = []
+    for node in apart:
+        weights.append(np.full(sizes[node], beyond / len(apart)))
+        weights[-1][other[node]] = 0.0
+    return MemoryRow((*row.nodes, *apart), (*row.weights, *weights), constant)
+
+
 def lowered_by_all(
-    row: MemoryRow, own: Sequence[int], others: Iterable[tuple[Sequence[int], float]]
+    row: MemoryRow,
+    own: Sequence[int],
+    others: Iterable[tuple[Sequence[int], float]],
+    sizes: Sequence[int],
 ) -> MemoryRow:
     """As `lowered`, by (assignment, the most to say of it) one after the other."""
     for other, most in others:
-        row = lowered(row, own, other, most)
+        row = lowered(row, own, other, most, sizes)
     return row

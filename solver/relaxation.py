@@ -159,6 +159,7 @@ class Relaxation:
         self._model.setOptionValue("mip_max_nodes", most_nodes)
         target = (enough - self.graph.constant) * self.scale
         self._model.setOptionValue("objective_target", target)
+        self._model.setOptionValue("presolve", "off")  # of integers it may never end
         if most_checks is not None:
             checks = count_from(1)
 

@@ -179,4 +179,4 @@ class _Search:
 
     def _lowered(self, row: MemoryRow, own: tuple[int, ...]) -> MemoryRow:
         met = ((at, each.plan.predicted.peak_bytes) for at, each in self.met.items())
-        return lowered_by_all(row, own, met)
+        return lowered_by_all(row, own, met, self.program.graph.sizes)

@@ -34,6 +34,7 @@ LEAST_TURN = 0.003
 MOST_WORK_AT_ONCE = 15.0  # seconds, of one solution; see `solver/clock.py`
 FAR_OFF = 1.1  # times what a plan holds
 WORTH_LOWERING = 0.005  # of what a plan holds, that a row says more of it
+MOST_SAID = 1.1  # times the budget, by the rows of a plan that may fit
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +93,7 @@ class MetPlans:
         self._proved = ProvedBounds(self._priced)
         self.plans: list[MetPlan] = []
         self._far: set[MetPlan] = set()  # which rows say too much of
+        self._looked_at: set[tuple[int, ...]] = set()
         self._rows: list[_Row] = []
         first = self.see(free)
         self.add_rows(first)
@@ -159,13 +161,39 @@ class MetPlans:
 
     def see(self, assignment: Assignment) -> MetPlan:
         """Meets a plan: what the model says of its memory."""
+        self.plans.append(self._modelled(assignment))
+        return self.plans[-1]
+
+    def _modelled(self, assignment: Assignment) -> MetPlan:
         choices = self._normal(assignment.choices)
         cost = self.problem.choice_graph.cost(choices)
         assignment = replace(assignment, choices=choices, cost=cost)
         place = self._cluster, self._resharder
-        profile = read_profile(self.problem, assignment, *place)
-        self.plans.append(MetPlan(assignment, profile))
-        return self.plans[-1]
+        return MetPlan(assignment, read_profile(self.problem, assignment, *place))
+
+    def look_through(self, budget_bytes: int, most: int) -> MetPlan | None:
+        """Meets the cheapest plan that solutions came by, if it fits and is new.
+
+        Rows put it above the budget, by more than it holds. The model is asked of up to
+        `most` plans that were not looked at before.
+        """
+        priced, best = self._priced, self.cheapest(budget_bytes)
+        cost = math.inf if best is None else best.assignment.cost
+        said = priced.used(self.rows).max(axis=1, initial=0.0)
+        for number in sorted(range(len(said)), key=priced.costs.__getitem__):
+            if priced.costs[number] >= cost or not most:
+                break
+            is_far = said[number] > MOST_SAID * budget_bytes
+            if is_far or priced.plans[number] in self._looked_at:
+                continue
+            most -= 1
+            self._looked_at.add(priced.plans[number])
+            found = self._modelled(replace(self.free, choices=priced.plans[number]))
+            if found.peak_bytes <= budget_bytes:
+                self.plans.append(found)
+                self.lower_refuted()
+                return found
+        return None
 
     def _normal(self, choices: Sequence[int]) -> tuple[int, ...]:
         problem, relays = self.problem, self.problem.relays
@@ -194,6 +222,13 @@ class MetPlans:
             self.lower_refuted()
         self.add_rows(found)
 
+    def admit_far(self) -> bool:
+        """Lowers rows by all plans met; whether some had been kept from that."""
+        had_far, self._far = bool(self._far), set()
+        if had_far:
+            self.lower_refuted()
+        return had_far
+
     def _add(self, found: MetPlan, rows: Sequence[MemoryRow]) -> None:
         self._rows += [self._lowered(_Row(row, found.choices)) for row in rows]
 
@@ -215,7 +250,10 @@ class MetPlans:
             if each not in self._far
             and self._says_too_much(row.used(each.choices), each.peak_bytes)
         ]
-        return _Row(lowered_by_all(row, given.own, met), given.own) if met else given
+        if not met:
+            return given
+        sizes = self.problem.choice_graph.sizes
+        return _Row(lowered_by_all(row, given.own, met, sizes), given.own)
 
     def _says_too_much(self, said: float, peak_bytes: int) -> bool:
         is_refuted = said > self._budget_bytes >= peak_bytes

@@ -7,6 +7,9 @@ together in rounds, first with a wide gap, then with a narrow one:
   2. add the plan's own points as rows (lazily: few of all points ever matter)
   3. lower what a row says, where the model says less of a plan that was met
 
+Where a gap is left, plans that solutions came by and rows put a little above the budget
+are looked at, too: some fit. And where rows leave nothing, though a plan was met that
+fits and is far from all that brought them, they are lowered by that plan, too.
 So a plan that is returned fits by its own figure, and its bound is that of the problem
 with the rows of the plans met. If none fits, the search for the plan of the least
 memory (`least_memory.py`) goes down to the budget, or ends above and says what would
@@ -49,6 +52,7 @@ WORTH_A_TURN = 0.03  # of the budget
 WORTH_SOLVING_AGAIN = 0.005  # of the budget, by which a row was lowered
 WORTH_AIMING_AT = 0.02  # of the budget, by which a plan was above it
 FREE_ROUNDS, MOST_AIMED = 2, 0.03
+MOST_LOOKED_AT, FEW_LOOKED_AT = 32, 8  # of what solutions left
 _log = logging.getLogger("autopar")
 
 
@@ -182,8 +186,11 @@ class _WithinBudget:
         self.starts = [each for limit in starts if (each := self._limited(limit))]
         self._meet_starts(met)
         self._tell_first(met)
-        if self._solve_in_rounds(met, WIDE_GAP) and not self._is_closed(met):
+        self._solve_in_rounds(met, WIDE_GAP)
+        self._look_through(met)
+        if met.cheapest(budget) is not None and not self._is_closed(met):
             self._solve_in_rounds(met, self.gap)
+            self._look_through(met)
         if met.cheapest(budget) is None and not self.is_ruled_out:
             self._solve_with_margins(met)
         best = met.cheapest(budget)
@@ -250,6 +257,8 @@ class _WithinBudget:
             try:
                 found = met.solve(budget, gap, aim, self._enough(met))
             except Infeasible:
+                if met.cheapest(budget) is not None and met.admit_far():
+                    continue
                 self.is_ruled_out = True
                 return False
             by, beyond = met.lower_refuted(), found.peak_bytes - budget
@@ -268,6 +277,14 @@ class _WithinBudget:
             elif by <= WORTH_SOLVING_AGAIN * budget:
                 return True
         return met.cheapest(budget) is not None
+
+    def _look_through(self, met: MetPlans) -> None:
+        """Takes a cheaper plan that rows put above the budget, if it fits."""
+        if self._is_closed(met):
+            return
+        most = FEW_LOOKED_AT if is_long(self.place[0].graph) else MOST_LOOKED_AT
+        if met.look_through(self.budget_bytes, most):
+            self.bound = met.bound(self.budget_bytes)
 
     def _open_gap(self, met: MetPlans) -> float:
         best = met.cheapest(self.budget_bytes)

@@ -19,15 +19,18 @@ def test_a_lowered_row_is_exact_where_it_was_and_where_it_was_wrong(seed: int) -
     most = row.used(other) - float(rng.integers(-3, 12))
     if own == other:
         most = max(most, row.used(own))
-    less = lowered(row, own, other, most)
+    less = lowered(row, own, other, most, sizes)
     assert less.used(own) == pytest.approx(row.used(own))
     assert less.used(other) == pytest.approx(min(row.used(other), most))
     assert all((held >= 0).all() for held in less.weights)
     assert all(less.used(each) <= row.used(each) + 1e-9 for each in every)
 
 
-def test_where_no_node_tells_them_apart_the_constant_is_lowered() -> None:
+def test_where_no_node_of_the_row_tells_them_apart_others_do() -> None:
     row = MemoryRow((0,), (np.array([4.0, 7.0]),), 1.0)
-    less = lowered(row, (0, 0), (0, 1), 3.0)
-    assert less.used((0, 1)) == less.used((0, 0)) == 3.0
-    assert less.used((1, 0)) == 6.0
+    own, other = (0, 0, 2, 1), (0, 1, 2, 0)
+    less = lowered(row, own, other, 3.0, [2, 2, 3, 2])
+    assert less.used(own) == row.used(own) == 5.0
+    assert less.used(other) == 3.0
+    assert less.used((0, 1, 2, 1)) == 4.0  # half of what tells them apart
+    assert less.used((1, 0, 0, 1)) == row.used((1, 0)) == 8.0

@@ -1,0 +1,74 @@
+"""Plans that were met: what fits is taken, and what rows rule out though it fits."""
+
+from functools import cache
+
+import pytest
+
+from autopar.clusters.cluster import Cluster
+from autopar.frontend.tracing import trace
+from autopar.graph.build_graph import build_graph
+from autopar.methods.named_methods import Zero, restriction_of
+from autopar.methods.restrictions import restrict
+from autopar.planner.met_plans import FAR_OFF, MetPlans
+from autopar.planner.planning import roles_of
+from autopar.planner.sharding_problem import ShardingProblem, build_problem
+from autopar.sharding.mesh import parse_mesh
+from autopar.sharding.resharding import Resharder
+from autopar.solver import solve
+from autopar.solver.assignment import Assignment
+from benchmarks.models import build
+
+MESH, CLUSTER = parse_mesh("x:8"), Cluster.local()
+
+
+@cache
+def resnet() -> tuple[ShardingProblem, Assignment, Assignment]:
+    """A problem, its cheapest plan and that of ZeRO-1, unlike it in all layers."""
+    workload = build("resnet")
+    traced = trace(workload.step, workload.abstract(), {})
+    graph = build_graph(traced, roles_of(traced))
+    resharder = Resharder(MESH, CLUSTER)
+    problem = build_problem(graph, MESH, CLUSTER, resharder, counts_memory=True)
+    batch = [each.tensor for each in graph.inputs if each.role == "batch"]
+    limit = restriction_of(Zero(1), graph, MESH, batch)
+    limited = restrict(problem, (limit,), CLUSTER).choice_graph
+    return problem, solve(problem.choice_graph), solve(limited)
+
+
+def met_plans(budget_bytes: float) -> MetPlans:
+    problem, free, _ = resnet()
+    place = problem, CLUSTER, Resharder(MESH, CLUSTER), free
+    return MetPlans(*place, 0.0, budget_bytes=budget_bytes)
+
+
+def test_a_plan_unlike_all_others_lowers_rows_only_once_it_is_let() -> None:
+    zero = resnet()[-1]
+    budget = met_plans(0).see(zero).peak_bytes
+    met = met_plans(budget)
+    met.meet_start(zero)
+    found, free = met.plans[-1], met.plans[0]
+
+    def said() -> float:
+        return max(row.used(found.choices) for row in met.rows)
+
+    assert said() > FAR_OFF * found.peak_bytes
+    assert met.admit_far()
+    assert said() <= budget * (1 + 1e-9)
+    assert max(row.used(free.choices) for row in met.rows) == free.peak_bytes
+    assert not met.admit_far()
+
+
+def test_a_plan_that_solutions_came_by_is_taken_if_it_fits() -> None:
+    zero = resnet()[-1]
+    holds = met_plans(0).see(zero).peak_bytes
+    budget = int(max(row.used(zero.choices) for row in met_plans(0).rows))
+    met = met_plans(budget)
+    assert met.look_through(budget, 8) is None  # only the free plan was met
+    met._priced.add(zero.choices)
+    assert met.look_through(holds // 2, 8) is None  # rows put it far above
+    assert met.look_through(budget, 0) is None
+    found = met.look_through(budget, 1)
+    assert found is not None and found is met.cheapest(budget)
+    assert found.peak_bytes == holds
+    assert found.assignment.cost == pytest.approx(zero.cost)
+    assert met.look_through(budget, 8) is None  # none is cheaper
