@@ -22,12 +22,15 @@ class InfeasiblePlanError(AutoparError, ValueError):
       tightest_constraint: the constraint that rules out the last plan, in words.
       far_bound_bytes: what any plan should need, where that is so far above the budget
         that the search for the least ended early, and less may do; else 0.
+      bound_bytes: what any plan needs by the memory of the plans met, 0 if not known;
+        plans unlike those met may need less.
       least_plan: the `ShardingPlan` of that least budget, where there is one.
       largest_users: what takes the most of its memory, in words.
     """
 
     least_plan: Any = None
     largest_users = ""
+    bound_bytes = 0
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class InfeasiblePlanError(AutoparError, ValueError):
         """The same, with more words at its end."""
         same = InfeasiblePlanError(f"{self}\n{more}", *self.args[1:])
         same.least_plan, same.largest_users = self.least_plan, self.largest_users
+        same.bound_bytes = self.bound_bytes
         return same
 
     def without_frames(self) -> InfeasiblePlanError:

@@ -48,7 +48,8 @@ from .memory_users import infeasible_error
 from .plan_within import BUDGET_GAP, plan_least_memory, plan_within_binding
 from .search_work import SearchWork
 
-FAR = 1.05  # times the budget
+FAR = 1.05  # times the budget, the least found
+NEAR = 1.01  # times the budget, what any plan needs by rows
 OUT_OF_REACH = 2  # times the budget, what any plan needs by rows: no method fits
 NEARLY_CLOSED = 1.1  # times the gap that is wanted
 STARTS = Zero(3, reshard_after_forward=False), Zero(3)
@@ -100,7 +101,7 @@ class BudgetCandidates:
             if error.far_bound_bytes > OUT_OF_REACH * self.budget_bytes:
                 raise
             errors.append(error.without_frames())
-            searches = (error.least_budget_bytes or 0) <= FAR * self.budget_bytes
+            searches = self._may_be_met(error)
         else:
             if searched.assignment.bound >= self.cutoff:
                 return searched
@@ -266,6 +267,11 @@ class BudgetCandidates:
             return None
         _log.info("%s is better than what the search found", method)
         return found
+
+    def _may_be_met(self, error: InfeasiblePlanError) -> bool:
+        """Whether a method may fit that the search of all plans did not meet."""
+        is_far = (error.least_budget_bytes or 0) > FAR * self.budget_bytes
+        return not is_far and error.bound_bytes <= NEAR * self.budget_bytes
 
     def _may_search(self, searches: bool) -> bool:
         return searches and self.work.may_begin(len(self.graph.operators()))

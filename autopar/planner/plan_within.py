@@ -198,7 +198,7 @@ class _WithinBudget:
             least = self.least_found(budget)
             best = least.found
             if best.peak_bytes > budget:
-                raise infeasible_error(best.profile, budget, least.far_bound_bytes)
+                raise least.error(budget)
         if best is None:
             raise infeasible_error(met.least().profile, budget)
         solution = self.solution(best, met.bound(budget, best))

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from autopar.clusters.cluster import Cluster
+from autopar.errors import InfeasiblePlanError
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.methods.named_methods import Megatron, NamedMethod, Zero, restriction_of
+from autopar.planner import budget_candidates
 from autopar.planner.budget_candidates import BudgetCandidates
 from autopar.planner.intra_op import IntraOpSolution, plan_intra_op
 from autopar.planner.planning import roles_of
@@ -48,6 +50,30 @@ def test_a_search_that_says_it_is_done_is_held_against_the_methods(
     less = BudgetCandidates(*place, held - 1, *rest).best()
     assert less.plan.predicted.peak_bytes < held
     assert fast < less.plan.predicted.step_seconds <= late
+
+
+@pytest.mark.parametrize("is_ruled_out", [True, False])
+def test_no_method_is_searched_where_rows_of_all_plans_rule_the_budget_out(
+    monkeypatch: pytest.MonkeyPatch, is_ruled_out: bool
+) -> None:
+    workload = build("mlp")
+    traced = trace(workload.step, workload.abstract(), {})
+    graph = build_graph(traced, roles_of(traced))
+    batch = [each.tensor for each in graph.inputs if each.role == "batch"]
+    budget, searched = 1_000, []
+
+    def refused(*_: Any, **__: Any) -> IntraOpSolution:
+        error = InfeasiblePlanError("nothing fits", int(1.03 * budget))
+        error.bound_bytes = int(1.02 * budget) if is_ruled_out else budget
+        searched.append(error)
+        raise error
+
+    monkeypatch.setattr(budget_candidates, "plan_within_binding", refused)
+    rest: Any = budget, batch, {}, 1e-4
+    with pytest.raises(InfeasiblePlanError) as raised:
+        BudgetCandidates(graph, parse_mesh("x:8"), Cluster.local(), *rest).best()
+    assert raised.value.least_budget_bytes == int(1.03 * budget)
+    assert (len(searched) == 1) == is_ruled_out
 
 
 @pytest.mark.parametrize(
