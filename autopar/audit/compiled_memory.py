@@ -165,8 +165,8 @@ def fit_compiled(
             planned = plan_again(int(lowered))
         except InfeasiblePlanError as error:
             found = ceil((error.least_budget_bytes or 0) * correction)
-            is_no_more = (error.least_budget_bytes or inf) <= model_bytes
-            least_plan = least_of(error) if is_no_more else None
+            is_near = (error.least_budget_bytes or inf) <= MOST_ABOVE * budget_bytes
+            least_plan = least_of(error) if is_near else None
             if least_plan is not None:
                 found = compiled_bytes(least_plan)
                 if found <= budget_bytes:

@@ -150,6 +150,24 @@ def test_the_least_plan_is_tried_where_none_is_predicted_to_fit() -> None:
     assert found.plan.predicted.peak_bytes == 1000
 
 
+def test_the_least_plan_is_tried_also_where_more_is_predicted_of_it() -> None:
+    """Of unlike plans the model's errors are unlike: only programs tell."""
+    seen = {1000: 1500, 1100: 980, 1200: 1010}
+
+    def within(budget: int, least: int) -> Planned:
+        def plan_again(_: int) -> Planned:
+            raise InfeasiblePlanError("nothing", least)
+
+        return fit_compiled(
+            *(of_peak(1000), budget, lambda p: seen[p.plan.predicted.peak_bytes]),
+            *(plan_again, lambda _: of_peak(least)),
+        )
+
+    assert within(1000, 1100).plan.predicted.peak_bytes == 1000
+    with pytest.raises(InfeasiblePlanError, match="give memory_budget=1010,"):
+        within(1000, 1200)
+
+
 def test_the_least_plan_is_kept_where_the_raised_budget_finds_only_worse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
