@@ -4,8 +4,9 @@ The predicted peak is a model of the compiler's. Where a program needs more than
 budget, the model's error on it is taken as the error on its neighbours: the budget is
 lowered by it and the problem solved again. Where nothing is predicted to fit, the plan
 that needs the least is compiled: if its program fits, the budget is raised by that
-error, and if not, what it needs is named. What a plan says of its memory is never read
-back from its own program.
+error, and if not, what it needs is named. Before anything is refused, the cheapest plan
+of all is compiled, too: of unlike plans the errors are unlike. What a plan says of its
+memory is never read back from its own program.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
 from ..lowering.programs import SpmdProgram
 from ..options import Options
+from ..planner.memory_search import NO_BUDGET
 from ..planner.planning import Planned, budget_of
 from ..planner.shared_plan import plan_together
 from ..plans.parallel_plan import Plan
@@ -55,7 +57,7 @@ def plan_fitting(
         program = program_of(planned)
         return MemoryUse.of(program.compile(), program.host_bytes).device_bytes
 
-    def plan_again(budget_bytes: int) -> Planned:
+    def plan_again(budget_bytes: int | None) -> Planned:
         return plan_together(
             fun, args, kwargs, replace(options, memory_budget=budget_bytes)
         )
@@ -67,9 +69,24 @@ def plan_fitting(
         planned = plan_together(fun, args, kwargs, own)
         return planned if _has_devices(planned) else None
 
+    try:
+        return _search_fitting(options, compiled_bytes, plan_again, least_of)
+    except InfeasiblePlanError as error:
+        if options.memory_budget is None or options.plan is not None:
+            raise
+        return _cheapest(error, options.memory_budget, compiled_bytes, plan_again)
+
+
+def _search_fitting(
+    options: Options,
+    compiled_bytes: Callable[[Planned], int],
+    plan_again: Callable[[int | None], Planned],
+    least_of: Callable[[InfeasiblePlanError], Planned | None],
+) -> Planned:
+    """As `plan_fitting`, of plans that are predicted to fit or hold the least."""
     compiling = compiled_bytes, plan_again, least_of
     try:
-        planned = plan_together(fun, args, kwargs, options)
+        planned = plan_again(options.memory_budget)
     except InfeasiblePlanError as error:
         budget_bytes = options.memory_budget
         if budget_bytes is None:
@@ -83,6 +100,32 @@ def plan_fitting(
     if options.plan is not None or not _has_devices(planned):
         return planned
     return fit_compiled(planned, budget_of(options, planned.cluster), *compiling)
+
+
+def _cheapest(
+    error: InfeasiblePlanError,
+    budget_bytes: int,
+    compiled_bytes: Callable[[Planned], int],
+    plan_again: Callable[[int], Planned],
+) -> Planned:
+    """The cheapest plan of all, which no budget bound, if its program fits.
+
+    Raises:
+      InfeasiblePlanError: it does not: `error`, or what it needs where that is less.
+    """
+    try:
+        planned = plan_again(NO_BUDGET)
+    except InfeasiblePlanError:
+        raise error from None
+    is_far = planned.plan.predicted.peak_bytes > MOST_ABOVE * budget_bytes
+    if is_far or not _has_devices(planned):
+        raise error
+    seen_bytes = compiled_bytes(planned)
+    if seen_bytes <= budget_bytes:
+        return _corrected(planned, budget_bytes, correction=1.0)
+    if seen_bytes < (error.least_budget_bytes or inf):
+        raise _infeasible(budget_bytes, seen_bytes, error) from None
+    raise error
 
 
 def _overrated(

@@ -202,6 +202,37 @@ def test_the_least_plan_is_kept_where_the_raised_budget_finds_only_worse(
         within(999)
 
 
+def test_the_cheapest_plan_is_compiled_before_anything_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More is predicted of it than of the least plan, but its program holds less."""
+    seen = {1300: 1000, 1100: 1200}
+
+    def plan_together(_: object, __: object, ___: object, options: Options) -> Planned:
+        if options.plan is not None:
+            return replace(planned(), plan=options.plan)
+        if (options.memory_budget or 0) >= 1300:
+            return of_peak(1300)
+        error = InfeasiblePlanError("nothing is predicted to fit", 1100)
+        error.least_plan = of_peak(1100).plan.sharding
+        raise error
+
+    def program_of(planned: Planned) -> Any:
+        peak = planned.plan.predicted.peak_bytes
+        return SimpleNamespace(compile=lambda: peak, host_bytes=0)
+
+    monkeypatch.setattr(compiled_memory, "plan_together", plan_together)
+    monkeypatch.setattr(MemoryUse, "of", lambda peak, _: MemoryUse(seen[peak], 0, 0, 0))
+
+    def within(budget: int) -> Planned:
+        options = replace(planned_options(), memory_budget=budget)
+        return plan_fitting(lambda x: x, (), {}, options, program_of)
+
+    assert within(1000).plan.predicted.peak_bytes == 1000
+    with pytest.raises(InfeasiblePlanError, match="give memory_budget=1000,"):
+        within(999)
+
+
 def test_what_recomputes_and_needs_the_least_is_compiled_as_it_is() -> None:
     """A refused step with `remat="auto"` names the least of what it makes again."""
 
