@@ -3,7 +3,8 @@
 Convolutions (`ConvCanonicalization`) read images with the batch first and channels
 last, kernels with the channels last. A product (`DotDecomposer`) with several dims to
 sum, or several of an operand's own, is made one of matrices: the left operand's dims
-come in the order batch, own, summed, the right one's in batch, summed, own.
+come in the order batch, own, summed, the right one's in batch, summed, own. Matrices of
+a batch that only lie the other way round are read as they are (`TransposeFolding`).
 """
 
 from __future__ import annotations
@@ -96,6 +97,13 @@ def _wanted(op: Operator) -> tuple[DimOrder, ...] | None:
     left, right = sides
     orders = (*left[0], *own[0], *left[1]), (*right[0], *right[1], *own[1])
     return tuple(
-        DimOrder(dims, len(each) > 1 or len(c) > 1)
-        for dims, each, (_, c, _) in zip(orders, own, sides, strict=True)
+        DimOrder(_folded(dims, len(b)), len(each) > 1 or len(c) > 1)
+        for dims, each, (b, c, _) in zip(orders, own, sides, strict=True)
     )
+
+
+def _folded(dims: tuple[int, ...], num_batch: int) -> tuple[int, ...]:
+    """An order of dims, in place if only the rows and columns of matrices change."""
+    *batch, row, column = dims if len(dims) == num_batch + 2 else (-1, -1, -1)
+    is_swapped = batch == list(range(num_batch)) and row == column + 1 == len(dims) - 1
+    return tuple(range(len(dims))) if is_swapped else dims
