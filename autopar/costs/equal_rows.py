@@ -1,4 +1,8 @@
-"""Operators that make what another one makes: XLA keeps the first (`HloCSE`)."""
+"""Operators that make what another one makes: XLA keeps the first (`HloCSE`).
+
+Dims of size one are moved behind elementwise operators before, so the mean of a batch
+is the same with and without the dims that it was summed over.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,19 @@ from functools import lru_cache
 import numpy as np
 
 from ..graph.build_graph import STRUCTURED
-from ..graph.op_graph import GraphColumns, Operator
+from ..graph.op_graph import (
+    GraphColumns,
+    Operator,
+    TensorType,
+    constant_key,
+    params_key,
+)
+from ..rules.elementwise import NARY, UNARY
 from .plan_arrays import PlanArrays
 
 MOST_ROUNDS = 8  # each finds what reads equal results of the round before
+_ELEMENTWISE = frozenset((*UNARY, *NARY))
+_RESHAPES = ("broadcast_in_dim", "expand_dims", "reshape", "squeeze")
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # spreads keys, which wrap around
 
 
@@ -32,8 +45,15 @@ def first_equals(columns: GraphColumns) -> np.ndarray:
         np.diff(columns.operand_start)
     )
     weights = _MIX * (2 * place.astype(np.uint64) + 1)
-    kind = columns.block_of * len(columns.examples) + columns.alike
+    kind = columns.block_of * len(columns.examples) + _kinds(columns)
+    only_ones = np.flatnonzero(columns.where(_is_of_ones))
+    renames = (
+        columns.results[columns.result_start[only_ones]].tolist(),
+        columns.operands[columns.operand_start[only_ones]].tolist(),
+    )
     for _ in range(MOST_ROUNDS):
+        for result, operand in zip(*renames, strict=True):
+            named[result] = named[operand]
         read = np.where(columns.operands >= 0, named[columns.operands], -1)
         mixed = np.add.reduceat(
             np.append(read.astype(np.uint64) * weights, np.uint64(0)),
@@ -134,6 +154,43 @@ def _squared_in(op: Operator, maker: dict[int, Operator]) -> object:
 
 def _maker_of(operand: object, maker: dict[int, Operator]) -> Operator | None:
     return maker.get(operand) if isinstance(operand, int) else None
+
+
+def _kinds(columns: GraphColumns) -> np.ndarray:
+    """[rows] equal numbers for what does the same, dims of size one apart."""
+    numbers: dict[object, int] = {}
+    found = [
+        numbers.setdefault(_key_without_ones(op) or number, len(numbers))
+        for number, op in enumerate(columns.distinct)
+    ]
+    return np.array(found, np.intp)[columns.alike]
+
+
+def _key_without_ones(op: Operator) -> object:
+    """Of an elementwise operator of one shape; None for others."""
+    if op.kind not in _ELEMENTWISE:
+        return None
+    shape = _without_ones(op.result_types[0])
+    types = [op.result_types[0]]
+    for position, kind in enumerate(op.operand_types):
+        if not op.is_constant(position):
+            types.append(kind)
+    if not shape or any(_without_ones(kind) != shape for kind in types):
+        return None
+    constants = tuple(map(constant_key, op.operands))
+    dtypes = tuple(str(kind.dtype) for kind in types)
+    return op.kind, shape, dtypes, constants, params_key(op.params)
+
+
+def _is_of_ones(op: Operator) -> bool:
+    """Whether it only adds or takes away dims of size one."""
+    if op.kind not in _RESHAPES or op.is_constant(0):
+        return False
+    return _without_ones(op.operand_types[0]) == _without_ones(op.result_types[0])
+
+
+def _without_ones(kind: TensorType) -> tuple[int, ...]:
+    return tuple(size for size in kind.shape if size != 1)
 
 
 def _is_mergeable(op: Operator) -> bool:
