@@ -34,7 +34,7 @@ def borrowed_values(
       duplicated: inputs of which a copy is made.
     """
     (starts, ends), sizes = intervals, block.sizes
-    places = _places(block, position, post, duplicated)
+    places = _places(block, position, post, (starts, duplicated))
     room, inputs = places[:2]
     if not room.size:
         return {}
@@ -42,7 +42,9 @@ def borrowed_values(
     values = values[np.lexsort((post[values], -sizes[values]))]
     lives, times = (starts[values], ends[values]), FreeTimes(*places[2:])
     large = np.searchsorted(room, sizes[values])  # the first place that is large enough
-    frees = times.at_first(*lives, large)
+    needed = starts.copy()
+    needed[list(duplicated)] -= 1  # a copy is made while what it is of is still there
+    frees = times.at_first(needed[values], lives[1], large)
     operands = _Operands(block, duplicated, inputs)
     lies_in = operands.lies_in
     over = _written_over(block, position, ends)
@@ -54,7 +56,7 @@ def borrowed_values(
             free &= ~times.taken(start, end)
         if not free and value in over and (own := lies_in[over[value]]) >= first:
             end -= 1  # then its kernel writes the replacement there
-            if since[own] <= start <= end <= until[own]:
+            if since[own] <= needed[value] <= end <= until[own]:
                 free = 1 << own & ~times.taken(start, end)
         if free:
             place = operands.place(value, free)
@@ -131,10 +133,12 @@ def _places(
     block: KernelBlock,
     position: np.ndarray,
     post: np.ndarray,
-    duplicated: frozenset[int],
+    copies: tuple[np.ndarray, frozenset[int]],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(bytes, input, first position, last position) of memory that is free.
 
+    That of an input that is copied is so from the copy on, which is before the kernel
+    at `copies[0]` [values]; `copies[1]` are these inputs.
     It is ordered by bytes, then from the last input in post-order to the first.
     """
     columns, count = block.columns, len(position)
@@ -146,12 +150,10 @@ def _places(
     is_old[old] = True
     reads = np.flatnonzero(is_old[columns.reads])
     read, at = columns.reads[reads], position[columns.readers[reads]]
-    first, used = np.full((2, len(block.values)), -1)
+    used = np.full(len(block.values), -1)
     np.maximum.at(used, read, at)
-    first[read] = count
-    np.minimum.at(first, read, at)
-    copied = list(duplicated)
-    used[copied] = first[copied]
+    starts, copied = copies[0], list(copies[1])
+    used[copied] = starts[copied] - 1
     made = block.maker[new]
     is_free = (made >= 0) & (used[old] + 1 < position[made])
     old, ends = old[is_free], position[made[is_free]] - 1
