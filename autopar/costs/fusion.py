@@ -69,7 +69,8 @@ class Traits:
 
     The results of one that `renames` are other names of what it reads. One that `joins`
     concatenates apart from its operands and readers once its result is large. What is
-    `repeated` is done again beside what is in memory, what is `torn` only there.
+    `repeated` is done again beside what is in memory, what is `torn` only there. One
+    that `moves` does not write over what it reads.
     """
 
     renames: np.ndarray
@@ -80,6 +81,7 @@ class Traits:
     joins: np.ndarray
     streams: np.ndarray
     is_streamed: np.ndarray
+    moves: np.ndarray
     repeated: np.ndarray
     torn: np.ndarray
 
@@ -92,8 +94,8 @@ class Traits:
             count = sum(isinstance(operand, int) for operand in op.operands)
             renames = _is_renaming(op) and count == len(op.results)
             more = op.kind in _OPENING, _joins_minor_dims(op), *_streaming(op)
-            found.append((renames, *_classes(op), *more))
-        table = np.array(found, bool).reshape(-1, 8)[columns.alike]
+            found.append((renames, *_classes(op), *more, op.kind in _MOVING))
+        table = np.array(found, bool).reshape(-1, 9)[columns.alike]
         renames, is_cheap, is_expensive, *_ = table.T
         is_filled = filled_tensors(columns, renames)
         repeated = repeated_rows(columns, is_filled)
@@ -125,7 +127,8 @@ class Nodes:
 
     Node n reads the values `reads[read_start[n] : read_start[n + 1]]`, and writes those
     of `writes` likewise. `operator` is -1 for what converts or stores. `absorbs`: it
-    reads cheap operands by doing them itself. `streams`: it does only those that are
+    reads cheap operands by doing them itself. `moves`: it writes elements in places
+    other than where it reads them. `streams`: it does only those that are
     `is_streamed`, and have no other reader.
     """
 
@@ -138,6 +141,7 @@ class Nodes:
     absorbs: np.ndarray
     repeated: np.ndarray
     torn: np.ndarray
+    moves: np.ndarray
     inner_bytes: np.ndarray
     is_send: np.ndarray
     read_start: np.ndarray

@@ -223,15 +223,14 @@ class _Builder:
         is_kept[list(shared.values())] = True
         pairs = [(old, outputs[new]) for old, new in self.border.replaced]
         nodes, in_memory = self._fused(outputs, is_kept)
-        columns = self.arrays.columns
+        made = self.rows, self.result_row, self.of_results
         return KernelBlock(
             self.values,
             self._kernels(nodes, in_memory, shared),
             kept,
             tuple((old, new) for old, new in pairs if new is not None and new != old),
             self._passed(),
-            flat_values(columns, self.rows, self.result_row, self.of_results)
-            | self.flat,
+            flat_values(self.arrays.columns, *made) | self.flat,
             self.wide,
         )
 
@@ -330,6 +329,7 @@ class _Builder:
             absorbs=is_fused | traits.is_reducing,
             repeated=traits.repeated,
             torn=traits.torn,
+            moves=traits.moves,
             inner=inner,
             reads=(reader[reader >= 0], read),
             writes=(writer, np.concatenate([self.of_results, self.of_barriers])),
@@ -362,7 +362,7 @@ class _Builder:
             np.concatenate([[0], np.cumsum(written[is_kernel])]),
             nodes.writes[is_written],
             nodes.inner_bytes[is_kernel],
-            nodes.is_fusable[is_kernel],
+            (nodes.is_fusable & ~nodes.moves)[is_kernel],
             nodes.is_send[is_kernel],
             {
                 k: carried[int(operator[k])]

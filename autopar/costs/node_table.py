@@ -18,7 +18,7 @@ class NodeTable:
 
     def __init__(self) -> None:
         self._times: list[np.ndarray] = []
-        self._columns: list[list[np.ndarray]] = [[] for _ in range(11)]
+        self._columns: list[list[np.ndarray]] = [[] for _ in range(12)]
         self._reads: list[_Pairs] = []
         self._writes: list[_Pairs] = []
         self._count = 0
@@ -36,6 +36,7 @@ class NodeTable:
         absorbs: np.ndarray | bool = False,
         repeated: np.ndarray | bool = False,
         torn: np.ndarray | bool = False,
+        moves: np.ndarray | bool = False,
         inner: np.ndarray | int = 0,
         send: bool = False,
         reads: _Pairs = _NO_PAIRS,
@@ -43,7 +44,7 @@ class NodeTable:
     ) -> None:
         """Nodes of a group; see `Nodes`. A single value is for all of them."""
         given = (operator, cheap, expensive, opens, streams, streamed, absorbs)
-        given = (*given, repeated, torn, inner, send)
+        given = (*given, repeated, torn, moves, inner, send)
         for column, each in zip(self._columns, given, strict=True):
             column.append(np.broadcast_to(np.asarray(each), times.shape))
         self._times.append(times)
@@ -54,7 +55,7 @@ class NodeTable:
     def add_nodes(self, nodes: Nodes) -> None:
         """Nodes at the times 0, 1, 2, ..."""
         columns = [getattr(nodes, field.name) for field in fields(Nodes)]
-        for column, each in zip(self._columns, columns[:11], strict=True):
+        for column, each in zip(self._columns, columns[:12], strict=True):
             column.append(each)
         own = np.arange(len(nodes))
         self._times.append(own.astype(float))

@@ -118,6 +118,7 @@ def add_ordered(ordered: Sequence[Ordered], num_values: int, table: NodeTable) -
         2 * np.array([each.row for each in ordered], np.intp),
         cheap=True,
         absorbs=True,
+        moves=np.array([each.is_turned for each in ordered], bool),
         reads=(own, np.array([each.value for each in ordered], np.intp)),
         writes=(own, num_values - len(ordered) + own),
     )
