@@ -27,6 +27,7 @@ from ..planner.memory_search import NO_BUDGET
 from ..planner.planning import Planned, budget_of
 from ..planner.shared_plan import plan_together
 from ..plans.parallel_plan import Plan
+from ..plans.plan import ShardingPlan
 from .memory_use import MemoryUse
 
 MOST_CORRECTIONS = 3
@@ -53,9 +54,17 @@ def plan_fitting(
       InfeasiblePlanError: as `fit_compiled` and `plan_function`.
     """
 
+    compiled: list[tuple[ShardingPlan, int]] = []
+
     def compiled_bytes(planned: Planned) -> int:
+        plan = planned.plan.sharding
+        for other, seen_bytes in compiled:
+            if _decides_alike(plan, other):
+                return seen_bytes
         program = program_of(planned)
-        return MemoryUse.of(program.compile(), program.host_bytes).device_bytes
+        seen_bytes = MemoryUse.of(program.compile(), program.host_bytes).device_bytes
+        compiled.append((plan, seen_bytes))
+        return seen_bytes
 
     def plan_again(budget_bytes: int | None) -> Planned:
         return plan_together(
@@ -126,6 +135,13 @@ def _cheapest(
     if seen_bytes < (error.least_budget_bytes or inf):
         raise _infeasible(budget_bytes, seen_bytes, error) from None
     raise error
+
+
+def _decides_alike(plan: ShardingPlan, other: ShardingPlan) -> bool:
+    """Whether two plans have one program, whatever was proved of them."""
+    if plan.predicted.peak_bytes != other.predicted.peak_bytes:
+        return False
+    return replace(plan, predicted=other.predicted) == other
 
 
 def _overrated(

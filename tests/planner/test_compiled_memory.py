@@ -241,6 +241,34 @@ def test_the_cheapest_plan_is_compiled_before_anything_is_refused(
         within(999)
 
 
+def test_a_plan_that_is_the_least_too_is_compiled_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[int] = []
+
+    def plan_together(_: object, __: object, ___: object, options: Options) -> Planned:
+        if options.plan is not None:
+            return replace(planned(), plan=options.plan)
+        if options.memory_budget == 1000:
+            return of_peak(1000)
+        error = InfeasiblePlanError("nothing is predicted to fit", 1000)
+        least = of_peak(1000).plan.sharding
+        proved = replace(least.predicted, optimality_gap=0.5)
+        error.least_plan = replace(least, predicted=proved)
+        raise error
+
+    def program_of(planned: Planned) -> Any:
+        compiled.append(planned.plan.predicted.peak_bytes)
+        return SimpleNamespace(compile=lambda: None, host_bytes=0)
+
+    monkeypatch.setattr(compiled_memory, "plan_together", plan_together)
+    monkeypatch.setattr(MemoryUse, "of", lambda *_: MemoryUse(1200, 0, 0, 0))
+    options = replace(planned_options(), memory_budget=1000)
+    with pytest.raises(InfeasiblePlanError, match="give memory_budget=1200,"):
+        plan_fitting(lambda x: x, (), {}, options, program_of)
+    assert compiled == [1000]
+
+
 def test_what_recomputes_and_needs_the_least_is_compiled_as_it_is() -> None:
     """A refused step with `remat="auto"` names the least of what it makes again."""
 
