@@ -258,6 +258,7 @@ class _WithinBudget:
                 found = met.solve(budget, gap, aim, self._enough(met))
             except Infeasible:
                 if met.cheapest(budget) is not None and met.admit_far():
+                    self.bound = met.bound(budget)
                     continue
                 self.is_ruled_out = True
                 return False

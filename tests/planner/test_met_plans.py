@@ -7,26 +7,34 @@ import pytest
 from autopar.clusters.cluster import Cluster
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
+from autopar.graph.op_graph import OpGraph
 from autopar.methods.named_methods import Zero, restriction_of
 from autopar.methods.restrictions import restrict
 from autopar.planner.met_plans import FAR_OFF, MetPlans
+from autopar.planner.plan_within import _WithinBudget
 from autopar.planner.planning import roles_of
 from autopar.planner.sharding_problem import ShardingProblem, build_problem
 from autopar.sharding.mesh import parse_mesh
 from autopar.sharding.resharding import Resharder
 from autopar.solver import solve
 from autopar.solver.assignment import Assignment
+from autopar.solver.choice_graph import Infeasible
 from benchmarks.models import build
 
 MESH, CLUSTER = parse_mesh("x:8"), Cluster.local()
 
 
 @cache
-def resnet() -> tuple[ShardingProblem, Assignment, Assignment]:
-    """A problem, its cheapest plan and that of ZeRO-1, unlike it in all layers."""
+def resnet_graph() -> OpGraph:
     workload = build("resnet")
     traced = trace(workload.step, workload.abstract(), {})
-    graph = build_graph(traced, roles_of(traced))
+    return build_graph(traced, roles_of(traced))
+
+
+@cache
+def resnet() -> tuple[ShardingProblem, Assignment, Assignment]:
+    """A problem, its cheapest plan and that of ZeRO-1, unlike it in all layers."""
+    graph = resnet_graph()
     resharder = Resharder(MESH, CLUSTER)
     problem = build_problem(graph, MESH, CLUSTER, resharder, counts_memory=True)
     batch = [each.tensor for each in graph.inputs if each.role == "batch"]
@@ -72,3 +80,23 @@ def test_a_plan_that_solutions_came_by_is_taken_if_it_fits() -> None:
     assert found.peak_bytes == holds
     assert found.assignment.cost == pytest.approx(zero.cost)
     assert met.look_through(budget, 8) is None  # none is cheaper
+
+
+def test_rounds_forget_a_bound_of_rows_that_they_lower(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    zero = resnet()[-1]
+    budget = met_plans(0).see(zero).peak_bytes
+    met = met_plans(budget)
+    met.meet_start(zero)
+    within = _WithinBudget(resnet_graph(), MESH, CLUSTER, None, (), budget, 0.0)
+    met._proved.add((1 + within.gap) * within.free.cost, budget, met.rows)
+    within.bound = met.bound(budget)
+    assert within.bound > within.free.cost
+
+    def solve(*args: object) -> None:
+        raise Infeasible("rows leave nothing")
+
+    monkeypatch.setattr(met, "solve", solve)
+    assert not within._solve_in_rounds(met, within.gap)
+    assert within.bound == met.bound(budget) < within.free.cost
