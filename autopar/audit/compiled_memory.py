@@ -83,6 +83,9 @@ def plan_fitting(
     except InfeasiblePlanError as error:
         if options.memory_budget is None or options.plan is not None:
             raise
+        is_far = error.far_bound_bytes > MOST_ABOVE * options.memory_budget
+        if is_far or not _is_here(options.cluster or Cluster.local()):
+            raise
         return _cheapest(error, options.memory_budget, compiled_bytes, plan_again)
 
 
@@ -170,12 +173,14 @@ def _overrated(
 
 def _has_devices(planned: Planned) -> bool:
     """Whether this process has devices of the plan's kind, and enough of them."""
-    cluster = planned.cluster
-    return (
-        cluster.ray_hosts is None
-        and planned.plan.sharding.mesh.size <= jax.device_count()
-        and cluster.device.kind == Cluster.local().device.kind
-    )
+    has_enough = planned.plan.sharding.mesh.size <= jax.device_count()
+    return has_enough and _is_here(planned.cluster)
+
+
+def _is_here(cluster: Cluster) -> bool:
+    """Whether this process has devices of a cluster's kind."""
+    is_own = cluster.ray_hosts is None
+    return is_own and cluster.device.kind == Cluster.local().device.kind
 
 
 def fit_compiled(
