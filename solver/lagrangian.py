@@ -216,7 +216,8 @@ class _Closing:
             if search.bound >= search.cutoff:
                 break
             beyond = self.reach - search.bound
-            if beyond <= search.gap * abs(self.reach) or search.cost == inf:
+            lacking = search.cost - self.value  # of a plan, where bounds lack `beyond`
+            if beyond <= max(search.gap * abs(self.reach), lacking):
                 self._mix(rounds_only=True)
             if self._is_over():
                 break

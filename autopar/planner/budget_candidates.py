@@ -181,6 +181,11 @@ class BudgetCandidates:
         for method in STARTS:
             try:
                 found += self._problem(method)[1]
+                if gathers_again(method):
+                    own = found[-1]
+                    state = {e.tensor for e in self.graph.inputs if e.role == "state"}
+                    homes = {t: d for t, d in own.homes.items() if t in state}
+                    found.append(replace(own, name="split state", everywhere={}, homes=homes))
             except (ValueError, NotImplementedError) as error:
                 _log.info("%s: %s", method, error)
         return tuple(found)

@@ -34,8 +34,8 @@ def rows_of_point(
     together weighs on each, and the constant is less by as much (`memory_rows.py`):
 
       lent     what lies in an argument's memory, if the argument is smaller
-      kept     a parameter that is gathered and kept behind a barrier: where its home is
-               split and the barrier passes it whole
+      kept     a parameter that is gathered and kept behind a barrier: what the barrier
+               passes of it, if that is more than its home
       turned   the operand that a collective turns; copies beside the relay's
 
     So of a plan with neither choice it says too little. A second row, which leaves out
@@ -66,9 +66,7 @@ def rows_of_point(
         if tensor in row.lasting:
             row.add_copy(tensor, target, amount)
     for home, port, amount in point.kept:
-        row.add(port, (held[port] >= amount) * float(amount))
-        row.add(home, (held[home] < amount) * float(amount))
-        row.constant -= amount
+        row.add_kept(home, port, amount)
     for tensor, source, amount in point.turns:
         relay = problem.relays[tensor]
         target = problem.vertices[relay].writes[0].choices.of(choices[relay])
@@ -110,6 +108,7 @@ class _RowBuilder:
         self._sums: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
         self._copies: dict[int, np.ndarray] = {}
         self._wider: dict[int, np.ndarray] = {}
+        self._gathered: dict[tuple[int, float, float], tuple[np.ndarray, ...]] = {}
 
     @cached_property
     def lasting(self) -> frozenset[int]:
@@ -141,6 +140,32 @@ class _RowBuilder:
         if key not in self._wider:
             self._wider[key] = held * TIMES_WIDER
         return self._wider[key]
+
+    def add_kept(self, home: int, port: int, amount: int) -> None:
+        """What a barrier passes of an argument that is gathered before it.
+
+        That is what the port holds, where the home is split as in the plan, or as far
+        as it can be if the plan has it whole; nothing where it passes as it lies.
+        """
+        held = self.problem.choice_graph.bytes_by_node
+        split = held[home][self.choices[home]]
+        if split >= amount:
+            split = held[home].min()
+        self.add(port, self._beyond(held[port], split, amount)[0])
+        self.add(home, self._beyond(held[home], split, amount)[1])
+        self.constant -= amount
+
+    def _beyond(
+        self, held: np.ndarray, split: float, amount: float
+    ) -> tuple[np.ndarray, ...]:
+        """[choices] what is held where that is more than `split`, and what it is less
+        than an amount.
+        """
+        key = id(held), float(split), float(amount)
+        if key not in self._gathered:
+            more = np.minimum(held, amount) * (held > split)
+            self._gathered[key] = more, amount - more
+        return self._gathered[key]
 
     def built(self) -> MemoryRow:
         weights = tuple(self.weights.values())
