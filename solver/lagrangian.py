@@ -216,8 +216,9 @@ class _Closing:
             if search.bound >= search.cutoff:
                 break
             beyond = self.reach - search.bound
-            lacking = search.cost - self.value  # of a plan, where bounds lack `beyond`
-            if beyond <= max(search.gap * abs(self.reach), lacking):
+            lacking = search.cost - self.value  # by the plan; the bound lacks `beyond`
+            is_near = beyond <= search.gap * abs(self.reach)
+            if is_near or lacking > search.gap * abs(self.value):
                 self._mix(rounds_only=True)
             if self._is_over():
                 break
