@@ -22,6 +22,7 @@ from autopar.solver.within_rows import solve_within_rows
 from ..clusters.cluster import Cluster
 from ..costs.memory import MemoryProfile
 from ..sharding.resharding import Resharder
+from .barrier_ports import BarrierPorts
 from .intra_op import read_profile
 from .program_points import conversion_rows, memory_rows
 from .proved_bounds import ProvedBounds
@@ -91,6 +92,7 @@ class MetPlans:
         self.clock = self._work.clock
         self._priced = PricedPlans(problem.choice_graph, ArrayPool(self.clock))
         self._proved = ProvedBounds(self._priced)
+        self._ports = BarrierPorts(problem)
         self.plans: list[MetPlan] = []
         self._far: set[MetPlan] = set()  # which rows say too much of
         self._looked_at: set[tuple[int, ...]] = set()
@@ -198,7 +200,7 @@ class MetPlans:
     def _normal(self, choices: Sequence[int]) -> tuple[int, ...]:
         problem, relays = self.problem, self.problem.relays
         return without_needless_copies(
-            choices,
+            self._ports.passing_as_it_lies(choices),
             {t: (v, problem.vertices[v].writes[0].choices) for t, v in relays.items()},
             {t: (v, a.choices) for t, (v, a) in problem.writers.items() if t in relays},
         )
