@@ -31,7 +31,7 @@ class BarrierPorts:
         }
         ports = np.array(list(self._passed), np.intp)
         self._edges: dict[int, list[int]] = {port: [] for port in self._passed}
-        edges = problem.choice_graph.edges
+        edges = problem.choice_graph.types
         for ends in (edges.first, edges.second):
             at = np.flatnonzero(np.isin(ends, ports))
             for edge, port in zip(at.tolist(), ends[at].tolist(), strict=True):

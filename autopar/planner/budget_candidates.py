@@ -39,6 +39,7 @@ from ..methods.named_methods import (
     restriction_of,
 )
 from ..methods.restrictions import Restriction
+from ..methods.zero_restriction import split_state, within_groups
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from .even_share import is_long
@@ -170,22 +171,24 @@ class BudgetCandidates:
             pins=self.pins,
             gap=self.gap,
             cutoff=self.cutoff,
-            starts=(*self._starts, *met),
+            starts=(*self._starts(together=False), *met),
             work=self.work,
         )
 
-    @cached_property
-    def _starts(self) -> tuple[Restriction, ...]:
-        """Methods that split the state, as limits of the problem that is searched."""
+    def _starts(self, *, together: bool) -> tuple[Restriction, ...]:
+        """Methods that split the state, as limits of the problem that is searched.
+
+        `together`: only those that split by all mesh axes or none.
+        """
         found: list[Restriction] = []
         for method in STARTS:
             try:
                 found += self._problem(method)[1]
                 if gathers_again(method):
-                    own = found[-1]
-                    state = {e.tensor for e in self.graph.inputs if e.role == "state"}
-                    homes = {t: d for t, d in own.homes.items() if t in state}
-                    found.append(replace(own, name="split state", everywhere={}, homes=homes))
+                    zero = found[-1]
+                    found.append(split_state(zero, self._gathering_again))
+                    if self.mesh.num_axes > 1 and not together:
+                        found.append(within_groups(zero, self._gathering_again))
             except (ValueError, NotImplementedError) as error:
                 _log.info("%s: %s", method, error)
         return tuple(found)
@@ -214,7 +217,7 @@ class BudgetCandidates:
                 restrictions=(AxesTogether(),),
                 gap=self.gap,
                 finds_least=finds_least,
-                starts=self._starts,
+                starts=self._starts(together=True),
                 work=self.work.half().half(),
             )
         except InfeasiblePlanError as error:
