@@ -1,0 +1,74 @@
+"""Plans between ZeRO-3 and the cheapest of all, as searches within budgets meet them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from autopar.clusters.cluster import Cluster
+from autopar.frontend.tracing import trace
+from autopar.graph.build_graph import build_graph
+from autopar.graph.op_graph import OpGraph
+from autopar.methods.gather_again import gathering_again
+from autopar.methods.named_methods import Zero, restriction_of
+from autopar.methods.restrictions import Restriction, restrict
+from autopar.methods.zero_restriction import split_state, within_groups
+from autopar.planner.planning import roles_of
+from autopar.planner.sharding_problem import ShardingProblem, build_problem
+from autopar.sharding.mesh import parse_mesh
+from autopar.sharding.resharding import Resharder
+from autopar.sharding.spec import REPLICATED, Spec
+from autopar.solver.assignment import Assignment
+from autopar.solver.solve import solve
+from benchmarks.models import build
+
+MESH, CLUSTER = parse_mesh("x:2;y:4", 8), Cluster.local()
+
+
+@cache
+def problem() -> tuple[ShardingProblem, Restriction]:
+    """Of a GPT with momentum, and what ZeRO-3 leaves of it."""
+    workload = build("gpt", num_layers=2)
+    traced = trace(workload.step, workload.abstract(), {})
+    graph = gathering_again(build_graph(traced, roles_of(traced)))
+    resharder = Resharder(MESH, CLUSTER)
+    found = build_problem(graph, MESH, CLUSTER, resharder, counts_memory=True)
+    batch = [each.tensor for each in graph.inputs if each.role == "batch"]
+    return found, restriction_of(Zero(3), graph, MESH, batch)
+
+
+def solved(limit: Restriction) -> Assignment:
+    return solve(restrict(problem()[0], (limit,), CLUSTER).choice_graph)
+
+
+def homes(found: Assignment) -> dict[str, Spec]:
+    """Where matrices of the state lie, by name."""
+    whole, graph = problem()[0], graph_of_step()
+    state = [e.tensor for e in graph.inputs if e.role == "state"]
+    return {
+        graph.tensors[t].name: made.choices.of(found.choices[vertex])
+        for t in state
+        if graph.tensors[t].type.rank > 1
+        for vertex, made in [whole.writers[t]]
+    }
+
+
+def graph_of_step() -> OpGraph:
+    return problem()[0].graph
+
+
+def test_parameters_within_groups_lie_whole_in_each_and_other_state_is_split() -> None:
+    found = homes(solved(within_groups(problem()[1], graph_of_step())))
+    parameters = {name: spec for name, spec in found.items() if ".params" in name}
+    others = {name: spec for name, spec in found.items() if ".params" not in name}
+    assert len(parameters) > 10 and len(others) >= len(parameters)
+    for name, (major, minor) in parameters.items():
+        assert major == REPLICATED and minor != REPLICATED, name
+    for name, spec in others.items():
+        assert REPLICATED not in spec, name
+
+
+def test_work_of_any_kind_on_split_state_costs_no_more_than_zero() -> None:
+    zero = problem()[1]
+    own, free = solved(zero), solved(split_state(zero, graph_of_step()))
+    assert homes(free) == homes(own)
+    assert free.cost <= own.cost * (1 + 1e-9)
