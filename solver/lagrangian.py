@@ -32,6 +32,7 @@ MOST_PRICES = 12  # of one call
 MOST_MIXED = 5  # plans by each prices
 LIMITS = 1.0, 1e4  # times the free plan's cost, for a budget's worth of bytes
 INNER_GAP = 0.15  # of the gap that is wanted
+NEAR = 0.3  # of it: mixtures are rounded before any prices
 FAR = 0.02  # of what the bound may come to: prices of one row will do
 MOST_IN_VAIN = 3  # prices that move neither bound nor cost
 ROUNDING = 1e-3
@@ -210,15 +211,13 @@ class _Closing:
         self.prices[: known.size] = known[: len(self.rows)]
         self.best_prices = self.prices
         search.raise_bound(self.plans.known_bound(self.rows, self.budget))
-        for _ in range(MOST_PRICES):
+        for number in range(MOST_PRICES):
             reached = search.bound, search.cost
             self._look()
             if search.bound >= search.cutoff:
                 break
             beyond = self.reach - search.bound
-            lacking = search.cost - self.value  # by the plan; the bound lacks `beyond`
-            is_near = beyond <= search.gap * abs(self.reach)
-            if is_near or lacking > search.gap * abs(self.value):
+            if search.cost == inf or self._may_mix(beyond, has_priced=number > 0):
                 self._mix(rounds_only=True)
             if self._is_over():
                 break
@@ -232,6 +231,17 @@ class _Closing:
                 break
         self._finish()
         return self.best_prices
+
+    def _may_mix(self, beyond: float, *, has_priced: bool) -> bool:
+        """Whether mixtures are rounded while prices may find other plans to mix.
+
+        The bound lacks `beyond` of what it may come to; the plan may lack more.
+        """
+        gap, lacking = self.search.gap, self.search.cost - self.value
+        if not has_priced:
+            return beyond <= NEAR * gap * abs(self.reach)
+        is_near = beyond <= gap * abs(self.reach)
+        return is_near or lacking > gap * abs(self.value)
 
     def _is_over(self) -> bool:
         return self.search.is_closed or self.search.seconds_left <= 0

@@ -32,8 +32,8 @@ class Point:
 
     `turns` are (tensor, spec it is made in, bytes) of operands that a collective turns,
     `copies` (tensor, spec, bytes) of copies beside the relay's. `lent` are (home,
-    bytes) of what lies in the memory of arguments, `kept` (home, port, bytes) of what
-    is gathered and passes a barrier to be read behind it.
+    bytes) of what lies in the memory of arguments, `kept` (home, port, bytes, bytes of
+    the copy) of what is gathered and passes a barrier to be read behind it.
     """
 
     bytes: int
@@ -44,7 +44,7 @@ class Point:
     turns: tuple[tuple[int, Spec, int], ...] = ()
     copies: tuple[tuple[int, Spec, int], ...] = ()
     lent: tuple[tuple[int, int], ...] = ()
-    kept: tuple[tuple[int, int, int], ...] = ()
+    kept: tuple[tuple[int, int, int, int], ...] = ()
 
     @classmethod
     def empty(cls, num_vertices: int) -> Point:
@@ -225,8 +225,10 @@ class PlanPoints:
         is_told = is_needed & may_be_copied & self._is_worth_telling
         return self._relay[:-1][is_told]
 
-    def _kept(self, block: int, position: int) -> Iterator[tuple[int, int, int]]:
-        """(home, port, bytes) of what would be kept to be read behind a barrier."""
+    def _kept(self, block: int, position: int) -> Iterator[tuple[int, int, int, int]]:
+        """(home, port, bytes, bytes of the plan's copy before the barrier) of what
+        would be kept to be read behind it.
+        """
         problem = self.problem
         held = problem.choice_graph.bytes_by_node
         for each in self._passed(block):
@@ -239,7 +241,9 @@ class PlanPoints:
             amount = problem.graph.tensors[tensor].type.bytes
             is_whole = held[port][self.choices[port]] >= amount
             if is_whole or held[home][self.choices[home]] < amount:
-                yield home, port, amount
+                relay = int(self._relay[tensor])
+                copied = 0 if relay < 0 else int(held[relay][self.choices[relay]])
+                yield home, port, amount, copied
 
     def _spans(self, block: int) -> ReadingSpans:
         if block not in self._read:

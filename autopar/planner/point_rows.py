@@ -65,8 +65,8 @@ def rows_of_point(
     for tensor, target, amount in point.copies:
         if tensor in row.lasting:
             row.add_copy(tensor, target, amount)
-    for home, port, amount in point.kept:
-        row.add_kept(home, port, amount)
+    for kept in point.kept:
+        row.add_kept(*kept)
     for tensor, source, amount in point.turns:
         relay = problem.relays[tensor]
         target = problem.vertices[relay].writes[0].choices.of(choices[relay])
@@ -108,7 +108,7 @@ class _RowBuilder:
         self._sums: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
         self._copies: dict[int, np.ndarray] = {}
         self._wider: dict[int, np.ndarray] = {}
-        self._gathered: dict[tuple[int, float, float], tuple[np.ndarray, ...]] = {}
+        self._gathered: dict[tuple[int, float, float, float], np.ndarray] = {}
 
     @cached_property
     def lasting(self) -> frozenset[int]:
@@ -141,30 +141,31 @@ class _RowBuilder:
             self._wider[key] = held * TIMES_WIDER
         return self._wider[key]
 
-    def add_kept(self, home: int, port: int, amount: int) -> None:
+    def add_kept(self, home: int, port: int, amount: int, copied: float) -> None:
         """What a barrier passes of an argument that is gathered before it.
 
-        That is what the port holds, where the home is split as in the plan, or as far
-        as it can be if the plan has it whole; nothing where it passes as it lies.
+        Where the home is split as in the plan, or as far as it can be if the plan has
+        it whole, that is what the port holds, and at least the copy of which it is a
+        slice; nothing where it passes as it lies.
         """
         held = self.problem.choice_graph.bytes_by_node
         split = held[home][self.choices[home]]
         if split >= amount:
             split = held[home].min()
-        self.add(port, self._beyond(held[port], split, amount)[0])
-        self.add(home, self._beyond(held[home], split, amount)[1])
+        self.add(port, self._beyond(held[port], split, copied, 0.0))
+        self.add(home, self._beyond(held[home], split, 0.0, amount))
         self.constant -= amount
 
     def _beyond(
-        self, held: np.ndarray, split: float, amount: float
-    ) -> tuple[np.ndarray, ...]:
-        """[choices] what is held where that is more than `split`, and what it is less
-        than an amount.
+        self, held: np.ndarray, split: float, least: float, whole: float
+    ) -> np.ndarray:
+        """[choices] what is held where that is more than `split`, and at least that;
+        or what it lacks of a whole.
         """
-        key = id(held), float(split), float(amount)
+        key = id(held), float(split), float(least), float(whole)
         if key not in self._gathered:
-            more = np.minimum(held, amount) * (held > split)
-            self._gathered[key] = more, amount - more
+            more = np.maximum(held, least) * (held > split)
+            self._gathered[key] = whole - more if whole else more
         return self._gathered[key]
 
     def built(self) -> MemoryRow:

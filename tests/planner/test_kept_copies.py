@@ -56,7 +56,8 @@ def passed() -> list[tuple[int, int, int]]:
 
 
 def test_rows_tell_what_a_barrier_passes_of_a_parameter() -> None:
-    """Of one that is split over all devices: nothing, or all of a copy."""
+    """Of one that is split over all devices: nothing, or the copy that was made whole
+    before, of which a part that passes is a slice."""
     problem, found = zero()
     profile = read_profile(problem, found, CLUSTER, RESHARDER)
     held = problem.choice_graph.bytes_by_node
@@ -65,7 +66,7 @@ def test_rows_tell_what_a_barrier_passes_of_a_parameter() -> None:
     fullest = max(places, key=lambda at: len(points.at(0, at).kept))
     kept = points.at(0, fullest).kept
     rows = rows_of_point(problem, points.at(0, fullest), found.choices)
-    home, port, amount = max(kept, key=lambda each: each[2])
+    home, port, amount, copied = max(kept, key=lambda each: each[2])
     own = float(held[home][found.choices[home]])
     assert own == amount / 8 == held[port][found.choices[port]]
     told = set[float]()
@@ -73,10 +74,11 @@ def test_rows_tell_what_a_barrier_passes_of_a_parameter() -> None:
         other = list(found.choices)
         other[port] = choice
         more = {row.used(other) - row.used(found.choices) for row in rows}
-        expected = 0.0 if passed_bytes <= own else passed_bytes
+        expected = 0 if passed_bytes <= own else amount
         assert max(more) == pytest.approx(expected, abs=1.0)
-        told.add(expected)
-    assert {0.0, amount / 4, amount / 2, amount} <= told
+        told.add(passed_bytes)
+    assert copied == amount
+    assert {own, amount / 4, amount / 2, amount} <= told
 
 
 def test_a_barrier_reads_no_slice_of_a_copy_where_the_parameter_will_do() -> None:

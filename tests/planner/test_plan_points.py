@@ -104,9 +104,9 @@ def test_what_is_sliced_at_a_barrier_frees_no_memory() -> None:
     held = problem.choice_graph.bytes_by_node
     count = len(profile.liveness[0].order)
     kept = {each for at in range(count) for each in points.at(0, at).kept}
-    is_whole = [held[home][choices[home]] >= amount for home, _, amount in kept]
+    is_whole = [held[home][choices[home]] >= amount for home, _, amount, _ in kept]
     assert len(kept) > 3 and all(is_whole)
-    for _, port, amount in kept:
+    for _, port, amount, _ in kept:
         choices[port] = int((held[port] < amount).argmax())
         assert held[port][choices[port]] < amount
     said = [
