@@ -120,7 +120,7 @@ class Relaxation:
         None if it took too many pivots.
         """
         self.open(domain)
-        self._run()
+        self._run_surely()
         info = self._model.getInfo()
         status = self._model.getModelStatus()
         nothing = np.zeros(0)
@@ -176,6 +176,22 @@ class Relaxation:
         shares[self._columns] = np.array(self._model.getSolution().col_value)[:count]
         parts = np.split(shares, self.starts[1:-1])
         return tuple(int(part.argmax()) for part in parts)
+
+    def _run_surely(self) -> None:
+        """Solves it; where rounding stops the simplex method, less exactly, or anew.
+
+        A solution that is a little outside of the tolerance has no status. One or two
+        pivots with a wider one are enough then, and a new start for what is left.
+        """
+        self._run()
+        for tolerance, is_anew in _RETRIES:
+            if self._model.getModelStatus() != highspy.HighsModelStatus.kUnknown:
+                break
+            if is_anew:
+                self._model.clearSolver()
+            self._model.setOptionValue(_TOLERANCE, tolerance)
+            self._run()
+        self._model.setOptionValue(_TOLERANCE, _OPTIONS[_TOLERANCE])
 
     def _run(self, times: float = 1.0) -> None:
         """`times`: what a pivot takes beside the linear program's."""
@@ -299,13 +315,15 @@ def num_pairs(graph: ChoiceGraph, domain: np.ndarray) -> int:
     return total
 
 
+_TOLERANCE = "primal_feasibility_tolerance"
+_RETRIES = (1e-8, False), (1e-7, False), (1e-7, True)
 _OPTIONS: dict[str, Any] = {
     "output_flag": False,
     "threads": 1,
     "solver": "simplex",
     "simplex_iteration_limit": MOST_PIVOTS,
     "random_seed": 0,
-    "primal_feasibility_tolerance": 1e-9,
+    _TOLERANCE: 1e-9,
 }
 
 
