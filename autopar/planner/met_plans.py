@@ -163,10 +163,11 @@ class MetPlans:
 
     def see(self, assignment: Assignment) -> MetPlan:
         """Meets a plan: what the model says of its memory."""
-        self.plans.append(self._modelled(assignment))
+        self.plans.append(self.look_at(assignment))
         return self.plans[-1]
 
-    def _modelled(self, assignment: Assignment) -> MetPlan:
+    def look_at(self, assignment: Assignment) -> MetPlan:
+        """A plan and what the model says of its memory; it is not met."""
         choices = self._normal(assignment.choices)
         cost = self.problem.choice_graph.cost(choices)
         assignment = replace(assignment, choices=choices, cost=cost)
@@ -190,12 +191,16 @@ class MetPlans:
                 continue
             most -= 1
             self._looked_at.add(priced.plans[number])
-            found = self._modelled(replace(self.free, choices=priced.plans[number]))
+            found = self.look_at(replace(self.free, choices=priced.plans[number]))
             if found.peak_bytes <= budget_bytes:
-                self.plans.append(found)
-                self.lower_refuted()
-                return found
+                return self.take(found)
         return None
+
+    def take(self, found: MetPlan) -> MetPlan:
+        """Meets a plan that was looked at; rows that say too much of it are lowered."""
+        self.plans.append(found)
+        self.lower_refuted()
+        return found
 
     def _normal(self, choices: Sequence[int]) -> tuple[int, ...]:
         problem, relays = self.problem, self.problem.relays
@@ -207,8 +212,11 @@ class MetPlans:
 
     def add_rows(self, found: MetPlan) -> None:
         """Adds the points of a plan at which it holds the most."""
-        rows = memory_rows(self.problem, found.profile, found.choices)
-        self._add(found, rows[:MOST_ROWS])
+        self._add(found, self.own_rows(found))
+
+    def own_rows(self, found: MetPlan) -> Sequence[MemoryRow]:
+        """The points of a plan at which it holds the most."""
+        return memory_rows(self.problem, found.profile, found.choices)[:MOST_ROWS]
 
     def meet_start(self, assignment: Assignment) -> None:
         """Meets a plan, with its rows, that may be unlike all others.

@@ -40,6 +40,7 @@ from .intra_op import IntraOpSolution, plan_intra_op
 from .least_memory import LeastMemory, least_memory
 from .memory_users import infeasible_error
 from .met_plans import MetPlan, MetPlans
+from .near_plans import improve_near
 from .search_work import SearchWork
 from .sharding_problem import build_problem
 
@@ -172,6 +173,7 @@ class _WithinBudget:
         self.bound, self.is_ruled_out = self.free.bound, False
         self.is_in_vain = False
         self.starts: Sequence[Assignment] = ()
+        self.looked_near: MetPlan | None = None
 
     def run(
         self,
@@ -189,8 +191,10 @@ class _WithinBudget:
         self._solve_in_rounds(met, WIDE_GAP)
         self._look_through(met)
         if met.cheapest(budget) is not None and not self._is_closed(met):
+            self._improve_near(met)
             self._solve_in_rounds(met, self.gap)
             self._look_through(met)
+            self._improve_near(met)
         if met.cheapest(budget) is None and not self.is_ruled_out:
             self._solve_with_margins(met)
         best = met.cheapest(budget)
@@ -264,6 +268,8 @@ class _WithinBudget:
                 return False
             by, beyond = met.lower_refuted(), found.peak_bytes - budget
             self.bound = met.bound(budget)
+            if beyond <= 0:
+                self._improve_near(met)
             if self._is_closed(met):
                 return True
             is_late = met.work_left < met.most_work / 2
@@ -285,6 +291,16 @@ class _WithinBudget:
             return
         most = FEW_LOOKED_AT if is_long(self.place[0].graph) else MOST_LOOKED_AT
         if met.look_through(self.budget_bytes, most):
+            self.bound = met.bound(self.budget_bytes)
+
+    def _improve_near(self, met: MetPlans) -> None:
+        """Takes cheaper plans near the best, where it leaves a gap and is new."""
+        best = met.cheapest(self.budget_bytes)
+        if best is None or best is self.looked_near or self._is_closed(met):
+            return
+        enough = self.bound / (1 - self.gap)
+        self.looked_near = improve_near(met, self.budget_bytes, enough)
+        if self.looked_near is not best:
             self.bound = met.bound(self.budget_bytes)
 
     def _open_gap(self, met: MetPlans) -> float:

@@ -1,0 +1,100 @@
+"""Cheaper plans near the best one that fits, by what the model says of their memory.
+
+Rows of memory are exact of the plan that brought them and good near it. So the plan's
+own rows alone are kept to, and all that is not around one of its vertices is left as
+it is. A plan that is found so is asked for its own figure: the next search starts from
+it if it fits, and knows its rows if it does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from autopar.solver.array_pool import ArrayPool
+from autopar.solver.memory_rows import MemoryRow, lowered
+from autopar.solver.near import Neighbourhoods, best_near
+
+from .met_plans import MetPlan, MetPlans
+
+MOST_NODES = 2500
+SIZE = 200  # vertices that may be split otherwise
+MOST_IN_VAIN = 16  # neighbourhoods, one after the other
+MOST_ASKED = 3  # plans of one neighbourhood
+MOST_REFUSED = 96  # rows of plans that do not fit
+NEAR_GAP = 1e-3
+PART_OF_WORK = 0.25  # of what is left
+
+
+def improve_near(met: MetPlans, budget_bytes: int, enough: float) -> MetPlan | None:
+    """Meets cheaper plans that fit, near the cheapest one met; the best then.
+
+    A plan of `enough` seconds or less ends it. None if no plan fits.
+    """
+    best = met.cheapest(budget_bytes)
+    if best is None or len(met.problem.choice_graph.nodes) > MOST_NODES:
+        return best
+    search = _NearSearch(met, budget_bytes, best)
+    search.run(enough)
+    return search.best
+
+
+class _NearSearch:
+    def __init__(self, met: MetPlans, budget_bytes: int, best: MetPlan) -> None:
+        self.met, self.budget_bytes, self.best = met, budget_bytes, best
+        self.graph = met.problem.choice_graph
+        self.around = Neighbourhoods(self.graph)
+        self.pool = ArrayPool(met.clock)
+        self.own = met.own_rows(best)
+        self.refused: list[tuple[MemoryRow, MetPlan]] = []
+        self.until = met.clock.spent + PART_OF_WORK * met.work_left
+
+    def run(self, enough: float) -> None:
+        """Tries one neighbourhood after the other."""
+        random, num_in_vain = np.random.default_rng(0), 0
+        seeds = np.flatnonzero(self.around.is_open)
+        while seeds.size and num_in_vain < MOST_IN_VAIN and not self._is_over(enough):
+            is_free = self.around.around(int(random.choice(seeds)), SIZE)
+            num_in_vain = 0 if self._improve(is_free) else num_in_vain + 1
+
+    def _is_over(self, enough: float) -> bool:
+        is_late = self.met.clock.now() >= self.until
+        return is_late or self.best.assignment.cost <= enough
+
+    def _improve(self, is_free: np.ndarray) -> bool:
+        for _ in range(MOST_ASKED):
+            choices = best_near(
+                *(self.graph, self.best.choices, is_free, self._rows()),
+                *(float(self.budget_bytes),),
+                gap=NEAR_GAP,
+                pool=self.pool,
+            )
+            if choices is None:
+                return False
+            found = self.met.look_at(replace(self.met.free, choices=choices))
+            if found.assignment.cost >= self.best.assignment.cost:
+                return False
+            if found.peak_bytes <= self.budget_bytes:
+                self.best = self.met.take(found)
+                self.own = self.met.own_rows(found)
+                return True
+            rows = self.met.own_rows(found)
+            broken = [r for r in rows if r.used(found.choices) > self.budget_bytes]
+            self.refused += [(row, found) for row in broken]
+            self.refused = self.refused[-MOST_REFUSED:]
+        return False
+
+    def _rows(self) -> list[MemoryRow]:
+        """The best plan's own, and those of plans that do not fit, lowered by it."""
+        own, most = self.best.choices, float(self.best.peak_bytes)
+        sizes = self.graph.sizes
+        return [
+            *self.own,
+            *(
+                row
+                if row.used(own) <= self.budget_bytes
+                else lowered(row, other.choices, own, most, sizes)
+                for row, other in self.refused
+            ),
+        ]
