@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 from math import inf, prod
+from typing import Any
 
+import highspy
 import numpy as np
 import pytest
 
@@ -210,3 +212,38 @@ def test_likely_choices_are_told_where_bounds_are_infinite(
     marginals: list[float], beyond: list[float]
 ) -> None:
     np.testing.assert_array_equal(beyond_least(np.array(marginals)), beyond)
+
+
+class _Stopped:
+    """HiGHS, which rounding stops the first few times."""
+
+    def __init__(self, model: Any, times: int) -> None:
+        self._model, self.times_left, self.tolerances = model, times, []
+
+    def getModelStatus(self) -> highspy.HighsModelStatus:
+        _, tolerance = self._model.getOptionValue("primal_feasibility_tolerance")
+        self.tolerances.append(tolerance)
+        if self.times_left:
+            self.times_left -= 1
+            return highspy.HighsModelStatus.kUnknown
+        return self._model.getModelStatus()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_program_that_rounding_stops_is_solved_again(times: int) -> None:
+    graph = instance(3)
+    everything = np.ones(graph.num_choices, bool)
+    assert graph.budget is not None
+    relaxation = Relaxation(graph, everything, graph.budget, size=100.0)
+    before = relaxation.solve(everything)
+    stopped = _Stopped(relaxation._model, times)
+    relaxation._model = stopped
+    again = relaxation.solve(everything)
+    assert before is not None and again is not None
+    assert again.value == pytest.approx(before.value)
+    assert stopped.tolerances[0] < max(stopped.tolerances) <= 1e-7
+    _, tolerance = stopped.getOptionValue("primal_feasibility_tolerance")
+    assert tolerance == stopped.tolerances[0]  # the next one is as exact as before
