@@ -1,8 +1,8 @@
 """Cheaper plans near the best one that fits, by what the model says of their memory.
 
 Rows of memory are exact of the plan that brought them and good near it. So the plan's
-own rows alone are kept to, and all that is not around one of its vertices is left as
-it is. A plan that is found so is asked for its own figure: the next search starts from
+own rows alone are kept to, and all that is not around two of its vertices is left as
+it is: what the one takes may be saved by the other. A plan that is found so is asked for its own figure: the next search starts from
 it if it fits, and knows its rows if it does not.
 """
 
@@ -19,7 +19,7 @@ from autopar.solver.near import Neighbourhoods, best_near
 from .met_plans import MetPlan, MetPlans
 
 MOST_NODES = 2500
-SIZE = 200  # vertices that may be split otherwise
+SIZE = 100  # vertices around each of two that may be split otherwise
 MOST_IN_VAIN = 16  # neighbourhoods, one after the other
 MOST_ASKED = 3  # plans of one neighbourhood
 MOST_REFUSED = 96  # rows of plans that do not fit
@@ -27,16 +27,17 @@ NEAR_GAP = 1e-3
 PART_OF_WORK = 0.25  # of what is left
 
 
-def improve_near(met: MetPlans, budget_bytes: int, enough: float) -> MetPlan | None:
+def improve_near(met: MetPlans, budget_bytes: int, gap: float) -> MetPlan | None:
     """Meets cheaper plans that fit, near the cheapest one met; the best then.
 
-    A plan of `enough` seconds or less ends it. None if no plan fits.
+    A relative gap to the bound ends it, which rows refuted by such a plan lower. None
+    if no plan fits.
     """
     best = met.cheapest(budget_bytes)
     if best is None or len(met.problem.choice_graph.nodes) > MOST_NODES:
         return best
     search = _NearSearch(met, budget_bytes, best)
-    search.run(enough)
+    search.run(gap)
     return search.best
 
 
@@ -47,20 +48,22 @@ class _NearSearch:
         self.around = Neighbourhoods(self.graph)
         self.pool = ArrayPool(met.clock)
         self.own = met.own_rows(best)
+        self.bound = met.bound(budget_bytes, best)
         self.refused: list[tuple[MemoryRow, MetPlan]] = []
         self.until = met.clock.spent + PART_OF_WORK * met.work_left
 
-    def run(self, enough: float) -> None:
+    def run(self, gap: float) -> None:
         """Tries one neighbourhood after the other."""
         random, num_in_vain = np.random.default_rng(0), 0
         seeds = np.flatnonzero(self.around.is_open)
-        while seeds.size and num_in_vain < MOST_IN_VAIN and not self._is_over(enough):
-            is_free = self.around.around(int(random.choice(seeds)), SIZE)
+        while seeds.size and num_in_vain < MOST_IN_VAIN and not self._is_over(gap):
+            one, other = random.choice(seeds, 2).tolist()
+            is_free = self.around.around(one, SIZE) | self.around.around(other, SIZE)
             num_in_vain = 0 if self._improve(is_free) else num_in_vain + 1
 
-    def _is_over(self, enough: float) -> bool:
+    def _is_over(self, gap: float) -> bool:
         is_late = self.met.clock.now() >= self.until
-        return is_late or self.best.assignment.cost <= enough
+        return is_late or self.bound >= (1 - gap) * self.best.assignment.cost
 
     def _improve(self, is_free: np.ndarray) -> bool:
         for _ in range(MOST_ASKED):
@@ -78,6 +81,7 @@ class _NearSearch:
             if found.peak_bytes <= self.budget_bytes:
                 self.best = self.met.take(found)
                 self.own = self.met.own_rows(found)
+                self.bound = self.met.bound(self.budget_bytes, found)
                 return True
             rows = self.met.own_rows(found)
             broken = [r for r in rows if r.used(found.choices) > self.budget_bytes]

@@ -298,8 +298,7 @@ class _WithinBudget:
         best = met.cheapest(self.budget_bytes)
         if best is None or best is self.looked_near or self._is_closed(met):
             return
-        enough = self.bound / (1 - self.gap)
-        self.looked_near = improve_near(met, self.budget_bytes, enough)
+        self.looked_near = improve_near(met, self.budget_bytes, self.gap)
         if self.looked_near is not best:
             self.bound = met.bound(self.budget_bytes)
 

@@ -11,7 +11,8 @@ def test_near_a_method_cheaper_plans_fit_by_the_model() -> None:
     met.meet_start(zero)
     start = met.cheapest(budget)
     assert start is not None
-    best = improve_near(met, budget, 0.99 * start.assignment.cost)
+    gap = 1 - met.bound(budget, start) / start.assignment.cost
+    best = improve_near(met, budget, 0.9 * gap)
     assert best is not None and best is met.cheapest(budget)
     assert best.assignment.cost <= 0.99 * start.assignment.cost
     assert met.look_at(best.assignment).peak_bytes <= budget
