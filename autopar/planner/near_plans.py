@@ -2,8 +2,9 @@
 
 Rows of memory are exact of the plan that brought them and good near it. So the plan's
 own rows alone are kept to, and all that is not around two of its vertices is left as
-it is: what the one takes may be saved by the other. A plan that is found so is asked for its own figure: the next search starts from
-it if it fits, and knows its rows if it does not.
+it is: what the one takes may be saved by the other. A plan that is found so is asked
+for its own figure: the next search starts from it if it fits, and knows its rows if it
+does not.
 """
 
 from __future__ import annotations
