@@ -8,8 +8,9 @@ together in rounds, first with a wide gap, then with a narrow one:
   3. lower what a row says, where the model says less of a plan that was met
 
 Where a gap is left, plans that solutions came by and rows put a little above the budget
-are looked at, too: some fit. And where rows leave nothing, though a plan was met that
-fits and is far from all that brought them, they are lowered by that plan, too.
+are looked at, too: some fit. So are plans near the best (`near_plans.py`). And where
+rows leave nothing, though a plan was met that fits and is far from all that brought
+them, they are lowered by that plan, too.
 So a plan that is returned fits by its own figure, and its bound is that of the problem
 with the rows of the plans met. If none fits, the search for the plan of the least
 memory (`least_memory.py`) goes down to the budget, or ends above and says what would
