@@ -174,6 +174,7 @@ class PricedPlans:
         inner.offer(known)
         solve_folded(inner, solve_free)
         if inner.bound == -inf:  # no equal layers, or they do not agree
+            inner.pool = ArrayPool(self.pool.clock)  # what is merged is large
             solve_free(inner, with_ilp=False)
         if inner.choices is not None:
             self.add(inner.choices)

@@ -1,4 +1,4 @@
-"""Plans between ZeRO-3 and the cheapest of all, as searches within budgets meet them."""
+"""Plans between ZeRO-3 and the cheapest of all, which searches within budgets meet."""
 
 from __future__ import annotations
 
