@@ -21,24 +21,26 @@ from .met_plans import MetPlan, MetPlans
 
 MOST_NODES = 2500
 SIZE = 100  # vertices around each of two that may be split otherwise
-MOST_IN_VAIN = 16  # neighbourhoods, one after the other
 MOST_ASKED = 3  # plans of one neighbourhood
 MOST_REFUSED = 96  # rows of plans that do not fit
 NEAR_GAP = 1e-3
 PART_OF_WORK = 0.25  # of what is left
+ASKED_VERTEX = 3e-5  # seconds of work to ask the model of a plan, and for its rows
 
 
-def improve_near(met: MetPlans, budget_bytes: int, gap: float) -> MetPlan | None:
+def improve_near(
+    met: MetPlans, budget_bytes: int, gap: float, most_in_vain: int = 16
+) -> MetPlan | None:
     """Meets cheaper plans that fit, near the cheapest one met; the best then.
 
-    A relative gap to the bound ends it, which rows refuted by such a plan lower. None
-    if no plan fits.
+    A relative gap to the bound ends it, which rows refuted by such a plan lower; so do
+    some neighbourhoods in vain, one after the other. None if no plan fits.
     """
     best = met.cheapest(budget_bytes)
     if best is None or len(met.problem.choice_graph.nodes) > MOST_NODES:
         return best
     search = _NearSearch(met, budget_bytes, best)
-    search.run(gap)
+    search.run(gap, most_in_vain)
     return search.best
 
 
@@ -53,11 +55,11 @@ class _NearSearch:
         self.refused: list[tuple[MemoryRow, MetPlan]] = []
         self.until = met.clock.spent + PART_OF_WORK * met.work_left
 
-    def run(self, gap: float) -> None:
+    def run(self, gap: float, most_in_vain: int) -> None:
         """Tries one neighbourhood after the other."""
         random, num_in_vain = np.random.default_rng(0), 0
         seeds = np.flatnonzero(self.around.is_open)
-        while seeds.size and num_in_vain < MOST_IN_VAIN and not self._is_over(gap):
+        while seeds.size and num_in_vain < most_in_vain and not self._is_over(gap):
             one, other = random.choice(seeds, 2).tolist()
             is_free = self.around.around(one, SIZE) | self.around.around(other, SIZE)
             num_in_vain = 0 if self._improve(is_free) else num_in_vain + 1
@@ -76,6 +78,7 @@ class _NearSearch:
             )
             if choices is None:
                 return False
+            self.met.clock.spend(ASKED_VERTEX * len(choices))
             found = self.met.look_at(replace(self.met.free, choices=choices))
             if found.assignment.cost >= self.best.assignment.cost:
                 return False

@@ -55,6 +55,7 @@ WORTH_SOLVING_AGAIN = 0.005  # of the budget, by which a row was lowered
 WORTH_AIMING_AT = 0.02  # of the budget, by which a plan was above it
 FREE_ROUNDS, MOST_AIMED = 2, 0.03
 MOST_LOOKED_AT, FEW_LOOKED_AT = 32, 8  # of what solutions left
+MOST_NEAR, FEW_NEAR = 16, 4  # neighbourhoods in vain; few if another plan is to beat
 _log = logging.getLogger("autopar")
 
 
@@ -297,9 +298,12 @@ class _WithinBudget:
     def _improve_near(self, met: MetPlans) -> None:
         """Takes cheaper plans near the best, where it leaves a gap and is new."""
         best = met.cheapest(self.budget_bytes)
-        if best is None or best is self.looked_near or self._is_closed(met):
+        if best is None or best is self.looked_near:
             return
-        self.looked_near = improve_near(met, self.budget_bytes, self.gap)
+        if self._open_gap(met) <= self.gap:
+            return
+        tries = MOST_NEAR if self.cutoff == math.inf else FEW_NEAR
+        self.looked_near = improve_near(met, self.budget_bytes, self.gap, tries)
         if self.looked_near is not best:
             self.bound = met.bound(self.budget_bytes)
 
