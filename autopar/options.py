@@ -111,22 +111,22 @@ def resolve_options(fun: Callable[..., Any], options: Options) -> Options:
 
 def check_options(
     *,
-    method: Method | None,
-    mesh: MeshLike | None,
-    cluster: Cluster | None,
-    plan: Plan | None,
-    pins: Mapping[str, Any] | Sequence[tuple[str, Any]] | None,
-    rules: Any,
-    memory_budget: int | str | None,
-    num_microbatches: int | None,
-    batch_argnums: int | Sequence[int] | Literal["auto"],
-    static_argnums: int | Sequence[int],
-    donate_argnums: int | Sequence[int] | Literal["auto"],
+    method: Method | None = None,
+    mesh: MeshLike | None = None,
+    cluster: Cluster | None = None,
+    plan: Plan | None = None,
+    pins: Mapping[str, Any] | Sequence[tuple[str, Any]] | None = None,
+    rules: Any = None,
+    memory_budget: int | str | None = None,
+    num_microbatches: int | None = None,
+    batch_argnums: int | Sequence[int] | Literal["auto"] = "auto",
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] | Literal["auto"] = "auto",
     remat: str | None = None,
     offload: str | None = None,
     like: Plan | str | os.PathLike[str] | None = None,
 ) -> Options:
-    """The options as one value; errors are those of `autopar.parallelize`."""
+    """The options as one value; defaults and errors are `autopar.parallelize`'s."""
     model = _plan_to_be_like(like, plan, method, rules)
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(

@@ -63,7 +63,7 @@ def measure(arguments: argparse.Namespace) -> None:
     import autopar
     from autopar.clusters.cluster import Cluster
     from autopar.execution import staged_plan
-    from autopar.options import ParallelizeArguments, check_options
+    from autopar.options import check_options
     from autopar.pipelines.stage_search import StageSearcher
 
     from .models import build
@@ -73,17 +73,10 @@ def measure(arguments: argparse.Namespace) -> None:
     config.update((name, literal_eval(value)) for name, _, value in pairs)
     workload = build(arguments.model, **config)
     method = autopar.PipelineParallel(num_microbatches=arguments.microbatches)
-    given: ParallelizeArguments = {
-        "method": method,
-        "cluster": Cluster.preset(arguments.cluster),
-        "memory_budget": arguments.budget,
-    }
-    rest: Any = dict.fromkeys(("mesh", "plan", "pins", "rules", "num_microbatches"))
     options = check_options(
-        **{**rest, **given},
-        batch_argnums="auto",
-        static_argnums=(),
-        donate_argnums="auto",
+        method=method,
+        cluster=Cluster.preset(arguments.cluster),
+        memory_budget=arguments.budget,
     )
     call = workload.step, workload.abstract(), {}
     print(f"{arguments.model} {config} on {arguments.cluster}")

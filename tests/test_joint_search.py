@@ -22,16 +22,7 @@ from tests.test_stage_search import two_hosts
 
 def searcher_of(step: Any, args: Any, cluster: Cluster, **given: Any) -> StageSearcher:
     method = autopar.PipelineParallel(**given)
-    rest: Any = dict.fromkeys(("mesh", "plan", "pins", "rules", "memory_budget"))
-    options = check_options(
-        **rest,
-        method=method,
-        cluster=cluster,
-        num_microbatches=None,
-        batch_argnums="auto",
-        static_argnums=(),
-        donate_argnums="auto",
-    )
+    options = check_options(method=method, cluster=cluster)
     return StageSearcher((step, args, {}), method, options)
 
 

@@ -28,16 +28,7 @@ def names_of(graph: OpGraph) -> tuple[Any, ...]:
 
 
 def planned(step: Any, given: Any, method: autopar.PipelineParallel) -> PlannedPipeline:
-    rest: Any = dict.fromkeys(("mesh", "plan", "pins", "rules", "memory_budget"))
-    options = check_options(
-        **rest,
-        method=method,
-        cluster=Cluster.preset("1x8xV100"),
-        num_microbatches=None,
-        batch_argnums="auto",
-        static_argnums=(),
-        donate_argnums="auto",
-    )
+    options = check_options(method=method, cluster=Cluster.preset("1x8xV100"))
     return plan_pipeline(step, given, {}, method, options)
 
 

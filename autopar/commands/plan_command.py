@@ -283,16 +283,7 @@ def _plan_plain(
     from ..planner.whole_step import TracedWhole
     from . import method_comparison
 
-    checked = check_options(
-        plan=None,
-        pins=None,
-        rules=None,
-        batch_argnums="auto",
-        static_argnums=(),
-        donate_argnums="auto",
-        **given,
-    )
-    options = resolve_options(target.step, checked)
+    options = resolve_options(target.step, check_options(**given))
     nothing = StaticArguments((), ())
     only_arrays = takes_only_arrays(target.step)
     with open_call(nothing, target.args, {}, only_arrays) as call:

@@ -1,6 +1,7 @@
 """What every plan holds at least, quick refusals, and what is asked for instead."""
 
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,24 +23,8 @@ from autopar.planner.memory_users import alike_users, memory_users
 from autopar.planner.planning import roles_of
 from autopar.sharding.mesh import parse_mesh
 from benchmarks.models import build
+from tests.planner import deep_step
 
-LAYERS = """
-import jax, jax.numpy as jnp
-
-def step(params, x):
-    def loss(params):
-        hidden = x
-        for kernel in params:
-            hidden = jnp.tanh(jnp.sin(hidden) @ kernel)
-        return jnp.mean(hidden**2)
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-def deep():
-    kernel = jax.ShapeDtypeStruct((32, 32), jnp.float32)
-    return step, ([kernel] * 12, jax.ShapeDtypeStruct((32, 128, 32), jnp.float32))
-"""
 DEEP: dict[str, Any] = {"num_layers": 4, "seq_len": 64, "batch_size": 128}
 
 
@@ -160,7 +145,7 @@ def test_variants_that_are_out_of_reach_are_not_planned(
 @pytest.fixture
 def deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """A deep step in a file of the current folder, and a cluster, as they are typed."""
-    (tmp_path / "deep_layers.py").write_text(LAYERS)
+    shutil.copy(deep_step.__file__, tmp_path / "deep_layers.py")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return "deep_layers:deep", "--cluster", "8xA100"

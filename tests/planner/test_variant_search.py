@@ -17,21 +17,9 @@ from autopar.planner.memory_search import NO_BUDGET, Chosen, choose_variant
 from autopar.planner.planning import plan_graph, roles_of
 from autopar.planner.step_variants import StepVariant, StepVariants
 from autopar.plans.parallel_plan import Plan
+from tests.planner.deep_step import step
 
 ROWS, WIDTH, NUM_LAYERS = 2048, 64, 3
-
-
-def step(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-    """Layers with more activations than anything else; plain gradient descent."""
-
-    def loss(params: Any) -> jax.Array:
-        hidden = x
-        for kernel in params:
-            hidden = jnp.tanh(jnp.sin(hidden) @ kernel)
-        return jnp.mean(hidden**2)
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
 class Searched:
@@ -47,18 +35,7 @@ class Searched:
         self.batch = [i.tensor for i in self.graph.inputs if i.role == "batch"]
         self.variants = StepVariants(traced, self.graph, roles, self.batch)
         self.cluster = Cluster.preset("1x8xH100")
-        asked = {"mesh": "x:8", "cluster": self.cluster, "remat": "auto"}
-        nothing = dict.fromkeys(["plan", "pins", "rules", "memory_budget", "offload"])
-        checked = check_options(
-            **nothing,
-            **asked,
-            method=None,
-            num_microbatches=None,
-            like=None,
-            batch_argnums="auto",
-            static_argnums=(),
-            donate_argnums="auto",
-        )
+        checked = check_options(mesh="x:8", cluster=self.cluster, remat="auto")
         self.options = resolve_options(step, checked)
         self.free: dict[int, Plan] = {}
         self.cutoffs: list[float] = []

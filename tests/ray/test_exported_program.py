@@ -31,7 +31,7 @@ def remote_cluster() -> Cluster:
 
 def exported(fun: Any, *args: Any, mesh: str) -> Any:
     """`fun` planned for hosts elsewhere, as bytes that went through a pickle."""
-    options = _options(mesh)
+    options = check_options(mesh=mesh, cluster=remote_cluster())
     planned = plan_function(fun, args, {}, options)
     sharding = planned.plan.sharding
     program = build_program(
@@ -45,15 +45,6 @@ def exported(fun: Any, *args: Any, mesh: str) -> Any:
     )
     code = pickle.loads(pickle.dumps(export_program(program, "cpu")))
     return code, program.constants
-
-
-def _options(mesh: str) -> Any:
-    from inspect import signature
-
-    given: dict[str, Any] = dict.fromkeys(signature(check_options).parameters)
-    given |= {"mesh": mesh, "cluster": remote_cluster()}
-    given |= {"batch_argnums": "auto", "static_argnums": (), "donate_argnums": "auto"}
-    return check_options(**given)
 
 
 def run(code: Any, constants: Any, args: tuple[Any, ...]) -> list[Any]:
