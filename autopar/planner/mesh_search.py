@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..clusters.cluster import Cluster
 from ..costs.compute import operator_seconds
@@ -56,6 +56,64 @@ TIGHT_GAP = 1e-4
 
 PlanOn = Callable[[MeshShape, float, float], IntraOpSolution]
 FreeOn = Callable[[MeshShape, float], IntraOpSolution]
+
+
+@dataclass(frozen=True)
+class ShapePlanner:
+    """How a step is planned on one shape.
+
+    Attributes:
+      plan_on: plans up to a relative gap, or until its bound is at least a cutoff in
+        seconds.
+      free_on: plans up to a relative gap, without a budget; None where `plan_on` does.
+      binds_on: whether to find a plan takes long, as the cheapest does not fit.
+      tell: is told which shape is planned on next.
+    """
+
+    plan_on: PlanOn
+    free_on: FreeOn | None = None
+    binds_on: Callable[[MeshShape], bool] = lambda mesh: False
+    tell: Callable[[MeshShape], None] = lambda mesh: None
+
+    def plan_below(
+        self, mesh: MeshShape, gap: float, cutoff: float
+    ) -> tuple[IntraOpSolution, bool]:
+        """A plan on a shape, and whether no plan there takes less than the cutoff.
+
+        A plan may take less than the solver's cost, as copies are made of copies. What
+        was ended early may do so by much, so then the cheapest plan of all is asked
+        what that is, before any is searched for within a budget.
+        """
+        solution = self.plan_on(mesh, gap, cutoff)
+        found = solution.assignment
+        if found.bound < cutoff or found.gap <= gap:
+            return solution, False
+        if _least_of(solution) >= cutoff:
+            return solution, True
+        if self.free_on is not None:
+            free = self.free_on(mesh, gap)
+            if _least_of(free) >= cutoff:
+                return free, True
+        return self.plan_on(mesh, gap, math.inf), False
+
+
+@dataclass(frozen=True)
+class SearchLimits:
+    """What a search of meshes need not look at.
+
+    Attributes:
+      floor_seconds: no shape's plan takes less; see `least_seconds`.
+      cutoff: plans of so many seconds are of no use: where no shape has a better one,
+        the plan is any and need not fit.
+      is_long: three axes take long to solve, so their plan keeps the loose gap.
+    """
+
+    floor_seconds: float = 0.0
+    cutoff: float = math.inf
+    is_long: bool = False
+
+
+NO_LIMITS = SearchLimits()
 
 
 @dataclass(frozen=True)
@@ -108,42 +166,27 @@ class MeshSearch:
 
 def search_meshes(
     cluster: Cluster,
-    plan_on: PlanOn,
-    floor_seconds: float = 0.0,
-    on_mesh: Callable[[MeshShape], None] = lambda mesh: None,
+    planner: ShapePlanner,
+    shapes: Sequence[MeshShape] = (),
+    limits: SearchLimits = NO_LIMITS,
     work: SearchWork | None = None,
-    binds_on: Callable[[MeshShape], bool] = lambda mesh: False,
-    shapes: tuple[MeshShape, ...] = (),
-    free_on: FreeOn | None = None,
-    is_long: bool = False,
-    cutoff: float = math.inf,
 ) -> MeshSearch:
     """The cheapest predicted plan over the aligned shapes; see the top of the file.
 
     Args:
       cluster: gives the shapes.
-      plan_on: plans on one shape, up to a relative gap, or until its bound is at least
-        a cutoff in seconds.
-      floor_seconds: no shape's plan takes less; see `least_seconds`.
-      on_mesh: is told which shape is planned on next.
+      planner: plans on one of them.
+      shapes: all of them, those first that are begun with; else as in `mesh_shapes`.
+      limits: what need not be looked at.
       work: what plans within a budget may take; where little of it is left, and a
         plan was found, no other shape is begun.
-      binds_on: whether to find a plan on a shape takes long, as the cheapest does not
-        fit; see `_first_shapes`.
-      shapes: all of them, those first that are begun with; else as in `mesh_shapes`.
-      free_on: plans on one shape, up to a relative gap, without a budget; None where
-        `plan_on` does.
-      is_long: three axes take long to solve, so their plan keeps the loose gap.
-      cutoff: plans of so many seconds are of no use: where no shape has a better one,
-        the plan is any and need not fit.
 
     Raises:
       InfeasiblePlanError: no shape that was tried has a plan; it is the one of the
         least budget.
     """
-    place = cluster, shapes or mesh_shapes(cluster), plan_on
-    ends = floor_seconds, on_mesh, work, binds_on, free_on, is_long, cutoff
-    return _Search(*place, *ends).run()
+    shapes = tuple(shapes) or mesh_shapes(cluster)
+    return _Search(cluster, planner, shapes, limits, work or SearchWork()).run()
 
 
 def least_seconds(graph: OpGraph, cluster: Cluster) -> float:
@@ -166,26 +209,14 @@ def least_seconds(graph: OpGraph, cluster: Cluster) -> float:
     return total
 
 
+@dataclass(frozen=True)
 class _Search:
-    def __init__(
-        self,
-        cluster: Cluster,
-        shapes: tuple[MeshShape, ...],
-        plan_on: PlanOn,
-        floor_seconds: float,
-        on_mesh: Callable[[MeshShape], None],
-        work: SearchWork | None,
-        binds_on: Callable[[MeshShape], bool],
-        free_on: FreeOn | None,
-        is_long: bool,
-        most_seconds: float,
-    ) -> None:
-        self.cluster, self.plan_on, self.on_mesh = cluster, plan_on, on_mesh
-        self.floor_seconds, self.work = floor_seconds, work or SearchWork()
-        self.shapes, self.binds_on = shapes, binds_on
-        self.free_on, self.is_long = free_on, is_long
-        self.most_seconds = most_seconds
-        self.trials: dict[MeshShape, Trial] = {}
+    cluster: Cluster
+    planner: ShapePlanner
+    shapes: tuple[MeshShape, ...]
+    limits: SearchLimits
+    work: SearchWork
+    trials: dict[MeshShape, Trial] = field(default_factory=dict)
 
     def run(self) -> MeshSearch:
         best = self._first_that_fits()
@@ -195,11 +226,12 @@ class _Search:
             best = self._try(best.mesh, TIGHT_GAP)
         assert best.solution is not None
         trials = tuple(self.trials.values())
-        return MeshSearch(best.solution, trials, len(self.shapes), self.floor_seconds)
+        floor_seconds = self.limits.floor_seconds
+        return MeshSearch(best.solution, trials, len(self.shapes), floor_seconds)
 
     def _may_tighten(self, best: Trial) -> bool:
         is_loose = TIGHT_GAP < best.gap <= LOOSE_GAP  # wider is all that could be had
-        takes_long = self.is_long and best.mesh.num_axes == MAX_AXES
+        takes_long = self.limits.is_long and best.mesh.num_axes == MAX_AXES
         is_done = best.is_searched or best.is_ruled_out
         return is_loose and not is_done and not takes_long
 
@@ -232,12 +264,12 @@ class _Search:
         first = self.shapes[:2]
         has_levels = default_mesh(self.cluster).num_axes == 2
         is_cut = len(first) == 2 and first[0].num_axes == 1
-        if has_levels and is_cut and self.binds_on(first[0]):
+        if has_levels and is_cut and self.planner.binds_on(first[0]):
             return first[::-1]
         return first
 
     def _better_neighbour(self, best: Trial) -> Trial | None:
-        is_far = best.least_seconds > FAR * self.floor_seconds
+        is_far = best.least_seconds > FAR * self.limits.floor_seconds
         for mesh in neighbours(best.mesh, self.cluster, every_cut=is_far):
             if mesh in self.trials or not self._may_pay(mesh, best):
                 continue
@@ -255,25 +287,25 @@ class _Search:
 
     def _cutoff(self, best: Trial) -> float:
         """What another shape must stay below, if the best so far is of any use."""
-        return self.most_seconds if best.is_ruled_out else best.cutoff
+        return self.limits.cutoff if best.is_ruled_out else best.cutoff
 
     def _may_pay(self, mesh: MeshShape, best: Trial) -> bool:
         """Whether no bound that is known rules a shape out, nor its many equal axes."""
         if mesh.num_axes == MAX_AXES and self.cluster.num_hosts == 1:
             if min(mesh.axis_sizes) < SMALLEST:
                 return False
-        bounds = [self.floor_seconds]
+        bounds = [self.limits.floor_seconds]
         for trial in self.trials.values():
             if trial.error is None and is_refined_by(mesh, trial.mesh):
                 bounds.append(trial.bound_seconds)
         return max(bounds) < self._cutoff(best)
 
     def _try(self, mesh: MeshShape, gap: float, cutoff: float = math.inf) -> Trial:
-        self.on_mesh(mesh)
+        self.planner.tell(mesh)
         spent = self.work.clock.spent
         try:
-            most = min(cutoff, self.most_seconds)
-            solution, is_over = plan_below(self.plan_on, self.free_on, mesh, gap, most)
+            least = min(cutoff, self.limits.cutoff)
+            solution, is_over = self.planner.plan_below(mesh, gap, least)
         except InfeasiblePlanError as error:
             trial = Trial(mesh, math.inf, math.inf, 0.0, error=error.without_frames())
         else:
@@ -288,28 +320,6 @@ class _Search:
             )
         self.trials[mesh] = trial
         return trial
-
-
-def plan_below(
-    plan_on: PlanOn, free_on: FreeOn | None, mesh: MeshShape, gap: float, cutoff: float
-) -> tuple[IntraOpSolution, bool]:
-    """A plan on a shape, and whether no plan there takes less than `cutoff` seconds.
-
-    A plan may take less than the solver's cost, as copies are made of copies. What was
-    ended early may do so by much, so then the cheapest plan of all is asked what that
-    is, before any is searched for within a budget.
-    """
-    solution = plan_on(mesh, gap, cutoff)
-    found = solution.assignment
-    if found.bound < cutoff or found.gap <= gap:
-        return solution, False
-    if _least_of(solution) >= cutoff:
-        return solution, True
-    if free_on is not None:
-        free = free_on(mesh, gap)
-        if _least_of(free) >= cutoff:
-            return free, True
-    return plan_on(mesh, gap, math.inf), False
 
 
 def _least_of(solution: IntraOpSolution) -> float:

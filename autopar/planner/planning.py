@@ -52,8 +52,9 @@ from .memory_users import out_of_reach_error
 from .mesh_search import (
     LOOSE_GAP,
     TIGHT_GAP,
+    SearchLimits,
+    ShapePlanner,
     least_seconds,
-    plan_below,
     search_meshes,
 )
 from .mesh_shapes import default_mesh, mesh_shapes
@@ -318,23 +319,21 @@ def plan_graph(
         free_on[mesh] = plan_within_budget(mesh, gap, math.inf, NO_BUDGET)
         return free_on[mesh]
 
-    free_for = free_plan if is_limited else None
     if is_far:
         shape = mesh or dividing_first(graph, mesh_shapes(cluster))[0]
         free = plan_within_budget(shape, LOOSE_GAP, math.inf, NO_BUDGET).plan
         profile = memory_profile(graph_of_plan(graph, free), free)
         share = even_share_bytes(graph, num_devices)
         raise out_of_reach_error(profile, budget_bytes, share)
+    planner = ShapePlanner(plan_on, free_plan if is_limited else None, binds_on, tell)
     if mesh is None:
-        floor_seconds = least_seconds(graph, cluster)
         shapes = dividing_first(graph, mesh_shapes(cluster))
-        ends = floor_seconds, tell, work, binds_on
-        rest = shapes, free_for, is_long(graph), cutoff
-        search = search_meshes(cluster, plan_on, *ends, *rest)
+        ends = SearchLimits(least_seconds(graph, cluster), cutoff, is_long(graph))
+        search = search_meshes(cluster, planner, shapes, ends, work)
         _log.info("%s: %s", graph.name, search)
         solution = search.solution
     else:
-        solution, _ = plan_below(plan_on, free_for, mesh, gap, cutoff)
+        solution, _ = planner.plan_below(mesh, gap, cutoff)
     _log.info(
         "%s: planned %d operators in %.1f s, gap %.3g%%",
         graph.name,

@@ -9,7 +9,7 @@ import pytest
 from autopar.clusters.cluster import Cluster
 from autopar.errors import InfeasiblePlanError
 from autopar.planner.intra_op import IntraOpSolution
-from autopar.planner.mesh_search import search_meshes
+from autopar.planner.mesh_search import ShapePlanner, search_meshes
 from autopar.planner.search_work import SearchWork
 from autopar.sharding.mesh import MeshShape
 from tests.priced_shapes import Planner
@@ -31,7 +31,7 @@ class Searching(Planner):
 def test_where_little_work_is_left_no_other_shape_is_begun() -> None:
     planner = Searching({(64,): 5.0, (8, 8): 4.0, (16, 4): 3.0})
     planner.work = SearchWork(8.0)
-    found = search_meshes(CLUSTER, planner, work=planner.work)
+    found = search_meshes(CLUSTER, ShapePlanner(planner), work=planner.work)
     assert planner.shapes_asked[:2] == [(64,), (8, 8)]
     assert set(planner.shapes_asked) == {(64,), (8, 8)}
     assert found.solution.plan.mesh.axis_sizes == (8, 8)
@@ -48,7 +48,7 @@ def test_after_a_cut_shape_that_took_its_half_no_other_is_begun(
         work.clock.spend(part * work.half().left)
         return planner(mesh, gap, cutoff)
 
-    search_meshes(CLUSTER, plan_on, work=work, binds_on=lambda mesh: True)
+    search_meshes(CLUSTER, ShapePlanner(plan_on, binds_on=lambda mesh: True), work=work)
     assert planner.shapes_asked[0] == (8, 8)
     assert (len(planner.shapes_asked) > 1) == others
 
@@ -61,12 +61,12 @@ def test_where_memory_binds_the_levels_come_before_the_one_axis() -> None:
         return True
 
     planner = Planner({(64,): 5.0, (8, 8): 4.0}, other=6.0)
-    found = search_meshes(CLUSTER, planner, binds_on=binds_on)
+    found = search_meshes(CLUSTER, ShapePlanner(planner, binds_on=binds_on))
     assert [mesh.axis_sizes for mesh in asked] == [(64,)]
     assert planner.shapes_asked[0] == (8, 8) and (64,) not in planner.shapes_asked
     assert found.solution.plan.mesh.axis_sizes == (8, 8)
     one_host = Planner({(8,): 1.0})
-    search_meshes(Cluster.preset("8xH100"), one_host, binds_on=binds_on)
+    search_meshes(Cluster.preset("8xH100"), ShapePlanner(one_host, binds_on=binds_on))
     assert one_host.shapes_asked[0] == (8,)
 
 
@@ -75,7 +75,7 @@ def test_finer_shapes_are_tried_where_levels_help_whatever_comes_first(
     binds: bool,
 ) -> None:
     planner = Planner({(4, 2, 8): 7.0}, other=np.inf)
-    found = search_meshes(CLUSTER, planner, binds_on=lambda mesh: binds)
+    found = search_meshes(CLUSTER, ShapePlanner(planner, binds_on=lambda mesh: binds))
     assert found.solution.plan.mesh.axis_sizes == (4, 2, 8)
     first = [(64,), (8, 8)]
     assert planner.shapes_asked[:2] == (first[::-1] if binds else first)
@@ -88,7 +88,7 @@ def test_where_memory_binds_a_gain_within_its_gap_is_not_worth_another_shape(
     planner = (Searching if searches else Planner)({(64,): 1.0}, other=0.993)
     work = SearchWork(64.0)
     planner.work = work  # pyright: ignore[reportAttributeAccessIssue]
-    found = search_meshes(CLUSTER, planner, work=work)
+    found = search_meshes(CLUSTER, ShapePlanner(planner), work=work)
     sizes = found.solution.plan.mesh.axis_sizes
     assert sizes == ((64,) if searches else (8, 8))
     again = planner.shapes_asked.count(sizes) == 2  # with a tight gap
@@ -106,7 +106,7 @@ def test_no_search_is_begun_that_would_end_with_its_problem() -> None:
 def test_shapes_are_searched_on_as_long_as_nothing_fits() -> None:
     planner = Searching({(4, 2, 8): 7.0}, other=np.inf)
     planner.work = SearchWork(0.0)
-    found = search_meshes(CLUSTER, planner, work=planner.work)
+    found = search_meshes(CLUSTER, ShapePlanner(planner), work=planner.work)
     assert found.solution.plan.mesh.axis_sizes == (4, 2, 8)
 
 
@@ -125,5 +125,5 @@ def test_what_was_searched_on_a_shape_is_not_held_by_its_error() -> None:
         return planner(mesh, gap, cutoff)
 
     with pytest.raises(InfeasiblePlanError):
-        search_meshes(CLUSTER, plan_on)
+        search_meshes(CLUSTER, ShapePlanner(plan_on))
     assert len(held) > 1
