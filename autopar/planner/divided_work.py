@@ -10,7 +10,8 @@ from functools import lru_cache
 
 from ..errors import FallbackWarning
 from ..graph.op_graph import OpGraph
-from ..plans.plan import ShardingPlan
+from ..plans.plan import OperatorPlan, ShardingPlan
+from ..plans.plan_columns import works_of
 from ..sharding.mesh import MeshShape
 from .strategies import heavy_rows
 
@@ -54,6 +55,16 @@ def most_parts(dims: tuple[int, ...], axis_sizes: tuple[int, ...]) -> int:
     return best
 
 
+def split_fraction(
+    graph: OpGraph, operators: Sequence[OperatorPlan], mesh: MeshShape
+) -> float:
+    """The part of the heavy flops that no two devices of a mesh do twice."""
+    heavy = works_of(operators, heavy_rows(graph.columns))
+    flops = sum(work.flops for work in heavy)
+    split = sum(work.flops for work in heavy if work.split == mesh.size)
+    return split / flops if flops else 1.0
+
+
 def warn_repeated_work(
     graph: OpGraph, plan: ShardingPlan, batch: Sequence[int]
 ) -> None:
@@ -61,7 +72,7 @@ def warn_repeated_work(
 
     `batch` are the tensors whose dim 0 is the batch.
     """
-    heavy = [plan.operators[row] for row in heavy_rows(graph.columns).tolist()]
+    heavy = works_of(plan.operators, heavy_rows(graph.columns))
     whole = sum(op.flops for op in heavy)
     each = sum(op.flops / op.split for op in heavy)
     number = plan.mesh.size

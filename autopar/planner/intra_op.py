@@ -28,10 +28,10 @@ from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder, wire_dtype
 from ..sharding.spec import MAX, MIN, SUM
+from .divided_work import split_fraction
 from .halo_costs import halo_collectives
 from .plan_reader import PlanReader
 from .sharding_problem import ShardingProblem, build_problem
-from .strategies import heavy_rows
 
 _REDUCTION_NAMES = {SUM: "sum", MAX: "max", MIN: "min"}
 
@@ -118,7 +118,7 @@ def read_profile(
             peak_bytes=0,
             bubble_fraction=0.0,
             optimality_gap=float(assignment.gap),
-            split_flops_fraction=_split_fraction(graph, operators, mesh),
+            split_flops_fraction=split_fraction(graph, operators, mesh),
             host_seconds=moving_seconds,
             host_bytes=sum(each.bytes for each in inputs if each.memory == "host"),
         ),
@@ -204,16 +204,6 @@ def shard_map_collectives(
         priced = kind if kind in COLLECTIVE_KINDS else "collective_permute"
         seconds = collective_seconds(priced, collective.bytes, links)
         yield collective, seconds * collective.count
-
-
-def _split_fraction(graph: OpGraph, operators: OperatorPlans, mesh: MeshShape) -> float:
-    """The part of the heavy flops that no two devices do twice."""
-    heavy = whole = 0.0
-    for number in operators.work_of[heavy_rows(graph.columns)].tolist():
-        work = operators.works[number]
-        heavy += work.flops
-        whole += work.flops if work.split == mesh.size else 0.0
-    return whole / heavy if heavy else 1.0
 
 
 def warn_fallbacks(graph: OpGraph) -> None:

@@ -128,6 +128,15 @@ def factors_of(
     return list(places), np.array(number, np.intp)
 
 
+def works_of(
+    plans: Sequence[OperatorPlan], rows: np.ndarray
+) -> Sequence[OperatorPlan | Work]:
+    """How the operators of some rows run, without their names where these are apart."""
+    if isinstance(plans, OperatorPlans):
+        return [plans.works[number] for number in plans.work_of[rows].tolist()]
+    return [plans[row] for row in rows.tolist()]
+
+
 @lru_cache(maxsize=256)
 def _dtype_name(dtype: Any) -> str:
     """As `dtype.name`, which numpy spells out anew each time."""

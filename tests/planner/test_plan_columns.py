@@ -4,6 +4,7 @@ import pickle
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
 import pytest
 
 from autopar.clusters.cluster import Cluster
@@ -12,7 +13,7 @@ from autopar.graph.build_graph import build_graph
 from autopar.planner.intra_op import plan_intra_op
 from autopar.planner.planning import roles_of
 from autopar.plans.plan import OperatorPlan, ShardingPlan
-from autopar.plans.plan_columns import OperatorPlans, TensorPlans, factors_of
+from autopar.plans.plan_columns import OperatorPlans, TensorPlans, factors_of, works_of
 from autopar.sharding.mesh import parse_mesh
 from benchmarks.models import build
 
@@ -80,3 +81,9 @@ def test_operators_of_one_kind_share_their_work() -> None:
     assert [names[k] for k in number] == [each.factors for each in listed]
     names, number = factors_of(listed)
     assert [names[k] for k in number] == [each.factors for each in listed]
+    rows = np.array([5, 0, len(listed) - 1])
+    for some in (operators, listed):
+        works = works_of(some, rows)
+        assert [(w.flops, w.split) for w in works] == [
+            (listed[k].flops, listed[k].split) for k in rows
+        ]
