@@ -18,7 +18,7 @@ from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
 from autopar.solver.solve import solve
 
 from ..graph.dim_names import Dim, DimTies
-from ..graph.op_graph import Operator, OpGraph
+from ..graph.op_graph import Operator
 from ..planner.strategies import is_heavy_operator, total_flops
 from ..rules.base import Factor, factors_of
 from ..sharding.spec import SUM
@@ -59,9 +59,7 @@ def tensor_parallel_dims(
         for index, each in enumerate(classes)
     )
     both, either = np.array([[0.0, 0.0], [0.0, np.inf]]), np.arange(2)
-    edges = tuple(
-        Edge(i, j, either, either, both) for i, j in _conflicts(ties.graph, classes)
-    )
+    edges = tuple(Edge(i, j, either, either, both) for i, j in _conflicts(classes))
     choices = solve(ChoiceGraph(nodes, edges), gap=0.0).choices
     chosen = [c for c, choice in zip(classes, choices, strict=True) if choice]
     return {dim for each in chosen for dim in each.dims}
@@ -101,7 +99,7 @@ def _a_dim(op: Operator, factor: Factor) -> Dim | None:
     return next(dims, None)
 
 
-def _conflicts(graph: OpGraph, classes: Sequence[_DimClass]) -> list[tuple[int, int]]:
+def _conflicts(classes: Sequence[_DimClass]) -> list[tuple[int, int]]:
     """Pairs of classes that some tensor has both of."""
     by_tensor: dict[int, list[int]] = {}
     for index, each in enumerate(classes):

@@ -165,7 +165,7 @@ def cut_step(
     """
     num_stages = method.num_stages or 2
     pieced, step = _microbatched(fun, whole, method, options, graph)
-    parts = trace_parts(pieced.traced, step, in_place)
+    parts = trace_parts(step, in_place)
     parts = _tied(parts, pieced.traced, pieced.roles)
     cut = cut_stages(
         parts.microbatch,

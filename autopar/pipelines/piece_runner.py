@@ -197,7 +197,7 @@ class PieceRunner(WholeRunner):
             for tensor, pieces in zip(body.inputs[first:], slices, strict=True)
             if is_inexact(self.graph.tensors[tensor].type)
         }
-        makers = light_makers(self.graph, body, sliced) if sliced else {}
+        makers = light_makers(body, sliced) if sliced else {}
         for output, result in zip(
             body.outputs[num_carry:], op.results[num_carry:], strict=True
         ):

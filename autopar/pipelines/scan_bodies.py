@@ -57,9 +57,7 @@ def unchanged_carries(graph: OpGraph, op: Operator) -> frozenset[int]:
     )
 
 
-def light_makers(
-    graph: OpGraph, body: Block, slices: Collection[int]
-) -> dict[int, Operator]:
+def light_makers(body: Block, slices: Collection[int]) -> dict[int, Operator]:
     """Operators of a body that are no products and read its `slices` alone, by result.
 
     In executed order; what they make of a slice does not depend on other iterations.

@@ -54,9 +54,7 @@ class StepParts:
     preparing: tuple[str, ...] = ()
 
 
-def trace_parts(
-    traced: TracedFunction, step: MicrobatchedStep, in_place: bool = False
-) -> StepParts:
+def trace_parts(step: MicrobatchedStep, in_place: bool = False) -> StepParts:
     """Trace the parts of a step that was cut into microbatches.
 
     The update is the step's own operators and tensors, unless it is divided. With

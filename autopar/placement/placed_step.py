@@ -15,7 +15,7 @@ from autopar.solver.placement import Placed
 from autopar.solver.placement_search import best_placement
 
 from ..clusters.cluster import Cluster
-from ..frontend.tracing import TracedFunction, trace
+from ..frontend.tracing import trace
 from ..graph.build_graph import build_graph
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
@@ -56,7 +56,7 @@ def plan_placement(
     return finish_pipeline(
         whole=traced,
         pieced=PiecedStep.uncut(traced, roles),
-        parts=_parts(graph, traced),
+        parts=_parts(graph),
         cut=StageCut(number, nothing, nothing, nothing, {}, {}),
         apply=_apply_cut(nodes, found),
         method=method,
@@ -66,7 +66,7 @@ def plan_placement(
     )
 
 
-def _parts(graph: OpGraph, traced: TracedFunction) -> StepParts:
+def _parts(graph: OpGraph) -> StepParts:
     """A step that prepares nothing, runs no microbatch, and applies everything."""
     nothing = jax.make_jaxpr(lambda: [])()
     step = MicrobatchedStep(graph, (), 1, 1, Phases((), (), ()), (), _run_nothing)

@@ -84,7 +84,11 @@ class Remedy:
 def with_remedy(
     error: InfeasiblePlanError, whole: TracedWhole, options: Options
 ) -> InfeasiblePlanError:
-    """The error of planning a step, and what to ask for instead, if that is found."""
+    """The error of planning a step, and what to ask for instead, if that is found.
+
+    A remat or offload that `options` name is kept, but for "auto". Nothing is looked
+    for where microbatches, pins, rules or a method leave little free.
+    """
     if not _is_free(options):
         return error
     found = _Remedies(whole, options).first()
@@ -93,15 +97,6 @@ def with_remedy(
     else:
         more = str(found)
     return error.saying_more(more)
-
-
-def find_remedy(whole: TracedWhole, options: Options) -> Remedy | None:
-    """Options with which a step has a plan within its budget; None if none is found.
-
-    A remat or offload that `options` name is kept, but for "auto". None, too, where
-    microbatches, pins, rules or a method leave little free.
-    """
-    return _Remedies(whole, options).first() if _is_free(options) else None
 
 
 def _is_free(options: Options) -> bool:
