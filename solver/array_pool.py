@@ -35,7 +35,7 @@ class ArrayPool:
         if id(array) in self._number:  # itself, as all that were interned live on
             return array
         array = np.ascontiguousarray(array)
-        content = blake2b(array, digest_size=16).digest()
+        content = blake2b(array.tobytes(), digest_size=16).digest()
         key = (array.shape, array.dtype.char, content)
         interned = self._by_content.setdefault(key, array)
         self._number.setdefault(id(interned), len(self._number))
