@@ -11,6 +11,8 @@ import pytest
 import autopar
 from autopar.audit.memory_use import MemoryUse
 from autopar.clusters.cluster import Cluster
+from autopar.costs import memory
+from autopar.costs.execution_order import Liveness
 from autopar.costs.memory import memory_profile
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
@@ -64,6 +66,21 @@ def solved_within(fraction: float) -> IntraOpSolution:
 within = cache(solved_within)
 
 
+def test_a_plan_fits_as_the_compiler_packs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a heap leaves gaps less may be live at once."""
+
+    def packed(liveness: Liveness, inner: np.ndarray) -> int:
+        return int(1.1 * liveness.peak_bytes)
+
+    monkeypatch.setattr(memory, "packed_peak", packed)
+    held = plan_intra_op(gpt(), MESH, Cluster.local()).plan.predicted.peak_bytes
+    budget = int(0.85 * held)
+    found = plan_within(gpt(), MESH, Cluster.local(), budget).plan
+    profile = memory_profile(gpt(), found)
+    assert profile.live_bytes < profile.peak_bytes <= budget
+    assert found.predicted.peak_bytes == profile.peak_bytes
+
+
 @pytest.mark.parametrize("fraction", [pytest.param(0.9, marks=pytest.mark.slow), 0.8])
 def test_a_binding_budget_is_met_within_the_gap(fraction: float) -> None:
     found = within(fraction)
@@ -89,7 +106,7 @@ def test_rows_say_of_their_own_plan_what_the_model_says() -> None:
     profile = memory_profile(gpt(), read_plan(problem, assignment, cluster, resharder))
     rows = memory_rows(problem, profile, assignment.choices)
     used = [row.used(assignment.choices) for row in rows]
-    assert used[0] == max(used) == profile.peak_bytes
+    assert used[0] == max(used) == profile.live_bytes
     assert all((held >= 0).all() for row in rows for held in row.weights)
 
 
@@ -363,8 +380,8 @@ def test_a_method_whose_demand_a_reader_cannot_meet_is_planned_within_a_budget()
 
     least = peak(None)
     with pytest.raises(autopar.InfeasiblePlanError) as error:
-        peak(least - 1)
-    assert error.value.least_budget_bytes == pytest.approx(least, rel=1e-3)
+        peak(int(0.9 * least))
+    assert 0.9 * least < (error.value.least_budget_bytes or 0) <= least
 
 
 @pytest.mark.parametrize("reshards", [False, True])
@@ -388,7 +405,7 @@ def test_copies_of_parameters_are_gone_when_what_is_split_is_updated(
     limit = restriction_of(method, place, MESH, batch)
     fsdp = met.see(solve(restrict(problem, (limit,), cluster).choice_graph))
     free = met.plans[0]
-    assert fsdp.peak_bytes < free.peak_bytes
+    assert fsdp.live_bytes < free.live_bytes
     said = max(row.used(fsdp.choices) for row in met.rows)
-    assert said <= 1.1 * fsdp.peak_bytes
-    assert max(row.used(free.choices) for row in met.rows) == free.peak_bytes
+    assert said <= 1.1 * fsdp.live_bytes
+    assert max(row.used(free.choices) for row in met.rows) == free.live_bytes
