@@ -11,8 +11,6 @@ import pytest
 import autopar
 from autopar.audit.memory_use import MemoryUse
 from autopar.clusters.cluster import Cluster
-from autopar.costs import memory
-from autopar.costs.execution_order import Liveness
 from autopar.costs.memory import memory_profile
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
@@ -64,21 +62,6 @@ def solved_within(fraction: float) -> IntraOpSolution:
 
 
 within = cache(solved_within)
-
-
-def test_a_plan_fits_as_the_compiler_packs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a heap leaves gaps less may be live at once."""
-
-    def packed(liveness: Liveness, inner: np.ndarray) -> int:
-        return int(1.1 * liveness.peak_bytes)
-
-    monkeypatch.setattr(memory, "packed_peak", packed)
-    held = plan_intra_op(gpt(), MESH, Cluster.local()).plan.predicted.peak_bytes
-    budget = int(0.85 * held)
-    found = plan_within(gpt(), MESH, Cluster.local(), budget).plan
-    profile = memory_profile(gpt(), found)
-    assert profile.live_bytes < profile.peak_bytes <= budget
-    assert found.predicted.peak_bytes == profile.peak_bytes
 
 
 @pytest.mark.parametrize("fraction", [pytest.param(0.9, marks=pytest.mark.slow), 0.8])
