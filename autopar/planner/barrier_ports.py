@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.solver.descent import Descent
+
 from .reading_spans import barriers_of
 from .sharding_problem import ShardingProblem
 
@@ -29,13 +31,7 @@ class BarrierPorts:
             for _, (tensor, behind) in barriers_of(block)
             if tensor in relays
         }
-        ports = np.array(list(self._passed), np.intp)
-        self._edges: dict[int, list[int]] = {port: [] for port in self._passed}
-        edges = problem.choice_graph.types
-        for ends in (edges.first, edges.second):
-            at = np.flatnonzero(np.isin(ends, ports))
-            for edge, port in zip(at.tolist(), ends[at].tolist(), strict=True):
-                self._edges[port].append(edge)
+        self._costs = Descent(problem.choice_graph, self._passed)
 
     def passing_as_it_lies(self, choices: Sequence[int]) -> tuple[int, ...]:
         """The assignment, with no port for nothing in another spec than its tensor."""
@@ -48,22 +44,8 @@ class BarrierPorts:
             own = problem.vertices[port].writes[0].choices
             if home in (copied, own.of(found[port])):
                 continue
-            cost = self._cost(port, found)
+            cost = self._costs.values(port, found)
             best = int(np.where(own.are(home), cost, np.inf).argmin())
             if cost[best] <= cost[found[port]] + ROUNDING * abs(cost[found[port]]):
                 found[port] = best
         return tuple(found)
-
-    def _cost(self, port: int, choices: Sequence[int]) -> np.ndarray:
-        """[k] seconds of each choice of a port and of what it is read from and by."""
-        graph = self._problem.choice_graph
-        found = graph.nodes[port].costs
-        for number in self._edges[port]:
-            edge = graph.edges[number]
-            if edge.first == port:
-                with_other = edge.costs[:, edge.second_class[choices[edge.second]]]
-                found = found + with_other[edge.first_class]
-            else:
-                with_other = edge.costs[edge.first_class[choices[edge.first]]]
-                found = found + with_other[edge.second_class]
-        return found

@@ -166,32 +166,35 @@ class BudgetCandidates:
     def _search(self) -> IntraOpSolution:
         together = None if self._is_long else self._together
         met = () if together is None else (together.assignment,)
+        together_starts, grouped_starts = self._starts
         return plan_within_binding(
             *(self._gathering_again, self.mesh, self.cluster, self.budget_bytes),
             pins=self.pins,
             gap=self.gap,
             cutoff=self.cutoff,
-            starts=(*self._starts(together=False), *met),
+            starts=(*together_starts, *grouped_starts, *met),
             work=self.work,
         )
 
-    def _starts(self, *, together: bool) -> tuple[Restriction, ...]:
+    @cached_property
+    def _starts(self) -> tuple[list[Restriction], list[Restriction]]:
         """Methods that split the state, as limits of the problem that is searched.
 
-        `together`: only those that split by all mesh axes or none.
+        Those that split by all mesh axes or none, and those by groups of devices.
         """
         found: list[Restriction] = []
+        grouped: list[Restriction] = []
         for method in STARTS:
             try:
                 found += self._problem(method)[1]
                 if gathers_again(method):
-                    zero = found[-1]
-                    found.append(split_state(zero, self._gathering_again))
-                    if self.mesh.num_axes > 1 and not together:
-                        found.append(within_groups(zero, self._gathering_again))
+                    zero, graph = found[-1], self._gathering_again
+                    found.append(split_state(zero, graph))
+                    if self.mesh.num_axes > 1:
+                        grouped.append(within_groups(zero, graph))
             except (ValueError, NotImplementedError) as error:
                 _log.info("%s: %s", method, error)
-        return tuple(found)
+        return found, grouped
 
     @property
     def _is_long(self) -> bool:
@@ -217,7 +220,7 @@ class BudgetCandidates:
                 restrictions=(AxesTogether(),),
                 gap=self.gap,
                 finds_least=finds_least,
-                starts=self._starts(together=True),
+                starts=self._starts[0],
                 work=self.work.half().half(),
             )
         except InfeasiblePlanError as error:
