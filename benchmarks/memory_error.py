@@ -4,7 +4,9 @@ For every model and mesh: what the model of memory says of the plan (`costs/memo
 what the compiled program holds (argument + output + temp - alias), and their ratio;
 with `--budgets` the same for plans within these fractions of the free plan's figure.
 There `corrected` is the ratio once the model is corrected by its error on the free
-plan, whose program is another one. Exits with 1 if a program is above its budget.
+plan, whose program is another one, and `told` that of what the plan says of itself:
+corrected by what was compiled on the way to it. Exits with 1 if a program is above its
+budget.
 
     python -m benchmarks.memory_error
     python -m benchmarks.memory_error --models gpt --meshes "x:8" --budgets 0.9 0.8
@@ -28,13 +30,14 @@ class Measurement:
     """Bytes of one device; `budget_bytes` is 0 without a budget of the user's.
 
     `correction` is what another program of the step holds over what was predicted of
-    it, 0 if none was compiled before.
+    it, 0 if none was compiled before. `told_bytes` are those of the plan itself.
     """
 
     model: str
     mesh: str
     budget_bytes: int
     predicted_bytes: int
+    told_bytes: int
     compiled_bytes: int
     state_bytes: int
     gap: float
@@ -59,10 +62,11 @@ class Measurement:
     def __str__(self) -> str:
         budget = f"{self.budget_bytes:,}" if self.budget_bytes else "-"
         corrected = f"{self.corrected_ratio:.3f}" if self.correction else "-"
+        told = self.told_bytes / self.compiled_bytes if self.compiled_bytes else 0
         note = "above the budget" if self.is_above else self.note
         return (
             f"| {self.model} | {self.mesh} | {budget} | {self.predicted_bytes:,} | "
-            f"{self.compiled_bytes:,} | {self.ratio:.3f} | {corrected} | "
+            f"{self.compiled_bytes:,} | {self.ratio:.3f} | {corrected} | {told:.3f} | "
             f"{self.state_bytes:,} | {self.gap:.2%} | {note} |"
         )
 
@@ -80,7 +84,7 @@ def measure(model: str, mesh: str, budgets: Sequence[float]) -> Iterator[Measure
             yield replace(found, correction=1 / free.ratio)
         except InfeasiblePlanError as error:
             note = f"infeasible, least {error.least_budget_bytes:,}"
-            yield Measurement(model, mesh, budget, 0, 0, 0, 0.0, note=note)
+            yield Measurement(model, mesh, budget, 0, 0, 0, 0, 0.0, note=note)
 
 
 def _measure(model: str, mesh: str, budget: int | None) -> Measurement:
@@ -98,7 +102,7 @@ def _measure(model: str, mesh: str, budget: int | None) -> Measurement:
     predicted = plan.predicted
     own = round(predicted.peak_bytes / predicted.memory_correction)
     return Measurement(
-        *(model, mesh, budget or 0, own, seen),
+        *(model, mesh, budget or 0, own, predicted.peak_bytes, seen),
         *(plan.sharding.state_bytes(), predicted.optimality_gap),
     )
 
@@ -116,7 +120,9 @@ def main() -> int:
         # The order of kernels that the model is made after; the other needs more.
         + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
     )
-    columns = "model mesh budget predicted compiled ratio corrected state gap".split()
+    columns = (
+        "model mesh budget predicted compiled ratio corrected told state gap".split()
+    )
     print("|", " | ".join(columns), "| |")
     print("|---" * (len(columns) + 1) + "|")
     is_above = False

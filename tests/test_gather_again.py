@@ -9,8 +9,9 @@ import pytest
 
 import autopar
 from autopar.graph.build_graph import BARRIER
+from autopar.graph.companions import companions
 from autopar.graph.op_graph import OpGraph
-from autopar.methods.gather_again import companions, gathering_again, graph_of_plan
+from autopar.methods.gather_again import gathering_again, graph_of_plan
 from autopar.planner.planning import plan_function
 from autopar.plans.parallel_plan import Plan
 from tests.rows.fixtures import Case, f1, f3, random, sgd
@@ -48,14 +49,13 @@ def test_only_backward_readers_read_behind_it() -> None:
 
 def test_it_waits_for_the_cotangent() -> None:
     graph = gathering_again(graph_of(f2(ADAM)))
-    waits = companions(graph)
-    by_index = {op.index: op for op in graph.operators()}
+    waits, operators = companions(graph.columns), graph.columns.operators
     assert len(waits) == 3
     for barrier, tensor in waits.items():
         maker = next(op for op in graph.operators() if tensor in op.results)
         assert "transpose(" in maker.name
         assert graph.tensors[tensor].type.shape == (64, 256)
-        assert by_index[barrier].kind == BARRIER
+        assert operators[barrier].kind == BARRIER
 
 
 def test_a_step_without_gradients_is_left_as_it_is() -> None:

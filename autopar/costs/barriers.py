@@ -1,4 +1,4 @@
-"""What waits for barriers."""
+"""What waits for barriers, and what they wait for."""
 
 from __future__ import annotations
 
@@ -6,10 +6,39 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..graph.op_graph import Operator
+from ..graph.companions import companions
+from ..graph.op_graph import GraphColumns, Operator
 
 
-def waits(
+def read_besides(
+    columns: GraphColumns,
+    own: slice,
+    renames: np.ndarray,
+    barriers: tuple[np.ndarray, np.ndarray],
+    value_of: np.ndarray,
+) -> np.ndarray:
+    """The pairs (row, value) of a block that are no operands, [pairs, 2].
+
+    What is behind a barrier reads what stands for its result. A barrier that gathers
+    again reads what must be there before.
+
+    Args:
+      columns: those of the graph.
+      own: the rows of the block.
+      renames: bool [rows], those whose results are what they read.
+      barriers: rows, and the values that stand for their results, in order.
+      value_of: [tensors] the value of each, as it is made.
+    """
+    rows, values = (each.tolist() for each in barriers)
+    behind = _waits(columns.operators[own], renames, rows, values)
+    pairs = [(row, value) for row, each in behind.items() for value in each]
+    for row, tensor in companions(columns).items() if rows else ():
+        if own.start <= row < own.stop:
+            pairs.append((row - own.start, int(value_of[tensor])))
+    return np.array(pairs, np.intp).reshape(-1, 2)
+
+
+def _waits(
     operators: Sequence[Operator],
     renames: np.ndarray,
     rows: Sequence[int],

@@ -29,7 +29,7 @@ def add_conversions(
     conversions: Conversions,
     arrays: PlanArrays,
     value_bytes: np.ndarray,
-    in_loops: Collection[int],
+    as_they_lie: Collection[int],
     table: NodeTable,
 ) -> None:
     """Adds their nodes: what cuts is cheap, all others are collectives.
@@ -38,7 +38,7 @@ def add_conversions(
       conversions: those of a block.
       arrays: the specs by number.
       value_bytes: [values].
-      in_loops: values that loops read.
+      as_they_lie: values that loops and products read, as they are in memory.
       table: of the block's nodes.
     """
     held, known = value_bytes.tolist(), dict[tuple[int, int], tuple[bool, ...]]()
@@ -55,7 +55,9 @@ def add_conversions(
         is_cut, is_turned, is_gathered = known[made, spec]
         is_free.append(is_cut)
         turned = held[value] if is_turned else 0
-        inner.append(turned + (held[copy] if is_gathered and copy in in_loops else 0))
+        inner.append(
+            turned + (held[copy] if is_gathered and copy in as_they_lie else 0)
+        )
         source.append(value)
     free, own = np.array(is_free, bool), np.arange(len(source))
     table.add(

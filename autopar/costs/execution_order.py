@@ -31,7 +31,7 @@ class Liveness:
     ends included, or -1 for what takes no memory of the block's own. `duplicated` are
     the inputs with a copy; `borrowed` are values in an input's memory, and that input.
     `bytes` [positions] is the sum of what is live, without the borrowed and with what
-    bodies hold.
+    bodies hold. Of pairs `over` (old, new) the new value lies where the old one did.
     """
 
     block: KernelBlock
@@ -41,6 +41,7 @@ class Liveness:
     duplicated: frozenset[int]
     borrowed: Mapping[int, int]
     bytes: np.ndarray
+    over: np.ndarray
 
     @property
     def peak_bytes(self) -> int:
@@ -68,7 +69,7 @@ def run_in_order(block: KernelBlock) -> Liveness:
     position = np.empty(len(order), np.intp)
     position[list(order)] = np.arange(len(order))
     copied_at = {v: int(position[k]) for v, k in found.copied_before.items()}
-    starts, ends = _intervals(block, position, duplicated, copied_at)
+    starts, ends, over = _intervals(block, position, duplicated, copied_at)
     sizes, intervals = block.sizes, (starts, ends)
     borrowed = borrowed_values(block, position, found.post, intervals, duplicated)
     own = starts >= 0
@@ -78,7 +79,7 @@ def run_in_order(block: KernelBlock) -> Liveness:
     np.add.at(changes, ends[own] + 1, -sizes[own])
     inner = block.columns.inner_bytes[list(order)]
     live = np.cumsum(changes)[:-1] + inner
-    return Liveness(block, order, starts, ends, duplicated, borrowed, live)
+    return Liveness(block, order, starts, ends, duplicated, borrowed, live, over)
 
 
 def _sends_at_once(block: KernelBlock, order: Sequence[int]) -> tuple[int, ...]:
@@ -182,8 +183,11 @@ def _intervals(
     position: np.ndarray,
     duplicated: frozenset[int],
     copied_at: Mapping[int, int],
-) -> tuple[np.ndarray, np.ndarray]:
-    """First and last position of each value, -1 without memory of the block's own."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """First and last position of each value, -1 without memory of the block's own.
+
+    And the pairs (old, new) of which the new one is written over the old one.
+    """
     columns = block.columns
     starts = np.full(len(block.values), -1)
     starts[columns.writes] = position[columns.writers]
@@ -197,14 +201,16 @@ def _intervals(
         if starts[value] < 0:
             starts[value] = copied_at.get(value, -1)
     starts[without] = ends[without] = -1
-    _write_over(block, position, starts, ends)
-    return starts, ends
+    over = _write_over(block, position, starts, ends)
+    return starts, ends, over
 
 
 def _write_over(
     block: KernelBlock, position: np.ndarray, starts: np.ndarray, ends: np.ndarray
-) -> None:
+) -> np.ndarray:
     """Ends values where they are read last, if a result takes their memory there.
+
+    Returns the pairs (old, new) of both, [pairs, 2].
 
     One value makes way for each result of an elementwise kernel: the first of its size
     that it reads, as long as both have the same dims.
@@ -218,12 +224,11 @@ def _write_over(
     last_in_dims = last[~is_flat[columns.reads[last]]]
     is_dying, makes_way = np.zeros((2, len(columns.reads)), bool)
     is_dying[last] = makes_way[last_in_dims] = True
-    over: list[tuple[int, int]] = []
+    over = list[tuple[int, int]]()
     for k, carries in columns.carries.items():
         low, high = columns.read_start[k : k + 2]
         dying = set(columns.reads[low:high][is_dying[low:high]].tolist())
-        pairs = [old for old, new in carries if starts[new] >= 0 and old in dying]
-        over += [(old, int(position[k])) for old in pairs]
+        over += [pair for pair in carries if starts[pair[1]] >= 0 and pair[0] in dying]
     num_written = np.diff(columns.write_start)
     is_one = columns.is_elementwise & (num_written == 1)
     candidates = last_in_dims[is_one[columns.readers[last_in_dims]]]
@@ -231,7 +236,7 @@ def _write_over(
     new = columns.writes[columns.write_start[reader]]
     fits = (sizes[old] == sizes[new]) & (starts[new] >= 0)
     _, first = np.unique(reader[fits], return_index=True)
-    old = old[fits][first]
+    pairs = np.stack([old, new], axis=1)[fits][first]
     for k in np.flatnonzero(columns.is_elementwise & (num_written > 1)).tolist():
         low, high = columns.read_start[k : k + 2]
         dying = columns.reads[low:high][makes_way[low:high]].tolist()
@@ -239,7 +244,7 @@ def _write_over(
             match = [value for value in dying if sizes[value] == sizes[each]]
             if match and starts[each] >= 0:
                 dying.remove(match[0])
-                over.append((match[0], int(position[k])))
-    ends[old] -= 1
-    for value, end in over:
-        ends[value] = end - 1
+                over.append((match[0], each))
+    pairs = np.concatenate([pairs, np.array(over, np.intp).reshape(-1, 2)])
+    ends[pairs[:, 0]] = starts[pairs[:, 1]] - 1
+    return pairs

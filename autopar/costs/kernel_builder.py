@@ -10,7 +10,7 @@ import numpy as np
 from ..graph.build_graph import BARRIER
 from ..graph.op_graph import Block
 from ..plans.plan_columns import copies_of
-from .barriers import waits
+from .barriers import read_besides
 from .conversion_nodes import Conversions, add_conversions
 from .equal_rows import equals_among, shared_exponentials
 from .fusion import InMemory, Nodes, Traits, values_in_memory
@@ -23,6 +23,7 @@ from .plan_arrays import PlanArrays
 from .product_operands import (
     add_ordered,
     flat_values,
+    is_product,
     names_in_order,
     names_of,
     ordered_operands,
@@ -266,7 +267,7 @@ class _Builder:
             writes=(own, inside),
         )
         found = Conversions(self.conversions, self.value_of, self.of_copies)
-        own = self.values.bytes, self._read_by_loops()
+        own = self.values.bytes, self._read_as_they_lie()
         add_conversions(found, self.arrays, *own, table)
         add_ordered(self.ordered, len(self.values), table)
         self._add_rows(table)
@@ -284,11 +285,11 @@ class _Builder:
             )
         return table.build()
 
-    def _read_by_loops(self) -> set[int]:
-        """The values that rows with bodies read."""
-        rows = self._rows_with_bodies()
-        ends = [slice(*self.read_start[[row, row + 1]]) for row in rows]
-        return {value for each in ends for value in self.read[each].tolist()}
+    def _read_as_they_lie(self) -> set[int]:
+        """The values that products and rows with bodies read."""
+        is_reader = self.arrays.columns.where(is_product)[self.rows]
+        is_reader[self._rows_with_bodies()] = True
+        return set(self.read[np.append(is_reader, False)[self.read_row]].tolist())
 
     def _add_rows(self, table: NodeTable) -> None:
         """Rows that are no other names, and barriers."""
@@ -308,10 +309,9 @@ class _Builder:
         inner = np.zeros(len(rows), np.int64)
         for at in np.flatnonzero(np.isin(index, list(self.inner_bytes))).tolist():
             inner[at] = self.inner_bytes[int(index[at])]
-        ends = self.passing_rows.tolist(), self.of_barriers.tolist()
-        behind = waits(self.operators, self.renames, *ends)
-        pairs = [(row, value) for row, each in behind.items() for value in each]
-        more = np.array(pairs, np.intp).reshape(-1, 2)
+        barriers, columns = (self.passing_rows, self.of_barriers), self.arrays.columns
+        more = (columns, self.rows, self.renames, barriers, self.value_of)
+        more = read_besides(*more)
         own = place[self.read_row]
         loops = self._rows_with_bodies()
         own[made_inside(self.operators, loops, self.read_start)] = -1

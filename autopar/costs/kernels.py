@@ -253,7 +253,7 @@ def turns(source: Spec, target: Spec) -> bool:
 def gathers_minor(source: Spec, target: Spec) -> bool:
     """Whether a collective gathers along a dim that is not the major one.
 
-    Its result lies with that dim first; a loop, which needs it as it is, reads a copy.
+    Its result lies with that dim first; a loop or a product reads a copy.
     """
     before = map(dim_of, source)
     return any(s > 0 and t == REPLICATED for s, t in zip(before, target, strict=True))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from .fusion import Traits
 from .kernel_builder import kernel_block
 from .kernels import Border, Value
 from .narrow_floats import rounding_traits
+from .packing import packed_peak
 from .plan_arrays import PlanArrays
 from .random_words import drawing_bytes, drawing_rows
 
@@ -38,7 +40,9 @@ class MemoryProfile:
     """What a plan is predicted to hold on one device.
 
     `argument_bytes` and `output_bytes` (of results that take no argument's memory) are
-    held throughout; `liveness` is by block: what comes and goes.
+    held throughout; `liveness` is by block: what comes and goes. `live_bytes` is the
+    most that is live at once, which rows of memory can tell; the compiler needs
+    `peak_bytes` for it (`packing.py`).
     """
 
     graph: OpGraph
@@ -47,19 +51,37 @@ class MemoryProfile:
     output_bytes: int
     liveness: Mapping[int, Liveness]
 
-    @property
+    @cached_property
     def temp_bytes(self) -> int:
-        """The most bytes that temporaries take at once."""
-        return self.liveness[0].peak_bytes
+        """The memory that temporaries need."""
+        return self._packed(0)
 
     @property
     def peak_bytes(self) -> int:
         """All of it, as `MemoryUse.device_bytes` of the compiled program."""
         return self.argument_bytes + self.output_bytes + self.temp_bytes
 
+    @property
+    def live_bytes(self) -> int:
+        """The most bytes that are live at once, of arguments, results and all."""
+        return self.argument_bytes + self.output_bytes + self.liveness[0].peak_bytes
+
     def temporaries(self) -> tuple[Value, ...]:
         """What takes memory of its own at the peak, besides arguments and results."""
         return tuple(self._live(0, int(self.liveness[0].bytes.argmax())))
+
+    def _packed(self, block: int) -> int:
+        """The memory that a block needs, its operands and results apart."""
+        liveness = self.liveness[block]
+        kernels = liveness.block.columns
+        inner = kernels.inner_bytes.copy()
+        bodies = {op.index: op.bodies for op in self.graph.blocks[block].operators}
+        for k in np.flatnonzero(inner).tolist():
+            own = bodies.get(int(kernels.operator[k]), ())
+            if own and all(body in self.liveness for body in own):
+                live = max(self.liveness[body].peak_bytes for body in own)
+                inner[k] += max(map(self._packed, own)) - live
+        return packed_peak(liveness, inner[list(liveness.order)])
 
     def _live(self, block: int, position: int) -> Iterator[Value]:
         liveness = self.liveness[block]

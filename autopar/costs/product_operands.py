@@ -143,6 +143,11 @@ def names_of(ordered: Sequence[Ordered], num_values: int) -> dict[int, int]:
     return {value: each.value for value, each in places if not each.is_turned}
 
 
+def is_product(op: Operator) -> bool:
+    """Whether an operator is a product that sums something."""
+    return op.kind == "dot_general" and not sums_nothing(op)
+
+
 def flat_values(
     columns: GraphColumns, rows: slice, result_row: np.ndarray, values: np.ndarray
 ) -> frozenset[int]:
@@ -156,10 +161,7 @@ def flat_values(
 @lru_cache(maxsize=4)
 def _flat_rows(columns: GraphColumns) -> np.ndarray:
     """bool [rows], those of products that write several dims of an operand as one."""
-    found = [
-        op.kind == "dot_general" and not sums_nothing(op) and _joins_dims(op)
-        for op in columns.distinct
-    ]
+    found = [is_product(op) and _joins_dims(op) for op in columns.distinct]
     return np.array(found, bool)[columns.alike]
 
 

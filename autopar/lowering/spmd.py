@@ -16,9 +16,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 
 from ..frontend.host_calls import HostCalls
+from ..graph.companions import companions
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..jax_compat import NO_MESH, equation_context
-from ..methods.gather_again import companions
 from ..plans.plan import ShardingPlan
 from ..plans.slices_ahead import NEXT, slices_ahead
 from ..rules.base import Shard, bind_unchanged, factors_of, rule_of
@@ -96,7 +96,8 @@ class _ShardRunner(BlockRunner):
         self.plan, self.resharder, self.host_calls = plan, resharder, host_calls
         self.position = {op.index: i for i, op in enumerate(graph.operators())}
         self.copies: dict[int, dict[Spec, Any]] = {}
-        self.companions = companions(graph)
+        found, operators = companions(graph.columns), graph.columns.operators
+        self.companions = {operators[row].index: each for row, each in found.items()}
         self.upcoming = Upcoming()
 
     def write(self, tensor: int, value: Any) -> None:

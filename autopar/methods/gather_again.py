@@ -14,12 +14,12 @@ from dataclasses import replace
 import numpy as np
 
 from ..graph.build_graph import BARRIER, SCAN
+from ..graph.companions import GATHERED_AGAIN
 from ..graph.op_graph import Block, Operand, Operator, OpGraph, Tensor
 from ..planner.strategies import accumulation_dtype
 from ..plans.plan import ShardingPlan
 from .state_flow import made_of
 
-_SCOPE = "gather_again/"
 _BACKWARD = "transpose("  # how jax.grad names what it transposes
 
 
@@ -49,30 +49,8 @@ def graph_of_plan(graph: OpGraph, plan: ShardingPlan) -> OpGraph:
     return graph
 
 
-def companions(graph: OpGraph) -> dict[int, int]:
-    """For each of the barriers, by index, a tensor that its first reader reads besides.
-
-    The cotangent, as a rule: no scheduler gathers again before it is there.
-    """
-    found: dict[int, int] = {}
-    for block in graph.blocks:
-        made = set(block.inputs)
-        waiting: dict[int, int] = {}  # barrier by its result
-        for op in block.operators:
-            read = [o for o in op.operands if isinstance(o, int)]
-            others = [o for o in read if o in made]
-            for tensor in read:
-                if tensor in waiting and others:
-                    found[waiting.pop(tensor)] = others[0]
-            if op.name.startswith(_SCOPE):
-                waiting[op.results[0]] = op.index
-            else:
-                made.update(op.results)
-    return found
-
-
 def _is_gathering_again(names: Iterator[str]) -> bool:
-    return any(name.startswith(_SCOPE) for name in names)
+    return any(name.startswith(GATHERED_AGAIN) for name in names)
 
 
 class _Builder:
@@ -108,7 +86,7 @@ class _Builder:
 
     def barrier(self, tensor: int, reader: Operator) -> Operator:
         source = self.tensors[tensor]
-        name = f"{_SCOPE}{source.name}"
+        name = f"{GATHERED_AGAIN}{source.name}"
         result = len(self.tensors)
         self.tensors.append(Tensor(result, name, source.type, source.block))
         self.next_index += 1

@@ -136,6 +136,7 @@ class _Search:
         self.program, self.rules, self.plan_of = program, rules, plan_of
         self.rows: list[tuple[MemoryRow, tuple[int, ...]]] = []  # with who brought it
         self.met: dict[tuple[int, ...], IntraOpSolution] = {}
+        self.live_bytes: dict[tuple[int, ...], int] = {}  # what rows tell
 
     def run(self) -> AutoLayout:
         free = solve(self.program.graph, gap=0.0)
@@ -160,8 +161,8 @@ class _Search:
 
     def _best(self) -> tuple[int, float, tuple[int, ...]]:
         return min(
-            (found.plan.predicted.peak_bytes, self.program.graph.cost(choices), choices)
-            for choices, found in self.met.items()
+            (live, self.program.graph.cost(choices), choices)
+            for choices, live in self.live_bytes.items()
         )
 
     def _rules(self, choices: tuple[int, ...]) -> LayoutRules:
@@ -171,6 +172,7 @@ class _Search:
     def _meet(self, choices: tuple[int, ...]) -> None:
         found = self.met[choices] = self.plan_of(self._rules(choices))
         profile = memory_profile(self.program.dims.graph, found.plan)
+        self.live_bytes[choices] = profile.live_bytes
         new = self.program.rows(profile, self.program.layout(choices))
         self.rows = [
             (self._lowered(row, own), own)
@@ -178,5 +180,5 @@ class _Search:
         ]
 
     def _lowered(self, row: MemoryRow, own: tuple[int, ...]) -> MemoryRow:
-        met = ((at, each.plan.predicted.peak_bytes) for at, each in self.met.items())
+        met = self.live_bytes.items()
         return lowered_by_all(row, own, met, self.program.graph.sizes)

@@ -27,7 +27,7 @@ _ONE_DEVICE = MeshShape(("x",), (1,))
 
 def even_share_bytes(graph: OpGraph, num_devices: int) -> int:
     """Bytes that each of `num_devices` devices holds of a step at its peak."""
-    return memory_on_one_device(graph).peak_bytes // num_devices
+    return memory_on_one_device(graph).live_bytes // num_devices
 
 
 def is_long(graph: OpGraph) -> bool:
@@ -48,7 +48,7 @@ def memory_on_one_device(graph: OpGraph) -> MemoryProfile:
     read = np.zeros(len(graph.columns.operands), np.intp)
     numbers = {replicated(1): 0}
     profile = profile_of_arrays(PlanArrays(graph, plan, numbers, made, read))
-    predicted = replace(plan.predicted, peak_bytes=profile.peak_bytes)
+    predicted = replace(plan.predicted, peak_bytes=profile.live_bytes)
     return replace(profile, plan=replace(plan, predicted=predicted))
 
 

@@ -72,9 +72,10 @@ def least_memory(met: MetPlans, enough_bytes: int = 0) -> LeastMemory:
     num_choices = met.problem.choice_graph.num_choices
     most = max(FEWEST_STEPS, min(MOST_STEPS, STEPS_TIMES_CHOICES // num_choices))
     while number < most and step >= LEAST_STEP:
-        least = met.least().peak_bytes
+        least = met.least_live_bytes()
         is_near = least - bound <= NEAR * least
-        if least <= enough_bytes or is_near or met.work_left <= 0:
+        is_enough = met.least().peak_bytes <= enough_bytes
+        if is_enough or is_near or met.work_left <= 0:
             break
         is_ruled_out = 0 < enough_bytes < at_least
         if met.work_spent > (RULED_OUT_WORK if is_ruled_out else MOST_WORK):
@@ -93,11 +94,11 @@ def least_memory(met: MetPlans, enough_bytes: int = 0) -> LeastMemory:
             continue
         met.add_rows(found)
         met.lower_refuted()
-        if found.peak_bytes < bound:
+        if found.live_bytes < bound:
             bound = 0.0  # the rows were refuted, and lowered
-        if found.peak_bytes < at_least:
+        if found.live_bytes < at_least:
             at_least = 0.0
-        num_stalls = 0 if found.peak_bytes < least else num_stalls + 1
+        num_stalls = 0 if found.live_bytes < least else num_stalls + 1
         if num_stalls == MOST_STALLS:
             step, num_stalls = step / 2, 0
     found = met.least()
@@ -110,7 +111,7 @@ def least_memory(met: MetPlans, enough_bytes: int = 0) -> LeastMemory:
 def _rows_bound(met: MetPlans) -> float:
     """What no plan goes below by the rows of the plans met so far."""
     try:
-        met.solve(LITTLE * met.least().peak_bytes, COST_GAP)
+        met.solve(LITTLE * met.least_live_bytes(), COST_GAP)
     except Infeasible as error:
         return error.least_budget_bound
     return 0.0

@@ -51,7 +51,13 @@ class MetPlan:
 
     @property
     def peak_bytes(self) -> int:
+        """What the compiler needs for it: a plan fits if that is within the budget."""
         return self.profile.peak_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        """What is live at once, which is what rows tell."""
+        return self.profile.live_bytes
 
     def __str__(self) -> str:
         return f"MetPlan: cost {self.assignment.cost:.6g}, {self.profile}"
@@ -71,8 +77,8 @@ class MetPlans:
     `free` is the solution of the problem without a budget; it is the first plan met.
     Conversions that take `worth_a_turn` bytes, or else a small part of what `free`
     holds, are rows from the start; smaller ones come as they are met. `work` is what
-    all solutions may take, and those of others that share it. No row keeps a plan that
-    was met to hold at most `budget_bytes` from being one within them.
+    all solutions may take, and those of others that share it. No row keeps a plan of
+    which at most `limit_bytes` were met to be live from being one within them.
     """
 
     def __init__(
@@ -83,10 +89,10 @@ class MetPlans:
         free: Assignment,
         worth_a_turn: float,
         work: SearchWork | None = None,
-        budget_bytes: float = math.inf,
+        limit_bytes: float = math.inf,
     ) -> None:
         self.problem, self.free = problem, free
-        self._budget_bytes = budget_bytes
+        self.limit_bytes = limit_bytes
         self._cluster, self._resharder = cluster, resharder
         self._work = work or SearchWork()
         self.clock = self._work.clock
@@ -99,7 +105,7 @@ class MetPlans:
         self._rows: list[_Row] = []
         first = self.see(free)
         self.add_rows(first)
-        own = first.choices, worth_a_turn or LEAST_TURN * first.peak_bytes
+        own = first.choices, worth_a_turn or LEAST_TURN * first.live_bytes
         self._add(first, conversion_rows(problem, first.profile, *own))
 
     @property
@@ -174,25 +180,25 @@ class MetPlans:
         place = self._cluster, self._resharder
         return MetPlan(assignment, read_profile(self.problem, assignment, *place))
 
-    def look_through(self, budget_bytes: int, most: int) -> MetPlan | None:
-        """Meets the cheapest plan that solutions came by, if it fits and is new.
+    def look_through(self, limit_bytes: int, most: int) -> MetPlan | None:
+        """Meets the cheapest plan that solutions came by, if it is within and new.
 
-        Rows put it above the budget, by more than it holds. The model is asked of up to
+        Rows put it above the limit, by more than it holds. The model is asked of up to
         `most` plans that were not looked at before.
         """
-        priced, best = self._priced, self.cheapest(budget_bytes)
+        priced, best = self._priced, self.cheapest(limit_bytes)
         cost = math.inf if best is None else best.assignment.cost
         said = priced.used(self.rows).max(axis=1, initial=0.0)
         for number in sorted(range(len(said)), key=priced.costs.__getitem__):
             if priced.costs[number] >= cost or not most:
                 break
-            is_far = said[number] > MOST_SAID * budget_bytes
+            is_far = said[number] > MOST_SAID * limit_bytes
             if is_far or priced.plans[number] in self._looked_at:
                 continue
             most -= 1
             self._looked_at.add(priced.plans[number])
             found = self.look_at(replace(self.free, choices=priced.plans[number]))
-            if found.peak_bytes <= budget_bytes:
+            if found.live_bytes <= limit_bytes:
                 return self.take(found)
         return None
 
@@ -226,7 +232,7 @@ class MetPlans:
         """
         found = self.see(assignment)
         said = max((row.used(found.choices) for row in self.rows), default=0.0)
-        if said > FAR_OFF * found.peak_bytes:
+        if said > FAR_OFF * found.live_bytes:
             self._far.add(found)
         else:
             self.lower_refuted()
@@ -255,25 +261,38 @@ class MetPlans:
     def _lowered(self, given: _Row) -> _Row:
         row = given.row
         met = [
-            (each.choices, each.peak_bytes)
+            (each.choices, each.live_bytes)
             for each in self.plans
             if each not in self._far
-            and self._says_too_much(row.used(each.choices), each.peak_bytes)
+            and self._says_too_much(row.used(each.choices), each.live_bytes)
         ]
         if not met:
             return given
         sizes = self.problem.choice_graph.sizes
         return _Row(lowered_by_all(row, given.own, met, sizes), given.own)
 
-    def _says_too_much(self, said: float, peak_bytes: int) -> bool:
-        is_refuted = said > self._budget_bytes >= peak_bytes
-        return is_refuted or said > (1 + WORTH_LOWERING) * peak_bytes
+    def _says_too_much(self, said: float, live_bytes: int) -> bool:
+        is_refuted = said > self.limit_bytes >= live_bytes
+        return is_refuted or said > (1 + WORTH_LOWERING) * live_bytes
 
-    def cheapest(self, budget_bytes: int) -> MetPlan | None:
-        """The cheapest plan met that fits."""
+    def cheapest(self, limit_bytes: int) -> MetPlan | None:
+        """The cheapest plan met of which no more is live."""
+        within = [each for each in self.plans if each.live_bytes <= limit_bytes]
+        return min(within, key=_cost, default=None)
+
+    def fitting(self, budget_bytes: int) -> MetPlan | None:
+        """The cheapest plan met for which the compiler needs no more."""
         fitting = [each for each in self.plans if each.peak_bytes <= budget_bytes]
-        return min(fitting, key=lambda each: each.assignment.cost, default=None)
+        return min(fitting, key=_cost, default=None)
 
     def least(self) -> MetPlan:
-        """The plan met that holds the least; of several, the cheapest."""
-        return min(self.plans, key=lambda each: (each.peak_bytes, each.assignment.cost))
+        """The plan met that needs the least; of several, the cheapest."""
+        return min(self.plans, key=lambda each: (each.peak_bytes, _cost(each)))
+
+    def least_live_bytes(self) -> int:
+        """Of the plan met of which the least is live."""
+        return min(each.live_bytes for each in self.plans)
+
+
+def _cost(met: MetPlan) -> float:
+    return met.assignment.cost

@@ -29,29 +29,29 @@ ASKED_VERTEX = 3e-5  # seconds of work to ask the model of a plan, and for its r
 
 
 def improve_near(
-    met: MetPlans, budget_bytes: int, gap: float, most_in_vain: int = 16
+    met: MetPlans, limit_bytes: int, gap: float, most_in_vain: int = 16
 ) -> MetPlan | None:
-    """Meets cheaper plans that fit, near the cheapest one met; the best then.
+    """Meets cheaper plans within a limit, near the cheapest one met; the best then.
 
     A relative gap to the bound ends it, which rows refuted by such a plan lower; so do
     some neighbourhoods in vain, one after the other. None if no plan fits.
     """
-    best = met.cheapest(budget_bytes)
+    best = met.cheapest(limit_bytes)
     if best is None or len(met.problem.choice_graph.nodes) > MOST_NODES:
         return best
-    search = _NearSearch(met, budget_bytes, best)
+    search = _NearSearch(met, limit_bytes, best)
     search.run(gap, most_in_vain)
     return search.best
 
 
 class _NearSearch:
-    def __init__(self, met: MetPlans, budget_bytes: int, best: MetPlan) -> None:
-        self.met, self.budget_bytes, self.best = met, budget_bytes, best
+    def __init__(self, met: MetPlans, limit_bytes: int, best: MetPlan) -> None:
+        self.met, self.limit_bytes, self.best = met, limit_bytes, best
         self.graph = met.problem.choice_graph
         self.around = Neighbourhoods(self.graph)
         self.pool = ArrayPool(met.clock)
         self.own = met.own_rows(best)
-        self.bound = met.bound(budget_bytes, best)
+        self.bound = met.bound(limit_bytes, best)
         self.refused: list[tuple[MemoryRow, MetPlan]] = []
         self.until = met.clock.spent + PART_OF_WORK * met.work_left
 
@@ -72,7 +72,7 @@ class _NearSearch:
         for _ in range(MOST_ASKED):
             choices = best_near(
                 *(self.graph, self.best.choices, is_free, self._rows()),
-                *(float(self.budget_bytes),),
+                *(float(self.limit_bytes),),
                 gap=NEAR_GAP,
                 pool=self.pool,
             )
@@ -82,26 +82,26 @@ class _NearSearch:
             found = self.met.look_at(replace(self.met.free, choices=choices))
             if found.assignment.cost >= self.best.assignment.cost:
                 return False
-            if found.peak_bytes <= self.budget_bytes:
+            if found.live_bytes <= self.limit_bytes:
                 self.best = self.met.take(found)
                 self.own = self.met.own_rows(found)
-                self.bound = self.met.bound(self.budget_bytes, found)
+                self.bound = self.met.bound(self.limit_bytes, found)
                 return True
             rows = self.met.own_rows(found)
-            broken = [r for r in rows if r.used(found.choices) > self.budget_bytes]
+            broken = [r for r in rows if r.used(found.choices) > self.limit_bytes]
             self.refused += [(row, found) for row in broken]
             self.refused = self.refused[-MOST_REFUSED:]
         return False
 
     def _rows(self) -> list[MemoryRow]:
         """The best plan's own, and those of plans that do not fit, lowered by it."""
-        own, most = self.best.choices, float(self.best.peak_bytes)
+        own, most = self.best.choices, float(self.best.live_bytes)
         sizes = self.graph.sizes
         return [
             *self.own,
             *(
                 row
-                if row.used(own) <= self.budget_bytes
+                if row.used(own) <= self.limit_bytes
                 else lowered(row, other.choices, own, most, sizes)
                 for row, other in self.refused
             ),

@@ -109,7 +109,7 @@ class PlanPoints:
         self._hops: dict[int, tuple[Passed, ...]] = {}
         self._outside: dict[int, set[int]] = {}
         sizes = np.array([each.type.bytes for each in problem.graph.tensors])
-        self._is_worth_telling = sizes >= WORTH_TELLING * profile.peak_bytes
+        self._is_worth_telling = sizes >= WORTH_TELLING * profile.live_bytes
 
     def _readers(self) -> np.ndarray:
         """[tensors] the relay through which each is read as it was made, or -1.

@@ -11,10 +11,13 @@ Where a gap is left, plans that solutions came by and rows put a little above th
 are looked at, too: some fit. So are plans near the best (`near_plans.py`). And where
 rows leave nothing, though a plan was met that fits and is far from all that brought
 them, they are lowered by that plan, too.
+Rows and rounds see what is live at once. The compiler needs more where lives cross
+(`costs/packing.py`), so if it does for the plan found, less may be live, by as much as
+that plan needs more, and the rounds go on with all that was met.
 So a plan that is returned fits by its own figure, and its bound is that of the problem
-with the rows of the plans met. If none fits, the search for the plan of the least
-memory (`least_memory.py`) goes down to the budget, or ends above and says what would
-do.
+with the rows of the plans met, and with what may be live. If none fits, the search for
+the plan of the least memory (`least_memory.py`) goes down to the budget, or ends above
+and says what would do.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ from .sharding_problem import build_problem
 BUDGET_GAP = 1e-2
 WIDE_GAP = 3e-2
 MOST_ROUNDS = 8  # with each gap
-MARGINS = (0.97, 0.93, 0.88)  # of the budget, once rounds are used up
+MARGINS = (0.97, 0.93, 0.88)  # of what may be live, once rounds are used up
+MOST_PACKED = 4  # times that what may be live is set
 WORTH_A_ROUND = 2e-3  # of the gap, once half the work is spent
 WORTH_A_TURN = 0.03  # of the budget
 WORTH_SOLVING_AGAIN = 0.005  # of the budget, by which a row was lowered
@@ -170,6 +174,7 @@ class _WithinBudget:
         problem = restrict(problem, restrictions, cluster)
         self.place = problem, cluster, resharder
         self.budget_bytes, self.gap = budget_bytes, max(gap, BUDGET_GAP)
+        self.limit_bytes = budget_bytes  # of what is live at once
         self.cutoff = cutoff
         self.free = solve(problem.choice_graph, gap=BUDGET_GAP / 10)
         self.bound, self.is_ruled_out = self.free.bound, False
@@ -190,16 +195,15 @@ class _WithinBudget:
         self.starts = [each for limit in starts if (each := self._limited(limit))]
         self._meet_starts(met)
         self._tell_first(met)
-        self._solve_in_rounds(met, WIDE_GAP)
-        self._look_through(met)
-        if met.cheapest(budget) is not None and not self._is_closed(met):
-            self._improve_near(met)
-            self._solve_in_rounds(met, self.gap)
-            self._look_through(met)
-            self._improve_near(met)
-        if met.cheapest(budget) is None and not self.is_ruled_out:
-            self._solve_with_margins(met)
-        best = met.cheapest(budget)
+        for _ in range(MOST_PACKED):
+            self._search(met)
+            found = met.cheapest(self.limit_bytes)
+            if found is None or found.peak_bytes <= budget:
+                break
+            self._lower_limit(met, found)
+            if self._is_near(met.fitting(budget)):
+                break
+        best = met.fitting(budget)
         if best is None and finds_least:
             least = self.least_found(budget)
             best = least.found
@@ -207,7 +211,7 @@ class _WithinBudget:
                 raise least.error(budget)
         if best is None:
             raise infeasible_error(met.least().profile, budget)
-        solution = self.solution(best, met.bound(budget, best))
+        solution = self.solution(best, met.bound(self.limit_bytes, best))
         if (met.work_left <= 0 or self.is_in_vain) and not self._is_closed(met):
             _log.warning(
                 "The search for a plan within %d B a device ended %s: the plan has a "
@@ -224,8 +228,37 @@ class _WithinBudget:
         )
         return solution
 
+    def _search(self, met: MetPlans) -> None:
+        """Meets the cheapest plans of which no more is live than may be."""
+        self._solve_in_rounds(met, WIDE_GAP)
+        self._look_through(met)
+        if met.cheapest(self.limit_bytes) is not None and not self._is_closed(met):
+            self._improve_near(met)
+            self._solve_in_rounds(met, self.gap)
+            self._look_through(met)
+            self._improve_near(met)
+        if met.cheapest(self.limit_bytes) is None and not self.is_ruled_out:
+            self._solve_with_margins(met)
+
+    def _lower_limit(self, met: MetPlans, found: MetPlan) -> None:
+        """So far that a plan packed as the one found would fit."""
+        limit = self.budget_bytes * found.live_bytes // found.peak_bytes
+        _log.info(
+            "%s: %d B are live, but take %d B; planning again for %d B live",
+            *(self.place[0].graph.name, found.live_bytes, found.peak_bytes, limit),
+        )
+        self.limit_bytes = met.limit_bytes = limit
+        met.add_rows(found)
+        self.bound, self.is_ruled_out = met.bound(limit), False
+
+    def _is_near(self, found: MetPlan | None) -> bool:
+        """Whether there is such a plan and the bound closes its gap."""
+        return found is not None and (
+            self.bound >= (1 - self.gap) * found.assignment.cost
+        )
+
     def _tell_first(self, met: MetPlans) -> None:
-        best, name = met.cheapest(self.budget_bytes), self.place[0].graph.name
+        best, name = met.fitting(self.budget_bytes), self.place[0].graph.name
         if best is not None and is_long(self.place[0].graph):
             cost = best.assignment.cost
             gap = 100 * (cost / self.bound - 1)
@@ -255,67 +288,72 @@ class _WithinBudget:
         Where rows say a little less of a plan than the model does, the next one is
         aimed that much below the budget.
         """
-        budget = aim = self.budget_bytes
+        limit = aim = self.limit_bytes
         for number in range(MOST_ROUNDS):
             if met.work_left <= 0 or self.is_in_vain:
                 break
             before = self._open_gap(met)
             try:
-                found = met.solve(budget, gap, aim, self._enough(met))
+                found = met.solve(limit, gap, aim, self._enough(met))
             except Infeasible:
-                if met.cheapest(budget) is not None and met.admit_far():
-                    self.bound = met.bound(budget)
+                if met.cheapest(limit) is not None and met.admit_far():
+                    self.bound = met.bound(limit)
                     continue
                 self.is_ruled_out = True
                 return False
-            by, beyond = met.lower_refuted(), found.peak_bytes - budget
-            self.bound = met.bound(budget)
+            by, beyond = met.lower_refuted(), found.live_bytes - limit
+            self.bound = met.bound(limit)
             if beyond <= 0:
                 self._improve_near(met)
             if self._is_closed(met):
                 return True
             is_late = met.work_left < met.most_work / 2
             is_stuck = before - self._open_gap(met) < WORTH_A_ROUND
-            self.is_in_vain = is_late and beyond <= 0 and is_stuck
-            if self.is_in_vain:
+            if is_late and beyond <= 0 and is_stuck and self._is_packed(met):
+                self.is_in_vain = True
                 met.give_up()
             if beyond > 0:
                 met.add_rows(found)
-                if number >= FREE_ROUNDS or beyond <= WORTH_AIMING_AT * budget:
-                    aim -= min(beyond, MOST_AIMED * budget)
-            elif by <= WORTH_SOLVING_AGAIN * budget:
+                if number >= FREE_ROUNDS or beyond <= WORTH_AIMING_AT * limit:
+                    aim -= min(beyond, MOST_AIMED * limit)
+            elif by <= WORTH_SOLVING_AGAIN * limit:
                 return True
-        return met.cheapest(budget) is not None
+        return met.cheapest(limit) is not None
+
+    def _is_packed(self, met: MetPlans) -> bool:
+        """Whether the cheapest plan of which no more is live fits, too."""
+        best = met.cheapest(self.limit_bytes)
+        return best is not None and best.peak_bytes <= self.budget_bytes
 
     def _look_through(self, met: MetPlans) -> None:
         """Takes a cheaper plan that rows put above the budget, if it fits."""
         if self._is_closed(met):
             return
         most = FEW_LOOKED_AT if is_long(self.place[0].graph) else MOST_LOOKED_AT
-        if met.look_through(self.budget_bytes, most):
-            self.bound = met.bound(self.budget_bytes)
+        if met.look_through(self.limit_bytes, most):
+            self.bound = met.bound(self.limit_bytes)
 
     def _improve_near(self, met: MetPlans) -> None:
         """Takes cheaper plans near the best, where it leaves a gap and is new."""
-        best = met.cheapest(self.budget_bytes)
+        best = met.cheapest(self.limit_bytes)
         if best is None or best is self.looked_near:
             return
         if self._open_gap(met) <= self.gap:
             return
         tries = MOST_NEAR if self.cutoff == math.inf else FEW_NEAR
-        self.looked_near = improve_near(met, self.budget_bytes, self.gap, tries)
+        self.looked_near = improve_near(met, self.limit_bytes, self.gap, tries)
         if self.looked_near is not best:
-            self.bound = met.bound(self.budget_bytes)
+            self.bound = met.bound(self.limit_bytes)
 
     def _open_gap(self, met: MetPlans) -> float:
-        best = met.cheapest(self.budget_bytes)
+        best = met.cheapest(self.limit_bytes)
         return math.inf if best is None else 1 - self.bound / best.assignment.cost
 
     def _enough(self, met: MetPlans) -> float:
         """The bound that ends the search: there is a plan that fits, and it closes
         its gap or comes to the cutoff.
         """
-        best = met.cheapest(self.budget_bytes)
+        best = met.cheapest(self.limit_bytes)
         if best is None:
             return math.inf
         return min((1 - self.gap) * best.assignment.cost, self.cutoff)
@@ -326,13 +364,13 @@ class _WithinBudget:
 
     def _solve_with_margins(self, met: MetPlans) -> None:
         """Leaves room for points that were not met; the bound stays."""
-        budget = self.budget_bytes
+        limit = self.limit_bytes
         for margin in MARGINS:
             try:
-                found = met.solve(budget, WIDE_GAP, margin * budget)
+                found = met.solve(limit, WIDE_GAP, margin * limit)
             except Infeasible:
                 return
-            if found.peak_bytes <= budget:
+            if found.live_bytes <= limit:
                 return
 
     def least_found(self, enough_bytes: int) -> LeastMemory:

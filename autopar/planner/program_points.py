@@ -76,7 +76,7 @@ def conversion_rows(
     """
     points, fixed = PlanPoints(problem, profile, choices), _fixed(problem, profile)
     liveness = profile.liveness[0]
-    worth = WORTH_A_ROW * profile.peak_bytes - fixed.bytes
+    worth = WORTH_A_ROW * profile.live_bytes - fixed.bytes
     columns = liveness.block.columns
     sizes, graph = problem.mesh.axis_sizes, problem.graph
     may_turn = _Turns()

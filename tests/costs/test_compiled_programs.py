@@ -4,10 +4,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec
+
+import autopar
+from autopar.audit.memory_use import MemoryUse
+from autopar.costs.memory import memory_profile
+from benchmarks.models import build
 
 from .test_memory_model import kernels_of, profile_of
 
 X = jnp.ones((16, 64, 64))
+ROWS, W = jnp.ones((512, 128)), jnp.ones((128, 128))
 
 
 def test_a_turned_copy_does_not_lie_where_it_is_read() -> None:
@@ -39,3 +46,30 @@ def test_equal_means_with_and_without_dims_of_one_are_made_once() -> None:
 
     kinds = kernels_of(step, jnp.ones((512, 64)), jnp.ones((64, 64)))
     assert kinds.count("reduce_sum") == kinds.count("sub") == 1
+
+
+def test_a_product_reads_a_copy_of_what_is_gathered_along_a_minor_dim() -> None:
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(x @ w)
+
+    pins = {"x": PartitionSpec("x"), "w": PartitionSpec(None, "x")}
+    lowered = autopar.parallelize(step, mesh="x:8", pins=pins).lower(ROWS, W)
+    profile = memory_profile(lowered.graph, lowered.plan.sharding)
+    use = MemoryUse.of(lowered.compile().compiled)
+    assert use.temp_bytes >= 2 * W.nbytes
+    assert profile.peak_bytes == pytest.approx(use.device_bytes, rel=0.05)
+
+
+def test_what_is_gathered_again_waits_for_what_it_is_read_with() -> None:
+    """The cotangent is in memory by then, also where a product reads it otherwise."""
+    case = build("gpt", num_layers=2, hidden=32, num_heads=4, vocab_size=64)
+    step = autopar.parallelize(case.step, mesh="x:8", method=autopar.Zero(3))
+    lowered = step.lower(*case.abstract())
+    profile = memory_profile(lowered.graph, lowered.plan.sharding)
+    kinds = {op.index: op.kind for op in profile.graph.operators()}
+    kernels = profile.liveness[0].block.kernels
+    kept = [k for k in kernels if k.operator is not None]
+    barriers = [k for k in kept if kinds[k.operator or 0] == "optimization_barrier"]
+    assert barriers and all(len(kernel.reads) == 2 for kernel in barriers)
+    use = MemoryUse.of(lowered.compile().compiled)
+    assert profile.peak_bytes == pytest.approx(use.device_bytes, rel=0.05)

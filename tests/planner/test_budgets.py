@@ -89,7 +89,7 @@ def test_rows_say_of_their_own_plan_what_the_model_says() -> None:
     profile = memory_profile(gpt(), read_plan(problem, assignment, cluster, resharder))
     rows = memory_rows(problem, profile, assignment.choices)
     used = [row.used(assignment.choices) for row in rows]
-    assert used[0] == max(used) == profile.peak_bytes
+    assert used[0] == max(used) == profile.live_bytes
     assert all((held >= 0).all() for row in rows for held in row.weights)
 
 
@@ -363,8 +363,8 @@ def test_a_method_whose_demand_a_reader_cannot_meet_is_planned_within_a_budget()
 
     least = peak(None)
     with pytest.raises(autopar.InfeasiblePlanError) as error:
-        peak(least - 1)
-    assert error.value.least_budget_bytes == pytest.approx(least, rel=1e-3)
+        peak(int(0.9 * least))
+    assert 0.9 * least < (error.value.least_budget_bytes or 0) <= least
 
 
 @pytest.mark.parametrize("reshards", [False, True])
@@ -388,7 +388,7 @@ def test_copies_of_parameters_are_gone_when_what_is_split_is_updated(
     limit = restriction_of(method, place, MESH, batch)
     fsdp = met.see(solve(restrict(problem, (limit,), cluster).choice_graph))
     free = met.plans[0]
-    assert fsdp.peak_bytes < free.peak_bytes
+    assert fsdp.live_bytes < free.live_bytes
     said = max(row.used(fsdp.choices) for row in met.rows)
-    assert said <= 1.1 * fsdp.peak_bytes
-    assert max(row.used(free.choices) for row in met.rows) == free.peak_bytes
+    assert said <= 1.1 * fsdp.live_bytes
+    assert max(row.used(free.choices) for row in met.rows) == free.live_bytes

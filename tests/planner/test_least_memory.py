@@ -35,6 +35,9 @@ class _Met:
     def least(self) -> Any:
         return SimpleNamespace(peak_bytes=min(self.held))
 
+    def least_live_bytes(self) -> float:
+        return min(self.held)
+
     def solve(self, limit: float, gap: float) -> Any:
         is_trial = limit <= 1.01 * LITTLE * self.held[0]
         self.work_spent += 0 if is_trial else self.work
@@ -42,7 +45,7 @@ class _Met:
         if limit < self.row_bound:
             raise Infeasible("rows", self.row_bound, least_budget_bound=self.row_bound)
         self.held.append(limit)
-        return SimpleNamespace(peak_bytes=limit)
+        return SimpleNamespace(live_bytes=limit)
 
     def add_rows(self, found: Any) -> None: ...
 

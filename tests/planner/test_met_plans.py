@@ -43,15 +43,15 @@ def resnet() -> tuple[ShardingProblem, Assignment, Assignment]:
     return problem, solve(problem.choice_graph), solve(limited)
 
 
-def met_plans(budget_bytes: float) -> MetPlans:
+def met_plans(limit_bytes: float) -> MetPlans:
     problem, free, _ = resnet()
     place = problem, CLUSTER, Resharder(MESH, CLUSTER), free
-    return MetPlans(*place, 0.0, budget_bytes=budget_bytes)
+    return MetPlans(*place, 0.0, limit_bytes=limit_bytes)
 
 
 def test_a_plan_unlike_all_others_lowers_rows_only_once_it_is_let() -> None:
     zero = resnet()[-1]
-    budget = met_plans(0).see(zero).peak_bytes
+    budget = met_plans(0).see(zero).live_bytes
     met = met_plans(budget)
     met.meet_start(zero)
     found, free = met.plans[-1], met.plans[0]
@@ -59,17 +59,17 @@ def test_a_plan_unlike_all_others_lowers_rows_only_once_it_is_let() -> None:
     def said() -> float:
         return max(row.used(found.choices) for row in met.rows)
 
-    assert said() > FAR_OFF * found.peak_bytes
+    assert said() > FAR_OFF * found.live_bytes
     assert met.admit_far()
     assert said() <= budget * (1 + 1e-9)
-    assert max(row.used(free.choices) for row in met.rows) == free.peak_bytes
+    assert max(row.used(free.choices) for row in met.rows) == free.live_bytes
     assert not met.admit_far()
 
 
 def test_a_plan_that_solutions_came_by_is_taken_if_it_fits() -> None:
     zero = resnet()[-1]
-    holds = met_plans(0).see(zero).peak_bytes
-    budget = met_plans(0).plans[0].peak_bytes - 1
+    holds = met_plans(0).see(zero).live_bytes
+    budget = met_plans(0).plans[0].live_bytes - 1
     met = met_plans(budget)
     assert met.look_through(budget, 8) is None  # only the free plan was met
     met._priced.add(zero.choices)
@@ -77,7 +77,7 @@ def test_a_plan_that_solutions_came_by_is_taken_if_it_fits() -> None:
     assert met.look_through(budget, 0) is None
     found = met.look_through(budget, 1)
     assert found is not None and found is met.cheapest(budget)
-    assert found.peak_bytes == holds
+    assert found.live_bytes == holds
     assert found.assignment.cost == pytest.approx(zero.cost)
     assert met.look_through(budget, 8) is None  # none is cheaper
 
@@ -86,7 +86,7 @@ def test_rounds_forget_a_bound_of_rows_that_they_lower(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     zero = resnet()[-1]
-    budget = met_plans(0).see(zero).peak_bytes
+    budget = met_plans(0).see(zero).live_bytes
     met = met_plans(budget)
     met.meet_start(zero)
     within = _WithinBudget(resnet_graph(), MESH, CLUSTER, None, (), budget, 0.0)

@@ -66,10 +66,10 @@ def test_rows_of_the_free_plan_know_what_methods_hold(name: str) -> None:
     problem, resharder, free = planned()
     profile = read_profile(problem, free, CLUSTER, resharder)
     rows = memory_rows(problem, profile, free.choices)
-    assert rows[0].used(free.choices) == pytest.approx(profile.peak_bytes)
+    assert rows[0].used(free.choices) == pytest.approx(profile.live_bytes)
     limit = restriction_of(method, problem.graph, MESH, batch())
     found = solve(restrict(problem, (limit,), CLUSTER).choice_graph, gap=1e-2)
-    other = read_profile(problem, found, CLUSTER, resharder).peak_bytes
+    other = read_profile(problem, found, CLUSTER, resharder).live_bytes
     said = max(row.used(found.choices) for row in rows)
     assert said == pytest.approx(other, rel=most_off)
 
@@ -112,7 +112,7 @@ def test_what_is_sliced_at_a_barrier_frees_no_memory() -> None:
     said = [
         row.used(choices) for row in memory_rows(problem, profile, choices=free.choices)
     ]
-    assert max(said) > 0.95 * profile.peak_bytes
+    assert max(said) > 0.95 * profile.live_bytes
 
 
 def test_what_is_done_again_is_read_until_its_readers_are_made() -> None:
@@ -152,8 +152,8 @@ def test_copies_in_a_wider_dtype_weigh_on_what_they_are_made_of(
     profile = read_profile(problem, found, CLUSTER, resharder)
     assert profile.liveness[0].block.wide
     rows = memory_rows(problem, profile, found.choices)
-    assert rows[0].used(found.choices) == profile.peak_bytes
-    assert max(row.constant for row in rows) < 0.05 * profile.peak_bytes
+    assert rows[0].used(found.choices) == profile.live_bytes
+    assert max(row.constant for row in rows) < 0.05 * profile.live_bytes
 
 
 def test_a_budget_that_binds_takes_less_than_sharding_all_state() -> None:

@@ -1,0 +1,35 @@
+"""The memory that buffers share: XLA's decreasing best fit."""
+
+import numpy as np
+import pytest
+
+from autopar.costs.packing import packed_bytes
+
+
+def packed(*buffers: tuple[int, int, int]) -> int:
+    sizes, starts, ends = np.array(buffers, np.int64).reshape(-1, 3).T
+    return packed_bytes(sizes, starts, ends)
+
+
+def test_nothing_takes_nothing() -> None:
+    assert packed() == 0
+
+
+def test_what_never_meets_shares_its_place() -> None:
+    assert packed((10, 0, 1), (30, 2, 3), (20, 4, 5)) == 30
+
+
+def test_a_gap_is_left_where_lives_cross() -> None:
+    """60 are live at once, but the last one only fits above what lies at 40."""
+    assert packed((20, 2, 5), (40, 0, 1), (20, 0, 3), (30, 5, 7)) == 70
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_it_is_between_what_is_live_at_once_and_all_together(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    sizes, starts = random.integers(1, 100, 40), random.integers(0, 30, 40)
+    ends = starts + random.integers(0, 10, 40)
+    live = [
+        sizes[(starts <= now) & (now <= ends)].sum() for now in range(int(ends.max()))
+    ]
+    assert max(live) <= packed_bytes(sizes, starts, ends) < sizes.sum()
