@@ -3,7 +3,8 @@
 `ReshapeMover`: where all that an elementwise operator reads is reshaped alike, and all
 who read that do so too, it runs first and what it makes is reshaped. Products of joined
 dims are such reshapes (of matrices). A reshape is another name for what it reads, and
-is made by everyone who reads it, together with what only it reads.
+is made by everyone who reads it, together with what only it reads. A product reads
+what is before it, and so does a reduction of all dims that the reshape changes.
 """
 
 from __future__ import annotations
@@ -21,10 +22,7 @@ _Shape = tuple[int, ...]
 
 
 def rows_before_reshapes(columns: GraphColumns) -> np.ndarray:
-    """bool [rows], those only a reshape reads, be it their own or one moved there.
-
-    A product of matrices reads them without one.
-    """
+    """bool [rows], those only a reshape reads, be it their own or one moved there."""
     return _Reshapes(columns).before()
 
 
@@ -122,10 +120,13 @@ class _Reshapes:
         found[columns.rows_of_results[is_one[columns.results]]] = True
         found &= np.diff(columns.result_start) == 1
         for moved in self.moved:
-            readers = self.readers(self.operators[moved].results[0])
-            kinds = {self.operators[reader].kind for reader in readers}
+            made = self.operators[moved].results[0]
+            readers = self.readers(made)
             is_last = not self.moved.issuperset(readers)
-            found[moved] = is_last and "dot_general" not in kinds
+            found[moved] = is_last and not any(
+                _reads_before(self.operators[reader], self.source[made])
+                for reader in readers
+            )
         return found
 
 
@@ -138,6 +139,23 @@ def matrix_shape(op: Operator) -> _Shape:
         for kind, b, c in sides
     ]
     return (*(op.operand_types[0].shape[dim] for dim in batch[0]), *own)
+
+
+def _reads_before(op: Operator, source: _Shape) -> bool:
+    """Whether an operator reads what is reshaped from `source` as it is before that."""
+    if op.kind == "dot_general":
+        return True
+    if not op.kind.startswith("reduce_") or "axes" not in op.params:
+        return False
+    shape, axes = op.operand_types[0].shape, op.params["axes"]
+    unchanged = _unchanged_dims(source, shape)
+    return all(dim in axes or dim in unchanged for dim in range(len(shape)))
+
+
+def _unchanged_dims(source: _Shape, target: _Shape) -> set[int]:
+    """The dims of the target that are dims of the source, with as much before them."""
+    before = {(prod(source[:dim]), size) for dim, size in enumerate(source)}
+    return {d for d, size in enumerate(target) if (prod(target[:d]), size) in before}
 
 
 def _fills(op: Operator) -> bool:

@@ -60,6 +60,25 @@ def test_a_product_reads_a_copy_of_what_is_gathered_along_a_minor_dim() -> None:
     assert profile.peak_bytes == pytest.approx(use.device_bytes, rel=0.05)
 
 
+def test_a_sum_of_products_is_not_made_again_beside_a_reduction_of_it() -> None:
+    """The reduction reads the sum of matrices, before it is reshaped."""
+
+    def step(x: jax.Array, ws: list[jax.Array]) -> tuple[jax.Array, ...]:
+        total = sum((x @ w for w in ws[1:]), x @ ws[0])
+        bias = total.sum((0, 1))
+        other = jnp.tanh(total) @ ws[0]
+        return bias, jnp.sin(other) @ ws[1] + total * total
+
+    weights = [jnp.ones((64, 64)) + i for i in range(3)]
+    profile, _ = profile_of(step, X, weights)
+    kernels = profile.liveness[0].block.columns
+    kinds = {op.index: op.kind for op in profile.graph.operators()}
+    operators = enumerate(kernels.operator.tolist())
+    first = [k for k, op in operators if kinds.get(op) == "dot_general"]
+    made = kernels.writes[kernels.write_start[first[:3]]]
+    assert all((kernels.reads == value).sum() == 1 for value in made)
+
+
 def test_what_is_gathered_again_waits_for_what_it_is_read_with() -> None:
     """The cotangent is in memory by then, also where a product reads it otherwise."""
     case = build("gpt", num_layers=2, hidden=32, num_heads=4, vocab_size=64)
