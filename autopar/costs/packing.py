@@ -29,47 +29,69 @@ def packed_peak(liveness: Liveness, inner: np.ndarray) -> int:
       inner: [positions] bytes that each kernel's bodies need.
     """
     sizes = liveness.block.sizes
-    own = liveness.starts >= 0
+    own = (liveness.starts >= 0) & (sizes > 0)
     own[list(liveness.borrowed)] = False
     over = liveness.over[own[liveness.over].all(axis=1)]
     name = np.arange(len(sizes))  # what is written over others is one buffer with them
     name[over[:, 1]] = over[:, 0]
-    name = roots(name)
-    last = liveness.ends.copy()
-    np.maximum.at(last, name[own], liveness.ends[own])
-    chosen = own & (name == np.arange(len(sizes))) & (sizes > 0)
-    at = np.flatnonzero(inner)
+    values, at = np.flatnonzero(own), np.flatnonzero(inner)
+    place = np.empty(len(sizes), np.intp)
+    place[values] = np.arange(len(values))
     return packed_bytes(
-        np.concatenate([sizes[chosen], inner[at]]),
-        np.concatenate([liveness.starts[chosen], at]),
-        np.concatenate([last[chosen], at]),
+        np.concatenate([sizes[values], inner[at]]),
+        np.concatenate([liveness.starts[values], at]),
+        np.concatenate([liveness.ends[values], at]),
+        np.append(place[roots(name)[values]], len(values) + np.arange(len(at))),
     )
 
 
-def packed_bytes(sizes: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> int:
-    """The bytes in which all buffers have room.
+def packed_bytes(
+    sizes: np.ndarray, starts: np.ndarray, ends: np.ndarray, buffers: np.ndarray
+) -> int:
+    """The bytes in which all values have room.
 
-    Buffer i has `sizes[i]` bytes from position `starts[i]` to `ends[i]`, both included.
-    Of equal ones the earlier is placed first.
+    Value i has `sizes[i]` bytes from position `starts[i]` to `ends[i]`, both included,
+    in the memory of value `buffers[i]`, the first that is there. Of equal ones the
+    earlier is placed first. How long each lives counts what comes and goes meanwhile.
     """
-    changes = np.zeros(int(ends.max(initial=0)) + 2, np.int64)
+    starts, ends = _event_times(starts, ends)
+    last = ends.copy()
+    np.maximum.at(last, buffers, ends)
+    chosen = np.flatnonzero(buffers == np.arange(len(buffers)))
+    sizes, starts, ends, last = (x[chosen] for x in (sizes, starts, ends, last))
+    changes = np.zeros(int(last.max(initial=0)) + 2, np.int64)
     np.add.at(changes, starts, sizes)
-    np.add.at(changes, ends + 1, -sizes)
+    np.add.at(changes, last + 1, -sizes)
     live = np.cumsum(changes)
     least = int(live.max())
     before = np.concatenate([[0], np.cumsum(live >= NEAR_PEAK * least)])
-    matters = np.flatnonzero(before[ends + 1] > before[starts])
+    matters = np.flatnonzero(before[last + 1] > before[starts])
     if len(matters) > MOST_PLACED:
         return least
-    sizes, starts, ends = sizes[matters], starts[matters], ends[matters]
+    sizes, starts, ends, last = (x[matters] for x in (sizes, starts, ends, last))
     by_size = np.lexsort((starts, starts - ends, -sizes))
-    by_life = np.lexsort((starts, -sizes, starts - ends))
+    by_life = np.lexsort((starts, -sizes, starts - last))
     found = int(sizes.sum())
     for order in (by_size, by_life):
         if found > least:
-            buffers = sizes[order], starts[order], ends[order]
-            found = min(found, _bytes_in_order(*buffers, enough=found))
+            placed = sizes[order], starts[order], last[order]
+            found = min(found, _bytes_in_order(*placed, enough=found))
     return found
+
+
+def _event_times(
+    starts: np.ndarray, ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """When values come and go, as numbers of what came or went before.
+
+    At each position what is made there comes before anything goes.
+    """
+    count = len(starts)
+    times = np.empty(2 * count, np.intp)
+    times[np.argsort(np.append(2 * starts, 2 * ends + 1), kind="stable")] = np.arange(
+        2 * count
+    )
+    return times[:count], times[count:]
 
 
 def _bytes_in_order(

@@ -12,12 +12,11 @@ are looked at, too: some fit. So are plans near the best (`near_plans.py`). And 
 rows leave nothing, though a plan was met that fits and is far from all that brought
 them, they are lowered by that plan, too.
 Rows and rounds see what is live at once. The compiler needs more where lives cross
-(`costs/packing.py`), so if it does for the plan found, less may be live, by as much as
-that plan needs more, and the rounds go on with all that was met.
+(`costs/packing.py`), so if it does for the plan found, less may be live
+(`live_limit.py`), and the rounds go on with all that was met.
 So a plan that is returned fits by its own figure, and its bound is that of the problem
-with the rows of the plans met, and with what may be live. If none fits, the search for
-the plan of the least memory (`least_memory.py`) goes down to the budget, or ends above
-and says what would do.
+with the rows of the plans met. If none fits, the search for the plan of the least
+memory (`least_memory.py`) goes down to the budget, or ends above and says what would do.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from ..sharding.resharding import Resharder
 from .even_share import is_long
 from .intra_op import IntraOpSolution, plan_intra_op
 from .least_memory import LeastMemory, least_memory
+from .live_limit import LiveLimit
 from .memory_users import infeasible_error
 from .met_plans import MetPlan, MetPlans
 from .near_plans import improve_near
@@ -174,7 +174,7 @@ class _WithinBudget:
         problem = restrict(problem, restrictions, cluster)
         self.place = problem, cluster, resharder
         self.budget_bytes, self.gap = budget_bytes, max(gap, BUDGET_GAP)
-        self.limit_bytes = budget_bytes  # of what is live at once
+        self.live_limit = LiveLimit(budget_bytes)
         self.cutoff = cutoff
         self.free = solve(problem.choice_graph, gap=BUDGET_GAP / 10)
         self.bound, self.is_ruled_out = self.free.bound, False
@@ -197,11 +197,8 @@ class _WithinBudget:
         self._tell_first(met)
         for _ in range(MOST_PACKED):
             self._search(met)
-            found = met.cheapest(self.limit_bytes)
-            if found is None or found.peak_bytes <= budget:
-                break
-            self._lower_limit(met, found)
-            if self._is_near(met.fitting(budget)):
+            self._move_limit(met)
+            if self.live_limit.is_settled or self._is_near(met) or not met.work_left:
                 break
         best = met.fitting(budget)
         if best is None and finds_least:
@@ -211,7 +208,7 @@ class _WithinBudget:
                 raise least.error(budget)
         if best is None:
             raise infeasible_error(met.least().profile, budget)
-        solution = self.solution(best, met.bound(self.limit_bytes, best))
+        solution = self.solution(best, met.bound(budget, best))
         if (met.work_left <= 0 or self.is_in_vain) and not self._is_closed(met):
             _log.warning(
                 "The search for a plan within %d B a device ended %s: the plan has a "
@@ -228,6 +225,11 @@ class _WithinBudget:
         )
         return solution
 
+    @property
+    def limit_bytes(self) -> int:
+        """What may be live at once."""
+        return self.live_limit.bytes
+
     def _search(self, met: MetPlans) -> None:
         """Meets the cheapest plans of which no more is live than may be."""
         self._solve_in_rounds(met, WIDE_GAP)
@@ -240,21 +242,27 @@ class _WithinBudget:
         if met.cheapest(self.limit_bytes) is None and not self.is_ruled_out:
             self._solve_with_margins(met)
 
-    def _lower_limit(self, met: MetPlans, found: MetPlan) -> None:
-        """So far that a plan packed as the one found would fit."""
-        limit = self.budget_bytes * found.live_bytes // found.peak_bytes
-        _log.info(
-            "%s: %d B are live, but take %d B; planning again for %d B live",
-            *(self.place[0].graph.name, found.live_bytes, found.peak_bytes, limit),
-        )
-        self.limit_bytes = met.limit_bytes = limit
-        met.add_rows(found)
-        self.bound, self.is_ruled_out = met.bound(limit), False
+    def _move_limit(self, met: MetPlans) -> None:
+        """Down if the plan found needs more than is live, else up again."""
+        found, limit = met.cheapest(self.limit_bytes), self.live_limit
+        if found is not None and found.peak_bytes > self.budget_bytes:
+            met.add_rows(found)
+            limit.lower(found.live_bytes, found.peak_bytes)
+            _log.info(
+                "%s: %d B are live, but take %d B; planning again for %d B live",
+                self.place[0].graph.name,
+                *(found.live_bytes, found.peak_bytes, limit.bytes),
+            )
+        else:
+            limit.raise_again()
+        met.limit_bytes = limit.bytes
+        self.bound, self.is_ruled_out = met.bound(limit.bytes), False
 
-    def _is_near(self, found: MetPlan | None) -> bool:
-        """Whether there is such a plan and the bound closes its gap."""
-        return found is not None and (
-            self.bound >= (1 - self.gap) * found.assignment.cost
+    def _is_near(self, met: MetPlans) -> bool:
+        """Whether a plan fits, and the bound of all that may closes its gap."""
+        best, budget = met.fitting(self.budget_bytes), self.budget_bytes
+        return best is not None and (
+            met.bound(budget, best) >= (1 - self.gap) * best.assignment.cost
         )
 
     def _tell_first(self, met: MetPlans) -> None:
