@@ -79,9 +79,7 @@ def packed_bytes(
     return found
 
 
-def _event_times(
-    starts: np.ndarray, ends: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _event_times(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """When values come and go, as numbers of what came or went before.
 
     At each position what is made there comes before anything goes.

@@ -15,8 +15,8 @@ Rows and rounds see what is live at once. The compiler needs more where lives cr
 (`costs/packing.py`), so if it does for the plan found, less may be live
 (`live_limit.py`), and the rounds go on with all that was met.
 So a plan that is returned fits by its own figure, and its bound is that of the problem
-with the rows of the plans met. If none fits, the search for the plan of the least
-memory (`least_memory.py`) goes down to the budget, or ends above and says what would do.
+with the rows of the plans met. If none fits, that for the plan of the least memory
+(`least_memory.py`) goes down to the budget, or ends above and says what would do.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ import pytest
 from autopar.costs.packing import packed_bytes
 
 
-def packed(*buffers: tuple[int, int, int]) -> int:
-    sizes, starts, ends = np.array(buffers, np.int64).reshape(-1, 3).T
-    return packed_bytes(sizes, starts, ends)
+def packed(*values: tuple[int, int, int]) -> int:
+    sizes, starts, ends = np.array(values, np.int64).reshape(-1, 3).T
+    return packed_bytes(sizes, starts, ends, np.arange(len(values)))
 
 
 def test_nothing_takes_nothing() -> None:
@@ -24,6 +24,11 @@ def test_a_gap_is_left_where_lives_cross() -> None:
     assert packed((20, 2, 5), (40, 0, 1), (20, 0, 3), (30, 5, 7)) == 70
 
 
+def test_how_long_a_value_lives_counts_what_comes_and_goes() -> None:
+    """The first lives for as many positions as the third, but meets more."""
+    assert packed((10, 2, 3), (10, 3, 6), (20, 1, 2), (20, 4, 4)) == 40
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_it_is_between_what_is_live_at_once_and_all_together(seed: int) -> None:
     random = np.random.default_rng(seed)
@@ -32,4 +37,4 @@ def test_it_is_between_what_is_live_at_once_and_all_together(seed: int) -> None:
     live = [
         sizes[(starts <= now) & (now <= ends)].sum() for now in range(int(ends.max()))
     ]
-    assert max(live) <= packed_bytes(sizes, starts, ends) < sizes.sum()
+    assert max(live) <= packed_bytes(sizes, starts, ends, np.arange(40)) < sizes.sum()
