@@ -8,8 +8,8 @@ WORTH_A_SEARCH = 0.005  # of the budget
 class LiveLimit:
     """The bytes that may be live, narrowed until what is found fits a budget.
 
-    Between a limit with which nothing more is found that fits, `_low`, and one with
-    which the plan found takes too much, `_high`.
+    Between a limit with which nothing more is found that fits, `_low`, and what is live
+    of the plan found that takes too much, `_high`.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -26,7 +26,7 @@ class LiveLimit:
 
         Of that `live_bytes` are live, and it takes `peak_bytes`, above the budget.
         """
-        self._high = self.bytes
+        self._high = live_bytes
         alike = self._budget_bytes * live_bytes // peak_bytes
         self.bytes = max(alike, (self._low + self._high) // 2)
 
