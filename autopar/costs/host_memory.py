@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import GraphInput
 from ..plans.plan import InputPlan
@@ -17,14 +19,18 @@ def host_seconds_per_byte(graph_input: GraphInput, cluster: Cluster) -> float:
 
 def host_seconds(
     graph_inputs: tuple[GraphInput, ...],
-    planned: tuple[InputPlan, ...],
+    planned: Sequence[InputPlan],
     cluster: Cluster,
 ) -> float:
     """Seconds of a step in which one device waits for its host's memory.
 
     All of it: that transfers hide behind work is not counted on.
     """
+    at_host = [k for k, each in enumerate(graph_inputs) if each.memory == "host"]
     return sum(
-        plan.bytes * host_seconds_per_byte(graph_input, cluster)
-        for graph_input, plan in zip(graph_inputs, planned, strict=True)
+        (
+            planned[k].bytes * host_seconds_per_byte(graph_inputs[k], cluster)
+            for k in at_host
+        ),
+        0.0,
     )

@@ -17,7 +17,7 @@ import numpy as np
 from ..graph.build_graph import COND, SCAN, SHARD_MAP, WHILE
 from ..graph.op_graph import Operator, OpGraph
 from ..plans.plan import ShardingPlan
-from ..plans.plan_columns import factors_of
+from ..plans.plan_columns import bytes_in, factors_of
 from ..plans.slices_ahead import bytes_ahead
 from ..rules.collective_matmul import ring_bytes
 from ..rules.halos import copied_bytes, factors_with_halos, rows_with_halos
@@ -138,7 +138,7 @@ def profile_of_arrays(arrays: PlanArrays) -> MemoryProfile:
             spec = plan.outputs[0][position]
             whole = graph.tensors[operand].type.bytes
             output_bytes += whole // num_shards(spec, plan.mesh.axis_sizes)
-    argument_bytes = sum(each.bytes for each in plan.inputs if each.memory == "device")
+    argument_bytes = bytes_in(plan.inputs, "device")
     return MemoryProfile(graph, plan, argument_bytes, output_bytes, run.liveness)
 
 

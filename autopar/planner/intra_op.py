@@ -20,8 +20,8 @@ from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.op_graph import Block, Operator, OpGraph, TensorType
 from ..graph.user_shard_map import body_collectives
 from ..methods.restrictions import Limit, demanded_orders, restrict
-from ..plans.plan import Conversion, Prediction, ShardingPlan, total_bytes
-from ..plans.plan_columns import OperatorPlans, TensorPlans
+from ..plans.plan import Conversion, Prediction, ShardingPlan
+from ..plans.plan_columns import Collectives, OperatorPlans, TensorPlans, bytes_in
 from ..rules.base import rule_of, warn_fallback
 from ..sharding.collective import Collective, Surroundings
 from ..sharding.mesh import MeshShape
@@ -97,7 +97,7 @@ def read_profile(
         *(graph, tensors, operators, resharder, problem.visible)
     )
     compute_seconds = operators.seconds
-    inputs = tuple(reader.input_plans())
+    inputs = reader.input_plans()
     moving_seconds = host_seconds(graph.inputs, inputs, cluster)
     plan = ShardingPlan(
         function=graph.name,
@@ -114,13 +114,13 @@ def read_profile(
             step_seconds=compute_seconds + collective_seconds + moving_seconds,
             compute_seconds=compute_seconds,
             collective_seconds=collective_seconds,
-            collective_bytes=total_bytes(collectives),
+            collective_bytes=collectives.total_bytes,
             peak_bytes=0,
             bubble_fraction=0.0,
             optimality_gap=float(assignment.gap),
             split_flops_fraction=split_fraction(graph, operators, mesh),
             host_seconds=moving_seconds,
-            host_bytes=sum(each.bytes for each in inputs if each.memory == "host"),
+            host_bytes=bytes_in(inputs, "host"),
         ),
     )
     profile = profile_of_arrays(reader.arrays(plan))
@@ -134,39 +134,67 @@ def _collectives(
     operators: OperatorPlans,
     resharder: Resharder,
     visible: np.ndarray,
-) -> tuple[tuple[Collective, ...], float]:
+) -> tuple[Collectives, float]:
     """Every collective of a step, and the seconds that it waits for them."""
-    found: list[Collective] = []
-    seconds, known = 0.0, dict[object, tuple[float, list[Collective]]]()
-    columns, shown = graph.columns, visible.tolist()
-    maker = np.full(len(tensors), -1)
-    maker[columns.results] = columns.rows_of_results
-    for index, conversions in sorted(tensors.copies.items()):
-        tensor, row = graph.tensors[index], maker[index]
-        kind, block = tensor.type, graph.blocks[tensor.block]
-        source = columns.operators[row].source if row >= 0 else ""
-        name = f"{tensor.name} {source}".strip()
-        for conversion in conversions:
-            key = conversion, kind
-            if key not in known:
-                known[key] = _sent(conversion, kind, resharder)
-            each_seconds, steps = known[key]
-            seconds += each_seconds * (block.weight * shown[index])
-            for each in steps:
-                where = block.trip_count, block.conditional, block.unbounded
-                found.append(each.at(name, *where))
+    sent = _Sent(graph, tensors, resharder)
+    index = np.array(sorted(tensors.copies), np.intp)
+    weights = np.array([block.weight for block in graph.blocks])
+    times = weights[graph.columns.block_of_tensors[index]] * visible[index]
+    kinds = [sent.number(tensor) for tensor in index.tolist()]
+    seconds, steps_of, tensor_of = 0.0, list[int](), list[int]()
+    for tensor, kind, own in zip(index.tolist(), kinds, times.tolist(), strict=True):
+        for each in sent.seconds[kind]:
+            seconds += each * own
+        steps_of += sent.steps[kind]
+        tensor_of += [tensor] * len(sent.steps[kind])
+    columns, others = graph.columns, list[Collective]()
     mesh, cluster = resharder.mesh, resharder.cluster
     for collective, halo in halo_collectives(graph, operators, mesh, cluster):
-        found.append(collective)
+        others.append(collective)
         seconds += halo
     is_shard_map = columns.where(lambda op: op.kind == SHARD_MAP)
     for row in np.flatnonzero(is_shard_map).tolist():
         op = columns.operators[row]
         block = graph.blocks[op.block]
         for collective, link_seconds in shard_map_collectives(op, block, resharder):
-            found.append(collective)
+            others.append(collective)
             seconds += link_seconds * block.weight / block.trip_count
-    return tuple(found), seconds
+    ends = np.array(steps_of, np.intp), np.array(tensor_of, np.intp)
+    return Collectives(graph, sent.kinds, *ends, others), seconds
+
+
+class _Sent:
+    """What copies send, found once for tensors of one type with the same copies.
+
+    By number: the `seconds` of each conversion, and the places in `kinds` of the
+    collectives of all (`steps`).
+    """
+
+    def __init__(
+        self, graph: OpGraph, tensors: TensorPlans, resharder: Resharder
+    ) -> None:
+        self._types, self._copies = graph.columns.types, tensors.copies
+        self._type_of, self._resharder = graph.columns.type_of.tolist(), resharder
+        self._numbers: dict[tuple[int, int], int] = {}  # one object is equal to itself
+        self.seconds: list[list[float]] = []
+        self.steps: list[list[int]] = []
+        self.kinds: list[Collective] = []
+
+    def number(self, tensor: int) -> int:
+        """That of the copies of a tensor."""
+        copies, kind = self._copies[tensor], self._type_of[tensor]
+        found = self._numbers.setdefault((id(copies), kind), len(self.steps))
+        if found == len(self.steps):
+            self._add(copies, self._types[kind])
+        return found
+
+    def _add(self, copies: Sequence[Conversion], kind: TensorType) -> None:
+        sent = [_sent(each, kind, self._resharder) for each in copies]
+        found = [collective for _, steps in sent for collective in steps]
+        places = range(len(self.kinds), len(self.kinds) + len(found))
+        self.seconds.append([seconds for seconds, _ in sent])
+        self.steps.append(list(places))
+        self.kinds += found
 
 
 def _sent(

@@ -17,19 +17,15 @@ from ..costs.stacks import stacking_seconds
 from ..graph.build_graph import SHARD_MAP
 from ..graph.op_graph import Constant, Operator
 from ..graph.user_shard_map import body_work
-from ..plans.plan import (
-    Conversion,
-    InputPlan,
-    ShardingPlan,
-)
-from ..plans.plan_columns import OperatorPlans, TensorPlans, Work
+from ..plans.plan import Conversion, ShardingPlan
+from ..plans.plan_columns import InputPlans, OperatorPlans, TensorPlans, Work
 from ..sharding.resharding import Resharder
 from ..sharding.spec import Spec, num_shards, replicated
 from .equal_rows import equal_rows
 from .halo_costs import halo_seconds
 from .sharding_problem import ShardingProblem
 from .strategies import total_flops
-from .vertices import NO_SITE, OPERAND, SITE_NAMES
+from .vertices import NO_SITE, OPERAND, OUTPUT, SITE_NAMES
 
 
 class PlanReader:
@@ -44,8 +40,8 @@ class PlanReader:
         self.choices = np.asarray(choices, np.intp)
         columns = problem.columns
         self.specs = columns.specs_by_choice[2]
-        self._read = columns.chosen_specs(columns.reads, choices)
-        written = columns.chosen_specs(columns.writes, choices)
+        self._read = columns.chosen_specs(columns.reads, self.choices)
+        written = columns.chosen_specs(columns.writes, self.choices)
         count = len(problem.relays)
         tensor = columns.writes.tensor
         self.made = np.zeros(len(self.graph.tensors), np.intp)
@@ -149,10 +145,11 @@ class PlanReader:
 
     @cached_property
     def _at_site(self) -> dict[tuple[str, int, int], Spec]:
-        """The specs in which ports, homes and results read, by site."""
+        """The specs in which ports read, by site."""
         columns = self.problem.columns
         reads = columns.reads
-        chosen = (columns.row[reads.vertex] < 0) & (reads.site[:, 0] > NO_SITE)
+        is_site = (reads.site[:, 0] > NO_SITE) & (reads.site[:, 0] != OUTPUT)
+        chosen = (columns.row[reads.vertex] < 0) & is_site
         return {
             (SITE_NAMES[kind], at, position): self.specs[number]
             for (kind, at, position), number in zip(
@@ -176,18 +173,26 @@ class PlanReader:
 
     def outputs(self) -> Iterable[tuple[Spec, ...]]:
         """By block, the specs in which it returns its outputs."""
+        reads, found = self.problem.columns.reads, dict[int, list[Spec]]()
         for block in self.graph.blocks:
-            at, places = ("output", block.index), range(len(block.outputs))
-            yield tuple([self._at_site.get((*at, p), self.whole) for p in places])
+            found[block.index] = [self.whole] * len(block.outputs)
+        is_output = reads.site[:, 0] == OUTPUT
+        _, blocks, places = reads.site[is_output].T.tolist()
+        for block, place, spec in zip(
+            blocks, places, self._read[is_output].tolist(), strict=True
+        ):
+            found[block][place] = self.specs[spec]
+        return map(tuple, found.values())
 
-    def input_plans(self) -> Iterable[InputPlan]:
+    def input_plans(self) -> InputPlans:
         """Where each argument lies."""
-        sizes, made = self.problem.mesh.axis_sizes, self.made.tolist()
-        shards = [num_shards(spec, sizes) for spec in self.specs]
-        for each in self.graph.inputs:
-            kind, number = self.graph.tensors[each.tensor].type, made[each.tensor]
-            spec, held = self.specs[number], kind.bytes // shards[number]
-            yield InputPlan(each.path, each.role, spec, kind.shape, held, each.memory)
+        sizes, columns = self.problem.mesh.axis_sizes, self.graph.columns
+        tensor = np.array([each.tensor for each in self.graph.inputs], np.intp)
+        shards = np.array([num_shards(spec, sizes) for spec in self.specs], np.int64)
+        whole = np.array([kind.bytes for kind in columns.types], np.int64)
+        made = self.made[tensor]
+        held = whole[columns.type_of[tensor]] // shards[made]
+        return InputPlans(self.graph, self.specs, made, held)
 
 
 def cheapest_copies(

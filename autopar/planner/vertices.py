@@ -153,7 +153,9 @@ class VertexColumns(MadeWhenRead[Vertex]):
         starts = np.concatenate([np.zeros(1, np.intp), ends[:-1]])
         return starts, np.concatenate([*parts, np.zeros(0, np.intp)]), tuple(numbers)
 
-    def chosen_specs(self, of: Accesses, choices: Sequence[int]) -> np.ndarray:
+    def chosen_specs(
+        self, of: Accesses, choices: Sequence[int] | np.ndarray
+    ) -> np.ndarray:
         """[accesses] the spec of each under a choice per vertex, by number."""
         starts, numbers, _ = self.specs_by_choice
         chosen = np.asarray(choices, np.intp)

@@ -101,8 +101,8 @@ class ShardingPlan:
     """The decision for a whole function.
 
     `operators` are in the graph's order, `tensors` by tensor index; `outputs` has, for
-    each block, the spec in which it returns each of its outputs. Both are tuples, or
-    made when they are looked at (`plan_columns.py`). `remat` says what the backward
+    each block, the spec in which it returns each of its outputs. Sequences are tuples,
+    or made when they are looked at (`plan_columns.py`). `remat` says what the backward
     pass of the step makes again, as `Remat` prints; "" if nothing. `device_kind` is
     that of the cluster's devices, "" where it is not known.
     """
@@ -110,12 +110,12 @@ class ShardingPlan:
     function: str
     mesh: MeshShape
     cluster: str
-    inputs: tuple[InputPlan, ...]
+    inputs: Sequence[InputPlan]
     operators: Sequence[OperatorPlan]
     tensors: Sequence[TensorPlan]
     outputs: tuple[tuple[Spec, ...], ...]
     trip_counts: tuple[int, ...]  # executions a step, by block
-    collectives: tuple[Collective, ...]
+    collectives: Sequence[Collective]
     predicted: Prediction
     remat: str = ""
     device_kind: str = ""

@@ -1,4 +1,4 @@
-"""Plans of operators and tensors that are made when they are looked at.
+"""Plans of operators, tensors and arguments that are made when they are looked at.
 
 A deep step has many operators and few ways to run them; names, lines and specs are put
 together for who prints, saves or lowers the plan, and seldom for who searches.
@@ -15,9 +15,10 @@ import numpy as np
 
 from autopar.solver.made_when_read import MadeWhenRead
 
-from ..graph.op_graph import Operator, OpGraph
+from ..graph.op_graph import MemoryKind, Operator, OpGraph
+from ..sharding.collective import Collective
 from ..sharding.spec import Spec
-from .plan import Conversion, OperatorPlan, TensorPlan
+from .plan import Conversion, InputPlan, OperatorPlan, TensorPlan, total_bytes
 
 Item = TypeVar("Item")
 
@@ -108,6 +109,79 @@ class TensorPlans(_MadeOnce[TensorPlan]):
         copies = self.copies.get(index, ())
         dtype = _dtype_name(kind.dtype)
         return TensorPlan(tensor.name, kind.shape, dtype, tensor.block, spec, copies)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class InputPlans(_MadeOnce[InputPlan]):
+    """By argument: `made` are places in `specs`, `bytes` are what one device has."""
+
+    graph: OpGraph
+    specs: Sequence[Spec]
+    made: np.ndarray
+    bytes: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    def item(self, index: int) -> InputPlan:
+        """Where one argument lies."""
+        own, spec = self.graph.inputs[index], self.specs[self.made[index]]
+        shape, held = self.graph.tensors[own.tensor].type.shape, int(self.bytes[index])
+        return InputPlan(own.path, own.role, spec, shape, held, own.memory)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Collectives(_MadeOnce[Collective]):
+    """Those of copies, and then `others`.
+
+    Number i is `kinds[kind_of[i]]` for the tensor `tensor_of[i]`.
+    """
+
+    graph: OpGraph
+    kinds: Sequence[Collective]
+    kind_of: np.ndarray
+    tensor_of: np.ndarray
+    others: Sequence[Collective] = ()
+
+    def __len__(self) -> int:
+        return len(self.kind_of) + len(self.others)
+
+    def item(self, index: int) -> Collective:
+        """The collective at an index, with its tensor's name and source line."""
+        count = len(self.kind_of)
+        if index >= count:
+            return self.others[index - count]
+        number = int(self.tensor_of[index])
+        tensor = self.graph.tensors[number]
+        block, row = self.graph.blocks[tensor.block], int(self._maker[number])
+        source = self.graph.columns.operators[row].source if row >= 0 else ""
+        where = block.trip_count, block.conditional, block.unbounded
+        kind = self.kinds[self.kind_of[index]]
+        return kind.at(f"{tensor.name} {source}".strip(), *where)
+
+    @cached_property
+    def _maker(self) -> np.ndarray:
+        """[tensors] the row that makes each, -1 for none."""
+        columns = self.graph.columns
+        maker = np.full(len(self.graph.tensors), -1)
+        maker[columns.results] = columns.rows_of_results
+        return maker
+
+    @property
+    def total_bytes(self) -> int:
+        """Per-device result bytes of a step."""
+        sizes = np.array([each.bytes for each in self.kinds], np.int64)
+        trips = np.array([block.trip_count for block in self.graph.blocks], np.int64)
+        times = trips[self.graph.columns.block_of_tensors[self.tensor_of]]
+        return int((sizes[self.kind_of] * times).sum()) + total_bytes(self.others)
+
+
+def bytes_in(plans: Sequence[InputPlan], memory: MemoryKind) -> int:
+    """What the device, or the host for it, has of all arguments whose home it is."""
+    if isinstance(plans, InputPlans):
+        own = [k for k, i in enumerate(plans.graph.inputs) if i.memory == memory]
+        return int(plans.bytes[own].sum())
+    return sum(each.bytes for each in plans if each.memory == memory)
 
 
 def copies_of(plans: Sequence[TensorPlan]) -> Mapping[int, tuple[Conversion, ...]]:

@@ -12,8 +12,15 @@ from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.planner.intra_op import plan_intra_op
 from autopar.planner.planning import roles_of
-from autopar.plans.plan import OperatorPlan, ShardingPlan
-from autopar.plans.plan_columns import OperatorPlans, TensorPlans, factors_of, works_of
+from autopar.plans.plan import OperatorPlan, ShardingPlan, total_bytes
+from autopar.plans.plan_columns import (
+    Collectives,
+    OperatorPlans,
+    TensorPlans,
+    bytes_in,
+    factors_of,
+    works_of,
+)
 from autopar.sharding.mesh import parse_mesh
 from benchmarks.models import build
 
@@ -29,7 +36,22 @@ def _plan() -> ShardingPlan:
 
 
 def _as_tuples(plan: ShardingPlan) -> ShardingPlan:
-    return replace(plan, operators=tuple(plan.operators), tensors=tuple(plan.tensors))
+    return replace(
+        plan,
+        operators=tuple(plan.operators),
+        tensors=tuple(plan.tensors),
+        inputs=tuple(plan.inputs),
+        collectives=tuple(plan.collectives),
+    )
+
+
+def test_bytes_are_those_of_all_arguments_and_collectives() -> None:
+    plan = _plan()
+    listed = _as_tuples(plan)
+    assert isinstance(plan.collectives, Collectives)
+    assert plan.collectives.total_bytes == total_bytes(listed.collectives) > 0
+    assert bytes_in(plan.inputs, "device") == bytes_in(listed.inputs, "device") > 0
+    assert bytes_in(plan.inputs, "host") == bytes_in(listed.inputs, "host") == 0
 
 
 def test_planning_makes_no_plan_of_a_tensor_that_stays_as_it_is_made() -> None:
@@ -49,15 +71,16 @@ def test_planning_makes_no_plan_of_a_tensor_that_stays_as_it_is_made() -> None:
     assert tuple(own) and len(made) == 1 + len(own), "each once"
 
 
-@pytest.mark.parametrize("name", ["operators", "tensors"])
+@pytest.mark.parametrize("name", ["operators", "tensors", "inputs", "collectives"])
 def test_they_are_equal_to_tuples_of_the_same(name: str) -> None:
     plan = _plan()
     own = getattr(plan, name)
-    assert isinstance(own, OperatorPlans | TensorPlans)
+    assert not isinstance(own, tuple)
     each = tuple(own)
     assert own == each and each == own and hash(own) == hash(each)
     assert own != each[1:] and own[-1] == each[-1] and own[:2] == each[:2]
-    other = replace(each[0], name="another")
+    changed = {"inputs": "path", "collectives": "dtype"}.get(name, "name")
+    other = replace(each[0], **{changed: "another"})
     assert own != (other, *each[1:])
     assert plan == _as_tuples(plan)
 
