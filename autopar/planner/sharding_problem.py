@@ -129,15 +129,20 @@ class _Builder:
 
     def add_homes(self, pins: Mapping[int, Pin]) -> None:
         """Where arguments lie; for state, its next value must come back to it."""
-        known: dict[object, int] = {}
+        known, numbers = dict[object, int](), list[int]()
+        tensors, outputs = self.graph.tensors, self.graph.outputs
+        place = self.graph.columns.type_of.tolist()
         for each in self.graph.inputs:
-            kind = self.graph.tensors[each.tensor].type
-            after = None if each.output is None else self.graph.outputs[each.output]
-            num_reads, pin = int(isinstance(after, int)), pins.get(each.tensor)
-            key = id(kind), num_reads, each.role, each.num_runs, each.memory, pin
-            if key not in known:
-                known[key] = self._home(each, kind, num_reads, pin)
-            self.vertices.add_home(known[key], each.tensor, after, each.output)
+            tensor, output = each.tensor, each.output
+            num_reads = 0 if output is None else int(isinstance(outputs[output], int))
+            pin = pins.get(tensor) if pins else None
+            key = place[tensor], num_reads, each.role, each.num_runs, each.memory, pin
+            number = known.get(key)
+            if number is None:
+                kind = tensors[tensor].type
+                number = known[key] = self._home(each, kind, num_reads, pin)
+            numbers.append(number)
+        self.vertices.add_homes(numbers, self.graph.inputs, outputs)
 
     def _home(
         self, given: GraphInput, kind: TensorType, num_reads: int, pin: Pin | None

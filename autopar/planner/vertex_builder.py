@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..graph.op_graph import Operand, OpGraph
+from ..graph.op_graph import GraphInput, Operand, OpGraph
 from ..graph.ports import Site
 from .spec_choices import SpecChoices
 from .vertices import NO_SITE, OPERAND, OUTPUT, Accesses, Pattern, VertexColumns
@@ -67,16 +67,21 @@ class VertexBuilder:
         if name:
             self._names[vertex] = name
 
-    def add_home(
-        self, pattern: int, tensor: int, after: Operand | None, output: int | None
+    def add_homes(
+        self,
+        patterns: Sequence[int],
+        inputs: Sequence[GraphInput],
+        outputs: Sequence[Operand],
     ) -> None:
-        """The home of an argument; that of state reads its next value, an output."""
-        vertex = len(self._place)
-        self._place.append(-1)
-        self._pattern.append(pattern)
-        self._writes.append((vertex, tensor))
-        if isinstance(after, int) and output is not None:
-            self._reads.append((vertex, after, OUTPUT, 0, output))
+        """The homes of arguments; that of state reads its next value, an output."""
+        first = len(self._place)
+        self._place += [-1] * len(patterns)
+        self._pattern += patterns
+        self._writes += [(k, each.tensor) for k, each in enumerate(inputs, first)]
+        for vertex, each in enumerate(inputs, first):
+            after = None if each.output is None else outputs[each.output]
+            if isinstance(after, int) and each.output is not None:
+                self._reads.append((vertex, after, OUTPUT, 0, each.output))
 
     def build(self, rows: np.ndarray, pattern: np.ndarray) -> VertexColumns:
         """What was added, and the operators `rows` [n] with their `pattern` [n]."""
