@@ -15,6 +15,7 @@ import numpy as np
 
 from ..graph.op_graph import GraphColumns, Operator
 from ..rules.elementwise import NARY, UNARY
+from .segments import entries_of
 
 _ELEMENTWISE = frozenset((*UNARY, *NARY))
 _RESHAPES = ("reshape", "squeeze", "expand_dims")
@@ -27,107 +28,134 @@ def rows_before_reshapes(columns: GraphColumns) -> np.ndarray:
 
 
 class _Reshapes:
+    """`source` [tensors + 1] numbers the shape that each is reshaped from, -1 if it is
+    not; `moved` bool [rows] run before a reshape. The last tensor is what is none."""
+
     def __init__(self, columns: GraphColumns) -> None:
-        self.columns, self.operators = columns, columns.operators
-        count = max(len(self.operators), 1)
-        pairs = np.sort(columns.operands * count + columns.rows_of_operands)
-        self._rows = (pairs % count).tolist()
-        tensors = np.arange(len(columns.type_of) + 1)
-        self._starts = np.searchsorted(pairs, count * tensors).tolist()
-        fills = np.flatnonzero(columns.where(_fills)).tolist()
-        self.filled = {self.operators[row].results[0] for row in fills}
-        self.source: dict[int, _Shape] = {}  # by tensor, what it is reshaped from
-        self.moved: set[int] = set()
-        is_elementwise = columns.where(lambda op: op.kind in _ELEMENTWISE)
-        self._elementwise = is_elementwise.tolist()
+        self.columns = columns
+        count, num_tensors = len(columns.operators), len(columns.type_of)
+        pairs = np.sort(columns.operands * max(count, 1) + columns.rows_of_operands)
+        pairs = pairs[np.searchsorted(pairs, 0) :]
+        tensor, self._readers = np.divmod(pairs, max(count, 1))
+        counts = np.bincount(tensor, minlength=num_tensors + 1)
+        self._reader_start = np.concatenate([[0], np.cumsum(counts)])
+        fills = columns.where(_fills)[columns.rows_of_results]
+        self._filled = np.zeros(num_tensors + 1, bool)
+        self._filled[columns.results[fills]] = True
+        self._filled[-1] = True  # a literal is the same in all places
+        self._elementwise = columns.where(lambda op: op.kind in _ELEMENTWISE)
+        self.source = np.full(num_tensors + 1, -1)
+        self.moved = np.zeros(count, bool)
         self._add_reshapes()
         self._move()
-
-    def readers(self, tensor: int) -> list[int]:
-        """The rows that read a tensor."""
-        return self._rows[self._starts[tensor] : self._starts[tensor + 1]]
 
     def _add_reshapes(self) -> None:
         """Reshapes and products; a reshape of what is reshaped comes from its source.
 
         That of a product starts anew.
         """
-        columns, source = self.columns, self.source
+        columns, numbers = self.columns, dict[_Shape, int]()
         shapes = [_reshaped_from(op) for op in columns.distinct]
+        own = [-1 if s is None else numbers.setdefault(s, len(numbers)) for s in shapes]
         made = [
-            op.result_types[0].shape if op.result_types else ()
+            numbers.get(op.result_types[0].shape, -1) if op.result_types else -1
             for op in columns.distinct
         ]
         is_product = columns.where(lambda op: op.kind == "dot_general")
-        is_reshape = np.array([shape is not None for shape in shapes], bool)
-        rows = np.flatnonzero(is_reshape[columns.alike])
+        rows = np.flatnonzero((np.array(own, np.intp) >= 0)[columns.alike])
         operand = columns.operands[columns.operand_start[rows]]
         result = columns.results[columns.result_start[rows]]
         is_read = is_product[rows] | (operand >= 0)
         operand[is_product[rows]] = -1
         ends = (columns.alike[rows], operand, result)
         ends = (each[is_read].tolist() for each in ends)
+        self._shapes = list(numbers)
+        source = dict[int, int]()
         for kind, read, new in zip(*ends, strict=True):
-            shape = source.get(read, shapes[kind] or ())
+            shape = source[read] if read in source else own[kind]
             if shape != made[kind]:
                 source[new] = shape
+        self.source[list(source)] = list(source.values())
 
     def _move(self) -> None:
         """Moves reshapes behind their readers until none can be."""
-        new = list(self.source)
-        while new:
-            rows = {row for tensor in new for row in self.readers(tensor)}
-            rows = {row for row in rows - self.moved if self._elementwise[row]}
-            rows = set(filter(self._is_candidate, rows))
-            while True:
-                read = {each for row in rows for each in self._reshaped(row)}
-                torn = [t for t in read if not rows.issuperset(self.readers(t))]
-                gone = rows.intersection(r for t in torn for r in self.readers(t))
-                if not gone:
-                    break
-                rows -= gone
-            self.moved |= rows
-            new = list[int]()
-            for row in sorted(rows):
-                op = self.operators[row]
-                self.source[op.results[0]] = self.source[self._reshaped(row)[0]]
-                new.append(op.results[0])
+        new = np.flatnonzero(self.source >= 0)
+        while new.size:
+            rows = np.unique(self._readers[entries_of(self._reader_start, new)[1]])
+            rows = rows[self._elementwise[rows] & ~self.moved[rows]]
+            rows, shapes = self._candidates(rows)
+            rows, shapes = self._without_torn(rows, shapes)
+            self.moved[rows] = True
+            new = self.columns.results[self.columns.result_start[rows]]
+            self.source[new] = shapes
 
-    def _reshaped(self, row: int) -> list[int]:
-        found = self.operators[row].operands
-        return [each for each in found if isinstance(each, int) and each in self.source]
+    def _candidates(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of which all that they read is reshaped alike, or the same in all
+        places, and what it is reshaped from."""
+        place, at = entries_of(self.columns.operand_start, rows)
+        shape = self.source[self.columns.operands[at]]
+        is_there = np.ones(len(rows), bool)
+        is_there[place[(shape < 0) & ~self._filled[self.columns.operands[at]]]] = False
+        found = np.full(len(rows), -1)
+        place, shape = place[shape >= 0], shape[shape >= 0]
+        found[place] = shape
+        is_there[place[found[place] != shape]] = False
+        is_there &= found >= 0
+        return rows[is_there], found[is_there]
 
-    def _is_candidate(self, row: int) -> bool:
-        """Whether all that a row reads is reshaped alike, or the same in all places."""
-        shapes = set[_Shape]()
-        for each in self.operators[row].operands:
-            if isinstance(each, int) and each in self.source:
-                shapes.add(self.source[each])
-            elif isinstance(each, int) and each not in self.filled:
-                return False
-        return len(shapes) == 1
+    def _without_torn(
+        self, rows: np.ndarray, shapes: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Those that read nothing reshaped which others read as well."""
+        is_left = np.zeros(len(self.moved), bool)
+        while rows.size:
+            is_left[:] = False
+            is_left[rows] = True
+            read = self.columns.operands[
+                entries_of(self.columns.operand_start, rows)[1]
+            ]
+            read = np.unique(read[self.source[read] >= 0])
+            place, at = entries_of(self._reader_start, read)
+            readers = self._readers[at]
+            is_torn = np.zeros(len(read), bool)
+            is_torn[place[~is_left[readers]]] = True
+            gone = readers[is_torn[place]]
+            if not is_left[gone].any():
+                break
+            is_left[gone] = False
+            rows, shapes = rows[is_left[rows]], shapes[is_left[rows]]
+        return rows, shapes
 
     def before(self) -> np.ndarray:
         """bool [rows]; see `rows_before_reshapes`."""
-        columns = self.columns
-        is_read = columns.operands >= 0
-        tensor, row = columns.operands[is_read], columns.rows_of_operands[is_read]
-        reshapes = columns.where(lambda op: op.kind in _RESHAPES)
-        count = np.bincount(tensor, minlength=len(columns.type_of))
-        reshaped = np.bincount(tensor[reshapes[row]], minlength=len(count))
-        is_one = (count == 1) & (reshaped == 1)
-        found = np.zeros(len(self.operators), bool)
+        columns, start = self.columns, self._reader_start
+        reshapes = columns.where(lambda op: op.kind in _RESHAPES)[self._readers]
+        reads = np.concatenate([[0], np.cumsum(reshapes)])
+        is_one = (np.diff(start) == 1) & (np.diff(reads[start]) == 1)
+        found = np.zeros(len(self.moved), bool)
         found[columns.rows_of_results[is_one[columns.results]]] = True
         found &= np.diff(columns.result_start) == 1
-        for moved in self.moved:
-            made = self.operators[moved].results[0]
-            readers = self.readers(made)
-            is_last = not self.moved.issuperset(readers)
-            found[moved] = is_last and not any(
-                _reads_before(self.operators[reader], self.source[made])
-                for reader in readers
-            )
+        moved = np.flatnonzero(self.moved)
+        made = columns.results[columns.result_start[moved]]
+        place, at = entries_of(start, made)
+        readers, is_last = self._readers[at], np.zeros(len(moved), bool)
+        is_last[place[~self.moved[readers]]] = True
+        is_last[place[self._read_before(readers, self.source[made][place])]] = False
+        found[moved] = is_last
         return found
+
+    def _read_before(self, readers: np.ndarray, source: np.ndarray) -> np.ndarray:
+        """Which rows read what is reshaped from shape `source` [n] as it is before."""
+        kinds = self.columns.alike[readers] * len(self._shapes) + source
+        kinds, kind_of = np.unique(kinds, return_inverse=True)
+        found = [
+            _reads_before(self.columns.distinct[number], self._shapes[shape])
+            for number, shape in zip(
+                *(each.tolist() for each in np.divmod(kinds, len(self._shapes) or 1)),
+                strict=True,
+            )
+        ]
+        return np.array(found, bool)[kind_of.reshape(-1)]
 
 
 def matrix_shape(op: Operator) -> _Shape:
