@@ -42,10 +42,9 @@ def torn_rows(
     reader, made = np.divmod(pairs // 2, max(count, 1))
     is_shared = np.bincount(made, minlength=count) > 1
     ends_here = ~is_fusable | (is_shared & ~may_repeat)
-    is_asked, is_torn = is_shared & asked, np.zeros(count, bool)
-    rows = np.flatnonzero(is_asked).tolist()
-    if not rows:
-        return is_torn
+    is_asked = is_shared & asked
+    if not is_asked.any():
+        return is_asked
     # A single thing that a row reads and can do itself leads to it as to what it reads.
     alone = np.bincount(reader, minlength=count)[reader] == 1
     alone &= is_fusable[reader] & ~is_asked[reader] & ~ends_here[made]
@@ -54,17 +53,35 @@ def torn_rows(
     stop = int(reader[is_asked[made]].max()) + 1  # nothing later is asked for
     kept = np.flatnonzero(~alone & (reader < stop))
     reader, made, is_reordered = reader[kept], made[kept], pairs[kept] % 2 > 0
-    ways = zip(
-        reader.tolist(),
-        roots(name)[made].tolist(),
-        (ends_here[made] | ~is_fusable[reader]).tolist(),
-        (is_asked[made] & ~is_reordered).tolist(),
-        strict=True,
-    )
-    bits = [0] * count
+    ends = ends_here[made] | ~is_fusable[reader]
+    own = is_asked[made] & ~is_reordered
+    made = roots(name)[made]
+    return _with_torn_ways(count, reader, made, ends, own)
+
+
+def _with_torn_ways(
+    count: int, reader: np.ndarray, made: np.ndarray, ends: np.ndarray, own: np.ndarray
+) -> np.ndarray:
+    """bool [count], those asked for to one of whose readers a way is torn.
+
+    Way w is that from `made[w]` to `reader[w]`; it is torn there if `ends[w]`, and
+    asked for if `own[w]`.
+    """
+    is_torn, pairs = np.zeros(count, bool), reader * count + made
+    is_torn[made[own & np.isin(pairs, pairs[ends])]] = True  # on the way itself
+    # Other ways lead through what is made later, and is read beside what is asked for.
+    last = np.full(count, -1)
+    np.maximum.at(last, reader, made)
+    left = np.flatnonzero(own & ~is_torn[made] & (last[reader] > made))
+    changes = np.zeros(count + 1, np.intp)
+    np.add.at(changes, made[left] + 1, 1)
+    np.add.at(changes, reader[left] + 1, -1)
+    between = np.flatnonzero(np.cumsum(changes)[reader])
+    ways = (each[between].tolist() for each in (reader, made, ends, own))
+    rows, bits = np.unique(made[left]).tolist(), [0] * count
     for place, row in enumerate(rows):
         bits[row] = 1 << place
-    found = _torn(bits, ways)
+    found = _torn(bits, zip(*ways, strict=True))
     is_torn[[row for row in rows if bits[row] & found]] = True
     return is_torn
 
