@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from .fusion import InMemory, Nodes
 from .names import roots
+from .segments import entries, entries_of
 
 _FEW = 16  # longer lists are kept as what they add to another
+_MANY = 32  # fewer nodes are looked at one by one
 
 
 def sources(
@@ -39,13 +42,18 @@ def sources(
     is_asked = np.zeros(len(nodes), bool)
     is_asked[chosen] = True
     is_mixed &= is_asked | (counts > 1)  # the others are read through
-    mixed = _mixed_sources(nodes, read, maker, in_memory, is_mixed)
-    counts[list(mixed)] = [len(each) for each in mixed.values()]
+    made = np.where(in_memory[read], -1, maker[read])
+    short = _short_sources(nodes, read, made, np.flatnonzero(is_mixed))
+    mixed = _mixed_sources(nodes, read, made, short)
+    counts = short.counts.copy()
+    counts[short.left] = [len(each) for each in mixed.values()]
     starts = np.concatenate([[0], np.cumsum(counts[chosen])])
-    taken = np.repeat(is_mixed[chosen], counts[chosen])
-    found = np.empty(starts[-1], np.intp)
-    found[~taken] = read[(is_asked & ~is_mixed)[reader]]
-    found[taken] = _joined([mixed[node] for node in chosen[is_mixed[chosen]].tolist()])
+    is_left = np.zeros(len(nodes), bool)
+    is_left[short.left] = True
+    taken = np.repeat(is_left[chosen], counts[chosen])
+    found, of_pool = np.empty(starts[-1], np.intp), chosen[~is_left[chosen]]
+    found[~taken] = short.pool[entries(short.first[of_pool], counts[of_pool])[1]]
+    found[taken] = _joined([mixed[node] for node in chosen[is_left[chosen]].tolist()])
     return starts, found
 
 
@@ -132,32 +140,77 @@ class _Many:
         return _Many(chain, count, list(dict.fromkeys(new)))
 
 
+@dataclass(frozen=True, eq=False)
+class _Short:
+    """What nodes read from memory where that is a short list, as segments of `pool`.
+
+    Node k reads `counts[k]` entries from `first[k]` on; -1 of those that are `left`.
+    """
+
+    pool: np.ndarray
+    first: np.ndarray
+    counts: np.ndarray
+    left: np.ndarray
+
+    def listed(self, node: int) -> list[int]:
+        """What one of the others reads."""
+        first = self.first[node]
+        return self.pool[first : first + self.counts[node]].tolist()
+
+
+def _short_sources(
+    nodes: Nodes, read: np.ndarray, made: np.ndarray, mixed: np.ndarray
+) -> _Short:
+    """What most nodes read from memory, each once: many at a time.
+
+    `made` [reads] is the node that is read through, -1 for what is in memory. Nodes
+    that are not `mixed` read what they name themselves.
+    """
+    pool, left = read, mixed
+    first, counts = nodes.read_start[:-1].copy(), np.diff(nodes.read_start)
+    counts[mixed] = -1
+    while len(left):
+        place, at = entries_of(nodes.read_start, left)
+        inside = made[at]
+        begins = np.where(inside < 0, at, first[inside])
+        length = np.where(inside < 0, 1, counts[inside])
+        is_ready = np.bincount(place, length, len(left)) <= _FEW
+        is_ready[place[length < 0]] = False
+        if np.count_nonzero(is_ready) < _MANY:
+            break
+        own = is_ready[place]
+        segment, entry = entries(begins[own], length[own])
+        owner, value = place[own][segment], pool[entry]
+        pairs = owner * (int(read.max()) + 1) + value
+        order = np.argsort(pairs, kind="stable")
+        is_first = np.ones(len(pairs), bool)
+        is_first[order[1:][np.diff(pairs[order]) == 0]] = False
+        ready, own = left[is_ready], np.bincount(owner[is_first], minlength=len(left))
+        counts[ready] = own[is_ready]
+        first[ready] = len(pool) + np.cumsum(counts[ready]) - counts[ready]
+        pool, left = np.append(pool, value[is_first]), left[~is_ready]
+    return _Short(pool, first, counts, left)
+
+
 _Sources = list[int] | _Many
 
 
 def _mixed_sources(
-    nodes: Nodes,
-    read: np.ndarray,
-    maker: np.ndarray,
-    in_memory: np.ndarray,
-    is_mixed: np.ndarray,
+    nodes: Nodes, read: np.ndarray, made: np.ndarray, short: _Short
 ) -> dict[int, _Sources]:
-    """By node that `is_mixed`, what it reads from memory, each once."""
-    reads, mixed = read.tolist(), np.flatnonzero(is_mixed)
-    starts = nodes.read_start.tolist()
-    made_by = np.where(in_memory[read], -1, maker[read]).tolist()
-    ends = (nodes.read_start[mixed], nodes.read_start[mixed + 1])
-    columns = map(np.ndarray.tolist, (mixed, *ends))
-    found: dict[int, _Sources] = {}
-    for node, low, high in zip(*columns, strict=True):
+    """By node that is left, what it reads from memory, each once."""
+    left, found = short.left, dict[int, _Sources]()
+    place, at = entries_of(nodes.read_start, left)
+    ends = np.searchsorted(place, np.arange(len(left) + 1)).tolist()
+    pairs = list(zip(read[at].tolist(), made[at].tolist(), strict=True))
+    for node, (low, high) in zip(left.tolist(), pairwise(ends), strict=True):
         each, many = list[int](), None
-        for at in range(low, high):
-            made = made_by[at]
-            if made < 0:
-                each.append(reads[at])
-            elif made not in found:
-                each += reads[starts[made] : starts[made + 1]]
-            elif isinstance(inside := found[made], list):
+        for value, through in pairs[low:high]:
+            if through < 0:
+                each.append(value)
+            elif through not in found:
+                each += short.listed(through)
+            elif isinstance(inside := found[through], list):
                 each += inside
             elif each or many is not None:
                 each += inside.listed()
