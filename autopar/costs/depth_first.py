@@ -14,12 +14,14 @@ first operand first. What is capped is then visited from the last to the first.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 
 import numpy as np
 
 from .kernels import MANY_READS, KernelBlock
+from .names import roots
+from .segments import entries_of
 
 OTHERS = 2  # the tuple of results, and the zero that sums start at
 
@@ -112,17 +114,8 @@ def depth_first_order(block: KernelBlock, duplicated: Collection[int]) -> Order:
     if not len(block.kernels):
         return Order((), {}, np.full(len(block.values), -1))
     found = Instructions.of(block, duplicated)
-    mirrored = _Reads.mirrored(found)
-    post_order = _visited(mirrored, found.roots[::-1])  # the first operand first
-    rank = _visited_last(found, mirrored, post_order)
-    # Here instructions go by rank, so that those visited first sort last.
-    by_rank, count = np.argsort(rank), len(rank)
-    reader = rank.repeat(np.diff(found.starts))
-    pairs = np.sort(reader * count + rank[found.operands])
-    starts = np.searchsorted(pairs, count * np.arange(count + 1))
-    begins_as = {int(rank[k]): int(rank[o]) for k, o in found.begins_as.items()}
-    reads = _Reads(starts, pairs % count, begins_as, is_sorted=True)
-    ordered = by_rank[_visited(reads, np.sort(rank[found.roots]))]
+    lines = _Lines.of(found)
+    post_order, ordered = map(lines.each, _orders(lines.joined(found)))
     is_kernel = ordered < found.num_kernels
     kernels = ordered[is_kernel]
     after = np.cumsum(is_kernel)  # how many kernels run up to here
@@ -134,11 +127,81 @@ def depth_first_order(block: KernelBlock, duplicated: Collection[int]) -> Order:
         found.copied[copy]: int(kernels[place])
         for copy, place in zip(copies, before.tolist(), strict=True)
     }
-    place = np.empty(len(rank), np.intp)
-    place[post_order] = np.arange(len(rank))
+    place = np.empty(len(post_order), np.intp)
+    place[post_order] = np.arange(len(post_order))
     post = np.where(block.maker < 0, -1, place[block.maker])
     post[list(found.copied)] = place[found.num_kernels : last]
     return Order(tuple(kernels.tolist()), first, post)
+
+
+def _orders(found: Instructions) -> tuple[np.ndarray, np.ndarray]:
+    """Instructions in post-order, and in the order in which they run."""
+    mirrored = _Reads.mirrored(found)
+    post_order = _visited(mirrored, found.roots[::-1])  # the first operand first
+    rank = _visited_last(found, mirrored, post_order)
+    # Here instructions go by rank, so that those visited first sort last.
+    by_rank, count = np.argsort(rank), len(rank)
+    reader = rank.repeat(np.diff(found.starts))
+    pairs = np.sort(reader * count + rank[found.operands])
+    starts = np.searchsorted(pairs, count * np.arange(count + 1))
+    begins_as = {int(rank[k]): int(rank[o]) for k, o in found.begins_as.items()}
+    reads = _Reads(starts, pairs % count, begins_as, is_sorted=True)
+    ordered = by_rank[_visited(reads, np.sort(rank[found.roots]))]
+    return np.array(post_order, np.intp), ordered
+
+
+@dataclass(frozen=True, eq=False)
+class _Lines:
+    """Lines of instructions that run one right after the other in every order.
+
+    Each of a line but the first reads only the one before, which nothing else reads.
+    `line` [instructions] numbers them by their last; `order` has all instructions, line
+    by line, those of line k from `starts[k]` on.
+    """
+
+    line: np.ndarray
+    order: np.ndarray
+    starts: np.ndarray
+
+    @classmethod
+    def of(cls, found: Instructions) -> _Lines:
+        """Those of a block's instructions."""
+        count, operands = len(found.bytes), found.operands
+        reader = np.arange(count).repeat(np.diff(found.starts))
+        is_end = np.bincount(operands, minlength=count) != 1
+        is_end[found.roots] = True
+        begins = np.diff(found.starts) != 1
+        linked = [*found.begins_as, *found.begins_as.values()]
+        is_end[linked] = begins[linked] = True
+        follows = ~begins[reader] & ~is_end[operands]
+        following = np.arange(count)
+        following[operands[follows]] = reader[follows]
+        last = roots(following)
+        line = (np.cumsum(following == np.arange(count)) - 1)[last]
+        step = (following != np.arange(count)).astype(np.intp)  # how many are behind
+        while (further := following[following] != following).any():
+            step[further] += step[following[further]]
+            following = following[following]
+        order = np.lexsort((-step, line))
+        return cls(line, order, np.searchsorted(line[order], np.arange(line.max() + 2)))
+
+    def each(self, lines: np.ndarray) -> np.ndarray:
+        """All instructions of some lines, which come one after the other."""
+        return self.order[entries_of(self.starts, lines)[1]]
+
+    def joined(self, found: Instructions) -> Instructions:
+        """Lines as instructions: they read what their first does."""
+        line, firsts = self.line, self.order[self.starts[:-1]]
+        at = entries_of(found.starts, firsts)[1]
+        counts = found.starts[firsts + 1] - found.starts[firsts]
+        return replace(
+            found,
+            starts=np.concatenate([[0], np.cumsum(counts)]),
+            operands=line[found.operands[at]],
+            begins_as={int(line[k]): int(line[o]) for k, o in found.begins_as.items()},
+            roots=line[found.roots],
+            bytes=np.bincount(line, found.bytes).astype(np.int64),
+        )
 
 
 def _through_barriers(block: KernelBlock) -> tuple[np.ndarray, np.ndarray]:
