@@ -106,7 +106,7 @@ def _duplicated(block: KernelBlock) -> frozenset[int]:
     """
     columns, maker = block.columns, block.maker
     last = np.full(len(block.values), -1)  # [values] what makes their replacement
-    old, new = np.array(block.replaced, np.intp).reshape(-1, 2).T
+    old, new = block.replacements
     last[old] = maker[new]
     ends = last[columns.reads]
     is_other = (ends >= 0) & (ends != columns.readers)

@@ -48,6 +48,8 @@ class FreeTimes:
         low, high = start >> _SHIFT, end >> _SHIFT
         if low == high:
             found = self._throughout[low] | self._throughout_large[low >> _SHIFT]
+            if end - start < 2:
+                return found | self._at[start] | self._at[end]
             return reduce(or_, self._at[start : end + 1], found)
         bottom, top = low >> _SHIFT, high >> _SHIFT
         found = self._throughout[low] | self._throughout[high]

@@ -45,8 +45,8 @@ def borrowed_values(
     needed = starts.copy()
     needed[list(duplicated)] -= 1  # a copy is made while what it is of is still there
     frees = times.at_first(needed[values], lives[1], large)
-    operands = _Operands(block, duplicated, inputs)
-    lies_in = operands.lies_in
+    operands = _Operands(block, inputs)
+    lies_in, asked = operands.lies_in, operands.may_lie_near(position, ends, places)
     over = _written_over(block, position, ends)
     since, until, owners = (each.tolist() for each in (*places[2:], inputs))
     found: dict[int, int] = {}
@@ -59,7 +59,7 @@ def borrowed_values(
             if since[own] <= needed[value] <= end <= until[own]:
                 free = 1 << own & ~times.taken(start, end)
         if free:
-            place = operands.place(value, free)
+            place = operands.place(value, free) if value in asked else -1
             if place < 0:
                 place = (free & -free).bit_length() - 1
             times.take(place, start, end)
@@ -75,39 +75,42 @@ class _Operands:
     `lies_in` [values] is -1 for none.
     """
 
-    def __init__(
-        self, block: KernelBlock, duplicated: frozenset[int], inputs: np.ndarray
-    ) -> None:
-        columns = block.columns
-        self._starts, self._reads = columns.read_start.tolist(), columns.reads
-        reader, value = columns.own_reads
-        places = np.arange(len(block.kernels) + 1)
-        self._own_starts = np.searchsorted(reader, places).tolist()
-        self._own, self._begins_as = value.tolist(), columns.begins_as
-        self._maker, self._duplicated = block.maker.tolist(), duplicated
+    def __init__(self, block: KernelBlock, inputs: np.ndarray) -> None:
+        self._block, self._starts = block, block.columns.read_start
         self.lies_in = array("q", [-1]) * len(block.values)
         self._lies_in = np.frombuffer(self.lies_in, np.int64)  # the same
         self._lies_in[inputs] = np.arange(len(inputs))
+
+    def may_lie_near(
+        self,
+        position: np.ndarray,
+        ends: np.ndarray,
+        places: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    ) -> set[int]:
+        """The values whose kernels may find a place free in which an operand lies.
+
+        Few do: an operand lies there as long as it is read, so the kernel writes over
+        it, or reads an input that was copied. See `_places` for the last argument.
+        """
+        columns = self._block.columns
+        last = np.where(ends < 0, len(position), ends)
+        last[places[1]] = places[2] - 1
+        reader, read = columns.own_reads
+        finds = np.zeros(len(position), bool)
+        finds[reader[last[read] < position[reader]]] = True
+        finds[list(columns.begins_as)] = True
+        return set(columns.writes[finds[columns.writers]].tolist())
 
     def place(self, value: int, free: int) -> int:
         """The place of the first operand of a value's kernel that is free, or -1.
 
         Place i is free if bit i of `free` is set.
         """
-        lies_in, k = self.lies_in, self._maker[value]
-        if k < 0 or value in self._duplicated:
-            read = [value]
-        elif k in self._begins_as:  # many
-            places = self._lies_in[self._reads[self._starts[k] : self._starts[k + 1]]]
-            places = places[places >= 0].tolist()
-            return next((place for place in places if free >> place & 1), -1)
-        else:
-            read = self._own[self._own_starts[k] : self._own_starts[k + 1]]
-        for each in read:
-            place = lies_in[each]
-            if place >= 0 and free >> place & 1:
-                return place
-        return -1
+        k = self._block.maker[value]
+        read = self._block.columns.reads[self._starts[k] : self._starts[k + 1]]
+        places = self._lies_in[read]
+        places = places[places >= 0].tolist()
+        return next((place for place in places if free >> place & 1), -1)
 
 
 def _written_over(
@@ -115,7 +118,7 @@ def _written_over(
 ) -> dict[int, int]:
     """By value, the input whose replacement an elementwise kernel writes over it."""
     columns, sizes = block.columns, block.sizes
-    old, new = np.array(block.replaced, np.intp).T
+    old, new = block.replacements
     made = block.maker[new]
     is_over = (made >= 0) & columns.is_elementwise[made]
     written = np.full((2, len(position)), -1)
@@ -145,7 +148,7 @@ def _places(
     if not count or not block.replaced:
         nothing = np.zeros(0, np.intp)
         return nothing, nothing, nothing, nothing
-    old, new = np.array(block.replaced, np.intp).T
+    old, new = block.replacements
     is_old = np.zeros(len(block.values), bool)
     is_old[old] = True
     reads = np.flatnonzero(is_old[columns.reads])

@@ -192,6 +192,11 @@ class KernelBlock:
         return KernelColumns.of(self.kernels)
 
     @cached_property
+    def replacements(self) -> np.ndarray:
+        """`replaced` as an array [2, pairs]."""
+        return np.array(self.replaced, np.intp).reshape(-1, 2).T
+
+    @cached_property
     def maker(self) -> np.ndarray:
         """[values] the kernel that writes each, or -1."""
         maker = np.full(len(self.values), -1)

@@ -9,8 +9,8 @@ each order from what it reads. Operands that are matrices are read as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ from .node_table import NodeTable
 from .plan_arrays import PlanArrays
 
 
-@dataclass(frozen=True)
-class Ordered:
+class Ordered(NamedTuple):
     """`value`, which is `tensor` in `spec`, for the entries `reads` of a block's reads.
 
     The first of them is of row `row`. `is_turned`: it does not lie in that order.
