@@ -1,5 +1,6 @@
 """Compile in the loop: what programs were seen to hold decides, and corrects."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -176,51 +177,25 @@ def test_the_least_plan_is_tried_also_where_more_is_predicted_of_it() -> None:
         within(1000, 1200)
 
 
-def test_the_least_plan_is_kept_where_the_raised_budget_finds_only_worse(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("cheapest", "seen"),
+    [(1050, {1100: 1000, 1050: 1010}), (1300, {1300: 1000, 1100: 1200})],
+    ids=["the least, as a raised budget finds worse", "the cheapest, predicted higher"],
+)
+def test_of_the_least_plan_and_the_cheapest_the_one_that_holds_less_is_taken(
+    cheapest: int, seen: Mapping[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A budget that a refusal named, as its least plan was compiled, is enough."""
-    seen = {1100: 1000, 1050: 1010}
+    """Both are compiled before anything is refused.
+
+    `cheapest` is what the plan is predicted to hold that is found where it fits, 1100
+    is that of the least plan; `seen` is what their programs hold.
+    """
 
     def plan_together(_: object, __: object, ___: object, options: Options) -> Planned:
         if options.plan is not None:
             return replace(planned(), plan=options.plan)
-        if (options.memory_budget or 0) >= 1050:
-            return of_peak(1050)
-        error = InfeasiblePlanError("nothing is predicted to fit", 1100)
-        error.least_plan = of_peak(1100).plan.sharding
-        raise error
-
-    def bytes_of(peak_bytes: int, _: int) -> MemoryUse:
-        return MemoryUse(seen[peak_bytes], 0, 0, 0)
-
-    def program_of(planned: Planned) -> Any:
-        peak = planned.plan.predicted.peak_bytes
-        return SimpleNamespace(compile=lambda: peak, host_bytes=0)
-
-    monkeypatch.setattr(compiled_memory, "plan_together", plan_together)
-    monkeypatch.setattr(MemoryUse, "of", bytes_of)
-
-    def within(budget: int) -> Planned:
-        options = replace(planned_options(), memory_budget=budget)
-        return plan_fitting(lambda x: x, (), {}, options, program_of)
-
-    assert within(1000).plan.predicted.peak_bytes == 1000
-    with pytest.raises(InfeasiblePlanError, match="give memory_budget=1000,"):
-        within(999)
-
-
-def test_the_cheapest_plan_is_compiled_before_anything_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """More is predicted of it than of the least plan, but its program holds less."""
-    seen = {1300: 1000, 1100: 1200}
-
-    def plan_together(_: object, __: object, ___: object, options: Options) -> Planned:
-        if options.plan is not None:
-            return replace(planned(), plan=options.plan)
-        if (options.memory_budget or 0) >= 1300:
-            return of_peak(1300)
+        if (options.memory_budget or 0) >= cheapest:
+            return of_peak(cheapest)
         error = InfeasiblePlanError("nothing is predicted to fit", 1100)
         error.least_plan = of_peak(1100).plan.sharding
         raise error
@@ -236,7 +211,7 @@ def test_the_cheapest_plan_is_compiled_before_anything_is_refused(
         options = replace(planned_options(), memory_budget=budget)
         return plan_fitting(lambda x: x, (), {}, options, program_of)
 
-    assert within(1000).plan.predicted.peak_bytes == 1000
+    assert within(1000).plan.predicted.peak_bytes == min(seen.values())
     with pytest.raises(InfeasiblePlanError, match="give memory_budget=1000,"):
         within(999)
 
