@@ -130,21 +130,21 @@ def measure(name: str, case: Case, *, with_loss: bool = False) -> Measurement:
     arguments = workload.abstract()
     cluster = Cluster.preset(case.cluster)
     mesh = parse_mesh(case.mesh, cluster.num_devices)
-    seconds: dict[str, float] = {}
+    seconds, passed = dict[str, float](), dict[str, float]()
 
     def timed(phase: str, work: Callable[[], _Result]) -> _Result:
-        start = process_time()
+        start, began = process_time(), perf_counter()
         result = work()
-        seconds[phase] = process_time() - start
+        seconds[phase], passed[phase] = process_time() - start, perf_counter() - began
         return result
 
     traced = timed("trace", lambda: trace(workload.step, arguments, {}))
     graph = timed("graph", lambda: build_graph(traced, roles_of(traced)))
     resharder = Resharder(mesh, cluster)
     problem = timed("problem", lambda: build_problem(graph, mesh, cluster, resharder))
-    choices, start = problem.choice_graph, perf_counter()
+    choices = problem.choice_graph
     found = timed("solve", without_garbage_collection(lambda: solve(choices)))
-    share = seconds.pop("solve") / (perf_counter() - start)  # others use the machine
+    share = seconds.pop("solve") / passed["solve"]  # others use the machine
     for phase in found.phases:
         step = "beside" if phase.name == "plan" else phase.name  # "plan" is read below
         seconds[step] = seconds.get(step, 0.0) + phase.seconds * share
