@@ -141,11 +141,8 @@ class _Builder:
         row = columns.rows_of_results[chosen] - self.rows.start
         is_new = ~self.renames[row]
         self.result_row, result = row[is_new], columns.results[chosen][is_new]
-        barriers = [
-            k
-            for k in np.flatnonzero(self.renames).tolist()
-            if self.operators[k].kind == BARRIER
-        ]
+        is_barrier = columns.where(lambda op: op.kind == BARRIER)[self.rows]
+        barriers = np.flatnonzero(is_barrier & self.renames).tolist()
         lets_pass = [len(self.operators[k].results) for k in barriers]
         self.barriers = np.array(barriers, np.intp)
         self.passing_rows = np.repeat(self.barriers, lets_pass)

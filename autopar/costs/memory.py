@@ -75,9 +75,11 @@ class MemoryProfile:
         liveness = self.liveness[block]
         kernels = liveness.block.columns
         inner = kernels.inner_bytes.copy()
-        bodies = {op.index: op.bodies for op in self.graph.blocks[block].operators}
+        columns = self.graph.columns
+        rows = np.flatnonzero(columns.where(lambda op: bool(op.bodies))).tolist()
+        bodies = {columns.index[row]: columns.operators[row].bodies for row in rows}
         for k in np.flatnonzero(inner).tolist():
-            own = bodies.get(int(kernels.operator[k]), ())
+            own = bodies.get(kernels.operator[k], ())
             if own and all(body in self.liveness for body in own):
                 live = max(self.liveness[body].peak_bytes for body in own)
                 inner[k] += max(map(self._packed, own)) - live
