@@ -135,7 +135,7 @@ def better_pipeline(
     if found is None:
         return None
     _log.info("a pipeline: one program takes %s", format_seconds(seconds))
-    least = min(found.bound_seconds, seconds / (1 + one.optimality_gap))
+    least = min(found.bound_seconds, seconds * (1 - one.optimality_gap))
     return replace(found, bound_seconds=least)
 
 

@@ -88,7 +88,7 @@ class AttentionVariants:
         except InfeasiblePlanError:
             return choose(self.plain())
         least = free(self.plain().make(None)).predicted
-        if other.seconds <= least.step_seconds / (1.0 + least.optimality_gap):
+        if other.seconds <= least.step_seconds * (1.0 - least.optimality_gap):
             return other
         try:
             plain = choose(self.plain())

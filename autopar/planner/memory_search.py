@@ -246,7 +246,7 @@ class _Search:
 
     def with_gap(self, best: Chosen) -> Chosen:
         """The gap against the least bound of all variants that were not ruled out."""
-        gap = max(0.0, best.seconds / min(self.bounds) - 1.0)
+        gap = max(0.0, 1.0 - min(self.bounds) / best.seconds)
         return _with_gap(best, gap)
 
 
@@ -272,7 +272,7 @@ def _seconds_times_bytes(free: Chosen) -> float:
 
 
 def _bound(found: Chosen) -> float:
-    return found.seconds / (1.0 + found.plan.predicted.optimality_gap)
+    return found.seconds * (1.0 - found.plan.predicted.optimality_gap)
 
 
 def _with_gap(best: Chosen, gap: float) -> Chosen:

@@ -173,12 +173,16 @@ class MetPlans:
         return self.plans[-1]
 
     def look_at(self, assignment: Assignment) -> MetPlan:
-        """A plan and what the model says of its memory; it is not met."""
+        """A plan and what the model says of its memory; it is not met.
+
+        The gap that its profile's plan tells is to the bound without a budget.
+        """
         choices = self._normal(assignment.choices)
         cost = self.problem.choice_graph.cost(choices)
         assignment = replace(assignment, choices=choices, cost=cost)
+        as_told = replace(assignment, bound=min(cost, self.free.bound))
         place = self._cluster, self._resharder
-        return MetPlan(assignment, read_profile(self.problem, assignment, *place))
+        return MetPlan(assignment, read_profile(self.problem, as_told, *place))
 
     def look_through(self, limit_bytes: int, most: int) -> MetPlan | None:
         """Meets the cheapest plan that solutions came by, if it is within and new.

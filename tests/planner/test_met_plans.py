@@ -66,6 +66,15 @@ def test_a_plan_unlike_all_others_lowers_rows_only_once_it_is_let() -> None:
     assert not met.admit_far()
 
 
+def test_a_start_is_told_its_gap_to_the_plan_without_a_budget() -> None:
+    """Not to that of the problem in which it is the best."""
+    zero = resnet()[-1]
+    met = met_plans(0)
+    free, told = met.free, met.see(zero).profile.plan.predicted
+    assert zero.gap < 1e-2 < 1 - free.bound / zero.cost
+    assert told.optimality_gap == pytest.approx(1 - free.bound / zero.cost)
+
+
 def test_a_plan_that_solutions_came_by_is_taken_if_it_fits() -> None:
     zero = resnet()[-1]
     holds = met_plans(0).see(zero).live_bytes
