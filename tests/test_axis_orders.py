@@ -88,6 +88,16 @@ def test_reports_name_axes_in_the_order_of_a_group() -> None:
     assert names.name("all_gather", odd) == "y,z in the order (0, 1, 3, 2)"
 
 
+def test_long_groups_that_no_axes_name_are_told_in_short() -> None:
+    names = GroupNames(64, MeshShape(("x", "y"), (32, 2)))
+    rows = tuple(tuple(range(j, j + 16)) for j in range(0, 64, 16))
+    assert names.name("all_gather", rows) == "4 groups of 16, 1 apart"
+    wide = [(*range(j, j + 32, 4),) for i in (0, 32) for j in range(i, i + 4)]
+    assert names.name("all_gather", tuple(wide)) == "8 groups of 8, 4 apart"
+    wide[0], wide[1] = (*wide[0][:-1], wide[1][-1]), (*wide[1][:-1], wide[0][-1])
+    assert names.name("all_gather", tuple(wide)).startswith("{{0,4,8,12,16,20,24,29}")
+
+
 def product_step(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.tanh(x @ w)
 

@@ -259,6 +259,15 @@ def test_where_cutting_does_not_help_no_finer_shape_is_solved() -> None:
     assert planner.shapes_asked == [(64,), (8, 8)]
 
 
+def test_where_a_shape_needs_little_more_than_any_plan_no_other_is_solved() -> None:
+    for least, num_asked in ((55, 1), (50, 2)):
+        planner = Planner({}, other=np.inf, needs=(60, 60, 60))
+        limits = SearchLimits(least_bytes=lambda least=least: least)
+        with pytest.raises(InfeasiblePlanError):
+            search_meshes(CLUSTER, ShapePlanner(planner), limits=limits)
+        assert len(planner.shapes_asked) == num_asked
+
+
 def test_far_below_what_any_shape_needs_no_finer_one_is_solved() -> None:
     planner = Planner({}, other=np.inf, far_bound=25)
     with pytest.raises(InfeasiblePlanError) as caught:

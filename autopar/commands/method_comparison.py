@@ -104,9 +104,7 @@ def _reason(plan: MethodPlan) -> str:
 
 def _cells(plan: MethodPlan, first: MethodPlan) -> list[str | Text]:
     if isinstance(plan, InfeasiblePlanError):
-        least = plan.least_budget_bytes
-        needs = f"needs {format_bytes(least)}" if least else "does not fit"
-        return ["", "-", "", "", needs, ""]
+        return ["", "-", "", "", _needs(plan), ""]
     if isinstance(plan, Exception):
         return ["-", "-", "", "", "refused", ""]
     assert isinstance(first, ShardingPlan)
@@ -119,6 +117,13 @@ def _cells(plan: MethodPlan, first: MethodPlan) -> list[str | Text]:
         format_bytes(predicted.peak_bytes),
         f"{predicted.optimality_gap:.2%}",
     ]
+
+
+def _needs(error: InfeasiblePlanError) -> str:
+    if error.far_bound_bytes:
+        return f"needs over {format_bytes(error.far_bound_bytes)}"
+    least = error.least_budget_bytes
+    return f"needs {format_bytes(least)}" if least else "does not fit"
 
 
 def _short(method: Method) -> str:

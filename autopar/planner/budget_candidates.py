@@ -116,13 +116,11 @@ class BudgetCandidates:
         for method in self._methods():
             if best is not None and _seconds(best) <= bound * (1 + BUDGET_GAP):
                 break
-            if (
-                searched is not None
-                and method in STARTS
-                and not self._may_search(searches)
-            ):
+            if method in STARTS and not self._may_search(searches):
                 continue  # it was met, with its memory
             try:
+                if self._has_no_room(method):
+                    continue
                 best = self._plan(method, best, searches=searches) or best
             except InfeasiblePlanError as error:
                 errors.append(error.without_frames())
@@ -251,8 +249,6 @@ class BudgetCandidates:
         `searches`: where its cheapest does not fit, one that does is searched for.
         """
         place, limits = self._problem(method)
-        if best is not None and self._has_no_room(place[0], limits):
-            return None
         cutoff = math.inf if best is None else min(_seconds(best), self.cutoff)
         found = plan_intra_op(
             *place, pins=self.pins, restrictions=limits, gap=self.gap, cutoff=cutoff
@@ -287,8 +283,9 @@ class BudgetCandidates:
     def _may_search(self, searches: bool) -> bool:
         return searches and self.work.may_begin(len(self.graph.operators()))
 
-    def _has_no_room(self, graph: OpGraph, limits: Sequence[Restriction]) -> bool:
+    def _has_no_room(self, method: NamedMethod) -> bool:
         """Whether the arguments alone are above the budget, as a method has them."""
+        (graph, _, _), limits = self._problem(method)
         least = (least_input_bytes(graph, self.mesh, each) for each in limits)
         return max(least, default=0.0) > self.budget_bytes
 

@@ -20,7 +20,7 @@ from ..plans.plan_columns import OperatorPlans, TensorPlans, Work
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import replicated
 
-OUT_OF_REACH = 1.5  # times the budget, from which on no plan is looked for
+OUT_OF_REACH = 1.2  # times the budget, from which on no plan is looked for
 MANY_OPERATORS = 1_500  # of fewer, the plan that needs the least is found soon
 _ONE_DEVICE = MeshShape(("x",), (1,))
 

@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from ..costs.memory import memory_profile
 from ..graph.op_graph import OpGraph
-from ..methods.restrictions import NOT_SPLIT, Restriction
+from ..methods.restrictions import NOT_SPLIT, Limit, Restriction
+from ..plans.plan import ShardingPlan
 from ..sharding.mesh import MeshShape
+from .memory_users import no_room_error
+
+
+def check_room(
+    graph: OpGraph, free: ShardingPlan, limits: Sequence[Limit], budget_bytes: int
+) -> None:
+    """Refuses limits with which the arguments alone are above a budget.
+
+    `free` is the cheapest plan that they leave.
+
+    Raises:
+      InfeasiblePlanError: they are.
+    """
+    methods = [each for each in limits if isinstance(each, Restriction)]
+    needed = [least_input_bytes(graph, free.mesh, each) for each in methods]
+    if max(needed, default=0.0) > budget_bytes:
+        profile = memory_profile(graph, free)
+        raise no_room_error(profile, budget_bytes, int(max(needed)))
 
 
 def least_input_bytes(

@@ -105,14 +105,29 @@ def out_of_reach_error(
 ) -> InfeasiblePlanError:
     """That a device's even share of a step is far above a budget.
 
-    `profile` is of the cheapest plan without a budget.
+    `profile` is of the plan that is known to need the least.
     """
     seen = (
         f"no plan should need less than {format_bytes(share_bytes)}, even if all is "
-        f"shared out evenly; the cheapest holds {_told(profile.peak_bytes)} on the "
-        f"mesh {profile.plan.mesh}"
+        f"shared out evenly; one was found that holds {_told(profile.peak_bytes)} on "
+        f"the mesh {profile.plan.mesh}"
     )
     return _refused(profile, budget_bytes, seen, "", share_bytes)
+
+
+def no_room_error(
+    profile: MemoryProfile, budget_bytes: int, argument_bytes: int
+) -> InfeasiblePlanError:
+    """That arguments alone are above a budget, as a method has them lie.
+
+    `profile` is of the method's cheapest plan without a budget.
+    """
+    seen = (
+        f"arguments alone take {format_bytes(argument_bytes)} as the method has them "
+        f"lie; its cheapest plan holds {_told(profile.peak_bytes)} on the mesh "
+        f"{profile.plan.mesh}"
+    )
+    return _refused(profile, budget_bytes, seen, "", argument_bytes)
 
 
 def _told(num_bytes: int) -> str:

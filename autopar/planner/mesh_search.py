@@ -48,6 +48,9 @@ FAR = 1.25
 HELPS = 0.9
 """What the least budget must fall to where a finer shape is worth a try."""
 
+NEAR_LEAST = 1.1
+"""Times what any plan holds, a least budget that no other shape brings down by much."""
+
 SMALLEST = 4
 """The least size of each of three axes with equal links: these take long to solve."""
 
@@ -106,11 +109,13 @@ class SearchLimits:
       cutoff: plans of so many seconds are of no use: where no shape has a better one,
         the plan is any and need not fit.
       is_long: three axes take long to solve, so their plan keeps the loose gap.
+      least_bytes: says what a device should hold on any shape; see `even_share.py`.
     """
 
     floor_seconds: float = 0.0
     cutoff: float = math.inf
     is_long: bool = False
+    least_bytes: Callable[[], float] = lambda: 0.0
 
 
 NO_LIMITS = SearchLimits()
@@ -240,7 +245,8 @@ class _Search:
 
         Or others that come first, as they divide more. To find that nothing fits takes
         long, so the last is left out unless cutting brought the least budget that would
-        do clearly down, and where the budget is far below it.
+        do clearly down, and where the budget is far below it; and so is any other where
+        that budget is near what every plan holds.
         """
         finest = [each for each in self.shapes[2:] if each.num_axes == MAX_AXES]
         needs: list[float] = []
@@ -253,6 +259,8 @@ class _Search:
                 return trial
             needs.append(trial.error.least_budget_bytes or math.inf)
             is_far |= trial.error.far_bound_bytes > 0
+            if needs[-1] <= NEAR_LEAST * self.limits.least_bytes():
+                break
         raise _least_infeasible(list(self.trials.values()))
 
     def _first_shapes(self) -> tuple[MeshShape, ...]:

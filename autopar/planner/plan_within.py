@@ -11,12 +11,10 @@ Where a gap is left, plans that solutions came by and rows put a little above th
 are looked at, too: some fit. So are plans near the best (`near_plans.py`). And where
 rows leave nothing, though a plan was met that fits and is far from all that brought
 them, they are lowered by that plan, too.
-Rows and rounds see what is live at once. The compiler needs more where lives cross
-(`costs/packing.py`), so if it does for the plan found, less may be live
-(`live_limit.py`), and the rounds go on with all that was met.
-So a plan that is returned fits by its own figure, and its bound is that of the problem
-with the rows of the plans met. If none fits, that for the plan of the least memory
-(`least_memory.py`) goes down to the budget, or ends above and says what would do.
+Rows see what is live. The compiler needs more where lives cross (`costs/packing.py`),
+so then less may be live (`live_limit.py`), and rounds go on with all that was met.
+So a plan that is returned fits, and its bound is that of the rows met. If none fits,
+that of the least memory (`least_memory.py`) does, or says what budget would do.
 """
 
 from __future__ import annotations
@@ -40,6 +38,7 @@ from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
 from .even_share import is_long
 from .intra_op import IntraOpSolution, plan_intra_op
+from .least_inputs import check_room
 from .least_memory import LeastMemory, least_memory
 from .live_limit import LiveLimit
 from .memory_users import infeasible_error
@@ -82,7 +81,7 @@ def plan_within(
     least `cutoff` seconds, the plan is any, and need not fit.
 
     Raises:
-      InfeasiblePlanError: as `plan_within_binding`.
+      InfeasiblePlanError: as `plan_within_binding`, or arguments alone take more.
     """
     place = graph, mesh, cluster
     free = plan_intra_op(
@@ -91,6 +90,7 @@ def plan_within(
     fits = free.plan.predicted.peak_bytes <= budget_bytes
     if fits or free.assignment.bound >= cutoff:
         return free
+    check_room(graph, free.plan, restrictions, budget_bytes)
     return plan_within_binding(
         *(*place, budget_bytes),
         pins=pins,
@@ -125,7 +125,7 @@ def plan_within_binding(
 
     Raises:
       InfeasiblePlanError: no plan was found that fits; it names a budget that will be
-        planned, the least found, and what takes the most memory then.
+        planned, and what takes the most memory then.
     """
     within = _WithinBudget(
         *(graph, mesh, cluster, pins, restrictions, budget_bytes, gap, cutoff)

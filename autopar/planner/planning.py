@@ -14,7 +14,6 @@ import jax
 
 from .. import rules as _rules
 from ..clusters.cluster import Cluster
-from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
 from ..frontend.roles import Roles, infer_roles
 from ..frontend.tracing import TracedFunction, trace
@@ -35,6 +34,7 @@ from ..methods.restrictions import Limit
 from ..methods.unsplit_state import warn_unsplit_state
 from ..options import Options
 from ..plans.parallel_plan import Plan
+from ..plans.plan import ShardingPlan
 from ..plans.plan_file import check_against
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.pins import resolve_pins, warn_idle_pins
@@ -48,7 +48,6 @@ from .frozen_models import frozen_models
 from .intra_op import IntraOpSolution, warn_fallbacks
 from .memory_budget import default_budget
 from .memory_search import NO_BUDGET, Chosen, choose_variant
-from .memory_users import out_of_reach_error
 from .mesh_search import (
     LOOSE_GAP,
     TIGHT_GAP,
@@ -58,6 +57,7 @@ from .mesh_search import (
     search_meshes,
 )
 from .mesh_shapes import default_mesh, mesh_shapes
+from .out_of_reach import refuse_far
 from .pin_conflicts import PinsByKey, blame_pins
 from .plan_cache import CacheEntry, cache_entry, use_compilation_cache
 from .plan_like import memory_choices, plan_like, without_like
@@ -264,6 +264,7 @@ def plan_graph(
     work = SearchWork.of_meshes() if is_searched else SearchWork()
     free_on: dict[MeshShape, IntraOpSolution] = {}
     again = cache(lambda: gathering_again(graph))
+    least_bytes = cache(lambda: even_share_bytes(graph, num_devices))
     is_far = is_limited and is_out_of_reach(graph, num_devices, budget_bytes)
 
     def plan_on(
@@ -305,6 +306,9 @@ def plan_graph(
             work=own_work,
         )
 
+    def plan_with(some: Options) -> ShardingPlan:
+        return plan_graph(graph, leaves, batch, cluster, some).sharding
+
     def binds_on(mesh: MeshShape) -> bool:
         if not is_long(graph) or not is_limited or limits:
             return False
@@ -322,13 +326,12 @@ def plan_graph(
     if is_far:
         shape = mesh or dividing_first(graph, mesh_shapes(cluster))[0]
         free = plan_within_budget(shape, LOOSE_GAP, math.inf, NO_BUDGET).plan
-        profile = memory_profile(graph_of_plan(graph, free), free)
-        share = even_share_bytes(graph, num_devices)
-        raise out_of_reach_error(profile, budget_bytes, share)
+        refuse_far(graph, free, options, budget_bytes, None if limits else plan_with)
     planner = ShapePlanner(plan_on, free_plan if is_limited else None, binds_on, tell)
     if mesh is None:
         shapes = dividing_first(graph, mesh_shapes(cluster))
-        ends = SearchLimits(least_seconds(graph, cluster), cutoff, is_long(graph))
+        floor = least_seconds(graph, cluster)
+        ends = SearchLimits(floor, cutoff, is_long(graph), least_bytes)
         search = search_meshes(cluster, planner, shapes, ends, work)
         _log.info("%s: %s", graph.name, search)
         solution = search.solution

@@ -8,6 +8,8 @@ from itertools import combinations, permutations
 from autopar.sharding.collective import Groups, format_groups
 from autopar.sharding.mesh import MeshShape
 
+MOST_MEMBERS = 32  # of groups that are written out
+
 
 @dataclass(frozen=True)
 class GroupNames:
@@ -28,7 +30,8 @@ class GroupNames:
             )
 
     def name(self, kind: str, groups: Groups) -> str:
-        """Returns `model`, `data,model` or, if no axes fit, the groups themselves.
+        """Returns `model`, `data,model` or, if no axes fit, the groups, in short if
+        they are long.
 
         Axes are in the order in which members of a group follow each other.
         """
@@ -40,7 +43,7 @@ class GroupNames:
         members = _by_member(groups)
         axes = next((a for a, m in self._members.items() if m == members), None)
         if axes is None:
-            return format_groups(groups)
+            return _even_steps(groups) or format_groups(groups)
         if all(list(group) == sorted(group) for group in groups):
             return axes
         return self._in_order(axes, groups) or f"{axes} in the order {groups[0]}"
@@ -67,6 +70,18 @@ class GroupNames:
             if members not in named.values():
                 named[",".join(axes)] = members
         return named
+
+
+def _even_steps(groups: Groups) -> str:
+    """Long groups in short, `8 groups of 64, 1 apart`; empty if they are not even."""
+    size, step = len(groups[0]), groups[0][1] - groups[0][0] if groups[0][1:] else 0
+    if len(groups) * size <= MOST_MEMBERS or step < 1:
+        return ""
+    firsts = (j // step * step * size + j % step for j in range(len(groups)))
+    even = {tuple(range(first, first + step * size, step)) for first in firsts}
+    if even != set(map(tuple, groups)):
+        return ""
+    return f"{len(groups)} groups of {size}, {step} apart"
 
 
 def _by_member(groups: Groups) -> dict[int, frozenset[int]]:

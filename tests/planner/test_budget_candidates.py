@@ -60,7 +60,7 @@ def test_no_method_is_searched_where_rows_of_all_plans_rule_the_budget_out(
     traced = trace(workload.step, workload.abstract(), {})
     graph = build_graph(traced, roles_of(traced))
     batch = [each.tensor for each in graph.inputs if each.role == "batch"]
-    budget, searched = 1_000, []
+    budget, searched = 40_000, []
 
     def refused(*_: Any, **__: Any) -> IntraOpSolution:
         error = InfeasiblePlanError("nothing fits", int(1.03 * budget))

@@ -96,7 +96,10 @@ def test_what_is_out_of_reach_is_refused_without_a_search(
     least = one.value.least_budget_bytes
     assert least is not None
     assert 10_000 < one.value.far_bound_bytes <= least
-    assert plan(least).predicted.peak_bytes <= least
+    zero = autopar.Zero(3)
+    fits = {"memory_budget": least, "mesh": "x:8", "method": zero}
+    step = autopar.parallelize(workload.step, cluster=cluster, **fits)
+    assert step.plan(*workload.abstract()).predicted.peak_bytes == least
 
 
 def test_a_long_step_that_memory_binds_is_searched_on_the_levels_first(
