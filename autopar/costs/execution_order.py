@@ -213,7 +213,8 @@ def _write_over(
     Returns the pairs (old, new) of both, [pairs, 2].
 
     One value makes way for each result of an elementwise kernel: the first of its size
-    that it reads, as long as both have the same dims.
+    that it reads, as long as both have the same dims. Of carries that begin as one value
+    the last takes its memory, the others are copies.
     """
     columns, sizes = block.columns, block.sizes
     last = np.flatnonzero(ends[columns.reads] == position[columns.readers])
@@ -228,7 +229,8 @@ def _write_over(
     for k, carries in columns.carries.items():
         low, high = columns.read_start[k : k + 2]
         dying = set(columns.reads[low:high][is_dying[low:high]].tolist())
-        over += [pair for pair in carries if starts[pair[1]] >= 0 and pair[0] in dying]
+        made = ((old, new) for old, new in carries if starts[new] >= 0)
+        over += dict(pair for pair in made if pair[0] in dying).items()
     num_written = np.diff(columns.write_start)
     is_one = columns.is_elementwise & (num_written == 1)
     candidates = last_in_dims[is_one[columns.readers[last_in_dims]]]

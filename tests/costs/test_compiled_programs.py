@@ -92,3 +92,12 @@ def test_what_is_gathered_again_waits_for_what_it_is_read_with() -> None:
     assert barriers and all(len(kernel.reads) == 2 for kernel in barriers)
     use = MemoryUse.of(lowered.compile().compiled)
     assert profile.peak_bytes == pytest.approx(use.device_bytes, rel=0.05)
+
+
+def test_sums_of_microbatches_that_begin_as_one_zero_lie_apart() -> None:
+    workload = build("gpt", num_layers=1)
+    step = autopar.parallelize(workload.step, mesh="x:8", num_microbatches=2)
+    lowered = step.lower(*workload.abstract())
+    use = MemoryUse.of(lowered.compile().compiled)
+    predicted = lowered.plan.predicted.peak_bytes
+    assert predicted == pytest.approx(use.device_bytes, rel=0.03)
