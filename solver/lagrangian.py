@@ -32,11 +32,10 @@ MOST_PRICES = 12  # of one call
 MOST_MIXED = 5  # plans by each prices
 LIMITS = 1.0, 1e4  # times the free plan's cost, for a budget's worth of bytes
 INNER_GAP = 0.15  # of the gap that is wanted
-NEAR = 0.3  # of it: mixtures are rounded before any prices
-FAR = 0.02  # of what the bound may come to: prices of one row will do
+NEAR = 0.9  # of it: mixtures are rounded before any prices
 MOST_IN_VAIN = 3  # prices that move neither bound nor cost
 ROUNDING = 1e-3
-MOST_WORK = 8.0  # seconds, of one free solution; see `clock.py`
+MOST_WORK = 30.0  # seconds, of one free solution; see `clock.py`
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +202,6 @@ class _Closing:
         self.best_prices, self.best_bound = self.prices, -inf
         self.is_bounded = False
         self.shares: Shares | None = None
-        self._prices_all_rows = False
         self._mixed: set[tuple[tuple[int, ...], bool]] = set()
 
     def run(self, known: np.ndarray) -> np.ndarray:
@@ -282,9 +280,6 @@ class _Closing:
         plans, search, prices = self.plans, self.search, self.prices
         num_plans = len(plans.plans)
         worth = INNER_GAP * search.gap * abs(self.reach) * self.is_bounded
-        is_of_one_row = self._may_price_one_row()
-        if is_of_one_row:
-            prices = np.where(prices == prices.max(), prices.sum(), 0.0)
         lines = np.array(plans.costs) + plans.used(self.rows) @ prices
         nearest = plans.plans[int(lines.argmin())]
         priced = price(plans.graph, self.rows, prices, self.budget)
@@ -295,14 +290,7 @@ class _Closing:
         if is_better:
             self.best_prices, self.best_bound = prices, bound
         search.finish_phase("prices", plans.graph)
-        is_new = is_better or len(plans.plans) > num_plans
-        self._prices_all_rows |= not is_new
-        return is_new or is_of_one_row
-
-    def _may_price_one_row(self) -> bool:
-        """Whether all prices on one row, where equal layers stay equal, may do."""
-        is_far = self.reach - self.search.bound > FAR * abs(self.reach)
-        return is_far and self.shares is not None and not self._prices_all_rows
+        return is_better or len(plans.plans) > num_plans
 
     def _mix(self, rounds_only: bool = False) -> None:
         """Offers a mixture of the likely plans, if one may be worth it.

@@ -32,7 +32,7 @@ from .sharding_problem import ShardingProblem
 
 MOST_ROWS = 32  # of one plan
 LEAST_TURN = 0.003
-MOST_WORK_AT_ONCE = 15.0  # seconds, of one solution; see `solver/clock.py`
+MOST_WORK_AT_ONCE = 40.0  # seconds, of one solution; see `solver/clock.py`
 FAR_OFF = 1.1  # times what a plan holds
 WORTH_LOWERING = 0.005  # of what a plan holds, that a row says more of it
 MOST_SAID = 1.1  # times the budget, by the rows of a plan that may fit
@@ -248,6 +248,12 @@ class MetPlans:
         if had_far:
             self.lower_refuted()
         return had_far
+
+    def admit_within(self, limit_bytes: int) -> None:
+        """Lowers rows by all plans met if that admits those within a limit at all."""
+        within = [each for each in self.plans if each.live_bytes <= limit_bytes]
+        if within and self._far.issuperset(within):
+            self.admit_far()
 
     def _add(self, found: MetPlan, rows: Sequence[MemoryRow]) -> None:
         self._rows += [self._lowered(_Row(row, found.choices)) for row in rows]

@@ -289,6 +289,7 @@ class _WithinBudget:
     def _meet_starts(self, met: MetPlans) -> None:
         for found in self.starts:
             met.meet_start(found)
+        met.admit_within(self.limit_bytes)
 
     def _solve_in_rounds(self, met: MetPlans, gap: float) -> bool:
         """Adds rows until the solver's plan fits; not if nothing fits the rows.
@@ -324,7 +325,7 @@ class _WithinBudget:
                 met.add_rows(found)
                 if number >= FREE_ROUNDS or beyond <= WORTH_AIMING_AT * limit:
                     aim -= min(beyond, MOST_AIMED * limit)
-            elif by <= WORTH_SOLVING_AGAIN * limit:
+            elif gap > self.gap or by <= WORTH_SOLVING_AGAIN * limit:
                 return True
         return met.cheapest(limit) is not None
 
