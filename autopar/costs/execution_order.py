@@ -213,8 +213,8 @@ def _write_over(
     Returns the pairs (old, new) of both, [pairs, 2].
 
     One value makes way for each result of an elementwise kernel: the first of its size
-    that it reads, as long as both have the same dims. Of carries that begin as one value
-    the last takes its memory, the others are copies.
+    that it reads, as long as both have the same dims. Of carries that begin as one
+    value the last takes its memory, the others are copies.
     """
     columns, sizes = block.columns, block.sizes
     last = np.flatnonzero(ends[columns.reads] == position[columns.readers])

@@ -86,6 +86,15 @@ def _port(
     return Port(name, kind, tuple(writes), tuple(reads), whole)
 
 
+def barriers_of(block: Block) -> Iterator[tuple[Operator, tuple[int, int]]]:
+    """(barrier, (tensor, what it is called behind it)) in the order of the block."""
+    for op in block.operators:
+        tensors = [each for each in op.operands if isinstance(each, int)]
+        if op.kind == BARRIER and len(tensors) == len(op.results):
+            for pair in zip(tensors, op.results, strict=True):
+                yield op, pair
+
+
 def _barrier_ports(op: Operator, blocks: Sequence[Block]) -> Iterator[Port]:
     for position, (operand, result) in enumerate(
         zip(op.operands, op.results, strict=True)

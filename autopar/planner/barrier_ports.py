@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.solver.descent import Descent
 
-from .reading_spans import barriers_of
+from ..graph.ports import barriers_of
 from .sharding_problem import ShardingProblem
 
 ROUNDING = 1e-12

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from ..costs.execution_order import Liveness
 from ..graph.op_graph import Block
-from .reading_spans import ReadingSpans, barriers_of
+from ..graph.ports import barriers_of
+from .reading_spans import ReadingSpans
 
 
 @dataclass(frozen=True)

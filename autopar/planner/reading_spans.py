@@ -7,14 +7,14 @@ would be read, also of those that the plan holds no copy of.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..costs.execution_order import Liveness
 from ..graph.build_graph import BARRIER
-from ..graph.op_graph import Block, Operator
+from ..graph.op_graph import Block
 from .held_values import tensors_of
 
 
@@ -83,12 +83,3 @@ def reading_spans(
             earliest[each] = min(earliest[each], low)
             latest[each] = max(latest[each], high)
     return ReadingSpans(np.array(earliest), np.array(latest), made[:-1] >= 0)
-
-
-def barriers_of(block: Block) -> Iterator[tuple[Operator, tuple[int, int]]]:
-    """(barrier, (tensor, what it is called behind it)) in the order of the block."""
-    for op in block.operators:
-        tensors = [each for each in op.operands if isinstance(each, int)]
-        if op.kind == BARRIER and len(tensors) == len(op.results):
-            for pair in zip(tensors, op.results, strict=True):
-                yield op, pair

@@ -33,6 +33,7 @@ from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
 from ..sharding.spec import Spec
 from .axis_orders import Orders, orders_of_step
+from .barrier_edges import with_barrier_edges
 from .equal_rows import equal_rows
 from .operator_choices import OperatorTable
 from .overlap import visible_fractions
@@ -238,6 +239,9 @@ class _Builder:
         pattern = self._relay_patterns(vertices, relayed, writes.choices[access])
         whole = self.vertices.with_relays(vertices, relayed, pattern)
         edges = self._edges(whole, access, read, relayed)
+        if self.counts_memory:
+            place = self.graph, whole, access, self.lasting
+            edges = with_barrier_edges(edges, *place)
         nodes = TypedNodes(
             [(each.seconds, each.bytes) for each in whole.patterns],
             whole.pattern,

@@ -12,6 +12,7 @@ import pytest
 from autopar.clusters.cluster import Cluster
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
+from autopar.graph.ports import barriers_of
 from autopar.methods.gather_again import gathering_again
 from autopar.methods.named_methods import Zero, restriction_of
 from autopar.methods.restrictions import restrict
@@ -20,7 +21,6 @@ from autopar.planner.intra_op import read_profile
 from autopar.planner.plan_points import PlanPoints
 from autopar.planner.planning import roles_of
 from autopar.planner.point_rows import rows_of_point
-from autopar.planner.reading_spans import barriers_of
 from autopar.planner.sharding_problem import ShardingProblem, build_problem
 from autopar.sharding.mesh import parse_mesh
 from autopar.sharding.resharding import Resharder
