@@ -21,7 +21,10 @@ from autopar.planner.intra_op import read_profile
 from autopar.planner.plan_points import PlanPoints
 from autopar.planner.planning import roles_of
 from autopar.planner.point_rows import rows_of_point
+from autopar.planner.program_points import memory_rows
 from autopar.planner.sharding_problem import ShardingProblem, build_problem
+from autopar.planner.step_variants import StepVariants
+from autopar.rematerialisation.remat import Remat
 from autopar.sharding.mesh import parse_mesh
 from autopar.sharding.resharding import Resharder
 from autopar.solver.assignment import Assignment
@@ -107,3 +110,40 @@ def test_a_barrier_reads_no_slice_of_a_copy_where_the_parameter_will_do() -> Non
         return read_profile(problem, plan, CLUSTER, RESHARDER).peak_bytes
 
     assert peak(mended) < peak(sliced)
+
+
+def test_what_passes_two_barriers_is_not_kept_for_the_later_one_alone() -> None:
+    """It takes more time than to keep it for both, and no less memory.
+
+    Rows, which charge what is kept to the barrier that is read next, tell of the rest.
+    """
+    workload = build("gpt", num_layers=2)
+    traced = trace(workload.step, workload.abstract(), {})
+    roles = roles_of(traced)
+    own = build_graph(traced, roles)
+    batch = [each.tensor for each in own.inputs if each.role == "batch"]
+    variants = StepVariants(traced, own, roles, batch)
+    graph = gathering_again(variants.make(Remat("full"), ()).graph)
+    problem = build_problem(graph, MESH, CLUSTER, RESHARDER, counts_memory=True)
+    limit = restriction_of(Zero(3), graph, MESH, batch)
+    found = solve(restrict(problem, (limit,), CLUSTER).choice_graph)
+    profile = read_profile(problem, found, CLUSTER, RESHARDER)
+    rows = memory_rows(problem, profile, found.choices)
+    ports: dict[int, list[int]] = {}
+    for _, (tensor, behind) in barriers_of(graph.blocks[0]):
+        ports.setdefault(tensor, []).append(problem.writers[behind][0])
+    twice = [each for each in ports.values() if len(each) == 2]
+    assert len(twice) >= 6
+    kept: dict[str, list[int]] = {}
+    for name, chosen in (("sooner", [0]), ("later", [1]), ("both", [0, 1])):
+        kept[name] = list(found.choices)
+        for port in (pair[number] for pair in twice for number in chosen):
+            choices = problem.vertices[port].writes[0].choices
+            kept[name][port] = int(choices.fractions.argmax())
+    cost = {name: problem.choice_graph.cost(each) for name, each in kept.items()}
+    assert cost["both"] < cost["sooner"] < cost["later"] == np.inf
+    for name in ("sooner", "both"):
+        plan = replace(found, choices=tuple(kept[name]), cost=cost[name])
+        live = read_profile(problem, plan, CLUSTER, RESHARDER).live_bytes
+        assert live > profile.live_bytes
+        assert max(row.used(kept[name]) for row in rows) >= 0.95 * live

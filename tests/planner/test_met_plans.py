@@ -66,6 +66,18 @@ def test_a_plan_unlike_all_others_lowers_rows_only_once_it_is_let() -> None:
     assert not met.admit_far()
 
 
+def test_a_plan_that_alone_fits_is_let_at_once() -> None:
+    zero = resnet()[-1]
+    budget = met_plans(0).see(zero).live_bytes
+    met = met_plans(budget)
+    met.meet_start(zero)
+    found = met.plans[-1].choices
+    met.admit_within(budget - 1)
+    assert max(row.used(found) for row in met.rows) > FAR_OFF * budget
+    met.admit_within(budget)
+    assert max(row.used(found) for row in met.rows) <= budget * (1 + 1e-9)
+
+
 def test_a_start_is_told_its_gap_to_the_plan_without_a_budget() -> None:
     """Not to that of the problem in which it is the best."""
     zero = resnet()[-1]
