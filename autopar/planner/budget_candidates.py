@@ -116,8 +116,9 @@ class BudgetCandidates:
         for method in self._methods():
             if best is not None and _seconds(best) <= bound * (1 + BUDGET_GAP):
                 break
-            if method in STARTS and not self._may_search(searches):
-                continue  # it was met, with its memory
+            was_met = searched is not None and method in STARTS
+            if was_met and not self._may_search(searches):
+                continue
             try:
                 if self._has_no_room(method):
                     continue
