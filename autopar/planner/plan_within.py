@@ -194,6 +194,7 @@ class _WithinBudget:
         met = MetPlans(*self.place, self.free, worth, work, budget)
         self.starts = [each for limit in starts if (each := self._limited(limit))]
         self._meet_starts(met)
+        met.admit_within(self.limit_bytes)
         self._tell_first(met)
         for _ in range(MOST_PACKED):
             self._search(met)
@@ -289,7 +290,6 @@ class _WithinBudget:
     def _meet_starts(self, met: MetPlans) -> None:
         for found in self.starts:
             met.meet_start(found)
-        met.admit_within(self.limit_bytes)
 
     def _solve_in_rounds(self, met: MetPlans, gap: float) -> bool:
         """Adds rows until the solver's plan fits; not if nothing fits the rows.
@@ -359,9 +359,7 @@ class _WithinBudget:
         return math.inf if best is None else 1 - self.bound / best.assignment.cost
 
     def _enough(self, met: MetPlans) -> float:
-        """The bound that ends the search: there is a plan that fits, and it closes
-        its gap or comes to the cutoff.
-        """
+        """The bound that ends the search where a plan fits: its gap's, or a cutoff."""
         best = met.cheapest(self.limit_bytes)
         if best is None:
             return math.inf
