@@ -269,11 +269,13 @@ def _irregular_layers(typed: Types, layers: np.ndarray) -> np.ndarray | None:
     kind = np.where(inside, 0, np.where(first >= 0, 1, 2))
     at = np.where(first >= 0, first, second)
     at = np.where(inside, np.minimum(first, second), at)
-    keys = np.stack(
-        [typed.edge, kind, place[typed.first], place[typed.second], apart], 1
-    )[at >= 0]
-    at, kind = at[at >= 0], kind[at >= 0]
-    _, key = np.unique(_row_hash(keys), return_inverse=True)
+    chosen = np.flatnonzero(at >= 0)
+    at, kind, apart = at[chosen], kind[chosen], apart[chosen]
+    hashes = np.zeros(len(chosen), np.uint64)
+    ends = place[typed.first[chosen]], place[typed.second[chosen]]
+    for part in (typed.edge[chosen], 3 * kind + apart + 1, *ends):
+        hashes = _mix(hashes + part.astype(np.uint64))
+    _, key = np.unique(hashes, return_inverse=True)
     key = key.reshape(-1)
     num_keys = int(key.max(initial=-1)) + 1
     table = np.zeros((num_keys, number), np.intp)
@@ -281,17 +283,12 @@ def _irregular_layers(typed: Types, layers: np.ndarray) -> np.ndarray | None:
     is_inside = np.zeros(num_keys, bool)
     is_inside[key] = kind == 0
     is_apart = np.zeros(num_keys, bool)
-    is_apart[key] = keys[:, 4] != 0
+    is_apart[key] = apart != 0
     usual = np.median(table[:, 1:-1], axis=1)
     differs = table != usual[:, None]
     differs[is_apart, -1] = False  # counted at the earlier of two layers
     differs[~is_inside, 0] = differs[~is_inside, -1] = False
     return np.flatnonzero(differs.any(axis=0))
-
-
-def _row_hash(rows: np.ndarray) -> np.ndarray:
-    draw = np.random.default_rng(1).integers(0, 2**63, rows.shape[1], dtype="u8")
-    return _mix(_mix(rows.astype(np.uint64) * draw + draw) @ draw)
 
 
 def _longest_run(is_in: np.ndarray) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from autopar.graph.op_graph import OpGraph
 from autopar.methods.gather_again import gathering_again, graph_of_plan
 from autopar.planner.planning import plan_function
 from autopar.plans.parallel_plan import Plan
+from benchmarks.models import build
 from tests.rows.fixtures import Case, f1, f3, random, sgd
 from tests.rows.named_plans import graph_of
 from tests.rows.running import run_as_planned, traffic
@@ -119,6 +120,22 @@ def test_every_microbatch_gathers_twice(num_microbatches: int) -> None:
     plan = run_as_planned(step, *case.args).plan
     gathered = traffic(plan)["all_gather", "x"]
     assert gathered == [262_144] * 3 * num_microbatches  # w has no second reader
+
+
+def test_a_copy_that_is_kept_serves_what_is_made_again() -> None:
+    """Kernels are gathered once; else for each pass, and to make values again."""
+    workload = build("mlp")
+    gathered: dict[tuple[bool, str | None], int] = {}
+    for again, remat in ((False, None), (False, "full"), (True, "full")):
+        method = autopar.Zero(3, reshard_after_forward=again)
+        step = autopar.parallelize(
+            workload.step, mesh="x:8", method=method, remat=remat
+        )
+        plan = run_as_planned(step, *workload.arguments()).plan
+        gathered[again, remat] = sum(traffic(plan)["all_gather", "x"])
+    once = gathered[False, None]
+    assert once <= gathered[False, "full"] < 1.02 * once
+    assert gathered[True, "full"] > 2 * once
 
 
 def test_a_plan_says_which_graph_it_is_of() -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from ..graph.build_graph import SCAN, STRUCTURED, WHILE
 from ..graph.op_graph import OpGraph
+from ..graph.ports import barriers_of
 from .batch_dims import BatchDims
 from .restrictions import PENDING, WHOLE, Demand, Demands, Restriction, States
 from .state_flow import StateFlow, state_flow
@@ -26,7 +27,8 @@ def zero_restriction(
     """What ZeRO of a stage leaves to the solver.
 
     `work` is split over every mesh axis, and `name` is what errors call the method. Of
-    stage 3, `keeps`: parameters of loops over layers are gathered once, before them.
+    stage 3, `keeps`: parameters are gathered once for the forward pass and all that is
+    made again, and those of loops over layers before the loop.
     """
     graph, flow = work.graph, work.flow()
 
@@ -65,6 +67,9 @@ def zero_restriction(
     if stage == 3:
         steady = {t for loop in loops if loop.hands_on(work.dims) for t in loop.steady}
         gathered = flow.of_parameters - steady
+        if keeps:
+            passed = (pair for b in graph.blocks for _, pair in barriers_of(b))
+            gathered -= {behind for _, behind in passed}
         made |= {tensor: demand(split(tensor)) for tensor in gathered}
         if keeps:
             bodies = {loop.body for loop in loops if loop.hands_on(work.dims)}
