@@ -280,7 +280,7 @@ def plan_graph(
         check_returned_pins(graph, pinned, mesh)
         pins = {**placed, **pinned}
         method = options.method
-        own_work = work.half() if is_searched else work
+        own_work = work.of_mesh(mesh, is_long(graph)) if is_searched else work
         if isinstance(method, LayoutRules) and method.is_auto:
             own = restrictions_of(None, options.rules, graph, mesh, batch)
             place = graph, mesh, cluster, batch, budget_bytes

@@ -4,12 +4,15 @@ Work is counted, not timed (`solver/clock.py`), so that plans do not depend on t
 machine. Of several meshes each may take half of what is left, so the first, the one
 that others must beat, is searched longest. Where it took all of its half, no other is
 begun: a later one has less, and has its problems and first plans to make, too. One axis
-is no end, as a mesh that cuts it can do all that it can.
+is no end, as a mesh that cuts it can do all that it can. A long step takes more than
+half on a mesh of several axes, so there it may take all that is left.
 """
 
 from __future__ import annotations
 
 from autopar.solver.clock import Clock
+
+from ..sharding.mesh import MeshShape
 
 MOST_WORK = 90.0  # seconds, of all solutions on one mesh that is named
 WORK_OF_MESHES = 60.0  # of all that are searched
@@ -40,6 +43,10 @@ class SearchWork:
         """Whether too little is left to begin a mesh after one that fits."""
         part = AFTER_ONE_AXIS if num_axes == 1 else A_MESH
         return self.left <= part * self.most
+
+    def of_mesh(self, mesh: MeshShape, is_long: bool) -> SearchWork:
+        """What a step, a long one or not, may take on one of several meshes."""
+        return self if is_long and mesh.num_axes > 1 else self.half()
 
     def half(self) -> SearchWork:
         """Half of what is left, on the same clock."""

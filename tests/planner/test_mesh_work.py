@@ -37,6 +37,14 @@ def test_where_little_work_is_left_no_other_shape_is_begun() -> None:
     assert found.solution.plan.mesh.axis_sizes == (8, 8)
 
 
+def test_a_long_step_may_take_all_work_on_a_mesh_of_several_axes() -> None:
+    work = SearchWork(8.0)
+    line, cut = MeshShape(("x",), (64,)), MeshShape(("x", "y"), (8, 8))
+    assert work.of_mesh(cut, True) is work
+    for mesh, is_long in ((line, True), (line, False), (cut, False)):
+        assert work.of_mesh(mesh, is_long).most == pytest.approx(4.0, rel=0.01)
+
+
 @pytest.mark.parametrize(("part", "others"), [(0.9, True), (1.0, False)])
 def test_after_a_cut_shape_that_took_its_half_no_other_is_begun(
     part: float, others: bool
