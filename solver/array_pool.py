@@ -15,6 +15,7 @@ from .clock import Clock
 
 # Seconds of a usual core: of looking a result up, of a new one, and of each entry.
 _LOOKUP, _KERNEL, _ENTRY = 5e-6, 4e-5, 2e-9
+MOST_BYTES = 2**25  # of arrays that may be kept for graphs that no longer have them
 
 
 class ArrayPool:
@@ -29,6 +30,11 @@ class ArrayPool:
         self._by_content: dict[tuple[Any, ...], np.ndarray] = {}
         self._by_id: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._results: dict[tuple[Any, ...], Any] = {}
+        self._bytes = 0
+
+    def unless_full(self) -> "ArrayPool":
+        """Itself, or an empty one where much is kept: for between two reductions."""
+        return self if self._bytes <= MOST_BYTES else ArrayPool(self.clock)
 
     def intern(self, array: np.ndarray) -> np.ndarray:
         """The one object with this content."""
@@ -38,6 +44,7 @@ class ArrayPool:
         content = blake2b(array.tobytes(), digest_size=16).digest()
         key = (array.shape, array.dtype.char, content)
         interned = self._by_content.setdefault(key, array)
+        self._bytes += array.nbytes * (interned is array)
         self._number.setdefault(id(interned), len(self._number))
         return interned
 

@@ -135,6 +135,7 @@ class _Descent:
         return self.search.cutoff + 2 * self.slack
 
     def _reduce(self) -> None:
+        self.search.pool = self.search.pool.unless_full()
         reduced = reduce(self.graph, self.search.pool)
         self.steps.append(reduced)
         self.slack += reduced.slack

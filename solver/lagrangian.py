@@ -24,7 +24,7 @@ from .clock import Clock
 from .folded import solve_folded
 from .free import solve_free
 from .memory_rows import MemoryRow
-from .mixing import Mixtures, Shares
+from .mixing import FEW_CHECKS, MOST_CHECKS, Mixtures, Shares
 from .multipliers import best_prices, price, price_of_peak
 from .search import Search
 
@@ -63,6 +63,7 @@ class PricedPlans:
     def __init__(self, graph: ChoiceGraph, pool: ArrayPool | None = None) -> None:
         self.graph, self.pool = graph, pool or ArrayPool(Clock())
         self.plans: list[tuple[int, ...]] = []
+        self._arrays: list[np.ndarray] = []  # the same
         self.costs: list[float] = []
         self._number: dict[tuple[int, ...], int] = {}
         self._used: dict[int, tuple[MemoryRow, list[float]]] = {}
@@ -78,6 +79,7 @@ class PricedPlans:
         if cost < inf:
             self._number[plan] = len(self.plans)
             self.plans.append(plan)
+            self._arrays.append(np.array(plan, np.intp))
             self.costs.append(cost)
 
     def used(self, rows: Sequence[MemoryRow]) -> np.ndarray:
@@ -85,7 +87,7 @@ class PricedPlans:
         known, self._used = self._used, {}
         for row in rows:
             entry = known.get(id(row), (row, []))
-            entry[1].extend(row.used(x) for x in self.plans[len(entry[1]) :])
+            entry[1].extend(row.used(x) for x in self._arrays[len(entry[1]) :])
             self._used[id(row)] = entry
         columns = [self._used[id(row)][1] for row in rows]
         return np.array(columns, np.float64).reshape(len(rows), -1).T
@@ -106,6 +108,10 @@ class PricedPlans:
         aim = budget if aim is None else aim
         self._prices = _Closing(self, search, rows, budget, aim).run(self._prices)
         return self._prices
+
+    def mix(self, search: Search, rows: Sequence[MemoryRow], budget: float) -> None:
+        """Offers a search plans that fit, and a mixture of those met."""
+        _Closing(self, search, rows, budget, budget).mix()
 
     def keep(
         self, rows: Sequence[MemoryRow], prices: np.ndarray, budget: float, bound: float
@@ -231,6 +237,11 @@ class _Closing:
         self._finish()
         return self.best_prices
 
+    def mix(self) -> None:
+        """Offers the plans that fit, and a mixture of the likely ones."""
+        self._look()
+        self._mix(rounds_only=True, most_checks=FEW_CHECKS)
+
     def _may_mix(self, beyond: float, *, has_priced: bool) -> bool:
         """Whether mixtures are rounded while prices may find other plans to mix.
 
@@ -292,7 +303,7 @@ class _Closing:
         search.finish_phase("prices", plans.graph)
         return is_better or len(plans.plans) > num_plans
 
-    def _mix(self, rounds_only: bool = False) -> None:
+    def _mix(self, rounds_only: bool = False, most_checks: int = MOST_CHECKS) -> None:
         """Offers a mixture of the likely plans, if one may be worth it.
 
         `rounds_only`: prices, which are quicker than a tree, may still do better.
@@ -310,6 +321,7 @@ class _Closing:
             cost=search.cost,
             enough=max(_above(search.bound, search.gap), _above(self.value, gap)),
             rounds_only=rounds_only,
+            most_checks=most_checks,
         )
         if found is not None:
             self.plans.add(found)

@@ -29,11 +29,11 @@ class MemoryRow:
     weights: tuple[np.ndarray, ...]
     constant: float = 0.0
 
-    def used(self, choices: Sequence[int]) -> float:
+    def used(self, choices: Sequence[int] | np.ndarray) -> float:
         """The bytes that one choice per node holds."""
         return self.constant + float(self.held(choices).sum())
 
-    def held(self, choices: Sequence[int]) -> np.ndarray:
+    def held(self, choices: Sequence[int] | np.ndarray) -> np.ndarray:
         """[nodes] the bytes that one choice per node of the graph holds here."""
         flat, starts = self._flat
         return flat[starts + np.asarray(choices, np.intp)[self.index]]

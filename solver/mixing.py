@@ -113,10 +113,11 @@ class Mixtures:
         cost: float = inf,
         enough: float = -inf,
         rounds_only: bool = False,
+        most_checks: int = MOST_CHECKS,
     ) -> tuple[int, ...] | None:
         """As `mix`; one that costs no more than is `enough` ends the search.
 
-        `rounds_only`: a mixture that was rounded ends it too.
+        `rounds_only`: a mixture that was rounded ends it too. `most_checks` of a tree.
         """
         rounded = self._rounded(budget, max(gap, ROUNDING), enough)
         best = inf if rounded is None else self.graph.cost(rounded)
@@ -126,7 +127,7 @@ class Mixtures:
         if found is None or self._clusters is None:
             return None
         relaxation = found[0]
-        most = MOST_CHECKS if rounded is None else FEW_CHECKS
+        most = most_checks if rounded is None else FEW_CHECKS
         choices = relaxation.solve_whole(gap, MOST_TREE_NODES, enough, most)
         if choices is None or not relaxation.graph.cost(choices) < min(cost, best):
             return rounded if best < cost else None
@@ -136,21 +137,19 @@ class Mixtures:
         self, budget: float, gap: float, enough: float
     ) -> tuple[int, ...] | None:
         """The best shares of a little less budget, rounded within all of it."""
-        best, least = None, inf
+        found = self._relaxation(budget, inf)
+        if found is None or self._clusters is None:
+            return None
+        best, least, relaxation = None, inf, found[0]
         for slack in SLACKS:
-            found = self._relaxation(budget, inf)
-            if found is None or self._clusters is None:
-                return None
-            relaxation = found[0]
             relaxation.allow((1 - slack) * relaxation.budget)
             relaxed = relaxation.solve(relaxation.domain)
             if relaxed is None or relaxed.value == inf:
-                return best
-            relaxation.allow(relaxation.budget)
-            relaxation.open(relaxed.shares > LEAST_SHARE)
-            choices = relaxation.solve_whole(gap, MOST_TREE_NODES, enough)
-            if choices is not None and relaxation.graph.cost(choices) < least:
-                least = relaxation.graph.cost(choices)
+                break
+            few = relaxation.among(relaxed.shares > LEAST_SHARE)
+            choices = few.solve_whole(gap, MOST_TREE_NODES, enough)
+            if choices is not None and few.graph.cost(choices) < least:
+                least = few.graph.cost(choices)
                 best = self._clusters.expand(choices)
             if least <= enough:
                 break

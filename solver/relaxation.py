@@ -103,6 +103,20 @@ class Relaxation:
         value = np.concatenate([*values, np.zeros(0)]) / unit
         self._model.addRow(-inf, limit / unit, index.size, index, value)
 
+    def among(self, domain: np.ndarray) -> "Relaxation":
+        """The program of a smaller domain (bool [choices]), with the same rows."""
+        few = Relaxation(
+            self.graph,
+            self.domain & domain,
+            self.budget,
+            size=_COST_SCALE / self.scale,
+            minimises_peak=self.minimises_peak,
+            clock=self.clock,
+        )
+        for row in self.rows:
+            few.add_row(row)
+        return few
+
     def open(self, domain: np.ndarray) -> None:
         """Forbids all choices outside of a smaller domain (bool [choices])."""
         is_open = domain[self._columns]

@@ -75,6 +75,29 @@ def solve_within_rows(
     return search.result()
 
 
+def mix_within_rows(
+    plans: PricedPlans,
+    rows: Sequence[MemoryRow],
+    budget: float,
+    *,
+    gap: float,
+    free: Assignment,
+    most_work: float = MOST_WORK,
+) -> Assignment:
+    """A cheap mixture of plans met that no row puts above the budget.
+
+    It takes little work, and its bound is that of `free`, the solution without rows.
+    Raises Infeasible where none was found.
+    """
+    spent = plans.pool.clock.spent
+    search = Search(plans.graph, gap, spent + most_work, plans.pool)
+    search.raise_bound(free.bound)
+    plans.mix(search, rows, budget)
+    if search.choices is None:
+        raise does_not_fit(budget, 0.0, inf)
+    return search.result()
+
+
 def _price_and_mix(
     search: Search,
     plans: PricedPlans,

@@ -1,14 +1,18 @@
 """What passes several barriers holds as much before the earlier ones.
 
-A copy of an argument that is kept to be read behind a barrier is in memory until then.
-So a barrier that lets less of it pass to readers that come sooner saves nothing, and
-what they gather again costs time: no such choices are offered. Rows of memory, which
-charge what is kept to the barrier that is read next (`passed_values.py`), rely on that.
+An argument is in memory throughout, and a copy that is kept to be read behind a barrier
+until then. So a barrier that lets less pass than the argument holds, or than what is
+read later, saves nothing, and what is gathered again costs time: no such choices are
+offered. Rows of memory, which charge what is kept to the barrier that is read next
+(`passed_values.py`), less what lies there already (`point_rows.py`), rely on that.
+(On one axis an argument is whole or in equal parts, which other rows tell apart, and
+more edges make a small problem harder.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 
 import numpy as np
 
@@ -29,13 +33,15 @@ def with_barrier_edges(
     vertices: VertexColumns,
     access: np.ndarray,
     lasting: Collection[int],
+    *,
+    has_axes: bool,
 ) -> TypedEdges:
-    """The edges, and those between barriers that let the same argument pass.
+    """The edges, and those between an argument and the barriers that let it pass.
 
     `access` [tensors] is the place of each tensor's writer among the writes, `lasting`
-    are the arguments and their names.
+    are the arguments and their names. `has_axes`: the mesh has more than one.
     """
-    pairs = _in_turn(graph, vertices, lasting)
+    pairs = _in_turn(graph, vertices, lasting, has_axes)
     if not len(pairs):
         return edges
     writes = vertices.writes
@@ -55,25 +61,30 @@ def with_barrier_edges(
 
 
 def _in_turn(
-    graph: OpGraph, vertices: VertexColumns, lasting: Collection[int]
+    graph: OpGraph,
+    vertices: VertexColumns,
+    lasting: Collection[int],
+    with_itself: bool,
 ) -> np.ndarray:
-    """[pairs, 2] names of one tensor behind two barriers, the one read sooner first."""
+    """[pairs, 2] names of one tensor behind two barriers, the one read sooner first.
+
+    `with_itself`: last of all is the tensor itself.
+    """
     passed: dict[int, list[int]] = {}
     for block in graph.blocks:
         for _, (tensor, behind) in barriers_of(block):
             if tensor in lasting:
                 passed.setdefault(tensor, []).append(behind)
-    passed = {tensor: each for tensor, each in passed.items() if len(each) > 1}
     if not passed:
         return np.zeros((0, 2), np.intp)
     reads = vertices.reads
     last = np.full(len(graph.tensors), -1)
     np.maximum.at(last, reads.tensor, vertices.row[reads.vertex])
     found: list[tuple[int, int]] = []
-    for behind in passed.values():
+    for tensor, behind in passed.items():
         behind.sort(key=last.__getitem__)
-        found += zip(behind[:-1], behind[1:], strict=True)
-    return np.array(found, np.intp)
+        found += pairwise([*behind, tensor] if with_itself else behind)
+    return np.array(found, np.intp).reshape(-1, 2)
 
 
 def _no_less(sooner: SpecChoices, later: SpecChoices) -> EdgeType:

@@ -12,12 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
 
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.assignment import Assignment
 from autopar.solver.lagrangian import PricedPlans
 from autopar.solver.memory_rows import MemoryRow, lowered_by_all
-from autopar.solver.within_rows import solve_within_rows
+from autopar.solver.within_rows import mix_within_rows, solve_within_rows
 
 from ..clusters.cluster import Cluster
 from ..costs.memory import MemoryProfile
@@ -48,6 +51,11 @@ class MetPlan:
     @property
     def choices(self) -> tuple[int, ...]:
         return self.assignment.choices
+
+    @cached_property
+    def array(self) -> np.ndarray:
+        """[nodes] its choices."""
+        return np.array(self.choices, np.intp)
 
     @property
     def peak_bytes(self) -> int:
@@ -138,6 +146,17 @@ class MetPlans:
         )
         self._proved.add(assignment.bound, limit, rows)
         return self.see(assignment)
+
+    def mix(self, aim: float, gap: float) -> MetPlan:
+        """Meets a mixture of plans met that no row puts above `aim` bytes.
+
+        Raises Infeasible where none was found.
+        """
+        rows, work = self.rows, min(self.work_left, MOST_WORK_AT_ONCE)
+        place = self._priced, rows, aim
+        return self.see(
+            mix_within_rows(*place, gap=gap, free=self.free, most_work=work)
+        )
 
     def bound(self, limit: float, admitted: MetPlan | None = None) -> float:
         """Seconds that no plan is below that no row puts above `limit` bytes.
@@ -235,12 +254,15 @@ class MetPlans:
         plans that brought them, where those are looked for that cost little.
         """
         found = self.see(assignment)
-        said = max((row.used(found.choices) for row in self.rows), default=0.0)
-        if said > FAR_OFF * found.live_bytes:
+        if self.said(found) > FAR_OFF * found.live_bytes:
             self._far.add(found)
         else:
             self.lower_refuted()
         self.add_rows(found)
+
+    def said(self, found: MetPlan) -> float:
+        """The most bytes that a row says of a plan."""
+        return max((row.used(found.array) for row in self.rows), default=0.0)
 
     def admit_far(self) -> bool:
         """Lowers rows by all plans met; whether some had been kept from that."""
@@ -262,7 +284,7 @@ class MetPlans:
         """Lowers rows that say too much of a plan met; by how much of the latest."""
         before = self.rows
         self._rows = [self._lowered(each) for each in self._rows]
-        latest = self.plans[-1].choices
+        latest = self.plans[-1].array
         return max(
             old.used(latest) - new.row.used(latest)
             for old, new in zip(before, self._rows, strict=True)
@@ -274,7 +296,7 @@ class MetPlans:
             (each.choices, each.live_bytes)
             for each in self.plans
             if each not in self._far
-            and self._says_too_much(row.used(each.choices), each.live_bytes)
+            and self._says_too_much(row.used(each.array), each.live_bytes)
         ]
         if not met:
             return given

@@ -8,9 +8,8 @@ together in rounds, first with a wide gap, then with a narrow one:
   3. lower what a row says, where the model says less of a plan that was met
 
 Where a gap is left, plans that solutions came by and rows put a little above the budget
-are looked at, too: some fit. So are plans near the best (`near_plans.py`). And where
-rows leave nothing, though a plan was met that fits and is far from all that brought
-them, they are lowered by that plan, too.
+are looked at, mixtures (`mixed_plans.py`), and plans near the best. Where rows leave
+nothing, but a plan far from all that brought them fits, they are lowered by it, too.
 Rows see what is live. The compiler needs more where lives cross (`costs/packing.py`),
 so then less may be live (`live_limit.py`), and rounds go on with all that was met.
 So a plan that is returned fits, and its bound is that of the rows met. If none fits,
@@ -43,6 +42,7 @@ from .least_memory import LeastMemory, least_memory
 from .live_limit import LiveLimit
 from .memory_users import infeasible_error
 from .met_plans import MetPlan, MetPlans
+from .mixed_plans import meet_mixtures
 from .near_plans import improve_near
 from .search_work import SearchWork
 from .sharding_problem import build_problem
@@ -170,8 +170,8 @@ class _WithinBudget:
         resharder = Resharder(mesh, cluster)
         place = graph, mesh, cluster, resharder
         orders = demanded_orders(restrictions)
-        problem = build_problem(*place, pins, counts_memory=True, demanded=orders)
-        problem = restrict(problem, restrictions, cluster)
+        whole = build_problem(*place, pins, counts_memory=True, demanded=orders)
+        problem = restrict(whole, restrictions, cluster)
         self.place = problem, cluster, resharder
         self.budget_bytes, self.gap = budget_bytes, max(gap, BUDGET_GAP)
         self.live_limit = LiveLimit(budget_bytes)
@@ -188,8 +188,7 @@ class _WithinBudget:
         starts: Sequence[Limit | Assignment] = (),
         work: SearchWork | None = None,
     ) -> IntraOpSolution:
-        start = perf_counter()
-        budget = self.budget_bytes
+        start, budget = perf_counter(), self.budget_bytes
         worth = WORTH_A_TURN * budget
         met = MetPlans(*self.place, self.free, worth, work, budget)
         self.starts = [each for limit in starts if (each := self._limited(limit))]
@@ -322,6 +321,8 @@ class _WithinBudget:
                 self.is_in_vain = True
                 met.give_up()
             if beyond > 0:
+                meet_mixtures(met, found, limit)
+                self.bound = met.bound(limit)
                 met.add_rows(found)
                 if number >= FREE_ROUNDS or beyond <= WORTH_AIMING_AT * limit:
                     aim -= min(beyond, MOST_AIMED * limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -65,8 +66,6 @@ def rows_of_point(
     for tensor, target, amount in point.copies:
         if tensor in row.lasting:
             row.add_copy(tensor, target, amount)
-    for kept in point.kept:
-        row.add_kept(*kept)
     for tensor, source, amount in point.turns:
         relay = problem.relays[tensor]
         target = problem.vertices[relay].writes[0].choices.of(choices[relay])
@@ -75,10 +74,9 @@ def rows_of_point(
         else:  # a reader turns what the relay hands on
             writer, made = problem.writers[tensor]
             row.add(writer, made.choices.are(source) * float(amount))
-    found = row.built()
-    rest = point.bytes - found.used(choices)
-    told = [found]
-    if single.constant - found.constant >= WORTH_TELLING_APART * point.bytes:
+    told = row.with_kept(point.kept)
+    rest = point.bytes - told[0].used(choices)
+    if single.constant - told[0].constant >= WORTH_TELLING_APART * point.bytes:
         told.append(single)
     return tuple(MemoryRow(r.nodes, r.weights, r.constant + rest) for r in told)
 
@@ -141,20 +139,35 @@ class _RowBuilder:
             self._wider[key] = held * TIMES_WIDER
         return self._wider[key]
 
-    def add_kept(self, home: int, port: int, amount: int, copied: float) -> None:
-        """What a barrier passes of an argument that is gathered before it.
+    def with_kept(self, kept: Sequence[tuple[int, int, int, int]]) -> list[MemoryRow]:
+        """Rows with what barriers pass of arguments that are gathered before them.
 
-        Where the home is split as in the plan, or as far as it can be if the plan has
-        it whole, that is what the port holds, and at least the copy of which it is a
-        slice; nothing where it passes as it lies.
+        Each is a (home, port, bytes, bytes of the copy). Where the home is split as in
+        the plan, or as far as it can be if the plan has it whole, it is what the port
+        holds, and nothing where it passes as it lies. A slice keeps the copy that it is
+        of. One row says so; where a home is split less than in the plan and passes
+        whole it says too little. The other tells that, but slices as their own bytes
+        (`barrier_edges.py` forbids what neither tells).
         """
         held = self.problem.choice_graph.bytes_by_node
-        split = held[home][self.choices[home]]
-        if split >= amount:
-            split = held[home].min()
-        self.add(port, self._beyond(held[port], split, copied, 0.0))
-        self.add(home, self._beyond(held[home], split, 0.0, amount))
-        self.constant -= amount
+        split = list[float]()
+        is_sliced = may_slice = False
+        for home, port, amount, copied in kept:
+            lies = held[home][self.choices[home]]
+            split.append(held[home].min() if lies >= amount else lies)
+            is_slice = (split[-1] < held[port]) & (held[port] < copied)
+            is_sliced |= is_slice[self.choices[port]]
+            may_slice |= is_slice.any()
+        rows = list[MemoryRow]()
+        for tells_slices in (True, False) if may_slice and not is_sliced else (True,):
+            row = _RowBuilder(self.problem, self.choices, self.built())
+            for (home, port, amount, copied), own in zip(kept, split, strict=True):
+                least = copied * tells_slices
+                row.add(port, self._beyond(held[port], own, least, 0.0))
+                row.add(home, self._beyond(held[home], own, least, amount))
+                row.constant -= amount
+            rows.append(row.built())
+        return rows
 
     def _beyond(
         self, held: np.ndarray, split: float, least: float, whole: float

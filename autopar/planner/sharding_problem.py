@@ -241,7 +241,8 @@ class _Builder:
         edges = self._edges(whole, access, read, relayed)
         if self.counts_memory:
             place = self.graph, whole, access, self.lasting
-            edges = with_barrier_edges(edges, *place)
+            has_axes = sum(size > 1 for size in self.mesh.axis_sizes) > 1
+            edges = with_barrier_edges(edges, *place, has_axes=has_axes)
         nodes = TypedNodes(
             [(each.seconds, each.bytes) for each in whole.patterns],
             whole.pattern,

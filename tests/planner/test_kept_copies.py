@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from autopar.clusters.cluster import Cluster
+from autopar.costs.memory import MemoryProfile
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.ports import barriers_of
@@ -47,6 +48,10 @@ def zero() -> tuple[ShardingProblem, Assignment]:
     return problem, solve(restrict(problem, (limit,), CLUSTER).choice_graph)
 
 
+def profile_of(found: Assignment) -> MemoryProfile:
+    return read_profile(zero()[0], found, CLUSTER, RESHARDER)
+
+
 def passed() -> list[tuple[int, int, int]]:
     """(tensor, its relay, the port by which it passes a barrier) of parameters."""
     problem = zero()[0]
@@ -62,7 +67,7 @@ def test_rows_tell_what_a_barrier_passes_of_a_parameter() -> None:
     """Of one that is split over all devices: nothing, or the copy that was made whole
     before, of which a part that passes is a slice."""
     problem, found = zero()
-    profile = read_profile(problem, found, CLUSTER, RESHARDER)
+    profile = profile_of(found)
     held = problem.choice_graph.bytes_by_node
     points = PlanPoints(problem, profile, found.choices)
     places = range(len(profile.liveness[0].order))
@@ -110,6 +115,37 @@ def test_a_barrier_reads_no_slice_of_a_copy_where_the_parameter_will_do() -> Non
         return read_profile(problem, plan, CLUSTER, RESHARDER).peak_bytes
 
     assert peak(mended) < peak(sliced)
+
+
+def test_rows_do_not_charge_what_passes_barriers_as_it_lies() -> None:
+    """Split over fewer devices than in the plan of the rows, but not gathered again.
+
+    No barrier passes less of it than lies in memory: that would save nothing.
+    """
+    problem, found = zero()
+    graph, held = problem.choice_graph, problem.choice_graph.bytes_by_node
+    less_split, narrower = list(found.choices), list(found.choices)
+    for tensor, relay, port in passed():
+        home, made = problem.writers[tensor]
+        whole = problem.graph.tensors[tensor].type.bytes
+        choice = int(np.flatnonzero(held[home] == whole / 2)[0])
+        spec = made.choices.of(choice)
+        less_split[home] = narrower[home] = choice
+        own = problem.vertices[port].writes[0].choices
+        less_split[port] = int(own.are(spec).argmax())
+        assert held[relay][found.choices[relay]] == whole > held[port][narrower[port]]
+    assert graph.cost(narrower) == np.inf
+    assert graph.cost(less_split) < np.inf
+    points = PlanPoints(problem, profile := profile_of(found), found.choices)
+    places = range(len(profile.liveness[0].order))
+    fullest = points.at(0, max(places, key=lambda at: len(points.at(0, at).kept)))
+    for home, port, _, _ in fullest.kept:
+        other = list(found.choices)
+        other[home], other[port] = less_split[home], less_split[port]
+        more = float(held[home][other[home]] - held[home][found.choices[home]])
+        for row in rows_of_point(problem, fullest, found.choices):
+            grown = row.used(other) - row.used(found.choices)
+            assert grown <= 2 * more + 1.0  # it, and what will replace it
 
 
 def test_what_passes_two_barriers_is_not_kept_for_the_later_one_alone() -> None:
