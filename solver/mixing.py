@@ -30,7 +30,7 @@ from .relaxation import Relaxation
 
 FEWEST_PARTS = 128  # that all nodes with a choice are cut into, or more
 MOST_TREE_NODES = 20
-MOST_CHECKS, FEW_CHECKS = 400, 60  # of a tree of all mixtures; few if one is known
+MOST_CHECKS, FEW_CHECKS = 150, 60  # of a tree of all mixtures; few if one is known
 ROUNDING = 1e-9
 SLACKS = 0.004, 0.016  # of the budget, left for rounding
 LEAST_SHARE = 1e-7

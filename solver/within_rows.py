@@ -82,6 +82,7 @@ def mix_within_rows(
     *,
     gap: float,
     free: Assignment,
+    known: Sequence[Sequence[int]] = (),
     most_work: float = MOST_WORK,
 ) -> Assignment:
     """A cheap mixture of plans met that no row puts above the budget.
@@ -89,6 +90,8 @@ def mix_within_rows(
     It takes little work, and its bound is that of `free`, the solution without rows.
     Raises Infeasible where none was found.
     """
+    for each in (free.choices, *known):
+        plans.add(each)
     spent = plans.pool.clock.spent
     search = Search(plans.graph, gap, spent + most_work, plans.pool)
     search.raise_bound(free.bound)

@@ -152,11 +152,14 @@ class MetPlans:
 
         Raises Infeasible where none was found.
         """
-        rows, work = self.rows, min(self.work_left, MOST_WORK_AT_ONCE)
-        place = self._priced, rows, aim
-        return self.see(
-            mix_within_rows(*place, gap=gap, free=self.free, most_work=work)
+        assignment = mix_within_rows(
+            *(self._priced, self.rows, aim),
+            gap=gap,
+            free=self.free,
+            known=[each.choices for each in self.plans],
+            most_work=min(self.work_left, MOST_WORK_AT_ONCE),
         )
+        return self.see(assignment)
 
     def bound(self, limit: float, admitted: MetPlan | None = None) -> float:
         """Seconds that no plan is below that no row puts above `limit` bytes.

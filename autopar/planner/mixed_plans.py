@@ -27,6 +27,8 @@ def meet_mixtures(met: MetPlans, found: MetPlan, limit_bytes: float) -> None:
     for _ in range(MOST_MIXTURES):
         beyond = found.live_bytes - limit_bytes
         aim = min(met.said(found), limit_bytes) - beyond - BELOW * limit_bytes
+        if aim <= 0:
+            return
         try:
             found = met.mix(aim, GAP)
         except Infeasible:

@@ -10,6 +10,7 @@ from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
 from autopar.methods.named_methods import Zero, restriction_of
 from autopar.methods.restrictions import restrict
+from autopar.planner import mixed_plans
 from autopar.planner.met_plans import FAR_OFF, MetPlans
 from autopar.planner.plan_within import _WithinBudget
 from autopar.planner.planning import roles_of
@@ -121,3 +122,24 @@ def test_rounds_forget_a_bound_of_rows_that_they_lower(
     monkeypatch.setattr(met, "solve", solve)
     assert not within._solve_in_rounds(met, within.gap)
     assert within.bound == met.bound(budget) < within.free.cost
+
+
+def test_mixtures_fit_where_a_solution_holds_more_than_rows_say(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Between the free plan, which is above the budget, and ZeRO-1's, far below it."""
+    monkeypatch.setattr(mixed_plans, "MOST_NODES", 0)
+    zero, met = resnet()[-1], met_plans(0)
+    free, least = met.plans[0], met.see(zero)
+    limit = 0.8 * free.live_bytes + 0.2 * least.live_bytes
+    met = met_plans(limit)
+    met.meet_start(zero)
+    above = met.plans[0]
+    mixed_plans.meet_mixtures(met, above, limit)
+    best = met.cheapest(int(limit))
+    assert best is not None
+    assert free.assignment.cost <= best.assignment.cost < least.assignment.cost
+    monkeypatch.undo()
+    number = len(met.plans)
+    mixed_plans.meet_mixtures(met, above, limit)
+    assert len(met.plans) == number  # a small problem is branched

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.solver import ChoiceGraph, solve
+from autopar.solver import ChoiceGraph, array_pool, solve
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.choice_graph import Infeasible
 from autopar.solver.lagrangian import PricedPlans
@@ -16,7 +16,7 @@ from autopar.solver.mixing import FEW_CHECKS, Mixtures, mix
 from autopar.solver.multipliers import best_prices, price
 from autopar.solver.relaxation import Relaxation
 from autopar.solver.search import Search
-from autopar.solver.within_rows import solve_within_rows
+from autopar.solver.within_rows import mix_within_rows, solve_within_rows
 from tests.solver.layered_graphs import layered_graph
 from tests.solver.random_graphs import random_graph
 
@@ -275,3 +275,35 @@ def test_a_plan_that_costs_no_more_than_a_known_bound_ends_a_search() -> None:
     tight = Search(graph, 0.0, 1e9, ArrayPool(), known_bound=0.99 * best.cost - 1e-9)
     tight.offer(best.choices)
     assert not tight.is_closed
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_mixtures_alone_are_within_rows(seed: int) -> None:
+    """Of the free plan and one that holds little, without a price."""
+    graph = layered_graph(seed, num_layers=12, num_places=1, num_ends=1)
+    rows, free = rows_of(graph, seed), solve(graph)
+    little = solve(price(graph, rows, np.full(len(rows), 1e3), 0.0)).choices
+    plans, known = PricedPlans(graph), [little]
+    most, least = (max(r.used(c) for r in rows) for c in (free.choices, little))
+    if least >= most:
+        pytest.skip("nothing to save")
+    budget = (least + most) / 2
+    found = mix_within_rows(plans, rows, budget, gap=0.03, free=free, known=known)
+    assert max(row.used(found.choices) for row in rows) <= budget * (1 + 1e-9)
+    assert free.cost <= found.cost <= graph.cost(little)
+    assert found.bound == free.bound
+    size = graph.nodes[0].costs.size
+    never = MemoryRow((0,), (np.full(size, 5.0),), 0.0)
+    with pytest.raises(Infeasible):
+        mix_within_rows(plans, [*rows, never], 4.0, gap=0.03, free=free)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_the_pool_forgets_is_made_again(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = layered_graph(seed, num_layers=12, num_places=1, num_ends=1)
+    expected = solve(graph, folds=False)
+    monkeypatch.setattr(array_pool, "MOST_BYTES", 0)
+    found = solve(graph, folds=False)
+    assert (found.cost, found.bound) == (expected.cost, expected.bound)
