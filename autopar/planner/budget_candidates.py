@@ -53,6 +53,7 @@ FAR = 1.05  # times the budget, the least found
 NEAR = 1.01  # times the budget, what any plan needs by rows
 OUT_OF_REACH = 2  # times the budget, what any plan needs by rows: no method fits
 NEARLY_CLOSED = 1.1  # times the gap that is wanted
+ROUNDING = 1e-9
 STARTS = Zero(3, reshard_after_forward=False), Zero(3)
 _Place = tuple[OpGraph, MeshShape, Cluster]
 _log = logging.getLogger("autopar")
@@ -133,6 +134,8 @@ class BudgetCandidates:
             least = min(errors, key=lambda error: error.least_budget_bytes or math.inf)
             least.far_bound_bytes = max(error.far_bound_bytes for error in errors)
             raise least
+        if searched is not None:  # its bound is one of all plans, whichever is best
+            bound = max(bound, searched.assignment.bound)
         is_closed = best is searched and not searches
         if best.assignment.cost < bound:  # the rows of that bound rule out a plan
             bound = free.assignment.bound
@@ -295,8 +298,9 @@ def _faster(
     one: IntraOpSolution | None, other: IntraOpSolution | None
 ) -> IntraOpSolution | None:
     """The cheaper plan of two, of those there are; the first of equal ones."""
-    found = [each for each in (one, other) if each is not None]
-    return min(found, key=_seconds, default=None)
+    if one is None or other is None:
+        return one or other
+    return other if _seconds(other) < (1 - ROUNDING) * _seconds(one) else one
 
 
 def _bytes_and_seconds(found: IntraOpSolution) -> tuple[int, float]:

@@ -277,7 +277,7 @@ def test_a_plan_that_costs_no_more_than_a_known_bound_ends_a_search() -> None:
     assert not tight.is_closed
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [2, 5, 7, 9, 11, 12, 13, 15])
 def test_mixtures_alone_are_within_rows(seed: int) -> None:
     """Of the free plan and one that holds little, without a price."""
     graph = layered_graph(seed, num_layers=12, num_places=1, num_ends=1)
@@ -285,8 +285,7 @@ def test_mixtures_alone_are_within_rows(seed: int) -> None:
     little = solve(price(graph, rows, np.full(len(rows), 1e3), 0.0)).choices
     plans, known = PricedPlans(graph), [little]
     most, least = (max(r.used(c) for r in rows) for c in (free.choices, little))
-    if least >= most:
-        pytest.skip("nothing to save")
+    assert least < most
     budget = (least + most) / 2
     found = mix_within_rows(plans, rows, budget, gap=0.03, free=free, known=known)
     assert max(row.used(found.choices) for row in rows) <= budget * (1 + 1e-9)
