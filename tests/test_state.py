@@ -137,6 +137,28 @@ class TestInit:
             state = step.init(init_both, KEY, batch=make_batch())
             assert_equal(state, jax.jit(init_both)(KEY))
 
+    def test_a_module_refuses_what_is_no_state_of_its_own(self) -> None:
+        errors = pytest.importorskip("flax.errors", reason="flax is of `examples`")
+
+        def two_steps(params: Tree, opt_state: Tree, batch: Tree) -> Tree:
+            if type(params) is tuple:
+                raise errors.FlaxError("the variables are of another module")
+            return train_step(params, opt_state, *batch)
+
+        step = autopar.parallelize(two_steps)
+        state = step.init(init_both, KEY, batch=make_batch())
+        assert_equal(state, jax.jit(init_both)(KEY))
+
+    def test_an_error_that_says_nothing_of_arguments_is_let_through(self) -> None:
+        class OutOfOrderError(Exception):
+            pass
+
+        def broken(state: Tree, batch: Tree, scale: float = 1.0) -> Tree:
+            raise OutOfOrderError("the step is broken, whatever it is given")
+
+        with pytest.raises(OutOfOrderError, match="is broken"):
+            autopar.parallelize(broken).init(init_both, KEY, batch=make_batch())
+
     def test_every_device_makes_its_own_part_only(self) -> None:
         step = autopar.parallelize(
             lambda w, x: (w * 0.9, (x @ w).sum()), mesh="x:8", pins={"w": P("x")}

@@ -1,4 +1,4 @@
-"""What passes several barriers holds as much before the earlier ones.
+"""What passes a barrier holds no less than what lies there, or passes a later one.
 
 An argument is in memory throughout, and a copy that is kept to be read behind a barrier
 until then. So a barrier that lets less pass than the argument holds, or than what is
@@ -34,14 +34,15 @@ def with_barrier_edges(
     access: np.ndarray,
     lasting: Collection[int],
     *,
-    has_axes: bool,
+    with_arguments: bool,
 ) -> TypedEdges:
-    """The edges, and those between an argument and the barriers that let it pass.
+    """The edges, and those between barriers that let the same argument pass.
 
     `access` [tensors] is the place of each tensor's writer among the writes, `lasting`
-    are the arguments and their names. `has_axes`: the mesh has more than one.
+    are the arguments and their names. `with_arguments`: also between the last of these
+    barriers and what the argument holds.
     """
-    pairs = _in_turn(graph, vertices, lasting, has_axes)
+    pairs = _in_turn(graph, vertices, lasting, with_arguments)
     if not len(pairs):
         return edges
     writes = vertices.writes
@@ -64,26 +65,28 @@ def _in_turn(
     graph: OpGraph,
     vertices: VertexColumns,
     lasting: Collection[int],
-    with_itself: bool,
+    with_arguments: bool,
 ) -> np.ndarray:
     """[pairs, 2] names of one tensor behind two barriers, the one read sooner first.
 
-    `with_itself`: last of all is the tensor itself.
+    `with_arguments`: last of all is the tensor itself.
     """
     passed: dict[int, list[int]] = {}
     for block in graph.blocks:
         for _, (tensor, behind) in barriers_of(block):
             if tensor in lasting:
                 passed.setdefault(tensor, []).append(behind)
-    if not passed:
-        return np.zeros((0, 2), np.intp)
-    reads = vertices.reads
-    last = np.full(len(graph.tensors), -1)
-    np.maximum.at(last, reads.tensor, vertices.row[reads.vertex])
-    found: list[tuple[int, int]] = []
-    for tensor, behind in passed.items():
-        behind.sort(key=last.__getitem__)
-        found += pairwise([*behind, tensor] if with_itself else behind)
+    if any(len(each) > 1 for each in passed.values()):
+        reads = vertices.reads
+        last = np.full(len(graph.tensors), -1)
+        np.maximum.at(last, reads.tensor, vertices.row[reads.vertex])
+        for behind in passed.values():
+            behind.sort(key=last.__getitem__)
+    found = [
+        pair
+        for tensor, behind in passed.items()
+        for pair in pairwise([*behind, tensor] if with_arguments else behind)
+    ]
     return np.array(found, np.intp).reshape(-1, 2)
 
 

@@ -170,8 +170,8 @@ class _WithinBudget:
         resharder = Resharder(mesh, cluster)
         place = graph, mesh, cluster, resharder
         orders = demanded_orders(restrictions)
-        whole = build_problem(*place, pins, counts_memory=True, demanded=orders)
-        problem = restrict(whole, restrictions, cluster)
+        problem = build_problem(*place, pins, counts_memory=True, demanded=orders)
+        problem = restrict(problem, restrictions, cluster)
         self.place = problem, cluster, resharder
         self.budget_bytes, self.gap = budget_bytes, max(gap, BUDGET_GAP)
         self.live_limit = LiveLimit(budget_bytes)

@@ -158,9 +158,9 @@ class _RowBuilder:
             is_slice = (split[-1] < held[port]) & (held[port] < copied)
             is_sliced |= is_slice[self.choices[port]]
             may_slice |= is_slice.any()
-        rows = list[MemoryRow]()
+        rows, without = list[MemoryRow](), self.built()
         for tells_slices in (True, False) if may_slice and not is_sliced else (True,):
-            row = _RowBuilder(self.problem, self.choices, self.built())
+            row = _RowBuilder(self.problem, self.choices, without)
             for (home, port, amount, copied), own in zip(kept, split, strict=True):
                 least = copied * tells_slices
                 row.add(port, self._beyond(held[port], own, least, 0.0))

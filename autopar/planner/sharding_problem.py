@@ -242,7 +242,7 @@ class _Builder:
         if self.counts_memory:
             place = self.graph, whole, access, self.lasting
             has_axes = sum(size > 1 for size in self.mesh.axis_sizes) > 1
-            edges = with_barrier_edges(edges, *place, has_axes=has_axes)
+            edges = with_barrier_edges(edges, *place, with_arguments=has_axes)
         nodes = TypedNodes(
             [(each.seconds, each.bytes) for each in whole.patterns],
             whole.pattern,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ from ..graph.op_graph import OpGraph
 from ..planner.planning import roles_of
 
 StepCall = tuple[tuple[Any, ...], Mapping[str, Any]]
+# What Python and JAX say where a step is given arguments that it is not made for.
+_MISFITS = (
+    *(TypeError, ValueError, LookupError, AttributeError),
+    *(AssertionError, ArithmeticError, RuntimeError),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +88,7 @@ def step_call(
 
     Raises:
       TypeError: the signature allows none.
+      Exception: the step's own, of a class that says nothing of its arguments.
     """
     calls = _step_calls(fun, init.state(init.types), batch)
     made = set(map(id, init.types))
@@ -90,12 +97,18 @@ def step_call(
             try:
                 plain = plain_function(fun, call.statics)
                 roles = roles_of(trace(plain, *call.arguments())).roles
-            except Exception:
-                continue  # whatever the step says to arguments that it is not made for
+            except _misfits():
+                continue
         pairs = zip(call.leaves, roles, strict=True)
         if any(id(leaf) in made and role == "state" for leaf, role in pairs):
             return args, kwargs
     return calls[0]
+
+
+def _misfits() -> tuple[type[Exception], ...]:
+    """Flax has a class of its own for what its modules say of other variables."""
+    flax = sys.modules.get("flax.errors")
+    return _MISFITS if flax is None else (*_MISFITS, flax.FlaxError)
 
 
 def _step_calls(fun: Callable[..., Any], state: Any, batch: Any) -> list[StepCall]:
