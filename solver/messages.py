@@ -152,8 +152,8 @@ class Passing:
             self.clock.spend(self._round_seconds)
             least = min(self.best_cost, cost)
             distance = least - self.bound
-            is_finished = distance <= gap * abs(least)
-            is_finished |= least < inf and self.bound >= enough
+            is_enough = distance <= gap * abs(least) or self.bound >= enough
+            is_finished = least < inf and is_enough
             if num_rounds % STALL_ROUNDS == 0:
                 gained, checkpoint = self.bound - checkpoint, self.bound
                 is_finished |= gained < STALLED * min(distance, abs(self.bound))

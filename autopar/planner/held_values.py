@@ -57,7 +57,7 @@ def bytes_of_relays(
 def reading_less(
     problem: ShardingProblem, choices: Sequence[int], relay_bytes: np.ndarray
 ) -> np.ndarray:
-    """Operators that read less of a lasting tensor than its relay holds.
+    """Operators that read less of a lasting tensor than its relay holds, or no relay.
 
     As keys: the index of the operator times the length of `relay_bytes`, and the
     tensor.
@@ -74,6 +74,7 @@ def reading_less(
     tensor, tensors = reads.tensor[rows], problem.graph.tensors
     size = np.array([tensors[t].type.bytes for t in tensor.tolist()], np.float64)
     is_less = held[rows] * size < relay_bytes[tensor] * (1 - _ROUNDING)
+    is_less |= problem.is_late[rows]
     keys = problem.graph.columns.index[row[rows]] * len(relay_bytes) + tensor
     return np.setdiff1d(keys[is_less], keys[~is_less])
 

@@ -30,6 +30,7 @@ from .intra_op import read_profile
 from .program_points import conversion_rows, memory_rows
 from .proved_bounds import ProvedBounds
 from .relay_choices import without_needless_copies
+from .relay_ties import RelayTies
 from .search_work import SearchWork
 from .sharding_problem import ShardingProblem
 
@@ -106,7 +107,7 @@ class MetPlans:
         self.clock = self._work.clock
         self._priced = PricedPlans(problem.choice_graph, ArrayPool(self.clock))
         self._proved = ProvedBounds(self._priced)
-        self._ports = BarrierPorts(problem)
+        self._ports, self._ties = BarrierPorts(problem), RelayTies(problem)
         self.plans: list[MetPlan] = []
         self._far: set[MetPlan] = set()  # which rows say too much of
         self._looked_at: set[tuple[int, ...]] = set()
@@ -237,7 +238,7 @@ class MetPlans:
     def _normal(self, choices: Sequence[int]) -> tuple[int, ...]:
         problem, relays = self.problem, self.problem.relays
         return without_needless_copies(
-            self._ports.passing_as_it_lies(choices),
+            self._ties.holding_least(self._ports.passing_as_it_lies(choices)),
             {t: (v, problem.vertices[v].writes[0].choices) for t, v in relays.items()},
             {t: (v, a.choices) for t, (v, a) in problem.writers.items() if t in relays},
         )

@@ -11,6 +11,7 @@ from ..costs.execution_order import Liveness
 from ..costs.fusion import Traits
 from ..costs.memory import MemoryProfile
 from ..graph.build_graph import BARRIER
+from ..graph.ports import barriers_of
 from ..sharding.spec import Spec
 from .held_values import HeldValues, bytes_of_relays, reading_less, tensors_of
 from .passed_values import Passed, passed_values
@@ -20,6 +21,7 @@ from .sharding_problem import ShardingProblem
 
 INNER_STRETCHES = 4  # of a loop's body
 WORTH_TELLING = 1e-3  # of the peak
+WORTH_KEEPING = 1e-2  # of the peak, of all together that are not told
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,6 +112,21 @@ class PlanPoints:
         self._outside: dict[int, set[int]] = {}
         sizes = np.array([each.type.bytes for each in problem.graph.tensors])
         self._is_worth_telling = sizes >= WORTH_TELLING * profile.live_bytes
+        self._may_be_kept = self._largest_passed(sizes)
+
+    def _largest_passed(self, sizes: np.ndarray) -> np.ndarray:
+        """Bool [tensors]: what passes a barrier, all but the smallest.
+
+        One of many equal layers may be small, and all of them together most there is.
+        """
+        blocks = self.problem.graph.blocks
+        passed = {t for block in blocks for _, (t, _) in barriers_of(block)}
+        tensors = np.array(sorted(passed), np.intp)
+        tensors = tensors[np.argsort(sizes[tensors], kind="stable")]
+        together = np.cumsum(sizes[tensors])
+        found = np.zeros(len(sizes), bool)
+        found[tensors[together > WORTH_KEEPING * self.profile.live_bytes]] = True
+        return found
 
     def _readers(self) -> np.ndarray:
         """[tensors] the relay through which each is read as it was made, or -1.
@@ -233,7 +250,7 @@ class PlanPoints:
         held = problem.choice_graph.bytes_by_node
         for each in self._passed(block):
             tensor, is_between = each.tensor, each.since < position <= each.until
-            if not is_between or not self._is_worth_telling[tensor]:
+            if not is_between or not self._may_be_kept[tensor]:
                 continue
             if not self._is_of_argument(block, tensor):
                 continue

@@ -58,11 +58,9 @@ class PlanReader:
         """By tensor, the copies of those that are read in another spec."""
         reads = self.problem.columns.reads
         differs = (self._read != self.made[reads.tensor]) & (reads.site[:, 0] > NO_SITE)
-        needed: dict[int, list[int]] = {}
-        for tensor, spec in zip(
-            reads.tensor[differs].tolist(), self._read[differs].tolist(), strict=True
-        ):
-            needed.setdefault(tensor, []).append(spec)
+        is_late = self.problem.is_late
+        needed = self._needed(differs & ~is_late)
+        late = self._needed(differs & is_late)
         known: dict[object, tuple[Conversion, ...]] = {}
         found: dict[int, tuple[Conversion, ...]] = {}
         made = self.made.tolist()
@@ -79,7 +77,20 @@ class PlanReader:
                     self.resharder,
                 )
             found[tensor] = known[key]
+        for tensor, numbers in late.items():
+            source, copies = self.specs[made[tensor]], found.get(tensor, ())
+            others = {self.specs[n] for n in numbers} - {c.target for c in copies}
+            more = [Conversion(source, target) for target in sorted(others)]
+            found[tensor] = (*copies, *more)
         return found
+
+    def _needed(self, is_read: np.ndarray) -> dict[int, list[int]]:
+        """By tensor, the specs of some reads, in their order."""
+        tensors, specs = self.problem.columns.reads.tensor[is_read], self._read[is_read]
+        needed: dict[int, list[int]] = {}
+        for tensor, spec in zip(tensors.tolist(), specs.tolist(), strict=True):
+            needed.setdefault(tensor, []).append(spec)
+        return needed
 
     def operator_plans(self) -> OperatorPlans:
         """By operator, in the graph's order."""

@@ -280,7 +280,7 @@ class _WithinBudget:
         problem, cluster, _ = self.place
         try:
             limited = restrict(problem, (limit,), cluster).choice_graph
-            found = solve(limited, gap=BUDGET_GAP)
+            found = solve(limited, gap=BUDGET_GAP / 10)
         except (Infeasible, ValueError) as error:  # a pin says otherwise
             _log.info("%s: %s", limit, error)
             return None
@@ -315,7 +315,7 @@ class _WithinBudget:
                 self._improve_near(met)
             if self._is_closed(met):
                 return True
-            is_late = met.work_left < met.most_work / 2
+            is_late = met.work_left < met.most_work / 2 and gap <= self.gap
             is_stuck = before - self._open_gap(met) < WORTH_A_ROUND
             if is_late and beyond <= 0 and is_stuck and self._is_packed(met):
                 self.is_in_vain = True

@@ -35,6 +35,7 @@ from ..sharding.spec import Spec
 from .axis_orders import Orders, orders_of_step
 from .barrier_edges import with_barrier_edges
 from .equal_rows import equal_rows
+from .late_reads import late_reads
 from .operator_choices import OperatorTable
 from .overlap import visible_fractions
 from .relay_choices import lasting_tensors
@@ -69,6 +70,7 @@ class ShardingProblem:
     writers: Mapping[int, tuple[int, Access]]  # (vertex, access) by tensor
     columns: VertexColumns
     visible: np.ndarray
+    is_late: np.ndarray  # bool [reads], see `late_reads.py`
 
     def with_vertices(self, vertices: Sequence[Vertex]) -> ShardingProblem:
         """The same with other seconds of choices, infinite where one is forbidden."""
@@ -238,7 +240,8 @@ class _Builder:
         relayed = read[is_relayed]
         pattern = self._relay_patterns(vertices, relayed, writes.choices[access])
         whole = self.vertices.with_relays(vertices, relayed, pattern)
-        edges = self._edges(whole, access, read, relayed)
+        is_late = late_reads(self.graph, vertices, self.lasting)
+        edges = self._edges(whole, access, read, relayed, is_late)
         if self.counts_memory:
             place = self.graph, whole, access, self.lasting
             has_axes = sum(size > 1 for size in self.mesh.axis_sizes) > 1
@@ -258,6 +261,7 @@ class _Builder:
             Writers(whole, access),
             whole,
             self.visible,
+            np.append(is_late, np.zeros(len(relayed), bool)),
         )
 
     def _is_heavy(self, vertices: VertexColumns) -> np.ndarray:
@@ -290,27 +294,29 @@ class _Builder:
         access: np.ndarray,
         read: np.ndarray,
         relayed: np.ndarray,
+        is_late: np.ndarray,
     ) -> TypedEdges:
         """From writers to readers, by tensor in the order of `read`.
 
         `access` [tensors] is the place of each tensor's writer among the writes; the
-        last vertices are the relays of `relayed`.
+        last vertices are the relays of `relayed`, which `is_late` reads do without.
         """
         writes, reads, columns = vertices.writes, vertices.reads, self.graph.columns
         count, own = len(relayed), len(reads.tensor) - len(relayed)
         through = access.copy()  # by a relay, where there is one
         through[relayed] = np.arange(len(writes.tensor))[-count:] if count else -1
-        tensor = np.concatenate([relayed, reads.tensor[:own]])
+        own_tensor = reads.tensor[:own]
+        tensor = np.concatenate([relayed, own_tensor])
         is_like = self._is_like(reads.site[:own])
-        read_from = np.where(
-            is_like, access[reads.tensor[:own]], through[reads.tensor[:own]]
-        )
+        is_direct = is_like | is_late
+        read_from = np.where(is_direct, access[own_tensor], through[own_tensor])
         write = np.concatenate([access[relayed], read_from])
         reading = np.concatenate([np.arange(own, own + count), np.arange(own)])
         kind = np.where(through[tensor] != access[tensor], FROM_RELAY, PLAIN)
         kind[:count] = TO_RELAY
         if not self.counts_memory:
             kind[:] = PLAIN
+        kind[count:][is_late] = PLAIN
         kind[count:][is_like] = AS_MADE
         rank = np.zeros(len(self.graph.tensors), np.intp)
         rank[read] = np.arange(len(read))

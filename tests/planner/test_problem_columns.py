@@ -97,18 +97,25 @@ def _passed(problem: ShardingProblem) -> Iterator[tuple[int, int]]:
 
 def _pairs(problem: ShardingProblem) -> Iterator[tuple[int, int]]:
     readers: dict[int, list[int]] = {}
+    late = set[tuple[int, int]]()
+    is_late = iter(problem.is_late.tolist())
     for index, vertex in enumerate(problem.vertices):
         for access in vertex.reads:
+            if next(is_late):
+                late.add((access.tensor, index))
             if vertex.kind != "relay":
                 readers.setdefault(access.tensor, []).append(index)
     for tensor, each in readers.items():
         writer, access = problem.writers[tensor]
         assert access.tensor == tensor
         assert len(each) == 1 or tensor in problem.relays
-        if tensor in problem.relays:
-            yield writer, problem.relays[tensor]
-            writer = problem.relays[tensor]
-        yield from ((writer, reader) for reader in each if reader != writer)
+        source = problem.relays.get(tensor, writer)
+        if source != writer:
+            yield writer, source
+        for reader in each:
+            start = writer if (tensor, reader) in late else source
+            if reader != start:
+                yield start, reader
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
+import numpy as np
+
 from autopar.clusters.cluster import Cluster
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
@@ -12,12 +14,15 @@ from autopar.methods.gather_again import gathering_again
 from autopar.methods.named_methods import Zero, restriction_of
 from autopar.methods.restrictions import Restriction, restrict
 from autopar.methods.zero_restriction import split_state, within_groups
+from autopar.planner.intra_op import read_profile
 from autopar.planner.planning import roles_of
+from autopar.planner.relay_ties import RelayTies
 from autopar.planner.sharding_problem import ShardingProblem, build_problem
 from autopar.sharding.mesh import parse_mesh
 from autopar.sharding.resharding import Resharder
-from autopar.sharding.spec import REPLICATED, Spec
+from autopar.sharding.spec import REPLICATED, Spec, num_shards
 from autopar.solver.assignment import Assignment
+from autopar.solver.descent import Descent
 from autopar.solver.solve import solve
 from benchmarks.models import build
 
@@ -34,6 +39,10 @@ def problem() -> tuple[ShardingProblem, Restriction]:
     found = build_problem(graph, MESH, CLUSTER, resharder, counts_memory=True)
     batch = [each.tensor for each in graph.inputs if each.role == "batch"]
     return found, restriction_of(Zero(3), graph, MESH, batch)
+
+
+def batch() -> list[int]:
+    return [each.tensor for each in graph_of_step().inputs if each.role == "batch"]
 
 
 def solved(limit: Restriction) -> Assignment:
@@ -72,3 +81,49 @@ def test_work_of_any_kind_on_split_state_costs_no_more_than_zero() -> None:
     own, free = solved(zero), solved(split_state(zero, graph_of_step()))
     assert homes(free) == homes(own)
     assert free.cost <= own.cost * (1 + 1e-9)
+
+
+def test_what_is_whole_for_the_forward_pass_is_not_kept_for_the_update() -> None:
+    """The part that a device updates is no slice of its group's: it is sent for, not
+    cut off a copy that would be held from the forward pass on."""
+    whole, zero = problem()
+    found = solved(within_groups(zero, graph_of_step()))
+    profile = read_profile(whole, found, CLUSTER, Resharder(MESH, CLUSTER))
+    kept = restriction_of(
+        Zero(3, reshard_after_forward=False), graph_of_step(), MESH, batch()
+    )
+    others = read_profile(whole, solved(kept), CLUSTER, Resharder(MESH, CLUSTER))
+    assert profile.live_bytes < others.live_bytes
+    sizes, sent = MESH.axis_sizes, 0
+    reads, columns = whole.columns.reads, whole.columns
+    for at in np.flatnonzero(whole.is_late).tolist():
+        tensor, vertex = int(reads.tensor[at]), int(reads.vertex[at])
+        spec = columns.choices[reads.choices[at]].of(found.choices[vertex])
+        plan = profile.plan.tensors[tensor]
+        for each in plan.conversions:
+            if each.target == spec:
+                assert num_shards(each.source, sizes) >= num_shards(plan.spec, sizes)
+                sent += 1
+    assert sent > 10
+
+
+def test_relays_that_nobody_reads_as_they_are_hold_the_least() -> None:
+    """A stop on the way is left out, where that is no dearer."""
+    whole, zero = problem()
+    found = solved(zero).choices
+    graph, ties = whole.choice_graph, RelayTies(whole)
+    relays = list(whole.relays.values())
+    descent = Descent(graph, relays)
+    num_left_out = 0
+    for relay in relays:
+        costs, held = descent.values(relay, found), graph.bytes_by_node[relay]
+        is_stop = (costs > costs[found[relay]]) & (held > held[found[relay]])
+        for stop in np.flatnonzero(is_stop & np.isfinite(costs))[:2].tolist():
+            changed = (*found[:relay], stop, *found[relay + 1 :])
+            least = ties.holding_least(changed)
+            assert graph.cost(least) <= graph.cost(changed)
+            if held[least[relay]] < held[stop]:
+                num_left_out += 1
+                assert held[least[relay]] <= held[found[relay]]
+    assert num_left_out > 50
+    assert ties.holding_least(found) == found

@@ -1,0 +1,51 @@
+"""What an update reads of an argument is made of the argument, not of a copy.
+
+A parameter that is gathered for the forward pass could be sliced for the update from
+that copy, which costs nothing, but keeps it in memory all the while. So readers that no
+product waits for are sent to the argument itself, and pay for what it takes from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from ..graph.build_graph import STRUCTURED
+from ..graph.dependencies import tensors_of
+from ..graph.op_graph import OpGraph
+from .strategies import is_heavy_operator
+from .vertices import VertexColumns
+
+
+def late_reads(
+    graph: OpGraph, vertices: VertexColumns, lasting: Collection[int]
+) -> np.ndarray:
+    """Bool [reads]: of arguments that work reads, too, by what no work waits for.
+
+    Work are products, and all that has bodies or passes a barrier. `lasting` are the
+    arguments and operands of bodies.
+    """
+    reads = vertices.reads
+    if not lasting:
+        return np.zeros(len(reads.tensor), bool)
+    is_late = np.append(_is_late(graph), False)[vertices.row[reads.vertex]]
+    is_argument = np.zeros(len(graph.tensors), bool)
+    is_argument[[each.tensor for each in graph.inputs]] = True
+    is_worked_on = np.zeros(len(graph.tensors), bool)
+    is_worked_on[reads.tensor[~is_late]] = True
+    return is_late & (is_argument & is_worked_on)[reads.tensor]
+
+
+def _is_late(graph: OpGraph) -> np.ndarray:
+    """Bool [rows]: operators of the outermost block that lead to no work."""
+    columns = graph.columns
+    is_work = columns.where(lambda op: is_heavy_operator(op) or op.kind in STRUCTURED)
+    is_late, needed = np.zeros(len(columns.operators), bool), set[int]()
+    for row in np.flatnonzero(columns.block_of == 0)[::-1].tolist():
+        op = columns.operators[row]
+        if is_work[row] or not needed.isdisjoint(op.results):
+            needed.update(tensors_of(op.operands))
+        else:
+            is_late[row] = True
+    return is_late

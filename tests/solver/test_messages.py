@@ -1,0 +1,36 @@
+"""Messages where no plan is known yet."""
+
+from __future__ import annotations
+
+from math import inf
+
+import numpy as np
+
+from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
+from autopar.solver.messages import Passing
+
+
+def colouring(seed: int) -> ChoiceGraph:
+    """Nodes of three colours, those of an edge different; one colouring is there."""
+    random = np.random.default_rng(seed)
+    hidden, own = random.integers(0, 3, 40), np.arange(3)
+    matrix = np.where(np.eye(3, dtype=bool), inf, 0.0)
+    pairs = [(i, j) for i in range(40) for j in range(i) if hidden[i] != hidden[j]]
+    chosen = random.choice(len(pairs), 90, replace=False).tolist()
+    return ChoiceGraph(
+        tuple(Node(str(i), random.random(3), np.zeros(3)) for i in range(40)),
+        tuple(Edge(i, j, own, own, matrix) for i, j in map(pairs.__getitem__, chosen)),
+    )
+
+
+def test_messages_go_on_until_there_is_a_plan() -> None:
+    """Where rounding comes by forbidden pairs only, no gap is closed."""
+    num_without = 0
+    for seed in range(20):
+        passing = Passing(colouring(seed))
+        first = passing.run(1e-9, max_rounds=1)
+        assert first.is_finished is (passing.bound >= first.cost * (1 - 1e-9))
+        if first.choices is None:
+            num_without += 1
+            assert passing.run(1e-9, max_rounds=9).num_rounds > 2
+    assert num_without > 5
