@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.plans import explain
 from autopar.plans.explain import (
     format_bytes,
     format_plan,
@@ -20,6 +21,7 @@ from autopar.plans.explain import (
 from autopar.plans.leaf_groups import group_leaves
 from autopar.plans.plan import InputPlan
 from autopar.sharding.spec import REPLICATED
+from benchmarks.models import build
 from tests.tiny_plans import make_plan
 
 GOLDEN = """\
@@ -125,6 +127,24 @@ def test_lines_fit_and_names_with_brackets_are_not_markup() -> None:
     assert max(map(len, text.splitlines())) <= 100
     joined = "".join(line[:64].strip() for line in text.splitlines())
     assert "state['bold']" in joined and joined.count("['deep']") >= 15
+
+
+def test_a_deep_plan_is_as_long_as_a_shallow_one() -> None:
+    def text(num_layers: int) -> str:
+        workload = build("gpt", num_layers=num_layers)
+        step = autopar.parallelize(workload.step, method=autopar.Zero(3), mesh="x:8")
+        return format_plan(step.plan(*workload.abstract()).sharding)
+
+    shallow, deep = text(4), text(8)
+    assert len(deep.splitlines()) == len(shallow.splitlines()) < 80
+    assert "['layers'][*]['mlp_up']['kernel']" in deep
+
+
+def test_long_names_of_groups_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain, "MOST_OF_GROUPS", 8)
+    assert "x                        all_gather          data,..." in format_plan(
+        make_plan()
+    )
 
 
 def test_without_collectives_or_bound_it_says_so() -> None:

@@ -26,10 +26,11 @@ from ..sharding.spec import (
     dim_of,
     format_spec,
 )
-from .leaf_groups import group_leaves
+from .leaf_groups import common_path, group_leaves, without_numbers
 from .plan import InputPlan, OperatorPlan, ShardingPlan
 
 WIDTH = 100  # columns where there is no terminal to ask
+MOST_OF_GROUPS = 72  # letters
 _WORDS = {REPLICATED: "whole", SUM: "sum", MAX: "max", MIN: "min"}
 _T = TypeVar("_T")
 _Key = TypeVar("_Key", bound=Hashable)
@@ -208,9 +209,12 @@ def _collective_table(plan: ShardingPlan) -> RenderableType:
     lines = {op.source for op in plan.operators}
     names = GroupNames(plan.mesh.size, plan.mesh)
 
+    def line(each: Collective) -> str:
+        return format_source(line_of(each, lines))
+
     def key(each: Collective) -> tuple[str, str, str]:
-        line = format_source(line_of(each, lines))
-        return (line, each.name, names.name(each.kind, each.groups))
+        groups = names.name(each.kind, each.groups)
+        return (without_numbers(line(each)), each.name, groups)
 
     rows = table()
     rows.add_column("line", overflow="fold")
@@ -221,15 +225,20 @@ def _collective_table(plan: ShardingPlan) -> RenderableType:
     groups = _grouped(plan.collectives, key)
     groups.sort(key=lambda same: -sum(each.total_bytes for each in same))
     for same in groups:
-        line, collective, axes = key(same[0])
+        _, collective, groups = key(same[0])
         rows.add_row(
-            Text(line),
+            Text(common_path([line(each) for each in same])),
             collective,
-            Text(axes),
+            Text(_in_short(groups)),
             f"{sum(each.count for each in same):,}",
             format_bytes(sum(each.total_bytes for each in same)),
         )
     return section("collectives, a device a step", rows)
+
+
+def _in_short(groups: str) -> str:
+    is_long = len(groups) > MOST_OF_GROUPS
+    return f"{groups[: MOST_OF_GROUPS - 3]}..." if is_long else groups
 
 
 def line_of(each: Collective, lines: set[str]) -> str:

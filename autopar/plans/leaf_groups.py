@@ -63,11 +63,12 @@ def group_leaves(leaves: Iterable[L]) -> tuple[LeafGroup[L], ...]:
     """The leaves in groups, in the order of each group's first leaf."""
     by_pattern: dict[object, list[L]] = {}
     for leaf in leaves:
-        pattern = _NUMBER.sub("*", leaf.path)
+        pattern = without_numbers(leaf.path)
         key = (pattern, leaf.shape, _home(leaf), leaf.role, leaf.bytes)
         by_pattern.setdefault(key, []).append(leaf)
     groups = [
-        LeafGroup(_common_path(same), tuple(same)) for same in by_pattern.values()
+        LeafGroup(common_path([leaf.path for leaf in same]), tuple(same))
+        for same in by_pattern.values()
     ]
     return _join_mirrors(groups)
 
@@ -77,11 +78,16 @@ def _home(leaf: Leaf) -> Hashable:
     return leaf.spec, getattr(leaf, "memory", "device")
 
 
-def _common_path(leaves: Sequence[Leaf]) -> str:
-    """The path with `*` for each number in which the leaves differ."""
-    numbers = zip(*(_NUMBER.findall(leaf.path) for leaf in leaves), strict=True)
+def without_numbers(path: str) -> str:
+    """The path with `*` for the number of each layer."""
+    return _NUMBER.sub("*", path)
+
+
+def common_path(paths: Sequence[str]) -> str:
+    """The path with `*` for each number in which some, alike without them, differ."""
+    numbers = zip(*map(_NUMBER.findall, paths), strict=True)
     shown = iter([n[0] if len(set(n)) == 1 else "*" for n in numbers])
-    return _NUMBER.sub(lambda _: next(shown), leaves[0].path)
+    return _NUMBER.sub(lambda _: next(shown), paths[0])
 
 
 def _join_mirrors(groups: Sequence[LeafGroup[L]]) -> tuple[LeafGroup[L], ...]:
