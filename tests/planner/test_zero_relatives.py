@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
@@ -127,3 +132,44 @@ def test_relays_that_nobody_reads_as_they_are_hold_the_least() -> None:
                 assert held[least[relay]] <= held[found[relay]]
     assert num_left_out > 50
     assert ties.holding_least(found) == found
+
+
+def momentum_step(state: Any, x: jax.Array, y: jax.Array) -> Any:
+    def loss(weights: Any) -> jax.Array:
+        made = x
+        for each in weights:
+            made = jnp.tanh(made @ each)
+        return jnp.mean((made - y) ** 2)
+
+    weights, moments = state
+    value, grads = jax.value_and_grad(loss)(weights)
+    moments = [0.9 * m + g for m, g in zip(moments, grads, strict=True)]
+    after = [w - 0.1 * (m + 0.01 * w) for w, m in zip(weights, moments, strict=True)]
+    return (after, moments), value
+
+
+def test_parameters_within_groups_beside_state_over_all_run_within_a_budget() -> None:
+    """What the update reads of a parameter is a part of what lies there."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    weights = [0.06 * jax.random.normal(key, (256, 256)) for key in keys[:4]]
+    state = weights, [jnp.zeros_like(each) for each in weights]
+    x, y = (jax.random.normal(key, (64, 256)) for key in keys[4:])
+    expected = jax.jit(momentum_step)(state, x, y)
+    pins = {r"state\[0\]": PartitionSpec("y"), r"state\[1\]": PartitionSpec(("x", "y"))}
+    place: dict[str, Any] = {"mesh": "x:2;y:4", "pins": pins}
+    free = autopar.parallelize(momentum_step, **place).plan(state, x, y)
+    budget = int(0.92 * free.predicted.peak_bytes)
+    step = autopar.parallelize(momentum_step, memory_budget=budget, **place)
+    plan = step.plan(state, x, y).sharding
+    assert plan.predicted.peak_bytes <= budget
+    for each in plan.tensors:
+        if each.name.startswith("state[0]"):
+            (made,) = each.conversions
+            assert made.source == each.spec == (REPLICATED, 0)
+            assert num_shards(made.target, MESH.axis_sizes) == 8
+    step.lower(state, x, y).compile().audit().raise_if_wrong()
+    found = step(state, x, y)
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
