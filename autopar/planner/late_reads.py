@@ -12,7 +12,7 @@ from collections.abc import Collection
 import numpy as np
 
 from ..graph.build_graph import STRUCTURED
-from ..graph.dependencies import tensors_of
+from ..graph.dependencies import leading_to, read_by
 from ..graph.op_graph import OpGraph
 from .strategies import is_heavy_operator
 from .vertices import VertexColumns
@@ -41,11 +41,9 @@ def _is_late(graph: OpGraph) -> np.ndarray:
     """Bool [rows]: operators of the outermost block that lead to no work."""
     columns = graph.columns
     is_work = columns.where(lambda op: is_heavy_operator(op) or op.kind in STRUCTURED)
-    is_late, needed = np.zeros(len(columns.operators), bool), set[int]()
-    for row in np.flatnonzero(columns.block_of == 0)[::-1].tolist():
-        op = columns.operators[row]
-        if is_work[row] or not needed.isdisjoint(op.results):
-            needed.update(tensors_of(op.operands))
-        else:
-            is_late[row] = True
-    return is_late
+    is_outermost = columns.block_of == 0
+    rows = np.flatnonzero(is_outermost & is_work).tolist()
+    work = [columns.operators[row] for row in rows]
+    leading = leading_to(read_by(work), graph.blocks[0].operators)
+    needed = [op.index for op in (*work, *leading)]
+    return is_outermost & ~np.isin(columns.index, needed)

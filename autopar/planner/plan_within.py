@@ -315,9 +315,9 @@ class _WithinBudget:
                 self._improve_near(met)
             if self._is_closed(met):
                 return True
-            is_late = met.work_left < met.most_work / 2 and gap <= self.gap
+            may_end = gap <= self.gap and met.work_left < met.most_work / 2
             is_stuck = before - self._open_gap(met) < WORTH_A_ROUND
-            if is_late and beyond <= 0 and is_stuck and self._is_packed(met):
+            if may_end and beyond <= 0 and is_stuck and self._is_packed(met):
                 self.is_in_vain = True
                 met.give_up()
             if beyond > 0:

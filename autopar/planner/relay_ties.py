@@ -33,12 +33,12 @@ class RelayTies:
 
         Of equal ones it is the cheapest.
         """
-        found = list(choices)
+        found, bytes_of = list(choices), self._problem.choice_graph.bytes_by_node
         for relay in self._unread(choices).tolist():
             costs = self._costs.values(relay, found)
             own = costs[found[relay]]
             is_tied = costs <= own + ROUNDING * abs(own)
-            held = np.where(is_tied, self._problem.vertices[relay].bytes, np.inf)
+            held = np.where(is_tied, bytes_of[relay], np.inf)
             least = np.flatnonzero(held == held.min())
             if held[least[0]] < held[found[relay]]:
                 found[relay] = int(least[costs[least].argmin()])

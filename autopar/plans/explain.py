@@ -213,8 +213,8 @@ def _collective_table(plan: ShardingPlan) -> RenderableType:
         return format_source(line_of(each, lines))
 
     def key(each: Collective) -> tuple[str, str, str]:
-        groups = names.name(each.kind, each.groups)
-        return (without_numbers(line(each)), each.name, groups)
+        axes = names.name(each.kind, each.groups)
+        return (without_numbers(line(each)), each.name, axes)
 
     rows = table()
     rows.add_column("line", overflow="fold")
@@ -225,11 +225,11 @@ def _collective_table(plan: ShardingPlan) -> RenderableType:
     groups = _grouped(plan.collectives, key)
     groups.sort(key=lambda same: -sum(each.total_bytes for each in same))
     for same in groups:
-        _, collective, groups = key(same[0])
+        _, collective, axes = key(same[0])
         rows.add_row(
             Text(common_path([line(each) for each in same])),
             collective,
-            Text(_in_short(groups)),
+            Text(_in_short(axes)),
             f"{sum(each.count for each in same):,}",
             format_bytes(sum(each.total_bytes for each in same)),
         )

@@ -42,12 +42,11 @@ def problem() -> tuple[ShardingProblem, Restriction]:
     graph = gathering_again(build_graph(traced, roles_of(traced)))
     resharder = Resharder(MESH, CLUSTER)
     found = build_problem(graph, MESH, CLUSTER, resharder, counts_memory=True)
-    batch = [each.tensor for each in graph.inputs if each.role == "batch"]
-    return found, restriction_of(Zero(3), graph, MESH, batch)
+    return found, restriction_of(Zero(3), graph, MESH, batch_of(graph))
 
 
-def batch() -> list[int]:
-    return [each.tensor for each in graph_of_step().inputs if each.role == "batch"]
+def batch_of(graph: OpGraph) -> list[int]:
+    return [each.tensor for each in graph.inputs if each.role == "batch"]
 
 
 def solved(limit: Restriction) -> Assignment:
@@ -94,9 +93,8 @@ def test_what_is_whole_for_the_forward_pass_is_not_kept_for_the_update() -> None
     whole, zero = problem()
     found = solved(within_groups(zero, graph_of_step()))
     profile = read_profile(whole, found, CLUSTER, Resharder(MESH, CLUSTER))
-    kept = restriction_of(
-        Zero(3, reshard_after_forward=False), graph_of_step(), MESH, batch()
-    )
+    graph, method = graph_of_step(), Zero(3, reshard_after_forward=False)
+    kept = restriction_of(method, graph, MESH, batch_of(graph))
     others = read_profile(whole, solved(kept), CLUSTER, Resharder(MESH, CLUSTER))
     assert profile.live_bytes < others.live_bytes
     sizes, sent = MESH.axis_sizes, 0
