@@ -20,6 +20,7 @@ from autopar.solver.array_pool import ArrayPool
 from autopar.solver.assignment import Assignment
 from autopar.solver.lagrangian import PricedPlans
 from autopar.solver.memory_rows import MemoryRow, lowered_by_all
+from autopar.solver.repeats import find_repeats
 from autopar.solver.within_rows import mix_within_rows, solve_within_rows
 
 from ..clusters.cluster import Cluster
@@ -249,7 +250,14 @@ class MetPlans:
 
     def own_rows(self, found: MetPlan) -> Sequence[MemoryRow]:
         """The points of a plan at which it holds the most."""
-        return memory_rows(self.problem, found.profile, found.choices)[:MOST_ROWS]
+        told = self.problem, found.profile, found.choices
+        return memory_rows(*told, self._layers)[:MOST_ROWS]
+
+    @cached_property
+    def _layers(self) -> np.ndarray | None:
+        """[n, p] the vertices of equal layers, if there are many."""
+        repeats = find_repeats(self.problem.choice_graph, self._priced.pool)
+        return None if repeats is None else repeats.layers
 
     def meet_start(self, assignment: Assignment) -> None:
         """Meets a plan, with its rows, that may be unlike all others.

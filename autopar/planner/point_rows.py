@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.solver.level_rows import Weighed, levelled
 from autopar.solver.memory_rows import MemoryRow
 
 from ..costs.kernels import turns
@@ -27,7 +28,10 @@ def row_of_point(
 
 
 def rows_of_point(
-    problem: ShardingProblem, point: Point, choices: tuple[int, ...]
+    problem: ShardingProblem,
+    point: Point,
+    choices: tuple[int, ...],
+    layers: np.ndarray | None = None,
 ) -> tuple[MemoryRow, ...]:
     """The row of a point of a plan, and one that is without pairs, if they matter.
 
@@ -46,8 +50,9 @@ def rows_of_point(
       problem: the problem, with relays that count memory.
       point: what vertices hold there.
       choices: the plan as an assignment of the problem.
+      layers: [n, p] vertices of equal layers, of which the row says the same.
     """
-    row = _RowBuilder(problem, choices)
+    row = _RowBuilder(problem, choices, layers=layers)
     held = problem.choice_graph.bytes_by_node
     for vertex in np.flatnonzero(point.whole).tolist():
         row.add(vertex, held[vertex])
@@ -85,7 +90,7 @@ def with_turn(
     problem: ShardingProblem, row: MemoryRow, tensor: int, source: Spec, amount: int
 ) -> MemoryRow:
     """A row with what turning a tensor from one spec into its relay's takes besides."""
-    builder = _RowBuilder(problem, (), row)
+    builder = _RowBuilder(problem, (), row=row)
     builder.add_turn(tensor, source, amount)
     return builder.built()
 
@@ -97,12 +102,15 @@ class _RowBuilder:
         self,
         problem: ShardingProblem,
         choices: tuple[int, ...],
+        *,
         row: MemoryRow | None = None,
+        layers: np.ndarray | None = None,
     ) -> None:
-        self.problem, self.choices = problem, choices
+        self.problem, self.choices, self.layers = problem, choices, layers
         given = () if row is None else zip(row.nodes, row.weights, strict=True)
         self.weights: dict[int, np.ndarray] = dict(given)
         self.constant = 0.0 if row is None else row.constant
+        self.less: dict[int, float] = {}  # of all choices of a vertex
         self._sums: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
         self._copies: dict[int, np.ndarray] = {}
         self._wider: dict[int, np.ndarray] = {}
@@ -113,7 +121,10 @@ class _RowBuilder:
         """Tensors of which a copy beside the relay's is one of a pair."""
         return lasting_tensors(self.problem.graph)
 
-    def add(self, vertex: int, more: np.ndarray) -> None:
+    def add(self, vertex: int, more: np.ndarray, less: float = 0.0) -> None:
+        """More bytes [choices] of a vertex, and less of all of them."""
+        if less:
+            self.less[vertex] = self.less.get(vertex, 0.0) + less
         own = self.weights.get(vertex)
         if own is None:
             self.weights[vertex] = more
@@ -158,16 +169,21 @@ class _RowBuilder:
             is_slice = (split[-1] < held[port]) & (held[port] < copied)
             is_sliced |= is_slice[self.choices[port]]
             may_slice |= is_slice.any()
-        rows, without = list[MemoryRow](), self.built()
+        rows = list[MemoryRow]()
         for tells_slices in (True, False) if may_slice and not is_sliced else (True,):
-            row = _RowBuilder(self.problem, self.choices, without)
+            row = self._copy()
             for (home, port, amount, copied), own in zip(kept, split, strict=True):
                 least = copied * tells_slices
                 row.add(port, self._beyond(held[port], own, least, 0.0))
-                row.add(home, self._beyond(held[home], own, least, amount))
-                row.constant -= amount
+                row.add(home, self._beyond(held[home], own, least, amount), amount)
             rows.append(row.built())
         return rows
+
+    def _copy(self) -> _RowBuilder:
+        found = _RowBuilder(self.problem, self.choices, layers=self.layers)
+        found.weights, found.less = dict(self.weights), dict(self.less)
+        found.constant = self.constant
+        return found
 
     def _beyond(
         self, held: np.ndarray, split: float, least: float, whole: float
@@ -182,8 +198,12 @@ class _RowBuilder:
         return self._gathered[key]
 
     def built(self) -> MemoryRow:
-        weights = tuple(self.weights.values())
-        return MemoryRow(tuple(self.weights), weights, self.constant)
+        weights, constant = self.weights, -sum(self.less.values())
+        if self.layers is not None:
+            weighed = Weighed(weights, self.less, len(self.problem.vertices))
+            weights, constant = levelled(weighed, self.choices, self.layers)
+        constant += self.constant
+        return MemoryRow(tuple(weights), tuple(weights.values()), constant)
 
     def add_turn(self, tensor: int, source: Spec, amount: int) -> None:
         """What turning a tensor from one spec into its relay's takes besides."""
@@ -192,8 +212,7 @@ class _RowBuilder:
         targets = problem.vertices[relay].writes[0].choices
         turned = np.array([turns(source, target) for target in targets.distinct], bool)
         self.add(writer, made.choices.are(source) * float(amount))
-        self.add(relay, turned[targets.classes] * float(amount))
-        self.constant -= amount
+        self.add(relay, turned[targets.classes] * float(amount), amount)
 
     def add_copy(self, tensor: int, target: Spec, amount: int) -> None:
         """A copy beside the relay's, which one who reads it holds.
@@ -215,8 +234,7 @@ class _RowBuilder:
                 continue
             self.add(reader, specs.are(target) * float(amount))
             if tensor in self.lasting:
-                self.add(holder, ~is_there * float(amount))
-                self.constant -= amount
+                self.add(holder, ~is_there * float(amount), amount)
             elif holder in self.weights and holder != reader:
                 held = self.weights[holder]
                 self.add(holder, -np.minimum(held, amount) * is_there)

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from autopar.solver.memory_rows import MemoryRow
 
 from ..costs.kernels import turns
@@ -34,7 +36,10 @@ MOST_CONVERSIONS = 64  # that are rows before a plan makes them
 
 
 def memory_rows(
-    problem: ShardingProblem, profile: MemoryProfile, choices: tuple[int, ...]
+    problem: ShardingProblem,
+    profile: MemoryProfile,
+    choices: tuple[int, ...],
+    layers: np.ndarray | None = None,
 ) -> tuple[MemoryRow, ...]:
     """What the problem's vertices hold together at the points of one of its plans.
 
@@ -42,6 +47,7 @@ def memory_rows(
       problem: the problem, with relays that count memory.
       profile: the memory of a plan.
       choices: the same plan as an assignment of the problem.
+      layers: [n, p] vertices of equal layers, of which rows say the same.
     """
     fixed = _fixed(problem, profile)
     found = PlanPoints(problem, profile, choices)
@@ -57,7 +63,7 @@ def memory_rows(
         row
         for point in points or [fixed]
         if point.bytes >= worth
-        for row in rows_of_point(problem, point, choices)
+        for row in rows_of_point(problem, point, choices, layers)
     )
 
 

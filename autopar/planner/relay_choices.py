@@ -9,7 +9,8 @@ and then copied; beside what lasts, the first takes no bytes.
 What is gathered is gathered by the relay: a program makes one copy for all readers and
 holds it from the first to the last, so no reader may gather one from the relay. For the
 same reason products, arguments and loops' operands have a relay even for a single
-reader.
+reader. Who alone reads what lasts reads the relay as it is: its copy is the relay's, of
+which rows tell, and not one beside it.
 """
 
 from __future__ import annotations
@@ -68,6 +69,20 @@ def without_growth(
     held = shard_fractions(np.array(sources.distinct), sources.axis_sizes)
     wanted = shard_fractions(np.array(targets.distinct), targets.axis_sizes)
     return np.where(wanted[None, :] > held[:, None] * (1 + 1e-9), np.inf, costs)
+
+
+def as_relayed(
+    sources: SpecChoices, targets: SpecChoices, costs: np.ndarray | None
+) -> np.ndarray:
+    """`costs` [relay's specs, reader's specs], inf where it is not read as it is.
+
+    What the relay cannot be is made from it as by others.
+    """
+    shape = len(sources.distinct), len(targets.distinct)
+    costs = np.zeros(shape) if costs is None else costs
+    is_same = np.array([[s == t for t in targets.distinct] for s in sources.distinct])
+    others = without_growth(sources, targets, costs)
+    return np.where(is_same | ~is_same.any(axis=0), others, np.inf)
 
 
 def without_needless_copies(

@@ -9,13 +9,13 @@ from autopar.solver.choice_graph import EdgeType
 from ..graph.op_graph import TensorType
 from ..sharding.resharding import Resharder
 from ..sharding.spec import is_pending
-from .relay_choices import relay_edge, without_growth
+from .relay_choices import as_relayed, relay_edge, without_growth
 from .spec_choices import SpecChoices
 
 # Between any vertices; to a relay, where memory counts; from a relay, which
 # nobody gathers from where memory counts (`relay_choices.py`); to what reads a tensor
-# as it was made.
-PLAIN, TO_RELAY, FROM_RELAY, AS_MADE = 0, 1, 2, 3
+# as it was made; from the relay of what lasts to its only reader.
+PLAIN, TO_RELAY, FROM_RELAY, AS_MADE, TO_ONLY_READER = 0, 1, 2, 3, 4
 
 
 class ReshardEdges:
@@ -27,6 +27,7 @@ class ReshardEdges:
         self._affine: dict[object, tuple[np.ndarray, np.ndarray]] = {}
         self._relayed: dict[object, EdgeType] = {}
         self._shrinking: dict[object, np.ndarray] = {}
+        self._read_alone: dict[object, np.ndarray] = {}
 
     def costs(
         self,
@@ -70,6 +71,8 @@ class ReshardEdges:
         matrix = self.costs(sources, targets, tensor_bytes, weight)
         if kind == TO_RELAY:
             return self._to_relay(sources, targets, matrix)
+        if kind == TO_ONLY_READER:
+            matrix = self._as_relayed(sources, targets, matrix)
         if matrix is None:
             return None
         if kind == FROM_RELAY:
@@ -83,6 +86,14 @@ class ReshardEdges:
         if key not in self._relayed:
             self._relayed[key] = relay_edge(sources, targets, costs)
         return self._relayed[key]
+
+    def _as_relayed(
+        self, sources: SpecChoices, targets: SpecChoices, costs: np.ndarray | None
+    ) -> np.ndarray:
+        key = (id(sources), id(targets), id(costs))
+        if key not in self._read_alone:
+            self._read_alone[key] = as_relayed(sources, targets, costs)
+        return self._read_alone[key]
 
     def _without_growth(
         self, sources: SpecChoices, targets: SpecChoices, costs: np.ndarray

@@ -39,7 +39,14 @@ from .late_reads import late_reads
 from .operator_choices import OperatorTable
 from .overlap import visible_fractions
 from .relay_choices import lasting_tensors
-from .reshard_edges import AS_MADE, FROM_RELAY, PLAIN, TO_RELAY, ReshardEdges
+from .reshard_edges import (
+    AS_MADE,
+    FROM_RELAY,
+    PLAIN,
+    TO_ONLY_READER,
+    TO_RELAY,
+    ReshardEdges,
+)
 from .spec_choices import SpecTable
 from .spec_patterns import SpecPatterns, held_bytes
 from .strategies import is_heavy_operator, operators_to_split
@@ -314,6 +321,9 @@ class _Builder:
         reading = np.concatenate([np.arange(own, own + count), np.arange(own)])
         kind = np.where(through[tensor] != access[tensor], FROM_RELAY, PLAIN)
         kind[:count] = TO_RELAY
+        num_readers = np.bincount(own_tensor[~is_direct], minlength=len(access))
+        is_only = (num_readers == 1)[own_tensor] & np.isin(own_tensor, self._lasting)
+        kind[count:][is_only] = TO_ONLY_READER
         if not self.counts_memory:
             kind[:] = PLAIN
         kind[count:][is_late] = PLAIN
