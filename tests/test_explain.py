@@ -140,6 +140,16 @@ def test_a_deep_plan_is_as_long_as_a_shallow_one() -> None:
     assert "['layers'][*]['mlp_up']['kernel']" in deep
 
 
+def test_what_loops_gather_of_arguments_is_named_by_these() -> None:
+    workload = build("gpt", num_layers=2)
+    options = {"mesh": "x:8", "num_microbatches": 2, "method": autopar.Zero(3)}
+    plan = autopar.parallelize(workload.step, **options).plan(*workload.abstract())
+    gathered = [each for each in plan.sharding.collectives if each.count == 2]
+    sources = {each.source for each in gathered}
+    assert "state.params['layers'][0]['mlp_up']['kernel']" in sources
+    assert "state.params['layers'][*]['mlp_up']['kernel']" in format_plan(plan.sharding)
+
+
 def test_long_names_of_groups_are_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "MOST_OF_GROUPS", 8)
     assert "x                        all_gather          data,..." in format_plan(

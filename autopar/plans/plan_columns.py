@@ -16,6 +16,7 @@ import numpy as np
 from autopar.solver.made_when_read import MadeWhenRead
 
 from ..graph.op_graph import MemoryKind, Operator, OpGraph
+from ..graph.ports import ports_of
 from ..sharding.collective import Collective
 from ..sharding.spec import Spec
 from .plan import Conversion, InputPlan, OperatorPlan, TensorPlan, total_bytes
@@ -147,7 +148,10 @@ class Collectives(_MadeOnce[Collective]):
         return len(self.kind_of) + len(self.others)
 
     def item(self, index: int) -> Collective:
-        """The collective at an index, with its tensor's name and source line."""
+        """The collective at an index, with its tensor's name and source line.
+
+        An argument that is an operand of a body has one name.
+        """
         count = len(self.kind_of)
         if index >= count:
             return self.others[index - count]
@@ -157,7 +161,24 @@ class Collectives(_MadeOnce[Collective]):
         source = self.graph.columns.operators[row].source if row >= 0 else ""
         where = block.trip_count, block.conditional, block.unbounded
         kind = self.kinds[self.kind_of[index]]
-        return kind.at(f"{tensor.name} {source}".strip(), *where)
+        name = self.graph.tensors[self._given.get(number, number)].name
+        return kind.at(f"{name} {source}".strip(), *where)
+
+    @cached_property
+    def _given(self) -> dict[int, int]:
+        """By operand of a body that is one of the step's arguments, which."""
+        found = {each.tensor: each.tensor for each in self.graph.inputs}
+        columns = self.graph.columns
+        has_bodies = columns.where(lambda op: bool(op.bodies))
+        for row in np.flatnonzero(has_bodies).tolist():
+            op = columns.operators[row]
+            inside = {t for body in op.bodies for t in self.graph.blocks[body].inputs}
+            for port in ports_of(self.graph, op):
+                sources = [tensor for tensor, _, _ in port.reads]
+                if len(sources) == 1 and sources[0] in found:
+                    given = found[sources[0]]
+                    found.update({t: given for t, _ in port.writes if t in inside})
+        return found
 
     @cached_property
     def _maker(self) -> np.ndarray:
