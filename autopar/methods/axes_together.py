@@ -7,14 +7,12 @@ choices finds them where one that has many ends before it does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..planner.sharding_problem import ShardingProblem
-from ..planner.spec_choices import SpecChoices
-from ..planner.vertices import Vertex
+from ..planner.vertices import Pattern
 from ..sharding.spec import dims_of
 
 
@@ -31,21 +29,17 @@ class AxesTogether:
     def applied(self, problem: ShardingProblem) -> ShardingProblem:
         """The problem with every other choice forbidden."""
         known: dict[int, np.ndarray] = {}
-        vertices = [_together(vertex, known) for vertex in problem.vertices]
-        return problem.with_vertices(vertices)
+        patterns = problem.vertices.patterns
+        seconds = [_together(pattern, known) for pattern in patterns]
+        return problem.with_seconds(seconds, problem.vertices.pattern)
 
 
-def _together(vertex: Vertex, known: dict[int, np.ndarray]) -> Vertex:
-    alike = np.ones(len(vertex.seconds), bool)
-    for choices in _choices(vertex):
+def _together(pattern: Pattern, known: dict[int, np.ndarray]) -> np.ndarray:
+    alike = np.ones(len(pattern.seconds), bool)
+    for choices in (*pattern.writes, *pattern.reads):
         if id(choices) not in known:
             dims = dims_of(choices.specs)
             known[id(choices)] = (dims == dims[:, :1]).all(axis=1)
         alike &= known[id(choices)]
-    seconds = np.where(alike, vertex.seconds, np.inf)
-    return replace(vertex, seconds=seconds) if np.isfinite(seconds).any() else vertex
-
-
-def _choices(vertex: Vertex) -> Iterator[SpecChoices]:
-    for access in (*vertex.writes, *vertex.reads):
-        yield access.choices
+    seconds = np.where(alike, pattern.seconds, np.inf)
+    return seconds if np.isfinite(seconds).any() else pattern.seconds

@@ -8,17 +8,18 @@ them; the solver chooses among these as ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..clusters.cluster import Cluster
+from ..planner.equal_rows import equal_rows
 from ..planner.pin_choices import ChoicePins
 from ..planner.sharding_problem import ShardingProblem
 from ..planner.spec_choices import SpecChoices
 from ..planner.strategies import operators_to_split, strategy_seconds, tensor_specs
-from ..planner.vertices import Access, Vertex
+from ..planner.vertices import Access, Accesses, Vertex
 from ..sharding.spec import (
     MAX,
     MIN,
@@ -123,35 +124,107 @@ def restrict(
 def _restricted(
     problem: ShardingProblem, restrictions: Sequence[Restriction], cluster: Cluster
 ) -> ShardingProblem:
-    restricted = _Restricted(problem, restrictions, cluster)
-    vertices = list(map(restricted.vertex, problem.vertices))
-    for relay in _relays_too_small(problem, vertices):
-        vertices[relay] = problem.vertices[relay]
-    return problem.with_vertices(vertices)
+    restricted, columns = _Restricted(problem, restrictions, cluster), problem.vertices
+    examples, kind = _kinds(problem, restrictions, restricted.must_split)
+    order = np.argsort(examples)  # the first that is impossible is told of
+    seconds = [restricted.seconds(columns[at]) for at in examples[order].tolist()]
+    kind = np.argsort(order)[kind]
+    count = len(seconds)
+    for relay in _relays_too_small(problem, seconds, kind):
+        kind[relay] = count + columns.pattern[relay]
+    seconds += [each.seconds for each in columns.patterns]
+    return problem.with_seconds(seconds, kind)
+
+
+def _kinds(
+    problem: ShardingProblem,
+    restrictions: Sequence[Restriction],
+    must_split: Collection[int],
+) -> tuple[np.ndarray, np.ndarray]:
+    """One vertex of each kind, by pattern and what is demanded; the kind of each."""
+    columns, count = problem.vertices, len(problem.graph.tensors)
+    of_pattern = [each.kind for each in columns.patterns]
+    kind_of = np.array(of_pattern)[columns.pattern]
+    splits = np.isin(problem.graph.columns.index[columns.row], sorted(must_split))
+    keys = [columns.pattern, splits & (columns.row >= 0)]
+    for each in restrictions:
+        everywhere, made, homes, preferred, returned = (
+            _numbered(demands, count)
+            for demands in (
+                *(each.everywhere, each.made, each.homes),
+                *(each.preferred, each.returned),
+            )
+        )
+        writes, reads = columns.writes, columns.reads
+        by = kind_of[writes.vertex]
+        is_made, is_home = np.isin(by, ("operator", "port")), by == "home"
+        keys += _by_place(
+            writes,
+            everywhere[writes.tensor],
+            made[writes.tensor] * is_made,
+            homes[writes.tensor] * is_home,
+            preferred[writes.tensor] * is_home,
+        )
+        is_result = kind_of[reads.vertex] == "result"
+        keys += _by_place(
+            reads, everywhere[reads.tensor], returned[reads.tensor] * is_result
+        )
+    return equal_rows(*keys)
+
+
+def _numbered(demands: Demands, count: int) -> np.ndarray:
+    """[tensors] the number of each one's demand, 0 for none."""
+    numbers: dict[Demand, int] = {}
+    found = np.zeros(count, np.intp)
+    for tensor, demand in demands.items():
+        found[tensor] = numbers.setdefault(demand, len(numbers) + 1)
+    return found
+
+
+def _by_place(accesses: Accesses, *columns: np.ndarray) -> Iterator[np.ndarray]:
+    """[vertices] what is said of the first access of each, of the second and so on."""
+    number = equal_rows(*columns)[1] + 1 if len(accesses.tensor) else columns[0]
+    counts = np.diff(accesses.start)
+    for place in range(int(counts.max(initial=0))):
+        has_one = np.flatnonzero(counts > place)
+        found = np.zeros(len(counts), np.intp)
+        found[has_one] = number[accesses.start[has_one] + place]
+        yield found
 
 
 def _relays_too_small(
-    problem: ShardingProblem, vertices: Sequence[Vertex]
+    problem: ShardingProblem, seconds: Sequence[np.ndarray], kind: np.ndarray
 ) -> Iterator[int]:
     """Relays that hold less than some reader needs under all choices that are left.
 
     Readers that no rule lets meet a demand need more of a tensor than the demand says.
     """
-    needed: dict[int, float] = {}
-    for vertex in vertices:
-        for access in vertex.reads if vertex.kind != "relay" else ():
-            least = _fractions(vertex, access).min(initial=1.0)
-            needed[access.tensor] = max(needed.get(access.tensor, 0.0), least)
+    columns, reads = problem.vertices, problem.vertices.reads
+    relays = np.array(list(problem.relays.values()), np.intp)
+    is_read = np.flatnonzero(~np.isin(reads.vertex, relays))
+    examples, number = equal_rows(kind[reads.vertex[is_read]], reads.choices[is_read])
+    least = np.array(
+        [
+            _fractions(columns.choices[choices], seconds[own]).min(initial=1.0)
+            for choices, own in zip(
+                reads.choices[is_read[examples]].tolist(),
+                kind[reads.vertex[is_read[examples]]].tolist(),
+                strict=True,
+            )
+        ]
+    )
+    needed = np.zeros(len(problem.graph.tensors))
+    np.maximum.at(needed, reads.tensor[is_read], least[number])
     for tensor, relay in problem.relays.items():
-        vertex = vertices[relay]
-        most = _fractions(vertex, vertex.writes[0]).max(initial=0.0)
-        if needed.get(tensor, 0.0) > most + _EPSILON:
+        (specs,) = columns.patterns[columns.pattern[relay]].writes
+        most = _fractions(specs, seconds[kind[relay]]).max(initial=0.0)
+        if needed[tensor] > most + _EPSILON:
             yield relay
 
 
-def _fractions(vertex: Vertex, access: Access) -> np.ndarray:
+def _fractions(choices: SpecChoices, seconds: np.ndarray) -> np.ndarray:
     """What a device holds of a tensor under each choice that is left."""
-    return access.choices.fractions[np.isfinite(vertex.seconds)]
+    return choices.fractions[np.isfinite(seconds)]
 
 
 class _Restricted:
@@ -168,8 +241,8 @@ class _Restricted:
         self._weights = np.log2(problem.mesh.axis_sizes)
         self._known: dict[tuple[int, Demand], np.ndarray] = {}
 
-    def vertex(self, vertex: Vertex) -> Vertex:
-        """The vertex, with its other choices at infinite cost."""
+    def seconds(self, vertex: Vertex) -> np.ndarray:
+        """Those of the choices of a vertex, infinite for others than are left."""
         each_met = [self._met(vertex, each) for each in self.restrictions]
         if vertex.kind == "home":
             self._check_home(vertex, each_met)
@@ -177,12 +250,12 @@ class _Restricted:
         seconds = self._seconds(vertex)
         possible = np.isfinite(seconds)
         if not possible.any():
-            return vertex
+            return vertex.seconds
         allowed = possible & (met >= met[possible].max() - _EPSILON)
         if vertex.operator in self.must_split and vertex.strategies is not None:
             share = vertex.strategies.share
             allowed &= share <= share[allowed].min() * 1.001
-        return replace(vertex, seconds=np.where(allowed, seconds, np.inf))
+        return np.where(allowed, seconds, np.inf)
 
     def _met(self, vertex: Vertex, restriction: Restriction) -> np.ndarray:
         """How much of a restriction each choice of a vertex meets."""

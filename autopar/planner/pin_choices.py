@@ -7,7 +7,7 @@ made like another keeps what the other chose.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -38,31 +38,39 @@ class ChoicePins:
         Raises:
           InfeasiblePlanError: a tensor or operator has no choice left.
         """
-        vertices = list(problem.vertices)
+        columns = problem.vertices
+        seconds = [each.seconds for each in columns.patterns]
+        kind = columns.pattern.copy()
+
+        def keep(index: int, kept: np.ndarray) -> None:
+            left = self._only(columns[index], seconds[kind[index]], kept)
+            kind[index] = len(seconds)
+            seconds.append(left)
+
         for tensor, is_allowed in self.specs.items():
             index, access = problem.writers[tensor]
             distinct = np.array([is_allowed(s) for s in access.choices.distinct])
-            kept = distinct[access.choices.classes]
-            vertices[index] = self._only(vertices[index], kept)
-        for index, vertex in enumerate(vertices):
-            is_kept = self.factors.get(
-                -1 if vertex.operator is None else vertex.operator
-            )
-            if is_kept is not None and vertex.strategies is not None:
-                kept = [is_kept(factors) for factors in strategy_factors(vertex)]
-                vertices[index] = self._only(vertex, np.array(kept))
-        return problem.with_vertices(vertices)
+            keep(index, distinct[access.choices.classes])
+        operators = problem.graph.operators()
+        for index in np.flatnonzero(columns.row >= 0).tolist() if self.factors else ():
+            is_kept = self.factors.get(operators[columns.row[index]].index)
+            if is_kept is not None and columns[index].strategies is not None:
+                kept = [is_kept(each) for each in strategy_factors(columns[index])]
+                keep(index, np.array(kept))
+        return problem.with_seconds(seconds, kind)
 
-    def _only(self, vertex: Vertex, kept: np.ndarray) -> Vertex:
-        seconds = np.where(kept, vertex.seconds, np.inf)
-        if not np.isfinite(seconds).any():
-            if self.is_hint:
-                return vertex
-            raise InfeasiblePlanError(
-                f"{vertex.name} must have a choice left, but {self.name} leaves none.",
-                tightest_constraint=self.name,
-            )
-        return replace(vertex, seconds=seconds)
+    def _only(
+        self, vertex: Vertex, seconds: np.ndarray, kept: np.ndarray
+    ) -> np.ndarray:
+        left = np.where(kept, seconds, np.inf)
+        if np.isfinite(left).any():
+            return left
+        if self.is_hint:
+            return seconds
+        raise InfeasiblePlanError(
+            f"{vertex.name} must have a choice left, but {self.name} leaves none.",
+            tightest_constraint=self.name,
+        )
 
 
 def strategy_factors(vertex: Vertex) -> list[Factors]:

@@ -96,10 +96,8 @@ class PlanReader:
         """By operator, in the graph's order."""
         columns, operators = self.problem.columns, self.graph.operators()
         vertices = np.flatnonzero(columns.row >= 0)
-        own = [columns.pattern[vertices], self.choices[vertices]]
-        if self.problem.vertices is not columns:  # restricted ones have their own costs
-            own.append(vertices)
-        examples, kinds = equal_rows(*own)
+        pattern = self.problem.vertices.pattern
+        examples, kinds = equal_rows(pattern[vertices], self.choices[vertices])
         works = [self._work(int(vertex)) for vertex in vertices[examples]]
         work_of = np.full(len(operators), -1)
         work_of[columns.row[vertices]] = kinds

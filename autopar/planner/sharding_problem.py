@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.solver.choice_graph import ChoiceGraph, TypedEdges, TypedNodes
+from autopar.solver.choice_graph import ChoiceGraph, TypedEdges
 
 from ..clusters.cluster import Cluster
 from ..costs.host_memory import host_seconds_per_byte
@@ -55,7 +55,6 @@ from .vertices import (
     OPERAND,
     Access,
     Pattern,
-    Vertex,
     VertexColumns,
     Writers,
 )
@@ -71,7 +70,7 @@ class ShardingProblem:
 
     graph: OpGraph
     mesh: MeshShape
-    vertices: Sequence[Vertex]
+    vertices: VertexColumns
     choice_graph: ChoiceGraph
     relays: Mapping[int, int]  # vertex by tensor
     writers: Mapping[int, tuple[int, Access]]  # (vertex, access) by tensor
@@ -79,14 +78,16 @@ class ShardingProblem:
     visible: np.ndarray
     is_late: np.ndarray  # bool [reads], see `late_reads.py`
 
-    def with_vertices(self, vertices: Sequence[Vertex]) -> ShardingProblem:
-        """The same with other seconds of choices, infinite where one is forbidden."""
-        nodes = tuple(
-            replace(node, costs=vertex.seconds)
-            for node, vertex in zip(self.choice_graph.nodes, vertices, strict=True)
-        )
-        graph = replace(self.choice_graph, nodes=nodes)
-        return replace(self, vertices=tuple(vertices), choice_graph=graph)
+    def with_seconds(
+        self, seconds: Sequence[np.ndarray], kind: np.ndarray
+    ) -> ShardingProblem:
+        """The same with other seconds of choices, infinite where one is forbidden.
+
+        Those of vertex v are `seconds[kind[v]]`.
+        """
+        vertices = self.vertices.with_seconds(seconds, kind)
+        graph = replace(self.choice_graph, nodes=vertices.nodes)
+        return replace(self, vertices=vertices, choice_graph=graph)
 
 
 @without_garbage_collection
@@ -253,17 +254,12 @@ class _Builder:
             place = self.graph, whole, access, self.lasting
             has_axes = sum(size > 1 for size in self.mesh.axis_sizes) > 1
             edges = with_barrier_edges(edges, *place, with_arguments=has_axes)
-        nodes = TypedNodes(
-            [(each.seconds, each.bytes) for each in whole.patterns],
-            whole.pattern,
-            whole.name,
-        )
         relays = range(len(vertices), len(whole))
         return ShardingProblem(
             self.graph,
             self.mesh,
             whole,
-            ChoiceGraph(nodes, edges),
+            ChoiceGraph(whole.nodes, edges),
             dict(zip(relayed.tolist(), relays, strict=True)),
             Writers(whole, access),
             whole,

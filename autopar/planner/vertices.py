@@ -8,17 +8,19 @@ operators of each are arrays. A `Vertex` is made when it is looked at.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
+from autopar.solver.choice_graph import TypedNodes
 from autopar.solver.made_when_read import MadeWhenRead
 
 from ..graph.op_graph import OpGraph
 from ..graph.ports import Site
 from ..sharding.spec import Spec
+from .equal_rows import equal_rows
 from .spec_choices import SpecChoices
 from .strategies import Strategies
 
@@ -100,6 +102,28 @@ class VertexColumns(MadeWhenRead[Vertex]):
 
     def __len__(self) -> int:
         return len(self.pattern)
+
+    def with_seconds(
+        self, seconds: Sequence[np.ndarray], kind: np.ndarray
+    ) -> VertexColumns:
+        """The same vertices, with other seconds of their choices.
+
+        Those of vertex v are `seconds[kind[v]]`.
+        """
+        examples, pattern = equal_rows(self.pattern, kind)
+        patterns = [
+            replace(self.patterns[own], seconds=seconds[number])
+            for own, number in zip(
+                *(self.pattern[examples].tolist(), kind[examples].tolist()), strict=True
+            )
+        ]
+        return replace(self, patterns=tuple(patterns), pattern=pattern)
+
+    @property
+    def nodes(self) -> TypedNodes:
+        """What they are in a choice graph."""
+        types = [(each.seconds, each.bytes) for each in self.patterns]
+        return TypedNodes(types, self.pattern, self.name)
 
     def item(self, index: int) -> Vertex:
         """The vertex at an index."""
