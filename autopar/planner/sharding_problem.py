@@ -54,6 +54,7 @@ from .vertex_builder import VertexBuilder
 from .vertices import (
     OPERAND,
     Access,
+    Accesses,
     Pattern,
     VertexColumns,
     Writers,
@@ -77,6 +78,7 @@ class ShardingProblem:
     columns: VertexColumns
     visible: np.ndarray
     is_late: np.ndarray  # bool [reads], see `late_reads.py`
+    is_only: np.ndarray  # bool [reads], of what lasts by who alone reads its relay
 
     def with_seconds(
         self, seconds: Sequence[np.ndarray], kind: np.ndarray
@@ -249,7 +251,8 @@ class _Builder:
         pattern = self._relay_patterns(vertices, relayed, writes.choices[access])
         whole = self.vertices.with_relays(vertices, relayed, pattern)
         is_late = late_reads(self.graph, vertices, self.lasting)
-        edges = self._edges(whole, access, read, relayed, is_late)
+        is_only = self._is_only(reads, is_late)
+        edges = self._edges(whole, access, read, relayed, is_late, is_only)
         if self.counts_memory:
             place = self.graph, whole, access, self.lasting
             has_axes = sum(size > 1 for size in self.mesh.axis_sizes) > 1
@@ -265,7 +268,19 @@ class _Builder:
             whole,
             self.visible,
             np.append(is_late, np.zeros(len(relayed), bool)),
+            np.append(is_only, np.zeros(len(relayed), bool)),
         )
+
+    def _is_only(self, reads: Accesses, is_late: np.ndarray) -> np.ndarray:
+        """[reads] of what lasts, by who alone reads its relay where memory counts."""
+        if not self.counts_memory:
+            return np.zeros(len(reads.tensor), bool)
+        is_through = ~is_late & ~self._is_like(reads.site)
+        number = np.bincount(
+            reads.tensor[is_through], minlength=len(self.graph.tensors)
+        )
+        is_lasting = np.isin(reads.tensor, self._lasting)
+        return is_through & is_lasting & (number[reads.tensor] == 1)
 
     def _is_heavy(self, vertices: VertexColumns) -> np.ndarray:
         """Which vertices are products: bool [vertices]."""
@@ -298,6 +313,7 @@ class _Builder:
         read: np.ndarray,
         relayed: np.ndarray,
         is_late: np.ndarray,
+        is_only: np.ndarray,
     ) -> TypedEdges:
         """From writers to readers, by tensor in the order of `read`.
 
@@ -317,8 +333,6 @@ class _Builder:
         reading = np.concatenate([np.arange(own, own + count), np.arange(own)])
         kind = np.where(through[tensor] != access[tensor], FROM_RELAY, PLAIN)
         kind[:count] = TO_RELAY
-        num_readers = np.bincount(own_tensor[~is_direct], minlength=len(access))
-        is_only = (num_readers == 1)[own_tensor] & np.isin(own_tensor, self._lasting)
         kind[count:][is_only] = TO_ONLY_READER
         if not self.counts_memory:
             kind[:] = PLAIN

@@ -12,11 +12,13 @@ import numpy as np
 from autopar.clusters.cluster import Cluster
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
+from autopar.methods.restrictions import Restriction, restrict
 from autopar.planner.planning import roles_of
 from autopar.planner.sharding_problem import ShardingProblem, build_problem
 from autopar.sharding.mesh import parse_mesh
 from autopar.sharding.resharding import Resharder
 from autopar.sharding.spec import Spec, is_pending
+from autopar.solver.solve import solve
 
 MESH, CLUSTER = parse_mesh("x:2;y:4", 8), Cluster.local()
 
@@ -66,3 +68,22 @@ def test_an_only_reader_reads_the_relay_as_it_is() -> None:
 
 def test_of_two_readers_one_may_read_a_slice_of_it() -> None:
     assert any(held != read for held, read in pairs_read("['second']"))
+
+
+def sorted_step(given: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.sum(x @ jnp.sort(given, axis=0))
+
+
+def test_a_demand_that_the_only_reader_cannot_meet_leaves_a_plan() -> None:
+    matrix = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    traced = trace(sorted_step, (matrix, matrix), {})
+    graph = build_graph(traced, roles_of(traced))
+    resharder = Resharder(MESH, CLUSTER)
+    whole = build_problem(graph, MESH, CLUSTER, resharder, counts_memory=True)
+    rows = frozenset((0,))
+    demand = {graph.inputs[0].tensor: (rows, rows)}
+    limit = Restriction("rows", everywhere=demand, made={}, homes={})
+    found = solve(restrict(whole, (limit,), CLUSTER).choice_graph)
+    vertex, home = whole.writers[graph.inputs[0].tensor]
+    assert home.choices.of(found.choices[vertex]) == (0, 0)
+    assert found.cost < np.inf
