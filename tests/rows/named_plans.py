@@ -59,13 +59,8 @@ def plan_of_layout(
     cluster = cluster or Cluster.local()
     problem = problem_of(case, mesh, cluster)
     vertices = [_restricted(v, problem, layout, cluster) for v in problem.vertices]
-    nodes = tuple(
-        replace(node, costs=vertex.seconds)
-        for node, vertex in zip(problem.choice_graph.nodes, vertices, strict=True)
-    )
-    graph = replace(problem.choice_graph, nodes=nodes)
-    problem = replace(problem, vertices=tuple(vertices), choice_graph=graph)
-    return _solved(problem, cluster)
+    seconds = [vertex.seconds for vertex in vertices]
+    return _solved(problem.with_seconds(seconds, np.arange(len(seconds))), cluster)
 
 
 def plan_within(case: Case, mesh: MeshLike, state_bytes: int) -> Plan:
