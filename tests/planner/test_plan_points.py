@@ -177,7 +177,7 @@ def test_a_budget_that_binds_takes_less_than_sharding_all_state() -> None:
 
 def test_where_nothing_fits_the_least_that_a_method_holds_is_named() -> None:
     """And given that budget it is planned."""
-    workload = build("mlp")
+    workload = build("mlp", num_layers=3)
     traced = trace(workload.step, workload.abstract(), {})
     own = build_graph(traced, roles_of(traced))
     examples = [each.tensor for each in own.inputs if each.role == "batch"]
