@@ -30,16 +30,17 @@ OTHERS = 2  # the tuple of results, and the zero that sums start at
 class Instructions:
     """What a block's kernels are as instructions, without parameters.
 
-    Kernels come first, then copies, then parts. Instruction i reads what `begins_as[i]`
-    does, if it is there, and then those of `operands[starts[i] : starts[i + 1]]`; the
-    block returns `roots`. `bytes` is what each makes, `most` how many there are with
-    the parameters. `copied` are the values of which copies are made, in their order.
+    Kernels come first, then copies, then parts. Instruction i reads those of
+    `operands[starts[i] : starts[i + 1]]`. If it `includes` another, and n, all that the
+    other reads comes after n of these. The block returns `roots`. `bytes` is what each
+    makes, `most` how many there are with the parameters. `copied` are the values of
+    which copies are made, in order.
     """
 
     num_kernels: int
     starts: np.ndarray
     operands: np.ndarray
-    begins_as: Mapping[int, int]
+    includes: Mapping[int, tuple[int, int]]
     roots: np.ndarray
     bytes: np.ndarray
     most: int
@@ -57,11 +58,12 @@ class Instructions:
         parts = columns.writes[is_part]
         node[parts] = count + len(copied) + np.arange(len(parts))
         node[copied] = count + np.arange(len(copied))
-        begins_as = {} if block.passed else columns.begins_as
         reader, value = _through_barriers(block) if block.passed else columns.own_reads
         is_input = np.zeros(len(node), bool)
         is_input[value[block.maker[value] < 0]] = True
-        reader, operand = reader[node[value] >= 0], node[value][node[value] >= 0]
+        is_made = node[value] >= 0
+        includes = {} if block.passed else _includes_made(block, reader, is_made)
+        reader, operand = reader[is_made], node[value][is_made]
         total = count + len(copied) + len(parts)
         sizes = np.zeros(total, np.int64)
         np.add.at(sizes, columns.writers, block.sizes[columns.writes])
@@ -78,7 +80,7 @@ class Instructions:
             count,
             np.searchsorted(reader, np.arange(total + 1)),
             operand,
-            begins_as,
+            includes,
             roots,
             sizes,
             total + num_loops + int(is_input.sum()) + OTHERS,
@@ -88,9 +90,9 @@ class Instructions:
     def num_readers(self) -> np.ndarray:
         """[instructions] how many read each, as often as they do."""
         total = len(self.bytes)
-        times = np.ones(total)  # how many begin as each, with itself
-        for k in reversed(list(self.begins_as)):
-            times[self.begins_as[k]] += times[k]
+        times = np.ones(total)  # how many include each, with itself
+        for k, (other, _) in reversed(list(self.includes.items())):
+            times[other] += times[k]
         reads = times.repeat(np.diff(self.starts))
         found = np.bincount(self.operands, reads, total).astype(np.intp)
         return found + np.bincount(np.unique(self.roots), minlength=total)
@@ -144,8 +146,9 @@ def _orders(found: Instructions) -> tuple[np.ndarray, np.ndarray]:
     reader = rank.repeat(np.diff(found.starts))
     pairs = np.sort(reader * count + rank[found.operands])
     starts = np.searchsorted(pairs, count * np.arange(count + 1))
-    begins_as = {int(rank[k]): int(rank[o]) for k, o in found.begins_as.items()}
-    reads = _Reads(starts, pairs % count, begins_as, is_sorted=True)
+    items = found.includes.items()
+    includes = {int(rank[k]): (int(rank[o]), 0) for k, (o, _) in items}
+    reads = _Reads(starts, pairs % count, includes, is_sorted=True)
     ordered = by_rank[_visited(reads, np.sort(rank[found.roots]))]
     return np.array(post_order, np.intp), ordered
 
@@ -171,7 +174,7 @@ class _Lines:
         is_end = np.bincount(operands, minlength=count) != 1
         is_end[found.roots] = True
         begins = np.diff(found.starts) != 1
-        linked = [*found.begins_as, *found.begins_as.values()]
+        linked = [*found.includes, *(other for other, _ in found.includes.values())]
         is_end[linked] = begins[linked] = True
         follows = ~begins[reader] & ~is_end[operands]
         following = np.arange(count)
@@ -192,16 +195,31 @@ class _Lines:
     def joined(self, found: Instructions) -> Instructions:
         """Lines as instructions: they read what their first does."""
         line, firsts = self.line, self.order[self.starts[:-1]]
+        items = found.includes.items()
         at = entries_of(found.starts, firsts)[1]
         counts = found.starts[firsts + 1] - found.starts[firsts]
         return replace(
             found,
             starts=np.concatenate([[0], np.cumsum(counts)]),
             operands=line[found.operands[at]],
-            begins_as={int(line[k]): int(line[o]) for k, o in found.begins_as.items()},
+            includes={int(line[k]): (int(line[o]), n) for k, (o, n) in items},
             roots=line[found.roots],
             bytes=np.bincount(line, found.bytes).astype(np.int64),
         )
+
+
+def _includes_made(
+    block: KernelBlock, reader: np.ndarray, is_made: np.ndarray
+) -> dict[int, tuple[int, int]]:
+    """What kernels include, and how many of their own reads that kernels make go first.
+
+    `reader` and `is_made` are of `own_reads`.
+    """
+    found = dict[int, tuple[int, int]]()
+    for k, (other, place) in block.columns.includes.items():
+        first = int(np.searchsorted(reader, k))
+        found[k] = other, int(is_made[first : first + place].sum())
+    return found
 
 
 def _through_barriers(block: KernelBlock) -> tuple[np.ndarray, np.ndarray]:
@@ -232,16 +250,16 @@ def _visited_last(
     found: Instructions, reads: _Reads, post_order: Sequence[int]
 ) -> np.ndarray:
     """[instructions] their places if those to visit last come first."""
-    total, around, begins_as = len(found.bytes), reads.around, reads.begins_as
+    total, around, included = len(found.bytes), reads.around, reads.included
     extra = np.maximum(found.num_readers() - 1, 0).tolist()
     size = found.bytes.astype(float).tolist()  # integers, added quickly
-    sums = dict[int, tuple[int, float]]()  # of all that is read by what others begin as
+    sums = dict[int, tuple[int, float]]()  # of all that is read by what others include
     held, most = 0.0, found.most
     for k in post_order:
         held += size[k]
         behind, made, read = 0, 0.0, around[k]
-        if k in begins_as:
-            behind, made = reads.sums_of(begins_as[k], sums, extra, size)
+        if k in included:
+            behind, made = reads.sums_of(included[k], sums, extra, size)
         for i in read:
             behind += extra[i]
             made += size[i]
@@ -255,19 +273,21 @@ def _visited_last(
 
 
 class _Reads:
-    """What instructions read: `around` each, and what it begins as reads besides."""
+    """What instructions read: `around` what each has `included`, if it has that."""
 
     def __init__(
         self,
         starts: np.ndarray,
         operands: np.ndarray,
-        begins_as: Mapping[int, int],
+        includes: Mapping[int, tuple[int, int]],
         *,
         is_sorted: bool = False,
     ) -> None:
         listed = operands.tolist()
         self.around = [listed[a:b] for a, b in pairwise(starts.tolist())]
-        self.begins_as, self._is_sorted = begins_as, is_sorted
+        self.included = {k: other for k, (other, _) in includes.items()}
+        self._before = {k: place for k, (_, place) in includes.items()}
+        self._is_sorted = is_sorted
         self._whole: dict[int, np.ndarray] = {}
 
     @classmethod
@@ -275,26 +295,30 @@ class _Reads:
         """Those of instructions, the last operand first."""
         ends = found.starts[:-1] + found.starts[1:] - 1
         mirrored = ends.repeat(np.diff(found.starts)) - np.arange(len(found.operands))
-        return cls(found.starts, found.operands[mirrored], found.begins_as)
+        counts = np.diff(found.starts).tolist()
+        items = found.includes.items()
+        includes = {k: (other, counts[k] - before) for k, (other, before) in items}
+        return cls(found.starts, found.operands[mirrored], includes)
 
     def whole(self, k: int) -> np.ndarray:
-        """All that k reads, what it begins as last unless it is sorted."""
+        """All that k reads, in order."""
         new = takewhile(lambda each: each not in self._whole, self._line(k))
         for each in reversed(list(new)):
             own = np.array(self.around[each], np.intp)
-            others = self._whole.get(self.begins_as.get(each, -1), own[:0])
-            self._whole[each] = np.concatenate([own, others])
+            others = self._whole.get(self.included.get(each, -1), own[:0])
+            place = self._before.get(each, 0)
+            self._whole[each] = np.concatenate([own[:place], others, own[place:]])
         return np.sort(self._whole[k]) if self._is_sorted else self._whole[k]
 
     def _line(self, k: int) -> Iterator[int]:
-        """An instruction, what it begins as, what that begins as ..."""
+        """An instruction, what it includes, what that includes ..."""
         each: int | None = k
         while each is not None:
             yield each
-            each = self.begins_as.get(each)
+            each = self.included.get(each)
 
     def note(self, k: int, is_read: set[int]) -> None:
-        """Adds an instruction and all it begins as to those that have been read."""
+        """Adds an instruction and all it includes to those that have been read."""
         for each in self._line(k):
             if each in is_read:
                 return
@@ -307,10 +331,10 @@ class _Reads:
         extra: Sequence[int],
         size: Sequence[float],
     ) -> tuple[int, float]:
-        """Both sums over all that k reads; those of what it begins as are `known`."""
+        """Both sums over all that k reads; those of what it includes are `known`."""
         new = list(takewhile(lambda each: each not in known, self._line(k)))
         for each in reversed(new):
-            behind, made = known.get(self.begins_as.get(each, -1), (0, 0.0))
+            behind, made = known.get(self.included.get(each, -1), (0, 0.0))
             behind += sum([extra[i] for i in self.around[each]])
             made += sum([size[i] for i in self.around[each]])
             known[each] = behind, made
@@ -319,8 +343,8 @@ class _Reads:
 
 def _visited(reads: _Reads, roots: np.ndarray) -> list[int]:
     """Instructions after what they read, the last operand first, as of the roots."""
-    around, begins_as, count = reads.around, reads.begins_as, len(reads.around)
-    shared = frozenset((*begins_as, *begins_as.values()))
+    around, included, count = reads.around, reads.included, len(reads.around)
+    shared = frozenset((*included, *included.values()))
     order, is_done, is_read = list[int](), bytearray(count), set[int]()
     waiting, stack = _Waiting(reads, is_done), roots.tolist()
     while stack:
@@ -333,7 +357,7 @@ def _visited(reads: _Reads, roots: np.ndarray) -> list[int]:
         elif k >= count:  # some of what it reads is left
             waiting.put(k - count, stack)
         while 0 <= k < count and not is_done[k]:
-            if k in begins_as and begins_as[k] not in is_read:
+            if k in included and included[k] not in is_read:
                 waiting.put(k, stack)
                 break
             last = -1  # of what it reads, which is next

@@ -160,20 +160,21 @@ def _before(block: KernelBlock, asked: np.ndarray, ends: np.ndarray) -> np.ndarr
 def _steps(block: KernelBlock) -> tuple[np.ndarray, np.ndarray]:
     """What comes right after what, by the first: 2 k + 1 is kernel k.
 
-    2 k is when all is there that k reads, if others begin as k or it as another.
+    2 k is when all is there that k reads, if others include k or it another.
     """
     columns, count = block.columns, len(block.kernels)
     reader, value = columns.own_reads
     made = block.maker[value]
     reader, made = reader[made >= 0], made[made >= 0]
-    begins = np.array(list(columns.begins_as.items()), np.intp).reshape(-1, 2)
+    included = [(k, other) for k, (other, _) in columns.includes.items()]
+    pairs = np.array(included, np.intp).reshape(-1, 2)
     is_linked = np.zeros(count, bool)
-    is_linked[begins] = True
+    is_linked[pairs] = True
     linked = 2 * np.flatnonzero(is_linked)
     after = np.concatenate(
-        [2 * reader + ~is_linked[reader], 2 * begins[:, 0], linked + 1]
+        [2 * reader + ~is_linked[reader], 2 * pairs[:, 0], linked + 1]
     )
-    before = np.concatenate([2 * made + 1, 2 * begins[:, 1], linked])
+    before = np.concatenate([2 * made + 1, 2 * pairs[:, 1], linked])
     pairs = np.sort(after * (2 * count) + before)
     return np.divmod(pairs[np.diff(pairs, prepend=-1) > 0], 2 * count)
 

@@ -96,6 +96,7 @@ class Traits:
             more = op.kind in _OPENING, _joins_minor_dims(op), *_streaming(op)
             found.append((renames, *_classes(op), *more, op.kind in _MOVING))
         table = np.array(found, bool).reshape(-1, 9)[columns.alike]
+        table[_divides_by_shared_scalar(columns), 1:3] = False, True
         renames, is_cheap, is_expensive, *_ = table.T
         is_filled = filled_tensors(columns, renames)
         repeated = repeated_rows(columns, is_filled)
@@ -318,7 +319,8 @@ def _classes(op: Operator) -> tuple[bool, bool, bool]:
 def _is_expensive(op: Operator) -> bool:
     """Whether XLA's `CpuInstructionFusion` does not repeat the operator.
 
-    Who divides by what is smaller than the result multiplies by its reciprocal.
+    Who divides by what is smaller than the result multiplies by its reciprocal; but see
+    `_divides_by_shared_scalar`.
     """
     if op.kind == "div":
         kind = op.result_types[0]
@@ -329,6 +331,20 @@ def _is_expensive(op: Operator) -> bool:
     if op.kind == "gather":
         return True
     return op.kind in TRANSCENDENTAL and op.kind not in _INEXPENSIVE
+
+
+def _divides_by_shared_scalar(columns: GraphColumns) -> np.ndarray:
+    """bool [rows], those whose divisor is a scalar that is read elsewhere, too.
+
+    The reciprocal of such a one is not taken.
+    """
+    divides = columns.where(lambda op: op.kind == "div" and op.result_types[0].size > 1)
+    rows = np.flatnonzero(divides)
+    divisor = columns.operands[columns.operand_start[rows] + 1]
+    reads = np.bincount(columns.operands + 1, minlength=len(columns.type_of) + 1)
+    ranks = np.array([kind.rank for kind in columns.types], np.intp)[columns.type_of]
+    divides[rows] = (divisor >= 0) & (ranks[divisor] == 0) & (reads[divisor + 1] > 1)
+    return divides
 
 
 def _streaming(op: Operator) -> tuple[bool, bool]:

@@ -98,7 +98,7 @@ class _Operands:
         reader, read = columns.own_reads
         finds = np.zeros(len(position), bool)
         finds[reader[last[read] < position[reader]]] = True
-        finds[list(columns.begins_as)] = True
+        finds[list(columns.includes)] = True
         return set(columns.writes[finds[columns.writers]].tolist())
 
     def place(self, value: int, free: int) -> int:

@@ -29,7 +29,7 @@ from .product_operands import (
     ordered_operands,
     with_ordered,
 )
-from .sources import sources
+from .sources import in_post_order, sources
 
 
 def kernel_block(
@@ -345,7 +345,8 @@ class _Builder:
         is_written = in_memory.is_written[nodes.writes]
         written = np.bincount(writer[is_written], minlength=len(nodes))
         is_kernel = (written > 0) | (np.diff(nodes.write_start) == 0)
-        starts, reads = sources(nodes, in_memory, np.flatnonzero(is_kernel))
+        place = in_post_order(nodes, self.arrays.graph.post_order, len(self.values))
+        starts, reads = sources(nodes, in_memory, np.flatnonzero(is_kernel), place)
         carried = self._carries()
         operator = nodes.operator[is_kernel]
         besides = np.flatnonzero(np.isin(operator, list(shared)))

@@ -14,6 +14,7 @@ from autopar.solver.made_when_read import MadeWhenRead
 from ..sharding.spec import REPLICATED, Spec, dim_of
 
 MANY_READS = 16
+MOST_BEFORE = 32  # reads that come before what is included
 
 
 class Value(NamedTuple):
@@ -128,31 +129,38 @@ class KernelColumns(MadeWhenRead[Kernel]):
         )
 
     @cached_property
-    def begins_as(self) -> dict[int, int]:
-        """By kernel with many reads, an earlier one whose reads come first in its own.
+    def includes(self) -> dict[int, tuple[int, int]]:
+        """By kernel with many reads, an earlier one, and how many reads come first.
 
-        So chains of kernels that each do again all that came before are short lists.
+        After these it reads all that the earlier one does, in the same order, and then
+        others. So chains of kernels that each do again all that came before are short.
         """
-        counts, longest = np.diff(self.read_start), dict[int, int]()
-        found: dict[int, int] = {}
-        for k in np.flatnonzero(counts > MANY_READS).tolist():
-            own = self.reads[slice(*self.read_start[k : k + 2])]
+        found, longest = dict[int, tuple[int, int]](), dict[int, int]()
+        starts = self.read_start.tolist()
+        for k in np.flatnonzero(np.diff(self.read_start) > MANY_READS).tolist():
+            own, count = (
+                self.reads[starts[k] : starts[k + 1]],
+                starts[k + 1] - starts[k],
+            )
+            for place, value in enumerate(own[:MOST_BEFORE].tolist()):
+                other = longest.get(value, k)
+                low, high = starts[other], starts[other + 1]
+                theirs, same = self.reads[low:high], own[place : place + high - low]
+                if other != k and len(same) == len(theirs) and (same == theirs).all():
+                    found[k] = other, place
+                    break
             other = longest.setdefault(int(own[0]), k)
-            if counts[other] > counts[k]:
-                continue
-            theirs = self.reads[slice(*self.read_start[other : other + 2])]
-            if other != k and (own[: len(theirs)] == theirs).all():
-                found[k] = other
-            if counts[k] > counts[other] or k not in found:
+            if count > starts[other + 1] - starts[other] or k not in found:
                 longest[int(own[0])] = k
         return found
 
     @cached_property
     def own_reads(self) -> tuple[np.ndarray, np.ndarray]:
-        """(kernel, value) of `reads`, without those that come first in `begins_as`."""
+        """(kernel, value) of `reads`, without those of what kernels include."""
         starts, is_own = self.read_start.tolist(), np.ones(len(self.reads), bool)
-        for k, other in self.begins_as.items():
-            is_own[starts[k] : starts[k] + starts[other + 1] - starts[other]] = False
+        for k, (other, place) in self.includes.items():
+            first = starts[k] + place
+            is_own[first : first + starts[other + 1] - starts[other]] = False
         return self.readers[is_own], self.reads[is_own]
 
     @cached_property

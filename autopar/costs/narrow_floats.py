@@ -1,15 +1,16 @@
-"""What CPUs compute in float32 though it is bfloat16 in the program.
+"""What CPUs compute in float32 though it is narrower in the program.
 
 XLA's `FloatNormalization`, as its compiler for CPUs asks for it: products, reductions
 and collectives of bfloat16 read float32 copies of their operands, and write float32
 that is rounded afterwards. The copies are shared among those who read them. What is
 elementwise does so within its kernel, but who rounds is not done again in every reader.
-Products that are asked for float32 read bfloat16 as it is.
+Products that are asked for float32 read bfloat16 as it is. Of float16 only products are
+computed so, as its pass `ChangeOpDataType` is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -22,25 +23,27 @@ from .kernels import ValueColumns, gathers_minor
 from .node_table import NodeTable
 
 NARROW = "bfloat16"
+NARROW_IN_PRODUCTS = "float16"
+PRODUCTS = "dot_general", "conv_general_dilated", "ragged_dot_general"
 TIMES_WIDER = 2
 
 
-@lru_cache(maxsize=4)
-def narrow_tensors(columns: GraphColumns) -> np.ndarray:
-    """bool [tensors + 1], those of bfloat16; the last is what is no tensor."""
-    narrow = np.array([str(kind.dtype) == NARROW for kind in columns.types], bool)
-    return np.append(narrow[columns.type_of], False)
+@lru_cache(maxsize=8)
+def tensors_of(columns: GraphColumns, dtype: str) -> np.ndarray:
+    """bool [tensors + 1], those of a dtype; the last is what is no tensor."""
+    is_such = np.array([str(kind.dtype) == dtype for kind in columns.types], bool)
+    return np.append(is_such[columns.type_of], False)
 
 
-@lru_cache(maxsize=4)
-def widening_rows(columns: GraphColumns) -> np.ndarray:
-    """bool [rows], those that read float32 copies of bfloat16 if they are not fused."""
-    return np.array([_widens(op) for op in columns.distinct], bool)[columns.alike]
+def has_narrow(columns: GraphColumns) -> bool:
+    """Whether there are tensors that CPUs may copy to float32."""
+    dtypes = NARROW, NARROW_IN_PRODUCTS
+    return any(tensors_of(columns, dtype).any() for dtype in dtypes)
 
 
 def rounding_traits(traits: Traits, columns: GraphColumns) -> Traits:
     """The traits of all rows where what is elementwise rounds to bfloat16."""
-    narrow = narrow_tensors(columns)
+    narrow = tensors_of(columns, NARROW)
     rounds = np.zeros(len(columns.operators), bool)
     rounds[columns.rows_of_results[narrow[columns.results]]] = True
     rounds &= traits.is_cheap & ~_fills(columns)
@@ -84,14 +87,16 @@ def with_wide_copies(
         their copies are made before it runs.
       is_wide: values that were copied outside.
     """
-    is_narrow = narrow_tensors(columns)[values.tensor]
-    computes = _computes(nodes, columns)
     reader = np.repeat(np.arange(len(nodes)), np.diff(nodes.read_start))
     writer = np.repeat(np.arange(len(nodes)), np.diff(nodes.write_start))
-    is_read = computes[reader] | _in_loops(nodes, reader, of_loops)
+    is_read, is_rounded = np.zeros(len(reader), bool), np.zeros(len(writer), bool)
+    before_loops = _in_loops(nodes, reader, of_loops)
+    for dtype, computes in _computing(nodes, columns):
+        is_narrow = tensors_of(columns, dtype)[values.tensor]
+        is_read |= is_narrow[nodes.reads] & (computes[reader] | before_loops)
+        is_rounded |= is_narrow[nodes.writes] & computes[writer]
     is_read &= ~np.isin(nodes.reads, list(is_wide))
-    widened = np.flatnonzero(is_narrow[nodes.reads] & is_read)
-    rounded = np.flatnonzero(is_narrow[nodes.writes] & computes[writer])
+    widened, rounded = np.flatnonzero(is_read), np.flatnonzero(is_rounded)
     if not len(widened) and not len(rounded):
         return Widened(nodes, values)
     name = np.arange(len(values))
@@ -168,13 +173,17 @@ def _in_loops(
     return found
 
 
-def _computes(nodes: Nodes, columns: GraphColumns) -> np.ndarray:
-    """bool [nodes], those that read and write float32 instead of bfloat16."""
+def _computing(nodes: Nodes, columns: GraphColumns) -> Iterator[tuple[str, np.ndarray]]:
+    """Dtypes and bool [nodes], those that read and write float32 instead of them."""
     row_of = np.full(int(columns.index.max(initial=-1)) + 2, -1)
     row_of[columns.index] = np.arange(len(columns.index))
-    widens = np.append(widening_rows(columns), True)  # the last: what converts
+    row = row_of[nodes.operator]
     moves = (np.diff(nodes.read_start) > 0) & (np.diff(nodes.write_start) > 0)
-    return widens[row_of[nodes.operator]] & ~nodes.is_fusable & moves
+    is_apart = ~nodes.is_fusable & moves
+    widens = np.append(columns.where(_widens), True)  # the last: what converts
+    yield NARROW, widens[row] & is_apart
+    multiplies = np.append(columns.where(_multiplies_float16), False)
+    yield NARROW_IN_PRODUCTS, multiplies[row] & is_apart
 
 
 def _with_wide(values: ValueColumns, narrow: np.ndarray) -> ValueColumns:
@@ -191,11 +200,18 @@ def _with_wide(values: ValueColumns, narrow: np.ndarray) -> ValueColumns:
 
 
 def _widens(op: Operator) -> bool:
-    """Whether an operator, where it is a kernel of its own, computes in float32."""
+    """Whether an operator, where it is a kernel, computes bfloat16 in float32."""
     if op.bodies or op.kind in (BARRIER, *PINS):
         return False
-    made = [str(kind.dtype) for kind in op.result_types]
-    return op.kind != "dot_general" or NARROW in made
+    return op.kind != "dot_general" or _makes(op, NARROW)
+
+
+def _multiplies_float16(op: Operator) -> bool:
+    return op.kind in PRODUCTS and _makes(op, NARROW_IN_PRODUCTS)
+
+
+def _makes(op: Operator, dtype: str) -> bool:
+    return any(str(kind.dtype) == dtype for kind in op.result_types)
 
 
 def _fills(columns: GraphColumns) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 from ..graph.op_graph import GraphColumns, OpGraph
 from ..plans.plan import ShardingPlan
 from ..sharding.spec import Spec, num_shards
-from .narrow_floats import narrow_tensors
+from .narrow_floats import has_narrow
 from .random_words import bytes_of_tensors
 
 
@@ -54,9 +54,8 @@ class PlanArrays:
 
     @cached_property
     def widens(self) -> bool:
-        """Whether something is bfloat16 that its devices compute in float32."""
-        is_narrow = narrow_tensors(self.columns)
-        return self.plan.device_kind == "CPU" and bool(is_narrow.any())
+        """Whether something is narrow that its devices compute in float32."""
+        return self.plan.device_kind == "CPU" and has_narrow(self.columns)
 
     @cached_property
     def specs(self) -> tuple[Spec, ...]:

@@ -1,4 +1,9 @@
-"""What kernels read from memory, through all that they do themselves."""
+"""What kernels read from memory, through all that they do themselves.
+
+In the order of XLA's `InstructionFusion`: of what a kernel reads it takes the last in
+post-order into it, and appends what that reads. So reads have ranks: those of what is
+last in post-order come first, and of one node in their own order.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ _MANY = 32  # fewer nodes are looked at one by one
 
 
 def sources(
-    nodes: Nodes, written: InMemory, chosen: np.ndarray
+    nodes: Nodes, written: InMemory, chosen: np.ndarray, place: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """What nodes read from memory, through all that they do themselves.
 
@@ -25,6 +30,7 @@ def sources(
       nodes: all of them.
       written: which values are in memory.
       chosen: the nodes that are asked for.
+      place: [nodes] of each in post-order.
 
     Returns:
       starts, reads: chosen node k reads `reads[starts[k] : starts[k + 1]]`.
@@ -32,19 +38,24 @@ def sources(
     if not len(nodes):
         return np.zeros(1, np.intp), np.zeros(0, np.intp)
     nodes, maker, in_memory = _with_repeated(nodes, written)
-    read = _through_single_reads(nodes, maker, in_memory)[nodes.reads]
     counts = np.diff(nodes.read_start)
     reader = np.repeat(np.arange(len(nodes)), counts)
-    pairs = np.sort(reader * len(in_memory) + read)
+    ranked = _backwards(place[reader] - place.min(), np.arange(len(reader)))
+    rank = np.empty(len(reader), np.intp)
+    rank[ranked] = np.arange(len(ranked))
+    read, value = rank[_through_single_reads(nodes, maker, in_memory)], nodes.reads
+    value = value[ranked]  # [ranks]
+    pairs = np.sort(reader * len(in_memory) + value[read])
     reads_twice = pairs[1:][np.diff(pairs) == 0] // len(in_memory)
-    is_mixed = np.bincount(reader[~in_memory[read]], minlength=len(nodes)) > 0
+    is_inside = ~in_memory[value[read]]
+    is_mixed = np.bincount(reader[is_inside], minlength=len(nodes)) > 0
     is_mixed[reads_twice] = True
     is_asked = np.zeros(len(nodes), bool)
     is_asked[chosen] = True
     is_mixed &= is_asked | (counts > 1)  # the others are read through
-    made = np.where(in_memory[read], -1, maker[read])
-    short = _short_sources(nodes, read, made, np.flatnonzero(is_mixed))
-    mixed = _mixed_sources(nodes, read, made, short)
+    made = np.where(is_inside, maker[value[read]], -1)
+    short = _short_sources(nodes, read, made, np.flatnonzero(is_mixed), value)
+    mixed = _mixed_sources(nodes, read, made, short, value)
     counts = short.counts.copy()
     counts[short.left] = [len(each) for each in mixed.values()]
     starts = np.concatenate([[0], np.cumsum(counts[chosen])])
@@ -54,7 +65,27 @@ def sources(
     found, of_pool = np.empty(starts[-1], np.intp), chosen[~is_left[chosen]]
     found[~taken] = short.pool[entries(short.first[of_pool], counts[of_pool])[1]]
     found[taken] = _joined([mixed[node] for node in chosen[is_left[chosen]].tolist()])
-    return starts, found
+    owner = np.repeat(np.arange(len(chosen)), counts[chosen])
+    return starts, value[_backwards(owner, found)]
+
+
+def _backwards(owner: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    """Numbers by their owner, those of one from the highest to the lowest."""
+    last = int(numbers.max(initial=0))
+    keys = np.sort(owner * (last + 1) + last - numbers, kind="stable")  # long runs
+    return last - keys % (last + 1)
+
+
+def in_post_order(nodes: Nodes, post_order: np.ndarray, num_values: int) -> np.ndarray:
+    """[nodes] their places; a conversion comes after what makes its operand.
+
+    `post_order` has those of operators.
+    """
+    place = np.append(2 * post_order, -1)[nodes.operator]
+    converts = np.flatnonzero((nodes.operator < 0) & (np.diff(nodes.read_start) > 0))
+    made_by = nodes.makers(num_values)[nodes.reads[nodes.read_start[converts]]]
+    place[converts] = np.where(made_by < 0, -1, place[made_by] + 1)
+    return place
 
 
 def _with_repeated(
@@ -74,40 +105,63 @@ def _with_repeated(
     return replace(nodes, reads=reads), np.concatenate([maker, maker]), in_memory
 
 
+def _as_absorbed(
+    nodes: Nodes, maker: np.ndarray, in_memory: np.ndarray, place: np.ndarray
+) -> Nodes:
+    """Nodes that read first what is in memory, then what they do themselves.
+
+    XLA's `InstructionFusion` takes of what a kernel reads the last in post-order into
+    it, and appends what that reads.
+    """
+    counts = np.diff(nodes.read_start)
+    reader = np.repeat(np.arange(len(nodes)), counts)
+    is_inside = ~in_memory[nodes.reads]
+    later = np.where(is_inside, -place[maker[nodes.reads]], 0)
+    order = np.lexsort((np.arange(len(reader)), later, is_inside, reader))
+    return replace(nodes, reads=nodes.reads[order])
+
+
 def _through_single_reads(
     nodes: Nodes, maker: np.ndarray, in_memory: np.ndarray
 ) -> np.ndarray:
-    """[values] themselves, or what they are made of if that is one value."""
-    passes = np.flatnonzero(~in_memory & (np.diff(nodes.read_start)[maker] == 1))
-    name = np.arange(len(in_memory))
-    name[passes] = nodes.reads[nodes.read_start[maker[passes]]]
+    """[reads] themselves, or that of what the value is made of if that is one value."""
+    made = maker[nodes.reads]
+    passes = np.flatnonzero(
+        ~in_memory[nodes.reads] & (np.diff(nodes.read_start)[made] == 1)
+    )
+    name = np.arange(len(nodes.reads))
+    name[passes] = nodes.read_start[made[passes]]
     return roots(name)
 
 
 class _Chain:
-    """Values that a chain of nodes reads, each node some more than the one before."""
+    """Ranks of what a chain of nodes reads, each node some more than the one before.
 
-    def __init__(self, values: Sequence[int]) -> None:
-        self.place = {value: k for k, value in enumerate(values)}
-        self.values = list(self.place)
+    `value` has the value of each rank; `place` are places of values.
+    """
+
+    def __init__(self, ranks: Sequence[int], value: Sequence[int]) -> None:
+        self.value, self.ranks = value, list[int]()
+        self.place = dict[int, int]()
         self._array = np.zeros(0, np.intp)
+        self.add(ranks)
 
     def array(self) -> np.ndarray:
-        """The same values."""
-        if len(self._array) < len(self.values):
-            self._array = np.array(self.values, np.intp)
+        """The same ranks."""
+        if len(self._array) < len(self.ranks):
+            self._array = np.array(self.ranks, np.intp)
         return self._array
 
-    def add(self, values: Sequence[int]) -> None:
-        """More values, which are not there yet."""
-        for value in values:
-            self.place[value] = len(self.values)
-            self.values.append(value)
+    def add(self, ranks: Sequence[int]) -> None:
+        """More of them, of values that are not there yet."""
+        for rank in ranks:
+            self.place[self.value[rank]] = len(self.ranks)
+            self.ranks.append(rank)
 
 
 @dataclass(frozen=True, eq=False)
 class _Many:
-    """The first `count` values of a chain, then those of `rest`."""
+    """The first `count` ranks of a chain, then those of `rest`."""
 
     chain: _Chain
     count: int
@@ -118,7 +172,7 @@ class _Many:
 
     def listed(self) -> list[int]:
         """All of them."""
-        return self.chain.values[: self.count] + self.rest
+        return self.chain.ranks[: self.count] + self.rest
 
     def array(self) -> np.ndarray:
         """All of them."""
@@ -126,23 +180,37 @@ class _Many:
         return np.concatenate([first, np.array(self.rest, np.intp)])
 
     def and_then(self, others: Sequence[int]) -> _Many:
-        """These, and then those of others that are not among them."""
+        """These, and then those of others whose values are not among them."""
         if not others:
             return self
         chain, count = self.chain, len(self)
-        if chain.values[self.count : count] != self.rest:
-            if self.count == len(chain.values):
+        if any(self._is_below(rank) for rank in others):
+            listed = _each_value_once([*self.listed(), *others], chain.value)
+            return _Many(_Chain(listed, chain.value), len(listed), [])
+        if chain.ranks[self.count : count] != self.rest:
+            if self.count == len(chain.ranks):
                 chain.add(self.rest)
             else:
-                chain = _Chain(self.listed())
-        place = chain.place
-        new = [value for value in others if place.get(value, count) >= count]
-        return _Many(chain, count, list(dict.fromkeys(new)))
+                chain = _Chain(self.listed(), chain.value)
+        place, value = chain.place, chain.value
+        new = [rank for rank in others if place.get(value[rank], count) >= count]
+        return _Many(chain, count, _each_value_once(new, value))
+
+    def _is_below(self, rank: int) -> bool:
+        """Whether the same value is there with a lower rank."""
+        chain = self.chain
+        at = chain.place.get(chain.value[rank], len(chain.ranks))
+        return at < self.count and chain.ranks[at] < rank
+
+
+def _each_value_once(ranks: Sequence[int], value: Sequence[int]) -> list[int]:
+    """The highest rank of each value."""
+    return list({value[rank]: rank for rank in sorted(ranks)}.values())
 
 
 @dataclass(frozen=True, eq=False)
 class _Short:
-    """What nodes read from memory where that is a short list, as segments of `pool`.
+    """Ranks of what nodes read from memory, where they are few: segments of `pool`.
 
     Node k reads `counts[k]` entries from `first[k]` on; -1 of those that are `left`.
     """
@@ -159,12 +227,16 @@ class _Short:
 
 
 def _short_sources(
-    nodes: Nodes, read: np.ndarray, made: np.ndarray, mixed: np.ndarray
+    nodes: Nodes,
+    read: np.ndarray,
+    made: np.ndarray,
+    mixed: np.ndarray,
+    value: np.ndarray,
 ) -> _Short:
     """What most nodes read from memory, each once: many at a time.
 
     `made` [reads] is the node that is read through, -1 for what is in memory. Nodes
-    that are not `mixed` read what they name themselves.
+    that are not `mixed` read what they name themselves. `value` is that of each rank.
     """
     pool, left = read, mixed
     first, counts = nodes.read_start[:-1].copy(), np.diff(nodes.read_start)
@@ -180,15 +252,15 @@ def _short_sources(
             break
         own = is_ready[place]
         segment, entry = entries(begins[own], length[own])
-        owner, value = place[own][segment], pool[entry]
-        pairs = owner * (int(read.max()) + 1) + value
-        order = np.argsort(pairs, kind="stable")
+        owner, ranks = place[own][segment], pool[entry]
+        pairs = owner * (int(value.max()) + 1) + value[ranks]
+        order = np.argsort(pairs * len(value) - ranks)
         is_first = np.ones(len(pairs), bool)
         is_first[order[1:][np.diff(pairs[order]) == 0]] = False
         ready, own = left[is_ready], np.bincount(owner[is_first], minlength=len(left))
         counts[ready] = own[is_ready]
         first[ready] = len(pool) + np.cumsum(counts[ready]) - counts[ready]
-        pool, left = np.append(pool, value[is_first]), left[~is_ready]
+        pool, left = np.append(pool, ranks[is_first]), left[~is_ready]
     return _Short(pool, first, counts, left)
 
 
@@ -196,18 +268,23 @@ _Sources = list[int] | _Many
 
 
 def _mixed_sources(
-    nodes: Nodes, read: np.ndarray, made: np.ndarray, short: _Short
+    nodes: Nodes,
+    read: np.ndarray,
+    made: np.ndarray,
+    short: _Short,
+    value: np.ndarray,
 ) -> dict[int, _Sources]:
-    """By node that is left, what it reads from memory, each once."""
+    """By node that is left, ranks of what it reads from memory, each value once."""
     left, found = short.left, dict[int, _Sources]()
+    value_of = value.tolist() if len(left) else []
     place, at = entries_of(nodes.read_start, left)
     ends = np.searchsorted(place, np.arange(len(left) + 1)).tolist()
     pairs = list(zip(read[at].tolist(), made[at].tolist(), strict=True))
     for node, (low, high) in zip(left.tolist(), pairwise(ends), strict=True):
         each, many = list[int](), None
-        for value, through in pairs[low:high]:
+        for rank, through in pairs[low:high]:
             if through < 0:
-                each.append(value)
+                each.append(rank)
             elif through not in found:
                 each += short.listed(through)
             elif isinstance(inside := found[through], list):
@@ -218,8 +295,8 @@ def _mixed_sources(
                 many = inside
         if many is not None:
             found[node] = many.and_then(each)
-        elif len(each := list(dict.fromkeys(each))) > _FEW:
-            found[node] = _Many(_Chain(each), len(each), [])
+        elif len(each := _each_value_once(each, value_of)) > _FEW:
+            found[node] = _Many(_Chain(each, value_of), len(each), [])
         else:
             found[node] = each
     return found

@@ -304,10 +304,10 @@ class PlanPoints:
         tensor = np.where((tensor >= 0) & (tensor < count), tensor, count)
         relay, writer = self._relay[tensor], self._writer[tensor]
         is_made, is_wide = writer >= 0, np.zeros(len(tensor), bool)
-        is_wide[list(block.wide)] = True
-        is_as_lies = is_wide & self.is_lasting[tensor] & ~self._is_copied[tensor]
-        vertex = np.where((relay >= 0) & is_copy & ~is_as_lies, relay, writer)
-        is_beside = is_made & is_copy & ~is_wide
+        is_wide[list(block.wide)], is_as_made = True, np.zeros(len(tensor), bool)
+        is_as_made[list(block.wide)] = ~is_copy[list(block.wide.values())]
+        vertex = np.where((relay >= 0) & is_copy & ~is_as_made, relay, writer)
+        is_beside = is_made & is_copy & ~is_as_made
         for index in np.flatnonzero(is_beside & (relay >= 0)).tolist():
             at = int(relay[index])
             held = self.problem.vertices[at].writes[0].choices.of(self.choices[at])

@@ -101,3 +101,31 @@ def test_sums_of_microbatches_that_begin_as_one_zero_lie_apart() -> None:
     use = MemoryUse.of(lowered.compile().compiled)
     predicted = lowered.plan.predicted.peak_bytes
     assert predicted == pytest.approx(use.device_bytes, rel=0.03)
+
+
+def test_a_guarded_update_runs_in_the_order_in_which_its_norm_is_summed() -> None:
+    """The compiler visits what kernels read in the order in which it fused them."""
+
+    def step(state: tuple[list[jax.Array], ...], x: jax.Array) -> object:
+        def loss(weights: list[jax.Array]) -> jax.Array:
+            y = x
+            for each in weights[:-1]:
+                y = jax.nn.gelu(y @ each)
+            return jnp.mean((y @ weights[-1]) ** 2) * 128.0
+
+        found, gradients = jax.value_and_grad(loss)(state[0])
+        gradients = [each / 128.0 for each in gradients]
+        is_good = jnp.isfinite(jnp.sqrt(sum(jnp.sum(g**2) for g in gradients)))
+        sums = [0.9 * m + g for m, g in zip(state[1], gradients, strict=True)]
+        weights = [w - 0.1 * m for w, m in zip(state[0], sums, strict=True)]
+        new = jax.tree.map(
+            lambda new, old: jnp.where(is_good, new, old), (weights, sums), state
+        )
+        return new, found
+
+    weights = [*(jnp.ones((128, 128)) for _ in range(4)), jnp.ones((128, 32))]
+    state = weights, [jnp.zeros_like(each) for each in weights]
+    lowered = autopar.parallelize(step, mesh="x:8").lower(state, jnp.ones((64, 128)))
+    profile = memory_profile(lowered.graph, lowered.plan.sharding)
+    use = MemoryUse.of(lowered.compile().compiled)
+    assert profile.peak_bytes == pytest.approx(use.device_bytes, rel=0.02)

@@ -42,6 +42,9 @@ def test_long_rows_are_concatenated_apart(rows: int, is_kept: bool) -> None:
 def test_only_whole_divisions_and_gathers_are_not_repeated() -> None:
     assert kernels_of(lambda x, y: twice(x / y), X, X) == ["div", "mul", "add"]
     assert kernels_of(lambda x, y: twice(x / y), X, X[:, :1]) == ["mul", "add"]
+    assert kernels_of(lambda x, y: twice(x / y), X, X[0, 0]) == ["mul", "add"]
+    by_shared = kernels_of(lambda x, y: (*twice(x / y), y + 1.0), X, X[0, 0])
+    assert by_shared[:3] == ["div", "mul", "add"]  # no reciprocal is taken
     rows = jnp.arange(32)
     assert "gather" in kernels_of(lambda x, i: twice(x[i]), X, rows)
     assert "cos" not in kernels_of(lambda x: twice(jnp.cos(x)), X)

@@ -1,6 +1,7 @@
 """Kernels that each read all that others did, and more, as if all reads were listed."""
 
 import random
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +32,11 @@ def test_the_order_is_that_of_listed_reads(
     _limited(monkeypatch, 2)
     short = _random_block(seed)
     found = run_in_order(short)
-    assert short.columns.begins_as
+    assert short.columns.includes
     _limited(monkeypatch, _ALL_LISTED)
     listed = _random_block(seed)
     expected = run_in_order(listed)
-    assert not listed.columns.begins_as
+    assert not listed.columns.includes
     assert _as_lists(found) == _as_lists(expected)
 
 
@@ -76,8 +77,8 @@ def test_sums_done_again_read_what_those_before_do_and_more(
     doubled = [kernel for kernel in found.kernels if kernel.is_elementwise]
     assert [len(kernel.reads) for kernel in doubled] == list(range(2, count + 2))
     for one, more in zip(doubled, doubled[1:], strict=False):
-        assert one.reads == more.reads[:-1]
-    assert len(found.columns.begins_as) == count - kernels.MANY_READS
+        assert one.reads == more.reads[1:]
+    assert len(found.columns.includes) == count - kernels.MANY_READS
     monkeypatch.setattr(sources, "_FEW", _ALL_LISTED)
     listed = profile_of(step, x, *w)[0].liveness[0].block
     assert tuple(listed.kernels) == tuple(found.kernels)
@@ -106,16 +107,17 @@ def test_lines_are_ordered_as_each_of_their_instructions(
 def test_short_lists_are_the_same_one_by_one(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nodes, written = _random_nodes(random.Random(seed))
-    chosen = np.arange(len(nodes))
+    random_ = random.Random(seed)
+    nodes, written = _random_nodes(random_)
+    chosen, place = np.arange(len(nodes)), _random_order(nodes, random_)
     monkeypatch.setattr(sources, "_MANY", 1)
-    starts, reads = sources.sources(nodes, written, chosen)
+    starts, reads = sources.sources(nodes, written, chosen, place)
     monkeypatch.setattr(sources, "_MANY", _ALL_LISTED)
-    others = sources.sources(nodes, written, chosen)
+    others = sources.sources(nodes, written, chosen, place)
     assert (starts == others[0]).all() and (reads == others[1]).all()
     for node in range(len(nodes)):
         own = reads[starts[node] : starts[node + 1]].tolist()
-        assert own == _read_through(nodes, written.is_written, node)
+        assert own == _absorbed(nodes, written.is_written, node, place)
 
 
 def _random_nodes(random_: random.Random) -> tuple[Nodes, InMemory]:
@@ -136,16 +138,34 @@ def _random_nodes(random_: random.Random) -> tuple[Nodes, InMemory]:
     return table.build(), InMemory(is_written, nothing, nothing, nothing[1:])
 
 
-def _read_through(nodes: Nodes, in_memory: np.ndarray, node: int) -> list[int]:
-    """What a node reads from memory, in order and each once unless it reads nothing
-    through others."""
-    own = nodes.reads[nodes.read_start[node] : nodes.read_start[node + 1]].tolist()
-    found: list[int] = []
-    for value in own:
-        inside = (
-            [value] if in_memory[value] else _read_through(nodes, in_memory, value - 1)
-        )
-        found += inside
+def _random_order(nodes: Nodes, random_: random.Random) -> np.ndarray:
+    """[nodes] places, each after those of what it reads."""
+    place = np.full(len(nodes), -1)
+    reads = [set(nodes.reads[a:b] - 1) - {-1} for a, b in pairwise(nodes.read_start)]
+    for number in range(len(nodes)):
+        ready = [
+            node
+            for node, made in enumerate(reads)
+            if place[node] < 0 and all(place[each] >= 0 for each in made)
+        ]
+        place[random_.choice(ready)] = number
+    return place
+
+
+def _absorbed(
+    nodes: Nodes, in_memory: np.ndarray, node: int, place: np.ndarray
+) -> list[int]:
+    """What a node reads once the last of what it could do itself was taken into it,
+    and then the last of the others, until all of it is in memory."""
+    found, todo = list[int](), {node}
+    while todo:
+        last = max(todo, key=lambda each: place[each])
+        todo.remove(last)
+        for value in nodes.reads[slice(*nodes.read_start[last : last + 2])].tolist():
+            if in_memory[value]:
+                found.append(value)
+            else:
+                todo.add(value - 1)
     return list(dict.fromkeys(found))
 
 
@@ -172,9 +192,11 @@ def _random_block(seed: int, in_lines: float = 0.0) -> KernelBlock:
         more = random_.sample(there, min(len(there), random_.randrange(1, 4)))
         if in_lines and k and random_.random() < in_lines:
             first, more = (), [num_inputs + k - 1]
-        all_reads.append(tuple(dict.fromkeys((*first, *more))) or (0,))
+        own = [each for each in dict.fromkeys(more) if each not in first]
+        place = random_.randrange(len(own) + 1)
+        all_reads.append((*own[:place], *first, *own[place:]) or (0,))
     last = num_inputs + num_kernels - 3
-    all_reads[-2:] = (last, 0, 1), (last, 0, 1, last - 1)
+    all_reads[-2:] = (0, 1, last), (last - 1, 0, 1, last)
     made = [
         Kernel(k, reads, (num_inputs + k,), is_elementwise=random_.random() < 0.5)
         for k, reads in enumerate(all_reads)

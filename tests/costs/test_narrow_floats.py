@@ -1,4 +1,4 @@
-"""CPUs compute bfloat16 in float32: what that takes, beside the compiled program."""
+"""CPUs compute bfloat16, and products of float16, in float32: what that takes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -58,6 +58,15 @@ def test_predicted_is_what_is_compiled(
     compiled = step.lower(X, weights).compile()
     seen = MemoryUse.of(compiled.compiled).device_bytes
     assert compiled.plan.predicted.peak_bytes == pytest.approx(seen, rel=0.03)
+
+
+def test_of_float16_only_products_are_computed_so() -> None:
+    x, w = (jax.ShapeDtypeStruct(each.shape, jnp.float16) for each in (X, W))
+    for num_devices, fun in ((1, product), (1, summed), (8, summed)):
+        step = autopar.parallelize(fun, mesh=mesh_of(num_devices))
+        compiled = step.lower(x, w).compile()
+        seen = MemoryUse.of(compiled.compiled).device_bytes
+        assert compiled.plan.predicted.peak_bytes == pytest.approx(seen, rel=0.03)
 
 
 def test_only_cpus_do_so() -> None:
