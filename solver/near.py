@@ -61,30 +61,33 @@ def best_near(
     *,
     gap: float,
     pool: ArrayPool,
+    below: float | None = None,
 ) -> tuple[int, ...] | None:
     """The cheapest assignment that no row puts above the budget, near a known one.
 
     Args:
         graph: the problem; its live sets and budget are not looked at.
-        choices: an allowed assignment.
+        choices: the assignment that is known; rows may put it above the budget.
         is_free: bool [nodes], which may be decided otherwise.
         rows: all that is said about memory.
         budget: what each row may come to.
         gap: relative distance from the best of these at which to stop.
         pool: shared arrays of reductions.
+        below: the cost that it is to be below; that of `choices` if left out.
 
     None if none is cheaper, by more than the gap, or the work was up.
     """
     near = _held(graph, choices, is_free)
     pool.clock.spend(_NODE * len(graph.nodes))
-    search = Search(near, gap, pool.clock.spent + MOST_WORK, pool)
+    cost = graph.cost(choices) if below is None else below
+    search = Search(near, gap, pool.clock.spent + MOST_WORK, pool, cutoff=cost)
     search.raise_bound(0.0)
     try:
         WithinRows(search, rows, budget).run([choices])
     except Infeasible:
         return None
-    cost = graph.cost(choices)
-    return search.choices if search.cost < cost - gap * abs(cost) else None
+    worth = cost if cost == inf else cost - gap * abs(cost)
+    return search.choices if search.cost < worth else None
 
 
 def _held(

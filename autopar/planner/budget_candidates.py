@@ -42,11 +42,12 @@ from ..methods.restrictions import Restriction
 from ..methods.zero_restriction import split_state, within_groups
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
+from .budget_search import BUDGET_GAP
 from .even_share import is_long
 from .intra_op import IntraOpSolution, plan_intra_op
 from .least_inputs import least_input_bytes
 from .memory_users import infeasible_error
-from .plan_within import BUDGET_GAP, plan_least_memory, plan_within_binding
+from .plan_within import plan_least_memory, plan_within_binding
 from .search_work import SearchWork
 
 FAR = 1.05  # times the budget, the least found

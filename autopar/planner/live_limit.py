@@ -34,3 +34,8 @@ class LiveLimit:
         """Half way to what was too much."""
         self._low = self.bytes
         self.bytes = (self._low + self._high) // 2
+
+    def start_at(self, live_bytes: int) -> None:
+        """Goes on from what is live of a plan that fits."""
+        self.bytes, self._low = live_bytes, 0
+        self._high = max(self._high, live_bytes)

@@ -27,6 +27,7 @@ from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import OpGraph
 from ..plans.explain import format_seconds
 from ..sharding.mesh import MeshShape
+from .budget_search import BUDGET_GAP
 from .intra_op import IntraOpSolution
 from .mesh_shapes import (
     MAX_AXES,
@@ -35,7 +36,6 @@ from .mesh_shapes import (
     mesh_shapes,
     neighbours,
 )
-from .plan_within import BUDGET_GAP
 from .search_work import SearchWork
 from .strategies import SLICING, total_flops
 

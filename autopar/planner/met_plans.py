@@ -177,6 +177,10 @@ class MetPlans:
         """Seconds of work until the limit, at least 0."""
         return self._work.left
 
+    def leave_work(self, seconds: float) -> None:
+        """Leaves so much work of what is left, and none to what shares its limit."""
+        self.clock.spend(max(self.work_left - seconds, 0.0))
+
     def give_up(self) -> None:
         """Leaves no work, to this search or what shares its limit."""
         self._work.give_up()

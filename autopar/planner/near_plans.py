@@ -9,6 +9,7 @@ does not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -44,15 +45,51 @@ def improve_near(
     return search.best
 
 
+class RowsNear:
+    """Rows by which plans near one are looked for.
+
+    Its own, and those of plans refused, which say no more of it than the model does.
+    """
+
+    def __init__(self, met: MetPlans, base: MetPlan) -> None:
+        self.met = met
+        self.refused: list[tuple[MemoryRow, MetPlan]] = []
+        self.move(base)
+
+    def move(self, base: MetPlan) -> None:
+        """Goes on near another plan."""
+        self.base, self.own = base, self.met.own_rows(base)
+
+    def refuse(self, found: MetPlan, limit_bytes: float) -> None:
+        """Keeps what rows of a plan say above a limit."""
+        rows = self.met.own_rows(found)
+        broken = [row for row in rows if row.used(found.choices) > limit_bytes]
+        self.refused += [(row, found) for row in broken]
+        self.refused = self.refused[-MOST_REFUSED:]
+
+    def rows(self, limit_bytes: float) -> list[MemoryRow]:
+        """All rows; none puts the plan above the limit, if no more of it is live."""
+        own, most = self.base.choices, float(self.base.live_bytes)
+        sizes, limit_bytes = self.met.problem.choice_graph.sizes, max(limit_bytes, most)
+        return [
+            *self.own,
+            *(
+                row
+                if row.used(own) <= limit_bytes
+                else lowered(row, other.choices, own, most, sizes)
+                for row, other in self.refused
+            ),
+        ]
+
+
 class _NearSearch:
     def __init__(self, met: MetPlans, limit_bytes: int, best: MetPlan) -> None:
         self.met, self.limit_bytes, self.best = met, limit_bytes, best
         self.graph = met.problem.choice_graph
         self.around = Neighbourhoods(self.graph)
         self.pool = ArrayPool(met.clock)
-        self.own = met.own_rows(best)
+        self.near = RowsNear(met, best)
         self.bound = met.bound(limit_bytes, best)
-        self.refused: list[tuple[MemoryRow, MetPlan]] = []
         self.until = met.clock.spent + PART_OF_WORK * met.work_left
 
     def run(self, gap: float, most_in_vain: int) -> None:
@@ -69,40 +106,29 @@ class _NearSearch:
         return is_late or self.bound >= (1 - gap) * self.best.assignment.cost
 
     def _improve(self, is_free: np.ndarray) -> bool:
+        limit = self.limit_bytes
         for _ in range(MOST_ASKED):
             choices = best_near(
-                *(self.graph, self.best.choices, is_free, self._rows()),
-                *(float(self.limit_bytes),),
+                *(self.graph, self.best.choices, is_free, self.near.rows(limit)),
+                *(float(limit),),
                 gap=NEAR_GAP,
                 pool=self.pool,
             )
             if choices is None:
                 return False
-            self.met.clock.spend(ASKED_VERTEX * len(choices))
-            found = self.met.look_at(replace(self.met.free, choices=choices))
+            found = ask(self.met, choices)
             if found.assignment.cost >= self.best.assignment.cost:
                 return False
-            if found.live_bytes <= self.limit_bytes:
+            if found.live_bytes <= limit:
                 self.best = self.met.take(found)
-                self.own = self.met.own_rows(found)
-                self.bound = self.met.bound(self.limit_bytes, found)
+                self.near.move(found)
+                self.bound = self.met.bound(limit, found)
                 return True
-            rows = self.met.own_rows(found)
-            broken = [r for r in rows if r.used(found.choices) > self.limit_bytes]
-            self.refused += [(row, found) for row in broken]
-            self.refused = self.refused[-MOST_REFUSED:]
+            self.near.refuse(found, limit)
         return False
 
-    def _rows(self) -> list[MemoryRow]:
-        """The best plan's own, and those of plans that do not fit, lowered by it."""
-        own, most = self.best.choices, float(self.best.live_bytes)
-        sizes = self.graph.sizes
-        return [
-            *self.own,
-            *(
-                row
-                if row.used(own) <= self.limit_bytes
-                else lowered(row, other.choices, own, most, sizes)
-                for row, other in self.refused
-            ),
-        ]
+
+def ask(met: MetPlans, choices: Sequence[int]) -> MetPlan:
+    """What the model says of a plan, which is not met yet."""
+    met.clock.spend(ASKED_VERTEX * len(choices))
+    return met.look_at(replace(met.free, choices=tuple(choices)))

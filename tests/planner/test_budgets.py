@@ -18,11 +18,16 @@ from autopar.graph.op_graph import OpGraph
 from autopar.methods.gather_again import gathering_again
 from autopar.methods.named_methods import Zero, restriction_of
 from autopar.methods.restrictions import Limit, restrict
-from autopar.planner import budget_candidates, least_memory, met_plans, search_work
-from autopar.planner import plan_within as plan_within_module
+from autopar.planner import (
+    budget_candidates,
+    budget_search,
+    least_memory,
+    met_plans,
+    search_work,
+)
 from autopar.planner.budget_candidates import BudgetCandidates
 from autopar.planner.intra_op import IntraOpSolution, plan_intra_op, read_plan
-from autopar.planner.plan_within import BUDGET_GAP, plan_within, plan_within_binding
+from autopar.planner.plan_within import plan_within, plan_within_binding
 from autopar.planner.planning import roles_of
 from autopar.planner.program_points import memory_rows
 from autopar.planner.relay_choices import lasting_tensors, without_needless_copies
@@ -69,7 +74,7 @@ def test_a_binding_budget_is_met_within_the_gap(fraction: float) -> None:
     found = within(fraction)
     budget = fraction * free().plan.predicted.peak_bytes
     assert found.plan.predicted.peak_bytes <= budget
-    assert found.plan.predicted.optimality_gap <= BUDGET_GAP
+    assert found.plan.predicted.optimality_gap <= budget_search.BUDGET_GAP
     assert found.assignment.bound >= free().assignment.bound * (1 - 1e-3)
     assert found.assignment.cost >= free().assignment.cost * (1 - 1e-4)
 
@@ -113,7 +118,7 @@ def test_copies_of_many_slices_of_a_loop_are_foreseen_together() -> None:
     budget = 1_321_462  # 0.8 of what the free plan compiles to
     found = plan_within_binding(graph, MESH, Cluster.local(), budget)
     assert found.plan.predicted.peak_bytes <= budget
-    assert found.plan.predicted.optimality_gap <= BUDGET_GAP
+    assert found.plan.predicted.optimality_gap <= budget_search.BUDGET_GAP
 
 
 def test_a_copy_in_the_spec_it_lies_in_is_no_copy() -> None:
@@ -196,7 +201,7 @@ def test_a_search_at_its_limit_of_work_has_a_gap_and_says_so(
     )
     assert first.assignment.choices == again.assignment.choices
     assert first.plan.predicted.peak_bytes <= budget
-    assert first.plan.predicted.optimality_gap > BUDGET_GAP
+    assert first.plan.predicted.optimality_gap > budget_search.BUDGET_GAP
     assert f"within {budget} B a device ended at its limit of work" in caplog.text
 
 
@@ -222,7 +227,7 @@ def test_a_bound_at_the_cutoff_ends_a_search_once_a_plan_fits() -> None:
     ended = plan_within_binding(*place, starts=starts(), cutoff=cutoff)
     assert ended.plan.predicted.peak_bytes <= budget
     assert cutoff <= ended.assignment.bound
-    assert ended.assignment.gap > BUDGET_GAP
+    assert ended.assignment.gap > budget_search.BUDGET_GAP
 
 
 def test_a_search_that_gains_nothing_ends_at_half_its_work(
@@ -230,14 +235,13 @@ def test_a_search_that_gains_nothing_ends_at_half_its_work(
 ) -> None:
     budget = int(0.7 * free().plan.predicted.peak_bytes)
     place = gpt(), MESH, Cluster.local(), budget
-    wanted = 1e-3
-    monkeypatch.setattr(plan_within_module, "BUDGET_GAP", wanted)
-    monkeypatch.setattr(plan_within_module, "WORTH_A_ROUND", 1.0)
+    monkeypatch.setattr(budget_search, "BUDGET_GAP", 1e-3)
+    monkeypatch.setattr(budget_search, "WORTH_A_ROUND", 1.0)
     work = search_work.SearchWork(100.0)
     work.clock.spend(51.0)
     found = plan_within_binding(*place, starts=starts(), work=work)
     assert found.plan.predicted.peak_bytes <= budget
-    assert found.assignment.gap > wanted
+    assert found.assignment.gap > budget_search.BUDGET_GAP
     assert work.left == 0  # for methods
     assert f"within {budget} B a device ended in vain" in caplog.text
 
@@ -290,7 +294,7 @@ def test_far_below_the_least_the_search_ends_early_and_what_it_names_is_planned(
         steps.append(found.num_steps)
         return found
 
-    monkeypatch.setattr(plan_within_module, "least_memory", least)
+    monkeypatch.setattr(budget_search, "least_memory", least)
     monkeypatch.setattr(least_memory, "FAR_WORK", 0.0)
     too_little = 1_000
     with pytest.raises(autopar.InfeasiblePlanError) as raised:

@@ -31,3 +31,13 @@ def test_it_is_settled_once_both_ends_meet() -> None:
     limit.lower(live_bytes=1000, peak_bytes=1003)
     limit.raise_again()
     assert limit.is_settled
+
+
+def test_it_goes_on_from_a_plan_that_fits() -> None:
+    limit = LiveLimit(1000)
+    limit.lower(live_bytes=990, peak_bytes=1100)
+    limit.raise_again()
+    limit.start_at(930)
+    assert limit.bytes == 930 and not limit.is_settled
+    limit.raise_again()
+    assert limit.bytes == 960

@@ -11,8 +11,8 @@ from autopar.graph.op_graph import OpGraph
 from autopar.methods.named_methods import Zero, restriction_of
 from autopar.methods.restrictions import restrict
 from autopar.planner import mixed_plans
+from autopar.planner.budget_search import BudgetSearch
 from autopar.planner.met_plans import FAR_OFF, MetPlans
-from autopar.planner.plan_within import _WithinBudget
 from autopar.planner.planning import roles_of
 from autopar.planner.sharding_problem import ShardingProblem, build_problem
 from autopar.sharding.mesh import parse_mesh
@@ -107,7 +107,7 @@ def test_rounds_forget_a_bound_of_rows_that_they_lower(
     budget = met_plans(0).see(zero).live_bytes
     met = met_plans(budget)
     met.meet_start(zero)
-    within = _WithinBudget(resnet_graph(), MESH, CLUSTER, None, (), budget, 0.0)
+    within = BudgetSearch(resnet_graph(), MESH, CLUSTER, None, (), budget, 0.0)
     met._proved.add((1 + within.gap) * within.free.cost, budget, met.rows)
     within.bound = met.bound(budget)
     assert within.bound > within.free.cost

@@ -7,7 +7,7 @@ import pytest
 
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.brute_force import brute_force
-from autopar.solver.choice_graph import ChoiceGraph, Node
+from autopar.solver.choice_graph import ChoiceGraph, Infeasible, Node
 from autopar.solver.clock import Clock
 from autopar.solver.memory_rows import live_row
 from autopar.solver.near import Neighbourhoods, best_near
@@ -20,13 +20,13 @@ def instance(seed: int) -> ChoiceGraph:
 
 
 def any_that_fits(
-    graph: ChoiceGraph, rng: np.random.Generator
+    graph: ChoiceGraph, rng: np.random.Generator, *, fits: bool = True
 ) -> tuple[int, ...] | None:
     every = list(np.ndindex(*(node.costs.size for node in graph.nodes)))
     fitting = [
         each
         for each in every
-        if graph.is_within_budget(each) and graph.cost(each) < np.inf
+        if graph.is_within_budget(each) == fits and graph.cost(each) < np.inf
     ]
     return tuple(map(int, rng.choice(fitting))) if fitting else None
 
@@ -66,6 +66,32 @@ def test_what_is_found_near_is_the_best_there() -> None:
         assert graph.is_within_budget(found), seed
         assert all(free[v] or found[v] == start[v] for v in range(len(start))), seed
     assert num_found >= 30
+
+
+def test_near_what_does_not_fit_the_best_that_does_is_found() -> None:
+    num_found = 0
+    for seed in range(60):
+        graph, rng = instance(seed), np.random.default_rng(seed)
+        start = any_that_fits(graph, rng, fits=False)
+        free = rng.random(len(graph.nodes)) < 0.8
+        if start is None:
+            continue
+        assert graph.budget is not None
+        rows = [live_row(graph, live) for live in range(len(graph.live_sets))]
+        place = graph, start, free, rows, graph.budget
+        told = {"gap": 1e-6, "pool": ArrayPool(Clock())}
+        found = best_near(*place, **told, below=np.inf)
+        try:
+            best = brute_force(held(graph, start, free))
+        except Infeasible:
+            assert found is None, seed
+            continue
+        assert found is not None, seed
+        assert graph.cost(found) == pytest.approx(best.cost), seed
+        assert graph.is_within_budget(found), seed
+        assert best_near(*place, **told, below=best.cost) is None, seed
+        num_found += 1
+    assert num_found >= 15
 
 
 def test_a_neighbourhood_is_what_edges_reach_first() -> None:

@@ -1,0 +1,373 @@
+"""The search for the cheapest plan of one problem within a budget that binds.
+
+The solver's rows of memory and a plan's own figure (`met_plans.py`) are brought
+together in rounds, first with a wide gap, then with a narrow one:
+
+  1. solve within the rows; stop if the plan fits by its own figure
+  2. add the plan's own points as rows (lazily: few of all points ever matter)
+  3. lower what a row says, where the model says less of a plan that was met
+
+Where a gap is left, plans that solutions came by and rows put a little above the budget
+are looked at, mixtures (`mixed_plans.py`), and plans near the best. Where rows leave
+nothing, but a plan far from all that brought them fits, they are lowered by it, too.
+Rows see what is live. The compiler needs more where lives cross (`costs/packing.py`):
+then plans near are looked for that fit (`packed_plans.py`), the bound is raised to what
+they cost less the gap if it can be, less may be live (`live_limit.py`), and rounds go
+on with all that was met.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from time import perf_counter
+
+from autopar.solver.assignment import Assignment
+from autopar.solver.choice_graph import Infeasible
+from autopar.solver.solve import solve
+
+from ..clusters.cluster import Cluster
+from ..graph.op_graph import OpGraph
+from ..methods.restrictions import Limit, demanded_orders, restrict
+from ..plans.explain import format_seconds
+from ..sharding.mesh import MeshShape
+from ..sharding.pins import Pin
+from ..sharding.resharding import Resharder
+from .even_share import is_long
+from .intra_op import IntraOpSolution
+from .least_memory import LeastMemory, least_memory
+from .live_limit import LiveLimit
+from .memory_users import infeasible_error
+from .met_plans import MetPlan, MetPlans
+from .mixed_plans import meet_mixtures
+from .near_plans import improve_near
+from .packed_plans import fit_packed
+from .search_work import SearchWork
+from .sharding_problem import build_problem
+
+BUDGET_GAP = 1e-2
+WIDE_GAP, TIGHT_GAP = 3e-2, 2e-3
+MOST_ROUNDS = 8  # with each gap
+MARGINS = (0.97, 0.93, 0.88)  # of what may be live, once rounds are used up
+MOST_PACKED = 4  # times that what may be live is set
+BRIEF = 0.25  # of the work left, to search with less that may be live
+WORTH_A_ROUND = 2e-3  # of the gap, once half the work is spent
+WORTH_A_TURN = 0.03  # of the budget
+WORTH_SOLVING_AGAIN = 0.005  # of the budget, by which a row was lowered
+WORTH_AIMING_AT = 0.02  # of the budget, by which a plan was above it
+FREE_ROUNDS, MOST_AIMED = 2, 0.03
+MOST_LOOKED_AT, FEW_LOOKED_AT = 32, 8  # of what solutions left
+MOST_NEAR, FEW_NEAR = 16, 4  # neighbourhoods in vain; few if another plan is to beat
+_log = logging.getLogger("autopar")
+
+
+class BudgetSearch:
+    def __init__(
+        self,
+        graph: OpGraph,
+        mesh: MeshShape,
+        cluster: Cluster,
+        pins: Mapping[int, Pin] | None,
+        restrictions: Sequence[Limit],
+        budget_bytes: int,
+        gap: float,
+        cutoff: float = math.inf,
+    ) -> None:
+        resharder = Resharder(mesh, cluster)
+        place = graph, mesh, cluster, resharder
+        orders = demanded_orders(restrictions)
+        problem = build_problem(*place, pins, counts_memory=True, demanded=orders)
+        problem = restrict(problem, restrictions, cluster)
+        self.place = problem, cluster, resharder
+        self.budget_bytes, self.gap = budget_bytes, max(gap, BUDGET_GAP)
+        self.live_limit = LiveLimit(budget_bytes)
+        self.cutoff = cutoff
+        self.free = solve(problem.choice_graph, gap=BUDGET_GAP / 10)
+        self.bound, self.is_ruled_out = self.free.bound, False
+        self.is_in_vain = False
+        self.starts: Sequence[Assignment] = ()
+        self.looked_near: MetPlan | None = None
+
+    def run(
+        self,
+        finds_least: bool,
+        starts: Sequence[Limit | Assignment] = (),
+        work: SearchWork | None = None,
+    ) -> IntraOpSolution:
+        start, budget = perf_counter(), self.budget_bytes
+        worth = WORTH_A_TURN * budget
+        met = MetPlans(*self.place, self.free, worth, work, budget)
+        self.starts = [each for limit in starts if (each := self._limited(limit))]
+        self._meet_starts(met)
+        met.admit_within(self.limit_bytes)
+        self._tell_first(met)
+        self._narrow(met)
+        if met.fitting(budget) is None and finds_least:
+            self._meet_least(met)
+        best = met.fitting(budget)
+        if best is None:
+            raise infeasible_error(met.least().profile, budget)
+        solution = self.solution(best, met.bound(budget, best))
+        is_cut = met.work_left <= 0 or self.is_in_vain
+        if is_cut and not (self._is_closed(met) or self._is_near(met)):
+            _log.warning(
+                "The search for a plan within %d B a device ended %s: the plan has a "
+                "gap of %.2f%%%s.",
+                budget,
+                "in vain" if self.is_in_vain else "at its limit of work",
+                100 * solution.assignment.gap,
+                " and depends on the machine" * met.clock.is_late,
+            )
+        _log.info(
+            "%s: %d plans met, %d rows of memory, gap %.2f%%, %.1f s",
+            *(self.place[0].graph.name, len(met.plans), len(met.rows)),
+            *(100 * solution.assignment.gap, perf_counter() - start),
+        )
+        return solution
+
+    @property
+    def limit_bytes(self) -> int:
+        """What may be live at once."""
+        return self.live_limit.bytes
+
+    def _narrow(self, met: MetPlans) -> None:
+        """Searches with less that may be live, until what is found fits packed.
+
+        Not for long once a plan fits that is not far from its bound.
+        """
+        is_brief = False
+        for _ in range(MOST_PACKED):
+            self._search(met)
+            self._fit_packed(met)
+            if self._is_near(met) or not met.work_left:
+                return
+            if not is_brief and self._gap(met) <= WIDE_GAP:
+                is_brief = True
+                met.leave_work(BRIEF * met.work_left)
+            self._move_limit(met)
+            if self.live_limit.is_settled:
+                return
+
+    def _search(self, met: MetPlans) -> None:
+        """Meets the cheapest plans of which no more is live than may be."""
+        self._solve_in_rounds(met, WIDE_GAP)
+        self._look_through(met)
+        if met.cheapest(self.limit_bytes) is not None and not self._is_closed(met):
+            self._improve_near(met)
+            self._solve_in_rounds(met, self.gap)
+            self._look_through(met)
+            self._improve_near(met)
+        is_over = self.is_ruled_out or self._is_closed(met)
+        if met.cheapest(self.limit_bytes) is None and not is_over:
+            self._solve_with_margins(met)
+
+    def _fit_packed(self, met: MetPlans) -> None:
+        """Meets plans near the cheapest that fit, and raises the bound to them.
+
+        No bound is above a plan of which no more is live, whatever it needs packed.
+        """
+        if met.work_left <= 0:
+            return
+        budget = self.budget_bytes
+        best = fit_packed(met, self.limit_bytes, budget, self.gap)
+        live = met.cheapest(budget)
+        if best is None or live is None:
+            return
+        wanted = (1 - self.gap) * best.assignment.cost
+        wanted = min(wanted, (1 - TIGHT_GAP) * live.assignment.cost)
+        if met.bound(budget, best) >= wanted:
+            return
+        try:
+            gap = 1 - wanted / live.assignment.cost
+            met.solve(budget, gap, cutoff=wanted)
+        except Infeasible:  # by rows that say a little more of plans met
+            return
+        met.lower_refuted()
+
+    def _move_limit(self, met: MetPlans) -> None:
+        """Down if the plan found needs more than is live, else up again."""
+        found, limit = met.cheapest(self.limit_bytes), self.live_limit
+        if found is not None and found.peak_bytes > self.budget_bytes:
+            met.add_rows(found)
+            limit.lower(found.live_bytes, found.peak_bytes)
+            _log.info(
+                "%s: %d B are live, but take %d B; planning again for %d B live",
+                self.place[0].graph.name,
+                *(found.live_bytes, found.peak_bytes, limit.bytes),
+            )
+        else:
+            limit.raise_again()
+        self._take_limit(met)
+
+    def _take_limit(self, met: MetPlans) -> None:
+        met.limit_bytes = self.limit_bytes
+        self.bound, self.is_ruled_out = met.bound(self.limit_bytes), False
+
+    def _meet_least(self, met: MetPlans) -> None:
+        """Meets the plan of the least memory, and cheaper ones near it.
+
+        Raises:
+          InfeasiblePlanError: it does not fit.
+        """
+        least = self.least_found(self.budget_bytes)
+        if least.found.peak_bytes > self.budget_bytes:
+            raise least.error(self.budget_bytes)
+        met.meet_start(least.found.assignment)
+        met.admit_within(self.budget_bytes)
+        self.live_limit.start_at(least.found.live_bytes)
+        self._take_limit(met)
+        self._narrow(met)
+
+    def _is_near(self, met: MetPlans) -> bool:
+        """Whether a plan fits, and the bound of all that may closes its gap."""
+        return self._gap(met) <= self.gap
+
+    def _gap(self, met: MetPlans) -> float:
+        """That of the cheapest plan that fits, to the bound of all that may."""
+        best = met.fitting(self.budget_bytes)
+        if best is None:
+            return math.inf
+        return 1 - met.bound(self.budget_bytes, best) / best.assignment.cost
+
+    def _tell_first(self, met: MetPlans) -> None:
+        best, name = met.fitting(self.budget_bytes), self.place[0].graph.name
+        if best is not None and is_long(self.place[0].graph):
+            cost = best.assignment.cost
+            gap = 100 * (cost / self.bound - 1)
+            seconds = format_seconds(cost)
+            _log.info("%s: a plan of %s fits, gap %.2f%%", name, seconds, gap)
+
+    def _limited(self, limit: Limit | Assignment) -> Assignment | None:
+        """The cheapest plan that a limit leaves, if it is one of the problem."""
+        if isinstance(limit, Assignment):
+            return limit
+        problem, cluster, _ = self.place
+        try:
+            limited = restrict(problem, (limit,), cluster).choice_graph
+            found = solve(limited, gap=BUDGET_GAP / 10)
+        except (Infeasible, ValueError) as error:  # a pin says otherwise
+            _log.info("%s: %s", limit, error)
+            return None
+        return found if problem.choice_graph.cost(found.choices) < math.inf else None
+
+    def _meet_starts(self, met: MetPlans) -> None:
+        for found in self.starts:
+            met.meet_start(found)
+
+    def _solve_in_rounds(self, met: MetPlans, gap: float) -> bool:
+        """Adds rows until the solver's plan fits; not if nothing fits the rows.
+
+        Where rows say a little less of a plan than the model does, the next one is
+        aimed that much below the budget.
+        """
+        limit = aim = self.limit_bytes
+        for number in range(MOST_ROUNDS):
+            if met.work_left <= 0 or self.is_in_vain:
+                break
+            before = self._open_gap(met)
+            try:
+                found = met.solve(limit, gap, aim, self._enough(met))
+            except Infeasible:
+                if met.cheapest(limit) is not None and met.admit_far():
+                    self.bound = met.bound(limit)
+                    continue
+                self.is_ruled_out = True
+                return False
+            by, beyond = met.lower_refuted(), found.live_bytes - limit
+            self.bound = met.bound(limit)
+            if beyond <= 0:
+                self._improve_near(met)
+            if self._is_closed(met):
+                return True
+            may_end = gap <= self.gap and met.work_left < met.most_work / 2
+            is_stuck = before - self._open_gap(met) < WORTH_A_ROUND
+            if may_end and beyond <= 0 and is_stuck and self._is_packed(met):
+                self.is_in_vain = True
+                met.give_up()
+            if beyond > 0:
+                meet_mixtures(met, found, limit)
+                self.bound = met.bound(limit)
+                met.add_rows(found)
+                if number >= FREE_ROUNDS or beyond <= WORTH_AIMING_AT * limit:
+                    aim -= min(beyond, MOST_AIMED * limit)
+            elif gap > self.gap or by <= WORTH_SOLVING_AGAIN * limit:
+                return True
+        return met.cheapest(limit) is not None
+
+    def _is_packed(self, met: MetPlans) -> bool:
+        """Whether the cheapest plan of which no more is live fits, too."""
+        best = met.cheapest(self.limit_bytes)
+        return best is not None and best.peak_bytes <= self.budget_bytes
+
+    def _look_through(self, met: MetPlans) -> None:
+        """Takes a cheaper plan that rows put above the budget, if it fits."""
+        if self._is_closed(met):
+            return
+        most = FEW_LOOKED_AT if is_long(self.place[0].graph) else MOST_LOOKED_AT
+        if met.look_through(self.limit_bytes, most):
+            self.bound = met.bound(self.limit_bytes)
+
+    def _improve_near(self, met: MetPlans) -> None:
+        """Takes cheaper plans near the best, where it leaves a gap and is new."""
+        best = met.cheapest(self.limit_bytes)
+        if best is None or best is self.looked_near:
+            return
+        if self._open_gap(met) <= self.gap:
+            return
+        tries = MOST_NEAR if self.cutoff == math.inf else FEW_NEAR
+        self.looked_near = improve_near(met, self.limit_bytes, self.gap, tries)
+        if self.looked_near is not best:
+            self.bound = met.bound(self.limit_bytes)
+
+    def _open_gap(self, met: MetPlans) -> float:
+        best = met.cheapest(self.limit_bytes)
+        return math.inf if best is None else 1 - self.bound / best.assignment.cost
+
+    def _enough(self, met: MetPlans) -> float:
+        """The bound that ends the search where a plan fits: its gap's, or a cutoff.
+
+        Nor is more wanted once no plan of which as little is live is cheaper than one
+        that fits packed.
+        """
+        best, fitting = met.cheapest(self.limit_bytes), met.fitting(self.budget_bytes)
+        enough = math.inf if best is None and fitting is None else self.cutoff
+        if best is not None:
+            enough = min(enough, (1 - self.gap) * best.assignment.cost)
+        if fitting is not None:
+            enough = min(enough, (1 - TIGHT_GAP) * fitting.assignment.cost)
+        return enough
+
+    def _is_closed(self, met: MetPlans) -> bool:
+        """Whether a plan was met that fits, and the bound is enough."""
+        return self.bound >= self._enough(met)
+
+    def _solve_with_margins(self, met: MetPlans) -> None:
+        """Leaves room for points that were not met; the bound stays."""
+        limit = self.limit_bytes
+        for margin in MARGINS:
+            try:
+                found = met.solve(limit, WIDE_GAP, margin * limit)
+            except Infeasible:
+                return
+            if found.live_bytes <= limit:
+                return
+
+    def least_found(self, enough_bytes: int) -> LeastMemory:
+        """The plan of the least memory, or one that holds no more than is enough.
+
+        It starts anew, and so goes the same way whatever the budget.
+        """
+        met = MetPlans(*self.place, self.free, 0.0)
+        self._meet_starts(met)
+        return least_memory(met, enough_bytes)
+
+    def solution(self, found: MetPlan, bound: float) -> IntraOpSolution:
+        """With the gap against the bound of the problem at the full budget."""
+        bound = min(bound, found.assignment.cost)
+        peak = float(found.peak_bytes)
+        assignment = replace(found.assignment, bound=bound, peak_bytes=peak)
+        plan = found.profile.plan
+        predicted = replace(plan.predicted, optimality_gap=float(assignment.gap))
+        return IntraOpSolution(replace(plan, predicted=predicted), assignment)

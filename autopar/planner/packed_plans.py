@@ -1,0 +1,127 @@
+"""Plans that fit packed, near a cheap one of which no more is live than may be.
+
+The compiler leaves gaps where lives cross, so that such a plan may need more than is
+live of it (`costs/packing.py`). How much more changes with every size and order, but
+most plans near it leave gaps alike. So of those plans the cheapest are asked for of
+which so much less is live, around vertices that hold more than they must where the most
+is live, until one fits by what the model says.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from autopar.solver.array_pool import ArrayPool
+from autopar.solver.near import Neighbourhoods, best_near
+
+from .met_plans import MetPlan, MetPlans
+from .near_plans import MOST_ASKED, MOST_NODES, NEAR_GAP, PART_OF_WORK, RowsNear, ask
+
+SIZES = 100, 200  # vertices around each of two that may be split otherwise
+MOST_IN_VAIN = 8
+AS_CHEAP = 1e-5  # of the cost, within which a plan that needs less is gone on from
+
+
+def fit_packed(
+    met: MetPlans, limit_bytes: int, budget_bytes: int, gap: float
+) -> MetPlan | None:
+    """Meets plans that need no more than a budget; the cheapest that does then.
+
+    They are near the cheapest plan met of which at most `limit_bytes` are live. A
+    relative gap to the bound within the budget ends it.
+    """
+    base = met.cheapest(limit_bytes)
+    is_large = len(met.problem.choice_graph.nodes) > MOST_NODES
+    if base is None or base.peak_bytes <= budget_bytes or is_large:
+        return met.fitting(budget_bytes)
+    search = _PackedSearch(met, base, budget_bytes)
+    search.run(gap)
+    if search.best is not None:
+        search.near.move(search.best)
+        search.run(gap)
+    return search.best
+
+
+class _PackedSearch:
+    def __init__(self, met: MetPlans, base: MetPlan, budget_bytes: int) -> None:
+        self.met, self.budget_bytes = met, budget_bytes
+        self.best = met.fitting(budget_bytes)
+        self.graph = met.problem.choice_graph
+        self.around = Neighbourhoods(self.graph)
+        self.pool = ArrayPool(met.clock)
+        self.near = RowsNear(met, base)
+        self.until = met.clock.spent + PART_OF_WORK * met.work_left
+
+    @property
+    def aim_bytes(self) -> int:
+        """What may be live of a plan that leaves gaps as the one does that is near."""
+        base = self.near.base
+        return base.live_bytes - (base.peak_bytes - self.budget_bytes)
+
+    @property
+    def below(self) -> float:
+        """Seconds of the cheapest plan known that fits."""
+        return math.inf if self.best is None else self.best.assignment.cost
+
+    def run(self, gap: float) -> None:
+        """Tries one neighbourhood after the other."""
+        random, num_in_vain, number = np.random.default_rng(0), 0, 0
+        likely = self._likely()
+        while num_in_vain < MOST_IN_VAIN and likely.any() and not self._is_over(gap):
+            size, number = SIZES[number % len(SIZES)], number + 1
+            seeds = random.choice(len(likely), 2, p=likely / likely.sum()).tolist()
+            is_free = np.any([self.around.around(each, size) for each in seeds], axis=0)
+            base = self.near.base
+            num_in_vain = 0 if self._improve(is_free) else num_in_vain + 1
+            if self.near.base is not base:
+                likely = self._likely()
+
+    def _is_over(self, gap: float) -> bool:
+        if self.met.clock.now() >= self.until:
+            return True
+        bound = self.met.bound(self.budget_bytes, self.best)
+        return bound >= (1 - gap) * self.below
+
+    def _likely(self) -> np.ndarray:
+        """[vertices] the most bytes that each could save where too much is live.
+
+        Where that is nowhere, all are alike.
+        """
+        own, saved = self.near.base.choices, np.zeros(len(self.graph.nodes))
+        for row in self.near.own:
+            if row.used(own) > self.aim_bytes:
+                for node, weights in zip(row.nodes, row.weights, strict=True):
+                    less = float(weights[own[node]] - weights.min())
+                    saved[node] = max(saved[node], less)
+        return (saved if saved.any() else 1.0) * self.around.is_open
+
+    def _improve(self, is_free: np.ndarray) -> bool:
+        """Whether a cheaper plan was found that fits, or one to go on from."""
+        for _ in range(MOST_ASKED):
+            base, aim = self.near.base, self.aim_bytes
+            choices = best_near(
+                *(self.graph, base.choices, is_free, self.near.rows(aim), float(aim)),
+                gap=NEAR_GAP,
+                pool=self.pool,
+                below=self.below,
+            )
+            if choices is None:
+                return False
+            found = ask(self.met, choices)
+            if found.assignment.cost >= self.below:
+                return False
+            if found.peak_bytes <= self.budget_bytes:
+                if base is self.best:
+                    self.near.move(found)
+                self.best = self.met.take(found)
+                return True
+            is_as_cheap = found.assignment.cost <= (1 + AS_CHEAP) * base.assignment.cost
+            if is_as_cheap and found.peak_bytes < base.peak_bytes:
+                self.near.move(found)
+                return True
+            if found.live_bytes <= aim:
+                return False
+            self.near.refuse(found, aim)
+        return False
