@@ -43,7 +43,7 @@ from .memory_users import infeasible_error
 from .met_plans import MetPlan, MetPlans
 from .mixed_plans import meet_mixtures
 from .near_plans import improve_near
-from .packed_plans import fit_packed
+from .packed_plans import fit_near
 from .search_work import SearchWork
 from .sharding_problem import build_problem
 
@@ -137,18 +137,20 @@ class BudgetSearch:
 
         Not for long once a plan fits that is not far from its bound.
         """
-        is_brief = False
         for _ in range(MOST_PACKED):
             self._search(met)
             self._fit_packed(met)
-            if self._is_near(met) or not met.work_left:
-                return
-            if not is_brief and self._gap(met) <= WIDE_GAP:
-                is_brief = True
-                met.leave_work(BRIEF * met.work_left)
+            if self._is_near(met) or self.is_in_vain or not met.work_left:
+                break
+            if not met.kept_back and self._gap(met) <= WIDE_GAP:
+                met.kept_back = (1 - BRIEF) * met.work_left
             self._move_limit(met)
             if self.live_limit.is_settled:
-                return
+                break
+        met.kept_back = 0.0
+        self._raise_bound(met)
+        if self.is_in_vain:
+            met.give_up()
 
     def _search(self, met: MetPlans) -> None:
         """Meets the cheapest plans of which no more is live than may be."""
@@ -164,20 +166,24 @@ class BudgetSearch:
             self._solve_with_margins(met)
 
     def _fit_packed(self, met: MetPlans) -> None:
-        """Meets plans near the cheapest that fit, and raises the bound to them.
+        """Meets plans near the cheapest that fit, and raises the bound to them."""
+        if met.work_left > 0:
+            base = met.cheapest(self.limit_bytes)
+            fit_near(met, base, self.budget_bytes, self.gap)
+            self._raise_bound(met)
 
-        No bound is above a plan of which no more is live, whatever it needs packed.
+    def _raise_bound(self, met: MetPlans) -> None:
+        """Raises the bound of all plans within the budget, as far as that is of use.
+
+        None is above a plan of which no more is live, whatever it needs packed.
         """
-        if met.work_left <= 0:
-            return
         budget = self.budget_bytes
-        best = fit_packed(met, self.limit_bytes, budget, self.gap)
-        live = met.cheapest(budget)
+        best, live = met.fitting(budget), met.cheapest(budget)
         if best is None or live is None:
             return
         wanted = (1 - self.gap) * best.assignment.cost
         wanted = min(wanted, (1 - TIGHT_GAP) * live.assignment.cost)
-        if met.bound(budget, best) >= wanted:
+        if met.work_left <= 0 or met.bound(budget, best) >= wanted:
             return
         try:
             gap = 1 - wanted / live.assignment.cost
@@ -285,7 +291,6 @@ class BudgetSearch:
             is_stuck = before - self._open_gap(met) < WORTH_A_ROUND
             if may_end and beyond <= 0 and is_stuck and self._is_packed(met):
                 self.is_in_vain = True
-                met.give_up()
             if beyond > 0:
                 meet_mixtures(met, found, limit)
                 self.bound = met.bound(limit)

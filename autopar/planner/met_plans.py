@@ -109,6 +109,7 @@ class MetPlans:
         self._priced = PricedPlans(problem.choice_graph, ArrayPool(self.clock))
         self._proved = ProvedBounds(self._priced)
         self._ports, self._ties = BarrierPorts(problem), RelayTies(problem)
+        self.kept_back = 0.0  # seconds of work
         self.plans: list[MetPlan] = []
         self._far: set[MetPlan] = set()  # which rows say too much of
         self._looked_at: set[tuple[int, ...]] = set()
@@ -174,12 +175,8 @@ class MetPlans:
 
     @property
     def work_left(self) -> float:
-        """Seconds of work until the limit, at least 0."""
-        return self._work.left
-
-    def leave_work(self, seconds: float) -> None:
-        """Leaves so much work of what is left, and none to what shares its limit."""
-        self.clock.spend(max(self.work_left - seconds, 0.0))
+        """Seconds of work until the limit, at least 0, without what is kept back."""
+        return max(self._work.left - self.kept_back, 0.0)
 
     def give_up(self) -> None:
         """Leaves no work, to this search or what shares its limit."""

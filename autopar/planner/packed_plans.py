@@ -21,24 +21,24 @@ from .near_plans import MOST_ASKED, MOST_NODES, NEAR_GAP, PART_OF_WORK, RowsNear
 
 SIZES = 100, 200  # vertices around each of two that may be split otherwise
 MOST_IN_VAIN = 8
+FAR = 0.06  # gap of a plan, whose neighbours are not worth asking for
 AS_CHEAP = 1e-5  # of the cost, within which a plan that needs less is gone on from
 
 
-def fit_packed(
-    met: MetPlans, limit_bytes: int, budget_bytes: int, gap: float
+def fit_near(
+    met: MetPlans, base: MetPlan | None, budget_bytes: int, gap: float
 ) -> MetPlan | None:
     """Meets plans that need no more than a budget; the cheapest that does then.
 
-    They are near the cheapest plan met of which at most `limit_bytes` are live. A
-    relative gap to the bound within the budget ends it.
+    They are near one that needs more, and then near the best. A relative gap to the
+    bound within the budget ends it.
     """
-    base = met.cheapest(limit_bytes)
     is_large = len(met.problem.choice_graph.nodes) > MOST_NODES
     if base is None or base.peak_bytes <= budget_bytes or is_large:
         return met.fitting(budget_bytes)
     search = _PackedSearch(met, base, budget_bytes)
     search.run(gap)
-    if search.best is not None:
+    if search.best is not None and search.gap <= FAR:
         search.near.move(search.best)
         search.run(gap)
     return search.best
@@ -65,6 +65,13 @@ class _PackedSearch:
         """Seconds of the cheapest plan known that fits."""
         return math.inf if self.best is None else self.best.assignment.cost
 
+    @property
+    def gap(self) -> float:
+        """That of the plan to the bound of all that fit."""
+        if self.best is None:
+            return math.inf
+        return 1 - self.met.bound(self.budget_bytes, self.best) / self.below
+
     def run(self, gap: float) -> None:
         """Tries one neighbourhood after the other."""
         random, num_in_vain, number = np.random.default_rng(0), 0, 0
@@ -79,10 +86,7 @@ class _PackedSearch:
                 likely = self._likely()
 
     def _is_over(self, gap: float) -> bool:
-        if self.met.clock.now() >= self.until:
-            return True
-        bound = self.met.bound(self.budget_bytes, self.best)
-        return bound >= (1 - gap) * self.below
+        return self.met.clock.now() >= self.until or self.gap <= gap
 
     def _likely(self) -> np.ndarray:
         """[vertices] the most bytes that each could save where too much is live.

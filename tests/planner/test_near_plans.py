@@ -6,7 +6,7 @@ import pytest
 
 from autopar.planner import packed_plans
 from autopar.planner.near_plans import improve_near
-from autopar.planner.packed_plans import fit_packed
+from autopar.planner.packed_plans import fit_near
 from tests.planner.test_met_plans import met_plans, resnet
 
 
@@ -31,12 +31,12 @@ def test_near_nothing_that_fits_nothing_is_found() -> None:
     assert len(met.plans) == 1
 
 
-def test_near_a_plan_that_needs_more_than_is_live_others_fit_packed() -> None:
+def test_near_a_plan_that_needs_more_than_is_live_others_fit() -> None:
     met = met_plans(math.inf)
     zero, above = met.see(resnet()[-1]), met.plans[0]
     budget = above.peak_bytes - 1
     assert zero.peak_bytes <= budget and above.live_bytes < above.peak_bytes
-    best = fit_packed(met, above.live_bytes, budget, 0.0)
+    best = fit_near(met, above, budget, 0.0)
     assert best is not None and best is met.fitting(budget)
     assert best.assignment.cost < 0.9 * zero.assignment.cost
     assert met.look_at(best.assignment).peak_bytes <= budget
@@ -45,7 +45,7 @@ def test_near_a_plan_that_needs_more_than_is_live_others_fit_packed() -> None:
 def test_a_plan_that_fits_packed_is_left_as_it_is() -> None:
     met = met_plans(math.inf)
     above = met.plans[0]
-    assert fit_packed(met, above.live_bytes, above.peak_bytes, 0.0) is above
+    assert fit_near(met, above, above.peak_bytes, 0.0) is above
     assert len(met.plans) == 1
 
 
@@ -55,5 +55,5 @@ def test_large_problems_are_not_searched_for_what_fits_packed(
     monkeypatch.setattr(packed_plans, "MOST_NODES", 0)
     met = met_plans(math.inf)
     above = met.plans[0]
-    assert fit_packed(met, above.live_bytes, above.peak_bytes - 1, 0.0) is None
+    assert fit_near(met, above, above.peak_bytes - 1, 0.0) is None
     assert len(met.plans) == 1
