@@ -169,7 +169,7 @@ class BudgetSearch:
         """Meets plans near the cheapest that fit, and raises the bound to them."""
         if met.work_left > 0:
             base = met.cheapest(self.limit_bytes)
-            fit_near(met, base, self.budget_bytes, self.gap)
+            fit_near(met, base, self.budget_bytes, self.gap, self.cutoff)
             self._raise_bound(met)
 
     def _raise_bound(self, met: MetPlans) -> None:
@@ -182,7 +182,7 @@ class BudgetSearch:
         if best is None or live is None:
             return
         wanted = (1 - self.gap) * best.assignment.cost
-        wanted = min(wanted, (1 - TIGHT_GAP) * live.assignment.cost)
+        wanted = min(wanted, (1 - TIGHT_GAP) * live.assignment.cost, self.cutoff)
         if met.work_left <= 0 or met.bound(budget, best) >= wanted:
             return
         try:
@@ -231,11 +231,12 @@ class BudgetSearch:
         return self._gap(met) <= self.gap
 
     def _gap(self, met: MetPlans) -> float:
-        """That of the cheapest plan that fits, to the bound of all that may."""
+        """Of the cheapest plan that fits to the bound of all; none at the cutoff."""
         best = met.fitting(self.budget_bytes)
         if best is None:
             return math.inf
-        return 1 - met.bound(self.budget_bytes, best) / best.assignment.cost
+        bound, cost = met.bound(self.budget_bytes, best), best.assignment.cost
+        return 0.0 if bound >= self.cutoff else 1 - bound / cost
 
     def _tell_first(self, met: MetPlans) -> None:
         best, name = met.fitting(self.budget_bytes), self.place[0].graph.name

@@ -26,17 +26,22 @@ AS_CHEAP = 1e-5  # of the cost, within which a plan that needs less is gone on f
 
 
 def fit_near(
-    met: MetPlans, base: MetPlan | None, budget_bytes: int, gap: float
+    met: MetPlans,
+    base: MetPlan | None,
+    budget_bytes: int,
+    gap: float,
+    cutoff: float = math.inf,
 ) -> MetPlan | None:
     """Meets plans that need no more than a budget; the cheapest that does then.
 
     They are near one that needs more, and then near the best. A relative gap to the
-    bound within the budget ends it.
+    bound within the budget ends it. Once one fits, others of `cutoff` seconds or more
+    are of no use.
     """
     is_large = len(met.problem.choice_graph.nodes) > MOST_NODES
     if base is None or base.peak_bytes <= budget_bytes or is_large:
         return met.fitting(budget_bytes)
-    search = _PackedSearch(met, base, budget_bytes)
+    search = _PackedSearch(met, base, budget_bytes, cutoff)
     search.run(gap)
     if search.best is not None and search.gap <= FAR:
         search.near.move(search.best)
@@ -45,8 +50,10 @@ def fit_near(
 
 
 class _PackedSearch:
-    def __init__(self, met: MetPlans, base: MetPlan, budget_bytes: int) -> None:
-        self.met, self.budget_bytes = met, budget_bytes
+    def __init__(
+        self, met: MetPlans, base: MetPlan, budget_bytes: int, cutoff: float
+    ) -> None:
+        self.met, self.budget_bytes, self.cutoff = met, budget_bytes, cutoff
         self.best = met.fitting(budget_bytes)
         self.graph = met.problem.choice_graph
         self.around = Neighbourhoods(self.graph)
@@ -62,12 +69,14 @@ class _PackedSearch:
 
     @property
     def below(self) -> float:
-        """Seconds of the cheapest plan known that fits."""
-        return math.inf if self.best is None else self.best.assignment.cost
+        """Seconds that a plan is to be below."""
+        if self.best is None:
+            return math.inf
+        return min(self.best.assignment.cost, self.cutoff)
 
     @property
     def gap(self) -> float:
-        """That of the plan to the bound of all that fit."""
+        """What a plan may save at most, by the bound of all that fit."""
         if self.best is None:
             return math.inf
         return 1 - self.met.bound(self.budget_bytes, self.best) / self.below

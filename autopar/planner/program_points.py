@@ -2,8 +2,8 @@
 
 The program points are those of a plan: the fullest of each stretch of its kernels, also
 inside of loops. What is live there under the plan is taken for every other assignment
-as well; a plan that peaks elsewhere brings points of its own (`plan_within.py`). Of the
-plan itself a row says exactly what the model of memory says (`costs/memory.py`).
+as well; a plan that peaks elsewhere brings points of its own (`budget_search.py`). Of
+the plan itself a row says exactly what the model of memory says (`costs/memory.py`).
 
 At a point a tensor is held by its writer from when it is made until it is copied, and
 by its relay while the copy is read; one that is read as it was made, under whatever

@@ -42,6 +42,13 @@ def test_near_a_plan_that_needs_more_than_is_live_others_fit() -> None:
     assert met.look_at(best.assignment).peak_bytes <= budget
 
 
+def test_once_a_plan_fits_none_above_the_cutoff_is_looked_for() -> None:
+    met = met_plans(math.inf)
+    zero, above = met.see(resnet()[-1]), met.plans[0]
+    place = met, above, above.peak_bytes - 1
+    assert fit_near(*place, 0.0, cutoff=above.assignment.cost) is zero
+
+
 def test_a_plan_that_fits_packed_is_left_as_it_is() -> None:
     met = met_plans(math.inf)
     above = met.plans[0]
