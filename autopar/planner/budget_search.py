@@ -64,6 +64,12 @@ _log = logging.getLogger("autopar")
 
 
 class BudgetSearch:
+    """One problem within `budget_bytes` a device.
+
+    It ends at a relative `gap` to the bound, but at least `BUDGET_GAP`, or, once a plan
+    fits, at a bound of `cutoff` seconds.
+    """
+
     def __init__(
         self,
         graph: OpGraph,

@@ -84,13 +84,18 @@ class RowsNear:
 
 class _NearSearch:
     def __init__(self, met: MetPlans, limit_bytes: int, best: MetPlan) -> None:
-        self.met, self.limit_bytes, self.best = met, limit_bytes, best
+        self.met, self.limit_bytes = met, limit_bytes
         self.graph = met.problem.choice_graph
         self.around = Neighbourhoods(self.graph)
         self.pool = ArrayPool(met.clock)
         self.near = RowsNear(met, best)
         self.bound = met.bound(limit_bytes, best)
         self.until = met.clock.spent + PART_OF_WORK * met.work_left
+
+    @property
+    def best(self) -> MetPlan:
+        """The cheapest plan within the limit, near which others are looked for."""
+        return self.near.base
 
     def run(self, gap: float, most_in_vain: int) -> None:
         """Tries one neighbourhood after the other."""
@@ -120,8 +125,7 @@ class _NearSearch:
             if found.assignment.cost >= self.best.assignment.cost:
                 return False
             if found.live_bytes <= limit:
-                self.best = self.met.take(found)
-                self.near.move(found)
+                self.near.move(self.met.take(found))
                 self.bound = self.met.bound(limit, found)
                 return True
             self.near.refuse(found, limit)
