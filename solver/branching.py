@@ -188,8 +188,8 @@ class _Tree:
         heappush(self.open, (bound, next(self.order), domain))
 
     def _solve(self, domain: np.ndarray) -> Relaxed | None:
-        relaxed = self.relaxation.solve(domain)
-        if relaxed is not None and relaxed.value < inf:
+        relaxed = self.relaxation.solve(domain, self.threshold)
+        if relaxed is not None and relaxed.shares.size:
             self.met |= relaxed.shares > 1e-6
         return relaxed
 

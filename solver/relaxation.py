@@ -128,18 +128,22 @@ class Relaxation:
             )
             self._is_open = is_open
 
-    def solve(self, domain: np.ndarray) -> Relaxed | None:
+    def solve(self, domain: np.ndarray, enough: float = inf) -> Relaxed | None:
         """The least value within a smaller domain (bool [choices]).
 
+        Once it is known to be at least `enough`, it is told to be that, of no shares.
         None if it took too many pivots.
         """
         self.open(domain)
+        self._model.setOptionValue(_ENOUGH, self._objective(enough))
         self._run_surely()
         info = self._model.getInfo()
         status = self._model.getModelStatus()
         nothing = np.zeros(0)
         if status == highspy.HighsModelStatus.kInfeasible:
             return Relaxed(inf, nothing, nothing, nothing)
+        if status == highspy.HighsModelStatus.kObjectiveBound:
+            return Relaxed(enough, nothing, nothing, nothing)
         if status != highspy.HighsModelStatus.kOptimal:
             return None
         return self._relaxed(info.objective_function_value)
@@ -228,6 +232,12 @@ class Relaxation:
             value += self.graph.constant
         prices = np.maximum(-duals, 0.0) / (self.scale * self._unit)
         return Relaxed(value, shares, np.maximum(excess, 0.0), prices)
+
+    def _objective(self, value: float) -> float:
+        """What the program's objective is for a value, and a little more."""
+        if not self.minimises_peak:
+            value -= self.graph.constant
+        return value * self.scale + 2 * ROUNDING * _COST_SCALE
 
     @property
     def _unit(self) -> float:
@@ -329,6 +339,7 @@ def num_pairs(graph: ChoiceGraph, domain: np.ndarray) -> int:
     return total
 
 
+_ENOUGH = "objective_bound"
 _TOLERANCE = "primal_feasibility_tolerance"
 _RETRIES = (1e-8, False), (1e-7, False), (1e-7, True)
 _OPTIONS: dict[str, Any] = {
@@ -338,6 +349,7 @@ _OPTIONS: dict[str, Any] = {
     "simplex_iteration_limit": MOST_PIVOTS,
     "random_seed": 0,
     _TOLERANCE: 1e-9,
+    "dual_simplex_cost_perturbation_multiplier": 0.0,
 }
 
 
