@@ -221,14 +221,15 @@ class BudgetSearch:
         """Meets the plan of the least memory, and cheaper ones near it.
 
         Raises:
-          InfeasiblePlanError: it does not fit.
+          InfeasiblePlanError: neither it nor one near it fits.
         """
         least = self.least_found(self.budget_bytes)
-        if least.found.peak_bytes > self.budget_bytes:
-            raise least.error(self.budget_bytes)
         met.meet_start(least.found.assignment)
+        best = fit_near(met, least.found, self.budget_bytes, self.gap)
+        if best is None:
+            raise least.error(self.budget_bytes)
         met.admit_within(self.budget_bytes)
-        self.live_limit.start_at(least.found.live_bytes)
+        self.live_limit.start_at(best.live_bytes)
         self._take_limit(met)
         self._narrow(met)
 

@@ -4,7 +4,8 @@ The compiler leaves gaps where lives cross, so that such a plan may need more th
 live of it (`costs/packing.py`). How much more changes with every size and order, but
 most plans near it leave gaps alike. So of those plans the cheapest are asked for of
 which so much less is live, around vertices that hold more than they must where the most
-is live, until one fits by what the model says.
+is live, until one fits by what the model says. Where so much less may be more than any
+plan can save, the way there is in steps, from plan to plan.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .near_plans import MOST_ASKED, MOST_NODES, NEAR_GAP, PART_OF_WORK, RowsNear
 
 SIZES = 100, 200  # vertices around each of two that may be split otherwise
 MOST_IN_VAIN = 8
+PART_OF_WAY = 0.25  # to what fits, that is asked for at once as long as nothing does
 FAR = 0.06  # gap of a plan, whose neighbours are not worth asking for
 AS_CHEAP = 1e-5  # of the cost, within which a plan that needs less is gone on from
 
@@ -41,9 +43,10 @@ def fit_near(
     is_large = len(met.problem.choice_graph.nodes) > MOST_NODES
     if base is None or base.peak_bytes <= budget_bytes or is_large:
         return met.fitting(budget_bytes)
+    is_first = met.fitting(budget_bytes) is None
     search = _PackedSearch(met, base, budget_bytes, cutoff)
     search.run(gap)
-    if search.best is not None and search.gap <= FAR:
+    if search.best is not None and (is_first or search.gap <= FAR):
         search.near.move(search.best)
         search.run(gap)
     return search.best
@@ -63,9 +66,15 @@ class _PackedSearch:
 
     @property
     def aim_bytes(self) -> int:
-        """What may be live of a plan that leaves gaps as the one does that is near."""
+        """What may be live of a plan that leaves gaps as the one does that is near.
+
+        As long as none fits, part of the way is enough: then what needs less is gone on
+        from, whatever it costs.
+        """
         base = self.near.base
-        return base.live_bytes - (base.peak_bytes - self.budget_bytes)
+        beyond = base.peak_bytes - self.budget_bytes
+        part = PART_OF_WAY if self.best is None else 1
+        return base.live_bytes - math.ceil(part * beyond)
 
     @property
     def below(self) -> float:
@@ -131,7 +140,8 @@ class _PackedSearch:
                 self.best = self.met.take(found)
                 return True
             is_as_cheap = found.assignment.cost <= (1 + AS_CHEAP) * base.assignment.cost
-            if is_as_cheap and found.peak_bytes < base.peak_bytes:
+            may_move = is_as_cheap or self.best is None
+            if may_move and found.peak_bytes < base.peak_bytes:
                 self.near.move(found)
                 return True
             if found.live_bytes <= aim:
