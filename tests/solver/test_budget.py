@@ -247,3 +247,36 @@ def test_a_program_that_rounding_stops_is_solved_again(times: int) -> None:
     assert stopped.tolerances[0] < max(stopped.tolerances) <= 1e-7
     _, tolerance = stopped.getOptionValue("primal_feasibility_tolerance")
     assert tolerance == stopped.tolerances[0]  # the next one is as exact as before
+
+
+@pytest.mark.parametrize("is_of_peak", [False, True])
+def test_a_program_ends_where_its_value_is_enough_and_not_before(
+    is_of_peak: bool,
+) -> None:
+    rng, num_ended = np.random.default_rng(0), 0
+    sizes: dict[str, Any] = {"num_nodes": 40, "most_choices": 6, "density": 0.2}
+    for seed in range(20):
+        graph = random_graph(seed, forbidden=0.0, num_live_sets=4, **sizes)
+        graph = with_budget(graph, 0.4)
+
+        def program(graph: ChoiceGraph = graph) -> Relaxation:
+            everything, budget = np.ones(graph.num_choices, bool), graph.budget or 0.0
+            made = Relaxation(
+                graph, everything, budget, size=50.0, minimises_peak=is_of_peak
+            )
+            for live in range(4):
+                made.add_row(live_row(graph, live))
+            return made
+
+        again = program()
+        first = again.solve(again.domain)
+        assert first is not None
+        enough = first.value + 0.002 * abs(first.value)
+        for _ in range(10):
+            part = again.domain & (rng.random(again.domain.size) < 0.95)
+            found = again.solve(part, enough)
+            if found is not None and not found.shares.size and found.value < inf:
+                exact, num_ended = program().solve(part), num_ended + 1
+                assert exact is not None
+                assert found.value == enough <= exact.value + 1e-5
+    assert num_ended > 1
