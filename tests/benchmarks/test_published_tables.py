@@ -124,7 +124,9 @@ def test_the_work_is_that_of_the_formula() -> None:
     [
         (tiny_gpt(), Layout(1, 1, 1, 1)),
         (tiny_gpt(), Layout(1, 4, 2, 2)),
-        (moe_units(moe.Config.tiny()), Layout(1, 4, 4, 1)),
+        pytest.param(
+            moe_units(moe.Config.tiny()), Layout(1, 4, 4, 1), marks=pytest.mark.slow
+        ),
     ],
     ids=["one device", "data and tensor", "experts"],
 )

@@ -61,6 +61,7 @@ def best(mesh: str, budget_bytes: int) -> IntraOpSolution:
     return BudgetCandidates(*place, budget_bytes, batch, {}, 1e-4).best()
 
 
+@pytest.mark.slow
 def test_within_a_budget_two_axes_do_what_one_does() -> None:
     free = plan_intra_op(graph("lstm"), ONE, CLUSTER).plan.predicted
     budget = int(0.7 * free.peak_bytes)

@@ -116,6 +116,7 @@ def test_a_model_that_is_too_low_does_not_break_the_budget(
     assert within(held).predicted.peak_bytes == said
 
 
+@pytest.mark.slow
 def test_what_is_predicted_not_to_fit_is_compiled_before_it_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -244,6 +245,7 @@ def test_a_plan_that_is_the_least_too_is_compiled_once(
     assert compiled == [1000]
 
 
+@pytest.mark.slow
 def test_what_recomputes_and_needs_the_least_is_compiled_as_it_is() -> None:
     """A refused step with `remat="auto"` names the least of what it makes again."""
 

@@ -10,6 +10,7 @@ from autopar.planner.packed_plans import fit_near
 from tests.planner.test_met_plans import met_plans, resnet
 
 
+@pytest.mark.slow
 def test_near_a_method_cheaper_plans_fit_by_the_model() -> None:
     zero = resnet()[-1]
     budget = met_plans(0).see(zero).live_bytes

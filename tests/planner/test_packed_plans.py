@@ -13,6 +13,7 @@ from autopar.planner.plan_within import plan_within
 from .test_budgets import MESH, gpt
 
 
+@pytest.mark.slow
 def test_a_plan_fits_as_the_compiler_packs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a heap leaves gaps less may be live at once."""
 

@@ -160,6 +160,7 @@ def test_copies_in_a_wider_dtype_weigh_on_what_they_are_made_of(
     assert max(row.constant for row in rows) < 0.05 * profile.live_bytes
 
 
+@pytest.mark.slow
 def test_a_budget_that_binds_takes_less_than_sharding_all_state() -> None:
     free = plan_intra_op(graph(), MESH, CLUSTER).plan.predicted
     budget = int(0.8 * free.peak_bytes)
@@ -175,6 +176,7 @@ def test_a_budget_that_binds_takes_less_than_sharding_all_state() -> None:
     assert found.step_seconds < 0.97 * sharded.step_seconds
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_least_that_a_method_holds_is_named() -> None:
     """And given that budget it is planned."""
     workload = build("mlp", num_layers=3)

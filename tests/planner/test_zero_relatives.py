@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
@@ -146,6 +147,7 @@ def momentum_step(state: Any, x: jax.Array, y: jax.Array) -> Any:
     return (after, moments), value
 
 
+@pytest.mark.slow
 def test_parameters_within_groups_beside_state_over_all_run_within_a_budget() -> None:
     """What the update reads of a parameter is a part of what lies there."""
     keys = jax.random.split(jax.random.key(0), 6)
