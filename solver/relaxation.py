@@ -349,7 +349,6 @@ _OPTIONS: dict[str, Any] = {
     "simplex_iteration_limit": MOST_PIVOTS,
     "random_seed": 0,
     _TOLERANCE: 1e-9,
-    "dual_simplex_cost_perturbation_multiplier": 0.0,
 }
 
 
