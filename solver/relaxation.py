@@ -135,7 +135,8 @@ class Relaxation:
         None if it took too many pivots.
         """
         self.open(domain)
-        self._model.setOptionValue(_ENOUGH, self._objective(enough))
+        beyond = 2 * ROUNDING * _COST_SCALE  # so that rounding ends nothing early
+        self._model.setOptionValue(_ENOUGH, self._objective(enough) + beyond)
         self._run_surely()
         info = self._model.getInfo()
         status = self._model.getModelStatus()
@@ -175,8 +176,7 @@ class Relaxation:
         self._model.setOptionValue("solver", "choose")
         self._model.setOptionValue("mip_rel_gap", gap)
         self._model.setOptionValue("mip_max_nodes", most_nodes)
-        target = (enough - self.graph.constant) * self.scale
-        self._model.setOptionValue("objective_target", target)
+        self._model.setOptionValue("objective_target", self._objective(enough))
         self._model.setOptionValue("presolve", "off")  # of integers it may never end
         if most_checks is not None:
             checks = count_from(1)
@@ -234,10 +234,10 @@ class Relaxation:
         return Relaxed(value, shares, np.maximum(excess, 0.0), prices)
 
     def _objective(self, value: float) -> float:
-        """What the program's objective is for a value, and a little more."""
+        """What the program's objective is for a value."""
         if not self.minimises_peak:
             value -= self.graph.constant
-        return value * self.scale + 2 * ROUNDING * _COST_SCALE
+        return value * self.scale
 
     @property
     def _unit(self) -> float:

@@ -43,8 +43,8 @@ def fit_near(
     is_large = len(met.problem.choice_graph.nodes) > MOST_NODES
     if base is None or base.peak_bytes <= budget_bytes or is_large:
         return met.fitting(budget_bytes)
-    is_first = met.fitting(budget_bytes) is None
     search = _PackedSearch(met, base, budget_bytes, cutoff)
+    is_first = search.best is None
     search.run(gap)
     if search.best is not None and (is_first or search.gap <= FAR):
         search.near.move(search.best)
