@@ -212,8 +212,15 @@ SMALL: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("fraction", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize(
+    ("fraction", "name"),
+    [
+        pytest.param(fraction, name, marks=[pytest.mark.slow] * is_long)
+        for name in SMALL
+        for fraction in (0.2, 0.5, 0.8)
+        for is_long in (name == "read_twice" and fraction != 0.5,)
+    ],
+)
 def test_small_graphs_bound_brute_force_plan(name: str, fraction: float) -> None:
     """With live sets as they are planned with, and budgets that bind."""
     fun, shapes = SMALL[name]

@@ -185,6 +185,7 @@ def test_pins_that_leave_no_plan_are_named() -> None:
     assert blamed.largest_users == "the batch"
 
 
+@pytest.mark.slow
 def test_pins_that_a_real_budget_leaves_no_plan_with_are_named() -> None:
     """Both parameters whole take 1 MiB, one of them a half; the step needs the rest."""
 

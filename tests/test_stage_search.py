@@ -42,6 +42,7 @@ def test_a_searched_pipeline_has_the_values_of_one_device():
     assert again.plan(*case.args).stages.programs == plan.stages.programs
 
 
+@pytest.mark.slow
 def test_a_gap_is_known_where_stages_were_searched():
     """A pipeline is at most as far above its bound as all in one stage would be."""
     case = dense_stack(512, 256)

@@ -15,7 +15,7 @@ from tests.fuzz.session import FAILURES, run_topic
 from tests.fuzz.trial import Failure, run_trial
 
 IS_LONG = "AUTOPAR_FUZZ_EXAMPLES" in os.environ
-EXAMPLES = int(os.environ.get("AUTOPAR_FUZZ_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("AUTOPAR_FUZZ_EXAMPLES", "30"))
 EACH = -(-EXAMPLES // len(TOPICS))
 
 pytestmark = [

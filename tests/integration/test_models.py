@@ -44,10 +44,10 @@ MODELS: dict[str, tuple[ModuleType, dict[str, Any]]] = {
 # Steps at the usual rates turn rounding errors of these into other states.
 LEARNING_RATES = {"wide-resnet": 1e-3, "unet-3d": 1e-3}
 ON_ONE_MESH = {
-    **dict.fromkeys(("gpt-scan", "vit", "t5", "moe"), "x:2;y:4"),
+    **dict.fromkeys(("gpt-scan", "t5"), "x:2;y:4"),
     **dict.fromkeys(("gpt", "bert", "unet"), "x:8"),
 }
-ON_NO_MESH = ("wide-resnet", "unet-3d")  # but in `make test-all`
+ON_NO_MESH = ("wide-resnet", "unet-3d", "vit", "moe")  # but in `make test-all`
 HAS_DROPOUT = ("gpt", "gpt-scan", "bert")
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "adamw_clip")
 BATCH_SIZE_BY_MESH = {"x:8": 16, "x:2;y:4": 2, "x:2;y:2;z:2": 4}

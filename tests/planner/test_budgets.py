@@ -5,60 +5,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import autopar
 from autopar.audit.memory_use import MemoryUse
 from autopar.clusters.cluster import Cluster
-from autopar.costs.memory import memory_profile
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
-from autopar.graph.op_graph import OpGraph
-from autopar.methods.gather_again import gathering_again
 from autopar.methods.named_methods import Zero, restriction_of
-from autopar.methods.restrictions import Limit, restrict
+from autopar.methods.restrictions import Limit
 from autopar.planner import (
     budget_candidates,
     budget_search,
     least_memory,
-    met_plans,
     search_work,
 )
 from autopar.planner.budget_candidates import BudgetCandidates
-from autopar.planner.intra_op import IntraOpSolution, plan_intra_op, read_plan
+from autopar.planner.intra_op import IntraOpSolution
 from autopar.planner.plan_within import plan_within, plan_within_binding
 from autopar.planner.planning import roles_of
-from autopar.planner.program_points import memory_rows
-from autopar.planner.relay_choices import lasting_tensors, without_needless_copies
-from autopar.planner.sharding_problem import build_problem
-from autopar.sharding.mesh import parse_mesh
-from autopar.sharding.resharding import Resharder
-from autopar.solver import solve
 from benchmarks.models import build
-
-TINY: dict[str, Any] = {
-    "num_layers": 2,
-    "batch_size": 8,
-    "seq_len": 16,
-    "hidden": 32,
-    "num_heads": 4,
-    "vocab_size": 64,
-    "scan_layers": True,
-    "remat": True,
-}
-MESH = parse_mesh("x:8")
-
-
-@cache
-def gpt() -> OpGraph:
-    traced = trace(build("gpt", **TINY).step, build("gpt", **TINY).abstract(), {})
-    return build_graph(traced, roles_of(traced))
-
-
-@cache
-def free() -> IntraOpSolution:
-    return plan_intra_op(gpt(), MESH, Cluster.local())
+from tests.planner.tiny_gpt import MESH, TINY, free, gpt
 
 
 def solved_within(fraction: float) -> IntraOpSolution:
@@ -79,6 +46,7 @@ def test_a_binding_budget_is_met_within_the_gap(fraction: float) -> None:
     assert found.assignment.cost >= free().assignment.cost * (1 - 1e-4)
 
 
+@pytest.mark.slow
 def test_two_solves_find_the_same_plan() -> None:
     first, again = within(0.75), solved_within(0.75)
     assert first.assignment.choices == again.assignment.choices
@@ -86,30 +54,7 @@ def test_two_solves_find_the_same_plan() -> None:
     assert first.plan == again.plan
 
 
-def test_rows_say_of_their_own_plan_what_the_model_says() -> None:
-    cluster = Cluster.local()
-    resharder = Resharder(MESH, cluster)
-    problem = build_problem(gpt(), MESH, cluster, resharder, counts_memory=True)
-    assignment = solve(problem.choice_graph)
-    profile = memory_profile(gpt(), read_plan(problem, assignment, cluster, resharder))
-    rows = memory_rows(problem, profile, assignment.choices)
-    used = [row.used(assignment.choices) for row in rows]
-    assert used[0] == max(used) == profile.live_bytes
-    assert all((held >= 0).all() for row in rows for held in row.weights)
-
-
-def test_what_lasts_has_a_relay_even_for_one_reader() -> None:
-    """So that a slice which its only reader gathers is a copy that rows see."""
-    cluster = Cluster.local()
-    resharder = Resharder(MESH, cluster)
-    problem = build_problem(gpt(), MESH, cluster, resharder, counts_memory=True)
-    reads = problem.columns.reads
-    read = reads.tensor[~np.isin(reads.vertex, list(problem.relays.values()))]
-    once = set(np.flatnonzero(np.bincount(read) == 1).tolist())
-    assert once & lasting_tensors(gpt())
-    assert lasting_tensors(gpt()) & set(read.tolist()) <= problem.relays.keys()
-
-
+@pytest.mark.slow
 def test_copies_of_many_slices_of_a_loop_are_foreseen_together() -> None:
     """Met one plan at a time, they were more than there are rounds."""
     workload = build("gpt", scan_layers=True, remat=True)
@@ -121,28 +66,7 @@ def test_copies_of_many_slices_of_a_loop_are_foreseen_together() -> None:
     assert found.plan.predicted.optimality_gap <= budget_search.BUDGET_GAP
 
 
-def test_a_copy_in_the_spec_it_lies_in_is_no_copy() -> None:
-    cluster = Cluster.local()
-    resharder = Resharder(MESH, cluster)
-    problem = build_problem(gpt(), MESH, cluster, resharder, counts_memory=True)
-    lasting = lasting_tensors(gpt())
-    relays = {
-        t: (v, problem.vertices[v].writes[0].choices)
-        for t, v in problem.relays.items()
-        if t in lasting
-    }
-    writers = {t: (v, a.choices) for t, (v, a) in problem.writers.items()}
-    choices = list(solve(problem.choice_graph).choices)
-    for relay, specs in relays.values():
-        half = len(specs.classes) // 2
-        choices[relay] = choices[relay] % half + half
-    fewer = without_needless_copies(choices, relays, writers)
-    graph = problem.choice_graph
-    held = [graph.nodes[relay].bytes[fewer[relay]] for relay, _ in relays.values()]
-    assert graph.cost(fewer) == pytest.approx(graph.cost(choices))
-    assert held.count(0.0) > len(held) // 2
-
-
+@pytest.mark.slow
 def test_as_the_budget_falls_state_is_sharded_until_nothing_fits() -> None:
     """Each plan audited, and compiled within its budget."""
     workload = build("gpt", **TINY)
@@ -230,6 +154,7 @@ def test_a_bound_at_the_cutoff_ends_a_search_once_a_plan_fits() -> None:
     assert ended.assignment.gap > budget_search.BUDGET_GAP
 
 
+@pytest.mark.slow
 def test_a_search_that_gains_nothing_ends_at_half_its_work(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -371,30 +296,3 @@ def test_a_method_whose_demand_a_reader_cannot_meet_is_planned_within_a_budget()
     with pytest.raises(autopar.InfeasiblePlanError) as error:
         peak(int(0.9 * least))
     assert 0.9 * least < (error.value.least_budget_bytes or 0) <= least
-
-
-@pytest.mark.parametrize("reshards", [False, True])
-def test_copies_of_parameters_are_gone_when_what_is_split_is_updated(
-    reshards: bool,
-) -> None:
-    """The plan without a budget reads whole parameters as they lie, to the last slice
-    that it updates; FSDP reads those slices where they lie, and drops its copies.
-    """
-    workload = build("llama", num_layers=1)
-    traced = trace(workload.step, workload.abstract(), {})
-    graph = build_graph(traced, roles_of(traced))
-    batch = [each.tensor for each in graph.inputs if each.role == "batch"]
-    cluster, resharder = Cluster.local(), Resharder(MESH, Cluster.local())
-    again = gathering_again(graph)
-    problem = build_problem(again, MESH, cluster, resharder, counts_memory=True)
-    least = solve(problem.choice_graph)
-    met = met_plans.MetPlans(problem, cluster, resharder, least, 0.0)
-    method = Zero(3, reshard_after_forward=reshards)
-    place = again if reshards else graph
-    limit = restriction_of(method, place, MESH, batch)
-    fsdp = met.see(solve(restrict(problem, (limit,), cluster).choice_graph))
-    free = met.plans[0]
-    assert fsdp.live_bytes < free.live_bytes
-    said = max(row.used(fsdp.choices) for row in met.rows)
-    assert said <= 1.1 * fsdp.live_bytes
-    assert max(row.used(free.choices) for row in met.rows) == free.live_bytes

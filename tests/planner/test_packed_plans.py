@@ -10,7 +10,7 @@ from autopar.costs.memory import memory_profile
 from autopar.planner.intra_op import plan_intra_op
 from autopar.planner.plan_within import plan_within
 
-from .test_budgets import MESH, gpt
+from .tiny_gpt import MESH, gpt
 
 
 @pytest.mark.slow

@@ -80,10 +80,8 @@ def held(step: Any, args: tuple[Any, ...]) -> int:
     return MemoryUse.of(step.lower(*args).compile().compiled).device_bytes
 
 
-@pytest.mark.parametrize(
-    "make",
-    [pytest.param(twin_critics, marks=pytest.mark.slow), attention_over_edges],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [twin_critics, attention_over_edges])
 def test_a_step_is_planned_within_a_budget_or_within_the_one_it_is_told(
     make: Callable[[], Case],
 ) -> None:

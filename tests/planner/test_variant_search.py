@@ -62,6 +62,7 @@ class Searched:
         return choose_variant(self.variants, "auto", None, *ends)
 
 
+@pytest.mark.slow
 def test_cutoffs_leave_the_variant_that_is_chosen() -> None:
     searched = Searched()
     free = searched.chosen(NO_BUDGET - 1, cuts=False)

@@ -24,7 +24,7 @@ def test_hosts_become_stages_where_the_link_between_them_is_slow(
     ray_cluster: Cluster,
 ) -> None:
     """One program where the link is as fast; and values are those of one device."""
-    case = dense_stack(256, 128, num_layers=3)
+    case = dense_stack(256, 128, num_layers=2)
     even = autopar.parallelize(case.step, cluster=with_link(ray_cluster, 1))
     assert not isinstance(even.plan(*case.args).decision, StagedPlan)
     step: Any = autopar.parallelize(case.step, cluster=with_link(ray_cluster, 100))

@@ -29,6 +29,7 @@ KILLS = (
 
 
 # One that was being written when a host was killed is passed over, with a warning.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The checkpoint of step")
 def test_killed_workers_are_told_and_no_loss_is_wrong(
     ray_hosts: LocalHosts, caplog: pytest.LogCaptureFixture

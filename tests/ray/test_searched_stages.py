@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 import autopar
 from autopar.clusters.cluster import Cluster
@@ -28,6 +29,7 @@ def test_a_pipeline_without_a_number_of_stages_runs(ray_cluster: Cluster) -> Non
     parallel.close()
 
 
+@pytest.mark.slow
 def test_weight_tasks_run_on_their_hosts(ray_cluster: Cluster) -> None:
     """Zero bubble, which a search may choose, has the values of one device."""
     keys = jax.random.split(jax.random.key(0), 5)

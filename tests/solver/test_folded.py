@@ -76,6 +76,7 @@ def test_the_bound_holds_for_any_messages(seed: int) -> None:
     assert solve(bounded, gap=0.0, folds=False).bound <= best + 1e-9
 
 
+@pytest.mark.slow
 def test_layers_of_a_train_step_are_found_and_folding_is_exact() -> None:
     graph = train_step_graph(10, (4,))
     repeats = find_repeats(graph, ArrayPool())

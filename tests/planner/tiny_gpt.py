@@ -1,0 +1,36 @@
+"""A tiny GPT, scanned and recomputed, and its cheapest plan on eight devices."""
+
+from functools import cache
+from typing import Any
+
+from autopar.clusters.cluster import Cluster
+from autopar.frontend.tracing import trace
+from autopar.graph.build_graph import build_graph
+from autopar.graph.op_graph import OpGraph
+from autopar.planner.intra_op import IntraOpSolution, plan_intra_op
+from autopar.planner.planning import roles_of
+from autopar.sharding.mesh import parse_mesh
+from benchmarks.models import build
+
+TINY: dict[str, Any] = {
+    "num_layers": 2,
+    "batch_size": 8,
+    "seq_len": 16,
+    "hidden": 32,
+    "num_heads": 4,
+    "vocab_size": 64,
+    "scan_layers": True,
+    "remat": True,
+}
+MESH = parse_mesh("x:8")
+
+
+@cache
+def gpt() -> OpGraph:
+    traced = trace(build("gpt", **TINY).step, build("gpt", **TINY).abstract(), {})
+    return build_graph(traced, roles_of(traced))
+
+
+@cache
+def free() -> IntraOpSolution:
+    return plan_intra_op(gpt(), MESH, Cluster.local())
