@@ -219,12 +219,15 @@ class WithinRows:
     def _run_large(self, everything: np.ndarray) -> None:
         search = self.search
         start = self._priced(np.zeros(len(self.rows)))[1]
-        domain = self._likely(everything & False, start)
+        domain = self._likely(self._known, start)
+        before = None
         for _ in range(MOST_ATTEMPTS):
             domain, marginals = self._price(domain)
             search.finish_phase("prices", self.graph)
-            if self._is_closed or self._is_out_of_time():
+            state = domain.tobytes(), search.choices, len(self.rows)
+            if self._is_closed or self._is_out_of_time() or state == before:
                 break
+            before = state
             if search.choices is None:
                 self._find_least(domain, is_whole=False)
             self._close(domain)
@@ -235,6 +238,17 @@ class WithinRows:
                 break
         if search.choices is None:
             raise self._infeasible()
+
+    @property
+    def _known(self) -> np.ndarray:
+        """Bool [choices]: those of the best plan known, so that among few there is one.
+
+        Else of the one of the least peak.
+        """
+        choices = self.search.choices or self.least_choices
+        if choices is None:
+            return np.zeros(self.graph.num_choices, bool)
+        return self.kept.made_by(choices)
 
     def _close_below(self, marginals: Sequence[np.ndarray]) -> bool:
         """Branches among what marginals leave, if that is few enough to."""
@@ -334,18 +348,21 @@ class WithinRows:
     def _likely(
         self, domain: np.ndarray, marginals: Sequence[np.ndarray]
     ) -> np.ndarray:
-        """The domain and the choices of least marginal, so many as make it small."""
+        """The domain and the choices of least marginal, so many as make it small.
+
+        What it had goes, but for the best plan known, where with it there is no room.
+        """
         beyond = np.concatenate([beyond_least(each) for each in marginals])
-        order = np.sort(beyond)
-        number = MOST_LIKELY + len(self.graph.nodes)
-        small = domain if num_pairs(self.graph, domain) <= MOST_PAIRS else None
-        while number > len(self.graph.nodes):
-            chosen = beyond <= order[min(number, order.size) - 1]
-            together = chosen if small is None else chosen | small
-            if num_pairs(self.graph, together) <= MOST_PAIRS:
-                return together
-            number = len(self.graph.nodes) + (number - len(self.graph.nodes)) // 2
-        return beyond <= 0.0 if small is None else small
+        order, num_nodes = np.sort(beyond), len(self.graph.nodes)
+        for kept in (domain, self._known):
+            number = MOST_LIKELY
+            while number > 0:
+                most = order[min(number + num_nodes, order.size) - 1]
+                together = kept | (beyond <= most)
+                if num_pairs(self.graph, together) <= MOST_PAIRS:
+                    return together
+                number //= 2
+        return self._known | (beyond <= 0.0)
 
     def _is_out_of_time(self) -> bool:
         return self.search.seconds_left <= 0

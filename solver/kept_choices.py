@@ -47,6 +47,19 @@ class KeptChoices:
         """The assignment of the full graph of the same cost."""
         return self._reduced.expand(choices)
 
+    def made_by(self, choices: Sequence[int]) -> np.ndarray:
+        """Bool [choices of `graph`]: those that an assignment of the full graph makes.
+
+        Of a node whose choice was dropped all are, as one of them is no worse.
+        """
+        found, start = np.ones(self.graph.num_choices, bool), 0
+        for node in self._index:
+            is_made = self._left[node] == choices[node]
+            if is_made.any():
+                found[start : start + is_made.size] = is_made
+            start += is_made.size
+        return found
+
     def row(self, row: MemoryRow) -> MemoryRow:
         """The same row on what is left; nodes that are gone count at their least."""
         nodes, weights, constant = [], [], row.constant

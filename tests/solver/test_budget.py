@@ -8,14 +8,15 @@ import highspy
 import numpy as np
 import pytest
 
-from autopar.solver import ChoiceGraph, Infeasible, solve
+from autopar.solver import ChoiceGraph, Infeasible, budget, solve
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.brute_force import brute_force
-from autopar.solver.budget import beyond_least
+from autopar.solver.budget import WithinRows, beyond_least
 from autopar.solver.kept_choices import KeptChoices
 from autopar.solver.memory_rows import MemoryRow, live_row
 from autopar.solver.multipliers import best_prices, price
 from autopar.solver.relaxation import Relaxation, num_pairs
+from autopar.solver.search import Search
 from autopar.solver.within_rows import solve_within_rows
 from tests.solver.random_graphs import random_graph, with_budget
 
@@ -160,6 +161,9 @@ def test_kept_choices_hold_the_best_plan_of_every_budget(seed: int) -> None:
         if cost < inf:
             assert graph.cost(kept.expand(x)) == pytest.approx(cost)
             assert graph.peak_bytes(kept.expand(x)) == pytest.approx(peak)
+            made = kept.made_by(kept.expand(x))
+            starts = np.cumsum([0, *(node.costs.size for node in kept.graph.nodes)])
+            assert made[starts[:-1] + np.array(x)].all()
 
 
 def test_best_prices_of_two_plans_are_where_their_lines_meet() -> None:
@@ -280,3 +284,32 @@ def test_a_program_ends_where_its_value_is_enough_and_not_before(
                 assert exact is not None
                 assert found.value == enough <= exact.value + 1e-5
     assert num_ended > 1
+
+
+def test_programs_of_few_choices_do_not_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a program holds few of all choices, those that hold too much make room for
+    those that fit: a plan is found, and its gap closes."""
+    monkeypatch.setattr(budget, "MOST_PAIRS", 150)
+    monkeypatch.setattr(budget, "MOST_LIKELY", 4)
+    num_closed = 0
+    for seed in range(6):
+        graph = random_graph(
+            *(seed,),
+            num_nodes=50,
+            most_choices=8,
+            forbidden=0.0,
+            density=0.15,
+            num_live_sets=3,
+        )
+        graph = with_budget(graph, 0.25)
+        assert graph.budget is not None
+        rows = [live_row(graph, live) for live in range(3)]
+        search = Search(graph, 1e-3, 1.0, ArrayPool())
+        search.raise_bound(solve(replace(graph, budget=None)).bound)
+        within = WithinRows(search, rows, graph.budget)
+        assert num_pairs(within.graph, np.ones(within.graph.num_choices, bool)) > 150
+        within.run([])
+        assert search.choices is not None
+        assert max(row.used(search.choices) for row in rows) <= graph.budget
+        num_closed += search.cost - within.bound <= 0.01 * search.cost
+    assert num_closed >= 5
