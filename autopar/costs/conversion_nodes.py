@@ -51,7 +51,8 @@ def add_conversions(
             value, made = copies[before], conversions.each[before][2]
         if (made, spec) not in known:
             pair = arrays.specs[made], arrays.specs[spec]
-            known[made, spec] = is_cut_out(*pair), turns(*pair), gathers_minor(*pair)
+            turned = bool(turns(*pair)), bool(gathers_minor(*pair))
+            known[made, spec] = is_cut_out(*pair), *turned
         is_cut, is_turned, is_gathered = known[made, spec]
         is_free.append(is_cut)
         turned = held[value] if is_turned else 0

@@ -11,8 +11,9 @@ import numpy as np
 
 from autopar.solver.made_when_read import MadeWhenRead
 
-from ..sharding.spec import REPLICATED, Spec, dim_of
+from ..sharding.spec import REPLICATED, Spec, dims_of
 
+Specs = np.ndarray | Sequence[Spec] | Spec
 MANY_READS = 16
 MOST_BEFORE = 32  # reads that come before what is included
 
@@ -252,24 +253,23 @@ def is_cut_out(source: Spec, target: Spec) -> bool:
     return all(s in (t, REPLICATED) for s, t in zip(source, target, strict=True))
 
 
-def turns(source: Spec, target: Spec) -> bool:
-    """Whether a collective cuts along a dim that is not the major one.
+def turns(sources: Specs, targets: Specs) -> np.ndarray:
+    """Whether a collective cuts along a dim that is not the major one: bool [...].
 
-    Its operand is then copied, that dim first.
+    Its operand is then copied, that dim first. Both are specs [..., axes].
     """
-    before, after = map(dim_of, source), map(dim_of, target)
-    return any(
-        t > 0 and s not in (t, REPLICATED) for s, t in zip(before, after, strict=True)
-    )
+    before, after = dims_of(np.asarray(sources)), dims_of(np.asarray(targets))
+    is_cut = (after > 0) & (before != after) & (before != REPLICATED)
+    return is_cut.any(axis=-1)
 
 
-def gathers_minor(source: Spec, target: Spec) -> bool:
-    """Whether a collective gathers along a dim that is not the major one.
+def gathers_minor(sources: Specs, targets: Specs) -> np.ndarray:
+    """Whether a collective gathers along a dim that is not the major one: bool [...].
 
     Its result lies with that dim first; a loop or a product reads a copy.
     """
-    before = map(dim_of, source)
-    return any(s > 0 and t == REPLICATED for s, t in zip(before, target, strict=True))
+    before, after = dims_of(np.asarray(sources)), np.asarray(targets)
+    return ((before > 0) & (after == REPLICATED)).any(axis=-1)
 
 
 def _starts(counts: Sequence[int]) -> np.ndarray:

@@ -146,20 +146,11 @@ def _gathered_minor(
     nodes: Nodes, values: ValueColumns, made_by: np.ndarray, made: np.ndarray
 ) -> np.ndarray:
     """Which of the values `made` are gathered along a dim that is not the major one."""
-    read = nodes.reads[nodes.read_start[made_by]]
-    specs = values.specs
-    return np.array(
-        [
-            op < 0 and gathers_minor(specs[old], specs[new])
-            for op, old, new in zip(
-                nodes.operator[made_by].tolist(),
-                values.spec[read].tolist(),
-                values.spec[made].tolist(),
-                strict=True,
-            )
-        ],
-        bool,
-    )
+    if not values.specs:
+        return np.zeros(len(made), bool)
+    read, specs = nodes.reads[nodes.read_start[made_by]], np.array(values.specs)
+    is_gathered = gathers_minor(specs[values.spec[read]], specs[values.spec[made]])
+    return (nodes.operator[made_by] < 0) & is_gathered
 
 
 def _in_loops(

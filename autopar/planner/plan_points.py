@@ -32,7 +32,7 @@ class Point:
     much once more, `wide` those with copies in a wider dtype, `copied` the relays that
     only hold a copy, if there is one.
 
-    `turns` are (tensor, spec it is made in, bytes) of operands that a collective turns,
+    `turns` are (tensor, spec copied, spec of the copy, bytes) of what collectives turn,
     `copies` (tensor, spec, bytes) of copies beside the relay's. `lent` are (home,
     bytes) of what lies in the memory of arguments, `kept` (home, port, bytes, bytes of
     the copy) of what is gathered and passes a barrier to be read behind it.
@@ -43,7 +43,7 @@ class Point:
     duplicated: np.ndarray
     wide: np.ndarray
     copied: np.ndarray
-    turns: tuple[tuple[int, Spec, int], ...] = ()
+    turns: tuple[tuple[int, Spec, Spec, int], ...] = ()
     copies: tuple[tuple[int, Spec, int], ...] = ()
     lent: tuple[tuple[int, int], ...] = ()
     kept: tuple[tuple[int, int, int, int], ...] = ()
@@ -189,7 +189,7 @@ class PlanPoints:
         kernel = liveness.block.kernels[liveness.order[position]]
         values = liveness.block.values
         total = int(liveness.bytes[position])
-        turned: list[tuple[int, Spec, int]] = []
+        turned: list[tuple[int, Spec, Spec, int]] = []
         copies: list[tuple[int, Spec, int]] = []
         if kernel.inner_bytes and kernel.operator is not None:
             if self._bodies[kernel.operator]:
@@ -197,7 +197,8 @@ class PlanPoints:
         elif kernel.inner_bytes:  # what only this conversion takes
             source, target = values[kernel.reads[0]], values[kernel.writes[0]]
             if source.tensor in self.problem.relays:
-                turned.append((source.tensor, source.spec, kernel.inner_bytes))
+                between = source.spec, target.spec
+                turned.append((source.tensor, *between, kernel.inner_bytes))
             elif source.tensor in self.problem.writers:
                 copies.append((source.tensor, target.spec, kernel.inner_bytes))
         is_live = (held.starts <= position) & (held.ends >= position)

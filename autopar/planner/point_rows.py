@@ -10,9 +10,9 @@ import numpy as np
 from autopar.solver.level_rows import Weighed, levelled
 from autopar.solver.memory_rows import MemoryRow
 
-from ..costs.kernels import turns
+from ..costs.kernels import gathers_minor, turns
 from ..costs.narrow_floats import TIMES_WIDER
-from ..sharding.spec import Spec
+from ..sharding.spec import Spec, num_shards
 from .plan_points import Point
 from .relay_choices import is_copied, lasting_tensors
 from .sharding_problem import ShardingProblem
@@ -41,7 +41,8 @@ def rows_of_point(
       lent     what lies in an argument's memory, if the argument is smaller
       kept     a parameter that is gathered and kept behind a barrier: what the barrier
                passes of it, if that is more than its home
-      turned   the operand that a collective turns; copies beside the relay's
+      turned   what a collective turns, less for copies of which less is gathered;
+               copies beside the relay's
 
     So of a plan with neither choice it says too little. A second row, which leaves out
     what is kept, turned or copied from arguments, does not.
@@ -71,13 +72,13 @@ def rows_of_point(
     for tensor, target, amount in point.copies:
         if tensor in row.lasting:
             row.add_copy(tensor, target, amount)
-    for tensor, source, amount in point.turns:
-        relay = problem.relays[tensor]
-        target = problem.vertices[relay].writes[0].choices.of(choices[relay])
+    for tensor, source, target, amount in point.turns:
+        relay, (writer, made) = problem.relays[tensor], problem.writers[tensor]
         if turns(source, target):
             row.add_turn(tensor, source, amount)
+        elif target == problem.vertices[relay].writes[0].choices.of(choices[relay]):
+            row.add_turned_result(tensor, amount)
         else:  # a reader turns what the relay hands on
-            writer, made = problem.writers[tensor]
             row.add(writer, made.choices.are(source) * float(amount))
     told = row.with_kept(point.kept)
     rest = point.bytes - told[0].used(choices)
@@ -210,9 +211,31 @@ class _RowBuilder:
         problem = self.problem
         (writer, made), relay = problem.writers[tensor], problem.relays[tensor]
         targets = problem.vertices[relay].writes[0].choices
-        turned = np.array([turns(source, target) for target in targets.distinct], bool)
+        turned = turns(source, targets.distinct)
         self.add(writer, made.choices.are(source) * float(amount))
         self.add(relay, turned[targets.classes] * float(amount), amount)
+
+    def add_turned_result(self, tensor: int, amount: int) -> None:
+        """What turning what the relay gathers takes besides, by who made it.
+
+        Copies of which less is gathered take less. Of those that gather nothing it says
+        too much: rows that say nothing of them find worse plans.
+        """
+        problem = self.problem
+        (writer, made), relay = problem.writers[tensor], problem.relays[tensor]
+        source = made.choices.of(self.choices[writer])
+        targets, sizes = (
+            problem.vertices[relay].writes[0].choices,
+            problem.mesh.axis_sizes,
+        )
+        held = problem.graph.tensors[tensor].type.bytes
+        parts = np.array([held // num_shards(t, sizes) for t in targets.distinct])
+        is_less = gathers_minor(source, targets.distinct) & (parts < amount)
+        less = np.where(is_less, amount - parts, 0.0)[targets.classes]
+        less *= is_copied(less.size)
+        self.add(writer, made.choices.are(source) * float(amount))
+        if less.any():
+            self.add(relay, less.max() - less, float(less.max()))
 
     def add_copy(self, tensor: int, target: Spec, amount: int) -> None:
         """A copy beside the relay's, which one who reads it holds.

@@ -125,7 +125,7 @@ class _Turns:
         key = id(made), id(targets)
         if key not in self._known:
             self._known[key] = tuple(
-                s for s in made.distinct if any(turns(s, t) for t in targets.distinct)
+                s for s in made.distinct if turns(s, targets.distinct).any()
             )
         return self._known[key]
 
