@@ -90,7 +90,7 @@ class WithinRows:
         if num_pairs(self.graph, everything) <= MOST_PAIRS:
             self._run_small(everything)
         else:
-            self._run_large(everything)
+            self._run_large()
         self.search.raise_bound(self.bound)
         self.search.finish_phase("branch", self.graph)
 
@@ -216,7 +216,7 @@ class WithinRows:
         for row in self.rows[len(relaxation.rows) :]:
             relaxation.add_row(row if kept is self.kept else kept.row(row))
 
-    def _run_large(self, everything: np.ndarray) -> None:
+    def _run_large(self) -> None:
         search = self.search
         start = self._priced(np.zeros(len(self.rows)))[1]
         domain = self._likely(self._known, start)

@@ -224,12 +224,9 @@ class _RowBuilder:
         problem = self.problem
         (writer, made), relay = problem.writers[tensor], problem.relays[tensor]
         source = made.choices.of(self.choices[writer])
-        targets, sizes = (
-            problem.vertices[relay].writes[0].choices,
-            problem.mesh.axis_sizes,
-        )
-        held = problem.graph.tensors[tensor].type.bytes
-        parts = np.array([held // num_shards(t, sizes) for t in targets.distinct])
+        targets = problem.vertices[relay].writes[0].choices
+        whole, sizes = problem.graph.tensors[tensor].type.bytes, problem.mesh.axis_sizes
+        parts = np.array([whole // num_shards(t, sizes) for t in targets.distinct])
         is_less = gathers_minor(source, targets.distinct) & (parts < amount)
         less = np.where(is_less, amount - parts, 0.0)[targets.classes]
         less *= is_copied(less.size)
