@@ -353,8 +353,8 @@ class WithinRows:
         What it had goes, but for the best plan known, where with it there is no room.
         """
         beyond = np.concatenate([beyond_least(each) for each in marginals])
-        order, num_nodes = np.sort(beyond), len(self.graph.nodes)
-        for kept in (domain, self._known):
+        order, num_nodes, known = np.sort(beyond), len(self.graph.nodes), self._known
+        for kept in (domain, known):
             number = MOST_LIKELY
             while number > 0:
                 most = order[min(number + num_nodes, order.size) - 1]
@@ -362,7 +362,7 @@ class WithinRows:
                 if num_pairs(self.graph, together) <= MOST_PAIRS:
                     return together
                 number //= 2
-        return self._known | (beyond <= 0.0)
+        return known | (beyond <= 0.0)
 
     def _is_out_of_time(self) -> bool:
         return self.search.seconds_left <= 0

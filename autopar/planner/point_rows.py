@@ -12,7 +12,7 @@ from autopar.solver.memory_rows import MemoryRow
 
 from ..costs.kernels import gathers_minor, turns
 from ..costs.narrow_floats import TIMES_WIDER
-from ..sharding.spec import Spec, num_shards
+from ..sharding.spec import Spec
 from .plan_points import Point
 from .relay_choices import is_copied, lasting_tensors
 from .sharding_problem import ShardingProblem
@@ -225,11 +225,9 @@ class _RowBuilder:
         (writer, made), relay = problem.writers[tensor], problem.relays[tensor]
         source = made.choices.of(self.choices[writer])
         targets = problem.vertices[relay].writes[0].choices
-        whole, sizes = problem.graph.tensors[tensor].type.bytes, problem.mesh.axis_sizes
-        parts = np.array([whole // num_shards(t, sizes) for t in targets.distinct])
-        is_less = gathers_minor(source, targets.distinct) & (parts < amount)
-        less = np.where(is_less, amount - parts, 0.0)[targets.classes]
-        less *= is_copied(less.size)
+        parts = problem.graph.tensors[tensor].type.bytes * targets.fractions
+        is_less = gathers_minor(source, targets.specs) & (parts < amount)
+        less = np.where(is_less & is_copied(parts.size), amount - parts, 0.0)
         self.add(writer, made.choices.are(source) * float(amount))
         if less.any():
             self.add(relay, less.max() - less, float(less.max()))
