@@ -1,10 +1,9 @@
 """Solving within a budget that binds.
 
-The graph is reduced once (kept_choices.py), whatever the prices. Then:
+The graph is reduced once (kept_choices.py), whatever the prices, and what no plan
+within the rows chooses is left out (propagation.py). Then:
 
-  small    the linear relaxation of all that is left, and branching (`_close`); now and
-           then branching among the few choices that relaxations met, where a program is
-           a hundred times smaller, for a better plan
+  small    the integer program of all that is left (whole.py)
   large    prices on memory from a relaxation of few choices, a bound at these prices
            and the choices it holds likely, in turn (`_price`); a plan among those few;
            whatever costs too much at the prices goes, until what is left is small
@@ -19,21 +18,24 @@ from math import inf
 
 import numpy as np
 
-from .branching import Judged, Tree, branch_and_bound
 from .choice_graph import ChoiceGraph, Infeasible, allowed
 from .free import bound_choices
 from .kept_choices import KeptChoices
 from .live_sets import keep_binding
 from .memory_rows import MemoryRow, foreign_nodes, live_row
-from .multipliers import best_prices, price, price_of_peak
+from .multipliers import price, price_of_peak
+from .propagation import Propagation
 from .relaxation import Relaxation, num_pairs
 from .search import Search
+from .whole import solve_whole
 
 MOST_PAIRS = 45_000
-MOST_SOLVES, MOST_INNER_SOLVES = 300, 200
+MOST_CHECKS, MOST_CHECKS_OF_PEAK = 300, 100  # of one integer program
 MOST_LIKELY = 2000
-MOST_PRICES, MOST_LINE_PRICES = 5, 10
+MOST_PRICES = 5
 MOST_ATTEMPTS = 3
+MOST_CUTS = 10  # times that rows are added to an integer program
+TOLERANCE = 4e-6  # of a budget, as HiGHS has one of 1e-6
 FIRST_ROWS, ROWS_AT_ONCE = 60, 16
 PRICED_GAP = 0.1
 LEAST_PEAK_GAP = 5e-3
@@ -63,7 +65,6 @@ class WithinRows:
     ) -> None:
         self.search, self.budget = search, budget
         self._all_rows = list(rows)
-        self._lines: dict[tuple[int, ...], tuple[float, np.ndarray]] = {}
         self._active: list[int] = []  # rows of the relaxations, in order
         self._is_active = np.zeros(len(rows), bool)
         self.kept = KeptChoices(
@@ -74,7 +75,7 @@ class WithinRows:
         )
         self.graph = self.kept.graph
         self.rows: list[MemoryRow] = []  # those of the relaxations, on what is kept
-        self._met = np.zeros(self.graph.num_choices, bool)
+        self._propagation = Propagation(self.graph)
         self.bound = -inf
         self.least, self.least_bound = inf, 0.0
         self.least_choices: tuple[int, ...] | None = None
@@ -84,20 +85,23 @@ class WithinRows:
         self.bound = self.search.bound
         for choices in known:
             self._activate(self._see(tuple(choices)), FIRST_ROWS)
-        everything = np.ones(self.graph.num_choices, bool)
         if self._is_closed:
             return
-        if num_pairs(self.graph, everything) <= MOST_PAIRS:
-            self._run_small(everything)
+        everything = np.ones(self.graph.num_choices, bool)
+        possible = self._possible(everything)
+        if possible is None:
+            self._find_least(everything)
+            raise self._infeasible()
+        if num_pairs(self.graph, possible) <= MOST_PAIRS:
+            self._run_small(possible)
         else:
-            self._run_large()
+            self._run_large(possible)
         self.search.raise_bound(self.bound)
-        self.search.finish_phase("branch", self.graph)
+        self.search.finish_phase("whole", self.graph)
 
     def _see(self, choices: tuple[int, ...]) -> np.ndarray:
         """[rows] what a plan of the full graph uses; one that fits is offered."""
         used = np.array([row.used(choices) for row in self._all_rows])
-        self._lines[choices] = self.search.graph.cost(choices), used
         peak = float(used.max(initial=0.0))
         if peak < self.least:
             self.least, self.least_choices = peak, choices
@@ -111,127 +115,108 @@ class WithinRows:
         new = [int(row) for row in order if not self._is_active[row]]
         self._is_active[new] = True
         self._active += new
-        self.rows += [self.kept.row(self._all_rows[row]) for row in new]
+        for row in new:
+            self.rows.append(self.kept.row(self._all_rows[row]))
+            self._propagation.add_row(self.rows[-1])
         return bool(new)
 
-    def _run_small(self, everything: np.ndarray) -> None:
-        root = self._relaxation(self.kept, everything).solve(everything)
-        known = self.bound - self.search.gap * abs(self.bound)
-        is_loose = root is None or root.value < known
-        if is_loose:
-            self._find_least(everything, is_whole=True)
-            if self.search.choices is not None:
-                self._close_below(self._price_by_lines())
-                return
-        has_hope = root is None or root.value < inf
-        tree = self._close(everything) if has_hope else None
+    def _possible(self, domain: np.ndarray) -> np.ndarray | None:
+        """What rows leave of a domain (bool [choices])."""
+        return self._propagation.left(domain, self.budget)
+
+    def _run_small(self, possible: np.ndarray) -> None:
+        bound = self._close(possible)
         if self.search.choices is None:
             self.search.finish_phase("first plan", self.graph)
-            self._find_least(everything, is_whole=True)
+            self._find_least(np.ones(self.graph.num_choices, bool))
             if self.search.choices is None:
                 raise self._infeasible()
-            tree = self._close(everything)
-        assert tree is not None, "what fits a plan has hope"
-        self._raise_bound(tree.bound)
+            bound = self._close(possible)
+        self._raise_bound(bound)
 
-    def _close(self, domain: np.ndarray) -> Tree:
-        """The cheapest plan within a domain, and a bound on all of those."""
-        return self._branch(self.kept, domain, MOST_SOLVES, is_of_peak=False)
+    def _close(self, domain: np.ndarray) -> float:
+        """Offers the cheapest plan within a domain; the bound on all of those.
 
-    def _find_least(self, domain: np.ndarray, is_whole: bool) -> None:
+        It may be lower than that of a longer search, and none is higher than is of use.
+        """
+        search, bound, budget = self.search, -inf, self.budget
+        for _ in range(MOST_CUTS):
+            possible = self._possible(domain)
+            if possible is None:
+                return inf
+            program = self._relaxation(possible)
+            program.allow(budget)
+            enough = search.cutoff if search.cost == inf else self._threshold
+            found = solve_whole(
+                program,
+                gap=search.gap * (1 - 1e-3),
+                most_checks=MOST_CHECKS,
+                start=self._known,
+                enough_bound=min(enough, search.cutoff),
+            )
+            if budget == self.budget:
+                bound = max(bound, found.bound)
+            if found.choices is None:
+                break
+            used = self._see(self.kept.expand(found.choices))
+            if used.max(initial=0.0) <= self.budget:
+                break
+            if not self._activate(used, ROWS_AT_ONCE):
+                budget *= 1 - TOLERANCE  # it is above by less than HiGHS can tell
+        return bound
+
+    def _find_least(self, domain: np.ndarray) -> None:
         """The plan of the least peak within a domain, or any one that fits."""
-        tree = self._branch(self.kept, domain, MOST_SOLVES, is_of_peak=True)
-        if is_whole:
-            self.least_bound = max(self.least_bound, tree.bound)
+        for _ in range(MOST_CUTS):
+            found = solve_whole(
+                self._relaxation(domain, is_of_peak=True),
+                gap=LEAST_PEAK_GAP,
+                most_checks=MOST_CHECKS_OF_PEAK,
+                enough=self.budget,
+            )
+            if domain.all():
+                self.least_bound = max(self.least_bound, found.bound)
+            if found.choices is None or self.search.choices is not None:
+                break
+            used = self._see(self.kept.expand(found.choices))
+            is_told = used.max(initial=0.0) <= found.bound * (1 + LEAST_PEAK_GAP)
+            if self.search.choices is not None or is_told:
+                break
+            if not self._activate(used, ROWS_AT_ONCE):
+                break
         self.search.finish_phase("least bytes", self.graph)
 
-    def _branch(
-        self,
-        kept: KeptChoices,
-        domain: np.ndarray,
-        most_solves: int,
-        *,
-        is_of_peak: bool,
-    ) -> Tree:
-        """Branch and bound, now and then among the choices met alone."""
-        relaxation = self._relaxation(kept, domain, is_of_peak)
-        is_inner = kept is not self.kept
-
-        def judge(choices: tuple[int, ...], value: float) -> Judged:
-            full = kept.expand(choices)
-            full = self.kept.expand(full) if is_inner else full
-            used = self._see(full)
-            peak = float(used.max(initial=0.0))
-            own = peak if is_of_peak else self.search.graph.cost(full)
-            beyond = value + LEAST_PEAK_GAP / 2 * abs(value)
-            if peak <= (max(self.budget, beyond) if is_of_peak else self.budget):
-                return Judged(own)
-            is_cut = self._activate(used, ROWS_AT_ONCE)
-            self._add_rows(kept, relaxation)
-            return Judged(own if is_of_peak else inf, is_cut)
-
-        def improve(met: np.ndarray) -> float:
-            self._met |= met
-            few = self.kept.among(self._met & domain, self.search.pool)
-            everything = np.ones(few.graph.num_choices, bool)
-            most = MOST_INNER_SOLVES
-            self._branch(few, everything, most, is_of_peak=is_of_peak)
-            self._add_rows(kept, relaxation)
-            return self.least if is_of_peak else self.search.cost
-
-        def is_over() -> bool:
-            has_fit = is_of_peak and self.search.choices is not None
-            return has_fit or self._is_out_of_time()
-
-        return branch_and_bound(
-            relaxation,
-            domain,
-            judge,
-            gap=LEAST_PEAK_GAP if is_of_peak else self.search.gap * (1 - 1e-3),
-            value=self.least if is_of_peak else self.search.cost,
-            candidates=2 if is_inner else 6,
-            most_solves=most_solves,
-            improve=None if is_inner else improve,
-            is_over=is_over,
-        )
-
-    def _relaxation(
-        self, kept: KeptChoices, domain: np.ndarray, is_of_peak: bool = False
-    ) -> Relaxation:
+    def _relaxation(self, domain: np.ndarray, is_of_peak: bool = False) -> Relaxation:
         known = self.search.cost if self.search.cost < inf else self.search.bound
-        size = max(known - kept.graph.constant, 1e-3 * abs(known))
+        size = max(known - self.graph.constant, 1e-3 * abs(known))
         relaxation = Relaxation(
-            kept.graph,
+            self.graph,
             domain,
             self.budget,
             size=size if size < inf else 1.0,
             minimises_peak=is_of_peak,
             clock=self.search.pool.clock,
         )
-        self._add_rows(kept, relaxation)
+        for row in self.rows:
+            relaxation.add_row(row)
         return relaxation
 
-    def _add_rows(self, kept: KeptChoices, relaxation: Relaxation) -> None:
-        """Adds the rows that came since the last time."""
-        for row in self.rows[len(relaxation.rows) :]:
-            relaxation.add_row(row if kept is self.kept else kept.row(row))
-
-    def _run_large(self) -> None:
+    def _run_large(self, possible: np.ndarray) -> None:
         search = self.search
         start = self._priced(np.zeros(len(self.rows)))[1]
-        domain = self._likely(self._known, start)
+        domain = self._likely(self._known, start) & possible
         before = None
         for _ in range(MOST_ATTEMPTS):
-            domain, marginals = self._price(domain)
+            domain, marginals = self._price(domain, possible)
             search.finish_phase("prices", self.graph)
             state = domain.tobytes(), search.choices, len(self.rows)
             if self._is_closed or self._is_out_of_time() or state == before:
                 break
             before = state
-            if search.choices is None:
-                self._find_least(domain, is_whole=False)
             self._close(domain)
-            search.finish_phase("branch few", self.graph)
+            search.finish_phase("whole few", self.graph)
+            if search.choices is None:
+                self._find_least(domain)
             if search.choices is None or self._is_closed or self._is_out_of_time():
                 continue
             if self._close_below(marginals):
@@ -258,7 +243,7 @@ class WithinRows:
         left = np.concatenate(marginals) <= threshold + self.kept.slack
         if num_pairs(self.graph, left) > MOST_PAIRS:
             return False
-        self._raise_bound(min(self._close(left).bound, threshold))
+        self._raise_bound(min(self._close(left), threshold))
         return True
 
     def _raise_bound(self, bound: float) -> None:
@@ -273,7 +258,9 @@ class WithinRows:
     def _threshold(self) -> float:
         return self.search.cost - self.search.gap * (1 - 1e-3) * abs(self.search.cost)
 
-    def _price(self, domain: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    def _price(
+        self, domain: np.ndarray, possible: np.ndarray
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
         """Raises the bound; returns the domain with likely choices, and the marginals.
 
         Marginals [k] per node are lower bounds on the cost of what makes each choice.
@@ -281,7 +268,7 @@ class WithinRows:
         search = self.search
         best, kept = -inf, [np.full(n.costs.size, -inf) for n in self.graph.nodes]
         for _ in range(MOST_PRICES):
-            relaxed = self._relaxation(self.kept, domain).solve(domain)
+            relaxed = self._relaxation(domain).solve(domain)
             if relaxed is not None and relaxed.value < inf:
                 bound, marginals = self._priced(relaxed.prices)
                 self._raise_bound(bound)
@@ -290,30 +277,10 @@ class WithinRows:
                 is_best = relaxed.value - best <= PRICED_GAP * search.gap * abs(best)
             else:
                 marginals, is_best = self._priced_peak(domain), False
-            domain = self._likely(domain, marginals)
+            domain = self._likely(domain, marginals) & possible
             if is_best or self._is_closed or self._is_out_of_time():
                 break
         return domain, kept
-
-    def _price_by_lines(self) -> list[np.ndarray]:
-        """Raises the bound at prices from the plans met; returns the marginals."""
-        best, kept = -inf, [np.full(n.costs.size, -inf) for n in self.graph.nodes]
-        for _ in range(MOST_LINE_PRICES):
-            lines = [line for line in self._lines.values() if line[0] < inf]
-            prices, _ = best_prices(
-                [cost for cost, _ in lines],
-                np.array([used[self._active] for _, used in lines]),
-                self.budget,
-            )
-            bound, marginals = self._priced(prices)
-            self._raise_bound(bound)
-            if bound <= best * (1 + PRICED_GAP * self.search.gap):
-                break
-            best, kept = bound, marginals
-            if self._is_closed or self._is_out_of_time():
-                break
-        self.search.finish_phase("prices", self.graph)
-        return kept
 
     def _priced(self, prices: np.ndarray) -> tuple[float, list[np.ndarray]]:
         """The bound at prices [rows], and a bound on the cost of each choice."""
@@ -323,7 +290,7 @@ class WithinRows:
 
     def _priced_peak(self, domain: np.ndarray) -> list[np.ndarray]:
         """Bounds on the peak of what makes each choice, at the best prices."""
-        relaxed = self._relaxation(self.kept, domain, True).solve(domain)
+        relaxed = self._relaxation(domain, is_of_peak=True).solve(domain)
         if relaxed is None or relaxed.value == inf:
             return [np.zeros(node.costs.size) for node in self.graph.nodes]
         prices = relaxed.prices / max(float(relaxed.prices.sum()), 1e-250)

@@ -27,6 +27,7 @@ from .choice_graph import ChoiceGraph, Edge, Node
 from .clock import Clock
 from .memory_rows import MemoryRow
 from .relaxation import Relaxation
+from .whole import solve_whole
 
 FEWEST_PARTS = 128  # that all nodes with a choice are cut into, or more
 MOST_TREE_NODES = 20
@@ -128,7 +129,7 @@ class Mixtures:
             return None
         relaxation = found[0]
         most = most_checks if rounded is None else FEW_CHECKS
-        choices = relaxation.solve_whole(gap, MOST_TREE_NODES, enough, most)
+        choices = _whole(relaxation, gap, enough, most)
         if choices is None or not relaxation.graph.cost(choices) < min(cost, best):
             return rounded if best < cost else None
         return self._clusters.expand(choices)
@@ -147,7 +148,7 @@ class Mixtures:
             if relaxed is None or relaxed.value == inf:
                 break
             few = relaxation.among(relaxed.shares > LEAST_SHARE)
-            choices = few.solve_whole(gap, MOST_TREE_NODES, enough)
+            choices = _whole(few, gap, enough)
             if choices is not None and few.graph.cost(choices) < least:
                 least = few.graph.cost(choices)
                 best = self._clusters.expand(choices)
@@ -175,6 +176,21 @@ class Mixtures:
         for r in within:
             relaxation.add_row(self._rows[r])
         return relaxation, within
+
+
+def _whole(
+    relaxation: Relaxation, gap: float, enough: float, most_checks: int | None = None
+) -> tuple[int, ...] | None:
+    """Without presolve, which never ended on some mixtures."""
+    found = solve_whole(
+        relaxation,
+        gap=gap,
+        most_nodes=MOST_TREE_NODES,
+        most_checks=most_checks,
+        enough=enough,
+        presolves=False,
+    )
+    return found.choices
 
 
 class _Mixture:

@@ -16,7 +16,6 @@ rows come, which takes few pivots.
 """
 
 from dataclasses import dataclass
-from itertools import count as count_from
 from math import inf
 from typing import Any
 
@@ -30,10 +29,9 @@ from .memory_rows import MemoryRow
 MOST_PIVOTS = 60_000  # of one solve
 # HiGHS solves to 1e-7 a row: values are taken this part of the costs' size lower.
 ROUNDING = 1e-8
-_COST_SCALE = 1e4
+COST_SCALE = 1e4
 # Seconds of a usual core: of a pivot, its part for each variable, and of building one.
 _PIVOT, _PIVOT_OF_VARIABLE, _BUILT_VARIABLE = 2e-5, 1e-8, 2e-6
-_OF_TREE = 2.0  # times a pivot's, with cuts and heuristics
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,14 +74,14 @@ class Relaxation:
         self.minimises_peak = minimises_peak
         self.starts = np.cumsum([0, *(node.costs.size for node in graph.nodes)])
         self.domain = domain & np.isfinite(_joined(graph))
-        self.scale = _COST_SCALE / max(size, 1e-250)
+        self.scale = COST_SCALE / max(size, 1e-250)
         self.rows: list[MemoryRow] = []
         self.num_pivots = self.num_solves = 0
-        self._columns = np.flatnonzero(self.domain)
+        self.columns = np.flatnonzero(self.domain)
         self._column_of = np.full(self.domain.size, -1)
-        self._column_of[self._columns] = np.arange(self._columns.size)
-        self._is_open = np.ones(self._columns.size, bool)
-        self._model = self._build()
+        self._column_of[self.columns] = np.arange(self.columns.size)
+        self._is_open = np.ones(self.columns.size, bool)
+        self.model = self._build()
 
     def add_row(self, row: MemoryRow) -> None:
         """Adds a row of memory, on the same nodes."""
@@ -96,12 +94,12 @@ class Relaxation:
             values.append(weights[chosen])
         unit, limit = self._unit, self.budget - row.constant
         if self.minimises_peak:
-            columns.append(np.array([self._columns.size]))
+            columns.append(np.array([self.columns.size]))
             values.append(np.array([-unit]))
             limit = -row.constant
         index = np.concatenate([*columns, np.zeros(0)]).astype(np.int32)
         value = np.concatenate([*values, np.zeros(0)]) / unit
-        self._model.addRow(-inf, limit / unit, index.size, index, value)
+        self.model.addRow(-inf, limit / unit, index.size, index, value)
 
     def among(self, domain: np.ndarray) -> "Relaxation":
         """The program of a smaller domain (bool [choices]), with the same rows."""
@@ -109,7 +107,7 @@ class Relaxation:
             self.graph,
             self.domain & domain,
             self.budget,
-            size=_COST_SCALE / self.scale,
+            size=COST_SCALE / self.scale,
             minimises_peak=self.minimises_peak,
             clock=self.clock,
         )
@@ -117,13 +115,18 @@ class Relaxation:
             few.add_row(row)
         return few
 
+    def value(self, objective: float) -> float:
+        """What value an objective of the program is."""
+        constant = 0.0 if self.minimises_peak else self.graph.constant
+        return objective / self.scale + constant
+
     def open(self, domain: np.ndarray) -> None:
         """Forbids all choices outside of a smaller domain (bool [choices])."""
-        is_open = domain[self._columns]
+        is_open = domain[self.columns]
         changed = np.flatnonzero(is_open != self._is_open).astype(np.int32)
         if changed.size:
             upper = np.where(is_open[changed], inf, 0.0)
-            self._model.changeColsBounds(
+            self.model.changeColsBounds(
                 changed.size, changed, np.zeros(changed.size), upper
             )
             self._is_open = is_open
@@ -135,11 +138,11 @@ class Relaxation:
         None if it took too many pivots.
         """
         self.open(domain)
-        beyond = 2 * ROUNDING * _COST_SCALE  # so that rounding ends nothing early
-        self._model.setOptionValue(_ENOUGH, self._objective(enough) + beyond)
+        beyond = 2 * ROUNDING * COST_SCALE  # so that rounding ends nothing early
+        self.model.setOptionValue(_ENOUGH, self.objective(enough) + beyond)
         self._run_surely()
-        info = self._model.getInfo()
-        status = self._model.getModelStatus()
+        info = self.model.getInfo()
+        status = self.model.getModelStatus()
         nothing = np.zeros(0)
         if status == highspy.HighsModelStatus.kInfeasible:
             return Relaxed(inf, nothing, nothing, nothing)
@@ -153,47 +156,7 @@ class Relaxation:
         """Another budget for the rows added so far; `budget` stays that of others."""
         for number, row in enumerate(self.rows, self._num_graph_rows):
             limit = (budget - row.constant) / self._unit
-            self._model.changeRowBounds(number, -inf, limit)
-
-    def solve_whole(
-        self,
-        gap: float,
-        most_nodes: int,
-        enough: float = -inf,
-        most_checks: int | None = None,
-    ) -> tuple[int, ...] | None:
-        """The choices of a whole solution, to a relative gap if nodes of a tree allow.
-
-        One that costs no more than is `enough` will do. Once HiGHS has checked its
-        limits `most_checks` times, which it also does within a node, the best so far
-        is taken. None if none was found. It is the last thing to ask of the program.
-        """
-        count = self._columns.size
-        kinds = np.full(count, highspy.HighsVarType.kInteger)
-        self._model.changeColsIntegrality(
-            count, np.arange(count, dtype=np.int32), kinds
-        )
-        self._model.setOptionValue("solver", "choose")
-        self._model.setOptionValue("mip_rel_gap", gap)
-        self._model.setOptionValue("mip_max_nodes", most_nodes)
-        self._model.setOptionValue("objective_target", self._objective(enough))
-        self._model.setOptionValue("presolve", "off")  # of integers it may never end
-        if most_checks is not None:
-            checks = count_from(1)
-
-            def check(event: Any) -> None:
-                if next(checks) >= most_checks:
-                    event.interrupt()
-
-            self._model.cbMipInterrupt.subscribe(check)
-        self._run(_OF_TREE)
-        status = self._model.getInfo().primal_solution_status
-        if status != highspy.SolutionStatus.kSolutionStatusFeasible:
-            return None
-        shares = np.zeros(self.domain.size)
-        shares[self._columns] = np.array(self._model.getSolution().col_value)[:count]
-        parts = np.split(shares, self.starts[1:-1])
-        return tuple(int(part.argmax()) for part in parts)
+            self.model.changeRowBounds(number, -inf, limit)
 
     def _run_surely(self) -> None:
         """Solves it; where rounding stops the simplex method, less exactly, or anew.
@@ -201,39 +164,37 @@ class Relaxation:
         A solution that is a little outside of the tolerance has no status. One or two
         pivots with a wider one are enough then, and a new start for what is left.
         """
-        self._run()
+        self.run()
         for tolerance, is_anew in _RETRIES:
-            if self._model.getModelStatus() != highspy.HighsModelStatus.kUnknown:
+            if self.model.getModelStatus() != highspy.HighsModelStatus.kUnknown:
                 break
             if is_anew:
-                self._model.clearSolver()
-            self._model.setOptionValue(_TOLERANCE, tolerance)
-            self._run()
-        self._model.setOptionValue(_TOLERANCE, _OPTIONS[_TOLERANCE])
+                self.model.clearSolver()
+            self.model.setOptionValue(_TOLERANCE, tolerance)
+            self.run()
+        self.model.setOptionValue(_TOLERANCE, _OPTIONS[_TOLERANCE])
 
-    def _run(self, times: float = 1.0) -> None:
-        """`times`: what a pivot takes beside the linear program's."""
-        self._model.run()
-        num_pivots = max(self._model.getInfo().simplex_iteration_count, 0)
+    def run(self, times: float = 1.0) -> None:
+        """Runs HiGHS; `times`: what a pivot takes beside the linear program's."""
+        self.model.run()
+        num_pivots = max(self.model.getInfo().simplex_iteration_count, 0)
         self.num_solves += 1
         self.num_pivots += num_pivots
         each = _PIVOT + _PIVOT_OF_VARIABLE * self._num_variables
         self.clock.spend(times * each * (1 + num_pivots))
 
     def _relaxed(self, objective: float) -> Relaxed:
-        solution = self._model.getSolution()
-        count = self._columns.size
+        solution = self.model.getSolution()
+        count = self.columns.size
         shares, excess = np.zeros(self.domain.size), np.full(self.domain.size, inf)
-        shares[self._columns] = np.array(solution.col_value)[:count]
-        excess[self._columns] = np.array(solution.col_dual)[:count] / self.scale
+        shares[self.columns] = np.array(solution.col_value)[:count]
+        excess[self.columns] = np.array(solution.col_dual)[:count] / self.scale
         duals = np.array(solution.row_dual)[self._num_graph_rows :]
-        value = (objective - ROUNDING * _COST_SCALE) / self.scale
-        if not self.minimises_peak:
-            value += self.graph.constant
+        value = self.value(objective - ROUNDING * COST_SCALE)
         prices = np.maximum(-duals, 0.0) / (self.scale * self._unit)
         return Relaxed(value, shares, np.maximum(excess, 0.0), prices)
 
-    def _objective(self, value: float) -> float:
+    def objective(self, value: float) -> float:
         """What the program's objective is for a value."""
         if not self.minimises_peak:
             value -= self.graph.constant
@@ -248,11 +209,11 @@ class Relaxation:
 
     def _build(self) -> Any:
         triples: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        costs = [_joined(self.graph)[self._columns]]
+        costs = [_joined(self.graph)[self.columns]]
         sizes = [float(n.bytes.max(initial=0.0)) for n in self.graph.nodes]
         self._size_of_bytes = max(sum(sizes), 1e-250)
         if self.minimises_peak:
-            costs = [np.zeros(self._columns.size), np.array([self._size_of_bytes])]
+            costs = [np.zeros(self.columns.size), np.array([self._size_of_bytes])]
         equal = self._add_choices(triples)
         self._add_pairs(triples, costs, equal)
         rows, columns, values = (
@@ -261,8 +222,8 @@ class Relaxation:
         order = np.lexsort((rows, columns))
         all_costs = np.concatenate(costs)
         if self.minimises_peak:
-            all_costs[self._columns.size + 1 :] = 0.0
-            self.scale = _COST_SCALE / self._size_of_bytes
+            all_costs[self.columns.size + 1 :] = 0.0
+            self.scale = COST_SCALE / self._size_of_bytes
         program = highspy.HighsLp()
         program.num_col_, program.num_row_ = all_costs.size, len(equal)
         self._num_variables = all_costs.size
@@ -288,8 +249,8 @@ class Relaxation:
         self, triples: list[tuple[np.ndarray, np.ndarray, np.ndarray]]
     ) -> list[float]:
         node = np.repeat(np.arange(len(self.graph.nodes)), np.diff(self.starts))
-        count = self._columns.size
-        triples.append((node[self._columns], np.arange(count), np.ones(count)))
+        count = self.columns.size
+        triples.append((node[self.columns], np.arange(count), np.ones(count)))
         return [1.0] * len(self.graph.nodes)
 
     def _add_pairs(

@@ -243,8 +243,8 @@ def test_a_program_that_rounding_stops_is_solved_again(times: int) -> None:
     assert graph.budget is not None
     relaxation = Relaxation(graph, everything, graph.budget, size=100.0)
     before = relaxation.solve(everything)
-    stopped = _Stopped(relaxation._model, times)
-    relaxation._model = stopped
+    stopped = _Stopped(relaxation.model, times)
+    relaxation.model = stopped
     again = relaxation.solve(everything)
     assert before is not None and again is not None
     assert again.value == pytest.approx(before.value)

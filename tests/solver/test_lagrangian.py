@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.solver import ChoiceGraph, array_pool, solve
+from autopar.solver import ChoiceGraph, array_pool, mixing, solve
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.choice_graph import Infeasible
 from autopar.solver.lagrangian import PricedPlans
@@ -16,6 +16,7 @@ from autopar.solver.mixing import FEW_CHECKS, Mixtures, mix
 from autopar.solver.multipliers import best_prices, price
 from autopar.solver.relaxation import Relaxation
 from autopar.solver.search import Search
+from autopar.solver.whole import Whole, solve_whole
 from autopar.solver.within_rows import mix_within_rows, solve_within_rows
 from tests.solver.layered_graphs import layered_graph
 from tests.solver.random_graphs import random_graph
@@ -170,13 +171,12 @@ def test_a_rounded_mixture_will_do_while_prices_may_do_better(
     peaks = [max(row.used(x) for row in rows) for x in (free, other)]
     mixtures = Mixtures(graph, rows, [free, other])
     trees: list[int | None] = []
-    solve_whole = Relaxation.solve_whole
 
-    def spied(tree: Relaxation, *given: Any) -> tuple[int, ...] | None:
-        trees.append(given[3] if len(given) > 3 else None)
-        return solve_whole(tree, *given)
+    def spied(tree: Relaxation, **given: Any) -> Whole:
+        trees.append(given["most_checks"])
+        return solve_whole(tree, **given)
 
-    monkeypatch.setattr(Relaxation, "solve_whole", spied)
+    monkeypatch.setattr(mixing, "solve_whole", spied)
     best, rounded = (
         mixtures.cheapest(sum(peaks) / 2, gap=0.0, rounds_only=rounds_only)
         for rounds_only in (False, True)
@@ -195,7 +195,7 @@ def test_a_tree_ends_after_so_many_checks_of_its_limits() -> None:
     def pivots(most_checks: int | None) -> int:
         tree = Relaxation(graph, everything, budget, size=100.0)
         tree.add_row(row)
-        tree.solve_whole(0.0, 1000, most_checks=most_checks)
+        solve_whole(tree, gap=0.0, most_checks=most_checks, presolves=False)
         return tree.num_pivots
 
     assert pivots(1) < pivots(None)
