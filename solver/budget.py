@@ -14,6 +14,7 @@ results depend on time.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -22,7 +23,7 @@ from .choice_graph import ChoiceGraph, Infeasible, allowed
 from .free import bound_choices
 from .kept_choices import KeptChoices
 from .live_sets import keep_binding
-from .memory_rows import MemoryRow, foreign_nodes, live_row
+from .memory_rows import MemoryRow, live_row
 from .multipliers import price, price_of_peak
 from .propagation import Propagation
 from .relaxation import Relaxation, num_pairs
@@ -31,6 +32,7 @@ from .whole import solve_whole
 
 MOST_PAIRS = 45_000
 MOST_CHECKS, MOST_CHECKS_OF_PEAK = 300, 100  # of one integer program
+MOST_CHECKED_PAIRS = 1_000_000  # together, where it is one of few choices
 MOST_LIKELY = 2000
 MOST_PRICES = 5
 MOST_ATTEMPTS = 3
@@ -67,15 +69,12 @@ class WithinRows:
         self._all_rows = list(rows)
         self._active: list[int] = []  # rows of the relaxations, in order
         self._is_active = np.zeros(len(rows), bool)
-        self.kept = KeptChoices(
-            search.graph,
-            sorted({node for row in rows for node in row.nodes}),
-            search.pool,
-            foreign_nodes(search.graph, rows),
-        )
+        self.kept = KeptChoices(search.graph, rows, search.pool)
         self.graph = self.kept.graph
         self.rows: list[MemoryRow] = []  # those of the relaxations, on what is kept
         self._propagation = Propagation(self.graph)
+        self._possible = np.ones(self.graph.num_choices, bool)
+        self._ceiling = inf  # the least cost of plans of choices that are not possible
         self.bound = -inf
         self.least, self.least_bound = inf, 0.0
         self.least_choices: tuple[int, ...] | None = None
@@ -87,15 +86,13 @@ class WithinRows:
             self._activate(self._see(tuple(choices)), FIRST_ROWS)
         if self._is_closed:
             return
-        everything = np.ones(self.graph.num_choices, bool)
-        possible = self._possible(everything)
-        if possible is None:
-            self._find_least(everything)
+        if not self._narrow():
+            self._find_least(np.ones(self.graph.num_choices, bool))
             raise self._infeasible()
-        if num_pairs(self.graph, possible) <= MOST_PAIRS:
-            self._run_small(possible)
+        if num_pairs(self.graph, self._possible) <= MOST_PAIRS:
+            self._run_small()
         else:
-            self._run_large(possible)
+            self._run_large()
         self.search.raise_bound(self.bound)
         self.search.finish_phase("whole", self.graph)
 
@@ -120,28 +117,38 @@ class WithinRows:
             self._propagation.add_row(self.rows[-1])
         return bool(new)
 
-    def _possible(self, domain: np.ndarray) -> np.ndarray | None:
-        """What rows leave of a domain (bool [choices])."""
-        return self._propagation.left(domain, self.budget)
+    def _narrow(self, marginals: Sequence[np.ndarray] | None = None) -> bool:
+        """Leaves out what rows do not allow; whether a plan may be left.
 
-    def _run_small(self, possible: np.ndarray) -> None:
-        bound = self._close(possible)
+        With bounds on the cost of what makes each choice, also what is of no use beside
+        the best plan known.
+        """
+        possible = self._possible
+        if marginals is not None and self.search.cost < inf:
+            self._ceiling = min(self._ceiling, self._threshold)
+            possible &= np.concatenate(marginals) <= self._ceiling + self.kept.slack
+        left = self._propagation.left(possible, self.budget)
+        self._possible = np.zeros_like(possible) if left is None else left
+        return left is not None
+
+    def _run_small(self) -> None:
+        bound = self._close(self._possible)
         if self.search.choices is None:
             self.search.finish_phase("first plan", self.graph)
             self._find_least(np.ones(self.graph.num_choices, bool))
             if self.search.choices is None:
                 raise self._infeasible()
-            bound = self._close(possible)
+            bound = self._close(self._possible)
         self._raise_bound(bound)
 
-    def _close(self, domain: np.ndarray) -> float:
+    def _close(self, domain: np.ndarray, most_checks: int = MOST_CHECKS) -> float:
         """Offers the cheapest plan within a domain; the bound on all of those.
 
         It may be lower than that of a longer search, and none is higher than is of use.
         """
         search, bound, budget = self.search, -inf, self.budget
         for _ in range(MOST_CUTS):
-            possible = self._possible(domain)
+            possible = self._propagation.left(domain, budget)
             if possible is None:
                 return inf
             program = self._relaxation(possible)
@@ -150,8 +157,9 @@ class WithinRows:
             found = solve_whole(
                 program,
                 gap=search.gap * (1 - 1e-3),
-                most_checks=MOST_CHECKS,
+                most_checks=min(most_checks, MOST_CHECKS),
                 start=self._known,
+                enough=self._enough,
                 enough_bound=min(enough, search.cutoff),
             )
             if budget == self.budget:
@@ -201,19 +209,23 @@ class WithinRows:
             relaxation.add_row(row)
         return relaxation
 
-    def _run_large(self, possible: np.ndarray) -> None:
+    def _run_large(self) -> None:
         search = self.search
         start = self._priced(np.zeros(len(self.rows)))[1]
-        domain = self._likely(self._known, start) & possible
-        before = None
+        domain, before = self._likely(self._known, start), None
         for _ in range(MOST_ATTEMPTS):
-            domain, marginals = self._price(domain, possible)
+            domain, marginals = self._price(domain)
             search.finish_phase("prices", self.graph)
+            if self._is_closed or self._is_out_of_time():
+                break
+            if self._close_below(marginals):
+                break
             state = domain.tobytes(), search.choices, len(self.rows)
-            if self._is_closed or self._is_out_of_time() or state == before:
+            if state == before:
                 break
             before = state
-            self._close(domain)
+            few = domain & self._possible
+            self._close(few, MOST_CHECKED_PAIRS // max(num_pairs(self.graph, few), 1))
             search.finish_phase("whole few", self.graph)
             if search.choices is None:
                 self._find_least(domain)
@@ -236,18 +248,19 @@ class WithinRows:
         return self.kept.made_by(choices)
 
     def _close_below(self, marginals: Sequence[np.ndarray]) -> bool:
-        """Branches among what marginals leave, if that is few enough to."""
-        if self._is_closed:
-            return True
-        threshold = self._threshold
-        left = np.concatenate(marginals) <= threshold + self.kept.slack
-        if num_pairs(self.graph, left) > MOST_PAIRS:
+        """Solves what marginals leave, if that is little enough; whether it was."""
+        if self.search.cost == inf:
             return False
-        self._raise_bound(min(self._close(left), threshold))
+        if self._narrow(marginals):
+            if num_pairs(self.graph, self._possible) > MOST_PAIRS:
+                return False
+            self._raise_bound(self._close(self._possible))
+        else:
+            self._raise_bound(inf)
         return True
 
     def _raise_bound(self, bound: float) -> None:
-        self.bound = max(self.bound, bound - self.kept.slack)
+        self.bound = max(self.bound, min(bound, self._ceiling) - self.kept.slack)
 
     @property
     def _is_closed(self) -> bool:
@@ -255,12 +268,16 @@ class WithinRows:
         return cost < inf and cost - self.bound <= self.search.gap * abs(cost)
 
     @property
+    def _enough(self) -> float:
+        """The cost of a plan that closes the gap."""
+        gap = self.search.gap * (1 - 1e-3)
+        return self.bound + gap * abs(self.bound) if self.bound > -inf else -inf
+
+    @property
     def _threshold(self) -> float:
         return self.search.cost - self.search.gap * (1 - 1e-3) * abs(self.search.cost)
 
-    def _price(
-        self, domain: np.ndarray, possible: np.ndarray
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
+    def _price(self, domain: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
         """Raises the bound; returns the domain with likely choices, and the marginals.
 
         Marginals [k] per node are lower bounds on the cost of what makes each choice.
@@ -268,7 +285,7 @@ class WithinRows:
         search = self.search
         best, kept = -inf, [np.full(n.costs.size, -inf) for n in self.graph.nodes]
         for _ in range(MOST_PRICES):
-            relaxed = self._relaxation(domain).solve(domain)
+            relaxed = self._relaxation(domain & self._possible).solve(domain)
             if relaxed is not None and relaxed.value < inf:
                 bound, marginals = self._priced(relaxed.prices)
                 self._raise_bound(bound)
@@ -277,7 +294,7 @@ class WithinRows:
                 is_best = relaxed.value - best <= PRICED_GAP * search.gap * abs(best)
             else:
                 marginals, is_best = self._priced_peak(domain), False
-            domain = self._likely(domain, marginals) & possible
+            domain = self._likely(domain, marginals)
             if is_best or self._is_closed or self._is_out_of_time():
                 break
         return domain, kept
@@ -285,8 +302,19 @@ class WithinRows:
     def _priced(self, prices: np.ndarray) -> tuple[float, list[np.ndarray]]:
         """The bound at prices [rows], and a bound on the cost of each choice."""
         rows = self.rows[: len(prices)]
-        priced = price(self.graph, rows, prices, self.budget)
+        priced = price(self._left, rows, prices, self.budget)
         return self._bound(priced, self._threshold if self.search.cost < inf else inf)
+
+    @property
+    def _left(self) -> ChoiceGraph:
+        """The graph of what is possible."""
+        starts = np.cumsum([0, *(node.costs.size for node in self.graph.nodes)])
+        parts = np.split(self._possible, starts[1:-1])
+        nodes = tuple(
+            replace(node, costs=np.where(part, node.costs, inf))
+            for node, part in zip(self.graph.nodes, parts, strict=True)
+        )
+        return replace(self.graph, nodes=nodes)
 
     def _priced_peak(self, domain: np.ndarray) -> list[np.ndarray]:
         """Bounds on the peak of what makes each choice, at the best prices."""

@@ -1,19 +1,18 @@
-"""A graph reduced once for every price, row and budget, and rows rewritten on it.
+"""A graph reduced once for every price and budget, and rows rewritten on it.
 
-A choice is dropped only for one that is no worse in cost and bytes, and a node whose
-choices differ in bytes stays. So whatever prices and rows of memory come later, the
-best assignment is among those left.
+A choice is dropped only for one that is no worse in cost and weighs no more in any row,
+and a node whose choices weigh differently stays. So whatever prices and budget come
+later, the best assignment is among those left.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 
 import numpy as np
 
 from .array_pool import ArrayPool
 from .choice_graph import ChoiceGraph
-from .memory_rows import MemoryRow, most_spread
+from .memory_rows import MemoryRow
 from .reduce import reduce
 from .unfold import Drop
 
@@ -21,26 +20,20 @@ from .unfold import Drop
 class KeptChoices:
     """`graph` is what is left of `full`; `slack` is the rounding of its costs.
 
-    `held` are the nodes whose bytes matter; those of `whole`, to which some row gives
-    weights that are not their bytes, keep all their choices.
+    `rows` are all that may ever weigh its choices.
     """
 
     def __init__(
-        self,
-        full: ChoiceGraph,
-        held: Sequence[int],
-        pool: ArrayPool,
-        whole: Collection[int] = (),
+        self, full: ChoiceGraph, rows: Sequence[MemoryRow], pool: ArrayPool
     ) -> None:
-        given = replace(full, live_sets=(tuple(held),), budget=inf)
-        self._reduced = reduce(given, pool, held=whole)
+        given = replace(full, live_sets=(), budget=None)
+        self._reduced = reduce(given, pool, weights=_weights(rows))
         self.full, self.slack = full, self._reduced.slack
-        self.graph = replace(self._reduced.graph, live_sets=(), budget=None)
+        self.graph = self._reduced.graph
         self._left = {v: np.arange(n.costs.size) for v, n in enumerate(full.nodes)}
         for step in self._reduced.steps:
             if isinstance(step, Drop):
                 self._left[step.node] = self._left[step.node][step.kept]
-        self._whole = tuple(whole)
         self._index = {v: index for index, v in enumerate(self._reduced.kept)}
 
     def expand(self, choices: Sequence[int]) -> tuple[int, ...]:
@@ -72,17 +65,22 @@ class KeptChoices:
                 constant += float(left.min())
         return MemoryRow(tuple(nodes), tuple(weights), constant)
 
-    def among(self, domain: np.ndarray, pool: ArrayPool) -> "KeptChoices":
-        """What is left if only some choices (bool [choices]) of `graph` may be made."""
-        starts = np.cumsum([0, *(node.costs.size for node in self.graph.nodes)])
-        parts = np.split(domain, starts[1:-1])
-        nodes = tuple(
-            replace(node, costs=np.where(part, node.costs, inf))
-            for node, part in zip(self.graph.nodes, parts, strict=True)
-        )
-        few = replace(self.graph, nodes=nodes)
-        whole = [self._index[node] for node in self._whole]
-        return KeptChoices(few, most_spread(few, 0.0), pool, whole)
-
     def __str__(self) -> str:
         return f"KeptChoices: {self.graph}"
+
+
+def _weights(rows: Sequence[MemoryRow]) -> dict[int, np.ndarray]:
+    """[k, rows] by node, of the rows in which its choices weigh differently."""
+    found: dict[int, dict[int, np.ndarray]] = {}
+    for row in rows:
+        distinct, kinds = row.kinds
+        differs = [np.ptp(each) > 0 for each in distinct]
+        for node, kind in zip(row.nodes, kinds.tolist(), strict=True):
+            if differs[kind]:
+                found.setdefault(node, {})[id(distinct[kind])] = distinct[kind]
+    known: dict[tuple[int, ...], np.ndarray] = {}
+    for each in found.values():
+        key = tuple(each)
+        if key not in known:
+            known[key] = np.stack(list(each.values()), axis=1)
+    return {node: known[tuple(each)] for node, each in found.items()}

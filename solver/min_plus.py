@@ -171,8 +171,9 @@ def undominated(
     [dropped, kept] the most it can cost to use a kept choice in place of a dropped one.
 
     A choice goes when another one costs no more whatever the neighbours choose
-    (Goldstein's criterion for dead-end elimination, 1994) and holds no more bytes.
-    `edges` are (classes, replacement costs) of each edge of the node, flattened.
+    (Goldstein's criterion for dead-end elimination, 1994) and holds no more bytes, of
+    which `held` [k] or [k, rows] tells. `edges` are (classes, replacement costs) of
+    each edge of the node, flattened.
     """
     replacement = costs[None, :] - costs[:, None]
     for classes, by_class in zip(edges[::2], edges[1::2], strict=True):
@@ -193,7 +194,7 @@ def undominated_of_many(
     for classes, matrix in pairs:
         least += _cost_at_cheapest(matrix)[classes][:, classes]
     if held is not None:
-        least[held[None, :] > held[:, None]] = inf
+        least[_is_heavier(held)] = inf
     np.fill_diagonal(least, inf)
     first, second = np.nonzero(least <= QUANTUM * np.max(costs))
     total = costs[second] - costs[first]
@@ -202,6 +203,12 @@ def undominated_of_many(
     replacement = np.full((costs.size, costs.size), inf)
     replacement[first, second] = total
     return _drop(costs, held, replacement)
+
+
+def _is_heavier(held: np.ndarray) -> np.ndarray:
+    """[k, k] whether the second holds more than the first, in any row."""
+    more = held[None, :] > held[:, None]
+    return more if held.ndim == 1 else more.any(axis=2)
 
 
 def _cost_at_cheapest(matrix: np.ndarray) -> np.ndarray:
@@ -230,7 +237,7 @@ def _drop(
 ) -> tuple[np.ndarray, float, np.ndarray]:
     excess, lost = replacement.copy(), 0.0
     if held is not None:
-        excess[held[None, :] > held[:, None]] = inf
+        excess[_is_heavier(held)] = inf
     np.fill_diagonal(excess, inf)
     tolerance = QUANTUM * costs.max()
     candidates = np.flatnonzero((excess <= tolerance).any(axis=1))

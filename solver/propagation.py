@@ -27,6 +27,7 @@ class Propagation:
         costs = [np.zeros(0), *(node.costs for node in graph.nodes)]
         self._is_allowed = np.isfinite(np.concatenate(costs))
         self._rows: list[_FlatRow] = []
+        self._most_constant = -np.inf  # of rows without nodes
         self._edges: list[list[_Side]] = [[] for _ in graph.nodes]
         for edge in graph.edges:
             is_allowed = np.isfinite(edge.costs)
@@ -43,9 +44,13 @@ class Propagation:
         """Adds a row, on the same nodes."""
         if row.nodes:
             self._rows.append(_FlatRow(row, self.starts))
+        else:
+            self._most_constant = max(self._most_constant, row.constant)
 
     def left(self, domain: np.ndarray, budget: float) -> np.ndarray | None:
         """What is left of a domain (bool [choices]); None if no assignment is."""
+        if self._most_constant > budget * (1 + _ROUNDING):
+            return None
         left = domain & self._is_allowed
         changed: Sequence[int] = range(len(self._edges))
         for _ in range(MOST_SWEEPS):

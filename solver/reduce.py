@@ -11,7 +11,7 @@ Alternated to a fixpoint, driven by a queue of nodes whose surroundings changed:
 """
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
 from typing import NamedTuple
@@ -75,6 +75,7 @@ def reduce(
     pool: ArrayPool | None = None,
     *,
     held: Collection[int] = (),
+    weights: Mapping[int, np.ndarray] | None = None,
 ) -> Reduced:
     """Reduces a graph without changing its optimum.
 
@@ -83,11 +84,18 @@ def reduce(
         pool: shared arrays of earlier reductions of the same graph.
         held: nodes that keep all their choices, in place, so that they may have more
             edges than the graph has.
+        weights: [k, rows] of nodes whose choices weigh in rows of memory; for any
+            limits of rows, the optimum stays.
 
     Raises:
         Infeasible: some node has no choice left.
     """
-    return _Reduction(graph, pool or ArrayPool(), held).run()
+    return _Reduction(graph, pool or ArrayPool(), held, weights or {}).run()
+
+
+def _most(held: np.ndarray) -> np.ndarray:
+    """[k] the bytes that a choice holds, or the most that it weighs in a row."""
+    return held if held.ndim == 1 else held.max(axis=1)
 
 
 class _Reduction:
@@ -97,7 +105,11 @@ class _Reduction:
     """
 
     def __init__(
-        self, graph: ChoiceGraph, pool: ArrayPool, kept_whole: Collection[int]
+        self,
+        graph: ChoiceGraph,
+        pool: ArrayPool,
+        kept_whole: Collection[int],
+        weights: Mapping[int, np.ndarray],
     ) -> None:
         self.graph, self.pool = graph, pool
         count = len(graph.nodes)
@@ -106,6 +118,8 @@ class _Reduction:
         if graph.budget is not None:
             for node in {node for live in graph.live_sets for node in live}:
                 self.held[node] = pool.adopt(graph.nodes[node].bytes, np.float64)
+        for node, each in weights.items():
+            self.held[node] = pool.adopt(each, np.float64)
         self.halves: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [
             {} for _ in range(count)
         ]
@@ -280,7 +294,7 @@ class _Reduction:
     def _fold_work(self, node: int) -> float:
         """How many sums it takes to minimise a node out; inf if it has to stay."""
         held = self.held[node]
-        if len(self.halves[node]) > 2 or (held is not None and np.ptp(held) > 0):
+        if len(self.halves[node]) > 2 or (held is not None and np.ptp(held, axis=0).any()):
             return inf
         sizes = [matrix.shape[1] for _, matrix in self.halves[node].values()]
         return self.costs[node].size * prod(sizes)
@@ -321,7 +335,7 @@ class _Reduction:
         index_by_node = {node: index for index, node in enumerate(kept)}
         names = [node.name for node in self.graph.nodes]
         held_by_node = [
-            np.zeros(costs.size) if held is None else held
+            np.zeros(costs.size) if held is None else _most(held)
             for costs, held in zip(self.costs, self.held, strict=True)
         ]
         nodes = [Node(names[v], self._costs_of(v), held_by_node[v]) for v in kept]

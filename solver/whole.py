@@ -61,6 +61,9 @@ def solve_whole(
         presolves: whether the program is made smaller first, without checks.
     """
     model, size = relaxation.model, relaxation.columns.size
+    if not size and not relaxation.minimises_peak:  # which HiGHS does not take
+        is_above = any(row.constant > relaxation.budget for row in relaxation.rows)
+        return Whole(None, inf) if is_above else Whole((), relaxation.value(0.0))
     index = np.arange(size, dtype=np.int32)
     kinds = np.full(size, highspy.HighsVarType.kInteger)
     model.changeColsIntegrality(size, index, kinds)
@@ -97,7 +100,7 @@ def solve_whole(
         shares = np.zeros(relaxation.domain.size)
         shares[relaxation.columns] = np.array(model.getSolution().col_value)[:size]
         parts = np.split(shares, relaxation.starts[1:-1])
-        choices = tuple(int(part.argmax()) for part in parts)
+        choices = tuple(int(part.argmax()) for part in parts if part.size)
     return Whole(choices, relaxation.value(bound) if bound > -inf else -inf)
 
 

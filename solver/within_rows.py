@@ -1,7 +1,7 @@
 """The cheapest assignment within rows of memory: by prices, and whole if it is small.
 
 Prices and mixtures (lagrangian.py) take a few solutions without a budget, whatever the
-size. What gap they leave, branching closes (budget.py) where the graph is small enough.
+size. What gap they leave, integer programs close (budget.py) where the graph is small enough.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def solve_within_rows(
         graph: the problem; its live sets and budget are not looked at.
         rows: all that is said about memory; each may come to `budget`.
         gap: relative distance of bound to cost at which to stop.
-        free: the solution without rows.
+        free: the solution without rows, or its assignment with a bound within them.
         known: assignments met before, that fit or not.
         aim: what rows of the assignment come to at most, if less than the budget; the
             bound is on all that fit the budget.
@@ -58,7 +58,7 @@ def solve_within_rows(
     for each in (free.choices, *known):
         plans.add(each)
     aim = budget if aim is None else min(aim, budget)
-    # Branching has no bound on plans that are above the aim.
+    # Integer programs have no bound on plans that are above the aim.
     branched = search if aim == budget else copy(search)
     whole = None
     if len(graph.nodes) <= MANY_NODES:

@@ -53,6 +53,7 @@ MOST_ROUNDS = 8  # with each gap
 MARGINS = (0.97, 0.93, 0.88)  # of what may be live, once rounds are used up
 MOST_PACKED = 4  # times that what may be live is set
 BRIEF = 0.25  # of the work left, to search with less that may be live
+TO_FIT = 0.1  # of all work, to find a plan that fits packed
 WORTH_A_ROUND = 2e-3  # of the gap, once half the work is spent
 WORTH_A_TURN = 0.03  # of the budget
 WORTH_SOLVING_AGAIN = 0.005  # of the budget, by which a row was lowered
@@ -144,7 +145,10 @@ class BudgetSearch:
         Not for long once a plan fits that is not far from its bound.
         """
         for _ in range(MOST_PACKED):
+            kept_back = met.kept_back
+            met.kept_back += min(TO_FIT * met.most_work, met.work_left / 2)
             self._search(met)
+            met.kept_back = kept_back
             self._fit_packed(met)
             if self._is_near(met) or self.is_in_vain or not met.work_left:
                 break

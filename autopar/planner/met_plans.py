@@ -140,7 +140,7 @@ class MetPlans:
         assignment = solve_within_rows(
             *(self.problem.choice_graph, rows, limit),
             gap=gap,
-            free=self.free,
+            free=replace(self.free, bound=self.bound(limit)),
             known=[each.choices for each in self.plans],
             aim=aim,
             plans=self._priced,

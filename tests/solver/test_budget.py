@@ -142,9 +142,9 @@ def test_a_relaxation_knows_only_its_domain() -> None:
 def test_kept_choices_hold_the_best_plan_of_every_budget(seed: int) -> None:
     """Reduced once: for any budget the optimum of what is kept is that of all."""
     graph = random_graph(seed, num_nodes=6, forbidden=0.0, num_live_sets=2)
-    members = sorted({v for live in graph.live_sets for v in live})
-    kept = KeptChoices(graph, members, ArrayPool())
-    rows = [kept.row(live_row(graph, live)) for live in range(2)]
+    full_rows = [live_row(graph, live) for live in range(2)]
+    kept = KeptChoices(graph, full_rows, ArrayPool())
+    rows = [kept.row(row) for row in full_rows]
     plans = {
         x: (kept.graph.cost(x), max(row.used(x) for row in rows))
         for x in every_assignment(kept.graph)
