@@ -32,7 +32,8 @@ from .whole import solve_whole
 
 MOST_PAIRS = 45_000
 MOST_CHECKS, MOST_CHECKS_OF_PEAK = 300, 100  # of one integer program
-MOST_CHECKED_PAIRS = 1_000_000  # together, where it is one of few choices
+SECONDS_OF_FEW = 10.0  # of work, for one of few choices
+_CHECK = 1e-5  # seconds of work until the next, for each pair
 MOST_LIKELY = 2000
 MOST_PRICES = 5
 MOST_ATTEMPTS = 3
@@ -141,10 +142,11 @@ class WithinRows:
             bound = self._close(self._possible)
         self._raise_bound(bound)
 
-    def _close(self, domain: np.ndarray, most_checks: int = MOST_CHECKS) -> float:
+    def _close(self, domain: np.ndarray, seconds: float = inf) -> float:
         """Offers the cheapest plan within a domain; the bound on all of those.
 
-        It may be lower than that of a longer search, and none is higher than is of use.
+        An integer program ends after so many seconds of work, if it can. The bound may
+        be lower than that of a longer search, and none is higher than is of use.
         """
         search, bound, budget = self.search, -inf, self.budget
         for _ in range(MOST_CUTS):
@@ -154,10 +156,12 @@ class WithinRows:
             program = self._relaxation(possible)
             program.allow(budget)
             enough = search.cutoff if search.cost == inf else self._threshold
+            seconds = min(seconds, search.seconds_left)
+            checks = seconds / (_CHECK * max(num_pairs(self.graph, possible), 1000))
             found = solve_whole(
                 program,
                 gap=search.gap * (1 - 1e-3),
-                most_checks=min(most_checks, MOST_CHECKS),
+                most_checks=int(min(checks + 1, MOST_CHECKS)),
                 start=self._known,
                 enough=self._enough,
                 enough_bound=min(enough, search.cutoff),
@@ -224,8 +228,7 @@ class WithinRows:
             if state == before:
                 break
             before = state
-            few = domain & self._possible
-            self._close(few, MOST_CHECKED_PAIRS // max(num_pairs(self.graph, few), 1))
+            self._close(domain & self._possible, SECONDS_OF_FEW)
             search.finish_phase("whole few", self.graph)
             if search.choices is None:
                 self._find_least(domain)

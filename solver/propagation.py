@@ -58,13 +58,12 @@ class Propagation:
             for row in self._rows:
                 if not row.narrow(left, budget):
                     return None
-            gone = before & ~left
-            changed = sorted({*changed, *self._nodes_of(gone)})
-            before = left.copy()
+            changed = sorted({*changed, *self._nodes_of(before & ~left)})
+            narrowed = left.copy()
             if not self._narrow_along_edges(left, changed):
                 return None
-            changed = self._nodes_of(before & ~left)
-            if not changed:
+            changed = self._nodes_of(narrowed & ~left)
+            if (left == before).all():
                 break
         return left
 

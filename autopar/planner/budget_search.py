@@ -52,6 +52,7 @@ WIDE_GAP, TIGHT_GAP = 3e-2, 2e-3
 MOST_ROUNDS = 8  # with each gap
 MARGINS = (0.97, 0.93, 0.88)  # of what may be live, once rounds are used up
 MOST_PACKED = 4  # times that what may be live is set
+MOST_RAISED = 4  # times that a plan met on the way to a bound is looked at
 BRIEF = 0.25  # of the work left, to search with less that may be live
 TO_FIT = 0.1  # of all work, to find a plan that fits packed
 WORTH_A_ROUND = 2e-3  # of the gap, once half the work is spent
@@ -185,22 +186,26 @@ class BudgetSearch:
     def _raise_bound(self, met: MetPlans) -> None:
         """Raises the bound of all plans within the budget, as far as that is of use.
 
-        None is above a plan of which no more is live, whatever it needs packed.
+        None is above a plan of which no more is live, whatever it needs packed. Rows
+        that say more of a plan met so than it holds are lowered, and their bound goes.
         """
         budget = self.budget_bytes
-        best, live = met.fitting(budget), met.cheapest(budget)
-        if best is None or live is None:
-            return
-        wanted = (1 - self.gap) * best.assignment.cost
-        wanted = min(wanted, (1 - TIGHT_GAP) * live.assignment.cost, self.cutoff)
-        if met.work_left <= 0 or met.bound(budget, best) >= wanted:
-            return
-        try:
-            gap = 1 - wanted / live.assignment.cost
-            met.solve(budget, gap, cutoff=wanted)
-        except Infeasible:  # by rows that say a little more of plans met
-            return
-        met.lower_refuted()
+        for _ in range(MOST_RAISED):
+            best, live = met.fitting(budget), met.cheapest(budget)
+            if best is None or live is None:
+                return
+            wanted = (1 - self.gap) * best.assignment.cost
+            wanted = min(wanted, (1 - TIGHT_GAP) * live.assignment.cost, self.cutoff)
+            if met.work_left <= 0 or met.bound(budget, best) >= wanted:
+                return
+            try:
+                gap = 1 - wanted / live.assignment.cost
+                met.solve(budget, gap, cutoff=wanted)
+            except Infeasible:  # by rows that say a little more of plans met
+                return
+            met.lower_refuted()
+            if met.fitting(budget) is best and met.cheapest(budget) is live:
+                return
 
     def _move_limit(self, met: MetPlans) -> None:
         """Down if the plan found needs more than is live, else up again."""

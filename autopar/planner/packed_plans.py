@@ -24,6 +24,7 @@ SIZES = 100, 200  # vertices around each of two that may be split otherwise
 MOST_IN_VAIN = 8
 PART_OF_WAY = 0.25  # to what fits, that is asked for at once as long as nothing does
 FAR = 0.06  # gap of a plan, whose neighbours are not worth asking for
+PART_IF_FAR = 0.75  # of the work left, as long as no better plan fits
 AS_CHEAP = 1e-5  # of the cost, within which a plan that needs less is gone on from
 
 
@@ -62,7 +63,8 @@ class _PackedSearch:
         self.around = Neighbourhoods(self.graph)
         self.pool = ArrayPool(met.clock)
         self.near = RowsNear(met, base)
-        self.until = met.clock.spent + PART_OF_WORK * met.work_left
+        part = PART_OF_WORK if self.gap <= FAR else PART_IF_FAR
+        self.until = met.clock.spent + part * met.work_left
 
     @property
     def aim_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Solving within a budget: bound <= brute force <= plan, and always the same plan."""
 
 from dataclasses import replace
-from math import inf, prod
+from math import inf
 from typing import Any
 
 import highspy
@@ -18,7 +18,12 @@ from autopar.solver.multipliers import best_prices, price
 from autopar.solver.relaxation import Relaxation, num_pairs
 from autopar.solver.search import Search
 from autopar.solver.within_rows import solve_within_rows
-from tests.solver.random_graphs import random_graph, with_budget
+from tests.solver.random_graphs import (
+    every_assignment,
+    random_graph,
+    random_rows,
+    with_budget,
+)
 
 NUM_INSTANCES = 200
 
@@ -29,12 +34,6 @@ def instance(seed: int) -> ChoiceGraph:
     if seed % 2:
         return with_budget(graph, 0.6)
     return with_budget(graph, 0.15 + 0.01 * (seed % 20))
-
-
-def every_assignment(graph: ChoiceGraph) -> list[tuple[int, ...]]:
-    sizes = [node.costs.size for node in graph.nodes]
-    assert prod(sizes) < 20_000
-    return [tuple(map(int, each)) for each in np.ndindex(*sizes)]
 
 
 def test_bound_brute_force_plan_and_the_same_again() -> None:
@@ -62,19 +61,6 @@ def test_bound_brute_force_plan_and_the_same_again() -> None:
         assert (again.choices, again.bound) == (found.choices, found.bound), seed
     assert num_binding + num_infeasible >= NUM_INSTANCES // 3
     assert num_binding >= NUM_INSTANCES // 5
-
-
-def random_rows(graph: ChoiceGraph, seed: int) -> list[MemoryRow]:
-    """Rows with weights of their own and constants of either sign."""
-    rng = np.random.default_rng(seed)
-    rows = []
-    for _ in range(4):
-        nodes = tuple(v for v in range(len(graph.nodes)) if rng.random() < 0.6)
-        weights = tuple(
-            rng.integers(0, 6, graph.nodes[v].costs.size).astype(float) for v in nodes
-        )
-        rows.append(MemoryRow(nodes, weights, float(rng.integers(-3, 4))))
-    return rows
 
 
 @pytest.mark.parametrize("seed", range(30))
