@@ -33,7 +33,7 @@ from .whole import solve_whole
 MOST_PAIRS = 45_000
 MOST_CHECKS, MOST_CHECKS_OF_PEAK = 300, 100  # of one integer program
 SECONDS_OF_FEW = 10.0  # of work, for one of few choices
-_CHECK = 1e-5  # seconds of work until the next, for each pair
+_CHECK = 2e-5  # seconds of work until the next, for each pair
 MOST_LIKELY = 2000
 MOST_PRICES = 5
 MOST_ATTEMPTS = 3

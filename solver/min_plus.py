@@ -207,8 +207,8 @@ def undominated_of_many(
 
 def _is_heavier(held: np.ndarray) -> np.ndarray:
     """[k, k] whether the second holds more than the first, in any row."""
-    more = held[None, :] > held[:, None]
-    return more if held.ndim == 1 else more.any(axis=2)
+    rows = held.reshape(len(held), -1)
+    return np.any(rows[None, :] > rows[:, None], axis=2)
 
 
 def _cost_at_cheapest(matrix: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
 """A better assignment near one that is known: all but a few nodes stay as they are.
 
 Large-neighbourhood search (Shaw 1998): the nodes around one, along edges, are free, the
-others keep their choices. What is left is so small that an integer program closes it at once.
+others keep their choices. What is left is so small that an integer program closes it
+at once.
 """
 
 from collections.abc import Sequence

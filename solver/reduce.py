@@ -294,7 +294,8 @@ class _Reduction:
     def _fold_work(self, node: int) -> float:
         """How many sums it takes to minimise a node out; inf if it has to stay."""
         held = self.held[node]
-        if len(self.halves[node]) > 2 or (held is not None and np.ptp(held, axis=0).any()):
+        has_to_stay = held is not None and np.ptp(held, axis=0).any()
+        if len(self.halves[node]) > 2 or has_to_stay:
             return inf
         sizes = [matrix.shape[1] for _, matrix in self.halves[node].values()]
         return self.costs[node].size * prod(sizes)

@@ -1,7 +1,8 @@
 """The cheapest assignment within rows of memory: by prices, and whole if it is small.
 
 Prices and mixtures (lagrangian.py) take a few solutions without a budget, whatever the
-size. What gap they leave, integer programs close (budget.py) where the graph is small enough.
+size. What gap they leave, integer programs close (budget.py) where the graph is small
+enough.
 """
 
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ from autopar.solver.array_pool import ArrayPool
 from autopar.solver.brute_force import brute_force
 from autopar.solver.budget import WithinRows, beyond_least
 from autopar.solver.kept_choices import KeptChoices
-from autopar.solver.memory_rows import MemoryRow, live_row
+from autopar.solver.memory_rows import live_row
 from autopar.solver.multipliers import best_prices, price
 from autopar.solver.relaxation import Relaxation, num_pairs
 from autopar.solver.search import Search
