@@ -73,7 +73,7 @@ def least_memory(met: MetPlans, enough_bytes: int = 0) -> LeastMemory:
     most = max(FEWEST_STEPS, min(MOST_STEPS, STEPS_TIMES_CHOICES // num_choices))
     while number < most and step >= LEAST_STEP:
         least = met.least_live_bytes()
-        is_near = least - bound <= NEAR * least and bound >= _wanted(met, enough_bytes)
+        is_near = least - bound <= NEAR * least
         is_enough = met.least().peak_bytes <= enough_bytes
         if is_enough or is_near or met.work_left <= 0:
             break
@@ -90,11 +90,8 @@ def least_memory(met: MetPlans, enough_bytes: int = 0) -> LeastMemory:
         except Infeasible as error:
             bound = error.least_budget_bound
             at_least = max(at_least, bound)
-            lower = met.take_least(error)
-            if lower is None:
-                step /= 2
-                continue
-            found = lower
+            step /= 2
+            continue
         met.add_rows(found)
         met.lower_refuted()
         if found.live_bytes < bound:
@@ -109,12 +106,6 @@ def least_memory(met: MetPlans, enough_bytes: int = 0) -> LeastMemory:
     result = LeastMemory(found, bound, number, far_bound)
     _log.info("%s: least memory %s", met.problem.graph.name, result)
     return result
-
-
-def _wanted(met: MetPlans, enough_bytes: int) -> float:
-    """What may be live of a plan that leaves gaps as the least one met does, to fit."""
-    least = met.least()
-    return least.live_bytes - (least.peak_bytes - enough_bytes)
 
 
 def _rows_bound(met: MetPlans) -> float:

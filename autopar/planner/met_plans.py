@@ -18,7 +18,6 @@ import numpy as np
 
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.assignment import Assignment
-from autopar.solver.choice_graph import Infeasible
 from autopar.solver.lagrangian import PricedPlans
 from autopar.solver.memory_rows import MemoryRow, lowered_by_all
 from autopar.solver.repeats import find_repeats
@@ -231,16 +230,6 @@ class MetPlans:
             if found.live_bytes <= limit_bytes:
                 return self.take(found)
         return None
-
-    def take_least(self, error: Infeasible) -> MetPlan | None:
-        """Meets the plan that rows put lowest, above the limit that they rule out.
-
-        They say more than it holds, if that is less than of all plans met; else None.
-        """
-        if error.choices is None:
-            return None
-        found = self.look_at(replace(self.free, choices=tuple(error.choices)))
-        return self.take(found) if found.live_bytes < self.least_live_bytes() else None
 
     def take(self, found: MetPlan) -> MetPlan:
         """Meets a plan that was looked at; rows that say too much of it are lowered."""
