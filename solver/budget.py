@@ -32,8 +32,7 @@ from .whole import solve_whole
 
 MOST_PAIRS = 45_000
 MOST_CHECKS, MOST_CHECKS_OF_PEAK = 300, 100  # of one integer program
-SECONDS_OF_FEW = 10.0  # of work, for one of few choices
-_CHECK = 2e-5  # seconds of work until the next, for each pair
+SECONDS_OF_FEW = 6.0  # of work, for one of few choices
 MOST_LIKELY = 2000
 MOST_PRICES = 5
 MOST_ATTEMPTS = 3
@@ -156,12 +155,11 @@ class WithinRows:
             program = self._relaxation(possible)
             program.allow(budget)
             enough = search.cutoff if search.cost == inf else self._threshold
-            seconds = min(seconds, search.seconds_left)
-            checks = seconds / (_CHECK * max(num_pairs(self.graph, possible), 1000))
             found = solve_whole(
                 program,
                 gap=search.gap * (1 - 1e-3),
-                most_checks=int(min(checks + 1, MOST_CHECKS)),
+                most_checks=MOST_CHECKS,
+                most_work=min(seconds, search.seconds_left),
                 start=self._known,
                 enough=self._enough,
                 enough_bound=min(enough, search.cutoff),
@@ -184,6 +182,7 @@ class WithinRows:
                 self._relaxation(domain, is_of_peak=True),
                 gap=LEAST_PEAK_GAP,
                 most_checks=MOST_CHECKS_OF_PEAK,
+                most_work=self.search.seconds_left,
                 enough=self.budget,
             )
             if domain.all():

@@ -179,7 +179,7 @@ class Mixtures:
 
 
 def _whole(
-    relaxation: Relaxation, gap: float, enough: float, most_checks: int | None = None
+    relaxation: Relaxation, gap: float, enough: float, most_checks: float = inf
 ) -> tuple[int, ...] | None:
     """Without presolve, which never ended on some mixtures."""
     found = solve_whole(

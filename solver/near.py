@@ -17,7 +17,7 @@ from .choice_graph import ChoiceGraph, Infeasible, Node
 from .memory_rows import MemoryRow
 from .search import Search
 
-MOST_WORK = 1.0  # seconds, of one neighbourhood; see `clock.py`
+MOST_WORK = 2.0  # seconds, of one neighbourhood; see `clock.py`
 _NODE = 2e-5  # seconds of a usual core, to hold one
 
 

@@ -180,7 +180,7 @@ class Relaxation:
         num_pivots = max(self.model.getInfo().simplex_iteration_count, 0)
         self.num_solves += 1
         self.num_pivots += num_pivots
-        each = _PIVOT + _PIVOT_OF_VARIABLE * self._num_variables
+        each = _PIVOT + _PIVOT_OF_VARIABLE * self.num_variables
         self.clock.spend(times * each * (1 + num_pivots))
 
     def _relaxed(self, objective: float) -> Relaxed:
@@ -226,7 +226,7 @@ class Relaxation:
             self.scale = COST_SCALE / self._size_of_bytes
         program = highspy.HighsLp()
         program.num_col_, program.num_row_ = all_costs.size, len(equal)
-        self._num_variables = all_costs.size
+        self.num_variables = all_costs.size
         self.clock.spend(_BUILT_VARIABLE * all_costs.size)
         program.col_cost_ = all_costs * self.scale
         program.col_lower_ = np.zeros(all_costs.size)

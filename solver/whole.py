@@ -6,7 +6,6 @@ have equal results.
 """
 
 from dataclasses import dataclass
-from itertools import count
 from math import inf
 from typing import Any
 
@@ -18,7 +17,10 @@ from .relaxation import COST_SCALE, ROUNDING, Relaxation
 MOST_NODES = 10_000
 # HiGHS looks at the time in presolve, too, which has no checks: it may never end.
 LAST_RESORT = 120.0
-_OF_TREE, _OF_CUTS = 2.0, 5.0  # times a pivot's work: with heuristics, with cuts too
+_OF_TREE = 2.0  # times a pivot's work, without cuts
+# Seconds of a usual core: to presolve, of a variable; until a check, of a usual program
+# and at most.
+_PRESOLVED, _CHECKED, _USUAL, _LARGEST = 3e-5, 0.1, 12_000, 18_000
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ def solve_whole(
     *,
     gap: float,
     most_nodes: int = MOST_NODES,
-    most_checks: int | None = None,
+    most_checks: float = inf,
+    most_work: float = inf,
     start: np.ndarray | None = None,
     enough: float = -inf,
     enough_bound: float = inf,
@@ -55,6 +58,7 @@ def solve_whole(
         most_nodes: of the tree.
         most_checks: of its limits, which HiGHS also makes within a node; then what
             there is has to do.
+        most_work: in about so many seconds of work it ends, if it can.
         start: bool [choices], those of an assignment that is known.
         enough: an assignment of no more value will do.
         enough_bound: so will a bound that is no less.
@@ -82,15 +86,24 @@ def solve_whole(
         known = _of_one_choice(relaxation, start)
         made = start[relaxation.columns[known]].astype(np.float64)
         model.setSolution(known.size, known, made)
-    checks, most_bound = count(1), relaxation.objective(enough_bound) - constant
+    most_bound = relaxation.objective(enough_bound) - constant
+    each = _CHECKED * min(relaxation.num_variables, _LARGEST) / _USUAL
+    most_checks, number = min(most_checks, most_work / each), 0
 
     def check(event: Any) -> None:
+        nonlocal number
+        number += 1
         is_enough = event.data_out.mip_dual_bound >= most_bound
-        if is_enough or (most_checks is not None and next(checks) >= most_checks):
+        if is_enough or number >= most_checks:
             event.interrupt()
 
     model.cbMipInterrupt.subscribe(check)
-    relaxation.run(_OF_CUTS if presolves else _OF_TREE)
+    if presolves:
+        relaxation.run(0.0)
+        presolved = _PRESOLVED * relaxation.num_variables
+        relaxation.clock.spend(presolved + each * number)
+    else:
+        relaxation.run(_OF_TREE)
     if model.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
         return Whole(None, inf)
     info = model.getInfo()

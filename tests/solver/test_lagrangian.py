@@ -170,7 +170,7 @@ def test_a_rounded_mixture_will_do_while_prices_may_do_better(
     other = solve(price(graph, rows, np.full(2, graph.cost(free)), 0.0)).choices
     peaks = [max(row.used(x) for row in rows) for x in (free, other)]
     mixtures = Mixtures(graph, rows, [free, other])
-    trees: list[int | None] = []
+    trees: list[float] = []
 
     def spied(tree: Relaxation, **given: Any) -> Whole:
         trees.append(given["most_checks"])
@@ -183,7 +183,7 @@ def test_a_rounded_mixture_will_do_while_prices_may_do_better(
     )
     assert best is not None and rounded is not None
     assert graph.cost(best) <= graph.cost(rounded)
-    assert trees == [None, None, FEW_CHECKS, None, None]
+    assert trees == [inf, inf, FEW_CHECKS, inf, inf]
 
 
 def test_a_tree_ends_after_so_many_checks_of_its_limits() -> None:
@@ -192,13 +192,13 @@ def test_a_tree_ends_after_so_many_checks_of_its_limits() -> None:
     row = rows_of(graph, 3, number=1)[0]
     budget = 0.97 * row.used(solve(graph).choices)
 
-    def pivots(most_checks: int | None) -> int:
+    def pivots(most_checks: float) -> int:
         tree = Relaxation(graph, everything, budget, size=100.0)
         tree.add_row(row)
         solve_whole(tree, gap=0.0, most_checks=most_checks, presolves=False)
         return tree.num_pivots
 
-    assert pivots(1) < pivots(None)
+    assert pivots(1) < pivots(inf)
     assert pivots(1) == pivots(1)
 
 
