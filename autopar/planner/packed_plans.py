@@ -20,7 +20,8 @@ from autopar.solver.near import Neighbourhoods, best_near
 from .met_plans import MetPlan, MetPlans
 from .near_plans import MOST_ASKED, MOST_NODES, NEAR_GAP, PART_OF_WORK, RowsNear, ask
 
-SIZES = 100, 400, 200, 800  # vertices around each of two that may be split otherwise
+# Vertices around each of two that may be split otherwise: large ones are tried last.
+SIZES = 100, 200, 100, 200, 100, 200, 400, 800
 MOST_IN_VAIN = 8
 PART_OF_WAY = 0.25  # to what fits, that is asked for at once as long as nothing does
 FAR = 0.06  # gap of a plan, whose neighbours are not worth asking for
