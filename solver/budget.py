@@ -14,7 +14,6 @@ results depend on time.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -73,7 +72,8 @@ class WithinRows:
         self.graph = self.kept.graph
         self.rows: list[MemoryRow] = []  # those of the relaxations, on what is kept
         self._propagation = Propagation(self.graph)
-        self._possible = np.ones(self.graph.num_choices, bool)
+        self._everything = np.ones(self.graph.num_choices, bool)
+        self._possible = self._everything.copy()
         self._ceiling = inf  # the least cost of plans of choices that are not possible
         self.bound = -inf
         self.least, self.least_bound = inf, 0.0
@@ -87,7 +87,7 @@ class WithinRows:
         if self._is_closed:
             return
         if not self._narrow():
-            self._find_least(np.ones(self.graph.num_choices, bool))
+            self._find_least(self._everything)
             raise self._infeasible()
         if num_pairs(self.graph, self._possible) <= MOST_PAIRS:
             self._run_small()
@@ -135,7 +135,7 @@ class WithinRows:
         bound = self._close(self._possible)
         if self.search.choices is None:
             self.search.finish_phase("first plan", self.graph)
-            self._find_least(np.ones(self.graph.num_choices, bool))
+            self._find_least(self._everything)
             if self.search.choices is None:
                 raise self._infeasible()
             bound = self._close(self._possible)
@@ -151,7 +151,7 @@ class WithinRows:
         for _ in range(MOST_CUTS):
             possible = self._propagation.left(domain, budget)
             if possible is None:
-                return inf
+                return inf if budget == self.budget else bound
             program = self._relaxation(possible)
             program.allow(budget)
             enough = search.cutoff if search.cost == inf else self._threshold
@@ -304,19 +304,9 @@ class WithinRows:
     def _priced(self, prices: np.ndarray) -> tuple[float, list[np.ndarray]]:
         """The bound at prices [rows], and a bound on the cost of each choice."""
         rows = self.rows[: len(prices)]
-        priced = price(self._left, rows, prices, self.budget)
+        left = self._propagation.graph_of(self._possible)
+        priced = price(left, rows, prices, self.budget)
         return self._bound(priced, self._threshold if self.search.cost < inf else inf)
-
-    @property
-    def _left(self) -> ChoiceGraph:
-        """The graph of what is possible."""
-        starts = np.cumsum([0, *(node.costs.size for node in self.graph.nodes)])
-        parts = np.split(self._possible, starts[1:-1])
-        nodes = tuple(
-            replace(node, costs=np.where(part, node.costs, inf))
-            for node, part in zip(self.graph.nodes, parts, strict=True)
-        )
-        return replace(self.graph, nodes=nodes)
 
     def _priced_peak(self, domain: np.ndarray) -> list[np.ndarray]:
         """Bounds on the peak of what makes each choice, at the best prices."""
@@ -337,7 +327,14 @@ class WithinRows:
     ) -> tuple[float, list[np.ndarray]]:
         gap = PRICED_GAP * self.search.gap
         inner = Search(priced, gap, self.search.deadline, self.search.pool)
-        marginals = bound_choices(inner, of_interest)
+        try:
+            marginals = bound_choices(inner, of_interest)
+        except Infeasible:  # of what is left no two go together
+            if self.search.choices is None:
+                self._find_least(self._everything)
+            if self.search.choices is None:
+                raise self._infeasible() from None
+            return inf, [np.full(node.costs.size, inf) for node in self.graph.nodes]
         if inner.choices is not None:
             self._activate(self._see(self.kept.expand(inner.choices)), ROWS_AT_ONCE)
         return inner.bound, marginals

@@ -8,6 +8,7 @@ are tight leave a tenth of the pairs.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -66,6 +67,15 @@ class Propagation:
             if (left == before).all():
                 break
         return left
+
+    def graph_of(self, left: np.ndarray) -> ChoiceGraph:
+        """The graph, all choices forbidden but some (bool [choices])."""
+        parts = np.split(left, self.starts[1:-1])
+        nodes = tuple(
+            replace(node, costs=np.where(part, node.costs, np.inf))
+            for node, part in zip(self.graph.nodes, parts, strict=True)
+        )
+        return replace(self.graph, nodes=nodes)
 
     def _narrow_along_edges(self, left: np.ndarray, nodes: Sequence[int]) -> bool:
         """Takes what neighbours of some nodes may not choose; whether all may choose.

@@ -12,8 +12,9 @@ from autopar.solver import ChoiceGraph, Infeasible, budget, solve
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.brute_force import brute_force
 from autopar.solver.budget import WithinRows, beyond_least
+from autopar.solver.choice_graph import Edge, Node
 from autopar.solver.kept_choices import KeptChoices
-from autopar.solver.memory_rows import live_row
+from autopar.solver.memory_rows import MemoryRow, live_row
 from autopar.solver.multipliers import best_prices, price
 from autopar.solver.relaxation import Relaxation, num_pairs
 from autopar.solver.search import Search
@@ -299,3 +300,27 @@ def test_programs_of_few_choices_do_not_stand(monkeypatch: pytest.MonkeyPatch) -
         assert max(row.used(search.choices) for row in rows) <= graph.budget
         num_closed += search.cost - within.bound <= 0.01 * search.cost
     assert num_closed >= 5
+
+
+@pytest.mark.parametrize("most_pairs", [0, 1000])
+def test_what_rows_leave_may_not_go_together(
+    monkeypatch: pytest.MonkeyPatch, most_pairs: int
+) -> None:
+    """Three nodes in a ring differ from each other; a third choice is too large."""
+    monkeypatch.setattr(budget, "MOST_PAIRS", most_pairs)
+    nodes = [Node("n", np.zeros(3), np.array([1.0, 1.0, 9.0])) for _ in range(3)]
+    differ, same = np.where(np.eye(3) > 0, inf, 0.0), np.arange(3)
+    ends = (0, 1), (1, 2), (2, 0)
+    edges = [Edge(first, other, same, same, differ) for first, other in ends]
+    graph = ChoiceGraph(nodes, edges)
+    rows = [MemoryRow((0, 1, 2), tuple(node.bytes for node in nodes))]
+    for limit, cost in ((11.0, 0.0), (10.0, None)):
+        search = Search(graph, 1e-3, 10.0, ArrayPool())
+        within = WithinRows(search, rows, limit)
+        if cost is None:
+            with pytest.raises(Infeasible) as raised:
+                within.run([])
+            assert raised.value.least_budget == 11.0
+        else:
+            within.run([])
+            assert search.cost == cost
