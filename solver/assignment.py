@@ -1,6 +1,6 @@
 """The answer: a choice per node, its cost, and a bound no assignment goes below."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class Assignment:
     `bound` is a lower bound on the cost of every assignment of the full problem, so
     `gap` says how far from optimal `choices` can be. `phases` are the steps in order,
     each with what was left after it; `closed_by` names the step that reached the wanted
-    gap or the cutoff, or is "open". `seen` are the plans met on the way, within budget
-    or not: they make the next solve of the same nodes quicker.
+    gap or the cutoff, or is "open".
     """
 
     choices: tuple[int, ...]
@@ -40,7 +39,6 @@ class Assignment:
     peak_bytes: float
     phases: tuple[Phase, ...] = ()
     closed_by: str = "open"
-    seen: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
     @property
     def gap(self) -> float:

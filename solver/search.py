@@ -35,7 +35,6 @@ class Search:
         self.cost, self.bound = inf, -inf
         self.phases: list[Phase] = []
         self.closed_by = "open"
-        self.seen: tuple[tuple[int, ...], ...] = ()
         self._phase_start = perf_counter()
 
     @property
@@ -110,5 +109,4 @@ class Search:
             self.graph.peak_bytes(self.choices),
             tuple(self.phases),
             self.closed_by,
-            self.seen,
         )
