@@ -72,8 +72,7 @@ class WithinRows:
         self.graph = self.kept.graph
         self.rows: list[MemoryRow] = []  # those of the relaxations, on what is kept
         self._propagation = Propagation(self.graph)
-        self._everything = np.ones(self.graph.num_choices, bool)
-        self._possible = self._everything.copy()
+        self._possible = np.ones(self.graph.num_choices, bool)
         self._ceiling = inf  # the least cost of plans of choices that are not possible
         self.bound = -inf
         self.least, self.least_bound = inf, 0.0
@@ -87,7 +86,7 @@ class WithinRows:
         if self._is_closed:
             return
         if not self._narrow():
-            self._find_least(self._everything)
+            self._find_least_of_all()
             raise self._infeasible()
         if num_pairs(self.graph, self._possible) <= MOST_PAIRS:
             self._run_small()
@@ -135,7 +134,7 @@ class WithinRows:
         bound = self._close(self._possible)
         if self.search.choices is None:
             self.search.finish_phase("first plan", self.graph)
-            self._find_least(self._everything)
+            self._find_least_of_all()
             if self.search.choices is None:
                 raise self._infeasible()
             bound = self._close(self._possible)
@@ -174,6 +173,13 @@ class WithinRows:
             if not self._activate(used, ROWS_AT_ONCE):
                 budget *= 1 - TOLERANCE  # it is above by less than HiGHS can tell
         return bound
+
+    def _find_least_of_all(self) -> None:
+        """The plan of the least peak, of few choices where all are too many."""
+        domain = np.ones(self.graph.num_choices, bool)
+        if num_pairs(self.graph, domain) > MOST_PAIRS:
+            domain = self._likely(self._known, self._priced_peak(self._known))
+        self._find_least(domain)
 
     def _find_least(self, domain: np.ndarray) -> None:
         """The plan of the least peak within a domain, or any one that fits."""
@@ -296,6 +302,8 @@ class WithinRows:
                 is_best = relaxed.value - best <= PRICED_GAP * search.gap * abs(best)
             else:
                 marginals, is_best = self._priced_peak(domain), False
+                if self.least_bound > self.budget:
+                    raise self._infeasible()
             domain = self._likely(domain, marginals)
             if is_best or self._is_closed or self._is_out_of_time():
                 break
@@ -318,8 +326,6 @@ class WithinRows:
             price_of_peak(self.graph, self.rows[: len(prices)], prices), -inf
         )
         self.least_bound = max(self.least_bound, bound)
-        if self.least_bound > self.budget:
-            raise self._infeasible()
         return marginals
 
     def _bound(
@@ -331,7 +337,7 @@ class WithinRows:
             marginals = bound_choices(inner, of_interest)
         except Infeasible:  # of what is left no two go together
             if self.search.choices is None:
-                self._find_least(self._everything)
+                self._find_least_of_all()
             if self.search.choices is None:
                 raise self._infeasible() from None
             return inf, [np.full(node.costs.size, inf) for node in self.graph.nodes]

