@@ -38,8 +38,7 @@ MOST_ATTEMPTS = 3
 MOST_CUTS = 10  # times that rows are added to an integer program
 TOLERANCE = 4e-6  # of a budget, as HiGHS has one of 1e-6
 FIRST_ROWS, ROWS_AT_ONCE = 60, 16
-PRICED_GAP = 0.1
-LEAST_PEAK_GAP = 5e-3
+PRICED_GAP, LEAST_PEAK_GAP = 0.1, 5e-3
 
 
 def solve_within_budget(search: Search, known: Sequence[Sequence[int]]) -> None:
@@ -134,7 +133,9 @@ class WithinRows:
         bound = self._close(self._possible)
         if self.search.choices is None:
             self.search.finish_phase("first plan", self.graph)
-            self._find_least_of_all()
+            self._find_least(self._possible)
+            if self.search.choices is None:
+                self._find_least_of_all()
             if self.search.choices is None:
                 raise self._infeasible()
             bound = self._close(self._possible)
@@ -179,7 +180,8 @@ class WithinRows:
         domain = np.ones(self.graph.num_choices, bool)
         if num_pairs(self.graph, domain) > MOST_PAIRS:
             domain = self._likely(self._known, self._priced_peak(self._known))
-        self._find_least(domain)
+        is_small = num_pairs(self.graph, domain) <= MOST_PAIRS
+        self._find_least(domain if is_small else self._known)
 
     def _find_least(self, domain: np.ndarray) -> None:
         """The plan of the least peak within a domain, or any one that fits."""
@@ -193,13 +195,12 @@ class WithinRows:
             )
             if domain.all():
                 self.least_bound = max(self.least_bound, found.bound)
-            if found.choices is None or self.search.choices is not None:
+            if found.choices is None:
                 break
             used = self._see(self.kept.expand(found.choices))
             is_told = used.max(initial=0.0) <= found.bound * (1 + LEAST_PEAK_GAP)
-            if self.search.choices is not None or is_told:
-                break
-            if not self._activate(used, ROWS_AT_ONCE):
+            is_over = self.search.choices is not None or is_told
+            if is_over or not self._activate(used, ROWS_AT_ONCE):
                 break
         self.search.finish_phase("least bytes", self.graph)
 
@@ -353,11 +354,11 @@ class WithinRows:
         What it had goes, but for the best plan known, where with it there is no room.
         """
         beyond = np.concatenate([beyond_least(each) for each in marginals])
-        order, num_nodes, known = np.sort(beyond), len(self.graph.nodes), self._known
+        order, known = np.sort(beyond), self._known
         for kept in (domain, known):
             number = MOST_LIKELY
             while number > 0:
-                most = order[min(number + num_nodes, order.size) - 1]
+                most = order[min(number + len(self.graph.nodes), order.size) - 1]
                 together = kept | (beyond <= most)
                 if num_pairs(self.graph, together) <= MOST_PAIRS:
                     return together
