@@ -64,8 +64,8 @@ class WithinRows:
         self, search: Search, rows: Sequence[MemoryRow], budget: float
     ) -> None:
         self.search, self.budget = search, budget
+        self._gap = search.gap * (1 - 1e-3)  # a little less than is wanted
         self._all_rows = list(rows)
-        self._active: list[int] = []  # rows of the relaxations, in order
         self._is_active = np.zeros(len(rows), bool)
         self.kept = KeptChoices(search.graph, rows, search.pool)
         self.graph = self.kept.graph
@@ -109,7 +109,6 @@ class WithinRows:
         order = np.argsort(-used, kind="stable")[:most]
         new = [int(row) for row in order if not self._is_active[row]]
         self._is_active[new] = True
-        self._active += new
         for row in new:
             self.rows.append(self.kept.row(self._all_rows[row]))
             self._propagation.add_row(self.rows[-1])
@@ -157,7 +156,7 @@ class WithinRows:
             enough = search.cutoff if search.cost == inf else self._threshold
             found = solve_whole(
                 program,
-                gap=search.gap * (1 - 1e-3),
+                gap=self._gap,
                 most_checks=MOST_CHECKS,
                 most_work=min(seconds, search.seconds_left),
                 start=self._known,
@@ -279,12 +278,12 @@ class WithinRows:
     @property
     def _enough(self) -> float:
         """The cost of a plan that closes the gap."""
-        gap = self.search.gap * (1 - 1e-3)
-        return self.bound + gap * abs(self.bound) if self.bound > -inf else -inf
+        bound = self.bound
+        return bound + self._gap * abs(bound) if bound > -inf else -inf
 
     @property
     def _threshold(self) -> float:
-        return self.search.cost - self.search.gap * (1 - 1e-3) * abs(self.search.cost)
+        return self.search.cost - self._gap * abs(self.search.cost)
 
     def _price(self, domain: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
         """Raises the bound; returns the domain with likely choices, and the marginals.
@@ -315,7 +314,15 @@ class WithinRows:
         rows = self.rows[: len(prices)]
         left = self._propagation.graph_of(self._possible)
         priced = price(left, rows, prices, self.budget)
-        return self._bound(priced, self._threshold if self.search.cost < inf else inf)
+        of_interest = self._threshold if self.search.cost < inf else inf
+        try:
+            return self._bound(priced, of_interest)
+        except Infeasible:  # of what is left no two go together
+            if self.search.choices is None:
+                self._find_least_of_all()
+            if self.search.choices is None:
+                raise self._infeasible() from None
+            return inf, [np.full(node.costs.size, inf) for node in self.graph.nodes]
 
     def _priced_peak(self, domain: np.ndarray) -> list[np.ndarray]:
         """Bounds on the peak of what makes each choice, at the best prices."""
@@ -334,14 +341,7 @@ class WithinRows:
     ) -> tuple[float, list[np.ndarray]]:
         gap = PRICED_GAP * self.search.gap
         inner = Search(priced, gap, self.search.deadline, self.search.pool)
-        try:
-            marginals = bound_choices(inner, of_interest)
-        except Infeasible:  # of what is left no two go together
-            if self.search.choices is None:
-                self._find_least_of_all()
-            if self.search.choices is None:
-                raise self._infeasible() from None
-            return inf, [np.full(node.costs.size, inf) for node in self.graph.nodes]
+        marginals = bound_choices(inner, of_interest)
         if inner.choices is not None:
             self._activate(self._see(self.kept.expand(inner.choices)), ROWS_AT_ONCE)
         return inner.bound, marginals

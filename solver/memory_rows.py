@@ -68,32 +68,6 @@ def live_row(graph: ChoiceGraph, live: int) -> MemoryRow:
     return MemoryRow(members, tuple(graph.nodes[v].bytes for v in members))
 
 
-def most_spread(graph: ChoiceGraph, neglected: float) -> tuple[int, ...]:
-    """The nodes whose choice matters to memory.
-
-    The others, of the least difference between their choices, differ by at most
-    `neglected` bytes together.
-    """
-    spreads = [
-        float(np.ptp(node.bytes[np.isfinite(node.costs)])) if node.costs.size else 0.0
-        for node in graph.nodes
-    ]
-    order = np.argsort(spreads, kind="stable")
-    is_small = np.cumsum(np.array(spreads)[order]) <= neglected
-    return tuple(sorted(int(v) for v in order[~is_small]))
-
-
-def foreign_nodes(graph: ChoiceGraph, rows: Sequence[MemoryRow]) -> frozenset[int]:
-    """The nodes to which some row gives weights that are not their bytes."""
-    own = np.array([id(held) for held in graph.bytes_by_node])
-    found: set[int] = set()
-    for row in rows:
-        distinct, kind = row.kinds
-        given = np.array([id(each) for each in distinct], own.dtype)[kind]
-        found.update(row.index[given != own[row.index]].tolist())
-    return frozenset(found)
-
-
 def lowered(
     row: MemoryRow,
     own: Sequence[int],

@@ -24,9 +24,8 @@ class Propagation:
 
     def __init__(self, graph: ChoiceGraph) -> None:
         self.graph = graph
-        self.starts = np.cumsum([0, *(node.costs.size for node in graph.nodes)])
-        costs = [np.zeros(0), *(node.costs for node in graph.nodes)]
-        self._is_allowed = np.isfinite(np.concatenate(costs))
+        self.starts = graph.starts
+        self._is_allowed = np.isfinite(graph.flat_costs)
         self._rows: list[_FlatRow] = []
         self._most_constant = -np.inf  # of rows without nodes
         self._edges: list[list[_Side]] = [[] for _ in graph.nodes]

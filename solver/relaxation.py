@@ -72,11 +72,11 @@ class Relaxation:
     ) -> None:
         self.graph, self.budget, self.clock = graph, budget, clock or Clock()
         self.minimises_peak = minimises_peak
-        self.starts = np.cumsum([0, *(node.costs.size for node in graph.nodes)])
-        self.domain = domain & np.isfinite(_joined(graph))
+        self.starts = graph.starts
+        self.domain = domain & np.isfinite(graph.flat_costs)
         self.scale = COST_SCALE / max(size, 1e-250)
         self.rows: list[MemoryRow] = []
-        self.num_pivots = self.num_solves = 0
+        self.num_pivots = 0
         self.columns = np.flatnonzero(self.domain)
         self._column_of = np.full(self.domain.size, -1)
         self._column_of[self.columns] = np.arange(self.columns.size)
@@ -178,7 +178,6 @@ class Relaxation:
         """Runs HiGHS; `times`: what a pivot takes beside the linear program's."""
         self.model.run()
         num_pivots = max(self.model.getInfo().simplex_iteration_count, 0)
-        self.num_solves += 1
         self.num_pivots += num_pivots
         each = _PIVOT + _PIVOT_OF_VARIABLE * self.num_variables
         self.clock.spend(times * each * (1 + num_pivots))
@@ -209,7 +208,7 @@ class Relaxation:
 
     def _build(self) -> Any:
         triples: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        costs = [_joined(self.graph)[self.columns]]
+        costs = [self.graph.flat_costs[self.columns]]
         sizes = [float(n.bytes.max(initial=0.0)) for n in self.graph.nodes]
         self._size_of_bytes = max(sum(sizes), 1e-250)
         if self.minimises_peak:
@@ -286,7 +285,7 @@ class Relaxation:
 
 def num_pairs(graph: ChoiceGraph, domain: np.ndarray) -> int:
     """How many pairs of classes the program of a domain would hold."""
-    starts = np.cumsum([0, *(node.costs.size for node in graph.nodes)])
+    starts = graph.starts
     total = 0
     for edge in graph.edges:
         used = [
@@ -311,7 +310,3 @@ _OPTIONS: dict[str, Any] = {
     "random_seed": 0,
     _TOLERANCE: 1e-9,
 }
-
-
-def _joined(graph: ChoiceGraph) -> np.ndarray:
-    return np.concatenate([node.costs for node in graph.nodes] + [np.zeros(0)])

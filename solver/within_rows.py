@@ -60,19 +60,19 @@ def solve_within_rows(
         plans.add(each)
     aim = budget if aim is None else min(aim, budget)
     # Integer programs have no bound on plans that are above the aim.
-    branched = search if aim == budget else copy(search)
+    within = search if aim == budget else copy(search)
     whole = None
     if len(graph.nodes) <= MANY_NODES:
-        whole = WithinRows(branched, rows, aim)
+        whole = WithinRows(within, rows, aim)
     if whole is None or len(whole.graph.nodes) > FEW_NODES:
         _price_and_mix(search, plans, rows, budget, aim)
     if whole is not None and not search.is_closed:
-        branched.raise_bound(search.bound)
+        within.raise_bound(search.bound)
         if search.choices is not None:
-            branched.offer(search.choices)
+            within.offer(search.choices)
         whole.run(plans.plans)
-        if branched.choices is not None:
-            search.offer(branched.choices)
+        if within.choices is not None:
+            search.offer(within.choices)
     return search.result()
 
 

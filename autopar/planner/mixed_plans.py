@@ -20,7 +20,8 @@ GAP = 3e-2  # of a mixture to the best one
 def meet_mixtures(met: MetPlans, found: MetPlan, limit_bytes: float) -> None:
     """Meets mixtures of plans met, one after the other until one is within a limit.
 
-    `found` is above it. Small problems are branched, which is better (`near_plans.py`).
+    `found` is above it. Small problems are solved whole, which is better
+    (`near_plans.py`).
     """
     if len(met.problem.choice_graph.nodes) <= MOST_NODES:
         return

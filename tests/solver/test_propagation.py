@@ -26,7 +26,7 @@ def instance(seed: int) -> tuple[ChoiceGraph, list[MemoryRow], float, list[np.nd
     """A graph, rows, a budget that binds, and the plans within it, as flat choices."""
     graph = random_graph(seed, num_nodes=5, forbidden=(0.0, 0.1, 0.3)[seed % 3])
     rows = random_rows(graph, seed)
-    starts = np.cumsum([0, *(node.costs.size for node in graph.nodes)])[:-1]
+    starts = graph.starts[:-1]
     peaks = {
         each: max(row.used(each) for row in rows)
         for each in every_assignment(graph)

@@ -35,7 +35,7 @@ def program(graph: ChoiceGraph, rows: list[MemoryRow], budget: float) -> Relaxat
 
 
 def made_by(graph: ChoiceGraph, choices: tuple[int, ...]) -> np.ndarray:
-    starts = np.cumsum([0, *(node.costs.size for node in graph.nodes)])[:-1]
+    starts = graph.starts[:-1]
     made = np.zeros(graph.num_choices, bool)
     made[starts + np.array(choices)] = True
     return made
