@@ -28,7 +28,7 @@ from .fusion import Traits
 from .kernel_builder import kernel_block
 from .kernels import Border, Value
 from .narrow_floats import rounding_traits
-from .packing import packed_peak
+from .packing import packed_heights, packed_peak
 from .plan_arrays import PlanArrays
 from .random_words import drawing_bytes, drawing_rows
 
@@ -70,8 +70,18 @@ class MemoryProfile:
         """What takes memory of its own at the peak, besides arguments and results."""
         return tuple(self._live(0, int(self.liveness[0].bytes.argmax())))
 
+    @cached_property
+    def holes(self) -> np.ndarray:
+        """[positions of the outermost block] bytes in use that nothing live takes."""
+        liveness = self.liveness[0]
+        return packed_heights(liveness, self._needed_inside(0)) - liveness.bytes
+
     def _packed(self, block: int) -> int:
         """The memory that a block needs, its operands and results apart."""
+        return packed_peak(self.liveness[block], self._needed_inside(block))
+
+    def _needed_inside(self, block: int) -> np.ndarray:
+        """[positions] the memory that the bodies of each kernel need."""
         liveness = self.liveness[block]
         kernels = liveness.block.columns
         inner = kernels.inner_bytes.copy()
@@ -83,7 +93,7 @@ class MemoryProfile:
             if own and all(body in self.liveness for body in own):
                 live = max(self.liveness[body].peak_bytes for body in own)
                 inner[k] += max(map(self._packed, own)) - live
-        return packed_peak(liveness, inner[list(liveness.order)])
+        return inner[list(liveness.order)]
 
     def _live(self, block: int, position: int) -> Iterator[Value]:
         liveness = self.liveness[block]

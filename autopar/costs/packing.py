@@ -8,6 +8,8 @@ or else above all of them. As nothing is moved again, gaps are left where lives 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from .execution_order import Liveness
@@ -21,6 +23,23 @@ NEAR_PEAK = 0.8
 """What only lives where less than this part of the most is live does not matter."""
 
 
+class _Buffers(NamedTuple):
+    """Values by size, first and last position, and the one whose memory each is in."""
+
+    sizes: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+    buffers: np.ndarray
+
+
+class _Placed(NamedTuple):
+    """The bytes in which all have room; those placed, and how far up each reaches."""
+
+    bytes: int
+    buffers: np.ndarray
+    tops: np.ndarray
+
+
 def packed_peak(liveness: Liveness, inner: np.ndarray) -> int:
     """The memory in which what is live in a block has room, at least what is live.
 
@@ -28,21 +47,23 @@ def packed_peak(liveness: Liveness, inner: np.ndarray) -> int:
       liveness: of the block.
       inner: [positions] bytes that each kernel's bodies need.
     """
-    sizes = liveness.block.sizes
-    own = (liveness.starts >= 0) & (sizes > 0)
-    own[list(liveness.borrowed)] = False
-    over = liveness.over[own[liveness.over].all(axis=1)]
-    name = np.arange(len(sizes))  # what is written over others is one buffer with them
-    name[over[:, 1]] = over[:, 0]
-    values, at = np.flatnonzero(own), np.flatnonzero(inner)
-    place = np.empty(len(sizes), np.intp)
-    place[values] = np.arange(len(values))
-    return packed_bytes(
-        np.concatenate([sizes[values], inner[at]]),
-        np.concatenate([liveness.starts[values], at]),
-        np.concatenate([liveness.ends[values], at]),
-        np.append(place[roots(name)[values]], len(values) + np.arange(len(at))),
-    )
+    return packed_bytes(*_buffers_of(liveness, inner))
+
+
+def packed_heights(liveness: Liveness, inner: np.ndarray) -> np.ndarray:
+    """[positions] how far up memory is in use while each kernel of a block runs.
+
+    At least what is live there; the most of it is what `packed_peak` says.
+    """
+    held = _buffers_of(liveness, inner)
+    own = liveness.block.columns.inner_bytes[list(liveness.order)]
+    heights = liveness.bytes - own + inner
+    _, placed, tops = _place(held)
+    last = _last_uses(held.ends, held.buffers)
+    for buffer, top in zip(placed.tolist(), tops.tolist(), strict=True):
+        lives = heights[held.starts[buffer] : last[buffer] + 1]
+        np.maximum(lives, top, out=lives)
+    return heights
 
 
 def packed_bytes(
@@ -54,29 +75,60 @@ def packed_bytes(
     in the memory of value `buffers[i]`, the first that is there. Of equal ones the
     earlier is placed first. How long each lives counts what comes and goes meanwhile.
     """
-    starts, ends = _event_times(starts, ends)
+    return _place(_Buffers(sizes, starts, ends, buffers)).bytes
+
+
+def _buffers_of(liveness: Liveness, inner: np.ndarray) -> _Buffers:
+    """What has memory of a block's own, and what bodies need of it."""
+    sizes = liveness.block.sizes
+    own = (liveness.starts >= 0) & (sizes > 0)
+    own[list(liveness.borrowed)] = False
+    over = liveness.over[own[liveness.over].all(axis=1)]
+    name = np.arange(len(sizes))  # what is written over others is one buffer with them
+    name[over[:, 1]] = over[:, 0]
+    values, at = np.flatnonzero(own), np.flatnonzero(inner)
+    place = np.empty(len(sizes), np.intp)
+    place[values] = np.arange(len(values))
+    return _Buffers(
+        np.concatenate([sizes[values], inner[at]]),
+        np.concatenate([liveness.starts[values], at]),
+        np.concatenate([liveness.ends[values], at]),
+        np.append(place[roots(name)[values]], len(values) + np.arange(len(at))),
+    )
+
+
+def _last_uses(ends: np.ndarray, buffers: np.ndarray) -> np.ndarray:
+    """[values] when what is in the memory of each goes, where it is the first there."""
     last = ends.copy()
     np.maximum.at(last, buffers, ends)
+    return last
+
+
+def _place(held: _Buffers) -> _Placed:
+    sizes, buffers = held.sizes, held.buffers
+    starts, ends = _event_times(held.starts, held.ends)
+    last = _last_uses(ends, buffers)
     chosen = np.flatnonzero(buffers == np.arange(len(buffers)))
-    sizes, starts, ends, last = (x[chosen] for x in (sizes, starts, ends, last))
-    changes = np.zeros(int(last.max(initial=0)) + 2, np.int64)
-    np.add.at(changes, starts, sizes)
-    np.add.at(changes, last + 1, -sizes)
+    changes = np.zeros(int(last[chosen].max(initial=0)) + 2, np.int64)
+    np.add.at(changes, starts[chosen], sizes[chosen])
+    np.add.at(changes, last[chosen] + 1, -sizes[chosen])
     live = np.cumsum(changes)
     least = int(live.max())
     before = np.concatenate([[0], np.cumsum(live >= NEAR_PEAK * least)])
-    matters = np.flatnonzero(before[last + 1] > before[starts])
-    if len(matters) > MOST_PLACED:
-        return least
-    sizes, starts, ends, last = (x[matters] for x in (sizes, starts, ends, last))
+    chosen = chosen[before[last[chosen] + 1] > before[starts[chosen]]]
+    if len(chosen) > MOST_PLACED:
+        return _Placed(least, chosen[:0], sizes[:0])
+    sizes, starts, ends, last = (x[chosen] for x in (sizes, starts, ends, last))
     by_size = np.lexsort((starts, starts - ends, -sizes))
     by_life = np.lexsort((starts, -sizes, starts - last))
-    found = int(sizes.sum())
+    best = _Placed(int(sizes.sum()) + 1, chosen[:0], sizes[:0])
     for order in (by_size, by_life):
-        if found > least:
+        if best.bytes > least:
             placed = sizes[order], starts[order], last[order]
-            found = min(found, _bytes_in_order(*placed, enough=found))
-    return found
+            tops = _tops_in_order(*placed, enough=best.bytes)
+            if tops is not None:
+                best = _Placed(int(tops.max(initial=0)), chosen[order], tops)
+    return best
 
 
 def _event_times(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -92,24 +144,22 @@ def _event_times(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.n
     return times[:count], times[count:]
 
 
-def _bytes_in_order(
+def _tops_in_order(
     sizes: np.ndarray, starts: np.ndarray, ends: np.ndarray, enough: int
-) -> int:
-    """The bytes in which buffers have room that are placed in order.
+) -> np.ndarray | None:
+    """[buffers] how far up each reaches that are placed in order.
 
-    Or some that are at least `enough`.
+    None if one comes to `enough`.
     """
     low, high = np.zeros((2, len(sizes)), np.int64)
     lives = zip(sizes.tolist(), starts.tolist(), ends.tolist(), strict=True)
-    most = 0
     for placed, (size, start, end) in enumerate(lives):
         met = np.flatnonzero((starts[:placed] <= end) & (ends[:placed] >= start))
         place = _lowest_fit(low[met], high[met], size)
         low[placed], high[placed] = place, place + size
-        most = max(most, place + size)
-        if most >= enough:
-            break
-    return most
+        if place + size >= enough:
+            return None
+    return high
 
 
 def _lowest_fit(low: np.ndarray, high: np.ndarray, size: int) -> int:

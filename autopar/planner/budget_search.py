@@ -10,10 +10,12 @@ together in rounds, first with a wide gap, then with a narrow one:
 Where a gap is left, plans that solutions came by and rows put a little above the budget
 are looked at, mixtures (`mixed_plans.py`), and plans near the best. Where rows leave
 nothing, but a plan far from all that brought them fits, they are lowered by it, too.
-Rows see what is live. The compiler needs more where lives cross (`costs/packing.py`):
-then plans near are looked for that fit (`packed_plans.py`), the bound is raised to what
-they cost less the gap if it can be, less may be live (`live_limit.py`), and rounds go
-on with all that was met.
+Rows see what is live. The compiler needs more where lives cross (`costs/packing.py`).
+So what is live is kept to first, with a wide gap, and plans near are looked for that
+fit (`packed_plans.py`); then rows are kept to that have the holes of the plans met,
+with a narrow one. These rows find plans and say when to end; the bound that is told is
+that of what is live, raised at last to what the best plan costs less the gap, if it can
+be.
 """
 
 from __future__ import annotations
@@ -38,12 +40,11 @@ from ..sharding.resharding import Resharder
 from .even_share import is_long
 from .intra_op import IntraOpSolution
 from .least_memory import LeastMemory, least_memory
-from .live_limit import LiveLimit
 from .memory_users import infeasible_error
 from .met_plans import MetPlan, MetPlans
 from .mixed_plans import meet_mixtures
 from .near_plans import improve_near
-from .packed_plans import fit_near
+from .packed_plans import FAR, fit_near
 from .search_work import SearchWork
 from .sharding_problem import build_problem
 
@@ -51,10 +52,9 @@ BUDGET_GAP = 1e-2
 WIDE_GAP, TIGHT_GAP = 3e-2, 2e-3
 MOST_ROUNDS = 8  # with each gap
 MARGINS = (0.97, 0.93, 0.88)  # of what may be live, once rounds are used up
-MOST_PACKED = 4  # times that what may be live is set
 MOST_RAISED = 4  # times that a plan met on the way to a bound is looked at
-BRIEF = 0.25  # of the work left, to search with less that may be live
 TO_FIT = 0.1  # of all work, to find a plan that fits packed
+TO_RAISE = 0.3  # of the work left, to raise the bound to a plan that fits
 WORTH_A_ROUND = 2e-3  # of the gap, once half the work is spent
 WORTH_A_TURN = 0.03  # of the budget
 WORTH_SOLVING_AGAIN = 0.005  # of the budget, by which a row was lowered
@@ -90,10 +90,9 @@ class BudgetSearch:
         problem = restrict(problem, restrictions, cluster)
         self.place = problem, cluster, resharder
         self.budget_bytes, self.gap = budget_bytes, max(gap, BUDGET_GAP)
-        self.live_limit = LiveLimit(budget_bytes)
         self.cutoff = cutoff
         self.free = solve(problem.choice_graph, gap=BUDGET_GAP / 10)
-        self.bound, self.is_ruled_out = self.free.bound, False
+        self.is_ruled_out = False
         self.is_in_vain = False
         self.starts: Sequence[Assignment] = ()
         self.looked_near: MetPlan | None = None
@@ -109,7 +108,7 @@ class BudgetSearch:
         met = MetPlans(*self.place, self.free, worth, work, budget)
         self.starts = [each for limit in starts if (each := self._limited(limit))]
         self._meet_starts(met)
-        met.admit_within(self.limit_bytes)
+        met.admit_within(budget)
         self._tell_first(met)
         self._narrow(met)
         if met.fitting(budget) is None and finds_least:
@@ -119,7 +118,7 @@ class BudgetSearch:
             raise infeasible_error(met.least().profile, budget)
         solution = self.solution(best, met.bound(budget, best))
         is_cut = met.work_left <= 0 or self.is_in_vain
-        if is_cut and not (self._is_closed(met) or self._is_near(met)):
+        if is_cut and not self._is_near(met):
             _log.warning(
                 "The search for a plan within %d B a device ended %s: the plan has a "
                 "gap of %.2f%%%s.",
@@ -135,53 +134,43 @@ class BudgetSearch:
         )
         return solution
 
-    @property
-    def limit_bytes(self) -> int:
-        """What may be live at once."""
-        return self.live_limit.bytes
-
     def _narrow(self, met: MetPlans) -> None:
-        """Searches with less that may be live, until what is found fits packed.
-
-        Not for long once a plan fits that is not far from its bound.
-        """
-        for _ in range(MOST_PACKED):
-            kept_back = met.kept_back
-            met.kept_back += min(TO_FIT * met.most_work, met.work_left / 2)
-            self._search(met)
+        """Meets the cheapest plans within the budget, and raises the bound to them."""
+        kept_back = met.kept_back
+        met.kept_back += min(TO_FIT * met.most_work, met.work_left / 2)
+        self._search_live(met)
+        met.kept_back = kept_back
+        fit_near(met, met.cheapest(self.budget_bytes), *self._aims)
+        if not self._is_near(met):
+            met.kept_back += TO_RAISE * met.work_left
+            self._search_packed(met)
             met.kept_back = kept_back
-            self._fit_packed(met)
-            if self._is_near(met) or self.is_in_vain or not met.work_left:
-                break
-            if not met.kept_back and self._gap(met) <= WIDE_GAP:
-                met.kept_back = (1 - BRIEF) * met.work_left
-            self._move_limit(met)
-            if self.live_limit.is_settled:
-                break
-        met.kept_back = 0.0
-        self._raise_bound(met)
+            self._raise_bound(met)
         if self.is_in_vain:
             met.give_up()
 
-    def _search(self, met: MetPlans) -> None:
-        """Meets the cheapest plans of which no more is live than may be."""
-        self._solve_in_rounds(met, WIDE_GAP)
-        self._look_through(met)
-        if met.cheapest(self.limit_bytes) is not None and not self._is_closed(met):
-            self._improve_near(met)
-            self._solve_in_rounds(met, self.gap)
-            self._look_through(met)
-            self._improve_near(met)
-        is_over = self.is_ruled_out or self._is_closed(met)
-        if met.cheapest(self.limit_bytes) is None and not is_over:
+    @property
+    def _aims(self) -> tuple[int, float, float]:
+        return self.budget_bytes, self.gap, self.cutoff
+
+    def _search_live(self, met: MetPlans) -> None:
+        """Meets plans of which no more is live than may be, far from the bound yet."""
+        self._solve_in_rounds(met, WIDE_GAP, packed=False)
+        self._look_through(met, packed=False)
+        is_over = self.is_ruled_out or self._is_closed(met, packed=False)
+        if met.cheapest(self.budget_bytes) is None and not is_over:
             self._solve_with_margins(met)
 
-    def _fit_packed(self, met: MetPlans) -> None:
-        """Meets plans near the cheapest that fit, and raises the bound to them."""
-        if met.work_left > 0:
-            base = met.cheapest(self.limit_bytes)
-            fit_near(met, base, self.budget_bytes, self.gap, self.cutoff)
-            self._raise_bound(met)
+    def _search_packed(self, met: MetPlans) -> None:
+        """Meets the cheapest plans that fit, by rows with the holes of others."""
+        met.add_packed()
+        for gap in (WIDE_GAP, self.gap):
+            if self._open_gap(met, packed=True) <= FAR:
+                self._improve_near(met)
+            if self._open_gap(met, packed=True) > gap:
+                self._solve_in_rounds(met, gap, packed=True)
+                self._look_through(met, packed=True)
+        self._improve_near(met)
 
     def _raise_bound(self, met: MetPlans) -> None:
         """Raises the bound of all plans within the budget, as far as that is of use.
@@ -207,25 +196,6 @@ class BudgetSearch:
             if met.fitting(budget) is best and met.cheapest(budget) is live:
                 return
 
-    def _move_limit(self, met: MetPlans) -> None:
-        """Down if the plan found needs more than is live, else up again."""
-        found, limit = met.cheapest(self.limit_bytes), self.live_limit
-        if found is not None and found.peak_bytes > self.budget_bytes:
-            met.add_rows(found)
-            limit.lower(found.live_bytes, found.peak_bytes)
-            _log.info(
-                "%s: %d B are live, but take %d B; planning again for %d B live",
-                self.place[0].graph.name,
-                *(found.live_bytes, found.peak_bytes, limit.bytes),
-            )
-        else:
-            limit.raise_again()
-        self._take_limit(met)
-
-    def _take_limit(self, met: MetPlans) -> None:
-        met.limit_bytes = self.limit_bytes
-        self.bound, self.is_ruled_out = met.bound(self.limit_bytes), False
-
     def _meet_least(self, met: MetPlans) -> None:
         """Meets the plan of the least memory, and cheaper ones near it.
 
@@ -234,12 +204,10 @@ class BudgetSearch:
         """
         least = self.least_found(self.budget_bytes)
         met.meet_start(least.found.assignment)
-        best = fit_near(met, least.found, self.budget_bytes, self.gap)
-        if best is None:
+        if fit_near(met, least.found, self.budget_bytes, self.gap) is None:
             raise least.error(self.budget_bytes)
         met.admit_within(self.budget_bytes)
-        self.live_limit.start_at(best.live_bytes)
-        self._take_limit(met)
+        self.is_ruled_out = False
         self._narrow(met)
 
     def _is_near(self, met: MetPlans) -> bool:
@@ -258,7 +226,7 @@ class BudgetSearch:
         best, name = met.fitting(self.budget_bytes), self.place[0].graph.name
         if best is not None and is_long(self.place[0].graph):
             cost = best.assignment.cost
-            gap = 100 * (cost / self.bound - 1)
+            gap = 100 * (cost / self.free.bound - 1)
             seconds = format_seconds(cost)
             _log.info("%s: a plan of %s fits, gap %.2f%%", name, seconds, gap)
 
@@ -279,95 +247,88 @@ class BudgetSearch:
         for found in self.starts:
             met.meet_start(found)
 
-    def _solve_in_rounds(self, met: MetPlans, gap: float) -> bool:
-        """Adds rows until the solver's plan fits; not if nothing fits the rows.
+    def _solve_in_rounds(self, met: MetPlans, gap: float, *, packed: bool) -> None:
+        """Adds rows until the solver's plan fits, or nothing does.
 
         Where rows say a little less of a plan than the model does, the next one is
         aimed that much below the budget.
         """
-        limit = aim = self.limit_bytes
+        limit = aim = self.budget_bytes
         for number in range(MOST_ROUNDS):
             if met.work_left <= 0 or self.is_in_vain:
                 break
-            before = self._open_gap(met)
+            before = self._open_gap(met, packed=packed)
+            enough = self._enough(met, packed=packed)
             try:
-                found = met.solve(limit, gap, aim, self._enough(met))
+                found = met.solve(limit, gap, aim, enough, packed=packed)
             except Infeasible:
-                if met.cheapest(limit) is not None and met.admit_far():
-                    self.bound = met.bound(limit)
+                is_some = met.cheapest(limit, packed=packed) is not None
+                if is_some and met.admit_far():
                     continue
-                self.is_ruled_out = True
-                return False
-            by, beyond = met.lower_refuted(), found.live_bytes - limit
-            self.bound = met.bound(limit)
-            if beyond <= 0:
+                self.is_ruled_out = not packed
+                return
+            by, beyond = met.lower_refuted(), found.bytes(packed=packed) - limit
+            if packed and beyond <= 0:
                 self._improve_near(met)
-            if self._is_closed(met):
-                return True
-            may_end = gap <= self.gap and met.work_left < met.most_work / 2
-            is_stuck = before - self._open_gap(met) < WORTH_A_ROUND
-            if may_end and beyond <= 0 and is_stuck and self._is_packed(met):
+            if self._is_closed(met, packed=packed):
+                return
+            may_end = packed and gap <= self.gap and met.work_left < met.most_work / 2
+            is_stuck = before - self._open_gap(met, packed=packed) < WORTH_A_ROUND
+            if may_end and beyond <= 0 and is_stuck:
                 self.is_in_vain = True
             if beyond > 0:
-                meet_mixtures(met, found, limit)
-                self.bound = met.bound(limit)
+                meet_mixtures(met, found, limit, packed=packed)
                 met.add_rows(found)
                 if number >= FREE_ROUNDS or beyond <= WORTH_AIMING_AT * limit:
                     aim -= min(beyond, MOST_AIMED * limit)
             elif gap > self.gap or by <= WORTH_SOLVING_AGAIN * limit:
-                return True
-        return met.cheapest(limit) is not None
+                return
 
-    def _is_packed(self, met: MetPlans) -> bool:
-        """Whether the cheapest plan of which no more is live fits, too."""
-        best = met.cheapest(self.limit_bytes)
-        return best is not None and best.peak_bytes <= self.budget_bytes
-
-    def _look_through(self, met: MetPlans) -> None:
+    def _look_through(self, met: MetPlans, *, packed: bool) -> None:
         """Takes a cheaper plan that rows put above the budget, if it fits."""
-        if self._is_closed(met):
-            return
-        most = FEW_LOOKED_AT if is_long(self.place[0].graph) else MOST_LOOKED_AT
-        if met.look_through(self.limit_bytes, most):
-            self.bound = met.bound(self.limit_bytes)
+        if not self._is_closed(met, packed=packed):
+            most = FEW_LOOKED_AT if is_long(self.place[0].graph) else MOST_LOOKED_AT
+            met.look_through(self.budget_bytes, most, packed=packed)
 
     def _improve_near(self, met: MetPlans) -> None:
         """Takes cheaper plans near the best, where it leaves a gap and is new."""
-        best = met.cheapest(self.limit_bytes)
+        best = met.fitting(self.budget_bytes)
         if best is None or best is self.looked_near:
             return
-        if self._open_gap(met) <= self.gap:
-            return
-        tries = MOST_NEAR if self.cutoff == math.inf else FEW_NEAR
-        self.looked_near = improve_near(met, self.limit_bytes, self.gap, tries)
-        if self.looked_near is not best:
-            self.bound = met.bound(self.limit_bytes)
+        if self._open_gap(met, packed=True) > self.gap:
+            tries = MOST_NEAR if self.cutoff == math.inf else FEW_NEAR
+            self.looked_near = improve_near(met, self.budget_bytes, self.gap, tries)
 
-    def _open_gap(self, met: MetPlans) -> float:
-        best = met.cheapest(self.limit_bytes)
-        return math.inf if best is None else 1 - self.bound / best.assignment.cost
+    def _open_gap(self, met: MetPlans, *, packed: bool) -> float:
+        limit = self.budget_bytes
+        best = met.cheapest(limit, packed=packed)
+        if best is None:
+            return math.inf
+        return 1 - met.bound(limit, packed=packed) / best.assignment.cost
 
-    def _enough(self, met: MetPlans) -> float:
+    def _enough(self, met: MetPlans, *, packed: bool) -> float:
         """The bound that ends the search where a plan fits: its gap's, or a cutoff.
 
         Nor is more wanted once no plan of which as little is live is cheaper than one
         that fits packed.
         """
-        best, fitting = met.cheapest(self.limit_bytes), met.fitting(self.budget_bytes)
-        enough = math.inf if best is None and fitting is None else self.cutoff
-        if best is not None:
-            enough = min(enough, (1 - self.gap) * best.assignment.cost)
-        if fitting is not None:
+        best = met.cheapest(self.budget_bytes, packed=packed)
+        if best is None:
+            return math.inf
+        enough = min((1 - self.gap) * best.assignment.cost, self.cutoff)
+        fitting = met.fitting(self.budget_bytes)
+        if not packed and fitting is not None:
             enough = min(enough, (1 - TIGHT_GAP) * fitting.assignment.cost)
         return enough
 
-    def _is_closed(self, met: MetPlans) -> bool:
+    def _is_closed(self, met: MetPlans, *, packed: bool) -> bool:
         """Whether a plan was met that fits, and the bound is enough."""
-        return self.bound >= self._enough(met)
+        enough = self._enough(met, packed=packed)
+        return met.bound(self.budget_bytes, packed=packed) >= enough
 
     def _solve_with_margins(self, met: MetPlans) -> None:
         """Leaves room for points that were not met; the bound stays."""
-        limit = self.limit_bytes
+        limit = self.budget_bytes
         for margin in MARGINS:
             try:
                 found = met.solve(limit, WIDE_GAP, margin * limit)

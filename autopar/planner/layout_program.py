@@ -244,7 +244,7 @@ def _points(
     bodies = {op.index: op.bodies for op in profile.graph.operators()}
     if not liveness.order:
         yield {}
-    for position in fullest(liveness, stretches):
+    for position in fullest(liveness.bytes, stretches):
         kernel = liveness.block.kernels[liveness.order[position]]
         held: dict[int, int] = {}
         for index in liveness.live(position):

@@ -5,6 +5,11 @@ figure comes from its kernels (`costs/memory.py`). A plan that is met brings the
 its own points, which say of it what the model says. Where an older row says more of it
 than that, the row is lowered, by what only this plan chooses: of the plan that brought
 the row it still says all (`solver/memory_rows.py`).
+
+Rows say what is live; bounds are by these. A plan of which no more is live than may be
+and that needs more, as the compiler leaves holes (`costs/packing.py`), also brings
+packed rows, which have its holes. Those say what plans near it need, and where a plan
+that fits is to be looked for.
 """
 
 from __future__ import annotations
@@ -69,16 +74,21 @@ class MetPlan:
         """What is live at once, which is what rows tell."""
         return self.profile.live_bytes
 
+    def bytes(self, *, packed: bool) -> int:
+        """What rows tell, packed ones or those of what is live."""
+        return self.peak_bytes if packed else self.live_bytes
+
     def __str__(self) -> str:
         return f"MetPlan: cost {self.assignment.cost:.6g}, {self.profile}"
 
 
 @dataclass(frozen=True, eq=False)
 class _Row:
-    """A row and the choices of the plan that brought it."""
+    """A row, packed or not, and the choices of the plan that brought it."""
 
     row: MemoryRow
     own: tuple[int, ...]
+    is_packed: bool = False
 
 
 class MetPlans:
@@ -121,7 +131,12 @@ class MetPlans:
 
     @property
     def rows(self) -> list[MemoryRow]:
-        return [each.row for each in self._rows]
+        """What is live, by all plans met."""
+        return self.rows_of(packed=False)
+
+    def rows_of(self, *, packed: bool) -> list[MemoryRow]:
+        """What is live, and what is needed, too, if packed."""
+        return [each.row for each in self._rows if packed or not each.is_packed]
 
     def solve(
         self,
@@ -129,6 +144,8 @@ class MetPlans:
         gap: float,
         aim: float | None = None,
         cutoff: float = math.inf,
+        *,
+        packed: bool = False,
     ) -> MetPlan:
         """Meets the cheapest plan that no row puts above `limit` bytes.
 
@@ -136,11 +153,11 @@ class MetPlans:
         the bound comes to `cutoff`, the plan is one within the limit that was met.
         Raises Infeasible where there is none, or none was found.
         """
-        rows = self.rows
+        rows = self.rows_of(packed=packed)
         assignment = solve_within_rows(
             *(self.problem.choice_graph, rows, limit),
             gap=gap,
-            free=replace(self.free, bound=self.bound(limit)),
+            free=replace(self.free, bound=self.bound(limit, packed=packed)),
             known=[each.choices for each in self.plans],
             aim=aim,
             plans=self._priced,
@@ -150,13 +167,13 @@ class MetPlans:
         self._proved.add(assignment.bound, limit, rows)
         return self.see(assignment)
 
-    def mix(self, aim: float, gap: float) -> MetPlan:
+    def mix(self, aim: float, gap: float, *, packed: bool = False) -> MetPlan:
         """Meets a mixture of plans met that no row puts above `aim` bytes.
 
         Raises Infeasible where none was found.
         """
         assignment = mix_within_rows(
-            *(self._priced, self.rows, aim),
+            *(self._priced, self.rows_of(packed=packed), aim),
             gap=gap,
             free=self.free,
             known=[each.choices for each in self.plans],
@@ -164,14 +181,17 @@ class MetPlans:
         )
         return self.see(assignment)
 
-    def bound(self, limit: float, admitted: MetPlan | None = None) -> float:
+    def bound(
+        self, limit: float, admitted: MetPlan | None = None, *, packed: bool = False
+    ) -> float:
         """Seconds that no plan is below that no row puts above `limit` bytes.
 
         Of what all solutions so far proved with rows that were not lowered since. With
         `admitted`, a plan that fits, it is one on a problem that has this plan.
         """
         own = None if admitted is None else admitted.choices
-        return max(self.free.bound, self._proved.of(limit, self.rows, own))
+        rows = self.rows_of(packed=packed)
+        return max(self.free.bound, self._proved.of(limit, rows, own))
 
     @property
     def work_left(self) -> float:
@@ -209,15 +229,17 @@ class MetPlans:
         place = self._cluster, self._resharder
         return MetPlan(assignment, read_profile(self.problem, as_told, *place))
 
-    def look_through(self, limit_bytes: int, most: int) -> MetPlan | None:
+    def look_through(
+        self, limit_bytes: int, most: int, *, packed: bool = False
+    ) -> MetPlan | None:
         """Meets the cheapest plan that solutions came by, if it is within and new.
 
         Rows put it above the limit, by more than it holds. The model is asked of up to
         `most` plans that were not looked at before.
         """
-        priced, best = self._priced, self.cheapest(limit_bytes)
+        priced, best = self._priced, self.cheapest(limit_bytes, packed=packed)
         cost = math.inf if best is None else best.assignment.cost
-        said = priced.used(self.rows).max(axis=1, initial=0.0)
+        said = priced.used(self.rows_of(packed=packed)).max(axis=1, initial=0.0)
         for number in sorted(range(len(said)), key=priced.costs.__getitem__):
             if priced.costs[number] >= cost or not most:
                 break
@@ -227,7 +249,7 @@ class MetPlans:
             most -= 1
             self._looked_at.add(priced.plans[number])
             found = self.look_at(replace(self.free, choices=priced.plans[number]))
-            if found.live_bytes <= limit_bytes:
+            if found.bytes(packed=packed) <= limit_bytes:
                 return self.take(found)
         return None
 
@@ -246,13 +268,29 @@ class MetPlans:
         )
 
     def add_rows(self, found: MetPlan) -> None:
-        """Adds the points of a plan at which it holds the most."""
-        self._add(found, self.own_rows(found))
+        """Adds the points of a plan at which it holds the most.
 
-    def own_rows(self, found: MetPlan) -> Sequence[MemoryRow]:
-        """The points of a plan at which it holds the most."""
-        told = self.problem, found.profile, found.choices
-        return memory_rows(*told, self._layers)[:MOST_ROWS]
+        Packed as well, where its holes alone keep it from fitting.
+        """
+        self._add(found, self.own_rows(found))
+        if self._is_kept_out(found):
+            self._add(found, self.own_rows(found, packed=True), packed=True)
+
+    def add_packed(self) -> None:
+        """Adds the rows of all plans met that their holes alone keep from fitting."""
+        packed = {each.own for each in self._rows if each.is_packed}
+        kept_out = {x.choices: x for x in self.plans if self._is_kept_out(x)}
+        for choices, found in kept_out.items():
+            if choices not in packed:
+                self.add_rows(found)
+
+    def _is_kept_out(self, found: MetPlan) -> bool:
+        return found.live_bytes <= self.limit_bytes < found.peak_bytes
+
+    def own_rows(self, found: MetPlan, *, packed: bool = False) -> Sequence[MemoryRow]:
+        """The points of a plan at which it holds the most, or needs it, if packed."""
+        told = self.problem, found.profile, found.choices, self._layers
+        return memory_rows(*told, packed=packed)[:MOST_ROWS]
 
     @cached_property
     def _layers(self) -> np.ndarray | None:
@@ -273,9 +311,10 @@ class MetPlans:
             self.lower_refuted()
         self.add_rows(found)
 
-    def said(self, found: MetPlan) -> float:
+    def said(self, found: MetPlan, *, packed: bool = False) -> float:
         """The most bytes that a row says of a plan."""
-        return max((row.used(found.array) for row in self.rows), default=0.0)
+        rows = self.rows_of(packed=packed)
+        return max((row.used(found.array) for row in rows), default=0.0)
 
     def admit_far(self) -> bool:
         """Lowers rows by all plans met; whether some had been kept from that."""
@@ -290,45 +329,47 @@ class MetPlans:
         if within and self._far.issuperset(within):
             self.admit_far()
 
-    def _add(self, found: MetPlan, rows: Sequence[MemoryRow]) -> None:
-        self._rows += [self._lowered(_Row(row, found.choices)) for row in rows]
+    def _add(
+        self, found: MetPlan, rows: Sequence[MemoryRow], *, packed: bool = False
+    ) -> None:
+        added = (_Row(row, found.choices, packed) for row in rows)
+        self._rows += [self._lowered(each) for each in added]
 
     def lower_refuted(self) -> float:
         """Lowers rows that say too much of a plan met; by how much of the latest."""
-        before = self.rows
+        before = self._rows
         self._rows = [self._lowered(each) for each in self._rows]
         latest = self.plans[-1].array
         return max(
-            old.used(latest) - new.row.used(latest)
+            old.row.used(latest) - new.row.used(latest)
             for old, new in zip(before, self._rows, strict=True)
         )
 
     def _lowered(self, given: _Row) -> _Row:
-        row = given.row
+        row, packed = given.row, given.is_packed
         met = [
-            (each.choices, each.live_bytes)
+            (each.choices, each.bytes(packed=packed))
             for each in self.plans
             if each not in self._far
-            and self._says_too_much(row.used(each.array), each.live_bytes)
+            and self._says_too_much(row.used(each.array), each.bytes(packed=packed))
         ]
         if not met:
             return given
         sizes = self.problem.choice_graph.sizes
-        return _Row(lowered_by_all(row, given.own, met, sizes), given.own)
+        return replace(given, row=lowered_by_all(row, given.own, met, sizes))
 
-    def _says_too_much(self, said: float, live_bytes: int) -> bool:
-        is_refuted = said > self.limit_bytes >= live_bytes
-        return is_refuted or said > (1 + WORTH_LOWERING) * live_bytes
+    def _says_too_much(self, said: float, held_bytes: int) -> bool:
+        is_refuted = said > self.limit_bytes >= held_bytes
+        return is_refuted or said > (1 + WORTH_LOWERING) * held_bytes
 
-    def cheapest(self, limit_bytes: int) -> MetPlan | None:
-        """The cheapest plan met of which no more is live."""
-        within = [each for each in self.plans if each.live_bytes <= limit_bytes]
+    def cheapest(self, limit_bytes: int, *, packed: bool = False) -> MetPlan | None:
+        """The cheapest plan met of which no more is live, or needed, if packed."""
+        within = [x for x in self.plans if x.bytes(packed=packed) <= limit_bytes]
         return min(within, key=_cost, default=None)
 
     def fitting(self, budget_bytes: int) -> MetPlan | None:
         """The cheapest plan met for which the compiler needs no more."""
-        fitting = [each for each in self.plans if each.peak_bytes <= budget_bytes]
-        return min(fitting, key=_cost, default=None)
+        return self.cheapest(budget_bytes, packed=True)
 
     def least(self) -> MetPlan:
         """The plan met that needs the least; of several, the cheapest."""

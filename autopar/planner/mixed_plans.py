@@ -17,7 +17,9 @@ BELOW = 3e-3  # of the limit, that rows say less besides
 GAP = 3e-2  # of a mixture to the best one
 
 
-def meet_mixtures(met: MetPlans, found: MetPlan, limit_bytes: float) -> None:
+def meet_mixtures(
+    met: MetPlans, found: MetPlan, limit_bytes: float, *, packed: bool
+) -> None:
     """Meets mixtures of plans met, one after the other until one is within a limit.
 
     `found` is above it. Small problems are solved whole, which is better
@@ -26,14 +28,14 @@ def meet_mixtures(met: MetPlans, found: MetPlan, limit_bytes: float) -> None:
     if len(met.problem.choice_graph.nodes) <= MOST_NODES:
         return
     for _ in range(MOST_MIXTURES):
-        beyond = found.live_bytes - limit_bytes
-        aim = min(met.said(found), limit_bytes) - beyond - BELOW * limit_bytes
+        beyond = found.bytes(packed=packed) - limit_bytes
+        aim = min(met.said(found, packed=packed), limit_bytes) - beyond - BELOW * limit_bytes
         if aim <= 0:
             return
         try:
-            found = met.mix(aim, GAP)
+            found = met.mix(aim, GAP, packed=packed)
         except Infeasible:
             return
         met.lower_refuted()
-        if found.live_bytes <= limit_bytes:
+        if found.bytes(packed=packed) <= limit_bytes:
             return

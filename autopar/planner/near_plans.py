@@ -1,10 +1,10 @@
 """Cheaper plans near the best one that fits, by what the model says of their memory.
 
-Rows of memory are exact of the plan that brought them and good near it. So the plan's
-own rows alone are kept to, and all that is not around two of its vertices is left as
-it is: what the one takes may be saved by the other. A plan that is found so is asked
-for its own figure: the next search starts from it if it fits, and knows its rows if it
-does not.
+Rows of memory are exact of the plan that brought them and good near it: what it holds,
+and what the compiler leaves free below that. So the plan's own rows alone are kept to,
+and all that is not around two of its vertices is left as it is: what the one takes may
+be saved by the other. A plan that is found so is asked for its own figure: the next
+search starts from it if it fits, and knows its rows if it does not.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def improve_near(
     A relative gap to the bound ends it, which rows refuted by such a plan lower; so do
     some neighbourhoods in vain, one after the other. None if no plan fits.
     """
-    best = met.cheapest(limit_bytes)
+    best = met.fitting(limit_bytes)
     if best is None or len(met.problem.choice_graph.nodes) > MOST_NODES:
         return best
     search = _NearSearch(met, limit_bytes, best)
@@ -58,18 +58,18 @@ class RowsNear:
 
     def move(self, base: MetPlan) -> None:
         """Goes on near another plan."""
-        self.base, self.own = base, self.met.own_rows(base)
+        self.base, self.own = base, self.met.own_rows(base, packed=True)
 
     def refuse(self, found: MetPlan, limit_bytes: float) -> None:
         """Keeps what rows of a plan say above a limit."""
-        rows = self.met.own_rows(found)
+        rows = self.met.own_rows(found, packed=True)
         broken = [row for row in rows if row.used(found.choices) > limit_bytes]
         self.refused += [(row, found) for row in broken]
         self.refused = self.refused[-MOST_REFUSED:]
 
     def rows(self, limit_bytes: float) -> list[MemoryRow]:
-        """All rows; none puts the plan above the limit, if no more of it is live."""
-        own, most = self.base.choices, float(self.base.live_bytes)
+        """All rows; none puts the plan above the limit, if it needs no more."""
+        own, most = self.base.choices, float(self.base.peak_bytes)
         sizes, limit_bytes = self.met.problem.choice_graph.sizes, max(limit_bytes, most)
         return [
             *self.own,
@@ -89,7 +89,7 @@ class _NearSearch:
         self.around = Neighbourhoods(self.graph)
         self.pool = ArrayPool(met.clock)
         self.near = RowsNear(met, best)
-        self.bound = met.bound(limit_bytes, best)
+        self.bound = met.bound(limit_bytes, best, packed=True)
         self.until = met.clock.spent + PART_OF_WORK * met.work_left
 
     @property
@@ -124,9 +124,9 @@ class _NearSearch:
             found = ask(self.met, choices)
             if found.assignment.cost >= self.best.assignment.cost:
                 return False
-            if found.live_bytes <= limit:
+            if found.peak_bytes <= limit:
                 self.near.move(self.met.take(found))
-                self.bound = self.met.bound(limit, found)
+                self.bound = self.met.bound(limit, found, packed=True)
                 return True
             self.near.refuse(found, limit)
         return False

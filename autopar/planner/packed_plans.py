@@ -1,11 +1,12 @@
 """Plans that fit packed, near a cheap one of which no more is live than may be.
 
-The compiler leaves gaps where lives cross, so that such a plan may need more than is
+The compiler leaves holes where lives cross, so that such a plan may need more than is
 live of it (`costs/packing.py`). How much more changes with every size and order, but
-most plans near it leave gaps alike. So of those plans the cheapest are asked for of
-which so much less is live, around vertices that hold more than they must where the most
-is live, until one fits by what the model says. Where so much less may be more than any
-plan can save, the way there is in steps, from plan to plan.
+most plans near it leave holes alike. So of those plans the cheapest are asked for that
+hold so much less where the memory in use comes to more than may be, around vertices
+that hold more than they must there, until one fits by what the model says. Where so
+much less may be more than any plan can save, the way there is in steps, from plan to
+plan.
 """
 
 from __future__ import annotations
@@ -69,15 +70,15 @@ class _PackedSearch:
 
     @property
     def aim_bytes(self) -> int:
-        """What may be live of a plan that leaves gaps as the one does that is near.
+        """What a plan may need.
 
         As long as none fits, part of the way is enough: then what needs less is gone on
         from, whatever it costs.
         """
-        base = self.near.base
-        beyond = base.peak_bytes - self.budget_bytes
-        part = PART_OF_WAY if self.best is None else 1
-        return base.live_bytes - math.ceil(part * beyond)
+        if self.best is not None:
+            return self.budget_bytes
+        needed = self.near.base.peak_bytes
+        return needed - math.ceil(PART_OF_WAY * (needed - self.budget_bytes))
 
     @property
     def below(self) -> float:
@@ -110,7 +111,7 @@ class _PackedSearch:
         return self.met.clock.now() >= self.until or self.gap <= gap
 
     def _likely(self) -> np.ndarray:
-        """[vertices] the most bytes that each could save where too much is live.
+        """[vertices] the most bytes that each could save where too much is in use.
 
         Where that is nowhere, all are alike.
         """
@@ -147,7 +148,7 @@ class _PackedSearch:
             if may_move and found.peak_bytes < base.peak_bytes:
                 self.near.move(found)
                 return True
-            if found.live_bytes <= aim:
+            if found.peak_bytes <= aim:
                 return False
             self.near.refuse(found, aim)
         return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -159,25 +159,37 @@ class PlanPoints:
                 lasts[result] = lasts[read]
         return lasts
 
-    def of_block(self, block: int, stretches: int, tells_lent: bool) -> Iterator[Point]:
-        """The fullest points of a block, each with what a body holds there.
+    def of_program(
+        self, stretches: int, *, tells_lent: bool, packed: bool
+    ) -> Iterator[Point]:
+        """The fullest points of the outermost block, each with what a body holds there.
 
-        `tells_lent`: also what lies in the memory of arguments.
+        `tells_lent`: also what lies in the memory of arguments. `packed`: with what the
+        compiler leaves free there below what is in use.
         """
+        holes = self.profile.holes if packed else None
+        return self._of_block(0, stretches, tells_lent, holes)
+
+    def _of_block(
+        self, block: int, stretches: int, tells_lent: bool, holes: np.ndarray | None
+    ) -> Iterator[Point]:
         liveness = self.profile.liveness[block]
         nothing = Point.empty(len(self.problem.vertices))
         if not liveness.order:
             yield nothing
-        for position in fullest(liveness, stretches):
+        used = liveness.bytes if holes is None else liveness.bytes + holes
+        for position in fullest(used, stretches):
             kernel = liveness.block.kernels[liveness.order[position]]
             held = self.at(block, position, tells_lent=tells_lent)
+            if holes is not None:
+                held = replace(held, bytes=held.bytes + int(holes[position]))
             bodies = ()
             if kernel.inner_bytes and kernel.operator is not None:
                 bodies = self._bodies[kernel.operator]
             inner = [
                 point
                 for body in bodies
-                for point in self.of_block(body, INNER_STRETCHES, tells_lent)
+                for point in self._of_block(body, INNER_STRETCHES, tells_lent, None)
             ]
             for point in inner or [nothing]:
                 yield held | point
@@ -351,12 +363,15 @@ class PlanPoints:
         return until
 
 
-def fullest(liveness: Liveness, stretches: int) -> list[int]:
-    """The position of the most bytes in each of some stretches of equal length."""
-    count = len(liveness.order)
+def fullest(used: np.ndarray, stretches: int) -> list[int]:
+    """The position of the most bytes in each of some stretches of equal length.
+
+    `used` [positions] are the bytes.
+    """
+    count = len(used)
     borders = np.linspace(0, count, min(stretches, count) + 1).astype(int)
     return [
-        int(low + liveness.bytes[low:high].argmax())
+        int(low + used[low:high].argmax())
         for low, high in zip(borders[:-1], borders[1:], strict=True)
         if high > low
     ]

@@ -40,6 +40,8 @@ def memory_rows(
     profile: MemoryProfile,
     choices: tuple[int, ...],
     layers: np.ndarray | None = None,
+    *,
+    packed: bool = False,
 ) -> tuple[MemoryRow, ...]:
     """What the problem's vertices hold together at the points of one of its plans.
 
@@ -48,13 +50,15 @@ def memory_rows(
       profile: the memory of a plan.
       choices: the same plan as an assignment of the problem.
       layers: [n, p] vertices of equal layers, of which rows say the same.
+      packed: with what the compiler leaves free below what is in use, as if it did so
+        for every assignment.
     """
     fixed = _fixed(problem, profile)
     found = PlanPoints(problem, profile, choices)
     points = [
         fixed | each
         for tells_lent in (False, True)
-        for each in found.of_block(0, STRETCHES, tells_lent)
+        for each in found.of_program(STRETCHES, tells_lent=tells_lent, packed=packed)
         if not tells_lent or each.lent_bytes >= WORTH_LENDING * each.bytes
     ]
     worth = WORTH_A_ROW * max((each.bytes for each in points), default=0)

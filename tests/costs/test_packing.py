@@ -1,9 +1,11 @@
 """The memory that buffers share: XLA's decreasing best fit."""
 
+import itertools
+
 import numpy as np
 import pytest
 
-from autopar.costs.packing import packed_bytes
+from autopar.costs.packing import _Buffers, _place, packed_bytes
 
 
 def packed(*values: tuple[int, int, int]) -> int:
@@ -38,3 +40,19 @@ def test_it_is_between_what_is_live_at_once_and_all_together(seed: int) -> None:
         sizes[(starts <= now) & (now <= ends)].sum() for now in range(int(ends.max()))
     ]
     assert max(live) <= packed_bytes(sizes, starts, ends, np.arange(40)) < sizes.sum()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_lives_at_once_has_places_of_its_own(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    sizes, starts = random.integers(1, 100, 40), random.integers(0, 30, 40)
+    ends = starts + random.integers(0, 10, 40)
+    own = np.arange(40)
+    most, placed, tops = _place(_Buffers(sizes, starts, ends, own))
+    assert tops.max() == most == packed_bytes(sizes, starts, ends, own)
+    low = tops - sizes[placed]
+    assert (low >= 0).all()
+    for one, other in itertools.combinations(range(len(placed)), 2):
+        a, b = placed[one], placed[other]
+        if starts[a] <= ends[b] and starts[b] <= ends[a]:
+            assert low[one] >= tops[other] or low[other] >= tops[one]

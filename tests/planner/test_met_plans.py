@@ -1,5 +1,6 @@
 """Plans that were met: what fits is taken, and what rows rule out though it fits."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -100,7 +101,7 @@ def test_a_plan_that_solutions_came_by_is_taken_if_it_fits() -> None:
     assert met.look_through(budget, 8) is None  # none is cheaper
 
 
-def test_rounds_forget_a_bound_of_rows_that_they_lower(
+def test_rounds_lower_rows_that_leave_nothing_and_forget_their_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     zero = resnet()[-1]
@@ -109,15 +110,60 @@ def test_rounds_forget_a_bound_of_rows_that_they_lower(
     met.meet_start(zero)
     within = BudgetSearch(resnet_graph(), MESH, CLUSTER, None, (), budget, 0.0)
     met._proved.add((1 + within.gap) * within.free.cost, budget, met.rows)
-    within.bound = met.bound(budget)
-    assert within.bound > within.free.cost
+    assert met.bound(budget) > within.free.cost
 
-    def solve(*args: object) -> None:
+    def solve(*args: object, packed: bool) -> None:
         raise Infeasible("rows leave nothing")
 
     monkeypatch.setattr(met, "solve", solve)
-    assert not within._solve_in_rounds(met, within.gap)
-    assert within.bound == met.bound(budget) < within.free.cost
+    within._solve_in_rounds(met, within.gap, packed=False)
+    assert within.is_ruled_out
+    assert met.bound(budget) < within.free.cost
+
+
+def test_packed_rows_say_what_a_plan_needs_and_bound_nothing_that_is_live() -> None:
+    above = met_plans(0).plans[0]
+    budget = above.peak_bytes - 1
+    assert above.live_bytes <= budget
+    met = met_plans(budget)
+    met.add_packed()
+    number = len(met.rows_of(packed=True))
+    met.add_packed()
+    assert len(met.rows_of(packed=True)) == number > len(met.rows)
+    assert met.said(above) == above.live_bytes
+    assert met.said(above, packed=True) == above.peak_bytes
+    dear = 2 * above.assignment.cost
+    met._proved.add(dear, budget, met.rows_of(packed=True))
+    assert met.bound(budget, packed=True) == dear > met.bound(budget)
+    met._proved.add(dear, budget, met.rows)
+    assert met.bound(budget) == dear
+
+
+def test_a_plan_that_fits_lowers_packed_rows() -> None:
+    above = met_plans(0).plans[0]
+    budget = above.peak_bytes - 1
+    met = met_plans(budget)
+    zero, row = met.look_at(resnet()[-1]), met.own_rows(above, packed=True)[0]
+    at = next(i for i, v in enumerate(row.nodes) if zero.choices[v] != above.choices[v])
+    weights = [*row.weights[:at], row.weights[at].copy(), *row.weights[at + 1 :]]
+    weights[at][zero.choices[row.nodes[at]]] += 1 + budget - row.used(zero.array)
+    met._add(above, [replace(row, weights=tuple(weights))], packed=True)
+    assert zero.peak_bytes <= budget < met.said(zero, packed=True)
+    assert met.take(zero) is met.fitting(budget)
+    assert met.said(zero, packed=True) <= budget * (1 + 1e-9)
+    assert met.said(above, packed=True) == above.peak_bytes
+
+
+def test_solutions_within_packed_rows_leave_out_what_its_holes_keep_out() -> None:
+    above = met_plans(0).plans[0]
+    budget = above.peak_bytes - 1
+    met = met_plans(budget)
+    met.see(resnet()[-1])
+    met.add_packed()
+    live, packed = met.solve(budget, 0.1), met.solve(budget, 0.1, packed=True)
+    assert live.choices == above.choices
+    assert packed.assignment.cost > above.assignment.cost
+    assert met.bound(budget) <= above.assignment.cost
 
 
 def test_mixtures_fit_where_a_solution_holds_more_than_rows_say(
@@ -131,11 +177,11 @@ def test_mixtures_fit_where_a_solution_holds_more_than_rows_say(
     met = met_plans(limit)
     met.meet_start(zero)
     above = met.plans[0]
-    mixed_plans.meet_mixtures(met, above, limit)
+    mixed_plans.meet_mixtures(met, above, limit, packed=False)
     best = met.cheapest(int(limit))
     assert best is not None
     assert free.assignment.cost <= best.assignment.cost < least.assignment.cost
     monkeypatch.undo()
     number = len(met.plans)
-    mixed_plans.meet_mixtures(met, above, limit)
+    mixed_plans.meet_mixtures(met, above, limit, packed=False)
     assert len(met.plans) == number  # a small problem is branched
