@@ -29,7 +29,11 @@ def meet_mixtures(
         return
     for _ in range(MOST_MIXTURES):
         beyond = found.bytes(packed=packed) - limit_bytes
-        aim = min(met.said(found, packed=packed), limit_bytes) - beyond - BELOW * limit_bytes
+        aim = (
+            min(met.said(found, packed=packed), limit_bytes)
+            - beyond
+            - BELOW * limit_bytes
+        )
         if aim <= 0:
             return
         try:
