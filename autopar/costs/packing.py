@@ -105,6 +105,10 @@ def _last_uses(ends: np.ndarray, buffers: np.ndarray) -> np.ndarray:
 
 
 def _place(held: _Buffers) -> _Placed:
+    """Of both orders, the first, or the second if it needs less.
+
+    Nothing is placed of too many buffers, nor of what lives far from the peak.
+    """
     sizes, buffers = held.sizes, held.buffers
     starts, ends = _event_times(held.starts, held.ends)
     last = _last_uses(ends, buffers)

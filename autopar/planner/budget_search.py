@@ -140,7 +140,8 @@ class BudgetSearch:
         met.kept_back += min(TO_FIT * met.most_work, met.work_left / 2)
         self._search_live(met)
         met.kept_back = kept_back
-        fit_near(met, met.cheapest(self.budget_bytes), *self._aims)
+        base = met.cheapest(self.budget_bytes)
+        fit_near(met, base, self.budget_bytes, self.gap, self.cutoff)
         if not self._is_near(met):
             met.kept_back += TO_RAISE * met.work_left
             self._search_packed(met)
@@ -148,10 +149,6 @@ class BudgetSearch:
             self._raise_bound(met)
         if self.is_in_vain:
             met.give_up()
-
-    @property
-    def _aims(self) -> tuple[int, float, float]:
-        return self.budget_bytes, self.gap, self.cutoff
 
     def _search_live(self, met: MetPlans) -> None:
         """Meets plans of which no more is live than may be, far from the bound yet."""

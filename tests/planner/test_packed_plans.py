@@ -15,7 +15,7 @@ from .tiny_gpt import MESH, gpt
 
 @pytest.mark.slow
 def test_a_plan_fits_as_the_compiler_packs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a heap leaves gaps less may be live at once."""
+    """Where a heap leaves holes, less is live of what is found than may be."""
 
     def packed(liveness: Liveness, inner: np.ndarray) -> int:
         return int(1.1 * liveness.peak_bytes)
