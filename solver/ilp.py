@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pulp
 
+from .checks import Checks, seconds_of_check
 from .choice_graph import ChoiceGraph, allowed
 from .clock import Clock
 
@@ -73,8 +74,7 @@ def solve_ilp(
     Args:
         graph: the graph; its live sets and budget are kept if it has any.
         gap: wanted (cost - bound) / cost.
-        work_limit: seconds of work of all solves, with the rows added between them. One
-            that takes more at its first node goes on to the end of it.
+        work_limit: seconds of work of all solves, with the rows added between them.
         clock: what is told of the work.
         initial: a plan within budget to start from.
         cost: the cost of a plan already known, which says what a gap is relative to.
@@ -86,11 +86,13 @@ def solve_ilp(
 
 
 class _WarmHiGHS(pulp.HiGHS):
-    """HiGHS through PuLP, given a starting point (PuLP 3 passes none on)."""
+    """HiGHS through PuLP, which passes on neither a starting point nor a callback."""
 
     start: dict[str, float] | None = None
+    most_checks: float = inf
 
     def callSolver(self, lp: Any) -> None:
+        Checks(lp.solverModel, self.most_checks)
         if self.start is not None:
             names = [variable.name for variable in lp.variables()]
             known = [i for i, name in enumerate(names) if name in self.start]
@@ -168,6 +170,7 @@ class _Program:
             mip_feasibility_tolerance=1e-9,
             primal_feasibility_tolerance=1e-9,
         )
+        solver.most_checks = seconds / seconds_of_check(size)
         if start is not None:
             solver.start = {
                 variable.name: float(choice == start[v])

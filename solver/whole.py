@@ -1,8 +1,8 @@
 """The integer program of a relaxation: one choice of every node, by branch and cut.
 
 HiGHS's, whose presolve and cuts know what whole choices leave of a row of memory. Its
-limits are counts of its own checks, some ten to thirty a second, so that equal programs
-have equal results.
+limits are counts of its own checks (`checks.py`), so that equal programs have equal
+results.
 """
 
 from dataclasses import dataclass
@@ -12,15 +12,14 @@ from typing import Any
 import highspy
 import numpy as np
 
+from .checks import Checks, seconds_of_check
 from .relaxation import COST_SCALE, ROUNDING, Relaxation
 
 MOST_NODES = 10_000
 # HiGHS looks at the time in presolve, too, which has no checks: it may never end.
 LAST_RESORT = 120.0
 _OF_TREE = 2.0  # times a pivot's work, without cuts
-# Seconds of a usual core: to presolve, of a variable; until a check, of a usual program
-# and at most.
-_PRESOLVED, _CHECKED, _USUAL, _LARGEST = 3e-5, 0.1, 12_000, 18_000
+_PRESOLVED = 3e-5  # seconds of a usual core, of a variable
 
 
 @dataclass(frozen=True)
@@ -87,21 +86,16 @@ def solve_whole(
         made = start[relaxation.columns[known]].astype(np.float64)
         model.setSolution(known.size, known, made)
     most_bound = relaxation.objective(enough_bound) - constant
-    each = _CHECKED * min(relaxation.num_variables, _LARGEST) / _USUAL
-    most_checks, number = min(most_checks, most_work / each), 0
+    each = seconds_of_check(relaxation.num_variables)
 
-    def check(event: Any) -> None:
-        nonlocal number
-        number += 1
-        is_enough = event.data_out.mip_dual_bound >= most_bound
-        if is_enough or number >= most_checks:
-            event.interrupt()
+    def is_enough(event: Any) -> bool:
+        return event.data_out.mip_dual_bound >= most_bound
 
-    model.cbMipInterrupt.subscribe(check)
+    checks = Checks(model, min(most_checks, most_work / each), is_enough)
     if presolves:
         relaxation.run(0.0)
         presolved = _PRESOLVED * relaxation.num_variables
-        relaxation.clock.spend(presolved + each * number)
+        relaxation.clock.spend(presolved + each * checks.number)
     else:
         relaxation.run(_OF_TREE)
     if model.getModelStatus() == highspy.HighsModelStatus.kInfeasible:

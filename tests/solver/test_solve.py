@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import autopar.solver
 from autopar.solver import ChoiceGraph, Infeasible, Node, solve
 from autopar.solver.brute_force import brute_force
+from autopar.solver.clock import Clock
 from autopar.solver.ilp import solve_ilp
 from tests.solver.long_graphs import train_step_graph
 from tests.solver.random_graphs import random_graph, with_budget
@@ -128,6 +129,17 @@ def test_the_ilp_at_its_limit_on_nodes_says_what_it_has(
     found, best = solve_ilp(graph, gap=0.0), brute_force(graph)
     assert found.choices is not None and found.bound <= best.cost
     assert graph.cost(found.choices) == best.cost
+
+
+def test_the_ilp_ends_within_its_first_node_when_its_work_is_spent() -> None:
+    sizes = {"num_nodes": 40, "most_choices": 12, "num_copies": 0}
+    graph = random_graph(0, **sizes, density=0.5, forbidden=0.0)
+    clock, limit = Clock(), 0.5
+    found = solve_ilp(graph, gap=0.0, work_limit=limit, clock=clock)
+    assert limit / 2 < clock.spent < 4 * limit
+    best = solve(graph, gap=0.0, work_limit=1.0)
+    assert found.bound <= best.cost
+    assert found.choices is None or best.bound <= graph.cost(found.choices)
 
 
 def test_the_error_carries_the_least_budget() -> None:
