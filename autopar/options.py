@@ -21,7 +21,7 @@ from .methods.methods import (
     check_method,
 )
 from .microbatches.microbatch_semantics import MicrobatchSemantics
-from .planner.memory_budget import parse_budget
+from .planner.memory_budget import default_budget, parse_budget
 from .planner.step_variants import Offload, check_offload
 from .plans.parallel_plan import Plan
 from .plans.staged_plan import StagedPlan
@@ -75,6 +75,10 @@ class Options:
     like: Plan | None = None
     remat: str | None = None  # "auto", or as `Remat` prints
     offload: Offload | None = None
+
+    def budget_on(self, cluster: Cluster) -> int:
+        """What a device may hold, in bytes: as given, or its memory less a reserve."""
+        return self.memory_budget or default_budget(cluster)
 
     def names_at(self, positions: Sequence[int]) -> tuple[str, ...]:
         """Keywords for the arguments at `positions`."""

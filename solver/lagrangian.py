@@ -70,6 +70,10 @@ class PricedPlans:
         self._prices = np.zeros(0)
         self._lines: list[_Line] = []
 
+    def count_on(self, clock: Clock) -> None:
+        """Counts what is done from now on, on another clock."""
+        self.pool = ArrayPool(clock)
+
     def add(self, choices: Sequence[int]) -> None:
         """Keeps a plan, if it is allowed and new."""
         plan = tuple(choices)

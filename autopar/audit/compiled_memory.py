@@ -2,11 +2,11 @@
 
 The predicted peak is a model of the compiler's. Where a program needs more than its
 budget, the model's error on it is taken as the error on its neighbours: the budget is
-lowered by it and the problem solved again. Where nothing is predicted to fit, the plan
-that needs the least is compiled: if its program fits, the budget is raised by that
-error, and if not, what it needs is named. Before anything is refused, the cheapest plan
-of all is compiled, too: of unlike plans the errors are unlike. What a plan says of its
-memory is never read back from its own program.
+lowered by it and the search goes on from what it met. Where nothing is predicted to
+fit, the plan that needs the least is compiled: if its program fits, the budget is
+raised by that error, and if not, what it needs is named. Before anything is refused,
+the cheapest plan of all is compiled, too: of unlike plans the errors are unlike. What a
+plan says of its memory is never read back from its own program.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
 from ..lowering.programs import SpmdProgram
 from ..options import Options
+from ..planner.earlier_searches import EarlierSearches
 from ..planner.memory_search import NO_BUDGET
-from ..planner.planning import Planned, budget_of
+from ..planner.planning import Planned
 from ..planner.shared_plan import plan_together
 from ..plans.parallel_plan import Plan
 from ..plans.plan import ShardingPlan
@@ -55,6 +56,7 @@ def plan_fitting(
     """
 
     compiled: list[tuple[ShardingPlan, int]] = []
+    earlier = EarlierSearches()
 
     def compiled_bytes(planned: Planned) -> int:
         plan = planned.plan.sharding
@@ -67,9 +69,8 @@ def plan_fitting(
         return seen_bytes
 
     def plan_again(budget_bytes: int | None) -> Planned:
-        return plan_together(
-            fun, args, kwargs, replace(options, memory_budget=budget_bytes)
-        )
+        some = replace(options, memory_budget=budget_bytes)
+        return plan_together(fun, args, kwargs, some, earlier)
 
     def least_of(error: InfeasiblePlanError) -> Planned | None:
         if error.least_plan is None:
@@ -111,7 +112,7 @@ def _search_fitting(
             return _corrected(fitting, budget_bytes, correction=1.0)
     if options.plan is not None or not _has_devices(planned):
         return planned
-    return fit_compiled(planned, budget_of(options, planned.cluster), *compiling)
+    return fit_compiled(planned, options.budget_on(planned.cluster), *compiling)
 
 
 def _cheapest(

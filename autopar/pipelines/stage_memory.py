@@ -13,7 +13,6 @@ from ..errors import InfeasiblePlanError
 from ..frontend.tracing import trace
 from ..methods.methods import PipelineParallel
 from ..options import Options
-from ..planner.planning import budget_of
 from ..plans.explain import format_bytes
 from ..plans.parallel_plan import Plan
 from ..rematerialisation.remat import LEVELS, Level, Remat
@@ -59,7 +58,7 @@ class _Fitting:
         self.call, self.method, self.options = call, method, options
         self.price = price
         cluster = options.cluster or Cluster.local()
-        self.budget_bytes = budget_of(options, cluster)
+        self.budget_bytes = options.budget_on(cluster)
         self.planner = StagePlanner(cluster)
         self.whole = trace(*call)
         self.tries: list[_Tried] = []

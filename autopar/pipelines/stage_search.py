@@ -28,7 +28,7 @@ from ..graph.build_graph import build_graph
 from ..methods.methods import PipelineParallel
 from ..microbatches.microbatches import batch_size_of
 from ..options import Options
-from ..planner.planning import batch_tensors, budget_of, roles_of
+from ..planner.planning import batch_tensors, roles_of
 from ..plans.explain import format_bytes, format_seconds
 from ..plans.parallel_plan import Plan
 from .cut_step import CutStep, cut_step
@@ -103,7 +103,7 @@ class StageSearcher:
         self.method, self.options = method, options
         self.cluster = options.cluster or Cluster.local()
         self.planner = StagePlanner(self.cluster, JOINT_GAP)
-        self.budget_bytes = budget_of(options, self.cluster)
+        self.budget_bytes = options.budget_on(self.cluster)
         self.seconds: dict[str, float] = {}
         start = process_time()
         self.whole = trace(*self.call)

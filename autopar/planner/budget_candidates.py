@@ -43,6 +43,7 @@ from ..methods.zero_restriction import split_state, within_groups
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from .budget_search import BUDGET_GAP
+from .earlier_searches import EarlierSearches
 from .even_share import is_long
 from .intra_op import IntraOpSolution, plan_intra_op
 from .least_inputs import least_input_bytes
@@ -67,7 +68,8 @@ class BudgetCandidates:
     `batch` are the tensors whose dim 0 is the batch, `pins` those of arguments. Plans
     of `cutoff` seconds or more are of no use. `work` is what all searches may take, and
     `free` the cheapest plan of all, where it is known; `again` makes the graph that
-    gathers again, or has it.
+    gathers again, or has it. Searches within other budgets are gone on from that are
+    among `earlier`.
     """
 
     graph: OpGraph
@@ -81,6 +83,7 @@ class BudgetCandidates:
     work: SearchWork = field(default_factory=SearchWork)
     free: IntraOpSolution | None = None
     again: Callable[[], OpGraph] | None = None
+    earlier: EarlierSearches | None = None
 
     def best(self) -> IntraOpSolution:
         """The cheapest plan that is found to fit; any, if the bound is at the cutoff.
@@ -177,6 +180,7 @@ class BudgetCandidates:
             cutoff=self.cutoff,
             starts=(*together_starts, *grouped_starts, *met),
             work=self.work,
+            earlier=self.earlier,
         )
 
     @cached_property
@@ -225,6 +229,7 @@ class BudgetCandidates:
                 finds_least=finds_least,
                 starts=self._starts[0],
                 work=self.work.half().half(),
+                earlier=self.earlier,
             )
         except InfeasiblePlanError as error:
             _log.info("all axes together: %s", error)
@@ -274,6 +279,7 @@ class BudgetCandidates:
                 cutoff=cutoff,
                 finds_least=False,
                 work=self.work,
+                earlier=self.earlier,
             )
         if _seconds(found) >= cutoff:
             return None

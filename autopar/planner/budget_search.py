@@ -24,6 +24,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from time import perf_counter
 
 from autopar.solver.assignment import Assignment
@@ -37,6 +38,8 @@ from ..plans.explain import format_seconds
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
+from .doubted_rows import meet_doubted
+from .earlier_searches import EarlierSearches, problem_key
 from .even_share import is_long
 from .intra_op import IntraOpSolution
 from .least_memory import LeastMemory, least_memory
@@ -82,6 +85,7 @@ class BudgetSearch:
         budget_bytes: int,
         gap: float,
         cutoff: float = math.inf,
+        earlier: EarlierSearches | None = None,
     ) -> None:
         resharder = Resharder(mesh, cluster)
         place = graph, mesh, cluster, resharder
@@ -91,10 +95,16 @@ class BudgetSearch:
         self.place = problem, cluster, resharder
         self.budget_bytes, self.gap = budget_bytes, max(gap, BUDGET_GAP)
         self.cutoff = cutoff
-        self.free = solve(problem.choice_graph, gap=BUDGET_GAP / 10)
+        self.earlier = earlier or EarlierSearches()
+        self.key = problem_key(problem) if earlier else b""
+        self.before = self.earlier.met(self.key)
+        if self.before is None:
+            self.free = solve(problem.choice_graph, gap=BUDGET_GAP / 10)
+        else:
+            self.free, self.place = self.before.free, self.before.place
         self.is_ruled_out = False
         self.is_in_vain = False
-        self.starts: Sequence[Assignment] = ()
+        self.limits: Sequence[Limit | Assignment] = ()
         self.looked_near: MetPlan | None = None
 
     def run(
@@ -104,10 +114,17 @@ class BudgetSearch:
         work: SearchWork | None = None,
     ) -> IntraOpSolution:
         start, budget = perf_counter(), self.budget_bytes
-        worth = WORTH_A_TURN * budget
-        met = MetPlans(*self.place, self.free, worth, work, budget)
-        self.starts = [each for limit in starts if (each := self._limited(limit))]
-        self._meet_starts(met)
+        work, self.limits = work or SearchWork(), starts
+        if self.before is not None:
+            met = self.before.within(budget, work)
+            for each in starts:
+                if isinstance(each, Assignment):
+                    met.meet_start(each)
+        else:
+            worth = WORTH_A_TURN * budget
+            met = MetPlans(*self.place, self.free, worth, work, budget)
+            self._meet_starts(met)
+        self.earlier.keep_met(self.key, met)
         met.admit_within(budget)
         self._tell_first(met)
         self._narrow(met)
@@ -136,7 +153,7 @@ class BudgetSearch:
 
     def _narrow(self, met: MetPlans) -> None:
         """Meets the cheapest plans within the budget, and raises the bound to them."""
-        kept_back = met.kept_back
+        kept_back, spent = met.kept_back, met.work_spent
         met.kept_back += min(TO_FIT * met.most_work, met.work_left / 2)
         self._search_live(met)
         met.kept_back = kept_back
@@ -147,6 +164,9 @@ class BudgetSearch:
             self._search_packed(met)
             met.kept_back = kept_back
             self._raise_bound(met)
+        if not self.is_in_vain and met.bound(self.budget_bytes) < self.cutoff:
+            if meet_doubted(met, self.budget_bytes, self.gap, met.work_spent - spent):
+                self._raise_bound(met)
         if self.is_in_vain:
             met.give_up()
 
@@ -239,6 +259,11 @@ class BudgetSearch:
             _log.info("%s: %s", limit, error)
             return None
         return found if problem.choice_graph.cost(found.choices) < math.inf else None
+
+    @cached_property
+    def starts(self) -> list[Assignment]:
+        """The cheapest plans with limits, and others that were given."""
+        return [each for limit in self.limits if (each := self._limited(limit))]
 
     def _meet_starts(self, met: MetPlans) -> None:
         for found in self.starts:
@@ -339,9 +364,13 @@ class BudgetSearch:
 
         It starts anew, and so goes the same way whatever the budget.
         """
-        met = MetPlans(*self.place, self.free, 0.0)
-        self._meet_starts(met)
-        return least_memory(met, enough_bytes)
+        found = self.earlier.least(self.key, enough_bytes)
+        if found is None:
+            met = MetPlans(*self.place, self.free, 0.0)
+            self._meet_starts(met)
+            found = least_memory(met, enough_bytes)
+            self.earlier.keep_least(self.key, enough_bytes, found)
+        return found
 
     def solution(self, found: MetPlan, bound: float) -> IntraOpSolution:
         """With the gap against the bound of the problem at the full budget."""

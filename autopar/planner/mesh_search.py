@@ -16,6 +16,7 @@ says that they cannot pay:
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from ..graph.op_graph import OpGraph
 from ..plans.explain import format_seconds
 from ..sharding.mesh import MeshShape
 from .budget_search import BUDGET_GAP
+from .even_share import is_long
 from .intra_op import IntraOpSolution
 from .mesh_shapes import (
     MAX_AXES,
@@ -56,6 +58,7 @@ SMALLEST = 4
 
 LOOSE_GAP = 0.005
 TIGHT_GAP = 1e-4
+_log = logging.getLogger("autopar")
 
 PlanOn = Callable[[MeshShape, float, float], IntraOpSolution]
 FreeOn = Callable[[MeshShape, float], IntraOpSolution]
@@ -167,6 +170,16 @@ class MeshSearch:
         mesh = self.solution.plan.mesh
         tried = ", ".join(map(str, self.trials))
         return f"mesh {mesh} of {self.num_shapes} aligned shapes; tried {tried}"
+
+
+def tell_shapes(graph: OpGraph) -> Callable[[MeshShape], None]:
+    """Says on which shape a step is planned next, if that takes long."""
+
+    def tell(mesh: MeshShape) -> None:
+        if is_long(graph):
+            _log.info("%s: planning on %s", graph.name, mesh)
+
+    return tell
 
 
 def search_meshes(

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -24,15 +25,16 @@ import numpy as np
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.assignment import Assignment
 from autopar.solver.lagrangian import PricedPlans
-from autopar.solver.memory_rows import MemoryRow, lowered_by_all
+from autopar.solver.memory_rows import MemoryRow
 from autopar.solver.repeats import find_repeats
 from autopar.solver.within_rows import mix_within_rows, solve_within_rows
 
 from ..clusters.cluster import Cluster
-from ..costs.memory import MemoryProfile
 from ..sharding.resharding import Resharder
 from .barrier_ports import BarrierPorts
 from .intra_op import read_profile
+from .met_plan import MetPlan
+from .met_rows import MetRows
 from .program_points import conversion_rows, memory_rows
 from .proved_bounds import ProvedBounds
 from .relay_choices import without_needless_copies
@@ -44,51 +46,7 @@ MOST_ROWS = 32  # of one plan
 LEAST_TURN = 0.003
 MOST_WORK_AT_ONCE = 40.0  # seconds, of one solution; see `solver/clock.py`
 FAR_OFF = 1.1  # times what a plan holds
-WORTH_LOWERING = 0.005  # of what a plan holds, that a row says more of it
 MOST_SAID = 1.1  # times the budget, by the rows of a plan that may fit
-
-
-@dataclass(frozen=True, eq=False)
-class MetPlan:
-    """A plan as an assignment of the problem, and its memory."""
-
-    assignment: Assignment
-    profile: MemoryProfile
-
-    @property
-    def choices(self) -> tuple[int, ...]:
-        return self.assignment.choices
-
-    @cached_property
-    def array(self) -> np.ndarray:
-        """[nodes] its choices."""
-        return np.array(self.choices, np.intp)
-
-    @property
-    def peak_bytes(self) -> int:
-        """What the compiler needs for it: a plan fits if that is within the budget."""
-        return self.profile.peak_bytes
-
-    @property
-    def live_bytes(self) -> int:
-        """What is live at once, which is what rows tell."""
-        return self.profile.live_bytes
-
-    def bytes(self, *, packed: bool) -> int:
-        """What rows tell, packed ones or those of what is live."""
-        return self.peak_bytes if packed else self.live_bytes
-
-    def __str__(self) -> str:
-        return f"MetPlan: cost {self.assignment.cost:.6g}, {self.profile}"
-
-
-@dataclass(frozen=True, eq=False)
-class _Row:
-    """A row, packed or not, and the choices of the plan that brought it."""
-
-    row: MemoryRow
-    own: tuple[int, ...]
-    is_packed: bool = False
 
 
 class MetPlans:
@@ -112,7 +70,6 @@ class MetPlans:
         limit_bytes: float = math.inf,
     ) -> None:
         self.problem, self.free = problem, free
-        self.limit_bytes = limit_bytes
         self._cluster, self._resharder = cluster, resharder
         self._work = work or SearchWork()
         self.clock = self._work.clock
@@ -123,11 +80,26 @@ class MetPlans:
         self.plans: list[MetPlan] = []
         self._far: set[MetPlan] = set()  # which rows say too much of
         self._looked_at: set[tuple[int, ...]] = set()
-        self._rows: list[_Row] = []
+        self._rows = MetRows(problem.choice_graph.sizes, limit_bytes)
         first = self.see(free)
         self.add_rows(first)
         own = first.choices, worth_a_turn or LEAST_TURN * first.live_bytes
         self._add(first, conversion_rows(problem, first.profile, *own))
+
+    def within(self, limit_bytes: int, work: SearchWork) -> MetPlans:
+        """The same for a search within another limit; the search before is over."""
+        found = copy(self)
+        found._rows.limit_bytes, found.kept_back = limit_bytes, 0.0
+        found._work, found.clock = work, work.clock
+        found._priced.count_on(work.clock)
+        found._looked_at = set()
+        found.lower_refuted()
+        return found
+
+    @property
+    def place(self) -> tuple[ShardingProblem, Cluster, Resharder]:
+        """What the plans are of, and what moves tensors between their shards."""
+        return self.problem, self._cluster, self._resharder
 
     @property
     def rows(self) -> list[MemoryRow]:
@@ -136,7 +108,7 @@ class MetPlans:
 
     def rows_of(self, *, packed: bool) -> list[MemoryRow]:
         """What is live, and what is needed, too, if packed."""
-        return [each.row for each in self._rows if packed or not each.is_packed]
+        return self._rows.of(packed=packed)
 
     def solve(
         self,
@@ -166,6 +138,30 @@ class MetPlans:
         )
         self._proved.add(assignment.bound, limit, rows)
         return self.see(assignment)
+
+    def solve_doubted(
+        self,
+        limit: float,
+        gap: float,
+        part: float,
+        beside: Sequence[MemoryRow],
+        cutoff: float,
+        most_work: float,
+    ) -> MetPlan:
+        """As `solve`, by rows that say a part less of others, and some beside them.
+
+        The plan is not met.
+        """
+        assignment = solve_within_rows(
+            *(self.problem.choice_graph, [*self._rows.doubted(part), *beside], limit),
+            gap=gap,
+            free=self.free,
+            known=[each.choices for each in self.plans],
+            plans=self._priced,
+            most_work=min(most_work, MOST_WORK_AT_ONCE),
+            cutoff=cutoff,
+        )
+        return self.look_at(assignment)
 
     def mix(self, aim: float, gap: float, *, packed: bool = False) -> MetPlan:
         """Meets a mixture of plans met that no row puts above `aim` bytes.
@@ -278,14 +274,14 @@ class MetPlans:
 
     def add_packed(self) -> None:
         """Adds the rows of all plans met that their holes alone keep from fitting."""
-        packed = {each.own for each in self._rows if each.is_packed}
+        packed = self._rows.packed_of()
         kept_out = {x.choices: x for x in self.plans if self._is_kept_out(x)}
         for choices, found in kept_out.items():
             if choices not in packed:
                 self.add_rows(found)
 
     def _is_kept_out(self, found: MetPlan) -> bool:
-        return found.live_bytes <= self.limit_bytes < found.peak_bytes
+        return found.live_bytes <= self._rows.limit_bytes < found.peak_bytes
 
     def own_rows(self, found: MetPlan, *, packed: bool = False) -> Sequence[MemoryRow]:
         """The points of a plan at which it holds the most, or needs it, if packed."""
@@ -332,35 +328,16 @@ class MetPlans:
     def _add(
         self, found: MetPlan, rows: Sequence[MemoryRow], *, packed: bool = False
     ) -> None:
-        added = (_Row(row, found.choices, packed) for row in rows)
-        self._rows += [self._lowered(each) for each in added]
+        self._rows.add(found, rows, self._near, packed=packed)
+
+    @property
+    def _near(self) -> list[MetPlan]:
+        """The plans met that rows are lowered by."""
+        return [each for each in self.plans if each not in self._far]
 
     def lower_refuted(self) -> float:
         """Lowers rows that say too much of a plan met; by how much of the latest."""
-        before = self._rows
-        self._rows = [self._lowered(each) for each in self._rows]
-        latest = self.plans[-1].array
-        return max(
-            old.row.used(latest) - new.row.used(latest)
-            for old, new in zip(before, self._rows, strict=True)
-        )
-
-    def _lowered(self, given: _Row) -> _Row:
-        row, packed = given.row, given.is_packed
-        met = [
-            (each.choices, each.bytes(packed=packed))
-            for each in self.plans
-            if each not in self._far
-            and self._says_too_much(row.used(each.array), each.bytes(packed=packed))
-        ]
-        if not met:
-            return given
-        sizes = self.problem.choice_graph.sizes
-        return replace(given, row=lowered_by_all(row, given.own, met, sizes))
-
-    def _says_too_much(self, said: float, held_bytes: int) -> bool:
-        is_refuted = said > self.limit_bytes >= held_bytes
-        return is_refuted or said > (1 + WORTH_LOWERING) * held_bytes
+        return self._rows.lower(self._near, self.plans[-1])
 
     def cheapest(self, limit_bytes: int, *, packed: bool = False) -> MetPlan | None:
         """The cheapest plan met of which no more is live, or needed, if packed."""

@@ -15,7 +15,6 @@ import hashlib
 import logging
 import os
 import platform
-import re
 import sys
 import tempfile
 import warnings
@@ -26,24 +25,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
 from ..clusters.cluster import Cluster
 from ..clusters.cluster_file import to_toml
 from ..errors import FallbackWarning, PlanFileError
-from ..graph.op_graph import Constant, OpGraph
+from ..graph.op_graph import OpGraph
 from ..methods.gather_again import graph_of_plan
 from ..options import Options
 from ..plans.parallel_plan import Plan
 from ..plans.plan_check import check_against
 from ..plans.plan_file import from_json, to_json
-from ..rules.base import factors_of, rule_of
+from .graph_text import graph_lines, plain_text
 
 VARIABLE = "AUTOPAR_CACHE_DIR"
 MOST_PLANS = 256
 _OFF = ("off", "0", "none", "")
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
 _NOT_OF_THE_PLAN = ("cluster", "plan", "like", "donate_argnums", "names")
 _log = logging.getLogger("autopar")
 
@@ -148,48 +145,14 @@ def _content(
             yield f"{tuple(sharding.mesh.shape.items())} {sharding.spec}"
         else:
             yield "-"
-    yield from _graph_content(graph)
+    yield from graph_lines(graph)
 
 
 def option_texts(options: Options) -> Iterator[str]:
     """The options that a plan depends on, besides the cluster."""
     for each in fields(options):
         if each.name not in _NOT_OF_THE_PLAN:
-            yield _text(f"{each.name} {getattr(options, each.name)!r}")
-
-
-def _graph_content(graph: OpGraph) -> Iterator[str]:
-    yield f"{graph.name} {graph.inputs} {graph.output_paths}"
-    yield from (f"{tensor} {tensor.block}" for tensor in graph.tensors)
-    for block in graph.blocks:
-        outputs = [_operand(operand) for operand in block.outputs]
-        trips = block.trip_count, block.weight, block.conditional, block.unbounded
-        yield f"block {block.parent} {trips} {block.inputs} {outputs}"
-        for op in block.operators:
-            operands = [_operand(operand) for operand in op.operands]
-            yield f"{op.name} {op.kind} {op.source} {operands} {op.results} {op.bodies}"
-            yield _text(sorted((k, str(v)) for k, v in op.params.items()))
-            rule = rule_of(op)
-            if rule is not None and _is_registered_by_user(rule.factors):
-                yield f"{factors_of(op)}"
-
-
-def _is_registered_by_user(factors: Any) -> bool:
-    module = str(getattr(factors, "__module__", ""))
-    return module == "autopar.rules.custom" or not module.startswith("autopar.")
-
-
-def _operand(operand: int | Constant) -> str:
-    if not isinstance(operand, Constant):
-        return f"%{operand}"
-    value = operand.value
-    whole = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-    return f"{operand.type} {whole!r}"
-
-
-def _text(value: Any) -> str:
-    """As it prints, without the addresses of objects."""
-    return _ADDRESS.sub("", str(value))
+            yield plain_text(f"{each.name} {getattr(options, each.name)!r}")
 
 
 @cache

@@ -27,7 +27,6 @@ from ..plans.plan_check import check_against
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.pins import keys_of_arguments, parse_pin
 from ..sharding.spec import to_partition_spec
-from .memory_budget import default_budget
 from .pin_choices import ChoicePins, Factors
 from .step_variants import Offload
 from .transfers_ahead import graph_sent_ahead
@@ -192,7 +191,7 @@ def _is_unchanged(options: Options, graph: OpGraph, cluster: Cluster) -> bool:
     if options.pins or plan.cluster != cluster.name:
         return False
     predicted = plan.predicted
-    budget = options.memory_budget or default_budget(cluster)
+    budget = options.budget_on(cluster)
     if predicted.peak_bytes / predicted.memory_correction > budget:
         return False
     if _mesh(options, plan, cluster) != plan.mesh:

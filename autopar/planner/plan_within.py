@@ -18,6 +18,7 @@ from ..methods.restrictions import Limit
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from .budget_search import BudgetSearch
+from .earlier_searches import EarlierSearches
 from .intra_op import IntraOpSolution, plan_intra_op
 from .least_inputs import check_room
 from .memory_users import infeasible_error
@@ -35,6 +36,7 @@ def plan_within(
     gap: float = 1e-4,
     cutoff: float = math.inf,
     work: SearchWork | None = None,
+    earlier: EarlierSearches | None = None,
 ) -> IntraOpSolution:
     """The cheapest plan whose predicted peak is at most `budget_bytes` a device.
 
@@ -60,6 +62,7 @@ def plan_within(
         gap=gap,
         cutoff=cutoff,
         work=work,
+        earlier=earlier,
     )
 
 
@@ -76,6 +79,7 @@ def plan_within_binding(
     finds_least: bool = True,
     starts: Sequence[Limit | Assignment] = (),
     work: SearchWork | None = None,
+    earlier: EarlierSearches | None = None,
 ) -> IntraOpSolution:
     """As `plan_within`, where the cheapest plan of all is known not to fit.
 
@@ -83,15 +87,15 @@ def plan_within_binding(
     or a plan of the same problem itself.
     `finds_least`: where the cheapest plans do not fit, the plan of the least memory is
     searched for. Once a plan was met that fits, a bound of `cutoff` seconds ends the
-    search. `work` is what it may take, alone or with others.
+    search. `work` is what it may take, alone or with others; what an equal problem's
+    search met within another budget is gone on from, if it is among `earlier`.
 
     Raises:
       InfeasiblePlanError: no plan was found that fits; it names a budget that will be
         planned, and what takes the most memory then.
     """
-    within = BudgetSearch(
-        *(graph, mesh, cluster, pins, restrictions, budget_bytes, gap, cutoff)
-    )
+    ends = budget_bytes, gap, cutoff, earlier
+    within = BudgetSearch(graph, mesh, cluster, pins, restrictions, *ends)
     return within.run(finds_least, starts, work)
 
 

@@ -43,10 +43,10 @@ from .attention_choice import AttentionVariants, ring_limits
 from .auto_layout import auto_layout
 from .budget_candidates import BudgetCandidates
 from .divided_work import dividing_first, warn_repeated_work
+from .earlier_searches import EarlierSearches
 from .even_share import even_share_bytes, is_long, is_out_of_reach
 from .frozen_models import frozen_models
 from .intra_op import IntraOpSolution, warn_fallbacks
-from .memory_budget import default_budget
 from .memory_search import NO_BUDGET, Chosen, choose_variant
 from .mesh_search import (
     LOOSE_GAP,
@@ -55,6 +55,7 @@ from .mesh_search import (
     ShapePlanner,
     least_seconds,
     search_meshes,
+    tell_shapes,
 )
 from .mesh_shapes import default_mesh, mesh_shapes
 from .out_of_reach import refuse_far
@@ -104,10 +105,12 @@ def plan_function(
     kwargs: Mapping[str, Any],
     options: Options,
     refused: Refused = lambda error, whole: error,
+    earlier: EarlierSearches | None = None,
 ) -> Planned:
     """Trace `fun` on its dynamic arguments and plan it, or check the plan given.
 
-    Where nothing fits, `refused` may say more.
+    Where nothing fits, `refused` may say more. Searches within other budgets are gone
+    on from that are among `earlier`.
     """
     use_compilation_cache()
     traced = trace(fun, args, kwargs)
@@ -140,13 +143,14 @@ def plan_function(
             if some.like is not None:
                 liked = plan_like(graph, cluster, some, plan_with)
                 some = without_like(some, cluster)
-            place = graph, leaves, batch, cluster
-            plan = liked or plan_or_blame_pins(*place, some, cutoff=cutoff)
+            plan = liked or plan_or_blame_pins(
+                *(graph, leaves, batch, cluster, some), cutoff=cutoff, earlier=earlier
+            )
             if budget_bytes == NO_BUDGET:
                 without_budget.append((graph, plan))
             return plan
 
-        budget_bytes = budget_of(options, cluster)
+        budget_bytes = options.budget_on(cluster)
         remat, offload = memory_choices(options)
 
         def choose(some: StepVariants) -> Chosen:
@@ -169,7 +173,7 @@ def plan_function(
     if is_free and not (options.pins or options.rules):
         warn_repeated_work(graph, plan.sharding, batch)
     if cluster.overlaps and options.plan is None:
-        plan = Plan(send_ahead(graph, plan.sharding, budget_of(options, cluster)))
+        plan = Plan(send_ahead(graph, plan.sharding, options.budget_on(cluster)))
     graph = graph_sent_ahead(graph, plan.sharding)
     if options.plan is not None:
         check_shard_maps(graph, plan.sharding.mesh)
@@ -204,6 +208,7 @@ def plan_or_blame_pins(
     options: Options,
     gap: float = TIGHT_GAP,
     cutoff: float = math.inf,
+    earlier: EarlierSearches | None = None,
 ) -> Plan:
     """As `plan_graph`; where no plan exists, the error names the fewest pins to blame.
 
@@ -214,7 +219,7 @@ def plan_or_blame_pins(
     def plan_with(pins: PinsByKey) -> Plan:
         some = replace(options, pins=pins)
         place = graph, leaves, batch, cluster
-        return plan_graph(*place, some, gap=gap, cutoff=cutoff)
+        return plan_graph(*place, some, gap=gap, cutoff=cutoff, earlier=earlier)
 
     try:
         return plan_with(options.pins)
@@ -231,6 +236,7 @@ def plan_graph(
     limits: Sequence[Limit] = (),
     gap: float = TIGHT_GAP,
     cutoff: float = math.inf,
+    earlier: EarlierSearches | None = None,
 ) -> Plan:
     """The cheapest plan of a step's graph, over all meshes where none is named.
 
@@ -238,6 +244,7 @@ def plan_graph(
     split with the batch. On a mesh that is named the plan is within `gap` of the best.
     Plans of `cutoff` seconds are of no use: where none is better, it is any and need
     not fit. Plans with `limits` on single choices, or a wider gap, are not cached.
+    Searches within other budgets are gone on from that are among `earlier`.
     """
     start = perf_counter()
     if gathers_again(options.method):
@@ -256,11 +263,11 @@ def plan_graph(
         _log.info("%s: plan from %s in %.1f s", graph.name, entry.path, seconds)
         return known
 
-    budget_bytes = budget_of(options, cluster)
+    budget_bytes = options.budget_on(cluster)
     num_devices = cluster.num_devices if mesh is None else mesh.size
     for_memory = getattr(options.method, "objective", "time") == "memory"
     is_limited = budget_bytes < NO_BUDGET and not for_memory
-    is_searched, tell = mesh is None, _tell_mesh(graph)
+    is_searched, tell = mesh is None, tell_shapes(graph)
     work = SearchWork.of_meshes() if is_searched else SearchWork()
     free_on: dict[MeshShape, IntraOpSolution] = {}
     again = cache(lambda: gathering_again(graph))
@@ -292,7 +299,8 @@ def plan_graph(
             ends = budget_bytes, batch, pins, gap, cutoff, own_work
             free = free_on.get(mesh)
             known = free if free and free.assignment.gap <= gap else None
-            candidates = BudgetCandidates(graph, mesh, cluster, *ends, known, again)
+            more = known, again, earlier
+            candidates = BudgetCandidates(graph, mesh, cluster, *ends, *more)
             return candidates.least_memory() if for_memory else candidates.best()
         given = graph, mesh, cluster, budget_bytes
         if for_memory:
@@ -304,6 +312,7 @@ def plan_graph(
             gap=gap,
             cutoff=cutoff,
             work=own_work,
+            earlier=earlier,
         )
 
     def plan_with(some: Options) -> ShardingPlan:
@@ -350,16 +359,6 @@ def plan_graph(
     return plan
 
 
-def _tell_mesh(graph: OpGraph) -> Callable[[MeshShape], None]:
-    """Says on which shape a step is planned next, if that takes long."""
-
-    def tell(mesh: MeshShape) -> None:
-        if is_long(graph):
-            _log.info("%s: planning on %s", graph.name, mesh)
-
-    return tell
-
-
 def with_placed_pins(
     options: Options, graph: OpGraph, leaves: Sequence[Any], cluster: Cluster
 ) -> Options:
@@ -373,11 +372,6 @@ def with_placed_pins(
         mesh = parse_mesh(options.mesh, cluster.num_devices)
     paths = [each.path for each in graph.inputs]
     return replace(options, pins=placed_pins(options.pins, paths, leaves, mesh))
-
-
-def budget_of(options: Options, cluster: Cluster) -> int:
-    """What a device may hold, in bytes: as asked for, or its memory less a reserve."""
-    return options.memory_budget or default_budget(cluster)
 
 
 def _mesh_shape(

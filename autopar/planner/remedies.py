@@ -30,7 +30,6 @@ from .even_share import even_share_bytes
 from .intra_op import plan_intra_op
 from .mesh_search import TIGHT_GAP
 from .mesh_shapes import mesh_shapes
-from .planning import budget_of
 from .step_variants import Offload, StepVariant, StepVariants
 from .whole_step import TracedWhole, batch_tensors, in_microbatches
 
@@ -110,7 +109,7 @@ class _Remedies:
         self.whole, self.options = whole, options
         self.traced, self.graph = whole.traced, whole.graph
         self.cluster = options.cluster or Cluster.local()
-        self.budget_bytes = budget_of(options, self.cluster)
+        self.budget_bytes = options.budget_on(self.cluster)
         self.cut: dict[int, StepVariants] = {}
         self.shares: dict[tuple[Offload | None, str | None, int], int] = {}
 

@@ -47,7 +47,6 @@ from .plan_within import plan_within
 from .planning import (
     Planned,
     batch_tensors,
-    budget_of,
     plan_or_blame_pins,
     with_placed_pins,
 )
@@ -181,7 +180,7 @@ class TracedStep:
     def _budget(self, plan: ShardingPlan) -> int:
         """What a device may hold by the model, whose error on the step was seen."""
         predicted = plan.predicted
-        allowed = predicted.budget_bytes or budget_of(self.options, self.cluster)
+        allowed = predicted.budget_bytes or self.options.budget_on(self.cluster)
         return int(allowed / predicted.memory_correction)
 
 

@@ -192,7 +192,8 @@ def test_of_the_least_plan_and_the_cheapest_the_one_that_holds_less_is_taken(
     is that of the least plan; `seen` is what their programs hold.
     """
 
-    def plan_together(_: object, __: object, ___: object, options: Options) -> Planned:
+    def plan_together(*given: Any) -> Planned:
+        options: Options = given[3]
         if options.plan is not None:
             return replace(planned(), plan=options.plan)
         if (options.memory_budget or 0) >= cheapest:
@@ -222,7 +223,8 @@ def test_a_plan_that_is_the_least_too_is_compiled_once(
 ) -> None:
     compiled: list[int] = []
 
-    def plan_together(_: object, __: object, ___: object, options: Options) -> Planned:
+    def plan_together(*given: Any) -> Planned:
+        options: Options = given[3]
         if options.plan is not None:
             return replace(planned(), plan=options.plan)
         if options.memory_budget == 1000:
