@@ -159,16 +159,24 @@ class BudgetSearch:
         met.kept_back = kept_back
         base = met.cheapest(self.budget_bytes)
         fit_near(met, base, self.budget_bytes, self.gap, self.cutoff)
-        if not self._is_near(met):
-            met.kept_back += TO_RAISE * met.work_left
-            self._search_packed(met)
-            met.kept_back = kept_back
-            self._raise_bound(met)
-        if not self.is_in_vain and met.bound(self.budget_bytes) < self.cutoff:
-            if meet_doubted(met, self.budget_bytes, self.gap, met.work_spent - spent):
-                self._raise_bound(met)
+        self._close_gap(met)
+        is_over = self.is_in_vain or met.bound(self.budget_bytes) >= self.cutoff
+        if self._is_near(met) and not is_over:
+            own = self.budget_bytes, self.gap, met.work_spent - spent
+            if meet_doubted(met, *own):
+                self._close_gap(met)
         if self.is_in_vain:
             met.give_up()
+
+    def _close_gap(self, met: MetPlans) -> None:
+        """Searches by packed rows, and raises the bound, as long as a gap is left."""
+        if self._is_near(met):
+            return
+        kept_back = met.kept_back
+        met.kept_back += TO_RAISE * met.work_left
+        self._search_packed(met)
+        met.kept_back = kept_back
+        self._raise_bound(met)
 
     def _search_live(self, met: MetPlans) -> None:
         """Meets plans of which no more is live than may be, far from the bound yet."""

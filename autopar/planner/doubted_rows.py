@@ -17,7 +17,7 @@ from autopar.solver.memory_rows import MemoryRow
 
 from .met_plans import MetPlans
 
-PART = 0.1  # that rows may say too much
+PARTS = 0.2, 0.35  # that rows may say too much: the next once one leaves nothing
 MOST_DOUBTED = 8  # plans
 LEAST_WORK, PART_OF_WORK = 5.0, 0.3  # seconds, and of what the search took
 _log = logging.getLogger("autopar")
@@ -33,17 +33,19 @@ def meet_doubted(met: MetPlans, budget_bytes: int, gap: float, spent: float) -> 
     first = best = met.fitting(budget_bytes)
     until = met.work_spent + min(max(PART_OF_WORK * spent, LEAST_WORK), met.work_left)
     own: list[MemoryRow] = []  # of plans that do not fit
+    parts = list(PARTS)
     for _ in range(MOST_DOUBTED):
         left = until - met.work_spent
-        if best is None or left <= 0:
+        if best is None or not parts or left <= 0:
             break
         enough = (1 - gap) * best.assignment.cost
         try:
-            found = met.solve_doubted(budget_bytes, gap, PART, own, enough, left)
+            found = met.solve_doubted(budget_bytes, gap, parts[0], own, enough, left)
         except Infeasible:
-            break
+            found = best
         if found.assignment.cost >= best.assignment.cost:
-            break
+            parts.pop(0)
+            continue
         if found.peak_bytes <= budget_bytes:
             met.take(found)
         else:

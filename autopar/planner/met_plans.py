@@ -110,6 +110,10 @@ class MetPlans:
         """What is live, and what is needed, too, if packed."""
         return self._rows.of(packed=packed)
 
+    def doubted_rows(self, part: float) -> list[MemoryRow]:
+        """All rows, saying a part less of what their own plans do not choose."""
+        return self._rows.doubted(part)
+
     def solve(
         self,
         limit: float,
@@ -153,7 +157,7 @@ class MetPlans:
         The plan is not met.
         """
         assignment = solve_within_rows(
-            *(self.problem.choice_graph, [*self._rows.doubted(part), *beside], limit),
+            *(self.problem.choice_graph, [*self.doubted_rows(part), *beside], limit),
             gap=gap,
             free=self.free,
             known=[each.choices for each in self.plans],
