@@ -13,8 +13,8 @@ _CHECKED, _USUAL, _LARGEST = 0.1, 12_000, 18_000
 
 
 def seconds_of_check(num_variables: int) -> float:
-    """Seconds of work until HiGHS checks its limits again."""
-    return _CHECKED * min(num_variables, _LARGEST) / _USUAL
+    """Seconds of work until HiGHS checks its limits again, above 0."""
+    return _CHECKED * min(max(num_variables, 1), _LARGEST) / _USUAL
 
 
 class Checks:

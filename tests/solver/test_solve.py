@@ -142,6 +142,11 @@ def test_the_ilp_ends_within_its_first_node_when_its_work_is_spent() -> None:
     assert found.choices is None or best.bound <= graph.cost(found.choices)
 
 
+def test_the_ilp_of_nothing_costs_the_constant() -> None:
+    found = solve_ilp(ChoiceGraph((), (), constant=2.0))
+    assert (found.choices, found.bound) == ((), pytest.approx(2.0))
+
+
 def test_the_error_carries_the_least_budget() -> None:
     node = Node("n", np.array([1.0, 5.0]), np.array([8.0, 6.0]))
     graph = ChoiceGraph((node, node), (), ((0, 1),), budget=11.0)
