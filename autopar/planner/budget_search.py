@@ -15,7 +15,7 @@ So what is live is kept to first, with a wide gap, and plans near are looked for
 fit (`packed_plans.py`); then rows are kept to that have the holes of the plans met,
 with a narrow one. These rows find plans and say when to end; the bound that is told is
 that of what is live, raised at last to what the best plan costs less the gap, if it can
-be.
+be. Then rows are doubted (`doubted_rows.py`): they may rule out plans that fit.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class BudgetSearch:
         start, budget = perf_counter(), self.budget_bytes
         work, self.limits = work or SearchWork(), starts
         if self.before is not None:
-            met = self.before.within(budget, work)
+            met = self.before
+            met.go_on(budget, work)
             for each in starts:
                 if isinstance(each, Assignment):
                     met.meet_start(each)
@@ -124,7 +125,7 @@ class BudgetSearch:
             worth = WORTH_A_TURN * budget
             met = MetPlans(*self.place, self.free, worth, work, budget)
             self._meet_starts(met)
-        self.earlier.keep_met(self.key, met)
+            self.earlier.keep_met(self.key, met)
         met.admit_within(budget)
         self._tell_first(met)
         self._narrow(met)
@@ -160,10 +161,11 @@ class BudgetSearch:
         base = met.cheapest(self.budget_bytes)
         fit_near(met, base, self.budget_bytes, self.gap, self.cutoff)
         self._close_gap(met)
+        best = met.fitting(self.budget_bytes)
         is_over = self.is_in_vain or met.bound(self.budget_bytes) >= self.cutoff
-        if self._is_near(met) and not is_over:
+        if best is not None and self._is_near(met) and not is_over:
             own = self.budget_bytes, self.gap, met.work_spent - spent
-            if meet_doubted(met, *own):
+            if meet_doubted(met, best, *own) is not best:
                 self._close_gap(met)
         if self.is_in_vain:
             met.give_up()

@@ -15,6 +15,7 @@ import logging
 from autopar.solver.choice_graph import Infeasible
 from autopar.solver.memory_rows import MemoryRow
 
+from .met_plan import MetPlan
 from .met_plans import MetPlans
 
 PARTS = 0.2, 0.35  # that rows may say too much: the next once one leaves nothing
@@ -23,20 +24,22 @@ LEAST_WORK, PART_OF_WORK = 5.0, 0.3  # seconds, and of what the search took
 _log = logging.getLogger("autopar")
 
 
-def meet_doubted(met: MetPlans, budget_bytes: int, gap: float, spent: float) -> bool:
-    """Meets plans that fit and that doubted rows leave; whether one is cheaper.
+def meet_doubted(
+    met: MetPlans, best: MetPlan, budget_bytes: int, gap: float, spent: float
+) -> MetPlan:
+    """Meets plans that fit and that doubted rows leave; the best, or a cheaper one.
 
     It takes a part of the seconds of work `spent` by the search, and ends where none is
     left that is cheaper by a relative gap. Plans that do not fit are not met: they
     would lower rows, and so bounds, for nothing.
     """
-    first = best = met.fitting(budget_bytes)
+    first = best
     until = met.work_spent + min(max(PART_OF_WORK * spent, LEAST_WORK), met.work_left)
     own: list[MemoryRow] = []  # of plans that do not fit
     parts = list(PARTS)
     for _ in range(MOST_DOUBTED):
         left = until - met.work_spent
-        if best is None or not parts or left <= 0:
+        if not parts or left <= 0:
             break
         enough = (1 - gap) * best.assignment.cost
         try:
@@ -47,13 +50,11 @@ def meet_doubted(met: MetPlans, budget_bytes: int, gap: float, spent: float) -> 
             parts.pop(0)
             continue
         if found.peak_bytes <= budget_bytes:
-            met.take(found)
+            best = met.take(found)
         else:
             is_packed = found.live_bytes <= budget_bytes
             own += met.own_rows(found, packed=is_packed)
-        best = met.fitting(budget_bytes)
-    if best is None or first is None or best is first:
-        return False
-    costs = best.assignment.cost, first.assignment.cost
-    _log.info("%s: %.4g s where rows left %.4g", met.problem.graph.name, *costs)
-    return True
+    if best is not first:
+        costs = best.assignment.cost, first.assignment.cost
+        _log.info("%s: %.4g s where rows left %.4g", met.problem.graph.name, *costs)
+    return best

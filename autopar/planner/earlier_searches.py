@@ -7,7 +7,6 @@ was proved with them hold whatever the budget.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from autopar.solver.choice_graph import ChoiceGraph
 
-from .graph_text import graph_lines
+from .graph_text import digest_of, graph_lines
 from .least_memory import LeastMemory
 from .met_plans import MetPlans
 from .sharding_problem import ShardingProblem
@@ -39,8 +38,8 @@ class EarlierSearches:
     def least(self, key: bytes, enough_bytes: int) -> LeastMemory | None:
         """What a search for the least memory finds, as far as it is known.
 
-        One that was asked for more, or ended for a bound, says nothing of less; nor
-        does one that ended with what was enough.
+        One that ended above what was enough ends so wherever no more is. What was
+        enough once is known where that much still is, but less may be there.
         """
         asked, found = self._least.get(key, (0, None))
         if found is None or found.found.peak_bytes <= enough_bytes:
@@ -58,10 +57,8 @@ class EarlierSearches:
 
 def problem_key(problem: ShardingProblem) -> bytes:
     """Equal for equal problems: of one graph and mesh, with the same choices left."""
-    digest, graph = hashlib.sha256(), problem.choice_graph
-    for line in (str(problem.mesh), *graph_lines(problem.graph)):
-        digest.update(f"{line}\n".encode())
-    for array in _arrays(graph):
+    digest = digest_of((str(problem.mesh), *graph_lines(problem.graph)))
+    for array in _arrays(problem.choice_graph):
         digest.update(f"{array.dtype}{array.shape}".encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.digest()

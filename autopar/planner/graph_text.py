@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,14 @@ def graph_lines(graph: OpGraph) -> Iterator[str]:
             rule = rule_of(op)
             if rule is not None and _is_registered_by_user(rule.factors):
                 yield f"{factors_of(op)}"
+
+
+def digest_of(lines: Iterable[str]) -> Any:
+    """SHA-256 of lines, to which more may be added."""
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(f"{line}\n".encode())
+    return digest
 
 
 def plain_text(value: Any) -> str:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from functools import cached_property
 
@@ -86,15 +85,13 @@ class MetPlans:
         own = first.choices, worth_a_turn or LEAST_TURN * first.live_bytes
         self._add(first, conversion_rows(problem, first.profile, *own))
 
-    def within(self, limit_bytes: int, work: SearchWork) -> MetPlans:
-        """The same for a search within another limit; the search before is over."""
-        found = copy(self)
-        found._rows.limit_bytes, found.kept_back = limit_bytes, 0.0
-        found._work, found.clock = work, work.clock
-        found._priced.count_on(work.clock)
-        found._looked_at = set()
-        found.lower_refuted()
-        return found
+    def go_on(self, limit_bytes: int, work: SearchWork) -> None:
+        """Begins another search, within another limit; the one before is over."""
+        self._rows.limit_bytes, self.kept_back = limit_bytes, 0.0
+        self._work, self.clock = work, work.clock
+        self._priced.count_on(work.clock)
+        self._looked_at = set()
+        self.lower_refuted()
 
     @property
     def place(self) -> tuple[ShardingProblem, Cluster, Resharder]:

@@ -32,13 +32,14 @@ class _Row:
         """The row, which of choices that are not its own plan's says a part less."""
         own = np.array(self.own, np.intp)[self.row.index].tolist()
         known: dict[tuple[int, int], np.ndarray] = {}
+        weights = []
         for held, choice in zip(self.row.weights, own, strict=True):
             key = id(held), choice
             if key not in known:
                 known[key] = held * (1 - part)
                 known[key][choice] = held[choice]
-        keys = zip(map(id, self.row.weights), own, strict=True)
-        return replace(self.row, weights=tuple(known[key] for key in keys))
+            weights.append(known[key])
+        return replace(self.row, weights=tuple(weights))
 
 
 class MetRows:

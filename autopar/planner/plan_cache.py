@@ -36,7 +36,7 @@ from ..options import Options
 from ..plans.parallel_plan import Plan
 from ..plans.plan_check import check_against
 from ..plans.plan_file import from_json, to_json
-from .graph_text import graph_lines, plain_text
+from .graph_text import digest_of, graph_lines, plain_text
 
 VARIABLE = "AUTOPAR_CACHE_DIR"
 MOST_PLANS = 256
@@ -94,10 +94,7 @@ def cache_entry(
     folder = cache_folder()
     if folder is None:
         return CacheEntry(None)
-    digest = hashlib.sha256()
-    for line in _content(graph, leaves, batch, cluster, options):
-        digest.update(line.encode())
-        digest.update(b"\n")
+    digest = digest_of(_content(graph, leaves, batch, cluster, options))
     return CacheEntry(folder / "plans" / f"{digest.hexdigest()[:40]}.json.gz")
 
 
