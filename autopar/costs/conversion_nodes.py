@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from .kernels import gathers_minor, is_cut_out, turns
+from .kernels import exchanges, gathers_minor, is_cut_out, turns
 from .node_table import NodeTable
 from .plan_arrays import PlanArrays
 
@@ -24,12 +24,30 @@ class Conversions:
     value_of: np.ndarray
     of_copies: np.ndarray
 
+    def gathered(self, arrays: PlanArrays) -> np.ndarray:
+        """The values that are gathered along a dim that is not the major one."""
+        return self.of_copies[gathers_minor(*self._specs(arrays))]
+
+    def exchanged(self, arrays: PlanArrays) -> dict[int, int]:
+        """By value that an all_to_all makes, of how many parts it is put together."""
+        is_along = exchanges(*self._specs(arrays))
+        parts = np.where(is_along, arrays.plan.mesh.axis_sizes, 1).prod(axis=-1)
+        own = np.flatnonzero(is_along.any(axis=-1))
+        return dict(zip(self.of_copies[own].tolist(), parts[own].tolist(), strict=True))
+
+    def _specs(self, arrays: PlanArrays) -> tuple[np.ndarray, np.ndarray]:
+        """[conversions, axes], of what each reads and of what it makes."""
+        _, tensor, spec, before = np.array(self.each, np.intp).reshape(-1, 4).T
+        made = np.where(before < 0, arrays.made[tensor], spec[before])
+        specs = np.array(arrays.specs)
+        return specs[made], specs[spec]
+
 
 def add_conversions(
     conversions: Conversions,
     arrays: PlanArrays,
     value_bytes: np.ndarray,
-    as_they_lie: Collection[int],
+    of_loops: np.ndarray,
     table: NodeTable,
 ) -> None:
     """Adds their nodes: what cuts is cheap, all others are collectives.
@@ -38,11 +56,12 @@ def add_conversions(
       conversions: those of a block.
       arrays: the specs by number.
       value_bytes: [values].
-      as_they_lie: values that loops and products read, as they are in memory.
+      of_loops: values that loops read, as they are in memory.
       table: of the block's nodes.
     """
     held, known = value_bytes.tolist(), dict[tuple[int, int], tuple[bool, ...]]()
     is_free, inner, source = list[bool](), list[int](), list[int]()
+    read_by_loops = set(of_loops.tolist())
     copies = conversions.of_copies.tolist()
     for (_, tensor, spec, before), copy in zip(conversions.each, copies, strict=True):
         if before < 0:
@@ -57,7 +76,7 @@ def add_conversions(
         is_free.append(is_cut)
         turned = held[value] if is_turned else 0
         inner.append(
-            turned + (held[copy] if is_gathered and copy in as_they_lie else 0)
+            turned + (held[copy] if is_gathered and copy in read_by_loops else 0)
         )
         source.append(value)
     free, own = np.array(is_free, bool), np.arange(len(source))

@@ -65,6 +65,15 @@ def reordered_operands(columns: GraphColumns) -> np.ndarray:
     return found
 
 
+def as_they_lie(op: Operator) -> tuple[DimOrder, ...]:
+    """The orders of both operands of a product that reads them as they are."""
+    return tuple(DimOrder(tuple(range(x.rank)), False) for x in op.operand_types[:2])
+
+
+def is_convolution(op: Operator) -> bool:
+    return op.kind == "conv_general_dilated"
+
+
 def sums_nothing(op: Operator) -> bool:
     """Whether a product sums single elements: XLA multiplies instead, and fuses that.
 
@@ -78,7 +87,7 @@ def sums_nothing(op: Operator) -> bool:
 
 def _wanted(op: Operator) -> tuple[DimOrder, ...] | None:
     """The order of each operand's dims, or None for what reads them as they are."""
-    if op.kind == "conv_general_dilated" and op.params["batch_group_count"] == 1:
+    if is_convolution(op) and op.params["batch_group_count"] == 1:
         image, kernel, _ = op.params["dimension_numbers"]
         out_channel, in_channel, *window = kernel
         orders = (image[0], *image[2:], image[1]), (*window, in_channel, out_channel)

@@ -23,10 +23,10 @@ from .plan_arrays import PlanArrays
 from .product_operands import (
     add_ordered,
     flat_values,
-    is_product,
     names_in_order,
     names_of,
     ordered_operands,
+    relaid,
     with_ordered,
 )
 from .sources import in_post_order, sources
@@ -79,6 +79,7 @@ class _Builder:
         self.renames[list(self.equals)] = True
         self._number_values()
         self._name_values()
+        self.moves = Conversions(self.conversions, self.value_of, self.of_copies)
 
     def _find_reads(self) -> None:
         """[reads] row, tensor and spec of what is read, that of outputs at the end."""
@@ -220,6 +221,7 @@ class _Builder:
         shared = shared_exponentials(self.arrays.columns, self.rows, self.value_of)
         is_kept[list(shared.values())] = True
         pairs = [(old, outputs[new]) for old, new in self.border.replaced]
+        own = len(self.values)
         nodes, in_memory = self._fused(outputs, is_kept)
         made = self.rows, self.result_row, self.of_results
         return KernelBlock(
@@ -230,14 +232,17 @@ class _Builder:
             self._passed(),
             flat_values(self.arrays.columns, *made) | self.flat,
             self.wide,
+            relaid(self.ordered, own),
+            self.moves.exchanged(self.arrays),
         )
 
     def _fused(
         self, outputs: Sequence[int | None], is_kept: np.ndarray
     ) -> tuple[Nodes, InMemory]:
         """Nodes, and which values are in memory, with what products read in order."""
+        gathered = self.moves.gathered(self.arrays)
         own = self.rows, self.read_start, self.read_spec, self.read
-        found = self.ordered = ordered_operands(self.arrays, *own)
+        found = self.ordered = ordered_operands(self.arrays, *own, gathered)
         self.values, self.read = with_ordered(found, self.values, self.read)
         nodes, own = self._nodes(outputs), len(self.values)
         if self.arrays.widens:
@@ -263,9 +268,8 @@ class _Builder:
             repeated=is_cut,
             writes=(own, inside),
         )
-        found = Conversions(self.conversions, self.value_of, self.of_copies)
-        own = self.values.bytes, self._read_as_they_lie()
-        add_conversions(found, self.arrays, *own, table)
+        own = self.values.bytes, self._read_by_loops()
+        add_conversions(self.moves, self.arrays, *own, table)
         add_ordered(self.ordered, len(self.values), table)
         self._add_rows(table)
         for time, positions in enumerate((border.stored, border.sent)):
@@ -282,11 +286,9 @@ class _Builder:
             )
         return table.build()
 
-    def _read_as_they_lie(self) -> set[int]:
-        """The values that products and rows with bodies read."""
-        is_reader = self.arrays.columns.where(is_product)[self.rows]
-        is_reader[self._rows_with_bodies()] = True
-        return set(self.read[np.append(is_reader, False)[self.read_row]].tolist())
+    def _read_by_loops(self) -> np.ndarray:
+        """The values that rows with bodies read."""
+        return self.read[np.isin(self.read_row, self._rows_with_bodies())]
 
     def _add_rows(self, table: NodeTable) -> None:
         """Rows that are no other names, and barriers."""

@@ -184,7 +184,9 @@ class KernelBlock:
     stands for what a barrier lets pass, what that is: who reads it behind the barrier
     reads both. `flat` values are written in other dims than their readers' results, so
     elementwise kernels do not write over them. `wide` has, for each copy in a wider
-    dtype, the value that it is a copy of.
+    dtype, the value that it is a copy of, `relaid` the gathered value of which each is
+    a copy that lies as products read it. `exchanged` has, for each value that an
+    all_to_all makes, of how many parts.
     """
 
     values: Sequence[Value]
@@ -194,6 +196,8 @@ class KernelBlock:
     passed: Mapping[int, int] = field(default_factory=dict[int, int])
     flat: frozenset[int] = frozenset()
     wide: Mapping[int, int] = field(default_factory=dict[int, int])
+    relaid: Mapping[int, int] = field(default_factory=dict[int, int])
+    exchanged: Mapping[int, int] = field(default_factory=dict[int, int])
 
     @cached_property
     def columns(self) -> KernelColumns:
@@ -270,6 +274,12 @@ def gathers_minor(sources: Specs, targets: Specs) -> np.ndarray:
     """
     before, after = dims_of(np.asarray(sources)), np.asarray(targets)
     return ((before > 0) & (after == REPLICATED)).any(axis=-1)
+
+
+def exchanges(sources: Specs, targets: Specs) -> np.ndarray:
+    """Along which mesh axes a collective exchanges shards: bool [..., axes]."""
+    before, after = dims_of(np.asarray(sources)), dims_of(np.asarray(targets))
+    return (before >= 0) & (after >= 0) & (before != after)
 
 
 def _starts(counts: Sequence[int]) -> np.ndarray:

@@ -1,7 +1,8 @@
 """What products and convolutions read in an order of dims of their own.
 
 What lies otherwise (`dim_orders.py`) is copied, by a kernel that does cheap operators
-itself; those that read it in the same order share the copy. Where the order is right it
+itself; those that read it in the same order share the copy. What is gathered along a
+dim that is not the major one lies with that first. Where the order is right a value
 is only named anew, but what is cheap is then done for that name too, so it is made in
 each order from what it reads. Operands that are matrices are read as they are.
 """
@@ -16,7 +17,7 @@ import numpy as np
 
 from ..graph.op_graph import GraphColumns, Operator
 from ..sharding.spec import local_shape
-from .dim_orders import sums_nothing, wanted_orders
+from .dim_orders import as_they_lie, is_convolution, sums_nothing, wanted_orders
 from .kernels import ValueColumns
 from .node_table import NodeTable
 from .plan_arrays import PlanArrays
@@ -25,7 +26,8 @@ from .plan_arrays import PlanArrays
 class Ordered(NamedTuple):
     """`value`, which is `tensor` in `spec`, for the entries `reads` of a block's reads.
 
-    The first of them is of row `row`. `is_turned`: it does not lie in that order.
+    The first of them is of row `row`. `is_turned`: it does not lie in that order;
+    `is_relaid`: only because of how it was gathered.
     """
 
     row: int
@@ -33,6 +35,7 @@ class Ordered(NamedTuple):
     tensor: int
     spec: int
     is_turned: bool
+    is_relaid: bool
     reads: tuple[int, ...]
 
 
@@ -42,11 +45,13 @@ def ordered_operands(
     read_start: np.ndarray,
     read_spec: np.ndarray,
     read: np.ndarray,
+    gathered: np.ndarray,
 ) -> list[Ordered]:
     """What products of a block read in an order of their own.
 
     Row k of the block, the graph's row `rows.start + k`, reads the values
-    `read[read_start[k] : read_start[k + 1]]`, in specs likewise.
+    `read[read_start[k] : read_start[k + 1]]`, in specs likewise. `gathered` are
+    the values that are so along a dim that is not the major one.
     """
     sizes, columns = arrays.plan.mesh.axis_sizes, arrays.columns
     alike, specs = columns.alike.tolist(), read_spec.tolist()
@@ -55,10 +60,10 @@ def ordered_operands(
     ] = {}
     found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
     first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
-    for row, orders in wanted_orders(columns).items():
-        if not rows.start <= row < rows.stop:
-            continue
+    is_apart = np.isin(read, gathered)
+    for row in _reading_in_order(columns, rows, read_start, is_apart):
         op, at = columns.operators[row], int(read_start[row - rows.start])
+        orders = wanted_orders(columns).get(row) or as_they_lie(op)
         for side, order in enumerate(orders):
             tensor = op.operands[side]
             if not isinstance(tensor, int):
@@ -70,22 +75,31 @@ def ordered_operands(
                 dims = tuple(dim for dim in order.dims if local[dim] > 1)
                 known[kind] = local, dims, order.is_named(local)
             local, dims, is_named = known[kind]
-            if is_named:
+            if is_named or is_apart[at]:
                 key = int(read[at]), local, dims
                 found.setdefault(key, []).append(at)
                 first.setdefault(key, (row - rows.start, tensor))
             at += 1
-    return [
-        Ordered(
-            row=first[key][0],
-            value=key[0],
-            tensor=first[key][1],
-            spec=int(read_spec[reads[0]]),
-            is_turned=list(key[2]) != sorted(key[2]),
-            reads=tuple(reads),
-        )
-        for key, reads in found.items()
-    ]
+    ordered, lie_apart = list[Ordered](), set(gathered.tolist())
+    for (value, local, dims), reads in found.items():
+        row, tensor = first[value, local, dims]
+        is_turned = list(dims) != sorted(dims)
+        is_relaid = not is_turned and value in lie_apart
+        own = row, value, tensor, int(read_spec[reads[0]])
+        ordered.append(Ordered(*own, is_turned or is_relaid, is_relaid, tuple(reads)))
+    return ordered
+
+
+def _reading_in_order(
+    columns: GraphColumns, rows: slice, read_start: np.ndarray, is_apart: np.ndarray
+) -> list[int]:
+    """Rows of a block that read in orders of their own, or [reads] what lies apart."""
+    found = {row for row in wanted_orders(columns) if rows.start <= row < rows.stop}
+    before = np.concatenate([[0], np.cumsum(is_apart)])[read_start]
+    count = rows.stop - rows.start
+    reads_apart = before[1 : count + 1] > before[:count]
+    reads_apart &= columns.where(lambda op: is_product(op) or is_convolution(op))[rows]
+    return sorted(found.union((np.flatnonzero(reads_apart) + rows.start).tolist()))
 
 
 def with_ordered(
@@ -140,6 +154,12 @@ def names_of(ordered: Sequence[Ordered], num_values: int) -> dict[int, int]:
     """By value of `ordered`, the last of `num_values`, what it only names anew."""
     places = enumerate(ordered, num_values - len(ordered))
     return {value: each.value for value, each in places if not each.is_turned}
+
+
+def relaid(ordered: Sequence[Ordered], first: int) -> dict[int, int]:
+    """By value of `ordered`, from `first` on, the gathered one that it is a copy of."""
+    places = enumerate(ordered, first)
+    return {value: each.value for value, each in places if each.is_relaid}
 
 
 def is_product(op: Operator) -> bool:

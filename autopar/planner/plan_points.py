@@ -9,6 +9,7 @@ import numpy as np
 
 from ..costs.execution_order import Liveness
 from ..costs.fusion import Traits
+from ..costs.kernels import Value
 from ..costs.memory import MemoryProfile
 from ..graph.build_graph import BARRIER
 from ..graph.ports import barriers_of
@@ -201,19 +202,16 @@ class PlanPoints:
         kernel = liveness.block.kernels[liveness.order[position]]
         values = liveness.block.values
         total = int(liveness.bytes[position])
+        if kernel.operator is not None and self._bodies[kernel.operator]:
+            total -= kernel.inner_bytes
+        is_live = (held.starts <= position) & (held.ends >= position)
         turned: list[tuple[int, Spec, Spec, int]] = []
         copies: list[tuple[int, Spec, int]] = []
-        if kernel.inner_bytes and kernel.operator is not None:
-            if self._bodies[kernel.operator]:
-                total -= kernel.inner_bytes
-        elif kernel.inner_bytes:  # what only this conversion takes
-            source, target = values[kernel.reads[0]], values[kernel.writes[0]]
+        for source, target, amount in _turned_by(liveness, position, is_live):
             if source.tensor in self.problem.relays:
-                between = source.spec, target.spec
-                turned.append((source.tensor, *between, kernel.inner_bytes))
+                turned.append((source.tensor, source.spec, target.spec, amount))
             elif source.tensor in self.problem.writers:
-                copies.append((source.tensor, target.spec, kernel.inner_bytes))
-        is_live = (held.starts <= position) & (held.ends >= position)
+                copies.append((source.tensor, target.spec, amount))
         for index in np.flatnonzero(is_live & held.is_beside).tolist():
             value = values[index]
             copies.append((value.tensor, value.spec, value.bytes))
@@ -361,6 +359,24 @@ class PlanPoints:
             if is_told and self._is_of_argument(number, each.tensor):
                 until[each.value] = min(until[each.value], each.since)
         return until
+
+
+def _turned_by(
+    liveness: Liveness, position: int, is_live: np.ndarray
+) -> Iterator[tuple[Value, Value, int]]:
+    """(source, target, bytes) of conversions that take memory besides at a position.
+
+    That is of what they turn, and of what they gathered in an order of dims of its own,
+    of which there is a copy that is read. `is_live` [values].
+    """
+    block, values = liveness.block, liveness.block.values
+    kernel = block.kernels[liveness.order[position]]
+    if kernel.inner_bytes and kernel.operator is None:
+        yield values[kernel.reads[0]], values[kernel.writes[0]], kernel.inner_bytes
+    for copy, gathered in block.relaid.items():
+        if is_live[copy] and is_live[gathered]:
+            source = block.kernels[block.maker[gathered]].reads[0]
+            yield values[source], values[gathered], values[copy].bytes
 
 
 def fullest(used: np.ndarray, stretches: int) -> list[int]:

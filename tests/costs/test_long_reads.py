@@ -11,6 +11,7 @@ import pytest
 from autopar.costs import depth_first, kernels, sources
 from autopar.costs.execution_order import Liveness, run_in_order
 from autopar.costs.fusion import InMemory, Nodes
+from autopar.costs.instructions import Instructions
 from autopar.costs.kernels import Kernel, KernelBlock, Value
 from autopar.costs.node_table import NodeTable
 
@@ -93,11 +94,11 @@ def test_lines_are_ordered_as_each_of_their_instructions(
     found = run_in_order(block)
     lines = depth_first._Lines
 
-    def apart(instructions: depth_first.Instructions) -> depth_first._Lines:
+    def apart(instructions: Instructions) -> depth_first._Lines:
         own = np.arange(len(instructions.bytes))
         return lines(own, own, np.arange(len(own) + 1))
 
-    joined = lines.of(depth_first.Instructions.of(block, found.duplicated))
+    joined = lines.of(Instructions.of(block, found.duplicated))
     monkeypatch.setattr(lines, "of", staticmethod(apart))
     assert len(joined.starts) <= len(joined.order)  # one is the end of the last
     assert _as_lists(run_in_order(block)) == _as_lists(found)

@@ -11,8 +11,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import autopar
 from autopar.audit.memory_use import MemoryUse
-from autopar.costs.depth_first import Instructions
 from autopar.costs.execution_order import run_in_order
+from autopar.costs.instructions import Instructions
 from autopar.costs.kernels import Kernel, KernelBlock, Value, gathers_minor, turns
 from autopar.costs.memory import MemoryProfile, memory_profile, peak_bytes
 
