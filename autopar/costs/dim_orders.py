@@ -1,14 +1,17 @@
-"""In which order of dims products and convolutions read, in XLA for CPUs.
+"""In which order of dims products, convolutions and scatters read, in XLA for CPUs.
 
 Convolutions (`ConvCanonicalization`) read images with the batch first and channels
 last, kernels with the channels last. A product (`DotDecomposer`) with several dims to
 sum, or several of an operand's own, is made one of matrices: the left operand's dims
 come in the order batch, own, summed, the right one's in batch, summed, own. Matrices of
 a batch that only lie the other way round are read as they are (`TransposeFolding`).
+Scatters read updates, and gathers write results, with the dims of a window or offset
+last (`ScatterSimplifier`, `GatherSimplifier`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -39,9 +42,9 @@ class DimOrder:
 
 @lru_cache(maxsize=4)
 def wanted_orders(columns: GraphColumns) -> dict[int, tuple[DimOrder, ...]]:
-    """By row of the graph, the orders of both operands of its product.
+    """By row of the graph, the orders of the operands of a product or scatter.
 
-    Only convolutions, and products that are not of matrices, are there.
+    Only convolutions, scatters, and products that are not of matrices, are there.
     """
     found = [_wanted(op) for op in columns.distinct]
     is_there = np.array([orders is not None for orders in found], bool)
@@ -92,6 +95,9 @@ def _wanted(op: Operator) -> tuple[DimOrder, ...] | None:
         out_channel, in_channel, *window = kernel
         orders = (image[0], *image[2:], image[1]), (*window, in_channel, out_channel)
         return tuple(DimOrder(dims, False) for dims in orders)
+    if op.kind.startswith("scatter"):
+        window = op.params["dimension_numbers"].update_window_dims
+        return *as_they_lie(op), _leading_last(op.operand_types[2].rank, window)
     if op.kind != "dot_general" or sums_nothing(op):
         return None
     summed, batch = op.params["dimension_numbers"]
@@ -109,6 +115,19 @@ def _wanted(op: Operator) -> tuple[DimOrder, ...] | None:
         DimOrder(_folded(dims, len(b)), len(each) > 1 or len(c) > 1)
         for dims, each, (b, c, _) in zip(orders, own, sides, strict=True)
     )
+
+
+def lies_turned(op: Operator) -> bool:
+    """Whether a gather's result lies in another order of dims than its own."""
+    if op.kind != "gather":
+        return False
+    made, offset = op.result_types[0], op.params["dimension_numbers"].offset_dims
+    return _leading_last(made.rank, offset).is_turned(made.shape)
+
+
+def _leading_last(rank: int, last: Sequence[int]) -> DimOrder:
+    """Some dims behind all others."""
+    return DimOrder((*(dim for dim in range(rank) if dim not in last), *last), False)
 
 
 def _folded(dims: tuple[int, ...], num_batch: int) -> tuple[int, ...]:

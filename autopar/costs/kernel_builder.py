@@ -27,6 +27,7 @@ from .product_operands import (
     names_of,
     ordered_operands,
     relaid,
+    turned_values,
     with_ordered,
 )
 from .sources import in_post_order, sources
@@ -68,18 +69,18 @@ class _Builder:
         low, high = np.searchsorted(columns.block_of, (block.index, block.index + 1))
         self.rows, self.count = slice(low, high), int(high - low)
         self.operators = columns.operators[low:high]
-        self.renames = traits.renames[self.rows]
+        self.renames = traits.renames[self.rows].copy()
         self.traits = traits
         self.inner_bytes = inner_bytes
         self.flat, self.wide = frozenset[int](), dict[int, int]()
         self._find_reads()
         self._find_conversions()
         self.equals = equals_among(arrays, self.rows, self.read_start, self.read_spec)
-        self.renames = self.renames.copy()
         self.renames[list(self.equals)] = True
         self._number_values()
         self._name_values()
         self.moves = Conversions(self.conversions, self.value_of, self.of_copies)
+        self.made = columns, self.rows, self.result_row, self.of_results
 
     def _find_reads(self) -> None:
         """[reads] row, tensor and spec of what is read, that of outputs at the end."""
@@ -223,14 +224,13 @@ class _Builder:
         pairs = [(old, outputs[new]) for old, new in self.border.replaced]
         own = len(self.values)
         nodes, in_memory = self._fused(outputs, is_kept)
-        made = self.rows, self.result_row, self.of_results
         return KernelBlock(
             self.values,
             self._kernels(nodes, in_memory, shared),
             kept,
             tuple((old, new) for old, new in pairs if new is not None and new != old),
             self._passed(),
-            flat_values(self.arrays.columns, *made) | self.flat,
+            flat_values(*self.made) | self.flat,
             self.wide,
             relaid(self.ordered, own),
             self.moves.exchanged(self.arrays),
@@ -240,9 +240,9 @@ class _Builder:
         self, outputs: Sequence[int | None], is_kept: np.ndarray
     ) -> tuple[Nodes, InMemory]:
         """Nodes, and which values are in memory, with what products read in order."""
-        gathered = self.moves.gathered(self.arrays)
+        apart = self.moves.gathered(self.arrays), turned_values(*self.made)
         own = self.rows, self.read_start, self.read_spec, self.read
-        found = self.ordered = ordered_operands(self.arrays, *own, gathered)
+        found = self.ordered = ordered_operands(self.arrays, *own, *apart)
         self.values, self.read = with_ordered(found, self.values, self.read)
         nodes, own = self._nodes(outputs), len(self.values)
         if self.arrays.widens:

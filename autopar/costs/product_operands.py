@@ -1,10 +1,11 @@
-"""What products and convolutions read in an order of dims of their own.
+"""What products, convolutions and scatters read in an order of dims of their own.
 
 What lies otherwise (`dim_orders.py`) is copied, by a kernel that does cheap operators
-itself; those that read it in the same order share the copy. What is gathered along a
-dim that is not the major one lies with that first. Where the order is right a value
-is only named anew, but what is cheap is then done for that name too, so it is made in
-each order from what it reads. Operands that are matrices are read as they are.
+itself; those that read it in the same order share the copy. What a collective gathers
+along a dim that is not the major one lies with that first, what `gather` makes with its
+offsets last. Where the order is right a value is only named anew, but what is cheap is
+then done for that name too, so it is made in each order from what it reads. Operands
+that are matrices are read as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ import numpy as np
 
 from ..graph.op_graph import GraphColumns, Operator
 from ..sharding.spec import local_shape
-from .dim_orders import as_they_lie, is_convolution, sums_nothing, wanted_orders
+from .dim_orders import (
+    as_they_lie,
+    is_convolution,
+    lies_turned,
+    sums_nothing,
+    wanted_orders,
+)
 from .kernels import ValueColumns
 from .node_table import NodeTable
 from .plan_arrays import PlanArrays
@@ -46,12 +53,14 @@ def ordered_operands(
     read_spec: np.ndarray,
     read: np.ndarray,
     gathered: np.ndarray,
+    turned: np.ndarray,
 ) -> list[Ordered]:
     """What products of a block read in an order of their own.
 
     Row k of the block, the graph's row `rows.start + k`, reads the values
     `read[read_start[k] : read_start[k + 1]]`, in specs likewise. `gathered` are
-    the values that are so along a dim that is not the major one.
+    the values that are so along a dim that is not the major one, `turned` others that
+    lie in another order of dims than their own.
     """
     sizes, columns = arrays.plan.mesh.axis_sizes, arrays.columns
     alike, specs = columns.alike.tolist(), read_spec.tolist()
@@ -60,7 +69,7 @@ def ordered_operands(
     ] = {}
     found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
     first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
-    is_apart = np.isin(read, gathered)
+    is_apart = np.isin(read, np.concatenate([gathered, turned]))
     for row in _reading_in_order(columns, rows, read_start, is_apart):
         op, at = columns.operators[row], int(read_start[row - rows.start])
         orders = wanted_orders(columns).get(row) or as_they_lie(op)
@@ -80,13 +89,14 @@ def ordered_operands(
                 found.setdefault(key, []).append(at)
                 first.setdefault(key, (row - rows.start, tensor))
             at += 1
-    ordered, lie_apart = list[Ordered](), set(gathered.tolist())
+    ordered, relaid = list[Ordered](), set(gathered.tolist())
     for (value, local, dims), reads in found.items():
         row, tensor = first[value, local, dims]
-        is_turned = list(dims) != sorted(dims)
-        is_relaid = not is_turned and value in lie_apart
+        is_in_place = list(dims) == sorted(dims)
+        is_turned = not is_in_place or bool(is_apart[reads[0]])
+        is_relaid = is_in_place and value in relaid
         own = row, value, tensor, int(read_spec[reads[0]])
-        ordered.append(Ordered(*own, is_turned or is_relaid, is_relaid, tuple(reads)))
+        ordered.append(Ordered(*own, is_turned, is_relaid, tuple(reads)))
     return ordered
 
 
@@ -175,6 +185,13 @@ def flat_values(
     Elementwise kernels that read them in their own dims do not write over them.
     """
     return frozenset(values[_flat_rows(columns)[rows][result_row]].tolist())
+
+
+def turned_values(
+    columns: GraphColumns, rows: slice, result_row: np.ndarray, values: np.ndarray
+) -> np.ndarray:
+    """Those of `values`, made by rows of a block, that lie in another order of dims."""
+    return values[columns.where(lies_turned)[rows][result_row]]
 
 
 @lru_cache(maxsize=4)

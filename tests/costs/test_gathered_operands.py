@@ -15,6 +15,8 @@ from autopar.costs.kernels import Kernel, KernelBlock, Value, exchanges
 from autopar.costs.memory import MemoryProfile, memory_profile
 from benchmarks.models import build
 
+from .test_memory_model import profile_of as on_one_device
+
 CHANNELS = PartitionSpec(None, None, None, "x")
 
 
@@ -87,3 +89,14 @@ def test_what_a_collective_turns_is_counted_with_it() -> None:
     kernels = (Kernel(0, (), (0,)), Kernel(None, (0,), (1,), inner_bytes=10))
     found = Instructions.of(KernelBlock(values, kernels, (1,), ()), ())
     assert found.bytes.tolist() == [10, 20]
+
+
+def test_gathers_and_scatters_keep_the_dims_of_a_window_last() -> None:
+    """Along another dim than the first, what they make or read is turned."""
+    rows, x, w = jnp.arange(32) // 2, jnp.ones((64, 16, 64)), jnp.ones((64, 64))
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return (jnp.tanh(jnp.tanh(x @ w)[:, rows] @ w) ** 2).sum()
+
+    profile, compiled = on_one_device(jax.grad(loss, (0, 1)), x, w)
+    assert profile.peak_bytes == pytest.approx(compiled, rel=0.02)
