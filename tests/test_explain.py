@@ -84,6 +84,19 @@ def test_a_tiny_plan_prints_as_agreed() -> None:
     assert format_plan(make_plan()) == GOLDEN
 
 
+def test_a_gap_within_a_budget_is_told_with_the_proven_one() -> None:
+    plan = make_plan()
+    within = replace(plan, predicted=replace(plan.predicted, free_gap=0.03))
+    assert within.predicted.gap_words == (
+        "at most 0.100% from what fits, by estimates of memory, and 3.000% from the "
+        "optimum of any memory"
+    )
+    assert "0.100% from what fits" in format_plan(within)
+    assert replace(within.predicted, optimality_gap=math.inf).gap_words.startswith(
+        "no "
+    )
+
+
 def test_all_operators_are_listed_on_request() -> None:
     assert OPERATORS in format_plan(make_plan(), operators=True)
 

@@ -34,7 +34,9 @@ def documented() -> dict[str, dict[str, bool]]:
 def one_of_everything() -> dict[str, Any]:
     """A document in which every optional field is written."""
     plan = make_plan()
-    predicted = replace(plan.predicted, host_seconds=1e-3, host_bytes=128)
+    predicted = replace(
+        plan.predicted, host_seconds=1e-3, host_bytes=128, free_gap=0.03
+    )
     inputs = (replace(plan.inputs[0], memory="host"), *plan.inputs[1:])
     texts = {"remat": "full:3", "device_kind": "CPU"}
     plan = replace(plan, **texts, predicted=predicted, inputs=inputs)

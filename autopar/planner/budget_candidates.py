@@ -323,5 +323,6 @@ def _with_bound(solution: IntraOpSolution, bound: float) -> IntraOpSolution:
     """With the gap against the bound of the free problem."""
     assignment = solution.assignment
     assignment = replace(assignment, bound=min(bound, assignment.cost))
-    predicted = replace(solution.plan.predicted, optimality_gap=float(assignment.gap))
+    gaps = {"optimality_gap": float(assignment.gap), "free_gap": 0.0}
+    predicted = replace(solution.plan.predicted, **gaps)
     return IntraOpSolution(replace(solution.plan, predicted=predicted), assignment)

@@ -387,6 +387,9 @@ class BudgetSearch:
         bound = min(bound, found.assignment.cost)
         peak = float(found.peak_bytes)
         assignment = replace(found.assignment, bound=bound, peak_bytes=peak)
-        plan = found.profile.plan
-        predicted = replace(plan.predicted, optimality_gap=float(assignment.gap))
+        plan, free_gap = found.profile.plan, 0.0
+        if bound > self.free.bound:  # as rows of memory have it
+            free_gap = replace(assignment, bound=self.free.bound).gap
+        gaps = {"optimality_gap": float(assignment.gap), "free_gap": float(free_gap)}
+        predicted = replace(plan.predicted, **gaps)
         return IntraOpSolution(replace(plan, predicted=predicted), assignment)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from io import StringIO
-from math import isclose, isfinite
+from math import isclose
 from pathlib import Path
 from typing import TypeVar
 
@@ -103,10 +103,7 @@ def _header(plan: ShardingPlan) -> RenderableType:
         grid.add_row("host memory", host)
     if predicted.bubble_fraction:
         grid.add_row("bubble", f"{predicted.bubble_fraction:.1%} of the time")
-    gap = f"at most {predicted.optimality_gap:.3%} from the optimum"
-    grid.add_row(
-        "gap", gap if isfinite(predicted.optimality_gap) else "no bound is known"
-    )
+    grid.add_row("gap", predicted.gap_words)
     split = predicted.split_flops_fraction
     rest = ", none twice" if split == 1 else "; devices repeat the rest"
     grid.add_row("split", f"{split:.1%} of the heavy flops{rest}")

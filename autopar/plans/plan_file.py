@@ -35,7 +35,7 @@ VERSION = 1
 
 _OPTIONAL = ("remat", "device_kind")
 _COUNTS = ("collective_bytes", "peak_bytes", "budget_bytes", "host_bytes")
-_LATER = ("host_seconds", "host_bytes")  # not in files of earlier versions
+_LATER = ("host_seconds", "host_bytes", "free_gap")  # not in files of earlier versions
 
 
 def to_json(plan: ShardingPlan) -> str:

@@ -44,6 +44,9 @@ def test_a_binding_budget_is_met_within_the_gap(fraction: float) -> None:
     assert found.plan.predicted.optimality_gap <= budget_search.BUDGET_GAP
     assert found.assignment.bound >= free().assignment.bound * (1 - 1e-3)
     assert found.assignment.cost >= free().assignment.cost * (1 - 1e-4)
+    to_free = 1 - free().assignment.bound / found.assignment.cost
+    assert found.plan.predicted.free_gap == pytest.approx(to_free, abs=1e-3)
+    assert found.plan.predicted.free_gap > found.plan.predicted.optimality_gap
 
 
 @pytest.mark.slow
