@@ -95,7 +95,7 @@ class Instructions:
 
 
 def _times_read(block: KernelBlock) -> np.ndarray:
-    """[kernels] as how many parts each reads what it does."""
+    """[kernels] as how many parts each reads what it exchanges, or 1."""
     times = np.ones(len(block.kernels), np.intp)
     for value, parts in block.exchanged.items():
         if block.maker[value] >= 0:
