@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -17,35 +18,43 @@ class Conversions:
     """Each is (row before which it is needed, tensor, spec, conversion it is made of).
 
     The last is -1 where it is made of the tensor itself, which is `value_of` [tensors].
-    It writes the value `of_copies` [conversions].
+    It writes the value `of_copies` [conversions]. `arrays` has the specs by number.
     """
 
     each: Sequence[tuple[int, int, int, int]]
     value_of: np.ndarray
     of_copies: np.ndarray
+    arrays: PlanArrays
 
-    def gathered(self, arrays: PlanArrays) -> np.ndarray:
-        """The values that are gathered along a dim that is not the major one."""
-        return self.of_copies[gathers_minor(*self._specs(arrays))]
+    @cached_property
+    def gathered(self) -> np.ndarray:
+        """[conversions] those that gather along a dim that is not the major one."""
+        return gathers_minor(*self.specs)
 
-    def exchanged(self, arrays: PlanArrays) -> dict[int, int]:
+    def exchanged(self) -> dict[int, int]:
         """By value that an all_to_all makes, of how many parts it is put together."""
-        is_along = exchanges(*self._specs(arrays))
-        parts = np.where(is_along, arrays.plan.mesh.axis_sizes, 1).prod(axis=-1)
+        is_along = exchanges(*self.specs)
+        sizes = self.arrays.plan.mesh.axis_sizes
+        parts = np.where(is_along, sizes, 1).prod(axis=-1)
         own = np.flatnonzero(is_along.any(axis=-1))
         return dict(zip(self.of_copies[own].tolist(), parts[own].tolist(), strict=True))
 
-    def _specs(self, arrays: PlanArrays) -> tuple[np.ndarray, np.ndarray]:
+    @cached_property
+    def specs(self) -> tuple[np.ndarray, np.ndarray]:
         """[conversions, axes], of what each reads and of what it makes."""
-        _, tensor, spec, before = np.array(self.each, np.intp).reshape(-1, 4).T
-        made = np.where(before < 0, arrays.made[tensor], spec[before])
-        specs = np.array(arrays.specs)
+        _, tensor, spec, before = self.columns
+        made = np.where(before < 0, self.arrays.made[tensor], spec[before])
+        specs = np.array(self.arrays.specs)
         return specs[made], specs[spec]
+
+    @cached_property
+    def columns(self) -> np.ndarray:
+        """[4, conversions] the parts of `each`."""
+        return np.array(self.each, np.intp).reshape(-1, 4).T
 
 
 def add_conversions(
     conversions: Conversions,
-    arrays: PlanArrays,
     value_bytes: np.ndarray,
     of_loops: np.ndarray,
     table: NodeTable,
@@ -54,38 +63,22 @@ def add_conversions(
 
     Args:
       conversions: those of a block.
-      arrays: the specs by number.
       value_bytes: [values].
       of_loops: values that loops read, as they are in memory.
       table: of the block's nodes.
     """
-    held, known = value_bytes.tolist(), dict[tuple[int, int], tuple[bool, ...]]()
-    is_free, inner, source = list[bool](), list[int](), list[int]()
-    read_by_loops = set(of_loops.tolist())
-    copies = conversions.of_copies.tolist()
-    for (_, tensor, spec, before), copy in zip(conversions.each, copies, strict=True):
-        if before < 0:
-            value, made = int(conversions.value_of[tensor]), int(arrays.made[tensor])
-        else:
-            value, made = copies[before], conversions.each[before][2]
-        if (made, spec) not in known:
-            pair = arrays.specs[made], arrays.specs[spec]
-            turned = bool(turns(*pair)), bool(gathers_minor(*pair))
-            known[made, spec] = is_cut_out(*pair), *turned
-        is_cut, is_turned, is_gathered = known[made, spec]
-        is_free.append(is_cut)
-        turned = held[value] if is_turned else 0
-        inner.append(
-            turned + (held[copy] if is_gathered and copy in read_by_loops else 0)
-        )
-        source.append(value)
-    free, own = np.array(is_free, bool), np.arange(len(source))
+    row, tensor, _, before = conversions.columns
+    copies, own = conversions.of_copies, np.arange(len(row))
+    source = np.where(before < 0, conversions.value_of[tensor], copies[before])
+    is_read = conversions.gathered & np.isin(copies, of_loops)
+    turned = np.where(turns(*conversions.specs), value_bytes[source], 0)
+    free = is_cut_out(*conversions.specs)
     table.add(
-        2 * np.array([each[0] for each in conversions.each], np.intp),
+        2 * row,
         cheap=free,
         absorbs=free,
         repeated=free,
-        inner=np.array(inner, np.int64),
-        reads=(own, np.array(source, np.intp)),
-        writes=(own, conversions.of_copies),
+        inner=turned + np.where(is_read, value_bytes[copies], 0),
+        reads=(own, source),
+        writes=(own, copies),
     )

@@ -18,6 +18,7 @@ from functools import lru_cache
 import numpy as np
 
 from ..graph.op_graph import GraphColumns, Operator
+from .loop_operands import is_scatter
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _wanted(op: Operator) -> tuple[DimOrder, ...] | None:
         out_channel, in_channel, *window = kernel
         orders = (image[0], *image[2:], image[1]), (*window, in_channel, out_channel)
         return tuple(DimOrder(dims, False) for dims in orders)
-    if op.kind.startswith("scatter"):
+    if is_scatter(op):
         window = op.params["dimension_numbers"].update_window_dims
         return *as_they_lie(op), _leading_last(op.operand_types[2].rank, window)
     if op.kind != "dot_general" or sums_nothing(op):

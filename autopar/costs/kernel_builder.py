@@ -79,7 +79,8 @@ class _Builder:
         self.renames[list(self.equals)] = True
         self._number_values()
         self._name_values()
-        self.moves = Conversions(self.conversions, self.value_of, self.of_copies)
+        own = self.conversions, self.value_of, self.of_copies
+        self.moves = Conversions(*own, arrays)
         self.made = columns, self.rows, self.result_row, self.of_results
 
     def _find_reads(self) -> None:
@@ -222,7 +223,7 @@ class _Builder:
         shared = shared_exponentials(self.arrays.columns, self.rows, self.value_of)
         is_kept[list(shared.values())] = True
         pairs = [(old, outputs[new]) for old, new in self.border.replaced]
-        own = len(self.values)
+        first = len(self.values)
         nodes, in_memory = self._fused(outputs, is_kept)
         return KernelBlock(
             self.values,
@@ -232,15 +233,15 @@ class _Builder:
             self._passed(),
             flat_values(*self.made) | self.flat,
             self.wide,
-            relaid(self.ordered, own),
-            self.moves.exchanged(self.arrays),
+            relaid(self.ordered, first),
+            self.moves.exchanged(),
         )
 
     def _fused(
         self, outputs: Sequence[int | None], is_kept: np.ndarray
     ) -> tuple[Nodes, InMemory]:
         """Nodes, and which values are in memory, with what products read in order."""
-        apart = self.moves.gathered(self.arrays), turned_values(*self.made)
+        apart = self.of_copies[self.moves.gathered], turned_values(*self.made)
         own = self.rows, self.read_start, self.read_spec, self.read
         found = self.ordered = ordered_operands(self.arrays, *own, *apart)
         self.values, self.read = with_ordered(found, self.values, self.read)
@@ -268,8 +269,7 @@ class _Builder:
             repeated=is_cut,
             writes=(own, inside),
         )
-        own = self.values.bytes, self._read_by_loops()
-        add_conversions(self.moves, self.arrays, *own, table)
+        add_conversions(self.moves, self.values.bytes, self._read_by_loops(), table)
         add_ordered(self.ordered, len(self.values), table)
         self._add_rows(table)
         for time, positions in enumerate((border.stored, border.sent)):

@@ -252,9 +252,13 @@ class Border:
         return np.array([place not in inside for place in range(count)], bool)
 
 
-def is_cut_out(source: Spec, target: Spec) -> bool:
-    """Whether a device cuts its part of `target` out of its own of `source`."""
-    return all(s in (t, REPLICATED) for s, t in zip(source, target, strict=True))
+def is_cut_out(sources: Specs, targets: Specs) -> np.ndarray:
+    """Whether a device cuts its part of a target out of its own of the source.
+
+    bool [...] of specs [..., axes].
+    """
+    before = np.asarray(sources)
+    return ((before == np.asarray(targets)) | (before == REPLICATED)).all(axis=-1)
 
 
 def turns(sources: Specs, targets: Specs) -> np.ndarray:

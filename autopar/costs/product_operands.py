@@ -70,9 +70,10 @@ def ordered_operands(
     found: dict[tuple[int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
     first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, int]] = {}
     is_apart = np.isin(read, np.concatenate([gathered, turned]))
+    wanted = wanted_orders(columns)
     for row in _reading_in_order(columns, rows, read_start, is_apart):
         op, at = columns.operators[row], int(read_start[row - rows.start])
-        orders = wanted_orders(columns).get(row) or as_they_lie(op)
+        orders = wanted.get(row) or as_they_lie(op)
         for side, order in enumerate(orders):
             tensor = op.operands[side]
             if not isinstance(tensor, int):

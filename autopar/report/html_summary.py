@@ -102,11 +102,11 @@ def _gap_tile(report: Report) -> Html:
     words, note = "no bound", "how far the optimum may be is not known"
     if isfinite(gap):
         words, note = f"≤ {gap:.3%}", "slower than the best plan there is on this mesh"
-    if isfinite(gap) and predicted.free_gap:
-        note = (
-            f"slower than the best that fits, by estimates of memory; "
-            f"≤ {predicted.free_gap:.3%} than the best of any memory"
-        )
+        if predicted.free_gap:
+            note = (
+                f"slower than the best that fits, by estimates of memory; "
+                f"≤ {predicted.free_gap:.3%} than the best of any memory"
+            )
     return _tile("optimality gap", "gap", words, gap, note)
 
 
