@@ -3,11 +3,12 @@
 Every device is at work in every measurement, so that what they share (cores, memory,
 links) is shared as in a step. A measured program repeats one operation in a loop whose
 length is fixed when it is compiled, each iteration using the one before; seconds are
-the median of some runs, divided by the length.
+the median of some runs, divided by the length, without what the loop itself takes.
 
+  kernel       products of 8 x 8, several an iteration: what one more costs
   products     square matrix products by dtype and size: peak flop/s and the curve
-  memory       a multiply-add over a long array: bytes/s
-  kernel       products of 8 x 8: what starting one costs
+  memory       a multiply-add over an array that no cache holds: bytes/s
+  host memory  arrays fetched from it, where the devices have memory of their own
   collectives  each kind, by size, over all devices and over pairs: latency and bytes/s
 """
 
@@ -33,6 +34,10 @@ from .hardware import COLLECTIVE_KINDS, CollectiveKind
 
 Tell = Callable[[str], None]
 
+HOST_MEMORY = "pinned_host"
+_REPEATS = 16  # of short operations in one iteration
+_SHORT_SECONDS = 1e-4
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -41,7 +46,8 @@ class Effort:
     Attributes:
       sizes: of the products, rows; larger ones are left out once a run is long.
       dtypes: of the products.
-      memory_bytes: of the array that is streamed, on each device.
+      memory_bytes: of the array that is streamed, on each device; if None, 1 GiB of
+        accelerators, whose caches hold tens of MB, and 16 MiB of CPU devices.
       collective_bytes: what a device puts in or gets out, whichever is more. Sizes
         after the second are left out once the time is up.
       run_seconds: how long one run of a loop should take.
@@ -51,7 +57,7 @@ class Effort:
 
     sizes: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    memory_bytes: int = 1 << 24
+    memory_bytes: int | None = None
     collective_bytes: tuple[int, ...] = (1 << 12, 1 << 20, 1 << 16)
     run_seconds: float = 0.05
     runs: int = 3
@@ -83,6 +89,9 @@ class _Calibration:
         self.base = Cluster.local()
         self.devices = np.array(jax.devices())
         self.deadline = perf_counter() + effort.total_seconds
+        self.loop_seconds = 0.0  # of an iteration, besides what is measured in it
+        self.is_cpu = self.devices[0].platform == "cpu"
+        self.memory_bytes = effort.memory_bytes or (1 << 24 if self.is_cpu else 1 << 30)
 
     def run(self) -> Cluster:
         base = self.base
@@ -96,6 +105,7 @@ class _Calibration:
             flops_efficiency=1.0,
             memory_bandwidth=bandwidth,
             memory_efficiency=1.0,
+            host_memory_bandwidth=self.host_memory_bandwidth(),
         )
         number = len(self.devices)
         cluster = replace(
@@ -120,8 +130,20 @@ class _Calibration:
         )
 
     def kernel_seconds(self) -> float:
-        """What an operator that fuses with no other takes at least."""
-        seconds = self.product_seconds(8, "float32", self.base.kernel_seconds)
+        """What an operator that fuses with no other takes at least.
+
+        Notes what an iteration takes besides.
+        """
+        guess = self.base.kernel_seconds
+        kernel = jnp.eye(8)
+
+        def iteration(repeats: int) -> float:
+            step = _repeated(_product, repeats)
+            return self.seconds(step, jnp.ones((8, 8)), repeats * guess, None, kernel)
+
+        one, many = iteration(1), iteration(_REPEATS)
+        seconds = max(many - one, many / 2) / (_REPEATS - 1)
+        self.loop_seconds = max(one - seconds, 0.0)
         self.tell(f"kernel      {seconds * 1e6:8.2f} us")
         return _rounded(seconds)
 
@@ -149,26 +171,42 @@ class _Calibration:
         return peaks, curves
 
     def product_seconds(self, size: int, dtype: str, guess: float) -> float:
-        """Seconds of one square product, all devices at work."""
-        kernel = np.eye(size, dtype=np.float32)[::-1]
+        """Seconds of one square product, all devices at work.
 
-        def step(x: jax.Array) -> jax.Array:
-            return x @ jnp.asarray(kernel, x.dtype)
-
-        start = np.ones((size, size), np.float32)
-        return self.seconds(step, jnp.asarray(start, dtype), guess)
+        Of signs by chance: products of zeros run faster, as they take less power.
+        """
+        signs = np.random.default_rng(size).integers(0, 2, (size, size), np.int8)
+        kernel = jnp.asarray(2 * signs - 1, dtype) * size**-0.5
+        repeats = _REPEATS if guess < _SHORT_SECONDS else 1
+        step = _repeated(_product, repeats)
+        return self.seconds(step, kernel, repeats * guess, None, kernel) / repeats
 
     def memory_bandwidth(self, kernel_seconds: float) -> float:
         """Bytes/s of a multiply-add over an array, each element read and written."""
-        length = self.effort.memory_bytes // 4
-        guess = 2 * self.effort.memory_bytes / self.base.device.bytes_per_second
+        num_bytes = self.memory_bytes
+        guess = 2 * num_bytes / self.base.device.bytes_per_second
 
         def step(x: jax.Array) -> jax.Array:
             return x * 0.5 + 1.0
 
-        seconds = self.seconds(step, jnp.zeros(length, jnp.float32), guess)
-        rate = 2 * self.effort.memory_bytes / max(seconds - kernel_seconds, 1e-9)
+        seconds = self.seconds(step, jnp.zeros(num_bytes // 4, jnp.float32), guess)
+        rate = 2 * num_bytes / max(seconds - kernel_seconds, 0.2 * seconds)
         self.tell(f"memory      {rate / 1e9:8.2f} GB/s a device")
+        return _rounded(rate)
+
+    def host_memory_bandwidth(self) -> float:
+        """Bytes/s of what all devices fetch from their host's memory at once."""
+        if self.is_cpu:
+            return self.base.device.host_memory_bandwidth
+        number, length = len(self.devices), self.memory_bytes // 4
+        mesh = Mesh(self.devices, ("device",), axis_types=(AxisType.Auto,))
+        here = NamedSharding(mesh, PartitionSpec("device"))
+        there = here.with_memory_kind(HOST_MEMORY)
+        given = jax.device_put(np.ones(number * length, np.float32), there)
+        fetch = jax.jit(lambda x: jax.device_put(x, here), in_shardings=there)
+        seconds = self.run_seconds(lambda: fetch(given))
+        rate = 4 * length / seconds
+        self.tell(f"host memory {rate / 1e9:8.2f} GB/s a device")
         return _rounded(rate)
 
     def collectives(self) -> Iterator[Timing]:
@@ -196,40 +234,55 @@ class _Calibration:
 
     def seconds(
         self,
-        step: Callable[[jax.Array], jax.Array],
+        step: Callable[..., jax.Array],
         start: jax.Array,
         guess: float,
         group_size: int | None = None,
+        *operands: jax.Array,
     ) -> float:
-        """Seconds of one `step` in a loop, on every device at once."""
+        """Seconds of one `step` in a loop, on every device at once.
+
+        `step` takes what it gave the last time, and the operands, which stay.
+        """
         number = len(self.devices)
         group_size = group_size or number
         devices = self.devices.reshape(-1, group_size)
         mesh = Mesh(devices, ("group", "member"), axis_types=(AxisType.Auto,) * 2)
-        sharding = NamedSharding(mesh, PartitionSpec(("group", "member")))
-        operand = jax.jit(
+        spec = PartitionSpec(("group", "member"))
+        sharding = NamedSharding(mesh, spec)
+        given = jax.jit(
             lambda x: jnp.broadcast_to(x, (number, *x.shape)), out_shardings=sharding
         )(start)
+        whole = NamedSharding(mesh, PartitionSpec())
+        others = jax.device_put(operands, whole)
         length = int(min(max(self.effort.run_seconds / guess, 3), 2000))
 
-        def local(x: jax.Array) -> jax.Array:
-            return lax.fori_loop(0, length, lambda _, each: step(each), x[0])[None]
+        def local(x: jax.Array, *others: jax.Array) -> jax.Array:
+            def iteration(_: Any, each: jax.Array) -> jax.Array:
+                return step(each, *others)
 
-        spec = PartitionSpec(("group", "member"))
+            return lax.fori_loop(0, length, iteration, x[0])[None]
+
+        in_specs = (spec, *(PartitionSpec() for _ in others))
         run = jax.jit(
             jax.shard_map(
-                local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+                local, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False
             )
         )
-        jax.block_until_ready(run(operand))
+        seconds = self.run_seconds(lambda: run(given, *others)) / length
+        return max(seconds - self.loop_seconds, 0.2 * seconds)
+
+    def run_seconds(self, run: Callable[[], Any]) -> float:
+        """The median of some runs, after one that compiles."""
+        jax.block_until_ready(run())
         times: list[float] = []
         while len(times) < self.effort.runs:
             if sum(times) > 4 * self.effort.run_seconds * self.effort.runs:
                 break
             began = perf_counter()
-            jax.block_until_ready(run(operand))
+            jax.block_until_ready(run())
             times.append(perf_counter() - began)
-        return statistics.median(times) / length
+        return statistics.median(times)
 
 
 def efficiency_curve(
@@ -255,6 +308,21 @@ def efficiency_curve(
 def _rounded(value: float) -> float:
     """Four digits of it, as many as a measurement has at best."""
     return float(f"{value:.4g}")
+
+
+def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return x @ kernel
+
+
+def _repeated(step: Callable[..., jax.Array], times: int) -> Callable[..., jax.Array]:
+    """`step`, so many times one after the other."""
+
+    def run(x: jax.Array, *operands: jax.Array) -> jax.Array:
+        for _ in range(times):
+            x = step(x, *operands)
+        return x
+
+    return run
 
 
 def _all_reduce(group_size: int) -> Callable[[jax.Array], jax.Array]:
