@@ -162,8 +162,7 @@ def _main() -> int:
         options = {"offload": asked.offload} if asked.offload else {}
         for case in asked.cases:
             given = asked.mesh, asked.cluster, asked.rounds, asked.alone
-            found = measure(case, *given, **options)
-            print(json.dumps(asdict(found)), flush=True)
+            print(json.dumps(asdict(measure(case, *given, **options))), flush=True)
         return 0
     print("|", " | ".join(_COLUMNS), "|")
     print("|---" * len(_COLUMNS) + "|")

@@ -29,21 +29,29 @@ class Order:
     """The kernels in their order, and before which of them each input is copied.
 
     `post` [values] is the place in post-order of what makes each, or its copy; -1 for
-    other inputs.
+    other inputs. `post_order` has all instructions in it.
     """
 
     kernels: tuple[int, ...]
     copied_before: Mapping[int, int]
     post: np.ndarray
+    post_order: np.ndarray
 
 
 def depth_first_order(block: KernelBlock, duplicated: Collection[int]) -> Order:
     """The order in which kernels run, and in which their memory is found."""
     if not len(block.kernels):
-        return Order((), {}, np.full(len(block.values), -1))
+        return Order((), {}, np.full(len(block.values), -1), np.zeros(0, np.intp))
     found = Instructions.of(block, duplicated)
     lines = _Lines.of(found)
     post_order, ordered = map(lines.each, _orders(lines.joined(found)))
+    return order_of(block, found, post_order, ordered)
+
+
+def order_of(
+    block: KernelBlock, found: Instructions, post_order: np.ndarray, ordered: np.ndarray
+) -> Order:
+    """The order of a block's kernels where its instructions run as `ordered`."""
     is_kernel = ordered < found.num_kernels
     kernels = ordered[is_kernel]
     after = np.cumsum(is_kernel)  # how many kernels run up to here
@@ -59,7 +67,7 @@ def depth_first_order(block: KernelBlock, duplicated: Collection[int]) -> Order:
     place[post_order] = np.arange(len(post_order))
     post = np.where(block.maker < 0, -1, place[block.maker])
     post[list(found.copied)] = place[found.num_kernels : last]
-    return Order(tuple(kernels.tolist()), first, post)
+    return Order(tuple(kernels.tolist()), first, post, post_order)
 
 
 def _orders(found: Instructions) -> tuple[np.ndarray, np.ndarray]:

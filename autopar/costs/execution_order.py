@@ -1,7 +1,8 @@
 """When each value is in memory: kernels in the compiler's order, memory used again.
 
-The order is XLA's depth-first one for CPUs (`depth_first.py`). Three rules of its
-buffer assignment matter:
+The order is XLA's depth-first one for CPUs (`depth_first.py`), and that of the least
+memory on one accelerator (`least_order.py`). Three rules of its buffer assignment
+matter:
 
   in place    an elementwise kernel or a loop writes over what it reads last
   duplicates  an input that is returned in its own memory is copied first, unless all
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .depth_first import depth_first_order
+from .depth_first import Order, depth_first_order
 from .input_memory import borrowed_values
 from .kernels import KernelBlock
+from .least_order import possible_orders
 from .names import roots
 
 
@@ -64,7 +66,14 @@ class Liveness:
 def run_in_order(block: KernelBlock) -> Liveness:
     """The order of a block's kernels, and what is live in it."""
     duplicated = _duplicated(block)
-    found = depth_first_order(block, duplicated)
+    if block.is_alone:
+        found = [_run(block, o, duplicated) for o in possible_orders(block, duplicated)]
+        return min(found, key=lambda each: each.peak_bytes)
+    return _run(block, depth_first_order(block, duplicated), duplicated)
+
+
+def _run(block: KernelBlock, found: Order, duplicated: frozenset[int]) -> Liveness:
+    """What is live in an order."""
     order = _sends_at_once(block, found.kernels)
     position = np.empty(len(order), np.intp)
     position[list(order)] = np.arange(len(order))

@@ -235,6 +235,7 @@ class _Builder:
             self.wide,
             relaid(self.ordered, first),
             self.moves.exchanged(),
+            self.arrays.is_alone,
         )
 
     def _fused(

@@ -186,7 +186,7 @@ class KernelBlock:
     elementwise kernels do not write over them. `wide` has, for each copy in a wider
     dtype, the value that it is a copy of, `relaid` the gathered value of which each is
     a copy that lies as products read it. `exchanged` has, for each value that an
-    all_to_all makes, of how many parts.
+    all_to_all makes, of how many parts. `is_alone`: it is of one accelerator's program.
     """
 
     values: Sequence[Value]
@@ -198,6 +198,7 @@ class KernelBlock:
     wide: Mapping[int, int] = field(default_factory=dict[int, int])
     relaid: Mapping[int, int] = field(default_factory=dict[int, int])
     exchanged: Mapping[int, int] = field(default_factory=dict[int, int])
+    is_alone: bool = False
 
     @cached_property
     def columns(self) -> KernelColumns:

@@ -57,6 +57,11 @@ class PlanArrays:
         """Whether something is narrow that its devices compute in float32."""
         return self.plan.device_kind == "CPU" and has_narrow(self.columns)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the plan is for one accelerator, which sends nothing."""
+        return self.plan.device_kind not in ("CPU", "") and self.plan.mesh.size == 1
+
     @cached_property
     def specs(self) -> tuple[Spec, ...]:
         """The specs by number."""

@@ -207,7 +207,7 @@ def test_a_product_takes_the_longer_of_flops_and_bytes_and_a_launch() -> None:
     seconds = operator_seconds("dot_general", 1e12, 1e6, jnp.bfloat16, CLUSTER)
     reached = device.flops_per_second(jnp.bfloat16, 1e12)
     assert seconds == pytest.approx(launch + 1e12 / reached)
-    assert reached == pytest.approx(989e12 * 0.8, rel=0.02)
+    assert reached == pytest.approx(989e12 * 0.69, rel=0.02)
     seconds = operator_seconds("dot_general", 1e6, 1e9, "bfloat16", CLUSTER)
     assert seconds == pytest.approx(launch + 1e9 / device.bytes_per_second)
 
@@ -235,4 +235,4 @@ def test_a_fused_operator_pays_part_of_its_bytes_and_no_launch() -> None:
     ids=str,
 )
 def test_each_dtype_has_a_rate(dtype: Any, peak: float) -> None:
-    assert CLUSTER.device.flops_per_second(dtype) == pytest.approx(0.8 * peak)
+    assert CLUSTER.device.flops_per_second(dtype) == pytest.approx(0.7 * peak, rel=0.03)

@@ -1,0 +1,84 @@
+"""The order in which one accelerator runs kernels: of three, the one of least memory.
+
+XLA's `DefaultMemoryScheduler`, which its compiler for GPUs uses: the depth-first order,
+post-order, and that of `ListMemoryScheduler`, which of all that is ready runs next what
+frees the most and makes the least. A program with collectives is ordered again, to hide
+their time, by a scheduler that has no model here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from heapq import heappop, heappush
+from itertools import pairwise
+
+import numpy as np
+
+from .depth_first import Order, depth_first_order, order_of
+from .instructions import Instructions
+from .kernels import KernelBlock
+
+
+def possible_orders(block: KernelBlock, duplicated: Collection[int]) -> Iterator[Order]:
+    """The orders that the compiler chooses from.
+
+    The last is left out where kernels include what others read, as in deep programs.
+    """
+    first = depth_first_order(block, duplicated)
+    yield first
+    if not len(block.kernels):
+        return
+    found = Instructions.of(block, duplicated)
+    yield order_of(block, found, first.post_order, first.post_order)
+    if not found.includes:
+        yield order_of(block, found, first.post_order, _listed(found))
+
+
+def _listed(found: Instructions) -> np.ndarray:
+    """Instructions as a list scheduler runs them: what leaves the least first."""
+    count, size = len(found.bytes), found.bytes.tolist()
+    starts, operands = found.starts.tolist(), found.operands.tolist()
+    reads = [sorted(set(operands[a:b])) for a, b in pairwise(starts)]
+    readers = [list[int]() for _ in range(count)]
+    for k, own in enumerate(reads):
+        for i in own:
+            readers[i].append(k)
+    left = [len(each) for each in readers]  # that have not run
+    for k in found.roots.tolist():
+        left[k] += 1
+    waits = [len(own) for own in reads]
+
+    def priority(k: int) -> tuple[int, int]:
+        freed = sum([size[i] for i in reads[k] if left[i] == 1])
+        return size[k] - freed, -len(readers[k])
+
+    now = [(0, 0)] * count
+    ready, number = list[tuple[tuple[int, int], int, int]](), 0
+    for k in range(count):
+        if not waits[k]:
+            now[k] = priority(k)
+            heappush(ready, (now[k], -number, k))
+            number += 1
+    order, is_done = list[int](), bytearray(count)
+    while ready:
+        known, _, k = heappop(ready)
+        if is_done[k] or known != now[k]:
+            continue
+        is_done[k] = True
+        order.append(k)
+        changed = list[int]()
+        for i in reads[k]:
+            left[i] -= 1
+            if left[i] == 1:
+                changed += [j for j in readers[i] if not is_done[j] and not waits[j]]
+        for j in readers[k]:
+            waits[j] -= 1
+            if not waits[j]:
+                changed.append(j)
+        for j in changed:
+            found_now = priority(j)
+            if found_now != now[j] or not waits[j]:
+                now[j] = found_now
+                heappush(ready, (found_now, -number, j))
+                number += 1
+    return np.array(order, np.intp)
