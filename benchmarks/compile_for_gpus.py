@@ -1,9 +1,10 @@
-"""Memory as predicted and as XLA compiles it for H100s that this machine has not.
+"""Plans compiled for H100s that this machine has not: memory, and the audit.
 
 Needs the CUDA plugin, `pip install "jax[cuda13]"`, and no GPU: the compiler is told
 what the devices are. Products are not tuned, so all of them are cuBLAS's, which takes
 `WORKSPACE_BYTES` besides while one runs. The cases are those of
-`benchmarks/on_device.py`, with so many examples for each device.
+`benchmarks/on_device.py`, with so many examples for each device. `audit` is whether
+all collectives are those of the plan; exits with 1 where some are not.
 
     python -m benchmarks.compile_for_gpus
     python -m benchmarks.compile_for_gpus --cases gpt "gpt remat" --devices 8
@@ -57,8 +58,8 @@ def devices(count: int) -> list[Any]:
     return list(topology.devices)
 
 
-def measure(case: str, count: int) -> tuple[int, int]:
-    """Bytes of one device, predicted and compiled."""
+def measure(case: str, count: int) -> tuple[int, int, bool]:
+    """Bytes of one device, predicted and compiled, and whether the audit passes."""
     import numpy as np
     from jax.sharding import Mesh
 
@@ -78,7 +79,8 @@ def measure(case: str, count: int) -> tuple[int, int]:
     )
     compiled = step.lower(*workload.abstract()).compile()
     seen = MemoryUse.of(compiled.compiled)
-    return compiled.plan.predicted.peak_bytes, seen.device_bytes
+    is_planned = compiled.audit().ok
+    return compiled.plan.predicted.peak_bytes, seen.device_bytes, is_planned
 
 
 def main() -> int:
@@ -91,17 +93,20 @@ def main() -> int:
         os.environ.get("XLA_FLAGS", "")
         + " --xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"
     )
-    print("| case | predicted MB | compiled MB | without workspace | ratio |")
-    print("|---|---|---|---|---|")
+    print("| case | predicted MB | compiled MB | without workspace | ratio | audit |")
+    print("|---|---|---|---|---|---|")
+    all_are_planned = True
     for case in asked.cases:
-        predicted, seen = measure(case, asked.devices)
+        predicted, seen, is_planned = measure(case, asked.devices)
+        all_are_planned &= is_planned
         rest = seen - WORKSPACE_BYTES
         print(
             f"| {case} | {predicted / 1e6:,.0f} | {seen / 1e6:,.0f} | "
-            f"{rest / 1e6:,.0f} | {predicted / rest:.3f} |",
+            f"{rest / 1e6:,.0f} | {predicted / rest:.3f} | "
+            f"{'ok' if is_planned else 'wrong'} |",
             flush=True,
         )
-    return 0
+    return int(not all_are_planned)
 
 
 if __name__ == "__main__":
