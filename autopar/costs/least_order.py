@@ -52,21 +52,21 @@ def _listed(found: Instructions) -> np.ndarray:
         freed = sum([size[i] for i in reads[k] if left[i] == 1])
         return size[k] - freed, -len(readers[k])
 
-    now = [(0, 0)] * count
+    now = list[tuple[int, int] | None]([None]) * count
     ready, number = list[tuple[tuple[int, int], int, int]](), 0
-    for k in range(count):
-        if not waits[k]:
-            now[k] = priority(k)
-            heappush(ready, (now[k], -number, k))
-            number += 1
     order, is_done = list[int](), bytearray(count)
-    while ready:
+    changed = [k for k in range(count) if not waits[k]]
+    while changed or ready:
+        for k in changed:
+            if (found_now := priority(k)) != now[k]:
+                now[k], number = found_now, number + 1
+                heappush(ready, (found_now, -number, k))
         known, _, k = heappop(ready)
+        changed = []
         if is_done[k] or known != now[k]:
             continue
         is_done[k] = True
         order.append(k)
-        changed = list[int]()
         for i in reads[k]:
             left[i] -= 1
             if left[i] == 1:
@@ -75,10 +75,4 @@ def _listed(found: Instructions) -> np.ndarray:
             waits[j] -= 1
             if not waits[j]:
                 changed.append(j)
-        for j in changed:
-            found_now = priority(j)
-            if found_now != now[j] or not waits[j]:
-                now[j] = found_now
-                heappush(ready, (found_now, -number, j))
-                number += 1
     return np.array(order, np.intp)
