@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -147,7 +146,7 @@ def _run(
     return losses, statistics.median(times[NUM_STEPS:])
 
 
-def _main() -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--mesh", help="axes such as 'x:8'; the planner's if left out")
@@ -175,7 +174,7 @@ def _main() -> int:
         for name in ("mesh", "cluster", "offload"):
             if getattr(asked, name):
                 command += [f"--{name}", getattr(asked, name)]
-        ran = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+        ran = subprocess.run(command, capture_output=True, text=True)
         if ran.returncode:
             failed += 1
             print(f"| {case} | failed: {ran.stderr.strip()[-1500:]} |", flush=True)
@@ -188,4 +187,4 @@ def _main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(main())

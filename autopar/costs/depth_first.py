@@ -29,23 +29,27 @@ class Order:
     """The kernels in their order, and before which of them each input is copied.
 
     `post` [values] is the place in post-order of what makes each, or its copy; -1 for
-    other inputs. `post_order` has all instructions in it.
+    other inputs.
     """
 
     kernels: tuple[int, ...]
     copied_before: Mapping[int, int]
     post: np.ndarray
-    post_order: np.ndarray
 
 
 def depth_first_order(block: KernelBlock, duplicated: Collection[int]) -> Order:
     """The order in which kernels run, and in which their memory is found."""
     if not len(block.kernels):
-        return Order((), {}, np.full(len(block.values), -1), np.zeros(0, np.intp))
+        return Order((), {}, np.full(len(block.values), -1))
     found = Instructions.of(block, duplicated)
+    return order_of(block, found, *depth_first(found))
+
+
+def depth_first(found: Instructions) -> tuple[np.ndarray, np.ndarray]:
+    """Instructions in post-order, and in the depth-first order."""
     lines = _Lines.of(found)
     post_order, ordered = map(lines.each, _orders(lines.joined(found)))
-    return order_of(block, found, post_order, ordered)
+    return post_order, ordered
 
 
 def order_of(
@@ -67,7 +71,7 @@ def order_of(
     place[post_order] = np.arange(len(post_order))
     post = np.where(block.maker < 0, -1, place[block.maker])
     post[list(found.copied)] = place[found.num_kernels : last]
-    return Order(tuple(kernels.tolist()), first, post, post_order)
+    return Order(tuple(kernels.tolist()), first, post)
 
 
 def _orders(found: Instructions) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .depth_first import Order, depth_first_order, order_of
+from .depth_first import Order, depth_first, depth_first_order, order_of
 from .instructions import Instructions
 from .kernels import KernelBlock
 
@@ -24,14 +24,15 @@ def possible_orders(block: KernelBlock, duplicated: Collection[int]) -> Iterator
 
     The last is left out where kernels include what others read, as in deep programs.
     """
-    first = depth_first_order(block, duplicated)
-    yield first
     if not len(block.kernels):
+        yield depth_first_order(block, duplicated)
         return
     found = Instructions.of(block, duplicated)
-    yield order_of(block, found, first.post_order, first.post_order)
+    post_order, ordered = depth_first(found)
+    yield order_of(block, found, post_order, ordered)
+    yield order_of(block, found, post_order, post_order)
     if not found.includes:
-        yield order_of(block, found, first.post_order, _listed(found))
+        yield order_of(block, found, post_order, _listed(found))
 
 
 def _listed(found: Instructions) -> np.ndarray:

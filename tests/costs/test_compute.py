@@ -220,19 +220,19 @@ def test_a_fused_operator_pays_part_of_its_bytes_and_no_launch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "peak"),
+    ("dtype", "reached"),
     [
-        (jnp.bfloat16, 989e12),
-        (np.dtype("float32"), 495e12),
-        (np.float16, 989e12),
-        (jnp.float8_e4m3fn, 1979e12),
-        ("uint8", 1979e12),
-        (np.int32, 495e12),
-        (np.complex64, 495e12),
-        (np.float64, 67e12),
-        (jax.random.key(0).dtype, 495e12),
+        (jnp.bfloat16, 0.69 * 989e12),
+        (np.dtype("float32"), 0.72 * 495e12),
+        (np.float16, 0.69 * 989e12),
+        (jnp.float8_e4m3fn, 0.7 * 1979e12),
+        ("uint8", 0.7 * 1979e12),
+        (np.int32, 0.72 * 495e12),
+        (np.complex64, 0.72 * 495e12),
+        (np.float64, 0.7 * 67e12),
+        (jax.random.key(0).dtype, 0.72 * 495e12),
     ],
     ids=str,
 )
-def test_each_dtype_has_a_rate(dtype: Any, peak: float) -> None:
-    assert CLUSTER.device.flops_per_second(dtype) == pytest.approx(0.7 * peak, rel=0.03)
+def test_each_dtype_has_a_rate(dtype: Any, reached: float) -> None:
+    assert CLUSTER.device.flops_per_second(dtype) == pytest.approx(reached)
