@@ -28,13 +28,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ..lowering.host_memory import HOST
 from .cluster import Cluster
 from .collective_fit import Timing, fit_links
 from .hardware import COLLECTIVE_KINDS, CollectiveKind
 
 Tell = Callable[[str], None]
 
-HOST_MEMORY = "pinned_host"
 _REPEATS = 16  # of short operations in one iteration
 _SHORT_SECONDS = 1e-4
 
@@ -204,7 +204,7 @@ class _Calibration:
         number, length = len(self.devices), self.memory_bytes // 4
         mesh = Mesh(self.devices, ("device",), axis_types=(AxisType.Auto,))
         here = NamedSharding(mesh, PartitionSpec("device"))
-        there = here.with_memory_kind(HOST_MEMORY)
+        there = here.with_memory_kind(HOST)
         given = jax.device_put(np.ones(number * length, np.float32), there)
         fetch = jax.jit(lambda x: jax.device_put(x, here), in_shardings=there)
         seconds = self.run_seconds(lambda: fetch(given))
