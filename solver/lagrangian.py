@@ -12,7 +12,7 @@ As long as nothing fits, memory costs at most a limit, which rises. Plans met ar
 a later call, with other rows or another budget, starts from them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -46,11 +46,23 @@ class _Line:
     prices: tuple[float, ...]
     at_no_budget: float
 
-    def bound(self, budget: float, admitted: Sequence[int] | None = None) -> float:
+    def bound(
+        self,
+        budget: float,
+        lowered: Mapping[int, tuple[MemoryRow, float]],
+        admitted: Sequence[int] | None = None,
+    ) -> float:
+        """The bound with rows as they are now, `lowered` by what was taken off each.
+
+        It is -inf if one of its rows has no successor (by id).
+        """
         bound = self.at_no_budget
         for row, amount in zip(self.rows, self.prices, strict=True):
-            own = budget if admitted is None else row.used(admitted)
-            bound -= amount * max(budget, own)
+            if id(row) not in lowered:
+                return -inf
+            now, taken_off = lowered[id(row)]
+            own = budget if admitted is None else now.used(admitted)
+            bound -= amount * (max(budget, own) + taken_off)
         return bound
 
 
@@ -132,11 +144,13 @@ class PricedPlans:
     ) -> float:
         """What earlier calls proved of some of these rows; others only add to it.
 
-        Each row may come to what `admitted` holds by it, if that is above the budget.
+        Of rows that were lowered since it is lower by what was taken off, at its
+        prices. Each row may come to what `admitted` holds by it, if that is above the
+        budget.
         """
-        here = set(map(id, rows))
-        lines = (x for x in self._lines if here.issuperset(map(id, x.rows)))
-        return max((x.bound(budget, admitted) for x in lines), default=-inf)
+        here = {key: found for row in rows for key, found in _befores(row)}
+        bounds = (x.bound(budget, here, admitted) for x in self._lines)
+        return max(bounds, default=-inf)
 
     def offered(
         self, search: Search, rows: Sequence[MemoryRow], budget: float
@@ -341,6 +355,16 @@ class _Closing:
             self._mix()
         is_enough = search.bound >= search.cutoff
         self.plans.offered(search, self.rows, self.budget if is_enough else self.aim)
+
+
+def _befores(row: MemoryRow) -> Iterator[tuple[int, tuple[MemoryRow, float]]]:
+    """A row as it was each time before it was lowered: its id, and what came off."""
+    taken_off, before = 0.0, row
+    while True:
+        yield id(before), (row, taken_off)
+        if before.before is None:
+            return
+        taken_off, before = taken_off + before.taken_off, before.before
 
 
 def _above(bound: float, gap: float) -> float:

@@ -8,7 +8,7 @@ and nothing for one of them, so that nothing is forbidden that would fit.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -22,12 +22,15 @@ ROUNDING = 1e-12
 class MemoryRow:
     """`weights` [k] of each of `nodes`, at least 0, and a constant of either sign.
 
-    Nodes that weigh alike should share their arrays.
+    Nodes that weigh alike should share their arrays. `before` it was lowered, a row
+    said at most `taken_off` more of any assignment.
     """
 
     nodes: tuple[int, ...]
     weights: tuple[np.ndarray, ...]
     constant: float = 0.0
+    before: "MemoryRow | None" = None
+    taken_off: float = 0.0
 
     def used(self, choices: Sequence[int] | np.ndarray) -> float:
         """The bytes that one choice per node holds."""
@@ -83,7 +86,7 @@ def lowered(
     of these nodes weigh more, and the constant less. Where the row has no such node,
     others do so in equal parts; `sizes` [nodes] is how many choices each has.
     """
-    beyond = row.used(other) - most
+    taken_off = beyond = row.used(other) - most
     if beyond <= 0:
         return row
     ours, theirs = (np.asarray(c, np.intp)[row.index] for c in (own, other))
@@ -118,7 +121,7 @@ def lowered(
         weights[widest] = weights[widest] + beyond
         weights[widest][choice] = kept
         constant -= beyond
-    return MemoryRow(row.nodes, tuple(weights), constant)
+    return MemoryRow(row.nodes, tuple(weights), constant, row, taken_off)
 
 
 def _told_apart(
@@ -139,7 +142,8 @@ def _told_apart(
     for node in apart:
         weights.append(np.full(sizes[node], beyond / len(apart)))
         weights[-1][other[node]] = 0.0
-    return MemoryRow((*row.nodes, *apart), (*row.weights, *weights), constant)
+    nodes, weighing = (*row.nodes, *apart), (*row.weights, *weights)
+    return MemoryRow(nodes, weighing, constant, row, beyond)
 
 
 def lowered_by_all(
@@ -149,6 +153,9 @@ def lowered_by_all(
     sizes: Sequence[int],
 ) -> MemoryRow:
     """As `lowered`, by (assignment, the most to say of it) one after the other."""
+    less, taken_off = row, 0.0
     for other, most in others:
-        row = lowered(row, own, other, most, sizes)
-    return row
+        before = less
+        less = lowered(before, own, other, most, sizes)
+        taken_off += less.taken_off if less is not before else 0.0
+    return less if less is row else replace(less, before=row, taken_off=taken_off)

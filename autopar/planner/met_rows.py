@@ -39,7 +39,7 @@ class _Row:
                 known[key] = held * (1 - part)
                 known[key][choice] = held[choice]
             weights.append(known[key])
-        return replace(self.row, weights=tuple(weights))
+        return MemoryRow(self.row.nodes, tuple(weights), self.row.constant)
 
 
 class MetRows:

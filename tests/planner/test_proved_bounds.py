@@ -9,7 +9,7 @@ import pytest
 from autopar.planner.proved_bounds import ProvedBounds
 from autopar.solver.choice_graph import ChoiceGraph
 from autopar.solver.lagrangian import PricedPlans
-from autopar.solver.memory_rows import MemoryRow, live_row
+from autopar.solver.memory_rows import MemoryRow, live_row, lowered_by_all
 from tests.solver.random_graphs import random_graph
 
 
@@ -65,3 +65,33 @@ def test_at_prices_rows_come_to_what_the_plan_that_breaks_them_holds(seed: int) 
         told = proved.of(budget, rows, plan)
         assert told <= min(least, bound) + 1e-9
         assert told >= bound - float((wide - budget) @ prices) - 1e-9
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_bound_at_prices_outlives_its_rows_being_lowered(seed: int) -> None:
+    """Of brute force: it is below all plans that the lowered rows allow, too."""
+    graph, rows = graph_and_rows(seed)
+    sizes = [node.costs.size for node in graph.nodes]
+    plans = [tuple(map(int, each)) for each in np.ndindex(*sizes)]
+    costs = np.array([graph.cost(x) for x in plans])
+    used = np.array([[row.used(x) for row in rows] for x in plans])
+    budget = float(np.quantile(used.max(axis=1), 0.3))
+    prices = np.array([0.5, 1.0, 0.2])
+    bound = float((costs + (used - budget) @ prices).min())
+    priced = PricedPlans(graph)
+    priced.keep(rows, prices, budget, bound)
+    rng = np.random.default_rng(seed)
+    own, *others = (plans[i] for i in rng.integers(0, len(plans), 4))
+    wrong = [(each, 0.9 * budget) for each in others if each != own]
+    less = [lowered_by_all(row, own, wrong, sizes) for row in rows]
+    now = np.array([[row.used(x) for row in less] for x in plans])
+    told = ProvedBounds(priced).of(budget, less)
+    assert told <= costs[(now <= budget).all(axis=1)].min() + 1e-9
+    taken_off = np.array([row.taken_off for row in less])
+    assert told == pytest.approx(bound - float(taken_off @ prices))
+    twice = [lowered_by_all(row, own, [(own, 0.8 * budget)], sizes) for row in less]
+    later = ProvedBounds(priced).of(budget, twice)
+    again = np.array([[row.used(x) for row in twice] for x in plans])
+    assert -inf < later <= costs[(again <= budget).all(axis=1)].min() + 1e-9
+    assert ProvedBounds(priced).of(budget, rows) == pytest.approx(bound)
+    assert ProvedBounds(priced).of(budget, less[:2]) == -inf

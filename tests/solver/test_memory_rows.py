@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from autopar.solver.memory_rows import MemoryRow, lowered
+from autopar.solver.memory_rows import MemoryRow, lowered, lowered_by_all
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -24,6 +24,23 @@ def test_a_lowered_row_is_exact_where_it_was_and_where_it_was_wrong(seed: int) -
     assert less.used(other) == pytest.approx(min(row.used(other), most))
     assert all((held >= 0).all() for held in less.weights)
     assert all(less.used(each) <= row.used(each) + 1e-9 for each in every)
+    assert all(row.used(x) <= less.used(x) + less.taken_off + 1e-9 for x in every)
+    assert less is row or (less.before is row and less.taken_off > 0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_row_lowered_by_several_knows_what_it_said_before_all(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = [3, 2, 3, 2]
+    weights = tuple(rng.integers(1, 9, size).astype(float) for size in sizes[:3])
+    row = MemoryRow((0, 1, 2), weights, 2.0)
+    every = list(product(*map(range, sizes)))
+    own, *others = (every[i] for i in rng.integers(1, len(every), 4))
+    wrong = [(x, row.used(x) - 3.0) for x in others if x != own]
+    less = lowered_by_all(row, own, wrong, sizes)
+    assert less.before is row
+    said = max(row.used(x) - less.used(x) for x in every)
+    assert 0 < said <= less.taken_off + 1e-9
 
 
 def test_where_no_node_of_the_row_tells_them_apart_others_do() -> None:
@@ -34,3 +51,4 @@ def test_where_no_node_of_the_row_tells_them_apart_others_do() -> None:
     assert less.used(other) == 3.0
     assert less.used((0, 1, 2, 1)) == 4.0  # half of what tells them apart
     assert less.used((1, 0, 0, 1)) == row.used((1, 0)) == 8.0
+    assert less.taken_off == 2.0
