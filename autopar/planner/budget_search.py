@@ -55,7 +55,7 @@ BUDGET_GAP = 1e-2
 WIDE_GAP, TIGHT_GAP = 3e-2, 2e-3
 MOST_ROUNDS = 8  # with each gap
 MARGINS = (0.97, 0.93, 0.88)  # of what may be live, once rounds are used up
-MOST_RAISED = 4  # times that a plan met on the way to a bound is looked at
+MOST_RAISED = 8  # times that a plan met on the way to a bound is looked at
 TO_FIT = 0.1  # of all work, to find a plan that fits packed
 TO_RAISE = 0.3  # of the work left, to raise the bound to a plan that fits
 WORTH_A_ROUND = 2e-3  # of the gap, once half the work is spent
@@ -202,8 +202,8 @@ class BudgetSearch:
     def _raise_bound(self, met: MetPlans) -> None:
         """Raises the bound of all plans within the budget, as far as that is of use.
 
-        None is above a plan of which no more is live, whatever it needs packed. Rows
-        that say more of a plan met so than it holds are lowered, and their bound goes.
+        None is above a plan of which no more is live, whatever it needs packed. A plan
+        met above the budget brings rows; those that say too much of one are lowered.
         """
         budget = self.budget_bytes
         for _ in range(MOST_RAISED):
@@ -216,11 +216,13 @@ class BudgetSearch:
                 return
             try:
                 gap = 1 - wanted / live.assignment.cost
-                met.solve(budget, gap, cutoff=wanted)
+                found = met.solve(budget, gap, cutoff=wanted)
             except Infeasible:  # by rows that say a little more of plans met
                 return
             met.lower_refuted()
-            if met.fitting(budget) is best and met.cheapest(budget) is live:
+            if found.live_bytes > budget:
+                met.add_rows(found)
+            elif met.fitting(budget) is best and met.cheapest(budget) is live:
                 return
 
     def _meet_least(self, met: MetPlans) -> None:
@@ -311,6 +313,9 @@ class BudgetSearch:
             if beyond > 0:
                 meet_mixtures(met, found, limit, packed=packed)
                 met.add_rows(found)
+                self._look_through(met, packed=packed)
+                if self._is_closed(met, packed=packed):
+                    return
                 if number >= FREE_ROUNDS or beyond <= WORTH_AIMING_AT * limit:
                     aim -= min(beyond, MOST_AIMED * limit)
             elif gap > self.gap or by <= WORTH_SOLVING_AGAIN * limit:
