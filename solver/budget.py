@@ -21,8 +21,9 @@ import numpy as np
 from .choice_graph import ChoiceGraph, Infeasible, allowed
 from .free import bound_choices
 from .kept_choices import KeptChoices
+from .likely import beyond_least
 from .live_sets import keep_binding
-from .memory_rows import MemoryRow, live_row
+from .memory_rows import MemoryRow, does_not_fit, live_row
 from .multipliers import price, price_of_peak
 from .propagation import Propagation
 from .relaxation import Relaxation, num_pairs
@@ -58,12 +59,22 @@ def solve_within_budget(search: Search, known: Sequence[Sequence[int]]) -> None:
 
 
 class WithinRows:
-    """The search for the cheapest assignment that no row puts above the budget."""
+    """The search for the cheapest assignment that no row puts above the budget.
+
+    Where none fits and `finds_least`, it ends at the least peak of all, or else once
+    that is known to be above the budget.
+    """
 
     def __init__(
-        self, search: Search, rows: Sequence[MemoryRow], budget: float
+        self,
+        search: Search,
+        rows: Sequence[MemoryRow],
+        budget: float,
+        *,
+        finds_least: bool = True,
     ) -> None:
         self.search, self.budget = search, budget
+        self._most_least = inf if finds_least else budget * (1 + LEAST_PEAK_GAP)
         self._gap = search.gap * (1 - 1e-3)  # a little less than is wanted
         self._all_rows = list(rows)
         self._is_active = np.zeros(len(rows), bool)
@@ -191,6 +202,7 @@ class WithinRows:
                 most_checks=MOST_CHECKS_OF_PEAK,
                 most_work=self.search.seconds_left,
                 enough=self.budget,
+                enough_bound=self._most_least,
             )
             if domain.all():
                 self.least_bound = max(self.least_bound, found.bound)
@@ -198,8 +210,8 @@ class WithinRows:
                 break
             used = self._see(self.kept.expand(found.choices))
             is_told = used.max(initial=0.0) <= found.bound * (1 + LEAST_PEAK_GAP)
-            is_over = self.search.choices is not None or is_told
-            if is_over or not self._activate(used, ROWS_AT_ONCE):
+            is_over = self.search.choices is not None or found.bound >= self._most_least
+            if is_over or is_told or not self._activate(used, ROWS_AT_ONCE):
                 break
         self.search.finish_phase("least bytes", self.graph)
 
@@ -371,29 +383,3 @@ class WithinRows:
     def _infeasible(self) -> Infeasible:
         bound = min(self.least_bound, self.least)
         return does_not_fit(self.budget, bound, self.least, self.least_choices)
-
-
-def does_not_fit(
-    budget: float,
-    bound: float,
-    least: float,
-    choices: tuple[int, ...] | None = None,
-) -> Infeasible:
-    """That nothing was found within a budget.
-
-    `least` is the least peak found, that of `choices`; no assignment has one below
-    `bound`.
-    """
-    return Infeasible(
-        f"every plan must fit the budget {budget:.6g}, but none can below "
-        f"{bound:.6g}, and the least found to do is {least:.6g}; raise the budget "
-        f"to {least:.6g}.",
-        *(least, bound, choices),
-    )
-
-
-def beyond_least(marginals: np.ndarray) -> np.ndarray:
-    """By how much each is above the least, which may be infinite, of either sign."""
-    least = marginals.min()
-    beyond = np.zeros(len(marginals))
-    return np.subtract(marginals, least, out=beyond, where=marginals > least)

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .choice_graph import ChoiceGraph
+from .choice_graph import ChoiceGraph, Infeasible
 
 ROUNDING = 1e-12
 
@@ -159,3 +159,22 @@ def lowered_by_all(
         less = lowered(before, own, other, most, sizes)
         taken_off += less.taken_off if less is not before else 0.0
     return less if less is row else replace(less, before=row, taken_off=taken_off)
+
+
+def does_not_fit(
+    budget: float,
+    bound: float,
+    least: float,
+    choices: tuple[int, ...] | None = None,
+) -> Infeasible:
+    """That nothing was found within a budget.
+
+    `least` is the least peak found, that of `choices`; no assignment has one below
+    `bound`.
+    """
+    return Infeasible(
+        f"every plan must fit the budget {budget:.6g}, but none can below "
+        f"{bound:.6g}, and the least found to do is {least:.6g}; raise the budget "
+        f"to {least:.6g}.",
+        *(least, bound, choices),
+    )

@@ -11,11 +11,11 @@ from math import inf
 
 from .array_pool import ArrayPool
 from .assignment import Assignment
-from .budget import WithinRows, does_not_fit
+from .budget import WithinRows
 from .choice_graph import ChoiceGraph
 from .clock import Clock
 from .lagrangian import PricedPlans
-from .memory_rows import MemoryRow
+from .memory_rows import MemoryRow, does_not_fit
 from .search import Search
 
 FEW_NODES = 400  # that are left when the graph is reduced
@@ -63,7 +63,7 @@ def solve_within_rows(
     within = search if aim == budget else copy(search)
     whole = None
     if len(graph.nodes) <= MANY_NODES:
-        whole = WithinRows(within, rows, aim)
+        whole = WithinRows(within, rows, aim, finds_least=False)
     if whole is None or len(whole.graph.nodes) > FEW_NODES:
         _price_and_mix(search, plans, rows, budget, aim)
     if whole is not None and not search.is_closed:

@@ -172,7 +172,8 @@ class BudgetSearch:
 
     def _close_gap(self, met: MetPlans) -> None:
         """Searches by packed rows, and raises the bound, as long as a gap is left."""
-        if self._is_near(met):
+        is_none_left = self.is_ruled_out and met.fitting(self.budget_bytes) is None
+        if is_none_left or self._is_near(met):
             return
         kept_back = met.kept_back
         met.kept_back += TO_RAISE * met.work_left
@@ -337,11 +338,9 @@ class BudgetSearch:
             self.looked_near = improve_near(met, self.budget_bytes, self.gap, tries)
 
     def _open_gap(self, met: MetPlans, *, packed: bool) -> float:
-        limit = self.budget_bytes
-        best = met.cheapest(limit, packed=packed)
-        if best is None:
-            return math.inf
-        return 1 - met.bound(limit, packed=packed) / best.assignment.cost
+        best = met.cheapest(self.budget_bytes, packed=packed)
+        bound = met.bound(self.budget_bytes, packed=packed)
+        return math.inf if best is None else 1 - bound / best.assignment.cost
 
     def _enough(self, met: MetPlans, *, packed: bool) -> float:
         """The bound that ends the search where a plan fits: its gap's, or a cutoff.

@@ -11,9 +11,10 @@ import pytest
 from autopar.solver import ChoiceGraph, Infeasible, budget, solve
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.brute_force import brute_force
-from autopar.solver.budget import WithinRows, beyond_least
+from autopar.solver.budget import WithinRows
 from autopar.solver.choice_graph import Edge, Node
 from autopar.solver.kept_choices import KeptChoices
+from autopar.solver.likely import beyond_least
 from autopar.solver.memory_rows import MemoryRow, live_row
 from autopar.solver.multipliers import best_prices, price
 from autopar.solver.relaxation import Relaxation, num_pairs
@@ -325,3 +326,20 @@ def test_what_rows_leave_may_not_go_together(
         else:
             within.run([])
             assert search.cost == cost
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_where_rows_rule_all_out_the_bound_need_only_be_above_the_budget(
+    seed: int,
+) -> None:
+    graph = random_graph(seed, num_nodes=5, forbidden=0.0, num_live_sets=3)
+    rows = [live_row(graph, live) for live in range(3)]
+    graph = replace(graph, live_sets=(), budget=None)
+    allowed = [x for x in every_assignment(graph) if graph.cost(x) < inf]
+    least = min(max(row.used(x) for row in rows) for x in allowed)
+    free = solve(graph)
+    for part in (0.99, 0.5):
+        with pytest.raises(Infeasible) as raised:
+            solve_within_rows(graph, rows, part * least, gap=1e-2, free=free)
+        assert part * least < raised.value.least_budget_bound <= least
+        assert raised.value.least_budget >= least
