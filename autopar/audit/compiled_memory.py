@@ -25,6 +25,7 @@ from ..lowering.programs import SpmdProgram
 from ..options import Options
 from ..planner.earlier_searches import EarlierSearches
 from ..planner.memory_search import NO_BUDGET
+from ..planner.memory_users import OTHER_REMEDIES
 from ..planner.planning import Planned
 from ..planner.shared_plan import plan_together
 from ..plans.parallel_plan import Plan
@@ -262,8 +263,7 @@ def _infeasible(
     return InfeasiblePlanError(
         f"A compiled program must fit the memory budget of {budget_bytes:,} B a "
         f"device, but the least of those compiled or predicted needs {least:,} B; "
-        f"give memory_budget={least}, more devices, more microbatches, a smaller "
-        "batch, remat='auto' or offload='auto'."
+        f"give memory_budget={least}, {OTHER_REMEDIES}."
         + (f"\nMost is taken by\n{users}" if users else ""),
         least_budget_bytes=least,
         tightest_constraint="memory of the compiled program",

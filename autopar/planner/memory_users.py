@@ -13,6 +13,10 @@ from ..errors import InfeasiblePlanError
 from ..plans.explain import format_bytes
 
 NUM_NAMED = 5
+OTHER_REMEDIES = (
+    "more devices, more microbatches, a smaller batch, or remat='auto' or "
+    "offload='auto' where these are not given yet"
+)
 
 
 @dataclass(frozen=True)
@@ -145,8 +149,7 @@ def _refused(
     largest = "\n".join(map(str, users))
     error = InfeasiblePlanError(
         f"A plan must fit the memory budget of {_told(budget_bytes)} a device, but "
-        f"{seen}; give memory_budget={least}, more devices, more microbatches, a "
-        f"smaller batch, remat='auto' or offload='auto'.\n"
+        f"{seen}; give memory_budget={least}, {OTHER_REMEDIES}.\n"
         f"Most is taken by\n{largest}{more}",
         least_budget_bytes=least,
         tightest_constraint=f"memory: {users[0].user}" if users else "memory",
