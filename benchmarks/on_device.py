@@ -4,10 +4,11 @@ For every case, in a process of its own: whether the losses of three steps are t
 plain `jit` on one device, a step's seconds as predicted and as measured, also beside
 `jit`, and bytes of a device as predicted, as compiled, and as its allocator saw them at
 their highest (0 where it does not say). `--alone` leaves `jit` out, which is as long to
-compile.
+compile. `--budget` is a fraction of what the plan without one is predicted to hold.
 
     python -m benchmarks.on_device --cluster my.toml --json found.json
     python -m benchmarks.on_device --cases gpt --mesh "x:4;y:2"
+    python -m benchmarks.on_device --cases gpt t5 --budget 0.7 --remat auto
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Measurement:
     predicted_bytes: int
     compiled_bytes: int
     peak_bytes: int
+    budget_bytes: int
 
     def __str__(self) -> str:
         ratio = self.predicted_bytes / self.compiled_bytes
@@ -73,13 +75,14 @@ class Measurement:
             f"{self.predicted_seconds / self.measured_seconds:.2f} | "
             f"{self.measured_seconds / self.jit_seconds:.3f} | "
             f"{self.predicted_bytes / 1e6:,.1f} | {self.compiled_bytes / 1e6:,.1f} | "
-            f"{ratio:.3f} | {self.peak_bytes / 1e6:,.1f} |"
+            f"{ratio:.3f} | {self.peak_bytes / 1e6:,.1f} | "
+            f"{self.budget_bytes / 1e6:,.1f} |"
         )
 
 
 _COLUMNS = (
     *("case", "mesh", "loss error", "predicted ms", "measured ms", "ratio"),
-    *("times jit", "predicted MB", "compiled MB", "ratio", "peak MB"),
+    *("times jit", "predicted MB", "compiled MB", "ratio", "peak MB", "budget MB"),
 )
 
 
@@ -89,9 +92,13 @@ def measure(
     cluster_path: str | None,
     rounds: int,
     alone: bool,
+    budget: float | None = None,
     **options: Any,
 ) -> Measurement:
-    """Plan, check, time; `options` are those of `autopar.parallelize`."""
+    """Plan, check, time; `options` are those of `autopar.parallelize`.
+
+    `budget` is a fraction of what the plan without these options is predicted to hold.
+    """
     import jax
 
     import autopar
@@ -102,6 +109,10 @@ def measure(
     name, own = CASES[case]
     workload = build(name, **own)
     cluster = autopar.Cluster.load(cluster_path) if cluster_path else None
+    free = autopar.parallelize(workload.step, mesh=mesh, cluster=cluster)
+    if budget:
+        held = free.plan(*workload.abstract()).predicted.peak_bytes
+        options["memory_budget"] = int(budget * held)
     step = autopar.parallelize(workload.step, mesh=mesh, cluster=cluster, **options)
     compiled = step.lower(*workload.abstract()).compile()
     seen = MemoryUse.of(compiled.compiled)
@@ -124,6 +135,7 @@ def measure(
         predicted.peak_bytes,
         seen.device_bytes,
         peak_bytes,
+        options.get("memory_budget", 0),
     )
 
 
@@ -151,16 +163,19 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     parser.add_argument("--mesh", help="axes such as 'x:8'; the planner's if left out")
     parser.add_argument("--cluster", help="a file that autopar calibrate wrote")
-    parser.add_argument("--offload", choices=["state"])
+    parser.add_argument("--budget", type=float, help="a fraction, such as 0.7")
+    parser.add_argument("--remat", choices=["auto", "full"])
+    parser.add_argument("--offload", choices=["auto", "state"])
     parser.add_argument("--alone", action="store_true", help="do not run jit's program")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path, help="write the measurements there")
     parser.add_argument("--here", action="store_true", help="no process for each case")
     asked = parser.parse_args()
     if asked.here:
-        options = {"offload": asked.offload} if asked.offload else {}
+        named = {"remat": asked.remat, "offload": asked.offload}
+        options = {name: given for name, given in named.items() if given}
         for case in asked.cases:
-            given = asked.mesh, asked.cluster, asked.rounds, asked.alone
+            given = (asked.mesh, asked.cluster, asked.rounds, asked.alone, asked.budget)
             print(json.dumps(asdict(measure(case, *given, **options))), flush=True)
         return 0
     print("|", " | ".join(_COLUMNS), "|")
@@ -171,9 +186,9 @@ def main() -> int:
         command = [sys.executable, "-m", "benchmarks.on_device", "--here"]
         command += ["--cases", case, "--rounds", str(asked.rounds)]
         command += ["--alone"] * asked.alone
-        for name in ("mesh", "cluster", "offload"):
+        for name in ("mesh", "cluster", "budget", "remat", "offload"):
             if getattr(asked, name):
-                command += [f"--{name}", getattr(asked, name)]
+                command += [f"--{name}", str(getattr(asked, name))]
         ran = subprocess.run(command, capture_output=True, text=True)
         if ran.returncode:
             failed += 1
