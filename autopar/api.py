@@ -362,8 +362,8 @@ def parallelize(
       batch_argnums: positions of the arguments that are cut along dim 0; "auto": those
         that are not state or weights and share the leading size most of them have.
       static_argnums: positions of arguments that are compile-time constants.
-      donate_argnums: positions whose buffers may be reused; "auto": those of state,
-        the arguments that are returned with the same tree, shapes and dtypes.
+      donate_argnums: positions whose buffers may be reused; "auto": those of state, the
+        arguments that come back as they were, made of what they held (no gradients).
 
     Raises:
       TypeError: an unknown method, or a function that cannot be called.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from math import inf
 from textwrap import shorten
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 
 from ..graph.op_graph import Role, TensorType
 from ..jax_compat import PyTreeDef
+from .derived_results import Distances
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,14 @@ def infer_roles(
     out_types: Sequence[TensorType],
     in_paths: Sequence[str],
     weights: Collection[int] = (),
+    derived: Sequence[Distances] = (),
 ) -> Roles:
     """State is what comes back with the same tree, shapes and dtypes.
 
     A container is matched as a whole, else child by child. A bare array counts only if
-    the result at its own position has its type and is not a scalar. Of the rest, what
+    the result at its own position has its type and is not a scalar. With `derived`, by
+    result what it is made of (`derived_results`), those are no state that are made of
+    nothing, as gradients are, or nearer to another argument. Of the rest, what
     has the leading size of the batch is the batch. That size is the one that most
     arguments have in all of their leaves, so that many leaves of a frozen model do not
     outvote `x, y`; beside such arguments, one of which half or less has it is no batch.
@@ -82,6 +87,7 @@ def infer_roles(
     next_output: list[int | None] = [None] * len(in_types)
     taken: set[int] = set()
     notes: list[str] = []
+    passed_over: set[int] = set()  # first leaves of what has results only like it
 
     def types_match(node: _Subtree, other: _Subtree) -> list[int]:
         """Offsets of the leaves whose types differ."""
@@ -90,6 +96,26 @@ def infer_roles(
             for offset in range(node.count)
             if in_types[node.first + offset] != out_types[other.first + offset]
         ]
+
+    def may_follow(node: _Subtree, other: _Subtree) -> bool:
+        """Whether results may be the next values of these arguments."""
+        if not derived:
+            return True
+        is_made, num_others = False, 0
+        for offset in range(node.count):
+            own, result = node.first + offset, other.first + offset
+            made_of = derived[result]
+            is_made |= bool(made_of)
+            nearest = min(
+                (
+                    distance
+                    for i, distance in made_of.items()
+                    if next_output[i] is None and in_types[i] == out_types[result]
+                ),
+                default=inf,
+            )
+            num_others += made_of.get(own, inf) > nearest
+        return is_made and 2 * num_others <= node.count
 
     def free(other: _Subtree) -> bool:
         leaves = range(other.first, other.first + other.count)
@@ -109,11 +135,14 @@ def infer_roles(
             if position is not None and len(top) > 1 and position < len(top):
                 other = top[position]
                 same = other.is_leaf and free(other) and not types_match(node, other)
+                same = same and may_follow(node, other)
                 if same and in_types[node.first].rank > 0:
                     tie(node, other)
             return
         sized = (c for c in candidates if c.count == node.count)
         alike = [c for c in sized if c.structure == node.structure and free(c)]
+        if alike and not (alike := [c for c in alike if may_follow(node, c)]):
+            passed_over.add(node.first)
         for other in alike:
             if not types_match(node, other):
                 return tie(node, other)
@@ -133,21 +162,27 @@ def infer_roles(
             match(child, subtree, None)
 
     args, kwargs = inputs
-    first = 0
+    first, later = 0, list[tuple[Any, _Subtree, int]]()
     for position, argument in enumerate(args):
         structure = jax.tree.structure(argument)
         is_leaf = _is_leaf(structure)
         node = _Subtree(structure, first, structure.num_leaves, is_leaf)
         match(argument, node, position)
         first += structure.num_leaves
+        if node.first in passed_over:
+            later.append((argument, node, position))
         top = _top_level(outputs)
         for other in [*top[position : position + 1], candidates[0]]:
-            if not notes and _is_almost(node, other, in_types, out_types):
+            is_known = notes or node.first in passed_over
+            if not is_known and _is_almost(node, other, in_types, out_types):
                 untied = next_output[node.first : first]
                 if all(output is None for output in untied):
                     notes.append(_structure_note(in_paths[node.first], node, other))
     for child, subtree in _children(kwargs, first):
         match(child, subtree, None)
+    for argument, node, position in later:  # the nearest may have another result now
+        if all(next_output[i] is None for i in jax.tree.leaves(argument)):
+            match(argument, node, position)
 
     rest = [
         [

@@ -15,6 +15,7 @@ import jax
 from .. import rules as _rules
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
+from ..frontend.derived_results import derived_results
 from ..frontend.roles import Roles, infer_roles
 from ..frontend.tracing import TracedFunction, trace
 from ..graph.build_graph import PINS, build_graph, tensor_type
@@ -192,8 +193,10 @@ def roles_of(traced: TracedFunction) -> Roles:
     outputs = [tensor_type(var.aval) for var in jaxpr.outvars]
     trees = traced.in_tree, traced.out_tree
     weights: set[int] = set()
+    known = (*trees, inputs, outputs, traced.input_paths)
+    derived = derived_results(jaxpr)
     while True:
-        roles = infer_roles(*trees, inputs, outputs, traced.input_paths, weights)
+        roles = infer_roles(*known, weights, derived)
         found = frozen_models(traced, roles)
         if not found:
             return roles
