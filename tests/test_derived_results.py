@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -45,7 +46,8 @@ def test_distances_count_elementwise_operators_on_the_way() -> None:
 
     square = jnp.ones((4, 4))
     found = derived_results(jax.make_jaxpr(step)(square, square, square).jaxpr)
-    assert found == [{0: 1, 1: 4}, {1: 2}, {0: 0}, {}]
+    distances = [each.distances for each in found]
+    assert distances == [{0: 1, 1: 4}, {1: 2}, {0: 0}, {}]
 
 
 def test_what_loops_branches_and_calls_return_is_made_of_what_they_read() -> None:
@@ -57,7 +59,8 @@ def test_what_loops_branches_and_calls_return_is_made_of_what_they_read() -> Non
 
     square = jnp.ones((4, 4))
     found = derived_results(jax.make_jaxpr(step)(square, square, square).jaxpr)
-    assert found == [{0: 0}, {1: 0}, {1: 1}, {2: 1}, {2: 1}]
+    distances = [each.distances for each in found]
+    assert distances == [{0: 0}, {1: 0}, {1: 1}, {2: 1}, {2: 1}]
 
 
 def test_gradients_leave_the_parameters_as_they_are() -> None:
@@ -100,6 +103,20 @@ def test_a_reference_model_is_not_taken_for_state(optimizer: Any, order: str) ->
         params, state, value = step(*models, state, X)
         assert not any(each.is_deleted() for each in jax.tree.leaves(reference))
         assert np.isfinite(value)
+
+
+def test_state_that_is_updated_as_one_vector_is_still_state() -> None:
+    def step(params: Params, x: jax.Array) -> Params:
+        flat, restore = jax.flatten_util.ravel_pytree(params)
+        gradient, _ = jax.flatten_util.ravel_pytree(jax.grad(loss_of)(params, x))
+        return restore(flat - 0.1 * gradient)
+
+    def gradient_as_one(params: Params, x: jax.Array) -> Params:
+        flat, restore = jax.flatten_util.ravel_pytree(jax.grad(loss_of)(params, x))
+        return restore(flat / jnp.linalg.norm(flat))
+
+    assert state_of(step, params_of(), X) == {"params"}
+    assert state_of(gradient_as_one, params_of(), X) == set()
 
 
 @pytest.mark.parametrize("is_copied", [False, True])

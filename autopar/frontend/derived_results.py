@@ -1,18 +1,16 @@
-"""From which arguments results are made element by element, and in how many operators.
+"""Of which arguments results are made, element by element or moved about.
 
 The next value of state is made so: `p - rate * update` of `p`, a running average of
-what it was, a cache of one slice less. A gradient is not: it comes out of products.
-Where several arguments are alike, the nearest is the one that a result replaces.
+what it was, a cache of one slice less. A gradient is not: it comes out of products and
+sums. Where several arguments are alike, the nearest is the one a result replaces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from ..jax_compat import CALLS, Literal
-
-Distances: TypeAlias = Mapping[int, int]
 
 _ELEMENTWISE = frozenset(
     "abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos"
@@ -22,67 +20,91 @@ _ELEMENTWISE = frozenset(
     " shift_right_logical sharding_constraint sign sin sinh sqrt square stop_gradient"
     " sub tan tanh xor".split()
 )
+_MOVING = frozenset(
+    "all_gather all_gather_invariant all_to_all bitcast_convert_type concatenate"
+    " dynamic_slice expand_dims ffi_call gather io_callback pad pallas_call ppermute"
+    " psum psum_invariant pure_callback reduce_scatter reshape rev slice split squeeze"
+    " transpose".split()
+)
 _WRITING = ("dynamic_update_slice", "scatter")  # into their first operand
-_NOTHING: Distances = {}
 
 
-def derived_results(jaxpr: Any) -> list[Distances]:
-    """By result of a jaxpr: the inputs of its shape that it is made of, elementwise.
+class MadeOf(NamedTuple):
+    """By input of its own shape, the number of elementwise operators to a result.
 
-    Each with the number of operators on the way, 0 for an input that is returned. What
-    a loop carries is made of what it began with.
+    Bit i of `moved` is set if input i comes to it, by what moves elements, too.
     """
-    inputs: list[Distances] = [{i: 0} for i in range(len(jaxpr.invars))]
-    return _results(jaxpr, inputs)
+
+    distances: Mapping[int, int]
+    moved: int
 
 
-def _results(jaxpr: Any, inputs: Sequence[Distances]) -> list[Distances]:
-    found: dict[Any, Distances] = {
-        var: each for var, each in zip(jaxpr.invars, inputs, strict=True) if each
+_NOTHING = MadeOf({}, 0)
+
+
+def derived_results(jaxpr: Any) -> list[MadeOf]:
+    """By result of a jaxpr, the inputs that it is made of; 0 operators returns one.
+
+    What a loop carries is made of what it began with.
+    """
+    return _results(jaxpr, [MadeOf({i: 0}, 1 << i) for i in range(len(jaxpr.invars))])
+
+
+def _results(jaxpr: Any, inputs: Sequence[MadeOf]) -> list[MadeOf]:
+    found: dict[Any, MadeOf] = {
+        var: each for var, each in zip(jaxpr.invars, inputs, strict=True) if each.moved
     }
 
-    def of(atom: Any) -> Distances:
+    def of(atom: Any) -> MadeOf:
         return _NOTHING if isinstance(atom, Literal) else found.get(atom, _NOTHING)
 
     for eqn in jaxpr.eqns:
         operands = [of(atom) for atom in eqn.invars]
-        if not any(operands):
+        if not any(each.moved for each in operands):
             continue
         for var, each in zip(eqn.outvars, _made(eqn, operands), strict=True):
-            if each:
+            if each.moved:
                 found[var] = each
     return [of(atom) for atom in jaxpr.outvars]
 
 
-def _made(eqn: Any, operands: Sequence[Distances]) -> Sequence[Distances]:
+def _made(eqn: Any, operands: Sequence[MadeOf]) -> Sequence[MadeOf]:
     name, params = eqn.primitive.name, eqn.params
     if name == "optimization_barrier":
         return operands
     if name == "cond":
         branches = [_results(b.jaxpr, operands[1:]) for b in params["branches"]]
-        return [_nearest(each, 0) for each in zip(*branches, strict=True)]
+        return [_nearest(each) for each in zip(*branches, strict=True)]
     if name == "while":
         return operands[params["cond_nconsts"] + params["body_nconsts"] :]
-    if name == "scan" or params.get(CALLS.get(name, "")) is not None:
-        body = params[CALLS.get(name, "jaxpr")]
+    body = params.get(CALLS.get(name, ""))
+    if name in ("scan", "shard_map") or body is not None:
+        body = params["jaxpr"] if body is None else body
         made = _results(getattr(body, "jaxpr", body), operands)
         if name == "scan":
             first, count = params["num_consts"], params["num_carry"]
             for i, begun in enumerate(operands[first : first + count]):
-                made[i] = _nearest((made[i], begun), 0)
+                made[i] = _nearest((made[i], begun))
         return made
-    shape = getattr(eqn.outvars[0].aval, "shape", None)
-    if name in _ELEMENTWISE:
-        alike = zip(eqn.invars, operands, strict=True)
-        own = [each for atom, each in alike if atom.aval.shape == shape]
-    else:
-        own = operands[:1] if name.startswith(_WRITING) else []
-    return [_nearest(own, 1), *[_NOTHING] * (len(eqn.outvars) - 1)]
+    return [_of_one(eqn, operands, var.aval) for var in eqn.outvars]
 
 
-def _nearest(several: Sequence[Distances], more: int) -> Distances:
-    found: dict[int, int] = {}
+def _of_one(eqn: Any, operands: Sequence[MadeOf], aval: Any) -> MadeOf:
+    name, shape = eqn.primitive.name, getattr(aval, "shape", None)
+    if name in _MOVING:
+        return MadeOf({}, _nearest(operands).moved)
+    if name.startswith(_WRITING):
+        return _nearest(operands[:1], 1)
+    if name not in _ELEMENTWISE:
+        return _NOTHING
+    alike = zip(eqn.invars, operands, strict=True)
+    return _nearest([each for atom, each in alike if atom.aval.shape == shape], 1)
+
+
+def _nearest(several: Sequence[MadeOf], more: int = 0) -> MadeOf:
+    found, moved = dict[int, int](), 0
     for each in several:
-        for place, distance in each.items():
+        moved |= each.moved
+        for place, distance in each.distances.items():
             found[place] = min(found.get(place, distance + more), distance + more)
-    return found
+    return MadeOf(found, moved)

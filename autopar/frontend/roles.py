@@ -13,7 +13,7 @@ import jax
 
 from ..graph.op_graph import Role, TensorType
 from ..jax_compat import PyTreeDef
-from .derived_results import Distances
+from .derived_results import MadeOf
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def infer_roles(
     out_types: Sequence[TensorType],
     in_paths: Sequence[str],
     weights: Collection[int] = (),
-    derived: Sequence[Distances] = (),
+    derived: Sequence[MadeOf] = (),
 ) -> Roles:
     """State is what comes back with the same tree, shapes and dtypes.
 
@@ -105,16 +105,14 @@ def infer_roles(
         for offset in range(node.count):
             own, result = node.first + offset, other.first + offset
             made_of = derived[result]
-            is_made |= bool(made_of)
-            nearest = min(
-                (
-                    distance
-                    for i, distance in made_of.items()
-                    if next_output[i] is None and in_types[i] == out_types[result]
-                ),
-                default=inf,
-            )
-            num_others += made_of.get(own, inf) > nearest
+            is_made |= made_of.moved > 0
+            distances = [
+                distance
+                for i, distance in made_of.distances.items()
+                if next_output[i] is None and in_types[i] == out_types[result]
+            ]
+            nearest = min(distances, default=inf)
+            num_others += made_of.distances.get(own, inf) > nearest
         return is_made and 2 * num_others <= node.count
 
     def free(other: _Subtree) -> bool:
