@@ -322,3 +322,22 @@ def test_a_hand_edit_that_is_no_legal_spec_is_refused(
     (tmp_path / "plan.json").write_text(json.dumps(document))
     with pytest.raises(PlanFileError, match=reason):
         Plan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_with_an_array_of_no_elements_is_read_again(tmp_path: Path) -> None:
+    def step(rates: jax.Array, values: jax.Array) -> jax.Array:
+        def joined(first: Any, second: Any) -> Any:
+            return first[0] * second[0], second[0] * first[1] + second[1]
+
+        return jax.lax.associative_scan(joined, (rates, values), axis=1)[1]
+
+    of = jax.ShapeDtypeStruct((8, 32, 4), jnp.float32)
+    plan = autopar.parallelize(step, mesh="x:8").plan(of, of)
+    assert any(0 in tensor.shape for tensor in traced_types(step, of, of))
+    plan.save(tmp_path / "plan.json")
+    assert autopar.Plan.load(tmp_path / "plan.json").sharding == plan.sharding
+
+
+def traced_types(step: Any, *args: Any) -> list[Any]:
+    jaxpr = jax.make_jaxpr(step)(*args)
+    return [var.aval for eqn in jaxpr.eqns for var in eqn.outvars]

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 from ..jax_compat import CALLS, Literal
 
 _ELEMENTWISE = frozenset(
-    "abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos"
-    " cosh device_put div erf erf_inv exp exp2 expm1 floor imag integer_pow is_finite"
-    " log log1p logistic max min mul name neg nextafter not or pow pvary real"
-    " reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic"
-    " shift_right_logical sharding_constraint sign sin sinh sqrt square stop_gradient"
-    " sub tan tanh xor".split()
+    "abs add add_any and atan2 autopar_pin cbrt ceil clamp convert_element_type copy"
+    " copy_p cos cosh device_put div erf erf_inv exp exp2 expm1 floor imag"
+    " integer_pow is_finite layout_constraint log log1p logistic max min mul name neg"
+    " nextafter not or pow pvary real reduce_precision rem reshard round rsqrt"
+    " select_n sharding_constraint shift_left shift_right_arithmetic"
+    " shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh"
+    " xor".split()
 )
 _MOVING = frozenset(
     "all_gather all_gather_invariant all_to_all bitcast_convert_type concatenate"
@@ -26,7 +27,8 @@ _MOVING = frozenset(
     " psum psum_invariant pure_callback reduce_scatter reshape rev slice split squeeze"
     " transpose".split()
 )
-_WRITING = ("dynamic_update_slice", "scatter")  # into their first operand
+# Into their first operand, or for it.
+_WRITING = ("autopar_relayout_like", "dynamic_update_slice", "scatter")
 
 
 class MadeOf(NamedTuple):

@@ -20,6 +20,7 @@ from ..state.distributed_array import (
     DistributedArray,
     abstract_leaf,
 )
+from .batched_conditions import with_scalar_conditions
 from .own_rows import with_own_rows
 from .padded_windows import with_padded_windows
 from .transposed_products import with_transposed_products
@@ -156,7 +157,7 @@ def rewritten(closed: Any) -> Any:
     Variables that both have are the same objects, with equal values. Dead code is gone
     before readers are counted.
     """
-    own_rows = with_own_rows(with_padded_windows(closed))
+    own_rows = with_own_rows(with_padded_windows(with_scalar_conditions(closed)))
     return with_transposed_products(dead_code_eliminated(own_rows))
 
 

@@ -113,7 +113,7 @@ def is_legal(shape: Sequence[int], spec: Spec, sizes: Sequence[int]) -> bool:
         if dim >= 0:
             counts[dim] *= sizes[axis]
     return all(
-        size % count == 0 and size >= count
+        count == 1 or (size % count == 0 and size >= count)
         for size, count in zip(shape, counts, strict=True)
     )
 
