@@ -51,6 +51,7 @@ def compiled_bytes(compiled: Any) -> int:
         ("900mb", 900_000_000),
         ("4096", 4096),
         (123, 123),
+        (np.int64(70), 70),
     ],
 )
 def test_a_budget_is_bytes_or_a_text(given: int | str, expected: int) -> None:

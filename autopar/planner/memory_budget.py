@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+import numpy as np
+
 from ..clusters.cluster import Cluster
 
 RESERVED_FRACTION = 0.08
@@ -27,12 +29,12 @@ def parse_budget(given: int | str) -> int:
       TypeError: neither a whole number nor a text.
       ValueError: not positive, or a text that is no number with a unit.
     """
-    if isinstance(given, bool) or not isinstance(given, int | str):
+    if isinstance(given, bool) or not isinstance(given, int | np.integer | str):
         raise TypeError(
             f"`memory_budget` must be bytes a device, but got {given!r} of type "
             f"{type(given).__name__}; {_EXAMPLES}."
         )
-    amount = _parse(given) if isinstance(given, str) else given
+    amount = _parse(given) if isinstance(given, str) else int(given)
     if amount <= 0:
         raise ValueError(
             f"`memory_budget` must be positive, but got {given!r}; {_EXAMPLES}, or "
