@@ -63,7 +63,8 @@ _MOST_FRAMES = 32  # of the user's and of libraries, from the innermost out
 _LIBRARIES = re.compile(
     r"(site|dist)-packages[/\\](flax|haiku|equinox|keras|optax|chex)[/\\]"
 )
-_WITH_BODIES = ("scan", "while", "cond", "shard_map")
+LOOPS = ("scan", "while", "cond")
+_WITH_BODIES = (*LOOPS, "shard_map")
 _KEPT_WHOLE = (  # calls of which JAX drops no operand that the callee does not read
     "custom_jvp_call",
     "custom_vjp_call",

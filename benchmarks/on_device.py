@@ -109,8 +109,8 @@ def measure(
     name, own = CASES[case]
     workload = build(name, **own)
     cluster = autopar.Cluster.load(cluster_path) if cluster_path else None
-    free = autopar.parallelize(workload.step, mesh=mesh, cluster=cluster)
     if budget:
+        free = autopar.parallelize(workload.step, mesh=mesh, cluster=cluster)
         held = free.plan(*workload.abstract()).predicted.peak_bytes
         options["memory_budget"] = int(budget * held)
     step = autopar.parallelize(workload.step, mesh=mesh, cluster=cluster, **options)
@@ -175,7 +175,7 @@ def main() -> int:
         named = {"remat": asked.remat, "offload": asked.offload}
         options = {name: given for name, given in named.items() if given}
         for case in asked.cases:
-            given = (asked.mesh, asked.cluster, asked.rounds, asked.alone, asked.budget)
+            given = asked.mesh, asked.cluster, asked.rounds, asked.alone, asked.budget
             print(json.dumps(asdict(measure(case, *given, **options))), flush=True)
         return 0
     print("|", " | ".join(_COLUMNS), "|")

@@ -13,9 +13,7 @@ import jax
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from ..jax_compat import CALLS, with_eqns, with_jaxpr, with_jaxprs
-
-_LOOPS = ("scan", "while", "cond")
+from ..jax_compat import CALLS, LOOPS, with_eqns, with_jaxpr, with_jaxprs
 
 
 def with_scalar_conditions(closed: Any) -> Any:
@@ -30,7 +28,7 @@ def _rewritten(jaxpr: Any) -> Any:
     eqns: list[Any] = []
     for eqn in jaxpr.eqns:
         kind = eqn.primitive.name
-        if kind in CALLS or kind in _LOOPS:
+        if kind in CALLS or kind in LOOPS:
             eqn = with_jaxprs(eqn, _rewritten)
         if kind == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape:
             eqn = _with_scalar_condition(eqn)

@@ -8,6 +8,8 @@ sums. Where several arguments are alike, the nearest is the one a result replace
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 from ..jax_compat import CALLS, Literal
@@ -94,7 +96,7 @@ def _made(eqn: Any, operands: Sequence[MadeOf]) -> Sequence[MadeOf]:
 def _of_one(eqn: Any, operands: Sequence[MadeOf], aval: Any) -> MadeOf:
     name, shape = eqn.primitive.name, getattr(aval, "shape", None)
     if name in _MOVING:
-        return MadeOf({}, _nearest(operands).moved)
+        return MadeOf({}, reduce(or_, (each.moved for each in operands)))
     if name.startswith(_WRITING):
         return _nearest(operands[:1], 1)
     if name not in _ELEMENTWISE:

@@ -11,9 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from ..jax_compat import CALLS, Literal, with_eqns, with_jaxpr, with_jaxprs
-
-_LOOPS = ("scan", "while", "cond")
+from ..jax_compat import CALLS, LOOPS, Literal, with_eqns, with_jaxpr, with_jaxprs
 
 
 def with_transposed_products(closed: Any) -> Any:
@@ -32,7 +30,7 @@ def _rewritten(jaxpr: Any) -> Any:
     eqns: list[Any] = []
     for eqn in jaxpr.eqns:
         kind = eqn.primitive.name
-        if kind in CALLS or kind in _LOOPS:
+        if kind in CALLS or kind in LOOPS:
             eqn = with_jaxprs(eqn, _rewritten)
         elif kind == "dot_general":
             products[eqn.outvars[0]] = len(eqns)

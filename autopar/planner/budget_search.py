@@ -339,8 +339,9 @@ class BudgetSearch:
 
     def _open_gap(self, met: MetPlans, *, packed: bool) -> float:
         best = met.cheapest(self.budget_bytes, packed=packed)
-        bound = met.bound(self.budget_bytes, packed=packed)
-        return math.inf if best is None else 1 - bound / best.assignment.cost
+        if best is None:
+            return math.inf
+        return 1 - met.bound(self.budget_bytes, packed=packed) / best.assignment.cost
 
     def _enough(self, met: MetPlans, *, packed: bool) -> float:
         """The bound that ends the search where a plan fits: its gap's, or a cutoff.
