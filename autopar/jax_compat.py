@@ -140,6 +140,18 @@ def with_jaxpr(callee: Any, changed: Callable[[Any], Any]) -> Any:
     return callee if jaxpr is callee.jaxpr else ClosedJaxpr(jaxpr, callee.consts)
 
 
+def callee(eqn: Any) -> Any:
+    """What a call calls, a jaxpr, closed or not; None of other equations."""
+    name = CALLS.get(eqn.primitive.name)
+    return name and eqn.params[name if name in eqn.params else "call_jaxpr"]
+
+
+def abstract_value(aval: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an aval, weak if that is."""
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+
+
 def with_eqns(jaxpr: Any, eqns: Sequence[Any]) -> Any:
     """The jaxpr with these equations; itself if they are its own."""
     if [*map(id, eqns)] == [*map(id, jaxpr.eqns)]:

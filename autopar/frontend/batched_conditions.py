@@ -13,7 +13,14 @@ import jax
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
-from ..jax_compat import CALLS, LOOPS, with_eqns, with_jaxpr, with_jaxprs
+from ..jax_compat import (
+    CALLS,
+    LOOPS,
+    abstract_value,
+    with_eqns,
+    with_jaxpr,
+    with_jaxprs,
+)
 
 
 def with_scalar_conditions(closed: Any) -> Any:
@@ -57,14 +64,7 @@ def _with_scalar_condition(eqn: Any) -> Any:
         ]
 
     def of(function: Any, operands: Any) -> Any:
-        kinds = [
-            jax.ShapeDtypeStruct(
-                each.aval.shape,
-                each.aval.dtype,
-                weak_type=getattr(each.aval, "weak_type", False),
-            )
-            for each in operands
-        ]
+        kinds = [abstract_value(each.aval) for each in operands]
         return jax.make_jaxpr(function)(*kinds)
 
     changed = {

@@ -12,7 +12,7 @@ from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
 
-from ..jax_compat import CALLS, Literal
+from ..jax_compat import Literal, callee
 
 _ELEMENTWISE = frozenset(
     "abs add add_any and atan2 autopar_pin cbrt ceil clamp convert_element_type copy"
@@ -81,9 +81,8 @@ def _made(eqn: Any, operands: Sequence[MadeOf]) -> Sequence[MadeOf]:
         return [_nearest(each) for each in zip(*branches, strict=True)]
     if name == "while":
         return operands[params["cond_nconsts"] + params["body_nconsts"] :]
-    body = params.get(CALLS.get(name, ""))
-    if name in ("scan", "shard_map") or body is not None:
-        body = params["jaxpr"] if body is None else body
+    body = params["jaxpr"] if name in ("scan", "shard_map") else callee(eqn)
+    if body is not None:
         made = _results(getattr(body, "jaxpr", body), operands)
         if name == "scan":
             first, count = params["num_consts"], params["num_carry"]

@@ -20,6 +20,7 @@ from ..jax_compat import (
     CALLS,
     DropVar,
     Literal,
+    callee,
     literal_value,
     name_scope,
     source_line,
@@ -249,10 +250,7 @@ class _Builder:
     ) -> Sequence[_Value]:
         kind = eqn.primitive.name
         if kind in CALLS:
-            callee = eqn.params[
-                CALLS[kind] if CALLS[kind] in eqn.params else "call_jaxpr"
-            ]
-            return self.call(eqn, callee, values, block, scope)
+            return self.call(eqn, callee(eqn), values, block, scope)
         if kind not in (SCAN, WHILE, COND):  # their bodies' effects are met in there
             refuse_effects(eqn)
         if all(isinstance(atom, Literal) for atom in eqn.invars) and (

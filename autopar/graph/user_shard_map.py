@@ -16,7 +16,7 @@ import numpy as np
 from ..clusters.cluster import Cluster
 from ..costs.compute import flops, operator_seconds
 from ..errors import FallbackWarning
-from ..jax_compat import CALLS, source_line
+from ..jax_compat import CALLS, callee, source_line
 from ..sharding.collective import Collective, Groups, Surroundings
 from ..sharding.mesh import MeshShape
 from .build_graph import ASSUMED_TRIPS, SHARD_MAP
@@ -134,7 +134,7 @@ def _equations(closed: Any, around: Surroundings) -> Iterator[tuple[Any, Surroun
     for eqn in getattr(closed, "jaxpr", closed).eqns:
         kind, params = eqn.primitive.name, eqn.params
         if kind in CALLS:
-            yield from _equations(params[CALLS[kind]], around)
+            yield from _equations(callee(eqn), around)
         elif kind == "scan":
             yield from _equations(params["jaxpr"], around.in_loop(params["length"]))
         elif kind == "while":

@@ -10,7 +10,12 @@ import jax
 
 from ..frontend.tracing import TracedFunction
 from ..graph.op_graph import Operator, OpGraph
-from ..jax_compat import dead_code_eliminated, equation_context, user_context
+from ..jax_compat import (
+    abstract_value,
+    dead_code_eliminated,
+    equation_context,
+    user_context,
+)
 from ..lowering.blocks import as_array
 from ..microbatches.microbatch_runners import WholeRunner
 from ..rules.attention import bind_backward, bind_forward
@@ -25,10 +30,7 @@ def with_attention(
     def run(*leaves: Any) -> list[Any]:
         return _AttentionRunner(graph, found).run_block(graph.blocks[0], leaves)
 
-    types = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
-        for v in traced.jaxpr.jaxpr.invars
-    ]
+    types = [abstract_value(var.aval) for var in traced.jaxpr.jaxpr.invars]
     arrays = [as_array(value) for value in traced.jaxpr.consts]
     closed = jax.make_jaxpr(lambda *leaves: run(*leaves, *arrays))(*types)
     return replace(traced, jaxpr=dead_code_eliminated(closed))

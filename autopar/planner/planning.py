@@ -22,6 +22,7 @@ from ..graph.build_graph import PINS, build_graph, tensor_type
 from ..graph.constraints import check_returned_pins, warn_ignored_constraints
 from ..graph.op_graph import OpGraph
 from ..graph.user_shard_map import check_shard_maps, user_mesh
+from ..jax_compat import abstract_value
 from ..methods.gather_again import gathering_again, graph_of_plan
 from ..methods.layout_rules import LayoutRules
 from ..methods.methods import Auto, ShardParallel
@@ -179,10 +180,7 @@ def plan_function(
     if options.plan is not None:
         check_shard_maps(graph, plan.sharding.mesh)
         check_against(plan.sharding, graph)
-    types = tuple(
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-        for aval in avals
-    )
+    types = tuple(map(abstract_value, avals))
     return Planned(traced, graph, roles, plan, cluster, types)
 
 

@@ -21,7 +21,7 @@ from jax import lax
 from ..frontend.tracing import TracedFunction
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
-from ..jax_compat import dead_code_eliminated
+from ..jax_compat import abstract_value, dead_code_eliminated
 from ..lowering.blocks import as_array
 from ..microbatches.microbatch_runners import WholeRunner
 from .phases import Phases, stacked_results
@@ -40,10 +40,7 @@ def with_recomputation(
     def run(*leaves: Any) -> list[Any]:
         return _RematRunner(graph, sets).run_block(graph.blocks[0], leaves)
 
-    types = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
-        for v in traced.jaxpr.jaxpr.invars
-    ]
+    types = [abstract_value(var.aval) for var in traced.jaxpr.jaxpr.invars]
     constants = traced.jaxpr.consts
     arrays = [as_array(value) for value in constants]
     closed = jax.make_jaxpr(lambda *leaves: run(*leaves, *arrays))(*types)
