@@ -2,7 +2,8 @@
 
 The predicted peak is a model of the compiler's. Where a program needs more than its
 budget, the model's error on it is taken as the error on its neighbours: the budget is
-lowered by it and the search goes on from what it met. Where nothing is predicted to
+lowered by it and the search goes on from what it met; where that does not do three
+times, what holds half of the budget is asked for. Where nothing is predicted to
 fit, the plan that needs the least is compiled: if its program fits, the budget is
 raised by that error, and if not, what it needs is named. Before anything is refused,
 the cheapest plan of all is compiled, too: of unlike plans the errors are unlike. What a
@@ -210,7 +211,7 @@ def fit_compiled(
         brought a program below the budget.
     """
     least = 0
-    for round_number in range(MOST_CORRECTIONS + 1):
+    for corrections in range(MOST_CORRECTIONS + 2):
         model_bytes = planned.plan.predicted.peak_bytes
         if model_bytes * correction < NEAR * budget_bytes:
             return _corrected(planned, budget_bytes, correction)
@@ -219,7 +220,7 @@ def fit_compiled(
         if seen_bytes <= budget_bytes:
             return _corrected(planned, budget_bytes, correction)
         correction = max(seen_bytes / model_bytes, correction)
-        if round_number == MOST_CORRECTIONS:
+        if corrections > MOST_CORRECTIONS:
             break
         _log.info(
             "%s: compiled for %d bytes a device where %d were predicted and %d are "
@@ -228,6 +229,8 @@ def fit_compiled(
         )
         try:
             lowered = min(budget_bytes / correction, model_bytes * (1 - 1e-3))
+            if corrections == MOST_CORRECTIONS:
+                lowered = min(lowered, NEAR * budget_bytes)
             planned = plan_again(int(lowered))
         except InfeasiblePlanError as error:
             found = ceil((error.least_budget_bytes or 0) * correction)

@@ -39,7 +39,7 @@ _FREE = frozenset(
 )
 _MOVING = frozenset(
     "concatenate convert_element_type copy dynamic_slice dynamic_update_slice gather"
-    " pad real imag rev scatter select_n slice split transpose".split()
+    " pad real imag rev scatter select_n slice split stack transpose unstack".split()
 )
 TRANSCENDENTAL = frozenset(
     "acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma"
@@ -56,7 +56,7 @@ _UNFUSED = frozenset(
     "concatenate copy cumlogsumexp cummax cummin cumprod cumsum dynamic_update_slice"
     " fft gather reduce_window reduce_window_max reduce_window_min reduce_window_sum"
     " rng_bit_generator scatter scatter-add scatter-max scatter-min scatter-mul"
-    " scatter-sub select_and_gather_add select_and_scatter_add sort top_k"
+    " scatter-sub select_and_gather_add select_and_scatter_add sort stack top_k"
     " transpose".split()
 )
 _CONTROL_FLOW = frozenset(

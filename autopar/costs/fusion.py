@@ -44,9 +44,11 @@ _RENAMING = frozenset(
     " stop_gradient".split()
 )
 _MOVING = frozenset(
-    "concatenate dynamic_slice gather pad rev slice split transpose".split()
+    "concatenate dynamic_slice gather pad rev slice split stack transpose"
+    " unstack".split()
 )
-_OPENING = ("concatenate", "pad")
+_JOINING = {"concatenate": "dimension", "stack": "axis"}  # and along what
+_OPENING = (*_JOINING, "pad")
 _INEXPENSIVE = ("cos", "sin", "tan")
 _REDUCING = ("argmax", "argmin", "reduce_")
 _STREAMING = ("reduce_max", "reduce_min", "reduce_sum")
@@ -357,9 +359,9 @@ def _streaming(op: Operator) -> tuple[bool, bool]:
 
 def _joins_minor_dims(op: Operator) -> bool:
     """Whether many arrays, or long rows, are concatenated."""
-    if op.kind != "concatenate":
+    if op.kind not in _JOINING:
         return False
-    kind, dim = op.result_types[0], op.params["dimension"]
+    kind, dim = op.result_types[0], op.params[_JOINING[op.kind]]
     row_bytes = kind.shape[dim] * kind.bytes // max(kind.size, 1)
     is_minor = dim == kind.rank - 1 > 0 and row_bytes >= _ROW_BYTES
     return is_minor or len(op.operands) > _MOST_JOINED

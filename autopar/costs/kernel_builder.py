@@ -9,13 +9,20 @@ import numpy as np
 
 from ..graph.build_graph import BARRIER
 from ..graph.op_graph import Block
-from ..plans.plan_columns import copies_of
 from .barriers import read_besides
+from .block_reads import BlockReads
 from .conversion_nodes import Conversions, add_conversions
 from .equal_rows import equals_among, shared_exponentials
 from .fusion import InMemory, Nodes, Traits, values_in_memory
 from .kernels import Border, KernelBlock, KernelColumns, ValueColumns
-from .loop_operands import by_loop, carries, is_scatter, made_inside, read_again
+from .loop_operands import (
+    by_loop,
+    carries,
+    is_scatter,
+    made_inside,
+    read_again,
+    written_apart,
+)
 from .names import renamed, roots
 from .narrow_floats import with_wide_copies
 from .node_table import NodeTable
@@ -73,73 +80,20 @@ class _Builder:
         self.traits = traits
         self.inner_bytes = inner_bytes
         self.flat, self.wide = frozenset[int](), dict[int, int]()
-        self._find_reads()
-        self._find_conversions()
-        self.equals = equals_among(arrays, self.rows, self.read_start, self.read_spec)
+        self.reads = BlockReads(arrays, block, self.rows)
+        self.equals = equals_among(arrays, self.rows, self.reads.start, self.reads.spec)
         self.renames[list(self.equals)] = True
         self._number_values()
         self._name_values()
-        own = self.conversions, self.value_of, self.of_copies
+        own = self.reads.conversions, self.value_of, self.of_copies
         self.moves = Conversions(*own, arrays)
         self.made = columns, self.rows, self.result_row, self.of_results
-
-    def _find_reads(self) -> None:
-        """[reads] row, tensor and spec of what is read, that of outputs at the end."""
-        arrays, columns = self.arrays, self.arrays.columns
-        chosen = slice(*columns.operand_start[[self.rows.start, self.rows.stop]])
-        tensor = columns.operands[chosen]
-        is_tensor = tensor >= 0
-        row = columns.rows_of_operands[chosen] - self.rows.start
-        specs = arrays.plan.outputs[self.block.index]
-        self.returned = [isinstance(each, int) for each in self.block.outputs]
-        outputs = [each for each in self.block.outputs if isinstance(each, int)]
-        wanted = [
-            arrays.number_of[spec]
-            for spec, is_read in zip(specs, self.returned, strict=True)
-            if is_read
-        ]
-
-        def joined(own: np.ndarray, of_outputs: Sequence[int]) -> np.ndarray:
-            return np.concatenate([own[is_tensor], np.array(of_outputs, np.intp)])
-
-        self.read_row = joined(row, [self.count] * len(outputs))
-        self.read_tensor = joined(tensor, outputs)
-        self.read_spec = joined(arrays.read[chosen], wanted)
-        ends = np.arange(self.count + 2)
-        self.read_start = np.searchsorted(self.read_row, ends)
-
-    def _find_conversions(self) -> None:
-        """[conversions] in the order in which they are first needed."""
-        self._known: dict[tuple[int, int], int] = {}
-        self.conversions: list[tuple[int, int, int, int]] = []
-        made = self.arrays.made[self.read_tensor]
-        self.converted = np.full(len(made), -1)  # [reads] its conversion, if it is one
-        self._copies = copies_of(self.arrays.plan.tensors)
-        at = np.flatnonzero(self.read_spec != made)
-        found = (self.read_tensor[at], self.read_spec[at], self.read_row[at])
-        self.converted[at] = [
-            self._converted(*each)
-            for each in zip(*map(np.ndarray.tolist, found), strict=True)
-        ]
-
-    def _converted(self, tensor: int, spec: int, row: int) -> int:
-        """A conversion: (row, tensor, spec, the conversion that it is made of)."""
-        if (tensor, spec) not in self._known:
-            arrays = self.arrays
-            copies, wanted = self._copies[tensor], arrays.specs[spec]
-            source = next(c.source for c in copies if c.target == wanted)
-            number, before = arrays.number_of[source], -1
-            if number != arrays.made[tensor]:
-                before = self._converted(tensor, number, row)
-            self._known[tensor, spec] = len(self.conversions)
-            self.conversions.append((row, tensor, spec, before))
-        return self._known[tensor, spec]
 
     def _number_values(self) -> None:
         """Inputs, conversions, results, and what has to be passed at a barrier."""
         arrays, columns = self.arrays, self.arrays.columns
         self.inputs = np.array(self.block.inputs, np.intp)
-        copies = np.array(self.conversions, np.intp).reshape(-1, 4)
+        copies = np.array(self.reads.conversions, np.intp).reshape(-1, 4)
         chosen = slice(*columns.result_start[[self.rows.start, self.rows.stop]])
         row = columns.rows_of_results[chosen] - self.rows.start
         is_new = ~self.renames[row]
@@ -190,7 +144,7 @@ class _Builder:
     def _name_values(self) -> None:
         """Other names of values: what renaming rows make. Then, what each read is."""
         columns, rows = self.arrays.columns, self.rows
-        read, copy = (self.read_start, self.read_tensor), self.converted
+        read, copy = (self.reads.start, self.reads.tensor), self.reads.converted
         own = copy >= 0
         same, at = renamed(columns, rows, self.renames, self.equals, read)
         copied = np.flatnonzero(at >= 0)
@@ -198,18 +152,17 @@ class _Builder:
         self.value_of[copied] = self.of_copies[copy[at[copied]]]
         same[copied] = copied
         self.value_of = self.value_of[roots(same)]
-        self.read = self.value_of[self.read_tensor]
+        self.read = self.value_of[self.reads.tensor]
         self.read[own] = self.of_copies[copy[own]]
 
     def _passed(self) -> dict[int, int]:
         """By value of a barrier, what it lets pass."""
-        read = self.read[np.isin(self.read_row, self.barriers)]
+        read = self.read[np.isin(self.reads.row, self.barriers)]
         return dict(zip(self.of_barriers.tolist(), read.tolist(), strict=True))
 
     def build(self) -> KernelBlock:
         """Nodes and their fusion, then a kernel for each that is not fused."""
-        returned = iter(self.read[self.read_start[self.count] :].tolist())
-        outputs = [next(returned) if is_read else None for is_read in self.returned]
+        outputs = self._outputs()
         gone = self.border.stored | self.border.sent
         kept = tuple(
             dict.fromkeys(
@@ -238,12 +191,33 @@ class _Builder:
             self.arrays.is_alone,
         )
 
+    def _outputs(self) -> list[int | None]:
+        """The values that are returned, None for literals.
+
+        Of what a loop makes that reads again what it replaces, it is a copy.
+        """
+        found = iter(self.read[self.reads.start[self.count] :].tolist())
+        outputs = [next(found) if is_read else None for is_read in self.reads.returned]
+        rows, index = self._rows_with_bodies(), self.arrays.columns.index[self.rows]
+        is_made = np.isin(self.result_row, rows)
+        made = self.of_results[is_made].tolist()
+        maker = dict(zip(made, index[self.result_row[is_made]].tolist(), strict=True))
+        pairs = [(old, outputs[new]) for old, new in self.border.replaced]
+        apart = written_apart(self._read_again(), maker, pairs)
+        nothing, first = np.full(len(apart), -1), len(self.values)
+        self.apart = {value: first + k for k, value in enumerate(apart)}
+        self.values = self.values.with_copies(apart, tensor=nothing, spec=nothing)
+        for _, new in self.border.replaced:
+            if (value := outputs[new]) is not None:
+                outputs[new] = self.apart.get(value, value)
+        return outputs
+
     def _fused(
         self, outputs: Sequence[int | None], is_kept: np.ndarray
     ) -> tuple[Nodes, InMemory]:
         """Nodes, and which values are in memory, with what products read in order."""
         apart = self.of_copies[self.moves.gathered], turned_values(*self.made)
-        own = self.rows, self.read_start, self.read_spec, self.read
+        own = self.rows, self.reads.start, self.reads.spec, self.read
         found = self.ordered = ordered_operands(self.arrays, *own, *apart)
         self.values, self.read = with_ordered(found, self.values, self.read)
         nodes, own = self._nodes(outputs), len(self.values)
@@ -273,6 +247,9 @@ class _Builder:
         add_conversions(self.moves, self.values.bytes, self._read_by_loops(), table)
         add_ordered(self.ordered, len(self.values), table)
         self._add_rows(table)
+        pairs = np.array(list(self.apart.items()), np.intp).reshape(-1, 2)
+        own, times = np.arange(len(pairs)), np.full(len(pairs), 2 * self.count + 1)
+        table.add(times, reads=(own, pairs[:, 0]), writes=(own, pairs[:, 1]))
         for time, positions in enumerate((border.stored, border.sent)):
             found = [outputs[position] for position in sorted(positions)]
             read = np.array([value for value in found if value is not None], np.intp)
@@ -289,7 +266,7 @@ class _Builder:
 
     def _read_by_loops(self) -> np.ndarray:
         """The values that rows with bodies read."""
-        return self.read[np.isin(self.read_row, self._rows_with_bodies())]
+        return self.read[np.isin(self.reads.row, self._rows_with_bodies())]
 
     def _add_rows(self, table: NodeTable) -> None:
         """Rows that are no other names, and barriers."""
@@ -300,7 +277,7 @@ class _Builder:
         place[rows] = np.arange(len(rows))
         held = self.values.bytes
         read_bytes, made_bytes = np.zeros((2, self.count + 1), np.int64)
-        np.maximum.at(read_bytes, self.read_row, held[self.read])
+        np.maximum.at(read_bytes, self.reads.row, held[self.read])
         np.maximum.at(made_bytes, self.result_row, held[self.of_results])
         own = self.rows.start + rows
         traits = self.traits.among(own, read_bytes[rows], made_bytes[rows])
@@ -312,9 +289,9 @@ class _Builder:
         barriers, columns = (self.passing_rows, self.of_barriers), self.arrays.columns
         more = (columns, self.rows, self.renames, barriers, self.value_of)
         more = read_besides(*more)
-        own = place[self.read_row]
+        own = place[self.reads.row]
         loops = self._rows_with_bodies()
-        own[made_inside(self.operators, loops, self.read_start)] = -1
+        own[made_inside(self.operators, loops, self.reads.start)] = -1
         reader = np.concatenate([own, place[more[:, 0]]])
         read = np.concatenate([self.read, more[:, 1]])[reader >= 0]
         writer = place[np.concatenate([self.result_row, self.passing_rows])]
@@ -373,12 +350,15 @@ class _Builder:
 
     def _wide(self, nodes: Nodes, named: Mapping[int, int]) -> Nodes:
         """The nodes with wide copies of what CPUs do not compute as it is."""
-        columns, rows = self.arrays.columns, self._rows_with_bodies()
-        loops = by_loop(read_again, self.operators, rows, self.read_start, self.read)
-        read = nodes, self.values, columns, named, loops
+        read = nodes, self.values, self.arrays.columns, named, self._read_again()
         found = with_wide_copies(*read, self._wide_inputs())
         self.values, self.flat, self.wide = found.values, found.flat, dict(found.of)
         return found.nodes
+
+    def _read_again(self) -> dict[int, set[int]]:
+        """By operator, the values that loops read in every iteration."""
+        rows = self._rows_with_bodies()
+        return by_loop(read_again, self.operators, rows, self.reads.start, self.read)
 
     def _wide_inputs(self) -> set[int]:
         """Inputs that are the same in all iterations."""
@@ -396,5 +376,5 @@ class _Builder:
             lambda op, read: carries(
                 op, read, self.value_of[list(op.results)].tolist()
             ),
-            *(self.operators, rows, self.read_start, self.read),
+            *(self.operators, rows, self.reads.start, self.read),
         )

@@ -46,6 +46,25 @@ class ValueColumns(MadeWhenRead[Value]):
     def __len__(self) -> int:
         return len(self.tensor)
 
+    def with_copies(
+        self,
+        of: Sequence[int] | np.ndarray,
+        *,
+        tensor: Sequence[int] | np.ndarray | None = None,
+        spec: Sequence[int] | np.ndarray | None = None,
+        times_wider: int = 1,
+    ) -> ValueColumns:
+        """Values with copies of some at the end, in the block's own memory."""
+        chosen, count = np.asarray(of, np.intp), len(of)
+        return ValueColumns(
+            np.append(self.tensor, self.tensor[chosen] if tensor is None else tensor),
+            np.append(self.spec, self.spec[chosen] if spec is None else spec),
+            np.append(self.bytes, self.bytes[chosen] * times_wider),
+            np.append(self.is_copy, np.ones(count, bool)),
+            np.append(self.is_outside, np.zeros(count, bool)),
+            self.specs,
+        )
+
     def item(self, index: int) -> Value:
         """The value at an index."""
         spec = int(self.spec[index])

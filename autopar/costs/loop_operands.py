@@ -5,7 +5,7 @@ A scatter, too, returns its first operand in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -93,6 +93,24 @@ def read_again(op: Operator, reads: Sequence[int]) -> set[int]:
     read, places = iter(reads), range(len(op.operands))
     by_operand = [-1 if op.is_constant(place) else next(read) for place in places]
     return {each for each in (*by_operand[:first], *by_operand[last:]) if each >= 0}
+
+
+def written_apart(
+    again: Mapping[int, Collection[int]],
+    maker: Mapping[int, int],
+    replaced: Iterable[tuple[int, int | None]],
+) -> list[int]:
+    """Results of loops that read in every iteration what these replace.
+
+    A loop gathers them in other memory, and they are copied at its end.
+
+    Args:
+      again: by loop, what it reads in every iteration.
+      maker: by result of a loop, that loop.
+      replaced: pairs of an input and the result that is returned in its memory.
+    """
+    pairs = [(old, new) for old, new in replaced if new is not None and new in maker]
+    return list(dict.fromkeys(new for old, new in pairs if old in again[maker[new]]))
 
 
 def by_loop(

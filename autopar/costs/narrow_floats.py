@@ -136,7 +136,7 @@ def with_wide_copies(
     apart = own[len(source) :][apart]
     return Widened(
         table.build(),
-        _with_wide(values, more),
+        values.with_copies(more, times_wider=TIMES_WIDER),
         dict(zip(own.tolist(), more.tolist(), strict=True)),
         frozenset(apart.tolist()),
     )
@@ -175,19 +175,6 @@ def _computing(nodes: Nodes, columns: GraphColumns) -> Iterator[tuple[str, np.nd
     yield NARROW, widens[row] & is_apart
     multiplies = np.append(columns.where(_multiplies_float16), False)
     yield NARROW_IN_PRODUCTS, multiplies[row] & is_apart
-
-
-def _with_wide(values: ValueColumns, narrow: np.ndarray) -> ValueColumns:
-    """Values with those of `narrow` in float32 at the end."""
-    count = len(narrow)
-    return ValueColumns(
-        np.append(values.tensor, values.tensor[narrow]),
-        np.append(values.spec, values.spec[narrow]),
-        np.append(values.bytes, values.bytes[narrow] * TIMES_WIDER),
-        np.append(values.is_copy, np.ones(count, bool)),
-        np.append(values.is_outside, np.zeros(count, bool)),
-        values.specs,
-    )
 
 
 def _widens(op: Operator) -> bool:

@@ -122,15 +122,10 @@ def with_ordered(
     read = read.copy()
     for value, each in enumerate(ordered, len(values)):
         read[list(each.reads)] = value
-    source = [each.value for each in ordered]
-    count = len(ordered)
-    more = ValueColumns(
-        np.concatenate([values.tensor, [each.tensor for each in ordered]]),
-        np.concatenate([values.spec, [each.spec for each in ordered]]),
-        np.concatenate([values.bytes, values.bytes[source]]),
-        np.concatenate([values.is_copy, np.ones(count, bool)]),
-        np.concatenate([values.is_outside, np.zeros(count, bool)]),
-        values.specs,
+    more = values.with_copies(
+        [each.value for each in ordered],
+        tensor=[each.tensor for each in ordered],
+        spec=[each.spec for each in ordered],
     )
     return more, read
 

@@ -27,7 +27,7 @@ _MOVING = frozenset(
     "all_gather all_gather_invariant all_to_all bitcast_convert_type concatenate"
     " dynamic_slice expand_dims ffi_call gather io_callback pad pallas_call ppermute"
     " psum psum_invariant pure_callback reduce_scatter reshape rev slice split squeeze"
-    " transpose".split()
+    " stack transpose".split()
 )
 # Into their first operand, or for it.
 _WRITING = ("autopar_relayout_like", "dynamic_update_slice", "scatter")
@@ -94,7 +94,8 @@ def _made(eqn: Any, operands: Sequence[MadeOf]) -> Sequence[MadeOf]:
 
 def _of_one(eqn: Any, operands: Sequence[MadeOf], aval: Any) -> MadeOf:
     name, shape = eqn.primitive.name, getattr(aval, "shape", None)
-    if name in _MOVING:
+    is_whole = name == "broadcast_in_dim" and eqn.invars[0].aval.size == aval.size
+    if name in _MOVING or is_whole:
         return MadeOf({}, reduce(or_, (each.moved for each in operands)))
     if name.startswith(_WRITING):
         return _nearest(operands[:1], 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import inf
 from textwrap import shorten
@@ -69,6 +69,7 @@ def infer_roles(
     in_paths: Sequence[str],
     weights: Collection[int] = (),
     derived: Sequence[MadeOf] = (),
+    donated: Collection[int] = (),
 ) -> Roles:
     """State is what comes back with the same tree, shapes and dtypes.
 
@@ -79,7 +80,8 @@ def infer_roles(
     has the leading size of the batch is the batch. That size is the one that most
     arguments have in all of their leaves, so that many leaves of a frozen model do not
     outvote `x, y`; beside such arguments, one of which half or less has it is no batch.
-    `weights` are leaves that are known to be none.
+    `weights` are leaves that are known to be none, `donated` those that a caller gives
+    away by name: results like them are their next values, whatever those are made of.
     """
     inputs = jax.tree.unflatten(in_tree, range(in_tree.num_leaves))
     outputs = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
@@ -88,6 +90,7 @@ def infer_roles(
     taken: set[int] = set()
     notes: list[str] = []
     passed_over: set[int] = set()  # first leaves of what has results only like it
+    given_away: set[int] = set()
 
     def types_match(node: _Subtree, other: _Subtree) -> list[int]:
         """Offsets of the leaves whose types differ."""
@@ -99,7 +102,8 @@ def infer_roles(
 
     def may_follow(node: _Subtree, other: _Subtree) -> bool:
         """Whether results may be the next values of these arguments."""
-        if not derived:
+        own = range(node.first, node.first + node.count)
+        if not derived or given_away.issuperset(own):
             return True
         is_made, num_others = False, 0
         for offset in range(node.count):
@@ -160,15 +164,14 @@ def infer_roles(
             match(child, subtree, None)
 
     args, kwargs = inputs
-    first, later = 0, list[tuple[Any, _Subtree, int]]()
+    first, arguments = 0, list[tuple[Any, _Subtree, int | None]]()
     for position, argument in enumerate(args):
         structure = jax.tree.structure(argument)
         is_leaf = _is_leaf(structure)
         node = _Subtree(structure, first, structure.num_leaves, is_leaf)
         match(argument, node, position)
         first += structure.num_leaves
-        if node.first in passed_over:
-            later.append((argument, node, position))
+        arguments.append((argument, node, position))
         top = _top_level(outputs)
         for other in [*top[position : position + 1], candidates[0]]:
             is_known = notes or node.first in passed_over
@@ -178,9 +181,18 @@ def infer_roles(
                     notes.append(_structure_note(in_paths[node.first], node, other))
     for child, subtree in _children(kwargs, first):
         match(child, subtree, None)
-    for argument, node, position in later:  # the nearest may have another result now
-        if all(next_output[i] is None for i in jax.tree.leaves(argument)):
-            match(argument, node, position)
+        arguments.append((child, subtree, None))
+
+    def look_again(asked: Callable[[_Subtree], bool]) -> None:
+        for argument, node, position in arguments:
+            untied = all(next_output[i] is None for i in jax.tree.leaves(argument))
+            if untied and asked(node):
+                match(argument, node, position)
+
+    # The nearest may have another result now.
+    look_again(lambda node: node.first in passed_over)
+    given_away.update(donated)
+    look_again(lambda node: node.first in given_away)
 
     rest = [
         [

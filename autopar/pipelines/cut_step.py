@@ -20,8 +20,8 @@ from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_semantics import microbatched
 from ..microbatches.microbatch_step import MicrobatchedStep
 from ..options import Options
-from ..planner.planning import batch_tensors, leaves_of, roles_of
 from ..planner.step_variants import is_movable, nothing_to_offload
+from ..planner.whole_step import batch_tensors, leaves_of, roles_of
 from ..rematerialisation.remat import Remat
 from ..sharding.mesh import MeshShape
 from ..state.leaf_pieces import piece_shardings

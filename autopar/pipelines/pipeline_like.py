@@ -20,7 +20,7 @@ from ..graph.build_graph import build_graph
 from ..graph.op_graph import OpGraph
 from ..methods.methods import PipelineParallel
 from ..options import Options
-from ..planner.planning import batch_tensors, roles_of
+from ..planner.whole_step import batch_tensors, roles_of
 from ..plans.parallel_plan import Plan
 from ..plans.staged_plan import StagedPlan
 from ..sharding.pins import keys_of_paths, parse_pin

@@ -28,7 +28,7 @@ from ..graph.build_graph import build_graph
 from ..methods.methods import PipelineParallel
 from ..microbatches.microbatches import batch_size_of
 from ..options import Options
-from ..planner.planning import batch_tensors, roles_of
+from ..planner.whole_step import batch_tensors, roles_of
 from ..plans.explain import format_bytes, format_seconds
 from ..plans.parallel_plan import Plan
 from .cut_step import CutStep, cut_step

@@ -15,10 +15,9 @@ import jax
 from .. import rules as _rules
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
-from ..frontend.derived_results import derived_results
-from ..frontend.roles import Roles, infer_roles
+from ..frontend.roles import Roles
 from ..frontend.tracing import TracedFunction, trace
-from ..graph.build_graph import PINS, build_graph, tensor_type
+from ..graph.build_graph import PINS, build_graph
 from ..graph.constraints import check_returned_pins, warn_ignored_constraints
 from ..graph.op_graph import OpGraph
 from ..graph.user_shard_map import check_shard_maps, user_mesh
@@ -47,7 +46,6 @@ from .budget_candidates import BudgetCandidates
 from .divided_work import dividing_first, warn_repeated_work
 from .earlier_searches import EarlierSearches
 from .even_share import even_share_bytes, is_long, is_out_of_reach
-from .frozen_models import frozen_models
 from .intra_op import IntraOpSolution, warn_fallbacks
 from .memory_search import NO_BUDGET, Chosen, choose_variant
 from .mesh_search import (
@@ -68,7 +66,13 @@ from .plan_within import plan_least_memory, plan_within
 from .search_work import SearchWork
 from .step_variants import StepVariant, StepVariants
 from .transfers_ahead import graph_sent_ahead, send_ahead
-from .whole_step import TracedWhole, batch_tensors, in_microbatches, leaves_of
+from .whole_step import (
+    TracedWhole,
+    batch_tensors,
+    donated_by_name,
+    in_microbatches,
+    roles_of,
+)
 
 _log = logging.getLogger("autopar")
 assert _rules  # imported so that every rule registers
@@ -95,7 +99,7 @@ class Planned:
         if options.donate_argnums == "auto":
             roles = enumerate(self.roles.roles)
             return tuple(i for i, role in roles if role == "state")
-        return tuple(leaves_of(self.traced, options.donate_argnums, options))
+        return tuple(donated_by_name(self.traced, options))
 
 
 Refused = Callable[[InfeasiblePlanError, TracedWhole], InfeasiblePlanError]
@@ -117,7 +121,7 @@ def plan_function(
     use_compilation_cache()
     traced = trace(fun, args, kwargs)
     avals = [var.aval for var in traced.jaxpr.jaxpr.invars]
-    roles = roles_of(traced)
+    roles = roles_of(traced, donated_by_name(traced, options))
     whole = TracedWhole(fun, traced, build_graph(traced, roles), roles)
     traced, graph = in_microbatches(whole, options)
     cluster = options.cluster or Cluster.local()
@@ -182,23 +186,6 @@ def plan_function(
         check_against(plan.sharding, graph)
     types = tuple(map(abstract_value, avals))
     return Planned(traced, graph, roles, plan, cluster, types)
-
-
-def roles_of(traced: TracedFunction) -> Roles:
-    """Which leaves of a traced function are state and which the batch."""
-    jaxpr = traced.jaxpr.jaxpr
-    inputs = [tensor_type(var.aval) for var in jaxpr.invars]
-    outputs = [tensor_type(var.aval) for var in jaxpr.outvars]
-    trees = traced.in_tree, traced.out_tree
-    weights: set[int] = set()
-    known = (*trees, inputs, outputs, traced.input_paths)
-    derived = derived_results(jaxpr)
-    while True:
-        roles = infer_roles(*known, weights, derived)
-        found = frozen_models(traced, roles)
-        if not found:
-            return roles
-        weights |= found
 
 
 def plan_or_blame_pins(

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from ..frontend.roles import Roles
+from ..frontend.derived_results import derived_results
+from ..frontend.roles import Roles, infer_roles
 from ..frontend.tracing import TracedFunction
-from ..graph.build_graph import build_graph
+from ..graph.build_graph import build_graph, tensor_type
 from ..graph.op_graph import OpGraph
 from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_loop import with_microbatch_loop
 from ..microbatches.microbatch_semantics import microbatched
 from ..options import Options
+from .frozen_models import frozen_models
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +64,32 @@ def batch_tensors(
         return [i.tensor for i in graph.inputs if i.role == "batch"]
     chosen = leaves_of(traced, options.batch_argnums, options)
     return [graph.inputs[leaf].tensor for leaf in chosen]
+
+
+def roles_of(traced: TracedFunction, donated: Collection[int] = ()) -> Roles:
+    """Which leaves of a traced function are state and which the batch.
+
+    `donated` are leaves that are given away by name.
+    """
+    jaxpr = traced.jaxpr.jaxpr
+    inputs = [tensor_type(var.aval) for var in jaxpr.invars]
+    outputs = [tensor_type(var.aval) for var in jaxpr.outvars]
+    trees = traced.in_tree, traced.out_tree
+    weights: set[int] = set()
+    known = (*trees, inputs, outputs, traced.input_paths)
+    derived = derived_results(jaxpr)
+    while True:
+        roles = infer_roles(*known, weights, derived, donated)
+        found = frozen_models(traced, roles)
+        if not found:
+            return roles
+        weights |= found
+
+
+def donated_by_name(traced: TracedFunction, options: Options) -> list[int]:
+    """Leaf positions of the arguments that `donate_argnums` names."""
+    named = options.donate_argnums
+    return [] if named == "auto" else leaves_of(traced, named, options)
 
 
 def leaves_of(

@@ -77,11 +77,40 @@ def test_what_is_far_below_the_budget_is_not_compiled() -> None:
 
 
 def test_programs_that_never_fit_are_refused_with_the_least_seen() -> None:
-    seen = iter([1500, 1300, 1400, 1350])
+    seen = iter([1500, 1300, 1400, 1350, 1320])
     with pytest.raises(InfeasiblePlanError, match="give memory_budget=1300") as raised:
         fit_compiled(of_peak(1000), 1000, lambda _: next(seen), of_peak)
     assert raised.value.least_budget_bytes == 1300
     assert next(seen, None) is None and MOST_CORRECTIONS == 3
+
+
+@pytest.mark.parametrize("holds", [950, 1250])
+def test_the_least_plan_is_tried_where_corrections_do_not_help(holds: int) -> None:
+    """Every program is above the budget by a byte."""
+    asked: list[int] = []
+
+    def plan_again(budget_bytes: int) -> Planned:
+        asked.append(budget_bytes)
+        if budget_bytes < 600:
+            error = InfeasiblePlanError("nothing", 650)
+            error.largest_users = "  1 B  x"
+            raise error
+        return of_peak(budget_bytes)
+
+    def compiled_bytes(planned: Planned) -> int:
+        peak_bytes = planned.plan.predicted.peak_bytes
+        return holds if peak_bytes == 650 else max(1001, round(1.3 * peak_bytes))
+
+    def search() -> Planned:
+        start, least = of_peak(1000), lambda _: of_peak(650)
+        return fit_compiled(start, 1000, compiled_bytes, plan_again, least)
+
+    if holds < 1000:
+        assert search().plan.predicted.peak_bytes == round(650 * 1.3051)
+    else:
+        with pytest.raises(InfeasiblePlanError, match=r"memory_budget=1001,.*\nMost .*\n  1 B  x"):
+            search()
+    assert asked == [769, 768, 767, 500]
 
 
 def test_a_model_that_is_too_low_does_not_break_the_budget(
