@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,6 +42,13 @@ APART = ("cpu-all-reduce-combiner",)
 # again would be kept instead. Where barriers stay, a loop over less than a KiB may not
 # become one kernel: its emitter ends the process at a barrier.
 KEEP_BARRIERS = ("cse_barrier_expander", "small-while-loop-hoisting")
+# The order of kernels that memory is predicted of. XLA's usual one for CPUs, which puts
+# many side by side, holds up to a third more and crashes with some collectives.
+LEAST_MEMORY = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+SCHEDULER_FLAGS = (
+    "xla_cpu_scheduler_type",
+    "xla_cpu_enable_concurrency_optimized_scheduler",
+)
 
 
 class SignatureChanged(Exception):
@@ -194,7 +202,10 @@ def build_program(
 
 
 def _compiler_options(plan: ShardingPlan, mesh: Mesh | AbstractMesh) -> dict[str, str]:
-    """What the compiler of a plan's devices is to leave undone; see `APART`."""
+    """What the compiler of a plan's devices leaves undone, and its order of kernels.
+
+    A scheduler that the user names in `XLA_FLAGS` stays.
+    """
     if isinstance(mesh, Mesh):
         platform = mesh.devices.flat[0].platform
     else:
@@ -207,7 +218,11 @@ def _compiler_options(plan: ShardingPlan, mesh: Mesh | AbstractMesh) -> dict[str
         for op in plan.operators
     )
     left_out = (*APART, *(KEEP_BARRIERS if has_barriers else ()))
-    return {"xla_disable_hlo_passes": ",".join(left_out)}
+    options = {"xla_disable_hlo_passes": ",".join(left_out)}
+    given = os.environ.get("XLA_FLAGS", "")
+    if not any(flag in given for flag in SCHEDULER_FLAGS):
+        options |= LEAST_MEMORY
+    return options
 
 
 @dataclass(frozen=True)

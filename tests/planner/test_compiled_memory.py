@@ -108,7 +108,9 @@ def test_the_least_plan_is_tried_where_corrections_do_not_help(holds: int) -> No
     if holds < 1000:
         assert search().plan.predicted.peak_bytes == round(650 * 1.3051)
     else:
-        with pytest.raises(InfeasiblePlanError, match=r"memory_budget=1001,.*\nMost .*\n  1 B  x"):
+        with pytest.raises(
+            InfeasiblePlanError, match=r"memory_budget=1001,.*\nMost .*\n  1 B  x"
+        ):
             search()
     assert asked == [769, 768, 767, 500]
 

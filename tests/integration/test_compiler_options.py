@@ -1,0 +1,43 @@
+"""How programs are compiled where `XLA_FLAGS` does not say it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import jax.numpy as jnp
+import autopar
+from autopar.audit.memory_use import MemoryUse
+
+def step(ws, x):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return x
+
+ws = jnp.ones((8, 64, 64))
+compiled = autopar.parallelize(step, mesh="x:8").lower(ws, jnp.ones((8, 64))).compile()
+print(compiled.plan.predicted.peak_bytes, MemoryUse.of(compiled.compiled).device_bytes)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_as_told"),
+    [("", True), ("--xla_cpu_enable_concurrency_optimized_scheduler=true", False)],
+    ids=["none", "the user's"],
+)
+def test_programs_run_in_the_order_that_memory_is_predicted_of(
+    flags: str, is_as_told: bool
+) -> None:
+    """XLA's usual order for CPUs makes all slices of the weights first."""
+    flags = f"--xla_force_host_platform_device_count=8 {flags}"
+    found = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told, held = map(int, found.stdout.split()[-2:])
+    assert (told == pytest.approx(held, rel=0.02)) is is_as_told
