@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any
 
 # Position or name, type and value: 1 and True are equal, yet two constants.
@@ -112,8 +113,9 @@ def _check_hashable(where: int | str, value: Any) -> None:
     try:
         hash(value)
     except TypeError as error:
+        shown = shorten(repr(value), 80, placeholder=" ...")
         raise ValueError(
-            f"Static arguments must be hashable, but argument {where!r} is {value!r} "
+            f"Static arguments must be hashable, but argument {where!r} is {shown} "
             f"of type {type(value).__name__}; pass a tuple instead of a list, or leave "
             f"the argument out of static_argnums."
         ) from error

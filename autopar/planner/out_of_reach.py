@@ -1,16 +1,18 @@
 """Refusing a step that no plan should bring near a budget, without a search.
 
 The plan that is known to hold the least then says what budget would do: ZeRO-3 is
-mostly within a tenth of an even share (`even_share.py`).
+mostly within a tenth of an even share (`even_share.py`). Where it is not, a plan that
+near is searched for, but not for long.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ..costs.memory import memory_profile
+from ..errors import InfeasiblePlanError
 from ..graph.op_graph import OpGraph
 from ..methods.gather_again import graph_of_plan
 from ..methods.methods import Auto, ShardParallel
@@ -21,8 +23,11 @@ from .even_share import even_share_bytes
 from .memory_search import NO_BUDGET
 from .memory_users import out_of_reach_error
 
+NEAR_SHARE = 1.1  # times an even share
+NEAR_WORK = 15.0  # seconds of work to find a plan that near
 METHODS = Zero(3), Zero(3, reshard_after_forward=False)
 PlanWith = Callable[[Options], ShardingPlan]
+PlanWithin = Callable[[int], ShardingPlan]
 _log = logging.getLogger("autopar")
 
 
@@ -32,6 +37,7 @@ def refuse_far(
     options: Options,
     budget_bytes: int,
     plan_with: PlanWith | None,
+    plan_within: PlanWithin,
 ) -> None:
     """Refuses a budget that is out of reach, unless one of a few plans fits it.
 
@@ -41,6 +47,7 @@ def refuse_far(
       options: what it was planned with.
       budget_bytes: what a device may hold.
       plan_with: plans the step with other options; None if nothing but `free` counts.
+      plan_within: looks for a plan within bytes of a device, for `NEAR_WORK` at most.
 
     Raises:
       InfeasiblePlanError: none of these plans fits.
@@ -49,11 +56,20 @@ def refuse_far(
     if plan_with is not None and _is_open(options):
         on_mesh = replace(options, mesh=str(free.mesh), memory_budget=NO_BUDGET)
         plans += _frugal(on_mesh, plan_with)
-    least = min(plans, key=lambda plan: plan.predicted.peak_bytes)
+    share = even_share_bytes(graph, free.mesh.size)
+    if _least(plans).predicted.peak_bytes > max(budget_bytes, NEAR_SHARE * share):
+        try:
+            plans.append(plan_within(int(NEAR_SHARE * share)))
+        except InfeasiblePlanError as error:
+            plans += [error.least_plan] if error.least_plan is not None else []
+    least = _least(plans)
     if least.predicted.peak_bytes > budget_bytes:
         profile = memory_profile(graph_of_plan(graph, least), least)
-        share = even_share_bytes(graph, free.mesh.size)
         raise out_of_reach_error(profile, budget_bytes, share)
+
+
+def _least(plans: Sequence[ShardingPlan]) -> ShardingPlan:
+    return min(plans, key=lambda plan: plan.predicted.peak_bytes)
 
 
 def _is_open(options: Options) -> bool:

@@ -58,7 +58,7 @@ from .mesh_search import (
     tell_shapes,
 )
 from .mesh_shapes import default_mesh, mesh_shapes
-from .out_of_reach import refuse_far
+from .out_of_reach import NEAR_WORK, refuse_far
 from .pin_conflicts import PinsByKey, blame_pins
 from .plan_cache import CacheEntry, cache_entry, use_compilation_cache
 from .plan_like import memory_choices, plan_like, without_like
@@ -265,17 +265,17 @@ def plan_graph(
     def plan_on(
         mesh: MeshShape, gap: float, cutoff: float = math.inf
     ) -> IntraOpSolution:
-        return plan_within_budget(mesh, gap, cutoff, budget_bytes)
+        own = work.of_mesh(mesh, is_long(graph)) if is_searched else work
+        return plan_within_budget(mesh, gap, cutoff, budget_bytes, own)
 
     def plan_within_budget(
-        mesh: MeshShape, gap: float, cutoff: float, budget_bytes: int
+        mesh: MeshShape, gap: float, cutoff: float, budget_bytes: int, work: SearchWork
     ) -> IntraOpSolution:
         placed = placement_pins(leaves, graph, mesh)
         pinned = resolve_pins(options.pins, graph, mesh)
         check_returned_pins(graph, pinned, mesh)
         pins = {**placed, **pinned}
         method = options.method
-        own_work = work.of_mesh(mesh, is_long(graph)) if is_searched else work
         if isinstance(method, LayoutRules) and method.is_auto:
             own = restrictions_of(None, options.rules, graph, mesh, batch)
             place = graph, mesh, cluster, batch, budget_bytes
@@ -284,7 +284,7 @@ def plan_graph(
         own = restrictions_of(method, options.rules, graph, mesh, batch)
         restrictions = (*own, *ring_limits(graph, options), *limits)
         if not restrictions:
-            ends = budget_bytes, batch, pins, gap, cutoff, own_work
+            ends = budget_bytes, batch, pins, gap, cutoff, work
             free = free_on.get(mesh)
             known = free if free and free.assignment.gap <= gap else None
             more = known, again, earlier
@@ -299,7 +299,7 @@ def plan_graph(
             restrictions=restrictions,
             gap=gap,
             cutoff=cutoff,
-            work=own_work,
+            work=work,
             earlier=earlier,
         )
 
@@ -317,13 +317,19 @@ def plan_graph(
         return free.plan.predicted.peak_bytes > budget_bytes
 
     def free_plan(mesh: MeshShape, gap: float) -> IntraOpSolution:
-        free_on[mesh] = plan_within_budget(mesh, gap, math.inf, NO_BUDGET)
+        free_on[mesh] = plan_within_budget(mesh, gap, math.inf, NO_BUDGET, work)
         return free_on[mesh]
 
     if is_far:
         shape = mesh or dividing_first(graph, mesh_shapes(cluster))[0]
-        free = plan_within_budget(shape, LOOSE_GAP, math.inf, NO_BUDGET).plan
-        refuse_far(graph, free, options, budget_bytes, None if limits else plan_with)
+        free = plan_within_budget(shape, LOOSE_GAP, math.inf, NO_BUDGET, work).plan
+
+        def plan_near(budget_bytes: int) -> ShardingPlan:
+            own = budget_bytes, SearchWork(NEAR_WORK)
+            return plan_within_budget(shape, LOOSE_GAP, math.inf, *own).plan
+
+        others = None if limits else plan_with
+        refuse_far(graph, free, options, budget_bytes, others, plan_near)
     planner = ShapePlanner(plan_on, free_plan if is_limited else None, binds_on, tell)
     if mesh is None:
         shapes = dividing_first(graph, mesh_shapes(cluster))
