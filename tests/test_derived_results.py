@@ -1,5 +1,6 @@
 """State is what results are made of element by element; gradients replace nothing."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -8,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 import autopar
 from autopar.frontend.derived_results import derived_results
 from autopar.frontend.tracing import trace
+from autopar.jax_compat import with_scan_counts
 from autopar.planner.planning import roles_of
 
 Params = dict[str, jax.Array]
@@ -133,3 +136,22 @@ def test_a_running_average_before_its_model_has_the_result_of_its_own(
 
     traced = trace(step, (params_of(), params_of(1), X), {})
     assert roles_of(traced).next_output[:4] == (2, 3, 0, 1)
+
+
+def test_scans_of_jax_0_11_say_their_counts_otherwise() -> None:
+    """There `ft_in` has the trees of constants, carries and slices."""
+
+    def step(a: jax.Array, b: jax.Array, xs: jax.Array) -> Any:
+        return lax.scan(lambda c, x: (0.9 * c + a.sum() * x, 2 * x), b, xs)
+
+    jaxpr = jax.make_jaxpr(step)(jnp.ones(3), jnp.ones(3), jnp.ones((5, 3))).jaxpr
+    (position,) = (k for k, e in enumerate(jaxpr.eqns) if e.primitive.name == "scan")
+    scan = jaxpr.eqns[position]
+    params = dict(with_scan_counts(scan.params))
+    consts, carry = params.pop("num_consts"), params.pop("num_carry")
+    trees = (0,) * consts, (0,) * carry, (0,) * (len(scan.invars) - consts - carry)
+    params["ft_in"] = SimpleNamespace(unpack=lambda: trees)
+    eqns = list(jaxpr.eqns)
+    eqns[position] = scan.replace(params=params)
+    found = derived_results(jaxpr)
+    assert found[0].distances and derived_results(jaxpr.replace(eqns=eqns)) == found

@@ -12,7 +12,7 @@ from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
 
-from ..jax_compat import Literal, callee
+from ..jax_compat import Literal, callee, with_scan_counts
 
 _ELEMENTWISE = frozenset(
     "abs add add_any and atan2 autopar_pin cbrt ceil clamp convert_element_type copy"
@@ -85,7 +85,8 @@ def _made(eqn: Any, operands: Sequence[MadeOf]) -> Sequence[MadeOf]:
     if body is not None:
         made = _results(getattr(body, "jaxpr", body), operands)
         if name == "scan":
-            first, count = params["num_consts"], params["num_carry"]
+            counts = with_scan_counts(params)
+            first, count = counts["num_consts"], counts["num_carry"]
             for i, begun in enumerate(operands[first : first + count]):
                 made[i] = _nearest((made[i], begun))
         return made
