@@ -13,7 +13,7 @@ from .barriers import read_besides
 from .block_reads import BlockReads
 from .conversion_nodes import Conversions, add_conversions
 from .equal_rows import equals_among, shared_exponentials
-from .fusion import InMemory, Nodes, Traits, values_in_memory
+from .fusion import CUTTING, InMemory, Nodes, Traits, values_in_memory
 from .kernels import Border, KernelBlock, KernelColumns, ValueColumns
 from .loop_operands import (
     by_loop,
@@ -37,6 +37,7 @@ from .product_operands import (
     turned_values,
     with_ordered,
 )
+from .segments import entries
 from .sources import in_post_order, sources
 
 
@@ -272,9 +273,10 @@ class _Builder:
         """Rows that are no other names, and barriers."""
         is_node = ~self.renames
         is_node[self.barriers] = True
-        rows = np.flatnonzero(is_node)
+        parts = self._parts()
+        rows = np.flatnonzero(is_node).repeat(parts[:-1][is_node])
         place = np.full(self.count + 1, -1)
-        place[rows] = np.arange(len(rows))
+        place[rows[::-1]] = np.arange(len(rows))[::-1]  # the first of each
         held = self.values.bytes
         read_bytes, made_bytes = np.zeros((2, self.count + 1), np.int64)
         np.maximum.at(read_bytes, self.reads.row, held[self.read])
@@ -292,9 +294,15 @@ class _Builder:
         own = place[self.reads.row]
         loops = self._rows_with_bodies()
         own[made_inside(self.operators, loops, self.reads.start)] = -1
-        reader = np.concatenate([own, place[more[:, 0]]])
-        read = np.concatenate([self.read, more[:, 1]])[reader >= 0]
-        writer = place[np.concatenate([self.result_row, self.passing_rows])]
+        row = np.append(self.reads.row, more[:, 0])
+        first = np.append(own, place[more[:, 0]])
+        is_there = first >= 0
+        at, reader = entries(first[is_there], parts[row[is_there]])
+        read = np.append(self.read, more[:, 1])[is_there][at]
+        row = self.result_row
+        number = np.arange(len(row)) - np.searchsorted(row, row)  # of the row's results
+        writer = place[np.append(row, self.passing_rows)]
+        writer[: len(row)] += np.where(parts[row] > 1, number, 0)
         table.add(
             2 * rows + 1,
             operator=index,
@@ -308,9 +316,17 @@ class _Builder:
             torn=traits.torn,
             moves=traits.moves,
             inner=inner,
-            reads=(reader[reader >= 0], read),
+            reads=(reader, read),
             writes=(writer, np.concatenate([self.of_results, self.of_barriers])),
         )
+
+    def _parts(self) -> np.ndarray:
+        """[rows + 1] of how many nodes each is: one for each part that is cut."""
+        parts = np.ones(self.count + 1, np.intp)
+        cuts = self.arrays.columns.where(lambda op: op.kind in CUTTING)[self.rows]
+        made = np.bincount(self.result_row, minlength=self.count)
+        parts[:-1][cuts] = np.maximum(made[cuts], 1)
+        return parts
 
     def _rows_with_bodies(self) -> list[int]:
         """Rows of which something inside is known to hold memory."""

@@ -129,3 +129,18 @@ def test_a_guarded_update_runs_in_the_order_in_which_its_norm_is_summed() -> Non
     profile = memory_profile(lowered.graph, lowered.plan.sharding)
     use = MemoryUse.of(lowered.compile().compiled)
     assert profile.peak_bytes == pytest.approx(use.device_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_parts_are_cut_off_one_by_one(is_split: bool) -> None:
+    """Each when a product reads it; XLA has no operator that makes them all."""
+
+    def step(weights: jax.Array, x: jax.Array) -> jax.Array:
+        parts = jnp.split(weights, 8) if is_split else jnp.unstack(weights)
+        for part in parts:
+            x = jnp.tanh(x @ part.reshape(64, 64))
+        return x
+
+    profile, compiled = profile_of(step, jnp.ones((8, 64, 64)), jnp.ones((32, 64)))
+    assert profile.temp_bytes < 3 * 64 * 64 * 4
+    assert profile.peak_bytes == pytest.approx(compiled, rel=0.06)
