@@ -228,7 +228,7 @@ def _without_unread(jaxpr: Any) -> Any:
 
 def _as_plain_call(eqn: Any, callee: Any) -> Any:
     """A call that nothing but the callee belongs to."""
-    if isinstance(callee, Jaxpr):
+    if not hasattr(callee, "consts"):
         callee = ClosedJaxpr(callee, ())
     return eqn.replace(
         primitive=core.primitives.closed_call_p, params={"call_jaxpr": callee}
@@ -288,10 +288,8 @@ def _length(value: Any) -> int:
     """Equations and their operands and results, those of calls and bodies included."""
     if isinstance(value, (tuple, list)):
         return sum(_length(each) for each in value)
-    if isinstance(value, ClosedJaxpr):
-        return _length(value.jaxpr)
-    if not isinstance(value, Jaxpr):
-        return 0
+    if not isinstance(value, Jaxpr):  # since jax 0.11 all are, closed or not
+        return _length(value.jaxpr) if isinstance(value, ClosedJaxpr) else 0
     own = sum(1 + len(eqn.invars) + len(eqn.outvars) for eqn in value.eqns)
     return own + sum(_length(list(eqn.params.values())) for eqn in value.eqns)
 

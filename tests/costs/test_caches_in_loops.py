@@ -112,8 +112,9 @@ def test_a_cache_is_told_as_often_as_it_lies_there(
     found = planned(*given)
     for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-4)
-    planned(WEIGHTS, found[1], X, jnp.int32(6))
-    assert all(each.is_deleted() for each in jax.tree.leaves(found[1]))
+    _, cache = planned(WEIGHTS, found[1], X, jnp.int32(6))  # not compared, so not held
+    planned(WEIGHTS, cache, X, jnp.int32(7))
+    assert all(each.is_deleted() for each in jax.tree.leaves(cache))
 
 
 def test_state_that_is_made_of_something_else_is_tied_where_it_is_given_away() -> None:
