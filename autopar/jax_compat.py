@@ -217,7 +217,7 @@ def _without_unread(jaxpr: Any) -> Any:
         if kind in CALLS or kind in _WITH_BODIES:
             eqn = with_jaxprs(eqn, _without_unread)
         if kind in _KEPT_WHOLE:
-            eqn = _as_plain_call(eqn, eqn.params[CALLS[kind]])
+            eqn = _as_plain_call(eqn, callee(eqn))
         elif kind == "while":
             eqn = _while_without_unread(eqn, [id(v) in read for v in eqn.outvars])
         elif kind == "custom_linear_solve":

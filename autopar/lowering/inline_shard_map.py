@@ -17,6 +17,7 @@ from ..jax_compat import (
     CALLS,
     Literal,
     bind,
+    callee,
     equation_context,
     literal_value,
     with_scan_counts,
@@ -47,10 +48,10 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[An
     return [value_of(atom) for atom in jaxpr.outvars]
 
 
-def _call(callee: Any, args: Sequence[Any]) -> list[Any]:
-    if hasattr(callee, "jaxpr"):
-        return _evaluate(callee.jaxpr, callee.consts, args)
-    return _evaluate(callee, (), args)
+def _call(called: Any, args: Sequence[Any]) -> list[Any]:
+    if hasattr(called, "jaxpr"):
+        return _evaluate(called.jaxpr, called.consts, args)
+    return _evaluate(called, (), args)
 
 
 def _equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
@@ -60,7 +61,7 @@ def _equation(eqn: Any, operands: Sequence[Any]) -> list[Any]:
     if kind in CALLS:
         if params.get("prevent_cse"):  # remat: joined with the first run otherwise
             operands = lax.optimization_barrier(list(operands))
-        return _call(params[CALLS[kind]], operands)
+        return _call(callee(eqn), operands)
     if kind in _REBOUND:
         return _REBOUND[kind](params, operands)
     return bind(eqn.primitive, operands, params)
