@@ -17,6 +17,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
+from autopar.lowering.channels import number_channels
 from autopar.lowering.exported_program import ExportedProgram, ShardedType
 from autopar.lowering.programs import PipelineProgram, StageProgram
 
@@ -145,7 +146,10 @@ def compile_code(
     )
     arguments, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
     options: dict[str, str | bool] = {**code.compiler_options}
-    compiled = jitted.lower(*arguments).compile(options)
+    lowered = jitted.lower(*arguments)
+    if jax.default_backend() == "cpu":
+        lowered = number_channels(lowered)
+    compiled = lowered.compile(options)
 
     def run(values: Sequence[Any]) -> Sequence[Any]:
         return compiled(tuple(constants), *values)

@@ -26,6 +26,7 @@ from ..jax_compat import path_in_cpp as path_in_cpp
 from ..plans.plan import ShardingPlan
 from ..rules.halos import RING
 from ..sharding.resharding import Resharder
+from .channels import number_channels
 from .host_memory import HostLeaves, at_host, host_bytes
 from .spmd import input_shardings, output_shardings, spmd_function
 
@@ -119,12 +120,17 @@ class SpmdProgram:
     @cached_property
     def _lowered(self) -> jax.stages.Lowered:
         if isinstance(self.mesh, Mesh):
-            return self.jitted.lower(self.constants, *self.argument_types)
+            lowered = self.jitted.lower(self.constants, *self.argument_types)
+            return self._numbered(lowered)
         shapes = tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in self.constants)
         device = self.mesh.abstract_device
         assert device is not None, "a mesh of other hosts says what its devices are"
         traced = self.jitted.trace(shapes, *self.argument_types)
-        return traced.lower(lowering_platforms=(device.platform,))
+        return self._numbered(traced.lower(lowering_platforms=(device.platform,)))
+
+    def _numbered(self, lowered: jax.stages.Lowered) -> jax.stages.Lowered:
+        is_for_cpus = platform_of(self.mesh) == "cpu"
+        return number_channels(lowered) if is_for_cpus else lowered
 
     @cached_property
     def _compiled(self) -> jax.stages.Compiled:
@@ -201,17 +207,19 @@ def build_program(
     )
 
 
+def platform_of(mesh: Mesh | AbstractMesh) -> str:
+    """That of a mesh's devices; empty if an abstract one does not say."""
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].platform
+    return mesh.abstract_device.platform if mesh.abstract_device is not None else ""
+
+
 def _compiler_options(plan: ShardingPlan, mesh: Mesh | AbstractMesh) -> dict[str, str]:
     """What the compiler of a plan's devices leaves undone, and its order of kernels.
 
     A scheduler that the user names in `XLA_FLAGS` stays.
     """
-    if isinstance(mesh, Mesh):
-        platform = mesh.devices.flat[0].platform
-    else:
-        device = mesh.abstract_device
-        platform = device.platform if device is not None else ""
-    if platform != "cpu":
+    if platform_of(mesh) != "cpu":
         return {}
     has_barriers = any(
         op.kind == BARRIER or any(name.startswith(RING) for name in op.factors)
