@@ -17,8 +17,11 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from autopar.lowering.channels import number_channels
-from autopar.lowering.exported_program import ExportedProgram, ShardedType
+from autopar.lowering.exported_program import (
+    ExportedProgram,
+    ShardedType,
+    number_channels,
+)
 from autopar.lowering.programs import PipelineProgram, StageProgram
 
 from .ray_arrays import Block, HostShards

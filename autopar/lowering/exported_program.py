@@ -14,6 +14,7 @@ import numpy as np
 from jax import export
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from .channels import number_channels as number_channels
 from .host_memory import HOST
 from .programs import SpmdProgram
 
