@@ -115,10 +115,7 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "")
-        + " --xla_force_host_platform_device_count=8"
-        # The order of kernels that the model is made after; the other needs more.
-        + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     )
     columns = (
         "model mesh budget predicted compiled ratio corrected told state gap".split()

@@ -149,9 +149,7 @@ def compile_code(
     )
     arguments, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
     options: dict[str, str | bool] = {**code.compiler_options}
-    lowered = jitted.lower(*arguments)
-    if jax.default_backend() == "cpu":
-        lowered = number_channels(lowered)
+    lowered = number_channels(jitted.lower(*arguments), jax.default_backend())
     compiled = lowered.compile(options)
 
     def run(values: Sequence[Any]) -> Sequence[Any]:

@@ -43,11 +43,10 @@ _RENAMING = frozenset(
     "copy device_put expand_dims layout_constraint name reshape squeeze"
     " stop_gradient".split()
 )
+CUTTING = ("split", "unstack")
 _MOVING = frozenset(
     "concatenate dynamic_slice gather pad rev slice stack transpose".split()
-)
-CUTTING = ("split", "unstack")
-_MOVES = _MOVING.union(CUTTING)
+).union(CUTTING)
 _JOINING = {"concatenate": "dimension", "stack": "axis"}  # and along what
 _OPENING = (*_JOINING, "pad")
 _INEXPENSIVE = ("cos", "sin", "tan")
@@ -97,7 +96,7 @@ class Traits:
             count = sum(isinstance(operand, int) for operand in op.operands)
             renames = _is_renaming(op) and count == len(op.results)
             more = op.kind in _OPENING, _joins_minor_dims(op), *_streaming(op)
-            found.append((renames, *_classes(op), *more, op.kind in _MOVES))
+            found.append((renames, *_classes(op), *more, op.kind in _MOVING))
         table = np.array(found, bool).reshape(-1, 9)[columns.alike]
         table[_divides_by_shared_scalar(columns), 1:3] = False, True
         renames, is_cheap, is_expensive, *_ = table.T
@@ -315,7 +314,7 @@ def _classes(op: Operator) -> tuple[bool, bool, bool]:
         return False, False, False
     reducing = op.kind.startswith(_REDUCING)
     expensive = op.kind.startswith(_RANDOM) or _is_expensive(op)
-    fusable = op.kind in _MOVES or is_fusable(op.kind) or sums_nothing(op)
+    fusable = op.kind in _MOVING or is_fusable(op.kind) or sums_nothing(op)
     return fusable and not (expensive or reducing), expensive, reducing
 
 

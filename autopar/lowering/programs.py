@@ -121,16 +121,13 @@ class SpmdProgram:
     def _lowered(self) -> jax.stages.Lowered:
         if isinstance(self.mesh, Mesh):
             lowered = self.jitted.lower(self.constants, *self.argument_types)
-            return self._numbered(lowered)
+            return number_channels(lowered, platform_of(self.mesh))
         shapes = tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in self.constants)
         device = self.mesh.abstract_device
         assert device is not None, "a mesh of other hosts says what its devices are"
         traced = self.jitted.trace(shapes, *self.argument_types)
-        return self._numbered(traced.lower(lowering_platforms=(device.platform,)))
-
-    def _numbered(self, lowered: jax.stages.Lowered) -> jax.stages.Lowered:
-        is_for_cpus = platform_of(self.mesh) == "cpu"
-        return number_channels(lowered) if is_for_cpus else lowered
+        lowered = traced.lower(lowering_platforms=(device.platform,))
+        return number_channels(lowered, device.platform)
 
     @cached_property
     def _compiled(self) -> jax.stages.Compiled:

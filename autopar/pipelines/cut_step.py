@@ -21,7 +21,7 @@ from ..microbatches.microbatch_semantics import microbatched
 from ..microbatches.microbatch_step import MicrobatchedStep
 from ..options import Options
 from ..planner.step_variants import is_movable, nothing_to_offload
-from ..planner.whole_step import batch_tensors, leaves_of, roles_of
+from ..planner.whole_step import batch_tensors, donated_by_name, roles_of
 from ..rematerialisation.remat import Remat
 from ..sharding.mesh import MeshShape
 from ..state.leaf_pieces import piece_shardings
@@ -333,7 +333,7 @@ def _kept(
     """Paths of the leaf pieces whose buffers the user wants to keep."""
     if options.donate_argnums == "auto":
         return frozenset()
-    donated = leaves_of(whole, options.donate_argnums, options)
+    donated = donated_by_name(whole, options)
     paths, kept = iter(pieced.traced.input_paths), set()
     for position, lengths in enumerate(pieced.input_lengths):
         own = [next(paths) for _ in lengths or (0,)]

@@ -61,7 +61,8 @@ def refuse_far(
         try:
             plans.append(plan_within(int(NEAR_SHARE * share)))
         except InfeasiblePlanError as error:
-            plans += [error.least_plan] if error.least_plan is not None else []
+            if error.least_plan is not None:
+                plans.append(error.least_plan)
     least = _least(plans)
     if least.predicted.peak_bytes > budget_bytes:
         profile = memory_profile(graph_of_plan(graph, least), least)
