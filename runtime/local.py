@@ -204,7 +204,7 @@ def run_once(program: SpmdProgram, leaves: Sequence[Any]) -> list[Any]:
 
     def dispatch() -> list[Any]:
         with DISPATCH:
-            return program.jitted(program.constants, *placed)
+            return program.compile()(program.constants, *placed)
 
     return program.watched(dispatch)
 
