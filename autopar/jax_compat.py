@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,9 +17,11 @@ from jax._src import distributed, tree_util
 from jax._src import pjit as _pjit
 from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
 from jax._src.array import ArrayImpl
+from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla
 from jax._src.lib import _jax
 from jax.core import Tracer as Tracer
+from jax.experimental.layout import Layout
 from jax.extend import core, source_info_util
 from jax.interpreters import ad as ad
 from jax.interpreters import batching as batching
@@ -39,8 +42,10 @@ Literal = core.Literal
 Var = core.Var
 DropVar = core.DropVar
 
+dce_jaxpr: Any = partial_eval.dce_jaxpr
 _in_cpp: Any = _jax
 _jitted: Any = _pjit
+_lowering: Any = _mlir
 _settings: Any = _config
 NO_MESH = AbstractMesh((), ())
 _MESH_PARAMS = ("sharding", "out_sharding")
@@ -59,19 +64,12 @@ CALLS = {  # where each keeps what it calls
     "composite": "jaxpr",
     "eval_jaxpr": "jaxpr",
 }
+_LOWERED_BY_TRACE = _lowering.lower_fun(abs).__code__
 _MOST_FRAMES = 32  # of the user's and of libraries, from the innermost out
 _LIBRARIES = re.compile(
     r"(site|dist)-packages[/\\](flax|haiku|equinox|keras|optax|chex)[/\\]"
 )
 LOOPS = ("scan", "while", "cond")
-_WITH_BODIES = (*LOOPS, "shard_map")
-_KEPT_WHOLE = (  # calls of which JAX drops no operand that the callee does not read
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_partitioning",
-    "custom_vmap_call",
-    "composite",
-)
 
 
 def distributed_store() -> Any:
@@ -132,12 +130,70 @@ def path_in_cpp(
     return path._replace(out_pytree_def=tree)
 
 
+class _OfAnyElementSize(Layout):
+    """Equal to a layout that does not tell the bits of its elements."""
+
+    __hash__ = Layout.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        order, tiling = self.major_to_minor, self.tiling
+        is_layout = isinstance(other, Layout)
+        return is_layout and (other.major_to_minor, other.tiling) == (order, tiling)
+
+
+def compiled(lowered: Any, options: Mapping[str, str], devices: Any = None) -> Any:
+    """A lowered program compiled; it takes 4-bit arrays as jitted functions do.
+
+    The layouts of these arrays do not tell the bits of an element, and those of a
+    program do.
+    """
+    made = lowered.compile({**options}, device_assignment=devices)
+    layouts = made._executable._xla_in_layouts
+    layouts[:] = [
+        _OfAnyElementSize(layout.major_to_minor, layout.tiling)
+        if layout is not None and layout.sub_byte_element_size_in_bits
+        else layout
+        for layout in layouts
+    ]
+    return made
+
+
 def with_jaxpr(callee: Any, changed: Callable[[Any], Any]) -> Any:
     """A jaxpr, closed or not, `changed`; itself if that is what `changed` returns."""
     if not isinstance(callee, ClosedJaxpr):
         return changed(callee)
     jaxpr = changed(callee.jaxpr)
     return callee if jaxpr is callee.jaxpr else ClosedJaxpr(jaxpr, callee.consts)
+
+
+def plain_call(eqn: Any, callee: Any) -> Any:
+    """The equation as a call of a jaxpr, closed or not, that nothing else belongs to.
+
+    Names of arguments go: of functions with custom derivatives, JAX names more than
+    the jaxpr has, and asserts later.
+    """
+    jaxpr, consts = callee, ()
+    if hasattr(callee, "consts"):
+        jaxpr, consts = callee.jaxpr, callee.consts
+    nameless = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    params = {"call_jaxpr": ClosedJaxpr(jaxpr.replace(debug_info=nameless), consts)}
+    return eqn.replace(primitive=core.primitives.closed_call_p, params=params)
+
+
+def implementation(primitive: Any) -> Callable[..., Any] | None:
+    """The function that a primitive is lowered as; None if it has code of its own.
+
+    Of a primitive that cannot be lowered it is the one of calls outside of `jit`.
+    """
+    by_platform = _lowering._platform_specific_lowerings.values()
+    tables = [_lowering._lowerings, *by_platform]
+    rules = [table[primitive].rule for table in tables if primitive in table]
+    if not rules:
+        return primitive.impl
+    codes = [getattr(rule, "__code__", None) for rule in rules]
+    if len(rules) > 1 or codes != [_LOWERED_BY_TRACE]:
+        return None
+    return inspect.getclosurevars(rules[0]).nonlocals["fun"]
 
 
 def callee(eqn: Any) -> Any:
@@ -176,122 +232,6 @@ def with_jaxprs(eqn: Any, changed: Callable[[Any], Any]) -> Any:
     if all(params[name] is value for name, value in eqn.params.items()):
         return eqn
     return eqn.replace(params=params)
-
-
-def dead_code_eliminated(closed: Any) -> Any:
-    """The same jaxpr without equations that no output needs; inputs stay all.
-
-    Repeated until nothing goes: what a loop hands on unread is dead code, too. Rules of
-    derivatives go as well: what only they need is dead, and the rest becomes a plain
-    call, of which JAX drops what is not read. What is carried around a scan only to be
-    carried around a while loop in its body stays.
-    """
-    jaxpr = closed.jaxpr
-    while True:
-        outputs = [True] * len(jaxpr.outvars)
-        jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, outputs, instantiate=True)
-        shorter = _without_unread(jaxpr)
-        if shorter is jaxpr:
-            return ClosedJaxpr(jaxpr, closed.consts)
-        jaxpr = shorter
-
-
-def branches_of_outputs(
-    branches: Sequence[Any], is_kept: Sequence[bool]
-) -> tuple[tuple[Any, ...], list[bool]]:
-    """Branches of a cond that make some outputs, and which operands they read."""
-    used = [partial_eval.dce_jaxpr(each.jaxpr, is_kept)[1] for each in branches]
-    reads = [any(of_operand) for of_operand in zip(*used, strict=True)]
-    shorter = [partial_eval.dce_jaxpr(b.jaxpr, is_kept, reads)[0] for b in branches]
-    closed = zip(shorter, branches, strict=True)
-    return tuple(ClosedJaxpr(jaxpr, whole.consts) for jaxpr, whole in closed), reads
-
-
-def _without_unread(jaxpr: Any) -> Any:
-    """No call, while loop or solve is given what it does not read, here or inside."""
-    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
-    read |= {id(v) for v in jaxpr.outvars}
-    eqns = []
-    for eqn in jaxpr.eqns:
-        kind = eqn.primitive.name
-        if kind in CALLS or kind in _WITH_BODIES:
-            eqn = with_jaxprs(eqn, _without_unread)
-        if kind in _KEPT_WHOLE:
-            eqn = _as_plain_call(eqn, callee(eqn))
-        elif kind == "while":
-            eqn = _while_without_unread(eqn, [id(v) in read for v in eqn.outvars])
-        elif kind == "custom_linear_solve":
-            eqn = _only_solution(eqn)
-        eqns.append(eqn)
-    return with_eqns(jaxpr, eqns)
-
-
-def _as_plain_call(eqn: Any, callee: Any) -> Any:
-    """A call that nothing but the callee belongs to."""
-    if not hasattr(callee, "consts"):
-        callee = ClosedJaxpr(callee, ())
-    return eqn.replace(
-        primitive=core.primitives.closed_call_p, params={"call_jaxpr": callee}
-    )
-
-
-def _only_solution(eqn: Any) -> Any:
-    """A linear solve as a call of its solution: the rest is for derivatives only."""
-    sizes, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
-    first = sizes.matvec + sizes.vecmat
-    right_sides = eqn.invars[first + sizes.solve + sizes.transpose_solve :]
-    given = [*eqn.invars[first : first + sizes.solve], *right_sides]
-    return _as_plain_call(eqn.replace(invars=given), solve)
-
-
-def _while_without_unread(eqn: Any, read: Sequence[bool]) -> Any:
-    """A loop without constants and carries that matter neither to it nor after it.
-
-    `read` says which of its results are. JAX itself drops nothing from while loops.
-    """
-    params = eqn.params
-    condition, body = params["cond_jaxpr"], params["body_jaxpr"]
-    num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
-    _, used = partial_eval.dce_jaxpr(condition.jaxpr, [True])
-    carried = [a or b for a, b in zip(used[num_cond:], read, strict=True)]
-    while True:
-        kept = [False] * num_body + carried
-        shorter, used = partial_eval.dce_jaxpr(body.jaxpr, carried, instantiate=kept)
-        body_consts, reached = used[:num_body], used[num_body:]
-        if reached == carried:
-            break
-        carried = reached
-    kept = [False] * num_cond + carried
-    test, used = partial_eval.dce_jaxpr(condition.jaxpr, [True], instantiate=kept)
-    cond_consts = used[:num_cond]
-    if (
-        all((*cond_consts, *body_consts, *carried))
-        and _length(test) == _length(condition.jaxpr)
-        and _length(shorter) == _length(body.jaxpr)
-    ):
-        return eqn
-    given = [*cond_consts, *body_consts, *carried]
-    return eqn.replace(
-        invars=[v for v, keep in zip(eqn.invars, given, strict=True) if keep],
-        outvars=[v for v, keep in zip(eqn.outvars, carried, strict=True) if keep],
-        params={
-            **params,
-            "cond_jaxpr": condition.replace(jaxpr=test),
-            "body_jaxpr": body.replace(jaxpr=shorter),
-            "cond_nconsts": sum(cond_consts),
-            "body_nconsts": sum(body_consts),
-        },
-    )
-
-
-def _length(value: Any) -> int:
-    """Equations and their operands and results, those of calls and bodies included."""
-    if isinstance(value, (tuple, list)):
-        return sum(_length(each) for each in value)
-    if not isinstance(value, Jaxpr):  # since jax 0.11 all are, closed or not
-        return _length(value.jaxpr) if isinstance(value, ClosedJaxpr) else 0
-    own = sum(1 + len(eqn.invars) + len(eqn.outvars) for eqn in value.eqns)
-    return own + sum(_length(list(eqn.params.values())) for eqn in value.eqns)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from autopar.lowering.exported_program import (
     ShardedType,
     number_channels,
 )
-from autopar.lowering.programs import PipelineProgram, StageProgram
+from autopar.lowering.programs import PipelineProgram, StageProgram, compiled
 
 from .ray_arrays import Block, HostShards
 from .ray_job import HostJob
@@ -148,12 +148,11 @@ def compile_code(
         donate_argnums=tuple(1 + position for position in code.donated),
     )
     arguments, _ = jax.tree.unflatten(exported.in_tree, exported.in_avals)
-    options: dict[str, str | bool] = {**code.compiler_options}
     lowered = number_channels(jitted.lower(*arguments), jax.default_backend())
-    compiled = lowered.compile(options)
+    program = compiled(lowered, code.compiler_options)
 
     def run(values: Sequence[Any]) -> Sequence[Any]:
-        return compiled(tuple(constants), *values)
+        return program(tuple(constants), *values)
 
     return run
 

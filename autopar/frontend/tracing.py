@@ -14,13 +14,15 @@ import numpy as np
 from jax.sharding import AxisType, get_abstract_mesh, use_abstract_mesh
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from ..jax_compat import PyTreeDef, dead_code_eliminated
+from ..jax_compat import PyTreeDef
 from ..state.distributed_array import (
     AbstractDistributedArray,
     DistributedArray,
     abstract_leaf,
 )
 from .batched_conditions import with_scalar_conditions
+from .dead_code import dead_code_eliminated
+from .implementations import with_implementations
 from .own_rows import with_own_rows
 from .padded_windows import with_padded_windows
 from .transposed_products import with_transposed_products
@@ -157,7 +159,8 @@ def rewritten(closed: Any) -> Any:
     Variables that both have are the same objects, with equal values. Dead code is gone
     before readers are counted.
     """
-    own_rows = with_own_rows(with_padded_windows(with_scalar_conditions(closed)))
+    closed = with_scalar_conditions(with_implementations(closed))
+    own_rows = with_own_rows(with_padded_windows(closed))
     return with_transposed_products(dead_code_eliminated(own_rows))
 
 

@@ -20,6 +20,7 @@ from ..jax_compat import PyTreeDef as PyTreeDef
 from ..jax_compat import Tracer, weakly_typed
 from ..jax_compat import bits_of as bits_of
 from ..jax_compat import call_in_cpp as call_in_cpp
+from ..jax_compat import compiled as compiled
 from ..jax_compat import distributed_store as distributed_store
 from ..jax_compat import is_checking_values as is_checking_values
 from ..jax_compat import path_in_cpp as path_in_cpp
@@ -131,9 +132,8 @@ class SpmdProgram:
 
     @cached_property
     def _compiled(self) -> jax.stages.Compiled:
-        options: dict[str, str | bool] = {**self.compiler_options}
         if isinstance(self.mesh, Mesh):
-            return self._lowered.compile(options)
+            return compiled(self._lowered, self.compiler_options)
         here = tuple(jax.devices()[: self.mesh.size])
         if len(here) < self.mesh.size:
             raise RuntimeError(
@@ -142,7 +142,7 @@ class SpmdProgram:
                 f"{len(here)}. Start it with XLA_FLAGS=--xla_force_host_platform_"
                 f"device_count={self.mesh.size}, or call the step."
             )
-        return self._lowered.compile(options, device_assignment=here)
+        return compiled(self._lowered, self.compiler_options, here)
 
 
 def build_program(

@@ -12,7 +12,8 @@ from typing import Any
 
 import networkx
 
-from ..jax_compat import branches_of_outputs, with_eqns, with_jaxpr
+from ..frontend.dead_code import branches_of_outputs
+from ..jax_compat import with_eqns, with_jaxpr
 
 
 def with_divided_branches(closed: Any) -> Any:

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import jax
 
+from ..frontend.dead_code import dead_code_eliminated
 from ..frontend.roles import Roles
 from ..frontend.tracing import TracedFunction
 from ..graph.op_graph import OpGraph
-from ..jax_compat import dead_code_eliminated
 from ..lowering.blocks import as_array
 from ..sharding.pins import spellings
 from .piece_flow import Cut, PieceFlow

@@ -179,10 +179,11 @@ class Pipeline:
         """
         if self.planned.cluster.ray_hosts is not None:
             return ()  # the hosts compile their own
-        lowered = [each.program.lower() for each in self.pieces]
+        programs = [each.program for each in self.pieces]
+        for program in programs:
+            program.lower()  # here, under the caller's settings
         with ThreadPoolExecutor(thread_name_prefix="autopar-compile") as threads:
-            list(threads.map(lambda each: each.compile(), lowered))  # JAX keeps them
-        return tuple(each.program.compile() for each in self.pieces)
+            return tuple(threads.map(lambda program: program.compile(), programs))
 
     def audit(self) -> tuple[Audit, ...]:
         """Planned, lowered and compiled collectives of every stage program."""

@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..frontend.dead_code import dead_code_eliminated
 from ..frontend.roles import Roles
 from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import COND, build_graph
 from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import GraphInput, Operand, Operator, OpGraph, TensorType
-from ..jax_compat import ClosedJaxpr, dead_code_eliminated
+from ..jax_compat import ClosedJaxpr
 from ..lowering.blocks import as_array
 from ..microbatches.microbatch_runners import WholeRunner
 from ..microbatches.microbatch_step import MicrobatchedStep

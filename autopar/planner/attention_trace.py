@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
+from ..frontend.dead_code import dead_code_eliminated
 from ..frontend.tracing import TracedFunction
 from ..graph.op_graph import Operator, OpGraph
 from ..jax_compat import (
     abstract_value,
-    dead_code_eliminated,
     equation_context,
     user_context,
 )

@@ -18,10 +18,11 @@ from typing import Any
 import jax
 from jax import lax
 
+from ..frontend.dead_code import dead_code_eliminated
 from ..frontend.tracing import TracedFunction
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
-from ..jax_compat import abstract_value, dead_code_eliminated
+from ..jax_compat import abstract_value
 from ..lowering.blocks import as_array
 from ..microbatches.microbatch_runners import WholeRunner
 from .phases import Phases, stacked_results
