@@ -64,7 +64,7 @@ CALLS = {  # where each keeps what it calls
     "composite": "jaxpr",
     "eval_jaxpr": "jaxpr",
 }
-_LOWERED_BY_TRACE = _lowering.lower_fun(abs).__code__
+_BY_TRACE = _lowering.lower_fun(abs).__code__
 _MOST_FRAMES = 32  # of the user's and of libraries, from the innermost out
 _LIBRARIES = re.compile(
     r"(site|dist)-packages[/\\](flax|haiku|equinox|keras|optax|chex)[/\\]"
@@ -181,19 +181,14 @@ def plain_call(eqn: Any, callee: Any) -> Any:
 
 
 def implementation(primitive: Any) -> Callable[..., Any] | None:
-    """The function that a primitive is lowered as; None if it has code of its own.
-
-    Of a primitive that cannot be lowered it is the one of calls outside of `jit`.
-    """
+    """The function that JAX traces to lower a primitive; None of other primitives."""
     by_platform = _lowering._platform_specific_lowerings.values()
     tables = [_lowering._lowerings, *by_platform]
     rules = [table[primitive].rule for table in tables if primitive in table]
-    if not rules:
-        return primitive.impl
-    codes = [getattr(rule, "__code__", None) for rule in rules]
-    if len(rules) > 1 or codes != [_LOWERED_BY_TRACE]:
+    if any(getattr(rule, "__code__", None) is not _BY_TRACE for rule in rules):
         return None
-    return inspect.getclosurevars(rules[0]).nonlocals["fun"]
+    traced = [inspect.getclosurevars(rule).nonlocals["fun"] for rule in rules]
+    return traced[0] if len({*map(id, traced)}) == 1 else None
 
 
 def callee(eqn: Any) -> Any:

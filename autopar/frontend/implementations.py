@@ -31,23 +31,22 @@ def with_implementations(closed: Any) -> Any:
 
     What devices do on their own (shard_map, kernels) stays as it is.
     """
-    return with_jaxpr(closed, partial(_rewritten, inside=frozenset()))
+    return with_jaxpr(closed, _rewritten)
 
 
-def _rewritten(jaxpr: Any, inside: frozenset[Any]) -> Any:
-    """The jaxpr, which is part of what the primitives `inside` are lowered as."""
+def _rewritten(jaxpr: Any) -> Any:
     eqns: list[Any] = []
     for eqn in jaxpr.eqns:
         kind = eqn.primitive.name
         if kind in CALLS or kind in LOOPS:
-            eqn = with_jaxprs(eqn, partial(_rewritten, inside=inside))
-        elif kind not in registered_rules() and eqn.primitive not in inside:
-            eqn = _implemented(eqn, inside | {eqn.primitive})
+            eqn = with_jaxprs(eqn, _rewritten)
+        elif kind not in registered_rules():
+            eqn = _implemented(eqn)
         eqns.append(eqn)
     return with_eqns(jaxpr, eqns)
 
 
-def _implemented(eqn: Any, inside: frozenset[Any]) -> Any:
+def _implemented(eqn: Any) -> Any:
     """The equation as a call, or itself if no trace of a function says what it is."""
     function = implementation(eqn.primitive)
     if function is None or eqn.effects:
@@ -62,4 +61,4 @@ def _implemented(eqn: Any, inside: frozenset[Any]) -> Any:
     wanted = [abstract_value(each.aval) for each in eqn.outvars]
     if [(x.shape, x.dtype) for x in found] != [(x.shape, x.dtype) for x in wanted]:
         return eqn
-    return plain_call(eqn, with_jaxpr(made, partial(_rewritten, inside=inside)))
+    return plain_call(eqn, with_jaxpr(made, _rewritten))
