@@ -2,17 +2,20 @@
 
 JAX goes on until none holds, and keeps what is carried for the examples that are done.
 It says so only as it lowers the loop. Here both become operators of the loop, so that
-they are planned like others.
+they are planned like others. A part of the examples may go on until none of its own
+holds: its values are the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from ..graph.op_graph import Operator
 from ..jax_compat import (
     CALLS,
     LOOPS,
@@ -21,6 +24,10 @@ from ..jax_compat import (
     with_jaxpr,
     with_jaxprs,
 )
+from ..rules.base import Factor
+from ..sharding.spec import REPLICATED, State
+
+_ANY_EXAMPLE = "any_example"
 
 
 def with_scalar_conditions(closed: Any) -> Any:
@@ -29,6 +36,16 @@ def with_scalar_conditions(closed: Any) -> Any:
     What devices do on their own (shard_map, kernels) stays as it is.
     """
     return with_jaxpr(closed, _rewritten)
+
+
+def factor_of_microbatch(op: Operator, states: Sequence[State]) -> Factor | None:
+    """How a part of the examples says that its loop goes on; None of other operators.
+
+    The result is not whole, but of this part.
+    """
+    if f"/{_ANY_EXAMPLE}/" not in op.name or states[0] < 0:
+        return None
+    return Factor(_ANY_EXAMPLE, (states[0],), (REPLICATED,), 0, splits=False)
 
 
 def _rewritten(jaxpr: Any) -> Any:
@@ -51,7 +68,8 @@ def _with_scalar_condition(eqn: Any) -> Any:
 
     def goes_on(*operands: Any) -> Any:
         (holds,) = condition(*operands)
-        return lax.reduce_or(holds, axes=tuple(range(holds.ndim)))
+        with jax.named_scope(_ANY_EXAMPLE):
+            return lax.reduce_or(holds, axes=tuple(range(holds.ndim)))
 
     def step(*operands: Any) -> list[Any]:
         carried = operands[count + num_body :]

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..frontend.batched_conditions import factor_of_microbatch
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Constant, Operand, Operator, OpGraph
@@ -119,7 +120,8 @@ class Flow:
         if op.kind in STRUCTURED:
             return self.run_structured(op)
         states = [self.state_of(operand) for operand in op.operands]
-        factor, taken, made = self.match(op, states), 1, (1,) * len(op.results)
+        factor, taken = factor_of_microbatch(op, states) or self.match(op, states), 1
+        made = (1,) * len(op.results)
         if factor is not None:
             taken = self.common_copies(op, states, factor)
         if factor is None or taken is None:
