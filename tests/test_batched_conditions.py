@@ -60,3 +60,46 @@ def test_inside_of_a_scan_and_of_a_loop() -> None:
     expected = jax.jit(step)(ROWS, SCALE)
     np.testing.assert_array_equal(counts, expected[1])
     np.testing.assert_allclose(total, expected[0], rtol=1e-5)
+
+
+def trained(weights: Any, rows: jax.Array, *, ends_together: bool = False) -> Any:
+    """A step through a loop that ends for each example at its own time, or for all."""
+
+    def loss_of(weights: Any) -> jax.Array:
+        hidden = rows @ weights["in"]
+        if ends_together:
+            made = lax.while_loop(
+                lambda x: jnp.any(jnp.abs(x).sum(1) > 1.0), lambda x: x * 0.7, hidden
+            )
+        else:
+            made, _ = jax.vmap(halved, (0, None))(hidden, SCALE)
+        return jnp.mean((hidden * lax.stop_gradient(made)) @ weights["out"])
+
+    loss, grads = jax.value_and_grad(loss_of)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
+
+
+WEIGHTS = {"in": jnp.eye(32) + 0.1, "out": jnp.ones((32, 4))}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_microbatches": 2, "mesh": "x:8"},
+        {"method": autopar.PipelineParallel(num_stages=2, num_microbatches=4)},
+    ],
+    ids=["microbatches", "stages"],
+)
+def test_microbatches_end_at_their_own_time(options: Any) -> None:
+    found = autopar.parallelize(trained, donate_argnums=(), **options)(WEIGHTS, ROWS)
+    expected = jax.jit(trained)(WEIGHTS, ROWS)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loop_that_ends_for_all_examples_at_once_is_not_cut() -> None:
+    def step(weights: Any, rows: jax.Array) -> Any:
+        return trained(weights, rows, ends_together=True)
+
+    with pytest.raises(autopar.BatchCoupledError, match="while"):
+        autopar.parallelize(step, num_microbatches=2, mesh="x:8")(WEIGHTS, ROWS)

@@ -42,8 +42,20 @@ def _rewritten(jaxpr: Any) -> Any:
             eqn = with_jaxprs(eqn, _rewritten)
         elif kind not in registered_rules():
             eqn = _implemented(eqn)
-        eqns.append(eqn)
+        eqns += _apart(eqn) if kind == "device_put" else [eqn]
     return with_eqns(jaxpr, eqns)
+
+
+def _apart(eqn: Any) -> list[Any]:
+    """An equation for each array that is put somewhere: they may lie differently."""
+    if len(eqn.invars) == 1:
+        return [eqn]
+    params = [
+        {name: (each[i],) for name, each in eqn.params.items()}
+        for i in range(len(eqn.invars))
+    ]
+    alone = zip(eqn.invars, eqn.outvars, params, strict=True)
+    return [eqn.replace(invars=[a], outvars=[b], params=p) for a, b, p in alone]
 
 
 def _implemented(eqn: Any) -> Any:

@@ -39,7 +39,7 @@ def _forget_rules() -> Iterator[None]:
 
 
 def new_primitive(name: str, function: Any) -> Primitive:
-    """A primitive that computes `function` of its operands."""
+    """A primitive that computes `function` of its operands by code of its own."""
     primitive = Primitive(name)
     primitive.def_impl(function)
     primitive.def_abstract_eval(
@@ -50,7 +50,8 @@ def new_primitive(name: str, function: Any) -> Primitive:
             )
         )
     )
-    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
+    lowered = mlir.lower_fun(function, multiple_results=False)
+    mlir.register_lowering(primitive, lambda *args, **kwargs: lowered(*args, **kwargs))
     return primitive
 
 
