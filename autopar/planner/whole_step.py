@@ -18,7 +18,7 @@ from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_loop import with_microbatch_loop
 from ..microbatches.microbatch_semantics import microbatched
 from ..options import Options
-from .frozen_models import frozen_models
+from .batch_inputs import batch_by_use
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,16 +74,12 @@ def roles_of(traced: TracedFunction, donated: Collection[int] = ()) -> Roles:
     jaxpr = traced.jaxpr.jaxpr
     inputs = [tensor_type(var.aval) for var in jaxpr.invars]
     outputs = [tensor_type(var.aval) for var in jaxpr.outvars]
-    trees = traced.in_tree, traced.out_tree
-    weights: set[int] = set()
-    known = (*trees, inputs, outputs, traced.input_paths)
-    derived = derived_results(jaxpr)
-    while True:
-        roles = infer_roles(*known, weights, derived, donated)
-        found = frozen_models(traced, roles)
-        if not found:
-            return roles
-        weights |= found
+    roles = infer_roles(
+        *(traced.in_tree, traced.out_tree, inputs, outputs, traced.input_paths),
+        derived_results(jaxpr),
+        donated,
+    )
+    return batch_by_use(traced, roles)
 
 
 def donated_by_name(traced: TracedFunction, options: Options) -> list[int]:
