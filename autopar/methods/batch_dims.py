@@ -8,6 +8,7 @@ from math import prod
 
 from ..graph.dim_names import Dim, DimTies
 from ..graph.op_graph import OpGraph
+from ..microbatches.microbatches import evenly_cut
 from ..sharding.mesh import MeshShape
 from .restrictions import NOT_SPLIT, States
 from .state_flow import StateFlow, state_flow
@@ -41,7 +42,7 @@ class BatchDims:
 
         Raises:
           ValueError: there is no batch, or one that the axes do not divide; `name` is
-            the method that says so.
+            the method that says so. Of unlike sizes smaller ones may be left whole.
         """
         parts = prod(mesh.axis_sizes[axis] for axis in axes)
         if not batch and parts > 1:
@@ -49,6 +50,7 @@ class BatchDims:
                 f"{name} splits the batch, but {graph.name} has no argument that is "
                 f"batch; name it with `batch_argnums`."
             )
+        batch = evenly_cut(graph, batch, parts)
         for tensor in (graph.tensors[index] for index in batch):
             if tensor.type.shape[0] % parts:
                 raise ValueError(

@@ -55,8 +55,7 @@ class ExampleFlow(Flow):
             for block in self.graph.blocks
             for op in block.operators
             if op.kind not in STRUCTURED and is_heavy_operator(op)
-            if {*self.factor[op.index].operands, *self.factor[op.index].results}
-            != {REPLICATED}
+            if max(self.factor[op.index].operands) >= 0
         )
 
     def reaches(self, results: Iterable[Operand]) -> bool:

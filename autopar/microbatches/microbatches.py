@@ -175,6 +175,14 @@ def batch_size_of(graph: OpGraph, batch: Sequence[int], num_microbatches: int) -
     return gcd(*sizes.values())
 
 
+def evenly_cut(graph: OpGraph, batch: Sequence[int], num_parts: int) -> list[int]:
+    """The `batch` tensors whose sizes are divided, if the largest is; all, if not."""
+    sizes = {tensor: graph.tensors[tensor].type.shape[0] for tensor in batch}
+    if max(sizes.values(), default=0) % num_parts:
+        return list(batch)
+    return [tensor for tensor in batch if sizes[tensor] % num_parts == 0]
+
+
 def _indivisible(num_microbatches: int, sizes: Mapping[str, int]) -> str:
     size, several = gcd(*sizes.values()), sorted({*sizes.values()})
     names = [

@@ -111,7 +111,7 @@ class _Search:
             if joined is None and other.key[:3] == best.key[:3]:
                 tied.extend(other.leaves)
         notes = []
-        if tied and best.key[1]:
+        if tied:
             names = [
                 shorten(", ".join(self.traced.input_paths[i] for i in found), 100)
                 for found in (chosen.leaves, tied)
