@@ -348,7 +348,8 @@ def _positions(argnums: int | Sequence[int] | Literal["auto"]) -> Positions:
 def _batch(given: BatchLike) -> tuple[int | str, ...] | Literal["auto"]:
     if given == "auto":
         return "auto"
-    several = (given,) if isinstance(given, int | str) else tuple(given)
+    several = tuple(given) if isinstance(given, Iterable) else (given,)
+    several = (given,) if isinstance(given, str) else several
     if not all(isinstance(each, int | str) for each in several):
         raise TypeError(
             f"`batch_argnums` must be positions of arguments or their paths, but got "

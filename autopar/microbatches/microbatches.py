@@ -175,14 +175,6 @@ def batch_size_of(graph: OpGraph, batch: Sequence[int], num_microbatches: int) -
     return gcd(*sizes.values())
 
 
-def evenly_cut(graph: OpGraph, batch: Sequence[int], num_parts: int) -> list[int]:
-    """The `batch` tensors whose sizes are divided, if the largest is; all, if not."""
-    sizes = {tensor: graph.tensors[tensor].type.shape[0] for tensor in batch}
-    if max(sizes.values(), default=0) % num_parts:
-        return list(batch)
-    return [tensor for tensor in batch if sizes[tensor] % num_parts == 0]
-
-
 def _indivisible(num_microbatches: int, sizes: Mapping[str, int]) -> str:
     size, several = gcd(*sizes.values()), sorted({*sizes.values()})
     names = [
@@ -191,7 +183,7 @@ def _indivisible(num_microbatches: int, sizes: Mapping[str, int]) -> str:
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     nearest = sorted(divisors, key=lambda n: (abs(n - num_microbatches), n))[:2]
     return (
-        f"`num_microbatches` must divide the batch size "
+        f"`num_microbatches` must divide the batch size{'s' * (len(several) > 1)} "
         f"{' and '.join(map(str, several))}, but got "
         f"{num_microbatches}; use {' or '.join(map(str, sorted(nearest)))}. The "
         f"batch is {shorten(', '.join(names), 100)}; if it is another, say so with "

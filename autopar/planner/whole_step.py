@@ -17,7 +17,6 @@ from ..graph.op_graph import OpGraph
 from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_loop import with_microbatch_loop
 from ..microbatches.microbatch_semantics import microbatched
-from ..microbatches.microbatches import evenly_cut
 from ..options import Options
 from ..sharding.pins import keys_of_paths, spellings
 from .batch_inputs import batch_by_use
@@ -63,14 +62,18 @@ def batch_tensors(
 ) -> list[int]:
     """Graph inputs that are cut into microbatches along their first dim.
 
-    Of unlike sizes that nobody named, those are left whole that the number of
-    microbatches does not divide.
+    Of unlike sizes that nobody named, the smaller ones are left whole that the number
+    of microbatches does not divide.
     """
     named = batch_by_name(traced, options)
     if named is not None:
         return [graph.inputs[leaf].tensor for leaf in named]
     batch = [i.tensor for i in graph.inputs if i.role == "batch"]
-    return evenly_cut(graph, batch, options.num_microbatches)
+    sizes = {tensor: graph.tensors[tensor].type.shape[0] for tensor in batch}
+    number = options.num_microbatches
+    if max(sizes.values(), default=0) % number:
+        return batch  # cannot be cut
+    return [tensor for tensor in batch if sizes[tensor] % number == 0]
 
 
 def batch_by_name(traced: TracedFunction, options: Options) -> list[int] | None:
