@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 from textwrap import shorten
+from weakref import WeakKeyDictionary
 
 import jax.numpy as jnp
 
@@ -30,6 +31,17 @@ def batch_by_use(traced: TracedFunction, roles: Roles) -> Roles:
 
     The graph is built only where sizes differ or an argument has several matrices.
     """
+    known = _KNOWN.setdefault(traced, {})
+    if roles not in known:
+        known[roles] = _found(traced, roles)
+    return known[roles]
+
+
+# A step is asked for its roles where it is planned, and wherever it is cut.
+_KNOWN: WeakKeyDictionary[TracedFunction, dict[Roles, Roles]] = WeakKeyDictionary()
+
+
+def _found(traced: TracedFunction, roles: Roles) -> Roles:
     search = _Search(traced, roles)
     arguments = untied_arrays(roles, traced.in_tree, search.types)
     notes = list[str]()
@@ -79,15 +91,18 @@ class _Search:
 
     def is_frozen(self, argument: Sequence[int], batch: set[int]) -> bool:
         """Whether an argument with several matrices in the batch holds weights."""
-        matrices = [
+        matrices = self._matrices([leaf for leaf in argument if leaf in batch])
+        return len(matrices) > 1 and self._are_weights(matrices)
+
+    def _matrices(self, leaves: Sequence[int]) -> list[int]:
+        kinds = [(leaf, self.types[leaf]) for leaf in leaves]
+        return [
             leaf
-            for leaf in argument
-            if leaf in batch
-            and self.types[leaf].rank > 1
-            and jnp.issubdtype(self.types[leaf].dtype, jnp.inexact)
+            for leaf, kind in kinds
+            if kind.rank > 1 and jnp.issubdtype(kind.dtype, jnp.inexact)
         ]
-        if len(matrices) < 2:
-            return False
+
+    def _are_weights(self, matrices: Sequence[int]) -> bool:
         tensors = self.tensors(matrices)
         return ExampleFlow.of(self.graph, tensors).is_of_weights(tensors)
 
@@ -124,17 +139,17 @@ class _Search:
         return sorted({self.types[leaf].shape[0] for leaf in chosen.leaves}), notes
 
     def _group(self, leaves: Sequence[int]) -> _Group:
+        matrices = self._matrices(leaves)
+        if matrices and self._are_weights(matrices):
+            return _Group(tuple(leaves), (0, False, False, 0.0))
         tensors = self.tensors(leaves)
         flow = ExampleFlow.of(self.graph, tensors)
         flops = flow.heavy_flops()
-        may_be_batch = not flow.is_of_weights(tensors)
-        key = (
-            may_be_batch + (may_be_batch and flops > 0),
-            flow.reaches(self._results),
-            flops > 0 and self._is_apart(tensors),
-            flops,
+        use = 0 if flow.is_of_weights(tensors) else 1 + (flops > 0)
+        is_apart = use == 2 and self._is_apart(tensors)
+        return _Group(
+            tuple(leaves), (use, flow.reaches(self._results), is_apart, flops)
         )
-        return _Group(tuple(leaves), key)
 
     def _joined(self, chosen: _Group, other: _Group) -> _Group | None:
         """Both as one batch, where that is cut as well."""
