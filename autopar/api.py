@@ -62,7 +62,7 @@ from .plans.parallel_plan import Plan
 from .plans.pin_cost import PinCosts
 from .report.step_origin import with_origin
 from .sharding.mesh import MeshLike
-from .sharding.pins import PinsLike
+from .sharding.pins import BatchLike, PinsLike
 from .sharding.resharding import Resharder
 from .state.state_init import PlacedInit, placed_state, stage_homes, whole_homes
 from .state.traced_init import noting_state, step_call, trace_init
@@ -319,7 +319,7 @@ def parallelize(
     remat: str | None = None,
     offload: str | None = None,
     num_microbatches: int | None = None,
-    batch_argnums: int | Sequence[int] | Literal["auto"] = "auto",
+    batch_argnums: BatchLike = "auto",
     static_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] | Literal["auto"] = "auto",
 ) -> ParallelFunction | Callable[[Callable[..., Any]], ParallelFunction]:
@@ -359,8 +359,8 @@ def parallelize(
       num_microbatches: how many parts of the batch run one after the other; gradients
         are added up and reduced once. Values stay those of the whole batch, unless
         the method has `microbatch_semantics="independent"`.
-      batch_argnums: positions of the arguments that are cut along dim 0; "auto": those
-        that are not state or weights and share the leading size most of them have.
+      batch_argnums: what is cut along dim 0: positions of arguments, or paths and
+        expressions as for pins; "auto": what losses are summed over.
       static_argnums: positions of arguments that are compile-time constants.
       donate_argnums: positions whose buffers may be reused; "auto": those of state, the
         arguments that come back as they were, made of what they held (no gradients).

@@ -28,7 +28,7 @@ from .plans.staged_plan import StagedPlan
 from .rematerialisation.remat import check_remat
 from .sharding.layouts import parse_layout
 from .sharding.mesh import MeshLike, parse_mesh
-from .sharding.pins import PLACED, PinsLike
+from .sharding.pins import PLACED, BatchLike, PinsLike
 
 Positions = tuple[int, ...] | Literal["auto"]
 
@@ -47,7 +47,7 @@ class ParallelizeArguments(TypedDict, total=False):
     remat: str | None
     offload: str | None
     num_microbatches: int | None
-    batch_argnums: int | Sequence[int] | Literal["auto"]
+    batch_argnums: BatchLike
     static_argnums: int | Sequence[int]
     donate_argnums: int | Sequence[int] | Literal["auto"]
 
@@ -66,7 +66,7 @@ class Options:
     pins: Mapping[str, PartitionSpec]
     num_microbatches: int
     microbatch_semantics: MicrobatchSemantics
-    batch_argnums: Positions
+    batch_argnums: tuple[int | str, ...] | Literal["auto"]
     static_argnums: tuple[int, ...]
     donate_argnums: Positions
     names: tuple[str, ...] = ()
@@ -97,6 +97,11 @@ def resolve_options(fun: Callable[..., Any], options: Options) -> Options:
             return "auto"
         return resolve_positions(fun, name, positions)
 
+    batch = options.batch_argnums
+    if batch != "auto":
+        names = [each for each in batch if isinstance(each, str)]
+        numbers = [each for each in batch if isinstance(each, int)]
+        batch = (*resolve_positions(fun, "batch_argnums", numbers), *names)
     static = resolve_positions(fun, "static_argnums", options.static_argnums)
     donated = resolve("donate_argnums", options.donate_argnums)
     if donated != "auto" and (both := set(static) & set(donated)):
@@ -108,7 +113,7 @@ def resolve_options(fun: Callable[..., Any], options: Options) -> Options:
         options,
         static_argnums=static,
         donate_argnums=donated,
-        batch_argnums=resolve("batch_argnums", options.batch_argnums),
+        batch_argnums=batch,
         names=keyword_names(fun),
     )
 
@@ -123,7 +128,7 @@ def check_options(
     rules: Any = None,
     memory_budget: int | str | None = None,
     num_microbatches: int | None = None,
-    batch_argnums: int | Sequence[int] | Literal["auto"] = "auto",
+    batch_argnums: BatchLike = "auto",
     static_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] | Literal["auto"] = "auto",
     remat: str | None = None,
@@ -171,7 +176,7 @@ def check_options(
         pins_by_key(pins or {}),
         _num_microbatches(num_microbatches, checked),
         checked.microbatch_semantics if isinstance(checked, Microbatched) else "exact",
-        _positions(batch_argnums),
+        _batch(batch_argnums),
         () if static_argnums == () else _given_positions(static_argnums),
         _positions(donate_argnums),
         rules=as_layout_rules(rules),
@@ -338,6 +343,20 @@ def _num_microbatches(given: int | None, method: Method) -> int:
 
 def _positions(argnums: int | Sequence[int] | Literal["auto"]) -> Positions:
     return "auto" if argnums == "auto" else _given_positions(argnums)
+
+
+def _batch(given: BatchLike) -> tuple[int | str, ...] | Literal["auto"]:
+    if given == "auto":
+        return "auto"
+    several = tuple(given) if isinstance(given, Iterable) else (given,)
+    several = (given,) if isinstance(given, str) else several
+    if not all(isinstance(each, int | str) for each in several):
+        raise TypeError(
+            f"`batch_argnums` must be positions of arguments or their paths, but got "
+            f"{given!r}; name arguments by their position, the first being 0, or by "
+            f"paths such as 'batch/images'."
+        )
+    return several
 
 
 def _given_positions(argnums: int | Sequence[int] | str) -> tuple[int, ...]:

@@ -213,6 +213,31 @@ def test_values_for_each_example_come_back_in_the_order_of_the_batch():
     assert_equal(got[3], (parts[0][3] + parts[1][3]) / 2)
 
 
+@pytest.mark.parametrize("size", [16, 40])
+def test_results_of_joined_batches_come_back_in_their_order(size: int):
+    def fun(w: jax.Array, x: jax.Array, more: jax.Array) -> Any:
+        def loss(w: jax.Array) -> Any:
+            found = jnp.tanh(jnp.concatenate([x, more]) @ w)
+            return jnp.square(found).mean(), found
+
+        (_, found), grad = jax.value_and_grad(loss, has_aux=True)(w)
+        return w - grad, found
+
+    args = normal(0, 8, 4), normal(1, 16, 8), normal(2, size, 8)
+    step = parallelize(fun, method=Independent(4), batch_argnums=(1, 2))
+    assert_equal(step(*map(jnp.copy, args)), jax.jit(fun)(*args))
+
+
+def test_a_result_whose_examples_are_not_told_apart_is_refused():
+    def fun(w: jax.Array, x: jax.Array) -> jax.Array:
+        found = jnp.sort(x @ w, axis=0)
+        return jnp.concatenate([found, found])
+
+    step = parallelize(fun, method=Independent(2), batch_argnums=1)
+    with pytest.raises(BatchCoupledError, match=r"is \[16, 4\] for a microbatch"):
+        step(normal(0, 8, 4), normal(1, 16, 8))
+
+
 def test_exact_and_independent_agree_where_examples_do_not_meet():
     def fun(w: jax.Array, x: jax.Array) -> Any:
         value, grad = jax.value_and_grad(lambda w: jnp.tanh(x @ w).mean())(w)

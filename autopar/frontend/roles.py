@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from textwrap import shorten
 from typing import Any
@@ -23,6 +23,14 @@ class Roles:
     roles: tuple[Role, ...]
     next_output: tuple[int | None, ...]
     notes: tuple[str, ...]  # what a user should know: state that could not be tied
+
+    def with_batch(self, batch: Collection[int], notes: Sequence[str] = ()) -> Roles:
+        """The same state, and `batch` as the leaves of the batch."""
+        roles = tuple[Role, ...](
+            role if role == "state" else "batch" if leaf in batch else "other"
+            for leaf, role in enumerate(self.roles)
+        )
+        return Roles(roles, self.next_output, (*self.notes, *notes))
 
     def summary(self, arguments: Sequence[str]) -> str:
         """One line: `state: params, opt_state; batch: x, y`."""
@@ -67,7 +75,6 @@ def infer_roles(
     in_types: Sequence[TensorType],
     out_types: Sequence[TensorType],
     in_paths: Sequence[str],
-    weights: Collection[int] = (),
     derived: Sequence[MadeOf] = (),
     donated: Collection[int] = (),
 ) -> Roles:
@@ -76,138 +83,173 @@ def infer_roles(
     A container is matched as a whole, else child by child. A bare array counts only if
     the result at its own position has its type and is not a scalar. With `derived`, by
     result what it is made of (`derived_results`), those are no state that are made of
-    nothing, as gradients are, or nearer to another argument. Of the rest, what
-    has the leading size of the batch is the batch. That size is the one that most
-    arguments have in all of their leaves, so that many leaves of a frozen model do not
-    outvote `x, y`; beside such arguments, one of which half or less has it is no batch.
-    `weights` are leaves that are known to be none, `donated` those that a caller gives
-    away by name: results like them are their next values, whatever those are made of.
+    nothing, as gradients are, or nearer to another argument. `donated` are leaves that
+    a caller gives away by name: results like them are their next values, whatever those
+    are made of. Of the rest, what has the leading size of most is the batch.
     """
-    inputs = jax.tree.unflatten(in_tree, range(in_tree.num_leaves))
-    outputs = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-    candidates = _output_subtrees(outputs)
-    next_output: list[int | None] = [None] * len(in_types)
-    taken: set[int] = set()
-    notes: list[str] = []
-    passed_over: set[int] = set()  # first leaves of what has results only like it
-    given_away: set[int] = set()
+    tying = _Tying(
+        jax.tree.unflatten(out_tree, range(out_tree.num_leaves)),
+        in_types,
+        out_types,
+        in_paths,
+        derived,
+    )
+    args, kwargs = jax.tree.unflatten(in_tree, range(in_tree.num_leaves))
+    first, arguments = 0, list[_Argument]()
+    for position, argument in enumerate(args):
+        structure = jax.tree.structure(argument)
+        node = _Subtree(structure, first, structure.num_leaves, _is_leaf(structure))
+        arguments.append(_Argument(argument, node, position))
+        tying.match(arguments[-1])
+        tying.note_almost(node, position)
+        first += structure.num_leaves
+    for child, subtree in _children(kwargs, first):
+        arguments.append(_Argument(child, subtree, None))
+        tying.match(arguments[-1])
+    tying.look_again(arguments, tying.passed_over)  # another result may be nearest now
+    tying.given_away.update(donated)
+    tying.look_again(arguments, tying.given_away)
+    found = tuple(tying.next_output)
+    roles = tuple[Role, ...]("other" if o is None else "state" for o in found)
+    inferred = Roles(roles, found, tuple(tying.notes))
+    untied = untied_arrays(inferred, in_tree, in_types)
+    sizes = leading_sizes(untied, in_types)[:1]
+    return inferred.with_batch(batch_leaves(untied, in_types, sizes))
 
-    def types_match(node: _Subtree, other: _Subtree) -> list[int]:
+
+@dataclass(frozen=True)
+class _Argument:
+    tree: Any
+    node: _Subtree
+    position: int | None  # None if it is given by keyword
+
+
+@dataclass(eq=False)
+class _Tying:
+    """The results that are the next values of arguments, found one by one.
+
+    `passed_over` are first leaves of what has results only like it, and `given_away`
+    leaves whose next values may be made of anything.
+    """
+
+    outputs: Any
+    in_types: Sequence[TensorType]
+    out_types: Sequence[TensorType]
+    in_paths: Sequence[str]
+    derived: Sequence[MadeOf]
+    taken: set[int] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    passed_over: set[int] = field(default_factory=set)
+    given_away: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.next_output: list[int | None] = [None] * len(self.in_types)
+        self.candidates = _output_subtrees(self.outputs)
+        self.top = _top_level(self.outputs)
+
+    def match(self, argument: _Argument) -> None:
+        """Tie an argument, or what of it has results of its own."""
+        node, position = argument.node, argument.position
+        if node.count == 0:
+            return
+        if node.is_leaf:
+            if position is not None and 1 < len(self.top) > position:
+                self._match_bare(node, self.top[position])
+            return
+        alike = [
+            c
+            for c in self.candidates
+            if c.count == node.count
+            and c.structure == node.structure
+            and self._is_free(c)
+        ]
+        if alike and not (alike := [c for c in alike if self._may_follow(node, c)]):
+            self.passed_over.add(node.first)
+        for other in alike:
+            if not self._differing(node, other):
+                return self._tie(node, other)
+        if alike and node.count > 1:
+            differing = self._differing(node, alike[0])
+            if len(differing) <= node.count // 2:
+                self._note_differing(node, alike[0], differing[0])
+                return self._tie(node, alike[0], differing)
+        for child, subtree in _children(argument.tree, node.first):
+            self.match(_Argument(child, subtree, None))
+
+    def look_again(
+        self, arguments: Sequence[_Argument], first: Collection[int]
+    ) -> None:
+        """Match those arguments that begin with one of the leaves `first` again."""
+        for each in arguments:
+            leaves = jax.tree.leaves(each.tree)
+            if each.node.first in first and self._is_untied(leaves):
+                self.match(each)
+
+    def note_almost(self, node: _Subtree, position: int) -> None:
+        """Tell of a result that could be meant as the next value of an argument."""
+        for other in [*self.top[position : position + 1], self.candidates[0]]:
+            if self.notes or node.first in self.passed_over:
+                return
+            if _is_almost(node, other, self.in_types, self.out_types):
+                if self._is_untied(range(node.first, node.first + node.count)):
+                    path = self.in_paths[node.first]
+                    self.notes.append(_structure_note(path, node, other))
+
+    def _match_bare(self, node: _Subtree, other: _Subtree) -> None:
+        same = other.is_leaf and self._is_free(other)
+        if same and not self._differing(node, other) and self._may_follow(node, other):
+            if self.in_types[node.first].rank > 0:
+                self._tie(node, other)
+
+    def _differing(self, node: _Subtree, other: _Subtree) -> list[int]:
         """Offsets of the leaves whose types differ."""
         return [
             offset
             for offset in range(node.count)
-            if in_types[node.first + offset] != out_types[other.first + offset]
+            if self.in_types[node.first + offset]
+            != self.out_types[other.first + offset]
         ]
 
-    def may_follow(node: _Subtree, other: _Subtree) -> bool:
+    def _may_follow(self, node: _Subtree, other: _Subtree) -> bool:
         """Whether results may be the next values of these arguments."""
         own = range(node.first, node.first + node.count)
-        if not derived or given_away.issuperset(own):
+        if not self.derived or self.given_away.issuperset(own):
             return True
         is_made, num_others = False, 0
         for offset in range(node.count):
             own, result = node.first + offset, other.first + offset
-            made_of = derived[result]
+            made_of = self.derived[result]
             is_made |= made_of.moved > 0
             distances = [
                 distance
                 for i, distance in made_of.distances.items()
-                if next_output[i] is None and in_types[i] == out_types[result]
+                if self.next_output[i] is None
+                and self.in_types[i] == self.out_types[result]
             ]
             nearest = min(distances, default=inf)
             num_others += made_of.distances.get(own, inf) > nearest
         return is_made and 2 * num_others <= node.count
 
-    def free(other: _Subtree) -> bool:
-        leaves = range(other.first, other.first + other.count)
-        return taken.isdisjoint(leaves)
+    def _is_free(self, other: _Subtree) -> bool:
+        return self.taken.isdisjoint(range(other.first, other.first + other.count))
 
-    def tie(node: _Subtree, other: _Subtree, skip: Sequence[int] = ()) -> None:
+    def _is_untied(self, leaves: Iterable[int]) -> bool:
+        return all(self.next_output[leaf] is None for leaf in leaves)
+
+    def _tie(self, node: _Subtree, other: _Subtree, skip: Sequence[int] = ()) -> None:
         for offset in range(node.count):
             if offset not in skip:
-                next_output[node.first + offset] = other.first + offset
-                taken.add(other.first + offset)
+                self.next_output[node.first + offset] = other.first + offset
+                self.taken.add(other.first + offset)
 
-    def match(tree: Any, node: _Subtree, position: int | None) -> None:
-        if node.count == 0:
-            return
-        if node.is_leaf:
-            top = _top_level(outputs)
-            if position is not None and len(top) > 1 and position < len(top):
-                other = top[position]
-                same = other.is_leaf and free(other) and not types_match(node, other)
-                same = same and may_follow(node, other)
-                if same and in_types[node.first].rank > 0:
-                    tie(node, other)
-            return
-        sized = (c for c in candidates if c.count == node.count)
-        alike = [c for c in sized if c.structure == node.structure and free(c)]
-        if alike and not (alike := [c for c in alike if may_follow(node, c)]):
-            passed_over.add(node.first)
-        for other in alike:
-            if not types_match(node, other):
-                return tie(node, other)
-        if alike and node.count > 1:
-            differing = types_match(node, alike[0])
-            if len(differing) <= node.count // 2:
-                leaf = node.first + differing[0]
-                got = out_types[alike[0].first + differing[0]]
-                notes.append(
-                    f"State should be returned with the shapes and dtypes it came in "
-                    f"with, but {in_paths[leaf]} comes in as {in_types[leaf]} and is "
-                    f"returned as {got}; it is planned untied and not donated. Return "
-                    f"it with its own type to keep it in place."
-                )
-                return tie(node, alike[0], differing)
-        for child, subtree in _children(tree, node.first):
-            match(child, subtree, None)
-
-    args, kwargs = inputs
-    first, arguments = 0, list[tuple[Any, _Subtree, int | None]]()
-    for position, argument in enumerate(args):
-        structure = jax.tree.structure(argument)
-        is_leaf = _is_leaf(structure)
-        node = _Subtree(structure, first, structure.num_leaves, is_leaf)
-        match(argument, node, position)
-        first += structure.num_leaves
-        arguments.append((argument, node, position))
-        top = _top_level(outputs)
-        for other in [*top[position : position + 1], candidates[0]]:
-            is_known = notes or node.first in passed_over
-            if not is_known and _is_almost(node, other, in_types, out_types):
-                untied = next_output[node.first : first]
-                if all(output is None for output in untied):
-                    notes.append(_structure_note(in_paths[node.first], node, other))
-    for child, subtree in _children(kwargs, first):
-        match(child, subtree, None)
-        arguments.append((child, subtree, None))
-
-    def look_again(asked: Callable[[_Subtree], bool]) -> None:
-        for argument, node, position in arguments:
-            untied = all(next_output[i] is None for i in jax.tree.leaves(argument))
-            if untied and asked(node):
-                match(argument, node, position)
-
-    # The nearest may have another result now.
-    look_again(lambda node: node.first in passed_over)
-    given_away.update(donated)
-    look_again(lambda node: node.first in given_away)
-
-    rest = [
-        [
-            i
-            for i in jax.tree.leaves(each)
-            if next_output[i] is None and i not in weights
-        ]
-        for each in (*args, *kwargs.values())
-    ]
-    batch = _batch_leaves(rest, in_types)
-    roles: list[Role] = [
-        "state" if output is not None else "batch" if index in batch else "other"
-        for index, output in enumerate(next_output)
-    ]
-    return Roles(tuple(roles), tuple(next_output), tuple(notes))
+    def _note_differing(self, node: _Subtree, other: _Subtree, offset: int) -> None:
+        leaf = node.first + offset
+        self.notes.append(
+            f"State should be returned with the shapes and dtypes it came in with, but "
+            f"{self.in_paths[leaf]} comes in as {self.in_types[leaf]} and is returned "
+            f"as {self.out_types[other.first + offset]}; it is planned untied and not "
+            f"donated. Return it with its own type to keep it in place."
+        )
 
 
 def _is_almost(
@@ -251,35 +293,60 @@ def root_of(path: str) -> str:
     return path.split("[")[0].split(".")[0]
 
 
-def _batch_leaves(
-    arguments: Sequence[Sequence[int]], in_types: Sequence[TensorType]
-) -> set[int]:
-    """The leaves of the batch, of those of each argument that are not state.
+def untied_arrays(
+    roles: Roles, in_tree: PyTreeDef, in_types: Sequence[TensorType]
+) -> list[list[int]]:
+    """By argument, the leaves that are no state and have a dim 0."""
+    args, kwargs = jax.tree.unflatten(in_tree, range(in_tree.num_leaves))
+    return [
+        [
+            leaf
+            for leaf in jax.tree.leaves(each)
+            if roles.roles[leaf] != "state"
+            and in_types[leaf].rank
+            and not in_types[leaf].is_extended
+        ]
+        for each in (*args, *kwargs.values())
+    ]
 
-    Each argument has one vote, for the leading size of all its leaves; where that
-    decides nothing it is divided among them, and then the largest size is taken.
+
+def leading_sizes(
+    arguments: Sequence[Sequence[int]], in_types: Sequence[TensorType]
+) -> list[int]:
+    """The sizes along dim 0 of the leaves of arguments, that of most arguments first.
+
+    Each argument has one vote, for the size of all its leaves, so that many leaves of a
+    frozen model do not outvote `x, y`; where that decides nothing it is divided among
+    them, and then the largest size comes first.
     """
-    counts: list[Counter[int]] = []
-    for leaves in arguments:
-        types = (in_types[i] for i in leaves)
-        arrays = (each for each in types if each.rank and not each.is_extended)
-        counts.append(Counter(each.shape[0] for each in arrays))
-    if not any(counts):
-        return set()
+    counts = [Counter(in_types[i].shape[0] for i in leaves) for leaves in arguments]
 
     def votes(size: int) -> tuple[int, float, int]:
         shares = [count[size] / count.total() for count in counts if count]
         return shares.count(1), sum(shares), size
 
-    leading = max({size for count in counts for size in count}, key=votes)
-    has_own = any(len(count) == 1 and leading in count for count in counts)
-    return {
-        i
-        for leaves, count in zip(arguments, counts, strict=True)
-        for i in leaves
-        if not has_own or 2 * count[leading] > count.total()
-        if in_types[i].shape[:1] == (leading,) and not in_types[i].is_extended
-    }
+    return sorted({size for count in counts for size in count}, key=votes, reverse=True)
+
+
+def batch_leaves(
+    arguments: Sequence[Sequence[int]],
+    in_types: Sequence[TensorType],
+    sizes: Collection[int],
+) -> set[int]:
+    """The leaves that have one of the `sizes` of the batch along dim 0.
+
+    Beside arguments that have it in all leaves, one of which half or less has it is no
+    batch.
+    """
+    found: set[int] = set()
+    for size in sizes:
+        alike = [[i for i in own if in_types[i].shape[0] == size] for own in arguments]
+        pairs = [*zip(arguments, alike, strict=True)]
+        has_own = any(len(some) == len(own) > 0 for own, some in pairs)
+        for own, some in pairs:
+            if not has_own or 2 * len(some) > len(own):
+                found.update(some)
+    return found
 
 
 def _top_level(outputs: Any) -> list[_Subtree]:

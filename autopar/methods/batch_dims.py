@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from ..errors import FallbackWarning
 from ..graph.dim_names import Dim, DimTies
 from ..graph.op_graph import OpGraph
 from ..sharding.mesh import MeshShape
@@ -41,7 +43,7 @@ class BatchDims:
 
         Raises:
           ValueError: there is no batch, or one that the axes do not divide; `name` is
-            the method that says so.
+            the method that says so. Of unlike sizes, some may stay whole.
         """
         parts = prod(mesh.axis_sizes[axis] for axis in axes)
         if not batch and parts > 1:
@@ -49,14 +51,7 @@ class BatchDims:
                 f"{name} splits the batch, but {graph.name} has no argument that is "
                 f"batch; name it with `batch_argnums`."
             )
-        for tensor in (graph.tensors[index] for index in batch):
-            if tensor.type.shape[0] % parts:
-                raise ValueError(
-                    f"{name} splits the batch into {parts} parts on the mesh {mesh}, "
-                    f"but {tensor.name} is {tensor.type}; use a batch that {parts} "
-                    f"divides, or fewer devices, or name another batch with "
-                    f"batch_argnums."
-                )
+        batch = _even(name, graph, mesh, batch, parts)
         ties = DimTies.of(graph, mesh)
         reached = ties.reach([(tensor, 0) for tensor in batch], parts)
         dims = dims_by_tensor(reached)
@@ -77,6 +72,36 @@ class BatchDims:
     def flow(self) -> StateFlow:
         """What state is for."""
         return state_flow(self.graph, self.examples)
+
+
+def _even(
+    name: str, graph: OpGraph, mesh: MeshShape, batch: Sequence[int], parts: int
+) -> list[int]:
+    """The tensors in `batch` that are divided; a warning tells of others, if any are.
+
+    Raises:
+      ValueError: none are.
+    """
+    even = [i for i in batch if graph.tensors[i].type.shape[0] % parts == 0]
+    if len(even) == len(batch):
+        return even
+    tensor = next(graph.tensors[i] for i in batch if i not in even)
+    found = (
+        f"{name} splits the batch into {parts} parts on the mesh {mesh}, but "
+        f"{tensor.name} is {tensor.type}"
+    )
+    remedy = (
+        f"use a batch that {parts} divides, or fewer devices, or name another batch "
+        f"with batch_argnums."
+    )
+    if not even:
+        raise ValueError(f"{found}; {remedy}")
+    warnings.warn(
+        f"{found} and stays whole, so that each device does all of its work; {remedy}",
+        FallbackWarning,
+        stacklevel=2,
+    )
+    return even
 
 
 def dims_by_tensor(dims: Iterable[Dim]) -> dict[int, frozenset[int]]:

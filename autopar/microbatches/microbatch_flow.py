@@ -81,7 +81,8 @@ class Flow:
         for tensor in outermost.inputs:
             self.state[tensor] = REPLICATED
         for tensor in batch:
-            self.state[tensor] = 0
+            size = self.graph.tensors[tensor].type.shape[0]
+            self.write(tensor, 0, size // self.batch_size)
         for op in outermost.operators:
             for result in op.results:
                 self.made_by[result] = op

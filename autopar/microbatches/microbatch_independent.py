@@ -33,6 +33,7 @@ from ..frontend.tracing import TracedFunction, trace
 from ..graph.build_graph import build_graph, tensor_type
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
+from .example_flow import ExampleFlow
 from .microbatch_flow import Phases
 from .microbatch_runners import WholeRunner
 from .microbatch_step import Leaving, MicrobatchedStep, leaving_tensors
@@ -69,14 +70,15 @@ def independent_step(
     phases = flow.phases(sums_stay_apart)
     read_behind = {t for op in phases.behind for t in tensors_of(op.operands)}
     leaving = []
+    flow_of_whole = ExampleFlow.of(graph, batch)
     for tensor in leaving_tensors(part, phases):
-        dim = None
+        each = Leaving(tensor)
         if tensor in varying:
-            dim = _example_dim(part, graph, tensor, num_microbatches)
+            each = _joined_parts(part, flow_of_whole, tensor, num_microbatches)
         elif num_microbatches > 1:
             _check_combined(part, tensor, roles)
-        assert dim is None or tensor not in read_behind
-        leaving.append(Leaving(tensor, dim))
+        assert each.dim is None or tensor not in read_behind
+        leaving.append(each)
 
     def run_part(
         whole: dict[int, Any],
@@ -189,16 +191,20 @@ def _form(op: Operator) -> tuple[Any, ...]:
     return op.kind, op.results, tuple(o for o in op.operands if isinstance(o, int))
 
 
-def _example_dim(
-    part: OpGraph, whole: OpGraph, tensor: int, num_microbatches: int
-) -> int:
+def _joined_parts(
+    part: OpGraph, whole: ExampleFlow, tensor: int, num_microbatches: int
+) -> Leaving:
     """The one dim of a tensor along which its parts make up the whole batch's."""
-    small, large = part.tensors[tensor].type.shape, whole.tensors[tensor].type.shape
+    small = part.tensors[tensor].type.shape
+    large = whole.graph.tensors[tensor].type.shape
     dims = [
         d for d, pair in enumerate(zip(small, large, strict=True)) if len({*pair}) > 1
     ]
     if len(dims) == 1 and small[dims[0]] * num_microbatches == large[dims[0]]:
-        return dims[0]
+        if whole.state[tensor] == dims[0]:
+            return Leaving(tensor, dims[0], whole.copies[tensor])
+        if large[dims[0]] == whole.batch_size:
+            return Leaving(tensor, dims[0])
     raise BatchCoupledError(
         f"A step of independent microbatches may return one value for the batch or one "
         f"for each example, but {part.tensors[tensor].name!r} is {list(small)} for a "

@@ -91,10 +91,13 @@ def _run_loop(step: MicrobatchedStep, values: dict[int, Any]) -> None:
     summed = [each.tensor for each in step.leaving if each.dim is None]
     joined = [each for each in step.leaving if each.dim is not None]
     whole = {t: value for t, value in values.items() if t not in step.batch}
-    grain = step.grain(step.batch_size)
+    grains = {
+        tensor: (1, part.shape[0], step.num_microbatches, 1)
+        for tensor, part in step.part_types.items()
+    }
 
     def body(sums: list[Any], counter: Any) -> tuple[list[Any], list[Any]]:
-        parts = {t: part_of(values[t], 0, counter, grain) for t in step.batch}
+        parts = {t: part_of(values[t], 0, counter, grains[t]) for t in step.batch}
         found = step.run_part(whole, parts, counter, ())
         by_tensor = {
             each.tensor: value for each, value in zip(step.leaving, found, strict=True)

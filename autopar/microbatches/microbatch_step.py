@@ -65,10 +65,12 @@ class MicrobatchedStep:
     @property
     def part_types(self) -> dict[int, jax.ShapeDtypeStruct]:
         """The type of one microbatch of every batch tensor."""
-        size = self.batch_size // self.num_microbatches
+        number = 1 if self.split is None else self.num_microbatches
         types = {t: self.graph.tensors[t].type for t in self.batch}
         return {
-            t: jax.ShapeDtypeStruct((size, *kind.shape[1:]), kind.dtype)
+            t: jax.ShapeDtypeStruct(
+                (kind.shape[0] // number, *kind.shape[1:]), kind.dtype
+            )
             for t, kind in types.items()
         }
 

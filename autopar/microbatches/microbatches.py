@@ -13,14 +13,16 @@ An operator that needs such a value whole runs behind the loop, once a step. The
 is cut minor: microbatch m holds the examples i with i mod M = m, so the parts of a
 batch that is split over devices stay on their devices. A dim that holds k values for
 each example (after a reshape) is cut in grains of k; one that holds several batches one
-behind the other is cut in each of them.
+behind the other is cut in each of them. Batches of unlike sizes are several of their
+greatest common divisor each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from textwrap import shorten
 
 from ..graph.dependencies import tensors_of
@@ -95,7 +97,7 @@ def split_microbatches(
     of a tied parameter may belong to different stages.
 
     Raises:
-      ValueError: the batch arguments differ in size, or it is not divisible.
+      ValueError: a size of the batch arguments is not divisible.
       BatchCoupledError: heavy work needs a value of the whole batch.
     """
     batch_size = batch_size_of(graph, batch, num_microbatches)
@@ -151,8 +153,10 @@ def grain_of(
 def batch_size_of(graph: OpGraph, batch: Sequence[int], num_microbatches: int) -> int:
     """The size of the `batch` tensors along dim 0, which the microbatches divide.
 
+    Of unlike sizes it is the greatest common divisor.
+
     Raises:
-      ValueError: there are none, they differ, or it is not divisible.
+      ValueError: there are none, or a size is not divisible.
     """
     scalars = [graph.tensors[t].name for t in batch if not graph.tensors[t].type.rank]
     if scalars:
@@ -160,30 +164,27 @@ def batch_size_of(graph: OpGraph, batch: Sequence[int], num_microbatches: int) -
             f"A batch argument must have examples along dim 0, but {scalars[0]} is a "
             f"scalar; leave it out of batch_argnums."
         )
-    sizes = {graph.tensors[t].type.shape[0]: graph.tensors[t].name for t in batch}
-    if not sizes:
+    if not batch:
         raise ValueError(
             "A step is cut into microbatches along dim 0 of its batch arguments, but "
             "none was found (weights and state are none); name them with batch_argnums."
         )
-    if len(sizes) > 1:
-        found = ", ".join(f"{name} has {size}" for size, name in sizes.items())
-        raise ValueError(
-            f"All batch arguments must have one size along dim 0, but {found}; name "
-            f"those that are cut with batch_argnums."
-        )
-    (size,) = sizes
-    if size % num_microbatches:
-        names = [graph.tensors[tensor].name for tensor in batch]
-        raise ValueError(_indivisible(num_microbatches, size, names))
-    return size
+    sizes = {graph.tensors[t].name: graph.tensors[t].type.shape[0] for t in batch}
+    if any(size % num_microbatches for size in sizes.values()):
+        raise ValueError(_indivisible(num_microbatches, sizes))
+    return gcd(*sizes.values())
 
 
-def _indivisible(num_microbatches: int, size: int, names: Sequence[str]) -> str:
+def _indivisible(num_microbatches: int, sizes: Mapping[str, int]) -> str:
+    size, several = gcd(*sizes.values()), sorted({*sizes.values()})
+    names = [
+        name + f" ({own} examples)" * (len(several) > 1) for name, own in sizes.items()
+    ]
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     nearest = sorted(divisors, key=lambda n: (abs(n - num_microbatches), n))[:2]
     return (
-        f"`num_microbatches` must divide the batch size {size}, but got "
+        f"`num_microbatches` must divide the batch size{'s' * (len(several) > 1)} "
+        f"{' and '.join(map(str, several))}, but got "
         f"{num_microbatches}; use {' or '.join(map(str, sorted(nearest)))}. The "
         f"batch is {shorten(', '.join(names), 100)}; if it is another, say so with "
         f"batch_argnums."

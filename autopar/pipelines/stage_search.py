@@ -140,7 +140,7 @@ class StageSearcher:
         samples.of(counts[0])
         self._note("cut", start)
         costs = SpanCosts(self.layers, self.cluster, samples)
-        (rows,) = {self.graph.tensors[t].type.shape[0] for t in self.batch}
+        rows = batch_size_of(self.graph, self.batch, 1)
         submeshes = list(submeshes_of(self.cluster, self.options, rows))
         if not submeshes and self.options.rules and self.options.mesh is None:
             raise ValueError(

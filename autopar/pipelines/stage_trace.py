@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from textwrap import shorten
 from typing import Any
 
 import jax
@@ -170,6 +171,7 @@ def _check_behind(step: MicrobatchedStep, prepared: Sequence[int]) -> None:
         read = examples.intersection(tensors_of(op.operands)).difference(prepared)
         if read:
             name = step.graph.tensors[min(read)].name
+            names = ", ".join(step.graph.tensors[tensor].name for tensor in step.batch)
             raise NotImplementedError(
                 f"A pipelined step may return values for each example, but not compute "
                 f"with those of all microbatches for now, as {op.name!r} at "
@@ -178,7 +180,8 @@ def _check_behind(step: MicrobatchedStep, prepared: Sequence[int]) -> None:
                 f"or use autopar.ShardParallel(num_microbatches="
                 f"{step.num_microbatches}), or "
                 f'microbatch_semantics="independent", where only examples of one '
-                f"microbatch meet."
+                f"microbatch meet. What was cut is {shorten(names, 100)}; if the batch "
+                f"is another, say so with batch_argnums."
             )
 
 

@@ -68,6 +68,7 @@ from .step_variants import StepVariant, StepVariants
 from .transfers_ahead import graph_sent_ahead, send_ahead
 from .whole_step import (
     TracedWhole,
+    batch_by_name,
     batch_tensors,
     donated_by_name,
     in_microbatches,
@@ -121,7 +122,8 @@ def plan_function(
     use_compilation_cache()
     traced = trace(fun, args, kwargs)
     avals = [var.aval for var in traced.jaxpr.jaxpr.invars]
-    roles = roles_of(traced, donated_by_name(traced, options))
+    named = donated_by_name(traced, options), batch_by_name(traced, options)
+    roles = roles_of(traced, *named)
     whole = TracedWhole(fun, traced, build_graph(traced, roles), roles)
     traced, graph = in_microbatches(whole, options)
     cluster = options.cluster or Cluster.local()

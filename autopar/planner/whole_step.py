@@ -18,7 +18,8 @@ from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_loop import with_microbatch_loop
 from ..microbatches.microbatch_semantics import microbatched
 from ..options import Options
-from .frozen_models import frozen_models
+from ..sharding.pins import keys_of_paths, spellings
+from .batch_inputs import batch_by_use
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,31 +60,56 @@ def in_microbatches(
 def batch_tensors(
     traced: TracedFunction, graph: OpGraph, options: Options
 ) -> list[int]:
-    """Graph inputs that are cut into microbatches along their first dim."""
-    if options.batch_argnums == "auto":
-        return [i.tensor for i in graph.inputs if i.role == "batch"]
-    chosen = leaves_of(traced, options.batch_argnums, options)
-    return [graph.inputs[leaf].tensor for leaf in chosen]
+    """Graph inputs that are cut into microbatches along their first dim.
+
+    Of unlike sizes that nobody named, the smaller ones are left whole that the number
+    of microbatches does not divide.
+    """
+    named = batch_by_name(traced, options)
+    if named is not None:
+        return [graph.inputs[leaf].tensor for leaf in named]
+    batch = [i.tensor for i in graph.inputs if i.role == "batch"]
+    sizes = {tensor: graph.tensors[tensor].type.shape[0] for tensor in batch}
+    number = options.num_microbatches
+    if max(sizes.values(), default=0) % number:
+        return batch  # cannot be cut
+    return [tensor for tensor in batch if sizes[tensor] % number == 0]
 
 
-def roles_of(traced: TracedFunction, donated: Collection[int] = ()) -> Roles:
+def batch_by_name(traced: TracedFunction, options: Options) -> list[int] | None:
+    """The leaves that `batch_argnums` names, if it names any, in their order."""
+    given = options.batch_argnums
+    if given == "auto":
+        return None
+    numbers = [each for each in given if isinstance(each, int)]
+    found = set(leaves_of(traced, numbers, options))
+    paths = traced.input_paths
+    for key in (each for each in given if isinstance(each, str)):
+        whole = spellings(key)[1]
+        below = [p for p in paths if f"{spellings(p)[1]}/".startswith(f"{whole}/")]
+        below = below or [*keys_of_paths([key], paths, "name in `batch_argnums`")]
+        found.update(leaf for leaf, path in enumerate(paths) if path in below)
+    return sorted(found)
+
+
+def roles_of(
+    traced: TracedFunction,
+    donated: Collection[int] = (),
+    batch: Collection[int] | None = None,
+) -> Roles:
     """Which leaves of a traced function are state and which the batch.
 
-    `donated` are leaves that are given away by name.
+    `donated` are leaves that are given away by name, `batch` those named as such.
     """
     jaxpr = traced.jaxpr.jaxpr
     inputs = [tensor_type(var.aval) for var in jaxpr.invars]
     outputs = [tensor_type(var.aval) for var in jaxpr.outvars]
-    trees = traced.in_tree, traced.out_tree
-    weights: set[int] = set()
-    known = (*trees, inputs, outputs, traced.input_paths)
-    derived = derived_results(jaxpr)
-    while True:
-        roles = infer_roles(*known, weights, derived, donated)
-        found = frozen_models(traced, roles)
-        if not found:
-            return roles
-        weights |= found
+    roles = infer_roles(
+        *(traced.in_tree, traced.out_tree, inputs, outputs, traced.input_paths),
+        derived_results(jaxpr),
+        donated,
+    )
+    return batch_by_use(traced, roles) if batch is None else roles.with_batch(batch)
 
 
 def donated_by_name(traced: TracedFunction, options: Options) -> list[int]:

@@ -28,6 +28,9 @@ PinsLike: TypeAlias = (
 )
 """Specs of arguments by path or expression; as text `[data, -]`, or `placed`."""
 
+BatchLike: TypeAlias = int | str | Sequence[int | str]
+"""Positions of arguments, paths or expressions as those of pins, or "auto"."""
+
 
 @dataclass(frozen=True)
 class Pin:
@@ -97,9 +100,11 @@ def keys_of_arguments(
     return {i.tensor: found[i.path] for i in graph.inputs if i.path in found}
 
 
-def keys_of_paths(keys: Collection[str], paths: Sequence[str]) -> dict[str, str]:
+def keys_of_paths(
+    keys: Collection[str], paths: Sequence[str], noun: str = "pin"
+) -> dict[str, str]:
     """As `keys_of_arguments`, by path."""
-    check_matched(keys, paths)
+    check_matched(keys, paths, noun)
     return {path: own[0] for path, own in _keys_by_path(keys, paths).items() if own}
 
 
