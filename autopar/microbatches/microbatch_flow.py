@@ -15,7 +15,7 @@ from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Constant, Operand, Operator, OpGraph
 from ..graph.ports import Port, ports_of
-from ..planner.strategies import is_heavy_operator
+from ..planner.strategies import holds_heavy_work
 from ..rules.base import Factor, factors_of, replicate
 from ..sharding.spec import MAX, MIN, REPLICATED, State
 from .extremes import microbatch_factors
@@ -303,20 +303,11 @@ class Flow:
                 source = starts[op.index]
             else:
                 continue
-            if self.holds_heavy_work(op):
+            if holds_heavy_work(self.graph, op):
                 return source
             stuck.update(op.results)
             culprit.update(dict.fromkeys(op.results, source))
         return None
-
-    def holds_heavy_work(self, op: Operator) -> bool:
-        if op.kind not in STRUCTURED:
-            return is_heavy_operator(op)
-        return any(
-            self.holds_heavy_work(inner)
-            for body in op.bodies
-            for inner in self.graph.blocks[body].operators
-        )
 
     def cheap_ancestors(self, tensor: int) -> set[int] | None:
         """Operators that make a tensor from the inputs, if none of them is heavy."""
@@ -326,7 +317,7 @@ class Flow:
             op = self.made_by.get(waiting.pop())
             if op is None or op.index in found:
                 continue
-            if self.holds_heavy_work(op):
+            if holds_heavy_work(self.graph, op):
                 return None
             found.add(op.index)
             waiting.extend(tensors_of(op.operands))

@@ -22,7 +22,7 @@ from ..frontend.tracing import TracedFunction
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator
 from ..lowering.blocks import as_array
-from ..planner.strategies import is_heavy_operator
+from ..planner.strategies import holds_heavy_work
 from .extremes import JOINS, start_of
 from .microbatch_runners import WholeRunner, join_parts, part_of
 from .microbatch_step import MicrobatchedStep
@@ -58,14 +58,9 @@ def with_microbatch_loop(
 
 def _warn_of_whole_products(step: MicrobatchedStep) -> None:
     """Say that microbatches spare nothing, where all products are made behind them."""
-    blocks = step.graph.blocks
 
     def has_products(operators: Sequence[Operator]) -> bool:
-        return any(
-            is_heavy_operator(op)
-            or any(has_products(blocks[body].operators) for body in op.bodies)
-            for op in operators
-        )
+        return any(holds_heavy_work(step.graph, op) for op in operators)
 
     behind = step.phases.behind
     if has_products(step.phases.loop) or not has_products(behind):

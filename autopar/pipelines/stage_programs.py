@@ -252,7 +252,7 @@ class PipelineBuilder:
         """The leaf that an output of apply is, if that leaf is not updated."""
         paths, by_path = self._apply_paths
         leaf = paths.get(by_path[path])  # type: ignore[arg-type]
-        if leaf is None or leaf in self.parts.sums:
+        if leaf is None or leaf in self.parts.sums or leaf in self.parts.prepared:
             return None
         next_value = by_path.get(self.state_outputs.get(leaf, ""))
         is_kept = next_value is None or paths.get(next_value) == leaf  # type: ignore[arg-type]

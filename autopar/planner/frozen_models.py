@@ -19,6 +19,7 @@ from ..graph.build_graph import SCAN, build_graph
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..microbatches.microbatch_flow import Flow
+from .strategies import is_heavy_operator
 
 
 def frozen_models(traced: TracedFunction, roles: Roles) -> set[int]:
@@ -92,7 +93,7 @@ def _carries_through_weights(flow: Flow, op: Operator) -> bool:
     }
     for inner in block.operators:
         reads = tensors_of(inner.operands)
-        if flow.holds_heavy_work(inner) and not inner.bodies:
+        if is_heavy_operator(inner):
             if not (carried.isdisjoint(reads) or sliced.isdisjoint(reads)):
                 return True
         for reached in (carried, sliced):

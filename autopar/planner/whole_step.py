@@ -14,6 +14,7 @@ from ..frontend.roles import Roles, infer_roles
 from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import build_graph, tensor_type
 from ..graph.op_graph import OpGraph
+from ..microbatches.counts_apart import with_counts_apart
 from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_loop import with_microbatch_loop
 from ..microbatches.microbatch_semantics import microbatched
@@ -44,6 +45,8 @@ def in_microbatches(
     number, batch = options.num_microbatches, batch_tensors(traced, graph, options)
     if number == 1:
         return traced, graph
+    if options.microbatch_semantics == "exact":
+        traced, graph = with_counts_apart(traced, graph, roles, batch)
     step = microbatched(
         lambda: trace_microbatch(fun, traced, graph, batch, number),
         graph,
