@@ -236,7 +236,7 @@ class PipelinedStep:
         Raises:
           SignatureChanged: other shapes or dtypes than those it was planned for.
         """
-        return self._run(leaves, self.execute)
+        return self._run_updates(leaves, self.execute)
 
     def recorded(self, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
         """One step, as `__call__`, and its trace."""
@@ -247,7 +247,19 @@ class PipelinedStep:
             traces.append(trace)
             return found[0], found[1]
 
-        return self._run(leaves, execute), traces[0]
+        return self._run_updates(leaves, execute), traces[0]
+
+    def _run_updates(
+        self,
+        leaves: Sequence[Any],
+        execute: Callable[..., tuple[dict[str, Any], dict[str, Any]]],
+    ) -> list[Any]:
+        updates = self.pipeline.planned.updates
+        if updates is None:
+            return self._run(leaves, execute)
+        if any(len(leaves[i]) != len(updates.order) for i in updates.sliced):
+            raise SignatureChanged
+        return updates.run(leaves, lambda given: self._run(given, execute))
 
     def _run(
         self,
