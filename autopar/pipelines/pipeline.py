@@ -24,6 +24,7 @@ from ..frontend.tracing import TracedFunction
 from ..lowering.programs import PipelineProgram, SignatureChanged
 from ..microbatches.microbatch_runners import join_parts
 from ..microbatches.microbatches import Grain
+from ..planner.update_loops import Updates
 from ..state.distributed_array import DistributedArray, signature
 from ..state.leaf_pieces import gather_leaf, join_leaf, on_auto_axes, split_leaf
 from .piece_trace import PiecedStep
@@ -236,7 +237,7 @@ class PipelinedStep:
         Raises:
           SignatureChanged: other shapes or dtypes than those it was planned for.
         """
-        return self._run_updates(leaves, self.execute)
+        return self._run_updates(self._updates, leaves, self.execute)
 
     def recorded(self, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
         """One step, as `__call__`, and its trace."""
@@ -247,19 +248,32 @@ class PipelinedStep:
             traces.append(trace)
             return found[0], found[1]
 
-        return self._run_updates(leaves, execute), traces[0]
+        return self._run_updates(self._updates, leaves, execute), traces[0]
+
+    @property
+    def _updates(self) -> tuple[Updates, ...]:
+        return self.pipeline.planned.updates
 
     def _run_updates(
         self,
+        updates: tuple[Updates, ...],
         leaves: Sequence[Any],
         execute: Callable[..., tuple[dict[str, Any], dict[str, Any]]],
     ) -> list[Any]:
-        updates = self.pipeline.planned.updates
-        if updates is None:
+        if not updates:
             return self._run(leaves, execute)
-        if any(len(leaves[i]) != len(updates.order) for i in updates.sliced):
+        (loop, *inner) = updates
+        leaves = [
+            jnp.asarray(leaf)
+            if i in loop.sliced and isinstance(leaf, DistributedArray)
+            else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+        if any(len(leaves[i]) != len(loop.order) for i in loop.sliced):
             raise SignatureChanged
-        return updates.run(leaves, lambda given: self._run(given, execute))
+        return loop.run(
+            leaves, lambda given: self._run_updates(tuple(inner), given, execute)
+        )
 
     def _run(
         self,

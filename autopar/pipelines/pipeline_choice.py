@@ -71,7 +71,8 @@ def planned_pipeline(
             f"Stages run several updates a call on local devices and in exact "
             f"microbatches alone; call the step once an update, not in {found[2]}."
         )
-    return replace(_planned(found[0], method, options, price), updates=found[1])
+    planned = planned_pipeline(found[0], method, options, price)
+    return replace(planned, updates=(found[1], *planned.updates))
 
 
 def _planned(

@@ -47,8 +47,8 @@ class PlannedPipeline:
     submesh. `next_leaf` is the argument leaf (piece) that each result leaf (piece) is
     the next value of, or None; `unchanged` are result paths that are a leaf as it came,
     with its path. `bound_seconds` are what no step takes less, in the model of the
-    search that found the stages; 0 if they were given. `updates` are those of a call,
-    where the step is one of several.
+    search that found the stages; 0 if they were given. `updates` are the loops over
+    updates, from the outermost on, where a call runs the step several times.
     """
 
     traced: TracedFunction
@@ -64,7 +64,7 @@ class PlannedPipeline:
     next_leaf: tuple[int | None, ...]
     unchanged: Mapping[str, str]
     bound_seconds: float = 0.0
-    updates: Updates | None = None
+    updates: tuple[Updates, ...] = ()
 
     @property
     def has_backward(self) -> bool:

@@ -27,9 +27,10 @@ from .strategies import holds_heavy_work
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
 
-def loop_of_updates(graph: OpGraph) -> Operator | None:
+def loop_of_updates(graph: OpGraph, block: int = 0) -> Operator | None:
     """The loop whose body makes gradients, and does all heavy work of the step."""
-    heavy = [op for op in graph.blocks[0].operators if holds_heavy_work(graph, op)]
+    operators = graph.blocks[block].operators
+    heavy = [op for op in operators if holds_heavy_work(graph, op)]
     if len(heavy) != 1 or heavy[0].kind not in (SCAN, WHILE):
         return None
     (loop,) = heavy
@@ -47,7 +48,9 @@ def update_of(graph: OpGraph, loop: Operator) -> TracedFunction:
         loop.params.get(f"num_{n}", 0) for n in ("consts", "carry")
     )
     ends = num_consts, num_consts + num_carry, len(loop.operands)
-    if loop.kind != SCAN or ends[1] == ends[2]:
+    has_slices = ends[1] < ends[2]
+    is_of_epochs = loop_of_updates(graph, loop.bodies[-1]) is not None
+    if loop.kind != SCAN or not (has_slices or is_of_epochs):
         raise ValueError(
             f"Several updates a call are cut into microbatches if a scan takes their "
             f"batches, but {named(loop)} does not; write it as "
