@@ -25,7 +25,7 @@ def step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], Any]:
             "history": jnp.roll(history, 1).at[0].set(found),
             "average": 0.9 * history + 0.1 * found,
             "negative": -found.astype(jnp.bfloat16) / 448,
-            "is_large": jnp.any(seen > 1.5),
+            "is_large": jnp.any(seen > 1.5).astype(jnp.int32),
         }
         highest = jnp.maximum(highest, found)
         carry = jnp.tanh(h @ weights) + h, highest, jnp.minimum(lowest, seen.min())

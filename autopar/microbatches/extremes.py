@@ -159,6 +159,8 @@ def _monotone(
         yield range(len(op.operands)), state
     elif op.kind in ("max", "min"):
         yield from (((i,), state) for i in (0, 1))
+    elif op.kind == "convert_element_type" and op.operand_types[0].dtype == np.bool_:
+        yield (0,), state
     elif not all(map(is_inexact, op.result_types)):
         return  # integers may wrap
     elif op.kind in ("add", "add_any"):

@@ -126,8 +126,11 @@ class Pipeline:
         return frozenset(path for path, is_read in pairs if is_read)
 
     def readers_of(self, name: str) -> tuple[int, ...]:
-        """The stages whose programs read a slot of the batch, in their order."""
-        if not self.is_slot(name, "batch"):
+        """The stages whose programs read a slot of the batch, in their order.
+
+        None of what holds the batches of several updates: it is sliced first.
+        """
+        if self.planned.updates or not self.is_slot(name, "batch"):
             return ()
         return self._readers.get(name, ())
 

@@ -18,7 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import SCAN, WHILE
 from ..graph.dependencies import tensors_of
-from ..graph.op_graph import Block, Constant, Operator, OpGraph
+from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..jax_compat import abstract_value
 from ..lowering.blocks import as_array
 from ..microbatches.microbatch_runners import WholeRunner
@@ -179,7 +179,7 @@ def one_update(
     update = update_of(graph, loop)
     first = loop.params["num_consts"]
     last = first + loop.params["num_carry"]
-    places = {tensor: i for i, tensor in enumerate(block.inputs)}
+    places: dict[Operand, int] = {t: i for i, t in enumerate(block.inputs)}
     carried, sliced = loop.operands[first:last], loop.operands[last:]
     after, stacked = loop.results[: last - first], loop.results[last - first :]
     outputs = list(block.outputs)
@@ -202,7 +202,8 @@ def one_update(
     @functools.wraps(fun)
     def single(*args: Any, **kwargs: Any) -> Any:
         leaves = jax.tree.leaves((args, kwargs))
-        values = dict(zip(block.inputs, (*leaves, *traced.jaxpr.consts), strict=True))
+        values: dict[Operand, Any] = {}
+        values.update(zip(block.inputs, (*leaves, *traced.jaxpr.consts), strict=True))
         operands = (
             o.value if isinstance(o, Constant) else values[o] for o in loop.operands
         )

@@ -85,11 +85,11 @@ def _updates_in_microbatches(
     if options.batch_argnums != "auto":
         batch = batch_tensors(whole.traced, graph, options)
         slices = slices_of(graph, loop, batch)
-        told = (
+        told: list[Role] = [
             "batch" if i in slices else "other" if role == "batch" else role
             for i, role in enumerate(roles.roles)
-        )
-        roles = replace(roles, roles=tuple[Role, ...](told))
+        ]
+        roles = replace(roles, roles=tuple(told))
     own = TracedWhole(whole.fun, update, build_graph(update, roles), roles)
     try:
         cut, _ = in_microbatches(own, replace(options, batch_argnums="auto"))
