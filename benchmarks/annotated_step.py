@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from autopar.frontend.dead_code import dead_code_eliminated
 from autopar.frontend.tracing import rewritten
 from autopar.graph.build_graph import BARRIER, build_graph
 from autopar.graph.op_graph import Block, Constant, Operator, OpGraph
-from autopar.jax_compat import dead_code_eliminated
 from autopar.lowering.blocks import BlockRunner
 from autopar.planner.planning import roles_of
 from autopar.rules.base import bind_params

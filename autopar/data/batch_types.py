@@ -31,11 +31,20 @@ def batch_types(lowered: Lowered | LoweredPipeline) -> Any:
     """
     avals = lowered.traced.jaxpr.in_avals
     shardings: Sequence[Any] = [None] * len(avals)
+    loops = (
+        lowered.step.pipeline.planned.updates
+        if isinstance(lowered, LoweredPipeline)
+        else ()
+    )
+    shapes = [
+        (*(len(loop.order) for loop in loops if leaf in loop.sliced), *aval.shape)
+        for leaf, aval in enumerate(avals)
+    ]
     if isinstance(lowered, Lowered) and not is_on_hosts(lowered):
         shardings = lowered.program.shardings
     kinds = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=home)
-        for aval, home in zip(avals, shardings, strict=True)
+        jax.ShapeDtypeStruct(shape, aval.dtype, sharding=home)
+        for shape, aval, home in zip(shapes, avals, shardings, strict=True)
     ]
     return _of_batch(lowered, kinds)
 

@@ -236,9 +236,10 @@ class Slot:
 
     By `kind`: a *state* lives across steps, and whoever reads it gets what the step
     began with; a *batch* slot is fed from outside, once a microbatch; an *activation*
-    (residual, cotangent) is made once a microbatch; a *gradient* starts at zero and is
-    accumulated over the microbatches; a *result* leaves the step. What an apply program
-    makes exists once a step, whatever its kind. `stage` makes or holds it.
+    (residual, cotangent) is made once a microbatch; a *gradient* starts at zero (a
+    maximum at the least value) and is accumulated over the microbatches; a *result*
+    leaves the step. What an apply program makes exists once a step, whatever its kind.
+    `stage` makes or holds it.
     """
 
     name: str

@@ -36,8 +36,9 @@ class ShardParallel:
       microbatch_semantics: "exact": values are those of the whole batch, and a step
         that cannot be cut so (BatchNorm in training) is refused. "independent": each
         microbatch runs as if it were the batch. Losses, gradients and statistics are
-        then the means over the microbatches, integers (counts) are summed, values for
-        each example are joined, and the optimizer runs once. The loss must be a mean:
+        then the means over the microbatches, integers (counts) are summed, maxima and
+        minima of examples are those of all, values for each example are joined, and
+        the optimizer runs once. The loss must be a mean:
         of a sum over the batch you get the mean of the microbatches' sums. BatchNorm's
         running statistics move once a step, by the mean of the microbatches'
         statistics. Random keys are the same in every microbatch.

@@ -9,7 +9,11 @@ from math import gcd
 from ..graph.build_graph import SCAN, STRUCTURED
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operand, Operator, OpGraph
-from ..planner.strategies import is_heavy_operator, total_flops
+from ..planner.strategies import (
+    holds_heavy_work,
+    is_heavy_operator,
+    total_flops,
+)
 from ..sharding.spec import REPLICATED, SUM, State
 from .microbatch_flow import Flow
 
@@ -118,7 +122,7 @@ class ExampleFlow(Flow):
         }
         for inner in block.operators:
             reads = tensors_of(inner.operands)
-            if self.holds_heavy_work(inner) and not inner.bodies:
+            if holds_heavy_work(self.graph, inner) and not inner.bodies:
                 if not (carried.isdisjoint(reads) or sliced.isdisjoint(reads)):
                     return True
             for reached in (carried, sliced):

@@ -16,9 +16,10 @@ from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Constant, Operand, Operator, OpGraph
 from ..graph.ports import Port, ports_of
-from ..planner.strategies import is_heavy_operator
+from ..planner.strategies import holds_heavy_work
 from ..rules.base import Factor, factors_of, replicate
-from ..sharding.spec import REPLICATED, SUM, State
+from ..sharding.spec import MAX, MIN, REPLICATED, State
+from .extremes import microbatch_factors
 from .joined_batches import joint_of
 
 
@@ -91,9 +92,9 @@ class Flow:
                 continue
             late = [t for t in tensors_of(op.operands) if t in self.behind]
             if late or not self.run_split(op):
-                cut = [t for t in tensors_of(op.operands) if self.state[t] >= 0]
-                sums = [t for t in tensors_of(op.operands) if self.state[t] == SUM]
-                if cut:  # held up by what it reads, or by needing all examples itself
+                reads = tensors_of(op.operands)
+                sums = [t for t in reads if self.state[t] < REPLICATED]
+                if any(self.state[t] >= 0 for t in reads):  # it, or a source, needs all
                     self.couplings.append((op, [*late, *sums, *op.results][0]))
                 self.run_once(op, behind=True)
 
@@ -199,7 +200,7 @@ class Flow:
             return replicate(op)
         found = [
             factor
-            for factor in factors_of(op)
+            for factor in microbatch_factors(op)
             if not factor.is_positional
             and self.is_cut_alike(op, factor)
             and all(
@@ -219,7 +220,7 @@ class Flow:
         return all(
             kind.shape[state] > 0 and kind.shape[state] % whole == 0
             if state >= 0
-            else state >= SUM
+            else state >= MIN
             for state, kind in zip(states, types, strict=True)
         )
 
@@ -243,9 +244,11 @@ class Flow:
             for number, port in enumerate(ports):
                 joined = self.join(port, state[number])
                 counts = self.copies_joined(port)
-                if joined is None or (port.is_whole and joined != REPLICATED):
+                if joined is None or counts is None:
                     return False
-                if counts is None:
+                # A literal is its own maximum, but a predicate is nothing of parts.
+                is_extreme = joined in (MAX, MIN) and bool(port.writes)
+                if port.is_whole and joined != REPLICATED and not is_extreme:
                     return False
                 changed |= (joined, counts) != (state[number], copies[number])
                 state[number], copies[number] = joined, counts
@@ -303,20 +306,11 @@ class Flow:
                 source = starts[op.index]
             else:
                 continue
-            if self.holds_heavy_work(op):
+            if holds_heavy_work(self.graph, op):
                 return source
             stuck.update(op.results)
             culprit.update(dict.fromkeys(op.results, source))
         return None
-
-    def holds_heavy_work(self, op: Operator) -> bool:
-        if op.kind not in STRUCTURED:
-            return is_heavy_operator(op)
-        return any(
-            self.holds_heavy_work(inner)
-            for body in op.bodies
-            for inner in self.graph.blocks[body].operators
-        )
 
     def cheap_ancestors(self, tensor: int) -> set[int] | None:
         """Operators that make a tensor from the inputs, if none of them is heavy."""
@@ -326,7 +320,7 @@ class Flow:
             op = self.made_by.get(waiting.pop())
             if op is None or op.index in found:
                 continue
-            if self.holds_heavy_work(op):
+            if holds_heavy_work(self.graph, op):
                 return None
             found.add(op.index)
             waiting.extend(tensors_of(op.operands))
@@ -339,13 +333,13 @@ class Flow:
         if op.kind == "convert_element_type":
             return False  # a sum is kept in the wider dtype
         states = [self.state[tensor] for tensor in tensors_of(op.operands)]
-        if any(state not in (REPLICATED, SUM) for state in states):
+        if any(state > REPLICATED for state in states):
             return False
         types = [self.graph.tensors[tensor].type for tensor in tensors_of(op.operands)]
         carried = sum(
             kind.bytes
             for kind, state in zip(types, states, strict=True)
-            if state == SUM
+            if state < REPLICATED
         )
         if self.sums_stay_apart and op.kind in ("add", "add_any"):
             return True

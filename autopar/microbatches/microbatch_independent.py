@@ -11,6 +11,7 @@ What crosses from one to the other, or is returned, becomes one value of the ste
 
     floats       the mean over the microbatches: losses, gradients, statistics
     integers     their sum: they are counts
+    maxima       of examples, as minima: the maximum over the microbatches
     per example  joined in the order of the batch: logits, predictions
 
 So gradients are those of the mean of the microbatches' losses, and the update is done
@@ -33,7 +34,9 @@ from ..frontend.tracing import TracedFunction, trace
 from ..graph.build_graph import build_graph, tensor_type
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
+from ..sharding.spec import MAX, MIN, SUM
 from .example_flow import ExampleFlow
+from .extremes import Extremes
 from .microbatch_flow import Phases
 from .microbatch_runners import WholeRunner
 from .microbatch_step import Leaving, MicrobatchedStep, leaving_tensors
@@ -65,7 +68,9 @@ def independent_step(
     batch_size = batch_size_of(graph, batch, num_microbatches)
     part = build_graph(trace_part(), roles)
     varying = _varying(graph, part, num_microbatches)
-    flow = _Flow(part, frozenset(batch), frozenset(varying))
+    extremes = Extremes(part, batch, varying).state
+    extremes = {t: state for t, state in extremes.items() if state in (MAX, MIN)}
+    flow = _Flow(part, frozenset(batch), frozenset(varying), frozenset(extremes))
     _check_updates(flow, roles)
     phases = flow.phases(sums_stay_apart)
     read_behind = {t for op in phases.behind for t in tensors_of(op.operands)}
@@ -76,7 +81,10 @@ def independent_step(
         if tensor in varying:
             each = _joined_parts(part, flow_of_whole, tensor, num_microbatches)
         elif num_microbatches > 1:
-            _check_combined(part, tensor, roles)
+            if tensor in extremes:
+                each = Leaving(tensor, reduction=extremes[tensor])
+            else:
+                _check_combined(part, tensor, roles)
         assert each.dim is None or tensor not in read_behind
         leaving.append(each)
 
@@ -126,7 +134,8 @@ def _check_combined(part: OpGraph, tensor: int, roles: Roles) -> None:
 
 def _share(value: jax.Array, leaving: Leaving, num_microbatches: int) -> jax.Array:
     """What a microbatch adds to the value of the step, or its part of it."""
-    if leaving.dim is not None or not jnp.issubdtype(value.dtype, jnp.inexact):
+    is_mean = leaving.dim is None and leaving.reduction == SUM
+    if not is_mean or not jnp.issubdtype(value.dtype, jnp.inexact):
         return value
     return value / jnp.asarray(num_microbatches, value.dtype)
 
@@ -219,6 +228,7 @@ class _Flow:
     graph: OpGraph
     batch: frozenset[int]
     varying: frozenset[int]
+    extremes: frozenset[int]
 
     @cached_property
     def of_batch(self) -> frozenset[int]:
@@ -275,7 +285,7 @@ class _Flow:
                 return True
         if any(scope in op.name for scope in _DIFFERENTIATED):
             return False
-        return not self.of_gradients.isdisjoint(reads)
+        return not (self.of_gradients | self.extremes).isdisjoint(reads)
 
 
 def _check_updates(flow: _Flow, roles: Roles) -> None:
@@ -283,7 +293,7 @@ def _check_updates(flow: _Flow, roles: Roles) -> None:
     graph = flow.graph
     for each, output in zip(graph.inputs, roles.next_output, strict=False):
         operand = None if output is None else graph.outputs[output]
-        if operand not in flow.of_batch:
+        if operand not in flow.of_batch or operand in flow.extremes:
             continue
         if not flow.of_gradients:
             raise ValueError(

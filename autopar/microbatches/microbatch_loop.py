@@ -22,7 +22,8 @@ from ..frontend.tracing import TracedFunction
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator
 from ..lowering.blocks import as_array
-from ..planner.strategies import is_heavy_operator
+from ..planner.strategies import holds_heavy_work
+from .extremes import JOINS, start_of
 from .microbatch_runners import WholeRunner, join_parts, part_of
 from .microbatch_step import MicrobatchedStep
 
@@ -57,14 +58,9 @@ def with_microbatch_loop(
 
 def _warn_of_whole_products(step: MicrobatchedStep) -> None:
     """Say that microbatches spare nothing, where all products are made behind them."""
-    blocks = step.graph.blocks
 
     def has_products(operators: Sequence[Operator]) -> bool:
-        return any(
-            is_heavy_operator(op)
-            or any(has_products(blocks[body].operators) for body in op.bodies)
-            for op in operators
-        )
+        return any(holds_heavy_work(step.graph, op) for op in operators)
 
     behind = step.phases.behind
     if has_products(step.phases.loop) or not has_products(behind):
@@ -88,7 +84,7 @@ def _warn_of_whole_products(step: MicrobatchedStep) -> None:
 
 def _run_loop(step: MicrobatchedStep, values: dict[int, Any]) -> None:
     """Scan over the microbatches; sums are carried, parts of outputs stacked."""
-    summed = [each.tensor for each in step.leaving if each.dim is None]
+    reduced = [each for each in step.leaving if each.dim is None]
     joined = [each for each in step.leaving if each.dim is not None]
     whole = {t: value for t, value in values.items() if t not in step.batch}
     grains = {
@@ -103,16 +99,18 @@ def _run_loop(step: MicrobatchedStep, values: dict[int, Any]) -> None:
             each.tensor: value for each, value in zip(step.leaving, found, strict=True)
         }
         added = [
-            total + by_tensor[tensor]
-            for total, tensor in zip(sums, summed, strict=True)
+            JOINS[each.reduction](total, by_tensor[each.tensor])
+            for total, each in zip(sums, reduced, strict=True)
         ]
         return added, [by_tensor[each.tensor] for each in joined]
 
-    types = [step.graph.tensors[tensor].type for tensor in summed]
-    zeros = [jnp.zeros(kind.shape, kind.dtype) for kind in types]
+    starts = []
+    for each in reduced:
+        kind = step.graph.tensors[each.tensor].type
+        starts.append(start_of(each.reduction, kind.shape, kind.dtype))
     counters = jnp.arange(step.num_microbatches, dtype=jnp.uint32)
-    sums, stacked = lax.scan(body, zeros, counters)
-    values.update(zip(summed, sums, strict=True))
+    sums, stacked = lax.scan(body, starts, counters)
+    values.update(zip((each.tensor for each in reduced), sums, strict=True))
     for each, parts in zip(joined, stacked, strict=True):
         assert each.dim is not None
         size = parts.shape[each.dim + 1] * step.num_microbatches

@@ -16,7 +16,7 @@ from ..jax_compat import equation_context, user_context
 from ..lowering.blocks import BlockRunner, as_array
 from ..rules.base import Shard, bind_params, bind_unchanged, rule_of
 from ..sharding.mesh import MeshShape
-from ..sharding.spec import REPLICATED, SUM, State
+from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
 from .joined_batches import bind_joint
 from .microbatches import Grain, MicrobatchSplit
 
@@ -109,7 +109,9 @@ class MicrobatchRunner(RetracingRunner):
             return value
         key = (tensor, state, copies)
         if key not in self.cut:
-            if state == SUM:
+            if state in (MAX, MIN):
+                self.cut[key] = value
+            elif state == SUM:
                 self.cut[key] = jnp.where(
                     self.counter == 0, value, jnp.zeros_like(value)
                 )

@@ -10,7 +10,7 @@ import jax
 
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
-from ..sharding.spec import SUM
+from ..sharding.spec import REPLICATED, SUM, State
 from .microbatch_flow import Phases
 from .microbatch_runners import MicrobatchRunner
 from .microbatches import Grain, MicrobatchSplit, grain_of
@@ -23,14 +23,16 @@ RunPart = Callable[
 
 @dataclass(frozen=True)
 class Leaving:
-    """A tensor that leaves the loop: its parts are added up, or joined along `dim`.
+    """A tensor that leaves the loop: its parts are joined along `dim`, or reduced.
 
-    That dim holds `copies` of the batch one behind the other.
+    That dim holds `copies` of the batch one behind the other; `reduction` is SUM, MAX
+    or MIN.
     """
 
     tensor: int
     dim: int | None = None
     copies: int = 1
+    reduction: State = SUM
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +86,7 @@ def exact_step(
             t,
             split.state[t] if split.state[t] >= 0 else None,
             split.copies.get(t, 1),
+            split.state[t] if split.state[t] < REPLICATED else SUM,
         )
         for t in leaving_tensors(graph, split.phases)
     )
@@ -100,7 +103,7 @@ def exact_step(
         return [
             runner.values[each.tensor]
             if each.dim is not None
-            else runner.read(each.tensor, SUM)
+            else runner.read(each.tensor, each.reduction)
             for each in leaving
         ]
 

@@ -1,13 +1,14 @@
 """Which work a microbatch loop does, and which is done once a step.
 
 The microbatch is one more mesh axis, a sequential one: its index is the loop counter
-and its sum is accumulation over the loop; any other collective over it is impossible.
-Every tensor has a state along it, found by the factors that split operators over
-devices:
+and its sum or maximum is accumulation over the loop; any other collective over it is
+impossible. Every tensor has a state along it, found by the factors that split operators
+over devices:
 
     d >= 0       the loop sees one part of dim d at a time, of every example kind alike
     REPLICATED   the same in every iteration: made before the loop
     SUM          a sum over the iterations: a gradient, a loss
+    MAX, MIN     the greatest or least over the iterations: a statistic
 
 An operator that needs such a value whole runs behind the loop, once a step. The batch
 is cut minor: microbatch m holds the examples i with i mod M = m, so the parts of a

@@ -16,6 +16,7 @@ from ..graph.op_graph import OpGraph
 from ..methods.methods import PipelineParallel
 from ..methods.named_methods import Megatron
 from ..methods.schedule_choice import has_weight_tasks
+from ..microbatches.counts_apart import with_counts_apart
 from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_semantics import microbatched
 from ..microbatches.microbatch_step import MicrobatchedStep
@@ -241,7 +242,10 @@ def _microbatched(
         traced = with_recomputed_loops(traced, graph, batch, remat)
         return traced, build_graph(traced, roles)
 
-    whole, graph = with_loops(traced, plain)
+    whole, graph = traced, plain
+    if options.microbatch_semantics == "exact":
+        whole, graph = with_counts_apart(traced, plain, roles, batch)
+    whole, graph = with_loops(whole, graph)
     held = [i.tensor for i in graph.inputs if i.tensor not in batch]
     lengths = scan_lengths(graph, held, method.num_stages or 2, method.stage_products)
 

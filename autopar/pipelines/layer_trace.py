@@ -32,8 +32,10 @@ def trace_layer(
         def value_of(name: str, operand: Operand) -> Any:
             if isinstance(operand, Constant):
                 return operand.value
-            is_sum = name in builder.parts.sums
-            return runner.read(operand, SUM) if is_sum else runner.values[operand]
+            reduction = builder.parts.sums.get(name)
+            if reduction is None:
+                return runner.values[operand]
+            return runner.read(operand, reduction)
 
         return run_piece(piece, runner, given, value_of)
 

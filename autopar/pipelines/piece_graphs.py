@@ -26,7 +26,9 @@ from ..graph.op_graph import (
     TensorType,
 )
 from ..lowering.blocks import as_array
+from ..microbatches.extremes import JOINS
 from ..microbatches.microbatch_runners import RetracingRunner, WholeRunner
+from ..sharding.spec import State
 from .stage_pieces import Piece, TracedPiece
 from .stage_trace import graph_of
 
@@ -81,7 +83,9 @@ def run_piece(
     found: list[Any] = []
     for name, operand in piece.outputs.items():
         value = as_array(value_of(name, operand))
-        found.append(given[name] + value if name in piece.added else value)
+        if name in piece.added:
+            value = JOINS[piece.added[name]](given[name], value)
+        found.append(value)
     return found
 
 
@@ -99,8 +103,8 @@ def part_of(piece: Piece, graph: OpGraph, ties: _Ties) -> OpGraph:
         assert isinstance(operand, int)
         outputs[name] = known[operand]
         if name in piece.added:
-            addition = _addition(graph.type_of(operand))
-            (outputs[name],) = part.add(addition, "", (given[name], known[operand]))
+            joining = _joining(graph.type_of(operand), piece.added[name])
+            (outputs[name],) = part.add(joining, "", (given[name], known[operand]))
     block = Block(
         *(0, None, 1, 1.0, False, False, tuple(given.values())),
         tuple(outputs.values()),
@@ -146,12 +150,12 @@ class _Part:
 
 
 @lru_cache(maxsize=1024)
-def _addition(kind: TensorType) -> Operator:
-    """The sum of two arrays, as an operator."""
+def _joining(kind: TensorType, reduction: State) -> Operator:
+    """The sum or maximum of two arrays, as an operator."""
     struct = jax.ShapeDtypeStruct(kind.shape, kind.dtype)
 
     def task(before: Any, value: Any) -> list[Any]:
-        return [before + value]
+        return [JOINS[reduction](before, value)]
 
     graph = graph_of(task, (struct, struct), ("before", "value"), ("sum",))
     (op,) = graph.operators()

@@ -16,15 +16,15 @@ from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operand, Operator, OpGraph
 from ..jax_compat import equation_context, user_context
 from ..lowering.blocks import as_array
+from ..microbatches.extremes import JOINS
 from ..microbatches.microbatch_runners import WholeRunner
 from ..rules.base import Shard, bind_unchanged, is_inexact, rule_of
 from ..sharding.mesh import MeshShape
-from ..sharding.spec import MAX, MIN, REPLICATED, SUM, Spec, axes_of_dim
+from ..sharding.spec import REPLICATED, Spec, axes_of_dim
 from .piece_flow import PASSING, Cut, PieceFlow
 from .scan_bodies import accumulating_carries, light_makers, unchanged_carries
 
 Lengths = tuple[int, ...]
-_JOIN = {SUM: lax.add, MAX: lax.max, MIN: lax.min}
 
 
 @dataclass(frozen=True)
@@ -248,5 +248,5 @@ def _joined(pieces: Sequence[Any], state: int, op: Operator) -> Any:
     ordered = list(reversed(pieces)) if "transpose(" in op.name else list(pieces)
     total = ordered[0]
     for piece in ordered[1:]:
-        total = _JOIN[state](total, piece)
+        total = JOINS[state](total, piece)
     return total

@@ -24,6 +24,7 @@ from ..frontend.tracing import TracedFunction
 from ..lowering.programs import PipelineProgram, SignatureChanged
 from ..microbatches.microbatch_runners import join_parts
 from ..microbatches.microbatches import Grain
+from ..planner.update_loops import Updates
 from ..state.distributed_array import DistributedArray, signature
 from ..state.leaf_pieces import gather_leaf, join_leaf, on_auto_axes, split_leaf
 from .piece_trace import PiecedStep
@@ -125,8 +126,11 @@ class Pipeline:
         return frozenset(path for path, is_read in pairs if is_read)
 
     def readers_of(self, name: str) -> tuple[int, ...]:
-        """The stages whose programs read a slot of the batch, in their order."""
-        if not self.is_slot(name, "batch"):
+        """The stages whose programs read a slot of the batch, in their order.
+
+        None of what holds the batches of several updates: it is sliced first.
+        """
+        if self.planned.updates or not self.is_slot(name, "batch"):
             return ()
         return self._readers.get(name, ())
 
@@ -237,7 +241,7 @@ class PipelinedStep:
         Raises:
           SignatureChanged: other shapes or dtypes than those it was planned for.
         """
-        return self._run(leaves, self.execute)
+        return self._run_updates(self._updates, leaves, self.execute)
 
     def recorded(self, leaves: Sequence[Any]) -> tuple[list[Any], Any]:
         """One step, as `__call__`, and its trace."""
@@ -248,7 +252,32 @@ class PipelinedStep:
             traces.append(trace)
             return found[0], found[1]
 
-        return self._run(leaves, execute), traces[0]
+        return self._run_updates(self._updates, leaves, execute), traces[0]
+
+    @property
+    def _updates(self) -> tuple[Updates, ...]:
+        return self.pipeline.planned.updates
+
+    def _run_updates(
+        self,
+        updates: tuple[Updates, ...],
+        leaves: Sequence[Any],
+        execute: Callable[..., tuple[dict[str, Any], dict[str, Any]]],
+    ) -> list[Any]:
+        if not updates:
+            return self._run(leaves, execute)
+        (loop, *inner) = updates
+        leaves = [
+            jnp.asarray(leaf)
+            if i in loop.sliced and isinstance(leaf, DistributedArray)
+            else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+        if any(len(leaves[i]) != len(loop.order) for i in loop.sliced):
+            raise SignatureChanged
+        return loop.run(
+            leaves, lambda given: self._run_updates(tuple(inner), given, execute)
+        )
 
     def _run(
         self,

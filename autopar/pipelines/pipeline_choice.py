@@ -25,6 +25,7 @@ from ..options import Options
 from ..planner.mesh_search import FAR, least_seconds
 from ..planner.planning import Planned, roles_of
 from ..planner.step_variants import Offload
+from ..planner.update_loops import one_update
 from ..plans.explain import format_seconds
 from ..plans.parallel_plan import Plan
 from ..rematerialisation.remat import LEVELS
@@ -51,9 +52,32 @@ def planned_pipeline(
 ) -> PlannedPipeline:
     """The pipeline that `method` asks for; what it leaves out is searched.
 
+    That of a step of several updates is of one of them.
+
     Raises:
       InfeasiblePlanError: no stages fit into memory.
     """
+    try:
+        return _planned(call, method, options, price)
+    except (ValueError, NotImplementedError):
+        traced = trace(*call)
+        graph = build_graph(traced, roles_of(traced))
+        found = one_update(call, traced, graph)
+        if found is None:
+            raise
+    is_on_ray = options.cluster is not None and options.cluster.ray_hosts is not None
+    if is_on_ray or method.microbatch_semantics != "exact":
+        raise ValueError(
+            f"Stages run several updates a call on local devices and in exact "
+            f"microbatches alone; call the step once an update, not in {found[2]}."
+        )
+    planned = planned_pipeline(found[0], method, options, price)
+    return replace(planned, updates=(found[1], *planned.updates))
+
+
+def _planned(
+    call: Call, method: PipelineParallel, options: Options, price: Price
+) -> PlannedPipeline:
     if options.like is not None:
         return pipeline_like(call, method, options, price)
     if method.num_stages is not None:

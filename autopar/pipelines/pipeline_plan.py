@@ -22,6 +22,7 @@ from ..lowering.programs import PipelineProgram
 from ..methods.methods import PipelineParallel
 from ..methods.place_operators import PlaceOperators
 from ..options import Options
+from ..planner.update_loops import Updates
 from ..plans.staged_plan import PlannedTransfer
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.spec import Spec, local_shape
@@ -46,7 +47,8 @@ class PlannedPipeline:
     submesh. `next_leaf` is the argument leaf (piece) that each result leaf (piece) is
     the next value of, or None; `unchanged` are result paths that are a leaf as it came,
     with its path. `bound_seconds` are what no step takes less, in the model of the
-    search that found the stages; 0 if they were given.
+    search that found the stages; 0 if they were given. `updates` are the loops over
+    updates, from the outermost on, where a call runs the step several times.
     """
 
     traced: TracedFunction
@@ -62,6 +64,7 @@ class PlannedPipeline:
     next_leaf: tuple[int | None, ...]
     unchanged: Mapping[str, str]
     bound_seconds: float = 0.0
+    updates: tuple[Updates, ...] = ()
 
     @property
     def has_backward(self) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ..audit.audit import Audit, MemoryUse, audit
@@ -18,7 +17,8 @@ from ..graph.op_graph import TensorType
 from ..lowering.host_memory import HOST
 from ..lowering.partial_sums import held_shape, held_spec
 from ..lowering.programs import PipelineProgram, Slot, SpmdProgram, StageProgram
-from ..sharding.spec import Spec
+from ..microbatches.extremes import start_of
+from ..sharding.spec import Spec, State
 from .stage_pieces import PlannedPiece
 
 
@@ -88,9 +88,12 @@ def lower_stages(
         for piece, stage in ((each, each.piece.stage) for each in pieces)
     )
     zeros = {
-        name: _zeros(types[name], specs[name, slot.stage], shardings[name, slot.stage])
-        for name, slot in flow.slots.items()
-        if slot.kind == "gradient"
+        name: _start(reduction, types[name], specs[name, stage], shardings[name, stage])
+        for name, reduction, stage in (
+            (*each, piece.piece.stage)
+            for piece in pieces
+            for each in piece.piece.added.items()
+        )
     }
     program = PipelineProgram(
         flow.num_stages,
@@ -116,15 +119,19 @@ def _stage_program(
     )
 
 
-def _zeros(kind: TensorType, spec: Spec, sharding: NamedSharding) -> Callable[[], Any]:
+def _start(
+    reduction: State, kind: TensorType, spec: Spec, sharding: NamedSharding
+) -> Callable[[], Any]:
     shape = held_shape(kind.shape, spec, sharding.mesh.axis_sizes)
-    made = jax.jit(lambda: jnp.zeros(shape, kind.dtype), out_shardings=sharding)
+    made = jax.jit(
+        lambda: start_of(reduction, shape, kind.dtype), out_shardings=sharding
+    )
 
-    def zeros() -> Any:
+    def start() -> Any:
         with jax.enable_x64(True):  # a stage's thread has not the caller's settings
             return made()
 
-    return zeros
+    return start
 
 
 def _runner_of(program: SpmdProgram) -> Callable[[Sequence[Any]], Sequence[Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -15,6 +15,7 @@ from ..lowering.partial_sums import held_shape
 from ..lowering.programs import Slot, SpmdProgram, TaskKind, build_program
 from ..plans.plan import ShardingPlan
 from ..sharding.resharding import Resharder
+from ..sharding.spec import SUM, State
 from .stage_cut import StageCut
 
 
@@ -23,7 +24,7 @@ class Piece:
     """One stage program before it is planned: operators, what they read and return.
 
     Inputs and outputs come as slot names; `added` are outputs that an accumulator of
-    the same name takes in.
+    the same name takes in, as a sum or as the state says.
     """
 
     stage: int
@@ -31,7 +32,7 @@ class Piece:
     operators: tuple[Operator, ...]
     inputs: dict[str, int]  # tensor by slot
     outputs: dict[str, int | Constant]  # by slot
-    added: tuple[str, ...] = ()
+    added: Mapping[str, State] = field(default_factory=dict[str, State])
 
     @property
     def taken(self) -> dict[str, int | Constant]:
@@ -116,7 +117,7 @@ def joint_piece(pieces: Sequence[Piece], graph: OpGraph) -> Piece | None:
     operators = tuple(op for op in graph.blocks[0].operators if op.index in chosen)
     inputs = {n: t for p in pieces for n, t in p.inputs.items() if n not in made}
     outputs = {n: operand for p in pieces for n, operand in p.outputs.items()}
-    added = tuple(name for piece in pieces for name in piece.added)
+    added = {n: state for piece in pieces for n, state in piece.added.items()}
     return Piece(stage, "backward", operators, inputs, outputs, added)
 
 
@@ -140,7 +141,9 @@ def own_sums(pieces: Iterable[Piece], slots: Mapping[str, Slot]) -> frozenset[st
 
     Their parts on devices need not be added up before the update.
     """
-    sums = {name for name, slot in slots.items() if slot.kind == "gradient"}
+    pieces = list(pieces)
+    added = {name: each for piece in pieces for name, each in piece.added.items()}
+    sums = {name for name, reduction in added.items() if reduction == SUM}
     return frozenset(sums) - {
         name
         for piece in pieces

@@ -16,7 +16,7 @@ from ..plans.plan import ShardingPlan
 from ..plans.plan_check import check_against
 from ..plans.staged_plan import StageProgramPlan
 from ..sharding.mesh import MeshShape
-from ..sharding.spec import Spec
+from ..sharding.spec import Spec, State
 from .piece_graphs import graph_of_piece
 from .stage_apply import ApplyCut
 from .stage_cut import StageCut
@@ -151,7 +151,7 @@ class PipelineBuilder:
                 for tensor in sorted(again[stage, "weight"]):
                     outputs[f"again {names[tensor]}"] = tensor
                     self.slot(f"again {names[tensor]}", "activation", stage)
-            added = []
+            added: dict[str, State] = {}
             if (stage, kind) == (cut.num_stages - 1, "forward"):
                 own.update(t for op in nowhere for t in op.results)
                 own.update(handed_on)
@@ -160,16 +160,15 @@ class PipelineBuilder:
                     outputs[name] = operand
                     is_sum = name in self.parts.sums
                     self.slot(name, "gradient" if is_sum else "result", stage)
-                    added.extend([name] * is_sum)
+                    if is_sum:
+                        added[name] = self.parts.sums[name]
             handed = again.get((stage, kind), ())
             inputs = {
                 f"again {names[t]}" if t in handed else names[t]: t
                 for t in reads[stage, kind]
             }
             if operators or outputs:
-                pieces.append(
-                    Piece(stage, kind, operators, inputs, outputs, tuple(added))
-                )
+                pieces.append(Piece(stage, kind, operators, inputs, outputs, added))
         missing = set(graph.output_paths) - set(self.slots)
         assert not missing, f"no stage makes {', '.join(sorted(missing))}"
         return pieces
@@ -253,7 +252,7 @@ class PipelineBuilder:
         """The leaf that an output of apply is, if that leaf is not updated."""
         paths, by_path = self._apply_paths
         leaf = paths.get(by_path[path])  # type: ignore[arg-type]
-        if leaf is None or leaf in self.parts.sums:
+        if leaf is None or leaf in self.parts.sums or leaf in self.parts.prepared:
             return None
         next_value = by_path.get(self.state_outputs.get(leaf, ""))
         is_kept = next_value is None or paths.get(next_value) == leaf  # type: ignore[arg-type]

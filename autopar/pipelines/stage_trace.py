@@ -26,6 +26,7 @@ from ..jax_compat import ClosedJaxpr
 from ..lowering.blocks import as_array
 from ..microbatches.microbatch_runners import WholeRunner
 from ..microbatches.microbatch_step import MicrobatchedStep
+from ..sharding.spec import State
 from .divided_branches import with_divided_branches
 
 COUNTER = "microbatch"
@@ -38,9 +39,9 @@ class StepParts:
     `held` are the leaves that live on stages, closed-over arrays among them, `batch`
     those cut into microbatches, `prepared` what the prepare function makes of the whole
     batch and of what else is among `preparing`, its arguments. A microbatch returns
-    `sums`, which are added up, and parts of the outputs that have a value for each
-    example: `joined` has slot and dim of each, by output path. `fed` outputs are batch
-    leaves as they came; the others are made by apply, or passed through.
+    `sums`, reduced as their states say, and parts of the outputs that have a value for
+    each example: `joined` has slot and dim of each, by output path. `fed` outputs are
+    batch leaves as they came; the others are made by apply, or passed through.
     """
 
     step: MicrobatchedStep
@@ -50,7 +51,7 @@ class StepParts:
     held: tuple[str, ...]
     batch: tuple[str, ...]
     prepared: tuple[str, ...]
-    sums: tuple[str, ...]
+    sums: Mapping[str, State]
     joined: Mapping[str, tuple[str, int, int]]
     fed: Mapping[str, str]
     preparing: tuple[str, ...] = ()
@@ -78,7 +79,8 @@ def trace_parts(step: MicrobatchedStep, in_place: bool = False) -> StepParts:
     inside = [*of_held, *phases.loop, *phases.behind]
     read = [*read_by(inside), *tensors_of(graph.outputs)]
     prepared = [t for t in dict.fromkeys(read) if t in made_of_batch]
-    sums = [each.tensor for each in step.leaving if each.dim is None]
+    reduced = [each for each in step.leaving if each.dim is None]
+    sums = [each.tensor for each in reduced]
     joined = [each for each in step.leaving if each.dim is not None]
     _check_behind(step, prepared)
 
@@ -150,7 +152,7 @@ def trace_parts(step: MicrobatchedStep, in_place: bool = False) -> StepParts:
         held=tuple(names[t] for t in held),
         batch=tuple(names[t] for t in batch),
         prepared=tuple(prepared_names),
-        sums=tuple(sum_names),
+        sums=dict(zip(sum_names, (e.reduction for e in reduced), strict=True)),
         joined={
             path: (parts[each.tensor], each.dim or 0, each.copies)
             for path, operand in outputs

@@ -187,6 +187,15 @@ def is_heavy_operator(op: Operator) -> bool:
     return is_heavy(op.kind)
 
 
+def holds_heavy_work(graph: OpGraph, op: Operator) -> bool:
+    """Whether an operator is heavy, or runs one that is."""
+    return is_heavy_operator(op) or any(
+        holds_heavy_work(graph, inner)
+        for body in op.bodies
+        for inner in graph.blocks[body].operators
+    )
+
+
 def heavy_rows(columns: GraphColumns) -> np.ndarray:
     """Rows of the heavy operators, those in bodies but not what runs these."""
     return np.flatnonzero(

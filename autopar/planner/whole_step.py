@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,13 +13,16 @@ from ..frontend.derived_results import derived_results
 from ..frontend.roles import Roles, infer_roles
 from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import build_graph, tensor_type
-from ..graph.op_graph import OpGraph
+from ..graph.op_graph import Operator, OpGraph, Role
+from ..microbatches.counts_apart import with_counts_apart
 from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_loop import with_microbatch_loop
 from ..microbatches.microbatch_semantics import microbatched
 from ..options import Options
 from ..sharding.pins import keys_of_paths, spellings
 from .batch_inputs import batch_by_use
+from .strategies import holds_heavy_work
+from .update_loops import loop_of_updates, named, slices_of, update_of, with_update
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,16 +48,56 @@ def in_microbatches(
     number, batch = options.num_microbatches, batch_tensors(traced, graph, options)
     if number == 1:
         return traced, graph
-    step = microbatched(
-        lambda: trace_microbatch(fun, traced, graph, batch, number),
-        graph,
-        roles,
-        batch,
-        number,
-        options.microbatch_semantics,
-    )
-    traced = with_microbatch_loop(traced, step)
+    if options.microbatch_semantics == "exact":
+        traced, graph = with_counts_apart(traced, graph, roles, batch)
+    loop = loop_of_updates(graph)
+    try:
+        step = microbatched(
+            lambda: trace_microbatch(fun, traced, graph, batch, number),
+            graph,
+            roles,
+            batch,
+            number,
+            options.microbatch_semantics,
+        )
+        inside = step.phases.loop
+        if loop is None or any(holds_heavy_work(step.graph, op) for op in inside):
+            traced = with_microbatch_loop(traced, step)
+            return traced, build_graph(traced, roles)
+    except ValueError:
+        if loop is None:
+            raise
+    traced = _updates_in_microbatches(whole, loop, options)
     return traced, build_graph(traced, roles)
+
+
+def _updates_in_microbatches(
+    whole: TracedWhole, loop: Operator, options: Options
+) -> TracedFunction:
+    """A step of several updates, with the examples of each cut into microbatches."""
+    graph = whole.graph
+    update = update_of(graph, loop)
+    if options.microbatch_semantics != "exact":
+        raise ValueError(
+            f"Independent microbatches are traced from the step, which makes several "
+            f"updates in {named(loop)}; call the step once an update."
+        )
+    roles = roles_of(update)
+    if options.batch_argnums != "auto":
+        batch = batch_tensors(whole.traced, graph, options)
+        slices = slices_of(graph, loop, batch)
+        told: list[Role] = [
+            "batch" if i in slices else "other" if role == "batch" else role
+            for i, role in enumerate(roles.roles)
+        ]
+        roles = replace(roles, roles=tuple(told))
+    own = TracedWhole(whole.fun, update, build_graph(update, roles), roles)
+    try:
+        cut, _ = in_microbatches(own, replace(options, batch_argnums="auto"))
+    except ValueError as error:
+        error.add_note(f"Microbatches are those of each update of {named(loop)}.")
+        raise
+    return with_update(whole.traced, graph, loop, cut)
 
 
 def batch_tensors(

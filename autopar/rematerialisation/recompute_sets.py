@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ..graph.build_graph import BARRIER, SHARD_MAP
 from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..methods.state_flow import made_of
-from ..planner.strategies import is_heavy_operator
+from ..planner.strategies import holds_heavy_work
 from .phases import Phases, ScanPair, scan_pairs
 from .remat import Remat
 from .segments import segments_of
@@ -126,9 +127,8 @@ class _Finder:
 
     def add_unrolled(self, phases: Phases) -> None:
         residuals = phases.residuals()
-        segments = segments_of(
-            phases.forward, residuals, self.num_bytes, self.holds_product
-        )
+        is_heavy = partial(holds_heavy_work, self.graph)
+        segments = segments_of(phases.forward, residuals, self.num_bytes, is_heavy)
         most = len(segments) - 1  # the last is read at once
         self.num_segments = max(self.num_segments, most)
         number = most if self.remat.num_segments is None else self.remat.num_segments
@@ -211,7 +211,7 @@ class _Finder:
         """The operators that the level may do twice."""
         able = [op for op in forward if _is_repeatable(op)]
         if self.remat.level == "cheap":
-            able = [op for op in able if not self.holds_product(op)]
+            able = [op for op in able if not holds_heavy_work(self.graph, op)]
         elif self.remat.level == "selective":
             core = self.attention_core(forward)
             able = [op for op in able if op.index in core]
@@ -219,7 +219,7 @@ class _Finder:
 
     def attention_core(self, forward: Sequence[Operator]) -> set[int]:
         """What lies between two products of examples with each other, the first too."""
-        products = {op.index for op in forward if self.holds_product(op)}
+        products = {op.index for op in forward if holds_heavy_work(self.graph, op)}
         crossed = {op.index for op in forward if self.is_of_examples_alone(op)}
         below: set[int] = set()
         reached: set[int] = set()
@@ -261,13 +261,6 @@ class _Finder:
         operands = tensors_of(op.operands)
         is_product = op.kind == "dot_general" and len(operands) == 2
         return is_product and all(t in self.examples for t in operands)
-
-    def holds_product(self, op: Operator) -> bool:
-        return is_heavy_operator(op) or any(
-            self.holds_product(inner)
-            for body in op.bodies
-            for inner in self.graph.blocks[body].operators
-        )
 
     def num_bytes(self, tensor: int) -> int:
         kind = self.graph.tensors[tensor].type

@@ -188,6 +188,7 @@ class Rule:
 
 
 _RULES: dict[str, Rule] = {}
+_COUNT = "count"  # how factors of pending sums of integers are called
 # Which param of a primitive that runs kernels names the kernel.
 KERNEL_NAMES = {"pallas_call": "name", "ffi_call": "target_name"}
 
@@ -242,12 +243,15 @@ def registered_rules() -> Mapping[str, Rule]:
     return MappingProxyType(_RULES)
 
 
-def factors_of(op: Operator, *, rotating: bool = False) -> tuple[Factor, ...]:
+def factors_of(
+    op: Operator, *, rotating: bool = False, counting: bool = False
+) -> tuple[Factor, ...]:
     """All legal factors of an operator, REPLICATE first if it may be repeated.
 
     Factors of size 1 are left out, as are those that would need a literal operand to be
     anything but whole, or would split a PRNG key; so are those in which parts go around
-    a ring, unless asked for (`rotating`).
+    a ring, unless asked for (`rotating`), and those in which sums of integers stay
+    pending (`counting`).
     """
     rule = rule_of(op)
     found = [replicate(op)] if rule is None or rule.may_repeat else []
@@ -259,6 +263,8 @@ def factors_of(op: Operator, *, rotating: bool = False) -> tuple[Factor, ...]:
         assert len(factor.operands) == len(op.operands), (op.kind, factor)
         assert len(factor.results) == len(op.results), (op.kind, factor)
         if factor.size == 1 or (factor.operands, factor.results) in seen:
+            continue
+        if not counting and factor.name.startswith(_COUNT):
             continue
         if any(
             state != REPLICATED and isinstance(operand, Constant)
@@ -314,7 +320,13 @@ def is_inexact(kind: TensorType) -> bool:
 
 
 def pending_sums(op: Operator, *groups: Sequence[int]) -> list[Factor]:
-    """`linear` for each group of operands, if results are real or complex."""
-    if not all(is_inexact(kind) for kind in op.result_types):
+    """`linear` for each group of operands, if results are numbers.
+
+    Integers are exact, as they wrap, but for division.
+    """
+    if all(is_inexact(kind) for kind in op.result_types):
+        return [linear(op, group) for group in groups]
+    is_count = all(jnp.issubdtype(kind.dtype, jnp.integer) for kind in op.result_types)
+    if not is_count or op.kind == "div":
         return []
-    return [linear(op, group) for group in groups]
+    return [linear(op, group, _COUNT) for group in groups]

@@ -13,7 +13,15 @@ from jax import lax
 
 from ..graph.op_graph import Operator
 from ..sharding.spec import REPLICATED, SUM, axes_of_dim
-from .base import Factor, Shard, bind_params, pending_sums, register, stay_whole
+from .base import (
+    Factor,
+    Shard,
+    bind_params,
+    is_inexact,
+    pending_sums,
+    register,
+    stay_whole,
+)
 from .elementwise import is_zero
 
 
@@ -111,7 +119,7 @@ def broadcast_in_dim(op: Operator) -> list[Factor]:
         Factor(f"d{dim}", (source_dims.get(dim, REPLICATED),), (dim,), size)
         for dim, size in enumerate(target)
     ]
-    if is_zero(op.operands[0]) and pending_sums(op, (0,)):
+    if is_zero(op.operands[0]) and is_inexact(op.result_types[0]):
         factors.append(Factor("zero", (REPLICATED,), (SUM,), size=0, splits=False))
     return factors + pending_sums(op, (0,))
 

@@ -1,0 +1,192 @@
+"""How a maximum or minimum over the examples passes an operator of a microbatch.
+
+What is the same in every microbatch is its own maximum, so it needs no mask, as an
+addend does; whatever moves elements moves their maxima.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..graph.build_graph import SHARD_MAP, STRUCTURED
+from ..graph.dependencies import tensors_of
+from ..graph.op_graph import Constant, Operator, OpGraph, TensorType
+from ..graph.ports import ports_of
+from ..rules.base import Factor, factors_of, is_inexact
+from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
+
+JOINS = {SUM: lax.add, MAX: lax.max, MIN: lax.min}
+OTHER: State = 0  # neither a maximum nor the same in every microbatch
+_OVER_EXAMPLES = {
+    **dict.fromkeys(("reduce_max", "reduce_or", "scatter-max"), MAX),
+    **dict.fromkeys(("reduce_min", "reduce_and", "scatter-min"), MIN),
+}
+_OPPOSITE = {MAX: MIN, MIN: MAX}
+_OWN = {
+    MAX: ("max", "or", "reduce_max", "reduce_or", "cummax"),
+    MIN: ("min", "and", "reduce_min", "reduce_and", "cummin"),
+}
+_MOVING = frozenset(
+    "broadcast_in_dim concatenate copy device_put dynamic_slice dynamic_update_slice "
+    "gather name pad reshape rev scatter select_n slice split squeeze stack "
+    "stop_gradient transpose unstack".split()
+)
+
+
+def start_of(reduction: State, shape: Sequence[int], dtype: Any) -> jax.Array:
+    """What a loop begins with: it changes no sum, maximum or minimum."""
+    if reduction == SUM:
+        return jnp.zeros(shape, dtype)
+    return jnp.full(shape, _last(dtype, is_least=reduction == MAX), dtype)
+
+
+def _last(dtype: Any, is_least: bool) -> Any:
+    if dtype == np.bool_:
+        return not is_least
+    if jnp.issubdtype(dtype, jnp.floating):
+        infinite = np.asarray(-np.inf if is_least else np.inf).astype(dtype)
+        if np.isinf(infinite.astype(np.float64)):
+            return infinite
+        limits: Any = jnp.finfo(dtype)
+    else:
+        limits = jnp.iinfo(dtype)
+    return limits.min if is_least else limits.max
+
+
+def microbatch_factors(op: Operator) -> tuple[Factor, ...]:
+    """All that a loop over microbatches may do to an operator."""
+    found = factors_of(op, counting=True)
+    if not all(map(_is_ordered, op.result_types)):
+        return found
+    return (*found, *_extreme_factors(op, found))
+
+
+@dataclass
+class Extremes:
+    """Maxima and minima over examples, and what only moves them, found in one walk.
+
+    `batch` are inputs that hold examples, `varying` all tensors whose shape depends on
+    their number. `state` is MAX or MIN, or OTHER for what depends on examples else.
+    """
+
+    graph: OpGraph
+    batch: Collection[int]
+    varying: Collection[int]
+    state: dict[int, State] = field(default_factory=dict[int, State])
+
+    def __post_init__(self) -> None:
+        outermost = self.graph.blocks[0]
+        self.state.update(dict.fromkeys(outermost.inputs, REPLICATED))
+        self.state.update(dict.fromkeys(self.batch, OTHER))
+        for op in outermost.operators:
+            self.visit(op)
+
+    def visit(self, op: Operator) -> None:
+        if op.kind in STRUCTURED and op.kind != SHARD_MAP:
+            self.visit_structured(op)
+        else:
+            self.state.update(dict.fromkeys(op.results, self.made_by(op)))
+
+    def visit_structured(self, op: Operator) -> None:
+        ports = ports_of(self.graph, op)
+        found = [REPLICATED for _ in ports]
+        while True:
+            for port, state in zip(ports, found, strict=True):
+                self.state.update((tensor, state) for tensor, _ in port.writes)
+            for body in op.bodies:
+                for inner in self.graph.blocks[body].operators:
+                    self.visit(inner)
+            states = [
+                _joined({state, *(self.state[tensor] for tensor, _, _ in port.reads)})
+                for port, state in zip(ports, found, strict=True)
+            ]
+            if states == found:
+                return
+            found = states
+
+    def made_by(self, op: Operator) -> State:
+        """The state of an operator's results, which are alike."""
+        reads = tensors_of(op.operands)
+        over_examples = not self.varying_in(op.results) and self.varying_in(reads)
+        if over_examples and op.kind in _OVER_EXAMPLES:
+            return _OVER_EXAMPLES[op.kind]
+        states = [
+            self.state[o] if isinstance(o, int) else REPLICATED for o in op.operands
+        ]
+        if OTHER in states or {*states} <= {REPLICATED}:
+            return max(states, default=REPLICATED)
+        for factor in microbatch_factors(op):
+            pairs = zip(states, factor.operands, strict=True)
+            if all(has in (REPLICATED, wanted) for has, wanted in pairs):
+                return factor.results[0]
+        return OTHER
+
+    def varying_in(self, tensors: Collection[int]) -> bool:
+        return any(tensor in self.varying for tensor in tensors)
+
+
+def _joined(states: Collection[State]) -> State:
+    others = {*states} - {REPLICATED}
+    return others.pop() if len(others) == 1 else OTHER if others else REPLICATED
+
+
+def _extreme_factors(op: Operator, others: Sequence[Factor]) -> Iterator[Factor]:
+    positions = range(len(op.operands))
+    for state in (MAX, MIN):
+        for pending, made in _monotone(op, state, others):
+            operands = (state if i in pending else REPLICATED for i in positions)
+            results = (made,) * len(op.results)
+            yield Factor("extreme", tuple(operands), results, size=0, splits=False)
+
+
+def _monotone(
+    op: Operator, state: State, others: Sequence[Factor]
+) -> Iterator[tuple[Sequence[int], State]]:
+    """Operands whose maxima, or minima, an operator makes into those of its results."""
+    if op.kind in _MOVING:
+        for factor in others:
+            sums = [i for i, each in enumerate(factor.operands) if each == SUM]
+            if sums and not factor.splits:
+                yield sums, state
+    elif op.kind in _OWN[state]:
+        yield range(len(op.operands)), state
+    elif op.kind in ("max", "min"):
+        yield from (((i,), state) for i in (0, 1))
+    elif op.kind == "convert_element_type" and op.operand_types[0].dtype == np.bool_:
+        yield (0,), state
+    elif not all(map(is_inexact, op.result_types)):
+        return  # integers may wrap
+    elif op.kind in ("add", "add_any"):
+        yield from (((i,), state) for i in (0, 1))
+    elif op.kind == "sub":
+        yield (0,), state
+        yield (1,), _OPPOSITE[state]
+    elif op.kind == "neg":
+        yield (0,), _OPPOSITE[state]
+    elif op.kind in ("mul", "div"):
+        factors = [0] if op.kind == "div" else [0, 1]
+        yield from (((i,), state) for i in factors if _is_positive(op, 1 - i))
+    elif op.kind == "reduce_precision" or (
+        op.kind == "convert_element_type" and _is_ordered(op.operand_types[0])
+    ):
+        yield (0,), state
+
+
+def _is_ordered(kind: TensorType) -> bool:
+    """Whether elements are real numbers or truth values."""
+    is_complex = jnp.issubdtype(kind.dtype, jnp.complexfloating)
+    return not kind.is_extended and not is_complex
+
+
+def _is_positive(op: Operator, position: int) -> bool:
+    operand = op.operands[position]
+    return isinstance(operand, Constant) and bool(
+        np.all((operand.value > 0) & (operand.value < np.inf))
+    )
