@@ -216,7 +216,8 @@ def graph_of(
 ) -> OpGraph:
     """The graph of a function of flat arrays; `next_output` ties inputs to outputs.
 
-    The conditionals of an update are divided by the arrays that it updates together.
+    What it closes over are literals of what it is traced from: nothing feeds them. The
+    conditionals of an update are divided by the arrays that it updates together.
     """
     closed = dead_code_eliminated(jax.make_jaxpr(fun)(*types))
     closed = with_divided_branches(closed) if is_update else closed
@@ -231,7 +232,7 @@ def graph_of(
         tuple(output_names),
     )
     roles = Roles(tuple("other" if tie is None else "state" for tie in ties), ties, ())
-    return build_graph(traced, roles)
+    return build_graph(traced, roles, has_literals=True)
 
 
 def _dependencies(
