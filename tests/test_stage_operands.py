@@ -110,7 +110,7 @@ def orthogonalised(updates: Any, state: Any, params: Any = None) -> Any:
 @pytest.mark.parametrize(
     "optimizer",
     [
-        optax.GradientTransformation(lambda _: (), orthogonalised),
+        optax.GradientTransformation(lambda params: (), orthogonalised),
         optax.apply_if_finite(optax.adam(1e-2, eps=1e-4), 2),
     ],
     ids=["loop", "conditional"],
