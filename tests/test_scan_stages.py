@@ -272,7 +272,7 @@ def assert_on_its_stages(leaf: Any, lengths: tuple[int, ...]) -> None:
     [
         (shared_weights_and_aux_losses, 2, {(2, 2)}),
         (encoder_decoder, 4, {(3, 1), (2, 2, 2)}),
-        (groups_of_layers_backwards, 2, {(2, 4)}),
+        (groups_of_layers_backwards, 2, {(4, 2)}),  # the last pair runs first
         (dropout_from_a_carried_key, 4, {(1, 2, 1)}),
     ],
 )

@@ -45,17 +45,6 @@ def dead_code_eliminated(closed: Any) -> Any:
         jaxpr = shorter
 
 
-def branches_of_outputs(
-    branches: Sequence[Any], is_kept: Sequence[bool]
-) -> tuple[tuple[Any, ...], list[bool]]:
-    """Branches of a cond that make some outputs, and which operands they read."""
-    used = [dce_jaxpr(each.jaxpr, is_kept)[1] for each in branches]
-    reads = [any(of_operand) for of_operand in zip(*used, strict=True)]
-    shorter = [dce_jaxpr(b.jaxpr, is_kept, reads)[0] for b in branches]
-    closed = zip(shorter, branches, strict=True)
-    return tuple(ClosedJaxpr(jaxpr, whole.consts) for jaxpr, whole in closed), reads
-
-
 def _without_unread(jaxpr: Any) -> Any:
     """No call or while loop is given what it does not read, here or inside."""
     read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}

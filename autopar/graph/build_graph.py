@@ -68,8 +68,13 @@ def _shared_type(shape: tuple[int, ...], dtype: Any) -> TensorType:
 
 
 @without_garbage_collection
-def build_graph(traced: TracedFunction, roles: Roles) -> OpGraph:
-    """The operator graph of `traced`; closed-over arrays become its last inputs."""
+def build_graph(
+    traced: TracedFunction, roles: Roles, *, has_literals: bool = False
+) -> OpGraph:
+    """The operator graph of `traced`; closed-over arrays become its last inputs.
+
+    With `has_literals` they are written in the graph, as those of inner calls are.
+    """
     builder = _Builder()
     jaxpr = traced.jaxpr.jaxpr
     block = builder.open_block(None)
@@ -81,7 +86,11 @@ def build_graph(traced: TracedFunction, roles: Roles) -> OpGraph:
         env[var] = builder.tensor(path, tensor_type(var.aval), block)
         output = roles.next_output[index]
         inputs.append(GraphInput(env[var], path, roles.roles[index], output))
-    for number, var in enumerate(jaxpr.constvars):
+    constants = zip(jaxpr.constvars, traced.jaxpr.consts, strict=True)
+    for number, (var, value) in enumerate(constants):
+        if has_literals:
+            env[var] = Constant(value, tensor_type(var.aval))
+            continue
         path = f"constant[{number}]"
         env[var] = builder.tensor(path, tensor_type(var.aval), block)
         inputs.append(GraphInput(env[var], path, "constant"))

@@ -30,3 +30,19 @@ def leading_to(
             found.append(op)
             needed.update(tensors_of(op.operands))
     return tuple(reversed(found))
+
+
+def updates_of(operators: Iterable[Operator]) -> frozenset[int]:
+    """Indices of what is done with gradients, but for their casts and derivatives."""
+    gradients, updated, found = set[int](), set[int](), set[int]()
+    for op in operators:
+        reads = tensors_of(op.operands)
+        is_later = not updated.isdisjoint(reads)
+        is_read = is_later or not gradients.isdisjoint(reads)
+        is_cast = op.kind == "convert_element_type" and not is_later
+        if "transpose(" in op.name or (is_read and is_cast):
+            gradients.update(op.results)
+        elif is_read:
+            updated.update(op.results)
+            found.add(op.index)
+    return frozenset(found)

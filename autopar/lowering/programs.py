@@ -121,7 +121,8 @@ class SpmdProgram:
     @cached_property
     def _lowered(self) -> jax.stages.Lowered:
         if isinstance(self.mesh, Mesh):
-            lowered = self.jitted.lower(self.constants, *self.argument_types)
+            with jax.set_mesh(None):  # a caller's is not that of the program
+                lowered = self.jitted.lower(self.constants, *self.argument_types)
             return number_channels(lowered, platform_of(self.mesh))
         shapes = tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in self.constants)
         device = self.mesh.abstract_device

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ..frontend.batched_conditions import factor_of_microbatch
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
-from ..graph.dependencies import tensors_of
+from ..graph.dependencies import tensors_of, updates_of
 from ..graph.op_graph import Constant, Operand, Operator, OpGraph
 from ..graph.ports import Port, ports_of
 from ..planner.strategies import holds_heavy_work
@@ -70,6 +70,7 @@ class Flow:
             op.index: number
             for op, number in zip(columns.operators, numbers, strict=True)
         }
+        self.updates = updates_of(self.graph.blocks[0].operators)
         self.num_readers = Counter(
             tensor
             for block in self.graph.blocks
@@ -328,13 +329,14 @@ class Flow:
 
     def is_better_behind(self, op: Operator, needed: set[int]) -> bool:
         """Whether a linear operator on sums can run once: it makes no more to carry."""
-        if op.bodies or not needed.isdisjoint(op.results):
-            return False
-        if op.kind == "convert_element_type":
-            return False  # a sum is kept in the wider dtype
         states = [self.state[tensor] for tensor in tensors_of(op.operands)]
-        if any(state > REPLICATED for state in states):
+        is_of_sums = all(state <= REPLICATED for state in states)
+        if not is_of_sums or not needed.isdisjoint(op.results):
             return False
+        if self.sums_stay_apart and op.index in self.updates:
+            return True
+        if op.bodies or op.kind == "convert_element_type":
+            return False  # a sum is kept in the wider dtype
         types = [self.graph.tensors[tensor].type for tensor in tensors_of(op.operands)]
         carried = sum(
             kind.bytes

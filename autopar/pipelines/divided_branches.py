@@ -1,70 +1,124 @@
-"""An update inside `lax.cond`, divided by the arrays that it updates together.
+"""An update inside a conditional or a loop, divided by the arrays updated together.
 
 A guarded update (skip the step where gradients overflow) is one conditional on all
-parameters, which no stage has. Its branches rarely mix them: what belongs together
-becomes a conditional of its own, with the same predicate, on the stage that has it.
+parameters, and matrices that are orthogonalised together are carried by one loop, which
+no stage has. Their bodies rarely mix arrays: what belongs together becomes a
+conditional or a loop of its own, on the stage that has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import networkx
 
-from ..frontend.dead_code import branches_of_outputs
-from ..jax_compat import with_eqns, with_jaxpr
+from ..frontend.dead_code import dead_code_eliminated
+from ..graph.build_graph import COND, SCAN, WHILE
+from ..jax_compat import (
+    ClosedJaxpr,
+    DropVar,
+    with_eqns,
+    with_jaxpr,
+    with_jaxprs,
+    with_scan_counts,
+)
+
+DIVIDED = (COND, SCAN, WHILE)
 
 
 def with_divided_branches(closed: Any) -> Any:
-    """The same jaxpr, its conditionals divided where branches allow it.
+    """The same jaxpr, its conditionals and loops divided where their bodies allow it.
 
     Work on scalars (a step count, a rate) is done in each that reads it.
     """
-    return with_jaxpr(
-        closed,
-        lambda jaxpr: with_eqns(
-            jaxpr, [new for eqn in jaxpr.eqns for new in _divided(eqn)]
-        ),
-    )
+    return with_jaxpr(closed, _with_divided)
+
+
+def _with_divided(jaxpr: Any) -> Any:
+    return with_eqns(jaxpr, [new for eqn in jaxpr.eqns for new in _divided(eqn)])
 
 
 def _divided(eqn: Any) -> Iterator[Any]:
-    groups = _groups(eqn) if eqn.primitive.name == "cond" and not eqn.effects else []
+    if eqn.primitive.name not in DIVIDED or eqn.effects:
+        yield eqn
+        return
+    eqn = with_jaxprs(eqn, _with_divided)
+    groups = _groups(eqn)
     if len(groups) < 2:
         yield eqn
         return
-    index, *operands = eqn.invars
     for group in groups:
-        is_kept = [output in group for output in range(len(eqn.outvars))]
-        branches, reads = branches_of_outputs(eqn.params["branches"], is_kept)
-        yield eqn.replace(
-            invars=[
-                index,
-                *(v for v, is_read in zip(operands, reads, strict=True) if is_read),
-            ],
-            outvars=[eqn.outvars[output] for output in sorted(group)],
-            params={**eqn.params, "branches": branches},
-        )
+        outvars = [
+            v if output in group else DropVar(v.aval)
+            for output, v in enumerate(eqn.outvars)
+        ]
+        yield from _made_alone(eqn.replace(outvars=outvars))
+
+
+def _made_alone(eqn: Any) -> Sequence[Any]:
+    """The equation without what the results that it drops need."""
+    read = dict.fromkeys(v for v in eqn.invars if not hasattr(v, "val"))
+    made = [v for v in eqn.outvars if not isinstance(v, DropVar)]
+    template = next(iter(_bodies(eqn)))[0]
+    alone = template.replace(
+        constvars=[],
+        invars=list(read),
+        outvars=made,
+        eqns=[eqn],
+        debug_info=template.debug_info.with_unknown_names(),
+    )
+    return dead_code_eliminated(ClosedJaxpr(alone, ())).jaxpr.eqns
 
 
 def _groups(eqn: Any) -> list[set[int]]:
-    """Outputs that some branch makes of the same arrays; a scalar is by itself."""
+    """Results that some body makes of the same arrays; a scalar is by itself."""
     together = networkx.utils.UnionFind(range(len(eqn.outvars)))
-    for branch in eqn.params["branches"]:
-        jaxpr = branch.jaxpr
-        place = {id(v): f"operand {i}" for i, v in enumerate(jaxpr.invars)}
+    for jaxpr, names in _bodies(eqn):
+        ids = map(id, jaxpr.invars)
+        place: dict[int, Hashable] = dict(zip(ids, names, strict=True))
+        literals = {id(v) for v in jaxpr.constvars}
         for inner in jaxpr.eqns:
             _unite(
                 together,
-                [place.get(id(v), id(v)) for v in _arrays(inner.invars, inner.outvars)],
+                [
+                    place.get(id(v), ("value", id(v)))
+                    for v in _arrays(inner.invars, inner.outvars)
+                    if id(v) not in literals
+                ],
             )
         for output, v in enumerate(jaxpr.outvars):
-            _unite(together, [output, *(place.get(id(v), id(v)) for v in _arrays([v]))])
+            met = (place.get(id(v), ("value", id(v))) for v in _arrays([v]))
+            _unite(together, [output, *met])
     groups: dict[Any, set[int]] = {}
     for output in range(len(eqn.outvars)):
         groups.setdefault(together[output], set()).add(output)
     return list(groups.values())
+
+
+def _bodies(eqn: Any) -> Iterator[tuple[Any, Sequence[Hashable]]]:
+    """Each body that makes the results, and what its inputs are.
+
+    That is the number of a result, which a carry becomes, or an operand's name.
+    """
+    params = eqn.params
+    if eqn.primitive.name == COND:
+        for branch in params["branches"]:
+            yield branch.jaxpr, _operands(branch.jaxpr)
+        return
+    if eqn.primitive.name == SCAN:
+        counts, body = with_scan_counts(params), params["jaxpr"].jaxpr
+        first, number = counts["num_consts"], counts["num_carry"]
+    else:
+        body, first = params["body_jaxpr"].jaxpr, params["body_nconsts"]
+        number = len(eqn.outvars)
+    names = _operands(body)
+    names[first : first + number] = range(number)
+    yield body, names
+
+
+def _operands(jaxpr: Any) -> list[Hashable]:
+    return [("operand", position) for position in range(len(jaxpr.invars))]
 
 
 def _unite(together: Any, members: Sequence[object]) -> None:

@@ -3,12 +3,13 @@
 A scan of 12 layers that is cut into [4, 8] reads its stacked inputs in two pieces and
 stacks its results in two. From there pieces spread by the same rules that split
 operators over devices: elementwise work, casts, reductions, broadcasts run piece by
-piece, on whatever dim the layers lie. What has no such form reads the whole.
+piece, on whatever dim the layers lie. What has no such form reads the whole, and so
+does what reads forward values of the batch, which several scans may stack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..graph.build_graph import BARRIER, PINS, SCAN, STRUCTURED
@@ -45,8 +46,9 @@ class PieceFlow:
     """Cuts of the tensors of the outermost block, found by walks until none changes.
 
     `lengths` are those of the scans over layers, by operator; `fixed` are inputs that
-    stay whole. A reader that needs a value in pieces asks whoever makes it, back to
-    the inputs, so that a parameter, its cast and its moments are cut alike.
+    stay whole: the batch, and `examples` what the forward pass makes of it. A reader
+    that needs a value in pieces asks whoever makes it, back to the inputs, so that a
+    parameter, its cast and its moments are cut alike.
     """
 
     graph: OpGraph
@@ -56,10 +58,18 @@ class PieceFlow:
     factor: dict[int, Factor] = field(default_factory=dict)  # by operator
     operator_lengths: dict[int, tuple[int, ...]] = field(default_factory=dict)
     wanted: dict[int, Cut] = field(default_factory=dict)  # by tensor
+    scans: list[Operator] = field(default_factory=list[Operator])  # as visited
 
     def __post_init__(self) -> None:
         operators = self.graph.blocks[0].operators
         self.made = {t for op in operators for t in op.results}
+        self.examples, backward = set(self.fixed), set[int]()
+        for op in operators:
+            reads = tensors_of(op.operands)
+            if "transpose(" in op.name or not backward.isdisjoint(reads):
+                backward.update(op.results)
+            elif not self.examples.isdisjoint(reads):
+                self.examples.update(op.results)
 
     def run(self) -> None:
         inputs = self.graph.blocks[0].inputs
@@ -67,7 +77,7 @@ class PieceFlow:
         while len(self.wanted) > num_wanted:
             num_wanted = len(self.wanted)
             self.cut = {t: self.wanted[t] for t in inputs if t in self.wanted}
-            self.factor, self.operator_lengths = {}, {}
+            self.factor, self.operator_lengths, self.scans = {}, {}, []
             for op in self.graph.blocks[0].operators:
                 self.visit(op)
             self.tie_state()
@@ -81,11 +91,18 @@ class PieceFlow:
                     self.cut[result] = self.cut[operand]
                 elif result in self.wanted:
                     self.want(operand, self.wanted[result])
-        elif op.kind not in STRUCTURED:
+        elif op.kind not in STRUCTURED and not self.reads_examples(op):
             lengths = self.lengths_at(op)
             factor = self.match(op, lengths) if lengths else None
             if lengths and factor:
                 self.take(op, factor, lengths)
+
+    def reads_examples(self, op: Operator) -> bool:
+        """Whether an operator reads forward values of the batch: these it reads whole.
+
+        Forward and backward then read them alike, on the stage of the forward operator.
+        """
+        return not self.examples.isdisjoint(tensors_of(op.operands))
 
     def lengths_at(self, op: Operator) -> tuple[int, ...] | None:
         """How an operator's operands are cut, or how a reader wants its result."""
@@ -150,18 +167,37 @@ class PieceFlow:
 
     def visit_scan(self, op: Operator) -> None:
         slices = op.operands[op.params["num_consts"] + op.params["num_carry"] :]
-        known = [cut for cut in map(self.cut_of, slices) if cut and cut.dim == 0]
-        if op.index in self.lengths:
-            lengths = self.lengths[op.index]
-        elif known and known[0].num_layers == op.params["length"]:
-            lengths = known[0].lengths
-        else:
+        lengths = self.lengths_of(op, slices)
+        self.scans.append(op)
+        if lengths is None:
             return
         self.operator_lengths[op.index] = lengths
         for operand in slices:
             self.want(operand, Cut(0, lengths))
         for result in op.results[op.params["num_carry"] :]:
             self.cut[result] = Cut(0, lengths)
+
+    def lengths_of(
+        self, op: Operator, slices: Sequence[Operand]
+    ) -> tuple[int, ...] | None:
+        """The chunks of a scan: its own, or those of the scan that it differentiates.
+
+        That is the last of those it shares most slices with: what a scan slices and
+        stacks is what its backward pass reads, besides cotangents.
+        """
+        if op.index in self.lengths:
+            return self.lengths[op.index]
+        cuts = [cut for cut in map(self.cut_of, slices) if cut and cut.dim == 0]
+        known = [cut.lengths for cut in cuts if cut.num_layers == op.params["length"]]
+        if not known or not self.examples.isdisjoint(op.results):
+            return None
+        read = set(tensors_of(slices))
+        shared = [len(read.intersection(_stacks(scan))) for scan in self.scans]
+        most = max(shared, default=0)
+        if most == 0:
+            return known[0]
+        last = max(i for i, number in enumerate(shared) if number == most)
+        return self.operator_lengths.get(self.scans[last].index)
 
     def want(self, operand: Operand, cut: Cut) -> None:
         """A reader would have `operand` in pieces; the next walk may make it so."""
@@ -189,6 +225,13 @@ class PieceFlow:
 
     def cut_of(self, operand: Operand) -> Cut | None:
         return self.cut.get(operand) if isinstance(operand, int) else None
+
+
+def _stacks(scan: Operator) -> list[int]:
+    """What a scan takes slices of, and what it stacks."""
+    params = scan.params
+    slices = scan.operands[params["num_consts"] + params["num_carry"] :]
+    return [*tensors_of(slices), *scan.results[params["num_carry"] :]]
 
 
 def _num_cut(has: list[State | None], factor: Factor) -> tuple[int, int]:

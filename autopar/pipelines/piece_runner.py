@@ -194,8 +194,11 @@ class PieceRunner(WholeRunner):
         first = op.params["num_consts"] + num_carry
         sliced = {
             tensor: pieces
-            for tensor, pieces in zip(body.inputs[first:], slices, strict=True)
+            for tensor, outer, pieces in zip(
+                *(body.inputs[first:], op.operands[first:], slices), strict=True
+            )
             if is_inexact(self.graph.tensors[tensor].type)
+            and outer not in self.flow.examples
         }
         makers = light_makers(body, sliced) if sliced else {}
         for output, result in zip(

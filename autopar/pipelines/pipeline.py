@@ -286,16 +286,17 @@ class PipelinedStep:
     ) -> list[Any]:
         if tuple(map(signature, leaves)) != self.pipeline.argument_types:
             raise SignatureChanged
-        _ = self.pipeline.compiled  # before threads wait for each other's programs
-        pieces = self.pipeline.split(leaves)
-        constants = self.constants or self.pipeline.constants()
-        state, results = execute(
-            {**self.pipeline.state_of(pieces), **constants},
-            self.pipeline.batch_of(pieces),
-        )
-        self.constants.update((name, state[name]) for name in constants)
-        found = self.pipeline.results_from(pieces, {**state, **results})
-        return self.pipeline.join(found)
+        with jax.set_mesh(None):  # a caller's is not that of the stages
+            _ = self.pipeline.compiled  # before threads wait for each other's programs
+            pieces = self.pipeline.split(leaves)
+            constants = self.constants or self.pipeline.constants()
+            state, results = execute(
+                {**self.pipeline.state_of(pieces), **constants},
+                self.pipeline.batch_of(pieces),
+            )
+            self.constants.update((name, state[name]) for name in constants)
+            found = self.pipeline.results_from(pieces, {**state, **results})
+            return self.pipeline.join(found)
 
 
 def lower_pipeline(planned: PlannedPipeline) -> Pipeline:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 from ..graph.build_graph import SCAN
 from ..graph.dependencies import tensors_of
@@ -100,9 +101,9 @@ def scan_lengths(
     for op in work:
         if op.index in inside:
             ends = [0, *inside[op.index], op.params["length"]]
-            chunks[op.index] = tuple(
-                last - first for first, last in zip(ends[:-1], ends[1:], strict=True)
-            )
+            lengths = [last - first for first, last in pairwise(ends)]
+            is_reversed = op.params["reverse"]  # the last layers come first
+            chunks[op.index] = tuple(reversed(lengths) if is_reversed else lengths)
     return chunks
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -134,6 +134,33 @@ def stages_of(
                 stage = slot.stage if is_home else piece.stage
                 found.setdefault(name, []).append(stage)
     return found
+
+
+def check_operands(
+    pieces: Iterable[Piece], slots: Mapping[str, Slot], fed: Collection[str]
+) -> None:
+    """Refuse a cut in which a program makes, is sent and is given less than it reads.
+
+    `fed` are the slots that come with each microbatch.
+
+    Raises:
+      NotImplementedError: it names the operator that lacks an operand.
+    """
+    pieces = list(pieces)
+    given = {name for piece in pieces for name in piece.outputs}.union(fed)
+    given.update(name for name, slot in slots.items() if slot.kind == "state")
+    for piece in pieces:
+        known = {t for name, t in piece.inputs.items() if name in given}
+        for op in piece.operators:
+            if not known.issuperset(tensors_of(op.operands)):
+                raise NotImplementedError(
+                    f"Every operand of a stage program is made in it, sent to it or "
+                    f"given to the step, but {op.name!r} at "
+                    f"{op.source or 'an unknown line'} reads one in the {piece.kind} "
+                    f"program of stage {piece.stage} that is none of these; use "
+                    f"another num_stages, or autopar.ShardParallel()."
+                )
+            known.update(op.results)
 
 
 def own_sums(pieces: Iterable[Piece], slots: Mapping[str, Slot]) -> frozenset[str]:

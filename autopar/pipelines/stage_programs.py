@@ -25,6 +25,7 @@ from .stage_pieces import (
     Piece,
     PlannedPiece,
     TracedPiece,
+    check_operands,
     joint_piece,
     made_nowhere,
     outputs_at_host,
@@ -36,7 +37,7 @@ from .stage_pins import StagePins
 from .stage_planner import StagePlanner, pin_of, specs_read
 from .stage_remat import made_again
 from .stage_rules import StageRules
-from .stage_trace import StepParts
+from .stage_trace import COUNTER, StepParts
 
 
 @dataclass
@@ -78,8 +79,10 @@ class PipelineBuilder:
         Raises:
           PlanFileError: the given plans are of another step.
           ValueError: a pin of a leaf is of other stages than the leaf's own.
+          NotImplementedError: a program lacks an operand.
         """
         pieces = [*self.microbatch_pieces(), *self.apply_pieces()]
+        check_operands(pieces, self.slots, (*self.parts.batch, COUNTER))
         homes = stages_of(pieces, self.slots)
         self.pins.check_stages(homes, self.shapes, self.devices)
         self.sums = own_sums(pieces, self.slots)

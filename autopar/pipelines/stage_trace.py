@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from ..frontend.dead_code import dead_code_eliminated
 from ..frontend.roles import Roles
 from ..frontend.tracing import TracedFunction
-from ..graph.build_graph import COND, build_graph
+from ..graph.build_graph import build_graph
 from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import GraphInput, Operand, Operator, OpGraph, TensorType
 from ..jax_compat import ClosedJaxpr
@@ -27,7 +27,7 @@ from ..lowering.blocks import as_array
 from ..microbatches.microbatch_runners import WholeRunner
 from ..microbatches.microbatch_step import MicrobatchedStep
 from ..sharding.spec import State
-from .divided_branches import with_divided_branches
+from .divided_branches import DIVIDED, with_divided_branches
 
 COUNTER = "microbatch"
 
@@ -133,7 +133,7 @@ def trace_parts(step: MicrobatchedStep, in_place: bool = False) -> StepParts:
         )
     else:
         of_microbatch = graph_of(microbatch, taken, [*taken_names, COUNTER], made_names)
-    if not any(op.kind == COND for op in phases.behind):
+    if not any(op.kind in DIVIDED for op in phases.behind):
         of_apply = _part_of(
             graph,
             [*of_held, *phases.behind],
@@ -222,7 +222,8 @@ def graph_of(
 ) -> OpGraph:
     """The graph of a function of flat arrays; `next_output` ties inputs to outputs.
 
-    The conditionals of an update are divided by the arrays that it updates together.
+    What it closes over are literals of what it is traced from: nothing feeds them. The
+    conditionals and loops of an update are divided by the arrays updated together.
     """
     closed = dead_code_eliminated(jax.make_jaxpr(fun)(*types))
     closed = with_divided_branches(closed) if is_update else closed
@@ -237,7 +238,7 @@ def graph_of(
         tuple(output_names),
     )
     roles = Roles(tuple("other" if tie is None else "state" for tie in ties), ties, ())
-    return build_graph(traced, roles)
+    return build_graph(traced, roles, has_literals=True)
 
 
 def _dependencies(

@@ -109,4 +109,6 @@ def device_put(op: Operator) -> list[Factor]:
 
 def is_zero(operand: object) -> bool:
     """Whether an operand is the literal zero: its own part in any pending sum."""
-    return isinstance(operand, Constant) and bool(np.all(operand.value == 0))
+    if not isinstance(operand, Constant) or operand.type.is_extended:
+        return False
+    return bool(np.all(np.asarray(operand.value) == 0))  # JAX's == would be traced
