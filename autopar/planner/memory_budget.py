@@ -19,6 +19,7 @@ _UNITS = {
     **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")},
     **{f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")},
 }
+_LEAST_BARE = 1024  # bytes: a smaller number without a unit is taken for a slip
 _EXAMPLES = "write '70GiB', '900MB' or a whole number of bytes"
 
 
@@ -39,6 +40,11 @@ def parse_budget(given: int | str) -> int:
         raise ValueError(
             f"`memory_budget` must be positive, but got {given!r}; {_EXAMPLES}, or "
             f"leave it out for the device's memory."
+        )
+    if isinstance(given, str) and given.strip().isdigit() and amount < _LEAST_BARE:
+        raise ValueError(
+            f"`memory_budget` must have a unit if it is so small, but got {given!r}; "
+            f"write '{amount}GiB', or '{amount}B' if bytes are meant."
         )
     return amount
 
