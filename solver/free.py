@@ -28,6 +28,7 @@ ROUNDS_AT_ONCE = 30
 MOST_MERGED_CHOICES = (1000, 1600)
 FEW_LIKELY_CHOICES = 100
 MOST_POLISHES_IN_VAIN = 2
+LEAST_WORK, LEAST_WORK_OF_REST = 0.1, 1.0  # seconds, of an integer program
 
 
 class Step(Protocol):
@@ -87,10 +88,20 @@ class _Descent:
         self.bound = -inf
         self.depth = 1
         self.seconds = search.seconds_left
+        self.in_programs = 0.0
 
     @property
     def graph(self) -> ChoiceGraph:
         return self.steps[-1].graph
+
+    def _work_of_programs(self, least: float) -> float:
+        """Seconds of work of the next integer program: all, at most, take half.
+
+        They grow without measure where the choices held likely are not, as where loops
+        read stacked values one by one; messages and merging go on in any case.
+        """
+        left = self.search.seconds_left
+        return min(left, max(self.seconds - left - 2 * self.in_programs, least))
 
     def run(self) -> None:
         try:
@@ -170,18 +181,19 @@ class _Descent:
         search = self.search
         if messages.choices is None:
             return
-        choices = messages.choices
+        choices, start = messages.choices, search.seconds_left
         for most in (FEW_LIKELY_CHOICES, MOST_LIKELY_CHOICES):
             choices = improve_among_likely(
                 *(self.graph, choices, messages.marginals, search.pool),
                 gap=search.gap / 2,
-                work_limit=max(min(search.seconds_left, self.seconds / 20), 0.1),
+                work_limit=self._work_of_programs(LEAST_WORK),
                 most_choices=most,
                 cutoff=search.most_useful_cost,
             )
             search.offer(self._expand(choices))
             if search.is_closed:
                 break
+        self.in_programs += start - search.seconds_left
         search.finish_phase("likely", self.graph)
         if messages.is_finished and not search.is_closed:
             self._polish(choices)
@@ -212,7 +224,7 @@ class _Descent:
         result = solve_ilp(
             self.graph,
             gap=search.gap,
-            work_limit=search.seconds_left,
+            work_limit=self._work_of_programs(LEAST_WORK_OF_REST),
             clock=search.pool.clock,
             cost=search.cost,
             cutoff=inf if search.choices is None else self._enough,

@@ -59,6 +59,11 @@ def is_small_enough(graph: ChoiceGraph, most_pairs: int = MOST_PAIRS) -> bool:
     return sum(edge.costs.size for edge in graph.edges) <= most_pairs
 
 
+def pairs_built_in(seconds: float) -> int:
+    """How many pairs of classes take so many seconds of work to write down."""
+    return int(seconds / _BUILT_VARIABLE)
+
+
 def solve_ilp(
     graph: ChoiceGraph,
     *,

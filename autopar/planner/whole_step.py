@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -82,8 +82,29 @@ def roles_of(traced: TracedFunction, donated: Collection[int] = ()) -> Roles:
         roles = infer_roles(*known, weights, derived, donated)
         found = frozen_models(traced, roles)
         if not found:
-            return roles
+            return replace(roles, notes=(*roles.notes, *_unread(traced, roles)))
         weights |= found
+
+
+def _unread(traced: TracedFunction, roles: Roles) -> Iterator[str]:
+    """What to tell of a step whose work JAX drops, as no result is made of it."""
+    jaxpr = traced.jaxpr.jaxpr
+    read = {id(var) for eqn in jaxpr.eqns for var in eqn.invars}
+    read |= {id(var) for var in jaxpr.outvars}
+    is_batch = [role == "batch" for role in roles.roles]
+    batch = list(itertools.compress(jaxpr.invars, is_batch))
+    if not jaxpr.outvars and not jaxpr.eqns and jaxpr.invars:
+        why = "it returns nothing"
+    elif batch and read.isdisjoint(map(id, batch)):
+        paths = itertools.compress(traced.input_paths, is_batch)
+        why = f"nothing that it returns depends on its batch, {', '.join(paths)}"
+    else:
+        return
+    yield (
+        f"{traced.name} should return what it computes, such as the new state and the "
+        f"loss, but {why}: JAX drops work that no result is made of, and so the plan "
+        f"has none of it. Return the results."
+    )
 
 
 def donated_by_name(traced: TracedFunction, options: Options) -> list[int]:
