@@ -95,12 +95,14 @@ class _Descent:
         return self.steps[-1].graph
 
     def _work_of_programs(self, least: float) -> float:
-        """Seconds of work of the next integer program: all, at most, take half.
+        """Seconds of work of the next integer program, of which all may take half.
 
         They grow without measure where the choices held likely are not, as where loops
         read stacked values one by one; messages and merging go on in any case.
         """
         left = self.search.seconds_left
+        if self.search.choices is None:
+            return left  # any plan is of use, or that there is none
         return min(left, max(self.seconds - left - 2 * self.in_programs, least))
 
     def run(self) -> None:
@@ -128,8 +130,9 @@ class _Descent:
                 if pairs:
                     self.steps.append(merge_nodes(self.graph, pairs, self.search.pool))
                     return False
-        if self.with_ilp and is_small_enough(self.graph):
-            self._solve_ilp()
+        work_limit = self._work_of_programs(LEAST_WORK_OF_REST)
+        if self.with_ilp and is_small_enough(self.graph, work_limit):
+            self._solve_ilp(work_limit)
         return True
 
     def _expand(self, choices: Sequence[int]) -> tuple[int, ...]:
@@ -219,12 +222,12 @@ class _Descent:
         self.steps.append(fixed)
         return fixed.num_fixed
 
-    def _solve_ilp(self) -> None:
+    def _solve_ilp(self, work_limit: float) -> None:
         search = self.search
         result = solve_ilp(
             self.graph,
             gap=search.gap,
-            work_limit=self._work_of_programs(LEAST_WORK_OF_REST),
+            work_limit=work_limit,
             clock=search.pool.clock,
             cost=search.cost,
             cutoff=inf if search.choices is None else self._enough,

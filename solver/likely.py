@@ -12,7 +12,7 @@ import numpy as np
 from .array_pool import ArrayPool
 from .choice_graph import ChoiceGraph
 from .fix import fix
-from .ilp import is_small_enough, pairs_built_in, solve_ilp
+from .ilp import is_small_enough, solve_ilp
 from .reduce import reduce
 
 MOST_LIKELY_CHOICES = 1000  # beyond one per node
@@ -39,8 +39,7 @@ def improve_among_likely(
             choice; those of the least are likely.
         pool: shared arrays of reductions.
         gap: relative distance from the best of these plans at which to stop.
-        work_limit: most seconds of work of the ILP, which is left out if writing it
-            down takes more than half.
+        work_limit: most seconds of work of the ILP.
         most_choices: how many choices to look at beyond one per node.
         cutoff: plans that cost as much or more are not looked for.
     """
@@ -55,8 +54,7 @@ def improve_among_likely(
     reduced = reduce(fix(graph, ranks, flat[last]).graph, pool)
     if not reduced.graph.nodes:
         return reduced.expand(())
-    most_pairs = min(MOST_LIKELY_PAIRS, pairs_built_in(work_limit / 2))
-    if not is_small_enough(reduced.graph, most_pairs):
+    if not is_small_enough(reduced.graph, work_limit, MOST_LIKELY_PAIRS):
         return tuple(choices)
     found = solve_ilp(
         reduced.graph,

@@ -204,9 +204,9 @@ def _overlap_note(report: Report) -> Child:
         )
     return tag(
         "p",
-        "The step waits for ",
+        f"One after the other they take {format_seconds(sent)}, of which the step is "
+        f"predicted to wait for ",
         tag("data", format_seconds(waited), value=repr(waited), id="waited-seconds"),
-        f" of them, {format_seconds(sent)} in all",
         *why,
         ".",
         class_="lead",

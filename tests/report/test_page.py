@@ -111,7 +111,7 @@ def test_what_is_sent_and_what_is_waited_for_are_told_apart(
     assert has_words == (sent > waited) == (visible_fraction < 1)
     if has_words:
         assert float(found.value("waited-seconds")) == pytest.approx(waited)
-        assert f", {format_seconds(sent)} in all: 50% of gathering" in text
+        assert f"{format_seconds(waited)}: 50% of gathering parameters" in text
         hidden = f"; {format_seconds(sent - waited)} more is hidden beside compute"
         assert hidden in found.text_by_id["headline"]
 
