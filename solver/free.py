@@ -89,6 +89,7 @@ class _Descent:
         self.depth = 1
         self.seconds = search.seconds_left
         self.in_programs = 0.0
+        self.solved: ChoiceGraph | None = None
 
     @property
     def graph(self) -> ChoiceGraph:
@@ -175,7 +176,7 @@ class _Descent:
             if search.is_closed or search.seconds_left <= keep:
                 break
             self._improve(messages)
-            if messages.is_finished:
+            if messages.is_finished or search.is_closed:
                 break
         self.bound, self.depth = messages.bound, len(self.steps)
         self.excess = [m - messages.bound for m in messages.marginals]
@@ -186,6 +187,9 @@ class _Descent:
             return
         choices, start = messages.choices, search.seconds_left
         for most in (FEW_LIKELY_CHOICES, MOST_LIKELY_CHOICES):
+            if self._is_all_likely(most):
+                self._solve_whole()
+                break
             choices = improve_among_likely(
                 *(self.graph, choices, messages.marginals, search.pool),
                 gap=search.gap / 2,
@@ -200,6 +204,17 @@ class _Descent:
         search.finish_phase("likely", self.graph)
         if messages.is_finished and not search.is_closed:
             self._polish(choices)
+
+    def _is_all_likely(self, most: int) -> bool:
+        """Whether so many likely choices are all, so that a bound on them holds."""
+        return self.with_ilp and self.graph.num_choices - len(self.graph.nodes) <= most
+
+    def _solve_whole(self) -> None:
+        """The whole graph by the ILP, once."""
+        work_limit = self._work_of_programs(LEAST_WORK)
+        if self.solved is not self.graph and is_small_enough(self.graph, work_limit):
+            self.solved = self.graph
+            self._solve_ilp(work_limit)
 
     def _polish(self, choices: tuple[int, ...]) -> None:
         search, num_in_vain, seed = self.search, 0, 0

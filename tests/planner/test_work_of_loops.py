@@ -51,5 +51,4 @@ def test_integer_programs_take_no_more_work_than_all_else(
     step = autopar.parallelize(stacked_states, cluster=cluster, num_microbatches=4)
     plan = step.plan({"own": kernels, "other": kernels}, rows, rows)
     assert plan.predicted.optimality_gap <= 1e-4
-    print("WORK", sum(work))
-    assert sum(work) < 8.0  # 85 while each program might take a twentieth of the limit
+    assert sum(work) < 4.0  # seconds of work; see solver/clock.py
