@@ -17,7 +17,7 @@ def stacked_states(params: Any, x: jax.Array, y: jax.Array) -> Any:
     """Each layer's loop reads the states of the layer before, and writes its own."""
 
     def loss(params: Any) -> jax.Array:
-        states = jnp.zeros((TURNS, *x.shape)).at[0].set(x)
+        states, last = jnp.zeros((TURNS, *x.shape)).at[0].set(x), x
         for layer in range(LAYERS):
 
             def turn(i: jax.Array, carry: Any, layer: int = layer) -> Any:
