@@ -28,6 +28,7 @@ ROUNDS_AT_ONCE = 30
 MOST_MERGED_CHOICES = (1000, 1600)
 FEW_LIKELY_CHOICES = 100
 MOST_POLISHES_IN_VAIN = 2
+LEAST_WORK, LEAST_WORK_OF_REST = 0.1, 1.0  # seconds, of an integer program
 
 
 class Step(Protocol):
@@ -87,10 +88,23 @@ class _Descent:
         self.bound = -inf
         self.depth = 1
         self.seconds = search.seconds_left
+        self.in_programs = 0.0
+        self.solved: ChoiceGraph | None = None
 
     @property
     def graph(self) -> ChoiceGraph:
         return self.steps[-1].graph
+
+    def _work_of_programs(self, least: float) -> float:
+        """Seconds of work of the next integer program, of which all may take half.
+
+        They grow without measure where the choices held likely are not, as where loops
+        read stacked values one by one; messages and merging go on in any case.
+        """
+        left = self.search.seconds_left
+        if self.search.choices is None:
+            return left  # any plan is of use, or that there is none
+        return min(left, max(self.seconds - left - 2 * self.in_programs, least))
 
     def run(self) -> None:
         try:
@@ -117,8 +131,9 @@ class _Descent:
                 if pairs:
                     self.steps.append(merge_nodes(self.graph, pairs, self.search.pool))
                     return False
-        if self.with_ilp and is_small_enough(self.graph):
-            self._solve_ilp()
+        work_limit = self._work_of_programs(LEAST_WORK_OF_REST)
+        if self.with_ilp and is_small_enough(self.graph, work_limit):
+            self._solve_ilp(work_limit)
         return True
 
     def _expand(self, choices: Sequence[int]) -> tuple[int, ...]:
@@ -161,7 +176,7 @@ class _Descent:
             if search.is_closed or search.seconds_left <= keep:
                 break
             self._improve(messages)
-            if messages.is_finished:
+            if messages.is_finished or search.is_closed:
                 break
         self.bound, self.depth = messages.bound, len(self.steps)
         self.excess = [m - messages.bound for m in messages.marginals]
@@ -170,21 +185,36 @@ class _Descent:
         search = self.search
         if messages.choices is None:
             return
-        choices = messages.choices
+        choices, start = messages.choices, search.seconds_left
         for most in (FEW_LIKELY_CHOICES, MOST_LIKELY_CHOICES):
+            if self._is_all_likely(most):
+                self._solve_whole()
+                break
             choices = improve_among_likely(
                 *(self.graph, choices, messages.marginals, search.pool),
                 gap=search.gap / 2,
-                work_limit=max(min(search.seconds_left, self.seconds / 20), 0.1),
+                work_limit=self._work_of_programs(LEAST_WORK),
                 most_choices=most,
                 cutoff=search.most_useful_cost,
             )
             search.offer(self._expand(choices))
             if search.is_closed:
                 break
+        self.in_programs += start - search.seconds_left
         search.finish_phase("likely", self.graph)
         if messages.is_finished and not search.is_closed:
             self._polish(choices)
+
+    def _is_all_likely(self, most: int) -> bool:
+        """Whether so many likely choices are all, so that a bound on them holds."""
+        return self.with_ilp and self.graph.num_choices - len(self.graph.nodes) <= most
+
+    def _solve_whole(self) -> None:
+        """The whole graph by the ILP, once."""
+        work_limit = self._work_of_programs(LEAST_WORK)
+        if self.solved is not self.graph and is_small_enough(self.graph, work_limit):
+            self.solved = self.graph
+            self._solve_ilp(work_limit)
 
     def _polish(self, choices: tuple[int, ...]) -> None:
         search, num_in_vain, seed = self.search, 0, 0
@@ -207,12 +237,12 @@ class _Descent:
         self.steps.append(fixed)
         return fixed.num_fixed
 
-    def _solve_ilp(self) -> None:
+    def _solve_ilp(self, work_limit: float) -> None:
         search = self.search
         result = solve_ilp(
             self.graph,
             gap=search.gap,
-            work_limit=search.seconds_left,
+            work_limit=work_limit,
             clock=search.pool.clock,
             cost=search.cost,
             cutoff=inf if search.choices is None else self._enough,

@@ -54,7 +54,7 @@ def improve_among_likely(
     reduced = reduce(fix(graph, ranks, flat[last]).graph, pool)
     if not reduced.graph.nodes:
         return reduced.expand(())
-    if not is_small_enough(reduced.graph, MOST_LIKELY_PAIRS):
+    if not is_small_enough(reduced.graph, work_limit, MOST_LIKELY_PAIRS):
         return tuple(choices)
     found = solve_ilp(
         reduced.graph,

@@ -105,6 +105,12 @@ def test_a_preset_is_hosts_by_devices_by_kind() -> None:
     assert Cluster.preset("v5p").devices_per_host == 4
 
 
+@pytest.mark.parametrize("name", ["1x72xB200", "1x16xA100", "256xv5e", "64xCPU"])
+def test_a_large_host_is_named_in_full_or_of_a_kind_that_has_them(name: str) -> None:
+    cluster = Cluster.preset(name)
+    assert (cluster.num_hosts, cluster.num_devices) == (1, cluster.devices_per_host)
+
+
 def test_devices_of_a_host_share_its_network_cards() -> None:
     full, half = Cluster.preset("2x8xH100"), Cluster.preset("2x4xH100")
     assert full.network_link.bandwidth == 50e9
@@ -118,6 +124,8 @@ def test_devices_of_a_host_share_its_network_cards() -> None:
         ("8xV6E-big", "describe other devices in a file for Cluster.load"),
         ("8x8", "hosts x devices x kind, such as '8x8xH100', but got '8x8'"),
         ("1x2x3xH100", "hosts x devices x kind"),
+        ("64xH100", "a host of H100 has 8; use '8x8xH100' for hosts of 8, or '1x64x"),
+        ("20xa100+8xH100", "a host of A100 has 8; use '3x8xA100' for hosts of 8"),
         ("0xH100", "`devices_per_host` must be an integer above zero, but got 0"),
     ],
 )

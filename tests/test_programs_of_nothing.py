@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import autopar
+from autopar.plans.explain import format_plan
 from tests.like_jit import assert_same
 
 X = jnp.arange(16.0).reshape(8, 2)
@@ -70,6 +71,30 @@ def test_it_runs_as_under_jit(name: str, mesh: str) -> None:
     function, args = PROGRAMS[name]
     step = autopar.parallelize(function, mesh=mesh, donate_argnums=())
     assert_same(step(*args), jax.jit(function)(*args))
+
+
+def trained(x: jax.Array, y: jax.Array) -> None:
+    x - jax.grad(lambda w: jnp.mean((y @ w.T) ** 2))(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (trained, "but it returns nothing: JAX drops work"),
+        (lambda x, y: (x * 2, 0.0), "depends on its batch, y: JAX drops work"),
+        (lambda x, y: (x * 2, y.sum()), ""),
+        (lambda x, y: jax.debug.print("{}", (x @ y.T).sum()), ""),
+        (lambda x, y: (x, y), ""),
+    ],
+)
+def test_work_that_is_not_returned_is_told(
+    function: Callable[..., Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = autopar.parallelize(function, mesh="x:8").plan(X, X[:, :1] * X)
+    assert why in caplog.text and ("should return" in caplog.text) == bool(why)
+    assert "% of the heavy flops" not in format_plan(plan.sharding) or not why
+    if not plan.predicted.step_seconds:
+        assert plan.predicted.gap_words == "none: the step takes no time"
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -25,7 +25,7 @@ from ..errors import InfeasiblePlanError
 from ..lowering.programs import SpmdProgram
 from ..options import Options
 from ..planner.earlier_searches import EarlierSearches
-from ..planner.memory_search import NO_BUDGET
+from ..planner.memory_budget import NO_BUDGET
 from ..planner.memory_users import OTHER_REMEDIES
 from ..planner.planning import Planned
 from ..planner.shared_plan import plan_together

@@ -8,7 +8,6 @@ while its neighbours stay silent gets the bandwidth of all the host's cards
 
 import dataclasses
 import os
-import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,9 +23,9 @@ from autopar.clusters.hardware import (
     check_fraction,
     check_integer,
     check_positive,
-    nearest,
 )
 from autopar.clusters.joined import JoinedFile, join_clusters
+from autopar.clusters.preset_names import check_one_host, read_preset_name
 from autopar.clusters.ray_hosts import OnFailure
 from autopar.clusters.ray_hosts import RayHosts as RayHosts
 from autopar.clusters.toml_table import build, check_fields, read_toml, table_at
@@ -138,34 +137,24 @@ class Cluster:
 
         Args:
           name: hosts x devices of each host x kind: `"8x8xH100"`; `"8xH100"` is one
-            host and `"H100"` one host as it is sold; `"2x8xH100+2x8xA100"` has both.
+            host and `"H100"` one host as it is sold; `"2x8xH100+2x8xA100"` has both. A
+            host of more GPUs than are sold is written in full: `"1x72xB200"`.
 
         Raises:
-          ValueError: the name is malformed, or the kind unknown.
+          ValueError: the name is malformed, the kind unknown, or one host too large.
         """
         if "+" in name:
             parts = [cls.preset(part) for part in name.split("+")]
             return join_clusters(parts, name.strip())
-        match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.-]*)", name.strip())
         kinds = tuple(sorted(path.stem for path in _PRESETS.glob("*.toml")))
-        if not match:
-            raise ValueError(
-                "a preset is called hosts x devices x kind, such as '8x8xH100', but "
-                f"got {name!r}; kinds are {', '.join(kinds)}."
-            )
-        first, second, kind = match.groups()
-        by_lower = {known.lower(): known for known in kinds}
-        if kind.lower() not in by_lower:
-            raise ValueError(
-                f"a preset's kind must be one of {', '.join(kinds)}, but got {kind!r}"
-                f"{nearest(kind, kinds)}; describe other devices in a file for "
-                "Cluster.load."
-            )
-        hosts, devices = (first, second) if second else ("1", first)
-        table = read_toml(_PRESETS / f"{by_lower[kind.lower()]}.toml")
+        kind, hosts, devices = read_preset_name(name, kinds)
+        table = read_toml(_PRESETS / f"{kind}.toml")
+        if hosts is None:
+            check_one_host(kind, devices, table)
         table["name"] = name.strip()
-        table["num_hosts"] = int(hosts)
-        table["devices_per_host"] = int(devices or table["devices_per_host"])
+        table["num_hosts"] = 1 if hosts is None else hosts
+        if devices is not None:
+            table["devices_per_host"] = devices
         return _from_table(table, f"cluster preset {name}")
 
     @classmethod

@@ -78,7 +78,7 @@ def _parts(graph: OpGraph) -> StepParts:
         held=tuple(i.path for i in graph.inputs),
         batch=(),
         prepared=(),
-        sums=(),
+        sums={},
         joined={},
         fed={},
     )

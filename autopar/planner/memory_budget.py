@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import re
+import sys
+from dataclasses import replace
 from fractions import Fraction
+from typing import TypeVar
 
 import numpy as np
 
 from ..clusters.cluster import Cluster
+from ..plans.plan import ShardingPlan
+from ..plans.staged_plan import StagedPlan
 
 RESERVED_FRACTION = 0.08
 """The part of a device's memory that plans leave alone: the runtime's own, buffers of
 collectives, and what an allocator loses between arrays."""
 
+NO_BUDGET = sys.maxsize
+
+_Decision = TypeVar("_Decision", ShardingPlan, StagedPlan)
 _UNITS = {
     "": 1,
     "B": 1,
     **{f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")},
     **{f"{p}iB": 1024 ** (i + 1) for i, p in enumerate("KMGT")},
 }
+_LEAST_BARE = 1024  # bytes: a smaller number without a unit is taken for a slip
 _EXAMPLES = "write '70GiB', '900MB' or a whole number of bytes"
 
 
@@ -39,6 +48,11 @@ def parse_budget(given: int | str) -> int:
         raise ValueError(
             f"`memory_budget` must be positive, but got {given!r}; {_EXAMPLES}, or "
             f"leave it out for the device's memory."
+        )
+    if isinstance(given, str) and given.strip().isdigit() and amount < _LEAST_BARE:
+        raise ValueError(
+            f"`memory_budget` must have a unit if it is so small, but got {given!r}; "
+            f"write '{amount}GiB', or '{amount}B' if bytes are meant."
         )
     return amount
 
@@ -63,3 +77,9 @@ def _parse(text: str) -> int:
 def default_budget(cluster: Cluster) -> int:
     """A device's memory less the reserve, in bytes."""
     return int(cluster.device.memory_bytes * (1 - RESERVED_FRACTION))
+
+
+def with_budget(plan: _Decision, budget_bytes: int) -> _Decision:
+    """The plan, which says within what budget it was made, if within any."""
+    given = 0 if budget_bytes == NO_BUDGET else budget_bytes
+    return replace(plan, predicted=replace(plan.predicted, budget_bytes=given))

@@ -12,7 +12,6 @@ solution of others as soon as its bound is that high.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -23,6 +22,7 @@ from ..methods.gather_again import graph_of_plan
 from ..plans.parallel_plan import Plan
 from ..rematerialisation.remat import LEVELS, Remat
 from .even_share import even_share_bytes, is_out_of_reach
+from .memory_budget import NO_BUDGET
 from .memory_users import infeasible_error
 from .step_variants import (
     Offload,
@@ -31,7 +31,6 @@ from .step_variants import (
     nothing_to_offload,
 )
 
-NO_BUDGET = sys.maxsize
 PlanVariant = Callable[[StepVariant, int, float], Plan]
 _log = logging.getLogger("autopar")
 

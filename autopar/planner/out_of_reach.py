@@ -20,7 +20,7 @@ from ..methods.named_methods import Zero
 from ..options import Options
 from ..plans.plan import ShardingPlan
 from .even_share import even_share_bytes
-from .memory_search import NO_BUDGET
+from .memory_budget import NO_BUDGET
 from .memory_users import out_of_reach_error
 
 NEAR_SHARE = 1.1  # times an even share

@@ -47,7 +47,8 @@ from .divided_work import dividing_first, warn_repeated_work
 from .earlier_searches import EarlierSearches
 from .even_share import even_share_bytes, is_long, is_out_of_reach
 from .intra_op import IntraOpSolution, warn_fallbacks
-from .memory_search import NO_BUDGET, Chosen, choose_variant
+from .memory_budget import NO_BUDGET, with_budget
+from .memory_search import Chosen, choose_variant
 from .mesh_search import (
     LOOSE_GAP,
     TIGHT_GAP,
@@ -172,7 +173,8 @@ def plan_function(
             chosen = variants.choose(options, cluster.num_devices, choose, free)
         except InfeasiblePlanError as error:
             raise refused(error, whole) from None
-        variant, plan = chosen.variant, chosen.plan
+        variant = chosen.variant
+        plan = Plan(with_budget(chosen.plan.sharding, budget_bytes))
         warn_unsplit_state(options.method, variant.graph, plan.sharding, batch)
     else:
         variant = variants.of_plan(plan.sharding).of_plan(plan.sharding)

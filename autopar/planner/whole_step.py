@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,7 +152,32 @@ def roles_of(
         derived_results(jaxpr),
         donated,
     )
-    return batch_by_use(traced, roles) if batch is None else roles.with_batch(batch)
+    if batch is None:
+        roles = batch_by_use(traced, roles)
+    else:
+        roles = roles.with_batch(batch)
+    return replace(roles, notes=(*roles.notes, *_unread(traced, roles)))
+
+
+def _unread(traced: TracedFunction, roles: Roles) -> Iterator[str]:
+    """What to tell of a step whose work JAX drops, as no result is made of it."""
+    jaxpr = traced.jaxpr.jaxpr
+    read = {id(var) for eqn in jaxpr.eqns for var in eqn.invars}
+    read |= {id(var) for var in jaxpr.outvars}
+    is_batch = [role == "batch" for role in roles.roles]
+    batch = list(itertools.compress(jaxpr.invars, is_batch))
+    if not jaxpr.outvars and not jaxpr.eqns and jaxpr.invars:
+        why = "it returns nothing"
+    elif batch and read.isdisjoint(map(id, batch)):
+        paths = itertools.compress(traced.input_paths, is_batch)
+        why = f"nothing that it returns depends on its batch, {', '.join(paths)}"
+    else:
+        return
+    yield (
+        f"{traced.name} should return what it computes, such as the new state and the "
+        f"loss, but {why}: JAX drops work that no result is made of, and so the plan "
+        f"has none of it. Return the results."
+    )
 
 
 def donated_by_name(traced: TracedFunction, options: Options) -> list[int]:

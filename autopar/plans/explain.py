@@ -106,7 +106,9 @@ def _header(plan: ShardingPlan) -> RenderableType:
     grid.add_row("gap", predicted.gap_words)
     split = predicted.split_flops_fraction
     rest = ", none twice" if split == 1 else "; devices repeat the rest"
-    grid.add_row("split", f"{split:.1%} of the heavy flops{rest}")
+    words = f"{split:.1%} of the heavy flops{rest}"
+    has_heavy = any(is_heavy(op.kind) for op in plan.operators)
+    grid.add_row("split", words if has_heavy else "the step has no heavy operators")
     return Group(Text(f"plan of {plan.function}, for one step", style="bold"), grid)
 
 

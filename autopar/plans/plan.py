@@ -103,6 +103,8 @@ class Prediction:
     @property
     def gap_words(self) -> str:
         """How far the optimum may be, or what fits."""
+        if not self.step_seconds:
+            return "none: the step takes no time"
         if not isfinite(self.optimality_gap):
             return "no bound is known"
         if not self.free_gap:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import isclose
+
+from ..graph.build_graph import ASSUMED_TRIPS
 from ..plans.explain import format_bytes, format_seconds, format_source
 from ..plans.staged_plan import StagedPlan
 from .figures import memory_figure
@@ -170,15 +173,44 @@ def collectives_section(report: Report) -> Html:
     words = f"{format_bytes(total)} a device in a step"
     if in_programs:
         words += ", all stages together"
-    if report.is_priced:
-        seconds = sum(line.seconds or 0.0 for line in lines)
-        words += f", {format_seconds(seconds)}"
     note: Child = ""
+    if report.is_priced:
+        words += f", {format_seconds(report.sent_seconds)}"
+        note = _overlap_note(report)
     if "seconds" in report.findings.missing:
         note = missing_note(report.findings.missing["seconds"])
     caption = f"Collectives: {words}; a heading sorts"
     body = table("collective-lines", columns, rows, caption=caption, is_sortable=True)
     return tag("section", title, note, body, id="collectives")
+
+
+def _overlap_note(report: Report) -> Child:
+    """What of the collectives' seconds the step waits for, where that is not all."""
+    sent, waited = report.sent_seconds, report.waited_seconds
+    cluster = report.findings.cluster
+    if cluster is None or isclose(sent, waited, rel_tol=1e-3):
+        return ""
+    why = []
+    if cluster.visible_fraction < 1:
+        why.append(
+            f": {cluster.visible_fraction:.0%} of gathering parameters and reducing "
+            f"gradients is taken to be exposed, the rest to run beside compute "
+            f"(Cluster.visible_fraction)"
+        )
+    if any("unbounded" in line.marks for line in report.collectives):
+        why.append(
+            f"; loops of unknown length are taken to run {ASSUMED_TRIPS:g} times, and "
+            f"stand here once"
+        )
+    return tag(
+        "p",
+        f"One after the other they take {format_seconds(sent)}, of which the step is "
+        f"predicted to wait for ",
+        tag("data", format_seconds(waited), value=repr(waited), id="waited-seconds"),
+        *why,
+        ".",
+        class_="lead",
+    )
 
 
 def memory_section(report: Report) -> Html:

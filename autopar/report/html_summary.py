@@ -44,6 +44,9 @@ def headline(report: Report) -> Html:
     compute, sending = predicted.compute_seconds, predicted.collective_seconds
     part = f"{compute / step:.0%} of the step, {of}"
     sent_part = f"{sending / step:.0%} of the step, {sent} {of}"
+    hidden = report.sent_seconds - report.waited_seconds
+    if report.is_priced and hidden > 1e-3 * report.sent_seconds:
+        sent_part += f"; {format_seconds(hidden)} more is hidden beside compute"
     tiles = [
         _seconds_tile("step time", "step", predicted.step_seconds, "predicted"),
         _seconds_tile("compute", "compute", compute, part),
@@ -100,7 +103,9 @@ def _gap_tile(report: Report) -> Html:
     predicted = report.decision.predicted
     gap = predicted.optimality_gap
     words, note = "no bound", "how far the optimum may be is not known"
-    if isfinite(gap):
+    if not predicted.step_seconds:
+        words, note = "none", predicted.gap_words
+    elif isfinite(gap):
         words, note = f"≤ {gap:.3%}", "slower than the best plan there is on this mesh"
         if predicted.free_gap:
             note = (
@@ -158,7 +163,8 @@ def _facts(report: Report) -> Html:
         facts.append(("mesh", (*chips, f"= {mesh.size} devices")))
         facts.append(("state", f"{format_bytes(decision.state_bytes())} a device"))
     split = f"{predicted.split_flops_fraction:.1%} of the heavy flops are done once"
-    facts.append(("work", split))
+    has_heavy = any(line.source for line in report.compute)
+    facts.append(("work", split if has_heavy else "no heavy operators"))
     rows = [(tag("dt", name), tag("dd", words)) for name, words in facts]
     return tag("dl", rows, class_="facts")
 

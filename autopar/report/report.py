@@ -46,6 +46,19 @@ class Report:
         """Whether every collective has its seconds."""
         return all(line.seconds is not None for line in self.collectives)
 
+    @property
+    def sent_seconds(self) -> float:
+        """Seconds of all collectives of a step, one after the other."""
+        return sum(line.seconds or 0.0 for line in self.collectives)
+
+    @property
+    def waited_seconds(self) -> float:
+        """What of these the step waits for, as the plan has it, all stages together."""
+        programs = programs_of(self.decision)
+        return sum(
+            each.plan.predicted.collective_seconds * each.times for each in programs
+        )
+
 
 class StageAudits(Protocol):
     """The audits of a pipeline's programs, by name."""

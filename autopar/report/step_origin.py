@@ -28,6 +28,7 @@ from ..options import Options
 from ..pipelines.pipeline_plan import PlannedPipeline
 from ..pipelines.pipeline_source import PipelineSource
 from ..planner.intra_op import warn_fallbacks
+from ..planner.memory_budget import with_budget
 from ..planner.pin_costs import pin_costs
 from ..planner.planning import Planned, batch_tensors, plan_graph, roles_of
 from ..planner.traced_step import traced_step
@@ -234,7 +235,10 @@ def with_origin(
         plain = plain_function(fun, call.statics)
         source = PipelineSource(plain, args, kwargs, options, staged_plan)
         origin = PipelineOrigin(planned, types, options, source)
-        return replace(staged_plan(planned), origin=origin, stage_source=source)
+        plan = staged_plan(planned).stages
+        if options.plan is None:
+            plan = with_budget(plan, options.budget_on(planned.cluster))
+        return Plan(plan, origin=origin, stage_source=source)
     origin = StepOrigin(planned, types, options, program_of)
     return replace(traced_step(planned, leaves, options), origin=origin)
 

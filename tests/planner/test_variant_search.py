@@ -13,7 +13,8 @@ from autopar.clusters.cluster import Cluster
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.options import check_options, resolve_options
-from autopar.planner.memory_search import NO_BUDGET, Chosen, choose_variant
+from autopar.planner.memory_budget import NO_BUDGET
+from autopar.planner.memory_search import Chosen, choose_variant
 from autopar.planner.planning import plan_graph, roles_of
 from autopar.planner.step_variants import StepVariant, StepVariants
 from autopar.plans.parallel_plan import Plan

@@ -22,6 +22,7 @@ class Page(HTMLParser):
     text_by_id: dict[str, str] = field(default_factory=dict)
     rows: dict[str, list[list[str]]] = field(default_factory=dict)
     unclosed: list[str] = field(default_factory=list)
+    _values: dict[str, list[list[str | None]]] = field(default_factory=dict)
     _open: list[tuple[str, dict[str, str | None], list[str]]] = field(
         default_factory=list
     )
@@ -41,6 +42,9 @@ class Page(HTMLParser):
             self.rows[self._tables[-1]] = []
         if tag == "tr" and self._tables:
             self.rows[self._tables[-1]].append([])
+            self._values.setdefault(self._tables[-1], []).append([])
+        if tag in ("td", "th") and self._tables:
+            self._values[self._tables[-1]][-1].append(found.get("data-value"))
         if tag not in VOID:
             self._open.append((tag, found, []))
 
@@ -67,6 +71,11 @@ class Page(HTMLParser):
             for tag, found in self.elements
             if tag == "data" and found.get("id") == name
         )
+
+    def numbers(self, table: str, heading: str) -> list[float]:
+        """The exact values of the cells below a heading."""
+        place = self.rows[table][0].index(heading)
+        return [float(row[place] or "nan") for row in self._values[table][1:]]
 
     def column(self, table: str, heading: str) -> list[str]:
         """The cells below a heading."""

@@ -14,6 +14,8 @@ from jax.extend.core import Primitive
 
 import autopar
 from autopar.clusters.cluster import Cluster
+from autopar.planner.memory_budget import default_budget
+from autopar.plans.explain import format_seconds
 from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan import InputPlan, ShardingPlan
 from autopar.report.figures import memory_figure
@@ -89,6 +91,55 @@ def test_lines_of_the_table_add_up_too(planned: Plan, page: Page) -> None:
         text = page.text.split(f'id="{table}"')[1].split("</table>")[0]
         values = re.findall(r'<td class="number" data-value="([\d.e-]+)">[^<]*s<', text)
         assert sum(map(float, values)) == pytest.approx(total, rel=1e-4)
+
+
+@pytest.mark.parametrize("visible_fraction", [0.5, 1.0])
+def test_what_is_sent_and_what_is_waited_for_are_told_apart(
+    visible_fraction: float, tmp_path: Path
+) -> None:
+    cluster = replace(Cluster.preset("8xH100"), visible_fraction=visible_fraction)
+    method = autopar.DataParallel()
+    parallel = autopar.parallelize(step, cluster=cluster, method=method)
+    plan = parallel.plan(*arguments())
+    found = written(plan, tmp_path, alternatives=False, audit=False)
+    waited = plan.predicted.collective_seconds
+    assert float(found.value("predicted-collectives")) == waited
+    text = found.text_by_id["collectives"]
+    sent = sum(found.numbers("collective-lines", "seconds"))
+    assert f", {format_seconds(sent)}; a heading sorts" in text
+    has_words = "Cluster.visible_fraction" in text
+    assert has_words == (sent > waited) == (visible_fraction < 1)
+    if has_words:
+        assert float(found.value("waited-seconds")) == pytest.approx(waited)
+        assert f"{format_seconds(waited)}: 50% of gathering parameters" in text
+        hidden = f"; {format_seconds(sent - waited)} more is hidden beside compute"
+        assert hidden in found.text_by_id["headline"]
+
+
+def test_loops_of_unknown_length_are_told_beside_the_sum(tmp_path: Path) -> None:
+    def halved(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(
+            lambda x: jnp.sum(x) > 1.0, lambda x: 0.5 * (x @ weights) @ weights.T, x
+        )
+
+    shapes = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+    parallel = autopar.parallelize(halved, mesh="x:8", pins={"weights": "[-, x]"})
+    found = written(parallel.plan(*shapes), tmp_path, alternatives=False, audit=False)
+    text = found.text_by_id["collectives"]
+    assert "loops of unknown length are taken to run 10 times" in text
+
+
+def test_the_budget_is_that_of_the_plan_wherever_its_devices_are(
+    tmp_path: Path,
+) -> None:
+    cluster = Cluster.preset("8xH100")
+    for given, budget in ((None, default_budget(cluster)), ("1GiB", 1 << 30)):
+        parallel = autopar.parallelize(step, cluster=cluster, memory_budget=given)
+        plan = parallel.plan(*arguments())
+        assert plan.predicted.budget_bytes == budget
+        found = written(plan, tmp_path, alternatives=False, audit=False)
+        assert int(found.value("predicted-budget")) == budget
+        assert "budget is known" not in found.text
 
 
 def test_figures_hold_the_curve_and_the_tasks(page: Page, pipeline_page: Page) -> None:

@@ -1,0 +1,56 @@
+"""The names of cluster presets: hosts x devices of each host x kind."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.clusters.hardware import nearest
+
+
+def read_preset_name(
+    name: str, kinds: Sequence[str]
+) -> tuple[str, int | None, int | None]:
+    """The kind, and the numbers of hosts and of devices of each that are named.
+
+    Raises:
+      ValueError: the name is malformed, or the kind none of `kinds`.
+    """
+    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.-]*)", name.strip())
+    if not match:
+        raise ValueError(
+            "a preset is called hosts x devices x kind, such as '8x8xH100', but "
+            f"got {name!r}; kinds are {', '.join(kinds)}."
+        )
+    first, second, kind = match.groups()
+    by_lower = {known.lower(): known for known in kinds}
+    if kind.lower() not in by_lower:
+        raise ValueError(
+            f"a preset's kind must be one of {', '.join(kinds)}, but got {kind!r}"
+            f"{nearest(kind, kinds)}; describe other devices in a file for "
+            "Cluster.load."
+        )
+    hosts, devices = (first, second) if second else (None, first)
+    return (
+        by_lower[kind.lower()],
+        None if hosts is None else int(hosts),
+        None if devices is None else int(devices),
+    )
+
+
+def check_one_host(kind: str, devices: int | None, preset: Mapping[str, Any]) -> None:
+    """Refuses `64xH100`: NVLink joins the GPUs of a host as it is sold.
+
+    TPUs of a slice and virtual CPU devices may be as many as one likes.
+
+    Raises:
+      ValueError: there are more devices than a host of the kind has.
+    """
+    sold = preset["devices_per_host"]
+    is_joined = preset["host_link"]["name"].startswith("NV")
+    if devices is None or devices <= sold or not is_joined:
+        return
+    raise ValueError(
+        f"'{devices}x{kind}' is one host of {devices} devices, but a host of {kind} "
+        f"has {sold}; use '{-(-devices // sold)}x{sold}x{kind}' for hosts of {sold}, "
+        f"or '1x{devices}x{kind}' if one host has them all."
+    )
