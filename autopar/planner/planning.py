@@ -59,6 +59,7 @@ from .mesh_search import (
 )
 from .mesh_shapes import default_mesh, mesh_shapes
 from .out_of_reach import NEAR_WORK, refuse_far
+from .padding_choice import PaddedVariants
 from .pin_conflicts import PinsByKey, blame_pins
 from .plan_cache import CacheEntry, cache_entry, use_compilation_cache
 from .plan_like import memory_choices, plan_like, without_like
@@ -129,7 +130,7 @@ def plan_function(
     options = with_placed_pins(options, graph, leaves, cluster)
     warn_idle_pins(options.pins, [each.path for each in graph.inputs])
     batch = batch_tensors(traced, graph, options)
-    variants = AttentionVariants(traced, graph, roles, batch)
+    variants = PaddedVariants(traced, graph, roles, batch)
     plan = options.plan
     if plan is None:
         without_budget: list[tuple[OpGraph, Plan]] = []
@@ -138,6 +139,7 @@ def plan_function(
             variant: StepVariant, budget_bytes: int, cutoff: float = math.inf
         ) -> Plan:
             graph, some = variant.graph, replace(options, memory_budget=budget_bytes)
+            batch = batch_tensors(traced, graph, options)
             for other, plan in without_budget:
                 if other is graph and plan.predicted.peak_bytes <= budget_bytes:
                     return plan  # the cheapest of all fits
@@ -166,15 +168,26 @@ def plan_function(
         def free(variant: StepVariant) -> Plan:
             return plan_variant(variant, NO_BUDGET)
 
+        def chosen_of(some: AttentionVariants) -> Chosen:
+            return some.choose(options, cluster.num_devices, choose, free)
+
+        num_devices = cluster.num_devices
+        if options.mesh is not None:
+            num_devices = parse_mesh(options.mesh, num_devices).size
+        padding = variants.padding(num_devices, options.num_microbatches)
+        if options.like is not None:
+            padding = options.like.sharding.padding
         try:
-            chosen = variants.choose(options, cluster.num_devices, choose, free)
+            chosen = variants.choose(padding, chosen_of)
         except InfeasiblePlanError as error:
             raise refused(error, whole) from None
         variant, plan = chosen.variant, chosen.plan
         warn_unsplit_state(options.method, variant.graph, plan.sharding, batch)
     else:
         variant = variants.of_plan(plan.sharding).of_plan(plan.sharding)
+        variant = variant.of_plan(plan.sharding)
     traced, graph = variant.traced, graph_of_plan(variant.graph, plan.sharding)
+    batch = batch_tensors(traced, graph, options)
     is_free = isinstance(options.method, Auto | ShardParallel) and options.plan is None
     if is_free and not (options.pins or options.rules):
         warn_repeated_work(graph, plan.sharding, batch)

@@ -19,6 +19,7 @@ from ..microbatches.microbatch_loop import with_microbatch_loop
 from ..microbatches.microbatch_semantics import microbatched
 from ..options import Options
 from .frozen_models import frozen_models
+from .padded_trace import padded_arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +60,14 @@ def in_microbatches(
 def batch_tensors(
     traced: TracedFunction, graph: OpGraph, options: Options
 ) -> list[int]:
-    """Graph inputs that are cut into microbatches along their first dim."""
+    """Graph inputs that are cut along their first dim, or what they are padded to."""
     if options.batch_argnums == "auto":
-        return [i.tensor for i in graph.inputs if i.role == "batch"]
-    chosen = leaves_of(traced, options.batch_argnums, options)
-    return [graph.inputs[leaf].tensor for leaf in chosen]
+        found = [i.tensor for i in graph.inputs if i.role == "batch"]
+    else:
+        chosen = leaves_of(traced, options.batch_argnums, options)
+        found = [graph.inputs[leaf].tensor for leaf in chosen]
+    padded = padded_arguments(graph)
+    return [padded.get(tensor, tensor) for tensor in found]
 
 
 def roles_of(traced: TracedFunction, donated: Collection[int] = ()) -> Roles:
