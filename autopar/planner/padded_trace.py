@@ -1,16 +1,14 @@
 """A step whose examples are padded to a number that the devices divide.
 
 Arguments are padded as the step begins and results cut as it ends; between them a value
-is as long as its padding, which lies behind all else and holds anything. How it passes
-an operator is what the operator's rule says of shards: a dim that reaches the result is
-padded there too, and where one is reduced, padding is first replaced by what changes
-nothing. What no factor takes is cut to its true size. So planner and lowering see a
-step like any other.
+is as long as its padding. How padding passes an operator is what the operator's rule
+says of shards (`padded_factors.py`); what no factor takes is cut to its true size. So
+planner and lowering see a step like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..frontend.effects import CALLBACKS
 from ..frontend.tracing import TracedFunction
-from ..graph.build_graph import BARRIER, COND, PINS, SCAN, SHARD_MAP, STRUCTURED, WHILE
+from ..graph.build_graph import COND, PINS, SCAN, SHARD_MAP, WHILE
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..jax_compat import (
     abstract_value,
@@ -31,26 +28,23 @@ from ..jax_compat import (
 )
 from ..lowering.blocks import as_array
 from ..microbatches.microbatch_runners import WholeRunner
-from ..rules.base import (
-    KERNEL_NAMES,
-    Factor,
-    Shard,
-    bind_params,
-    factors_of,
-    greatest,
-    least,
-    rule_of,
-)
-from ..rules.conv import BATCH_GROUPS, FEATURE_GROUPS
-from ..rules.cumulative import ALONG
+from ..rules.base import Factor, Shard, bind_params, rule_of
 from ..rules.elementwise import NARY, UNARY
 from ..rules.random import counts_positions
-from ..rules.scatter import NEUTRAL
 from ..sharding.mesh import MeshShape
-from ..sharding.spec import MAX, MIN, REPLICATED, SUM
+from .padded_factors import (
+    Neutral,
+    PaddedFactor,
+    Shape,
+    factor_along,
+    padded_shapes,
+    padding_factors,
+)
 
-SCOPE = "padded_argument"
-Shape = tuple[int, ...]
+_SCOPE = "padded_argument"
+_PROMISES = ("indices_are_sorted", "unique_indices")  # padding does not keep them
+_FREE = frozenset((*UNARY, *NARY, "iota", "broadcast_in_dim", "random_bits"))
+_KEEP_ZERO = ("convert_element_type", "copy", "neg", "reshape", "squeeze", "transpose")
 
 
 def with_padding(
@@ -60,15 +54,15 @@ def with_padding(
 
     `padded` are, by positions of graph inputs, the sizes that dim 0 is padded to.
     """
+    block = graph.blocks[0]
 
     def run(*leaves: Any) -> list[Any]:
+        given = list(leaves)
+        with jax.named_scope(_SCOPE):
+            for position, size in padded.items():
+                shape = (size, *leaves[position].shape[1:])
+                given[position] = _lengthened(leaves[position], shape)
         runner = _PaddedRunner(graph)
-        with jax.named_scope(SCOPE):
-            given = [
-                _lengthened(leaf, (padded[i], *leaf.shape[1:])) if i in padded else leaf
-                for i, leaf in enumerate(leaves)
-            ]
-        block = graph.blocks[0]
         runner.zero.update(block.inputs[position] for position in padded)
         runner.wanted[0] = [graph.type_of(each).shape for each in block.outputs]
         return runner.run_block(block, given)
@@ -79,64 +73,47 @@ def with_padding(
     return replace(traced, jaxpr=dead_code_eliminated(closed))
 
 
-def padded_arguments(graph: OpGraph) -> dict[int, int]:
-    """What a padded step makes first of its arguments: tensors by tensors."""
+def padded_arguments(graph: OpGraph) -> dict[Operand, int]:
+    """What a padded step makes first of its arguments, by them."""
     return {
         op.operands[0]: op.results[0]
         for op in graph.blocks[0].operators
-        if op.kind == "pad"
-        and op.name.startswith(f"{SCOPE}/")
-        and isinstance(op.operands[0], int)
+        if op.kind == "pad" and op.name.startswith(f"{_SCOPE}/")
     }
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A factor along which an operator's operands and results are padded."""
-
-    factor: Factor
-    ratio: tuple[int, int]
-
-    def padded(self, size: int) -> int:
-        whole, part = self.ratio
-        return size * whole // part
 
 
 @dataclass(frozen=True)
 class _PaddedShard(Shard):
     """What rules take for the shard of a larger tensor: all of it, padded."""
 
-    padded_operands: tuple[Shape, ...]
-    padded_results: tuple[Shape, ...]
+    operand_shapes: Sequence[Shape]
+    result_shapes: Sequence[Shape]
 
     def operand_shape(self, op: Operator, position: int) -> Shape:
-        return self.padded_operands[position]
+        return self.operand_shapes[position]
 
     def result_shape(self, op: Operator, position: int = 0) -> Shape:
-        return self.padded_results[position]
+        return self.result_shapes[position]
 
 
 class _PaddedRunner(WholeRunner):
-    """Runs a step's operators on values that are longer than their tensors say.
+    """Runs a step's operators on values that may be longer than their tensors say.
 
-    `zero` are tensors whose padding is zero, `made_by` the operators of the others;
-    `wanted` are shapes that the outputs of a block must have.
+    `zero` are tensors whose padding is zero; `wanted` are shapes that the outputs of a
+    block must have, those behind them any.
     """
 
     def __init__(self, graph: OpGraph) -> None:
         super().__init__(graph)
         self.zero: set[int] = set()
-        self.made_by: dict[int, Operator] = {}
         self.wanted: dict[int, Sequence[Shape]] = {}
-        self.copies: dict[int, dict[Any, Any]] = {}
+        self.made_by = {tensor: op for op in graph.operators() for tensor in op.results}
+        self.free: dict[tuple[int, int], bool] = {}  # by tensor and dim
+        self.copies: dict[int, dict[Any, Any]] = {}  # of other shapes, or masked
 
     def write(self, tensor: int, value: Any) -> None:
         super().write(tensor, value)
         self.copies[tensor] = {}
-
-    def run_operators(self, operators: Sequence[Operator]) -> None:
-        self.made_by.update((t, op) for op in operators for t in op.results)
-        super().run_operators(operators)
 
     def outputs(self, block: Block) -> list[Any]:
         wanted, made = self.wanted.get(block.index, ()), super().outputs(block)
@@ -147,139 +124,159 @@ class _PaddedRunner(WholeRunner):
     def execute(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
         with equation_context(op.eqn), user_context(op.eqn):
             if op.kind in (*PINS, SHARD_MAP):
-                operands = [self.sized(o, self.shape_of(o)) for o in op.operands]
+                operands = self.whole_operands(op)
             elif op.kind in (SCAN, WHILE, COND):
                 operands = self.entering(op)
         return super().execute(op, operands)
 
     def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
-        parts = self.parts(op)
         with equation_context(op.eqn), user_context(op.eqn):
-            if parts:
-                return self.bind_padded(op, parts)
-            whole = [self.sized(o, self.shape_of(o)) for o in op.operands]
-        return super().bind(op, whole)
+            factors = self.factors(op)
+            if factors:
+                return self.bind_padded(op, factors)
+            operands = self.whole_operands(op)
+        return super().bind(op, operands)
 
-    # How an operator takes padding.
+    def whole_operands(self, op: Operator) -> list[Any]:
+        """All operands without padding."""
+        return [self.sized(each, self.true_shape(each)) for each in op.operands]
 
-    def parts(self, op: Operator) -> list[_Part]:
-        """The factors along which some operand is padded, and can stay so."""
-        rule = rule_of(op)
-        if rule is None or not rule.may_repeat or op.kind in (*CALLBACKS, *KERNEL_NAMES):
-            return []
-        found: list[_Part] = []
-        for factor in factors_of(op):
-            ratios = self.ratios(op, factor)
-            if not ratios or not _takes_padding(op, factor):
+    # An operator with padding.
+
+    def factors(self, op: Operator) -> list[PaddedFactor]:
+        """The factors along which some operand is padded, and stays so."""
+        found: list[PaddedFactor] = []
+        for factor in padding_factors(op):
+            sizes = self.padded_sizes(op, factor)
+            if not sizes:
                 continue
-            part = _Part(factor, max(ratios, key=lambda each: each[0] / each[1]))
-            if _is_whole(op, part) and not any(_meet(part, each) for each in found):
-                found.append(part)
+            each = PaddedFactor(factor, *max(sizes, key=lambda pair: pair[0] / pair[1]))
+            if each.fits(op) and not any(map(each.meets, found)):
+                found.append(each)
         return found
 
-    def ratios(self, op: Operator, factor: Factor) -> list[tuple[int, int]]:
-        """By how much operands are padded along a factor: sizes, and true sizes."""
-        found = []
-        for operand, dim in zip(op.operands, factor.operands, strict=True):
-            if dim >= 0 and isinstance(operand, int):
-                true, size = self.shape_of(operand)[dim], self.values[operand].shape[dim]
-                found += [(size, true)] if size != true else []
-        return found
-
-    def bind_padded(self, op: Operator, parts: Sequence[_Part]) -> Sequence[Any]:
-        shapes = [list(kind.shape) for kind in op.operand_types]
-        made = [list(kind.shape) for kind in op.result_types]
-        for part in parts:
-            states = part.factor.operands, part.factor.results
-            for sides, own in zip((shapes, made), states, strict=True):
-                for shape, dim in zip(sides, own, strict=True):
-                    if dim >= 0:
-                        shape[dim] = part.padded(shape[dim])
-        operands = [
-            self.sized(operand, tuple(shape))
-            for operand, shape in zip(op.operands, shapes, strict=True)
+    def padded_sizes(self, op: Operator, factor: Factor) -> list[tuple[int, int]]:
+        """The sizes of operands along a factor where they are not the true ones."""
+        pairs = [
+            (self.values[operand].shape[dim], self.true_shape(operand)[dim])
+            for operand, dim in zip(op.operands, factor.operands, strict=True)
+            if dim >= 0 and isinstance(operand, int)
         ]
-        neutral, reduced = None, dict[int, list[int]]()  # dims by position
-        for part in parts:
-            found = _neutral(op, part.factor)
-            for position in _masked(op, part.factor) if found else ():
-                neutral = found
-                dims = reduced.setdefault(position, [])
-                dims.append(part.factor.operands[position])
-        for position, dims in reduced.items():
-            assert neutral is not None
-            given = op.operands[position], operands[position]
-            operands[position] = self.masked(*given, tuple(dims), neutral)
-        if op.kind in _KEEP_ZERO and op.operands[0] in self.zero:
-            self.zero.update(op.results)
-        return self.bound(op, parts, operands, shapes, made)
+        return [(size, true) for size, true in pairs if size != true]
 
-    def bound(
-        self,
-        op: Operator,
-        parts: Sequence[_Part],
-        operands: Sequence[Any],
-        shapes: Sequence[Sequence[int]],
-        made: Sequence[Sequence[int]],
-    ) -> Sequence[Any]:
-        """The operator on operands of these shapes, as its rule binds a shard."""
-        shapes, made = (tuple(map(tuple, sides)) for sides in (shapes, made))
-        if op.kind in ("iota", "random_bits"):  # the rule's would count from an offset
+    def bind_padded(self, op: Operator, factors: list[PaddedFactor]) -> Sequence[Any]:
+        """The operator padded along factors, as its rule binds a shard."""
+        shapes, made = padded_shapes(op, factors)
+        pairs = zip(op.operands, shapes, strict=True)
+        operands = [self.sized(operand, shape) for operand, shape in pairs]
+        self.mask_reduced(op, factors, operands)
+        if op.operands and op.operands[0] in self.zero and op.kind in _KEEP_ZERO:
+            self.zero.update(op.results)
+        if op.kind in ("iota", "random_bits"):  # the rule's count from an offset
             return bind_params(op, operands, shape=made[0])
-        rule = rule_of(op)
-        assert rule is not None, op.kind
-        unsure = {name: False for name in _PROMISES if op.params.get(name)}
-        names = tuple(f"padding{i}" for i in range(len(parts)))
-        factors = tuple(part.factor for part in parts)
+        own = [each.factor for each in factors]
         shard = _PaddedShard(
-            MeshShape(names, (1,) * len(parts)),
-            factors,
-            tuple(zip(*(f.operands for f in factors), strict=True)),
-            tuple(zip(*(f.results for f in factors), strict=True)),
+            MeshShape(tuple(f"padding{i}" for i in range(len(own))), (1,) * len(own)),
+            tuple(own),
+            tuple(zip(*(each.operands for each in own), strict=True)),
+            tuple(zip(*(each.results for each in own), strict=True)),
             shapes,
             made,
         )
-        results = rule.bind(replace(op, params={**op.params, **unsure}), operands, shard)
+        unsure = {name: False for name in _PROMISES if op.params.get(name)}
+        rule = rule_of(op)
+        assert rule is not None, op.kind
+        unsorted = replace(op, params={**op.params, **unsure})
+        results = rule.bind(unsorted, operands, shard)
         for result, shape in zip(results, made, strict=True):
             assert result.shape == shape, f"{op.name} makes {result.shape}, not {shape}"
         return results
 
-    # One value, longer or shorter.
+    def mask_reduced(
+        self, op: Operator, factors: Sequence[PaddedFactor], operands: list[Any]
+    ) -> None:
+        """Replaces operands that are reduced along padded dims."""
+        reduced: dict[int, list[int]] = {}
+        neutral: Neutral | None = None  # all factors of an operator have the same
+        for each in factors:
+            own = each.neutral(op)
+            for position, dim in each.reduced_dims(op).items() if own else ():
+                neutral = own
+                reduced.setdefault(position, []).append(dim)
+        for position, dims in reduced.items():
+            tensor, value = op.operands[position], operands[position]
+            assert isinstance(tensor, int) and neutral is not None, op.name
+            operands[position] = self.masked(tensor, value, dims, neutral)
 
-    def shape_of(self, operand: Operand) -> Shape:
-        """The true shape of an operand."""
+    def masked(
+        self, tensor: int, value: Any, dims: Sequence[int], neutral: Neutral
+    ) -> Any:
+        """A value with what changes nothing as padding along `dims`."""
+        number = np.asarray(neutral(value.dtype), value.dtype)
+        if tensor in self.zero and not number:
+            return value
+        copies, key = self.copies[tensor], (value.shape, tuple(dims), number.item())
+        if key not in copies:
+            copies[key] = value
+            for dim in dims:
+                places = lax.broadcasted_iota(np.int32, value.shape, dim)
+                is_own = places < np.int32(self.true_shape(tensor)[dim])
+                others = jnp.full_like(value, number)
+                copies[key] = lax.select(is_own, copies[key], others)
+        return copies[key]
+
+    # A value, longer or shorter.
+
+    def true_shape(self, operand: Operand) -> Shape:
         return self.graph.type_of(operand).shape
 
     def sized(self, operand: Operand, shape: Shape) -> Any:
-        """An operand's value, in a shape between its true one and any longer one."""
+        """An operand's value in its true shape, or a longer one."""
         value = self.value(operand)
-        if isinstance(operand, Constant) or value.shape == shape:
-            return value if value.shape == shape else _lengthened(value, shape)
+        if np.shape(value) == shape:
+            return value
+        if isinstance(operand, Constant):
+            return _lengthened(value, shape)
         copies = self.copies[operand]
         if shape not in copies:
             copies[shape] = self.resized(operand, value, shape)
         return copies[shape]
 
     def resized(self, tensor: int, value: Any, shape: Shape) -> Any:
-        longer = [d for d, size in enumerate(shape) if size > value.shape[d]]
-        if value.shape == self.shape_of(tensor) and longer:
-            if all(self.is_free(tensor, dim) for dim in longer):
-                return self.made_longer(tensor, shape)
+        longer = [dim for dim, size in enumerate(shape) if size > value.shape[dim]]
+        if longer and self.could_be(tensor, shape):
+            return self.made_longer(tensor, shape)
         ends = tuple(map(min, value.shape, shape))
         if ends != value.shape:
             value = lax.slice(value, (0,) * len(ends), ends)
         return _lengthened(value, shape) if longer else value
 
+    def could_be(self, operand: Operand, shape: Shape) -> bool:
+        """Whether a value that is not padded could as well be made in a longer shape.
+
+        Iotas, broadcasts, random bits and what is made of them element by element cost
+        nothing more so.
+        """
+        true = self.true_shape(operand)
+        if isinstance(operand, Constant) or self.values[operand].shape != true:
+            return False
+        dims = [dim for dim, size in enumerate(shape) if size != true[dim]]
+        return all(self.is_free(operand, dim) for dim in dims)
+
     def is_free(self, tensor: int, dim: int) -> bool:
         """Whether the operator that made a tensor could have made it longer."""
+        if (tensor, dim) not in self.free:
+            self.free[tensor, dim] = self.find_free(tensor, dim)
+        return self.free[tensor, dim]
+
+    def find_free(self, tensor: int, dim: int) -> bool:
         op = self.made_by.get(tensor)
         if op is None or op.kind not in _FREE:
             return False
-        if op.kind == "random_bits":
-            return counts_positions(as_array(self.value(op.operands[0]))) and all(
-                size == 1 for size in self.shape_of(tensor)[:dim]
-            )
-        factor = _along(op, dim)
+        if op.kind == "random_bits":  # whose positions are counted row-major
+            is_major = all(size == 1 for size in self.true_shape(tensor)[:dim])
+            return is_major and counts_positions(as_array(self.value(op.operands[0])))
+        factor = factor_along(op, dim)
         return factor is not None and all(
             state < 0 or isinstance(operand, int) and self.is_free(operand, state)
             for operand, state in zip(op.operands, factor.operands, strict=True)
@@ -288,188 +285,55 @@ class _PaddedRunner(WholeRunner):
     def made_longer(self, tensor: int, shape: Shape) -> Any:
         """A tensor as its operator makes it of longer operands."""
         op = self.made_by[tensor]
-        parts = []
-        for dim, (size, true) in enumerate(
-            zip(shape, self.shape_of(tensor), strict=True)
-        ):
-            factor = _along(op, dim)
-            if size != true:
+        factors = []
+        for dim, true in enumerate(self.true_shape(tensor)):
+            if shape[dim] != true:
+                factor = factor_along(op, dim)
                 assert factor is not None, op.name
-                parts.append(_Part(factor, (size, true)))
-        shapes = [list(kind.shape) for kind in op.operand_types]
-        for part in parts:
-            for own, dim in zip(shapes, part.factor.operands, strict=True):
-                if dim >= 0:
-                    own[dim] = part.padded(own[dim])
-        operands = [
-            self.sized(operand, tuple(own))
-            for operand, own in zip(op.operands, shapes, strict=True)
-        ]
+                factors.append(PaddedFactor(factor, shape[dim], true))
         with equation_context(op.eqn), user_context(op.eqn):
-            return self.bound(op, parts, operands, shapes, [shape])[0]
-
-    def masked(
-        self,
-        operand: Operand,
-        value: Any,
-        dims: tuple[int, ...],
-        neutral: Callable[[Any], Any],
-    ) -> Any:
-        """A value with what changes nothing as padding along `dims`."""
-        number = np.asarray(neutral(value.dtype), value.dtype)
-        if operand in self.zero and not number:
-            return value
-        assert isinstance(operand, int)
-        copies, key = self.copies[operand], (value.shape, dims, number.item())
-        if key not in copies:
-            filled = value
-            for dim in dims:
-                places = lax.broadcasted_iota(np.int32, value.shape, dim)
-                is_own = places < np.int32(self.shape_of(operand)[dim])
-                filled = lax.select(is_own, filled, jnp.full_like(value, number))
-            copies[key] = filled
-        return copies[key]
+            return self.bind_padded(op, factors)[0]
 
     # Loops and branches.
 
     def entering(self, op: Operator) -> list[Any]:
         """Operands of a loop or conditional; says what its blocks must return.
 
-        A scan takes its slices whole along the dim that it goes through. What is carried
-        stays as long as it begins; what could begin longer does, like its neighbours.
+        A scan reads its slices whole along the dim that it goes through. What is
+        carried stays as long as it begins; what could begin longer does, as what is
+        beside it.
         """
-        sizes: dict[int, int] = {}
-        shapes = []
+        shapes, sizes = [], dict[int, int]()  # padded by true
+        params, first, count = op.params, 0, 0
+        if op.kind == SCAN:
+            first, count = params["num_consts"], params["num_carry"]
+        elif op.kind == WHILE:
+            first = params["cond_nconsts"] + params["body_nconsts"]
+            count = len(op.results)
         for position, operand in enumerate(op.operands):
-            true, shape = self.shape_of(operand), np.shape(self.value(operand))
-            if op.kind == SCAN and position >= _first_slice(op):
+            true, shape = self.true_shape(operand), np.shape(self.value(operand))
+            if op.kind == SCAN and position >= first + count:
                 shape = (*true[:1], *shape[1:])
             shapes.append(shape)
-            sizes.update(
-                {t: s for t, s in zip(true, shape, strict=True) if s != t}
-            )
+            sizes |= {t: s for t, s in zip(true, shape, strict=True) if s != t}
 
         def like_others(shape: Shape) -> Shape:
             return tuple(sizes.get(size, size) for size in shape)
 
+        for position in range(first, first + count):
+            longer = like_others(shapes[position])
+            if self.could_be(op.operands[position], longer):
+                shapes[position] = longer
+        wanted = shapes[first : first + count]
         if op.kind == COND:
-            kept = [like_others(kind.shape) for kind in op.result_types]
-            self.wanted.update(dict.fromkeys(op.bodies, kept))
-        else:
-            first = op.params["num_consts"] if op.kind == SCAN else _first_carry(op)
-            count = op.params["num_carry"] if op.kind == SCAN else len(op.results)
-            for position in range(first, first + count):
-                operand = op.operands[position]
-                if self.could_be(operand, longer := like_others(shapes[position])):
-                    shapes[position] = longer
-            self.wanted[op.bodies[-1]] = shapes[first : first + count]
+            wanted = [like_others(kind.shape) for kind in op.result_types]
+        for body in op.bodies[1:] if op.kind == WHILE else op.bodies:
+            self.wanted[body] = wanted
         return [self.sized(o, s) for o, s in zip(op.operands, shapes, strict=True)]
-
-    def could_be(self, operand: Operand, shape: Shape) -> bool:
-        """Whether an operand that is not padded could as well be made longer."""
-        true = self.shape_of(operand)
-        if isinstance(operand, Constant) or self.values[operand].shape != true:
-            return False
-        longer = [d for d, size in enumerate(shape) if size != true[d]]
-        return all(self.is_free(operand, dim) for dim in longer)
-
-
-_PROMISES = ("indices_are_sorted", "unique_indices")  # padding does not keep them
-_FREE = frozenset((*UNARY, *NARY, "iota", "broadcast_in_dim", "random_bits"))
-_KEEP_ZERO = ("convert_element_type", "copy", "neg", "reshape", "squeeze", "transpose")
-_REDUCING = frozenset(
-    (
-        *(f"reduce_{name}" for name in ("sum", "max", "min", "or", "and")),
-        *(f"scatter-{name}" for name in ("add", "sub", "max", "min")),
-        *("dot_general", "conv_general_dilated"),
-    )
-)
-_NEUTRAL: dict[int, Callable[[Any], Any]] = {
-    SUM: lambda dtype: 0,
-    MAX: least,
-    MIN: greatest,
-}
-_ACCUMULATED: dict[str, Callable[[Any], Any]] = {
-    "cumsum": lambda dtype: 0,
-    "cumprod": lambda dtype: 1,
-    "cummax": least,
-    "cummin": greatest,
-    "cumlogsumexp": least,
-}
-
-
-def _neutral(op: Operator, factor: Factor) -> Callable[[Any], Any] | None:
-    """What padding must be where it is reduced along a factor; None where it is not."""
-    if factor.name == ALONG:
-        return _ACCUMULATED[op.kind]
-    return next((_NEUTRAL[state] for state in factor.results if state < REPLICATED), None)
-
-
-def _masked(op: Operator, factor: Factor) -> list[int]:
-    """The operands whose padding is replaced: of a scatter, its updates alone."""
-    if op.kind in NEUTRAL:
-        return [2]
-    return [i for i, dim in enumerate(factor.operands) if dim >= 0]
-
-
-def _takes_padding(op: Operator, factor: Factor) -> bool:
-    """Whether results are right whatever lies behind the end of a factor's dims."""
-    if factor.name == ALONG:
-        return True
-    if factor.halos or factor.is_positional or not factor.splits:
-        return False
-    if factor.name in (BATCH_GROUPS, FEATURE_GROUPS):  # their number is not padded
-        return False
-    is_reduced = any(state < REPLICATED for state in factor.results)
-    return op.kind in _REDUCING if is_reduced else True
-
-
-def _is_whole(op: Operator, part: _Part) -> bool:
-    """Whether all dims of a factor are padded alike, to a whole number."""
-    whole, true = part.ratio
-    sides = (
-        (op.operand_types, part.factor.operands),
-        (op.result_types, part.factor.results),
-    )
-    sizes = [
-        kind.shape[dim]
-        for types, states in sides
-        for kind, dim in zip(types, states, strict=True)
-        if dim >= 0
-    ]
-    if op.kind != "reshape":
-        return all(size == part.factor.size for size in sizes)
-    return all(size * whole % true == 0 for size in sizes)
-
-
-def _meet(part: _Part, other: _Part) -> bool:
-    """Whether two factors cut one dim of some operand or result."""
-    pairs = zip(
-        (*part.factor.operands, *part.factor.results),
-        (*other.factor.operands, *other.factor.results),
-        strict=True,
-    )
-    return any(one == another >= 0 for one, another in pairs)
-
-
-def _along(op: Operator, dim: int) -> Factor | None:
-    """The factor that cuts the first result along `dim`."""
-    found = (f for f in factors_of(op) if f.results and f.results[0] == dim)
-    return next(found, None)
-
-
-def _first_slice(op: Operator) -> int:
-    return op.params["num_consts"] + op.params["num_carry"]
-
-
-def _first_carry(op: Operator) -> int:
-    return op.params["cond_nconsts"] + op.params["body_nconsts"]
 
 
 def _lengthened(value: Any, shape: Shape) -> Any:
     """An array with zeros behind it along the dims that are shorter than `shape`."""
-    config = [(0, size - own, 0) for own, size in zip(value.shape, shape, strict=True)]
+    pairs = zip(np.shape(value), shape, strict=True)
+    config = [(0, size - own, 0) for own, size in pairs]
     return lax.pad(value, np.zeros((), value.dtype), config)
-
-
-assert {BARRIER, *PINS, SHARD_MAP, SCAN, WHILE, COND} == set(STRUCTURED)

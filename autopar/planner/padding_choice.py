@@ -7,80 +7,94 @@ takes collectives. So the step is planned both ways, and the quicker plan is tak
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import ceil
 
-from ..errors import InfeasiblePlanError
 from ..frontend.roles import Roles, root_of
 from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import build_graph
 from ..graph.op_graph import OpGraph
+from ..options import Options
 from ..plans.plan import Padding, ShardingPlan
-from .attention_choice import AttentionVariants
+from ..sharding.mesh import parse_mesh
+from .attention_choice import AttentionVariants, Choose, Free
 from .memory_search import Chosen
 from .padded_trace import padded_arguments, with_padding
+from .step_variants import StepVariants
 
 _log = logging.getLogger("autopar")
 
 
 @dataclass(frozen=True, eq=False)
 class PaddedVariants:
-    """A step as it is, and padded; `batch` are the graph's inputs that hold examples."""
+    """Variants of a step as it is, and padded.
+
+    `batch` are the graph's inputs that hold examples.
+    """
 
     traced: TracedFunction
     graph: OpGraph
     roles: Roles
     batch: Sequence[int]
 
-    def of_plan(self, plan: ShardingPlan) -> AttentionVariants:
+    def of_plan(self, plan: ShardingPlan) -> StepVariants:
         """Those that a plan was made of."""
-        return self._padded(plan.padding)
+        return self._padded(plan.padding).of_plan(plan)
 
     def choose(
-        self, padding: Padding, choose: Callable[[AttentionVariants], Chosen]
+        self, options: Options, num_devices: int, choose: Choose, free: Free
     ) -> Chosen:
-        """The quicker of two plans, or the one that there is.
+        """The quicker of the two plans, or the one that there is.
+
+        Arguments are those of `AttentionVariants.choose`.
 
         Raises:
-          InfeasiblePlanError, ValueError: there is none of the step as it is.
+          InfeasiblePlanError, ValueError: there is none; those of the step as it is.
         """
-        if not padding:
-            return choose(self._padded(()))
         found: list[Chosen] = []
         refused: list[ValueError] = []
-        for each in ((), padding):
+        padding = self._padding(options, num_devices)
+        for each in [(), padding] if padding else [()]:
+            variants = self._padded(each)
             try:
-                found.append(choose(self._padded(each)))
-            except ValueError as error:  # infeasible, or a method that must split them
+                found.append(variants.choose(options, num_devices, choose, free))
+            except ValueError as error:  # nothing fits, or a method must split examples
                 refused.append(error)
         if not found:
             raise refused[0]
-        for each in found:
-            padded = each.plan.sharding.padding_words() or "nothing padded"
-            _log.info("%s: %.4g s with %s", self.graph.name, each.seconds, padded)
-        return min(found, key=lambda each: each.seconds)
+        best = min(found, key=lambda each: each.seconds)
+        if padding:
+            words = best.plan.sharding.padding_words() or "nothing padded"
+            seconds = [each.seconds for each in found]
+            _log.info("%s: %s, of %s s", self.graph.name, words, seconds)
+        return best
 
-    def padding(self, num_devices: int, num_microbatches: int) -> Padding:
+    def _padding(self, options: Options, num_devices: int) -> Padding:
         """Sizes of more examples than devices, which these do not divide."""
-        sizes: dict[int, int] = {}
+        if options.like is not None:
+            return options.like.sharding.padding
+        if options.mesh is not None:
+            num_devices = parse_mesh(options.mesh, num_devices).size
+        padding: dict[int, int] = {}
         for position in self._examples():
-            size = self.graph.tensors[self.graph.inputs[position].tensor].type.shape[0]
-            number = num_devices
-            if self.graph.inputs[position].tensor in self.batch:
-                number *= num_microbatches
+            tensor, number = self.graph.inputs[position].tensor, num_devices
+            size = self.graph.tensors[tensor].type.shape[0]
+            if tensor in self.batch:
+                number *= options.num_microbatches
             if size > number and size % number:
-                sizes[size] = -(-size // number) * number
-        return tuple(sorted(sizes.items()))
+                padding[size] = ceil(size / number) * number
+        return tuple(sorted(padding.items()))
 
     def _padded(self, padding: Padding) -> AttentionVariants:
-        own = self.traced, self.graph, self.roles, self.batch
         if not padding:
-            return AttentionVariants(*own)
-        sizes, padded = dict(padding), dict[int, int]()
-        for position in self._examples():
-            size = self.graph.tensors[self.graph.inputs[position].tensor].type.shape[0]
-            if size in sizes:
-                padded[position] = sizes[size]
+            return AttentionVariants(self.traced, self.graph, self.roles, self.batch)
+        sizes, inputs = dict(padding), self.graph.inputs
+        first_dims = {
+            position: self.graph.tensors[inputs[position].tensor].type.shape[0]
+            for position in self._examples()
+        }
+        padded = {i: sizes[size] for i, size in first_dims.items() if size in sizes}
         traced = with_padding(self.traced, self.graph, padded)
         graph = build_graph(traced, self.roles)
         longer = padded_arguments(graph)
@@ -91,20 +105,15 @@ class PaddedVariants:
         """Positions of inputs whose dim 0 may be examples, nodes or edges.
 
         They are the batch, and what is no state beside it: arrays that are arguments of
-        their own, and others of an argument that holds some of the batch.
+        their own and do not come back, and others of an argument with some of the batch.
         """
-        inputs = self.graph.inputs
-        roots = [root_of(each.path) for each in inputs]
-        of_batch = {
-            root
-            for root, each in zip(roots, inputs, strict=True)
-            if each.tensor in self.batch
-        }
+        graph, inputs = self.graph, self.graph.inputs
+        of_batch = {root_of(each.path) for each in inputs if each.tensor in self.batch}
+        returned = {graph.type_of(each) for each in graph.outputs}
         for position, each in enumerate(inputs):
-            kind = self.graph.tensors[each.tensor].type
-            is_alone = each.path == roots[position] and bool(of_batch)
-            is_beside = roots[position] in of_batch or is_alone
-            if each.role in ("batch", "other") and is_beside:
+            kind, root = graph.tensors[each.tensor].type, root_of(each.path)
+            is_own = each.path == root and bool(of_batch) and kind not in returned
+            is_state = each.role in ("state", "constant")
+            if (root in of_batch or is_own) and not is_state:
                 if kind.rank and not kind.is_extended:
                     yield position
-

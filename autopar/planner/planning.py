@@ -40,7 +40,7 @@ from ..plans.plan_file import check_against
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.pins import resolve_pins, warn_idle_pins
 from ..state.placements import mesh_of_leaves, placed_pins, placement_pins
-from .attention_choice import AttentionVariants, ring_limits
+from .attention_choice import ring_limits
 from .auto_layout import auto_layout
 from .budget_candidates import BudgetCandidates
 from .divided_work import dividing_first, warn_repeated_work
@@ -139,7 +139,7 @@ def plan_function(
             variant: StepVariant, budget_bytes: int, cutoff: float = math.inf
         ) -> Plan:
             graph, some = variant.graph, replace(options, memory_budget=budget_bytes)
-            batch = batch_tensors(traced, graph, options)
+            batch = batch_tensors(variant.traced, graph, options)
             for other, plan in without_budget:
                 if other is graph and plan.predicted.peak_bytes <= budget_bytes:
                     return plan  # the cheapest of all fits
@@ -168,26 +168,16 @@ def plan_function(
         def free(variant: StepVariant) -> Plan:
             return plan_variant(variant, NO_BUDGET)
 
-        def chosen_of(some: AttentionVariants) -> Chosen:
-            return some.choose(options, cluster.num_devices, choose, free)
-
-        num_devices = cluster.num_devices
-        if options.mesh is not None:
-            num_devices = parse_mesh(options.mesh, num_devices).size
-        padding = variants.padding(num_devices, options.num_microbatches)
-        if options.like is not None:
-            padding = options.like.sharding.padding
         try:
-            chosen = variants.choose(padding, chosen_of)
+            chosen = variants.choose(options, cluster.num_devices, choose, free)
         except InfeasiblePlanError as error:
             raise refused(error, whole) from None
         variant, plan = chosen.variant, chosen.plan
+        batch = batch_tensors(variant.traced, variant.graph, options)
         warn_unsplit_state(options.method, variant.graph, plan.sharding, batch)
     else:
         variant = variants.of_plan(plan.sharding).of_plan(plan.sharding)
-        variant = variant.of_plan(plan.sharding)
     traced, graph = variant.traced, graph_of_plan(variant.graph, plan.sharding)
-    batch = batch_tensors(traced, graph, options)
     is_free = isinstance(options.method, Auto | ShardParallel) and options.plan is None
     if is_free and not (options.pins or options.rules):
         warn_repeated_work(graph, plan.sharding, batch)

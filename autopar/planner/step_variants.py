@@ -117,9 +117,7 @@ class StepVariants:
             assert remat is not None
             sets = recompute_sets(self.graph, self.batch, remat)
             if sets.is_empty:
-                plain = StepVariant(
-                    self.traced, self.graph, remat, 0, self.padding
-                )
+                plain = StepVariant(self.traced, self.graph, remat, 0, self.padding)
                 self._by_remat[key] = plain
                 return plain
             traced = with_recomputation(self.traced, self.graph, sets)
