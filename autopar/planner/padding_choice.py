@@ -52,23 +52,29 @@ class PaddedVariants:
         Raises:
           InfeasiblePlanError, ValueError: there is none; those of the step as it is.
         """
-        found: list[Chosen] = []
-        refused: list[ValueError] = []
-        padding = self._padding(options, num_devices)
-        for each in [(), padding] if padding else [()]:
-            variants = self._padded(each)
+        plain, padding = self._padded(()), self._padding(options, num_devices)
+        if not padding:
+            return plain.choose(options, num_devices, choose, free)
+        try:
+            found = plain.choose(options, num_devices, choose, free)
+        except ValueError as error:  # nothing fits, or a method must split examples
             try:
-                found.append(variants.choose(options, num_devices, choose, free))
-            except ValueError as error:  # nothing fits, or a method must split examples
-                refused.append(error)
-        if not found:
-            raise refused[0]
-        best = min(found, key=lambda each: each.seconds)
-        if padding:
-            words = best.plan.sharding.padding_words() or "nothing padded"
-            seconds = [each.seconds for each in found]
-            _log.info("%s: %s, of %s s", self.graph.name, words, seconds)
-        return best
+                padded = self._padded(padding)
+                return padded.choose(options, num_devices, choose, free)
+            except ValueError:
+                raise error from None
+        padded = self._padded(padding)
+        try:
+            least = free(padded.plain().make(None)).predicted
+            if least.step_seconds >= found.seconds:
+                return found
+            other = padded.choose(options, num_devices, choose, free)
+        except ValueError:
+            return found
+        words = other.plan.sharding.padding_words()
+        seconds = self.graph.name, other.seconds, words, found.seconds
+        _log.info("%s: %.4g s with %s, %.4g s without", *seconds)
+        return min(found, other, key=lambda each: each.seconds)
 
     def _padding(self, options: Options, num_devices: int) -> Padding:
         """Sizes of more examples than devices, which these do not divide."""
@@ -105,7 +111,7 @@ class PaddedVariants:
         """Positions of inputs whose dim 0 may be examples, nodes or edges.
 
         They are the batch, and what is no state beside it: arrays that are arguments of
-        their own and do not come back, and others of an argument with some of the batch.
+        their own and do not come back, and others beside some of the batch.
         """
         graph, inputs = self.graph, self.graph.inputs
         of_batch = {root_of(each.path) for each in inputs if each.tensor in self.batch}
