@@ -39,7 +39,9 @@ def one_of_everything() -> dict[str, Any]:
     )
     inputs = (replace(plan.inputs[0], memory="host"), *plan.inputs[1:])
     texts = {"remat": "full:3", "device_kind": "CPU"}
-    plan = replace(plan, **texts, predicted=predicted, inputs=inputs)
+    plan = replace(
+        plan, **texts, padding=((30, 32),), predicted=predicted, inputs=inputs
+    )
     return json.loads(to_json(plan))
 
 

@@ -21,7 +21,7 @@ from ..graph.op_graph import OpGraph
 from ..methods.methods import Auto, ShardParallel
 from ..options import Options
 from ..plans.parallel_plan import Plan
-from ..plans.plan import ShardingPlan
+from ..plans.plan import Padding, ShardingPlan
 from ..rules.attention import KINDS, RINGS
 from ..rules.attention_spec import named
 from .attention_finder import FoundAttention, find_attention
@@ -39,17 +39,19 @@ Free = Callable[[StepVariant], Plan]
 class AttentionVariants:
     """Variants of a step as it is; those with attention as one operator are made once.
 
-    `batch` are the graph's inputs that hold examples.
+    `batch` are the tensors that hold examples, `padding` what they were padded by.
     """
 
     traced: TracedFunction
     graph: OpGraph
     roles: Roles
     batch: Sequence[int]
+    padding: Padding = ()
 
     def plain(self) -> StepVariants:
         """Operator by operator."""
-        return StepVariants(self.traced, self.graph, self.roles, self.batch)
+        own = self.traced, self.graph, self.roles
+        return StepVariants(*own, self.batch, self.padding)
 
     def of_plan(self, plan: ShardingPlan) -> StepVariants:
         """Those that a plan was made of."""
@@ -103,7 +105,7 @@ class AttentionVariants:
     def _of(self, found: Sequence[FoundAttention]) -> StepVariants:
         traced = with_attention(self.traced, self.graph, found)
         graph = build_graph(traced, self.roles)
-        return StepVariants(traced, graph, self.roles, self.batch)
+        return StepVariants(traced, graph, self.roles, self.batch, self.padding)
 
     def _found(self) -> Sequence[FoundAttention]:
         found, refused = find_attention(self.graph)

@@ -20,6 +20,7 @@ from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
 from ..methods.gather_again import graph_of_plan
 from ..plans.parallel_plan import Plan
+from ..plans.plan import ShardingPlan
 from ..rematerialisation.remat import LEVELS, Remat
 from .even_share import even_share_bytes, is_out_of_reach
 from .memory_budget import NO_BUDGET
@@ -250,20 +251,23 @@ class _Search:
 
 
 def _chosen(variant: StepVariant, plan: Plan) -> Chosen:
-    return Chosen(variant, Plan(replace(plan.sharding, remat=_remat_text(variant))))
+    return Chosen(variant, Plan(_of(variant, plan.sharding)))
+
+
+def _of(variant: StepVariant, plan: ShardingPlan) -> ShardingPlan:
+    """The plan, which says what variant of the step it is of."""
+    has = variant.remat and variant.num_segments
+    remat = str(variant.remat) if has else ""
+    return replace(plan, remat=remat, padding=variant.padding)
 
 
 def _of_variant(
     error: InfeasiblePlanError, variant: StepVariant
 ) -> InfeasiblePlanError:
-    """The error, whose least plan says what it makes again."""
+    """The error, whose least plan says what variant it is of."""
     if error.least_plan is not None:
-        error.least_plan = replace(error.least_plan, remat=_remat_text(variant))
+        error.least_plan = _of(variant, error.least_plan)
     return error
-
-
-def _remat_text(variant: StepVariant) -> str:
-    return str(variant.remat) if variant.remat and variant.num_segments else ""
 
 
 def _seconds_times_bytes(free: Chosen) -> float:

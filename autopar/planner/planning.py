@@ -40,7 +40,7 @@ from ..plans.plan_file import check_against
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.pins import resolve_pins, warn_idle_pins
 from ..state.placements import mesh_of_leaves, placed_pins, placement_pins
-from .attention_choice import AttentionVariants, ring_limits
+from .attention_choice import ring_limits
 from .auto_layout import auto_layout
 from .budget_candidates import BudgetCandidates
 from .divided_work import dividing_first, warn_repeated_work
@@ -60,6 +60,7 @@ from .mesh_search import (
 )
 from .mesh_shapes import default_mesh, mesh_shapes
 from .out_of_reach import NEAR_WORK, refuse_far
+from .padding_choice import PaddedVariants
 from .pin_conflicts import PinsByKey, blame_pins
 from .plan_cache import CacheEntry, cache_entry, use_compilation_cache
 from .plan_like import memory_choices, plan_like, without_like
@@ -132,7 +133,7 @@ def plan_function(
     options = with_placed_pins(options, graph, leaves, cluster)
     warn_idle_pins(options.pins, [each.path for each in graph.inputs])
     batch = batch_tensors(traced, graph, options)
-    variants = AttentionVariants(traced, graph, roles, batch)
+    variants = PaddedVariants(traced, graph, roles, batch)
     plan = options.plan
     if plan is None:
         without_budget: list[tuple[OpGraph, Plan]] = []
@@ -141,6 +142,7 @@ def plan_function(
             variant: StepVariant, budget_bytes: int, cutoff: float = math.inf
         ) -> Plan:
             graph, some = variant.graph, replace(options, memory_budget=budget_bytes)
+            batch = batch_tensors(variant.traced, graph, options)
             for other, plan in without_budget:
                 if other is graph and plan.predicted.peak_bytes <= budget_bytes:
                     return plan  # the cheapest of all fits
@@ -175,6 +177,7 @@ def plan_function(
             raise refused(error, whole) from None
         variant = chosen.variant
         plan = Plan(with_budget(chosen.plan.sharding, budget_bytes))
+        batch = batch_tensors(variant.traced, variant.graph, options)
         warn_unsplit_state(options.method, variant.graph, plan.sharding, batch)
     else:
         variant = variants.of_plan(plan.sharding).of_plan(plan.sharding)

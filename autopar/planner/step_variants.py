@@ -12,7 +12,7 @@ from ..graph.build_graph import build_graph
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import OpGraph
 from ..methods.state_flow import makers_of
-from ..plans.plan import ShardingPlan
+from ..plans.plan import Padding, ShardingPlan
 from ..rematerialisation.phases import Phases
 from ..rematerialisation.recompute_sets import recompute_sets
 from ..rematerialisation.remat import Remat
@@ -58,6 +58,7 @@ class StepVariant:
     graph: OpGraph
     remat: Remat | None
     num_segments: int
+    padding: Padding = ()
 
     @property
     def num_at_host(self) -> int:
@@ -69,7 +70,10 @@ class StepVariant:
 
 
 class StepVariants:
-    """Makes variants of one step; `batch` are the graph's inputs that hold examples."""
+    """Makes variants of one step; `batch` are the tensors that hold examples.
+
+    `padding` is what the step was padded by.
+    """
 
     def __init__(
         self,
@@ -77,12 +81,13 @@ class StepVariants:
         graph: OpGraph,
         roles: Roles,
         batch: Sequence[int],
+        padding: Padding = (),
     ) -> None:
         self.traced, self.graph, self.roles = traced, graph, roles
-        self.batch = tuple(batch)
+        self.batch, self.padding = tuple(batch), padding
         self.offloadable = optimizer_state(graph)
         self.state = all_state(graph)
-        self._by_remat = {"": StepVariant(traced, graph, None, 0)}
+        self._by_remat = {"": StepVariant(traced, graph, None, 0, padding)}
 
     def asked_for(self, offload: Offload | None) -> tuple[int, ...]:
         """The inputs that a user's `offload` names; "auto" names none."""
@@ -112,13 +117,14 @@ class StepVariants:
             assert remat is not None
             sets = recompute_sets(self.graph, self.batch, remat)
             if sets.is_empty:
-                plain = StepVariant(self.traced, self.graph, remat, 0)
+                plain = StepVariant(self.traced, self.graph, remat, 0, self.padding)
                 self._by_remat[key] = plain
                 return plain
             traced = with_recomputation(self.traced, self.graph, sets)
             graph = build_graph(traced, self.roles)
             number = sets.num_segments
-            self._by_remat[key] = StepVariant(traced, graph, remat, number)
+            made = StepVariant(traced, graph, remat, number, self.padding)
+            self._by_remat[key] = made
         return self._by_remat[key]
 
 

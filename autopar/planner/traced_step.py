@@ -102,7 +102,7 @@ class TracedStep:
         made = plan_or_blame_pins(
             self.graph, self.leaves, self.batch, self.cluster, options, gap
         )
-        found = replace(made.sharding, remat=plan.remat)
+        found = replace(made.sharding, remat=plan.remat, padding=plan.padding)
         return _corrected(found, plan.predicted), asked
 
     def _is_kept(

@@ -21,6 +21,7 @@ from ..microbatches.microbatch_semantics import microbatched
 from ..options import Options
 from ..sharding.pins import keys_of_paths, spellings
 from .batch_inputs import batch_by_use
+from .padded_trace import padded_arguments
 from .strategies import holds_heavy_work
 from .update_loops import loop_of_updates, named, slices_of, update_of, with_update
 
@@ -103,15 +104,19 @@ def _updates_in_microbatches(
 def batch_tensors(
     traced: TracedFunction, graph: OpGraph, options: Options
 ) -> list[int]:
-    """Graph inputs that are cut into microbatches along their first dim.
+    """Graph inputs that are cut along their first dim, or what they are padded to.
 
     Of unlike sizes that nobody named, the smaller ones are left whole that the number
     of microbatches does not divide.
     """
-    named = batch_by_name(traced, options)
+    named, padded = batch_by_name(traced, options), padded_arguments(graph)
     if named is not None:
-        return [graph.inputs[leaf].tensor for leaf in named]
-    batch = [i.tensor for i in graph.inputs if i.role == "batch"]
+        tensors = [graph.inputs[leaf].tensor for leaf in named]
+    else:
+        tensors = [i.tensor for i in graph.inputs if i.role == "batch"]
+    batch = [padded.get(tensor, tensor) for tensor in tensors]
+    if named is not None:
+        return batch
     sizes = {tensor: graph.tensors[tensor].type.shape[0] for tensor in batch}
     number = options.num_microbatches
     if max(sizes.values(), default=0) % number:

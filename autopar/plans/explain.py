@@ -95,6 +95,8 @@ def _header(plan: ShardingPlan) -> RenderableType:
     grid.add_row("memory", memory)
     if plan.remat:
         grid.add_row("remat", f"{plan.remat}: what the backward pass makes again")
+    if plan.padding:
+        grid.add_row("padding", plan.padding_words())
     if predicted.host_bytes:
         host = (
             f"{format_bytes(predicted.host_bytes)} a device of state, moved for the "

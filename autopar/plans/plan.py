@@ -15,6 +15,8 @@ from ..sharding.collective import Collective
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec
 
+Padding = tuple[tuple[int, int], ...]  # sizes of dims, and what they are padded to
+
 
 @dataclass(frozen=True)
 class OperatorPlan:
@@ -123,7 +125,8 @@ class ShardingPlan:
     each block, the spec in which it returns each of its outputs. Sequences are tuples,
     or made when they are looked at (`plan_columns.py`). `remat` says what the backward
     pass of the step makes again, as `Remat` prints; "" if nothing. `device_kind` is
-    that of the cluster's devices, "" where it is not known.
+    that of the cluster's devices, "" where it is not known. `padding` is what examples
+    are padded by that the devices do not divide.
     """
 
     function: str
@@ -138,11 +141,19 @@ class ShardingPlan:
     predicted: Prediction
     remat: str = ""
     device_kind: str = ""
+    padding: Padding = ()
 
     def state_bytes(self) -> int:
         """Bytes of state on one device, without what lies in the host's memory."""
         state = (i for i in self.inputs if i.role == "state")
         return sum(i.bytes for i in state if i.memory == "device")
+
+    def padding_words(self) -> str:
+        """Which sizes are padded and what it costs; empty if none is."""
+        return ", ".join(
+            f"{size:,} padded to {padded:,} ({padded / size - 1:.1%} more work)"
+            for size, padded in self.padding
+        )
 
     def host_bytes(self) -> int:
         """Bytes of state that the host holds for one device."""

@@ -23,6 +23,7 @@ from .plan import (
     Conversion,
     InputPlan,
     OperatorPlan,
+    Padding,
     Prediction,
     ShardingPlan,
     TensorPlan,
@@ -33,7 +34,7 @@ from .record import Record, number_to_json, read_json
 FORMAT = "autopar-plan"
 VERSION = 1
 
-_OPTIONAL = ("remat", "device_kind")
+_OPTIONAL = ("remat", "device_kind", "padding")
 _COUNTS = ("collective_bytes", "peak_bytes", "budget_bytes", "host_bytes")
 _LATER = ("host_seconds", "host_bytes", "free_gap")  # not in files of earlier versions
 
@@ -112,7 +113,17 @@ def plan_from_json(record: Record, others: Sequence[str] = ()) -> ShardingPlan:
         predicted=prediction_from_json(top["predicted"]),
         remat=_remat_from_json(top["remat"]) if "remat" in top else "",
         device_kind=top["device_kind"].text() if "device_kind" in top else "",
+        padding=_padding_from_json(top["padding"]) if "padding" in top else (),
     )
+
+
+def _padding_from_json(record: Record) -> Padding:
+    """Pairs of sizes, and of what they are padded to."""
+    pairs = [(each, each.integers(least=1)) for each in record.items()]
+    for each, sizes in pairs:
+        if len(sizes) != 2 or sizes[0] >= sizes[1]:
+            each.fail(f"must be a size and a larger one, but got {list(sizes)}")
+    return tuple((size, padded) for _, (size, padded) in pairs)
 
 
 def _remat_from_json(record: Record) -> str:

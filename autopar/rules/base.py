@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..frontend.host_calls import HostCalls
@@ -317,6 +318,20 @@ def linear(op: Operator, pending: Sequence[int], name: str = "sum") -> Factor:
 def is_inexact(kind: TensorType) -> bool:
     """Whether the elements are real or complex numbers, of any width."""
     return bool(jnp.issubdtype(kind.dtype, jnp.inexact))
+
+
+def least(dtype: Any) -> Any:
+    """What no element is below: a maximum with it changes nothing."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return False if dtype == np.bool_ else jnp.iinfo(dtype).min
+    return -jnp.inf if np.isinf(np.array(-jnp.inf, dtype)) else jnp.finfo(dtype).min
+
+
+def greatest(dtype: Any) -> Any:
+    """What no element is above: a minimum with it changes nothing."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return True if dtype == np.bool_ else jnp.iinfo(dtype).max
+    return jnp.inf if np.isinf(np.array(jnp.inf, dtype)) else jnp.finfo(dtype).max
 
 
 def pending_sums(op: Operator, *groups: Sequence[int]) -> list[Factor]:

@@ -50,7 +50,7 @@ def bind_random_bits(op: Operator, operands: Sequence[Any], shard: Shard) -> lis
         return bind_params(op, operands)
     local = shard.result_shape(op)
     starts = [shard.offset(spec, dim, size) for dim, size in enumerate(local)]
-    if _counts_positions(keys):
+    if counts_positions(keys):
         return [_threefry_bits(op, keys, starts, local)]
     (bits,) = bind_params(op, operands)
     return [_part(bits, starts, local)]
@@ -64,7 +64,8 @@ def random_bits(op: Operator) -> list[Factor]:
     ]
 
 
-def _counts_positions(keys: jax.Array) -> bool:
+def counts_positions(keys: jax.Array) -> bool:
+    """Whether bits depend on their key and row-major position alone."""
     is_threefry = jax.random.key_impl(keys) == "threefry2x32"
     return is_threefry and jax.config.values["jax_threefry_partitionable"]
 

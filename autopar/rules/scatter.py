@@ -20,7 +20,15 @@ from jax.lax import GatherScatterMode
 
 from ..graph.op_graph import Operator
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
-from .base import Factor, Shard, bind_params, pending_sums, register
+from .base import (
+    Factor,
+    Shard,
+    bind_params,
+    greatest,
+    least,
+    pending_sums,
+    register,
+)
 from .indices import (
     MAX_INDEXED_SIZE,
     clamp_indices,
@@ -40,21 +48,13 @@ _SPLIT_UPDATES: dict[str, tuple[State, State]] = {
 }
 
 
-def _least(dtype: Any) -> Any:
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
-
-
-def _greatest(dtype: Any) -> Any:
-    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
-
-
 # What an update must be to change nothing.
-_NEUTRAL: dict[str, Callable[[Any], Any]] = {
+NEUTRAL: dict[str, Callable[[Any], Any]] = {
     "scatter-add": lambda dtype: 0,
     "scatter-sub": lambda dtype: 0,
     "scatter-mul": lambda dtype: 1,
-    "scatter-max": _least,
-    "scatter-min": _greatest,
+    "scatter-max": least,
+    "scatter-min": greatest,
 }
 
 
@@ -99,7 +99,7 @@ def _without_dropped(op: Operator, updates: jax.Array, held: jax.Array) -> jax.A
     windows = set(op.params["dimension_numbers"].update_window_dims)
     dims = [dim for dim in range(updates.ndim) if dim not in windows]
     keep = lax.broadcast_in_dim(held, updates.shape, dims)
-    neutral = np.asarray(_NEUTRAL[op.kind](updates.dtype), updates.dtype)
+    neutral = np.asarray(NEUTRAL[op.kind](updates.dtype), updates.dtype)
     return jnp.where(keep, updates, neutral)
 
 
@@ -180,7 +180,7 @@ def _window_factors(op: Operator) -> list[Factor]:
 
 
 def _vocabulary_factors(op: Operator) -> list[Factor]:
-    if op.kind in _NEUTRAL and not _is_reducible(op):
+    if op.kind in NEUTRAL and not _is_reducible(op):
         return []  # there is no update that changes nothing
     shape = op.operand_types[0].shape
     return [

@@ -7,12 +7,20 @@ from math import gcd
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ..graph.op_graph import Operator
 from ..sharding.spec import REPLICATED
-from .base import Factor, Halo, Shard, bind_params, pending_sums, register
+from .base import (
+    Factor,
+    Halo,
+    Shard,
+    bind_params,
+    greatest,
+    least,
+    pending_sums,
+    register,
+)
 from .halos import WINDOW, extended, halos_of, returned, window_halo, window_padding
 
 
@@ -101,16 +109,10 @@ def _bind_reduction(op: Operator, operands: Sequence[Any], shard: Shard) -> list
 
 def _identity(op: Operator) -> Any:
     """What a window holds where it lies beyond the borders."""
-    kind, dtype = op.kind, op.operand_types[0].dtype
-    if kind == "reduce_window_sum":
+    dtype = op.operand_types[0].dtype
+    if op.kind == "reduce_window_sum":
         return 0
-    is_max = kind == "reduce_window_max"
-    if dtype == np.bool_:
-        return not is_max
-    if jnp.issubdtype(dtype, jnp.integer):
-        limits = jnp.iinfo(dtype)
-        return limits.min if is_max else limits.max
-    return -jnp.inf if is_max else jnp.inf
+    return least(dtype) if op.kind == "reduce_window_max" else greatest(dtype)
 
 
 @register("reduce_window_max", "reduce_window_min", bind=_bind_reduction)

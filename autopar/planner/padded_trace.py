@@ -1,0 +1,339 @@
+"""A step whose examples are padded to a number that the devices divide.
+
+Arguments are padded as the step begins and results cut as it ends; between them a value
+is as long as its padding. How padding passes an operator is what the operator's rule
+says of shards (`padded_factors.py`); what no factor takes is cut to its true size. So
+planner and lowering see a step like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..frontend.dead_code import dead_code_eliminated
+from ..frontend.tracing import TracedFunction
+from ..graph.build_graph import COND, PINS, SCAN, SHARD_MAP, WHILE
+from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
+from ..jax_compat import (
+    abstract_value,
+    equation_context,
+    user_context,
+)
+from ..lowering.blocks import as_array
+from ..microbatches.microbatch_runners import WholeRunner
+from ..rules.base import Factor, Shard, bind_params, rule_of
+from ..rules.elementwise import NARY, UNARY
+from ..rules.random import counts_positions
+from ..sharding.mesh import MeshShape
+from .padded_factors import (
+    Neutral,
+    PaddedFactor,
+    Shape,
+    factor_along,
+    padded_shapes,
+    padding_factors,
+)
+
+_SCOPE = "padded_argument"
+_PROMISES = ("indices_are_sorted", "unique_indices")  # padding does not keep them
+_FREE = frozenset((*UNARY, *NARY, "iota", "broadcast_in_dim", "random_bits"))
+_KEEP_ZERO = ("convert_element_type", "copy", "neg", "reshape", "squeeze", "transpose")
+
+
+def with_padding(
+    traced: TracedFunction, graph: OpGraph, padded: Mapping[int, int]
+) -> TracedFunction:
+    """`traced`, whose graph is `graph`, with longer arguments inside.
+
+    `padded` are, by positions of graph inputs, the sizes that dim 0 is padded to.
+    """
+    block = graph.blocks[0]
+
+    def run(*leaves: Any) -> list[Any]:
+        given = list(leaves)
+        with jax.named_scope(_SCOPE):
+            for position, size in padded.items():
+                shape = (size, *leaves[position].shape[1:])
+                given[position] = _lengthened(leaves[position], shape)
+        runner = _PaddedRunner(graph)
+        runner.zero.update(block.inputs[position] for position in padded)
+        runner.wanted[0] = [graph.type_of(each).shape for each in block.outputs]
+        return runner.run_block(block, given)
+
+    types = [abstract_value(var.aval) for var in traced.jaxpr.jaxpr.invars]
+    arrays = [as_array(value) for value in traced.jaxpr.consts]
+    closed = jax.make_jaxpr(lambda *leaves: run(*leaves, *arrays))(*types)
+    return replace(traced, jaxpr=dead_code_eliminated(closed))
+
+
+def padded_arguments(graph: OpGraph) -> dict[Operand, int]:
+    """What a padded step makes first of its arguments, by them."""
+    return {
+        op.operands[0]: op.results[0]
+        for op in graph.blocks[0].operators
+        if op.kind == "pad" and op.name.startswith(f"{_SCOPE}/")
+    }
+
+
+@dataclass(frozen=True)
+class _PaddedShard(Shard):
+    """What rules take for the shard of a larger tensor: all of it, padded."""
+
+    operand_shapes: Sequence[Shape]
+    result_shapes: Sequence[Shape]
+
+    def operand_shape(self, op: Operator, position: int) -> Shape:
+        return self.operand_shapes[position]
+
+    def result_shape(self, op: Operator, position: int = 0) -> Shape:
+        return self.result_shapes[position]
+
+
+class _PaddedRunner(WholeRunner):
+    """Runs a step's operators on values that may be longer than their tensors say.
+
+    `zero` are tensors whose padding is zero; `wanted` are shapes that the outputs of a
+    block must have, those behind them any.
+    """
+
+    def __init__(self, graph: OpGraph) -> None:
+        super().__init__(graph)
+        self.zero: set[int] = set()
+        self.wanted: dict[int, Sequence[Shape]] = {}
+        self.made_by = {tensor: op for op in graph.operators() for tensor in op.results}
+        self.free: dict[tuple[int, int], bool] = {}  # by tensor and dim
+        self.copies: dict[int, dict[Any, Any]] = {}  # of other shapes, or masked
+
+    def write(self, tensor: int, value: Any) -> None:
+        super().write(tensor, value)
+        self.copies[tensor] = {}
+
+    def outputs(self, block: Block) -> list[Any]:
+        wanted, made = self.wanted.get(block.index, ()), super().outputs(block)
+        pairs = zip(block.outputs, wanted, strict=False)
+        sized = [as_array(self.sized(operand, shape)) for operand, shape in pairs]
+        return [*sized, *made[len(sized) :]]
+
+    def execute(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
+        with equation_context(op.eqn), user_context(op.eqn):
+            if op.kind in (*PINS, SHARD_MAP):
+                operands = self.whole_operands(op)
+            elif op.kind in (SCAN, WHILE, COND):
+                operands = self.entering(op)
+        return super().execute(op, operands)
+
+    def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
+        with equation_context(op.eqn), user_context(op.eqn):
+            factors = self.factors(op)
+            if factors:
+                return self.bind_padded(op, factors)
+            operands = self.whole_operands(op)
+        return super().bind(op, operands)
+
+    def whole_operands(self, op: Operator) -> list[Any]:
+        """All operands without padding."""
+        return [self.sized(each, self.true_shape(each)) for each in op.operands]
+
+    # An operator with padding.
+
+    def factors(self, op: Operator) -> list[PaddedFactor]:
+        """The factors along which some operand is padded, and stays so."""
+        found: list[PaddedFactor] = []
+        for factor in padding_factors(op):
+            sizes = self.padded_sizes(op, factor)
+            if not sizes:
+                continue
+            each = PaddedFactor(factor, *max(sizes, key=lambda pair: pair[0] / pair[1]))
+            if each.fits(op) and not any(map(each.meets, found)):
+                found.append(each)
+        return found
+
+    def padded_sizes(self, op: Operator, factor: Factor) -> list[tuple[int, int]]:
+        """The sizes of operands along a factor where they are not the true ones."""
+        pairs = [
+            (self.values[operand].shape[dim], self.true_shape(operand)[dim])
+            for operand, dim in zip(op.operands, factor.operands, strict=True)
+            if dim >= 0 and isinstance(operand, int)
+        ]
+        return [(size, true) for size, true in pairs if size != true]
+
+    def bind_padded(self, op: Operator, factors: list[PaddedFactor]) -> Sequence[Any]:
+        """The operator padded along factors, as its rule binds a shard."""
+        shapes, made = padded_shapes(op, factors)
+        pairs = zip(op.operands, shapes, strict=True)
+        operands = [self.sized(operand, shape) for operand, shape in pairs]
+        self.mask_reduced(op, factors, operands)
+        if op.operands and op.operands[0] in self.zero and op.kind in _KEEP_ZERO:
+            self.zero.update(op.results)
+        if op.kind in ("iota", "random_bits"):  # the rule's count from an offset
+            return bind_params(op, operands, shape=made[0])
+        own = [each.factor for each in factors]
+        shard = _PaddedShard(
+            MeshShape(tuple(f"padding{i}" for i in range(len(own))), (1,) * len(own)),
+            tuple(own),
+            tuple(zip(*(each.operands for each in own), strict=True)),
+            tuple(zip(*(each.results for each in own), strict=True)),
+            shapes,
+            made,
+        )
+        unsure = {name: False for name in _PROMISES if op.params.get(name)}
+        rule = rule_of(op)
+        assert rule is not None, op.kind
+        unsorted = replace(op, params={**op.params, **unsure})
+        results = rule.bind(unsorted, operands, shard)
+        for result, shape in zip(results, made, strict=True):
+            assert result.shape == shape, f"{op.name} makes {result.shape}, not {shape}"
+        return results
+
+    def mask_reduced(
+        self, op: Operator, factors: Sequence[PaddedFactor], operands: list[Any]
+    ) -> None:
+        """Replaces operands that are reduced along padded dims."""
+        reduced: dict[int, list[int]] = {}
+        neutral: Neutral | None = None  # all factors of an operator have the same
+        for each in factors:
+            own = each.neutral(op)
+            for position, dim in each.reduced_dims(op).items() if own else ():
+                neutral = own
+                reduced.setdefault(position, []).append(dim)
+        for position, dims in reduced.items():
+            tensor, value = op.operands[position], operands[position]
+            assert isinstance(tensor, int) and neutral is not None, op.name
+            operands[position] = self.masked(tensor, value, dims, neutral)
+
+    def masked(
+        self, tensor: int, value: Any, dims: Sequence[int], neutral: Neutral
+    ) -> Any:
+        """A value with what changes nothing as padding along `dims`."""
+        number = np.asarray(neutral(value.dtype), value.dtype)
+        if tensor in self.zero and not number:
+            return value
+        copies, key = self.copies[tensor], (value.shape, tuple(dims), number.item())
+        if key not in copies:
+            copies[key] = value
+            for dim in dims:
+                places = lax.broadcasted_iota(np.int32, value.shape, dim)
+                is_own = places < np.int32(self.true_shape(tensor)[dim])
+                others = jnp.full_like(value, number)
+                copies[key] = lax.select(is_own, copies[key], others)
+        return copies[key]
+
+    # A value, longer or shorter.
+
+    def true_shape(self, operand: Operand) -> Shape:
+        return self.graph.type_of(operand).shape
+
+    def sized(self, operand: Operand, shape: Shape) -> Any:
+        """An operand's value in its true shape, or a longer one."""
+        value = self.value(operand)
+        if np.shape(value) == shape:
+            return value
+        if isinstance(operand, Constant):
+            return _lengthened(value, shape)
+        copies = self.copies[operand]
+        if shape not in copies:
+            copies[shape] = self.resized(operand, value, shape)
+        return copies[shape]
+
+    def resized(self, tensor: int, value: Any, shape: Shape) -> Any:
+        longer = [dim for dim, size in enumerate(shape) if size > value.shape[dim]]
+        if longer and self.could_be(tensor, shape):
+            return self.made_longer(tensor, shape)
+        ends = tuple(map(min, value.shape, shape))
+        if ends != value.shape:
+            value = lax.slice(value, (0,) * len(ends), ends)
+        return _lengthened(value, shape) if longer else value
+
+    def could_be(self, operand: Operand, shape: Shape) -> bool:
+        """Whether a value that is not padded could as well be made in a longer shape.
+
+        Iotas, broadcasts, random bits and what is made of them element by element cost
+        nothing more so.
+        """
+        true = self.true_shape(operand)
+        if isinstance(operand, Constant) or self.values[operand].shape != true:
+            return False
+        dims = [dim for dim, size in enumerate(shape) if size != true[dim]]
+        return all(self.is_free(operand, dim) for dim in dims)
+
+    def is_free(self, tensor: int, dim: int) -> bool:
+        """Whether the operator that made a tensor could have made it longer."""
+        if (tensor, dim) not in self.free:
+            self.free[tensor, dim] = self.find_free(tensor, dim)
+        return self.free[tensor, dim]
+
+    def find_free(self, tensor: int, dim: int) -> bool:
+        op = self.made_by.get(tensor)
+        if op is None or op.kind not in _FREE:
+            return False
+        if op.kind == "random_bits":  # whose positions are counted row-major
+            is_major = all(size == 1 for size in self.true_shape(tensor)[:dim])
+            return is_major and counts_positions(as_array(self.value(op.operands[0])))
+        factor = factor_along(op, dim)
+        return factor is not None and all(
+            state < 0 or isinstance(operand, int) and self.is_free(operand, state)
+            for operand, state in zip(op.operands, factor.operands, strict=True)
+        )
+
+    def made_longer(self, tensor: int, shape: Shape) -> Any:
+        """A tensor as its operator makes it of longer operands."""
+        op = self.made_by[tensor]
+        factors = []
+        for dim, true in enumerate(self.true_shape(tensor)):
+            if shape[dim] != true:
+                factor = factor_along(op, dim)
+                assert factor is not None, op.name
+                factors.append(PaddedFactor(factor, shape[dim], true))
+        with equation_context(op.eqn), user_context(op.eqn):
+            return self.bind_padded(op, factors)[0]
+
+    # Loops and branches.
+
+    def entering(self, op: Operator) -> list[Any]:
+        """Operands of a loop or conditional; says what its blocks must return.
+
+        A scan reads its slices whole along the dim that it goes through. What is
+        carried stays as long as it begins; what could begin longer does, as what is
+        beside it.
+        """
+        shapes, sizes = [], dict[int, int]()  # padded by true
+        params, first, count = op.params, 0, 0
+        if op.kind == SCAN:
+            first, count = params["num_consts"], params["num_carry"]
+        elif op.kind == WHILE:
+            first = params["cond_nconsts"] + params["body_nconsts"]
+            count = len(op.results)
+        for position, operand in enumerate(op.operands):
+            true, shape = self.true_shape(operand), np.shape(self.value(operand))
+            if op.kind == SCAN and position >= first + count:
+                shape = (*true[:1], *shape[1:])
+            shapes.append(shape)
+            sizes |= {t: s for t, s in zip(true, shape, strict=True) if s != t}
+
+        def like_others(shape: Shape) -> Shape:
+            return tuple(sizes.get(size, size) for size in shape)
+
+        for position in range(first, first + count):
+            longer = like_others(shapes[position])
+            if self.could_be(op.operands[position], longer):
+                shapes[position] = longer
+        wanted = shapes[first : first + count]
+        if op.kind == COND:
+            wanted = [like_others(kind.shape) for kind in op.result_types]
+        for body in op.bodies[1:] if op.kind == WHILE else op.bodies:
+            self.wanted[body] = wanted
+        return [self.sized(o, s) for o, s in zip(op.operands, shapes, strict=True)]
+
+
+def _lengthened(value: Any, shape: Shape) -> Any:
+    """An array with zeros behind it along the dims that are shorter than `shape`."""
+    pairs = zip(np.shape(value), shape, strict=True)
+    config = [(0, size - own, 0) for own, size in pairs]
+    return lax.pad(value, np.zeros((), value.dtype), config)
