@@ -7,11 +7,14 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
+
+from jax.sharding import AbstractMesh, Mesh
 
 from .audit.compiled_memory import plan_fitting
 from .clusters.cluster import Cluster
-from .clusters.device_mesh import device_mesh
+from .clusters.device_mesh import absent_mesh, device_mesh
 from .execution import (
     MISSED,
     DirectCalls,
@@ -66,6 +69,7 @@ from .sharding.pins import PinsLike
 from .sharding.resharding import Resharder
 from .state.state_init import PlacedInit, placed_state, stage_homes, whole_homes
 from .state.traced_init import noting_state, step_call, trace_init
+from .targets.target import Target, is_compiled_elsewhere
 
 
 class ParallelFunction:
@@ -150,7 +154,9 @@ class ParallelFunction:
                 step = self._pipelined(staged)
                 return LoweredPipeline(step, staged_plan(staged), self._only_arrays)
             planned = self._plan(call)
-            program = self._program(planned)
+            is_absent = is_compiled_elsewhere(planned.cluster, self._options.mesh)
+            make = self._target_program if is_absent else self._program
+            program = make(planned)
         given = planned.plan, planned.traced, planned.graph, self._only_arrays
         return Lowered(program, *given)
 
@@ -283,18 +289,30 @@ class ParallelFunction:
     def _program(self, planned: Planned) -> SpmdProgram:
         """The program of a plan: one for its calls and all that `lower` returns."""
         if planned not in self._programs:
-            sharding = planned.plan.sharding
-            self._programs[planned] = build_program(
-                planned.graph,
-                sharding,
-                Resharder(sharding.mesh, planned.cluster),
-                device_mesh(sharding.mesh, self._options.mesh, planned.cluster),
-                planned.argument_types,
-                planned.traced.jaxpr.consts,
-                planned.donated(self._options),
-                weak_outputs(planned.traced),
-            )
+            shape, given = planned.plan.sharding.mesh, self._options.mesh
+            mesh = device_mesh(shape, given, planned.cluster)
+            self._programs[planned] = self._built(planned, mesh)
         return self._programs[planned]
+
+    def _target_program(self, planned: Planned) -> SpmdProgram:
+        """The program of a plan on devices that are not here, to be compiled only."""
+        shape = planned.plan.sharding.mesh
+        target = Target.of(planned.cluster, shape.size)
+        mesh = absent_mesh(shape, target.name, target.platform)
+        return replace(self._built(planned, mesh), target=target)
+
+    def _built(self, planned: Planned, mesh: Mesh | AbstractMesh) -> SpmdProgram:
+        sharding = planned.plan.sharding
+        return build_program(
+            planned.graph,
+            sharding,
+            Resharder(sharding.mesh, planned.cluster),
+            mesh,
+            planned.argument_types,
+            planned.traced.jaxpr.consts,
+            planned.donated(self._options),
+            weak_outputs(planned.traced),
+        )
 
 
 @overload

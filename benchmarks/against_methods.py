@@ -309,7 +309,7 @@ def main() -> None:
     arguments = parser.parse_args()
     from autopar.clusters.cluster import Cluster
     from autopar.clusters.virtual_devices import use_virtual_devices
-    from autopar.planner.plan_cache import VARIABLE
+    from autopar.cache_folder import VARIABLE
 
     os.environ[VARIABLE] = "off"  # else times may be those of reading a plan
     use_virtual_devices(8)
