@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import jax
 
@@ -13,7 +14,7 @@ from .programs import SpmdProgram
 
 
 def compile_program(
-    program: SpmdProgram, limit_seconds: float | None = None
+    program: SpmdProgram, limit_seconds: float = inf
 ) -> jax.stages.Compiled | TargetExecutable:
     """The compiled program; one of a target can be read, and not be called.
 

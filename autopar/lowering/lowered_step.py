@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from ..graph.build_graph import tensor_type
 from ..graph.op_graph import OpGraph
 from ..plans.parallel_plan import Plan
 from ..state.distributed_array import abstract_leaf, gathered
-from ..targets.compile_service import TargetExecutable
+from ..targets.compile_service import TargetExecutable, refuse_call
 from .compiled_program import compile_program
 from .programs import SpmdProgram
 
@@ -38,7 +39,7 @@ class Lowered:
         """The StableHLO module."""
         return self.program.lower().as_text()
 
-    def compile(self, limit_seconds: float | None = None) -> Compiled:
+    def compile(self, limit_seconds: float = inf) -> Compiled:
         """Compile for the devices of the mesh, or for the target of an absent cluster.
 
         Raises:
@@ -53,7 +54,7 @@ class Compiled:
     """A compiled step, with the audit of its collectives against the plan."""
 
     lowered: Lowered
-    compiled: jax.stages.Compiled | TargetExecutable
+    compiled: Any  # a jax.stages.Compiled, or a TargetExecutable
 
     @property
     def plan(self) -> Plan:
@@ -62,7 +63,7 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step with arguments of the lowered types, static ones left out."""
         if isinstance(self.compiled, TargetExecutable):
-            self.compiled.refuse_call()
+            refuse_call(self.compiled.target.name)
         only_arrays = self.lowered.only_arrays
         with open_call(StaticArguments(), args, kwargs, only_arrays) as call:
             tree = jax.tree.structure(call.arguments())

@@ -35,6 +35,7 @@ from ..plans.explain import format_bytes
 from ..plans.parallel_plan import Plan
 from ..plans.pin_cost import PinCosts
 from ..sharding.mesh import MeshShape
+from ..targets.target import why_modelled
 from .findings import Alternative, Findings, MemoryCurve, PinPrice, Section
 from .memory_curves import curve_of_program, curve_of_submesh
 from .report import alternative
@@ -229,14 +230,17 @@ def with_origin(
     `program_of` lowers a step that is no pipeline.
     """
     leaves, types = call.leaves, _types(call.leaves)
+    why = why_modelled(planned.cluster, options.mesh)
     if isinstance(planned, PlannedPipeline):
         args, kwargs = jax.tree.unflatten(planned.traced.in_tree, types)
         plain = plain_function(fun, call.statics)
         source = PipelineSource(plain, args, kwargs, options, staged_plan)
         origin = PipelineOrigin(planned, types, options, source)
-        return replace(staged_plan(planned), origin=origin, stage_source=source)
+        found = replace(staged_plan(planned), origin=origin, stage_source=source)
+        return replace(found, compiled=why)
     origin = StepOrigin(planned, types, options, program_of)
-    return replace(traced_step(planned, leaves, options), origin=origin)
+    found = traced_step(planned, leaves, options)
+    return replace(found, origin=origin, compiled=why)
 
 
 def _types(leaves: Sequence[Any]) -> tuple[Any, ...]:

@@ -1,1 +1,1 @@
-"""Compilers of devices that are not here: what they compile for, and how it is asked."""
+"""Compilers for devices that are not here."""

@@ -10,6 +10,7 @@ import atexit
 import gzip
 import hashlib
 import json
+import logging
 import os
 import pickle
 import subprocess
@@ -19,6 +20,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -35,6 +37,7 @@ _FLAGS = {"cuda": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false
 _USERS_FLAGS = {"cuda": "--xla_gpu_"}
 _CHILD = Path(__file__).parent / "compile_child.py"
 _MOST_KEPT = 256
+_log = logging.getLogger("autopar")
 
 Placed = tuple[tuple[Any, ...], str | None]  # a spec's entries, and a kind of memory
 
@@ -82,22 +85,23 @@ class TargetExecutable:
         """What the compiler says of flops and bytes; it counts a loop's body once."""
         return dict(self.cost)
 
-    def refuse_call(self) -> NoReturn:
-        """Says where it would run.
 
-        Raises:
-          RuntimeError: always.
-        """
-        here = jax.devices()
-        raise RuntimeError(
-            f"A compiled program runs on the devices that it was compiled for, which "
-            f"are {self.target}, but this process has {len(here)} x "
-            f"{here[0].device_kind}; call the parallelized function to run it here."
-        )
+def refuse_call(target: str) -> NoReturn:
+    """Says where a program compiled for a target would run.
+
+    Raises:
+      RuntimeError: always.
+    """
+    here = jax.devices()
+    raise RuntimeError(
+        f"A compiled program runs on the devices that it was compiled for, which are "
+        f"{target}, but this process has {len(here)} x {here[0].device_kind}; call the "
+        f"parallelized function to run it here."
+    )
 
 
 def compile_for(
-    target: Target, request: Request, limit_seconds: float | None = None
+    target: Target, request: Request, limit_seconds: float = inf
 ) -> TargetExecutable:
     """Compile a program for a target, or find it among those kept.
 
@@ -120,6 +124,7 @@ def compile_for(
             "topology": target.topology,
             "options": dict(request.options),
         }
+        _log.info("compiling %s for %s", request.name, target)
         reply = _child(compilers).ask(sent, limit_seconds)
         if "error" in reply:
             raise TargetError(
@@ -164,7 +169,7 @@ class _Child:
         self._said = tempfile.TemporaryFile()
         atexit.register(self._end)
 
-    def ask(self, request: Mapping[str, Any], limit: float | None) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any], limit: float) -> dict[str, Any]:
         """The reply to a request; the process is ended where it takes too long."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -176,9 +181,10 @@ class _Child:
                 is_late.set()
                 process.kill()
 
-            timer = threading.Timer(limit or threading.TIMEOUT_MAX, end)
+            timer = threading.Timer(limit, end)
             timer.daemon = True
-            timer.start()
+            if limit < inf:
+                timer.start()
             try:
                 return self._exchange(process, pickle.dumps(dict(request)))
             except (OSError, EOFError):

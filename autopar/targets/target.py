@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from ..clusters.cluster import Cluster
 from ..errors import TargetError
-from .compilers import find
+from .compilers import find, needed
 
 _SPECS = Path(__file__).parent / "gpu_specs.toml"
 # What all of NVIDIA's devices since Volta have in common.
@@ -86,10 +86,8 @@ class Target:
             )
         name = f"{hosts}x{within}x{kind}"
         spec = GpuSpec.read(kind)
-        topology = (
-            ("target_config", spec.as_proto()),
-            ("topology", f"1x{hosts}x{within}"),
-        )
+        shape = f"1x{hosts}x{within}"  # slices, hosts, devices of a host
+        topology = ("target_config", spec.as_proto()), ("topology", shape)
         return Target("cuda", name, count, topology, spec.device_memory_size)
 
     def __str__(self) -> str:
@@ -166,6 +164,34 @@ def is_compiled_elsewhere(cluster: Cluster, mesh: object) -> bool:
     if not kinds.issubset(known_kinds()) or Cluster.local().device.kind in kinds:
         return False
     return find("cuda") is not None
+
+
+def check_compilable(cluster: Cluster | None, mesh: object) -> None:
+    """Checks that programs of a cluster can be compiled, here or for absent devices.
+
+    None is the devices of this process.
+
+    Raises:
+      TargetError: if not: a kind without a compiler, or one that is not installed.
+    """
+    if cluster is None or isinstance(mesh, Mesh):
+        return
+    if is_compiled_elsewhere(cluster, mesh):
+        return
+    for part in cluster.parts or (cluster,):
+        if part.device.kind != Cluster.local().device.kind:
+            needed(Target.of(part).platform)
+
+
+def why_modelled(cluster: Cluster, mesh: object) -> str:
+    """What a plan says that nobody compiled; empty if its devices are here."""
+    if is_compiled_elsewhere(cluster, mesh):
+        return "modelled, not compiled; plan with compile=True, or --compile"
+    try:
+        check_compilable(cluster, mesh)
+    except TargetError as error:
+        return f"modelled, not compiled; {error}"
+    return ""
 
 
 def known_kinds() -> tuple[str, ...]:
