@@ -15,7 +15,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .against_methods import MODELS
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from autopar.audit.audit import Audit
     from autopar.sharding.collective import Collective
 
-    from .models.workload import Workload
+    from .targets import BenchStep
 
 PLANNED = "as planned"
 METHODS = (
@@ -54,6 +54,18 @@ class Figures:
         held = MemoryUse.of(compiled).device_bytes
         return Figures(held, moving, compiled.compile_seconds)
 
+    @property
+    def sent_bytes(self) -> float:
+        """What the device sends in a step, where collectives are rings."""
+        from autopar.costs.collectives import CollectiveKind, wire_bytes
+
+        return sum(
+            wire_bytes(
+                cast("CollectiveKind", each.kind), each.total_bytes, len(each.groups[0])
+            )
+            for each in self.collectives
+        )
+
     def num_operations(self, is_counted: Callable[[Collective], bool]) -> int:
         """Operations in the program's text, combined ones once."""
         counted = filter(is_counted, self.collectives)
@@ -71,7 +83,7 @@ def table(columns: Sequence[str]) -> Callable[..., None]:
     return row
 
 
-def step_for(workload: Workload, target: str, method: str = PLANNED) -> Any:
+def step_for(workload: BenchStep, target: str, method: str = PLANNED) -> Any:
     """The parallelized step on all devices of `target`, such as 2x8xH100."""
     import autopar
     from autopar.commands.plan_targets import parse_method
