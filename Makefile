@@ -9,7 +9,7 @@ STAMP := $(VENV)/installed
 IS_NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 N ?= 1000
 
-.PHONY: demo test test-all fuzz lint install
+.PHONY: demo test test-all test-targets fuzz lint install
 
 demo: install
 	@$(VENV)/bin/autopar demo
@@ -18,7 +18,15 @@ test: install
 	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: install
-	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m ""
+	@$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not targets"
+
+# Compilers of devices that are not here; AUTOPAR_NO_TARGETS=1 goes without them.
+test-targets: export AUTOPAR_TARGETS := $(abspath $(VENV)/targets)
+test-targets: install
+	@$(RUN) -c 'import sys; from autopar.targets import compilers; \
+	    sys.exit(compilers.find("cuda") is None)' || \
+	    [ "$$AUTOPAR_NO_TARGETS" = 1 ] || $(VENV)/bin/autopar targets add cuda || true
+	@$(RUN) -m pytest -m targets tests/targets
 
 fuzz: install
 	@rm -f .pytest_cache/fuzz.jsonl

@@ -7,16 +7,17 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
 from .audit.compiled_memory import plan_fitting
 from .clusters.cluster import Cluster
-from .clusters.device_mesh import device_mesh
 from .execution import (
     MISSED,
     DirectCalls,
     Executable,
     ReadyCall,
+    compiled_only,
     end_workers,
     executable_of,
     pipelined_step,
@@ -34,12 +35,11 @@ from .frontend.tracing import (
     check_leaves,
     is_tracing,
     parameter_names,
-    weak_outputs,
 )
 from .jax_compat import InternalFloatingPointError, is_jit_disabled
 from .lowering.lowered_pipeline import LoweredPipeline
 from .lowering.lowered_step import Lowered
-from .lowering.programs import SignatureChanged, SpmdProgram, build_program
+from .lowering.programs import SignatureChanged, SpmdProgram
 from .methods.methods import Method, PipelineParallel
 from .methods.place_operators import PlaceOperators
 from .options import (
@@ -63,9 +63,10 @@ from .plans.pin_cost import PinCosts
 from .report.step_origin import with_origin
 from .sharding.mesh import MeshLike
 from .sharding.pins import BatchLike, PinsLike
-from .sharding.resharding import Resharder
 from .state.state_init import PlacedInit, placed_state, stage_homes, whole_homes
 from .state.traced_init import noting_state, step_call, trace_init
+from .step_program import compiled_figures, lowered_step, program_here, target_program
+from .targets.target import check_compilable, is_compiled_elsewhere
 
 
 class ParallelFunction:
@@ -126,17 +127,23 @@ class ParallelFunction:
         key = key.key if isinstance(key, CallForm) else key
         return ready_call(self._known.get((key, types_of(leaves))))
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+    def plan(self, *args: Any, compile: bool = False, **kwargs: Any) -> Plan:
         """The plan for these arguments: arrays, or jax.ShapeDtypeStruct in their place.
 
-        Needs no device of the target cluster.
+        Needs no device of the target cluster. With `compile`, `plan.compiled` has what
+        the cluster's own compiler makes of it; raises TargetError where there is none.
         """
+        if compile:
+            check_compilable(self._options.cluster, self._options.mesh)
         with self._open(args, kwargs) as call:
             planned = self._staged_plan(call) or self._plan(call)
             if planned not in self._plans:
                 given = self._fun, call, self._options, self._program
                 self._plans[planned] = with_origin(planned, *given)
-            return self._plans[planned]
+            plan = self._plans[planned]
+        if not compile:
+            return plan
+        return replace(plan, compiled=compiled_figures(self.lower(*args, **kwargs)))
 
     def pin_costs(self, *args: Any, **kwargs: Any) -> PinCosts:
         """What each pin adds to a step; it is solved again without each of them."""
@@ -147,12 +154,12 @@ class ParallelFunction:
         with self._open(args, kwargs) as call, self._lock:
             staged = self._staged_plan(call)
             if staged is not None:
-                step = self._pipelined(staged)
+                is_absent = is_compiled_elsewhere(staged.cluster, self._options.mesh)
+                step = compiled_only(staged) if is_absent else self._pipelined(staged)
                 return LoweredPipeline(step, staged_plan(staged), self._only_arrays)
             planned = self._plan(call)
-            program = self._program(planned)
-        given = planned.plan, planned.traced, planned.graph, self._only_arrays
-        return Lowered(program, *given)
+            program = target_program(planned, self._options) or self._program(planned)
+        return lowered_step(planned, program, self._only_arrays)
 
     def init(
         self, init_fn: Callable[..., Any], *args: Any, batch: Any, **kwargs: Any
@@ -283,17 +290,7 @@ class ParallelFunction:
     def _program(self, planned: Planned) -> SpmdProgram:
         """The program of a plan: one for its calls and all that `lower` returns."""
         if planned not in self._programs:
-            sharding = planned.plan.sharding
-            self._programs[planned] = build_program(
-                planned.graph,
-                sharding,
-                Resharder(sharding.mesh, planned.cluster),
-                device_mesh(sharding.mesh, self._options.mesh, planned.cluster),
-                planned.argument_types,
-                planned.traced.jaxpr.consts,
-                planned.donated(self._options),
-                weak_outputs(planned.traced),
-            )
+            self._programs[planned] = program_here(planned, self._options)
         return self._programs[planned]
 
 

@@ -21,6 +21,7 @@ from .commands import (
     explain_command,
     plan_command,
     report_command,
+    targets_command,
 )
 
 app = typer.Typer(
@@ -114,6 +115,7 @@ app.command()(explain_command.explain)
 app.command()(explain_command.diff)
 app.command()(report_command.report)
 app.add_typer(bench_command.bench, name="bench")
+app.add_typer(targets_command.targets, name="targets")
 
 
 @app.command(

@@ -65,6 +65,10 @@ class AuditError(AutoparError, AssertionError):
     """A program does not hold the collectives that its plan predicts."""
 
 
+class TargetError(AutoparError, ValueError):
+    """Devices that are not here cannot be compiled for: a kind, size or compiler."""
+
+
 class PlanFileError(AutoparError, ValueError):
     """A plan file cannot be read, or belongs to another function or version."""
 

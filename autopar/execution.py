@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 from autopar.runtime.alike_slots import AlikeSlots
 from autopar.runtime.checkpoint import restore as restore
@@ -50,6 +50,7 @@ from .planner.planning import Planned
 from .plans.parallel_plan import Plan
 from .plans.staged_plan import StagedPlan, StageProgramPlan, total_prediction
 from .state.state_init import InitProgram, PlacedInit, init_programs, made_state
+from .targets.compile_service import refuse_call
 
 Executable = LocalExecutable | RayExecutable | PipelinedStep
 
@@ -103,6 +104,20 @@ def pipelined_step(planned: PlannedPipeline) -> PipelinedStep:
     sizes = [shape.size for shape in planned.shapes]
     execute = RayPipelineExecutable(pipeline.program, codes, schedule, cluster, sizes)
     return PipelinedStep(pipeline, execute, _recorder(planned, execute))
+
+
+def compiled_only(planned: PlannedPipeline) -> PipelinedStep:
+    """A planned pipeline, lowered for a cluster that is not here.
+
+    Raises:
+      TargetError: a submesh does not fit the hosts.
+    """
+    pipeline = lower_pipeline(planned, is_absent=True)
+
+    def refuse(*_: Any) -> NoReturn:
+        refuse_call(str(pipeline.target))
+
+    return PipelinedStep(pipeline, refuse, refuse)
 
 
 def _recorder(

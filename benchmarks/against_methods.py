@@ -307,9 +307,9 @@ def main() -> None:
     parser.add_argument("--cluster", help="a preset with as many devices as the mesh")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     arguments = parser.parse_args()
+    from autopar.cache_folder import VARIABLE
     from autopar.clusters.cluster import Cluster
     from autopar.clusters.virtual_devices import use_virtual_devices
-    from autopar.planner.plan_cache import VARIABLE
 
     os.environ[VARIABLE] = "off"  # else times may be those of reading a plan
     use_virtual_devices(8)

@@ -131,7 +131,7 @@ def programs(workload: BenchStep, mesh: str) -> dict[str, Program]:
     arguments = workload.arguments()
     lowered = parallel.lower(*arguments)
     program = lowered.program
-    closed, leaves = _traced(workload.step, arguments)
+    closed, leaves = traced(workload.step, arguments)
     homes = *program.shardings, *program.constant_shardings
     placed = jax.device_put([*leaves, *program.constants], list(homes))
     num_leaves = len(leaves)
@@ -153,7 +153,7 @@ def programs(workload: BenchStep, mesh: str) -> dict[str, Program]:
     }
 
 
-def _traced(step: Callable[..., Any], arguments: Any) -> tuple[Any, Sequence[Any]]:
+def traced(step: Callable[..., Any], arguments: Any) -> tuple[Any, Sequence[Any]]:
     """The step as JAX traces it, and the leaves that it takes.
 
     Modules of NNX are split, and leaves that are no arrays held, as autopar does.

@@ -36,6 +36,7 @@ os.environ["XLA_FLAGS"] = (
 # Fewer threads than twice the devices can deadlock when steps overlap.
 os.environ.setdefault("NPROC", str(2 * NUM_DEVICES))
 os.environ.setdefault("AUTOPAR_CACHE_DIR", "off")
+os.environ.setdefault("AUTOPAR_TARGETS", "off")  # programs are those of CPU devices
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILE_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")

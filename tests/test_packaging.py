@@ -111,8 +111,11 @@ def test_the_wheel_holds_every_package_and_works_from_another_folder(
         archive.extractall(site)
 
     assert (site / "autopar" / "py.typed").exists()
-    presets = {path.name for path in (ROOT / "autopar" / "clusters").glob("*.toml")}
-    assert {path.name for path in site.glob("autopar/clusters/*.toml")} == presets
+    tables = {
+        str(path.relative_to(ROOT)) for path in (ROOT / "autopar").rglob("*.toml")
+    }
+    assert {str(path.relative_to(site)) for path in site.rglob("*.toml")} == tables
+    assert "autopar/targets/gpu_specs.toml" in tables
     parts = {path.name for path in (ROOT / "autopar" / "report").glob("report.*s")}
     assert {path.name for path in site.glob("autopar/report/report.*s")} == parts
     assert parts == {"report.css", "report.js"}

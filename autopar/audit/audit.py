@@ -55,7 +55,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class AuditRow:
-    """Bytes on one device in one step of all collectives of one kind and group."""
+    """Bytes on one device in one step of all collectives of one kind and group.
+
+    `operations` says how many operations the lowered and the compiled program have for
+    them, and how many of these run beside other work; empty if nothing is compiled.
+    """
 
     collective: str
     axes: str
@@ -64,6 +68,7 @@ class AuditRow:
     compiled_bytes: int | None
     explanation: str
     is_wrong: bool
+    operations: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ class Audit:
             table.add_column(heading, overflow="fold")
         for heading in ("planned", "lowered", "compiled"):
             table.add_column(heading, justify="right")
+        table.add_column("operations", justify="right")
         table.add_column("explanation", overflow="fold")
         for row in self.rows:
             compiled = "-" if row.compiled_bytes is None else f"{row.compiled_bytes:,}"
@@ -118,6 +124,7 @@ class Audit:
                 f"{row.planned_bytes:,}",
                 f"{row.lowered_bytes:,}",
                 compiled,
+                row.operations,
                 row.explanation,
                 style="bold red" if row.is_wrong else None,
             )
@@ -194,6 +201,7 @@ def audit(
                 None if binary is None else _bytes(binary.get(key, ())),
                 "; ".join(f"{each.level}: {each.reason}" for each in real),
                 any(each.is_wrong for each in real),
+                "" if binary is None else _operations(found, binary.get(key, ())),
             )
         )
         differences += real
@@ -284,6 +292,14 @@ def _name(key: _Key) -> str:
 
 def _bytes(collectives: Iterable[Collective]) -> int:
     return sum(each.total_bytes for each in collectives)
+
+
+def _operations(lowered: Sequence[Collective], compiled: Sequence[Collective]) -> str:
+    """`161 -> 1, 1 async`: what the compiler combined, and what runs beside others."""
+    number = round(sum(1 / each.num_combined for each in compiled))
+    beside = round(sum(1 / each.num_combined for each in compiled if each.is_async))
+    text = str(number) if number == len(lowered) else f"{len(lowered)} -> {number}"
+    return f"{text}, {beside} async" if beside else text
 
 
 def _words(pieces: Counter[tuple[str, int]]) -> str:

@@ -93,6 +93,11 @@ class _Instruction:
         return _COLLECTIVES.get(self.opcode.removesuffix("-start"))
 
     @property
+    def is_async(self) -> bool:
+        """Whether a collective is started, and waited for after other work."""
+        return self.opcode.endswith("-start") and '"is_sync":true' not in self.rest
+
+    @property
     def called(self) -> tuple[str, ...]:
         lists = ",".join(_CALLED_LIST.findall(self.rest))
         return (*_CALLED.findall(self.rest), *re.findall(r"[\w.\-]+", lists))
@@ -227,6 +232,8 @@ class _Program:
                 instruction.source,
                 around.conditional,
                 around.unbounded,
+                instruction.is_async,
+                len(arrays),
             )
 
     def _reduction(self, computation: str) -> str:

@@ -93,10 +93,14 @@ def stage_meshes(
 def _remote_mesh(
     shape: MeshShape, hosts: RayHosts, submesh: int, of: Sequence[MeshShape]
 ) -> AbstractMesh:
-    auto = (AxisType.Auto,) * shape.num_axes
     sizes = "+".join(str(each.size) for each in of)
     name = f"submesh {submesh} of {sizes}"
-    kind = AbstractDevice(name, None, hosts.lowering_platform)
+    return absent_mesh(shape, name, hosts.lowering_platform)
+
+
+def absent_mesh(shape: MeshShape, name: str, platform: str) -> AbstractMesh:
+    """A mesh of devices that are not here; `name` is what it calls them."""
+    auto, kind = (AxisType.Auto,) * shape.num_axes, AbstractDevice(name, None, platform)
     return AbstractMesh(
         shape.axis_sizes, shape.axis_names, axis_types=auto, abstract_device=kind
     )

@@ -195,7 +195,7 @@ def _use_no_cache() -> None:
     """Times are those of work, not of reading what an earlier run kept."""
     import jax
 
-    from ..planner.plan_cache import VARIABLE
+    from ..cache_folder import VARIABLE
 
     os.environ[VARIABLE] = "off"
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # of processes started here

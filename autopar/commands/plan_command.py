@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -138,6 +140,18 @@ def plan(
         typer.Option(help="Plan the named methods too, and print all in one table."),
     ] = True,
     operators: Annotated[bool, OPERATORS] = False,
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Compile the plan's programs for the cluster too, which need not be "
+            "here: their collectives, audited, and memory. See autopar targets.",
+        ),
+    ] = False,
+    compile_seconds: Annotated[
+        float | None,
+        typer.Option(help="With --compile: what one program may take."),
+    ] = None,
 ) -> None:
     """Plan a train step for a cluster, which need not be here.
 
@@ -166,7 +180,9 @@ def plan(
         autopar plan train:for_autopar --cluster 2x8xH100 --check plan.json
         autopar plan gpt-39b --cluster 8x8xV100 --method 'Auto()'
     """
+    from ..plans.compiled_figures import CompiledFigures
     from ..plans.parallel_plan import Plan
+    from ..targets.target import check_compilable
     from .plan_targets import find_step, parse_method, parse_pins, parse_settings
 
     if check is not None and (output is not None or pins or like is not None):
@@ -192,7 +208,10 @@ def plan(
     }
     is_compared = compare and kept is None and before is None and not more_pins
     is_compared = is_compared and method is None
-    made, rows = _plan(console, found, options, is_compared)
+    if compile:
+        check_compilable(options["cluster"], mesh)
+    limit = (compile_seconds or inf) if compile else None
+    made, rows = _plan(console, found, options, is_compared, limit)
     if kept is not None:
         _check(console, made, kept, tolerance)
         return
@@ -213,6 +232,9 @@ def plan(
     if output is not None:
         made.save(output)
         print(f"\nwritten to {output}")
+    if isinstance(made.compiled, CompiledFigures):
+        for _, audit in made.compiled.audits:
+            audit.raise_if_wrong()
 
 
 def _check(console: Console, made: Plan, kept: Plan, tolerance: float) -> None:
@@ -241,9 +263,14 @@ def find_cluster(text: str | None) -> Cluster | None:
 
 
 def _plan(
-    console: Console, target: Target, options: Mapping[str, Any], compare: bool
+    console: Console,
+    target: Target,
+    options: Mapping[str, Any],
+    compare: bool,
+    compile_limit: float | None,
 ) -> tuple[Plan, list[Row]]:
     from ..api import ParallelFunction, parallelize
+    from ..step_program import compiled_figures
 
     if isinstance(target.step, ParallelFunction):
         given = [name for name, value in options.items() if value is not None]
@@ -262,13 +289,23 @@ def _plan(
     if step is not None:
         with progress(console) as status:
             status.update(f"tracing and planning {target.name}")
-            return step.plan(*target.args), []
+            made = step.plan(*target.args)
+            if compile_limit is not None:
+                status.update(f"compiling {target.name}")
+                lowered = step.lower(*target.args)
+                figures = compiled_figures(lowered, compile_limit)
+                made = replace(made, compiled=figures)
+            return made, []
     with progress(console) as status:
-        return _plan_plain(target, options, compare, status)
+        return _plan_plain(target, options, compare, compile_limit, status)
 
 
 def _plan_plain(
-    target: Target, given: Mapping[str, Any], compare: bool, status: Status
+    target: Target,
+    given: Mapping[str, Any],
+    compare: bool,
+    compile_limit: float | None,
+    status: Status,
 ) -> tuple[Plan, list[Row]]:
     import jax
 
@@ -281,6 +318,13 @@ def _plan_plain(
     from ..planner.remedies import with_remedy
     from ..planner.traced_step import traced_step
     from ..planner.whole_step import TracedWhole
+    from ..step_program import (
+        compiled_figures,
+        lowered_step,
+        program_here,
+        target_program,
+    )
+    from ..targets.target import why_modelled
     from . import method_comparison
 
     options = resolve_options(target.step, check_options(**given))
@@ -309,7 +353,14 @@ def _plan_plain(
                 lambda name: status.update(f"comparing with {name}"),
             )
         made = traced_step(planned, call.leaves, options)
-    return made, rows
+        if compile_limit is None:
+            figures = why_modelled(planned.cluster, options.mesh)
+        else:
+            status.update(f"compiling {target.name}")
+            program = target_program(planned, options) or program_here(planned, options)
+            lowered = lowered_step(planned, program, only_arrays)
+            figures = compiled_figures(lowered, compile_limit)
+    return replace(made, compiled=figures), rows
 
 
 def _tell(planned: Planned) -> None:

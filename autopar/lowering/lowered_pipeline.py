@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import jax
@@ -15,8 +16,8 @@ from ..frontend.constant_leaves import ResultTree
 from ..frontend.static_arguments import StaticArguments
 from ..frontend.tracing import TracedFunction
 from ..pipelines.pipeline import PipelinedStep
-from ..pipelines.stage_lowering import LoweredPiece
 from ..plans.parallel_plan import Plan
+from ..targets.compile_service import refuse_call
 from .programs import SignatureChanged
 
 
@@ -70,16 +71,21 @@ class LoweredPipeline:
     def as_text(self) -> str:
         """The StableHLO modules, each below a line that names its stage and kind."""
         return "\n".join(
-            f"// {_name(piece)}\n{piece.program.lower().as_text()}"
+            f"// {piece.name}\n{piece.program.lower().as_text()}"
             for piece in self.step.pipeline.pieces
         )
 
-    def compile(self) -> CompiledPipeline:
-        """Compile every program for the devices of its stage."""
+    def compile(self, limit_seconds: float = inf) -> CompiledPipeline:
+        """Compile every program for the devices of its stage.
+
+        Raises:
+          TargetError: the compiler of an absent cluster refuses a program.
+          TimeoutError: a program of one took longer than `limit_seconds`.
+        """
         pipeline = self.step.pipeline
         if not pipeline.compiled:  # those of other hosts
             for piece in pipeline.pieces:
-                piece.program.compile()
+                piece.compile(limit_seconds)
         return CompiledPipeline(self)
 
 
@@ -118,6 +124,8 @@ class CompiledPipeline:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
+        if (target := self.lowered.step.pipeline.target) is not None:
+            refuse_call(target)
         traced = self.lowered.traced
         only_arrays = self.lowered.only_arrays
         with open_call(StaticArguments(), args, kwargs, only_arrays) as call:
@@ -142,20 +150,16 @@ class CompiledPipeline:
     def as_text(self) -> str:
         """The optimized HLO modules, each below a line that names its program."""
         return "\n".join(
-            f"// {_name(piece)}\n{piece.program.compile().as_text()}"
+            f"// {piece.name}\n{piece.compile().as_text()}"
             for piece in self.lowered.step.pipeline.pieces
         )
 
     def memory_analysis(self) -> tuple[Any, ...]:
         """What the compiler says of the memory of each stage program."""
         pieces = self.lowered.step.pipeline.pieces
-        return tuple(piece.program.compile().memory_analysis() for piece in pieces)
+        return tuple(piece.compile().memory_analysis() for piece in pieces)
 
     def audit(self) -> PipelineAudit:
         """Compare the plans' collectives with those of all stage programs."""
         pieces = self.lowered.step.pipeline.pieces
-        return PipelineAudit(tuple((_name(piece), piece.audit()) for piece in pieces))
-
-
-def _name(piece: LoweredPiece) -> str:
-    return f"stage {piece.planned.piece.stage}, {piece.planned.piece.kind}"
+        return PipelineAudit(tuple((piece.name, piece.audit()) for piece in pieces))

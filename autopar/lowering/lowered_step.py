@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ from ..graph.build_graph import tensor_type
 from ..graph.op_graph import OpGraph
 from ..plans.parallel_plan import Plan
 from ..state.distributed_array import abstract_leaf, gathered
+from ..targets.compile_service import TargetExecutable, refuse_call
+from .compiled_program import compile_program
 from .programs import SpmdProgram
 
 
@@ -36,9 +39,14 @@ class Lowered:
         """The StableHLO module."""
         return self.program.lower().as_text()
 
-    def compile(self) -> Compiled:
-        """Compile for the devices of the mesh."""
-        return Compiled(self, self.program.compile())
+    def compile(self, limit_seconds: float = inf) -> Compiled:
+        """Compile for the devices of the mesh, or for the target of an absent cluster.
+
+        Raises:
+          TargetError: the target's compiler refuses the program.
+          TimeoutError: compiling for a target took longer than `limit_seconds`.
+        """
+        return Compiled(self, compile_program(self.program, limit_seconds))
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +54,7 @@ class Compiled:
     """A compiled step, with the audit of its collectives against the plan."""
 
     lowered: Lowered
-    compiled: jax.stages.Compiled
+    compiled: Any  # a jax.stages.Compiled, or a TargetExecutable
 
     @property
     def plan(self) -> Plan:
@@ -54,6 +62,8 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step with arguments of the lowered types, static ones left out."""
+        if isinstance(self.compiled, TargetExecutable):
+            refuse_call(self.compiled.target.name)
         only_arrays = self.lowered.only_arrays
         with open_call(StaticArguments(), args, kwargs, only_arrays) as call:
             tree = jax.tree.structure(call.arguments())
@@ -92,6 +102,10 @@ class Compiled:
     def memory_analysis(self) -> Any:
         """What the compiler says of memory, as `jax.stages.Compiled` does."""
         return self.compiled.memory_analysis()
+
+    def cost_analysis(self) -> Any:
+        """The compiler's flops and bytes, as `jax.stages.Compiled` has them."""
+        return self.compiled.cost_analysis()
 
     def audit(self) -> Audit:
         """Compare the plan's collectives with those of the two programs."""

@@ -27,6 +27,7 @@ from ..jax_compat import path_in_cpp as path_in_cpp
 from ..plans.plan import ShardingPlan
 from ..rules.halos import RING
 from ..sharding.resharding import Resharder
+from ..targets.target import Target
 from .channels import number_channels
 from .host_memory import HostLeaves, at_host, host_bytes
 from .spmd import input_shardings, output_shardings, spmd_function
@@ -83,6 +84,7 @@ class SpmdProgram:
     mesh: Mesh | AbstractMesh
     host_calls: HostCalls | None = None  # where it has any
     compiler_options: Mapping[str, str] = field(default_factory=dict[str, str])
+    target: Target | None = None  # what it is compiled for, if not for devices here
 
     def without_repeats(self, leaves: Sequence[Any]) -> list[Any]:
         """The leaves, with a copy of each array that is donated and comes again.

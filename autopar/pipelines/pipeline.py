@@ -17,7 +17,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..audit.audit import Audit
-from ..clusters.device_mesh import stage_meshes
+from ..clusters.device_mesh import absent_mesh, stage_meshes
 from ..data.examples import microbatches_of
 from ..data.stage_rows import microbatches_on, stage_rows
 from ..frontend.tracing import TracedFunction
@@ -27,6 +27,7 @@ from ..microbatches.microbatches import Grain
 from ..planner.update_loops import Updates
 from ..state.distributed_array import DistributedArray, signature
 from ..state.leaf_pieces import gather_leaf, join_leaf, on_auto_axes, split_leaf
+from ..targets.target import Target
 from .piece_trace import PiecedStep
 from .pipeline_plan import PlannedPipeline
 from .stage_lowering import LoweredPiece, lower_stages
@@ -175,13 +176,19 @@ class Pipeline:
         fed[COUNTER] = [np.uint32(m) for m in range(number)]
         return {n: parts for n, parts in fed.items() if self.is_slot(n, "batch")}
 
+    @property
+    def target(self) -> str | None:
+        """The devices that its programs are compiled for, if these are not here."""
+        targets = [each.program.target for each in self.pieces]
+        return " + ".join(dict.fromkeys(str(t) for t in targets if t)) or None
+
     @cached_property
     def compiled(self) -> tuple[jax.stages.Compiled, ...]:
         """The programs on the devices of this process, compiled side by side.
 
         In a step, each would wait for those that make what it reads.
         """
-        if self.planned.cluster.ray_hosts is not None:
+        if self.planned.cluster.ray_hosts is not None or self.target is not None:
             return ()  # the hosts compile their own
         programs = [each.program for each in self.pieces]
         for program in programs:
@@ -299,21 +306,38 @@ class PipelinedStep:
             return self.pipeline.join(found)
 
 
-def lower_pipeline(planned: PlannedPipeline) -> Pipeline:
+def lower_pipeline(planned: PlannedPipeline, *, is_absent: bool = False) -> Pipeline:
     """The pipeline on the devices of this process, or on those of its Ray hosts.
+
+    Where `is_absent`, to be compiled only, for devices that are not here.
 
     Raises:
       ValueError: there are too few devices.
+      TargetError: a submesh does not fit the hosts.
     """
-    by_submesh = stage_meshes(planned.shapes, planned.cluster)
     stages = range(planned.flow.num_stages)
+    submeshes, targets = [planned.submesh(stage) for stage in stages], None
+    if is_absent:
+        shapes = [planned.shapes[submesh] for submesh in submeshes]
+        targets = [
+            Target.of(planned.cluster_of(submesh), shape.size)
+            for submesh, shape in zip(submeshes, shapes, strict=True)
+        ]
+        meshes = [
+            absent_mesh(shape, target.name, target.platform)
+            for shape, target in zip(shapes, targets, strict=True)
+        ]
+    else:
+        by_submesh = stage_meshes(planned.shapes, planned.cluster)
+        meshes = [by_submesh[submesh] for submesh in submeshes]
     pieces, program = lower_stages(
         planned.flow,
         planned.pieces,
         planned.specs,
         planned.types,
-        [planned.cluster_of(planned.submesh(stage)) for stage in stages],
-        [by_submesh[planned.submesh(stage)] for stage in stages],
+        [planned.cluster_of(submesh) for submesh in submeshes],
+        meshes,
+        targets,
     )
     number = planned.flow.num_microbatches
     jaxpr = planned.traced.jaxpr.jaxpr

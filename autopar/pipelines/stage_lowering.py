@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import jax
@@ -14,11 +15,13 @@ from ..audit.compiled_collectives import collectives_in_compiled
 from ..audit.lowered_collectives import collectives_in_lowered
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import TensorType
+from ..lowering.compiled_program import compile_program
 from ..lowering.host_memory import HOST
 from ..lowering.partial_sums import held_shape, held_spec
 from ..lowering.programs import PipelineProgram, Slot, SpmdProgram, StageProgram
 from ..microbatches.extremes import start_of
 from ..sharding.spec import Spec, State
+from ..targets.target import Target
 from .stage_pieces import PlannedPiece
 
 
@@ -28,10 +31,22 @@ class LoweredPiece:
 
     planned: PlannedPiece
     program: SpmdProgram
+    _compiled: list[Any] = field(default_factory=list[Any])
+
+    @property
+    def name(self) -> str:
+        """Its stage and kind, in words."""
+        return f"stage {self.planned.piece.stage}, {self.planned.piece.kind}"
+
+    def compile(self, limit_seconds: float = inf) -> Any:
+        """Compile for the devices of the stage, once; see `compile_program`."""
+        if not self._compiled:
+            self._compiled.append(compile_program(self.program, limit_seconds))
+        return self._compiled[0]
 
     def audit(self) -> Audit:
         """Planned, lowered and compiled collectives."""
-        plan, compiled = self.planned.plan, self.program.compile()
+        plan, compiled = self.planned.plan, self.compile()
         return audit(
             plan.collectives,
             collectives_in_lowered(self.program.lower()),
@@ -67,11 +82,13 @@ def lower_stages(
     types: Mapping[str, TensorType],
     clusters: Sequence[Cluster],
     meshes: Sequence[Mesh | AbstractMesh],
+    targets: Sequence[Target] | None = None,
 ) -> tuple[tuple[LoweredPiece, ...], PipelineProgram]:
     """The programs of a dataflow on the mesh of each stage.
 
     `specs` are those of each slot on each stage that holds it, `types` by slot,
-    `clusters` what each stage is of.
+    `clusters` what each stage is of, `targets` what it is compiled for if its devices
+    are not here.
     """
     shardings = {
         (name, stage): NamedSharding(
@@ -83,10 +100,13 @@ def lower_stages(
     for piece in pieces:
         for key in ((name, piece.piece.stage) for name in piece.host_slots):
             shardings[key] = shardings[key].with_memory_kind(HOST)
-    lowered = tuple(
-        LoweredPiece(piece, piece.program(clusters[stage], meshes[stage]))
-        for piece, stage in ((each, each.piece.stage) for each in pieces)
-    )
+    lowered = []
+    for piece in pieces:
+        stage = piece.piece.stage
+        made = piece.program(clusters[stage], meshes[stage])
+        if targets is not None:
+            made = replace(made, target=targets[stage])
+        lowered.append(LoweredPiece(piece, made))
     zeros = {
         name: _start(reduction, types[name], specs[name, stage], shardings[name, stage])
         for name, reduction, stage in (
@@ -103,7 +123,7 @@ def lower_stages(
         shardings,
         zeros,
     )
-    return lowered, program
+    return tuple(lowered), program
 
 
 def _stage_program(

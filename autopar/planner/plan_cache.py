@@ -4,8 +4,7 @@ A plan is found again if the graph (operators, params, source lines), where argu
 lie, the options, the cluster, autopar's own code and jax are the same. Files are plans
 as `Plan.save` writes them, compressed; nothing in them is run.
 
-`AUTOPAR_CACHE_DIR` moves the cache, and `off` switches it off. JAX's persistent
-compilation cache is switched on in a folder beside it, unless the user set one.
+`AUTOPAR_CACHE_DIR` moves the cache, and `off` switches it off.
 """
 
 from __future__ import annotations
@@ -13,10 +12,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import logging
-import os
-import platform
-import sys
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -27,6 +22,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from ..cache_folder import cache_folder, store_file
 from ..clusters.cluster import Cluster
 from ..clusters.cluster_file import to_toml
 from ..errors import FallbackWarning, PlanFileError
@@ -38,9 +34,7 @@ from ..plans.plan_check import check_against
 from ..plans.plan_file import from_json, to_json
 from .graph_text import digest_of, graph_lines, plain_text
 
-VARIABLE = "AUTOPAR_CACHE_DIR"
 MOST_PLANS = 256
-_OFF = ("off", "0", "none", "")
 _NOT_OF_THE_PLAN = ("cluster", "plan", "like", "donate_argnums", "names")
 _log = logging.getLogger("autopar")
 
@@ -70,17 +64,8 @@ class CacheEntry:
 
     def store(self, plan: Plan) -> None:
         """Keeps the plan; a folder that cannot be written is told once."""
-        if self.path is None:
-            return
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
-            with os.fdopen(handle, "wb") as file:
-                file.write(gzip.compress(to_json(plan.sharding).encode(), 3))
-            os.replace(name, self.path)
-            _drop_oldest(self.path.parent)
-        except OSError as error:
-            _tell_unwritable(str(self.path.parent), str(error))
+        if self.path is not None:
+            store_file(self.path, to_json(plan.sharding), MOST_PLANS)
 
 
 def cache_entry(
@@ -96,33 +81,6 @@ def cache_entry(
         return CacheEntry(None)
     digest = digest_of(_content(graph, leaves, batch, cluster, options))
     return CacheEntry(folder / "plans" / f"{digest.hexdigest()[:40]}.json.gz")
-
-
-def cache_folder() -> Path | None:
-    """The folder of the cache; None if it is switched off."""
-    given = os.environ.get(VARIABLE)
-    if given is not None:
-        return None if given.strip().lower() in _OFF else Path(given).expanduser()
-    if sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "autopar"
-
-
-def use_compilation_cache() -> None:
-    """Switches JAX's persistent compilation cache on, unless the user set it.
-
-    Programs of one CPU may crash on another, so each kind has a folder of its own.
-    """
-    folder = cache_folder()
-    is_set = getattr(jax.config, "jax_compilation_cache_dir", None) is not None
-    is_on = getattr(jax.config, "jax_enable_compilation_cache", True)
-    if folder is None or is_set or not is_on:
-        return
-    jax.config.update("jax_compilation_cache_dir", str(folder / f"jax-{_machine()}"))
 
 
 def _content(
@@ -163,28 +121,6 @@ def _code() -> str:
     return digest.hexdigest()[:16]
 
 
-@cache
-def _machine() -> str:
-    """Names the kind of this machine's processor."""
-    text = f"{platform.machine()} {platform.processor()}"
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        wanted = ("model name", "flags", "Features")
-        text += "".join(sorted({each for each in lines if each.startswith(wanted)}))
-    except OSError:
-        _log.debug("no /proc/cpuinfo: the processor goes by %s", text)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _drop_oldest(folder: Path) -> None:
-    """Keeps the newest plans, as many as `MOST_PLANS`."""
-    plans = list(folder.glob("*.json.gz"))
-    if len(plans) > MOST_PLANS:
-        plans.sort(key=lambda path: path.stat().st_mtime)
-        for path in plans[: len(plans) - MOST_PLANS]:
-            path.unlink(missing_ok=True)
-
-
 _unreadable: set[Path] = set()
 
 
@@ -197,13 +133,4 @@ def _warn_unreadable(folder: Path, text: str) -> None:
         f"are made anew without a warning.",
         FallbackWarning,
         stacklevel=3,
-    )
-
-
-@cache
-def _tell_unwritable(folder: str, reason: str) -> None:
-    _log.warning(
-        "plans are not kept, as %s cannot be written (%s); set %s to another folder, "
-        "or to off",
-        *(folder, reason, VARIABLE),
     )

@@ -62,7 +62,7 @@ from .mesh_shapes import default_mesh, mesh_shapes
 from .out_of_reach import NEAR_WORK, refuse_far
 from .padding_choice import PaddedVariants
 from .pin_conflicts import PinsByKey, blame_pins
-from .plan_cache import CacheEntry, cache_entry, use_compilation_cache
+from .plan_cache import CacheEntry, cache_entry
 from .plan_like import memory_choices, plan_like, without_like
 from .plan_within import plan_least_memory, plan_within
 from .search_work import SearchWork
@@ -121,7 +121,6 @@ def plan_function(
     Where nothing fits, `refused` may say more. Searches within other budgets are gone
     on from that are among `earlier`.
     """
-    use_compilation_cache()
     traced = trace(fun, args, kwargs)
     avals = [var.aval for var in traced.jaxpr.jaxpr.invars]
     named = donated_by_name(traced, options), batch_by_name(traced, options)

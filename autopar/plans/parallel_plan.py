@@ -18,6 +18,7 @@ from . import explain_choice as _explain_choice
 from . import explain_stages as _explain_stages
 from . import plan_file as _plan_file
 from . import staged_plan_file as _staged_plan_file
+from .compiled_figures import CompiledFigures
 from .pin_cost import PinCosts
 from .plan import Prediction, ShardingPlan
 from .plan_diff import PlanDiff, diff_plans
@@ -36,13 +37,15 @@ class Plan:
     `origin` is the step it is of, with its trace: only plans of `step.plan` know it,
     and it is neither saved nor copied to other processes. `source` plans that step
     again under other conditions, and comes and goes with it, as does `stage_source`,
-    which is that of a pipeline.
+    which is that of a pipeline. `compiled` is what the compiler of its devices made of
+    it, or why that is not known; it is left out of files, too.
     """
 
     decision: ShardingPlan | StagedPlan
     origin: PlanOrigin | None = field(default=None, compare=False, repr=False)
     source: PlanSource | None = field(default=None, compare=False, repr=False)
     stage_source: StageSource | None = field(default=None, compare=False, repr=False)
+    compiled: CompiledFigures | str = field(default="", compare=False, repr=False)
 
     def __reduce__(self) -> tuple[type[Plan], tuple[ShardingPlan | StagedPlan]]:
         return Plan, (self.decision,)
@@ -112,6 +115,10 @@ class Plan:
             _explain_stages.print_plan(self.decision, operators=operators)
         else:
             _explain.print_plan(self.decision, operators=operators)
+        if isinstance(self.compiled, CompiledFigures):
+            _explain.show(self.compiled.parts())
+        elif self.compiled:
+            _explain.show([self.compiled])
 
     def report(
         self,
@@ -131,7 +138,8 @@ class Plan:
             every named method and without each pin, which takes as long as planning
             did for each; False leaves that out.
           audit: what `step.lower(...).compile().audit()` returned. True compiles the
-            step, if this process has as many devices; False leaves that out.
+            step, unless it was planned with `compile=True`, if this process has as
+            many devices; False leaves that out.
 
         Raises:
           ImportError: plotly is not installed.
@@ -139,6 +147,8 @@ class Plan:
         given = alternatives
         if not isinstance(given, bool):
             given = {name: plan.decision for name, plan in given.items()}
+        if audit is True and isinstance(self.compiled, CompiledFigures):
+            audit = self.compiled.named()
         report = make_report(self.decision, self.origin, given, audit)
         write_page(page_of(report), path)
 

@@ -36,6 +36,7 @@ from ..plans.explain import format_bytes
 from ..plans.parallel_plan import Plan
 from ..plans.pin_cost import PinCosts
 from ..sharding.mesh import MeshShape
+from ..targets.target import why_modelled
 from .findings import Alternative, Findings, MemoryCurve, PinPrice, Section
 from .memory_curves import curve_of_program, curve_of_submesh
 from .report import alternative
@@ -230,6 +231,7 @@ def with_origin(
     `program_of` lowers a step that is no pipeline.
     """
     leaves, types = call.leaves, _types(call.leaves)
+    why = why_modelled(planned.cluster, options.mesh)
     if isinstance(planned, PlannedPipeline):
         args, kwargs = jax.tree.unflatten(planned.traced.in_tree, types)
         plain = plain_function(fun, call.statics)
@@ -238,9 +240,10 @@ def with_origin(
         plan = staged_plan(planned).stages
         if options.plan is None:
             plan = with_budget(plan, options.budget_on(planned.cluster))
-        return Plan(plan, origin=origin, stage_source=source)
+        return Plan(plan, origin=origin, stage_source=source, compiled=why)
     origin = StepOrigin(planned, types, options, program_of)
-    return replace(traced_step(planned, leaves, options), origin=origin)
+    found = traced_step(planned, leaves, options)
+    return replace(found, origin=origin, compiled=why)
 
 
 def _types(leaves: Sequence[Any]) -> tuple[Any, ...]:

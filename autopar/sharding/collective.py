@@ -52,6 +52,9 @@ class Collective:
       source: operator name and source line, where known.
       conditional: stands in a branch that may not be taken, and is counted as if it is.
       unbounded: stands in a loop of unknown trip count, and is counted once.
+      is_async: of a compiled program: other work may run while it does.
+      num_combined: how many pieces one operation of a compiled program sends together,
+        of which this is one.
     """
 
     kind: str
@@ -63,6 +66,8 @@ class Collective:
     source: str = field(default="", compare=False)
     conditional: bool = field(default=False, compare=False)
     unbounded: bool = field(default=False, compare=False)
+    is_async: bool = field(default=False, compare=False)
+    num_combined: int = field(default=1, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -1,0 +1,56 @@
+"""What compilers made of a plan's programs, beside what the plan predicts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from ..audit.audit import Audit
+
+
+@dataclass(frozen=True)
+class CompiledFigures:
+    """The audit of each program of a plan, compiled for the devices it is for.
+
+    Attributes:
+      target: the devices, such as `2x8xH100`.
+      audits: by the name of a program, its collectives and memory beside the plan's.
+      compile_seconds: what compiling took, also where kept programs were found; 0 for
+        devices of this process.
+    """
+
+    target: str
+    audits: tuple[tuple[str, Audit], ...]
+    compile_seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every difference of every program is explained."""
+        return all(audit.ok for _, audit in self.audits)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the largest program holds on a device."""
+        found = (audit.memory for _, audit in self.audits)
+        return max((memory.device_bytes for memory in found if memory), default=0)
+
+    def named(self) -> CompiledFigures:
+        """The same, each program named with the devices that it is compiled for."""
+        where = f"compiled for {self.target}"
+        named = ((f"{n}, {where}" if n else where, each) for n, each in self.audits)
+        return replace(self, audits=tuple(named))
+
+    def parts(self) -> Iterator[RenderableType]:
+        """What is printed, part by part."""
+        yield Text(
+            f"\ncompiled for {self.target} ({self.compile_seconds:.1f} s): "
+            f"{self.peak_bytes:,} B per device, audit {'ok' if self.ok else 'wrong'}",
+            style="bold",
+        )
+        for name, audit in self.audits:
+            if name:
+                yield Text(name)
+            yield audit

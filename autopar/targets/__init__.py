@@ -1,0 +1,1 @@
+"""Compilers for devices that are not here."""

@@ -1,0 +1,204 @@
+"""What a cluster can be compiled for: a topology of devices that need not be here."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from ..clusters.cluster import Cluster
+from ..errors import TargetError
+from .compilers import find, needed
+
+_SPECS = Path(__file__).parent / "gpu_specs.toml"
+# What all of NVIDIA's devices since Volta have in common.
+_SAME = {
+    "threads_per_block_limit": 1024,
+    "threads_per_warp": 32,
+    "threads_per_core_limit": 2048,
+    "shared_memory_per_block": 49152,
+    "block_dim_limit_x": 2147483647,
+    "block_dim_limit_y": 65535,
+    "block_dim_limit_z": 65535,
+    "thread_dim_limit_x": 1024,
+    "thread_dim_limit_y": 1024,
+    "thread_dim_limit_z": 64,
+    "registers_per_core_limit": 65536,
+    "registers_per_block_limit": 65536,
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices that a compiler compiles for; `str` gives their name, `2x8xH100`.
+
+    Attributes:
+      platform: `cuda` or `tpu`.
+      name: hosts x devices of each host x kind.
+      num_devices: number of devices in all.
+      topology: arguments of `jax.experimental.topologies.get_topology_desc`, besides
+        the platform.
+      memory_bytes: what one device holds.
+    """
+
+    platform: str
+    name: str
+    num_devices: int
+    topology: tuple[tuple[str, str], ...]
+    memory_bytes: int
+
+    @staticmethod
+    def of(cluster: Cluster, num_devices: int | None = None) -> Target:
+        """The target of a cluster, or of a submesh that takes `num_devices` of it.
+
+        Devices are numbered host by host, as those of the cluster are, so a mesh in
+        row-major order has its last axes within hosts.
+
+        Raises:
+          TargetError: there is no compiler for the cluster's devices, or the devices
+            are a part of one host and whole ones besides.
+        """
+        if cluster.parts:
+            raise TargetError(
+                f"A program is compiled for devices of one kind, but {cluster.name} "
+                f"has several; use PipelineParallel with a stage on each kind, or plan "
+                f"for one of them."
+            )
+        count, kind = num_devices or cluster.num_devices, cluster.device.kind
+        if kind not in known_kinds():
+            raise TargetError(
+                f"Devices that can be compiled for are {', '.join(known_kinds())}, but "
+                f"{cluster.name} has {kind!r}; name one of these as `kind` in its file "
+                f"if it is such a device."
+            )
+        within = min(count, cluster.devices_per_host)
+        hosts, left = divmod(count, within)
+        if left or count > cluster.num_devices:
+            raise TargetError(
+                f"A mesh takes a part of one host or whole hosts of its cluster, but "
+                f"{count} devices of {cluster.name} with {cluster.devices_per_host} a "
+                f"host are neither; use {hosts * within} devices."
+            )
+        name = f"{hosts}x{within}x{kind}"
+        spec = GpuSpec.read(kind)
+        shape = f"1x{hosts}x{within}"  # slices, hosts, devices of a host
+        topology = ("target_config", spec.as_proto()), ("topology", shape)
+        return Target("cuda", name, count, topology, spec.device_memory_size)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """What XLA's compiler asks of one GPU; see `gpu_specs.toml`. Sizes are in bytes."""
+
+    name: str
+    compute_capability: tuple[int, int]
+    accelerated: bool
+    core_count: int
+    fpus_per_core: int
+    memory_bandwidth: int
+    l2_cache_size: int
+    clock_rate_ghz: float
+    device_memory_size: int
+    shared_memory_per_core: int
+    shared_memory_per_block_optin: int
+
+    @staticmethod
+    def read(kind: str) -> GpuSpec:
+        """That of a kind of device."""
+        return GpuSpec.of(kind, _specs()[kind])
+
+    @staticmethod
+    def of(kind: str, table: Mapping[str, Any]) -> GpuSpec:
+        """From a table of the file.
+
+        Raises:
+          TargetError: a field is missing or unknown.
+        """
+        known = {each.name for each in fields(GpuSpec)}
+        if wrong := sorted(known.symmetric_difference(table)):
+            raise TargetError(
+                f"A GPU to compile for has the fields {', '.join(sorted(known))}, but "
+                f"{kind} lacks or adds {', '.join(wrong)}; complete {_SPECS.name}."
+            )
+        major, minor = table["compute_capability"]
+        return GpuSpec(**{**table, "compute_capability": (major, minor)})
+
+    def as_proto(self) -> str:
+        """XLA's `GpuTargetConfigProto` as text."""
+        own = {each.name: getattr(self, each.name) for each in fields(self)}
+        for other in ("name", "compute_capability", "accelerated"):
+            del own[other]
+        lines = [f"  {name}: {value}" for name, value in {**_SAME, **own}.items()]
+        major, minor = self.compute_capability
+        feature = "feature_extension: ACCELERATED_FEATURES" if self.accelerated else ""
+        lines += [
+            f"  cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}"
+        ]
+        body = "\n".join(lines)
+        return (
+            f"gpu_device_info {{\n{body}\n}}\n"
+            f'platform_name: "CUDA"\n'
+            f"dnn_version_info {{ major: 9 minor: 10 }}\n"
+            f"runtime_version {{ major: 12 minor: 8 }}\n"
+            f'device_description_str: "{self.name}"\n'
+        )
+
+
+def is_compiled_elsewhere(cluster: Cluster, mesh: object) -> bool:
+    """Whether programs of a cluster are compiled by the compiler of absent devices.
+
+    Not on the user's own `mesh` of devices or on Ray hosts, for devices of a kind that
+    this process has, or where the compiler is not installed.
+    """
+    if isinstance(mesh, Mesh) or cluster.ray_hosts is not None:
+        return False
+    kinds = {part.device.kind for part in cluster.parts or (cluster,)}
+    if not kinds.issubset(known_kinds()) or Cluster.local().device.kind in kinds:
+        return False
+    return find("cuda") is not None
+
+
+def check_compilable(cluster: Cluster | None, mesh: object) -> None:
+    """Checks that programs of a cluster can be compiled, here or for absent devices.
+
+    None is the devices of this process.
+
+    Raises:
+      TargetError: if not: a kind without a compiler, or one that is not installed.
+    """
+    if cluster is None or isinstance(mesh, Mesh):
+        return
+    if is_compiled_elsewhere(cluster, mesh):
+        return
+    for part in cluster.parts or (cluster,):
+        if part.device.kind != Cluster.local().device.kind:
+            needed(Target.of(part).platform)
+
+
+def why_modelled(cluster: Cluster, mesh: object) -> str:
+    """What a plan says that nobody compiled; empty if its devices are here."""
+    if is_compiled_elsewhere(cluster, mesh):
+        return "modelled, not compiled; plan with compile=True, or --compile"
+    try:
+        check_compilable(cluster, mesh)
+    except TargetError as error:
+        return f"modelled, not compiled; {error}"
+    return ""
+
+
+def known_kinds() -> tuple[str, ...]:
+    """The kinds of devices that can be compiled for."""
+    return tuple(_specs())
+
+
+@cache
+def _specs() -> dict[str, Any]:
+    return tomllib.loads(_SPECS.read_text())

@@ -1,0 +1,161 @@
+"""A step's program beside those of plain jit, all compiled for GPUs that are not here.
+
+Four programs of one step on the same mesh, each compiled for the target alone:
+
+  autopar        the plan, lowered to explicit SPMD
+  arguments      jit of the user's step, the plan's shardings given for arguments and
+                 results only
+  annotated      the same, every result annotated with the sharding that the plan gives
+                 it (`benchmarks/annotated_step.py`): what a user would write
+  data parallel  jit with the batch split over all devices, all else on each
+
+Bytes are of one device; what it sends in a step is told of rings. Exits with 1 where
+autopar's program takes more memory than that of `arguments`, or sends more.
+
+    python -m benchmarks.beside_jit --target 1x8xH100
+    python -m benchmarks.beside_jit --models gpt moe --except moe
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from .compile_for import Figures, step_for, table
+from .step_time import OURS, traced
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding
+
+    from autopar.lowering.lowered_step import Lowered
+    from autopar.lowering.programs import SpmdProgram
+
+    from .annotated_step import AnnotatedStep
+    from .targets import BenchStep
+
+ARGUMENTS = "arguments"
+_TEXT = {"vocab_size": 8192, "seq_len": 512, "hidden": 512, "batch_size": 64}
+_IMAGES = {"image_size": 128, "num_classes": 1000, "batch_size": 64}
+_SCANNED = {"num_layers": 4, "scan_layers": True, "compute_dtype": "bfloat16"}
+# Large enough that the workspace of products, 32 MiB, is a small part of the memory.
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "gpt": {**_TEXT, **_SCANNED},
+    "llama": {**_TEXT, **_SCANNED, "width": 1536},
+    "moe": {**_TEXT, "group_size": 512},
+    "t5": {**_TEXT, "head_dim": 64, "width": 2048},
+    "vit": {**_IMAGES, "patch_size": 8, "hidden": 512},
+    "resnet": {**_IMAGES, "channels": 64},
+}
+
+
+def programs(workload: BenchStep, target: str) -> dict[str, SpmdProgram]:
+    """Autopar's program of a step for a target, and jit's, by name."""
+    from .annotated_step import AnnotatedStep, own_step
+
+    lowered: Lowered = step_for(workload, target).lower(*workload.abstract())
+    closed, _ = traced(workload.step, workload.abstract())
+    annotated, ours = own_step(lowered, closed), lowered.program
+    plain = AnnotatedStep(annotated.graph, {})
+    return {
+        OURS: ours,
+        ARGUMENTS: by_jit(ours, plain),
+        "annotated": by_jit(ours, annotated),
+        "data parallel": by_jit(_data_parallel(ours, plain), plain),
+    }
+
+
+def by_jit(program: SpmdProgram, step: AnnotatedStep) -> SpmdProgram:
+    """A step as jit lowers it, with arguments and results where the program's are."""
+    import jax
+
+    def train_step(constants: tuple[Any, ...], *leaves: Any) -> list[Any]:
+        return step(*leaves, *constants)
+
+    jitted = jax.jit(
+        train_step,
+        in_shardings=(program.constant_shardings, *program.shardings),
+        out_shardings=list(program.output_shardings),
+        donate_argnums=tuple(1 + position for position in program.donated),
+    )
+    return replace(program, jitted=jitted)
+
+
+def _data_parallel(program: SpmdProgram, step: AnnotatedStep) -> SpmdProgram:
+    """The program with the batch split over all axes, and all else on each device."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mesh = program.mesh
+    whole = NamedSharding(mesh, PartitionSpec())
+    split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+    def everywhere(shardings: Sequence[NamedSharding]) -> tuple[NamedSharding, ...]:
+        return (whole,) * len(shardings)
+
+    inputs = step.graph.inputs[: len(program.shardings)]
+    return replace(
+        program,
+        shardings=tuple(split if i.role == "batch" else whole for i in inputs),
+        constant_shardings=everywhere(program.constant_shardings),
+        output_shardings=everywhere(program.output_shardings),
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--target", default="1x8xH100")
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument(
+        "--except", nargs="*", default=[], dest="exceptions", choices=MODELS
+    )
+    asked = parser.parse_args()
+    from autopar.lowering.compiled_program import compile_program
+
+    from .models import build
+
+    row = table(("model", "program", "MB", "MB sent", "collectives", "compile s"))
+    worse: list[str] = []
+    for model in asked.models:
+        found: dict[str, Figures] = {}
+        workload = build(model, **MODELS[model])
+        for name, program in programs(workload, asked.target).items():
+            seen = found[name] = Figures.of(compile_program(program))
+            row(model, name, *_cells(seen))
+        if reason := why_worse(found[OURS], found[ARGUMENTS]):
+            worse += [] if model in asked.exceptions else [f"{model} {reason}"]
+    print("\n".join(worse))
+    return bool(worse)
+
+
+def why_worse(ours: Figures, other: Figures) -> str:
+    """What ours takes or sends more than the other; empty if nothing."""
+    pairs = {
+        "takes": (ours.device_bytes, other.device_bytes),
+        "sends": (ours.sent_bytes, other.sent_bytes),
+    }
+    found = [
+        f"{what} {mine:,.0f} B, and {theirs:,.0f} B by jit"
+        for what, (mine, theirs) in pairs.items()
+        if mine > theirs
+    ]
+    return ", ".join(found)
+
+
+def _cells(seen: Figures) -> tuple[str, ...]:
+    kinds = sorted({each.kind for each in seen.collectives})
+    numbers = (
+        f"{seen.num_operations(lambda each, kind=kind: each.kind == kind)} {kind}"
+        for kind in kinds
+    )
+    return (
+        f"{seen.device_bytes / 1e6:,.1f}",
+        f"{seen.sent_bytes / 1e6:,.1f}",
+        ", ".join(numbers) or "none",
+        f"{seen.seconds:.1f}",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

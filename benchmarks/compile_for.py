@@ -1,0 +1,172 @@
+"""Plans compiled for GPUs that this machine has not: memory, and the audit.
+
+Needs their compiler, `autopar targets add cuda`, and no GPU. Models of the zoo in tiny
+sizes, as planned by default; those of `METHOD_MODELS` also by every named method that
+takes them. Devices of a host are one mesh axis, hosts another. `audit` is whether all
+collectives are those of the plan: exits with 1 where some are not, and says which.
+
+    python -m benchmarks.compile_for --targets 1x8xH100 2x8xH100 1x8xA100
+    python -m benchmarks.compile_for --models gpt moe --methods "Zero(3)"
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from .against_methods import MODELS
+
+if TYPE_CHECKING:
+    from autopar.audit.audit import Audit
+    from autopar.sharding.collective import Collective
+
+    from .targets import BenchStep
+
+PLANNED = "as planned"
+METHODS = (
+    *(PLANNED, "DataParallel()", "Zero(1)", "Zero(2)", "Zero(3)"),
+    "Megatron(8, sequence=True)",
+)
+METHOD_MODELS = ("gpt", "moe", "resnet")
+# Scanned layers come with remat too.
+COMPILED = tuple(name for name in MODELS if name != "gpt, scan")
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a compiler makes of a step on one device, and the seconds it takes."""
+
+    device_bytes: int
+    collectives: tuple[Collective, ...]
+    seconds: float
+
+    @staticmethod
+    def of(compiled: Any) -> Figures:
+        """Of a `TargetExecutable`."""
+        from autopar.audit.compiled_collectives import collectives_in_compiled
+        from autopar.audit.memory_use import MemoryUse
+
+        found = collectives_in_compiled(compiled.as_text())
+        moving = tuple(each for each in found if not each.is_trivial)
+        held = MemoryUse.of(compiled).device_bytes
+        return Figures(held, moving, compiled.compile_seconds)
+
+    @property
+    def sent_bytes(self) -> float:
+        """What the device sends in a step, where collectives are rings."""
+        from autopar.costs.collectives import CollectiveKind, wire_bytes
+
+        return sum(
+            wire_bytes(
+                cast("CollectiveKind", each.kind), each.total_bytes, len(each.groups[0])
+            )
+            for each in self.collectives
+        )
+
+    def num_operations(self, is_counted: Callable[[Collective], bool]) -> int:
+        """Operations in the program's text, combined ones once."""
+        counted = filter(is_counted, self.collectives)
+        return round(sum(1 / each.num_combined for each in counted))
+
+
+def table(columns: Sequence[str]) -> Callable[..., None]:
+    """Begin a Markdown table; returns what prints a row of it at once."""
+
+    def row(*cells: object) -> None:
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+    row(*columns)
+    print("|---" * len(columns) + "|")
+    return row
+
+
+def step_for(workload: BenchStep, target: str, method: str = PLANNED) -> Any:
+    """The parallelized step on all devices of `target`, such as 2x8xH100."""
+    import autopar
+    from autopar.commands.plan_targets import parse_method
+
+    hosts, devices, _ = target.split("x", 2)
+    return autopar.parallelize(
+        workload.step,
+        mesh=f"x:{devices}" if hosts == "1" else f"h:{hosts};x:{devices}",
+        cluster=autopar.Cluster.preset(target),
+        method=None if method == PLANNED else parse_method(method),
+    )
+
+
+def measure(model: str, method: str, target: str) -> tuple[Audit, Figures]:
+    """The audit of a model's program, and what the compiler says.
+
+    Raises:
+      ValueError: the method does not take the model.
+      TargetError: the compiler is not installed, or refuses the program.
+    """
+    from .models import build
+
+    name, own = MODELS[model]
+    workload = build(name, **own)
+    compiled = step_for(workload, target, method).lower(*workload.abstract()).compile()
+    return compiled.audit(), Figures.of(compiled.compiled)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--targets", nargs="+", default=["1x8xH100"])
+    parser.add_argument("--models", nargs="+", default=list(COMPILED), choices=MODELS)
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        help=f"of all models; else {PLANNED!r}, and of {', '.join(METHOD_MODELS)} also "
+        f"{', '.join(METHODS[1:])}",
+    )
+    asked = parser.parse_args()
+    from autopar.errors import TargetError
+
+    row = table(
+        ("model", "method", "target", "predicted MB", "compiled MB", "ratio")
+        + ("collectives", "compile s", "audit")
+    )
+    wrong: list[str] = []
+    for target in asked.targets:
+        for model in asked.models:
+            usual = METHODS if model in METHOD_MODELS else (PLANNED,)
+            for method in asked.methods or usual:
+                case = model, method, target
+                try:
+                    audit, seen = measure(*case)
+                except TargetError as error:
+                    row(*case, *"-----", "failed")
+                    wrong.append(f"{model} by {method} for {target}: {error}")
+                    continue
+                except (ValueError, NotImplementedError) as error:
+                    row(*case, *"-----", f"refused: {str(error).split(';')[0]}")
+                    continue
+                row(*case, *_cells(audit, seen))
+                wrong += [
+                    f"{model} by {method} for {target}: {each}"
+                    for each in audit.differences
+                    if each.is_wrong
+                ]
+    print("\n".join(wrong))
+    return bool(wrong)
+
+
+def _cells(audit: Audit, seen: Figures) -> tuple[str, ...]:
+    predicted = audit.predicted_bytes or 0
+    number = seen.num_operations(lambda each: True)
+    beside = seen.num_operations(lambda each: each.is_async)
+    return (
+        f"{predicted / 1e6:,.1f}",
+        f"{seen.device_bytes / 1e6:,.1f}",
+        f"{predicted / seen.device_bytes:.3f}",
+        f"{number} ({beside} async)",
+        f"{seen.seconds:.1f}",
+        "ok" if audit.ok else "**wrong**",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
