@@ -74,7 +74,7 @@ def test_it_runs_as_under_jit(name: str, mesh: str) -> None:
 
 
 def trained(x: jax.Array, y: jax.Array) -> None:
-    x - jax.grad(lambda w: jnp.mean((y @ w.T) ** 2))(x)
+    _ = x - jax.grad(lambda w: jnp.mean((y @ w.T) ** 2))(x)
 
 
 @pytest.mark.parametrize(

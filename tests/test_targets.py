@@ -177,7 +177,7 @@ def test_compilers_are_added_listed_and_removed(
     monkeypatch.setenv("COLUMNS", "200")
     commands = fake_pip(monkeypatch, 0)
     assert _run("targets") == 0
-    assert "not installed; autopar targets add cuda" in capsys.readouterr().out
+    assert "not installed; run: autopar targets add cuda" in capsys.readouterr().out
     assert _run("targets", "add", "cuda") == 0
     found = compilers.folder_of("cuda")
     assert found is not None and (found / "plugin.py").exists()

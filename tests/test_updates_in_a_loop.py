@@ -1,5 +1,6 @@
 """Steps that make several updates a call: the examples of each are cut."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -79,7 +80,7 @@ def check(step: Any, fun: Any) -> None:
 
 
 @pytest.mark.parametrize("fun", [backwards, epochs, with_mean])
-def test_microbatches_are_those_of_each_update(fun: Any) -> None:
+def test_microbatches_are_those_of_each_update(fun: Callable[..., Any]) -> None:
     step = parallelize(fun, mesh="x:8", num_microbatches=4, donate_argnums=())
     check(step, fun)
     rows = {

@@ -6,7 +6,6 @@ program's may be *fewer*: no kind or group that is not planned, no more bytes th
 planned, and every difference has the name of a rewrite (see `rewrites.py`).
 """
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -15,7 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from autopar.audit.memory_use import MemoryUse
-from autopar.audit.rewrites import compare, executions
+from autopar.audit.rewrites import compare, executions, in_words
 from autopar.errors import AuditError
 from autopar.sharding.collective import Collective, Groups
 from autopar.sharding.group_names import GroupNames
@@ -223,8 +222,8 @@ def _compare_lowered(
     return Difference(
         "lowered",
         name,
-        _words(wanted - found),
-        _words(found - wanted),
+        in_words(wanted - found),
+        in_words(found - wanted),
         ", ".join(reasons) or "not as planned",
         is_wrong=True,
     )
@@ -239,8 +238,8 @@ def _compare_compiled(
     return Difference(
         "compiled",
         name,
-        _words(executions(planned)),
-        _words(executions(compiled)),
+        in_words(executions(planned)),
+        in_words(executions(compiled)),
         str(comparison),
         not comparison.is_allowed,
     )
@@ -300,11 +299,6 @@ def _operations(lowered: Sequence[Collective], compiled: Sequence[Collective]) -
     beside = round(sum(1 / each.num_combined for each in compiled if each.is_async))
     text = str(number) if number == len(lowered) else f"{len(lowered)} -> {number}"
     return f"{text}, {beside} async" if beside else text
-
-
-def _words(pieces: Counter[tuple[str, int]]) -> str:
-    words = [f"{n} x {size:,} B {dtype}" for (dtype, size), n in sorted(pieces.items())]
-    return " + ".join(words) or "none"
 
 
 def _sources(collectives: Iterable[Collective]) -> list[str]:

@@ -1,11 +1,12 @@
 """Names what a compiler did to the planned collectives of one kind and group.
 
 widen             a narrow type is sent as a wider one (bfloat16 as float32 on CPU)
-combine           the same bytes, in other pieces
+combine           the same bytes of a type, in other pieces
 hoist             moved out of a loop, so it runs less often
 dedup             an equal collective stays: equal operands, or sums added first
-reassociate       fewer bytes, in other pieces
 constant or dead  gone without a trace: its value is known, or nobody reads it
+
+Nothing else is explained: pieces of another size or type are wrong.
 """
 
 from collections import Counter
@@ -51,20 +52,19 @@ def compare(
     gone, new = wanted - seen, seen - wanted
     if _total(seen) > _total(wanted):
         return Comparison((*rewrites, "more bytes than planned"), False)
-    if _total(seen) == _total(wanted):
-        if gone:
-            rewrites.append(
-                f"combine: same bytes in {seen.total()} pieces, not {wanted.total()}"
-            )
+    if new:
+        if _bytes_by_dtype(seen) != _bytes_by_dtype(wanted):
+            return Comparison((*rewrites, f"not planned: {in_words(new)}"), False)
+        rewrites.append(
+            f"combine: same bytes in {seen.total()} pieces, not {wanted.total()}"
+        )
         return Comparison(tuple(rewrites), True)
     for piece in sorted(gone):
         is_fewer_operations = _num_operations(compiled, piece) < _num_operations(
             planned, piece
         )
         text = f"{gone[piece]} of {wanted[piece]} x {piece[1]:,} B {piece[0]} gone"
-        if new:
-            rewrites.append(f"reassociate: {text}, {new.total()} others came")
-        elif piece not in seen:
+        if piece not in seen:
             rewrites.append(f"constant or dead: {text}")
         else:
             rewrites.append(f"{'dedup' if is_fewer_operations else 'hoist'}: {text}")
@@ -112,6 +112,19 @@ def _is_widened(narrow: _Piece, wide: _Piece) -> bool:
 
 def _num_operations(collectives: Iterable[Collective], piece: _Piece) -> int:
     return sum((each.dtype, each.bytes) == piece for each in collectives)
+
+
+def _bytes_by_dtype(pieces: Counter[_Piece]) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for (dtype, num_bytes), times in pieces.items():
+        found[dtype] += num_bytes * times
+    return found
+
+
+def in_words(pieces: Counter[_Piece]) -> str:
+    """Executions a step of each piece; `none` if there is none."""
+    words = [f"{n} x {size:,} B {dtype}" for (dtype, size), n in sorted(pieces.items())]
+    return " + ".join(words) or "none"
 
 
 def _total(pieces: Counter[_Piece]) -> int:

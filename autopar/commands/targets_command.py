@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from ..targets import compilers
 
@@ -28,15 +26,13 @@ def show(context: typer.Context) -> None:
         return
     from ..targets.target import known_kinds
 
-    table = Table("platform", "devices", "compiler", box=None, pad_edge=False)
     for platform in compilers.PLATFORMS:
         found = compilers.find(platform)
         if found is None:
-            words = f"not installed; autopar targets add {platform}"
+            words = f"not installed; run: autopar targets add {platform}"
         else:
             words = str(found.folder or "in this environment")
-        table.add_row(platform, ", ".join(known_kinds()), words)
-    Console(highlight=False).print(table)
+        print(f"{platform}: {words}\n  for {', '.join(known_kinds())}")
 
 
 @targets.command()

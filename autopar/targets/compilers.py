@@ -102,6 +102,7 @@ def add(platform: str, *, cudnn: bool = False) -> Path:
                 f"--target {folder} {' '.join(wanted)}"
             )
         shutil.rmtree(folder, ignore_errors=True)
+        Path(made).chmod(0o755)  # a shared folder is read by others, too
         Path(made).rename(folder)
         Path(made).mkdir()  # for the context manager to remove
     return folder

@@ -26,7 +26,7 @@ ALTERED = {
 }
 MORE = (
     *("another kind", "other axes", "twice the size", "planned twice"),
-    *("once more in the loop", "moved into a loop"),
+    *("once more in the loop", "moved into a loop", "half the size", "another dtype"),
 )
 # What is gathered at once on CPUs is worth it on GPUs only if it is large.
 LARGER = {
@@ -80,7 +80,7 @@ def test_an_altered_plan_is_found(name: str, change: str) -> None:
 
 @pytest.mark.parametrize("change", MORE)
 @pytest.mark.parametrize("name", STEPS)
-def test_a_program_that_sends_more_than_planned_is_found(
+def test_a_program_that_sends_what_is_not_planned_is_found(
     name: str, change: str
 ) -> None:
     program = compiled(name)
