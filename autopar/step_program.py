@@ -31,16 +31,17 @@ def program_here(planned: Planned, options: Options) -> SpmdProgram:
 
 
 def target_program(planned: Planned, options: Options) -> SpmdProgram | None:
-    """The program for a cluster that is not here; None if its devices are here,
-    its compiler is not installed, or it has devices of several kinds.
+    """The program for a cluster that is not here; None if its devices are here
+    or its compiler is not installed. One of several kinds is run here, if it can be.
 
     Raises:
-      TargetError: the mesh does not fit the hosts.
+      TargetError: the mesh does not fit the hosts, or there are several kinds.
     """
-    cluster = planned.cluster
-    if cluster.parts or not is_compiled_elsewhere(cluster, options.mesh):
+    cluster, shape = planned.cluster, planned.plan.sharding.mesh
+    if not is_compiled_elsewhere(cluster, options.mesh):
         return None
-    shape = planned.plan.sharding.mesh
+    if cluster.parts and shape.size <= jax.device_count():
+        return None
     target = Target.of(cluster, shape.size)
     mesh = absent_mesh(shape, target.name, target.platform)
     return replace(_built(planned, options, mesh), target=target)

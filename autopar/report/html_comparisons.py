@@ -127,6 +127,7 @@ def _audit(name: str, audit: Audit, is_only: bool) -> Html:
         Column("planned", True),
         Column("lowered", True),
         Column("compiled", True),
+        Column("operations", True),
         Column("explanation"),
     ]
     rows = [
@@ -136,6 +137,7 @@ def _audit(name: str, audit: Audit, is_only: bool) -> Html:
             bytes_cell(row.planned_bytes),
             bytes_cell(row.lowered_bytes),
             Cell("–") if row.compiled_bytes is None else bytes_cell(row.compiled_bytes),
+            Cell(row.operations or "–"),
             Cell(tag("strong", row.explanation) if row.is_wrong else row.explanation),
         ]
         for row in audit.rows
