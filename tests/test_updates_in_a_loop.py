@@ -83,9 +83,10 @@ def check(step: Any, fun: Any) -> None:
 def test_microbatches_are_those_of_each_update(fun: Callable[..., Any]) -> None:
     step = parallelize(fun, mesh="x:8", num_microbatches=4, donate_argnums=())
     check(step, fun)
+    lowered: Any = step.lower(*arguments())
     rows = {
         op.operand_types[0].shape[0]
-        for op in step.lower(*arguments()).graph.operators()
+        for op in lowered.graph.operators()
         if op.kind == "dot_general" and "transpose(" not in op.name
     }
     assert rows == {4}
@@ -105,6 +106,7 @@ def test_stages_run_once_an_update(fun: Any) -> None:
 )
 def test_other_loops_of_updates_are_named(fun: Any, options: Any, remedy: str) -> None:
     with pytest.raises(ValueError, match=r"loop of updates 'scan.0' at .*test_up") as e:
-        parallelize(fun, **options)(*arguments())
+        step: Any = parallelize(fun, **options)
+        step(*arguments())
     assert "call the step once an update" in str(e.value)
     assert remedy in str(e.value)
