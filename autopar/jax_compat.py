@@ -7,12 +7,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import jax
 import numpy as np
 from jax import lax
 from jax._src import config as _config
+from jax._src import core as _core
 from jax._src import distributed, tree_util
 from jax._src import pjit as _pjit
 from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
@@ -47,6 +48,7 @@ _in_cpp: Any = _jax
 _jitted: Any = _pjit
 _lowering: Any = _mlir
 _settings: Any = _config
+_is_outside_of_traces: Any = cast("Any", _core).trace_state_clean
 NO_MESH = AbstractMesh((), ())
 _MESH_PARAMS = ("sharding", "out_sharding")
 CALLS = {  # where each keeps what it calls
@@ -227,6 +229,19 @@ def with_jaxprs(eqn: Any, changed: Callable[[Any], Any]) -> Any:
     if all(params[name] is value for name, value in eqn.params.items()):
         return eqn
     return eqn.replace(params=params)
+
+
+@contextmanager
+def without_mesh() -> Iterator[None]:
+    """No mesh of the caller's; inside of a transformation, none in the types alone."""
+    if get_abstract_mesh().empty:
+        yield
+    elif _is_outside_of_traces():
+        with jax.set_mesh(None):
+            yield
+    else:
+        with use_abstract_mesh(NO_MESH):
+            yield
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from ..graph.build_graph import BARRIER
 from ..graph.op_graph import OpGraph
 from ..jax_compat import CONCRETE_ARRAY as CONCRETE_ARRAY
 from ..jax_compat import PyTreeDef as PyTreeDef
-from ..jax_compat import Tracer, weakly_typed
+from ..jax_compat import Tracer, weakly_typed, without_mesh
 from ..jax_compat import bits_of as bits_of
 from ..jax_compat import call_in_cpp as call_in_cpp
 from ..jax_compat import compiled as compiled
@@ -123,7 +123,7 @@ class SpmdProgram:
     @cached_property
     def _lowered(self) -> jax.stages.Lowered:
         if isinstance(self.mesh, Mesh):
-            with jax.set_mesh(None):  # a caller's is not that of the program
+            with without_mesh():  # a caller's is not that of the program
                 lowered = self.jitted.lower(self.constants, *self.argument_types)
             return number_channels(lowered, platform_of(self.mesh))
         shapes = tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in self.constants)

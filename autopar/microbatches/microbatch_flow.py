@@ -84,7 +84,7 @@ class Flow:
             self.state[tensor] = REPLICATED
         for tensor in batch:
             size = self.graph.tensors[tensor].type.shape[0]
-            self.write(tensor, 0, size // self.batch_size)
+            self.write(tensor, 0, size // self.batch_size if size else 1)
         for op in outermost.operators:
             for result in op.results:
                 self.made_by[result] = op

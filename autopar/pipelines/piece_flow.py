@@ -46,9 +46,10 @@ class PieceFlow:
     """Cuts of the tensors of the outermost block, found by walks until none changes.
 
     `lengths` are those of the scans over layers, by operator; `fixed` are inputs that
-    stay whole: the batch, and `examples` what the forward pass makes of it. A reader
-    that needs a value in pieces asks whoever makes it, back to the inputs, so that a
-    parameter, its cast and its moments are cut alike.
+    stay whole: those of an initialiser, or of a step (`is_step`) the batch, and then
+    `examples` are what the forward pass makes of it. A reader that needs a value in
+    pieces asks whoever makes it, back to the inputs, so that a parameter, its cast and
+    its moments are cut alike.
     """
 
     graph: OpGraph
@@ -59,11 +60,13 @@ class PieceFlow:
     operator_lengths: dict[int, tuple[int, ...]] = field(default_factory=dict)
     wanted: dict[int, Cut] = field(default_factory=dict)  # by tensor
     scans: list[Operator] = field(default_factory=list[Operator])  # as visited
+    is_step: bool = True
 
     def __post_init__(self) -> None:
         operators = self.graph.blocks[0].operators
         self.made = {t for op in operators for t in op.results}
-        self.examples, backward = set(self.fixed), set[int]()
+        self.examples = set(self.fixed) if self.is_step else set[int]()
+        backward = set[int]()
         for op in operators:
             reads = tensors_of(op.operands)
             if "transpose(" in op.name or not backward.isdisjoint(reads):

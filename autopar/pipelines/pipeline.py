@@ -21,6 +21,7 @@ from ..clusters.device_mesh import absent_mesh, stage_meshes
 from ..data.examples import microbatches_of
 from ..data.stage_rows import microbatches_on, stage_rows
 from ..frontend.tracing import TracedFunction
+from ..jax_compat import without_mesh
 from ..lowering.programs import PipelineProgram, SignatureChanged
 from ..microbatches.microbatch_runners import join_parts
 from ..microbatches.microbatches import Grain
@@ -293,7 +294,7 @@ class PipelinedStep:
     ) -> list[Any]:
         if tuple(map(signature, leaves)) != self.pipeline.argument_types:
             raise SignatureChanged
-        with jax.set_mesh(None):  # a caller's is not that of the stages
+        with without_mesh():  # a caller's is not that of the stages
             _ = self.pipeline.compiled  # before threads wait for each other's programs
             pieces = self.pipeline.split(leaves)
             constants = self.constants or self.pipeline.constants()

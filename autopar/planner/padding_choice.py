@@ -15,6 +15,7 @@ from ..frontend.roles import Roles, root_of
 from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import build_graph
 from ..graph.op_graph import OpGraph
+from ..methods.layout_rules import LayoutRules
 from ..options import Options
 from ..plans.plan import Padding, ShardingPlan
 from ..sharding.mesh import parse_mesh
@@ -80,6 +81,8 @@ class PaddedVariants:
         """Sizes of more examples than devices, which these do not divide."""
         if options.like is not None:
             return options.like.sharding.padding
+        if options.rules is not None or isinstance(options.method, LayoutRules):
+            return ()  # a name is to split dims as they are
         if options.mesh is not None:
             num_devices = parse_mesh(options.mesh, num_devices).size
         padding: dict[int, int] = {}

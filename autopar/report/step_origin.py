@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -235,15 +236,22 @@ def with_origin(
     if isinstance(planned, PlannedPipeline):
         args, kwargs = jax.tree.unflatten(planned.traced.in_tree, types)
         plain = plain_function(fun, call.statics)
-        source = PipelineSource(plain, args, kwargs, options, staged_plan)
+        price = partial(_priced, options)
+        source = PipelineSource(plain, args, kwargs, options, price)
         origin = PipelineOrigin(planned, types, options, source)
-        plan = staged_plan(planned).stages
-        if options.plan is None:
-            plan = with_budget(plan, options.budget_on(planned.cluster))
-        return Plan(plan, origin=origin, stage_source=source, compiled=why)
+        found = price(planned)
+        return replace(found, origin=origin, stage_source=source, compiled=why)
     origin = StepOrigin(planned, types, options, program_of)
     found = traced_step(planned, leaves, options)
     return replace(found, origin=origin, compiled=why)
+
+
+def _priced(options: Options, planned: PlannedPipeline) -> Plan:
+    """The plan of a pipeline, which says within what budget it was made."""
+    budget_bytes = options.budget_on(planned.cluster)
+    if options.plan is not None:
+        budget_bytes = options.plan.predicted.budget_bytes
+    return Plan(with_budget(staged_plan(planned).stages, budget_bytes))
 
 
 def _types(leaves: Sequence[Any]) -> tuple[Any, ...]:

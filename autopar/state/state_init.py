@@ -199,7 +199,9 @@ def _flow(graph: OpGraph, cuts: Mapping[Operand, Cut | None]) -> PieceFlow:
     inputs = frozenset(graph.blocks[0].inputs)
     lengths: dict[int, tuple[int, ...]] = {}
     while True:
-        flow = PieceFlow(graph, dict(lengths), inputs, wanted=dict(wanted))
+        flow = PieceFlow(
+            graph, dict(lengths), inputs, wanted=dict(wanted), is_step=False
+        )
         flow.run()
         asked = {
             op.index: flow.wanted[t].lengths
