@@ -1,12 +1,12 @@
 """Names what a compiler did to the planned collectives of one kind and group.
 
 widen             a narrow type is sent as a wider one (bfloat16 as float32 on CPU)
-combine           the same bytes of a type, in other pieces
+combine           pieces of a type sent as one; what is equal may go before
 hoist             moved out of a loop, so it runs less often
 dedup             an equal collective stays: equal operands, or sums added first
 constant or dead  gone without a trace: its value is known, or nobody reads it
 
-Nothing else is explained: pieces of another size or type are wrong.
+Nothing else is explained: pieces of another type, or smaller ones, are wrong.
 """
 
 from collections import Counter
@@ -53,10 +53,11 @@ def compare(
     if _total(seen) > _total(wanted):
         return Comparison((*rewrites, "more bytes than planned"), False)
     if new:
-        if _bytes_by_dtype(seen) != _bytes_by_dtype(wanted):
+        if not _are_combined(new, gone):
             return Comparison((*rewrites, f"not planned: {in_words(new)}"), False)
+        less = "same" if _total(seen) == _total(wanted) else "fewer"
         rewrites.append(
-            f"combine: same bytes in {seen.total()} pieces, not {wanted.total()}"
+            f"combine: {less} bytes in {seen.total()} pieces, not {wanted.total()}"
         )
         return Comparison(tuple(rewrites), True)
     for piece in sorted(gone):
@@ -114,11 +115,14 @@ def _num_operations(collectives: Iterable[Collective], piece: _Piece) -> int:
     return sum((each.dtype, each.bytes) == piece for each in collectives)
 
 
-def _bytes_by_dtype(pieces: Counter[_Piece]) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for (dtype, num_bytes), times in pieces.items():
-        found[dtype] += num_bytes * times
-    return found
+def _are_combined(new: Counter[_Piece], gone: Counter[_Piece]) -> bool:
+    """Whether pieces may be others joined: none smaller, no more bytes of a type."""
+    for dtype in {dtype for dtype, _ in new}:
+        made = Counter({p: n for p, n in new.items() if p[0] == dtype})
+        lost = Counter({p: n for p, n in gone.items() if p[0] == dtype})
+        if not lost or _total(made) > _total(lost) or min(made) < min(lost):
+            return False
+    return True
 
 
 def in_words(pieces: Counter[_Piece]) -> str:
