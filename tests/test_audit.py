@@ -236,6 +236,11 @@ def test_what_no_rewrite_explains_is_wrong(compiled: Collective) -> None:
         ),
         ((all_reduce(),), (), "constant or dead: 1 of 1 x 256 B float32 gone"),
         (
+            (all_reduce(256), all_reduce(64)),
+            (all_reduce(64, dtype="bool"), all_reduce(64)),
+            "narrow: 1 x 256 B float32 sent as bool",
+        ),
+        (
             (all_reduce(128, dtype="bfloat16"), all_reduce(256)),
             (all_reduce(256), all_reduce(256)),
             "widen: 1 x 128 B bfloat16 sent as float32",

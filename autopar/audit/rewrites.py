@@ -1,6 +1,7 @@
 """Names what a compiler did to the planned collectives of one kind and group.
 
 widen             a narrow type is sent as a wider one (bfloat16 as float32 on CPU)
+narrow            a type is sent as the narrower one that it is converted from
 combine           pieces of a type sent as one; what is equal may go before
 hoist             moved out of a loop, so it runs less often
 dedup             an equal collective stays: equal operands, or sums added first
@@ -10,7 +11,7 @@ Nothing else is explained: pieces of another type, or smaller ones, are wrong.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -52,6 +53,12 @@ def compare(
     gone, new = wanted - seen, seen - wanted
     if _total(seen) > _total(wanted):
         return Comparison((*rewrites, "more bytes than planned"), False)
+    for wide, narrow, times in list(_sent_before_conversion(gone, new)):
+        gone[wide] -= times
+        new[narrow] -= times
+        text = f"{times} x {wide[1]:,} B {wide[0]} sent as {narrow[0]}"
+        rewrites.append(f"narrow: {text}")
+    gone, new = +gone, +new
     if new:
         if not _are_combined(new, gone):
             return Comparison((*rewrites, f"not planned: {in_words(new)}"), False)
@@ -113,6 +120,21 @@ def _is_widened(narrow: _Piece, wide: _Piece) -> bool:
 
 def _num_operations(collectives: Iterable[Collective], piece: _Piece) -> int:
     return sum((each.dtype, each.bytes) == piece for each in collectives)
+
+
+def _sent_before_conversion(
+    gone: Counter[_Piece], new: Counter[_Piece]
+) -> Iterator[tuple[_Piece, _Piece, int]]:
+    """Pieces, those of as many elements of a narrower type, and how many of these."""
+    left = Counter(new)
+    for wide in sorted(gone):
+        for narrow in sorted(left):
+            sizes = [jnp.dtype(each[0]).itemsize for each in (wide, narrow)]
+            is_same = wide[1] // sizes[0] == narrow[1] // sizes[1]
+            if sizes[1] < sizes[0] and is_same and left[narrow]:
+                times = min(gone[wide], left[narrow])
+                left[narrow] -= times
+                yield wide, narrow, times
 
 
 def _are_combined(new: Counter[_Piece], gone: Counter[_Piece]) -> bool:
