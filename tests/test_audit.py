@@ -201,10 +201,16 @@ def test_the_error_names_the_collective_and_both_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "compiled", [all_reduce(32), all_reduce(400), all_reduce(256, dtype="int32")]
+    "compiled",
+    [
+        all_reduce(32),
+        all_reduce(400),
+        all_reduce(256, dtype="int32"),
+        all_reduce(128, dtype="bfloat16"),
+    ],
 )
 def test_what_no_rewrite_explains_is_wrong(compiled: Collective) -> None:
-    """Pieces of another type, smaller ones, or more bytes."""
+    """Pieces of another type, also a narrower sum; smaller ones, or more bytes."""
     planned = all_reduce(256), all_reduce(64)
     found = audit(planned, planned, (compiled,), num_devices=8, mesh=GRID)
     assert not found.ok
@@ -236,8 +242,8 @@ def test_what_no_rewrite_explains_is_wrong(compiled: Collective) -> None:
         ),
         ((all_reduce(),), (), "constant or dead: 1 of 1 x 256 B float32 gone"),
         (
-            (all_reduce(256), all_reduce(64)),
-            (all_reduce(64, dtype="bool"), all_reduce(64)),
+            (Collective("all_gather", MODEL, "float32", 256),),
+            (Collective("all_gather", MODEL, "bool", 64),),
             "narrow: 1 x 256 B float32 sent as bool",
         ),
         (

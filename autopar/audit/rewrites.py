@@ -1,7 +1,7 @@
 """Names what a compiler did to the planned collectives of one kind and group.
 
 widen             a narrow type is sent as a wider one (bfloat16 as float32 on CPU)
-narrow            a type is sent as the narrower one that it is converted from
+narrow            a value is moved, not reduced, before it is converted to a wider type
 combine           pieces of a type sent as one; what is equal may go before
 hoist             moved out of a loop, so it runs less often
 dedup             an equal collective stays: equal operands, or sums added first
@@ -11,7 +11,7 @@ Nothing else is explained: pieces of another type, or smaller ones, are wrong.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -53,12 +53,13 @@ def compare(
     gone, new = wanted - seen, seen - wanted
     if _total(seen) > _total(wanted):
         return Comparison((*rewrites, "more bytes than planned"), False)
-    for wide, narrow, times in list(_sent_before_conversion(gone, new)):
-        gone[wide] -= times
-        new[narrow] -= times
-        text = f"{times} x {wide[1]:,} B {wide[0]} sent as {narrow[0]}"
-        rewrites.append(f"narrow: {text}")
-    gone, new = +gone, +new
+    if not any(each.reduction for each in compiled):
+        for (wide, narrow), times in _converted(gone, new, _is_narrower).items():
+            gone[wide] -= times
+            new[narrow] -= times
+            text = f"{times} x {wide[1]:,} B {wide[0]} sent as {narrow[0]}"
+            rewrites.append(f"narrow: {text}")
+        gone, new = +gone, +new
     if new:
         if not _are_combined(new, gone):
             return Comparison((*rewrites, f"not planned: {in_words(new)}"), False)
@@ -93,15 +94,29 @@ def _narrow(
     """Undoes widening: says in planned types what was sent in wider ones."""
     narrowed: Counter[tuple[_Piece, str]] = Counter()
     missing, extra, seen = wanted - seen, seen - wanted, Counter(seen)
-    for wide in sorted(extra):
-        for narrow in sorted(missing):
-            if times := min(extra[wide], missing[narrow]) * _is_widened(narrow, wide):
-                for counts in (extra, seen):
-                    counts[wide] -= times
-                missing[narrow] -= times
-                seen[narrow] += times
-                narrowed[narrow, wide[0]] += times
+    for (narrow, wide), times in _converted(missing, extra, _is_widened).items():
+        seen[wide] -= times
+        seen[narrow] += times
+        narrowed[narrow, wide[0]] += times
     return +seen, narrowed
+
+
+def _converted(
+    missing: Counter[_Piece],
+    extra: Counter[_Piece],
+    is_pair: Callable[[_Piece, _Piece], bool],
+) -> Counter[tuple[_Piece, _Piece]]:
+    """How many missing pieces are there as extra ones of another type."""
+    found: Counter[tuple[_Piece, _Piece]] = Counter()
+    missing, extra = Counter(missing), Counter(extra)
+    for other in sorted(extra):
+        for piece in sorted(missing):
+            times = min(extra[other], missing[piece])
+            if times and is_pair(piece, other):
+                extra[other] -= times
+                missing[piece] -= times
+                found[piece, other] = times
+    return found
 
 
 def _is_widened(narrow: _Piece, wide: _Piece) -> bool:
@@ -122,19 +137,11 @@ def _num_operations(collectives: Iterable[Collective], piece: _Piece) -> int:
     return sum((each.dtype, each.bytes) == piece for each in collectives)
 
 
-def _sent_before_conversion(
-    gone: Counter[_Piece], new: Counter[_Piece]
-) -> Iterator[tuple[_Piece, _Piece, int]]:
-    """Pieces, those of as many elements of a narrower type, and how many of these."""
-    left = Counter(new)
-    for wide in sorted(gone):
-        for narrow in sorted(left):
-            sizes = [jnp.dtype(each[0]).itemsize for each in (wide, narrow)]
-            is_same = wide[1] // sizes[0] == narrow[1] // sizes[1]
-            if sizes[1] < sizes[0] and is_same and left[narrow]:
-                times = min(gone[wide], left[narrow])
-                left[narrow] -= times
-                yield wide, narrow, times
+def _is_narrower(wide: _Piece, narrow: _Piece) -> bool:
+    """Whether a piece has as many elements, of a type of fewer bytes."""
+    wide_size, narrow_size = (jnp.dtype(each[0]).itemsize for each in (wide, narrow))
+    is_same_length = narrow[1] * wide_size == wide[1] * narrow_size
+    return narrow_size < wide_size and is_same_length
 
 
 def _are_combined(new: Counter[_Piece], gone: Counter[_Piece]) -> bool:
