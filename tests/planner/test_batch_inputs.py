@@ -346,3 +346,13 @@ class TestNamedBatch:
             step(*self.ARGS)
         with pytest.raises(TypeError, match=r"got 1\.5; .* such as 'batch/images'"):
             autopar.parallelize(self.step, batch_argnums=1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("error")
+def test_arguments_without_examples_are_no_batch_to_be_cut() -> None:
+    def step(weights: jax.Array, rows: jax.Array, other: jax.Array) -> jax.Array:
+        return weights * (jnp.sum(jnp.square(rows)) + jnp.sum(other))
+
+    args = (jnp.ones(8), jnp.ones((0, 8, 4)), jnp.ones((12, 4)))
+    planned = autopar.parallelize(step, donate_argnums=())
+    assert jnp.allclose(planned(*args), jax.jit(step)(*args))
