@@ -2,6 +2,8 @@
 
 import ast
 import re
+import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,6 +39,7 @@ RAY_QUESTIONS = {
 PRIVATE_JAX = ("jaxlib", "jax._", "jax.core", "jax.interpreters")
 JUNK_DRAWERS = {"util", "helper", "common", "manager", "core", "misc"}
 MAX_LINES = 400
+FOLDER_LINES = "tests/folder_lines.toml"
 
 
 @dataclass(frozen=True)
@@ -193,6 +196,32 @@ def test_no_import_cycle_even_through_lazy_imports() -> None:
                 graph.add_edge(file.module, target)
     groups = nx.strongly_connected_components(graph)
     assert not [group for group in groups if len(group) > 1]
+
+
+def _folder(path: Path) -> str:
+    """The folder in autopar/, `top` for its own files, or solver or runtime."""
+    package, *inside = path.relative_to(ROOT).parts
+    if package != "autopar":
+        return package
+    return inside[0] if len(inside) > 1 else "top"
+
+
+def test_no_folder_has_more_lines_than_it_had() -> None:
+    most = tomllib.loads((ROOT / FOLDER_LINES).read_text())
+    lines: Counter[str] = Counter()
+    for file in OURS:
+        lines[_folder(file.path)] += file.path.read_text().count("\n")
+    lines["total"] = lines.total()
+    grown = [
+        f"{folder} has {number:,} lines and may have {most.get(folder, 0):,}"
+        for folder, number in sorted(lines.items())
+        if number > most.get(folder, 0)
+    ]
+    assert not grown, (
+        f"lines of a folder may only fall, but {'; '.join(grown)}: delete or join what "
+        f"does the same, or move code to the folder of its noun and its number with it "
+        f"in {FOLDER_LINES}; the total stays."
+    )
 
 
 @pytest.mark.parametrize("file", EVERYTHING, ids=lambda file: file.module)

@@ -3,7 +3,8 @@
 Two levels. The lowered program's collectives must *equal* the plan's: for each kind,
 reduction and device groups the same bytes and types, equally often. The compiled
 program's may be *fewer*: no kind or group that is not planned, no more bytes than
-planned, and every difference has the name of a rewrite (see `rewrites.py`).
+planned (but what it took from two smaller groups), and every difference has the name
+of a rewrite (see `rewrites.py`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,15 +14,13 @@ from io import StringIO
 from rich.console import Console, Group
 from rich.table import Table
 
+from autopar.audit.folds import Key, fold
 from autopar.audit.memory_use import MemoryUse
-from autopar.audit.rewrites import compare, executions, in_words
+from autopar.audit.rewrites import Comparison, compare, executions, in_words
 from autopar.errors import AuditError
-from autopar.sharding.collective import Collective, Groups
+from autopar.sharding.collective import Collective
 from autopar.sharding.group_names import GroupNames
 from autopar.sharding.mesh import MeshShape
-
-# Kind, reduction, groups: what is compared with what.
-_Key = tuple[str, str, Groups]
 
 
 @dataclass(frozen=True)
@@ -175,19 +174,28 @@ def audit(
     binary = None if compiled is None else _by_key(compiled, num_devices)
     program = _once_where_unbounded(plan, program)
     binary = None if binary is None else _once_where_unbounded(plan, binary)
+    # Equal to the plan, the lowered program also says which operation runs how often,
+    # which a plan may sum up.
+    keys = sorted(plan.keys() | program.keys() | (binary or {}).keys())
+    reference: Mapping[Key, Sequence[Collective]] = {
+        key: program.get(key, ())
+        if executions(plan.get(key, ())) == executions(program.get(key, ()))
+        else plan.get(key, ())
+        for key in keys
+    }
+    reference, folds = fold(reference, binary or {}, names.name)
     rows, differences = [], []
-    for key in sorted(plan.keys() | program.keys() | (binary or {}).keys()):
+    for key in keys:
         kind, _, groups = key
         axes = names.name(kind, groups)
         wanted, found = plan.get(key, ()), program.get(key, ())
         here = [_compare_lowered(f"{_name(key)} over {axes}", wanted, found)]
         if binary is not None:
-            # Equal to the plan, the lowered program also says which operation runs how
-            # often, which a plan may sum up.
-            reference = wanted if here[0] else found
+            seen = binary.get(key, ())
+            comparison = compare(reference[key], seen, folds.get(key, ()))
             here.append(
-                _compare_compiled(
-                    f"{_name(key)} over {axes}", reference, binary.get(key, ())
+                _compiled_difference(
+                    f"{_name(key)} over {axes}", wanted, seen, comparison
                 )
             )
         real = [difference for difference in here if difference]
@@ -229,10 +237,12 @@ def _compare_lowered(
     )
 
 
-def _compare_compiled(
-    name: str, planned: Sequence[Collective], compiled: Sequence[Collective]
+def _compiled_difference(
+    name: str,
+    planned: Sequence[Collective],
+    compiled: Sequence[Collective],
+    comparison: Comparison,
 ) -> Difference | None:
-    comparison = compare(planned, compiled)
     if not comparison.rewrites:
         return None
     return Difference(
@@ -247,8 +257,8 @@ def _compare_compiled(
 
 def _by_key(
     collectives: Iterable[Collective], num_devices: int
-) -> Mapping[_Key, list[Collective]]:
-    found: dict[_Key, list[Collective]] = {}
+) -> Mapping[Key, list[Collective]]:
+    found: dict[Key, list[Collective]] = {}
     for each in collectives:
         last = max((max(group, default=0) for group in each.groups), default=0)
         if last >= num_devices:
@@ -262,8 +272,8 @@ def _by_key(
 
 
 def _once_where_unbounded(
-    plan: Mapping[_Key, Sequence[Collective]], program: Mapping[_Key, list[Collective]]
-) -> Mapping[_Key, list[Collective]]:
+    plan: Mapping[Key, Sequence[Collective]], program: Mapping[Key, list[Collective]]
+) -> Mapping[Key, list[Collective]]:
     """Count what the plan has in loops of unknown length as the plan does: once.
 
     A program may say how often such a loop runs where the plan could not know.
@@ -284,7 +294,7 @@ def _once_where_unbounded(
     return found
 
 
-def _name(key: _Key) -> str:
+def _name(key: Key) -> str:
     kind, reduction, _ = key
     return f"{kind}({reduction})" if reduction else kind
 

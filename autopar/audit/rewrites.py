@@ -6,6 +6,7 @@ combine           pieces of a type sent as one; what is equal may go before
 hoist             moved out of a loop, so it runs less often
 dedup             an equal collective stays: equal operands, or sums added first
 constant or dead  gone without a trace: its value is known, or nobody reads it
+fold              sums over one group, then another, sent as one (see `folds.py`)
 
 Nothing else is explained: pieces of another type, or smaller ones, are wrong.
 """
@@ -18,8 +19,8 @@ import jax.numpy as jnp
 
 from autopar.sharding.collective import Collective
 
-# dtype and bytes of one execution; counted by executions a step.
-_Piece = tuple[str, int]
+# Dtype and bytes of one execution; counted by executions a step.
+Piece = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -34,24 +35,26 @@ class Comparison:
 
 
 def compare(
-    planned: Sequence[Collective], compiled: Sequence[Collective]
+    planned: Sequence[Collective],
+    compiled: Sequence[Collective],
+    rewrites: Iterable[str] = (),
 ) -> Comparison:
     """Compares collectives of one kind, reduction and group with a compiled program's.
 
     Args:
       planned: all that the plan has, or the lowered program where it equals the plan.
       compiled: all that the compiled program has.
+      rewrites: the names of those that `planned` went through already.
     """
     if _has_unknown_loop(compiled) and not _has_unknown_loop(planned):
         return Comparison(("in a loop of unknown trip count",), False)
     wanted = executions(planned)
     seen, narrowed = _narrow(wanted, executions(compiled))
-    rewrites = [
-        f"widen: {times} x {num_bytes:,} B {dtype} sent as {wide}"
-        for ((dtype, num_bytes), wide), times in narrowed.items()
-    ]
+    rewrites = [*rewrites]
+    for ((dtype, num_bytes), wide), times in narrowed.items():
+        rewrites.append(f"widen: {times} x {num_bytes:,} B {dtype} sent as {wide}")
     gone, new = wanted - seen, seen - wanted
-    if _total(seen) > _total(wanted):
+    if total(seen) > total(wanted):
         return Comparison((*rewrites, "more bytes than planned"), False)
     if not any(each.reduction for each in compiled):
         for (wide, narrow), times in _converted(gone, new, _is_narrower).items():
@@ -63,7 +66,7 @@ def compare(
     if new:
         if not _are_combined(new, gone):
             return Comparison((*rewrites, f"not planned: {in_words(new)}"), False)
-        less = "same" if _total(seen) == _total(wanted) else "fewer"
+        less = "same" if total(seen) == total(wanted) else "fewer"
         rewrites.append(
             f"combine: {less} bytes in {seen.total()} pieces, not {wanted.total()}"
         )
@@ -80,19 +83,19 @@ def compare(
     return Comparison(tuple(rewrites), True)
 
 
-def executions(collectives: Iterable[Collective]) -> Counter[_Piece]:
+def executions(collectives: Iterable[Collective]) -> Counter[Piece]:
     """Counts executions a step by dtype and bytes."""
-    counts: Counter[_Piece] = Counter()
+    counts: Counter[Piece] = Counter()
     for each in collectives:
         counts[each.dtype, each.bytes] += each.count
     return counts
 
 
 def _narrow(
-    wanted: Counter[_Piece], seen: Counter[_Piece]
-) -> tuple[Counter[_Piece], Counter[tuple[_Piece, str]]]:
+    wanted: Counter[Piece], seen: Counter[Piece]
+) -> tuple[Counter[Piece], Counter[tuple[Piece, str]]]:
     """Undoes widening: says in planned types what was sent in wider ones."""
-    narrowed: Counter[tuple[_Piece, str]] = Counter()
+    narrowed: Counter[tuple[Piece, str]] = Counter()
     missing, extra, seen = wanted - seen, seen - wanted, Counter(seen)
     for (narrow, wide), times in _converted(missing, extra, _is_widened).items():
         seen[wide] -= times
@@ -102,12 +105,12 @@ def _narrow(
 
 
 def _converted(
-    missing: Counter[_Piece],
-    extra: Counter[_Piece],
-    is_pair: Callable[[_Piece, _Piece], bool],
-) -> Counter[tuple[_Piece, _Piece]]:
+    missing: Counter[Piece],
+    extra: Counter[Piece],
+    is_pair: Callable[[Piece, Piece], bool],
+) -> Counter[tuple[Piece, Piece]]:
     """How many missing pieces are there as extra ones of another type."""
-    found: Counter[tuple[_Piece, _Piece]] = Counter()
+    found: Counter[tuple[Piece, Piece]] = Counter()
     missing, extra = Counter(missing), Counter(extra)
     for other in sorted(extra):
         for piece in sorted(missing):
@@ -119,7 +122,7 @@ def _converted(
     return found
 
 
-def _is_widened(narrow: _Piece, wide: _Piece) -> bool:
+def _is_widened(narrow: Piece, wide: Piece) -> bool:
     narrow_type, wide_type = jnp.dtype(narrow[0]), jnp.dtype(wide[0])
     is_same_class = any(
         jnp.issubdtype(narrow_type, family) and jnp.issubdtype(wide_type, family)
@@ -133,34 +136,34 @@ def _is_widened(narrow: _Piece, wide: _Piece) -> bool:
     )
 
 
-def _num_operations(collectives: Iterable[Collective], piece: _Piece) -> int:
+def _num_operations(collectives: Iterable[Collective], piece: Piece) -> int:
     return sum((each.dtype, each.bytes) == piece for each in collectives)
 
 
-def _is_narrower(wide: _Piece, narrow: _Piece) -> bool:
+def _is_narrower(wide: Piece, narrow: Piece) -> bool:
     """Whether a piece has as many elements, of a type of fewer bytes."""
     wide_size, narrow_size = (jnp.dtype(each[0]).itemsize for each in (wide, narrow))
     is_same_length = narrow[1] * wide_size == wide[1] * narrow_size
     return narrow_size < wide_size and is_same_length
 
 
-def _are_combined(new: Counter[_Piece], gone: Counter[_Piece]) -> bool:
+def _are_combined(new: Counter[Piece], gone: Counter[Piece]) -> bool:
     """Whether pieces may be others joined: none smaller, no more bytes of a type."""
     for dtype in {dtype for dtype, _ in new}:
         made = Counter({p: n for p, n in new.items() if p[0] == dtype})
         lost = Counter({p: n for p, n in gone.items() if p[0] == dtype})
-        if not lost or _total(made) > _total(lost) or min(made) < min(lost):
+        if not lost or total(made) > total(lost) or min(made) < min(lost):
             return False
     return True
 
 
-def in_words(pieces: Counter[_Piece]) -> str:
+def in_words(pieces: Counter[Piece]) -> str:
     """Executions a step of each piece; `none` if there is none."""
     words = [f"{n} x {size:,} B {dtype}" for (dtype, size), n in sorted(pieces.items())]
     return " + ".join(words) or "none"
 
 
-def _total(pieces: Counter[_Piece]) -> int:
+def total(pieces: Counter[Piece]) -> int:
     return sum(num_bytes * times for (_, num_bytes), times in pieces.items())
 
 

@@ -65,6 +65,16 @@ def test_a_mesh_over_two_hosts_has_its_last_axis_within_them() -> None:
     assert "num_partitions=16" in program.as_text().splitlines()[0]
 
 
+def test_a_sum_over_hosts_and_then_within_them_may_become_one_over_all() -> None:
+    workload = build("mlp")
+    method = autopar.DataParallel()
+    step = parallel(workload.step, "2x8xH100", mesh="h:2;x:8", method=method)
+    found = step.lower(*workload.abstract()).compile().audit()
+    found.raise_if_wrong()
+    folded = [each for each in found.differences if "fold: " in each.reason]
+    assert [each.collective.split(" over ")[1] for each in folded] == ["x", "h,x", "h"]
+
+
 def test_a_compiled_step_says_where_it_would_run() -> None:
     program = compiled("mlp", "1x8xA100")
     with pytest.raises(RuntimeError, match="which are 1x8xA100, but this process has"):
