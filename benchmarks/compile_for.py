@@ -63,6 +63,7 @@ class Figures:
             wire_bytes(
                 cast("CollectiveKind", each.kind), each.total_bytes, len(each.groups[0])
             )
+            * (2 if each.by_all_reduce else 1)
             for each in self.collectives
         )
 

@@ -5,6 +5,7 @@ narrow            a value is moved, not reduced, before it is converted to a wid
 combine           pieces of a type sent as one; what is equal may go before
 hoist             moved out of a loop, so it runs less often
 dedup             an equal collective stays: equal operands, or sums added first
+sum               a small gather or reduce-scatter is written as an all-reduce
 constant or dead  gone without a trace: its value is known, or nobody reads it
 
 Nothing else is explained: pieces of another type, or smaller ones, are wrong.
@@ -50,6 +51,8 @@ def compare(
         f"widen: {times} x {num_bytes:,} B {dtype} sent as {wide}"
         for ((dtype, num_bytes), wide), times in narrowed.items()
     ]
+    if summed := executions(each for each in compiled if each.by_all_reduce):
+        rewrites.append(f"sum: {in_words(summed)} by all_reduce")
     gone, new = wanted - seen, seen - wanted
     if _total(seen) > _total(wanted):
         return Comparison((*rewrites, "more bytes than planned"), False)

@@ -270,11 +270,12 @@ class Cluster:
     def link(self, mesh: MeshShape, axes: Iterable[str]) -> AxisLink:
         """The link that a collective over some mesh axes uses.
 
-        The mesh's devices are the cluster's first ones, in row-major order. Groups that
-        stay in a host use its link, those of a slice of TPUs the axes of their
-        interconnect that they lie along. Of a group that leaves hosts one ring edge crosses
-        each host's cards, so these are shared by as many rings as leave the host: the
-        groups of the other axes inside it. In an all_to_all every device of a group
+        The mesh's devices are the cluster's first ones, in row-major order; in
+        slices of TPUs axes are laid along those of the interconnect (`slice_shape`),
+        and a group uses the links of those that it lies along. Groups that stay in a
+        host use its link. Of a group that leaves hosts one ring edge crosses each
+        host's cards, so these are shared by as many rings as leave the host: the groups
+        of the other axes inside it. In an all_to_all every device of a group
         sends to all its devices on other hosts.
 
         Args:

@@ -1,4 +1,4 @@
-"""The link that a collective over some mesh axes meets, within hosts and between them."""
+"""The link that a collective over some mesh axes meets, in hosts and between them."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def add(
 ) -> None:
     """Install the compilers of a platform, beside this environment and not in it.
 
-    About 220 MB come from the package index, for tpu 190 MB. The installed jax stays as it is.
+    About 220 MB come from the package index. The installed jax stays as it is.
     """
     if path is not None:
         os.environ[compilers.VARIABLE] = str(path)

@@ -55,6 +55,8 @@ class Collective:
       is_async: of a compiled program: other work may run while it does.
       num_combined: how many pieces one operation of a compiled program sends together,
         of which this is one.
+      by_all_reduce: of a compiled program: written as an all_reduce, which sends twice
+        as much.
     """
 
     kind: str
@@ -68,6 +70,7 @@ class Collective:
     unbounded: bool = field(default=False, compare=False)
     is_async: bool = field(default=False, compare=False)
     num_combined: int = field(default=1, compare=False)
+    by_all_reduce: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
