@@ -37,6 +37,8 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
 _METADATA = re.compile(r", metadata=\{((?:[^{}\"]|\"(?:[^\"\\]|\\.)*\")*)\}")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_CONTROL = re.compile(r" (?:while|call|conditional)\(")
 _CALLED = re.compile(
     r"\b(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)"
 )
@@ -57,7 +59,7 @@ def collectives_in_compiled(text: str) -> tuple[Collective, ...]:
       ValueError: if the text has no entry computation, or spells groups or element
         types in an unknown way.
     """
-    return tuple(_Program.parse(text).read())
+    return tuple(CompiledProgram.parse(text).read())
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class _Instruction:
 
 
 @dataclass(frozen=True)
-class _Program:
+class CompiledProgram:
     """The computations of one module by name, and the size of its device grid."""
 
     computations: Mapping[str, tuple[str, ...]]
@@ -152,7 +154,7 @@ class _Program:
     num_partitions: int
 
     @classmethod
-    def parse(cls, text: str) -> "_Program":
+    def parse(cls, text: str) -> "CompiledProgram":
         computations: dict[str, list[str]] = {}
         entry = name = ""
         for line in text.splitlines():
@@ -198,6 +200,29 @@ class _Program:
     def read(self) -> Iterator[Collective]:
         yield from self._walk(self.entry, Surroundings())
 
+    def estimated_cycles(self) -> int:
+        """What XLA's compiler for TPUs estimates of the step's fusions, loops by trips.
+
+        It says nothing of the collectives.
+        """
+        return self._cycles(self.entry)
+
+    def _cycles(self, name: str) -> int:
+        total = 0
+        for line in self.computations.get(name, ()):
+            if found := _CYCLES.search(line):
+                total += int(found.group(1))
+            if not _CONTROL.search(line) or not (made := _Instruction.parse(line)):
+                continue
+            if made.opcode == "while":
+                trips = self._trips(name, made)
+                total += (1 if trips is None else trips) * self._cycles(
+                    made.called_as("body")
+                )
+            elif made.opcode in ("call", "conditional"):
+                total += max(map(self._cycles, made.called), default=0)
+        return total
+
     def _walk(self, name: str, around: Surroundings) -> Iterator[Collective]:
         for instruction in self.instructions.get(name, ()):
             if instruction.is_continued:
@@ -215,15 +240,20 @@ class _Program:
     def _walk_loop(
         self, name: str, loop: _Instruction, around: Surroundings
     ) -> Iterator[Collective]:
-        trips = loop.trip_count
+        trips = self._trips(name, loop)
         condition, body = loop.called_as("condition"), loop.called_as("body")
-        if trips is None and (operand := re.match(r"%?([\w.\-]+)\)", loop.rest)):
-            trips = self.values.trip_count(name, operand.group(1), condition, body)
         # The condition is tested once more than the body runs.
         tests = around.in_loop(None if trips is None else trips + 1)
         yield from self._walk(condition, tests)
         if trips != 0:
             yield from self._walk(body, around.in_loop(trips))
+
+    def _trips(self, name: str, loop: "_Instruction") -> int | None:
+        operand = re.match(r"%?([\w.\-]+)\)", loop.rest)
+        if loop.trip_count is not None or operand is None:
+            return loop.trip_count
+        condition, body = loop.called_as("condition"), loop.called_as("body")
+        return self.values.trip_count(name, operand.group(1), condition, body)
 
     def _collectives(
         self, name: str, instruction: _Instruction, around: Surroundings
