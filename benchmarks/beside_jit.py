@@ -136,14 +136,14 @@ def main() -> int:
 
 def why_worse(ours: Figures, other: Figures) -> str:
     """What ours takes or sends more than the other; empty if nothing."""
-    pairs = {
-        "takes B": (ours.device_bytes, other.device_bytes),
-        "sends B": (ours.sent_bytes, other.sent_bytes),
-        "takes cycles": (ours.cycles, other.cycles),
-    }
+    figures = (
+        ("takes", "B", ours.device_bytes, other.device_bytes),
+        ("sends", "B", ours.sent_bytes, other.sent_bytes),
+        ("takes", "cycles", ours.cycles, other.cycles),
+    )
     found = [
-        f"{what}: {mine:,.0f}, and {theirs:,.0f} by jit"
-        for what, (mine, theirs) in pairs.items()
+        f"{what} {mine:,.0f} {unit}, and {theirs:,.0f} {unit} by jit"
+        for what, unit, mine, theirs in figures
         if round(mine / 1e5) > round(theirs / 1e5)
     ]
     return ", ".join(found)

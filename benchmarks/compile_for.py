@@ -44,7 +44,7 @@ class Figures:
     device_bytes: int
     collectives: tuple[Collective, ...]
     seconds: float
-    cycles: int  # as the compiler for TPUs estimates; 0 by others
+    cycles: int = 0  # as the compiler for TPUs estimates; 0 by others
 
     @staticmethod
     def of(compiled: Any) -> Figures:
