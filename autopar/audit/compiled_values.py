@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias
 
 from .trip_counts import MIRRORED, num_trips
@@ -52,13 +53,16 @@ class ValueReader:
     _bodies: dict[str, _Body] = field(default_factory=dict)
 
     def is_of_pieces(self, computation: str, name: str, index: int) -> bool:
-        """Whether operand `index` of an operation is a piece in zeros."""
+        """Whether operand `index` of an operation is a device's own piece in zeros."""
         operands = self._operands(_Value(computation, name))
         return index < len(operands) and self._is_padded(operands[index])
 
     def slice_read(self, computation: str, name: str, index: int | None) -> str | None:
-        """The shape of the slices that alone read a value, or element `index` of it."""
-        shapes = self._slices(computation, name, index)
+        """The shape of the slices that alone read a value, or element `index` of it.
+
+        Each device reads its own; None if anything else is read.
+        """
+        shapes = self._slices(_Value(computation, name), index)
         return shapes.pop() if len(shapes) == 1 else None
 
     def _is_padded(self, value: _Value) -> bool:
@@ -69,34 +73,64 @@ class ValueReader:
         if base is not None and base.opcode == "broadcast":
             filled = self._origin(self._operands(filled)[0])
             base = self._operation(filled)
-        return base is not None and base.opcode == "constant" and _is_zero(base.text)
+        is_zero = base is not None and base.opcode == "constant" and _is_zero(base.text)
+        return is_zero and any(map(self._is_own, self._operands(value)[2:]))
 
-    def _slices(
-        self, computation: str, name: str, index: int | None
-    ) -> set[str | None]:
+    def _slices(self, value: _Value, index: int | None) -> set[str | None]:
         """The shapes of the slices that read a value; None for whatever else does."""
         found: set[str | None] = set()
-        for user, made in self._body(computation)[0].items():
+        name, body = value.name, self._body(value.computation)
+        for user, made in body[0].items():
             if name not in made.operands:
                 continue
+            there = replace(value, name=user)
             places = [at for at, each in enumerate(made.operands) if each == name]
             if index is not None:
                 if made.opcode != "get-tuple-element":
                     found.add(None)
                 elif _index(made) == index:
-                    found |= self._slices(computation, user, None)
+                    found |= self._slices(there, None)
             elif made.opcode in _TRANSPARENT:
-                found |= self._slices(computation, user, None)
+                found |= self._slices(there, None)
             elif made.opcode == "dynamic-slice":
-                found.add(made.shape if places == [0] else None)
+                is_own = any(map(self._is_own, self._operands(there)[1:]))
+                found.add(made.shape if places == [0] and is_own else None)
             elif made.opcode == "fusion" and (called := _called(made)):
                 for parameter, inner in self._body(called)[0].items():
                     if inner.opcode == "parameter" and int(inner.text) in places:
-                        found |= self._slices(called, parameter, None)
+                        here = _Value(called, parameter, self._operands(there))
+                        found |= self._slices(here, None)
             else:
                 found.add(None)
-        is_root = index is None and name == self._body(computation)[1]
+        is_root = index is None and name == body[1]
         return found | {None} if is_root else found
+
+    def _is_own(self, place: _Value) -> bool:
+        """Whether a place is another one on each device, or may be."""
+        made = self._operation(place := self._origin(place))
+        if made is None or made.opcode in ("partition-id", "replica-id"):
+            return made is not None
+        if made.opcode == "get-tuple-element":
+            carried = self._carried(place)
+            loop = self._loops.get(place.computation)
+            first = (
+                None if carried is None or not loop else self._element(loop, carried)
+            )
+            return first is not None and self._is_own(first)
+        if not made.shape.startswith(("s", "u")):
+            return False
+        return any(map(self._is_own, self._operands(place)))
+
+    @cached_property
+    def _loops(self) -> Mapping[str, _Value]:
+        """What each body of a loop starts with."""
+        found: dict[str, _Value] = {}
+        for around, lines in self.computations.items():
+            for line in lines:
+                loop = re.search(r" while\(%?([\w.\-]+)\).* body=%?([\w.\-]+)", line)
+                if loop:
+                    found[loop.group(2)] = _Value(around, loop.group(1))
+        return found
 
     def trip_count(
         self, around: str, operand: str, condition: str, body: str
