@@ -66,6 +66,7 @@ def test_a_gather_beside_other_work_is_written_often_and_counted_once() -> None:
     entry = fusions(*(name for name, _ in pieces))
     (each,) = found(entry, *bodies)
     assert each == Collective("all_gather", GROUPS, "bfloat16", 512 * 8192 * 2)
+    assert each.is_async
     twice = [called("start.2", gather("-1")), *bodies]
     assert len(found(entry + "\n" + fusions("start.2"), *twice)) == 2
 

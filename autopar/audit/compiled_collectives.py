@@ -100,7 +100,9 @@ class _Instruction:
     @property
     def is_async(self) -> bool:
         """Whether a collective is started, and waited for after other work."""
-        return self.opcode.endswith("-start") and '"is_sync":true' not in self.rest
+        is_split = '"async_collective_fusion_config"' in self.rest
+        is_started = self.opcode.endswith("-start")
+        return is_split or (is_started and '"is_sync":true' not in self.rest)
 
     @property
     def called(self) -> tuple[str, ...]:
