@@ -1,5 +1,6 @@
 """Slices of TPUs: their names, where a mesh lies in them, and how quickly they send."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,23 @@ def test_a_mesh_has_each_device_of_a_slice_once(kind: str) -> None:
         places = shape.places(sizes)
         assert len(np.unique(places, axis=0)) == shape.size
         assert places.max(axis=0).tolist() == [n - 1 for n in shape.lengths]
+
+
+def test_tpus_of_this_process_are_laid_out_so_and_others_as_they_come() -> None:
+    def device(x: int, y: int, **more: int) -> Any:
+        return SimpleNamespace(coords=[x, y, 0], core_on_chip=0, **more)
+
+    chips = [device(x, y) for y in range(4) for x in range(2)]
+    shape = SliceShape("v5e", (2, 4))
+    found = shape.laid_out(chips, (2, 4))
+    assert [each.coords[:2] for each in found] == [
+        [x, y] for x in (0, 1) for y in range(4)
+    ]
+    slices = [device(*d.coords[:2], slice_index=s) for s in (7, 9) for d in chips]
+    assert [d.slice_index for d in shape.laid_out(slices, (2, 8))] == [7] * 8 + [9] * 8
+    other = [device(x, 0) for x in range(8)]
+    assert shape.laid_out(other, (8,)) == other
+    assert shape.laid_out(["cpu"] * 8, (2, 4)) == ["cpu"] * 8
 
 
 def seconds_per_gigabyte(cluster: str, mesh: str, axes: str) -> float:

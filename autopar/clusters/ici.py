@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -143,6 +144,24 @@ class SliceShape:
             ring += reached / apart
             exchange = min(exchange, reached / apart * min(4 / len(here), 1.0))
         return ring, exchange
+
+    def laid_out(self, devices: Sequence[Any], sizes: Sequence[int]) -> Sequence[Any]:
+        """Devices of a mesh in its order, if they are TPUs in slices of this shape."""
+        number, inside = math.prod(sizes), self.places(sizes)
+        at = {
+            (getattr(d, "slice_index", None) or 0, *d.coords, d.core_on_chip): d
+            for d in devices
+            if hasattr(d, "coords")
+        }
+        fill = (0,) * (3 - len(self.chips))  # JAX gives three coordinates
+        slices = sorted({place[0] for place in at})
+        found = []
+        for device in range(number if len(at) == len(devices) else 0):
+            *chip, core = inside[device % self.size].tolist()
+            which = device // self.size
+            where = (slices[which], *chip, *fill, core) if which < len(slices) else ()
+            found.append(at.get(where))
+        return found if found and None not in found else devices[:number]
 
 
 @cache
