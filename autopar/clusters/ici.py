@@ -148,7 +148,7 @@ class SliceShape:
     def laid_out(self, devices: Sequence[Any], sizes: Sequence[int]) -> Sequence[Any]:
         """Devices of a mesh in its order, if they are TPUs in slices of this shape."""
         number, inside = math.prod(sizes), self.places(sizes)
-        at = {
+        at: dict[tuple[Any, ...], Any] = {
             (getattr(d, "slice_index", None) or 0, *d.coords, d.core_on_chip): d
             for d in devices
             if hasattr(d, "coords")
