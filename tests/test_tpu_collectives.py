@@ -9,7 +9,9 @@ from autopar.audit.audit import audit
 from autopar.audit.compiled_collectives import (
     CompiledProgram,
     collectives_in_compiled,
+    collectives_on,
 )
+from autopar.audit.memory_use import MemoryUse
 from autopar.audit.rewrites import compare
 from autopar.sharding.collective import Collective
 
@@ -210,6 +212,17 @@ def test_a_planned_sum_of_which_each_device_reads_its_slice_stays_one() -> None:
         audit(planned, planned, compiled, num_devices=8).raise_if_wrong()
     other = replace(part, bytes=64)
     assert not audit([other], [other], compiled[:1], num_devices=8).ok
+
+
+def test_the_program_of_one_slice_of_several_is_not_compared() -> None:
+    text = program(SLICED.replace("INDEX", "partition-id()"))
+    assert collectives_on(8, text) == collectives_in_compiled(text)
+    assert collectives_on(16, text) is None
+    planned = [Collective("all_reduce", GROUPS, "float32", 256, reduction="sum")]
+    memory = MemoryUse(1, 1, 1, 1)
+    made = audit(planned, planned, None, num_devices=8, memory=memory)
+    assert made.ok
+    assert "not compared, over several slices" in str(made)
 
 
 def test_what_is_summed_instead_is_told() -> None:

@@ -62,6 +62,17 @@ def collectives_in_compiled(text: str) -> tuple[Collective, ...]:
     return tuple(CompiledProgram.parse(text).read())
 
 
+def collectives_on(num_devices: int, text: str) -> tuple[Collective, ...] | None:
+    """As `collectives_in_compiled`; None for a part of the devices, a slice of TPUs.
+
+    Each slice has a program, and what is between them is made of host transfers and
+    groups inside slices, which is not followed.
+    """
+    program = CompiledProgram.parse(text)
+    size = program.num_replicas * program.num_partitions
+    return tuple(program.read()) if size >= num_devices else None
+
+
 @dataclass(frozen=True)
 class _Instruction:
     """One line: what it makes, by which opcode, with which attributes."""
