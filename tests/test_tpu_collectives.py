@@ -214,6 +214,21 @@ def test_a_planned_sum_of_which_each_device_reads_its_slice_stays_one() -> None:
     assert not audit([other], [other], compiled[:1], num_devices=8).ok
 
 
+def test_only_a_compiler_for_tpus_may_sum_in_what_products_read() -> None:
+    line = f"all-reduce(%x), channel_id=1, {ALL}, to_apply=%add"
+    planned = [Collective("all_reduce", GROUPS, "float32", 256, reduction="sum")]
+
+    def told(layout: str) -> tuple[str, bool]:
+        seen = compare(planned, found(f"  %r = bf16[64]{{{layout}}} {line}"))
+        return str(seen), seen.is_allowed
+
+    assert told("0:T(256)(128)(2,1)") == (
+        "narrow: 1 x 256 B float32 sent as bfloat16",
+        True,
+    )
+    assert told("0") == ("not planned: 1 x 128 B bfloat16", False)
+
+
 def test_the_program_of_one_slice_of_several_is_not_compared() -> None:
     text = program(SLICED.replace("INDEX", "partition-id()"))
     assert collectives_on(8, text) == collectives_in_compiled(text)

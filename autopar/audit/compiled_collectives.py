@@ -213,6 +213,12 @@ class CompiledProgram:
     def read(self) -> Iterator[Collective]:
         yield from self._walk(self.entry, Surroundings())
 
+    @cached_property
+    def is_tpu(self) -> bool:
+        """Whether it is for TPUs, whose layouts have tiles."""
+        entry = self.computations[self.entry]
+        return any(":T(" in line for line in entry)
+
     def estimated_cycles(self) -> int:
         """What XLA's compiler for TPUs estimates of the step's fusions, loops by trips.
 
@@ -305,6 +311,7 @@ class CompiledProgram:
                 instruction.is_async,
                 len(arrays),
                 meant != kind,
+                self.is_tpu,
             )
 
     def _meant(

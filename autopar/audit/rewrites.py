@@ -1,7 +1,8 @@
 """Names what a compiler did to the planned collectives of one kind and group.
 
 widen             a narrow type is sent as a wider one (bfloat16 as float32 on CPU)
-narrow            a value is moved, not reduced, before it is converted to a wider type
+narrow            a value is moved before it is converted to a wider type; it is
+                  reduced so only for TPUs, where what products read is rounded anyway
 combine           pieces of a type sent as one; what is equal may go before
 hoist             moved out of a loop, so it runs less often
 dedup             an equal collective stays: equal operands, or sums added first
@@ -56,7 +57,7 @@ def compare(
     gone, new = wanted - seen, seen - wanted
     if _total(seen) > _total(wanted):
         return Comparison((*rewrites, "more bytes than planned"), False)
-    if not any(each.reduction for each in compiled):
+    if all(each.may_round or not each.reduction for each in compiled):
         for (wide, narrow), times in _converted(gone, new, _is_narrower).items():
             gone[wide] -= times
             new[narrow] -= times
