@@ -14,8 +14,8 @@ import pytest
 
 import autopar
 from autopar.cli import main
-from autopar.errors import TargetError
-from autopar.targets import compilers
+from autopar.errors import InfeasiblePlanError, TargetError
+from autopar.targets import compile_service, compilers
 from autopar.targets.target import GpuSpec, Target, known_kinds
 
 X = jax.ShapeDtypeStruct((16, 8), jnp.float32)
@@ -141,6 +141,18 @@ def test_compilers_that_do_not_load_are_an_error_that_names_the_program(
     installed: Path,
 ) -> None:
     with pytest.raises(TargetError, match="double must compile for 1x8xH100, but its"):
+        plan_compiled(double, "1x8xH100", X)
+
+
+def test_a_program_that_its_compiler_finds_too_large_is_infeasible(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: Any) -> dict[str, str]:
+        return {"error": "JaxRuntimeError: RESOURCE_EXHAUSTED: 56.16G of 15.75G."}
+
+    monkeypatch.setattr(compile_service._Child, "ask", ask)
+    said = "fit the .* of one device of 1x8xH100, .* 56.16G of 15.75G. Give a lower"
+    with pytest.raises(InfeasiblePlanError, match=said):
         plan_compiled(double, "1x8xH100", X)
 
 

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 import jax
 
 from ..cache_folder import cache_folder, store_file
-from ..errors import TargetError
+from ..errors import InfeasiblePlanError, TargetError
 from .compilers import Compilers, needed
 from .target import Target
 
@@ -114,6 +114,7 @@ def compile_for(
 
     Raises:
       TargetError: the compilers are not installed, or refuse the program.
+      InfeasiblePlanError: they refuse it as too large for a device.
       TimeoutError: it took longer than `limit_seconds`.
     """
     compilers = needed(target.platform)
@@ -134,6 +135,12 @@ def compile_for(
         }
         _log.info("compiling %s for %s", request.name, target)
         reply = _child(compilers).ask(sent, limit_seconds)
+        if "RESOURCE_EXHAUSTED" in reply.get("error", ""):
+            raise InfeasiblePlanError(
+                f"{request.name} must fit the {target.memory_bytes:,} B of one device "
+                f"of {target}, but its compiler says: {reply['error']} Give a lower "
+                f"memory_budget (--budget), more devices, or a smaller batch."
+            )
         if "error" in reply:
             raise TargetError(
                 f"{request.name} must compile for {target}, but its compiler says: "
