@@ -258,5 +258,6 @@ def test_cycles_are_those_of_fusions_times_trips() -> None:
         f"\n%inner (q: f32[8]) -> f32[8] {{\n{fused.replace('%f =', 'ROOT %f =')}}}\n"
     )
     inside = loop().replace("  %next", f"{fused}  %next")
-    text = program(STARTED.replace("START", "%copy") + fused, inside, inner)
+    unknown = fused.replace('"100"', f'"{2**63 - 1}"')
+    text = program(STARTED.replace("START", "%copy") + fused + unknown, inside, inner)
     assert CompiledProgram.parse(text).estimated_cycles() == 100 + 4 * 100

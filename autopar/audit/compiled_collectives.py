@@ -38,6 +38,7 @@ _OPCODE = re.compile(r"([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
 _METADATA = re.compile(r", metadata=\{((?:[^{}\"]|\"(?:[^\"\\]|\\.)*\")*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_NO_ESTIMATE = 2**63 - 1
 _CONTROL = re.compile(r" (?:while|call|conditional)\(")
 _CALLED = re.compile(
     r"\b(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)"
@@ -229,7 +230,8 @@ class CompiledProgram:
     def _cycles(self, name: str) -> int:
         total = 0
         for line in self.computations.get(name, ()):
-            if found := _CYCLES.search(line):
+            found = _CYCLES.search(line)
+            if found and int(found.group(1)) != _NO_ESTIMATE:
                 total += int(found.group(1))
             if not _CONTROL.search(line) or not (made := _Instruction.parse(line)):
                 continue
