@@ -23,9 +23,12 @@ test-all: install
 # Compilers of devices that are not here; AUTOPAR_NO_TARGETS=1 goes without them.
 test-targets: export AUTOPAR_TARGETS := $(abspath $(VENV)/targets)
 test-targets: install
-	@$(RUN) -c 'import sys; from autopar.targets import compilers; \
-	    sys.exit(compilers.find("cuda") is None)' || \
-	    [ "$$AUTOPAR_NO_TARGETS" = 1 ] || $(VENV)/bin/autopar targets add cuda || true
+	@for platform in cuda tpu; do \
+	    $(RUN) -c "import sys; from autopar.targets import compilers; \
+	        sys.exit(compilers.find('$$platform') is None)" || \
+	        [ "$$AUTOPAR_NO_TARGETS" = 1 ] || \
+	        $(VENV)/bin/autopar targets add $$platform || true; \
+	done
 	@$(RUN) -m pytest -m targets tests/targets
 
 fuzz: install

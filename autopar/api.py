@@ -65,7 +65,7 @@ from .sharding.mesh import MeshLike
 from .sharding.pins import BatchLike, PinsLike
 from .state.state_init import PlacedInit, placed_state, stage_homes, whole_homes
 from .state.traced_init import noting_state, step_call, trace_init
-from .step_program import compiled_figures, lowered_step, program_here, target_program
+from .step_program import fitting_figures, lowered_step, program_here, target_program
 from .targets.target import check_compilable, is_compiled_elsewhere
 
 
@@ -131,7 +131,8 @@ class ParallelFunction:
         """The plan for these arguments: arrays, or jax.ShapeDtypeStruct in their place.
 
         Needs no device of the target cluster. With `compile`, `plan.compiled` has what
-        the cluster's own compiler makes of it; raises TargetError where there is none.
+        the cluster's own compiler makes of it; raises TargetError where there is none,
+        and InfeasiblePlanError if its devices hold less.
         """
         if compile:
             check_compilable(self._options.cluster, self._options.mesh)
@@ -143,7 +144,7 @@ class ParallelFunction:
             plan = self._plans[planned]
         if not compile:
             return plan
-        return replace(plan, compiled=compiled_figures(self.lower(*args, **kwargs)))
+        return replace(plan, compiled=fitting_figures(self.lower(*args, **kwargs)))
 
     def pin_costs(self, *args: Any, **kwargs: Any) -> PinCosts:
         """What each pin adds to a step; it is solved again without each of them."""

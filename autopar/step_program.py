@@ -68,15 +68,30 @@ def compiled_figures(
         return f"modelled, not compiled: {error}"
     if isinstance(compiled, CompiledPipeline):
         pipeline = compiled.lowered.step.pipeline
-        target, audits = pipeline.target, compiled.audit().audits
+        name, audits = pipeline.target, compiled.audit().audits
+        targets = [piece.program.target for piece in pipeline.pieces]
         programs = [piece.compile() for piece in pipeline.pieces]
     else:
-        target, audits = compiled.lowered.program.target, (("", compiled.audit()),)
+        targets = [compiled.lowered.program.target]
+        name, audits = targets[0], (("", compiled.audit()),)
         programs = [compiled.compiled]
     devices = jax.devices()
     here = f"{len(devices)} x {devices[0].device_kind}"
     seconds = sum(getattr(each, "compile_seconds", 0.0) for each in programs)
-    return CompiledFigures(str(target or here), audits, seconds)
+    memory_bytes = min((each.memory_bytes for each in targets if each), default=0)
+    return CompiledFigures(str(name or here), audits, seconds, memory_bytes)
+
+
+def fitting_figures(lowered: Lowered | LoweredPipeline) -> CompiledFigures | str:
+    """As `compiled_figures`, of programs that fit their devices.
+
+    Raises:
+      InfeasiblePlanError: one does not.
+    """
+    figures = compiled_figures(lowered)
+    if isinstance(figures, CompiledFigures):
+        figures.check_fits()
+    return figures
 
 
 def _built(

@@ -1,4 +1,4 @@
-"""A step's program beside those of plain jit, all compiled for GPUs that are not here.
+"""A step's program beside those of plain jit, compiled for devices that are not here.
 
 Four programs of one step on the same mesh, each compiled for the target alone:
 
@@ -9,11 +9,13 @@ Four programs of one step on the same mesh, each compiled for the target alone:
                  it (`benchmarks/annotated_step.py`): what a user would write
   data parallel  jit with the batch split over all devices, all else on each
 
-Bytes are of one device; what it sends in a step is that of rings. Exits with 1 where
-autopar's program takes more memory than that of `arguments`, or sends more, by the
+Bytes are of one device; what it sends in a step is that of rings. Cycles are those of
+fusions as the compiler for TPUs estimates them. Exits with 1 where autopar's program
+takes more memory than that of `arguments`, sends more, or takes more cycles, by the
 figures as printed: buffers that lie otherwise take some KB more or less.
 
     python -m benchmarks.beside_jit --target 1x8xH100
+    python -m benchmarks.beside_jit --target v5e:2x4
     python -m benchmarks.beside_jit --models gpt moe --except moe
 """
 
@@ -116,7 +118,9 @@ def main() -> int:
 
     from .models import build
 
-    row = table(("model", "program", "MB", "MB sent", "collectives", "compile s"))
+    row = table(
+        ("model", "program", "MB", "MB sent", "M cycles", "collectives", "compile s")
+    )
     worse: list[str] = []
     for model in asked.models:
         found: dict[str, Figures] = {}
@@ -132,13 +136,14 @@ def main() -> int:
 
 def why_worse(ours: Figures, other: Figures) -> str:
     """What ours takes or sends more than the other; empty if nothing."""
-    pairs = {
-        "takes": (ours.device_bytes, other.device_bytes),
-        "sends": (ours.sent_bytes, other.sent_bytes),
-    }
+    figures = (
+        ("takes", "B", ours.device_bytes, other.device_bytes),
+        ("sends", "B", ours.sent_bytes, other.sent_bytes),
+        ("takes", "cycles", ours.cycles, other.cycles),
+    )
     found = [
-        f"{what} {mine:,.0f} B, and {theirs:,.0f} B by jit"
-        for what, (mine, theirs) in pairs.items()
+        f"{what} {mine:,.0f} {unit}, and {theirs:,.0f} {unit} by jit"
+        for what, unit, mine, theirs in figures
         if round(mine / 1e5) > round(theirs / 1e5)
     ]
     return ", ".join(found)
@@ -153,6 +158,7 @@ def _cells(seen: Figures) -> tuple[str, ...]:
     return (
         f"{seen.device_bytes / 1e6:,.1f}",
         f"{seen.sent_bytes / 1e6:,.1f}",
+        f"{seen.cycles / 1e6:,.1f}" if seen.cycles else "-",
         ", ".join(numbers) or "none",
         f"{seen.seconds:.1f}",
     )

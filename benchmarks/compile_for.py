@@ -1,11 +1,13 @@
-"""Plans compiled for GPUs that this machine has not: memory, and the audit.
+"""Plans compiled for GPUs and TPUs that this machine has not: memory, and the audit.
 
-Needs their compiler, `autopar targets add cuda`, and no GPU. Models of the zoo in tiny
-sizes, as planned by default; those of `METHOD_MODELS` also by every named method that
-takes them. Devices of a host are one mesh axis, hosts another. `audit` is whether all
+Needs their compilers, `autopar targets add cuda` and `tpu`, and no device. Models of
+the zoo in tiny sizes, as planned by default; those of `METHOD_MODELS` also by every
+named method that takes them. Devices of a host, or of a slice of TPUs, are one mesh
+axis, hosts another. `audit` is whether all
 collectives are those of the plan: exits with 1 where some are not, and says which.
 
     python -m benchmarks.compile_for --targets 1x8xH100 2x8xH100 1x8xA100
+    python -m benchmarks.compile_for --targets v5e:2x4 v5p:2x2x2
     python -m benchmarks.compile_for --models gpt moe --methods "Zero(3)"
 """
 
@@ -42,17 +44,19 @@ class Figures:
     device_bytes: int
     collectives: tuple[Collective, ...]
     seconds: float
+    cycles: int = 0  # as the compiler for TPUs estimates; 0 by others
 
     @staticmethod
     def of(compiled: Any) -> Figures:
         """Of a `TargetExecutable`."""
-        from autopar.audit.compiled_collectives import collectives_in_compiled
+        from autopar.audit.compiled_collectives import CompiledProgram
         from autopar.audit.memory_use import MemoryUse
 
-        found = collectives_in_compiled(compiled.as_text())
-        moving = tuple(each for each in found if not each.is_trivial)
+        program = CompiledProgram.parse(compiled.as_text())
+        moving = tuple(each for each in program.read() if not each.is_trivial)
         held = MemoryUse.of(compiled).device_bytes
-        return Figures(held, moving, compiled.compile_seconds)
+        cycles = program.estimated_cycles()
+        return Figures(held, moving, compiled.compile_seconds, cycles)
 
     @property
     def sent_bytes(self) -> float:
@@ -63,6 +67,7 @@ class Figures:
             wire_bytes(
                 cast("CollectiveKind", each.kind), each.total_bytes, len(each.groups[0])
             )
+            * (2 if each.by_all_reduce else 1)
             for each in self.collectives
         )
 
@@ -84,15 +89,16 @@ def table(columns: Sequence[str]) -> Callable[..., None]:
 
 
 def step_for(workload: BenchStep, target: str, method: str = PLANNED) -> Any:
-    """The parallelized step on all devices of `target`, such as 2x8xH100."""
+    """The parallelized step on all devices of `target`: 2x8xH100, or v5e:2x4."""
     import autopar
     from autopar.commands.plan_targets import parse_method
 
-    hosts, devices, _ = target.split("x", 2)
+    cluster = autopar.Cluster.preset(target)
+    hosts, devices = cluster.num_hosts, cluster.devices_per_host
     return autopar.parallelize(
         workload.step,
-        mesh=f"x:{devices}" if hosts == "1" else f"h:{hosts};x:{devices}",
-        cluster=autopar.Cluster.preset(target),
+        mesh=f"x:{devices}" if hosts == 1 else f"h:{hosts};x:{devices}",
+        cluster=cluster,
         method=None if method == PLANNED else parse_method(method),
     )
 

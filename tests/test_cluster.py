@@ -95,7 +95,9 @@ def test_every_preset_says_what_of_gradients_is_waited_for(kind: str) -> None:
 
 
 def test_the_presets_are_those_promised() -> None:
-    assert KINDS == sorted("A100 A100-80GB B200 CPU H100 H200 V100 v5e v5p v6e".split())
+    assert KINDS == sorted(
+        "A100 A100-80GB B200 CPU H100 H200 V100 tpu7x v4 v5e v5p v6e".split()
+    )
 
 
 def test_a_preset_is_hosts_by_devices_by_kind() -> None:

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 from autopar.audit.compiled_collectives import collectives_in_compiled
 from autopar.audit.lowered_collectives import collectives_in_lowered
 from autopar.audit.rewrites import executions
-from autopar.audit.trip_counts import _num_trips
+from autopar.audit.trip_counts import num_trips
 from autopar.sharding.collective import Collective
 from autopar.sharding.mesh import MeshShape
 
@@ -210,7 +210,7 @@ def test_trip_counts_are_those_of_the_loop_run(
     trips, counter = 0, start
     while tests[direction](counter, stop) and trips < 99:
         trips, counter = trips + 1, counter + step
-    found = _num_trips(start, stop, step, direction)
+    found = num_trips(start, stop, step, direction)
     # A counter that runs away, or starts behind its limit, is nobody's scan.
     assert found == trips or found is None and (trips in (0, 99) or step == 0)
 

@@ -14,8 +14,8 @@ import pytest
 
 import autopar
 from autopar.cli import main
-from autopar.errors import TargetError
-from autopar.targets import compilers
+from autopar.errors import InfeasiblePlanError, TargetError
+from autopar.targets import compile_service, compilers
 from autopar.targets.target import GpuSpec, Target, known_kinds
 
 X = jax.ShapeDtypeStruct((16, 8), jnp.float32)
@@ -67,7 +67,7 @@ def test_a_cluster_or_a_submesh_of_it_is_a_topology(
     assert dict(found.topology)["topology"] == topology
 
 
-@pytest.mark.parametrize("kind", known_kinds())
+@pytest.mark.parametrize("kind", known_kinds("cuda"))
 def test_each_kind_has_a_preset_and_about_its_memory(kind: str) -> None:
     cluster = autopar.Cluster.preset(f"1x8x{kind}")
     found = Target.of(cluster)
@@ -79,7 +79,9 @@ def test_each_kind_has_a_preset_and_about_its_memory(kind: str) -> None:
 @pytest.mark.parametrize(
     ("preset", "num_devices", "said"),
     [
-        ("1x8xv5e", None, "can be compiled for are V100, A100, .* has 'v5e'"),
+        ("1x8xCPU", None, "can be compiled for are V100, A100, .* has 'CPU'"),
+        ("3xv5e", None, "3xv5e has 3 devices, which no slice has; name .* 'v5e:2x4'"),
+        ("4*v5e:2x4", 12, "12 devices of 4\\*v5e:2x4 with 8 a slice are .* use 8"),
         ("2x8xH100", 12, "12 devices of 2x8xH100 with 8 a host are neither; use 8"),
         ("2x8xH100", 32, "32 devices of 2x8xH100"),
         ("1x8xH100+1x8xA100", None, "of one kind, .* has several; use Pipeline"),
@@ -119,8 +121,10 @@ def test_compilers_of_another_jax_are_none(folder: Path) -> None:
         plan_compiled(double, "1x8xH100", X)
 
 
-def test_a_device_without_a_compiler_is_not_compiled_for(installed: Path) -> None:
-    with pytest.raises(TargetError, match="can be compiled for are V100, .* 'v5e'"):
+def test_a_device_whose_compiler_is_not_installed_is_not_compiled_for(
+    installed: Path,
+) -> None:
+    with pytest.raises(TargetError, match="has none; run: autopar targets add tpu"):
         plan_compiled(double, "1x8xv5e", X)
 
 
@@ -140,6 +144,18 @@ def test_compilers_that_do_not_load_are_an_error_that_names_the_program(
         plan_compiled(double, "1x8xH100", X)
 
 
+def test_a_program_that_its_compiler_finds_too_large_is_infeasible(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: Any) -> dict[str, str]:
+        return {"error": "JaxRuntimeError: RESOURCE_EXHAUSTED: 56.16G of 15.75G."}
+
+    monkeypatch.setattr(compile_service._Child, "ask", ask)
+    said = "fit the .* of one device of 1x8xH100, .* 56.16G of 15.75G. Give a lower"
+    with pytest.raises(InfeasiblePlanError, match=said):
+        plan_compiled(double, "1x8xH100", X)
+
+
 def test_jax_itself_says_which_plugins_it_takes() -> None:
     plugin, runtime, assembler = compilers.requirements("cuda")
     version = metadata.version("jax")
@@ -147,6 +163,11 @@ def test_jax_itself_says_which_plugins_it_takes() -> None:
     assert runtime == plugin.replace("plugin", "pjrt")
     assert assembler == "nvidia-cuda-nvcc-cu12"
     assert "nvidia-cudnn-cu12" in compilers.requirements("cuda", cudnn=True)
+
+
+def test_jax_itself_says_which_libtpu_it_takes() -> None:
+    (wanted,) = compilers.requirements("tpu")
+    assert f'{wanted}; extra == "tpu"' in (metadata.requires("jax") or [])
 
 
 def test_a_jax_without_such_plugins_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +198,9 @@ def test_compilers_are_added_listed_and_removed(
     monkeypatch.setenv("COLUMNS", "200")
     commands = fake_pip(monkeypatch, 0)
     assert _run("targets") == 0
-    assert "not installed; run: autopar targets add cuda" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    for platform in compilers.PLATFORMS:
+        assert f"not installed; run: autopar targets add {platform}" in listed
     assert _run("targets", "add", "cuda") == 0
     found = compilers.folder_of("cuda")
     assert found is not None and (found / "plugin.py").exists()
@@ -203,7 +226,7 @@ def test_what_pip_cannot_install_leaves_nothing(
 
 @pytest.mark.parametrize("change", [compilers.add, compilers.remove])
 def test_an_unknown_platform_is_refused(folder: Path, change: Any) -> None:
-    with pytest.raises(TargetError, match="can be added for cuda, but got 'rocm'"):
+    with pytest.raises(TargetError, match="added for cuda, tpu, but got 'rocm'"):
         change("rocm")
 
 

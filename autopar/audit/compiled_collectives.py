@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from autopar.audit.compiled_values import ValueReader
 from autopar.audit.replica_groups import parse_groups
 from autopar.sharding.collective import (
     KINDS,
@@ -32,10 +33,13 @@ _RELEVANT = re.compile(
     r"all-|to-all|collective-|reduce-scatter|body=|to_apply=|calls=|_computations?="
 )
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*)$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
 _METADATA = re.compile(r", metadata=\{((?:[^{}\"]|\"(?:[^\"\\]|\\.)*\")*)\}")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_NO_ESTIMATE = 2**63 - 1
+_CONTROL = re.compile(r" (?:while|call|conditional)\(")
 _CALLED = re.compile(
     r"\b(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)"
 )
@@ -56,13 +60,25 @@ def collectives_in_compiled(text: str) -> tuple[Collective, ...]:
       ValueError: if the text has no entry computation, or spells groups or element
         types in an unknown way.
     """
-    return tuple(_Program.parse(text).read())
+    return tuple(CompiledProgram.parse(text).read())
+
+
+def collectives_on(num_devices: int, text: str) -> tuple[Collective, ...] | None:
+    """As `collectives_in_compiled`; None for a part of the devices, a slice of TPUs.
+
+    Each slice has a program, and what is between them is made of host transfers and
+    groups inside slices, which is not followed.
+    """
+    program = CompiledProgram.parse(text)
+    size = program.num_replicas * program.num_partitions
+    return tuple(program.read()) if size >= num_devices else None
 
 
 @dataclass(frozen=True)
 class _Instruction:
     """One line: what it makes, by which opcode, with which attributes."""
 
+    name: str
     result: str
     opcode: str
     rest: str
@@ -73,7 +89,7 @@ class _Instruction:
         found = _INSTRUCTION.match(line)
         if not found:
             return None
-        body = re.sub(r"/\*.*?\*/", "", found.group(1))
+        body = re.sub(r"/\*.*?\*/", "", found.group(2))
         result = _leading_type(body)
         opcode = _OPCODE.match(body, len(result) + 1)
         if not opcode:
@@ -82,6 +98,7 @@ class _Instruction:
         metadata = _METADATA.search(rest)
         name = re.search(r'op_name="([^"]*)"', metadata.group(1)) if metadata else None
         return cls(
+            found.group(1),
             result,
             opcode.group(1),
             _METADATA.sub("", rest, count=1),
@@ -95,7 +112,9 @@ class _Instruction:
     @property
     def is_async(self) -> bool:
         """Whether a collective is started, and waited for after other work."""
-        return self.opcode.endswith("-start") and '"is_sync":true' not in self.rest
+        is_split = '"async_collective_fusion_config"' in self.rest
+        is_started = self.opcode.endswith("-start")
+        return is_split or (is_started and '"is_sync":true' not in self.rest)
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -106,6 +125,17 @@ class _Instruction:
     def trip_count(self) -> int | None:
         found = re.search(r'"known_trip_count":\{"n":"?(\d+)', self.rest)
         return int(found.group(1)) if found else None
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether it goes on with a collective that another instruction has started.
+
+        XLA's compiler for TPUs writes one that runs beside others once more in each of
+        these, and where it ends.
+        """
+        return bool(
+            re.search(r'"async_collective_fusion_config":\{"flag_start":"\d', self.rest)
+        )
 
     def attribute(self, name: str) -> str:
         """The text from the value of an attribute on; empty where it is absent."""
@@ -129,7 +159,7 @@ class _Instruction:
 
 
 @dataclass(frozen=True)
-class _Program:
+class CompiledProgram:
     """The computations of one module by name, and the size of its device grid."""
 
     computations: Mapping[str, tuple[str, ...]]
@@ -138,7 +168,7 @@ class _Program:
     num_partitions: int
 
     @classmethod
-    def parse(cls, text: str) -> "_Program":
+    def parse(cls, text: str) -> "CompiledProgram":
         computations: dict[str, list[str]] = {}
         entry = name = ""
         for line in text.splitlines():
@@ -176,15 +206,52 @@ class _Program:
             for name, lines in self.computations.items()
         }
 
+    @cached_property
+    def values(self) -> ValueReader:
+        """Follows values to where they are made and read."""
+        return ValueReader(self.computations)
+
     def read(self) -> Iterator[Collective]:
         yield from self._walk(self.entry, Surroundings())
 
+    @cached_property
+    def is_tpu(self) -> bool:
+        """Whether it is for TPUs, whose layouts have tiles."""
+        entry = self.computations[self.entry]
+        return any(":T(" in line for line in entry)
+
+    def estimated_cycles(self) -> int:
+        """What XLA's compiler for TPUs estimates of the step's fusions, loops by trips.
+
+        It says nothing of the collectives.
+        """
+        return self._cycles(self.entry)
+
+    def _cycles(self, name: str) -> int:
+        total = 0
+        for line in self.computations.get(name, ()):
+            found = _CYCLES.search(line)
+            if found and int(found.group(1)) != _NO_ESTIMATE:
+                total += int(found.group(1))
+            if not _CONTROL.search(line) or not (made := _Instruction.parse(line)):
+                continue
+            if made.opcode == "while":
+                trips = self._trips(name, made)
+                total += (1 if trips is None else trips) * self._cycles(
+                    made.called_as("body")
+                )
+            elif made.opcode in ("call", "conditional"):
+                total += max(map(self._cycles, made.called), default=0)
+        return total
+
     def _walk(self, name: str, around: Surroundings) -> Iterator[Collective]:
         for instruction in self.instructions.get(name, ()):
+            if instruction.is_continued:
+                continue
             if instruction.collective_kind:
-                yield from self._collectives(instruction, around)
+                yield from self._collectives(name, instruction, around)
             elif instruction.opcode == "while":
-                yield from self._walk_loop(instruction, around)
+                yield from self._walk_loop(name, instruction, around)
             elif not instruction.opcode.endswith(("-done", "-update")):
                 is_branch = instruction.opcode == "conditional"
                 inside = around.in_branch() if is_branch else around
@@ -192,24 +259,32 @@ class _Program:
                     yield from self._walk(called, inside)
 
     def _walk_loop(
-        self, loop: _Instruction, around: Surroundings
+        self, name: str, loop: _Instruction, around: Surroundings
     ) -> Iterator[Collective]:
-        trips = loop.trip_count
+        trips = self._trips(name, loop)
+        condition, body = loop.called_as("condition"), loop.called_as("body")
         # The condition is tested once more than the body runs.
         tests = around.in_loop(None if trips is None else trips + 1)
-        yield from self._walk(loop.called_as("condition"), tests)
+        yield from self._walk(condition, tests)
         if trips != 0:
-            yield from self._walk(loop.called_as("body"), around.in_loop(trips))
+            yield from self._walk(body, around.in_loop(trips))
+
+    def _trips(self, name: str, loop: "_Instruction") -> int | None:
+        operand = re.match(r"%?([\w.\-]+)\)", loop.rest)
+        if loop.trip_count is not None or operand is None:
+            return loop.trip_count
+        condition, body = loop.called_as("condition"), loop.called_as("body")
+        return self.values.trip_count(name, operand.group(1), condition, body)
 
     def _collectives(
-        self, instruction: _Instruction, around: Surroundings
+        self, name: str, instruction: _Instruction, around: Surroundings
     ) -> Iterator[Collective]:
         kind = instruction.collective_kind
         assert kind, f"{instruction.opcode} is no collective."
         is_permute = kind == "collective_permute"
-        name = "source_target_pairs" if is_permute else "replica_groups"
+        attribute = "source_target_pairs" if is_permute else "replica_groups"
         groups = device_groups(
-            parse_groups(instruction.attribute(name)),
+            parse_groups(instruction.attribute(attribute)),
             kind=kind,
             has_channel=bool(instruction.attribute("channel_id")),
             has_global_ids="use_global_device_ids=true" in instruction.rest,
@@ -221,20 +296,45 @@ class _Program:
         if kind == "all_to_all" and not instruction.attribute("dimensions"):
             # This form makes a tuple with one piece from each device of the group.
             arrays = [(arrays[0][0], sum(num_bytes for _, num_bytes in arrays))]
-        for dtype, num_bytes in arrays:
+        for index, (dtype, num_bytes) in enumerate(arrays):
+            meant = kind
+            if kind == "all_reduce" and reduction in ("sum", "or"):
+                meant, num_bytes = self._meant(name, instruction, index, len(groups[0]))
             yield Collective(
-                kind,
+                meant,
                 groups,
                 dtype,
                 num_bytes,
                 around.count,
-                reduction,
+                "" if meant == "all_gather" else reduction,
                 instruction.source,
                 around.conditional,
                 around.unbounded,
                 instruction.is_async,
                 len(arrays),
+                meant != kind,
+                self.is_tpu,
             )
+
+    def _meant(
+        self, name: str, instruction: _Instruction, index: int, size: int
+    ) -> tuple[str, int]:
+        """The kind that an all-reduce of groups of `size` stands for, and its bytes.
+
+        A small gather may be the sum of its pieces in zeros, and a small reduce-scatter
+        a sum of which each device reads its slice.
+        """
+        arrays = list(instruction.result_arrays())
+        whole = arrays[index][1]
+        if self.values.is_of_pieces(name, instruction.name, index):
+            return "all_gather", whole
+        element = index if instruction.result.startswith("(") else None
+        read = self.values.slice_read(name, instruction.name, element)
+        for dtype, dims in _ARRAY.findall(read or ""):
+            part = array_bytes(dtype, [int(dim) for dim in dims.split(",") if dim])[1]
+            if part * size == whole:
+                return "reduce_scatter", part
+        return "all_reduce", whole
 
     def _reduction(self, computation: str) -> str:
         opcodes = (

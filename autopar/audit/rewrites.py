@@ -1,10 +1,12 @@
 """Names what a compiler did to the planned collectives of one kind and group.
 
 widen             a narrow type is sent as a wider one (bfloat16 as float32 on CPU)
-narrow            a value is moved, not reduced, before it is converted to a wider type
+narrow            a value is moved before it is converted to a wider type; it is
+                  reduced so only for TPUs, where what products read is rounded anyway
 combine           pieces of a type sent as one; what is equal may go before
 hoist             moved out of a loop, so it runs less often
 dedup             an equal collective stays: equal operands, or sums added first
+sum               a small gather or reduce-scatter is written as an all-reduce
 constant or dead  gone without a trace: its value is known, or nobody reads it
 fold              sums over one group, then another, sent as one (see `folds.py`)
 
@@ -53,10 +55,12 @@ def compare(
     rewrites = [*rewrites]
     for ((dtype, num_bytes), wide), times in narrowed.items():
         rewrites.append(f"widen: {times} x {num_bytes:,} B {dtype} sent as {wide}")
+    if summed := executions(each for each in compiled if each.by_all_reduce):
+        rewrites.append(f"sum: {in_words(summed)} by all_reduce")
     gone, new = wanted - seen, seen - wanted
     if total(seen) > total(wanted):
         return Comparison((*rewrites, "more bytes than planned"), False)
-    if not any(each.reduction for each in compiled):
+    if all(each.may_round or not each.reduction for each in compiled):
         for (wide, narrow), times in _converted(gone, new, _is_narrower).items():
             gone[wide] -= times
             new[narrow] -= times

@@ -12,7 +12,7 @@ from typing import Any
 
 # Operations that hand operand i on as result i.
 _TRANSPARENT = ("stablehlo.convert", "stablehlo.optimization_barrier")
-_MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
+MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
 _CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 
 # MLIR's Python classes live in jaxlib; the objects reached from a public
@@ -54,7 +54,7 @@ class TripCounter:
         )
         if _argument(counter, condition) is None:
             counter, limit = limit, counter
-            direction = _MIRRORED.get(direction, direction)
+            direction = MIRRORED.get(direction, direction)
         index = _argument(counter, condition)
         if index is None:
             return None
@@ -63,7 +63,7 @@ class TripCounter:
         step = self._step(terminator_of(body).operands[index], body, index, scope)
         if start is None or stop is None or step is None:
             return None
-        return _num_trips(start, stop, step, direction)
+        return num_trips(start, stop, step, direction)
 
     def _step(
         self, value: Value, body: Block, index: int, scope: Scope | None
@@ -146,7 +146,7 @@ def _constant(value: Value) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def _num_trips(start: int, stop: int, step: int, direction: str) -> int | None:
+def num_trips(start: int, stop: int, step: int, direction: str) -> int | None:
     """How often a counter passes its test; None if that is not counting to a limit."""
     if direction == "NE":
         is_hit = (
@@ -154,7 +154,7 @@ def _num_trips(start: int, stop: int, step: int, direction: str) -> int | None:
         )
         return (stop - start) // step if is_hit else None
     is_upwards = direction in ("LT", "LE")
-    if direction not in _MIRRORED or step == 0 or is_upwards != (step > 0):
+    if direction not in MIRRORED or step == 0 or is_upwards != (step > 0):
         return None
     if direction in ("LE", "GE"):
         stop += 1 if is_upwards else -1

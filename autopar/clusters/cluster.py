@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from autopar.clusters.hardware import (
     AxisLink,
     Device,
@@ -24,8 +22,15 @@ from autopar.clusters.hardware import (
     check_integer,
     check_positive,
 )
+from autopar.clusters.ici import SLICES, SliceShape, standard_shape
 from autopar.clusters.joined import JoinedFile, join_clusters
-from autopar.clusters.preset_names import check_one_host, read_preset_name
+from autopar.clusters.links import link_over
+from autopar.clusters.preset_names import (
+    check_one_host,
+    read_preset_name,
+    read_slice_name,
+    slice_fields,
+)
 from autopar.clusters.ray_hosts import OnFailure
 from autopar.clusters.ray_hosts import RayHosts as RayHosts
 from autopar.clusters.toml_table import build, check_fields, read_toml, table_at
@@ -59,6 +64,8 @@ class Cluster:
         operand or the sum of a product may go around devices in parts (collective
         matmul). It pays where a compiler sends while it multiplies.
       ray_hosts: the Ray hosts that run its programs; this process, if None.
+      ici: the chips of a slice of TPUs along each axis of their interconnect, where a
+        host is one slice; empty: see `slice_shape`.
       parts: clusters of equal hosts, where it has several kinds; all else is then what
         the least of them has (`joined.py`).
 
@@ -80,6 +87,7 @@ class Cluster:
     visible_fraction: float = 1.0
     overlaps: bool = False
     parts: tuple["Cluster", ...] = ()
+    ici: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_integer("num_hosts", self.num_hosts)
@@ -96,6 +104,20 @@ class Cluster:
     def num_devices(self) -> int:
         """Number of devices in all."""
         return self.num_hosts * self.devices_per_host
+
+    @property
+    def slice_shape(self) -> SliceShape | None:
+        """The slices that TPUs are in; None for others, and for an unusual number.
+
+        Hosts joined by the links of their devices are one slice in the standard shape,
+        else each is one.
+        """
+        kind, is_one = self.device.kind, self.network_link == self.host_link
+        if self.parts or kind not in SLICES:
+            return None
+        number = self.num_devices if is_one else self.devices_per_host
+        chips = self.ici or standard_shape(kind, number)
+        return SliceShape(kind, chips) if chips else None
 
     @classmethod
     def local(cls) -> "Cluster":
@@ -138,7 +160,9 @@ class Cluster:
         Args:
           name: hosts x devices of each host x kind: `"8x8xH100"`; `"8xH100"` is one
             host and `"H100"` one host as it is sold; `"2x8xH100+2x8xA100"` has both. A
-            host of more GPUs than are sold is written in full: `"1x72xB200"`.
+            host of more GPUs than are sold is written in full: `"1x72xB200"`. A slice
+            of TPUs is its kind and the chips along each axis of its interconnect,
+            `"v5e:16x16"`; `"4*v5e:16x16"` has four, each of which counts as a host.
 
         Raises:
           ValueError: the name is malformed, the kind unknown, or one host too large.
@@ -147,6 +171,11 @@ class Cluster:
             parts = [cls.preset(part) for part in name.split("+")]
             return join_clusters(parts, name.strip())
         kinds = tuple(sorted(path.stem for path in _PRESETS.glob("*.toml")))
+        if ":" in name:
+            shape, slices = read_slice_name(name)
+            table = read_toml(_PRESETS / f"{shape.kind}.toml")
+            fields = slice_fields(table, shape, slices)
+            return _from_table(table | fields, f"cluster preset {name}")
         kind, hosts, devices = read_preset_name(name, kinds)
         table = read_toml(_PRESETS / f"{kind}.toml")
         if hosts is None:
@@ -241,10 +270,12 @@ class Cluster:
     def link(self, mesh: MeshShape, axes: Iterable[str]) -> AxisLink:
         """The link that a collective over some mesh axes uses.
 
-        The mesh's devices are the cluster's first ones, in row-major order. Groups that
-        stay in a host use its link. Of a group that leaves hosts one ring edge crosses
-        each host's cards, so these are shared by as many rings as leave the host: the
-        groups of the other axes inside it. In an all_to_all every device of a group
+        The mesh's devices are the cluster's first ones, in row-major order; in
+        slices of TPUs axes are laid along those of the interconnect (`slice_shape`),
+        and a group uses the links of those that it lies along. Groups that stay in a
+        host use its link. Of a group that leaves hosts one ring edge crosses each
+        host's cards, so these are shared by as many rings as leave the host: the groups
+        of the other axes inside it. In an all_to_all every device of a group
         sends to all its devices on other hosts.
 
         Args:
@@ -254,53 +285,7 @@ class Cluster:
         Raises:
           ValueError: an unknown axis, or a mesh of more devices than the cluster has.
         """
-        if mesh.size > self.num_devices:
-            raise ValueError(
-                f"a mesh cannot hold more devices than its cluster, but {mesh} needs "
-                f"{mesh.size} and {self.name} has {self.num_devices}; use smaller axes."
-            )
-        groups = np.array(mesh.groups(axes))
-        hosts = groups // self.devices_per_host
-        leaves = (hosts != hosts[:, :1]).any(axis=1)
-        within, between = self.host_link, self.network_link
-        exchange = None
-        if not leaves.any():
-            alpha_seconds = within.alpha_seconds
-            seconds_per_byte = within.seconds_per_byte
-        else:
-            rings_by_host = np.zeros(self.num_hosts, int)
-            for row in hosts[leaves]:
-                rings_by_host[np.unique(row)] += 1
-            share = int(rings_by_host.max()) / self.devices_per_host
-            seconds_per_byte = share * between.seconds_per_byte
-            alpha_seconds = between.alpha_seconds
-            if any(len(np.unique(row)) < len(row) for row in hosts):
-                alpha_seconds = max(alpha_seconds, within.alpha_seconds)
-                seconds_per_byte = max(seconds_per_byte, within.seconds_per_byte)
-            exchange = self._exchange_seconds_per_byte(hosts)
-        factors = (between if leaves.any() else within).factors
-        return AxisLink(
-            *(groups.shape[1], alpha_seconds, seconds_per_byte),
-            *(self.launch_seconds, factors, exchange),
-        )
-
-    def _exchange_seconds_per_byte(self, hosts: np.ndarray) -> float:
-        """Seconds for each byte that a device sends in an all_to_all between hosts.
-
-        `hosts` [groups, group size] has each device's host. Of n devices, k on a host,
-        each of the k sends (n - k) / (n - 1) of its bytes out of the host, through the
-        cards that all groups on it share, and (k - 1) / (n - 1) to the others inside.
-        """
-        num_groups, size = hosts.shape
-        here = np.zeros((num_groups, self.num_hosts))
-        np.add.at(here, (np.arange(num_groups)[:, None], hosts), 1)
-        out = float((here * (size - here)).sum(axis=0).max()) / self.devices_per_host
-        inside = float(here.max()) - 1
-        seconds = (
-            out * self.network_link.seconds_per_byte,
-            inside * self.host_link.seconds_per_byte,
-        )
-        return max(seconds) / (size - 1)
+        return link_over(self, mesh, axes)
 
     def __str__(self) -> str:
         return (
@@ -368,6 +353,7 @@ def _from_table(table: Mapping[str, Any], where: str) -> Cluster:
         )
     device = {**table_at(table, "device", where)}
     device["jax_kinds"] = tuple(device.get("jax_kinds", ()))
+    table["ici"] = tuple(table.get("ici", ()))
     network = {**table_at(table, "network_link", where)}
     if "host_bandwidth" in network:
         if "bandwidth" in network:

@@ -31,6 +31,7 @@ def to_toml(cluster: Cluster, comment: str = "", *, is_part: bool = False) -> st
         _field("kernel_seconds", cluster.kernel_seconds),
         _field("visible_fraction", cluster.visible_fraction),
         *([_field("overlaps", True)] if cluster.overlaps else []),
+        *([_field("ici", cluster.ici)] if cluster.ici else []),
         *_device(cluster.device),
         *_link("host_link", cluster.host_link),
     ]

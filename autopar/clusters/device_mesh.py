@@ -49,6 +49,9 @@ def device_mesh(
                 f"{len(available)}; use a smaller mesh, or plan only with "
                 f"step.plan(...), which needs no devices."
             )
+        slices = cluster.slice_shape
+        if slices is not None:
+            available = slices.laid_out(available, shape.axis_sizes)
         devices = np.array(available[: shape.size]).reshape(shape.axis_sizes)
     return Mesh(devices, shape.axis_names, axis_types=auto)
 

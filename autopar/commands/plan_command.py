@@ -235,6 +235,7 @@ def plan(
     if isinstance(made.compiled, CompiledFigures):
         for _, audit in made.compiled.audits:
             audit.raise_if_wrong()
+        made.compiled.check_fits()
 
 
 def _check(console: Console, made: Plan, kept: Plan, tolerance: float) -> None:

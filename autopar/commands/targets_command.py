@@ -32,7 +32,7 @@ def show(context: typer.Context) -> None:
             words = f"not installed; run: autopar targets add {platform}"
         else:
             words = str(found.folder or "in this environment")
-        print(f"{platform}: {words}\n  for {', '.join(known_kinds())}")
+        print(f"{platform}: {words}\n  for {', '.join(known_kinds(platform))}")
 
 
 @targets.command()

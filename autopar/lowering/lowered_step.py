@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from ..audit.audit import Audit, MemoryUse, audit
-from ..audit.compiled_collectives import collectives_in_compiled
+from ..audit.compiled_collectives import collectives_on
 from ..audit.lowered_collectives import collectives_in_lowered
 from ..frontend.calls import open_call
 from ..frontend.constant_leaves import ResultTree
@@ -113,7 +113,7 @@ class Compiled:
         return audit(
             sharding.collectives,
             collectives_in_lowered(self.lowered.program.lower()),
-            collectives_in_compiled(self.as_text()),
+            collectives_on(sharding.mesh.size, self.as_text()),
             memory=MemoryUse.of(self.compiled, self.lowered.program.host_bytes),
             num_devices=sharding.mesh.size,
             mesh=sharding.mesh,

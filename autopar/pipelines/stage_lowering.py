@@ -11,7 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from ..audit.audit import Audit, MemoryUse, audit
-from ..audit.compiled_collectives import collectives_in_compiled
+from ..audit.compiled_collectives import collectives_on
 from ..audit.lowered_collectives import collectives_in_lowered
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import TensorType
@@ -50,7 +50,7 @@ class LoweredPiece:
         return audit(
             plan.collectives,
             collectives_in_lowered(self.program.lower()),
-            collectives_in_compiled(compiled.as_text() or ""),
+            collectives_on(plan.mesh.size, compiled.as_text() or ""),
             num_devices=plan.mesh.size,
             mesh=plan.mesh,
             memory=MemoryUse.of(compiled, self.program.host_bytes),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import floor
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from ..audit.audit import Audit
+from ..errors import InfeasiblePlanError
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,14 @@ class CompiledFigures:
       audits: by the name of a program, its collectives and memory beside the plan's.
       compile_seconds: what compiling took, also where kept programs were found; 0 for
         devices of this process.
+      memory_bytes: what one device holds; 0 for those of this process, whose compiler
+        refuses what is larger itself.
     """
 
     target: str
     audits: tuple[tuple[str, Audit], ...]
     compile_seconds: float
+    memory_bytes: int = 0
 
     @property
     def ok(self) -> bool:
@@ -36,6 +41,27 @@ class CompiledFigures:
         """What the largest program holds on a device."""
         found = (audit.memory for _, audit in self.audits)
         return max((memory.device_bytes for memory in found if memory), default=0)
+
+    def check_fits(self) -> None:
+        """Checks that the programs fit their devices, which not all compilers do.
+
+        Raises:
+          InfeasiblePlanError: one does not.
+        """
+        for name, audit in self.audits:
+            held = audit.memory.device_bytes if audit.memory else 0
+            if not self.memory_bytes or held <= self.memory_bytes:
+                continue
+            ratio = held / (audit.predicted_bytes or held)
+            budget = floor(self.memory_bytes / ratio)
+            raise InfeasiblePlanError(
+                f"A program must fit the {self.memory_bytes:,} B of one device of "
+                f"{self.target}, but {name or 'the step'} takes {held:,} B as "
+                f"compiled, {ratio:.2f} of what was predicted; give "
+                f"memory_budget={budget} (--budget {budget}), for which what else fits "
+                f"is looked for, more devices, or a smaller batch.",
+                held,
+            )
 
     def named(self) -> CompiledFigures:
         """The same, each program named with the devices that it is compiled for."""

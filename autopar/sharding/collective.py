@@ -55,6 +55,10 @@ class Collective:
       is_async: of a compiled program: other work may run while it does.
       num_combined: how many pieces one operation of a compiled program sends together,
         of which this is one.
+      by_all_reduce: of a compiled program: written as an all_reduce, which sends twice
+        as much.
+      may_round: of a compiled program for TPUs: what is only read in a narrower type,
+        as products read float32, may be reduced in that.
     """
 
     kind: str
@@ -68,6 +72,8 @@ class Collective:
     unbounded: bool = field(default=False, compare=False)
     is_async: bool = field(default=False, compare=False)
     num_combined: int = field(default=1, compare=False)
+    by_all_reduce: bool = field(default=False, compare=False)
+    may_round: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -21,7 +21,8 @@ def compile_request(request: dict[str, Any], topologies: dict[Any, Any]) -> Any:
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
     names, sizes = request["axis_names"], request["axis_sizes"]
-    devices = np.array(topologies_of(request, topologies))[: int(np.prod(sizes))]
+    devices = np.empty(int(np.prod(sizes)), object)
+    devices[:] = devices_of(request, topologies)[: len(devices)]
     kinds = (AxisType.Auto,) * len(names)
     mesh = Mesh(devices.reshape(sizes), names, axis_types=kinds)
 
@@ -58,15 +59,22 @@ def compile_request(request: dict[str, Any], topologies: dict[Any, Any]) -> Any:
     }
 
 
-def topologies_of(request: dict[str, Any], known: dict[Any, Any]) -> Any:
-    """The devices of a request's topology, in order."""
+def devices_of(request: dict[str, Any], known: dict[Any, Any]) -> list[Any]:
+    """The devices of a request's topology in order, those of TPUs at its places."""
     from jax.experimental.topologies import get_topology_desc
 
     key = request["platform"], request["topology"]
     if key not in known:
         described = get_topology_desc(platform=key[0], **dict(request["topology"]))
         known[key] = described.devices
-    return known[key]
+    if request["places"] is None:
+        return known[key]
+    at = {}
+    for device in known[key]:
+        slice_number = getattr(device, "slice_index", None) or 0
+        chip = tuple(device.coords)[: len(request["places"][0]) - 2]
+        at[slice_number, *chip, device.core_on_chip] = device
+    return [at[tuple(place)] for place in request["places"]]
 
 
 def main() -> None:

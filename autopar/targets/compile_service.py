@@ -28,13 +28,20 @@ from typing import Any, NoReturn
 import jax
 
 from ..cache_folder import cache_folder, store_file
-from ..errors import TargetError
+from ..errors import InfeasiblePlanError, TargetError
 from .compilers import Compilers, needed
 from .target import Target
 
 # Without a device nothing can be timed, and Triton's products cannot be chosen untimed.
-_FLAGS = {"cuda": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false"}
-_USERS_FLAGS = {"cuda": "--xla_gpu_"}
+_FLAGS = {"cuda": ["--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false"]}
+_USERS_FLAGS = {"cuda": ("XLA_FLAGS", "--xla_gpu_"), "tpu": ("LIBTPU_INIT_ARGS", "--")}
+# Or libtpu asks a server that only machines with TPUs have what they are.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 _CHILD = Path(__file__).parent / "compile_child.py"
 _MOST_KEPT = 256
 _log = logging.getLogger("autopar")
@@ -107,6 +114,7 @@ def compile_for(
 
     Raises:
       TargetError: the compilers are not installed, or refuse the program.
+      InfeasiblePlanError: they refuse it as too large for a device.
       TimeoutError: it took longer than `limit_seconds`.
     """
     compilers = needed(target.platform)
@@ -122,10 +130,17 @@ def compile_for(
         sent = vars(request) | {
             "platform": target.platform,
             "topology": target.topology,
+            "places": target.places(request.axis_sizes),
             "options": dict(request.options),
         }
         _log.info("compiling %s for %s", request.name, target)
         reply = _child(compilers).ask(sent, limit_seconds)
+        if "RESOURCE_EXHAUSTED" in reply.get("error", ""):
+            raise InfeasiblePlanError(
+                f"{request.name} must fit the {target.memory_bytes:,} B of one device "
+                f"of {target}, but its compiler says: {reply['error']} Give a lower "
+                f"memory_budget (--budget), more devices, or a smaller batch."
+            )
         if "error" in reply:
             raise TargetError(
                 f"{request.name} must compile for {target}, but its compiler says: "
@@ -143,16 +158,18 @@ def _kept(target: Target, request: Request) -> Path | None:
     if folder is None:
         return None
     flags = _flags(target.platform)
-    text = repr((jax.__version__, flags, target, vars(request)))
+    places = target.places(request.axis_sizes)
+    text = repr((jax.__version__, flags, target, places, vars(request)))
     digest = hashlib.sha256(text.encode()).hexdigest()[:40]
     return folder / "compiled" / f"{digest}.json.gz"
 
 
 def _flags(platform: str) -> str:
     """What the child's XLA is told: what absent devices take, then the user's own."""
-    own = os.environ.get("XLA_FLAGS", "").split()
-    start = _USERS_FLAGS[platform]
-    return " ".join([_FLAGS[platform], *(f for f in own if f.startswith(start))])
+    variable, start = _USERS_FLAGS[platform]
+    own = os.environ.get(variable, "").split()
+    flags = [*_FLAGS.get(platform, ()), *(f for f in own if f.startswith(start))]
+    return " ".join(flags)
 
 
 @cache
@@ -211,12 +228,15 @@ class _Child:
         return json.loads(process.stdout.read(int.from_bytes(length)))
 
     def _started(self) -> Any:
+        platform = self._compilers.platform
         paths = [*self._compilers.paths(), *(path for path in sys.path if path)]
         environment = {
             **os.environ,
+            **_ENVIRONMENT,
             "PYTHONPATH": os.pathsep.join(paths),
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": _flags(self._compilers.platform),
+            "XLA_FLAGS": "",
+            _USERS_FLAGS[platform][0]: _flags(platform),
             "TF_CPP_MIN_LOG_LEVEL": "2",
             "JAX_ENABLE_COMPILATION_CACHE": "false",
             "JAX_ENABLE_X64": "true",  # exported programs say themselves what is wide

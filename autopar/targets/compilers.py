@@ -23,11 +23,11 @@ from ..cache_folder import base_folder
 from ..errors import TargetError
 
 VARIABLE = "AUTOPAR_TARGETS"
-PLATFORMS = ("cuda",)
+PLATFORMS = ("cuda", "tpu")
 _PTXAS = "nvidia-cuda-nvcc-cu12"
 _CUDNN = "nvidia-cudnn-cu12"
-_JAX_EXTRA = "cuda12-local"
-_PLUGIN = "jax_plugins.xla_cuda12"
+_EXTRAS = {"cuda": ("cuda12-local", "jax-cuda12-plugin"), "tpu": ("tpu", "libtpu")}
+_MODULES = {"cuda": "jax_plugins.xla_cuda12", "tpu": "libtpu"}
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def find(platform: str) -> Compilers | None:
     if folder is not None and folder.is_dir():
         return Compilers(platform, folder)
     try:
-        is_here = find_spec(_PLUGIN) is not None
+        is_here = find_spec(_MODULES[platform]) is not None
     except ModuleNotFoundError:
         is_here = False
     return Compilers(platform, None) if is_here else None
@@ -119,15 +119,18 @@ def remove(platform: str) -> tuple[Path, ...]:
 
 def requirements(platform: str, *, cudnn: bool = False) -> Sequence[str]:
     """What pip installs: the plugins that jax itself names for its version."""
-    pattern = re.compile(rf'(jax-cuda12-plugin)(\S+); extra == "{_JAX_EXTRA}"')
+    extra, package = _EXTRAS[platform]
+    pattern = re.compile(rf'({package})(\S+); extra == "{extra}"')
     for text in metadata.requires("jax") or ():
         if found := pattern.fullmatch(text):
             name, versions = found.groups()
+            if platform == "tpu":
+                return [name + versions]
             pjrt = name.replace("plugin", "pjrt")
             wanted = [name + versions, pjrt + versions, _PTXAS]
             return [*wanted, *([_CUDNN] if cudnn else [])]
     raise NotImplementedError(
-        f"Compilers for {platform} come with jax's extra {_JAX_EXTRA!r}, which jax "
+        f"Compilers for {platform} come with jax's extra {extra!r}, which jax "
         f"{_jax_version()} does not have; use jax 0.10 or 0.11."
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from ..clusters.cluster import Cluster
+from ..clusters.ici import SLICES, SliceShape
 from ..errors import TargetError
 from .compilers import find, needed
 
@@ -39,18 +40,20 @@ class Target:
 
     Attributes:
       platform: `cuda` or `tpu`.
-      name: hosts x devices of each host x kind.
+      name: hosts x devices of each host x kind, or slices of TPUs.
       num_devices: number of devices in all.
       topology: arguments of `jax.experimental.topologies.get_topology_desc`, besides
         the platform.
       memory_bytes: what one device holds.
+      slice_shape: that of TPUs.
     """
 
     platform: str
     name: str
     num_devices: int
-    topology: tuple[tuple[str, str], ...]
+    topology: tuple[tuple[str, Any], ...]
     memory_bytes: int
+    slice_shape: SliceShape | None = None
 
     @staticmethod
     def of(cluster: Cluster, num_devices: int | None = None) -> Target:
@@ -61,7 +64,7 @@ class Target:
 
         Raises:
           TargetError: there is no compiler for the cluster's devices, or the devices
-            are a part of one host and whole ones besides.
+            are a part of one host, or of one slice, and whole ones besides.
         """
         if cluster.parts:
             raise TargetError(
@@ -76,6 +79,8 @@ class Target:
                 f"{cluster.name} has {kind!r}; name one of these as `kind` in its file "
                 f"if it is such a device."
             )
+        if kind in SLICES:
+            return _of_slices(cluster, count)
         within = min(count, cluster.devices_per_host)
         hosts, left = divmod(count, within)
         if left or count > cluster.num_devices:
@@ -90,8 +95,47 @@ class Target:
         topology = ("target_config", spec.as_proto()), ("topology", shape)
         return Target("cuda", name, count, topology, spec.device_memory_size)
 
+    def places(self, sizes: Sequence[int]) -> list[list[int]] | None:
+        """Slice, coordinates and core of each device of a mesh; None: as they come."""
+        if self.slice_shape is None:
+            return None
+        inside = self.slice_shape.places(sizes).tolist()
+        number, size = self.num_devices, self.slice_shape.size
+        return [[device // size, *inside[device % size]] for device in range(number)]
+
     def __str__(self) -> str:
         return self.name
+
+
+def _of_slices(cluster: Cluster, count: int) -> Target:
+    shape = cluster.slice_shape
+    if shape is None:
+        raise TargetError(
+            f"TPUs are compiled for in the shape of a slice, but {cluster.name} has "
+            f"{cluster.num_devices} devices, which no slice has; name slices, such as "
+            f"'{cluster.device.kind}:2x4'."
+        )
+    slices, left = divmod(count, shape.size)
+    if (slices and left) or count > cluster.num_devices:
+        raise TargetError(
+            f"A mesh takes a part of one slice or whole slices of its cluster, but "
+            f"{count} devices of {cluster.name} with {shape.size} a slice are neither; "
+            f"use {max(slices, 1) * shape.size} devices."
+        )
+    kind, chips = shape.kind, shape.chips
+    topology: dict[str, Any] = {"topology_name": str(shape)}
+    if slices > 1:
+        topology["num_slices"] = slices
+    if any(length % most for length, most in zip(chips, (2, 2), strict=False)):
+        # Slices that are a part of a host, or whose sides are odd.
+        within = (2 - length % 2 for length in (*chips, 1)[:2])
+        topology["chips_per_host_bounds"] = (*within, 1)
+    if kind == "v4":
+        topology["chip_config_name"] = "megacore"  # a chip is one device
+    name = f"{slices}*{shape}" if slices > 1 else str(shape)
+    name = name if slices else f"{count} of {shape}"
+    memory = cluster.device.memory_bytes
+    return Target("tpu", name, count, tuple(topology.items()), memory, shape)
 
 
 @dataclass(frozen=True)
@@ -163,7 +207,7 @@ def is_compiled_elsewhere(cluster: Cluster, mesh: object) -> bool:
     kinds = {part.device.kind for part in cluster.parts or (cluster,)}
     if not kinds.issubset(known_kinds()) or Cluster.local().device.kind in kinds:
         return False
-    return find("cuda") is not None
+    return all(find(platform_of(kind)) is not None for kind in kinds)
 
 
 def check_compilable(cluster: Cluster | None, mesh: object) -> None:
@@ -194,9 +238,15 @@ def why_modelled(cluster: Cluster, mesh: object) -> str:
     return ""
 
 
-def known_kinds() -> tuple[str, ...]:
-    """The kinds of devices that can be compiled for."""
-    return tuple(_specs())
+def known_kinds(platform: str | None = None) -> tuple[str, ...]:
+    """The kinds of devices that can be compiled for, by one platform's compiler."""
+    kinds = (*_specs(), *SLICES)
+    return tuple(k for k in kinds if platform in (None, platform_of(k)))
+
+
+def platform_of(kind: str) -> str:
+    """The platform of one of the known kinds."""
+    return "tpu" if kind in SLICES else "cuda"
 
 
 @cache

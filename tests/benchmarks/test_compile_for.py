@@ -46,6 +46,8 @@ def test_a_wrong_audit_fails_and_is_told_in_words(
 def test_bytes_sent_are_those_of_rings() -> None:
     assert Figures(0, (SUM,), 0).sent_bytes == pytest.approx(2 * 7 / 8 * 800 * 3)
     assert Figures(0, (SUM, GATHER), 0).sent_bytes == pytest.approx(4200 + 700)
+    summed = replace(GATHER, by_all_reduce=True)
+    assert Figures(0, (summed,), 0).sent_bytes == pytest.approx(2 * 700)
 
 
 def test_a_program_is_worse_if_it_takes_or_sends_more_as_printed() -> None:
@@ -56,6 +58,8 @@ def test_a_program_is_worse_if_it_takes_or_sends_more_as_printed() -> None:
     assert more == "takes 2,100,000 B, and 2,000,000 B by jit"
     large = replace(SUM, bytes=100_000)
     assert why_worse(replace(quiet, collectives=(large,)), quiet).startswith("sends")
+    slower = why_worse(replace(quiet, cycles=200_000), quiet)
+    assert slower == "takes 200,000 cycles, and 0 cycles by jit"
 
 
 def test_thirteen_models_are_compiled_and_six_beside_jit() -> None:

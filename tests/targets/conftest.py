@@ -1,4 +1,4 @@
-"""What is compiled for GPUs that are not here: skipped where their compiler is not.
+"""What is compiled for devices that are not here: skipped where no compiler is.
 
 `make test-targets` sets AUTOPAR_TARGETS, and then it is an error if it is missing.
 """
@@ -34,10 +34,11 @@ def counted() -> Iterator[None]:
     log.setLevel(level)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def compiler(counted: None) -> None:
-    if compilers.find("cuda") is None:
-        pytest.skip("no compiler for cuda is installed: make test-targets")
+@pytest.fixture(autouse=True, scope="module")
+def compiler(counted: None, request: pytest.FixtureRequest) -> None:
+    platform = getattr(request.module, "PLATFORM", "cuda")
+    if compilers.find(platform) is None:
+        pytest.skip(f"no compiler for {platform} is installed: make test-targets")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

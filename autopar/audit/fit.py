@@ -1,0 +1,177 @@
+"""Compile in the loop: a plan within a budget is believed once its program is compiled.
+
+The predicted peak is a model of the compiler's. Where a program needs more than its
+budget, the model's error on it is taken for that on its neighbours: the budget of the
+search is lowered by it, three times at most. Where nothing is predicted to fit, the
+plan that needs the least is compiled: if its program fits, the budget of the search is
+raised by its error. What a plan says of its memory is the model's figure times the
+errors seen before it; it is never read back from its own program.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+import jax
+
+from ..clusters.cluster import Cluster
+from ..errors import InfeasiblePlanError
+from ..lowering.programs import SpmdProgram
+from ..options import Options
+from ..planner.memory_budget import NO_BUDGET
+from ..planner.memory_users import OTHER_REMEDIES
+from ..planner.planning import Planned
+from ..planner.shared_plan import plan_together
+from ..plans.parallel_plan import Plan
+from .memory_use import MemoryUse
+
+MOST_CORRECTIONS = 3
+NEAR = 0.5
+"""Plans predicted at less than this part of the budget need no compiling."""
+
+MOST_ABOVE = 2.0
+"""Where the least plan is predicted at more times the budget, nothing is compiled."""
+
+_log = logging.getLogger("autopar")
+
+
+def plan_fitting(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    program_of: Callable[[Planned], SpmdProgram],
+) -> Planned:
+    """A plan that fits its budget, also as compiled where this process has the devices.
+
+    Raises:
+      InfeasiblePlanError: nothing was found to fit.
+    """
+
+    def plan(some: Options) -> Planned:
+        return plan_together(fun, args, kwargs, some)
+
+    if options.plan is not None:
+        return plan(options)
+    return _Fit(options, plan, program_of).fitting()
+
+
+@dataclass(eq=False)
+class _Fit:
+    options: Options
+    plan: Callable[[Options], Planned]
+    program_of: Callable[[Planned], SpmdProgram]
+    correction: float = 1.0
+    least_seen: float = inf
+
+    def fitting(self) -> Planned:
+        """The first plan that fits.
+
+        Raises:
+          InfeasiblePlanError: nothing was found to fit.
+        """
+        budget = self.options.budget_on(self.options.cluster or Cluster.local())
+        for _ in range(1 + MOST_CORRECTIONS):
+            try:
+                planned = self.plan(self._corrected_options())
+            except InfeasiblePlanError as refused:
+                return self._least(refused)
+            if not _is_here(planned.cluster, planned.plan.sharding.mesh.size):
+                return planned
+            model_bytes = planned.plan.predicted.peak_bytes
+            if model_bytes * self.correction < NEAR * budget:
+                return self._told(planned, budget)
+            seen = self._compiled_bytes(planned)
+            if seen <= budget:
+                return self._told(planned, budget)
+            _log.info(
+                "%s: compiled for %d bytes a device where %d were predicted and %d are "
+                "allowed; planning again",
+                *(planned.traced.name, seen, model_bytes, budget),
+            )
+            # At least a little less, so that the same plan does not come again.
+            self.correction = max(seen / model_bytes, budget / model_bytes * 1.001)
+        raise self._refused(budget, None)
+
+    def _corrected_options(self) -> Options:
+        if self.correction == 1.0:
+            return self.options
+        budget = self.options.budget_on(self.options.cluster or Cluster.local())
+        return replace(self.options, memory_budget=int(budget / self.correction))
+
+    def _least(self, error: InfeasiblePlanError) -> Planned:
+        """The plan that needs the least, or a quicker one, if its program fits.
+
+        Raises:
+          InfeasiblePlanError: it does not, or is too far above to be compiled.
+        """
+        budget, cluster = self.options.memory_budget, self.options.cluster
+        model_bytes = error.least_budget_bytes
+        if budget is None or model_bytes is None or error.least_plan is None:
+            raise error
+        is_far = max(model_bytes * self.correction, error.bound_bytes) > (
+            MOST_ABOVE * budget
+        )
+        mesh = error.least_plan.mesh
+        if is_far or not _is_here(cluster or Cluster.local(), mesh.size):
+            raise error
+        given = replace(self.options, plan=Plan(error.least_plan), memory_budget=None)
+        least = self.plan(given)
+        seen = self._compiled_bytes(least)
+        if seen > budget:
+            raise self._refused(budget, error)
+        had, self.correction = self.correction, seen / model_bytes
+        if had > 1.0:  # others were compiled: there is nothing to be had between them
+            return self._told(least, budget)
+        try:
+            quicker = self.plan(self._corrected_options())
+        except InfeasiblePlanError:
+            return self._told(least, budget)
+        if self._compiled_bytes(quicker) <= budget:
+            return self._told(quicker, budget)
+        return self._told(least, budget)
+
+    def _compiled_bytes(self, planned: Planned) -> int:
+        program = self.program_of(planned)
+        seen = MemoryUse.of(program.compile(), program.host_bytes).device_bytes
+        self.least_seen = min(self.least_seen, seen)
+        return seen
+
+    def _told(self, planned: Planned, budget_bytes: int) -> Planned:
+        """The plan, with its prediction corrected; its program was seen to fit."""
+        predicted = planned.plan.predicted
+        peak_bytes = predicted.peak_bytes
+        correction = min(self.correction, budget_bytes / max(peak_bytes, 1))
+        predicted = replace(
+            predicted,
+            peak_bytes=round(peak_bytes * correction),
+            budget_bytes=0 if budget_bytes == NO_BUDGET else budget_bytes,
+            memory_correction=correction,
+        )
+        sharding = replace(planned.plan.sharding, predicted=predicted)
+        return replace(planned, plan=Plan(sharding))
+
+    def _refused(
+        self, budget_bytes: int, error: InfeasiblePlanError | None
+    ) -> InfeasiblePlanError:
+        users = error.largest_users if error else ""
+        least = int(self.least_seen)
+        return InfeasiblePlanError(
+            f"A compiled program must fit the memory budget of {budget_bytes:,} B a "
+            f"device, but the least of those compiled needs {least:,} B; give "
+            f"memory_budget={least}, {OTHER_REMEDIES}."
+            + (f"\nMost is taken by\n{users}" if users else ""),
+            least_budget_bytes=least,
+            tightest_constraint="memory of the compiled program",
+        )
+
+
+def _is_here(cluster: Cluster, num_devices: int) -> bool:
+    """Whether this process has devices of a cluster's kind, and enough of them."""
+    is_own = cluster.ray_hosts is None
+    is_same_kind = cluster.device.kind == Cluster.local().device.kind
+    return is_own and is_same_kind and num_devices <= jax.device_count()

@@ -1,0 +1,96 @@
+"""Steps compiled for TPUs that are not here: two programs, audited and altered."""
+
+from collections.abc import Callable
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import autopar
+from autopar.audit.compiled_collectives import CompiledProgram, collectives_in_compiled
+from autopar.errors import InfeasiblePlanError
+from autopar.lowering.lowered_step import Compiled
+from autopar.plans.compiled_figures import CompiledFigures
+from benchmarks.compile_for import step_for
+from benchmarks.models import build
+from tests.targets.test_altered_plans import ALTERED, MORE, altered, audit_of
+
+pytestmark = pytest.mark.targets
+PLATFORM = "tpu"
+
+
+def scan_products(w: jax.Array, x: jax.Array) -> jax.Array:
+    return lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=3)[0]
+
+
+@cache
+def loop() -> Compiled:
+    """A gather, an exchange and a reduce-scatter, three times."""
+    arguments = (
+        jax.ShapeDtypeStruct(s, jnp.float32) for s in [(8192, 8192), (8, 8192)]
+    )
+    pins = {"w": jax.P("y", None), "x": jax.P("x", None)}
+    cluster = autopar.Cluster.preset("v5e:2x4")
+    step = autopar.parallelize(
+        scan_products, mesh="x:2;y:4", pins=pins, cluster=cluster
+    )
+    return step.lower(*arguments).compile()
+
+
+@cache
+def network() -> Compiled:
+    """Gathers beside other work, and small ones that are sums."""
+    workload = build("mlp", num_layers=2, batch_size=512)
+    step = step_for(workload, "v5p:2x2x2", "Zero(3)")
+    return step.lower(*workload.abstract()).compile()
+
+
+def test_a_step_has_the_collectives_of_its_plan() -> None:
+    found = network().audit()
+    found.raise_if_wrong()
+    assert found.memory is not None
+    assert {each.kind for each in network().plan.sharding.collectives} == {
+        *("all_gather", "reduce_scatter", "all_reduce")
+    }
+    assert "num_partitions=8" in network().as_text().splitlines()[0]
+
+
+def test_a_loop_is_counted_that_does_not_say_how_often_it_runs() -> None:
+    loop().audit().raise_if_wrong()
+    assert "known_trip_count" not in loop().as_text()
+    kinds = {"all_gather", "all_to_all", "reduce_scatter"}
+    compiled = collectives_in_compiled(loop().as_text())
+    assert {each.kind for each in compiled} == kinds
+    assert {each.count for each in compiled} == {3}
+    assert CompiledProgram.parse(loop().as_text()).estimated_cycles() > 0
+
+
+@pytest.mark.parametrize("change", ALTERED)
+@pytest.mark.parametrize("program", [loop, network])
+def test_an_altered_plan_is_found(program: Callable[[], Compiled], change: str) -> None:
+    plans = list(altered(program().plan.sharding.collectives, change))
+    assert plans
+    assert not any(audit_of(program(), planned).ok for planned in plans)
+
+
+@pytest.mark.parametrize("change", MORE)
+@pytest.mark.parametrize("program", [loop, network])
+def test_a_program_that_sends_what_is_not_planned_is_found(
+    program: Callable[[], Compiled], change: str
+) -> None:
+    texts = list(altered(collectives_in_compiled(program().as_text()), change))
+    planned = program().plan.sharding.collectives
+    assert texts
+    assert not any(audit_of(program(), planned, text).ok for text in texts)
+
+
+def test_what_is_too_large_for_the_device_is_refused() -> None:
+    audit = network().audit()
+    assert audit.memory is not None
+    held = audit.memory.device_bytes
+    CompiledFigures("v5p:2x2x2", (("", audit),), 1.0, held).check_fits()
+    small = CompiledFigures("v5p:2x2x2", (("", audit),), 1.0, held // 2)
+    with pytest.raises(InfeasiblePlanError, match="of v5p:2x2x2, .* give memory_budge"):
+        small.check_fits()
