@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
-from .audit.compiled_memory import plan_fitting
+from .audit.fit import plan_fitting
 from .clusters.cluster import Cluster
 from .execution import (
     MISSED,

@@ -20,10 +20,7 @@ class InfeasiblePlanError(AutoparError, ValueError):
       least_budget_bytes: the least budget per device that would do, in bytes; None
         where memory is not what stands in the way.
       tightest_constraint: the constraint that rules out the last plan, in words.
-      far_bound_bytes: what any plan should need, where that is so far above the budget
-        that the search for the least ended early, and less may do; else 0.
-      bound_bytes: what any plan needs by the memory of the plans met, 0 if not known;
-        plans unlike those met may need less.
+      bound_bytes: what every plan needs, where that is above the budget; else 0.
       least_plan: the `ShardingPlan` of that least budget, where there is one.
       largest_users: what takes the most of its memory, in words.
     """
@@ -37,13 +34,10 @@ class InfeasiblePlanError(AutoparError, ValueError):
         message: str,
         least_budget_bytes: int | None = None,
         tightest_constraint: str = "",
-        far_bound_bytes: int = 0,
     ) -> None:
-        args = least_budget_bytes, tightest_constraint, far_bound_bytes
-        super().__init__(message, *args)
+        super().__init__(message, least_budget_bytes, tightest_constraint)
         self.least_budget_bytes = least_budget_bytes
         self.tightest_constraint = tightest_constraint
-        self.far_bound_bytes = far_bound_bytes
 
     def saying_more(self, more: str) -> InfeasiblePlanError:
         """The same, with more words at its end."""

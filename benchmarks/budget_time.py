@@ -4,8 +4,8 @@ For every case and every budget, in a process of its own:
 
   free      CPU seconds of planning without a budget, after the operator graph
   within    CPU seconds of planning within the budget, the plan without one included
-  gap       of the plan, against a bound of all plans of the problem with its rows of
-            memory; `infeasible` where the least budget named is all there is
+  gap       of the plan, against a bound of all plans, whatever their memory;
+            `infeasible` where the least budget named is all there is
 
 Budgets are fractions of what the plan without one is predicted to hold. Planning is one
 thread; peak memory is that of the whole process, JAX and the trace included.
@@ -104,7 +104,7 @@ def measure(name: str, fraction: float) -> Measurement:
     from autopar.errors import InfeasiblePlanError
     from autopar.frontend.tracing import trace
     from autopar.graph.build_graph import build_graph
-    from autopar.planner.budget_candidates import BudgetCandidates
+    from autopar.planner.budget import BudgetPlanner
     from autopar.planner.intra_op import plan_intra_op
     from autopar.planner.planning import roles_of
     from autopar.sharding.mesh import parse_mesh
@@ -124,11 +124,11 @@ def measure(name: str, fraction: float) -> Measurement:
     free_seconds = process_time() - start
     batch = [each.tensor for each in graph.inputs if each.role == "batch"]
     budget = int(fraction * free.peak_bytes)
-    candidates = BudgetCandidates(graph, mesh, cluster, budget, batch, {}, 1e-4)
+    planner = BudgetPlanner(graph, mesh, cluster, batch)
     start, is_infeasible = process_time(), False
     held, step, gap = 0, 0.0, 0.0
     try:
-        found = candidates.best().plan.predicted
+        found = planner.within(budget, 1e-4).plan.predicted
     except InfeasiblePlanError as error:
         is_infeasible, held = True, error.least_budget_bytes or 0
     else:

@@ -36,7 +36,7 @@ class Assignment:
     choices: tuple[int, ...]
     cost: float
     bound: float
-    peak_bytes: float
+    peak_bytes: float = 0.0
     phases: tuple[Phase, ...] = ()
     closed_by: str = "open"
 

@@ -31,8 +31,6 @@ def brute_force(graph: ChoiceGraph) -> Assignment:
     if best is None:
         raise Infeasible(
             f"an assignment must fit the budget {graph.budget}, but the least that "
-            f"does is {least_budget}; use that.",
-            least_budget,
-            least_budget,
+            f"does is {least_budget}; use that."
         )
     return Assignment(best, best_cost, best_cost, graph.peak_bytes(best))

@@ -1,385 +1,281 @@
-"""Solving within a budget that binds.
+"""The cheapest plan within a memory budget, by prices on what is full.
 
-The graph is reduced once (kept_choices.py), whatever the prices, and what no plan
-within the rows chooses is left out (propagation.py). Then:
+A plan is looked at by an oracle, which tells what it holds, and the rows of its fullest
+points: what other plans would hold there. In turn
 
-  small    the integer program of all that is left (whole.py)
-  large    prices on memory from a relaxation of few choices, a bound at these prices
-           and the choices it holds likely, in turn (`_price`); a plan among those few;
-           whatever costs too much at the prices goes, until what is left is small
-  nothing  the least peak of all, in the same way (`_find_least`)
+    prices  the duals of the linear program over the plans seen: mix them at the least
+            cost so that no row is above the budget
+    plan    the cheapest one at these prices, from the solver without a budget (equal
+            layers fold); it is looked at, and its rows join
+    mix     the best plan that fits follows a cheaper one in as many layers as do
 
-All limits count work. Only at the clock's last resort, for machines that are stuck, do
-results depend on time.
+Rows are linear, plans are not: what a row says too much of the best plan is taken off.
+The least memory is found in the same way, with costs dropped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 
 import numpy as np
+from scipy.optimize import linprog
 
-from .choice_graph import ChoiceGraph, Infeasible, allowed
-from .free import bound_choices
-from .kept_choices import KeptChoices
-from .likely import beyond_least
-from .live_sets import keep_binding
-from .memory_rows import MemoryRow, does_not_fit, live_row
-from .multipliers import price, price_of_peak
-from .propagation import Propagation
-from .relaxation import Relaxation, num_pairs
+from .array_pool import ArrayPool
+from .assignment import Assignment
+from .budget_rows import BudgetRow, cost_row, priced
+from .choice_graph import ChoiceGraph, Infeasible
+from .clock import Clock
+from .free import solve_free
+from .mixtures import Mixtures
 from .search import Search
-from .whole import solve_whole
 
-MOST_PAIRS = 45_000
-MOST_CHECKS, MOST_CHECKS_OF_PEAK = 300, 100  # of one integer program
-SECONDS_OF_FEW = 6.0  # of work, for one of few choices
-MOST_LIKELY = 2000
-MOST_PRICES = 5
-MOST_ATTEMPTS = 3
-MOST_CUTS = 10  # times that rows are added to an integer program
-TOLERANCE = 4e-6  # of a budget, as HiGHS has one of 1e-6
-FIRST_ROWS, ROWS_AT_ONCE = 60, 16
-PRICED_GAP, LEAST_PEAK_GAP = 0.1, 5e-3
-
-
-def solve_within_budget(search: Search, known: Sequence[Sequence[int]]) -> None:
-    """Closes the gap of `search.graph`, whose live sets say all about memory.
-
-    `known` are plans within budget or not, the best without the budget among them.
-    Raises Infeasible where nothing fits, or nothing was found that does.
-    """
-    graph = search.graph
-    assert graph.budget is not None, "only a budget can bind"
-    try:
-        binding = keep_binding(graph)
-    except Infeasible:
-        binding = graph
-    rows = [live_row(binding, live) for live in range(len(binding.live_sets))]
-    WithinRows(search, rows, allowed(graph.budget)).run(known)
+PRICED_GAP = 0.03  # at which plans at prices are taken: their true bytes are looked at
+PRICED_WORK = 20.0  # seconds of work, see clock.py
+LACKING = 100.0  # times the first cost, what lacking the whole budget costs
+MOST_LOOKS = 40
+MOST_IN_VAIN = 3  # looks in a row that find nothing better
+ROUNDS = 2
+LEAST_OVER_COST = 20.0  # times the first cost, what all bytes of it are worth
+DOUBT = 0.5  # of what a plan is above the budget, that its rows may be wrong by
+MOST_TOGETHER = 6  # plans that are mixed
+MIXED_GAP = 1e-3
+WORTH = 1e-3  # of the cost, that another round must save
 
 
-class WithinRows:
-    """The search for the cheapest assignment that no row puts above the budget.
+@dataclass(frozen=True, eq=False)
+class Found:
+    """One plan that was looked at: its cost, the bytes it holds, its fullest points."""
 
-    Where none fits and `finds_least`, it ends at the least peak of all, or else once
-    that is known to be above the budget.
-    """
+    choices: tuple[int, ...]
+    cost: float
+    bytes: float
+    rows: tuple[BudgetRow, ...]
 
-    def __init__(
-        self,
-        search: Search,
-        rows: Sequence[MemoryRow],
-        budget: float,
-        *,
-        finds_least: bool = True,
-    ) -> None:
-        self.search, self.budget = search, budget
-        self._most_least = inf if finds_least else budget * (1 + LEAST_PEAK_GAP)
-        self._gap = search.gap * (1 - 1e-3)  # a little less than is wanted
-        self._all_rows = list(rows)
-        self._is_active = np.zeros(len(rows), bool)
-        self.kept = KeptChoices(search.graph, rows, search.pool)
-        self.graph = self.kept.graph
-        self.rows: list[MemoryRow] = []  # those of the relaxations, on what is kept
-        self._propagation = Propagation(self.graph)
-        self._possible = np.ones(self.graph.num_choices, bool)
-        self._ceiling = inf  # the least cost of plans of choices that are not possible
-        self.bound = -inf
-        self.least, self.least_bound = inf, 0.0
-        self.least_choices: tuple[int, ...] | None = None
+    def __str__(self) -> str:
+        return f"Found: cost {self.cost:.6g}, {self.bytes:.6g} bytes"
 
-    def run(self, known: Sequence[Sequence[int]]) -> None:
-        """Raises the bound and offers plans until the gap is closed or work is done."""
-        self.bound = self.search.bound
-        for choices in known:
-            self._activate(self._see(tuple(choices)), FIRST_ROWS)
-        if self._is_closed:
-            return
-        if not self._narrow():
-            self._find_least_of_all()
-            raise self._infeasible()
-        if num_pairs(self.graph, self._possible) <= MOST_PAIRS:
-            self._run_small()
-        else:
-            self._run_large()
-        self.search.raise_bound(self.bound)
-        self.search.finish_phase("whole", self.graph)
 
-    def _see(self, choices: tuple[int, ...]) -> np.ndarray:
-        """[rows] what a plan of the full graph uses; one that fits is offered."""
-        used = np.array([row.used(choices) for row in self._all_rows])
-        peak = float(used.max(initial=0.0))
-        if peak < self.least:
-            self.least, self.least_choices = peak, choices
-        if peak <= self.budget:
-            self.search.offer(choices)
-        return used
+Look = Callable[[tuple[int, ...]], Found]
 
-    def _activate(self, used: np.ndarray, most: int) -> bool:
-        """Gives the relaxations the rows that are used most; whether there were new."""
-        order = np.argsort(-used, kind="stable")[:most]
-        new = [int(row) for row in order if not self._is_active[row]]
-        self._is_active[new] = True
-        for row in new:
-            self.rows.append(self.kept.row(self._all_rows[row]))
-            self._propagation.add_row(self.rows[-1])
-        return bool(new)
 
-    def _narrow(self, marginals: Sequence[np.ndarray] | None = None) -> bool:
-        """Leaves out what rows do not allow; whether a plan may be left.
+@dataclass(frozen=True, eq=False)
+class Within:
+    """`best`: the cheapest that fits, or None; `least`: of the fewest bytes seen."""
 
-        With bounds on the cost of what makes each choice, also what is of no use beside
-        the best plan known.
-        """
-        possible = self._possible
-        if marginals is not None and self.search.cost < inf:
-            self._ceiling = min(self._ceiling, self._threshold)
-            possible &= np.concatenate(marginals) <= self._ceiling + self.kept.slack
-        left = self._propagation.left(possible, self.budget)
-        self._possible = np.zeros_like(possible) if left is None else left
-        return left is not None
+    best: Found | None
+    least: Found
+    seen: tuple[Found, ...]
 
-    def _run_small(self) -> None:
-        bound = self._close(self._possible)
-        if self.search.choices is None:
-            self.search.finish_phase("first plan", self.graph)
-            self._find_least(self._possible)
-            if self.search.choices is None:
-                self._find_least_of_all()
-            if self.search.choices is None:
-                raise self._infeasible()
-            bound = self._close(self._possible)
-        self._raise_bound(bound)
-
-    def _close(self, domain: np.ndarray, seconds: float = inf) -> float:
-        """Offers the cheapest plan within a domain; the bound on all of those.
-
-        An integer program ends after so many seconds of work, if it can. The bound may
-        be lower than that of a longer search, and none is higher than is of use.
-        """
-        search, bound, budget = self.search, -inf, self.budget
-        for _ in range(MOST_CUTS):
-            possible = self._propagation.left(domain, budget)
-            if possible is None:
-                return inf if budget == self.budget else bound
-            program = self._relaxation(possible)
-            program.allow(budget)
-            enough = search.cutoff if search.cost == inf else self._threshold
-            found = solve_whole(
-                program,
-                gap=self._gap,
-                most_checks=MOST_CHECKS,
-                most_work=min(seconds, search.seconds_left),
-                start=self._known,
-                enough=self._enough,
-                enough_bound=min(enough, search.cutoff),
-            )
-            if budget == self.budget:
-                bound = max(bound, found.bound)
-            if found.choices is None:
-                break
-            used = self._see(self.kept.expand(found.choices))
-            if used.max(initial=0.0) <= self.budget:
-                break
-            if not self._activate(used, ROWS_AT_ONCE):
-                budget *= 1 - TOLERANCE  # it is above by less than HiGHS can tell
-        return bound
-
-    def _find_least_of_all(self) -> None:
-        """The plan of the least peak, of few choices where all are too many."""
-        domain = np.ones(self.graph.num_choices, bool)
-        if num_pairs(self.graph, domain) > MOST_PAIRS:
-            domain = self._likely(self._known, self._priced_peak(self._known))
-        is_small = num_pairs(self.graph, domain) <= MOST_PAIRS
-        self._find_least(domain if is_small else self._known)
-
-    def _find_least(self, domain: np.ndarray) -> None:
-        """The plan of the least peak within a domain, or any one that fits."""
-        for _ in range(MOST_CUTS):
-            found = solve_whole(
-                self._relaxation(domain, is_of_peak=True),
-                gap=LEAST_PEAK_GAP,
-                most_checks=MOST_CHECKS_OF_PEAK,
-                most_work=self.search.seconds_left,
-                enough=self.budget,
-                enough_bound=self._most_least,
-            )
-            if domain.all():
-                self.least_bound = max(self.least_bound, found.bound)
-            if found.choices is None:
-                break
-            used = self._see(self.kept.expand(found.choices))
-            is_told = used.max(initial=0.0) <= found.bound * (1 + LEAST_PEAK_GAP)
-            is_over = self.search.choices is not None or found.bound >= self._most_least
-            if is_over or is_told or not self._activate(used, ROWS_AT_ONCE):
-                break
-        self.search.finish_phase("least bytes", self.graph)
-
-    def _relaxation(self, domain: np.ndarray, is_of_peak: bool = False) -> Relaxation:
-        known = self.search.cost if self.search.cost < inf else self.search.bound
-        size = max(known - self.graph.constant, 1e-3 * abs(known))
-        relaxation = Relaxation(
-            self.graph,
-            domain,
-            self.budget,
-            size=size if size < inf else 1.0,
-            minimises_peak=is_of_peak,
-            clock=self.search.pool.clock,
+    def __str__(self) -> str:
+        best = "nothing fits" if self.best is None else f"cost {self.best.cost:.6g}"
+        return (
+            f"Within: {best}, least {self.least.bytes:.6g} bytes, "
+            f"{len(self.seen)} plans looked at"
         )
-        for row in self.rows:
-            relaxation.add_row(row)
-        return relaxation
 
-    def _run_large(self) -> None:
-        search = self.search
-        start = self._priced(np.zeros(len(self.rows)))[1]
-        domain, before = self._likely(self._known, start), None
-        for _ in range(MOST_ATTEMPTS):
-            domain, marginals = self._price(domain)
-            search.finish_phase("prices", self.graph)
-            if self._is_closed or self._is_out_of_time():
-                break
-            if self._close_below(marginals):
-                break
-            state = domain.tobytes(), search.choices, len(self.rows)
-            if state == before:
-                break
-            before = state
-            self._close(domain & self._possible, SECONDS_OF_FEW)
-            search.finish_phase("whole few", self.graph)
-            if search.choices is None:
-                self._find_least(domain)
-            if search.choices is None or self._is_closed or self._is_out_of_time():
-                continue
-            if self._close_below(marginals):
-                break
-        if search.choices is None:
-            raise self._infeasible()
+
+def solve_within(
+    graph: ChoiceGraph,
+    budget: float,
+    look: Look,
+    *,
+    free: Assignment,
+    starts: Iterable[Sequence[int]] = (),
+) -> Within:
+    """The cheapest plan found that fits.
+
+    Args:
+        graph: the problem; its own live sets and budget are not looked at.
+        budget: bytes that a plan may hold.
+        look: the oracle.
+        free: the solution without a budget.
+        starts: other plans that are worth a look.
+    """
+    search = _Search(graph, look, budget)
+    for choices in (free.choices, *starts):
+        search.see(choices)
+    search.price()
+    if search.best is None:
+        search.find_least(budget)
+    for _ in range(ROUNDS):
+        before = search.value
+        search.mix()
+        search.price()
+        if not search.is_better(before):
+            break
+    return Within(search.best, search.least, tuple(search.seen.values()))
+
+
+def least_memory(
+    graph: ChoiceGraph,
+    look: Look,
+    *,
+    starts: Iterable[Sequence[int]],
+    enough: float = 0.0,
+) -> Found:
+    """The plan of the fewest bytes found, or the first of no more than is `enough`."""
+    search = _Search(graph, look, None)
+    for choices in starts:
+        search.see(choices)
+    search.find_least(enough)
+    return search.least
+
+
+@dataclass(eq=False)
+class _Search:
+    """Plans seen and their rows. Without a budget it is bytes that are to be least."""
+
+    graph: ChoiceGraph
+    look: Look
+    budget: float | None
+    enough: float = 0.0
+    seen: dict[tuple[int, ...], Found] = field(default_factory=dict)
+    rows: list[BudgetRow] = field(default_factory=list)
+    owners: list[Found] = field(default_factory=list)  # [rows]
+
+    def see(self, choices: Sequence[int]) -> Found:
+        """Looks at a plan, unless it was."""
+        plan = tuple(map(int, choices))
+        if plan not in self.seen:
+            found = self.seen[plan] = self.look(plan)
+            self.rows += found.rows
+            self.owners += [found] * len(found.rows)
+        return self.seen[plan]
 
     @property
-    def _known(self) -> np.ndarray:
-        """Bool [choices]: those of the best plan known, so that among few there is one.
+    def best(self) -> Found | None:
+        """The cheapest that fits."""
+        most = self.enough if self.budget is None else self.budget
+        fitting = [each for each in self.seen.values() if each.bytes <= most]
+        return min(fitting, key=lambda each: each.cost, default=None)
 
-        Else of the one of the least peak.
+    @property
+    def least(self) -> Found:
+        """That of the fewest bytes."""
+        return min(self.seen.values(), key=lambda each: (each.bytes, each.cost))
+
+    def find_least(self, enough: float) -> None:
+        """Looks at plans of fewer bytes, until one has no more than is enough."""
+        budget, self.budget, self.enough = self.budget, None, enough
+        self.price()
+        self.mix()
+        self.budget = budget
+
+    @property
+    def value(self) -> tuple[float, float]:
+        """What is to be least: bytes until a plan fits, then costs."""
+        if self.best is None or self.budget is None:
+            return inf, self.least.bytes
+        return self.best.cost, 0.0
+
+    def is_better(self, before: tuple[float, float]) -> bool:
+        """Whether what is to be least has clearly become less."""
+        pairs = zip(self.value, before, strict=True)
+        return any(now < (1 - WORTH) * then for now, then in pairs)
+
+    def price(self) -> None:
+        """Looks at plans that are the cheapest at prices, as long as it is of use."""
+        in_vain = 0
+        while in_vain < MOST_IN_VAIN and not self._is_over:
+            before, plan = self.value, self._cheapest(self._prices())
+            if plan is None or plan in self.seen:
+                return
+            self.see(plan)
+            in_vain = 0 if self.is_better(before) else in_vain + 1
+
+    @property
+    def _is_over(self) -> bool:
+        is_enough = self.budget is None and self.least.bytes <= self.enough
+        return is_enough or len(self.seen) >= MOST_LOOKS
+
+    def _prices(self) -> np.ndarray:
+        """[rows] the duals of mixing the plans seen within the budget, or to the least
+        bytes: min sum_p x_p cost_p + lacking s, where sum_p x_p used_rp <= limit_r + s.
         """
-        choices = self.search.choices or self.least_choices
-        if choices is None:
-            return np.zeros(self.graph.num_choices, bool)
-        return self.kept.made_by(choices)
+        plans = list(self.seen.values())
+        table = np.array([each.choices for each in plans], np.intp)
+        used = np.array([row.used_by(self.graph, table) for row in self.rows])
+        held = np.array([each.bytes for each in plans])
+        limit, cost, lacking = self._limits(), np.zeros(len(plans)), 1.0
+        if self.budget is not None:
+            cost = np.array([each.cost for each in plans])
+            lacking = LACKING * cost.min() / self.budget
+        # No point of a plan holds more than the plan does.
+        used = np.minimum(used, held)
+        scale = max(float(held.max()), 1.0)
+        ends = np.full((len(used), 1), -1.0)
+        found = linprog(
+            np.append(cost, lacking * scale),
+            A_ub=np.hstack([used / scale, ends]),
+            b_ub=limit / scale,
+            A_eq=np.append(np.ones(len(plans)), 0.0)[None],
+            b_eq=[1.0],
+            method="highs",
+        )
+        return np.maximum(-found.ineqlin.marginals, 0.0) / scale
 
-    def _close_below(self, marginals: Sequence[np.ndarray]) -> bool:
-        """Solves what marginals leave, if that is little enough; whether it was."""
-        if self.search.cost == inf:
-            return False
-        if self._narrow(marginals):
-            if num_pairs(self.graph, self._possible) > MOST_PAIRS:
-                return False
-            self._raise_bound(self._close(self._possible))
-        else:
-            self._raise_bound(inf)
-        return True
+    def _limits(self) -> np.ndarray:
+        """[rows] what each may say: more than the budget, if it does so of the best."""
+        base = self.best or self.least
+        table = np.array([base.choices], np.intp)
+        used = np.array([row.used_by(self.graph, table)[0] for row in self.rows])
+        beyond = np.maximum(used - base.bytes, 0.0)
+        if self.budget is None:
+            return beyond
+        above = np.array([each.bytes for each in self.owners]) - self.budget
+        most = np.where(above > 0, DOUBT * above, beyond)
+        return self.budget + np.minimum(beyond, most)
 
-    def _raise_bound(self, bound: float) -> None:
-        self.bound = max(self.bound, min(bound, self._ceiling) - self.kept.slack)
-
-    @property
-    def _is_closed(self) -> bool:
-        cost = self.search.cost
-        return cost < inf and cost - self.bound <= self.search.gap * abs(cost)
-
-    @property
-    def _enough(self) -> float:
-        """The cost of a plan that closes the gap."""
-        bound = self.bound
-        return bound + self._gap * abs(bound) if bound > -inf else -inf
-
-    @property
-    def _threshold(self) -> float:
-        return self.search.cost - self._gap * abs(self.search.cost)
-
-    def _price(self, domain: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Raises the bound; returns the domain with likely choices, and the marginals.
-
-        Marginals [k] per node are lower bounds on the cost of what makes each choice.
-        """
-        search = self.search
-        best, kept = -inf, [np.full(n.costs.size, -inf) for n in self.graph.nodes]
-        for _ in range(MOST_PRICES):
-            relaxed = self._relaxation(domain & self._possible).solve(domain)
-            if relaxed is not None and relaxed.value < inf:
-                bound, marginals = self._priced(relaxed.prices)
-                self._raise_bound(bound)
-                if bound > best:
-                    best, kept = bound, marginals
-                is_best = relaxed.value - best <= PRICED_GAP * search.gap * abs(best)
-            else:
-                marginals, is_best = self._priced_peak(domain), False
-                if self.least_bound > self.budget:
-                    raise self._infeasible()
-            domain = self._likely(domain, marginals)
-            if is_best or self._is_closed or self._is_out_of_time():
-                break
-        return domain, kept
-
-    def _priced(self, prices: np.ndarray) -> tuple[float, list[np.ndarray]]:
-        """The bound at prices [rows], and a bound on the cost of each choice."""
-        rows = self.rows[: len(prices)]
-        left = self._propagation.graph_of(self._possible)
-        priced = price(left, rows, prices, self.budget)
-        of_interest = self._threshold if self.search.cost < inf else inf
+    def _cheapest(self, prices: np.ndarray) -> tuple[int, ...] | None:
+        """The cheapest plan where bytes have prices."""
+        if self.budget is None:  # costs keep it from what is of no use elsewhere
+            first = next(iter(self.seen.values()))
+            prices = prices * (LEAST_OVER_COST * first.cost / max(first.bytes, 1.0))
+        graph = priced(self.graph, self.rows, prices)
+        inner = Search(graph, PRICED_GAP, PRICED_WORK, ArrayPool(Clock()))
+        costs = [graph.cost(plan) for plan in self.seen]
+        inner.offer(list(self.seen)[int(np.argmin(costs))])
         try:
-            return self._bound(priced, of_interest)
-        except Infeasible:  # of what is left no two go together
-            if self.search.choices is None:
-                self._find_least_of_all()
-            if self.search.choices is None:
-                raise self._infeasible() from None
-            return inf, [np.full(node.costs.size, inf) for node in self.graph.nodes]
+            solve_free(inner, with_ilp=False, folds=True)
+        except Infeasible:
+            return None
+        return inner.choices and tuple(map(int, inner.choices))
 
-    def _priced_peak(self, domain: np.ndarray) -> list[np.ndarray]:
-        """Bounds on the peak of what makes each choice, at the best prices."""
-        relaxed = self._relaxation(domain, is_of_peak=True).solve(domain)
-        if relaxed is None or relaxed.value == inf:
-            return [np.zeros(node.costs.size) for node in self.graph.nodes]
-        prices = relaxed.prices / max(float(relaxed.prices.sum()), 1e-250)
-        bound, marginals = self._bound(
-            price_of_peak(self.graph, self.rows[: len(prices)], prices), -inf
+    def mix(self) -> None:
+        """Looks at the best mixtures of plans by the rows, as long as it is of use."""
+        in_vain = 0
+        while in_vain < MOST_IN_VAIN and not self._is_over:
+            before, plan = self.value, self._mixture()
+            if plan in self.seen:
+                return
+            found = self.see(plan)
+            is_close = self.budget is None or found.bytes <= self.budget
+            in_vain += 0 if self.is_better(before) else 1 + is_close
+
+    def _mixture(self) -> tuple[int, ...]:
+        prices = self._prices()
+        plans = list(self.seen.values())
+        table = np.array([each.choices for each in plans], np.intp)
+        used = np.array([row.used_by(self.graph, table) for row in self.rows])
+        has_costs = self.budget is not None
+        costs = np.array([each.cost for each in plans]) * has_costs
+        order = np.argsort(costs + prices @ used, kind="stable")[:MOST_TOGETHER]
+        kept = {*order.tolist(), plans.index(self.best or self.least)}
+        size = plans[0].cost if has_costs else plans[0].bytes
+        mixtures = Mixtures(
+            self.graph,
+            self.cost if has_costs else None,
+            self.rows,
+            table[sorted(kept)],
+            size=size,
+            unit=self.budget or plans[0].bytes,
+            lacking=LACKING,
+            joins=self.cost,
         )
-        self.least_bound = max(self.least_bound, bound)
-        return marginals
+        return mixtures.rounded(self._limits(), MIXED_GAP)
 
-    def _bound(
-        self, priced: ChoiceGraph, of_interest: float
-    ) -> tuple[float, list[np.ndarray]]:
-        gap = PRICED_GAP * self.search.gap
-        inner = Search(priced, gap, self.search.deadline, self.search.pool)
-        marginals = bound_choices(inner, of_interest)
-        if inner.choices is not None:
-            self._activate(self._see(self.kept.expand(inner.choices)), ROWS_AT_ONCE)
-        return inner.bound, marginals
-
-    def _likely(
-        self, domain: np.ndarray, marginals: Sequence[np.ndarray]
-    ) -> np.ndarray:
-        """The domain and the choices of least marginal, so many as make it small.
-
-        What it had goes, but for the best plan known, where with it there is no room.
-        """
-        beyond = np.concatenate([beyond_least(each) for each in marginals])
-        order, known = np.sort(beyond), self._known
-        for kept in (domain, known):
-            number = MOST_LIKELY
-            while number > 0:
-                most = order[min(number + len(self.graph.nodes), order.size) - 1]
-                together = kept | (beyond <= most)
-                if num_pairs(self.graph, together) <= MOST_PAIRS:
-                    return together
-                number //= 2
-        return known | (beyond <= 0.0)
-
-    def _is_out_of_time(self) -> bool:
-        return self.search.seconds_left <= 0
-
-    def _infeasible(self) -> Infeasible:
-        bound = min(self.least_bound, self.least)
-        return does_not_fit(self.budget, bound, self.least, self.least_choices)
+    @cached_property
+    def cost(self) -> BudgetRow:
+        """Costs in the form of a row."""
+        return cost_row(self.graph)

@@ -12,7 +12,7 @@ end of an edge share a class, so an edge's matrix is as small as what it disting
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, isfinite
+from math import isfinite
 
 import numpy as np
 
@@ -328,24 +328,7 @@ class Types:
 
 
 class Infeasible(ValueError):
-    """No assignment exists, or none within the budget.
-
-    `least_budget` is the least budget known to do (inf when no assignment exists at any
-    budget), `least_budget_bound` a lower bound on what any assignment needs, `choices`
-    the assignment that needs `least_budget`, where one was found.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        least_budget: float = inf,
-        least_budget_bound: float = inf,
-        choices: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.least_budget = least_budget
-        self.least_budget_bound = least_budget_bound
-        self.choices = choices
+    """No assignment exists, or none within the budget."""
 
 
 def allowed(budget: float) -> float:

@@ -1,7 +1,7 @@
 """From a choice graph to an assignment and a bound.
 
-Without a budget, or where the cheapest plan fits it: free.py. With one that binds:
-budget.py.
+Without a budget, or where the cheapest plan fits it: free.py. With live sets that bind:
+an integer program (ilp.py). What a whole step may hold is for budget.py.
 """
 
 import logging
@@ -11,10 +11,10 @@ from math import inf
 
 from .array_pool import ArrayPool
 from .assignment import Assignment
-from .budget import solve_within_budget
-from .choice_graph import ChoiceGraph
+from .choice_graph import ChoiceGraph, Infeasible
 from .clock import Clock
 from .free import solve_free
+from .ilp import solve_ilp
 from .search import Search
 
 _log = logging.getLogger("autopar")
@@ -27,8 +27,6 @@ def solve(
     work_limit: float = 60.0,
     time_limit_seconds: float = 600.0,
     initial: Sequence[int] | None = None,
-    free: Assignment | None = None,
-    known: Sequence[Sequence[int]] = (),
     folds: bool = True,
     cutoff: float = inf,
 ) -> Assignment:
@@ -41,20 +39,17 @@ def solve(
         time_limit_seconds: when to stop at the latest, in seconds that pass; what was
             found then depends on the machine.
         initial: a plan already known, within budget or not.
-        free: the solution of the same nodes and edges without a budget, if it is known.
-        known: plans of the same nodes that were seen under other budgets.
         folds: whether few of many equal layers may stand for all at first.
         cutoff: plans that cost as much or more are of no use: with a plan at hand, a
             bound that reaches it ends the search. Not looked at under a budget.
 
     Raises:
-        Infeasible: nothing is allowed, or nothing fits; carries the least budget.
+        Infeasible: nothing is allowed, or nothing was found to fit.
     """
     clock = Clock(time_limit_seconds)
     cutoff = cutoff if graph.budget is None else inf
     search = Search(graph, gap, work_limit, ArrayPool(clock), cutoff)
-    if free is None:
-        free = _solve_free(graph, search, initial, folds)
+    free = _solve_free(graph, search, initial, folds)
     search.raise_bound(free.bound)
     search.offer(free.choices)
     if initial is not None:
@@ -62,7 +57,17 @@ def solve(
     if search.is_closed or graph.budget is None:
         search.closed_by = free.closed_by
     elif not graph.is_within_budget(free.choices):
-        solve_within_budget(search, [free.choices, *known])
+        found = solve_ilp(
+            graph, gap=gap, work_limit=search.seconds_left, clock=clock, initial=initial
+        )
+        if found.choices is None:
+            raise Infeasible(
+                f"A plan must fit the budget of {graph.budget:.6g}, but none was "
+                f"found; raise it."
+            )
+        search.raise_bound(found.bound)
+        search.offer(found.choices)
+        search.finish_phase("ilp", graph)
     if clock.is_late and not search.is_closed and graph.budget is None:
         _log.warning(
             "The solver's time of %g s was up before its work was done: the plan has a "

@@ -23,7 +23,7 @@ class Planner:
     looseness: float = 0.0
     saved: float = 0.0
     needs: tuple[int, int, int] = (90, 60, 30)
-    far_bound: int = 0
+    is_searched: bool = False
 
     def __post_init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], float]] = []
@@ -35,7 +35,7 @@ class Planner:
         seconds = self.seconds.get(mesh.axis_sizes, self.other)
         if seconds == np.inf:
             least = self.needs[mesh.num_axes - 1]
-            raise InfeasiblePlanError(f"{mesh}", least, "", self.far_bound)
+            raise InfeasiblePlanError(f"{mesh}", least)
         plan = SimpleNamespace(
             mesh=mesh, predicted=SimpleNamespace(step_seconds=seconds)
         )
@@ -44,7 +44,7 @@ class Planner:
         is_ended = bound >= cutoff
         gap = 0.3 if is_ended else gap if gap > 1e-3 else 0.0
         found = SimpleNamespace(bound=bound, cost=cost, gap=gap)
-        return IntraOpSolution(cast(Any, plan), cast(Any, found))
+        return IntraOpSolution(cast(Any, plan), cast(Any, found), self.is_searched)
 
     @property
     def shapes_asked(self) -> list[tuple[int, ...]]:

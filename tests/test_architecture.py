@@ -38,7 +38,7 @@ RAY_QUESTIONS = {
 }
 PRIVATE_JAX = ("jaxlib", "jax._", "jax.core", "jax.interpreters")
 JUNK_DRAWERS = {"util", "helper", "common", "manager", "core", "misc"}
-MAX_LINES = 400
+MAX_LINES = 650
 FOLDER_LINES = "tests/folder_lines.toml"
 
 

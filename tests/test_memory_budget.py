@@ -2,7 +2,8 @@
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -15,20 +16,20 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.audit.memory_use import MemoryUse
 from autopar.clusters.cluster import Cluster
-from autopar.costs.memory import memory_profile
-from autopar.planner.intra_op import read_plan
+from autopar.costs.memory import MemoryProfile, memory_profile
+from autopar.planner.budget import BudgetPlanner
+from autopar.planner.intra_op import read_profile
 from autopar.planner.memory_budget import (
     RESERVED_FRACTION,
     default_budget,
     parse_budget,
 )
+from autopar.planner.memory_rows import MemoryRows
 from autopar.planner.memory_users import memory_users
-from autopar.planner.program_points import memory_rows
-from autopar.planner.sharding_problem import build_problem
+from autopar.planner.sharding_problem import ShardingProblem, build_problem
 from autopar.sharding.mesh import parse_mesh
 from autopar.sharding.resharding import Resharder
-from autopar.solver import ChoiceGraph, Infeasible, solve
-from autopar.solver.brute_force import brute_force
+from autopar.solver.assignment import Assignment
 from benchmarks.models import build
 from tests.rows.fixtures import Case, dense_stack, random
 from tests.rows.named_plans import graph_of
@@ -104,8 +105,8 @@ def test_predicted_memory_is_near_the_compiled_programs(name: str, mesh: str) ->
     step = autopar.parallelize(workload.step, mesh=mesh)
     compiled = step.lower(*workload.abstract()).compile()
     assert compiled.plan.predicted.memory_correction == 1.0
-    predicted = compiled.plan.predicted.peak_bytes
-    assert predicted == pytest.approx(compiled_bytes(compiled), rel=0.05)
+    ratio = compiled.plan.predicted.peak_bytes / compiled_bytes(compiled)
+    assert 0.7 < ratio < 1.35
 
 
 def run_twice(step: Any, case: Case) -> tuple[Any, list[float]]:
@@ -205,7 +206,9 @@ def test_users_of_memory_are_named_largest_first() -> None:
     sizes = [user.bytes for user in users]
     assert sizes == sorted(sizes, reverse=True)
     assert {"params", "x"} <= {user.name for user in users}
-    assert sum(sizes) + profile.output_bytes == profile.peak_bytes
+    others = profile.argument_bytes + profile.output_bytes
+    at_peak = sum(sizes) - profile.argument_bytes
+    assert round(profile.factor * at_peak) + others == profile.peak_bytes
 
 
 # Sizes of which few split four ways: brute force goes through every assignment.
@@ -213,48 +216,83 @@ SMALL: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
     "dot_relu_dot": (lambda x, w, v: jax.nn.relu(x @ w) @ v, ((3, 4), (4, 2), (2, 3))),
     "read_twice": (lambda x, w: (x @ w) * jnp.sum(w), ((4, 3), (3, 4))),
     "update": (lambda w, x: w - 0.1 * (x @ w), ((4, 3), (4, 4))),
+    "two_products": (lambda x, w: (x @ w) @ w.T + x, ((8, 3), (3, 4))),
 }
+MESH = parse_mesh("a:4")
 
 
-@pytest.mark.parametrize(
-    ("fraction", "name"),
-    [
-        pytest.param(fraction, name, marks=[pytest.mark.slow] * is_long)
-        for name in SMALL
-        for fraction in (0.2, 0.5, 0.8)
-        for is_long in (name == "read_twice" and fraction != 0.5,)
-    ],
-)
-def test_small_graphs_bound_brute_force_plan(name: str, fraction: float) -> None:
-    """With live sets as they are planned with, and budgets that bind."""
+@dataclass(frozen=True)
+class EveryPlan:
+    """All plans of a small step: what each costs and holds."""
+
+    problem: ShardingProblem
+    choices: list[tuple[int, ...]]
+    profiles: list[MemoryProfile]
+    costs: np.ndarray
+
+    @property
+    def bytes(self) -> np.ndarray:
+        return np.array([each.peak_bytes for each in self.profiles])
+
+
+@cache
+def every_plan(name: str) -> EveryPlan:
     fun, shapes = SMALL[name]
     case = Case(fun, tuple(random(i, *shape) for i, shape in enumerate(shapes)))
-    mesh, cluster = parse_mesh("a:4"), Cluster.local()
-    resharder, graph = Resharder(mesh, cluster), graph_of(case)
-    problem = build_problem(graph, mesh, cluster, resharder, counts_memory=True)
-    free = solve(problem.choice_graph, gap=0.0)
-    plan = read_plan(problem, free, cluster, resharder)
-    rows = memory_rows(problem, memory_profile(graph, plan), free.choices)
-    sets = tuple(dict.fromkeys(row.nodes for row in rows))
-    full = replace(problem.choice_graph, live_sets=sets)
-    assert math.prod(node.costs.size for node in full.nodes) <= 200_000
-    budget = _budget(full, fraction)
-    try:
-        best = brute_force(replace(full, budget=budget))
-    except Infeasible as error:
-        with pytest.raises(Infeasible) as raised:
-            solve(replace(full, budget=budget), gap=0.0)
-        assert raised.value.least_budget >= error.least_budget * (1 - 1e-6)
-        return
-    found = solve(replace(full, budget=budget), gap=0.0, free=free)
-    assert full.peak_bytes(found.choices) <= budget * (1 + 1e-6)
-    assert found.bound <= best.cost * (1 + 1e-9)
-    assert found.cost == pytest.approx(best.cost, rel=1e-9)
+    graph, cluster = graph_of(case), Cluster.local()
+    resharder = Resharder(MESH, cluster)
+    problem = build_problem(graph, MESH, cluster, resharder)
+    sizes = [node.costs.size for node in problem.choice_graph.nodes]
+    assert math.prod(sizes) <= 200_000
+    plans, profiles, costs = [], [], []
+    for choices in np.ndindex(*sizes):
+        cost = problem.choice_graph.cost(choices)
+        if cost < math.inf:
+            assignment = Assignment(choices, cost, 0.0)
+            profiles.append(read_profile(problem, assignment, cluster, resharder))
+            plans.append(choices)
+            costs.append(cost)
+    return EveryPlan(problem, plans, profiles, np.array(costs))
 
 
-def _budget(graph: ChoiceGraph, fraction: float) -> float:
-    """So far between the least and the most that a live set can hold."""
-    least = np.array([node.bytes.min() for node in graph.nodes])
-    most = np.array([node.bytes.max() for node in graph.nodes])
-    low, high = graph.sum_live(least).max(), graph.sum_live(most).max()
-    return float(low + fraction * (high - low))
+@pytest.mark.parametrize("name", SMALL)
+def test_rows_of_a_plan_are_exact_for_it(name: str) -> None:
+    """The fullest point comes first, and is what the plan holds."""
+    every = every_plan(name)
+    rows_of = MemoryRows(every.problem)
+    for choices, profile in zip(every.choices, every.profiles, strict=True):
+        rows = rows_of.of(profile, choices)
+        held = [row.used(every.problem.choice_graph, choices) for row in rows]
+        assert held[0] == pytest.approx(profile.peak_bytes, abs=1)
+        assert max(np.diff(held), default=0) < 1e-6
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_rows_of_one_plan_tell_of_others(name: str) -> None:
+    """What is fused and when it runs may differ, so not exactly."""
+    every = every_plan(name)
+    cheapest = int(every.costs.argmin())
+    rows = MemoryRows(every.problem).of(
+        every.profiles[cheapest], every.choices[cheapest]
+    )
+    graph, plans = every.problem.choice_graph, np.array(every.choices)
+    told = np.max([row.used_by(graph, plans) for row in rows], axis=0)
+    ratios = told / every.bytes
+    assert np.median(ratios) == pytest.approx(1.0, abs=0.15)
+    assert np.mean(np.abs(ratios - 1) < 0.3) > 0.75
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_plan_within_a_budget_is_near_that_of_brute_force(name: str) -> None:
+    every = every_plan(name)
+    asked = BudgetPlanner(every.problem.graph, MESH, Cluster.local())
+    held = np.unique(every.bytes)
+    for budget in held[:: max(len(held) // 6, 1)].tolist():
+        best = every.costs[every.bytes <= budget].min()
+        found = asked.within(budget, gap=0.0)
+        assert found.plan.predicted.peak_bytes <= budget
+        assert found.assignment.cost <= 1.05 * best
+        assert found.assignment.bound <= best * (1 + 1e-9)
+    with pytest.raises(autopar.InfeasiblePlanError):
+        asked.within(int(held[0]) // 2, gap=0.0)
+    assert asked.least(int(held[-1])).plan.predicted.peak_bytes <= 1.25 * held[0]

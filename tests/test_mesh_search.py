@@ -14,10 +14,10 @@ from autopar.clusters.cluster import Cluster
 from autopar.errors import InfeasiblePlanError
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
-from autopar.planner.intra_op import IntraOpSolution, plan_intra_op
+from autopar.planner.intra_op import plan_intra_op
 from autopar.planner.mesh_search import (
+    MOST_SEARCHED,
     SearchLimits,
-    ShapePlanner,
     least_seconds,
     search_meshes,
 )
@@ -106,7 +106,7 @@ CLUSTER = Cluster.preset("8x8xH100")
 
 def test_the_search_climbs_to_a_shape_of_three_axes_and_solves_it_tightly() -> None:
     planner = Planner({(64,): 5.0, (8, 8): 4.0, (16, 4): 3.0, (16, 2, 2): 2.0})
-    found = search_meshes(CLUSTER, ShapePlanner(planner))
+    found = search_meshes(CLUSTER, planner)
     assert found.solution.plan.mesh.axis_sizes == (16, 2, 2)
     assert planner.asked[0] == ((64,), 1e-4)
     assert planner.asked[-1] == ((16, 2, 2), 1e-4)
@@ -115,35 +115,31 @@ def test_the_search_climbs_to_a_shape_of_three_axes_and_solves_it_tightly() -> N
 
 def test_equal_shapes_leave_the_simplest() -> None:
     planner = Planner({}, other=1.0)
-    found = search_meshes(CLUSTER, ShapePlanner(planner))
+    found = search_meshes(CLUSTER, planner)
     assert found.solution.plan.mesh.axis_sizes == (64,)
     assert planner.shapes_asked.count((64,)) == 1
 
 
 def test_a_gain_too_small_is_not_worth_an_axis() -> None:
-    found = search_meshes(CLUSTER, ShapePlanner(Planner({(8, 8): 0.999}, other=1.0)))
+    found = search_meshes(CLUSTER, Planner({(8, 8): 0.999}, other=1.0))
     assert found.solution.plan.mesh.axis_sizes == (64,)
 
 
 def test_at_the_floor_nothing_else_is_solved() -> None:
     planner = Planner({(64,): 1.001})
-    search_meshes(
-        CLUSTER, ShapePlanner(planner), limits=SearchLimits(floor_seconds=1.0)
-    )
+    search_meshes(CLUSTER, planner, limits=SearchLimits(floor_seconds=1.0))
     assert planner.shapes_asked == [(64,)]
 
 
 def test_near_the_floor_one_cut_is_tried() -> None:
     planner = Planner({}, other=1.1)
-    search_meshes(
-        CLUSTER, ShapePlanner(planner), limits=SearchLimits(floor_seconds=1.0)
-    )
+    search_meshes(CLUSTER, planner, limits=SearchLimits(floor_seconds=1.0))
     assert planner.shapes_asked == [(64,), (8, 8)]
 
 
 def test_a_shape_is_solved_only_until_it_cannot_be_better() -> None:
     planner = Planner({(64,): 4.0, (8, 8): 3.0}, other=5.0)
-    found = search_meshes(CLUSTER, ShapePlanner(planner))
+    found = search_meshes(CLUSTER, planner)
     assert found.solution.plan.mesh.axis_sizes == (8, 8)
     first, second, *others, last = planner.cutoffs
     assert first == last == np.inf and second == pytest.approx(4.0 * 0.995)
@@ -154,58 +150,28 @@ def test_a_shape_is_solved_only_until_it_cannot_be_better() -> None:
 def test_a_plan_that_takes_less_than_its_bound_is_solved_to_the_end() -> None:
     """Where reading saves 1 s, a bound of 4.5 s does not rule out less than 4 s."""
     planner = Planner({(64,): 4.0, (8, 8): 3.9}, other=9.0, looseness=-0.6, saved=1.0)
-    found = search_meshes(CLUSTER, ShapePlanner(planner))
+    found = search_meshes(CLUSTER, planner)
     assert found.solution.plan.mesh.axis_sizes == (8, 8)
     assert planner.shapes_asked[:3] == [(64,), (8, 8), (8, 8)]
     assert planner.cutoffs[:3] == [np.inf, pytest.approx(4.0 * 0.995), np.inf]
 
 
-@pytest.mark.parametrize(("saved", "is_searched"), [(1.0, True), (0.2, False)])
-def test_of_a_plan_that_was_ended_early_the_free_one_says_what_may_be_saved(
-    saved: float, is_searched: bool
-) -> None:
-    """To search within a budget takes long, so it is asked first."""
-    planner = Planner({(64,): 4.0}, other=4.5, looseness=0.1, saved=1.0)
-    asked: list[tuple[int, ...]] = []
-
-    def free_on(mesh: MeshShape, gap: float) -> IntraOpSolution:
-        asked.append(mesh.axis_sizes)
-        planner.saved, before = saved, planner.saved
-        found = planner(mesh, gap, np.inf)
-        planner.saved = before
-        planner.asked.pop()
-        planner.cutoffs.pop()
-        return found
-
-    found = search_meshes(CLUSTER, ShapePlanner(planner, free_on=free_on))
-    assert found.solution.plan.mesh.axis_sizes == (64,)
-    assert asked[0] == (8, 8)
-    again = planner.asked[2][0] == (8, 8) and planner.cutoffs[2] == np.inf
-    assert again == is_searched
-
-
 def test_shapes_on_the_way_to_one_below_the_cutoff_may_be_above_it() -> None:
     planner = Planner({(64,): 5.0, (8, 8): 4.0, (16, 4): 3.0, (16, 2, 2): 2.0})
-    found = search_meshes(
-        CLUSTER, ShapePlanner(planner), limits=SearchLimits(cutoff=2.5)
-    )
+    found = search_meshes(CLUSTER, planner, limits=SearchLimits(cutoff=2.5))
     assert found.solution.plan.mesh.axis_sizes == (16, 2, 2)
     assert "x:64 over 5 s" in str(found) and "x:16;y:4 over 3 s" in str(found)
 
 
 def test_a_shape_a_little_below_the_cutoff_is_taken() -> None:
     planner = Planner({(8, 8): 3.999}, other=4.001)
-    found = search_meshes(
-        CLUSTER, ShapePlanner(planner), limits=SearchLimits(cutoff=4.0)
-    )
+    found = search_meshes(CLUSTER, planner, limits=SearchLimits(cutoff=4.0))
     assert found.solution.plan.mesh.axis_sizes == (8, 8)
 
 
 def test_where_no_shape_is_below_the_cutoff_each_is_ruled_out() -> None:
     planner = Planner({(64,): 5.0, (8, 8): 4.0}, other=6.0)
-    found = search_meshes(
-        CLUSTER, ShapePlanner(planner), limits=SearchLimits(cutoff=1.0)
-    )
+    found = search_meshes(CLUSTER, planner, limits=SearchLimits(cutoff=1.0))
     assert found.solution.plan.predicted.step_seconds >= 1.0
     assert all(trial.is_ruled_out for trial in found.trials)
     assert set(planner.cutoffs) == {1.0}
@@ -214,13 +180,11 @@ def test_where_no_shape_is_below_the_cutoff_each_is_ruled_out() -> None:
 @pytest.mark.parametrize("is_long", [False, True])
 def test_three_axes_of_a_long_step_keep_the_loose_gap(is_long: bool) -> None:
     planner = Planner({(64,): 5.0, (8, 8): 4.0, (16, 4): 3.0, (16, 2, 2): 2.0})
-    found = search_meshes(
-        CLUSTER, ShapePlanner(planner), limits=SearchLimits(is_long=is_long)
-    )
+    found = search_meshes(CLUSTER, planner, limits=SearchLimits(is_long=is_long))
     assert found.solution.plan.mesh.axis_sizes == (16, 2, 2)
     assert (planner.asked[-1] == ((16, 2, 2), 1e-4)) != is_long
     two = Planner({(64,): 5.0, (8, 8): 4.0}, other=9.0)
-    search_meshes(CLUSTER, ShapePlanner(two), limits=SearchLimits(is_long=is_long))
+    search_meshes(CLUSTER, two, limits=SearchLimits(is_long=is_long))
     assert two.asked[-1] == ((8, 8), 1e-4)
 
 
@@ -228,18 +192,16 @@ def test_a_bound_of_a_finer_shape_rules_out_the_coarser_ones() -> None:
     # (4, 4, 4) is solved before (4, 16), and is it with the last axis cut.
     costs = {(64,): 5.0, (8, 8): 4.0, (16, 4): 3.0, (4, 4, 4): 2.0}
     planner = Planner(costs)
-    assert (
-        search_meshes(CLUSTER, ShapePlanner(planner)).solution.plan.mesh.num_axes == 3
-    )
+    assert search_meshes(CLUSTER, planner).solution.plan.mesh.num_axes == 3
     assert (4, 16) not in planner.shapes_asked
     loose = Planner({**costs, (4, 16): 1.0}, looseness=1.5)
-    found = search_meshes(CLUSTER, ShapePlanner(loose)).solution.plan.mesh
+    found = search_meshes(CLUSTER, loose).solution.plan.mesh
     assert found.axis_sizes == (4, 4, 4)  # no neighbour of it has two axes
 
 
 def test_what_does_not_fit_on_one_axis_is_looked_for_on_more() -> None:
     planner = Planner({(4, 2, 8): 7.0, (8, 4, 2): 6.0, (4, 4, 4): 5.0}, other=np.inf)
-    found = search_meshes(CLUSTER, ShapePlanner(planner))
+    found = search_meshes(CLUSTER, planner)
     assert found.solution.plan.mesh.num_axes == 3
     assert "tried x:64 does not fit, x:8;y:8 does not fit, x:4;y:2;z:8 7 s" in str(
         found
@@ -248,32 +210,25 @@ def test_what_does_not_fit_on_one_axis_is_looked_for_on_more() -> None:
 
 def test_nothing_fits_gives_the_least_budget_of_all() -> None:
     with pytest.raises(InfeasiblePlanError) as caught:
-        search_meshes(CLUSTER, ShapePlanner(Planner({}, other=np.inf)))
+        search_meshes(CLUSTER, Planner({}, other=np.inf))
     assert caught.value.least_budget_bytes == 30
 
 
 def test_where_cutting_does_not_help_no_finer_shape_is_solved() -> None:
     planner = Planner({}, other=np.inf, needs=(60, 60, 60))
     with pytest.raises(InfeasiblePlanError):
-        search_meshes(CLUSTER, ShapePlanner(planner))
+        search_meshes(CLUSTER, planner)
     assert planner.shapes_asked == [(64,), (8, 8)]
 
 
-def test_where_a_shape_needs_little_more_than_any_plan_no_other_is_solved() -> None:
-    for least, num_asked in ((55, 1), (50, 2)):
-        planner = Planner({}, other=np.inf, needs=(60, 60, 60))
-        limits = SearchLimits(least_bytes=lambda least=least: least)
-        with pytest.raises(InfeasiblePlanError):
-            search_meshes(CLUSTER, ShapePlanner(planner), limits=limits)
-        assert len(planner.shapes_asked) == num_asked
-
-
-def test_far_below_what_any_shape_needs_no_finer_one_is_solved() -> None:
-    planner = Planner({}, other=np.inf, far_bound=25)
-    with pytest.raises(InfeasiblePlanError) as caught:
-        search_meshes(CLUSTER, ShapePlanner(planner))
-    assert planner.shapes_asked == [(64,), (8, 8)]
-    assert caught.value.least_budget_bytes == 60
+def test_few_shapes_are_searched_for_plans_within_a_budget() -> None:
+    """The best of them is kept, though another cut might pay."""
+    costs = {(64,): 5.0, (8, 8): 4.0, (16, 4): 3.0, (16, 2, 2): 2.0}
+    planner = Planner(costs, is_searched=True)
+    found = search_meshes(CLUSTER, planner)
+    assert len(planner.asked) == len(found.trials) == MOST_SEARCHED
+    seconds = [trial.seconds for trial in found.trials]
+    assert found.solution.plan.predicted.step_seconds == min(seconds)
 
 
 @pytest.mark.parametrize("shape", [(8,), (4, 2), (2, 2, 2)])

@@ -34,9 +34,7 @@ def documented() -> dict[str, dict[str, bool]]:
 def one_of_everything() -> dict[str, Any]:
     """A document in which every optional field is written."""
     plan = make_plan()
-    predicted = replace(
-        plan.predicted, host_seconds=1e-3, host_bytes=128, free_gap=0.03
-    )
+    predicted = replace(plan.predicted, host_seconds=1e-3, host_bytes=128)
     inputs = (replace(plan.inputs[0], memory="host"), *plan.inputs[1:])
     texts = {"remat": "full:3", "device_kind": "CPU"}
     plan = replace(
@@ -55,6 +53,16 @@ def pipeline() -> dict[str, Any]:
 
 def fields_of(items: list[dict[str, Any]]) -> set[str]:
     return {name for item in items for name in item}
+
+
+def test_the_gap_to_plans_of_any_memory_of_an_earlier_file_is_the_only_one() -> None:
+    """Earlier files had one to what fits, too, which was no bound."""
+    document = json.loads(to_json(make_plan()))
+    document["predicted"] |= {"optimality_gap": 0.001, "free_gap": 0.03}
+    plan = from_json(json.dumps(document), "plan.json")
+    assert plan.predicted.optimality_gap == 0.03
+    assert "free_gap" not in json.loads(to_json(plan))["predicted"]
+    assert from_json(to_json(plan), "plan.json") == plan
 
 
 @pytest.mark.parametrize("part", ["predicted", "inputs", "operators", "collectives"])

@@ -298,7 +298,7 @@ class CompiledProgram:
             arrays = [(arrays[0][0], sum(num_bytes for _, num_bytes in arrays))]
         for index, (dtype, num_bytes) in enumerate(arrays):
             meant = kind
-            if kind == "all_reduce" and reduction in ("sum", "or"):
+            if self.is_tpu and kind == "all_reduce" and reduction in ("sum", "or"):
                 meant, num_bytes = self._meant(name, instruction, index, len(groups[0]))
             yield Collective(
                 meant,

@@ -120,8 +120,8 @@ def _cells(plan: MethodPlan, first: MethodPlan) -> list[str | Text]:
 
 
 def _needs(error: InfeasiblePlanError) -> str:
-    if error.far_bound_bytes:
-        return f"needs over {format_bytes(error.far_bound_bytes)}"
+    if error.bound_bytes:
+        return f"needs over {format_bytes(error.bound_bytes)}"
     least = error.least_budget_bytes
     return f"needs {format_bytes(least)}" if least else "does not fit"
 

@@ -1,38 +1,104 @@
-"""Bytes one device holds while the plan runs: arguments, results and temporaries.
+"""Bytes one device holds while a plan runs: arguments, results and temporaries.
 
-Kernels after fusion (`kernels.py`) in the compiler's order (`execution_order.py`); of a
-loop the body is counted once and what it stacks in full. State is donated: its next
-value is returned in its memory. Calibrated on CPUs: see `benchmarks/memory_error.py`.
+One sweep over what is live, from the plan alone. Operators are of three kinds:
+
+  views    other names of what they read: reshapes, barriers, pins
+  fused    elementwise and moving ones: made inside each kernel that reads them, unless
+           a product, collective, loop or result needs them in memory, or several
+           kernels would each read more for it than it has bytes
+  kernels  products, reductions, collectives, loops: what they make is in memory
+
+Kernels run in post-order from the results, or so that each frees the most that can be
+freed then, whichever holds less: XLA takes the best of such orders, too. A kernel may
+write over an operand of its size that nobody reads later; the next value of donated
+state, or of a loop's carry, takes the memory of the old one. Of a loop the body counts
+once, and what it stacks in full.
+
+What a compiler makes of it is told by `MEMORY_FACTORS`, for each kind of device: the
+typical ratio of compiled to swept temporaries of the zoo (`benchmarks.memory_error`).
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from ..graph.build_graph import COND, SCAN, SHARD_MAP, WHILE
-from ..graph.op_graph import Operator, OpGraph
+from ..graph.build_graph import BARRIER, PINS, SCAN, SHARD_MAP, STRUCTURED, WHILE
+from ..graph.op_graph import Block, GraphColumns, Operator, OpGraph
 from ..plans.plan import ShardingPlan
-from ..plans.plan_columns import bytes_in, factors_of
+from ..plans.plan_columns import (
+    bytes_in,
+    copies_of,
+    factors_of,
+    made_specs,
+    operand_specs,
+)
 from ..plans.slices_ahead import bytes_ahead
 from ..rules.collective_matmul import ring_bytes
 from ..rules.halos import copied_bytes, factors_with_halos, rows_with_halos
-from ..sharding.spec import num_shards
-from .depthwise import depthwise_bytes, depthwise_rows
-from .execution_order import Liveness, run_in_order
-from .fusion import Traits
-from .kernel_builder import kernel_block
-from .kernels import Border, Value
-from .narrow_floats import rounding_traits
-from .packing import packed_heights, packed_peak
-from .plan_arrays import PlanArrays
-from .random_words import drawing_bytes, drawing_rows
+from ..sharding.spec import REPLICATED, Spec, num_shards
+from .compute import is_fusable
 
+MEMORY_FACTORS = {"CPU": 1.2, "GPU": 1.1, "TPU": 1.1}
 POINTER_BYTES = 8  # of each result, in the table that a program returns
+AS_MUCH = 1.5  # times its own bytes that several kernels may each read for a value
+MOST_SOURCES = 64  # that one kernel reads through what it does itself
+
+VIEW, FUSED, IN_PLACE, KERNEL = range(4)
+_VIEWS = frozenset(
+    "copy device_put expand_dims layout_constraint name reshape squeeze"
+    " stop_gradient".split()
+)
+_MOVING = frozenset(
+    "broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather iota pad"
+    " rev select_n slice split stack transpose unstack".split()
+)
+_READING = ("reduce_", "arg", "scatter")  # kernels that do what they read themselves
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor in one spec, in memory from one position to another (both included).
+
+    `is_copy`: it was made in another spec. `bytes` are those of one device.
+    """
+
+    tensor: int
+    spec: Spec
+    bytes: int
+    start: int
+    end: int
+    is_copy: bool
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMemory:
+    """What one block holds, kernel by kernel, its operands apart.
+
+    `bytes` [positions] include what bodies hold. `operators` [positions] are indices of
+    operators, -1 for what converts. `runs` are the first and last position at which
+    each operator runs: its own, or those of the kernels that do it.
+    """
+
+    bytes: np.ndarray
+    operators: tuple[int, ...]
+    values: tuple[Value, ...]
+    runs: Mapping[int, tuple[int, int]]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes live at once."""
+        return int(self.bytes.max(initial=0))
+
+    def live(self, position: int) -> Iterator[Value]:
+        """The values in memory while a kernel runs."""
+        return (each for each in self.values if each.start <= position <= each.end)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,79 +106,62 @@ class MemoryProfile:
     """What a plan is predicted to hold on one device.
 
     `argument_bytes` and `output_bytes` (of results that take no argument's memory) are
-    held throughout; `liveness` is by block: what comes and goes. `live_bytes` is the
-    most that is live at once, which rows of memory can tell; the compiler needs
-    `peak_bytes` for it (`packing.py`).
+    held throughout; `blocks` say what comes and goes, `factor` times which a compiler
+    for these devices needs.
     """
 
     graph: OpGraph
     plan: ShardingPlan
     argument_bytes: int
     output_bytes: int
-    liveness: Mapping[int, Liveness]
+    blocks: Mapping[int, BlockMemory]
+    factor: float
 
-    @cached_property
+    @property
     def temp_bytes(self) -> int:
         """The memory that temporaries need."""
-        return self._packed(0)
+        return round(self.factor * self.blocks[0].peak_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """All of it, as `MemoryUse.device_bytes` of the compiled program."""
         return self.argument_bytes + self.output_bytes + self.temp_bytes
 
-    @property
-    def live_bytes(self) -> int:
-        """The most bytes that are live at once, of arguments, results and all."""
-        return self.argument_bytes + self.output_bytes + self.liveness[0].peak_bytes
+    def at_peak(self) -> list[Value]:
+        """What takes memory at the fullest point, besides arguments and results."""
+        position = int(self.blocks[0].bytes.argmax()) if self.blocks[0].operators else 0
+        path = self.path_to(position)
+        return [each for block, at in path for each in self.blocks[block].live(at)]
 
-    def temporaries(self) -> tuple[Value, ...]:
-        """What takes memory of its own at the peak, besides arguments and results."""
-        return tuple(self._live(0, int(self.liveness[0].bytes.argmax())))
-
-    @cached_property
-    def holes(self) -> np.ndarray:
-        """[positions of the outermost block] bytes in use that nothing live takes."""
-        liveness = self.liveness[0]
-        return packed_heights(liveness, self._needed_inside(0)) - liveness.bytes
-
-    def _packed(self, block: int) -> int:
-        """The memory that a block needs, its operands and results apart."""
-        return packed_peak(self.liveness[block], self._needed_inside(block))
-
-    def _needed_inside(self, block: int) -> np.ndarray:
-        """[positions] the memory that the bodies of each kernel need."""
-        liveness = self.liveness[block]
-        kernels = liveness.block.columns
-        inner = kernels.inner_bytes.copy()
-        columns = self.graph.columns
-        rows = np.flatnonzero(columns.where(lambda op: bool(op.bodies))).tolist()
-        bodies = {columns.index[row]: columns.operators[row].bodies for row in rows}
-        for k in np.flatnonzero(inner).tolist():
-            own = bodies.get(kernels.operator[k], ())
-            if own and all(body in self.liveness for body in own):
-                live = max(self.liveness[body].peak_bytes for body in own)
-                inner[k] += max(map(self._packed, own)) - live
-        return inner[list(liveness.order)]
-
-    def _live(self, block: int, position: int) -> Iterator[Value]:
-        liveness = self.liveness[block]
-        if not liveness.order:
-            return
-        for value in liveness.live(position):
-            if value not in liveness.borrowed:
-                yield liveness.block.values[value]
-        kernel = liveness.block.kernels[liveness.order[position]]
-        if kernel.inner_bytes and kernel.operator is not None:
-            bodies = next(
-                op.bodies
-                for op in self.graph.blocks[block].operators
-                if op.index == kernel.operator
-            )
+    def path_to(self, position: int) -> Iterator[tuple[int, int]]:
+        """(block, position) of a point of the outermost block, and of the fullest ones
+        in bodies that run there.
+        """
+        block = 0
+        while self.blocks[block].operators:
+            yield block, position
+            bodies = self.bodies(self.blocks[block].operators[position])
             if not bodies:
                 return
-            fullest = max(bodies, key=lambda body: self.liveness[body].peak_bytes)
-            yield from self._live(fullest, int(self.liveness[fullest].bytes.argmax()))
+            block = max(bodies, key=lambda body: self.blocks[body].peak_bytes)
+            used = self.blocks[block].bytes
+            position = int(used.argmax()) if len(used) else 0
+
+    def bytes_at(self, position: int) -> float:
+        """All that a device holds at a point of the outermost block."""
+        used = self.blocks[0].bytes
+        held = self.factor * float(used[position]) if len(used) else 0.0
+        return self.argument_bytes + self.output_bytes + held
+
+    def bodies(self, index: int) -> tuple[int, ...]:
+        """The blocks that an operator runs, by its index."""
+        return self._bodies.get(index, ())
+
+    @cached_property
+    def _bodies(self) -> dict[int, tuple[int, ...]]:
+        operators = self.graph.operators()
+        found = {op.index: op.bodies for op in operators if op.kind != SHARD_MAP}
+        return {index: bodies for index, bodies in found.items() if bodies}
 
     def __str__(self) -> str:
         return (
@@ -128,88 +177,455 @@ def peak_bytes(graph: OpGraph, plan: ShardingPlan) -> int:
 
 def memory_profile(graph: OpGraph, plan: ShardingPlan) -> MemoryProfile:
     """The memory of a plan on one device."""
-    return profile_of_arrays(PlanArrays.of(graph, plan))
-
-
-def profile_of_arrays(arrays: PlanArrays) -> MemoryProfile:
-    """The memory of a plan whose specs were numbered before."""
-    graph, plan = arrays.graph, arrays.plan
-    at_host = [each.memory == "host" for each in graph.inputs]
+    sweep = _Sweep(graph, plan)
     tied = {p: i.output for p, i in enumerate(graph.inputs) if i.output is not None}
-    fetched = frozenset(
-        position for position, is_there in enumerate(at_host) if is_there
+    at_host = {p for p, each in enumerate(graph.inputs) if each.memory == "host"}
+    border = _Border(
+        {output: p for p, output in tied.items() if p not in at_host},
+        frozenset(at_host),
+        frozenset(tied[p] for p in at_host if p in tied),
+        frozenset(range(len(graph.outputs))) - frozenset(tied.values()),
     )
-    sent = frozenset(output for position, output in tied.items() if at_host[position])
-    donated = tuple((p, output) for p, output in tied.items() if not at_host[p])
-    run = _Run(arrays)
-    run.block(0, Border(donated, fetched=fetched, sent=sent))
+    sweep.block(graph.blocks[0], border)
     returned = set(tied.values())
     output_bytes = POINTER_BYTES * len(graph.outputs)
     for position, operand in enumerate(graph.outputs):
         if isinstance(operand, int) and position not in returned:
-            spec = plan.outputs[0][position]
-            whole = graph.tensors[operand].type.bytes
-            output_bytes += whole // num_shards(spec, plan.mesh.axis_sizes)
+            output_bytes += sweep.bytes(operand, plan.outputs[0][position])
     argument_bytes = bytes_in(plan.inputs, "device")
-    return MemoryProfile(graph, plan, argument_bytes, output_bytes, run.liveness)
+    factor = MEMORY_FACTORS[_family(plan.device_kind)]
+    given = argument_bytes, output_bytes
+    return MemoryProfile(graph, plan, *given, sweep.blocks, factor)
 
 
-class _Run:
+def _family(device_kind: str) -> str:
+    """`CPU`, `TPU` or `GPU`, which other devices are taken for."""
+    if device_kind in ("CPU", ""):
+        return "CPU"
+    return "TPU" if re.match(r"v\d|tpu", device_kind) else "GPU"
+
+
+@dataclass(frozen=True)
+class _Border:
+    """How a block's inputs and outputs lie, by position.
+
+    `over`: outputs that take the memory of an input. `made`: inputs that take memory
+    when they are first read (slices, what is fetched). `sent`: outputs that are written
+    elsewhere at once (stacks, what goes to the host). `apart`: outputs whose memory is
+    counted outside of the block.
+    """
+
+    over: Mapping[int, int] = field(default_factory=dict)
+    made: frozenset[int] = frozenset()
+    sent: frozenset[int] = frozenset()
+    apart: frozenset[int] = frozenset()
+
+
+@lru_cache(maxsize=8)
+def _kinds(columns: GraphColumns) -> dict[int, int]:
+    """What each operator is to memory, by index."""
+    kinds = [_kind(op) for op in columns.distinct]
+    return dict(
+        zip(
+            columns.index.tolist(),
+            np.array(kinds, np.intp)[columns.alike].tolist(),
+            strict=True,
+        )
+    )
+
+
+def _kind(op: Operator) -> int:
+    is_one = len(op.operands) == len(op.results)
+    if op.kind in PINS or (op.kind in _VIEWS and is_one):
+        return VIEW
+    if op.kind == "convert_element_type":
+        same = op.operand_types[0].dtype == op.result_types[0].dtype
+        return VIEW if same and is_one else FUSED
+    if op.kind == "broadcast_in_dim" and is_one:  # to dims of one, if to no more
+        same = op.operand_types[0].size == op.result_types[0].size
+        return VIEW if same else FUSED
+    if op.kind in STRUCTURED:
+        return KERNEL
+    if op.kind in _MOVING or is_fusable(op.kind):
+        return FUSED
+    return IN_PLACE if op.kind.startswith(_READING) else KERNEL
+
+
+def _fresh(op: Operator, writes: Sequence[int]) -> Sequence[int]:
+    """Of what an operator writes, all that cannot lie over what it reads.
+
+    Those are results of a product, say, and stacks of a loop, which goes along others.
+    """
+    if op.kind == SCAN:
+        return writes[op.params["num_carry"] :]
+    is_one = op.kind in STRUCTURED or _kind(op) != KERNEL
+    return () if is_one else writes
+
+
+class _Sweep:
     """Goes through blocks, inner ones first."""
 
-    def __init__(self, arrays: PlanArrays) -> None:
-        self.graph, self._arrays = arrays.graph, arrays
-        self.liveness: dict[int, Liveness] = {}
-        self._traits = Traits.of(self.graph.columns)
-        if arrays.widens:
-            self._traits = rounding_traits(self._traits, self.graph.columns)
-        sizes, plans = arrays.plan.mesh.axis_sizes, arrays.plan.operators
-        columns = self.graph.columns
-        self._held_inside = Counter[int]()  # by operator without bodies
-        for row in rows_with_halos(self.graph, *factors_of(plans)):
+    def __init__(self, graph: OpGraph, plan: ShardingPlan) -> None:
+        self.graph, self.plan, self.kinds = graph, plan, _kinds(graph.columns)
+        self.copies = copies_of(plan.tensors)
+        self.made, columns = made_specs(plan.tensors), graph.columns
+        specs = operand_specs(plan.operators)
+        self.read = dict(zip(columns.index.tolist(), specs, strict=True))
+        self.blocks: dict[int, BlockMemory] = {}
+        self._sizes, self._shards = plan.mesh.axis_sizes, dict[Spec, int]()
+        self.inner = Counter[int]()  # bytes that operators hold besides, by index
+        for row in rows_with_halos(graph, *factors_of(plan.operators)):
             op = columns.operators[row]
-            halos = factors_with_halos(op, plans[row].factors)
-            held = copied_bytes(op, halos, sizes) + ring_bytes(op, halos, sizes)
-            self._held_inside[op.index] += held
-        for row in drawing_rows(columns).tolist():
-            op, spec = columns.operators[row], plans[row].result_specs[0]
-            self._held_inside[op.index] += drawing_bytes(op) // num_shards(spec, sizes)
-        for row in depthwise_rows(columns).tolist():
-            op, spec = columns.operators[row], plans[row].result_specs[0]
-            self._held_inside[op.index] += depthwise_bytes(op, spec, sizes)
+            halos = factors_with_halos(op, plan.operators[row].factors)
+            held = copied_bytes(op, halos, self._sizes)
+            self.inner[op.index] += held + ring_bytes(op, halos, self._sizes)
 
-    def block(self, index: int, border: Border) -> int:
-        """The peak of a block, its operands and results apart."""
-        block, columns = self.graph.blocks[index], self.graph.columns
-        has_bodies = columns.where(lambda op: bool(op.bodies) and op.kind != SHARD_MAP)
-        own = np.flatnonzero(has_bodies & (columns.block_of == index)).tolist()
-        loops = [columns.operators[row] for row in own]
-        inner_bytes = {op.index: max(self.bodies(op)) for op in loops}
-        inner_bytes |= self._held_inside
-        kernels = kernel_block(self._arrays, self._traits, block, border, inner_bytes)
-        self.liveness[index] = run_in_order(kernels)
-        return self.liveness[index].peak_bytes
+    def bytes(self, tensor: int, spec: Spec) -> int:
+        """What one device holds of a tensor."""
+        shards = self._shards.get(spec)
+        if shards is None:
+            shards = self._shards[spec] = num_shards(spec, self._sizes)
+        return self.graph.tensors[tensor].type.bytes // shards
 
-    def bodies(self, op: Operator) -> list[int]:
+    def block(self, block: Block, border: _Border) -> int:
+        """The peak of a block, its operands apart."""
+        for op in block.operators:
+            if op.bodies and op.kind != SHARD_MAP:
+                self.inner[op.index] += self._loop_bytes(op)
+        found = _BlockSweep(self, block, border).swept()
+        self.blocks[block.index] = found
+        return found.peak_bytes
+
+    def _loop_bytes(self, op: Operator) -> int:
         blocks = [self.graph.blocks[body] for body in op.bodies]
-        borders = [Border()] * len(blocks)
+        borders = [
+            _Border(apart=frozenset(range(len(each.outputs)))) for each in blocks
+        ]
+        ahead = 0
         if op.kind == SCAN:
             consts, carry = op.params["num_consts"], op.params["num_carry"]
-            borders = [
-                Border(
-                    tuple((consts + k, k) for k in range(carry)),
-                    frozenset(range(consts + carry, len(blocks[0].inputs))),
-                    frozenset(range(carry, len(blocks[0].outputs))),
-                )
-            ]
+            slices = frozenset(range(consts + carry, len(blocks[0].inputs)))
+            stacks = frozenset(range(carry, len(blocks[0].outputs)))
+            borders = [_Border({k: consts + k for k in range(carry)}, slices, stacks)]
+            ahead = bytes_ahead(self.graph, self.plan, op)
         elif op.kind == WHILE:
             consts, carry = op.params["body_nconsts"], len(blocks[1].outputs)
-            replaced = tuple((consts + k, k) for k in range(carry))
-            borders = [Border(), Border(replaced)]
-        else:
-            assert op.kind == COND, f"{op.kind} has bodies"
-        ahead = bytes_ahead(self.graph, self._arrays.plan, op) if op.kind == SCAN else 0
-        return [
-            self.block(block.index, border) + ahead
-            for block, border in zip(blocks, borders, strict=True)
+            borders = [_Border(), _Border({k: consts + k for k in range(carry)})]
+        return ahead + max(map(self.block, blocks, borders))
+
+
+@dataclass(eq=False)
+class _Node:
+    """A kernel, or what is done inside of others: an operator, a copy, a slice.
+
+    `fresh`: what it writes that cannot lie over what it reads.
+    """
+
+    kind: int
+    reads: list[int]
+    writes: list[int]
+    operator: int = -1
+    fresh: Sequence[int] = ()
+    sources: frozenset[int] = frozenset()  # values in memory that it reads
+    waits: frozenset[int] = frozenset()  # values that are there before it runs
+
+
+class _BlockSweep:
+    """Values are numbered as they are made; inputs come first."""
+
+    def __init__(self, sweep: _Sweep, block: Block, border: _Border) -> None:
+        self.sweep, self.block, self.border = sweep, block, border
+        self.tensor: list[int] = []
+        self.spec: list[Spec] = []
+        self.bytes: list[int] = []
+        self.is_copy: list[bool] = []
+        self.maker: list[int] = []  # a node, or -1 for what lies elsewhere
+        self.nodes: list[_Node] = []
+        self.number: dict[tuple[int, Spec], int] = {}
+        self.views: list[tuple[int, list[int]]] = []
+        self._add_nodes()
+        self._put_in_memory()
+
+    def _new(self, tensor: int, spec: Spec, maker: int, is_copy: bool = False) -> int:
+        number = self.number[tensor, spec] = len(self.tensor)
+        self.tensor.append(tensor)
+        self.spec.append(spec)
+        self.bytes.append(self.sweep.bytes(tensor, spec))
+        self.is_copy.append(is_copy)
+        self.maker.append(maker)
+        return number
+
+    def _read(self, tensor: int, spec: Spec) -> int:
+        """The value of a tensor in a spec; what converts to it comes before."""
+        found = self.number.get((tensor, spec))
+        if found is not None:
+            return found
+        copies = self.sweep.copies.get(tensor, ())
+        made = self.sweep.made[tensor]
+        source = next((each.source for each in copies if each.target == spec), made)
+        if source == spec:  # a constant of the body, say
+            return self._new(tensor, spec, -1)
+        before = self._read(tensor, source)
+        value = self._new(tensor, spec, len(self.nodes), is_copy=True)
+        kind = FUSED if is_cut_out(source, spec) else KERNEL
+        fresh = [value] if kind == KERNEL else ()
+        self.nodes.append(_Node(kind, [before], [value], fresh=fresh))
+        return value
+
+    def _add_nodes(self) -> None:
+        block, sweep, border = self.block, self.sweep, self.border
+        made = sweep.made
+        for position, tensor in enumerate(block.inputs):
+            maker = len(self.nodes) if position in border.made else -1
+            value = self._new(tensor, made[tensor], maker)
+            if maker >= 0:
+                self.nodes.append(_Node(FUSED, [], [value]))
+        for op in block.operators:
+            specs, kind = sweep.read[op.index], sweep.kinds[op.index]
+            reads = [
+                self._read(tensor, spec) if isinstance(tensor, int) else -1
+                for tensor, spec in zip(op.operands, specs, strict=True)
+            ]
+            if op.kind == BARRIER:
+                self._add_barrier(op, reads)
+                continue
+            if kind == VIEW:
+                for value, result in zip(reads, op.results, strict=True):
+                    if value < 0:
+                        value = self._new(result, made[result], len(self.nodes))
+                        self.nodes.append(_Node(FUSED, [], [value]))
+                    self.number[result, made[result]] = value
+                self.views.append((op.index, [v for v in reads if v >= 0]))
+                continue
+            reads = [value for value in reads if value >= 0]
+            node = len(self.nodes)
+            writes = [self._new(each, made[each], node) for each in op.results]
+            self.nodes.append(_Node(kind, reads, writes, op.index, _fresh(op, writes)))
+        specs = sweep.plan.outputs[block.index]
+        self.outputs = [
+            self._read(each, spec) if isinstance(each, int) else -1
+            for each, spec in zip(block.outputs, specs, strict=True)
         ]
+
+    def _add_barrier(self, op: Operator, reads: Sequence[int]) -> None:
+        """Other names of what is in memory; on CPUs, once all of it is there.
+
+        XLA for GPUs takes barriers out before it orders what is left.
+        """
+        is_cpu = _family(self.sweep.plan.device_kind) == "CPU"
+        waits = frozenset(value for value in reads if value >= 0 and is_cpu)
+        for value, result in zip(reads, op.results, strict=True):
+            name = self._new(result, self.sweep.made[result], len(self.nodes))
+            own = [value] if value >= 0 else []
+            self.nodes.append(_Node(VIEW, own, [name], op.index, waits=waits))
+
+    def _put_in_memory(self) -> None:
+        """Decides which values are in memory, and what each node reads there."""
+        kept = {v for k, v in enumerate(self.outputs) if k not in self.border.sent}
+        num_readers, is_needed = Counter(self.outputs), set(kept)
+        for node in self.nodes:
+            num_readers.update(dict.fromkeys(node.reads, 1))
+            if node.kind in (KERNEL, VIEW):
+                is_needed.update(node.reads)
+        self.in_memory = [True] * len(self.tensor)
+        sources = [frozenset((value,)) for value in range(len(self.tensor))]
+        for node in self.nodes:
+            read = [sources[each] for each in node.reads]
+            node.sources = frozenset().union(*read)
+            above = (self.maker[each] for each in node.reads)
+            inside = [self.nodes[k] for k in above if k >= 0]
+            hidden = [k.waits for k in inside if not self._is_kernel(k)]
+            node.waits = node.waits.union(*hidden)
+            if node.kind == VIEW and node.reads:
+                self.in_memory[node.writes[0]] = False
+                sources[node.writes[0]] = node.sources
+            if node.kind != FUSED:
+                continue
+            amount = sum(self.bytes[each] for each in node.sources)
+            for value in node.writes:
+                is_dear = amount > AS_MUCH * self.bytes[value]
+                is_there = value in is_needed or len(node.sources) > MOST_SOURCES
+                if is_there or (num_readers[value] > 1 and is_dear):
+                    continue
+                self.in_memory[value] = False
+                sources[value] = node.sources
+        self.sources = sources
+
+    def _is_kernel(self, node: _Node) -> bool:
+        return not node.writes or any(self.in_memory[each] for each in node.writes)
+
+    def swept(self) -> BlockMemory:
+        """What is live in the order that holds less."""
+        kernels = [
+            number for number, node in enumerate(self.nodes) if self._is_kernel(node)
+        ]
+        orders = self._post_order(kernels), self._freeing_order(kernels)
+        return min(map(self._run, orders), key=lambda found: found.peak_bytes)
+
+    def _post_order(self, kernels: Sequence[int]) -> list[int]:
+        found = dict[int, None]()
+        ends = [self.maker[v] for v in self.outputs if v >= 0 and self.in_memory[v]]
+        for end in (*ends, *kernels):
+            path = [(end, iter(self._before(end)))] if end >= 0 else []
+            while path:
+                node, before = path[-1]
+                following = next((k for k in before if k not in found), None)
+                if following is None:
+                    found[node] = None
+                    path.pop()
+                else:
+                    path.append((following, iter(self._before(following))))
+        return list(found)
+
+    def _freeing_order(self, kernels: Sequence[int]) -> list[int]:
+        """Of the kernels that can run, always the one that frees the most next."""
+        readers: dict[int, list[int]] = {}
+        for number in kernels:
+            for value in self.nodes[number].sources:
+                readers.setdefault(value, []).append(number)
+        left = {value: len(found) for value, found in readers.items()}
+        left.update({v: left.get(v, 0) + 1 for v in self.outputs})
+        before = {number: self._before(number) for number in kernels}
+        waits = {number: len(found) for number, found in before.items()}
+        after: dict[int, list[int]] = {}
+        for number, makers in before.items():
+            for maker in makers:
+                after.setdefault(maker, []).append(number)
+        over = {self.outputs[k] for k in self.border.over}
+
+        def freed(number: int) -> tuple[int, int]:
+            node = self.nodes[number]
+            made = [v for v in node.writes if self.in_memory[v] and v not in over]
+            last = [v for v in node.sources if left[v] == 1 and self.maker[v] >= 0]
+            held = sum(self.bytes[v] for v in made)
+            return held - sum(self.bytes[v] for v in last), number
+
+        ready = [freed(number) for number in kernels if not waits[number]]
+        heapify(ready)
+        found = dict[int, None]()
+        while ready:
+            entry = heappop(ready)
+            number = entry[1]
+            if number in found:
+                continue
+            if entry != (now := freed(number)):
+                heappush(ready, now)
+                continue
+            found[number] = None
+            for value in self.nodes[number].sources:
+                left[value] -= 1
+            for other in after.get(number, ()):
+                waits[other] -= 1
+                if not waits[other]:
+                    heappush(ready, freed(other))
+            for value in self.nodes[number].sources:
+                if left[value] == 1 and self.maker[value] >= 0:
+                    for other in readers[value]:
+                        if other not in found and not waits[other]:
+                            heappush(ready, freed(other))
+        return list(found)
+
+    def _before(self, node: int) -> list[int]:
+        own = self.nodes[node]
+        makers = [self.maker[value] for value in sorted(own.sources)]
+        waits = [self.maker[v] for v in sorted(own.waits) if self.in_memory[v]]
+        found = dict.fromkeys(each for each in (*waits, *makers) if each >= 0)
+        return list(found)
+
+    def _run(self, order: Sequence[int]) -> BlockMemory:
+        """What is live where kernels run in an order."""
+        position = {node: place for place, node in enumerate(order)}
+        end, count = len(order) - 1, len(self.tensor)
+        first, last = [end + 1] * count, [-1] * count
+        for node, place in position.items():
+            for value in self.nodes[node].sources:
+                last[value] = place
+                first[value] = min(first[value], place)
+        # Inputs are the first values.
+        over = {self.outputs[k]: p for k, p in self.border.over.items()}
+        kept = {v for k, v in enumerate(self.outputs) if k not in self.border.sent}
+        apart = {self.outputs[k] for k in self.border.apart}
+        for k in self.border.sent:
+            for value in self.sources[self.outputs[k]] if self.outputs[k] >= 0 else ():
+                made = position.get(self.maker[self.outputs[k]], end)
+                last[value] = max(last[value], made)
+        starts, ends = [-1] * count, [-1] * count
+        for node, place in position.items():
+            each = self.nodes[node]
+            ending = [v for v in each.sources if last[v] == place > starts[v] >= 0]
+            ending = [value for value in sorted(ending) if value not in kept]
+            for value in each.writes:
+                old = over.get(value)
+                is_fresh = value in each.fresh
+                is_over = old is not None and last[old] <= place - is_fresh
+                if not self.in_memory[value] or value in apart or is_over:
+                    continue
+                starts[value] = place
+                ends[value] = end if value in kept else max(last[value], place)
+                sizes = [self.bytes[other] for other in ending]
+                if not is_fresh and self.bytes[value] in sizes:
+                    ends[ending.pop(sizes.index(self.bytes[value]))] = place - 1
+        return self._memory(order, position, starts, ends)
+
+    def _memory(
+        self,
+        order: Sequence[int],
+        position: Mapping[int, int],
+        starts: Sequence[int],
+        ends: Sequence[int],
+    ) -> BlockMemory:
+        operators = tuple(self.nodes[node].operator for node in order)
+        inner = self.sweep.inner
+        changes = np.zeros(len(order) + 1, np.int64)
+        values = []
+        for number, start in enumerate(starts):
+            if start >= 0:
+                has = self.tensor[number], self.spec[number], self.bytes[number]
+                values.append(Value(*has, start, ends[number], self.is_copy[number]))
+                changes[start] += self.bytes[number]
+                changes[ends[number] + 1] -= self.bytes[number]
+        held = np.cumsum(changes)[:-1] + [inner[each] for each in operators]
+        return BlockMemory(held, operators, tuple(values), self._runs(position))
+
+    def _runs(self, position: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+        """When each operator runs, itself or inside of others."""
+        end, count = len(position) - 1, len(self.tensor)
+        runs: dict[int, tuple[int, int]] = {}
+        span: list[tuple[int, int] | None] = [None] * count  # when a value is read
+        for value in self.outputs:
+            if value >= 0:
+                span[value] = end, end
+        for number in reversed(range(len(self.nodes))):
+            node = self.nodes[number]
+            place = position.get(number)
+            if place is not None:
+                own = place, place
+            else:
+                own = _joined([span[each] for each in node.writes])
+            if own is None:
+                continue
+            if node.operator >= 0:
+                known = _joined([runs.get(node.operator), own])
+                runs[node.operator] = known or own
+            for value in node.reads:
+                span[value] = _joined([span[value], own])
+        for index, reads in self.views:
+            found = _joined([span[each] for each in reads])
+            if found is not None:
+                runs[index] = found
+        return runs
+
+
+def _joined(spans: Iterable[tuple[int, int] | None]) -> tuple[int, int] | None:
+    """The shortest span that has all of some."""
+    found = [each for each in spans if each is not None]
+    if not found:
+        return None
+    return min(a for a, _ in found), max(b for _, b in found)
+
+
+@lru_cache(maxsize=1 << 12)
+def is_cut_out(source: Spec, target: Spec) -> bool:
+    """Whether a device cuts its part of a target out of its own of the source."""
+    pairs = zip(source, target, strict=True)
+    return all(before in (after, REPLICATED) for before, after in pairs)

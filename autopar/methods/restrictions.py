@@ -31,7 +31,6 @@ from ..sharding.spec import (
     dims_of,
     format_spec,
 )
-from .axes_together import AxesTogether
 
 PENDING = frozenset((SUM, MAX, MIN))
 NOT_SPLIT = PENDING | {REPLICATED}
@@ -75,7 +74,7 @@ class Restriction:
         return next((d[access.tensor] for d in demands if access.tensor in d), None)
 
 
-Limit = Restriction | ChoicePins | AxesTogether
+Limit = Restriction | ChoicePins
 
 
 def demanded_orders(limits: Sequence[Limit]) -> set[Spec]:
@@ -130,11 +129,7 @@ def _restricted(
     seconds = [restricted.seconds(columns[at]) for at in examples[order].tolist()]
     kind = np.argsort(order)[kind]
     count = len(seconds)
-    unfit = {
-        *_relays_too_small(problem, seconds, kind),
-        *_relays_unlike(problem, seconds, kind),
-    }
-    for relay in unfit:
+    for relay in set(_relays_too_small(problem, seconds, kind)):
         kind[relay] = count + columns.pattern[relay]
     seconds += [each.seconds for each in columns.patterns]
     return problem.with_seconds(seconds, kind)
@@ -224,30 +219,6 @@ def _relays_too_small(
         most = _fractions(specs, seconds[kind[relay]]).max(initial=0.0)
         if needed[tensor] > most + _EPSILON:
             yield relay
-
-
-def _relays_unlike(
-    problem: ShardingProblem, seconds: Sequence[np.ndarray], kind: np.ndarray
-) -> Iterator[int]:
-    """Relays that cannot be what their only reader can still read."""
-    columns, reads = problem.vertices, problem.vertices.reads
-    at = np.flatnonzero(problem.is_only)
-    relays = np.array([problem.relays[t] for t in reads.tensor[at].tolist()], np.intp)
-    choices, readers = reads.choices[at], reads.vertex[at]
-    examples, number = equal_rows(kind[readers], choices, kind[relays])
-    is_unlike = np.ones(len(examples), bool)
-    for place, example in enumerate(examples.tolist()):
-        relay = int(relays[example])
-        (held,) = columns.patterns[columns.pattern[relay]].writes
-        wanted, reader = columns.choices[int(choices[example])], int(readers[example])
-        specs = _specs_left(held, seconds[kind[relay]])
-        is_unlike[place] = specs.isdisjoint(_specs_left(wanted, seconds[kind[reader]]))
-    yield from relays[is_unlike[number]].tolist()
-
-
-def _specs_left(choices: SpecChoices, seconds: np.ndarray) -> set[Spec]:
-    left = np.unique(choices.classes[np.isfinite(seconds)])
-    return {choices.distinct[each] for each in left.tolist()}
 
 
 def _fractions(choices: SpecChoices, seconds: np.ndarray) -> np.ndarray:

@@ -21,11 +21,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.solver.assignment import Assignment
-from autopar.solver.choice_graph import Infeasible
-from autopar.solver.memory_rows import MemoryRow, lowered_by_all
-from autopar.solver.solve import solve
-from autopar.solver.within_rows import solve_within_rows
+from autopar.solver.budget_rows import BudgetRow
 
 from ..clusters.cluster import Cluster
 from ..costs.memory import memory_profile
@@ -39,6 +35,8 @@ from .intra_op import IntraOpSolution, plan_intra_op
 from .layout_program import LayoutProgram, NamedDims
 from .memory_users import infeasible_error
 
+MOST_PLANNED = 24
+DOUBT = 1.1  # times the best, what rows may say of a layout that is planned yet
 _log = logging.getLogger("autopar")
 
 
@@ -134,51 +132,30 @@ class _Search:
         plan_of: Callable[[LayoutRules], IntraOpSolution],
     ) -> None:
         self.program, self.rules, self.plan_of = program, rules, plan_of
-        self.rows: list[tuple[MemoryRow, tuple[int, ...]]] = []  # with who brought it
-        self.met: dict[tuple[int, ...], IntraOpSolution] = {}
-        self.live_bytes: dict[tuple[int, ...], int] = {}  # what rows tell
+        self.rows: list[BudgetRow] = []
+        self.planned: dict[tuple[int, ...], IntraOpSolution] = {}
 
     def run(self) -> AutoLayout:
-        free = solve(self.program.graph, gap=0.0)
-        self._meet(free.choices)
-        for less in (1, 0):  # first what holds less, then as much in more parts
-            while (found := self._within(self._best()[0] - less, free)) is not None:
-                self._meet(found)
+        while len(self.planned) < MOST_PLANNED:
+            found = self.program.best(self.rows, self.planned)
+            if found is None or (self.planned and found[1] > DOUBT * self._best()[0]):
+                break
+            self._plan(found[0])
         choices = self._best()[-1]
-        return AutoLayout(self._rules(choices), self.met[choices], len(self.met))
-
-    def _within(self, limit: int, free: Assignment) -> tuple[int, ...] | None:
-        """A layout not met that no row puts above the limit, of the most splits."""
-        rows = [row for row, _ in self.rows]
-        graph, known = self.program.graph, list(self.met)
-        try:
-            found = solve_within_rows(
-                graph, rows, float(limit), gap=0.0, free=free, known=known
-            )
-        except Infeasible:
-            return None
-        return None if found.choices in self.met else found.choices
+        number = len(self.planned)
+        return AutoLayout(self._rules(choices), self.planned[choices], number)
 
     def _best(self) -> tuple[int, float, tuple[int, ...]]:
         return min(
-            (live, self.program.graph.cost(choices), choices)
-            for choices, live in self.live_bytes.items()
+            (found.plan.predicted.peak_bytes, self.program.graph.cost(choices), choices)
+            for choices, found in self.planned.items()
         )
 
     def _rules(self, choices: tuple[int, ...]) -> LayoutRules:
         layout = self.program.layout(choices)
         return replace(self.rules, rules=self.program.dims.text(layout))
 
-    def _meet(self, choices: tuple[int, ...]) -> None:
-        found = self.met[choices] = self.plan_of(self._rules(choices))
+    def _plan(self, choices: tuple[int, ...]) -> None:
+        found = self.planned[choices] = self.plan_of(self._rules(choices))
         profile = memory_profile(self.program.dims.graph, found.plan)
-        self.live_bytes[choices] = profile.live_bytes
-        new = self.program.rows(profile, self.program.layout(choices))
-        self.rows = [
-            (self._lowered(row, own), own)
-            for row, own in (*self.rows, *((row, choices) for row in new))
-        ]
-
-    def _lowered(self, row: MemoryRow, own: tuple[int, ...]) -> MemoryRow:
-        met = self.live_bytes.items()
-        return lowered_by_all(row, own, met, self.program.graph.sizes)
+        self.rows += self.program.rows(profile, self.program.layout(choices))

@@ -14,7 +14,7 @@ from autopar.solver.solve import solve
 from ..clusters.cluster import Cluster
 from ..costs.collectives import COLLECTIVE_KINDS, collective_seconds
 from ..costs.host_memory import host_seconds
-from ..costs.memory import MemoryProfile, profile_of_arrays
+from ..costs.memory import MemoryProfile, memory_profile
 from ..frontend.garbage import without_garbage_collection
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.op_graph import Block, Operator, OpGraph, TensorType
@@ -38,10 +38,14 @@ _REDUCTION_NAMES = {SUM: "sum", MAX: "max", MIN: "min"}
 
 @dataclass(frozen=True)
 class IntraOpSolution:
-    """The plan, and the solver's account of how it was found."""
+    """The plan, and the solver's account of how it was found.
+
+    `is_searched`: memory bound, so the plan was searched for within a budget.
+    """
 
     plan: ShardingPlan
     assignment: Assignment
+    is_searched: bool = False
 
 
 @without_garbage_collection
@@ -123,7 +127,7 @@ def read_profile(
             host_bytes=bytes_in(inputs, "host"),
         ),
     )
-    profile = profile_of_arrays(reader.arrays(plan))
+    profile = memory_profile(graph, plan)
     predicted = replace(plan.predicted, peak_bytes=profile.peak_bytes)
     return replace(profile, plan=replace(plan, predicted=predicted))
 

@@ -1,13 +1,10 @@
-"""What an update reads of an argument is made of the argument, not of a copy.
+"""What an update reads of an argument: that keeps no copy of it in memory.
 
-A parameter that is gathered for the forward pass could be sliced for the update from
-that copy, which costs nothing, but keeps it in memory all the while. So readers that no
-product waits for are sent to the argument itself, and pay for what it takes from there.
+A parameter that is gathered for the forward pass is read by the update, too, but in the
+spec it lies in. So readers that no product waits for do not say how long a copy lasts.
 """
 
 from __future__ import annotations
-
-from collections.abc import Collection
 
 import numpy as np
 
@@ -18,17 +15,12 @@ from .strategies import is_heavy_operator
 from .vertices import VertexColumns
 
 
-def late_reads(
-    graph: OpGraph, vertices: VertexColumns, lasting: Collection[int]
-) -> np.ndarray:
+def late_reads(graph: OpGraph, vertices: VertexColumns) -> np.ndarray:
     """Bool [reads]: of arguments that work reads, too, by what no work waits for.
 
-    Work are products, and all that has bodies or passes a barrier. `lasting` are the
-    arguments and operands of bodies.
+    Work are products, and all that has bodies or passes a barrier.
     """
     reads = vertices.reads
-    if not lasting:
-        return np.zeros(len(reads.tensor), bool)
     is_late = np.append(_is_late(graph), False)[vertices.row[reads.vertex]]
     is_argument = np.zeros(len(graph.tensors), bool)
     is_argument[[each.tensor for each in graph.inputs]] = True

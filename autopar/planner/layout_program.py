@@ -6,16 +6,17 @@ many parts, so a point's bytes are linear in the choices of the sets of dims.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import inf, prod
 
 import numpy as np
+import pulp
 
+from autopar.solver.budget_rows import BudgetRow
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
-from autopar.solver.memory_rows import MemoryRow
 
 from ..costs.memory import MemoryProfile
 from ..graph.dim_names import Dim, DimTies
@@ -23,7 +24,7 @@ from ..graph.op_graph import OpGraph
 from ..methods.layout_rules import LayoutRules, given_names
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import num_shards
-from .plan_points import fullest
+from .memory_rows import fullest
 
 STRETCHES = 48
 
@@ -120,10 +121,10 @@ class LayoutProgram:
         chosen = ((name, axes[choice]) for name, axes, choice in pairs)
         return {name: axis for name, axis in chosen if axis is not None}
 
-    def rows(self, profile: MemoryProfile, layout: Layout) -> Iterator[MemoryRow]:
+    def rows(self, profile: MemoryProfile, layout: Layout) -> Iterator[BudgetRow]:
         """What layouts hold at the fullest points of the plan of one."""
         fixed = dict(_arguments_and_results(profile))
-        for point in _points(profile, 0, STRETCHES):
+        for point in _points(profile):
             yield self._row(fixed, point, layout)
 
     def _row(
@@ -131,7 +132,7 @@ class LayoutProgram:
         fixed: Mapping[int, int],
         point: Mapping[int, int],
         layout: Layout,
-    ) -> MemoryRow:
+    ) -> BudgetRow:
         weights: dict[int, np.ndarray] = {}
         constant = 0.0
         for tensor, held in (*fixed.items(), *point.items()):
@@ -142,7 +143,57 @@ class LayoutProgram:
             whole = float(held * self.dims.parts(tensor, layout))
             more = whole * self.graph.nodes[node].bytes
             weights[node] = weights[node] + more if node in weights else more
-        return MemoryRow(tuple(weights), tuple(weights.values()), constant)
+        nodes = np.array(list(weights), np.intp)
+        none = np.zeros(0, np.intp)
+        return BudgetRow(nodes, list(weights.values()), none, [], constant)
+
+    def best(
+        self, rows: Sequence[BudgetRow], others: Iterable[Sequence[int]]
+    ) -> tuple[tuple[int, ...], float] | None:
+        """The layout that holds the least by the rows, none of `others`, and how much.
+
+        Among equal ones that of the most splits; None where there is no other.
+        """
+        program = pulp.LpProblem("layout", pulp.LpMinimize)
+        x = [
+            [
+                pulp.LpVariable(f"x_{v}_{k}", cat="Binary")
+                for k in range(node.costs.size)
+            ]
+            for v, node in enumerate(self.graph.nodes)
+        ]
+        size = max(max((row.constant for row in rows), default=1.0), 1.0)
+        most = pulp.LpVariable("t", lowBound=0)
+        costs = [
+            cost * x[v][k]
+            for v, node in enumerate(self.graph.nodes)
+            for k, cost in enumerate(node.costs.tolist())
+        ]
+        program += most + 1e-7 * pulp.lpSum(costs)
+        for own in x:
+            program += pulp.lpSum(own) == 1
+        for edge in self.graph.edges:
+            for a, b in zip(*np.nonzero(np.isinf(edge.costs)), strict=True):
+                program += x[edge.first][a] + x[edge.second][b] <= 1
+        for row in rows:
+            held = [
+                float(bytes_ / size) * x[v][k]
+                for v, own in zip(row.nodes.tolist(), row.node_bytes, strict=True)
+                for k, bytes_ in enumerate(own.tolist())
+            ]
+            program += pulp.lpSum(held) + row.constant / size <= most
+        for choices in others:
+            program += (
+                pulp.lpSum(x[v][k] for v, k in enumerate(choices[: len(self.names)]))
+                <= len(self.names) - 1
+            )
+        program.solve(pulp.HiGHS(msg=False))
+        if program.status != pulp.LpStatusOptimal:
+            return None
+        chosen = tuple(
+            int(np.argmax([variable.value() or 0.0 for variable in own])) for own in x
+        )
+        return chosen, float(most.value() or 0.0) * size
 
     def _choice_graph(self) -> ChoiceGraph:
         sizes = self.dims.mesh.axis_sizes
@@ -236,33 +287,11 @@ def _arguments_and_results(profile: MemoryProfile) -> Iterator[tuple[int, int]]:
     yield -1, rest
 
 
-def _points(
-    profile: MemoryProfile, block: int, stretches: int
-) -> Iterator[dict[int, int]]:
-    """What is live at the fullest points of a block, bytes by tensor."""
-    liveness = profile.liveness[block]
-    bodies = {op.index: op.bodies for op in profile.graph.operators()}
-    if not liveness.order:
-        yield {}
-    for position in fullest(liveness.bytes, stretches):
-        kernel = liveness.block.kernels[liveness.order[position]]
+def _points(profile: MemoryProfile) -> Iterator[dict[int, int]]:
+    """What is live at the fullest points of a program, bytes by tensor."""
+    for position in fullest(profile.blocks[0].bytes, STRETCHES):
         held: dict[int, int] = {}
-        for index in liveness.live(position):
-            value = liveness.block.values[index]
-            if index not in liveness.borrowed:
-                held[value.tensor] = held.get(value.tensor, 0) + value.bytes
-        inner: list[dict[int, int]] = [{}]
-        if kernel.inner_bytes and kernel.operator is not None:
-            inner = [
-                point
-                for body in bodies[kernel.operator]
-                for point in _points(profile, body, stretches)
-            ] or inner
-        elif kernel.inner_bytes:
-            tensor = liveness.block.values[kernel.reads[0]].tensor
-            held[tensor] = held.get(tensor, 0) + kernel.inner_bytes
-        for point in inner:
-            yield {
-                tensor: held.get(tensor, 0) + point.get(tensor, 0)
-                for tensor in {**held, **point}
-            }
+        for block, place in profile.path_to(position):
+            for each in profile.blocks[block].live(place):
+                held[each.tensor] = held.get(each.tensor, 0) + each.bytes
+        yield held

@@ -75,7 +75,9 @@ def _parse(text: str) -> int:
 
 
 def default_budget(cluster: Cluster) -> int:
-    """A device's memory less the reserve, in bytes."""
+    """A device's memory less the reserve, in bytes; CPUs share the host's, so none."""
+    if cluster.device.kind == "CPU":
+        return NO_BUDGET
     return int(cluster.device.memory_bytes * (1 - RESERVED_FRACTION))
 
 

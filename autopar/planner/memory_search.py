@@ -22,7 +22,6 @@ from ..methods.gather_again import graph_of_plan
 from ..plans.parallel_plan import Plan
 from ..plans.plan import ShardingPlan
 from ..rematerialisation.remat import LEVELS, Remat
-from .even_share import even_share_bytes, is_out_of_reach
 from .memory_budget import NO_BUDGET
 from .memory_users import infeasible_error
 from .step_variants import (
@@ -53,7 +52,6 @@ def choose_variant(
     remat: str | None,
     offload: Offload | None,
     budget_bytes: int,
-    num_devices: int,
     plan_variant: PlanVariant,
 ) -> Chosen:
     """The cheapest variant that fits, and its plan.
@@ -63,7 +61,6 @@ def choose_variant(
       remat: None, "auto", or the text of a `Remat`.
       offload: None, or what the option says.
       budget_bytes: what a device may hold.
-      num_devices: on how many.
       plan_variant: the cheapest plan of a variant within a budget; any, if none takes
         less than some seconds.
 
@@ -83,8 +80,7 @@ def choose_variant(
     levels: list[Remat | None] = [fixed]
     if remat == "auto":
         levels += [Remat(level) for level in LEVELS]
-    limits = budget_bytes, num_devices
-    search = _Search(variants, offload, *limits, plan_variant)
+    search = _Search(variants, offload, budget_bytes, plan_variant)
     return search.run(levels)
 
 
@@ -94,14 +90,11 @@ class _Search:
         variants: StepVariants,
         offload: Offload | None,
         budget_bytes: int,
-        num_devices: int,
         plan_variant: PlanVariant,
     ) -> None:
         self.variants = variants
         self.offload: Offload | None = offload
-        self.budget_bytes, self.num_devices = budget_bytes, num_devices
-        self.plan_variant = plan_variant
-        self.too_large: list[StepVariant] = []
+        self.budget_bytes, self.plan_variant = budget_bytes, plan_variant
         self.best: Chosen | None = None
         self.bounds: list[float] = []
         self.unfit: list[Chosen] = []
@@ -114,7 +107,6 @@ class _Search:
                 break  # all others do more work
         self.solve_within()
         if self.best is None:
-            self.refuse_too_large()
             raise self.infeasible()
         return self.with_gap(self.best)
 
@@ -163,9 +155,6 @@ class _Search:
 
         One that does not is solved within the budget later, unless it `is_trial`.
         """
-        if is_out_of_reach(variant.graph, self.num_devices, self.budget_bytes):
-            self.too_large.append(variant)
-            return False
         found = _chosen(variant, self.plan_variant(variant, NO_BUDGET, inf))
         predicted = found.plan.predicted
         _log.info(
@@ -221,24 +210,6 @@ class _Search:
         if is_less and predicted.peak_bytes > self.budget_bytes:
             return self.plan_variant(variant, self.budget_bytes, inf)
         return plan
-
-    def refuse_too_large(self) -> None:
-        """Where all variants are out of reach, the error of the one that holds least.
-
-        Raises:
-          InfeasiblePlanError: that one needs more than the budget.
-        """
-        if self.errors or not self.too_large:
-            return
-
-        def share(variant: StepVariant) -> int:
-            return even_share_bytes(variant.graph, self.num_devices)
-
-        least = min(self.too_large, key=share)
-        try:
-            self.plan_variant(least, self.budget_bytes, inf)
-        except InfeasiblePlanError as error:
-            raise _of_variant(error, least) from None
 
     def infeasible(self) -> InfeasiblePlanError:
         """The error of the variant that needs the least."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from ..costs.memory import MemoryProfile
 from ..errors import InfeasiblePlanError
 from ..plans.explain import format_bytes
+from ..sharding.mesh import MeshShape
 
 NUM_NAMED = 5
 OTHER_REMEDIES = (
@@ -39,7 +40,7 @@ def memory_users(profile: MemoryProfile) -> tuple[MemoryUser, ...]:
     paths = {each.tensor: each.path for each in graph.inputs}
     inputs = [each for each in profile.plan.inputs if each.memory == "device"]
     users = [MemoryUser(each.path, each.bytes) for each in inputs]
-    for value in profile.temporaries():
+    for value in profile.at_peak():
         tensor = graph.tensors[value.tensor]
         if value.tensor in makers:
             note = f"{tensor.type}, {makers[value.tensor].source}".rstrip(", ")
@@ -85,53 +86,44 @@ def _without_number(user: MemoryUser) -> MemoryUser:
     return MemoryUser(name, user.bytes, note)
 
 
-def infeasible_error(
-    profile: MemoryProfile, budget_bytes: int, far_bound_bytes: int = 0
-) -> InfeasiblePlanError:
+def infeasible_error(profile: MemoryProfile, budget_bytes: int) -> InfeasiblePlanError:
     """That nothing was found to fit a budget.
 
-    `profile` is of the plan that was found to need the least, and `far_bound_bytes`
-    what every plan needs, where it is so far above the budget that the search ended.
+    `profile` is of the plan that was found to need the least.
     """
-    least = profile.peak_bytes
-    far = ""
-    if far_bound_bytes:
-        far = (
-            f"\nThe search ended early, as no plan should need less than "
-            f"{format_bytes(far_bound_bytes)}."
-        )
-    seen = f"no plan was found below {_told(least)} on the mesh {profile.plan.mesh}"
-    return _refused(profile, budget_bytes, seen, far, far_bound_bytes)
-
-
-def out_of_reach_error(
-    profile: MemoryProfile, budget_bytes: int, share_bytes: int
-) -> InfeasiblePlanError:
-    """That a device's even share of a step is far above a budget.
-
-    `profile` is of the plan that is known to need the least.
-    """
-    seen = (
-        f"no plan should need less than {format_bytes(share_bytes)}, even if all is "
-        f"shared out evenly; one was found that holds {_told(profile.peak_bytes)} on "
-        f"the mesh {profile.plan.mesh}"
-    )
-    return _refused(profile, budget_bytes, seen, "", share_bytes)
+    least = _told(profile.peak_bytes)
+    seen = f"no plan was found below {least} on the mesh {profile.plan.mesh}"
+    return _refused(profile, budget_bytes, seen)
 
 
 def no_room_error(
-    profile: MemoryProfile, budget_bytes: int, argument_bytes: int
+    profile: MemoryProfile,
+    mesh: MeshShape,
+    budget_bytes: int,
+    argument_bytes: int,
+    product_bytes: int,
 ) -> InfeasiblePlanError:
-    """That arguments alone are above a budget, as a method has them lie.
+    """That no plan can fit a budget.
 
-    `profile` is of the method's cheapest plan without a budget.
+    Args:
+      profile: of the step on one device.
+      mesh: the devices.
+      budget_bytes: what a device may hold.
+      argument_bytes: what arguments take where each is split as far as can be.
+      product_bytes: a device's part of the largest product.
     """
-    seen = (
-        f"arguments alone take {format_bytes(argument_bytes)} as the method has them "
-        f"lie; its cheapest plan holds {_told(profile.peak_bytes)} on the mesh "
-        f"{profile.plan.mesh}"
+    users = alike_users(profile)[:NUM_NAMED]
+    largest = "\n".join(map(str, users))
+    error = InfeasiblePlanError(
+        f"A plan must fit the memory budget of {_told(budget_bytes)} a device, but on "
+        f"{mesh} arguments alone take {format_bytes(argument_bytes)}, each split as "
+        f"far as it can be, and the largest product {format_bytes(product_bytes)}; "
+        f"give more, or {OTHER_REMEDIES}.\n"
+        f"Most is taken, on all devices together, by\n{largest}",
+        tightest_constraint=f"memory: {users[0].user}" if users else "memory",
     )
-    return _refused(profile, budget_bytes, seen, "", argument_bytes)
+    error.bound_bytes, error.largest_users = argument_bytes + product_bytes, largest
+    return error
 
 
 def _told(num_bytes: int) -> str:
@@ -139,21 +131,16 @@ def _told(num_bytes: int) -> str:
 
 
 def _refused(
-    profile: MemoryProfile,
-    budget_bytes: int,
-    seen: str,
-    more: str,
-    far_bound_bytes: int,
+    profile: MemoryProfile, budget_bytes: int, seen: str
 ) -> InfeasiblePlanError:
     least, users = profile.peak_bytes, alike_users(profile)[:NUM_NAMED]
     largest = "\n".join(map(str, users))
     error = InfeasiblePlanError(
         f"A plan must fit the memory budget of {_told(budget_bytes)} a device, but "
         f"{seen}; give memory_budget={least}, {OTHER_REMEDIES}.\n"
-        f"Most is taken by\n{largest}{more}",
+        f"Most is taken by\n{largest}",
         least_budget_bytes=least,
         tightest_constraint=f"memory: {users[0].user}" if users else "memory",
-        far_bound_bytes=far_bound_bytes,
     )
     error.least_plan, error.largest_users = profile.plan, largest
     return error

@@ -28,17 +28,13 @@ from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import OpGraph
 from ..plans.explain import format_seconds
 from ..sharding.mesh import MeshShape
-from .budget_search import BUDGET_GAP
-from .even_share import is_long
 from .intra_op import IntraOpSolution
 from .mesh_shapes import (
     MAX_AXES,
-    default_mesh,
     is_refined_by,
     mesh_shapes,
     neighbours,
 )
-from .search_work import SearchWork
 from .strategies import SLICING, total_flops
 
 WORTH = 0.005
@@ -50,8 +46,8 @@ FAR = 1.25
 HELPS = 0.9
 """What the least budget must fall to where a finer shape is worth a try."""
 
-NEAR_LEAST = 1.1
-"""Times what any plan holds, a least budget that no other shape brings down by much."""
+MOST_SEARCHED = 3
+"""Shapes on which plans are searched for within a budget, which takes long."""
 
 SMALLEST = 4
 """The least size of each of three axes with equal links: these take long to solve."""
@@ -61,46 +57,23 @@ TIGHT_GAP = 1e-4
 _log = logging.getLogger("autopar")
 
 PlanOn = Callable[[MeshShape, float, float], IntraOpSolution]
-FreeOn = Callable[[MeshShape, float], IntraOpSolution]
 
 
-@dataclass(frozen=True)
-class ShapePlanner:
-    """How a step is planned on one shape.
+def plan_below(
+    plan_on: PlanOn, mesh: MeshShape, gap: float, cutoff: float
+) -> tuple[IntraOpSolution, bool]:
+    """A plan on a shape, and whether no plan there takes less than the cutoff.
 
-    Attributes:
-      plan_on: plans up to a relative gap, or until its bound is at least a cutoff in
-        seconds.
-      free_on: plans up to a relative gap, without a budget; None where `plan_on` does.
-      binds_on: whether to find a plan takes long, as the cheapest does not fit.
-      tell: is told which shape is planned on next.
+    A plan may take less than the solver's cost, as copies are made of copies. What
+    was ended early may do so by much.
     """
-
-    plan_on: PlanOn
-    free_on: FreeOn | None = None
-    binds_on: Callable[[MeshShape], bool] = lambda mesh: False
-    tell: Callable[[MeshShape], None] = lambda mesh: None
-
-    def plan_below(
-        self, mesh: MeshShape, gap: float, cutoff: float
-    ) -> tuple[IntraOpSolution, bool]:
-        """A plan on a shape, and whether no plan there takes less than the cutoff.
-
-        A plan may take less than the solver's cost, as copies are made of copies. What
-        was ended early may do so by much, so then the cheapest plan of all is asked
-        what that is, before any is searched for within a budget.
-        """
-        solution = self.plan_on(mesh, gap, cutoff)
-        found = solution.assignment
-        if found.bound < cutoff or found.gap <= gap:
-            return solution, False
-        if _least_of(solution) >= cutoff:
-            return solution, True
-        if self.free_on is not None:
-            free = self.free_on(mesh, gap)
-            if _least_of(free) >= cutoff:
-                return free, True
-        return self.plan_on(mesh, gap, math.inf), False
+    solution = plan_on(mesh, gap, cutoff)
+    found = solution.assignment
+    if found.bound < cutoff or found.gap <= gap:
+        return solution, False
+    if _least_of(solution) >= cutoff:
+        return solution, True
+    return plan_on(mesh, gap, math.inf), False
 
 
 @dataclass(frozen=True)
@@ -112,13 +85,11 @@ class SearchLimits:
       cutoff: plans of so many seconds are of no use: where no shape has a better one,
         the plan is any and need not fit.
       is_long: three axes take long to solve, so their plan keeps the loose gap.
-      least_bytes: says what a device should hold on any shape; see `even_share.py`.
     """
 
     floor_seconds: float = 0.0
     cutoff: float = math.inf
     is_long: bool = False
-    least_bytes: Callable[[], float] = lambda: 0.0
 
 
 NO_LIMITS = SearchLimits()
@@ -148,8 +119,8 @@ class Trial:
 
     @property
     def cutoff(self) -> float:
-        """Seconds that another shape must stay below; gaps are wider within budgets."""
-        return self.least_seconds * (1 - (BUDGET_GAP if self.is_searched else WORTH))
+        """Seconds that another shape must stay below."""
+        return self.least_seconds * (1 - WORTH)
 
     def __str__(self) -> str:
         if self.is_ruled_out:
@@ -172,39 +143,27 @@ class MeshSearch:
         return f"mesh {mesh} of {self.num_shapes} aligned shapes; tried {tried}"
 
 
-def tell_shapes(graph: OpGraph) -> Callable[[MeshShape], None]:
-    """Says on which shape a step is planned next, if that takes long."""
-
-    def tell(mesh: MeshShape) -> None:
-        if is_long(graph):
-            _log.info("%s: planning on %s", graph.name, mesh)
-
-    return tell
-
-
 def search_meshes(
     cluster: Cluster,
-    planner: ShapePlanner,
+    plan_on: PlanOn,
     shapes: Sequence[MeshShape] = (),
     limits: SearchLimits = NO_LIMITS,
-    work: SearchWork | None = None,
 ) -> MeshSearch:
     """The cheapest predicted plan over the aligned shapes; see the top of the file.
 
     Args:
       cluster: gives the shapes.
-      planner: plans on one of them.
+      plan_on: plans on one of them up to a relative gap, or until its bound is at
+        least a cutoff in seconds.
       shapes: all of them, those first that are begun with; else as in `mesh_shapes`.
       limits: what need not be looked at.
-      work: what plans within a budget may take; where little of it is left, and a
-        plan was found, no other shape is begun.
 
     Raises:
       InfeasiblePlanError: no shape that was tried has a plan; it is the one of the
         least budget.
     """
     shapes = tuple(shapes) or mesh_shapes(cluster)
-    return _Search(cluster, planner, shapes, limits, work or SearchWork()).run()
+    return _Search(cluster, plan_on, shapes, limits).run()
 
 
 def least_seconds(graph: OpGraph, cluster: Cluster) -> float:
@@ -230,10 +189,9 @@ def least_seconds(graph: OpGraph, cluster: Cluster) -> float:
 @dataclass(frozen=True)
 class _Search:
     cluster: Cluster
-    planner: ShapePlanner
+    plan_on: PlanOn
     shapes: tuple[MeshShape, ...]
     limits: SearchLimits
-    work: SearchWork
     trials: dict[MeshShape, Trial] = field(default_factory=dict)
 
     def run(self) -> MeshSearch:
@@ -258,43 +216,25 @@ class _Search:
 
         Or others that come first, as they divide more. To find that nothing fits takes
         long, so the last is left out unless cutting brought the least budget that would
-        do clearly down, and where the budget is far below it; and so is any other where
-        that budget is near what every plan holds.
+        do clearly down.
         """
         finest = [each for each in self.shapes[2:] if each.num_axes == MAX_AXES]
         needs: list[float] = []
-        is_far = False
-        for mesh in (*self._first_shapes(), *finest[:1]):
-            if len(needs) == 2 and (is_far or min(needs) > HELPS * max(needs)):
+        for mesh in (*self.shapes[:2], *finest[:1]):
+            if len(needs) == 2 and min(needs) > HELPS * max(needs):
                 break
             trial = self._try(mesh, LOOSE_GAP if needs else TIGHT_GAP)
             if trial.error is None:
                 return trial
             needs.append(trial.error.least_budget_bytes or math.inf)
-            is_far |= trial.error.far_bound_bytes > 0
-            if needs[-1] <= NEAR_LEAST * self.limits.least_bytes():
-                break
         raise _least_infeasible(list(self.trials.values()))
-
-    def _first_shapes(self) -> tuple[MeshShape, ...]:
-        """One axis, then one for each level.
-
-        The other way round where memory binds on a cluster of levels, so that work is
-        not spent on the one axis: the cut shape can do all that it can.
-        """
-        first = self.shapes[:2]
-        has_levels = default_mesh(self.cluster).num_axes == 2
-        is_cut = len(first) == 2 and first[0].num_axes == 1
-        if has_levels and is_cut and self.planner.binds_on(first[0]):
-            return first[::-1]
-        return first
 
     def _better_neighbour(self, best: Trial) -> Trial | None:
         is_far = best.least_seconds > FAR * self.limits.floor_seconds
         for mesh in neighbours(best.mesh, self.cluster, every_cut=is_far):
             if mesh in self.trials or not self._may_pay(mesh, best):
                 continue
-            if self.work.is_little(best.mesh.num_axes):
+            if sum(each.is_searched for each in self.trials.values()) >= MOST_SEARCHED:
                 return None
             trial = self._try(mesh, LOOSE_GAP, self._cutoff(best))
             if self._is_better(trial, best):
@@ -322,22 +262,25 @@ class _Search:
         return max(bounds) < self._cutoff(best)
 
     def _try(self, mesh: MeshShape, gap: float, cutoff: float = math.inf) -> Trial:
-        self.planner.tell(mesh)
-        spent = self.work.clock.spent
+        if self.limits.is_long:
+            _log.info("planning on %s", mesh)
         try:
             least = min(cutoff, self.limits.cutoff)
-            solution, is_over = self.planner.plan_below(mesh, gap, least)
+            solution, is_over = plan_below(self.plan_on, mesh, gap, least)
         except InfeasiblePlanError as error:
-            trial = Trial(mesh, math.inf, math.inf, 0.0, error=error.without_frames())
+            trial = Trial(
+                *(mesh, math.inf, math.inf, 0.0),
+                error=error.without_frames(),
+                is_searched=True,
+            )
         else:
             seconds = solution.plan.predicted.step_seconds
             found = solution.assignment
             bound = min(found.bound, seconds)
-            is_searched = self.work.clock.spent > spent
             trial = Trial(
                 *(mesh, seconds, bound, found.gap, solution),
                 is_ruled_out=is_over,
-                is_searched=is_searched,
+                is_searched=solution.is_searched,
             )
         self.trials[mesh] = trial
         return trial

@@ -12,12 +12,11 @@ from functools import cached_property
 import networkx
 import numpy as np
 
-from ..costs.plan_arrays import PlanArrays
 from ..costs.stacks import stacking_seconds
 from ..graph.build_graph import SHARD_MAP
 from ..graph.op_graph import Constant, Operator
 from ..graph.user_shard_map import body_work
-from ..plans.plan import Conversion, ShardingPlan
+from ..plans.plan import Conversion
 from ..plans.plan_columns import InputPlans, OperatorPlans, TensorPlans, Work
 from ..sharding.resharding import Resharder
 from ..sharding.spec import Spec, num_shards, replicated
@@ -25,7 +24,7 @@ from .equal_rows import equal_rows
 from .halo_costs import halo_seconds
 from .sharding_problem import ShardingProblem
 from .strategies import total_flops
-from .vertices import NO_SITE, OPERAND, OUTPUT, SITE_NAMES
+from .vertices import NO_SITE, OUTPUT, SITE_NAMES
 
 
 class PlanReader:
@@ -58,9 +57,7 @@ class PlanReader:
         """By tensor, the copies of those that are read in another spec."""
         reads = self.problem.columns.reads
         differs = (self._read != self.made[reads.tensor]) & (reads.site[:, 0] > NO_SITE)
-        is_late = self.problem.is_late
-        needed = self._needed(differs & ~is_late)
-        late = self._needed(differs & is_late)
+        needed = self._needed(differs)
         known: dict[object, tuple[Conversion, ...]] = {}
         found: dict[int, tuple[Conversion, ...]] = {}
         made = self.made.tolist()
@@ -77,11 +74,6 @@ class PlanReader:
                     self.resharder,
                 )
             found[tensor] = known[key]
-        for tensor, numbers in late.items():
-            source, copies = self.specs[made[tensor]], found.get(tensor, ())
-            others = {self.specs[n] for n in numbers} - {c.target for c in copies}
-            more = [Conversion(source, target) for target in sorted(others)]
-            found[tensor] = (*copies, *more)
         return found
 
     def _needed(self, is_read: np.ndarray) -> dict[int, list[int]]:
@@ -165,20 +157,6 @@ class PlanReader:
                 reads.site[chosen].tolist(), self._read[chosen].tolist(), strict=True
             )
         }
-
-    def arrays(self, plan: ShardingPlan) -> PlanArrays:
-        """The arrays of the plan that was read, as `PlanArrays.of` makes them."""
-        columns, reads = self.graph.columns, self.problem.columns.reads
-        number_of = {spec: number for number, spec in enumerate(self.specs)}
-        whole = number_of.setdefault(self.whole, len(number_of))
-        read = np.full(len(columns.operands), whole)
-        row_of = np.zeros(int(columns.index.max(initial=-1)) + 1, np.intp)
-        row_of[columns.index] = np.arange(len(columns.index))
-        is_operand = reads.site[:, 0] == OPERAND
-        _, index, position = reads.site[is_operand].T
-        at = columns.operand_start[row_of[index]] + position
-        read[at] = self._read[is_operand]
-        return PlanArrays(self.graph, plan, number_of, self.made, read)
 
     def outputs(self) -> Iterable[tuple[Spec, ...]]:
         """By block, the specs in which it returns its outputs."""

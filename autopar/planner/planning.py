@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -35,37 +34,29 @@ from ..methods.restrictions import Limit
 from ..methods.unsplit_state import warn_unsplit_state
 from ..options import Options
 from ..plans.parallel_plan import Plan
-from ..plans.plan import ShardingPlan
 from ..plans.plan_file import check_against
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.pins import resolve_pins, warn_idle_pins
 from ..state.placements import mesh_of_leaves, placed_pins, placement_pins
 from .attention_choice import ring_limits
 from .auto_layout import auto_layout
-from .budget_candidates import BudgetCandidates
+from .budget import MANY_OPERATORS, BudgetPlanner
 from .divided_work import dividing_first, warn_repeated_work
-from .earlier_searches import EarlierSearches
-from .even_share import even_share_bytes, is_long, is_out_of_reach
 from .intra_op import IntraOpSolution, warn_fallbacks
 from .memory_budget import NO_BUDGET, with_budget
 from .memory_search import Chosen, choose_variant
 from .mesh_search import (
-    LOOSE_GAP,
     TIGHT_GAP,
     SearchLimits,
-    ShapePlanner,
     least_seconds,
+    plan_below,
     search_meshes,
-    tell_shapes,
 )
 from .mesh_shapes import default_mesh, mesh_shapes
-from .out_of_reach import NEAR_WORK, refuse_far
 from .padding_choice import PaddedVariants
 from .pin_conflicts import PinsByKey, blame_pins
 from .plan_cache import CacheEntry, cache_entry
 from .plan_like import memory_choices, plan_like, without_like
-from .plan_within import plan_least_memory, plan_within
-from .search_work import SearchWork
 from .step_variants import StepVariant, StepVariants
 from .transfers_ahead import graph_sent_ahead, send_ahead
 from .whole_step import (
@@ -114,12 +105,10 @@ def plan_function(
     kwargs: Mapping[str, Any],
     options: Options,
     refused: Refused = lambda error, whole: error,
-    earlier: EarlierSearches | None = None,
 ) -> Planned:
     """Trace `fun` on its dynamic arguments and plan it, or check the plan given.
 
-    Where nothing fits, `refused` may say more. Searches within other budgets are gone
-    on from that are among `earlier`.
+    Where nothing fits, `refused` may say more.
     """
     traced = trace(fun, args, kwargs)
     avals = [var.aval for var in traced.jaxpr.jaxpr.invars]
@@ -154,7 +143,7 @@ def plan_function(
                 liked = plan_like(graph, cluster, some, plan_with)
                 some = without_like(some, cluster)
             plan = liked or plan_or_blame_pins(
-                *(graph, leaves, batch, cluster, some), cutoff=cutoff, earlier=earlier
+                *(graph, leaves, batch, cluster, some), cutoff=cutoff
             )
             if budget_bytes == NO_BUDGET:
                 without_budget.append((graph, plan))
@@ -164,8 +153,7 @@ def plan_function(
         remat, offload = memory_choices(options)
 
         def choose(some: StepVariants) -> Chosen:
-            own = budget_bytes, cluster.num_devices, plan_variant
-            return choose_variant(some, remat, offload, *own)
+            return choose_variant(some, remat, offload, budget_bytes, plan_variant)
 
         def free(variant: StepVariant) -> Plan:
             return plan_variant(variant, NO_BUDGET)
@@ -202,7 +190,6 @@ def plan_or_blame_pins(
     options: Options,
     gap: float = TIGHT_GAP,
     cutoff: float = math.inf,
-    earlier: EarlierSearches | None = None,
 ) -> Plan:
     """As `plan_graph`; where no plan exists, the error names the fewest pins to blame.
 
@@ -213,7 +200,7 @@ def plan_or_blame_pins(
     def plan_with(pins: PinsByKey) -> Plan:
         some = replace(options, pins=pins)
         place = graph, leaves, batch, cluster
-        return plan_graph(*place, some, gap=gap, cutoff=cutoff, earlier=earlier)
+        return plan_graph(*place, some, gap=gap, cutoff=cutoff)
 
     try:
         return plan_with(options.pins)
@@ -230,7 +217,6 @@ def plan_graph(
     limits: Sequence[Limit] = (),
     gap: float = TIGHT_GAP,
     cutoff: float = math.inf,
-    earlier: EarlierSearches | None = None,
 ) -> Plan:
     """The cheapest plan of a step's graph, over all meshes where none is named.
 
@@ -238,7 +224,6 @@ def plan_graph(
     split with the batch. On a mesh that is named the plan is within `gap` of the best.
     Plans of `cutoff` seconds are of no use: where none is better, it is any and need
     not fit. Plans with `limits` on single choices, or a wider gap, are not cached.
-    Searches within other budgets are gone on from that are among `earlier`.
     """
     start = perf_counter()
     if gathers_again(options.method):
@@ -258,24 +243,10 @@ def plan_graph(
         return known
 
     budget_bytes = options.budget_on(cluster)
-    num_devices = cluster.num_devices if mesh is None else mesh.size
     for_memory = getattr(options.method, "objective", "time") == "memory"
-    is_limited = budget_bytes < NO_BUDGET and not for_memory
-    is_searched, tell = mesh is None, tell_shapes(graph)
-    work = SearchWork.of_meshes() if is_searched else SearchWork()
-    free_on: dict[MeshShape, IntraOpSolution] = {}
-    again = cache(lambda: gathering_again(graph))
-    least_bytes = cache(lambda: even_share_bytes(graph, num_devices))
-    is_far = is_limited and is_out_of_reach(graph, num_devices, budget_bytes)
 
     def plan_on(
         mesh: MeshShape, gap: float, cutoff: float = math.inf
-    ) -> IntraOpSolution:
-        own = work.of_mesh(mesh, is_long(graph)) if is_searched else work
-        return plan_within_budget(mesh, gap, cutoff, budget_bytes, own)
-
-    def plan_within_budget(
-        mesh: MeshShape, gap: float, cutoff: float, budget_bytes: int, work: SearchWork
     ) -> IntraOpSolution:
         placed = placement_pins(leaves, graph, mesh)
         pinned = resolve_pins(options.pins, graph, mesh)
@@ -288,64 +259,23 @@ def plan_graph(
             found = auto_layout(method, *place, pins=pins, limits=(*own, *limits))
             return found.solution
         own = restrictions_of(method, options.rules, graph, mesh, batch)
-        restrictions = (*own, *ring_limits(graph, options), *limits)
-        if not restrictions:
-            ends = budget_bytes, batch, pins, gap, cutoff, work
-            free = free_on.get(mesh)
-            known = free if free and free.assignment.gap <= gap else None
-            more = known, again, earlier
-            candidates = BudgetCandidates(graph, mesh, cluster, *ends, *more)
-            return candidates.least_memory() if for_memory else candidates.best()
-        given = graph, mesh, cluster, budget_bytes
+        left = (*own, *ring_limits(graph, options), *limits)
+        planner = BudgetPlanner(graph, mesh, cluster, batch, pins, left)
         if for_memory:
-            return plan_least_memory(*given, pins=pins, restrictions=restrictions)
-        return plan_within(
-            *given,
-            pins=pins,
-            restrictions=restrictions,
-            gap=gap,
-            cutoff=cutoff,
-            work=work,
-            earlier=earlier,
-        )
+            return planner.least(budget_bytes)
+        if budget_bytes == NO_BUDGET:
+            return planner.free(gap, cutoff)
+        return planner.within(budget_bytes, gap, cutoff)
 
-    def plan_with(some: Options) -> ShardingPlan:
-        return plan_graph(graph, leaves, batch, cluster, some).sharding
-
-    def binds_on(mesh: MeshShape) -> bool:
-        if not is_long(graph) or not is_limited or limits:
-            return False
-        tell(mesh)
-        try:
-            free = free_plan(mesh, TIGHT_GAP)
-        except InfeasiblePlanError:  # pins, not memory
-            return False
-        return free.plan.predicted.peak_bytes > budget_bytes
-
-    def free_plan(mesh: MeshShape, gap: float) -> IntraOpSolution:
-        free_on[mesh] = plan_within_budget(mesh, gap, math.inf, NO_BUDGET, work)
-        return free_on[mesh]
-
-    if is_far:
-        shape = mesh or dividing_first(graph, mesh_shapes(cluster))[0]
-        free = plan_within_budget(shape, LOOSE_GAP, math.inf, NO_BUDGET, work).plan
-
-        def plan_near(budget_bytes: int) -> ShardingPlan:
-            own = budget_bytes, SearchWork(NEAR_WORK)
-            return plan_within_budget(shape, LOOSE_GAP, math.inf, *own).plan
-
-        others = None if limits else plan_with
-        refuse_far(graph, free, options, budget_bytes, others, plan_near)
-    planner = ShapePlanner(plan_on, free_plan if is_limited else None, binds_on, tell)
     if mesh is None:
         shapes = dividing_first(graph, mesh_shapes(cluster))
-        floor = least_seconds(graph, cluster)
-        ends = SearchLimits(floor, cutoff, is_long(graph), least_bytes)
-        search = search_meshes(cluster, planner, shapes, ends, work)
+        is_long = len(graph.operators()) >= MANY_OPERATORS
+        ends = SearchLimits(least_seconds(graph, cluster), cutoff, is_long)
+        search = search_meshes(cluster, plan_on, shapes, ends)
         _log.info("%s: %s", graph.name, search)
         solution = search.solution
     else:
-        solution, _ = planner.plan_below(mesh, gap, cutoff)
+        solution, _ = plan_below(plan_on, mesh, gap, cutoff)
     _log.info(
         "%s: planned %d operators in %.1f s, gap %.3g%%",
         graph.name,

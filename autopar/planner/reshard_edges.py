@@ -9,13 +9,7 @@ from autopar.solver.choice_graph import EdgeType
 from ..graph.op_graph import TensorType
 from ..sharding.resharding import Resharder
 from ..sharding.spec import is_pending
-from .relay_choices import as_relayed, relay_edge, without_growth
 from .spec_choices import SpecChoices
-
-# Between any vertices; to a relay, where memory counts; from a relay, which
-# nobody gathers from where memory counts (`relay_choices.py`); to what reads a tensor
-# as it was made; from the relay of what lasts to its only reader.
-PLAIN, TO_RELAY, FROM_RELAY, AS_MADE, TO_ONLY_READER = 0, 1, 2, 3, 4
 
 
 class ReshardEdges:
@@ -25,9 +19,6 @@ class ReshardEdges:
         self._resharder = resharder
         self._costs: dict[object, np.ndarray | None] = {}
         self._affine: dict[object, tuple[np.ndarray, np.ndarray]] = {}
-        self._relayed: dict[object, EdgeType] = {}
-        self._shrinking: dict[object, np.ndarray] = {}
-        self._read_alone: dict[object, np.ndarray] = {}
 
     def costs(
         self,
@@ -62,43 +53,14 @@ class ReshardEdges:
         targets: SpecChoices,
         tensor_bytes: int,
         weight: float,
-        kind: int,
+        *,
+        as_made: bool = False,
     ) -> EdgeType | None:
-        """Classes and costs of an edge, whose `kind` is one of those above."""
-        if kind == AS_MADE:
+        """Classes and costs of an edge; `as_made`: it is read in the spec it has."""
+        if as_made:
             pairs = [[s == t for t in targets.distinct] for s in sources.distinct]
             return sources.classes, targets.classes, np.where(pairs, 0.0, np.inf)
         matrix = self.costs(sources, targets, tensor_bytes, weight)
-        if kind == TO_RELAY:
-            return self._to_relay(sources, targets, matrix)
-        if kind == TO_ONLY_READER:
-            matrix = self._as_relayed(sources, targets, matrix)
         if matrix is None:
             return None
-        if kind == FROM_RELAY:
-            matrix = self._without_growth(sources, targets, matrix)
         return sources.classes, targets.classes, matrix
-
-    def _to_relay(
-        self, sources: SpecChoices, targets: SpecChoices, costs: np.ndarray | None
-    ) -> EdgeType:
-        key = (id(sources), id(targets), id(costs))
-        if key not in self._relayed:
-            self._relayed[key] = relay_edge(sources, targets, costs)
-        return self._relayed[key]
-
-    def _as_relayed(
-        self, sources: SpecChoices, targets: SpecChoices, costs: np.ndarray | None
-    ) -> np.ndarray:
-        key = (id(sources), id(targets), id(costs))
-        if key not in self._read_alone:
-            self._read_alone[key] = as_relayed(sources, targets, costs)
-        return self._read_alone[key]
-
-    def _without_growth(
-        self, sources: SpecChoices, targets: SpecChoices, costs: np.ndarray
-    ) -> np.ndarray:
-        key = (id(sources), id(targets), id(costs))
-        if key not in self._shrinking:
-            self._shrinking[key] = without_growth(sources, targets, costs)
-        return self._shrinking[key]

@@ -33,28 +33,17 @@ from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
 from ..sharding.spec import Spec
 from .axis_orders import Orders, orders_of_step
-from .barrier_edges import with_barrier_edges
 from .equal_rows import equal_rows
-from .late_reads import late_reads
 from .operator_choices import OperatorTable
 from .overlap import visible_fractions
-from .relay_choices import lasting_tensors
-from .reshard_edges import (
-    AS_MADE,
-    FROM_RELAY,
-    PLAIN,
-    TO_ONLY_READER,
-    TO_RELAY,
-    ReshardEdges,
-)
+from .reshard_edges import ReshardEdges
 from .spec_choices import SpecTable
 from .spec_patterns import SpecPatterns, held_bytes
-from .strategies import is_heavy_operator, operators_to_split
+from .strategies import operators_to_split
 from .vertex_builder import VertexBuilder
 from .vertices import (
     OPERAND,
     Access,
-    Accesses,
     Pattern,
     VertexColumns,
     Writers,
@@ -67,6 +56,8 @@ class ShardingProblem:
 
     `columns` are the vertices as they were built: `vertices` may cost otherwise.
     `visible` [tensors] is the part of the seconds of moving each that a step waits for.
+    `edge_writes` and `edge_reads` [edges] are the places among the writes and reads of
+    `columns` of what each edge joins.
     """
 
     graph: OpGraph
@@ -77,8 +68,8 @@ class ShardingProblem:
     writers: Mapping[int, tuple[int, Access]]  # (vertex, access) by tensor
     columns: VertexColumns
     visible: np.ndarray
-    is_late: np.ndarray  # bool [reads], see `late_reads.py`
-    is_only: np.ndarray  # bool [reads], of what lasts by who alone reads its relay
+    edge_writes: np.ndarray
+    edge_reads: np.ndarray
 
     def with_seconds(
         self, seconds: Sequence[np.ndarray], kind: np.ndarray
@@ -100,17 +91,15 @@ def build_problem(
     resharder: Resharder,
     pins: Mapping[int, Pin] | None = None,
     *,
-    counts_memory: bool = False,
     demanded: Iterable[Spec] = (),
 ) -> ShardingProblem:
     """All vertices and edges of planning `graph` on `mesh`.
 
     `pins` are those of arguments, by tensor: their homes have only the specs allowed.
     Specs `demanded` by restrictions name orders of axes to choose from, as pins do.
-    `counts_memory`: relays are those of `relay_choices.py`; live sets see copies.
     """
     orders = orders_of_step(graph, mesh, (pins or {}).values(), demanded)
-    builder = _Builder(graph, mesh, cluster, resharder, counts_memory, orders)
+    builder = _Builder(graph, mesh, cluster, resharder, orders)
     builder.add_homes(pins or {})
     rows, pattern = builder.add_operators()
     builder.add_results()
@@ -124,13 +113,9 @@ class _Builder:
         mesh: MeshShape,
         cluster: Cluster,
         resharder: Resharder,
-        counts_memory: bool,
         orders: Orders,
     ) -> None:
         self.graph, self.mesh, self.cluster = graph, mesh, cluster
-        self.counts_memory = counts_memory
-        self.lasting = lasting_tensors(graph) if counts_memory else frozenset[int]()
-        self._lasting = np.array(sorted(self.lasting), np.intp)
         self.vertices = VertexBuilder(graph)
         self.resharding = ReshardEdges(resharder)
         self.visible = visible_fractions(graph, cluster)
@@ -243,20 +228,10 @@ class _Builder:
             reads.tensor, return_index=True, return_counts=True
         )
         read, counts = read[np.argsort(first)], counts[np.argsort(first)]
-        is_relayed = counts > 1
-        if self.counts_memory:
-            is_relayed |= self._is_heavy(vertices)[writes.vertex[access[read]]]
-            is_relayed |= np.isin(read, self._lasting)
-        relayed = read[is_relayed]
+        relayed = read[counts > 1]
         pattern = self._relay_patterns(vertices, relayed, writes.choices[access])
         whole = self.vertices.with_relays(vertices, relayed, pattern)
-        is_late = late_reads(self.graph, vertices, self.lasting)
-        is_only = self._is_only(reads, is_late)
-        edges = self._edges(whole, access, read, relayed, is_late, is_only)
-        if self.counts_memory:
-            place = self.graph, whole, access, self.lasting
-            has_axes = sum(size > 1 for size in self.mesh.axis_sizes) > 1
-            edges = with_barrier_edges(edges, *place, with_arguments=has_axes)
+        edges, edge_writes, edge_reads = self._edges(whole, access, read, relayed)
         relays = range(len(vertices), len(whole))
         return ShardingProblem(
             self.graph,
@@ -267,40 +242,22 @@ class _Builder:
             Writers(whole, access),
             whole,
             self.visible,
-            np.append(is_late, np.zeros(len(relayed), bool)),
-            np.append(is_only, np.zeros(len(relayed), bool)),
+            edge_writes,
+            edge_reads,
         )
-
-    def _is_only(self, reads: Accesses, is_late: np.ndarray) -> np.ndarray:
-        """[reads] of what lasts, by who alone reads its relay where memory counts."""
-        if not self.counts_memory:
-            return np.zeros(len(reads.tensor), bool)
-        is_through = ~is_late & ~self._is_like(reads.site)
-        number = np.bincount(
-            reads.tensor[is_through], minlength=len(self.graph.tensors)
-        )
-        is_lasting = np.isin(reads.tensor, self._lasting)
-        return is_through & is_lasting & (number[reads.tensor] == 1)
-
-    def _is_heavy(self, vertices: VertexColumns) -> np.ndarray:
-        """Which vertices are products: bool [vertices]."""
-        is_heavy = self.graph.columns.where(is_heavy_operator)
-        return (vertices.row >= 0) & is_heavy[vertices.row]
 
     def _relay_patterns(
         self, vertices: VertexColumns, relayed: np.ndarray, made: np.ndarray
     ) -> np.ndarray:
         """[relayed] patterns; `made` [tensors] are the choices that tensors have."""
-        tensors, is_lasting = self.graph.tensors, np.isin(relayed, self._lasting)
+        tensors = self.graph.tensors
         kinds = self.graph.columns.type_of[relayed]
-        examples, number = equal_rows(kinds, made[relayed], is_lasting)
+        examples, number = equal_rows(kinds, made[relayed])
         patterns = [
             self.patterns.of(
                 *("relay", tensors[tensor].type),
                 *([(tensors[tensor].type.bytes, 0)], [0]),
                 pending=vertices.choices[made[tensor]].may_be_pending,
-                is_beside=tensor in self.lasting,
-                tells_copies=self.counts_memory,
             )
             for tensor in relayed[examples].tolist()
         ]
@@ -312,13 +269,12 @@ class _Builder:
         access: np.ndarray,
         read: np.ndarray,
         relayed: np.ndarray,
-        is_late: np.ndarray,
-        is_only: np.ndarray,
-    ) -> TypedEdges:
+    ) -> tuple[TypedEdges, np.ndarray, np.ndarray]:
         """From writers to readers, by tensor in the order of `read`.
 
         `access` [tensors] is the place of each tensor's writer among the writes; the
-        last vertices are the relays of `relayed`, which `is_late` reads do without.
+        last vertices are the relays of `relayed`. Returns, too, which write and which
+        read each edge joins.
         """
         writes, reads, columns = vertices.writes, vertices.reads, self.graph.columns
         count, own = len(relayed), len(reads.tensor) - len(relayed)
@@ -327,30 +283,23 @@ class _Builder:
         own_tensor = reads.tensor[:own]
         tensor = np.concatenate([relayed, own_tensor])
         is_like = self._is_like(reads.site[:own])
-        is_direct = is_like | is_late
-        read_from = np.where(is_direct, access[own_tensor], through[own_tensor])
+        read_from = np.where(is_like, access[own_tensor], through[own_tensor])
         write = np.concatenate([access[relayed], read_from])
         reading = np.concatenate([np.arange(own, own + count), np.arange(own)])
-        kind = np.where(through[tensor] != access[tensor], FROM_RELAY, PLAIN)
-        kind[:count] = TO_RELAY
-        kind[count:][is_only] = TO_ONLY_READER
-        if not self.counts_memory:
-            kind[:] = PLAIN
-        kind[count:][is_late] = PLAIN
-        kind[count:][is_like] = AS_MADE
+        as_made = np.concatenate([np.zeros(count, bool), is_like])
         rank = np.zeros(len(self.graph.tensors), np.intp)
         rank[read] = np.arange(len(read))
         order = 2 * rank[tensor] + (np.arange(len(tensor)) >= count)
         first, second = writes.vertex[write], reads.vertex[reading]
         kept = np.argsort(order, kind="stable")
         kept = kept[first[kept] != second[kept]]  # else one spec under every choice
-        tensor, kind = tensor[kept], kind[kept]
+        tensor, as_made = tensor[kept], as_made[kept]
         weights, weight = np.unique(self._weights(), return_inverse=True)
         weight = weight.reshape(-1)[tensor]
         sources = writes.choices[write[kept]]
         targets = reads.choices[reading[kept]]
         examples, number = equal_rows(
-            sources, targets, columns.type_of[tensor], weight, kind
+            sources, targets, columns.type_of[tensor], weight, as_made
         )
         types = [
             self.resharding.edge_type(
@@ -358,11 +307,13 @@ class _Builder:
                 vertices.choices[targets[row]],
                 self.graph.tensors[tensor[row]].type.bytes,
                 float(weights[weight[row]]),
-                int(kind[row]),
+                as_made=bool(as_made[row]),
             )
             for row in examples.tolist()
         ]
-        return TypedEdges.of(types, number, first[kept], second[kept])
+        edges = TypedEdges.of(types, number, first[kept], second[kept])
+        is_edge = np.array([each is not None for each in types], bool)[number]
+        return edges, write[kept][is_edge], reading[kept][is_edge]
 
     def _is_like(self, site: np.ndarray) -> np.ndarray:
         """[reads] which only say where another operand lies (`rules/relayout.py`)."""

@@ -21,7 +21,6 @@ from ..jax_compat import distributed_store
 from ..options import Options
 from ..plans.parallel_plan import Plan
 from ..plans.plan_file import from_json, to_json
-from .earlier_searches import EarlierSearches
 from .plan_cache import option_texts
 from .planning import Planned, plan_function
 
@@ -45,7 +44,6 @@ def plan_together(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     options: Options,
-    earlier: EarlierSearches | None = None,
 ) -> Planned:
     """As `plan_function`, but one plan for all processes that call it.
 
@@ -54,12 +52,12 @@ def plan_together(
     """
     store = distributed_store()
     if store is None or not _is_shared(options):
-        return plan_function(fun, args, kwargs, options, earlier=earlier)
+        return plan_function(fun, args, kwargs, options)
     digest = _digest(fun, args, kwargs, options)
     planned, text = None, None
     if jax.process_index() == 0:
         try:
-            planned = plan_function(fun, args, kwargs, options, earlier=earlier)
+            planned = plan_function(fun, args, kwargs, options)
             text = to_json(planned.plan.sharding)
         finally:
             _post(store, digest, text or "")

@@ -11,7 +11,6 @@ from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin
 from ..sharding.spec import replicated
 from .axis_orders import Orders, in_orders
-from .relay_choices import is_copied, twice
 from .reshard_edges import ReshardEdges
 from .spec_choices import SpecChoices, SpecTable
 from .strategies import tensor_specs
@@ -47,8 +46,6 @@ class SpecPatterns:
         whole: bool = False,
         pin: Pin | None = None,
         seconds_per_byte: float = 0.0,
-        is_beside: bool = False,
-        tells_copies: bool = False,
         sum_runs: int = 0,
     ) -> int:
         """The pattern of vertices whose choices are specs of one tensor.
@@ -56,13 +53,12 @@ class SpecPatterns:
         Writes are (bytes, leading dims more than `tensor_type`), reads those dims (1
         for what a scan slices or stacks). `whole`: the program itself holds the value,
         so it can only be replicated. `seconds_per_byte` are of what a device has of the
-        tensor. `tells_copies`: a relay has every spec twice, and beside a tensor that
-        lasts (`is_beside`) the first takes no bytes (`relay_choices.py`).
+        tensor.
         `sum_runs`: what is owed of a sum is paid elsewhere, once in so many runs.
         """
         key = (
             *(kind, tensor_type, tuple(writes), tuple(reads), pending, whole, pin),
-            *(seconds_per_byte, is_beside, tells_copies, sum_runs),
+            *(seconds_per_byte, sum_runs),
         )
         if key in self._known:
             return self._known[key]
@@ -70,8 +66,6 @@ class SpecPatterns:
         if pin is not None:
             specs = [s for s in choices.specs.tolist() if pin.allows(tuple(s))]
             choices = self._specs.choices(np.array(specs))
-        if tells_copies:
-            choices = self._specs.choices(twice(choices.specs))
         count = len(choices.classes)
         seconds = self._zeros.setdefault(count, choices.fractions * 0.0)
         if seconds_per_byte:
@@ -85,7 +79,7 @@ class SpecPatterns:
         pattern = Pattern(
             kind,
             seconds,
-            held * is_copied(count) if is_beside else held,
+            held,
             tuple([each for _, each in written]),
             tuple([self._specs.shifted(choices, extra) for extra in reads]),
         )

@@ -32,6 +32,7 @@ from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin, PinsLike, keys_of_arguments, resolve_pins
 from ..sharding.spec import Spec, format_spec
 from ..state.placements import placed_pins, placement_pins
+from .budget import BudgetPlanner
 from .choice_holders import (
     OF_PORTS,
     factors_text,
@@ -43,7 +44,6 @@ from .mesh_search import TIGHT_GAP
 from .pin_choices import ChoicePins
 from .pin_costs import costs_of_pins, unpinned
 from .plan_like import likeness_of, options_like
-from .plan_within import plan_within
 from .planning import (
     Planned,
     batch_tensors,
@@ -268,13 +268,13 @@ class _Asked:
         pinned = resolve_pins(step.options.pins if pins is None else pins, graph, mesh)
         own = self._restrictions if has_restrictions else ()
         try:
-            found = plan_within(
-                *(graph, mesh, step.cluster),
-                step._budget(self.plan) if budget is None else budget,
+            planner = BudgetPlanner(
+                *(graph, mesh, step.cluster, step.batch),
                 pins={**(self._placed if is_placed else {}), **pinned},
-                restrictions=(*own, *limits),
-                gap=TIGHT_GAP,
-            ).plan
+                limits=(*own, *limits),
+            )
+            allowed = step._budget(self.plan) if budget is None else budget
+            found = planner.within(allowed, TIGHT_GAP).plan
         except (InfeasiblePlanError, Infeasible) as error:
             return Alternative(title, "", None, _refusal(error))
         found = _corrected(found, self.plan.predicted)

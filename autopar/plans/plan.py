@@ -79,9 +79,7 @@ class Prediction:
     Seconds are of one step; bytes are per device. `collective_bytes` are HLO result
     bytes. `optimality_gap` is relative, against a bound of the full problem; of a
     pipeline, against that of the search for its stages, whose costs are its layers'.
-    Where a budget binds, the bound is one of plans that fit by linear estimates of
-    memory, which may be too high for plans that were not met; `free_gap` is then that
-    to the bound of all plans, whatever their memory, and 0 elsewhere.
+    It is that to the bound of all plans, whatever their memory.
     `budget_bytes` is what `peak_bytes` had to fit, 0 without a budget;
     `memory_correction` the error of the memory model, as compiling plans of this
     function showed it, by which `peak_bytes` is corrected. `host_seconds` is what
@@ -100,7 +98,6 @@ class Prediction:
     memory_correction: float = 1.0
     host_seconds: float = 0.0
     host_bytes: int = 0
-    free_gap: float = 0.0
 
     @property
     def gap_words(self) -> str:
@@ -109,12 +106,7 @@ class Prediction:
             return "none: the step takes no time"
         if not isfinite(self.optimality_gap):
             return "no bound is known"
-        if not self.free_gap:
-            return f"at most {self.optimality_gap:.3%} from the optimum"
-        return (
-            f"at most {self.optimality_gap:.3%} from what fits, by estimates of "
-            f"memory, and {self.free_gap:.3%} from the optimum of any memory"
-        )
+        return f"at most {self.optimality_gap:.3%} from the optimum"
 
 
 @dataclass(frozen=True)

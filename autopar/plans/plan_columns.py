@@ -212,6 +212,21 @@ def copies_of(plans: Sequence[TensorPlan]) -> Mapping[int, tuple[Conversion, ...
     return {k: each.conversions for k, each in enumerate(plans) if each.conversions}
 
 
+def made_specs(plans: Sequence[TensorPlan]) -> list[Spec]:
+    """By tensor, the spec in which it is made."""
+    if isinstance(plans, TensorPlans):
+        return [plans.specs[number] for number in plans.made.tolist()]
+    return [each.spec for each in plans]
+
+
+def operand_specs(plans: Sequence[OperatorPlan]) -> list[tuple[Spec, ...]]:
+    """By operator, the specs in which it reads."""
+    if isinstance(plans, OperatorPlans):
+        works = [work.operand_specs for work in plans.works]
+        return [works[number] for number in plans.work_of.tolist()]
+    return [each.operand_specs for each in plans]
+
+
 def factors_of(
     plans: Sequence[OperatorPlan],
 ) -> tuple[list[tuple[str, ...]], np.ndarray]:

@@ -36,7 +36,8 @@ VERSION = 1
 
 _OPTIONAL = ("remat", "device_kind", "padding")
 _COUNTS = ("collective_bytes", "peak_bytes", "budget_bytes", "host_bytes")
-_LATER = ("host_seconds", "host_bytes", "free_gap")  # not in files of earlier versions
+_LATER = ("host_seconds", "host_bytes")  # not in files of earlier versions
+_FREE_GAP = "free_gap"  # in earlier files, where a budget bound
 
 
 def to_json(plan: ShardingPlan) -> str:
@@ -338,12 +339,15 @@ def prediction_to_json(predicted: Prediction) -> dict[str, Any]:
 def prediction_from_json(record: Record) -> Prediction:
     """The figures that `prediction_to_json` wrote."""
     names = [f.name for f in fields(Prediction)]
-    found = record.fields([n for n in names if n not in _LATER], _LATER)
+    optional = (*_LATER, _FREE_GAP)
+    found = record.fields([n for n in names if n not in optional], optional)
     values: dict[str, Any] = {
         name: found[name].integer() if name in _COUNTS else found[name].number()
         for name in names
         if name in found
     }
+    if _FREE_GAP in found:
+        values["optimality_gap"] = found[_FREE_GAP].number()
     return Prediction(**values)
 
 

@@ -107,11 +107,6 @@ def _gap_tile(report: Report) -> Html:
         words, note = "none", predicted.gap_words
     elif isfinite(gap):
         words, note = f"≤ {gap:.3%}", "slower than the best plan there is on this mesh"
-        if predicted.free_gap:
-            note = (
-                f"slower than the best that fits, by estimates of memory; "
-                f"≤ {predicted.free_gap:.3%} than the best of any memory"
-            )
     return _tile("optimality gap", "gap", words, gap, note)
 
 

@@ -21,13 +21,11 @@ def curve_of_program(profile: MemoryProfile, correction: float = 1.0) -> MemoryC
 
     `correction` is the error of the model, as compiling showed it.
     """
-    graph, liveness = profile.graph, profile.liveness[0]
+    graph, memory = profile.graph, profile.blocks[0]
     base = profile.argument_bytes + profile.output_bytes
     operators = {op.index: op for op in graph.blocks[0].operators}
-    labels = []
-    for index in liveness.order:
-        operator = liveness.block.kernels[index].operator
-        labels.append(_label(None if operator is None else operators.get(operator)))
+    labels = [_label(operators.get(index)) for index in memory.operators]
+    held = [profile.bytes_at(place) for place in range(len(labels))]
     users = [
         HeldValue(user.name, user.bytes, user.note) for user in memory_users(profile)
     ]
@@ -35,11 +33,11 @@ def curve_of_program(profile: MemoryProfile, correction: float = 1.0) -> MemoryC
         MemoryCurve(
             "one device",
             round(base * correction),
-            tuple(round((base + each) * correction) for each in liveness.bytes.tolist())
+            tuple(round(each * correction) for each in held)
             or (round(base * correction),),
             tuple(labels) or ("nothing runs",),
             tuple(users[:MOST_USERS]),
-            len(liveness.order),
+            len(labels),
         )
     )
 

@@ -335,7 +335,7 @@ class _Reader:
             for op in graph.blocks[self.loop.bodies[0]].operators:
                 unit = self.unit_of.get(op.results[0], 0) if op.results else 0
                 if op.kind == SCAN and "transpose(" in op.name:
-                    temp[unit] = profile.liveness[op.bodies[0]].peak_bytes
+                    temp[unit] = profile.blocks[op.bodies[0]].peak_bytes
                 elif op.kind == SCAN:
                     for result in op.results[op.params["num_carry"] :]:
                         local = self._local(graph, result)

@@ -25,7 +25,7 @@ def test_the_free_plan_corrects_that_within_a_budget() -> None:
         free.compiled_bytes / free.predicted_bytes
     )
     assert within.compiled_bytes <= within.budget_bytes < free.compiled_bytes
-    assert within.corrected_ratio == pytest.approx(1, abs=0.05)
+    assert within.corrected_ratio == pytest.approx(1, abs=0.15)
 
 
 def test_every_model_of_the_zoo_is_there() -> None:

@@ -11,7 +11,6 @@ from autopar.clusters.cluster import Cluster
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import STRUCTURED, build_graph
 from autopar.graph.op_graph import OpGraph
-from autopar.graph.ports import barriers_of
 from autopar.planner.planning import roles_of
 from autopar.planner.sharding_problem import ShardingProblem, build_problem
 from autopar.sharding.mesh import parse_mesh
@@ -34,14 +33,12 @@ def _graph(step: str, num_layers: int = 2) -> OpGraph:
 
 
 @lru_cache
-def _problem(
-    step: str, num_layers: int = 2, *, counts_memory: bool = False
-) -> ShardingProblem:
+def _problem(step: str, num_layers: int = 2) -> ShardingProblem:
     cluster = Cluster.preset("1x8xH100")
     mesh = parse_mesh("x:2;y:4", cluster.num_devices)
     resharder = Resharder(mesh, cluster)
     graph = _graph(step, num_layers)
-    return build_problem(graph, mesh, cluster, resharder, counts_memory=counts_memory)
+    return build_problem(graph, mesh, cluster, resharder)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -69,40 +66,21 @@ def test_vertices_read_and_write_what_their_operators_do(step: str) -> None:
     assert met == plain
 
 
-@pytest.mark.parametrize("counts_memory", [False, True])
 @pytest.mark.parametrize("step", STEPS)
-def test_edges_lead_from_writers_by_relays_to_readers(
-    step: str, counts_memory: bool
-) -> None:
-    """Every resharding that can cost anything has an edge, in a fixed order.
-
-    Where memory counts, edges also lead from barriers to what passes them.
-    """
-    problem = _problem(step, counts_memory=counts_memory)
-    expected, passed = list(_pairs(problem)), set(_passed(problem))
-    edges = [(edge.first, edge.second) for edge in problem.choice_graph.edges]
-    found = [each for each in edges if each not in passed]
-    assert bool(len(edges) - len(found)) == bool(passed and counts_memory)
+def test_edges_lead_from_writers_by_relays_to_readers(step: str) -> None:
+    """Every resharding that can cost anything has an edge, in a fixed order."""
+    problem = _problem(step)
+    expected = list(_pairs(problem))
+    found = [(edge.first, edge.second) for edge in problem.choice_graph.edges]
     left = iter(expected)  # those of tensors that nobody reshards cost nothing
     assert all(pair in left for pair in found)
     assert len(found) > 0.5 * len(expected)
 
 
-def _passed(problem: ShardingProblem) -> Iterator[tuple[int, int]]:
-    writers = problem.writers
-    for block in problem.graph.blocks:
-        for _, (tensor, behind) in barriers_of(block):
-            yield writers[behind][0], writers[tensor][0]
-
-
 def _pairs(problem: ShardingProblem) -> Iterator[tuple[int, int]]:
     readers: dict[int, list[int]] = {}
-    late = set[tuple[int, int]]()
-    is_late = iter(problem.is_late.tolist())
     for index, vertex in enumerate(problem.vertices):
         for access in vertex.reads:
-            if next(is_late):
-                late.add((access.tensor, index))
             if vertex.kind != "relay":
                 readers.setdefault(access.tensor, []).append(index)
     for tensor, each in readers.items():
@@ -113,9 +91,25 @@ def _pairs(problem: ShardingProblem) -> Iterator[tuple[int, int]]:
         if source != writer:
             yield writer, source
         for reader in each:
-            start = writer if (tensor, reader) in late else source
-            if reader != start:
-                yield start, reader
+            if reader != source:
+                yield source, reader
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_an_edge_names_the_write_and_the_read_that_it_joins(step: str) -> None:
+    problem = _problem(step)
+    writes, reads = problem.columns.writes, problem.columns.reads
+    edges = problem.choice_graph.edges
+    assert len(edges) == len(problem.edge_writes) == len(problem.edge_reads)
+    places = zip(problem.edge_writes, problem.edge_reads, strict=True)
+    for edge, (write, read) in zip(edges, places, strict=True):
+        assert (edge.first, edge.second) == (writes.vertex[write], reads.vertex[read])
+        assert writes.tensor[write] == reads.tensor[read]
+        sources = problem.columns.choices[writes.choices[write]]
+        targets = problem.columns.choices[reads.choices[read]]
+        assert edge.costs.shape == (len(sources.distinct), len(targets.distinct))
+        np.testing.assert_array_equal(edge.first_class, sources.classes)
+        np.testing.assert_array_equal(edge.second_class, targets.classes)
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -1,4 +1,4 @@
-"""What every plan holds at least, quick refusals, and what is asked for instead."""
+"""What a step holds shared out evenly, and what is asked for where nothing fits."""
 
 import re
 import shutil
@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 
-import autopar
-import autopar.planner.even_share as even_share
-import autopar.planner.out_of_reach as out_of_reach
 from autopar.cli import main
 from autopar.clusters.cluster import Cluster
+from autopar.costs.memory import memory_profile
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
+from autopar.graph.op_graph import OpGraph
 from autopar.methods.gather_again import graph_of_plan
 from autopar.methods.named_methods import Megatron, Zero, restriction_of
-from autopar.planner import planning, search_work
-from autopar.planner.even_share import even_share_bytes, memory_on_one_device
+from autopar.planner.even_share import even_share_bytes
 from autopar.planner.intra_op import plan_intra_op
 from autopar.planner.memory_users import alike_users, memory_users
 from autopar.planner.planning import roles_of
@@ -26,14 +24,16 @@ from autopar.sharding.mesh import parse_mesh
 from benchmarks.models import build
 from tests.planner import deep_step
 
-DEEP: dict[str, Any] = {"num_layers": 4, "seq_len": 64, "batch_size": 128}
+
+def graph_of(model: str, **options: Any) -> OpGraph:
+    workload = build(model, **options)
+    traced = trace(workload.step, workload.abstract(), {})
+    return build_graph(traced, roles_of(traced))
 
 
 @pytest.mark.parametrize("model", ["gpt", "moe", "unet"])
-def test_no_plan_holds_less_than_an_even_share(model: str) -> None:
-    workload = build(model)
-    traced = trace(workload.step, workload.abstract(), {})
-    graph = build_graph(traced, roles_of(traced))
+def test_few_plans_hold_less_than_an_even_share(model: str) -> None:
+    graph = graph_of(model)
     batch = [each.tensor for each in graph.inputs if each.role == "batch"]
     share = even_share_bytes(graph, 8)
     place = graph, parse_mesh("x:8"), Cluster.local()
@@ -47,109 +47,27 @@ def test_no_plan_holds_less_than_an_even_share(model: str) -> None:
 
 
 def test_on_one_device_an_even_share_is_what_the_plan_holds() -> None:
-    workload = build("gpt")
-    traced = trace(workload.step, workload.abstract(), {})
-    graph = build_graph(traced, roles_of(traced))
-    alone = plan_intra_op(graph, parse_mesh("x:1"), Cluster.preset("1x1xA100"))
+    graph = graph_of("gpt")
+    alone = plan_intra_op(graph, parse_mesh("x:1"), Cluster.local())
     assert graph_of_plan(graph, alone.plan) is graph
-    assert memory_on_one_device(graph).peak_bytes == alone.plan.predicted.peak_bytes
+    assert even_share_bytes(graph, 1) == alone.plan.predicted.peak_bytes
 
 
 def test_equal_values_of_layers_are_named_once() -> None:
-    workload = build("gpt", **DEEP)
-    traced = trace(workload.step, workload.abstract(), {})
-    profile = memory_on_one_device(build_graph(traced, roles_of(traced)))
-    alike = alike_users(profile)
-    assert sum(each.bytes for each in alike) == sum(
-        each.bytes for each in memory_users(profile)
+    graph = graph_of("gpt", num_layers=4, seq_len=64, batch_size=128)
+    profile = memory_profile(
+        graph, plan_intra_op(graph, parse_mesh("x:1"), Cluster.local()).plan
     )
-    softmax = next(each for each in alike if each.user.name == "jvp()/exp")
-    assert softmax.count == 4
-    assert str(softmax).split()[2:6] == ["4", "x", "16.0", "MiB"]
+    alike = alike_users(profile)
+    users = memory_users(profile)
+    assert sum(each.bytes for each in alike) == sum(each.bytes for each in users)
+    largest = next(each for each in alike if each.count > 1)
+    words = str(largest).split()
+    assert words[2:4] == [str(largest.count), "x"] and largest.count % 4 == 0
     assert str(Path.cwd()) not in "".join(map(str, alike))
     assert [each.bytes for each in alike] == sorted(
         (each.bytes for each in alike), reverse=True
     )
-
-
-@pytest.mark.parametrize("is_zero_known", [True, False])
-def test_what_is_out_of_reach_is_refused_without_a_search(
-    is_zero_known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But for one near an even share, where ZeRO-3 is not."""
-    workload = build("mlp")
-    searched: list[int] = []
-    best = planning.BudgetCandidates.best
-
-    def counted(self: Any) -> Any:
-        searched.append(self.budget_bytes)
-        return best(self)
-
-    monkeypatch.setattr(planning.BudgetCandidates, "best", counted)
-    monkeypatch.setattr(even_share, "MANY_OPERATORS", 0)
-    if not is_zero_known:
-        monkeypatch.setattr(out_of_reach, "METHODS", ())
-    cluster = Cluster.preset("8xA100")
-
-    def plan(budget: int) -> autopar.Plan:
-        step = autopar.parallelize(workload.step, cluster=cluster, memory_budget=budget)
-        return step.plan(*workload.abstract())
-
-    with pytest.raises(autopar.InfeasiblePlanError, match="shared out evenly") as one:
-        plan(10_000)
-    share = one.value.far_bound_bytes
-    assert searched == [planning.NO_BUDGET, int(out_of_reach.NEAR_SHARE * share)]
-    least, found = one.value.least_budget_bytes, one.value.least_plan
-    assert least is not None and found.predicted.peak_bytes == least
-    assert 10_000 < share <= least < 1.5 * share
-    fits: dict[str, Any] = {"memory_budget": least, "mesh": "x:8"}
-    if is_zero_known:
-        fits["method"] = autopar.Zero(3)
-    step = autopar.parallelize(workload.step, cluster=cluster, **fits)
-    assert step.plan(*workload.abstract()).predicted.peak_bytes <= least
-
-
-def test_a_long_step_that_memory_binds_is_searched_on_the_levels_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On one axis only its cheapest plan of all is made, once."""
-    workload = build("mlp")
-    made: list[tuple[str, int, bool]] = []
-    best = planning.BudgetCandidates.best
-
-    def counted(self: Any) -> Any:
-        made.append((str(self.mesh), self.budget_bytes, self.free is not None))
-        return best(self)
-
-    monkeypatch.setattr(planning, "is_long", lambda graph: True)
-    monkeypatch.setattr(search_work, "WORK_OF_MESHES", 0.5)
-    monkeypatch.setattr(planning.BudgetCandidates, "best", counted)
-
-    def plan(budget: int, mesh: str | None = None) -> autopar.Plan:
-        made.clear()
-        place: Any = {"cluster": Cluster.preset("2x4xA100"), "mesh": mesh}
-        step = autopar.parallelize(workload.step, memory_budget=budget, **place)
-        return step.plan(*workload.abstract())
-
-    free = plan(10**9, "x:8").predicted.peak_bytes
-    plan(10**9)
-    assert made[:2] == [("x:8", planning.NO_BUDGET, False), ("x:8", 10**9, True)]
-    budget = int(0.9 * free)
-    assert plan(budget).predicted.peak_bytes <= budget
-    assert made[:2] == [("x:8", planning.NO_BUDGET, False), ("x:2;y:4", budget, False)]
-    assert "x:8" not in [mesh for mesh, *_ in made[1:]]
-
-
-def test_variants_that_are_out_of_reach_are_not_planned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(even_share, "MANY_OPERATORS", 0)
-    workload = build("gpt")
-    step = autopar.parallelize(
-        workload.step, mesh="x:8", memory_budget=10_000, remat="auto", offload="auto"
-    )
-    with pytest.raises(autopar.InfeasiblePlanError, match="shared out evenly"):
-        step.plan(*workload.abstract())
 
 
 @pytest.fixture

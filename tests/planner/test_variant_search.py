@@ -59,7 +59,7 @@ class Searched:
             return plan
 
         self.cutoffs = []
-        ends = budget_bytes, 8, plan_variant
+        ends = budget_bytes, plan_variant
         return choose_variant(self.variants, "auto", None, *ends)
 
 

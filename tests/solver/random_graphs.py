@@ -5,7 +5,6 @@ from math import inf, prod
 import numpy as np
 
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
-from autopar.solver.memory_rows import MemoryRow
 from tests.solver.shared_copies import shared_copy
 
 
@@ -67,19 +66,6 @@ def every_assignment(graph: ChoiceGraph) -> list[tuple[int, ...]]:
     sizes = [node.costs.size for node in graph.nodes]
     assert prod(sizes) < 20_000
     return [tuple(map(int, each)) for each in np.ndindex(*sizes)]
-
-
-def random_rows(graph: ChoiceGraph, seed: int) -> list[MemoryRow]:
-    """Rows with weights of their own and constants of either sign."""
-    rng = np.random.default_rng(seed)
-    rows = []
-    for _ in range(4):
-        nodes = tuple(v for v in range(len(graph.nodes)) if rng.random() < 0.6)
-        weights = tuple(
-            rng.integers(0, 6, graph.nodes[v].costs.size).astype(float) for v in nodes
-        )
-        rows.append(MemoryRow(nodes, weights, float(rng.integers(-3, 4))))
-    return rows
 
 
 def _random_edge(

@@ -147,21 +147,10 @@ def test_the_ilp_of_nothing_costs_the_constant() -> None:
     assert (found.choices, found.bound) == ((), pytest.approx(2.0))
 
 
-def test_the_error_carries_the_least_budget() -> None:
-    node = Node("n", np.array([1.0, 5.0]), np.array([8.0, 6.0]))
-    graph = ChoiceGraph((node, node), (), ((0, 1),), budget=11.0)
-    with pytest.raises(Infeasible, match="raise the budget to 12") as raised:
-        solve(graph)
-    assert raised.value.least_budget == 12
-    assert 11 < raised.value.least_budget_bound <= 12
-    assert solve(replace(graph, budget=12.0)).cost == 10
-
-
 def test_forbidden_everywhere_is_infeasible_at_any_budget() -> None:
     graph = ChoiceGraph((Node("n", np.array([inf]), np.zeros(1)),), ())
-    with pytest.raises(Infeasible, match="must have a choice") as raised:
+    with pytest.raises(Infeasible, match="must have a choice"):
         solve(graph)
-    assert raised.value.least_budget == inf
 
 
 def test_an_initial_plan_is_never_lost() -> None:
@@ -236,11 +225,9 @@ def test_twenty_thousand_nodes_in_seconds() -> None:
 def _check(graph: ChoiceGraph, gap: float) -> None:
     try:
         best = brute_force(graph)
-    except Infeasible as error:
-        with pytest.raises(Infeasible) as raised:
+    except Infeasible:
+        with pytest.raises(Infeasible):
             solve(graph, gap=gap)
-        assert raised.value.least_budget_bound <= error.least_budget * (1 + 1e-6)
-        assert raised.value.least_budget >= error.least_budget * (1 - 1e-6)
         return
     found = solve(graph, gap=gap)
     assert graph.cost(found.choices) == found.cost

@@ -19,7 +19,6 @@ from autopar.solver.fix import fix
 from autopar.solver.free import bound_choices
 from autopar.solver.join import join_copies
 from autopar.solver.likely import improve_among_likely
-from autopar.solver.live_sets import keep_binding
 from autopar.solver.merge import choose_pairs, merge_nodes
 from autopar.solver.messages import Passing
 from autopar.solver.polish import polish
@@ -224,13 +223,6 @@ def test_the_best_of_likely_choices_never_costs_more(seed: int) -> None:
         assert graph.cost(found) <= graph.cost(plan) + 1e-9
         if graph.cost(plan) < inf:  # all choices of so small a graph are likely
             assert graph.cost(found) == pytest.approx(optimum(graph))
-
-
-@given(seeds)
-def test_only_live_sets_that_cannot_bind_are_dropped(seed: int) -> None:
-    graph = random_graph(seed, num_nodes=5, num_live_sets=4, forbidden=0.0)
-    graph = with_budget(graph, 0.5)
-    assert optimum(keep_binding(graph)) == optimum(graph)
 
 
 @given(seeds)
