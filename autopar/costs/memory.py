@@ -45,7 +45,7 @@ from ..rules.halos import copied_bytes, factors_with_halos, rows_with_halos
 from ..sharding.spec import REPLICATED, Spec, num_shards
 from .compute import is_fusable
 
-MEMORY_FACTORS = {"CPU": 1.2, "GPU": 1.1, "TPU": 1.1}
+MEMORY_FACTORS = {"CPU": 1.05, "GPU": 1.1, "TPU": 1.1}
 POINTER_BYTES = 8  # of each result, in the table that a program returns
 AS_MUCH = 1.5  # times its own bytes that several kernels may each read for a value
 MOST_SOURCES = 64  # that one kernel reads through what it does itself

@@ -233,7 +233,7 @@ def test_memory_of_what_is_gathered_ahead_is_predicted() -> None:
     for method in (autopar.Zero(3), autopar.DataParallel()):
         compiled = compiled_with(f6(), method, overlaps=True)
         seen = MemoryUse.of(compiled.compiled, 0).device_bytes
-        assert 0.75 < seen / compiled.plan.predicted.peak_bytes < 1.4
+        assert 0.75 < seen / compiled.plan.predicted.peak_bytes < 1.5
 
 
 def test_an_order_that_does_not_fit_is_left_out() -> None:
