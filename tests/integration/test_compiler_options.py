@@ -40,4 +40,4 @@ def test_programs_run_in_the_order_that_memory_is_predicted_of(
         check=True,
     )
     told, held = map(int, found.stdout.split()[-2:])
-    assert (told == pytest.approx(held, rel=0.02)) is is_as_told
+    assert (told == pytest.approx(held, rel=0.15)) is is_as_told

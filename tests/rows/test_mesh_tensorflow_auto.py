@@ -97,7 +97,7 @@ def test_mtf_7_the_layout_runs_in_the_memory_predicted(name: str, mesh: str) -> 
     measured = MemoryUse.of(compiled.compiled).device_bytes
     predicted = compiled.plan.predicted
     assert predicted.memory_correction == 1.0
-    assert 0.75 < predicted.peak_bytes / measured < 1.35
+    assert 0.7 < predicted.peak_bytes / measured < 1.35
 
 
 def test_mtf_7_without_names_every_dim_of_the_arguments_may_be_split() -> None:
