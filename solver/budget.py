@@ -7,10 +7,11 @@ points: what other plans would hold there. In turn
             cost so that no row is above the budget
     plan    the cheapest one at these prices, from the solver without a budget (equal
             layers fold); it is looked at, and its rows join
-    mix     the best plan that fits follows a cheaper one in as many layers as do
+    mix     of the plans that are best at the prices, each cluster of nodes follows one
+            (`mixtures.py`)
 
 Rows are linear, plans are not: what a row says too much of the best plan is taken off.
-The least memory is found in the same way, with costs dropped.
+The least memory is found in the same way, with bytes worth far more than costs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -133,15 +134,24 @@ class _Search:
     seen: dict[tuple[int, ...], Found] = field(default_factory=dict)
     rows: list[BudgetRow] = field(default_factory=list)
     owners: list[Found] = field(default_factory=list)  # [rows]
+    used: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))  # [rows, plans]
 
     def see(self, choices: Sequence[int]) -> Found:
         """Looks at a plan, unless it was."""
         plan = tuple(map(int, choices))
         if plan not in self.seen:
             found = self.seen[plan] = self.look(plan)
+            own = self._used_by(self.rows, np.array([plan], np.intp))
+            more = self._used_by(found.rows, np.array(list(self.seen), np.intp))
+            self.used = np.concatenate([np.hstack([self.used, own]), more])
             self.rows += found.rows
             self.owners += [found] * len(found.rows)
         return self.seen[plan]
+
+    def _used_by(self, rows: Sequence[BudgetRow], plans: np.ndarray) -> np.ndarray:
+        """[rows, plans] the bytes that rows say of plans [plans, nodes]."""
+        used = [row.used_by(self.graph, plans) for row in rows]
+        return np.array(used).reshape(len(rows), len(plans))
 
     @property
     def best(self) -> Found | None:
@@ -194,15 +204,13 @@ class _Search:
         bytes: min sum_p x_p cost_p + lacking s, where sum_p x_p used_rp <= limit_r + s.
         """
         plans = list(self.seen.values())
-        table = np.array([each.choices for each in plans], np.intp)
-        used = np.array([row.used_by(self.graph, table) for row in self.rows])
         held = np.array([each.bytes for each in plans])
         limit, cost, lacking = self._limits(), np.zeros(len(plans)), 1.0
         if self.budget is not None:
             cost = np.array([each.cost for each in plans])
             lacking = LACKING * cost.min() / self.budget
         # No point of a plan holds more than the plan does.
-        used = np.minimum(used, held)
+        used = np.minimum(self.used, held)
         scale = max(float(held.max()), 1.0)
         ends = np.full((len(used), 1), -1.0)
         found = linprog(
@@ -218,9 +226,8 @@ class _Search:
     def _limits(self) -> np.ndarray:
         """[rows] what each may say: more than the budget, if it does so of the best."""
         base = self.best or self.least
-        table = np.array([base.choices], np.intp)
-        used = np.array([row.used_by(self.graph, table)[0] for row in self.rows])
-        beyond = np.maximum(used - base.bytes, 0.0)
+        number = list(self.seen).index(base.choices)
+        beyond = np.maximum(self.used[:, number] - base.bytes, 0.0)
         if self.budget is None:
             return beyond
         above = np.array([each.bytes for each in self.owners]) - self.budget
@@ -240,7 +247,7 @@ class _Search:
             solve_free(inner, with_ilp=False, folds=True)
         except Infeasible:
             return None
-        return inner.choices and tuple(map(int, inner.choices))
+        return inner.choices
 
     def mix(self) -> None:
         """Looks at the best mixtures of plans by the rows, as long as it is of use."""
@@ -257,21 +264,20 @@ class _Search:
         prices = self._prices()
         plans = list(self.seen.values())
         table = np.array([each.choices for each in plans], np.intp)
-        used = np.array([row.used_by(self.graph, table) for row in self.rows])
         has_costs = self.budget is not None
         costs = np.array([each.cost for each in plans]) * has_costs
-        order = np.argsort(costs + prices @ used, kind="stable")[:MOST_TOGETHER]
+        order = np.argsort(costs + prices @ self.used, kind="stable")[:MOST_TOGETHER]
         kept = {*order.tolist(), plans.index(self.best or self.least)}
         size = plans[0].cost if has_costs else plans[0].bytes
         mixtures = Mixtures(
             self.graph,
-            self.cost if has_costs else None,
+            self.cost,
             self.rows,
             table[sorted(kept)],
+            has_costs=has_costs,
             size=size,
             unit=self.budget or plans[0].bytes,
             lacking=LACKING,
-            joins=self.cost,
         )
         return mixtures.rounded(self._limits(), MIXED_GAP)
 

@@ -163,37 +163,40 @@ def priced(
     """
     pairs = [(row, m) for row, m in zip(rows, prices.tolist(), strict=True) if m]
     types = graph.types
-    constant = graph.constant * has_costs + sum(m * r.constant for r, m in pairs)
 
-    def charged(own: np.ndarray, kind: int, charges: list[np.ndarray]) -> np.ndarray:
-        costs = own if has_costs else np.where(np.isfinite(own), 0.0, np.inf)
-        for charge in charges:
-            costs = costs + charge
-        least = min(float(costs.min(initial=0.0)), 0.0)
-        shifts[kind] = least
-        return costs - least if least else costs
+    def charged(
+        own: np.ndarray, costs: Sequence[np.ndarray], charges: Sequence[_Charge]
+    ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]], float]:
+        """New types of items, what each was before and costs now, and what is less."""
+        type_of, found = _combined(own, charges)
+        priced_types, shifts = [], np.zeros(len(found))
+        for kind, (before, held) in enumerate(found):
+            now = costs[before]
+            now = now if has_costs else np.where(np.isfinite(now), 0.0, np.inf)
+            for charge in held:
+                now = now + charge
+            shifts[kind] = least = min(float(now.min(initial=0.0)), 0.0)
+            priced_types.append((before, now - least if least else now))
+        return type_of, priced_types, float(shifts[type_of].sum())
 
+    examples = [graph.nodes[index] for index in types.node_of.tolist()]
     charges = [c for r, m in pairs for c in _charges(r.nodes, r.kinds[0], m)]
-    type_of, found = _combined(types.node, charges)
-    shifts = np.zeros(len(found))
-    node_types = []
-    for kind, (own, held) in enumerate(found):
-        node = graph.nodes[int(types.node_of[own])]
-        node_types.append((charged(node.costs, kind, held), node.bytes))
-    constant += float(shifts[type_of].sum())
+    costs = [each.costs for each in examples]
+    type_of, found, less = charged(types.node, costs, charges)
+    node_types = [(now, examples[before].bytes) for before, now in found]
     nodes = TypedNodes(node_types, type_of, lambda index: graph.nodes[index].name)
 
+    joins = [graph.edges[index] for index in types.edge_of.tolist()]
     charges = [c for r, m in pairs for c in _charges(r.edges, r.kinds[1], m)]
-    type_of, found = _combined(types.edge, charges)
-    shifts = np.zeros(len(found))
-    edge_types = []
-    for kind, (own, held) in enumerate(found):
-        edge = graph.edges[int(types.edge_of[own])]
-        matrix = charged(edge.costs, kind, held)
-        edge_types.append((edge.first_class, edge.second_class, matrix))
-    constant += float(shifts[type_of].sum())
+    costs = [each.costs for each in joins]
+    type_of, found, less_of_edges = charged(types.edge, costs, charges)
+    ends = [
+        (joins[before].first_class, joins[before].second_class) for before, _ in found
+    ]
+    edge_types = [(*own, now) for own, (_, now) in zip(ends, found, strict=True)]
     edges = TypedEdges(edge_types, type_of, types.first, types.second)
-    return ChoiceGraph(nodes, edges, constant=constant)
+    constant = graph.constant * has_costs + sum(m * r.constant for r, m in pairs)
+    return ChoiceGraph(nodes, edges, constant=constant + less + less_of_edges)
 
 
 _Charge = tuple[np.ndarray, np.ndarray, list[np.ndarray]]  # items, their kind, by kind

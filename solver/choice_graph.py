@@ -190,29 +190,6 @@ class ChoiceGraph:
         """The largest sum of bytes over the live sets (0 without live sets)."""
         return float(self.used_bytes(choices).max(initial=0.0))
 
-    @cached_property
-    def bytes_by_node(self) -> list[np.ndarray]:
-        """[nodes] the bytes of each node's choices."""
-        nodes = self.nodes
-        if isinstance(nodes, TypedNodes):
-            return [nodes.types[kind][1] for kind in nodes.type_of.tolist()]
-        return [node.bytes for node in nodes]
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """[nodes] how many choices each has."""
-        return [held.size for held in self.bytes_by_node]
-
-    @cached_property
-    def starts(self) -> np.ndarray:
-        """[nodes + 1] where each node's begin among all choices, and where they end."""
-        return np.cumsum([0, *self.sizes], dtype=np.intp)
-
-    @cached_property
-    def flat_costs(self) -> np.ndarray:
-        """[choices] the costs of all nodes' choices, one node after the other."""
-        return np.concatenate([*(node.costs for node in self.nodes), np.zeros(0)])
-
     def sum_live(self, values: np.ndarray) -> np.ndarray:
         """[live sets] the sum over each live set of one value per node."""
         flat, ends = self._live_index

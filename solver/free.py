@@ -39,10 +39,6 @@ class Step(Protocol):
 
     def expand(self, choices: Sequence[int]) -> tuple[int, ...]: ...
 
-    def expand_excess(
-        self, excess: Sequence[np.ndarray], bound: float
-    ) -> list[np.ndarray]: ...
-
 
 def solve_free(search: Search, with_ilp: bool = True, *, folds: bool = False) -> None:
     """Closes the gap of `search.graph`, whose budget is not looked at.
@@ -60,17 +56,6 @@ def solve_free(search: Search, with_ilp: bool = True, *, folds: bool = False) ->
     _Descent(search, with_ilp).run()
 
 
-def bound_choices(search: Search, of_interest: float) -> list[np.ndarray]:
-    """As `solve_free` without the ILP; returns bounds on the cost of every choice.
-
-    Per node [k], a lower bound on the cost of the plans that make each choice. Those
-    that cost up to `of_interest` are not fixed on the way, so that bounds reach there.
-    """
-    descent = _Descent(search, False, of_interest)
-    descent.run()
-    return descent.marginals()
-
-
 class _Descent:
     """The way down from the full graph to ever smaller ones.
 
@@ -78,15 +63,12 @@ class _Descent:
     graph at hand is one on the full problem up to there; `slack` is its rounding.
     """
 
-    def __init__(
-        self, search: Search, with_ilp: bool, of_interest: float = -inf
-    ) -> None:
-        self.search, self.with_ilp, self.of_interest = search, with_ilp, of_interest
+    def __init__(self, search: Search, with_ilp: bool) -> None:
+        self.search, self.with_ilp = search, with_ilp
         self.steps: list[Step] = [join_copies(search.graph, search.pool)]
         self.ceiling, self.slack = inf, 0.0
         self.excess: list[np.ndarray] = []
         self.bound = -inf
-        self.depth = 1
         self.seconds = search.seconds_left
         self.in_programs = 0.0
         self.solved: ChoiceGraph | None = None
@@ -178,7 +160,7 @@ class _Descent:
             self._improve(messages)
             if messages.is_finished or search.is_closed:
                 break
-        self.bound, self.depth = messages.bound, len(self.steps)
+        self.bound = messages.bound
         self.excess = [m - messages.bound for m in messages.marginals]
 
     def _improve(self, messages: Messages) -> None:
@@ -229,7 +211,7 @@ class _Descent:
         search.finish_phase("polish", self.graph)
 
     def _fix(self) -> int:
-        threshold = max(self.search.threshold, self.of_interest)
+        threshold = self.search.threshold
         self.ceiling = min(self.ceiling, threshold)
         base = self.bound - self.slack
         marginals = [beyond + base for beyond in self.excess]
@@ -256,10 +238,3 @@ class _Descent:
             )
         self._raise_bound(result.bound)
         search.finish_phase("ilp", self.graph)
-
-    def marginals(self) -> list[np.ndarray]:
-        """Bounds on the original choices; of plans left out, only the ceiling holds."""
-        excess, base = self.excess, self.bound - self.slack
-        for step in reversed(self.steps[: self.depth]):
-            excess = step.expand_excess(excess, base)
-        return [np.minimum(beyond + base, self.ceiling) for beyond in excess]

@@ -65,15 +65,6 @@ class Joined:
             full[node] = present if is_needed else 1 - present
         return tuple(full)
 
-    def expand_excess(
-        self, excess: Sequence[np.ndarray], bound: float
-    ) -> list[np.ndarray]:
-        """Excess of the original choices; nothing is said of joined copies."""
-        full = list(excess[: self.num_original])
-        for node, _, _ in self.needs:
-            full[node] = np.zeros(2)
-        return full
-
     def __str__(self) -> str:
         return f"Joined, {len(self.needs)} copies into stars, to {self.graph}"
 

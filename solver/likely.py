@@ -68,10 +68,3 @@ def improve_among_likely(
         return tuple(choices)
     better = reduced.expand(found.choices)
     return better if graph.cost(better) < graph.cost(choices) else tuple(choices)
-
-
-def beyond_least(marginals: np.ndarray) -> np.ndarray:
-    """By how much each is above the least, which may be infinite, of either sign."""
-    least = marginals.min()
-    beyond = np.zeros(len(marginals))
-    return np.subtract(marginals, least, out=beyond, where=marginals > least)

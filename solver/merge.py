@@ -35,16 +35,6 @@ class Merged:
             full[first], full[second] = divmod(choices[first], size)
         return tuple(full)
 
-    def expand_excess(
-        self, excess: Sequence[np.ndarray], bound: float
-    ) -> list[np.ndarray]:
-        """A choice of one of a pair is as good as with the best choice of the other."""
-        full = list(excess)
-        for first, second, size in self.pairs:
-            by_pair = excess[first].reshape(-1, size)
-            full[first], full[second] = by_pair.min(axis=1), by_pair.min(axis=0)
-        return full
-
     def __str__(self) -> str:
         return f"Merged {len(self.pairs)} pairs into {self.graph}"
 

@@ -3,8 +3,7 @@
     clusters   nodes that the plans decide differently, joined along the edges where it
                costs most to follow two plans, up to a size (Kruskal 1956)
     contract   a cluster chooses a plan; costs and rows are summed, exactly
-    relax      the linear program of all mixtures, with every row: its duals are prices
-               of rows, far better than those of whole plans
+    relax      the linear program of all mixtures, with every row
     round      the integer program of the few mixtures that relaxations with a little
                less budget are made of
 
@@ -29,20 +28,6 @@ MOST_PIVOTS, MOST_TREE_NODES, MOST_CHECKS = 60_000, 50, 60
 TIGHTENED = 0.004, 0.016  # of the unit of bytes
 LEAST_SHARE = 1e-7
 LARGE = 1e200  # a forbidden pair
-MOST_LACKING = 100.0  # where plans are whole
-
-
-@dataclass(frozen=True, eq=False)
-class Relaxed:
-    """The value without what is lacking; bytes lacking; `prices` [rows]; `support`.
-
-    `support` [clusters, plans] says which have a share.
-    """
-
-    value: float
-    lacking: float
-    prices: np.ndarray
-    support: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +43,8 @@ class _Sum:
 class Mixtures:
     """All mixtures of `plans` [plans, nodes], that cost what the row `cost` says.
 
+    Without `has_costs` it only says what is forbidden, and which nodes stay together.
+
     Costs are about `size`, bytes about `unit`; a unit of bytes that rows lack costs
     `lacking` times the size.
     """
@@ -65,55 +52,34 @@ class Mixtures:
     def __init__(
         self,
         graph: ChoiceGraph,
-        cost: BudgetRow | None,
+        cost: BudgetRow,
         rows: Sequence[BudgetRow],
         plans: np.ndarray,
         *,
+        has_costs: bool,
         size: float,
         unit: float,
         lacking: float,
-        joins: BudgetRow,
-        parts: float = MOST_PARTS,
     ) -> None:
-        self.table, self.unit, self.parts = plans, unit, parts
+        self.table, self.unit = plans, unit
         self.scale, self.lacking = COST_SCALE / size, lacking
         self._ends, self._classes = graph.types, edge_classes(graph)
-        self.cluster = self._clusters(joins)
+        self.cluster = self._clusters(cost)
         self.count = int(self.cluster.max(initial=-1)) + 1
-        base = self._sum(joins)
+        base = self._sum(cost)
         self.is_first = self._first_of_each() & np.isfinite(base.own)
         base = replace(base, own=np.where(self.is_first, base.own, 0.0))
-        self._cost = base if cost is not None else _without(base)
+        self._cost = base if has_costs else _without(base)
         self._rows = [self._sum(row) for row in rows]
         self._program, self._num_fixed = self._build()
         self._model = self._run(self._program)
 
-    def relaxed(self, limits: np.ndarray) -> Relaxed:
-        """The linear program with `limits` [rows]."""
-        model = self._model
-        self._limit(model, limits)
-        model.run()
-        solution = model.getSolution()
-        size = self.count * len(self.table)
-        values = np.array(solution.col_value)
-        duals = np.array(solution.row_dual)[self._num_fixed :]
-        lacking = float(values[-1])
-        value = float(np.dot(values[:-1], self._program.col_cost_[:-1])) / self.scale
-        return Relaxed(
-            value + self._cost.constant,
-            lacking * self.unit,
-            np.maximum(-duals, 0.0) / (self.scale * self.unit),
-            values[:size].reshape(self.is_first.shape) > LEAST_SHARE,
-        )
-
     def rounded(self, limits: np.ndarray, gap: float) -> tuple[int, ...]:
-        """A plan that lacks little or nothing of the limits; the first at worst."""
-        support = self.is_first.copy()
-        if self.parts < inf:
-            support = self.relaxed(limits).support
-            for part in TIGHTENED:
-                support |= self.relaxed(limits - part * self.unit).support
-            support[:, 0] = True
+        """A plan that lacks little of the limits [rows], if any; the first at worst."""
+        support = self._support(limits)
+        for part in TIGHTENED:
+            support |= self._support(limits - part * self.unit)
+        support[:, 0] = True
         model = self._run(self._program, support, gap)
         self._limit(model, limits)
         Checks(model, MOST_CHECKS)
@@ -123,6 +89,14 @@ class Mixtures:
             return tuple(self.table[0].tolist())
         followed = values[: support.size].reshape(support.shape).argmax(axis=1)
         return self.expand(followed)
+
+    def _support(self, limits: np.ndarray) -> np.ndarray:
+        """Bool [clusters, plans] that have a share in the linear program."""
+        self._limit(self._model, limits)
+        self._model.run()
+        values = np.array(self._model.getSolution().col_value)
+        shares = values[: self.is_first.size].reshape(self.is_first.shape)
+        return shares > LEAST_SHARE
 
     def expand(self, followed: np.ndarray) -> tuple[int, ...]:
         """The plan of the whole graph in which each cluster follows one."""
@@ -142,7 +116,7 @@ class Mixtures:
         order = np.argsort(-apart, kind="stable")
         order = order[apart[order] > 0]
         ends = first[inner[order]], second[inner[order]]
-        return _joined(differs, *ends, most=ceil(differs.sum() / self.parts))
+        return _joined(differs, *ends, most=ceil(differs.sum() / MOST_PARTS))
 
     def _first_of_each(self) -> np.ndarray:
         """Bool [clusters, plans]: the first plan of those alike in a cluster."""
@@ -223,8 +197,6 @@ class Mixtures:
         model.passModel(program)
         if support is not None:
             model.setOptionValue("solver", "choose")
-            most = max(self.lacking, MOST_LACKING) * COST_SCALE
-            model.changeColCost(program.num_col_ - 1, most)
             model.setOptionValue("mip_rel_gap", gap)
             model.setOptionValue("mip_max_nodes", MOST_TREE_NODES)
             index = np.arange(support.size, dtype=np.int32)

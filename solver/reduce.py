@@ -21,7 +21,7 @@ import numpy as np
 from . import min_plus
 from .array_pool import ArrayPool
 from .choice_graph import ChoiceGraph, Edge, Infeasible, Node
-from .unfold import BestChoice, Drop, Fold, Step, unfold_choices, unfold_excess
+from .unfold import BestChoice, Drop, Fold, Step, unfold_choices
 
 MOST_FOLD_WORK = 60_000_000
 FEW_FOLD_WORK = 300_000
@@ -59,12 +59,6 @@ class Reduced:
     def expand(self, choices: Sequence[int]) -> tuple[int, ...]:
         """The original assignment of the same cost."""
         return unfold_choices(self.steps, self.num_original, self.kept, choices)
-
-    def expand_excess(
-        self, excess: Sequence[np.ndarray], bound: float
-    ) -> list[np.ndarray]:
-        """Bounds on the excess of each original choice, from those of what is left."""
-        return unfold_excess(self.steps, self.num_original, self.kept, excess)
 
     def __str__(self) -> str:
         return f"Reduced in {len(self.steps)} steps to {self.graph}"
@@ -186,7 +180,7 @@ class _Reduction:
         if not usable.size:
             raise self._infeasible(node)
         if usable.size < costs.size:
-            self._keep(node, usable, None)
+            self._keep(node, usable)
         least = self.costs[node].min()
         if least:
             self.constant += float(least)
@@ -210,18 +204,16 @@ class _Reduction:
         edges.sort(key=lambda edge: (number(edge[0]), number(edge[1])))
         flat = [array for edge in edges for array in edge]
         work = size * size * (len(edges) + 1)
-        kept, lost, replacement = call(
+        kept, lost, _ = call(
             kernel, self._costs_of(node), self.held[node], *flat, work=work
         )
         if kept.size < self.costs[node].size:
             self.slack += lost
-            self._keep(node, kept, replacement)
+            self._keep(node, kept)
 
-    def _keep(
-        self, node: int, kept: np.ndarray, replacement: np.ndarray | None
-    ) -> None:
+    def _keep(self, node: int, kept: np.ndarray) -> None:
         call, kept = self.pool.call, self.pool.intern(kept)
-        self.steps.append(Drop(node, kept, self.costs[node].size, replacement))
+        self.steps.append(Drop(node, kept))
         self.costs[node] = self.costs[node][kept]
         held = self.held[node]
         if held is not None:
@@ -309,8 +301,7 @@ class _Reduction:
         if costs.min() == inf:
             raise self._infeasible(node)
         if not around:
-            values = np.asarray(costs.min())
-            self.constant += float(values)
+            self.constant += float(costs.min())
         elif len(around) == 1:
             ((other, classes, matrix, classes2),) = around
             values = call(min_plus.fold_leaf, costs, classes, matrix)
@@ -328,7 +319,8 @@ class _Reduction:
             self._put_edge(left, right, left_classes, right_classes, values)
         sides = [array for _, here, matrix, _ in around for array in (here, matrix)]
         best = call(BestChoice, costs, *sides)
-        self.steps.append(Fold(node, around, values, best))
+        neighbours = tuple((other, there) for other, _, _, there in around)
+        self.steps.append(Fold(node, neighbours, best))
         self.is_folded[node] = True
 
     def _result(self) -> Reduced:

@@ -17,7 +17,6 @@ class Search:
 
     `deadline` is in seconds of work, by the clock of `pool`. Plans that cost `cutoff`
     or more are of no use: once there is a plan, a bound that reaches it is enough.
-    Bounds up to `known_bound` are of no use: a plan that costs no more ends the search.
     """
 
     def __init__(
@@ -27,10 +26,9 @@ class Search:
         deadline: float,
         pool: ArrayPool,
         cutoff: float = inf,
-        known_bound: float = -inf,
     ) -> None:
         self.graph, self.gap, self.deadline, self.pool = graph, gap, deadline, pool
-        self.cutoff, self.known_bound = cutoff, known_bound
+        self.cutoff = cutoff
         self.choices: tuple[int, ...] | None = None
         self.cost, self.bound = inf, -inf
         self.phases: list[Phase] = []
@@ -47,8 +45,6 @@ class Search:
         """Whether there is a plan, and no more of the bound is wanted."""
         if self.cost == inf:
             return False
-        if self.cost <= self.known_bound:
-            return True
         gap = max(self.gap, LEAST_GAP)
         is_near = self.cost - self.bound <= gap * abs(self.cost)
         return is_near or self.bound >= self.cutoff

@@ -1,12 +1,4 @@
-"""The way back from a reduced graph: for choices, and for bounds on each choice.
-
-A reduction leaves a trail of steps, undone in reverse. Undoing one gives a node its
-choice. It also gives a bound on the *excess* of each choice: what every assignment that
-makes it costs beyond the bound of the whole. If x at a node costs d(y) more than the
-best choice there, given choices y of its neighbours, then an assignment with x and y
-costs d(y) more than one that we have a bound for, which is at least the largest excess
-of any y. So excess(x) = min over y of (d(y) + max excess(y)).
-"""
+"""The way back from a reduced graph: a reduction leaves steps, undone in reverse."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,35 +9,16 @@ import numpy as np
 
 from . import min_plus
 
-MOST_ENTRIES = 2_000_000
-
 
 @dataclass(frozen=True, eq=False)
 class Drop:
-    """A node kept some of its choices.
-
-    `replacement` [dropped, kept] is the most it can cost to use a kept choice in place
-    of a dropped one (inf where unknown), None if the dropped were forbidden.
-    """
+    """A node kept some of its choices."""
 
     node: int
     kept: np.ndarray
-    num_choices: int
-    replacement: np.ndarray | None
 
     def undo_choice(self, choices: list[int]) -> None:
         choices[self.node] = int(self.kept[choices[self.node]])
-
-    def undo_excess(self, excess: list[np.ndarray]) -> None:
-        before = np.full(self.num_choices, inf)
-        if self.replacement is not None:
-            is_known = np.isfinite(self.replacement)
-            after = excess[self.node] - np.where(is_known, self.replacement, 0.0)
-            is_dropped = np.ones(self.num_choices, bool)
-            is_dropped[self.kept] = False
-            before[is_dropped] = np.max(after, axis=1, where=is_known, initial=0.0)
-        before[self.kept] = excess[self.node]
-        excess[self.node] = before
 
 
 class BestChoice:
@@ -91,49 +64,16 @@ class BestChoice:
 class Fold:
     """A node was minimised out.
 
-    `neighbours` are (node, its classes, matrix [classes here, classes there], classes
-    there) of its at most two edges; `values` is the least cost by classes there.
+    `neighbours` are (node, its classes at the edge) of its at most two edges.
     """
 
     node: int
-    neighbours: tuple[tuple[int, np.ndarray, np.ndarray, np.ndarray], ...]
-    values: np.ndarray
+    neighbours: tuple[tuple[int, np.ndarray], ...]
     best: BestChoice
 
     def undo_choice(self, choices: list[int]) -> None:
-        where = tuple([int(there[choices[v]]) for v, _, _, there in self.neighbours])
+        where = tuple([int(there[choices[v]]) for v, there in self.neighbours])
         choices[self.node] = self.best.given(where)
-
-    def undo_excess(self, excess: list[np.ndarray]) -> None:
-        floor, costs = np.zeros(self.values.shape), self.best.costs
-        for axis, (node, _, matrix, there) in enumerate(self.neighbours):
-            shape = [1] * floor.ndim
-            shape[axis] = -1
-            least = np.full(matrix.shape[1], inf)
-            np.minimum.at(least, there, excess[node])
-            floor = np.maximum(floor, least.reshape(shape))
-        is_possible = np.isfinite(self.values) & np.isfinite(floor)
-        beyond = floor - np.where(is_possible, self.values, 0)
-        beyond_best = np.where(is_possible, beyond, inf)
-        step = max(MOST_ENTRIES // max(floor.size, 1), 1)
-        excess[self.node] = np.concatenate(
-            [
-                self._least_excess(slice(start, start + step), beyond_best)
-                for start in range(0, costs.size, step)
-            ]
-        )
-
-    def _least_excess(self, some: slice, beyond_best: np.ndarray) -> np.ndarray:
-        shape = (-1,) + (1,) * beyond_best.ndim
-        total = self.best.costs[some].reshape(shape) + beyond_best
-        for axis, (_, here, matrix, _) in enumerate(self.neighbours):
-            rows = matrix[here[some]]
-            total = (
-                total + np.expand_dims(rows, 2 - axis)
-                if total.ndim > 2
-                else (total + rows)
-            )
-        return np.maximum(total.reshape(len(total), -1).min(axis=1), 0.0)
 
 
 Step = Drop | Fold
@@ -149,18 +89,3 @@ def unfold_choices(
     for step in reversed(steps):
         step.undo_choice(full)
     return tuple(full)
-
-
-def unfold_excess(
-    steps: Sequence[Step],
-    num_nodes: int,
-    kept: Sequence[int],
-    excess: Sequence[np.ndarray],
-) -> list[np.ndarray]:
-    """[k] excess of each original node from that of the nodes `kept`."""
-    full = [np.zeros(0)] * num_nodes
-    for node, values in zip(kept, excess, strict=False):
-        full[node] = values
-    for step in reversed(steps):
-        step.undo_excess(full)
-    return full

@@ -11,14 +11,14 @@ pass gathers again is said by barriers (`gather_again.py`), whose results are sp
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..graph.build_graph import SCAN, STRUCTURED, WHILE
 from ..graph.op_graph import OpGraph
 from ..graph.ports import barriers_of
 from .batch_dims import BatchDims
-from .restrictions import PENDING, WHOLE, Demand, Demands, Restriction, States
-from .state_flow import StateFlow, state_flow
+from .restrictions import PENDING, WHOLE, Demand, Restriction, States
+from .state_flow import StateFlow
 
 
 def zero_restriction(
@@ -77,34 +77,6 @@ def zero_restriction(
             made |= {tensor: demand(WHOLE) for tensor in inside}
     everywhere = {tensor: demand(dims) for tensor, dims in work.dims.items()}
     return Restriction(name, everywhere, made, homes, preferred)
-
-
-def split_state(zero: Restriction, graph: OpGraph) -> Restriction:
-    """State that is split as by ZeRO, and any work."""
-    state = {each.tensor for each in graph.inputs if each.role == "state"}
-    homes = {tensor: zero.homes[tensor] for tensor in state}
-    return replace(zero, name="split state", everywhere={}, homes=homes)
-
-
-def within_groups(zero: Restriction, graph: OpGraph) -> Restriction:
-    """ZeRO-3 whose parameters are split within groups of devices alone.
-
-    A group is all mesh axes but the first. All other state, and gradients, are split
-    over all devices, as in MiCS (2205.00119) and FSDP's hybrid sharding.
-    """
-    flow = state_flow(graph, zero.everywhere)
-    parameters, made = flow.parameters, flow.of_parameters - flow.of_gradients
-
-    def within(demands: Demands, of: Collection[int]) -> Demands:
-        return {t: (WHOLE, *d[1:]) if t in of else d for t, d in demands.items()}
-
-    return replace(
-        zero,
-        name="ZeRO-3 within groups",
-        made=within(zero.made, made),
-        homes=within(zero.homes, parameters),
-        preferred=within(zero.preferred, parameters),
-    )
 
 
 def _read_with_state(graph: OpGraph, flow: StateFlow) -> set[int]:

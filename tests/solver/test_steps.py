@@ -1,6 +1,5 @@
 """Each exact step keeps the optimum, and its way back keeps cost and bounds."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
@@ -15,15 +14,12 @@ from autopar.solver.array_pool import ArrayPool
 from autopar.solver.brute_force import brute_force
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Infeasible, Node
 from autopar.solver.descent import Descent
-from autopar.solver.fix import fix
-from autopar.solver.free import bound_choices
 from autopar.solver.join import join_copies
 from autopar.solver.likely import improve_among_likely
 from autopar.solver.merge import choose_pairs, merge_nodes
 from autopar.solver.messages import Passing
 from autopar.solver.polish import polish
 from autopar.solver.reduce import Reduced, reduce
-from autopar.solver.search import Search
 from autopar.solver.sweep_order import sweep_order
 from autopar.solver.unfold import BestChoice
 from tests.solver.random_graphs import random_graph, with_budget
@@ -148,20 +144,6 @@ def test_sweeps_run_along_a_chain_whatever_its_numbering() -> None:
     assert order in (chain, chain[::-1])
 
 
-@pytest.mark.parametrize("step", ["reduce", "join", "merge", "fix"])
-@given(seed=seeds)
-def test_excess_is_a_bound_on_the_way_back(step: str, seed: int) -> None:
-    graph = random_graph(seed, num_nodes=5, most_choices=3, forbidden=0.03)
-    best = optimum(graph)
-    if best == inf:
-        return
-    truths = true_marginals(graph)
-    made = _steps(graph, truths, best)[step]()
-    after = [marginal - best for marginal in true_marginals(made.graph)]
-    for excess, truth in zip(made.expand_excess(after, best), truths, strict=True):
-        assert (excess + best <= truth + 1e-9).all()
-
-
 @given(seeds, st.booleans(), st.sampled_from([0.0, 0.1]))
 def test_dominance_is_the_same_for_few_and_many_choices(
     seed: int, is_held: bool, forbidden: float
@@ -183,19 +165,6 @@ def test_dominance_is_the_same_for_few_and_many_choices(
     assert list(few[0]) == list(many[0]) and few[1] == many[1]
     is_known = np.isfinite(many[2])
     assert (few[2][is_known] == many[2][is_known]).all()
-
-
-@given(seeds, st.sampled_from([0.0, 1.0, inf]))
-def test_marginals_hold_for_plans_left_out_on_the_way(seed: int, above: float) -> None:
-    graph = random_graph(seed, num_nodes=5, most_choices=3, forbidden=0.03)
-    best = optimum(graph)
-    if best == inf:
-        return
-    search = Search(graph, 0.05, 60.0, ArrayPool())
-    marginals = bound_choices(search, best + above)
-    assert search.bound <= best + 1e-9
-    for bounds, truth in zip(marginals, true_marginals(graph), strict=True):
-        assert (bounds <= truth + 1e-9).all()
 
 
 def test_of_equal_choices_the_one_taken_is_undominated() -> None:
@@ -254,14 +223,3 @@ def _reduce_or_none(graph: ChoiceGraph) -> Reduced | None:
         return reduce(graph)
     except Infeasible:
         return None
-
-
-def _steps(
-    graph: ChoiceGraph, truths: list[np.ndarray], best: float
-) -> dict[str, Callable]:
-    return {
-        "reduce": lambda: reduce(graph),
-        "join": lambda: join_copies(graph, ArrayPool()),
-        "merge": lambda: merge_nodes(graph, choose_pairs(graph, 100), ArrayPool()),
-        "fix": lambda: fix(graph, truths, best + 2.0),
-    }
