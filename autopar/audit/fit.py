@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -68,13 +69,18 @@ class _Fit:
     correction: float = 1.0
     least_seen: float = inf
 
+    @cached_property
+    def budget(self) -> int:
+        """What a device may hold, in bytes."""
+        return self.options.budget_on(self.options.cluster or Cluster.local())
+
     def fitting(self) -> Planned:
         """The first plan that fits.
 
         Raises:
           InfeasiblePlanError: nothing was found to fit.
         """
-        budget = self.options.budget_on(self.options.cluster or Cluster.local())
+        budget = self.budget
         for _ in range(1 + MOST_CORRECTIONS):
             try:
                 planned = self.plan(self._corrected_options())
@@ -100,8 +106,7 @@ class _Fit:
     def _corrected_options(self) -> Options:
         if self.correction == 1.0:
             return self.options
-        budget = self.options.budget_on(self.options.cluster or Cluster.local())
-        return replace(self.options, memory_budget=int(budget / self.correction))
+        return replace(self.options, memory_budget=int(self.budget / self.correction))
 
     def _least(self, error: InfeasiblePlanError) -> Planned:
         """The plan that needs the least, or a quicker one, if its program fits.

@@ -20,15 +20,16 @@ typical ratio of compiled to swept temporaries of the zoo (`benchmarks.memory_er
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
 
+from ..clusters.ici import SLICES
 from ..graph.build_graph import BARRIER, PINS, SCAN, SHARD_MAP, STRUCTURED, WHILE
 from ..graph.op_graph import Block, GraphColumns, Operator, OpGraph
 from ..plans.plan import ShardingPlan
@@ -96,6 +97,11 @@ class BlockMemory:
         """The most bytes live at once."""
         return int(self.bytes.max(initial=0))
 
+    @property
+    def fullest(self) -> int:
+        """The position of the most bytes; 0 where nothing runs."""
+        return int(self.bytes.argmax()) if len(self.bytes) else 0
+
     def live(self, position: int) -> Iterator[Value]:
         """The values in memory while a kernel runs."""
         return (each for each in self.values if each.start <= position <= each.end)
@@ -129,8 +135,7 @@ class MemoryProfile:
 
     def at_peak(self) -> list[Value]:
         """What takes memory at the fullest point, besides arguments and results."""
-        position = int(self.blocks[0].bytes.argmax()) if self.blocks[0].operators else 0
-        path = self.path_to(position)
+        path = self.path_to(self.blocks[0].fullest)
         return [each for block, at in path for each in self.blocks[block].live(at)]
 
     def path_to(self, position: int) -> Iterator[tuple[int, int]]:
@@ -144,8 +149,7 @@ class MemoryProfile:
             if not bodies:
                 return
             block = max(bodies, key=lambda body: self.blocks[body].peak_bytes)
-            used = self.blocks[block].bytes
-            position = int(used.argmax()) if len(used) else 0
+            position = self.blocks[block].fullest
 
     def bytes_at(self, position: int) -> float:
         """All that a device holds at a point of the outermost block."""
@@ -202,7 +206,7 @@ def _family(device_kind: str) -> str:
     """`CPU`, `TPU` or `GPU`, which other devices are taken for."""
     if device_kind in ("CPU", ""):
         return "CPU"
-    return "TPU" if re.match(r"v\d|tpu", device_kind) else "GPU"
+    return "TPU" if device_kind in SLICES else "GPU"
 
 
 @dataclass(frozen=True)
@@ -328,6 +332,15 @@ class _Node:
     fresh: Sequence[int] = ()
     sources: frozenset[int] = frozenset()  # values in memory that it reads
     waits: frozenset[int] = frozenset()  # values that are there before it runs
+
+
+class _Run(NamedTuple):
+    """Positions of kernels in an order, those of values, and bytes by position."""
+
+    position: Mapping[int, int]
+    starts: Sequence[int]
+    ends: Sequence[int]
+    bytes: np.ndarray
 
 
 class _BlockSweep:
@@ -460,7 +473,8 @@ class _BlockSweep:
             number for number, node in enumerate(self.nodes) if self._is_kernel(node)
         ]
         orders = self._post_order(kernels), self._freeing_order(kernels)
-        return min(map(self._run, orders), key=lambda found: found.peak_bytes)
+        runs = [self._run(order) for order in orders]
+        return self._memory(min(runs, key=lambda run: run.bytes.max(initial=0)))
 
     def _post_order(self, kernels: Sequence[int]) -> list[int]:
         found = dict[int, None]()
@@ -532,15 +546,14 @@ class _BlockSweep:
         found = dict.fromkeys(each for each in (*waits, *makers) if each >= 0)
         return list(found)
 
-    def _run(self, order: Sequence[int]) -> BlockMemory:
+    def _run(self, order: Sequence[int]) -> _Run:
         """What is live where kernels run in an order."""
         position = {node: place for place, node in enumerate(order)}
         end, count = len(order) - 1, len(self.tensor)
-        first, last = [end + 1] * count, [-1] * count
+        last = [-1] * count
         for node, place in position.items():
             for value in self.nodes[node].sources:
                 last[value] = place
-                first[value] = min(first[value], place)
         # Inputs are the first values.
         over = {self.outputs[k]: p for k, p in self.border.over.items()}
         kept = {v for k, v in enumerate(self.outputs) if k not in self.border.sent}
@@ -565,27 +578,26 @@ class _BlockSweep:
                 sizes = [self.bytes[other] for other in ending]
                 if not is_fresh and self.bytes[value] in sizes:
                     ends[ending.pop(sizes.index(self.bytes[value]))] = place - 1
-        return self._memory(order, position, starts, ends)
-
-    def _memory(
-        self,
-        order: Sequence[int],
-        position: Mapping[int, int],
-        starts: Sequence[int],
-        ends: Sequence[int],
-    ) -> BlockMemory:
-        operators = tuple(self.nodes[node].operator for node in order)
-        inner = self.sweep.inner
         changes = np.zeros(len(order) + 1, np.int64)
-        values = []
         for number, start in enumerate(starts):
             if start >= 0:
-                has = self.tensor[number], self.spec[number], self.bytes[number]
-                values.append(Value(*has, start, ends[number], self.is_copy[number]))
                 changes[start] += self.bytes[number]
                 changes[ends[number] + 1] -= self.bytes[number]
-        held = np.cumsum(changes)[:-1] + [inner[each] for each in operators]
-        return BlockMemory(held, operators, tuple(values), self._runs(position))
+        inner = [self.sweep.inner[self.nodes[node].operator] for node in order]
+        return _Run(position, starts, ends, np.cumsum(changes)[:-1] + inner)
+
+    def _memory(self, run: _Run) -> BlockMemory:
+        values = [
+            Value(
+                *(self.tensor[number], self.spec[number], self.bytes[number]),
+                *(start, run.ends[number], self.is_copy[number]),
+            )
+            for number, start in enumerate(run.starts)
+            if start >= 0
+        ]
+        operators = tuple(self.nodes[node].operator for node in run.position)
+        runs = self._runs(run.position)
+        return BlockMemory(run.bytes, operators, tuple(values), runs)
 
     def _runs(self, position: Mapping[int, int]) -> dict[int, tuple[int, int]]:
         """When each operator runs, itself or inside of others."""

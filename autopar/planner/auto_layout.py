@@ -10,8 +10,8 @@ As `auto_mtf.layout` of Mesh-TensorFlow, an integer program over layouts:
 
 Every plan under a layout holds each of its tensors in equal parts, so a row is linear
 in y. Which tensors are in memory together is known of a plan only: the points are those
-of the layouts met, each planned as `LayoutRules` plans it. A layout by rows better than
-the best one met is met next, until there is none.
+of the layouts planned yet, each as `LayoutRules` plans it. The best other one by the
+rows is planned next, until they say clearly more of it than the best one holds.
 """
 
 from __future__ import annotations

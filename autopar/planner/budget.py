@@ -50,7 +50,6 @@ from .sharding_problem import build_problem
 from .strategies import is_heavy_operator
 
 METHOD_GAP = 0.02  # at which plans to begin with are taken
-MANY_OPERATORS = 1_500  # from which on a step is long
 _log = logging.getLogger("autopar")
 
 
@@ -113,12 +112,12 @@ class BudgetPlanner:
         """
         methods = [each for each in self.limits if isinstance(each, Restriction)]
         arguments = max(
-            self._input_bytes(each)
+            self.input_bytes(each)
             for each in (*methods, Restriction("any plan", {}, {}, {}))
         )
         products = [
             sum(kind.bytes for kind in op.result_types)
-            for op in self.graph.operators()
+            for op in self.graph.columns.distinct
             if is_heavy_operator(op)
         ]
         largest = max(products, default=0) / self.mesh.size
@@ -128,7 +127,7 @@ class BudgetPlanner:
                 *(profile, self.mesh, budget_bytes, int(arguments), int(largest))
             )
 
-    def _input_bytes(self, restriction: Restriction) -> float:
+    def input_bytes(self, restriction: Restriction) -> float:
         """Bytes a device of all arguments, split as often as a method lets them be."""
         demands = {**restriction.everywhere, **restriction.homes}
         least = 0.0
@@ -170,14 +169,12 @@ class _Search:
 
     def look(self, choices: tuple[int, ...]) -> Found:
         """What a plan holds, as rows of its fullest points say of others, too."""
-        profile = self._profile(choices)
         cost = self.problem.choice_graph.cost(choices)
+        profile = self._profile(Assignment(choices, cost, bound=0.0))
         rows = self.rows.of(profile, choices)
         return Found(choices, cost, profile.peak_bytes, rows)
 
-    def _profile(self, choices: tuple[int, ...]) -> MemoryProfile:
-        cost = self.problem.choice_graph.cost(choices)
-        assignment = Assignment(choices, cost, 0.0)
+    def _profile(self, assignment: Assignment) -> MemoryProfile:
         return read_profile(
             self.problem, assignment, self.asked.cluster, self.resharder
         )
@@ -190,14 +187,10 @@ class _Search:
         """
         graph, budget = self.problem.choice_graph, float(self.budget_bytes)
         free = solve(graph, gap=METHOD_GAP)
-        starts = list(self._starts())
+        starts = self._starts()
         found = solve_within(graph, budget, self.look, starts=starts, free=free)
-        best = found.best
-        if best is None:
-            profile = self._profile(found.least.choices)
-            raise infeasible_error(profile, self.budget_bytes)
         _log.info("%s: %s", self.graph.name, found)
-        return self._solution(best, bound)
+        return self._solution(found.best or found.least, bound)
 
     def least(self) -> IntraOpSolution:
         """The plan that is found to hold the least.
@@ -209,8 +202,6 @@ class _Search:
         free = solve(graph, gap=METHOD_GAP)
         starts = [free.choices, *self._starts()]
         found = least_memory(graph, self.look, starts=starts)
-        if found.bytes > self.budget_bytes:
-            raise infeasible_error(self._profile(found.choices), self.budget_bytes)
         return self._solution(found, free.bound)
 
     def _starts(self) -> Iterator[tuple[int, ...]]:
@@ -222,7 +213,7 @@ class _Search:
                 limit = restriction_of(
                     method, self.graph, self.asked.mesh, self.asked.batch
                 )
-                if self.asked._input_bytes(limit) > self.budget_bytes:
+                if self.asked.input_bytes(limit) > self.budget_bytes:
                     continue
                 limited = restrict(self.problem, (limit,), self.asked.cluster)
                 found = solve(limited.choice_graph, gap=METHOD_GAP)
@@ -233,10 +224,14 @@ class _Search:
                 yield found.choices
 
     def _solution(self, found: Found, bound: float) -> IntraOpSolution:
-        """With the gap to the bound of all plans."""
+        """With the gap to the bound of all plans.
+
+        Raises:
+          InfeasiblePlanError: the plan does not fit.
+        """
         bound = min(bound, found.cost)
         assignment = Assignment(found.choices, found.cost, bound, found.bytes)
-        plan = read_profile(
-            self.problem, assignment, self.asked.cluster, self.resharder
-        ).plan
-        return IntraOpSolution(plan, assignment)
+        profile = self._profile(assignment)
+        if found.bytes > self.budget_bytes:
+            raise infeasible_error(profile, self.budget_bytes)
+        return IntraOpSolution(profile.plan, assignment)

@@ -91,9 +91,12 @@ def infeasible_error(profile: MemoryProfile, budget_bytes: int) -> InfeasiblePla
 
     `profile` is of the plan that was found to need the least.
     """
-    least = _told(profile.peak_bytes)
-    seen = f"no plan was found below {least} on the mesh {profile.plan.mesh}"
-    return _refused(profile, budget_bytes, seen)
+    least = profile.peak_bytes
+    seen = f"no plan was found below {_told(least)} on the mesh {profile.plan.mesh}"
+    remedy = f"memory_budget={least},"
+    error = _refused(profile, budget_bytes, seen, remedy, "Most is taken by", least)
+    error.least_plan = profile.plan
+    return error
 
 
 def no_room_error(
@@ -112,17 +115,13 @@ def no_room_error(
       argument_bytes: what arguments take where each is split as far as can be.
       product_bytes: a device's part of the largest product.
     """
-    users = alike_users(profile)[:NUM_NAMED]
-    largest = "\n".join(map(str, users))
-    error = InfeasiblePlanError(
-        f"A plan must fit the memory budget of {_told(budget_bytes)} a device, but on "
-        f"{mesh} arguments alone take {format_bytes(argument_bytes)}, each split as "
-        f"far as it can be, and the largest product {format_bytes(product_bytes)}; "
-        f"give more, or {OTHER_REMEDIES}.\n"
-        f"Most is taken, on all devices together, by\n{largest}",
-        tightest_constraint=f"memory: {users[0].user}" if users else "memory",
+    seen = (
+        f"on {mesh} arguments alone take {format_bytes(argument_bytes)}, each split as "
+        f"far as it can be, and the largest product {format_bytes(product_bytes)}"
     )
-    error.bound_bytes, error.largest_users = argument_bytes + product_bytes, largest
+    title = "Most is taken, on all devices together, by"
+    error = _refused(profile, budget_bytes, seen, "more, or", title)
+    error.bound_bytes = argument_bytes + product_bytes
     return error
 
 
@@ -131,16 +130,20 @@ def _told(num_bytes: int) -> str:
 
 
 def _refused(
-    profile: MemoryProfile, budget_bytes: int, seen: str
+    profile: MemoryProfile,
+    budget_bytes: int,
+    seen: str,
+    remedy: str,
+    title: str,
+    least: int | None = None,
 ) -> InfeasiblePlanError:
-    least, users = profile.peak_bytes, alike_users(profile)[:NUM_NAMED]
+    users = alike_users(profile)[:NUM_NAMED]
     largest = "\n".join(map(str, users))
     error = InfeasiblePlanError(
         f"A plan must fit the memory budget of {_told(budget_bytes)} a device, but "
-        f"{seen}; give memory_budget={least}, {OTHER_REMEDIES}.\n"
-        f"Most is taken by\n{largest}",
+        f"{seen}; give {remedy} {OTHER_REMEDIES}.\n{title}\n{largest}",
         least_budget_bytes=least,
         tightest_constraint=f"memory: {users[0].user}" if users else "memory",
     )
-    error.least_plan, error.largest_users = profile.plan, largest
+    error.largest_users = largest
     return error

@@ -54,6 +54,7 @@ SMALLEST = 4
 
 LOOSE_GAP = 0.005
 TIGHT_GAP = 1e-4
+MANY_OPERATORS = 1_500  # from which on a step is long
 _log = logging.getLogger("autopar")
 
 PlanOn = Callable[[MeshShape, float, float], IntraOpSolution]

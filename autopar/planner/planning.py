@@ -40,12 +40,13 @@ from ..sharding.pins import resolve_pins, warn_idle_pins
 from ..state.placements import mesh_of_leaves, placed_pins, placement_pins
 from .attention_choice import ring_limits
 from .auto_layout import auto_layout
-from .budget import MANY_OPERATORS, BudgetPlanner
+from .budget import BudgetPlanner
 from .divided_work import dividing_first, warn_repeated_work
 from .intra_op import IntraOpSolution, warn_fallbacks
 from .memory_budget import NO_BUDGET, with_budget
 from .memory_search import Chosen, choose_variant
 from .mesh_search import (
+    MANY_OPERATORS,
     TIGHT_GAP,
     SearchLimits,
     least_seconds,
