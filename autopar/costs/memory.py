@@ -5,7 +5,8 @@ One sweep over what is live, from the plan alone. Operators are of three kinds:
   views    other names of what they read: reshapes, barriers, pins
   fused    elementwise and moving ones: made inside each kernel that reads them, unless
            a product, collective, loop or result needs them in memory, or several
-           kernels would each read more for it than it has bytes
+           kernels would each read more for it than it has bytes (or, on CPUs, would
+           each do a transcendental function)
   kernels  products, reductions, collectives, loops: what they make is in memory
 
 Kernels run in post-order from the results, or so that each frees the most that can be
@@ -44,7 +45,7 @@ from ..plans.slices_ahead import bytes_ahead
 from ..rules.collective_matmul import ring_bytes
 from ..rules.halos import copied_bytes, factors_with_halos, rows_with_halos
 from ..sharding.spec import REPLICATED, Spec, num_shards
-from .compute import is_fusable
+from .compute import TRANSCENDENTAL, is_fusable
 
 MEMORY_FACTORS = {"CPU": 1.05, "GPU": 1.1, "TPU": 1.1}
 POINTER_BYTES = 8  # of each result, in the table that a program returns
@@ -332,6 +333,7 @@ class _Node:
     fresh: Sequence[int] = ()
     sources: frozenset[int] = frozenset()  # values in memory that it reads
     waits: frozenset[int] = frozenset()  # values that are there before it runs
+    is_done_once: bool = False  # for all that read it, not by each of them
 
 
 class _Run(NamedTuple):
@@ -348,6 +350,7 @@ class _BlockSweep:
 
     def __init__(self, sweep: _Sweep, block: Block, border: _Border) -> None:
         self.sweep, self.block, self.border = sweep, block, border
+        self.is_cpu = _family(sweep.plan.device_kind) == "CPU"
         self.tensor: list[int] = []
         self.spec: list[Spec] = []
         self.bytes: list[int] = []
@@ -413,7 +416,9 @@ class _BlockSweep:
             reads = [value for value in reads if value >= 0]
             node = len(self.nodes)
             writes = [self._new(each, made[each], node) for each in op.results]
-            self.nodes.append(_Node(kind, reads, writes, op.index, _fresh(op, writes)))
+            new = _Node(kind, reads, writes, op.index, _fresh(op, writes))
+            new.is_done_once = self.is_cpu and op.kind in TRANSCENDENTAL
+            self.nodes.append(new)
         specs = sweep.plan.outputs[block.index]
         self.outputs = [
             self._read(each, spec) if isinstance(each, int) else -1
@@ -425,8 +430,7 @@ class _BlockSweep:
 
         XLA for GPUs takes barriers out before it orders what is left.
         """
-        is_cpu = _family(self.sweep.plan.device_kind) == "CPU"
-        waits = frozenset(value for value in reads if value >= 0 and is_cpu)
+        waits = frozenset(value for value in reads if value >= 0 and self.is_cpu)
         for value, result in zip(reads, op.results, strict=True):
             name = self._new(result, self.sweep.made[result], len(self.nodes))
             own = [value] if value >= 0 else []
@@ -456,7 +460,7 @@ class _BlockSweep:
                 continue
             amount = sum(self.bytes[each] for each in node.sources)
             for value in node.writes:
-                is_dear = amount > AS_MUCH * self.bytes[value]
+                is_dear = amount > AS_MUCH * self.bytes[value] or node.is_done_once
                 is_there = value in is_needed or len(node.sources) > MOST_SOURCES
                 if is_there or (num_readers[value] > 1 and is_dear):
                     continue

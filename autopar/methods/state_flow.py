@@ -12,7 +12,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..costs.names import roots
 from ..graph.build_graph import SCAN, SHARD_MAP, STRUCTURED, WHILE
 from ..graph.op_graph import GraphColumns, Operator, OpGraph
 from ..graph.ports import ports_of
@@ -170,3 +169,12 @@ def _port_flow(graph: OpGraph, op: Operator) -> Iterator[tuple[int, int]]:
             for target, _ in port.writes:
                 if site[0] == "operand" or target in op.results:
                     yield source, target
+
+
+def roots(name: np.ndarray) -> np.ndarray:
+    """[n] what each is called in the end, where `name[k]` is another name of k."""
+    while True:
+        further = name[name]
+        if (further == name).all():
+            return name
+        name = further
