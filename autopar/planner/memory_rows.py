@@ -182,7 +182,8 @@ class MemoryRows:
         is_own = kind != NO_SITE
         np.minimum.at(relayed[0], reads.tensor[is_own], begin[is_own])
         np.maximum.at(relayed[1], reads.tensor[is_own], end[is_own])
-        begin = np.where(is_own, begin, relayed[0][reads.tensor])
+        # Who reads it in a spec last may read the copy that who read it first made.
+        begin = relayed[0][reads.tensor]
         end = np.where(is_own, end, relayed[1][reads.tensor])
         tied = self._tied_reads
         begin[tied], end[tied] = none, -1
