@@ -1,4 +1,7 @@
-"""A plan beside those of every named method, on the same step, cluster and costs."""
+"""A plan beside those of every named method, on the same step, cluster and costs.
+
+A method's plan is its cheapest; where it is above the budget, it is told what it needs.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ..errors import InfeasiblePlanError
 from ..methods.methods import Method
 from ..methods.named_methods import DataParallel, Megatron, Zero
 from ..options import Options
+from ..planner.memory_budget import NO_BUDGET, with_budget
 from ..planner.planning import Planned, batch_tensors, plan_graph
 from ..plans.explain import format_bytes, format_seconds
 from ..plans.plan import ShardingPlan
@@ -62,16 +65,18 @@ def compare(
     """
     yield Row("this plan", planned.plan.sharding)
     batch = batch_tensors(planned.traced, planned.graph, options)
+    budget_bytes = options.budget_on(planned.cluster)
     for method in named_methods(planned, options):
         on_method(str(method))
         name = _short(method)
-        chosen = replace(options, method=method, mesh=None, pins={}, rules=None)
+        free = replace(options, memory_budget=NO_BUDGET)
+        chosen = replace(free, method=method, mesh=None, pins={}, rules=None)
         try:
             plan = plan_graph(planned.graph, leaves, batch, planned.cluster, chosen)
         except (ValueError, NotImplementedError) as error:
             yield Row(name, error)
         else:
-            yield Row(name, plan.sharding)
+            yield Row(name, with_budget(plan.sharding, budget_bytes))
 
 
 def comparison_table(rows: Sequence[Row]) -> Table:
@@ -85,16 +90,13 @@ def comparison_table(rows: Sequence[Row]) -> Table:
     for row in rows:
         table.add_row(row.name, *_cells(row.plan, first))
     refused = [
-        f"{r.name} is refused: {_reason(r.plan)}" for r in rows if _is_refused(r)
+        f"{each.name} is refused: {_reason(each.plan)}"
+        for each in rows
+        if isinstance(each.plan, Exception)
     ]
     if refused:
         table.caption, table.caption_justify = Text("\n".join(refused)), "left"
     return table
-
-
-def _is_refused(row: Row) -> bool:
-    plan = row.plan
-    return isinstance(plan, Exception) and not isinstance(plan, InfeasiblePlanError)
 
 
 def _reason(plan: MethodPlan) -> str:
@@ -103,27 +105,21 @@ def _reason(plan: MethodPlan) -> str:
 
 
 def _cells(plan: MethodPlan, first: MethodPlan) -> list[str | Text]:
-    if isinstance(plan, InfeasiblePlanError):
-        return ["", "-", "", "", _needs(plan), ""]
     if isinstance(plan, Exception):
         return ["-", "-", "", "", "refused", ""]
     assert isinstance(first, ShardingPlan)
     predicted = plan.predicted
+    memory = format_bytes(predicted.peak_bytes)
+    if 0 < predicted.budget_bytes < predicted.peak_bytes:
+        return [str(plan.mesh), "-", "", "", f"needs {memory}", ""]
     return [
         str(plan.mesh),
         format_seconds(predicted.step_seconds),
         f"{predicted.step_seconds / first.predicted.step_seconds:.2f}",
         format_bytes(predicted.collective_bytes),
-        format_bytes(predicted.peak_bytes),
+        memory,
         f"{predicted.optimality_gap:.2%}",
     ]
-
-
-def _needs(error: InfeasiblePlanError) -> str:
-    if error.bound_bytes:
-        return f"needs over {format_bytes(error.bound_bytes)}"
-    least = error.least_budget_bytes
-    return f"needs {format_bytes(least)}" if least else "does not fit"
 
 
 def _short(method: Method) -> str:

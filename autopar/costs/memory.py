@@ -426,11 +426,12 @@ class _BlockSweep:
         ]
 
     def _add_barrier(self, op: Operator, reads: Sequence[int]) -> None:
-        """Other names of what is in memory; on CPUs, once all of it is there.
+        """Other names of what is in memory, once all of it is there.
 
-        XLA for GPUs takes barriers out before it orders what is left.
+        XLA does not wait for that where collectives of GPUs may overlap with work.
         """
-        waits = frozenset(value for value in reads if value >= 0 and self.is_cpu)
+        is_kept = self.is_cpu or self.sweep.plan.mesh.size == 1
+        waits = frozenset(value for value in reads if value >= 0 and is_kept)
         for value, result in zip(reads, op.results, strict=True):
             name = self._new(result, self.sweep.made[result], len(self.nodes))
             own = [value] if value >= 0 else []
