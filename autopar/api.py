@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
-from .audit.fit import plan_fitting
+from .audit.fit import plan_fitting, plan_of_least_memory
 from .clusters.cluster import Cluster
+from .errors import InfeasiblePlanError
 from .execution import (
     MISSED,
     DirectCalls,
@@ -264,9 +265,13 @@ class ParallelFunction:
             elif isinstance(method, PlaceOperators):
                 found = plan_placement(*traced, method, options)
             else:
-                found = better_pipeline(
-                    traced, options, lambda: self._plan(call), staged_plan
-                )
+                try:
+                    found = better_pipeline(
+                        *(traced, options, lambda: self._fitting(call), staged_plan)
+                    )
+                except InfeasiblePlanError as error:
+                    self._planned[key] = plan_of_least_memory(*traced, options, error)
+                    found = None
             self._staged[key] = found
             return found
 
@@ -279,7 +284,21 @@ class ParallelFunction:
         return fun, args, kwargs, (call.key, call.types())
 
     def _plan(self, call: Call) -> Planned:
-        """The plan for the types of a call's arguments, made once."""
+        """The plan for the types of a call's arguments, made once.
+
+        Where nothing fits devices as they are, it is the one that needs the least.
+        """
+        with self._lock:
+            try:
+                return self._fitting(call)
+            except InfeasiblePlanError as error:
+                fun, args, kwargs, key = self._traced_call(call)
+                given = fun, args, kwargs, self._options
+                self._planned[key] = found = plan_of_least_memory(*given, error)
+                return found
+
+    def _fitting(self, call: Call) -> Planned:
+        """The plan that fits, made once."""
         fun, args, kwargs, key = self._traced_call(call)
         with self._lock:
             if key not in self._planned:

@@ -11,6 +11,7 @@ errors seen before it; it is never read back from its own program.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,8 +23,9 @@ import jax
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
 from ..lowering.programs import SpmdProgram
+from ..methods.methods import Auto, ShardParallel
 from ..options import Options
-from ..planner.memory_budget import NO_BUDGET
+from ..planner.memory_budget import NO_BUDGET, with_budget
 from ..planner.memory_users import OTHER_REMEDIES
 from ..planner.planning import Planned
 from ..planner.shared_plan import plan_together
@@ -59,6 +61,37 @@ def plan_fitting(
     if options.plan is not None:
         return plan(options)
     return _Fit(options, plan, program_of).fitting()
+
+
+def plan_of_least_memory(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    error: InfeasiblePlanError,
+) -> Planned:
+    """The plan that needs the least, where nothing fits devices as they are; it warns.
+
+    Raises:
+      InfeasiblePlanError: `error`, where a budget was given, or memory is not to blame.
+    """
+    is_memory = error.least_plan is not None or error.bound_bytes
+    if options.memory_budget is not None or not is_memory:
+        raise error
+    given = replace(options, memory_budget=NO_BUDGET)
+    if error.least_plan is not None:
+        given = replace(options, plan=Plan(error.least_plan))
+    elif isinstance(options.method, Auto | ShardParallel):
+        given = replace(given, method=ShardParallel(objective="memory"))
+    planned = plan_together(fun, args, kwargs, given)
+    budget_bytes = options.budget_on(planned.cluster)
+    plan = Plan(with_budget(planned.plan.sharding, budget_bytes))
+    warnings.warn(
+        f"{error}\nThe plan that needs the least is given, and may run out of memory; "
+        f"with a `memory_budget` it is refused.",
+        stacklevel=2,
+    )
+    return replace(planned, plan=plan)
 
 
 @dataclass(eq=False)

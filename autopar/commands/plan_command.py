@@ -310,6 +310,7 @@ def _plan_plain(
 ) -> tuple[Plan, list[Row]]:
     import jax
 
+    from ..audit.fit import plan_of_least_memory
     from ..errors import InfeasiblePlanError
     from ..frontend.calls import open_call, plain_function
     from ..frontend.constant_leaves import takes_only_arrays
@@ -342,7 +343,10 @@ def _plan_plain(
             status.update("nothing fits; looking for what would")
             return with_remedy(error, whole, options)
 
-        planned = plan_function(fun, args, kwargs, options, refused)
+        try:
+            planned = plan_function(fun, args, kwargs, options, refused)
+        except InfeasiblePlanError as error:
+            planned = plan_of_least_memory(fun, args, kwargs, options, error)
         _tell(planned)
         rows: list[Row] = []
         if compare:

@@ -61,6 +61,7 @@ _MOVING = frozenset(
     "broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather iota pad"
     " rev select_n slice split stack transpose unstack".split()
 )
+_EXPANDED = frozenset(["ragged_dot_general", "select_and_scatter_add"])
 _READING = ("reduce_", "arg", "scatter")  # kernels that do what they read themselves
 
 
@@ -284,6 +285,24 @@ class _Sweep:
             halos = factors_with_halos(op, plan.operators[row].factors)
             held = copied_bytes(op, halos, self._sizes)
             self.inner[op.index] += held + ring_bytes(op, halos, self._sizes)
+
+        for op in graph.operators():
+            if op.kind in _EXPANDED:
+                self.inner[op.index] += self._expanded_bytes(op)
+
+    def _expanded_bytes(self, op: Operator) -> int:
+        """What XLA writes an operator's operands out to."""
+        pairs = zip(op.operands, self.read[op.index], strict=True)
+        sizes = [self.bytes(t, spec) for t, spec in pairs if isinstance(t, int)]
+        kinds = op.operand_types
+        if op.kind == "ragged_dot_general":  # a masked copy of the rows for each group
+            groups = sizes[2] // kinds[2].dtype.itemsize
+            has_groups = op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+            return groups * (sizes[0] if has_groups else sizes[0] + sizes[1])
+        # The place of each window's maximum in every dim; on CPUs of each element, too.
+        index = 4 * len(kinds[0].shape) / kinds[0].dtype.itemsize
+        is_cpu = _family(self.plan.device_kind) == "CPU"
+        return round(sizes[0] * (1 + index) + is_cpu * (sizes[0] + sizes[1] * index))
 
     def bytes(self, tensor: int, spec: Spec) -> int:
         """What one device holds of a tensor."""

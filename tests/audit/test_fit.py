@@ -19,6 +19,7 @@ from autopar.errors import InfeasiblePlanError
 from autopar.options import Options
 from autopar.planner.planning import Planned, plan_function
 from autopar.plans.parallel_plan import Plan
+from benchmarks.models import build
 from tests.rows.test_fairscale import f2
 
 
@@ -242,3 +243,33 @@ def test_what_recomputes_and_needs_the_least_is_compiled_as_it_is() -> None:
     )
     with pytest.raises(InfeasiblePlanError, match="A compiled program must fit"):
         again.plan(*args)
+
+
+def _small(memory_bytes: int) -> autopar.Cluster:
+    """Two GPUs that hold less."""
+    cluster = autopar.Cluster.preset("1x2xA100")
+    return replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
+
+
+@pytest.mark.parametrize("part", [0.7, 0.01])
+@pytest.mark.parametrize("method", [autopar.ShardParallel(), autopar.Auto()])
+def test_where_devices_hold_too_little_the_plan_of_least_memory_is_given_with_a_warning(
+    part: float, method: autopar.ShardParallel | autopar.Auto
+) -> None:
+    workload = build("mlp")
+    args = workload.abstract()
+    objective = autopar.ShardParallel(objective="memory")
+    large = _small(10**12)
+    step = autopar.parallelize(workload.step, cluster=large, method=objective)
+    least = step.plan(*args).predicted.peak_bytes
+    cluster = _small(int(part * least / 0.92))
+    step = autopar.parallelize(workload.step, cluster=cluster, method=method)
+    with pytest.warns(UserWarning, match="may run out of memory"):
+        plan = step.plan(*args)
+    predicted = plan.predicted
+    assert 0 < predicted.budget_bytes < predicted.peak_bytes <= 1.05 * least
+    step = autopar.parallelize(
+        workload.step, cluster=cluster, method=method, memory_budget=int(part * least)
+    )
+    with pytest.raises(InfeasiblePlanError):
+        step.plan(*args)
