@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from math import inf
 from typing import Any, Literal, Unpack, overload
 
 from .audit.fit import plan_fitting, plan_of_least_memory
@@ -138,7 +139,7 @@ class ParallelFunction:
         if compile:
             check_compilable(self._options.cluster, self._options.mesh)
         with self._open(args, kwargs) as call:
-            planned = self._staged_plan(call) or self._plan(call)
+            planned = self._staged_plan(call) or self._plan(call, compile)
             if planned not in self._plans:
                 given = self._fun, call, self._options, self._program
                 self._plans[planned] = with_origin(planned, *given)
@@ -160,7 +161,7 @@ class ParallelFunction:
                 step = compiled_only(staged) if is_absent else self._pipelined(staged)
                 return LoweredPipeline(step, staged_plan(staged), self._only_arrays)
             planned = self._plan(call)
-            program = target_program(planned, self._options) or self._program(planned)
+            program = self._any_program(planned)
         return lowered_step(planned, program, self._only_arrays)
 
     def init(
@@ -283,29 +284,35 @@ class ParallelFunction:
         check_leaves(call.leaves, argument_paths(names, args, kwargs))
         return fun, args, kwargs, (call.key, call.types())
 
-    def _plan(self, call: Call) -> Planned:
+    def _plan(self, call: Call, elsewhere: bool = False) -> Planned:
         """The plan for the types of a call's arguments, made once.
 
         Where nothing fits devices as they are, it is the one that needs the least.
+        `elsewhere`: it is compiled, and corrected, also for devices that are not here.
         """
         with self._lock:
             try:
-                return self._fitting(call)
+                return self._fitting(call, elsewhere)
             except InfeasiblePlanError as error:
                 fun, args, kwargs, key = self._traced_call(call)
                 given = fun, args, kwargs, self._options
                 self._planned[key] = found = plan_of_least_memory(*given, error)
                 return found
 
-    def _fitting(self, call: Call) -> Planned:
+    def _fitting(self, call: Call, elsewhere: bool = False) -> Planned:
         """The plan that fits, made once."""
         fun, args, kwargs, key = self._traced_call(call)
         with self._lock:
-            if key not in self._planned:
-                planned = plan_fitting(fun, args, kwargs, self._options, self._program)
-                self._planned[key] = planned
+            if elsewhere or key not in self._planned:
+                self._planned[key] = plan_fitting(
+                    *(fun, args, kwargs, self._options, self._any_program),
+                    elsewhere_seconds=inf if elsewhere else 0.0,
+                )
                 tell_user([*self._planned.values()])
             return self._planned[key]
+
+    def _any_program(self, planned: Planned) -> SpmdProgram:
+        return target_program(planned, self._options) or self._program(planned)
 
     def _program(self, planned: Planned) -> SpmdProgram:
         """The program of a plan: one for its calls and all that `lower` returns."""

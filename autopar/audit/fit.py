@@ -22,12 +22,13 @@ import jax
 
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
+from ..lowering.compiled_program import compile_program
 from ..lowering.programs import SpmdProgram
 from ..methods.methods import Auto, ShardParallel
 from ..options import Options
 from ..planner.memory_budget import NO_BUDGET, with_budget
 from ..planner.memory_users import OTHER_REMEDIES
-from ..planner.planning import Planned
+from ..planner.planning import Planned, Refused, no_more
 from ..planner.shared_plan import plan_together
 from ..plans.parallel_plan import Plan
 from .memory_use import MemoryUse
@@ -48,19 +49,25 @@ def plan_fitting(
     kwargs: Mapping[str, Any],
     options: Options,
     program_of: Callable[[Planned], SpmdProgram],
+    *,
+    refused: Refused = no_more,
+    elsewhere_seconds: float = 0.0,
 ) -> Planned:
     """A plan that fits its budget, also as compiled where this process has the devices.
+
+    Other devices are compiled for, too, if `elsewhere_seconds` are given to a program.
+    Where nothing is found to fit, `refused` may say more.
 
     Raises:
       InfeasiblePlanError: nothing was found to fit.
     """
 
     def plan(some: Options) -> Planned:
-        return plan_together(fun, args, kwargs, some)
+        return plan_together(fun, args, kwargs, some, refused)
 
     if options.plan is not None:
         return plan(options)
-    return _Fit(options, plan, program_of).fitting()
+    return _Fit(options, plan, program_of, elsewhere_seconds).fitting()
 
 
 def plan_of_least_memory(
@@ -99,6 +106,7 @@ class _Fit:
     options: Options
     plan: Callable[[Options], Planned]
     program_of: Callable[[Planned], SpmdProgram]
+    elsewhere_seconds: float
     correction: float = 1.0
     least_seen: float = inf
 
@@ -119,12 +127,15 @@ class _Fit:
                 planned = self.plan(self._corrected_options())
             except InfeasiblePlanError as refused:
                 return self._least(refused)
-            if not _is_here(planned.cluster, planned.plan.sharding.mesh.size):
+            if not self._is_compiled(planned.plan.sharding.mesh.size):
                 return planned
             model_bytes = planned.plan.predicted.peak_bytes
             if model_bytes * self.correction < NEAR * budget:
                 return self._told(planned, budget)
-            seen = self._compiled_bytes(planned)
+            try:
+                seen = self._compiled_bytes(planned)
+            except TimeoutError:
+                return planned
             if seen <= budget:
                 return self._told(planned, budget)
             _log.info(
@@ -135,6 +146,13 @@ class _Fit:
             # At least a little less, so that the same plan does not come again.
             self.correction = max(seen / model_bytes, budget / model_bytes * 1.001)
         raise self._refused(budget, None)
+
+    def _is_compiled(self, num_devices: int) -> bool:
+        """Whether programs are compiled: for devices of this process, or elsewhere."""
+        cluster, local = self.options.cluster or Cluster.local(), Cluster.local()
+        is_own = cluster.ray_hosts is None and num_devices <= jax.device_count()
+        is_here = is_own and cluster.device.kind == local.device.kind
+        return is_here or self.elsewhere_seconds > 0
 
     def _corrected_options(self) -> Options:
         if self.correction == 1.0:
@@ -147,7 +165,7 @@ class _Fit:
         Raises:
           InfeasiblePlanError: it does not, or is too far above to be compiled.
         """
-        budget, cluster = self.options.memory_budget, self.options.cluster
+        budget = self.options.memory_budget
         model_bytes = error.least_budget_bytes
         if budget is None or model_bytes is None or error.least_plan is None:
             raise error
@@ -155,7 +173,7 @@ class _Fit:
             MOST_ABOVE * budget
         )
         mesh = error.least_plan.mesh
-        if is_far or not _is_here(cluster or Cluster.local(), mesh.size):
+        if is_far or not self._is_compiled(mesh.size):
             raise error
         given = replace(self.options, plan=Plan(error.least_plan), memory_budget=None)
         least = self.plan(given)
@@ -175,7 +193,8 @@ class _Fit:
 
     def _compiled_bytes(self, planned: Planned) -> int:
         program = self.program_of(planned)
-        seen = MemoryUse.of(program.compile(), program.host_bytes).device_bytes
+        compiled = compile_program(program, self.elsewhere_seconds or inf)
+        seen = MemoryUse.of(compiled, program.host_bytes).device_bytes
         self.least_seen = min(self.least_seen, seen)
         return seen
 
@@ -206,10 +225,3 @@ class _Fit:
             least_budget_bytes=least,
             tightest_constraint="memory of the compiled program",
         )
-
-
-def _is_here(cluster: Cluster, num_devices: int) -> bool:
-    """Whether this process has devices of a cluster's kind, and enough of them."""
-    is_own = cluster.ray_hosts is None
-    is_same_kind = cluster.device.kind == Cluster.local().device.kind
-    return is_own and is_same_kind and num_devices <= jax.device_count()

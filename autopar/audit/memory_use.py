@@ -1,8 +1,7 @@
 """What a compiled program holds on one device."""
 
 from dataclasses import dataclass
-
-import jax
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,8 @@ class MemoryUse:
     alias_bytes: int
 
     @classmethod
-    def of(cls, compiled: jax.stages.Compiled, host_bytes: int = 0) -> "MemoryUse":
-        """Asks the compiler.
+    def of(cls, compiled: Any, host_bytes: int = 0) -> "MemoryUse":
+        """Asks the compiler of a `jax.stages.Compiled`, or of a target's program.
 
         `host_bytes` of the arguments, and of the results that take their memory, are
         the host's. A backend whose devices share it counts them among its own.

@@ -21,6 +21,7 @@ from .progress import progress
 
 if TYPE_CHECKING:
     from ..clusters.cluster import Cluster
+    from ..lowering.programs import SpmdProgram
     from ..planner.planning import Planned
     from ..plans.parallel_plan import Plan
     from .method_comparison import Row
@@ -310,7 +311,7 @@ def _plan_plain(
 ) -> tuple[Plan, list[Row]]:
     import jax
 
-    from ..audit.fit import plan_of_least_memory
+    from ..audit.fit import plan_fitting, plan_of_least_memory
     from ..errors import InfeasiblePlanError
     from ..frontend.calls import open_call, plain_function
     from ..frontend.constant_leaves import takes_only_arrays
@@ -343,8 +344,18 @@ def _plan_plain(
             status.update("nothing fits; looking for what would")
             return with_remedy(error, whole, options)
 
+        def program_of(planned: Planned) -> SpmdProgram:
+            return target_program(planned, options) or program_here(planned, options)
+
         try:
-            planned = plan_function(fun, args, kwargs, options, refused)
+            if compile_limit is None:
+                planned = plan_function(fun, args, kwargs, options, refused)
+            else:
+                planned = plan_fitting(
+                    *(fun, args, kwargs, options, program_of),
+                    refused=refused,
+                    elsewhere_seconds=compile_limit,
+                )
         except InfeasiblePlanError as error:
             planned = plan_of_least_memory(fun, args, kwargs, options, error)
         _tell(planned)
@@ -362,7 +373,7 @@ def _plan_plain(
             figures = why_modelled(planned.cluster, options.mesh)
         else:
             status.update(f"compiling {target.name}")
-            program = target_program(planned, options) or program_here(planned, options)
+            program = program_of(planned)
             lowered = lowered_step(planned, program, only_arrays)
             figures = compiled_figures(lowered, compile_limit)
     return replace(made, compiled=figures), rows

@@ -100,12 +100,17 @@ class Planned:
 Refused = Callable[[InfeasiblePlanError, TracedWhole], InfeasiblePlanError]
 
 
+def no_more(error: InfeasiblePlanError, _: TracedWhole) -> InfeasiblePlanError:
+    """The error as it is."""
+    return error
+
+
 def plan_function(
     fun: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     options: Options,
-    refused: Refused = lambda error, whole: error,
+    refused: Refused = no_more,
 ) -> Planned:
     """Trace `fun` on its dynamic arguments and plan it, or check the plan given.
 

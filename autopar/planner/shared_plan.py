@@ -22,7 +22,7 @@ from ..options import Options
 from ..plans.parallel_plan import Plan
 from ..plans.plan_file import from_json, to_json
 from .plan_cache import option_texts
-from .planning import Planned, plan_function
+from .planning import Planned, Refused, no_more, plan_function
 
 SECONDS = 300.0  # for process 0 to plan
 _DIGEST_BYTES = 32
@@ -44,6 +44,7 @@ def plan_together(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     options: Options,
+    refused: Refused = no_more,
 ) -> Planned:
     """As `plan_function`, but one plan for all processes that call it.
 
@@ -52,7 +53,7 @@ def plan_together(
     """
     store = distributed_store()
     if store is None or not _is_shared(options):
-        return plan_function(fun, args, kwargs, options)
+        return plan_function(fun, args, kwargs, options, refused)
     digest = _digest(fun, args, kwargs, options)
     planned, text = None, None
     if jax.process_index() == 0:

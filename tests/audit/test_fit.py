@@ -55,7 +55,9 @@ class Modelled:
     asked: list[int] = field(default_factory=list)
     compiled: list[int] = field(default_factory=list)
 
-    def plan_together(self, _: Any, __: Any, ___: Any, options: Options) -> Planned:
+    def plan_together(
+        self, _: Any, __: Any, ___: Any, options: Options, *____: Any
+    ) -> Planned:
         if options.plan is not None:
             return replace(planned(), plan=options.plan)
         budget = options.memory_budget or 0
@@ -72,7 +74,7 @@ class Modelled:
             self.compiled.append(planned.plan.predicted.peak_bytes)
             return self.holds(planned.plan.predicted.peak_bytes)
 
-        return SimpleNamespace(compile=compile, host_bytes=0)
+        return SimpleNamespace(compile=compile, host_bytes=0, target=None)
 
     def within(self, budget: int) -> Planned:
         options = replace(planned_options(), memory_budget=budget)
@@ -273,3 +275,36 @@ def test_where_devices_hold_too_little_the_plan_of_least_memory_is_given_with_a_
     )
     with pytest.raises(InfeasiblePlanError):
         step.plan(*args)
+
+
+def test_a_cluster_that_is_not_here_is_compiled_for_and_the_plan_corrected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The compiler says that what it is given first needs twice what is predicted."""
+    workload = build("mlp")
+    args = workload.abstract()
+    cluster = autopar.Cluster.preset("1x4xA100")
+    free = autopar.parallelize(workload.step, cluster=cluster).plan(*args)
+    budget = int(1.5 * free.predicted.peak_bytes)
+    predictions: list[int] = []
+
+    def program_of(planned: Planned) -> Any:
+        predictions.append(planned.plan.predicted.peak_bytes)
+        return SimpleNamespace(held=2 * predictions[-1], host_bytes=0)
+
+    def compiled(program: Any, _: float) -> Any:
+        return program
+
+    def use(program: Any, _: int) -> Any:
+        return SimpleNamespace(device_bytes=program.held)
+
+    monkeypatch.setattr(fit, "compile_program", compiled)
+    monkeypatch.setattr(fit, "MemoryUse", SimpleNamespace(of=use))
+    step = autopar.parallelize(workload.step, cluster=cluster, memory_budget=budget)
+    given = workload.step, args, {}, step.options, program_of
+    assert plan_fitting(*given).plan.predicted.memory_correction == 1.0
+    assert not predictions
+    planned = plan_fitting(*given, elsewhere_seconds=60.0).plan.predicted
+    assert len(predictions) == 2
+    assert planned.memory_correction == pytest.approx(2.0, rel=0.01)
+    assert predictions[1] <= budget / 2 < predictions[0]
