@@ -16,10 +16,10 @@ from autopar.plans.explain import (
     format_bytes,
     format_plan,
     format_seconds,
-    format_source,
 )
 from autopar.plans.leaf_groups import group_leaves
 from autopar.plans.plan import InputPlan
+from autopar.plans.plan_view import format_source
 from autopar.sharding.spec import REPLICATED
 from benchmarks.models import build
 from tests.tiny_plans import make_plan

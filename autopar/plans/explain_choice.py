@@ -13,19 +13,23 @@ from rich.table import Table
 from rich.text import Text
 
 from ..methods.place_operators import PlaceOperators
-from ..sharding.group_names import GroupNames
 from ..sharding.pins import spellings
 from ..sharding.spec import Spec, format_spec, local_shape
 from .explain import (
     format_bytes,
     format_seconds,
-    format_source,
     is_rounding,
     section,
-    split_words,
     table,
 )
 from .plan import OperatorPlan, Prediction, ShardingPlan, TensorPlan
+from .plan_view import (
+    Decision,
+    PlanView,
+    ProgramView,
+    format_source,
+    split_words,
+)
 from .reasons import PlanSource, Reasons, StageSource, nearest_names
 from .staged_plan import StagedPlan
 
@@ -42,7 +46,7 @@ _WITHOUT_STEP = (
 
 
 def tensor_parts(
-    decision: ShardingPlan | StagedPlan,
+    decision: Decision,
     name: str,
     source: PlanSource | None,
     stage_source: StageSource | None,
@@ -60,7 +64,7 @@ def tensor_parts(
 
 
 def operator_parts(
-    decision: ShardingPlan | StagedPlan,
+    decision: Decision,
     name: str,
     source: PlanSource | None,
     stage_source: StageSource | None,
@@ -79,33 +83,39 @@ def operator_parts(
 
 @dataclass(frozen=True)
 class _Found:
-    """Where a name is: its place in a program, and which program of a pipeline."""
+    """Where a name is: its place in a program of a plan."""
 
-    plan: ShardingPlan
+    view: PlanView
+    program: ProgramView
     index: int
-    program: int = 0
-    staged: StagedPlan | None = None
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """That of the program."""
+        return self.program.sharding
 
     @property
     def where(self) -> str:
         """The stage program, if there are several."""
-        if self.staged is None:
-            return ""
-        program = self.staged.programs[self.program]
-        return f", stage {program.stage} {program.kind}"
+        return f", {self.program.name}" if self.program.name else ""
 
-    def prices(self, plan: ShardingPlan | StagedPlan) -> Prediction:
+    @property
+    def noun(self) -> str:
+        """What is planned again for a runner-up."""
+        return "plan" if self.view.stages is None else "stage"
+
+    def prices(self, plan: Decision) -> Prediction:
         """Of a plan of the step, what is told: in a pipeline, of the stage asked."""
-        if self.staged is None or isinstance(plan, ShardingPlan):
+        if self.program.stage is None or isinstance(plan, ShardingPlan):
             return plan.predicted
-        return plan.predicted_on(self.staged.programs[self.program].stage)
+        return plan.predicted_on(self.program.stage)
 
 
 @dataclass(frozen=True)
 class _Asked:
     """A plan, and its step if that is at hand."""
 
-    decision: ShardingPlan | StagedPlan
+    decision: Decision
     source: PlanSource | None
     stage_source: StageSource | None
 
@@ -116,18 +126,13 @@ class _Asked:
         named: Callable[[ShardingPlan], Sequence[TensorPlan | OperatorPlan]],
     ) -> list[_Found]:
         """Where a name is."""
-        decision = self.decision
-        if isinstance(decision, StagedPlan):
-            programs = [each.sharding for each in decision.programs]
-            staged = decision
-        else:
-            programs, staged = [decision], None
+        view = PlanView(self.decision)
         found, known = [], []
-        for program, plan in enumerate(programs):
-            names = [each.name for each in named(plan)]
+        for program in view.programs:
+            names = [each.name for each in named(program.sharding)]
             known += names
             found += [
-                _Found(plan, index, program, staged)
+                _Found(view, program, index)
                 for index, each in enumerate(names)
                 if name in spellings(each)
             ]
@@ -136,7 +141,8 @@ class _Asked:
             known_words = ", ".join(like) or "(nothing is like it)"
             raise ValueError(
                 f"`{noun}` must be one of the {len(known)} names in the plan of "
-                f"{decision.function!r}, but got {name!r}; like it are: {known_words}."
+                f"{self.decision.function!r}, but got {name!r}; like it are: "
+                f"{known_words}."
             )
         return found
 
@@ -144,18 +150,19 @@ class _Asked:
         self, noun: Literal["tensor", "operator"], found: _Found
     ) -> Reasons | None:
         """Why it is so, if the step is at hand and can be planned again."""
-        if found.staged is None:
-            if self.source is None:
-                return None
-            if noun == "tensor":
-                return self.source.tensor_reasons(found.plan, found.index)
-            return self.source.operator_reasons(found.plan, found.index)
-        if self.stage_source is None or self._is_placed:
+        decision = self.decision
+        if isinstance(decision, ShardingPlan):
+            source, place = self.source, (decision, found.index)
+        elif self._is_placed:
             return None
-        place = found.staged, found.program, found.index
-        if noun == "tensor":
-            return self.stage_source.tensor_reasons(*place)
-        return self.stage_source.operator_reasons(*place)
+        else:
+            place = decision, found.program.index, found.index
+            source = self.stage_source
+        if source is None:
+            return None
+        is_tensor = noun == "tensor"
+        ask = source.tensor_reasons if is_tensor else source.operator_reasons
+        return ask(*place)  # type: ignore[arg-type]
 
     @property
     def _is_placed(self) -> bool:
@@ -198,10 +205,10 @@ def _tensor(
     for copy in tensor.conversions:
         pair = (format_spec(s, rank, names) for s in (copy.source, copy.target))
         grid.add_row("is copied", Text(" -> ".join(pair)))
-    for text in _collectives(plan, tensor.name, maker):
+    for text in _collectives(found.program, tensor.name):
         grid.add_row("which sends", Text(text))
     if reasons is not None:
-        _add_reasons(grid, reasons, "plan" if found.staged is None else "stage")
+        _add_reasons(grid, reasons, found.noun)
     yield grid
     if reasons is not None:
         yield from _alternatives(found, reasons, "spec")
@@ -222,7 +229,7 @@ def _operator(
     takes = f"{format_seconds(op.seconds)} a step, {op.flops:,.0f} flops in all"
     grid.add_row("takes", f"{takes}, divided over {op.split} devices")
     if reasons is not None:
-        _add_reasons(grid, reasons, "plan" if found.staged is None else "stage")
+        _add_reasons(grid, reasons, found.noun)
     yield grid
     if reasons is not None:
         yield from _alternatives(found, reasons, "factors")
@@ -257,7 +264,7 @@ def _alternatives(
     if not reasons.alternatives:
         return
     rows = table("", noun, ">step", ">compute", ">collectives", ">peak memory")
-    here = found.prices(found.staged or found.plan)
+    here = found.prices(found.view.decision)
     rows.add_row("this plan", "", *_figures(here))
     gaps = [here.optimality_gap]
     for each in reasons.alternatives:
@@ -269,7 +276,7 @@ def _alternatives(
         changes = _changes(here, there)
         rows.add_row(Text(each.title), Text(each.choice), *changes)
     yield section("what else it could be, and its price", rows)
-    if found.staged is not None:
+    if found.view.stages is not None:
         words = (
             f"The runner-up is the stage planned anew with other {noun} here; all else "
             f"of it may change, other stages stay. Seconds of the step are those of "
@@ -321,14 +328,10 @@ def _maker_text(op: OperatorPlan, plan: ShardingPlan) -> str:
     return f"{op.kind} at {format_source(op.source)}{splits}"
 
 
-def _collectives(
-    plan: ShardingPlan, tensor: str, maker: OperatorPlan | None
-) -> Iterator[str]:
+def _collectives(program: ProgramView, tensor: str) -> Iterator[str]:
     """The collectives of a tensor's copies, each with its bytes of a step."""
-    groups = GroupNames(plan.mesh.size, plan.mesh)
-    own = f"{tensor} {maker.source if maker else ''}".strip()
-    for each in plan.collectives:
-        if each.source == own:
-            axes = groups.name(each.kind, each.groups)
-            times = f" x{each.count}" if each.count > 1 else ""
-            yield f"{each.name} over {axes}{times}, {format_bytes(each.total_bytes)}"
+    for each in program.collectives:
+        if each.tensor == tensor:
+            times = f" x{each.plan.count}" if each.plan.count > 1 else ""
+            total = format_bytes(each.plan.total_bytes)
+            yield f"{each.plan.name} over {each.axes}{times}, {total}"

@@ -15,13 +15,11 @@ from ..report.report import StageAudits, make_report, write_page
 from ..sharding.pins import PinsLike
 from . import explain as _explain
 from . import explain_choice as _explain_choice
-from . import explain_stages as _explain_stages
-from . import plan_file as _plan_file
-from . import staged_plan_file as _staged_plan_file
 from .compiled_figures import CompiledFigures
 from .pin_cost import PinCosts
 from .plan import Prediction, ShardingPlan
 from .plan_diff import PlanDiff, diff_plans
+from .plan_file import read_plan, to_json
 from .reasons import PlanSource, StageSource
 from .staged_plan import StagedPlan
 
@@ -111,8 +109,6 @@ class Plan:
             if op is not None:
                 parts += _explain_choice.operator_parts(self.decision, op, *sources)
             _explain.show(parts)
-        elif isinstance(self.decision, StagedPlan):
-            _explain_stages.print_plan(self.decision, operators=operators)
         else:
             _explain.print_plan(self.decision, operators=operators)
         if isinstance(self.compiled, CompiledFigures):
@@ -212,11 +208,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""
-        if isinstance(self.decision, StagedPlan):
-            text = _staged_plan_file.to_json(self.decision)
-        else:
-            text = _plan_file.to_json(self.decision)
-        Path(path).write_text(text)
+        Path(path).write_text(to_json(self.decision))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -225,12 +217,7 @@ class Plan:
         Raises:
           PlanFileError: the file is no plan, truncated, or of another version.
         """
-        text, where = Path(path).read_text(), str(path)
-        if _staged_plan_file.is_staged(text):
-            return cls(_staged_plan_file.from_json(text, where))
-        return cls(_plan_file.from_json(text, where))
+        return cls(read_plan(Path(path).read_text(), str(path)))
 
     def __str__(self) -> str:
-        if isinstance(self.decision, StagedPlan):
-            return _explain_stages.format_plan(self.decision)
         return _explain.format_plan(self.decision)

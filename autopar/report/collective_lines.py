@@ -12,8 +12,7 @@ from ..costs.collectives import (
     CollectiveKind,
     collective_seconds,
 )
-from ..plans.explain import format_source, line_of
-from ..plans.plan import ShardingPlan
+from ..plans.plan_view import ProgramView, format_source, tensor_and_line
 from ..sharding.collective import Collective
 from ..sharding.group_names import GroupNames
 from ..sharding.mesh import MeshShape
@@ -48,17 +47,8 @@ class CollectiveLine:
     marks: str
 
 
-@dataclass(frozen=True)
-class Program:
-    """A plan of one program, how often it runs in a step, and what it is called."""
-
-    name: str
-    plan: ShardingPlan
-    times: int
-
-
 def collective_lines(
-    programs: Iterable[Program], cluster: Cluster | None
+    programs: Iterable[ProgramView], cluster: Cluster | None
 ) -> tuple[CollectiveLine, ...]:
     """The lines of all programs, those that take longest (send most) first."""
     lines = [line for program in programs for line in _lines(program, cluster)]
@@ -80,8 +70,8 @@ def seconds_of(
     return collective_seconds(kind, each.bytes, [link])
 
 
-def _lines(program: Program, cluster: Cluster | None) -> Iterator[CollectiveLine]:
-    plan = program.plan
+def _lines(program: ProgramView, cluster: Cluster | None) -> Iterator[CollectiveLine]:
+    plan = program.sharding
     lines = {op.source for op in plan.operators if op.source}
     names = GroupNames(plan.mesh.size, plan.mesh)
     grouped: dict[tuple[str, str, str, str], list[Collective]] = defaultdict(list)
@@ -90,7 +80,7 @@ def _lines(program: Program, cluster: Cluster | None) -> Iterator[CollectiveLine
             word for word in ("conditional", "unbounded") if getattr(each, word)
         )
         axes = names.name(each.kind, each.groups)
-        line = format_source(line_of(each, lines))
+        line = format_source(_source(each, lines))
         grouped[line, each.name, axes, marks].append(each)
     for (_, collective, axes, marks), same in grouped.items():
         seconds: list[float | None] = [None] * len(same)
@@ -99,7 +89,7 @@ def _lines(program: Program, cluster: Cluster | None) -> Iterator[CollectiveLine
         known = [s * c.count for s, c in zip(seconds, same, strict=True) if s]
         yield CollectiveLine(
             program.name,
-            line_of(same[0], lines),
+            _source(same[0], lines),
             collective,
             axes,
             plan.mesh,
@@ -109,3 +99,8 @@ def _lines(program: Program, cluster: Cluster | None) -> Iterator[CollectiveLine
             sum(known) * program.times if None not in seconds else None,
             marks,
         )
+
+
+def _source(each: Collective, lines: set[str]) -> str:
+    tensor, line = tensor_and_line(each, lines)
+    return line or tensor

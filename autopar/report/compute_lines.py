@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..costs.compute import is_heavy
-from ..plans.explain import format_source
 from ..plans.plan import OperatorPlan
+from ..plans.plan_view import ProgramView, format_source
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec
-from .collective_lines import Program
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class ComputeLine:
     seconds: float
 
 
-def compute_lines(programs: Iterable[Program]) -> tuple[ComputeLine, ...]:
+def compute_lines(programs: Iterable[ProgramView]) -> tuple[ComputeLine, ...]:
     """A line for each source line of products and the like, one for all the rest.
 
     Those that take longest come first.
@@ -46,9 +45,9 @@ def compute_lines(programs: Iterable[Program]) -> tuple[ComputeLine, ...]:
     return tuple(sorted(lines, key=lambda line: -line.seconds))
 
 
-def _lines(program: Program) -> Iterator[ComputeLine]:
+def _lines(program: ProgramView) -> Iterator[ComputeLine]:
     grouped: dict[tuple[str, str, Spec | None], list[OperatorPlan]] = defaultdict(list)
-    for op in program.plan.operators:
+    for op in program.sharding.operators:
         if is_heavy(op.kind):
             spec = op.result_specs[0] if op.result_specs else None
             line = format_source(op.source)
@@ -60,7 +59,7 @@ def _lines(program: Program) -> Iterator[ComputeLine]:
             program.name,
             same[0].source if line else "",
             operator,
-            program.plan.mesh,
+            program.sharding.mesh,
             spec,
             len(same),
             sum(op.seconds for op in same) * program.times,

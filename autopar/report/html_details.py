@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import isclose
 
 from ..graph.build_graph import ASSUMED_TRIPS
-from ..plans.explain import format_bytes, format_seconds, format_source
+from ..plans.explain import format_bytes, format_seconds
+from ..plans.plan_view import format_source
 from ..plans.staged_plan import StagedPlan
 from .figures import memory_figure
 from .findings import MemoryCurve

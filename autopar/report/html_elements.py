@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias
 
-from ..plans.explain import format_bytes, format_seconds, state_words
+from ..plans.explain import format_bytes, format_seconds
+from ..plans.plan_view import state_words
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec, axes_of_dim
 

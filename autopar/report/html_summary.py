@@ -7,8 +7,9 @@ from math import isfinite
 
 from ..costs.compute import is_heavy
 from ..lowering.programs import TaskKind
-from ..plans.explain import format_bytes, format_seconds, format_source
+from ..plans.explain import format_bytes, format_seconds
 from ..plans.plan import ShardingPlan
+from ..plans.plan_view import format_source
 from ..plans.staged_plan import StagedPlan
 from .device_grid import DeviceGrid
 from .figures import timeline_figure

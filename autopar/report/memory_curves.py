@@ -9,7 +9,7 @@ from math import ceil
 from ..costs.memory import MemoryProfile
 from ..graph.op_graph import Operator
 from ..planner.memory_users import memory_users
-from ..plans.explain import format_source
+from ..plans.plan_view import format_source
 from .findings import HeldValue, MemoryCurve
 
 MOST_POINTS = 400

@@ -10,8 +10,9 @@ from typing import Protocol
 
 from ..audit.audit import Audit
 from ..plans.plan import ShardingPlan
+from ..plans.plan_view import PlanView
 from ..plans.staged_plan import StagedPlan
-from .cautions import cautions, programs_of
+from .cautions import cautions
 from .collective_lines import CollectiveLine, collective_lines
 from .compute_lines import ComputeLine, compute_lines
 from .device_grid import DeviceGrid, device_grids
@@ -54,9 +55,9 @@ class Report:
     @property
     def waited_seconds(self) -> float:
         """What of these the step waits for, as the plan has it, all stages together."""
-        programs = programs_of(self.decision)
+        programs = PlanView(self.decision).programs
         return sum(
-            each.plan.predicted.collective_seconds * each.times for each in programs
+            each.sharding.predicted.collective_seconds * each.times for each in programs
         )
 
 
@@ -94,7 +95,7 @@ def make_report(
 
 def report_of(decision: Decision, findings: Findings) -> Report:
     """The report of a plan and what is known beside it."""
-    programs, cluster = programs_of(decision), findings.cluster
+    programs, cluster = PlanView(decision).programs, findings.cluster
     if isinstance(decision, StagedPlan):
         leaves = leaves_of_stages(decision, findings.kinds)
         names = [_submesh_name(decision, i) for i in range(len(decision.meshes))]

@@ -13,7 +13,8 @@ from autopar.clusters.cluster import Cluster
 from autopar.execution import held_by_submesh
 from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan import InputPlan
-from autopar.report.cautions import cautions, programs_of
+from autopar.plans.plan_view import PlanView
+from autopar.report.cautions import cautions
 from autopar.report.collective_lines import collective_lines
 from autopar.report.device_grid import MOST_COLUMNS, device_grids
 from autopar.report.findings import HeldValue, MemoryCurve
@@ -65,7 +66,7 @@ def test_stages_keep_each_argument_once_and_no_value_in_between(
 
 
 def test_collectives_add_up_to_what_the_plan_predicts(planned: Plan) -> None:
-    lines = collective_lines(programs_of(planned.decision), CPUS)
+    lines = collective_lines(PlanView(planned.decision).programs, CPUS)
     predicted = planned.predicted
     assert lines
     assert sum(line.bytes for line in lines) == predicted.collective_bytes
@@ -174,7 +175,7 @@ def test_of_a_huge_mesh_the_first_devices_are_drawn() -> None:
 def test_doubts_are_told(change: dict[str, Any], words: str) -> None:
     plan = make_plan()
     plan = replace(plan, predicted=replace(plan.predicted, **change))
-    assert words in " ".join(cautions(plan, programs_of(plan)))
+    assert words in " ".join(cautions(plan, PlanView(plan).programs))
 
 
 def test_repeated_work_and_loops_of_unknown_length_are_told() -> None:
@@ -182,7 +183,7 @@ def test_repeated_work_and_loops_of_unknown_length_are_told() -> None:
     alone = replace(plan.operators[1], split=2)
     some = replace(plan.predicted, split_flops_fraction=0.25)
     plan = replace(plan, operators=(plan.operators[0], alone), predicted=some)
-    text = " ".join(cautions(plan, programs_of(plan)))
+    text = " ".join(cautions(plan, PlanView(plan).programs))
     assert "75.0% of the heavy flops are done by several devices" in text
     assert "/far/model.py:7 (layer)" in text
     assert "1 collectives stand in loops of unknown length" in text
