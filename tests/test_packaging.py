@@ -17,7 +17,7 @@ FOLDERS = {
     "autopar.runtime": "runtime",
     "autopar.solver": "solver",
 }
-OPTIONAL = ("equinox", "flax", "haiku", "keras", "optax", "orbax", "plotly", "ray")
+OPTIONAL = "equinox flax haiku jinja2 keras optax orbax plotly ray".split()
 # Package registries, and paths as only a particular machine has them.
 OF_THIS_MACHINE = re.compile(
     r"pypi\.(org|python)|pythonhosted\.|registry\.npm|index-(url)|find-(links)"
@@ -116,9 +116,7 @@ def test_the_wheel_holds_every_package_and_works_from_another_folder(
     }
     assert {str(path.relative_to(site)) for path in site.rglob("*.toml")} == tables
     assert "autopar/targets/gpu_specs.toml" in tables
-    parts = {path.name for path in (ROOT / "autopar" / "report").glob("report.*s")}
-    assert {path.name for path in site.glob("autopar/report/report.*s")} == parts
-    assert parts == {"report.css", "report.js"}
+    assert (site / "autopar" / "report" / "report.html").exists()
     imports = "".join(f"import {package};" for package in sorted(_packages()))
     printed = _run(imports + "print(autopar.__file__)", tmp_path, site)
     assert printed == str(site / "autopar" / "__init__.py")

@@ -28,12 +28,14 @@ from .plan_view import (
     PlanView,
     ProgramView,
     format_source,
+    grouped,
     split_words,
 )
 from .reasons import PlanSource, Reasons, StageSource, nearest_names
 from .staged_plan import StagedPlan
 
 _MOST_READERS = 6
+_MOST_PRODUCTS, _MOST_COLLECTIVES = 1, 2  # choices that are weighed
 _PLACED = (
     "The operators of this plan were placed one by one, on one device each: there is "
     "no other split of them to price."
@@ -79,6 +81,52 @@ def operator_parts(
         reasons = asked.reasons("operator", found)
         yield from _operator(found, found.plan.operators[found.index], reasons)
     yield from asked.notes()
+
+
+@dataclass(frozen=True)
+class WeighedChoice:
+    """A choice of a plan and its runner-up; `after` is None where there is none."""
+
+    title: str
+    program: str
+    chosen: str
+    runner_up: str
+    holders: tuple[str, ...]
+    before: Prediction
+    after: Prediction | None
+
+
+def largest_choices(
+    decision: Decision,
+    source: PlanSource | None,
+    stage_source: StageSource | None,
+) -> Iterator[WeighedChoice]:
+    """The dearest product and collectives, with what was next best.
+
+    Those of one line that are alike count as one. Nothing where the step is not at
+    hand. Each is solved for anew, so they are few.
+    """
+    asked = _Asked(decision, source, stage_source)
+    view = PlanView(decision)
+    heavy = [op for op in view.operators if op.is_heavy]
+    works = grouped(heavy, lambda op: (op.program.name, op.line, op.title, op.splits))
+    works.sort(key=lambda same: -sum(op.seconds for op in same))
+    for op in (same[0] for same in works[:_MOST_PRODUCTS]):
+        found = _Found(view, op.program, op.index)
+        chosen = _factors(op.plan, op.program.sharding)
+        yield from asked.weighed("operator", found, f"{op.title} at {op.line}", chosen)
+    sent = [each for each in view.collectives if each.tensor]
+    sums = grouped(sent, lambda e: (e.program.name, e.line, e.plan.name, e.axes))
+    sums.sort(key=lambda same: -sum(each.bytes for each in same))
+    for each in (same[0] for same in sums[:_MOST_COLLECTIVES]):
+        tensors = each.program.sharding.tensors
+        places = [i for i, t in enumerate(tensors) if t.name == each.tensor]
+        for index in places[:1]:
+            tensor, names = tensors[index], each.program.sharding.mesh.axis_names
+            title = f"{tensor.name}, which takes {each.plan.name} over {each.axes}"
+            chosen = format_spec(tensor.spec, len(tensor.shape), names)
+            found = _Found(view, each.program, index)
+            yield from asked.weighed("tensor", found, title, chosen)
 
 
 @dataclass(frozen=True)
@@ -164,6 +212,23 @@ class _Asked:
         ask = source.tensor_reasons if is_tensor else source.operator_reasons
         return ask(*place)  # type: ignore[arg-type]
 
+    def weighed(
+        self,
+        noun: Literal["tensor", "operator"],
+        found: _Found,
+        title: str,
+        chosen: str,
+    ) -> Iterator[WeighedChoice]:
+        """The choice beside its runner-up, if it can be planned again."""
+        reasons = self.reasons(noun, found)
+        for each in () if reasons is None else reasons.alternatives[:1]:
+            yield WeighedChoice(
+                *(title, found.program.name, chosen, each.choice or each.refusal),
+                () if reasons is None else reasons.holders,
+                found.prices(self.decision),
+                None if each.plan is None else found.prices(each.plan),
+            )
+
     @property
     def _is_placed(self) -> bool:
         """Whether its operators were placed one by one, and not by a solver."""
@@ -221,8 +286,7 @@ def _operator(
     yield Text(f"{op.name}, {op.kind}{found.where}", style="bold")
     grid = Table.grid(padding=(0, 2))
     grid.add_row("at", Text(format_source(op.source)))
-    pairs = zip(names, op.factors, strict=False)
-    factors = ", ".join(f"{name} {factor}" for name, factor in pairs)
+    factors = _factors(op, found.plan)
     grid.add_row("splits", Text(factors or "nothing: its operands and results decide"))
     grid.add_row("reads", Text(_listed(op.operand_specs, names)))
     grid.add_row("makes", Text(_listed(op.result_specs, names)))
@@ -273,8 +337,8 @@ def _alternatives(
             continue
         there = found.prices(each.plan)
         gaps.append(there.optimality_gap)
-        changes = _changes(here, there)
-        rows.add_row(Text(each.title), Text(each.choice), *changes)
+        priced = changes(here, there)
+        rows.add_row(Text(each.title), Text(each.choice), *priced)
     yield section("what else it could be, and its price", rows)
     if found.view.stages is not None:
         words = (
@@ -303,8 +367,8 @@ def _figures(predicted: Prediction) -> Sequence[str]:
     )
 
 
-def _changes(here: Prediction, other: Prediction) -> Iterator[str]:
-    """What each figure changes by: `+12 us`."""
+def changes(here: Prediction, other: Prediction) -> Iterator[str]:
+    """What step, compute, collectives and peak change by: `+12 us`."""
     pairs = (
         (here.step_seconds, other.step_seconds, format_seconds),
         (here.compute_seconds, other.compute_seconds, format_seconds),
@@ -321,9 +385,13 @@ def _makes(op: OperatorPlan, tensor: str) -> bool:
     return op.name == tensor or (op.name == name and position.isdigit())
 
 
+def _factors(op: OperatorPlan, plan: ShardingPlan) -> str:
+    pairs = zip(plan.mesh.axis_names, op.factors, strict=False)
+    return ", ".join(f"{name} {factor}" for name, factor in pairs)
+
+
 def _maker_text(op: OperatorPlan, plan: ShardingPlan) -> str:
-    names = zip(plan.mesh.axis_names, op.factors, strict=False)
-    factors = ", ".join(f"{name} {factor}" for name, factor in names)
+    factors = _factors(op, plan)
     splits = f", which splits {factors}" if factors else ""
     return f"{op.kind} at {format_source(op.source)}{splits}"
 

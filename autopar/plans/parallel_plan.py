@@ -6,22 +6,24 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from ..audit.audit import Audit
-from ..report.findings import PlanOrigin
-from ..report.html_page import page_of
-from ..report.report import StageAudits, make_report, write_page
 from ..sharding.pins import PinsLike
 from . import explain as _explain
 from . import explain_choice as _explain_choice
 from .compiled_figures import CompiledFigures
+from .explain_choice import largest_choices
 from .pin_cost import PinCosts
 from .plan import Prediction, ShardingPlan
 from .plan_diff import PlanDiff, diff_plans
 from .plan_file import read_plan, to_json
 from .reasons import PlanSource, StageSource
 from .staged_plan import StagedPlan
+
+if TYPE_CHECKING:
+    from ..audit.audit import Audit
+    from ..report.findings import PlanOrigin
+    from ..report.report import StageAudits
 
 WHAT_IF_GAP = 0.01  # of a step: closing it further takes most of the time of solving
 
@@ -140,13 +142,19 @@ class Plan:
         Raises:
           ImportError: plotly is not installed.
         """
-        given = alternatives
+        from ..report.page import page_of
+        from ..report.report import make_report, write_page
+
+        given, choices = alternatives, ()
         if not isinstance(given, bool):
             given = {name: plan.decision for name, plan in given.items()}
+        elif given:
+            sources = self.source, self.stage_source
+            choices = largest_choices(self.decision, *sources)
         if audit is True and isinstance(self.compiled, CompiledFigures):
             audit = self.compiled.named()
-        report = make_report(self.decision, self.origin, given, audit)
-        write_page(page_of(report), path)
+        found = make_report(self.decision, self.origin, given, audit, tuple(choices))
+        write_page(page_of(found), path)
 
     def diff(self, other: Plan) -> PlanDiff:
         """What changes from this plan to another, which prints as tables.

@@ -8,9 +8,8 @@ from math import isinf
 from ..costs.compute import is_heavy
 from ..plans.explain import format_bytes
 from ..plans.plan import Prediction
-from ..plans.plan_view import ProgramView, format_source
+from ..plans.plan_view import Decision, ProgramView, format_source
 from ..plans.staged_plan import StagedPlan
-from .findings import Decision
 
 _FULL = 0.9  # of the budget: the memory model is up to 14% off
 _WIDE_GAP = 0.01

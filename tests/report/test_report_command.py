@@ -9,9 +9,11 @@ import autopar
 from autopar.cli import main
 from autopar.plans.parallel_plan import Plan
 from tests.report.html_pages import Page
+from tests.report.steps import NEEDED
 from tests.tiny_plans import make_plan
 
-pytest.importorskip("plotly", reason="reports need plotly: pip install autopar[report]")
+pytest.importorskip("plotly", reason=NEEDED)
+pytest.importorskip("jinja2", reason=NEEDED)
 
 TRAIN = """
 import jax, jax.numpy as jnp
