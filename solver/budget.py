@@ -203,6 +203,7 @@ class _Search:
         """[rows] the duals of mixing the plans seen within the budget, or to the least
         bytes: min sum_p x_p cost_p + lacking s, where sum_p x_p used_rp <= limit_r + s.
         """
+
         plans = list(self.seen.values())
         held = np.array([each.bytes for each in plans])
         limit, cost, lacking = self._limits(), np.zeros(len(plans)), 1.0

@@ -162,8 +162,8 @@ def plan(
       MODULE:OBJECT    an object with a method step, and a method abstract() that
                        returns args; or a function that returns such an object
       MODULE:STEP      the step itself, with its args named by --args
-      NAME             a model of autopar's source checkout: gpt-39b, gpt-175b,
-                       llama-8b, moe-70b, wrn-13b and those of benchmarks/models
+      NAME             a model of autopar.models: gpt-39b, gpt-175b, llama-8b,
+                       moe-70b, wrn-13b and others
 
     where args is a tuple with an example for each argument of the step: arrays or
     jax.ShapeDtypeStruct. Only shapes and dtypes count, and nothing is run.
