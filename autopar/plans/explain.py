@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from html import escape
 from io import StringIO
 from math import isclose
 from typing import get_args
@@ -68,7 +69,7 @@ def plan_parts(decision: Decision, operators: bool) -> Iterator[RenderableType]:
     """What is printed of a plan, part by part."""
     view = PlanView(decision)
     if view.stages is not None:
-        yield _stages_header(view.stages)
+        yield _summary(view)
         yield _stage_table(view, view.stages)
         yield _transfer_table(view.stages)
         yield _schedule(view.stages)
@@ -79,6 +80,51 @@ def plan_parts(decision: Decision, operators: bool) -> Iterator[RenderableType]:
         yield _leaf_table(program)
         yield _operator_table(program) if operators else _heavy_table(program)
         yield _collective_table(program)
+
+
+def format_summary(decision: Decision) -> str:
+    """The first lines of what is printed: devices, seconds, memory."""
+    return as_text([_summary(PlanView(decision))])
+
+
+def plan_html(decision: Decision) -> str:
+    """The summary and a table of the state, as a notebook shows them."""
+    view = PlanView(decision)
+    groups = group_leaves(leaf for leaf in view.leaves if leaf.role == "state")
+    heads = (
+        "state",
+        "leaves",
+        "shape",
+        "shape a device",
+        "split over",
+        "bytes a device",
+    )
+    rows = [
+        (
+            " and ".join((each.path, *(f"{mirror}.." for mirror in each.mirrors))),
+            len(each.leaves),
+            list(each.first.shape),
+            list(each.first.local_shape),
+            each.first.spec_text,
+            format_bytes(each.bytes),
+        )
+        for each in groups
+    ]
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>"
+        for row in rows
+    )
+    head = "".join(f"<th>{each}</th>" for each in heads)
+    return (
+        f"<pre>{escape(format_summary(decision))}</pre>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def _summary(view: PlanView) -> RenderableType:
+    if view.stages is not None:
+        return _stages_header(view.stages)
+    return _header(view.programs[0].sharding, view.programs[0])
 
 
 def _header(plan: ShardingPlan, program: ProgramView) -> RenderableType:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 WHAT_IF_GAP = 0.01  # of a step: closing it further takes most of the time of solving
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The decision for a whole function, with what it will cost.
 
@@ -42,10 +42,10 @@ class Plan:
     """
 
     decision: ShardingPlan | StagedPlan
-    origin: PlanOrigin | None = field(default=None, compare=False, repr=False)
-    source: PlanSource | None = field(default=None, compare=False, repr=False)
-    stage_source: StageSource | None = field(default=None, compare=False, repr=False)
-    compiled: CompiledFigures | str = field(default="", compare=False, repr=False)
+    origin: PlanOrigin | None = field(default=None, compare=False)
+    source: PlanSource | None = field(default=None, compare=False)
+    stage_source: StageSource | None = field(default=None, compare=False)
+    compiled: CompiledFigures | str = field(default="", compare=False)
 
     def __reduce__(self) -> tuple[type[Plan], tuple[ShardingPlan | StagedPlan]]:
         return Plan, (self.decision,)
@@ -229,3 +229,11 @@ class Plan:
 
     def __str__(self) -> str:
         return _explain.format_plan(self.decision)
+
+    def __repr__(self) -> str:
+        return (
+            f"<{_explain.format_summary(self.decision)}\nprint(plan) shows all of it>"
+        )
+
+    def _repr_html_(self) -> str:
+        return _explain.plan_html(self.decision)
