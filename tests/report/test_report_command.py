@@ -73,4 +73,4 @@ def test_the_command_refuses_what_says_nothing_without_a_step(
     path = tmp_path / "plan.json"
     Plan(make_plan()).save(path)
     assert run(str(path), "--cluster", "8xH100") == 1
-    assert "--target must name it" in capsys.readouterr().err
+    assert "--target is not given" in capsys.readouterr().err
