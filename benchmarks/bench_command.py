@@ -1,7 +1,6 @@
-"""`autopar bench`: the benchmarks of the checkout, their results kept and compared.
+"""`autopar bench`: the suites, their results kept and compared.
 
-The benchmarks lie in `benchmarks/`, which only a source checkout has: what they need is
-imported when they run (`bench_run.py`).
+What they need is imported when they run (`bench_run.py`).
 """
 
 from __future__ import annotations
@@ -11,8 +10,7 @@ from typing import Annotated
 
 import typer
 
-from .bench_run import ALL, Asked, judge_files, run_suites
-from .step_options import (
+from autopar.commands.step_options import (
     Args,
     Budget,
     ClusterOption,
@@ -20,11 +18,15 @@ from .step_options import (
     Remat,
     Settings,
 )
+from benchmarks.bench_run import ALL, Asked, judge_files, run_suites
 
 bench = typer.Typer(
     help="Benchmarks: what plans cost, and how near the truth that is.",
     no_args_is_help=True,
     rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 _Targets = Annotated[
