@@ -1,53 +1,38 @@
-"""Automatic parallelization of unmodified JAX train steps."""
+"""Automatic parallelization of unmodified JAX train steps.
 
+The public names are those of `__init__.pyi`. Each is imported when it is first used:
+`import autopar` waits neither for jax nor for the planner and the runtime.
+"""
+
+import ast as _ast
+import importlib as _importlib
 import os as _os
 
-# An installed package holds solver/ and runtime/ in this folder; a checkout keeps them
-# beside it, so there the parent folder is searched for them too.
+# An installed package holds solver/, runtime/ and models/ in this folder; a checkout
+# keeps them beside it and in benchmarks/, so there these are searched for them too.
 if not _os.path.isdir(_os.path.join(_os.path.dirname(__file__), "solver")):
-    __path__.append(_os.path.dirname(_os.path.dirname(_os.path.abspath(__file__))))
+    _above = _os.path.dirname(_os.path.dirname(_os.path.abspath(__file__)))
+    __path__ += [_above, _os.path.join(_above, "benchmarks")]
 
-from .adascale_gain import AdaScaleState as AdaScaleState
-from .adascale_gain import adascale as adascale
-from .adascale_gain import grouped_value_and_grad as grouped_value_and_grad
-from .api import ParallelFunction as ParallelFunction
-from .api import parallelize as parallelize
-from .clusters.cluster import Cluster as Cluster
-from .data.batches import Batches as Batches
-from .errors import AuditError as AuditError
-from .errors import AutoparError as AutoparError
-from .errors import CheckpointError as CheckpointError
-from .errors import FallbackWarning as FallbackWarning
-from .errors import HostLostError as HostLostError
-from .errors import InfeasiblePlanError as InfeasiblePlanError
-from .errors import PlanFileError as PlanFileError
-from .execution import Checkpoint as Checkpoint
-from .execution import Checkpoints as Checkpoints
-from .execution import export_weights as export_weights
-from .execution import restore as restore
-from .execution import save as save
-from .methods.layout_rules import LayoutRules as LayoutRules
-from .methods.methods import Auto as Auto
-from .methods.methods import PipelineParallel as PipelineParallel
-from .methods.methods import ShardParallel as ShardParallel
-from .methods.named_methods import DataParallel as DataParallel
-from .methods.named_methods import Megatron as Megatron
-from .methods.named_methods import ThreeD as ThreeD
-from .methods.named_methods import Zero as Zero
-from .methods.place_operators import PlaceOperators as PlaceOperators
-from .microbatches.microbatches import BatchCoupledError as BatchCoupledError
-from .plans.parallel_plan import Plan as Plan
-from .rules.custom import register_rule as register_rule
-from .sharding import layouts as layouts
-from .sharding.pin_primitive import pin as pin
-from .sharding.pins import FREE as FREE
-from .sharding.relayout import relayout as relayout
-from .sharding.relayout import relayout_like as relayout_like
-from .state.distributed_array import (
-    AbstractDistributedArray as AbstractDistributedArray,
-)
-from .state.distributed_array import DistributedArray as DistributedArray
-from .state.distributed_array import fetch as fetch
-from .state.memmap_store import MemmapStore as MemmapStore
-from .training import Recovery as Recovery
-from .training import Training as Training
+with open(_os.path.join(_os.path.dirname(__file__), "__init__.pyi")) as _stub:
+    _HOMES = {
+        alias.asname: f"{__name__}.{node.module}"
+        for node in _ast.parse(_stub.read()).body
+        if isinstance(node, _ast.ImportFrom)
+        for alias in node.names
+    }
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _importlib.import_module(_HOMES[name])
+    if not hasattr(home, name):  # a module of its own
+        _importlib.import_module(f"{_HOMES[name]}.{name}")
+    globals()[name] = getattr(home, name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -127,7 +127,7 @@ def _recorder(
 
     def record(state: Any, batch: Any) -> tuple[Any, Any, StepTrace]:
         new_state, results, measured = execute.record(state, batch)
-        predicted = _simulation(planned).timeline
+        predicted = simulation_of(planned).timeline
         name = planned.traced.name
         return new_state, results, StepTrace(name, predicted, measured)
 
@@ -150,7 +150,7 @@ def staged_plan(planned: PlannedPipeline) -> Plan:
         StageProgramPlan(piece.piece.stage, piece.piece.kind, piece.plan)
         for piece in planned.pieces
     )
-    simulation = _simulation(planned)
+    simulation = simulation_of(planned)
     peak_bytes = tuple(
         held + planned.working_bytes(submesh)
         for submesh, held in enumerate(simulation.peak_bytes)
@@ -183,7 +183,7 @@ def staged_plan(planned: PlannedPipeline) -> Plan:
     )
 
 
-def _simulation(planned: PlannedPipeline) -> Simulation:
+def simulation_of(planned: PlannedPipeline) -> Simulation:
     """A step of the planned stage programs, at their predicted times."""
     seconds: defaultdict[tuple[int, str], float] = defaultdict(float)
     for each in planned.pieces:

@@ -20,7 +20,6 @@ from functools import cached_property
 from math import inf
 
 import numpy as np
-from scipy.optimize import linprog
 
 from .array_pool import ArrayPool
 from .assignment import Assignment
@@ -203,6 +202,8 @@ class _Search:
         """[rows] the duals of mixing the plans seen within the budget, or to the least
         bytes: min sum_p x_p cost_p + lacking s, where sum_p x_p used_rp <= limit_r + s.
         """
+        from scipy.optimize import linprog  # takes as long as jax to import
+
         plans = list(self.seen.values())
         held = np.array([each.bytes for each in plans])
         limit, cost, lacking = self._limits(), np.zeros(len(plans)), 1.0

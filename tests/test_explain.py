@@ -16,10 +16,11 @@ from autopar.plans.explain import (
     format_bytes,
     format_plan,
     format_seconds,
-    format_source,
 )
 from autopar.plans.leaf_groups import group_leaves
+from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan import InputPlan
+from autopar.plans.plan_view import format_source
 from autopar.sharding.spec import REPLICATED
 from benchmarks.models import build
 from tests.tiny_plans import make_plan
@@ -104,6 +105,24 @@ def test_a_model_of_48_layers_with_adam_is_one_screen() -> None:
         ".. is state.params, counted with what is split alike in "
         "state.opt_state[0].mu, state.opt_state[0].nu"
     ) in text.replace("\n", " ")
+
+
+def test_a_plan_is_shown_by_its_summary_and_printed_whole() -> None:
+    plan = Plan(replace(make_plan(), inputs=adam_state(48)))
+    assert len(repr(plan).splitlines()) <= 20
+    assert "data:2;model:2" in repr(plan) and "print(plan)" in repr(plan)
+    assert str(plan) == format_plan(plan.decision)
+
+
+def test_a_notebook_shows_the_summary_and_a_table_of_state() -> None:
+    hostile = InputPlan("state['<b>']", "state", (0, REPLICATED), (8,), 16)
+    plan = make_plan()
+    page = Plan(replace(plan, inputs=(*plan.inputs, hostile)))._repr_html_()
+    assert "<pre>plan of step" in page and page.count("<tr>") == 3
+    for cell in ("params[&#x27;layer_*&#x27;][&#x27;w&#x27;]", "[2, 8, 4]", "512 B"):
+        assert f"<td>{cell}</td>" in page
+    assert "&lt;b&gt;" in page and "<b>" not in page
+    assert "<td>x</td>" not in page, "a batch is no state"
 
 
 def test_a_layer_that_is_split_otherwise_has_its_own_row() -> None:

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
+import autopar
+
 ROOT = Path(__file__).parent.parent
 FOLDERS = {
     "autopar": "autopar",
+    "autopar.models": "benchmarks/models",
     "autopar.runtime": "runtime",
     "autopar.solver": "solver",
 }
-OPTIONAL = ("equinox", "flax", "haiku", "keras", "optax", "orbax", "plotly", "ray")
+OPTIONAL = "equinox flax haiku jinja2 keras optax orbax plotly ray".split()
 # Package registries, and paths as only a particular machine has them.
 OF_THIS_MACHINE = re.compile(
     r"pypi\.(org|python)|pythonhosted\.|registry\.npm|index-(url)|find-(links)"
@@ -74,13 +77,14 @@ def test_an_uninstalled_checkout_imports_past_a_users_own_solver(
 
 
 def test_autopar_imports_without_any_optional_package(tmp_path: Path) -> None:
-    code = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL})); import autopar"
+    code = f"import sys; sys.modules.update(dict.fromkeys({OPTIONAL}))\n"
+    code += "from autopar import *"
     _run(code, tmp_path, ROOT)
 
 
 def test_importing_autopar_starts_no_device(tmp_path: Path) -> None:
     code = (
-        "import os; os.environ.pop('XLA_FLAGS'); import autopar, jax;"
+        "import os; os.environ.pop('XLA_FLAGS'); from autopar import *; import jax;"
         "jax.config.update('jax_num_cpu_devices', 3); print(jax.device_count())"
     )
     assert _run(code, tmp_path, ROOT) == "3"
@@ -116,12 +120,35 @@ def test_the_wheel_holds_every_package_and_works_from_another_folder(
     }
     assert {str(path.relative_to(site)) for path in site.rglob("*.toml")} == tables
     assert "autopar/targets/gpu_specs.toml" in tables
-    parts = {path.name for path in (ROOT / "autopar" / "report").glob("report.*s")}
-    assert {path.name for path in site.glob("autopar/report/report.*s")} == parts
-    assert parts == {"report.css", "report.js"}
+    assert (site / "autopar" / "report" / "report.html").exists()
     imports = "".join(f"import {package};" for package in sorted(_packages()))
     printed = _run(imports + "print(autopar.__file__)", tmp_path, site)
     assert printed == str(site / "autopar" / "__init__.py")
+    plan = 'sys.argv = "autopar plan mlp --mesh x:8 --no-compare".split(); main()'
+    command = f"import sys; from autopar.cli import main; {plan}"
+    assert "heavy operators" in _run(command, tmp_path, site)
+
+
+def test_importing_autopar_takes_no_longer_than_importing_jax(tmp_path: Path) -> None:
+    """At most 1.3 times; nothing of what only planning or running takes is imported."""
+    late = ("pulp", "networkx", "scipy", "rich", "autopar.pipelines", "autopar.runtime")
+    code = (
+        "import autopar, sys, time; first = time.process_time(); import jax; "
+        f"print([name for name in {late} if name in sys.modules]); "
+        "print(first < 1.3 * (time.process_time() - first))"
+    )
+    assert _run(code, tmp_path, ROOT).split("\n") == ["[]", "True"]
+
+
+def test_every_public_name_is_where_the_stub_says(tmp_path: Path) -> None:
+    code = (
+        "import autopar; names = {n: getattr(autopar, n) for n in autopar.__all__};"
+        "print(len(names), set(names) <= set(dir(autopar)))"
+    )
+    number, is_listed = _run(code, tmp_path, ROOT).split()
+    assert int(number) > 40 and is_listed == "True"
+    with pytest.raises(AttributeError, match="module 'autopar' has no attribute 'no'"):
+        getattr(autopar, "no")  # noqa: B009
 
 
 def test_no_committed_file_names_a_registry_or_a_path_of_this_machine() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import autopar
-import autopar.commands.plan_targets as plan_targets
 from autopar.cli import main
 from autopar.commands.plan_targets import find_step, parse_method, parse_settings
 
@@ -166,9 +165,11 @@ def test_a_mistake_is_told_in_one_line(
     assert "Traceback" not in printed
 
 
-def test_without_a_checkout_a_model_by_name_says_where_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_model_by_name_without_its_package_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(plan_targets, "_ROOT", tmp_path)
-    with pytest.raises(ValueError, match="not of the installed package; run this from"):
+    for name in [each for each in sys.modules if each.startswith("autopar.models")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "optax", None)
+    with pytest.raises(ValueError, match=r"need the package 'optax'.*\[examples\]"):
         find_step("gpt-39b")

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.errors import PlanFileError
-from autopar.plans import staged_plan_file
 from autopar.plans.parallel_plan import Plan
-from autopar.plans.plan_file import from_json, to_json
+from autopar.plans.plan_file import from_json, read_plan, to_json
 from autopar.sharding.mesh import MeshShape
 from tests.rows.fixtures import f6
 from tests.tiny_plans import make_plan
@@ -236,13 +235,13 @@ def staged_text() -> str:
     case = f6()
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=8)
     plan = autopar.parallelize(case.step, method=method).plan(*case.args).stages
-    return staged_plan_file.to_json(replace(plan, programs=plan.programs[:2]))
+    return to_json(replace(plan, programs=plan.programs[:2]))
 
 
 def test_a_pipeline_comes_back_equal(staged_text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(staged_text)
     plan = Plan.load(tmp_path / "plan.json")
-    assert staged_plan_file.to_json(plan.stages) == staged_text
+    assert to_json(plan.stages) == staged_text
 
 
 @pytest.mark.parametrize("part", [0.0, 0.01, 0.1, 0.5, 0.9, 0.999])
@@ -272,7 +271,7 @@ def test_a_wrong_field_of_a_pipeline_is_named(
 ) -> None:
     document = {**json.loads(staged_text), **change}
     with pytest.raises(PlanFileError, match=reason):
-        staged_plan_file.from_json(json.dumps(document), "plan.json")
+        read_plan(json.dumps(document), "plan.json")
 
 
 @pytest.mark.parametrize("value", [None, -1, 2.5, True, "x", [], {}])
@@ -290,7 +289,7 @@ def test_whatever_a_value_of_a_pipeline_becomes_it_is_read_or_refused(
         kept = holder[key]
         holder[key] = value
         try:
-            staged_plan_file.from_json(json.dumps(document), "plan.json")
+            read_plan(json.dumps(document), "plan.json")
         except PlanFileError as error:
             assert str(error).startswith("plan.json: `")
         holder[key] = kept

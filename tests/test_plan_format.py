@@ -11,8 +11,8 @@ import pytest
 import autopar
 from autopar.errors import PlanFileError
 from autopar.graph.op_graph import Role
-from autopar.plans import plan_file, staged_plan_file
-from autopar.plans.plan_file import from_json, to_json
+from autopar.plans import plan_file
+from autopar.plans.plan_file import from_json, read_plan, to_json
 from autopar.sharding.collective import KINDS
 from tests.rows.fixtures import f6
 from tests.tiny_plans import make_plan
@@ -48,7 +48,7 @@ def pipeline() -> dict[str, Any]:
     case = f6()
     plan = autopar.parallelize(case.step, method=method).plan(*case.args)
     stages = replace(plan.stages, stage_products=(1, 1))
-    return json.loads(staged_plan_file.to_json(stages))
+    return json.loads(to_json(stages))
 
 
 def fields_of(items: list[dict[str, Any]]) -> set[str]:
@@ -111,19 +111,19 @@ def test_optional_fields_may_be_left_out_and_others_may_not() -> None:
 def test_a_pipeline_without_its_optional_fields_is_read() -> None:
     document = pipeline()
     del document["stage_products"]
-    staged_plan_file.from_json(json.dumps(document), "plan.json")
+    read_plan(json.dumps(document), "plan.json")
     for name in set(document) - {"format", "version"}:
         less = {key: value for key, value in document.items() if key != name}
         with pytest.raises(PlanFileError, match=f"`{name}` is missing"):
-            staged_plan_file.from_json(json.dumps(less), "plan.json")
+            read_plan(json.dumps(less), "plan.json")
 
 
 def test_the_words_on_the_page_are_those_that_are_read() -> None:
     text = PAGE.read_text()
     versions = re.findall(r"\| `version` \| integer \| (\d+) \|", text)
-    assert versions == [str(plan_file.VERSION), str(staged_plan_file.VERSION)]
+    assert versions == [str(plan_file.VERSION)] * 2
     formats = re.findall(r"\| `format` \| text \| `([\w-]+)` \|", text)
-    assert formats == [plan_file.FORMAT, staged_plan_file.FORMAT]
+    assert formats == [plan_file.FORMAT, plan_file.STAGED_FORMAT]
     kinds = next(line for line in text.splitlines() if "`collective_permute`" in line)
     assert set(re.findall(r"`(\w+)`", kinds)) == {"kind", *KINDS}
     roles = next(line for line in text.splitlines() if line.startswith("| `role`"))

@@ -6,13 +6,23 @@ jax is imported inside: `autopar --help` does without.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .plan_command import OPERATORS, find_cluster
+from .plan_command import find_cluster
+from .step_options import (
+    Args,
+    ClusterOption,
+    Microbatches,
+    Operators,
+    PlanFile,
+    Settings,
+    StepOfPlan,
+)
 
 if TYPE_CHECKING:
     from ..clusters.cluster import Cluster
@@ -21,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def explain(
-    path: Annotated[Path, typer.Argument(help="A plan, as plan.save wrote it.")],
+    path: PlanFile,
     tensor: Annotated[
         str | None,
         typer.Option(
@@ -33,37 +43,12 @@ def explain(
         str | None,
         typer.Option(metavar="NAME", help="Say why this operator is split as it is."),
     ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:NAME",
-            help="The step of the plan, as `autopar plan` takes it: with it the "
-            "runner-up is found and priced.",
-        ),
-    ] = None,
-    args: Annotated[
-        str | None,
-        typer.Option(metavar="MODULE:NAME", help="Example arguments of the step."),
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="The plan's cluster, as a preset or the path of a TOML file; needed "
-            "where the plan does not name a preset."
-        ),
-    ] = None,
-    microbatches: Annotated[
-        int | None, typer.Option(help="As the plan was made with.")
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="An option of a model by name, such as num_layers=4; may be repeated.",
-        ),
-    ] = None,
-    operators: Annotated[bool, OPERATORS] = False,
+    target: StepOfPlan = None,
+    args: Args = None,
+    cluster: ClusterOption = None,
+    microbatches: Microbatches = None,
+    settings: Settings = None,
+    operators: Operators = False,
 ) -> None:
     """Print a saved plan: what is split how, and what it costs.
 
@@ -78,24 +63,12 @@ def explain(
         autopar explain plan.json --tensor params/w
         autopar explain plan.json --tensor params/w --target train:for_autopar
     """
-    from ..plans.parallel_plan import Plan
-
-    plan = Plan.load(path)
-    if target is not None:
-        from .plan_targets import find_step, parse_settings
-
-        found = find_step(target, args, parse_settings(settings or []))
-        plan = with_step(plan, found, find_cluster(cluster), microbatches)
-    elif settings or (args, cluster, microbatches) != (None, None, None):
-        raise ValueError(
-            "--args, --set, --cluster and --microbatches say more of the step, but "
-            "--target is not given; add --target MODULE:NAME, or leave them out."
-        )
+    plan = load_plan(path, target, args, settings, cluster, microbatches)
     plan.explain(tensor=tensor, op=op, operators=operators)
 
 
 def diff(
-    before: Annotated[Path, typer.Argument(help="A plan, as plan.save wrote it.")],
+    before: PlanFile,
     after: Annotated[Path, typer.Argument(help="Another plan.")],
 ) -> None:
     """Print what changes from one plan to another, and what that costs.
@@ -111,6 +84,35 @@ def diff(
     from ..plans.parallel_plan import Plan
 
     Plan.load(before).diff(Plan.load(after)).print()
+
+
+def load_plan(
+    path: Path,
+    target: str | None,
+    args: str | None,
+    settings: Sequence[str] | None,
+    cluster: str | None,
+    microbatches: int | None,
+) -> Plan:
+    """A plan that was kept, with the step that it is of if `target` names it.
+
+    Raises:
+      ValueError: more is said of the step, which is not named.
+    """
+    from ..plans.parallel_plan import Plan
+
+    plan = Plan.load(path)
+    if target is not None:
+        from .plan_targets import find_step, parse_settings
+
+        found = find_step(target, args, parse_settings(settings or []))
+        return with_step(plan, found, find_cluster(cluster), microbatches)
+    if settings or (args, cluster, microbatches) != (None, None, None):
+        raise ValueError(
+            "--args, --set, --cluster and --microbatches say more of the step, but "
+            "--target is not given; add --target MODULE:NAME, or leave them out."
+        )
+    return plan
 
 
 def with_step(

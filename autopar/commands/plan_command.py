@@ -18,6 +18,15 @@ from rich.console import Console
 from rich.status import Status
 
 from .progress import progress
+from .step_options import (
+    Args,
+    Budget,
+    ClusterOption,
+    Microbatches,
+    Operators,
+    Remat,
+    Settings,
+)
 
 if TYPE_CHECKING:
     from ..clusters.cluster import Cluster
@@ -27,132 +36,114 @@ if TYPE_CHECKING:
     from .method_comparison import Row
     from .plan_targets import Target
 
-OPERATORS = typer.Option(
-    "--operators", help="List every operator, not only heavy ones."
-)
+_Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="MODULE:NAME, importable from the current folder, or a model by name.",
+    ),
+]
+_Mesh = Annotated[
+    str | None,
+    typer.Option(
+        "--mesh",
+        help="Mesh axes, such as 'data:2;model:4'; a size of -1 fills. Default: "
+        "shapes that follow the cluster's levels are searched.",
+    ),
+]
+_Method = Annotated[
+    str | None,
+    typer.Option(
+        "--method",
+        help="How to parallelize, as in Python: 'Auto()', 'Zero(stage=3)', "
+        "'PipelineParallel(num_microbatches=16)'. Default: shardings are searched.",
+    ),
+]
+_Offload = Annotated[
+    str | None,
+    typer.Option(
+        "--offload",
+        help="What lies in the host's memory: optimizer_state, state (parameters "
+        "too), or auto: as much of the former as the budget takes.",
+    ),
+]
+_Like = Annotated[
+    Path | None,
+    typer.Option(
+        "--like",
+        metavar="PLAN",
+        help="Keep what this plan chose for what is still there, plan the rest, "
+        "and print what changes.",
+    ),
+]
+_Pins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin",
+        metavar="PATH=SPEC",
+        help="What if: pin an argument, by path or expression, as in "
+        "'params/w=[-, model]'; plan again, print what changes. May be repeated.",
+    ),
+]
+_Check = Annotated[
+    Path | None,
+    typer.Option(
+        "--check",
+        metavar="PLAN",
+        help="Only compare with this plan: exit code 0 if the plan made now is the "
+        "same, else 1 with what changes.",
+    ),
+]
+_Tolerance = Annotated[
+    float,
+    typer.Option(
+        "--tolerance",
+        help="With --check: how much more the step may take and a device hold, as "
+        "a part of what was kept.",
+    ),
+]
+_Out = Annotated[
+    Path | None,
+    typer.Option("--out", "--output", help="Write the plan there, as JSON."),
+]
+_Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile",
+        help="Compile the plan's programs for the cluster too, which need not be "
+        "here: their collectives, audited, and memory. See autopar targets.",
+    ),
+]
+_CompileSeconds = Annotated[
+    float | None,
+    typer.Option(help="With --compile: what one program may take."),
+]
+_Compare = Annotated[
+    bool,
+    typer.Option(help="Plan the named methods too, and print all in one table."),
+]
 
 
 def plan(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="MODULE:NAME, importable from the current folder, or a model by name.",
-        ),
-    ],
-    args: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODULE:NAME",
-            help="Example arguments of the step: a tuple, or a function that returns "
-            "one. TARGET is then the step itself.",
-        ),
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="A preset such as 8x8xH100 (hosts x devices x kind), or the path of a "
-            "TOML file. Default: the devices here.",
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES", help="Memory that a device may fill, such as 70GiB."
-        ),
-    ] = None,
-    mesh: Annotated[
-        str | None,
-        typer.Option(
-            help="Mesh axes, such as 'data:2;model:4'; a size of -1 fills. Default: "
-            "shapes that follow the cluster's levels are searched.",
-        ),
-    ] = None,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            help="How to parallelize, as in Python: 'Auto()', 'Zero(stage=3)', "
-            "'PipelineParallel(num_microbatches=16)'. Default: shardings are searched.",
-        ),
-    ] = None,
-    microbatches: Annotated[
-        int | None, typer.Option(help="Parts of the batch that run one by one.")
-    ] = None,
-    remat: Annotated[
-        str | None,
-        typer.Option(
-            help="What the backward pass makes again: selective, cheap, full, or auto: "
-            "what the budget takes."
-        ),
-    ] = None,
-    offload: Annotated[
-        str | None,
-        typer.Option(
-            help="What lies in the host's memory: optimizer_state, state (parameters "
-            "too), or auto: as much of the former as the budget takes."
-        ),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="NAME=VALUE",
-            help="An option of a model by name, such as num_layers=4; may be repeated.",
-        ),
-    ] = None,
-    like: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PLAN",
-            help="Keep what this plan chose for what is still there, plan the rest, "
-            "and print what changes.",
-        ),
-    ] = None,
-    pins: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--pin",
-            metavar="PATH=SPEC",
-            help="What if: pin an argument, by path or expression, as in "
-            "'params/w=[-, model]'; plan again, print what changes. May be repeated.",
-        ),
-    ] = None,
-    check: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PLAN",
-            help="Only compare with this plan: exit code 0 if the plan made now is the "
-            "same, else 1 with what changes.",
-        ),
-    ] = None,
-    tolerance: Annotated[
-        float,
-        typer.Option(
-            help="With --check: how much more the step may take and a device hold, as "
-            "a part of what was kept."
-        ),
-    ] = 0.01,
-    output: Annotated[
-        Path | None,
-        typer.Option("--out", "--output", help="Write the plan there, as JSON."),
-    ] = None,
-    compare: Annotated[
-        bool,
-        typer.Option(help="Plan the named methods too, and print all in one table."),
-    ] = True,
-    operators: Annotated[bool, OPERATORS] = False,
-    compile: Annotated[
-        bool,
-        typer.Option(
-            "--compile",
-            help="Compile the plan's programs for the cluster too, which need not be "
-            "here: their collectives, audited, and memory. See autopar targets.",
-        ),
-    ] = False,
-    compile_seconds: Annotated[
-        float | None,
-        typer.Option(help="With --compile: what one program may take."),
-    ] = None,
+    target: _Target,
+    args: Args = None,
+    cluster: ClusterOption = None,
+    budget: Budget = None,
+    mesh: _Mesh = None,
+    method: _Method = None,
+    microbatches: Microbatches = None,
+    remat: Remat = None,
+    offload: _Offload = None,
+    settings: Settings = None,
+    like: _Like = None,
+    pins: _Pins = None,
+    check: _Check = None,
+    tolerance: _Tolerance = 0.01,
+    output: _Out = None,
+    compare: _Compare = True,
+    operators: Operators = False,
+    compile: _Compile = False,
+    compile_seconds: _CompileSeconds = None,
 ) -> None:
     """Plan a train step for a cluster, which need not be here.
 
@@ -163,8 +154,8 @@ def plan(
       MODULE:OBJECT    an object with a method step, and a method abstract() that
                        returns args; or a function that returns such an object
       MODULE:STEP      the step itself, with its args named by --args
-      NAME             a model of autopar's source checkout: gpt-39b, gpt-175b,
-                       llama-8b, moe-70b, wrn-13b and those of benchmarks/models
+      NAME             a model of autopar.models: gpt-39b, gpt-175b, llama-8b,
+                       moe-70b, wrn-13b and others
 
     where args is a tuple with an example for each argument of the step: arrays or
     jax.ShapeDtypeStruct. Only shapes and dtypes count, and nothing is run.

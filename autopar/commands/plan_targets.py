@@ -1,8 +1,7 @@
-"""What `autopar plan` is asked to plan: a user's step, or a model of the checkout.
+"""What `autopar plan` is asked to plan: a user's step, or a model by name.
 
 A target with a colon names something importable; see `find_step` for what it may be. A
-target without one names a model of `benchmarks/models`, which only a source checkout
-has: the installed package does not depend on it.
+target without one names a model of `autopar.models`.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
-
-_ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,9 +33,9 @@ def find_step(
       target: `module:name`, of a function without arguments that returns (step, args);
         of an object, or of a function that returns one, with a method `step` and a
         method `abstract()` that returns args; or, with `args`, of the step itself.
-        Without a colon, the name of a model of the checkout.
+        Without a colon, the name of a model.
       args: `module:name` of the example arguments, or of a function that returns them.
-      settings: of a model of the checkout: options by name.
+      settings: options of a model, by name.
 
     Raises:
       TypeError: what is named is none of these.
@@ -48,7 +45,7 @@ def find_step(
         return _model(target, args, settings or {})
     if settings:
         raise ValueError(
-            f"settings are those of a model of the checkout, but {target!r} is a step "
+            f"settings are those of a model by name, but {target!r} is a step "
             f"of your own; leave out {', '.join(settings)}."
         )
     found = look_up(target)
@@ -188,20 +185,14 @@ def _model(name: str, args: str | None, settings: Mapping[str, Any]) -> Target:
             f"a model has its own example arguments, but --args is {args!r}; leave it "
             f"out, or name the step as MODULE:FUNCTION."
         )
-    if not (_ROOT / "benchmarks" / "models" / "registry.py").exists():
-        raise ValueError(
-            f"a target is MODULE:NAME, such as train:for_autopar, but got {name!r}. "
-            f"Models by name, such as gpt-39b, are part of autopar's source checkout "
-            f"and not of the installed package; run this from a checkout."
-        )
-    sys.path.insert(0, str(_ROOT))
     try:
-        build = importlib.import_module("benchmarks.models").build
+        from autopar.models import build
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"the models of the checkout need the package {error.name!r}, which is not "
-            f"installed; pip install 'autopar[dev]'."
+            f"models by name need the package {error.name!r}, which is not installed; "
+            f"pip install 'autopar[examples]'."
         ) from error
+
     try:
         workload = build(name, **settings)
     except ValueError as error:

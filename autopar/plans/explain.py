@@ -3,50 +3,48 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from html import escape
 from io import StringIO
 from math import isclose
-from pathlib import Path
-from typing import TypeVar
+from typing import get_args
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..costs.compute import is_heavy
-from ..sharding.collective import Collective
-from ..sharding.group_names import GroupNames
-from ..sharding.spec import (
-    MAX,
-    MIN,
-    REPLICATED,
-    SUM,
-    Spec,
-    State,
-    dim_of,
-    format_spec,
-)
+from ..lowering.programs import TaskKind
+from ..sharding.spec import format_spec
 from .leaf_groups import common_path, group_leaves, without_numbers
-from .plan import InputPlan, OperatorPlan, ShardingPlan
+from .plan import ShardingPlan
+from .plan_view import (
+    CollectiveView,
+    Decision,
+    OperatorView,
+    PlanView,
+    ProgramView,
+    format_source,
+    grouped,
+)
+from .staged_plan import StagedPlan
 
 WIDTH = 100  # columns where there is no terminal to ask
 MOST_OF_GROUPS = 72  # letters
-_WORDS = {REPLICATED: "whole", SUM: "sum", MAX: "max", MIN: "min"}
-_T = TypeVar("_T")
-_Key = TypeVar("_Key", bound=Hashable)
+_MOST_LINES = 4  # source lines that are named for a stage
 
 
-def format_plan(plan: ShardingPlan, *, operators: bool = False) -> str:
+def format_plan(plan: Decision, *, operators: bool = False) -> str:
     """The plan as text of 100 columns.
 
     Args:
       plan: the plan.
-      operators: list every operator, not only the heavy ones.
+      operators: list every operator, not only the heavy ones; of a pipeline, those of
+        every stage program.
     """
     return as_text(plan_parts(plan, operators))
 
 
-def print_plan(plan: ShardingPlan, *, operators: bool = False) -> None:
+def print_plan(plan: Decision, *, operators: bool = False) -> None:
     """Print the plan, as wide as the terminal is; see `format_plan`."""
     show(plan_parts(plan, operators))
 
@@ -67,15 +65,69 @@ def show(parts: Iterable[RenderableType]) -> None:
         console.print(part)
 
 
-def plan_parts(plan: ShardingPlan, operators: bool) -> Iterator[RenderableType]:
+def plan_parts(decision: Decision, operators: bool) -> Iterator[RenderableType]:
     """What is printed of a plan, part by part."""
-    yield _header(plan)
-    yield _leaf_table(plan)
-    yield _operator_table(plan) if operators else _heavy_table(plan)
-    yield _collective_table(plan)
+    view = PlanView(decision)
+    if view.stages is not None:
+        yield _summary(view)
+        yield _stage_table(view, view.stages)
+        yield _transfer_table(view.stages)
+        yield _schedule(view.stages)
+    for program in view.programs if operators or view.stages is None else ():
+        if program.stage is not None:
+            yield Text(f"\nstage {program.stage}, {program.kind}", style="bold")
+        yield _header(program.sharding, program)
+        yield _leaf_table(program)
+        yield _operator_table(program) if operators else _heavy_table(program)
+        yield _collective_table(program)
 
 
-def _header(plan: ShardingPlan) -> RenderableType:
+def format_summary(decision: Decision) -> str:
+    """The first lines of what is printed: devices, seconds, memory."""
+    return as_text([_summary(PlanView(decision))])
+
+
+def plan_html(decision: Decision) -> str:
+    """The summary and a table of the state, as a notebook shows them."""
+    view = PlanView(decision)
+    groups = group_leaves(leaf for leaf in view.leaves if leaf.role == "state")
+    heads = (
+        "state",
+        "leaves",
+        "shape",
+        "shape a device",
+        "split over",
+        "bytes a device",
+    )
+    rows = [
+        (
+            " and ".join((each.path, *(f"{mirror}.." for mirror in each.mirrors))),
+            len(each.leaves),
+            list(each.first.shape),
+            list(each.first.local_shape),
+            each.first.spec_text,
+            format_bytes(each.bytes),
+        )
+        for each in groups
+    ]
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>"
+        for row in rows
+    )
+    head = "".join(f"<th>{each}</th>" for each in heads)
+    return (
+        f"<pre>{escape(format_summary(decision))}</pre>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def _summary(view: PlanView) -> RenderableType:
+    if view.stages is not None:
+        return _stages_header(view.stages)
+    return _header(view.programs[0].sharding, view.programs[0])
+
+
+def _header(plan: ShardingPlan, program: ProgramView) -> RenderableType:
     predicted = plan.predicted
     mesh = f"{plan.mesh} ({plan.mesh.size} devices), cluster {plan.cluster}"
     split = (
@@ -109,28 +161,23 @@ def _header(plan: ShardingPlan) -> RenderableType:
     split = predicted.split_flops_fraction
     rest = ", none twice" if split == 1 else "; devices repeat the rest"
     words = f"{split:.1%} of the heavy flops{rest}"
-    has_heavy = any(is_heavy(op.kind) for op in plan.operators)
+    has_heavy = any(op.is_heavy for op in program.operators)
     grid.add_row("split", words if has_heavy else "the step has no heavy operators")
     return Group(Text(f"plan of {plan.function}, for one step", style="bold"), grid)
 
 
-def _leaf_table(plan: ShardingPlan) -> RenderableType:
-    groups = group_leaves(plan.inputs)
+def _leaf_table(program: ProgramView) -> RenderableType:
+    groups = group_leaves(program.leaves)
     tree = next((group.tree for group in groups if group.mirrors), "")
-    rows = table()
-    rows.add_column("leaf", overflow="fold")
-    rows.add_column("leaves", justify="right")
-    rows.add_column("shape", overflow="fold")
-    rows.add_column("split over", overflow="fold")
-    rows.add_column("bytes a device", justify="right", no_wrap=True)
+    rows = table("leaf", ">leaves", "shape", "split over", ">bytes a device")
     for group in groups:
         first = group.first
         is_short = group.tree and group.tree == tree
         rows.add_row(
             Text(f"..{group.path[len(tree) :]}" if is_short else group.path),
             str(len(group.leaves)),
-            Text(_shape(first.shape)),
-            Text(_place(first, plan)),
+            Text(str(list(first.shape))),
+            Text(first.spec_text),
             format_bytes(group.bytes),
         )
     if tree:
@@ -140,51 +187,38 @@ def _leaf_table(plan: ShardingPlan) -> RenderableType:
     return section("state and batch", rows)
 
 
-def _place(leaf: InputPlan, plan: ShardingPlan) -> str:
-    """How a leaf is split, and that the host has it."""
-    text = format_spec(leaf.spec, len(leaf.shape), plan.mesh.axis_names)
-    return f"{text} on the host" if leaf.memory == "host" else text
-
-
-def _heavy_table(plan: ShardingPlan) -> RenderableType:
+def _heavy_table(program: ProgramView) -> RenderableType:
     """Products and convolutions; those of one line that are split alike are one row."""
-    heavy = [op for op in plan.operators if is_heavy(op.kind)]
-    total = sum(op.seconds for op in plan.operators) or 1.0
+    operators = program.operators
+    heavy = [op for op in operators if op.is_heavy]
+    total = sum(op.plan.seconds for op in operators) or 1.0
     title = (
-        f"heavy operators ({len(heavy)} of {len(plan.operators)}): the dim of the "
+        f"heavy operators ({len(heavy)} of {len(operators)}): the dim of the "
         "result that each axis splits"
     )
-    rows = table()
-    rows.add_column("operator", overflow="fold")
-    rows.add_column("line", overflow="fold")
-    for name in plan.mesh.axis_names:
-        rows.add_column(Text(name), overflow="fold")
-    rows.add_column("compute", justify="right", no_wrap=True)
+    names = program.sharding.mesh.axis_names
+    rows = table("operator", "line", *names, ">compute")
 
-    def line(op: OperatorPlan) -> str:
-        return format_source(op.source)
+    def key(op: OperatorView) -> tuple[str, str, tuple[str, ...]]:
+        return op.title, op.line, op.splits
 
-    for same in _grouped(heavy, lambda op: (_phase(op), line(op), _splits(op))):
-        times = f" x{len(same)}" if len(same) > 1 else ""
-        seconds = sum(op.seconds for op in same)
+    for same in grouped(heavy, key):
+        first, times = same[0], f" x{len(same)}" if len(same) > 1 else ""
+        seconds = sum(op.plan.seconds for op in same)
         rows.add_row(
-            f"{same[0].kind}{_phase(same[0])}{times}",
-            Text(line(same[0])),
-            *_splits(same[0]),
+            f"{first.title}{times}",
+            Text(first.line),
+            *first.splits,
             f"{seconds / total:.1%}",
         )
     return section(title, rows)
 
 
-def _operator_table(plan: ShardingPlan) -> RenderableType:
+def _operator_table(program: ProgramView) -> RenderableType:
     """Every operator, one a row."""
     title = "operators: the factor each axis splits, and the specs it makes"
-    rows = table()
-    rows.add_column("operator", overflow="fold")
-    rows.add_column("line", overflow="fold")
-    rows.add_column("factors", overflow="fold")
-    rows.add_column("makes", overflow="fold")
-    rows.add_column("seconds", justify="right", no_wrap=True)
+    rows = table("operator", "line", "factors", "makes", ">seconds")
+    plan = program.sharding
     ranks = {tensor.name: len(tensor.shape) for tensor in plan.tensors}
     names = plan.mesh.axis_names
     for op in plan.operators:
@@ -204,35 +238,25 @@ def _operator_table(plan: ShardingPlan) -> RenderableType:
     return section(title, rows)
 
 
-def _collective_table(plan: ShardingPlan) -> RenderableType:
-    if not plan.collectives:
+def _collective_table(program: ProgramView) -> RenderableType:
+    if not program.collectives:
         return Text("\nno collectives: every device works on its own")
-    lines = {op.source for op in plan.operators}
-    names = GroupNames(plan.mesh.size, plan.mesh)
 
-    def line(each: Collective) -> str:
-        return format_source(line_of(each, lines))
+    def key(each: CollectiveView) -> tuple[str, str, str]:
+        return without_numbers(each.line), each.plan.name, each.axes
 
-    def key(each: Collective) -> tuple[str, str, str]:
-        axes = names.name(each.kind, each.groups)
-        return (without_numbers(line(each)), each.name, axes)
+    def sent(same: list[CollectiveView]) -> int:
+        return sum(each.plan.total_bytes for each in same)
 
-    rows = table()
-    rows.add_column("line", overflow="fold")
-    rows.add_column("collective", overflow="fold")
-    rows.add_column("over", overflow="fold")
-    rows.add_column("count", justify="right")
-    rows.add_column("bytes", justify="right", no_wrap=True)
-    groups = _grouped(plan.collectives, key)
-    groups.sort(key=lambda same: -sum(each.total_bytes for each in same))
-    for same in groups:
-        _, collective, axes = key(same[0])
+    rows = table("line", "collective", "over", ">count", ">bytes")
+    groups = grouped(program.collectives, key)
+    for same in sorted(groups, key=lambda same: -sent(same)):
         rows.add_row(
-            Text(common_path([line(each) for each in same])),
-            collective,
-            Text(_in_short(axes)),
-            f"{sum(each.count for each in same):,}",
-            format_bytes(sum(each.total_bytes for each in same)),
+            Text(common_path([each.line for each in same])),
+            same[0].plan.name,
+            Text(_in_short(same[0].axes)),
+            f"{sum(each.plan.count for each in same):,}",
+            format_bytes(sent(same)),
         )
     return section("collectives, a device a step", rows)
 
@@ -242,46 +266,91 @@ def _in_short(groups: str) -> str:
     return f"{groups[: MOST_OF_GROUPS - 3]}..." if is_long else groups
 
 
-def line_of(each: Collective, lines: set[str]) -> str:
-    """The source line of a collective, or what it converts where that has none."""
-    name = each.source
-    for index, letter in enumerate(each.source):
-        if letter == " " and each.source[index + 1 :] in lines:
-            name = each.source[index + 1 :]
-    return name
+def _stages_header(plan: StagedPlan) -> RenderableType:
+    predicted = plan.predicted
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(
+        "stages",
+        Text(
+            f"{plan.num_stages} on {len(plan.meshes)} submeshes of cluster "
+            f"{plan.cluster}"
+        ),
+    )
+    grid.add_row(
+        "microbatches",
+        f"{plan.num_microbatches}, {plan.microbatch_semantics}, {plan.schedule}",
+    )
+    grid.add_row(
+        "predicted",
+        f"{format_seconds(predicted.step_seconds)}, of which the busiest submesh has "
+        f"{format_seconds(predicted.compute_seconds)} compute and "
+        f"{format_seconds(predicted.collective_seconds)} collectives",
+    )
+    grid.add_row("bubble", f"{predicted.bubble_fraction:.1%} of the time")
+    grid.add_row(
+        "collectives", f"{format_bytes(predicted.collective_bytes)} a device at most"
+    )
+    grid.add_row("transfers", f"{format_bytes(plan.transfer_bytes)} in all")
+    grid.add_row("memory", f"{format_bytes(predicted.peak_bytes)} a device at the peak")
+    title = f"plan of {plan.function}, a pipeline, for one step"
+    return Group(Text(title, style="bold"), grid)
 
 
-def _phase(op: OperatorPlan) -> str:
-    return " (backward)" if "transpose(" in op.name else ""
-
-
-def _splits(op: OperatorPlan) -> tuple[str, ...]:
-    """For each mesh axis what it does to the operator's first result, in words."""
-    result: Spec = op.result_specs[0] if op.result_specs else ()
-    return tuple(state_words(state) for state in result)
-
-
-def split_words(spec: Spec, names: Sequence[str]) -> str:
-    """What each mesh axis does to a tensor: `x dim 1, y sum`; `whole` if nothing."""
-    words = [
-        f"{name} {state_words(state)}"
-        for name, state in zip(names, spec, strict=True)
-        if state != REPLICATED
+def _stage_table(view: PlanView, plan: StagedPlan) -> RenderableType:
+    used = {each.kind for each in plan.programs}
+    kinds: list[TaskKind] = [
+        kind for kind in get_args(TaskKind) if kind != "weight" or kind in used
     ]
-    return ", ".join(words) or "whole"
+    rows = table("stage", "mesh", *kinds, "peak", "products")
+    for stage in range(plan.num_stages):
+        submesh = stage % len(plan.meshes)
+        rows.add_row(
+            str(stage),
+            Text(f"{submesh}: {plan.mesh(stage)}"),
+            *(format_seconds(plan.task_seconds(stage, kind)) for kind in kinds),
+            format_bytes(plan.peak_bytes[submesh]),
+            Text(products(view, stage)),
+        )
+    title = "stages: seconds of one microbatch, bytes of one device"
+    return section(title, rows)
 
 
-def state_words(state: State) -> str:
-    """What a mesh axis does to a tensor: `dim 1`, `whole`, `sum`."""
-    return f"dim {dim_of(state)}" if state >= 0 else _WORDS[state]
+def products(view: PlanView, stage: int) -> str:
+    """The lines of a stage's forward products with how often each comes, the first."""
+    lines = [
+        op.line
+        for program in view.programs
+        if (program.stage, program.kind) == (stage, "forward")
+        for op in program.operators
+        if op.is_heavy
+    ]
+    words = [
+        f"{same[0]} x{len(same)}" if len(same) > 1 else same[0]
+        for same in grouped(lines, str)
+    ]
+    rest = len(words) - _MOST_LINES
+    return ", ".join(words[:_MOST_LINES]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _grouped(items: Iterable[_T], key: Callable[[_T], _Key]) -> list[list[_T]]:
-    """Items of equal keys together, in the order of the first."""
-    groups: dict[_Key, list[_T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return list(groups.values())
+def _transfer_table(plan: StagedPlan) -> RenderableType:
+    if not plan.transfers:
+        return Text("\nno transfers: the stages share one submesh")
+    rows = table("from", "to", "value", "bytes", "times", "total")
+    for each in sorted(plan.transfers, key=lambda each: -each.total_bytes):
+        rows.add_row(
+            str(each.source),
+            str(each.target),
+            Text(each.slot),
+            format_bytes(each.bytes),
+            str(each.count),
+            format_bytes(each.total_bytes),
+        )
+    return section("transfers, a step", rows)
+
+
+def _schedule(plan: StagedPlan) -> RenderableType:
+    rows = [f"submesh {i}: {row}" for i, row in enumerate(plan.rows)]
+    return section("schedule", Text("\n".join(rows)))
 
 
 def section(title: str, rows: RenderableType) -> RenderableType:
@@ -298,28 +367,6 @@ def table(*columns: str) -> Table:
         else:
             made.add_column(Text(column), overflow="fold")
     return made
-
-
-def _shape(shape: Iterable[int]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
-
-
-def format_source(source: str) -> str:
-    """A source line as `models/gpt.py:12 (attention)`, if below the current folder.
-
-    That of a package begins with the package's name.
-    """
-    place, _, function = source.partition(" (")
-    path, *numbers = place.rsplit(":", 2)
-    if not numbers:
-        return source
-    try:
-        path = str(Path(path).relative_to(Path.cwd()))
-    except ValueError:
-        pass
-    path = path.rpartition("site-packages/")[2]
-    name = function.rstrip(")").rpartition(".")[2]
-    return f"{path}:{numbers[0]}" + (f" ({name})" if name else "")
 
 
 def format_seconds(seconds: float) -> str:

@@ -13,23 +13,29 @@ from rich.table import Table
 from rich.text import Text
 
 from ..methods.place_operators import PlaceOperators
-from ..sharding.group_names import GroupNames
 from ..sharding.pins import spellings
 from ..sharding.spec import Spec, format_spec, local_shape
 from .explain import (
     format_bytes,
     format_seconds,
-    format_source,
     is_rounding,
     section,
-    split_words,
     table,
 )
 from .plan import OperatorPlan, Prediction, ShardingPlan, TensorPlan
+from .plan_view import (
+    Decision,
+    PlanView,
+    ProgramView,
+    format_source,
+    grouped,
+    split_words,
+)
 from .reasons import PlanSource, Reasons, StageSource, nearest_names
 from .staged_plan import StagedPlan
 
 _MOST_READERS = 6
+_MOST_PRODUCTS, _MOST_COLLECTIVES = 1, 2  # choices that are weighed
 _PLACED = (
     "The operators of this plan were placed one by one, on one device each: there is "
     "no other split of them to price."
@@ -42,7 +48,7 @@ _WITHOUT_STEP = (
 
 
 def tensor_parts(
-    decision: ShardingPlan | StagedPlan,
+    decision: Decision,
     name: str,
     source: PlanSource | None,
     stage_source: StageSource | None,
@@ -60,7 +66,7 @@ def tensor_parts(
 
 
 def operator_parts(
-    decision: ShardingPlan | StagedPlan,
+    decision: Decision,
     name: str,
     source: PlanSource | None,
     stage_source: StageSource | None,
@@ -78,34 +84,86 @@ def operator_parts(
 
 
 @dataclass(frozen=True)
-class _Found:
-    """Where a name is: its place in a program, and which program of a pipeline."""
+class WeighedChoice:
+    """A choice of a plan and its runner-up; `after` is None where there is none."""
 
-    plan: ShardingPlan
+    title: str
+    program: str
+    chosen: str
+    runner_up: str
+    holders: tuple[str, ...]
+    before: Prediction
+    after: Prediction | None
+
+
+def largest_choices(
+    decision: Decision,
+    source: PlanSource | None,
+    stage_source: StageSource | None,
+) -> Iterator[WeighedChoice]:
+    """The dearest product and collectives, with what was next best.
+
+    Those of one line that are alike count as one. Nothing where the step is not at
+    hand. Each is solved for anew, so they are few.
+    """
+    asked = _Asked(decision, source, stage_source)
+    view = PlanView(decision)
+    heavy = [op for op in view.operators if op.is_heavy]
+    works = grouped(heavy, lambda op: (op.program.name, op.line, op.title, op.splits))
+    works.sort(key=lambda same: -sum(op.seconds for op in same))
+    for op in (same[0] for same in works[:_MOST_PRODUCTS]):
+        found = _Found(view, op.program, op.index)
+        chosen = _factors(op.plan, op.program.sharding)
+        yield from asked.weighed("operator", found, f"{op.title} at {op.line}", chosen)
+    sent = [each for each in view.collectives if each.tensor]
+    sums = grouped(sent, lambda e: (e.program.name, e.line, e.plan.name, e.axes))
+    sums.sort(key=lambda same: -sum(each.bytes for each in same))
+    for each in (same[0] for same in sums[:_MOST_COLLECTIVES]):
+        tensors = each.program.sharding.tensors
+        places = [i for i, t in enumerate(tensors) if t.name == each.tensor]
+        for index in places[:1]:
+            tensor, names = tensors[index], each.program.sharding.mesh.axis_names
+            title = f"{tensor.name}, which takes {each.plan.name} over {each.axes}"
+            chosen = format_spec(tensor.spec, len(tensor.shape), names)
+            found = _Found(view, each.program, index)
+            yield from asked.weighed("tensor", found, title, chosen)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Where a name is: its place in a program of a plan."""
+
+    view: PlanView
+    program: ProgramView
     index: int
-    program: int = 0
-    staged: StagedPlan | None = None
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """That of the program."""
+        return self.program.sharding
 
     @property
     def where(self) -> str:
         """The stage program, if there are several."""
-        if self.staged is None:
-            return ""
-        program = self.staged.programs[self.program]
-        return f", stage {program.stage} {program.kind}"
+        return f", {self.program.name}" if self.program.name else ""
 
-    def prices(self, plan: ShardingPlan | StagedPlan) -> Prediction:
+    @property
+    def noun(self) -> str:
+        """What is planned again for a runner-up."""
+        return "plan" if self.view.stages is None else "stage"
+
+    def prices(self, plan: Decision) -> Prediction:
         """Of a plan of the step, what is told: in a pipeline, of the stage asked."""
-        if self.staged is None or isinstance(plan, ShardingPlan):
+        if self.program.stage is None or isinstance(plan, ShardingPlan):
             return plan.predicted
-        return plan.predicted_on(self.staged.programs[self.program].stage)
+        return plan.predicted_on(self.program.stage)
 
 
 @dataclass(frozen=True)
 class _Asked:
     """A plan, and its step if that is at hand."""
 
-    decision: ShardingPlan | StagedPlan
+    decision: Decision
     source: PlanSource | None
     stage_source: StageSource | None
 
@@ -116,18 +174,13 @@ class _Asked:
         named: Callable[[ShardingPlan], Sequence[TensorPlan | OperatorPlan]],
     ) -> list[_Found]:
         """Where a name is."""
-        decision = self.decision
-        if isinstance(decision, StagedPlan):
-            programs = [each.sharding for each in decision.programs]
-            staged = decision
-        else:
-            programs, staged = [decision], None
+        view = PlanView(self.decision)
         found, known = [], []
-        for program, plan in enumerate(programs):
-            names = [each.name for each in named(plan)]
+        for program in view.programs:
+            names = [each.name for each in named(program.sharding)]
             known += names
             found += [
-                _Found(plan, index, program, staged)
+                _Found(view, program, index)
                 for index, each in enumerate(names)
                 if name in spellings(each)
             ]
@@ -136,7 +189,8 @@ class _Asked:
             known_words = ", ".join(like) or "(nothing is like it)"
             raise ValueError(
                 f"`{noun}` must be one of the {len(known)} names in the plan of "
-                f"{decision.function!r}, but got {name!r}; like it are: {known_words}."
+                f"{self.decision.function!r}, but got {name!r}; like it are: "
+                f"{known_words}."
             )
         return found
 
@@ -144,18 +198,36 @@ class _Asked:
         self, noun: Literal["tensor", "operator"], found: _Found
     ) -> Reasons | None:
         """Why it is so, if the step is at hand and can be planned again."""
-        if found.staged is None:
-            if self.source is None:
-                return None
-            if noun == "tensor":
-                return self.source.tensor_reasons(found.plan, found.index)
-            return self.source.operator_reasons(found.plan, found.index)
-        if self.stage_source is None or self._is_placed:
+        decision = self.decision
+        if isinstance(decision, ShardingPlan):
+            source, place = self.source, (decision, found.index)
+        elif self._is_placed:
             return None
-        place = found.staged, found.program, found.index
-        if noun == "tensor":
-            return self.stage_source.tensor_reasons(*place)
-        return self.stage_source.operator_reasons(*place)
+        else:
+            place = decision, found.program.index, found.index
+            source = self.stage_source
+        if source is None:
+            return None
+        is_tensor = noun == "tensor"
+        ask = source.tensor_reasons if is_tensor else source.operator_reasons
+        return ask(*place)  # type: ignore[arg-type]
+
+    def weighed(
+        self,
+        noun: Literal["tensor", "operator"],
+        found: _Found,
+        title: str,
+        chosen: str,
+    ) -> Iterator[WeighedChoice]:
+        """The choice beside its runner-up, if it can be planned again."""
+        reasons = self.reasons(noun, found)
+        for each in () if reasons is None else reasons.alternatives[:1]:
+            yield WeighedChoice(
+                *(title, found.program.name, chosen, each.choice or each.refusal),
+                () if reasons is None else reasons.holders,
+                found.prices(self.decision),
+                None if each.plan is None else found.prices(each.plan),
+            )
 
     @property
     def _is_placed(self) -> bool:
@@ -198,10 +270,10 @@ def _tensor(
     for copy in tensor.conversions:
         pair = (format_spec(s, rank, names) for s in (copy.source, copy.target))
         grid.add_row("is copied", Text(" -> ".join(pair)))
-    for text in _collectives(plan, tensor.name, maker):
+    for text in _collectives(found.program, tensor.name):
         grid.add_row("which sends", Text(text))
     if reasons is not None:
-        _add_reasons(grid, reasons, "plan" if found.staged is None else "stage")
+        _add_reasons(grid, reasons, found.noun)
     yield grid
     if reasons is not None:
         yield from _alternatives(found, reasons, "spec")
@@ -214,15 +286,14 @@ def _operator(
     yield Text(f"{op.name}, {op.kind}{found.where}", style="bold")
     grid = Table.grid(padding=(0, 2))
     grid.add_row("at", Text(format_source(op.source)))
-    pairs = zip(names, op.factors, strict=False)
-    factors = ", ".join(f"{name} {factor}" for name, factor in pairs)
+    factors = _factors(op, found.plan)
     grid.add_row("splits", Text(factors or "nothing: its operands and results decide"))
     grid.add_row("reads", Text(_listed(op.operand_specs, names)))
     grid.add_row("makes", Text(_listed(op.result_specs, names)))
     takes = f"{format_seconds(op.seconds)} a step, {op.flops:,.0f} flops in all"
     grid.add_row("takes", f"{takes}, divided over {op.split} devices")
     if reasons is not None:
-        _add_reasons(grid, reasons, "plan" if found.staged is None else "stage")
+        _add_reasons(grid, reasons, found.noun)
     yield grid
     if reasons is not None:
         yield from _alternatives(found, reasons, "factors")
@@ -257,7 +328,7 @@ def _alternatives(
     if not reasons.alternatives:
         return
     rows = table("", noun, ">step", ">compute", ">collectives", ">peak memory")
-    here = found.prices(found.staged or found.plan)
+    here = found.prices(found.view.decision)
     rows.add_row("this plan", "", *_figures(here))
     gaps = [here.optimality_gap]
     for each in reasons.alternatives:
@@ -266,10 +337,10 @@ def _alternatives(
             continue
         there = found.prices(each.plan)
         gaps.append(there.optimality_gap)
-        changes = _changes(here, there)
-        rows.add_row(Text(each.title), Text(each.choice), *changes)
+        priced = changes(here, there)
+        rows.add_row(Text(each.title), Text(each.choice), *priced)
     yield section("what else it could be, and its price", rows)
-    if found.staged is not None:
+    if found.view.stages is not None:
         words = (
             f"The runner-up is the stage planned anew with other {noun} here; all else "
             f"of it may change, other stages stay. Seconds of the step are those of "
@@ -296,8 +367,8 @@ def _figures(predicted: Prediction) -> Sequence[str]:
     )
 
 
-def _changes(here: Prediction, other: Prediction) -> Iterator[str]:
-    """What each figure changes by: `+12 us`."""
+def changes(here: Prediction, other: Prediction) -> Iterator[str]:
+    """What step, compute, collectives and peak change by: `+12 us`."""
     pairs = (
         (here.step_seconds, other.step_seconds, format_seconds),
         (here.compute_seconds, other.compute_seconds, format_seconds),
@@ -314,21 +385,21 @@ def _makes(op: OperatorPlan, tensor: str) -> bool:
     return op.name == tensor or (op.name == name and position.isdigit())
 
 
+def _factors(op: OperatorPlan, plan: ShardingPlan) -> str:
+    pairs = zip(plan.mesh.axis_names, op.factors, strict=False)
+    return ", ".join(f"{name} {factor}" for name, factor in pairs)
+
+
 def _maker_text(op: OperatorPlan, plan: ShardingPlan) -> str:
-    names = zip(plan.mesh.axis_names, op.factors, strict=False)
-    factors = ", ".join(f"{name} {factor}" for name, factor in names)
+    factors = _factors(op, plan)
     splits = f", which splits {factors}" if factors else ""
     return f"{op.kind} at {format_source(op.source)}{splits}"
 
 
-def _collectives(
-    plan: ShardingPlan, tensor: str, maker: OperatorPlan | None
-) -> Iterator[str]:
+def _collectives(program: ProgramView, tensor: str) -> Iterator[str]:
     """The collectives of a tensor's copies, each with its bytes of a step."""
-    groups = GroupNames(plan.mesh.size, plan.mesh)
-    own = f"{tensor} {maker.source if maker else ''}".strip()
-    for each in plan.collectives:
-        if each.source == own:
-            axes = groups.name(each.kind, each.groups)
-            times = f" x{each.count}" if each.count > 1 else ""
-            yield f"{each.name} over {axes}{times}, {format_bytes(each.total_bytes)}"
+    for each in program.collectives:
+        if each.tensor == tensor:
+            times = f" x{each.plan.count}" if each.plan.count > 1 else ""
+            total = format_bytes(each.plan.total_bytes)
+            yield f"{each.plan.name} over {each.axes}{times}, {total}"

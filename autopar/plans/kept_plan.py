@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .explain import format_bytes, format_seconds
 from .plan_diff import PlanDiff, diff_plans
-from .plan_parts import Decision
+from .plan_view import Decision
 
 TOLERANCE = 0.01  # of the step's seconds and the peak's bytes
 

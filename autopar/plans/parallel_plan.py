@@ -6,29 +6,29 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from ..audit.audit import Audit
-from ..report.findings import PlanOrigin
-from ..report.html_page import page_of
-from ..report.report import StageAudits, make_report, write_page
 from ..sharding.pins import PinsLike
 from . import explain as _explain
 from . import explain_choice as _explain_choice
-from . import explain_stages as _explain_stages
-from . import plan_file as _plan_file
-from . import staged_plan_file as _staged_plan_file
 from .compiled_figures import CompiledFigures
+from .explain_choice import largest_choices
 from .pin_cost import PinCosts
 from .plan import Prediction, ShardingPlan
 from .plan_diff import PlanDiff, diff_plans
+from .plan_file import read_plan, to_json
 from .reasons import PlanSource, StageSource
 from .staged_plan import StagedPlan
+
+if TYPE_CHECKING:
+    from ..audit.audit import Audit
+    from ..report.findings import PlanOrigin
+    from ..report.report import StageAudits
 
 WHAT_IF_GAP = 0.01  # of a step: closing it further takes most of the time of solving
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The decision for a whole function, with what it will cost.
 
@@ -42,10 +42,10 @@ class Plan:
     """
 
     decision: ShardingPlan | StagedPlan
-    origin: PlanOrigin | None = field(default=None, compare=False, repr=False)
-    source: PlanSource | None = field(default=None, compare=False, repr=False)
-    stage_source: StageSource | None = field(default=None, compare=False, repr=False)
-    compiled: CompiledFigures | str = field(default="", compare=False, repr=False)
+    origin: PlanOrigin | None = field(default=None, compare=False)
+    source: PlanSource | None = field(default=None, compare=False)
+    stage_source: StageSource | None = field(default=None, compare=False)
+    compiled: CompiledFigures | str = field(default="", compare=False)
 
     def __reduce__(self) -> tuple[type[Plan], tuple[ShardingPlan | StagedPlan]]:
         return Plan, (self.decision,)
@@ -111,8 +111,6 @@ class Plan:
             if op is not None:
                 parts += _explain_choice.operator_parts(self.decision, op, *sources)
             _explain.show(parts)
-        elif isinstance(self.decision, StagedPlan):
-            _explain_stages.print_plan(self.decision, operators=operators)
         else:
             _explain.print_plan(self.decision, operators=operators)
         if isinstance(self.compiled, CompiledFigures):
@@ -144,13 +142,19 @@ class Plan:
         Raises:
           ImportError: plotly is not installed.
         """
-        given = alternatives
+        from ..report.page import page_of
+        from ..report.report import make_report, write_page
+
+        given, choices = alternatives, ()
         if not isinstance(given, bool):
             given = {name: plan.decision for name, plan in given.items()}
+        elif given:
+            sources = self.source, self.stage_source
+            choices = largest_choices(self.decision, *sources)
         if audit is True and isinstance(self.compiled, CompiledFigures):
             audit = self.compiled.named()
-        report = make_report(self.decision, self.origin, given, audit)
-        write_page(page_of(report), path)
+        found = make_report(self.decision, self.origin, given, audit, tuple(choices))
+        write_page(page_of(found), path)
 
     def diff(self, other: Plan) -> PlanDiff:
         """What changes from this plan to another, which prints as tables.
@@ -212,11 +216,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON."""
-        if isinstance(self.decision, StagedPlan):
-            text = _staged_plan_file.to_json(self.decision)
-        else:
-            text = _plan_file.to_json(self.decision)
-        Path(path).write_text(text)
+        Path(path).write_text(to_json(self.decision))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -225,12 +225,15 @@ class Plan:
         Raises:
           PlanFileError: the file is no plan, truncated, or of another version.
         """
-        text, where = Path(path).read_text(), str(path)
-        if _staged_plan_file.is_staged(text):
-            return cls(_staged_plan_file.from_json(text, where))
-        return cls(_plan_file.from_json(text, where))
+        return cls(read_plan(Path(path).read_text(), str(path)))
 
     def __str__(self) -> str:
-        if isinstance(self.decision, StagedPlan):
-            return _explain_stages.format_plan(self.decision)
         return _explain.format_plan(self.decision)
+
+    def __repr__(self) -> str:
+        return (
+            f"<{_explain.format_summary(self.decision)}\nprint(plan) shows all of it>"
+        )
+
+    def _repr_html_(self) -> str:
+        return _explain.plan_html(self.decision)

@@ -7,8 +7,8 @@ deep model that change alike are one row.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
 
@@ -20,7 +20,6 @@ from .explain import (
     as_text,
     format_bytes,
     format_seconds,
-    format_source,
     is_rounding,
     section,
     show,
@@ -28,14 +27,16 @@ from .explain import (
 )
 from .leaf_groups import group_leaves
 from .plan import Prediction
-from .plan_parts import (
+from .plan_view import (
+    CollectiveView,
     Decision,
-    LeafPart,
-    OperatorPart,
-    PlanParts,
-    decision_only,
-    parts_of,
+    LeafView,
+    OperatorView,
+    PlanView,
+    format_source,
+    split_words,
 )
+from .staged_plan import StagedPlan
 
 _MOST_ROWS = 20  # of a table; what is left out is counted
 _ABSENT = "none"
@@ -69,8 +70,8 @@ class ChangedLine:
 class PlanDiff:
     """What changes from the plan `before` to the plan `after`; prints as tables."""
 
-    before: PlanParts
-    after: PlanParts
+    before: PlanView
+    after: PlanView
 
     @cached_property
     def is_equal(self) -> bool:
@@ -81,13 +82,13 @@ class PlanDiff:
     @cached_property
     def has_same_decisions(self) -> bool:
         """Whether both run the same program, whatever it is predicted to take."""
-        mine, other = map(decision_only, (self.before.decision, self.after.decision))
-        return mine == other
+        mine, other = self.before.decision, self.after.decision
+        return decision_only(mine) == decision_only(other)
 
     @cached_property
     def leaves(self) -> tuple[ChangedLeaf, ...]:
         """The leaves that lie elsewhere, or are in one plan only."""
-        paths = dict.fromkeys([*self.before.leaves, *self.after.leaves])
+        paths = dict.fromkeys([*self._leaves[0], *self._leaves[1]])
         changed = (self._leaf(path) for path in paths)
         return tuple(each for each in changed if each is not None)
 
@@ -104,44 +105,51 @@ class PlanDiff:
     @cached_property
     def collectives(self) -> tuple[ChangedLine, ...]:
         """The lines that send other collectives, those of the most bytes first."""
-        latest = {each.tensor: each.source for each in self.after.traffic}
-        lines: dict[str, list[list[tuple[str, int, float]]]] = {}
-        for side, parts in enumerate((self.before, self.after)):
-            for each in parts.traffic:
-                source = latest.get(each.tensor, each.source) or each.source
-                words = f"{each.collective} over {each.axes}"
-                place = format_source(source) if source else each.tensor
-                row = lines.setdefault(place, [[], []])
+        latest = {_name(e): e.source for e in self.after.collectives if e.tensor}
+        lines: dict[tuple[str, str], _Sides] = {}
+        for side, view in enumerate((self.before, self.after)):
+            for each in view.collectives:
+                source = latest.get(_name(each), each.source) or each.source
+                words = f"{each.plan.name} over {each.axes}"
+                place = "", format_source(source) or each.tensor
+                row = lines.setdefault(place, ([], []))
                 row[side].append((words, each.count, float(each.bytes)))
-        return _changed((("", source), row) for source, row in lines.items())
+        return _changed(lines)
 
     def _leaf(self, path: str) -> ChangedLeaf | None:
-        mine, other = self.before.leaves.get(path), self.after.leaves.get(path)
-        some: LeafPart | None = other or mine
-        assert some is not None
-        found = ChangedLeaf(
-            path,
-            some.role,
-            some.shape,
-            (mine.spec if mine else _ABSENT, other.spec if other else _ABSENT),
-            mine.bytes if mine else 0,
-            other.bytes if other else 0,
-        )
-        is_same = found.spec[0] == found.spec[1] and found.before_bytes == found.bytes
-        return None if is_same else found
+        sides = [by_path.get(path, []) for by_path in self._leaves]
+        some = sides[1] or sides[0]
+        specs = [", ".join(sorted(map(_home, side))) or _ABSENT for side in sides]
+        before, after = (max((x.bytes for x in side), default=0) for side in sides)
+        if specs[0] == specs[1] and before == after:
+            return None
+        role = next((leaf.role for leaf in some if leaf.role == "state"), some[0].role)
+        shape = some[0].shape
+        return ChangedLeaf(path, role, shape, (specs[0], specs[1]), before, after)
+
+    @cached_property
+    def _leaves(self) -> tuple[dict[str, list[LeafView]], dict[str, list[LeafView]]]:
+        """By path, of both plans: one for each stage that has it."""
+        found: tuple[dict[str, list[LeafView]], ...] = ({}, {})
+        for view, by_path in zip((self.before, self.after), found, strict=True):
+            for leaf in view.leaves:
+                by_path.setdefault(leaf.path, []).append(leaf)
+        return found[0], found[1]
 
     def _operator_lines(
-        self, is_wanted: Callable[[OperatorPart], bool]
+        self, is_wanted: Callable[[OperatorView], bool]
     ) -> tuple[ChangedLine, ...]:
-        latest = {(op.name, op.kind): op.source for op in self.after.operators}
-        lines: dict[tuple[str, str], list[list[tuple[str, int, float]]]] = {}
-        for side, parts in enumerate((self.before, self.after)):
-            for op in filter(is_wanted, parts.operators):
-                source = latest.get((op.name, op.kind), op.source)
-                place = f"{op.kind}{op.phase}", format_source(source)
-                row = lines.setdefault(place, [[], []])
-                row[side].append((op.splits, 1, op.seconds))
-        return _changed(lines.items())
+        latest = {(_name(op), op.plan.kind): op.line for op in self.after.operators}
+        lines: dict[tuple[str, str], _Sides] = {}
+        for side, view in enumerate((self.before, self.after)):
+            for op in filter(is_wanted, view.operators):
+                place = op.title, latest.get((_name(op), op.plan.kind), op.line)
+                names = op.program.sharding.mesh.axis_names
+                specs = op.plan.result_specs
+                words = split_words(specs[0], names) if specs else ""
+                row = lines.setdefault(place, ([], []))
+                row[side].append((words, 1, op.seconds))
+        return _changed(lines)
 
     def _figures(self, only_changed: bool) -> Iterator[tuple[str, str, str, str]]:
         """Each figure in words: its name, before, after and what it changes by."""
@@ -190,13 +198,9 @@ class PlanDiff:
     def _figure_table(self) -> RenderableType:
         grid = table("", ">before", ">after", ">change")
         words = (
-            ("mesh", self.before.meshes, self.after.meshes),
+            ("mesh", _meshes(self.before), _meshes(self.after)),
             ("form", self.before.form, self.after.form),
-            (
-                "cluster",
-                self.before.decision.cluster,
-                self.after.decision.cluster,
-            ),
+            ("cluster", self.before.decision.cluster, self.after.decision.cluster),
         )
         for name, was, now in words:
             if was != now:
@@ -240,7 +244,55 @@ class PlanDiff:
 
 def diff_plans(before: Decision, after: Decision) -> PlanDiff:
     """What changes from one plan to the other."""
-    return PlanDiff(parts_of(before), parts_of(after))
+    return PlanDiff(PlanView(before), PlanView(after))
+
+
+_Sides = tuple[list[tuple[str, int, float]], list[tuple[str, int, float]]]
+
+
+def _name(each: OperatorView | CollectiveView) -> str:
+    """What both plans call an operator, or the tensor of a collective."""
+    own = each.plan.name if isinstance(each, OperatorView) else each.tensor
+    return f"{each.program.name} {own}"
+
+
+def _home(leaf: LeafView) -> str:
+    stage = "" if leaf.stage is None else f"stage {leaf.stage} "
+    return f"{stage}{leaf.spec_text}"
+
+
+def _meshes(view: PlanView) -> str:
+    return " | ".join(map(str, view.meshes))
+
+
+def decision_only(decision: Decision) -> Decision:
+    """The plan without what it costs, and without names of files and lines.
+
+    Plans that are equal so run the same program, whatever they were predicted to take.
+    """
+    nothing = Prediction(0.0, 0.0, 0.0, 0, 0, 0.0, 0.0, 0.0)
+    if isinstance(decision, StagedPlan):
+        return replace(
+            decision,
+            function="",
+            cluster="",
+            predicted=nothing,
+            peak_bytes=(),
+            programs=tuple(
+                replace(each, sharding=decision_only(each.sharding))
+                for each in decision.programs
+            ),
+        )
+    return replace(
+        decision,
+        function="",
+        cluster="",
+        predicted=nothing,
+        collectives=(),
+        operators=tuple(
+            replace(op, source="", flops=0.0, seconds=0.0) for op in decision.operators
+        ),
+    )
 
 
 def _share(value: float) -> str:
@@ -275,12 +327,10 @@ def _before(leaves: Iterable[ChangedLeaf]) -> int:
     return sum(leaf.before_bytes for leaf in leaves)
 
 
-def _changed(
-    lines: Iterable[tuple[tuple[str, str], list[list[tuple[str, int, float]]]]],
-) -> tuple[ChangedLine, ...]:
+def _changed(lines: Mapping[tuple[str, str], _Sides]) -> tuple[ChangedLine, ...]:
     """The lines on which the two sides differ, those that change most first."""
     found = []
-    for (what, source), sides in lines:
+    for (what, source), sides in lines.items():
         counts: list[Counter[str]] = [Counter(), Counter()]
         for side, count in zip(sides, counts, strict=True):
             for words, times, _ in side:

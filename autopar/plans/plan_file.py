@@ -1,6 +1,7 @@
 """Plans as JSON: versioned, data only, made to be read, compared and edited by hand.
 
-One line for each input, operator, tensor and collective. A spec is the dims that mesh
+A plan of a pipeline holds that of each stage program in the form of a plan of one. One
+line for each input, operator, tensor and collective. A spec is the dims that mesh
 axes split and the reductions they owe, `data:0 model:sum`; an axis that is not named
 holds replicas, and `-` says that all do. Seconds are of one step, bytes of one device.
 """
@@ -11,9 +12,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from textwrap import indent
 from typing import Any, get_args
 
 from ..graph.op_graph import MemoryKind, Role
+from ..lowering.programs import TaskKind
+from ..microbatches.microbatch_semantics import MicrobatchSemantics
 from ..rematerialisation.remat import Remat
 from ..sharding.collective import KINDS, Collective
 from ..sharding.mesh import MeshShape
@@ -29,21 +33,48 @@ from .plan import (
     TensorPlan,
 )
 from .plan_check import check_against as check_against
-from .record import Record, number_to_json, read_json
+from .plan_view import Decision
+from .record import Fields, Record, number_to_json, read_json
+from .staged_plan import PlannedTransfer, StagedPlan, StageProgramPlan
 
 FORMAT = "autopar-plan"
+STAGED_FORMAT = "autopar-pipeline-plan"
 VERSION = 1
 
 _OPTIONAL = ("remat", "device_kind", "padding")
 _COUNTS = ("collective_bytes", "peak_bytes", "budget_bytes", "host_bytes")
 _LATER = ("host_seconds", "host_bytes")  # not in files of earlier versions
+_STAGED_TEXTS = ("function", "cluster", "schedule", "microbatch_semantics")
+_STAGED_COUNTS = ("num_stages", "num_microbatches")
+_PRODUCTS = "stage_products"  # not in files of earlier versions
 _FREE_GAP = "free_gap"  # in earlier files, where a budget bound
 
 
-def to_json(plan: ShardingPlan) -> str:
-    """The plan as a JSON document; `from_json` gives an equal plan back."""
-    document = {"format": FORMAT, "version": VERSION, **plan_to_json(plan)}
-    return f"{lines_of(document)}\n"
+def to_json(plan: Decision) -> str:
+    """The plan as a JSON document; `read_plan` gives an equal plan back."""
+    if isinstance(plan, ShardingPlan):
+        document = {"format": FORMAT, "version": VERSION, **plan_to_json(plan)}
+        return f"{lines_of(document)}\n"
+    document = {
+        "format": STAGED_FORMAT,
+        "version": VERSION,
+        **{name: getattr(plan, name) for name in (*_STAGED_TEXTS, *_STAGED_COUNTS)},
+        "predicted": prediction_to_json(plan.predicted),
+        "meshes": [mesh_to_json(mesh) for mesh in plan.meshes],
+        "transfers": [vars(each) for each in plan.transfers],
+        "rows": list(plan.rows),
+        "peak_bytes": list(plan.peak_bytes),
+        **({_PRODUCTS: list(plan.stage_products)} if plan.stage_products else {}),
+    }
+    programs = ",\n".join(
+        indent(
+            lines_of({"stage": e.stage, "kind": e.kind, **plan_to_json(e.sharding)}),
+            "    ",
+        )
+        for e in plan.programs
+    )
+    head = lines_of(document).removesuffix("\n}")
+    return f'{head},\n  "programs": [\n{programs}\n  ]\n}}\n'
 
 
 def plan_to_json(plan: ShardingPlan) -> dict[str, Any]:
@@ -65,7 +96,7 @@ def plan_to_json(plan: ShardingPlan) -> dict[str, Any]:
     }
 
 
-def from_json(text: str, where: str) -> ShardingPlan:
+def read_plan(text: str, where: str) -> Decision:
     """The plan that `to_json` wrote.
 
     Args:
@@ -77,16 +108,74 @@ def from_json(text: str, where: str) -> ShardingPlan:
         sense; names `where`, the field and the reason.
     """
     root = read_json(text, where)
-    if not isinstance(root.value, dict) or root.value.get("format") != FORMAT:
+    members = root.value if isinstance(root.value, dict) else {}
+    if members.get("format") not in (FORMAT, STAGED_FORMAT):
         Record(where, "format", None).fail(
             f"must be {FORMAT!r}, so this is no plan; write one with plan.save(path)"
         )
-    version = root.value.get("version")
+    version = members.get("version")
     if version != VERSION:
         Record(where, "version", None).fail(
             f"must be {VERSION}, the version that this autopar reads, but got {version}"
         )
-    return plan_from_json(root, ["format", "version"])
+    if members["format"] == FORMAT:
+        return plan_from_json(root, ["format", "version"])
+    return _staged_from_json(root)
+
+
+def from_json(text: str, where: str) -> ShardingPlan:
+    """As `read_plan`, of one program."""
+    found = read_plan(text, where)
+    if not isinstance(found, ShardingPlan):
+        Record(where, "format", None).fail(f"must be {FORMAT!r}, of one program")
+    return found
+
+
+def _staged_from_json(root: Record) -> StagedPlan:
+    names = ["format", "version", "predicted", "meshes", "transfers", "rows"]
+    names += ["peak_bytes", "programs", *_STAGED_TEXTS, *_STAGED_COUNTS]
+    top = root.fields(names, [_PRODUCTS])
+    num_stages = top["num_stages"].integer(least=2)
+    meshes = tuple(map(mesh_from_json, top["meshes"].items()))
+    if not meshes or num_stages % len(meshes):
+        top["meshes"].fail(
+            f"must have a mesh for each of {num_stages} stages, or divide them, but "
+            f"has {len(meshes)}"
+        )
+    semantics: Any = top["microbatch_semantics"].text(get_args(MicrobatchSemantics))
+    return StagedPlan(
+        function=top["function"].text(),
+        cluster=top["cluster"].text(),
+        num_stages=num_stages,
+        num_microbatches=top["num_microbatches"].integer(least=1),
+        schedule=top["schedule"].text(),
+        microbatch_semantics=semantics,
+        meshes=meshes,
+        programs=tuple(_program(p, num_stages) for p in top["programs"].items()),
+        transfers=tuple(_transfer(t, num_stages) for t in top["transfers"].items()),
+        rows=tuple(item.text() for item in top["rows"].items()),
+        peak_bytes=top["peak_bytes"].integers(),
+        predicted=prediction_from_json(top["predicted"]),
+        stage_products=top[_PRODUCTS].integers() if _PRODUCTS in top else (),
+    )
+
+
+def _program(record: Record, num_stages: int) -> StageProgramPlan:
+    plan = plan_from_json(record, ["stage", "kind"])
+    own = Fields(record.where, f"{record.field}.", record.value)
+    kind: Any = own["kind"].text(get_args(TaskKind))
+    return StageProgramPlan(own["stage"].integer(below=num_stages), kind, plan)
+
+
+def _transfer(record: Record, num_stages: int) -> PlannedTransfer:
+    found = record.fields(["slot", "source", "target", "bytes", "count"])
+    return PlannedTransfer(
+        found["slot"].text(),
+        found["source"].integer(below=num_stages),
+        found["target"].integer(below=num_stages),
+        found["bytes"].integer(),
+        found["count"].integer(least=1),
+    )
 
 
 def plan_from_json(record: Record, others: Sequence[str] = ()) -> ShardingPlan:

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from math import isinf
 
 from ..costs.compute import is_heavy
-from ..plans.explain import format_bytes, format_source
-from ..plans.plan import Prediction, ShardingPlan
+from ..plans.explain import format_bytes
+from ..plans.plan import Prediction
+from ..plans.plan_view import Decision, ProgramView, format_source
 from ..plans.staged_plan import StagedPlan
-from .collective_lines import Program
-from .findings import Decision
 
 _FULL = 0.9  # of the budget: the memory model is up to 14% off
 _WIDE_GAP = 0.01
@@ -18,7 +17,7 @@ _BIG_BUBBLE = 0.2
 _MOST_NAMED = 5
 
 
-def cautions(decision: Decision, programs: Sequence[Program]) -> tuple[str, ...]:
+def cautions(decision: Decision, programs: Sequence[ProgramView]) -> tuple[str, ...]:
     """Sentences, the most serious first."""
     return (
         *_about_memory(decision),
@@ -50,9 +49,9 @@ def _about_memory(decision: Decision) -> Iterator[str]:
         yield "The plan was made without a memory budget, or its file does not say."
 
 
-def _about_repeated_work(programs: Sequence[Program]) -> Iterator[str]:
+def _about_repeated_work(programs: Sequence[ProgramView]) -> Iterator[str]:
     for program in programs:
-        plan, size = program.plan, program.plan.mesh.size
+        plan, size = program.sharding, program.sharding.mesh.size
         repeated = [
             op for op in plan.operators if is_heavy(op.kind) and op.split < size
         ]
@@ -97,8 +96,8 @@ def _about_stages(predicted: Prediction) -> str:
     )
 
 
-def _about_loops(programs: Sequence[Program]) -> Iterator[str]:
-    found = [each for program in programs for each in program.plan.collectives]
+def _about_loops(programs: Sequence[ProgramView]) -> Iterator[str]:
+    found = [each for program in programs for each in program.sharding.collectives]
     unbounded = sum(each.unbounded for each in found)
     conditional = sum(each.conditional for each in found)
     if unbounded:
@@ -111,13 +110,3 @@ def _about_loops(programs: Sequence[Program]) -> Iterator[str]:
             f"{conditional} collectives stand in branches and are counted as if these "
             f"were taken."
         )
-
-
-def programs_of(decision: Decision) -> tuple[Program, ...]:
-    """The programs of a step, in their order."""
-    if isinstance(decision, ShardingPlan):
-        return (Program("", decision, 1),)
-    return tuple(
-        Program(f"stage {each.stage} {each.kind}", each.sharding, decision.times(each))
-        for each in decision.programs
-    )

@@ -9,33 +9,14 @@ from typing import Literal, Protocol
 
 from ..audit.audit import Audit
 from ..clusters.cluster import Cluster
-from ..plans.plan import Prediction, ShardingPlan
-from ..plans.staged_plan import StagedPlan
+from ..lowering.programs import TaskKind
+from ..planner.memory_users import MemoryUser
+from ..plans.pin_cost import PinCost
+from ..plans.reasons import Alternative
 
-Decision = ShardingPlan | StagedPlan
-Section = Literal["method", "seconds", "memory", "alternatives", "pins", "audit"]
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """What another plan of the same step would cost, or why there is none.
-
-    `predicted` is None if there is no plan; `refusal` then says why.
-    """
-
-    name: str
-    mesh: str = ""
-    predicted: Prediction | None = None
-    refusal: str = ""
-
-
-@dataclass(frozen=True)
-class HeldValue:
-    """A value in memory, in bytes of one device; `note` says what and where from."""
-
-    name: str
-    bytes: int
-    note: str = ""
+Section = Literal[
+    "method", "seconds", "tasks", "memory", "alternatives", "pins", "audit"
+]
 
 
 @dataclass(frozen=True)
@@ -56,7 +37,7 @@ class MemoryCurve:
     base_bytes: int
     bytes: tuple[int, ...]
     labels: tuple[str, ...]
-    users: tuple[HeldValue, ...]
+    users: tuple[MemoryUser, ...]
     num_points: int
 
     @property
@@ -66,12 +47,18 @@ class MemoryCurve:
 
 
 @dataclass(frozen=True)
-class PinPrice:
-    """Seconds of a step with all pins, and with all but this one."""
+class TaskTime:
+    """One task of a submesh, in seconds since the start of the step.
 
-    pin: str
-    seconds: float
-    seconds_without: float
+    `microbatch` is None for apply.
+    """
+
+    name: str
+    submesh: int
+    kind: TaskKind
+    microbatch: int | None
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -83,6 +70,8 @@ class Findings:
       cluster: prices collectives one by one.
       kinds: what an argument is, by path: `parameter`, `optimizer state` and the like.
       curves: memory over a step.
+      tasks: when each task of a pipeline runs.
+      in_flight: by submesh, the most microbatches that it holds at once.
       alternatives: other plans of the step.
       pins: what each pin costs.
       audits: planned beside seen, by the name of the program.
@@ -94,8 +83,10 @@ class Findings:
     cluster: Cluster | None = None
     kinds: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     curves: tuple[MemoryCurve, ...] = ()
+    tasks: tuple[TaskTime, ...] = ()
+    in_flight: tuple[int, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
-    pins: tuple[PinPrice, ...] = ()
+    pins: tuple[PinCost, ...] = ()
     audits: tuple[tuple[str, Audit], ...] = ()
     cautions: tuple[str, ...] = ()
     missing: Mapping[Section, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -123,6 +114,7 @@ def findings_of_file(cluster: Cluster | None) -> Findings:
     )
     missing: dict[Section, str] = {
         "method": f"a plan file does not say which method made it; {_HOW}.",
+        "tasks": f"when a task runs takes the step's trace; {_HOW}.",
         "memory": f"when a value is held takes the step's trace; {_HOW}.",
         "alternatives": f"other plans take the step's trace; {_HOW}.",
         "pins": f"a plan file does not say what was pinned; {_HOW}.",

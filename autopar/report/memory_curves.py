@@ -8,9 +8,9 @@ from math import ceil
 
 from ..costs.memory import MemoryProfile
 from ..graph.op_graph import Operator
-from ..planner.memory_users import memory_users
-from ..plans.explain import format_source
-from .findings import HeldValue, MemoryCurve
+from ..planner.memory_users import MemoryUser, memory_users
+from ..plans.plan_view import format_source
+from .findings import MemoryCurve
 
 MOST_POINTS = 400
 MOST_USERS = 25
@@ -26,9 +26,6 @@ def curve_of_program(profile: MemoryProfile, correction: float = 1.0) -> MemoryC
     operators = {op.index: op for op in graph.blocks[0].operators}
     labels = [_label(operators.get(index)) for index in memory.operators]
     held = [profile.bytes_at(place) for place in range(len(labels))]
-    users = [
-        HeldValue(user.name, user.bytes, user.note) for user in memory_users(profile)
-    ]
     return thinned(
         MemoryCurve(
             "one device",
@@ -36,7 +33,7 @@ def curve_of_program(profile: MemoryProfile, correction: float = 1.0) -> MemoryC
             tuple(round(each * correction) for each in held)
             or (round(base * correction),),
             tuple(labels) or ("nothing runs",),
-            tuple(users[:MOST_USERS]),
+            memory_users(profile)[:MOST_USERS],
             len(labels),
         )
     )
@@ -61,14 +58,14 @@ def curve_of_submesh(
     """
     fullest = max(tasks, key=lambda task: task[2])
     users = [
-        HeldValue(
+        MemoryUser(
             slot,
             slot_bytes[slot] * count,
             f"{notes.get(slot, '')}{f', {count} microbatches' if count > 1 else ''}",
         )
         for slot, count in fullest[1].items()
     ]
-    users.append(HeldValue("temporaries of its largest program", working_bytes))
+    users.append(MemoryUser("temporaries of its largest program", working_bytes))
     users.sort(key=lambda user: (-user.bytes, user.name))
     return thinned(
         MemoryCurve(

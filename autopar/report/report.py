@@ -3,61 +3,197 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import count, islice, product
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
 from ..audit.audit import Audit
-from ..plans.plan import ShardingPlan
-from ..plans.staged_plan import StagedPlan
-from .cautions import cautions, programs_of
-from .collective_lines import CollectiveLine, collective_lines
-from .compute_lines import ComputeLine, compute_lines
-from .device_grid import DeviceGrid, device_grids
-from .findings import (
-    Alternative,
+from ..clusters.cluster import Cluster
+from ..costs.collectives import COLLECTIVE_KINDS, CollectiveKind, collective_seconds
+from ..plans.explain_choice import WeighedChoice
+from ..plans.leaf_groups import LeafGroup, group_leaves
+from ..plans.plan_view import (
+    CollectiveView,
     Decision,
+    LeafView,
+    OperatorView,
+    PlanView,
+    ProgramView,
+    grouped,
+)
+from ..plans.reasons import Alternative
+from ..sharding.mesh import MeshShape
+from ..sharding.spec import Spec
+from .cautions import cautions
+from .findings import (
     Findings,
     PlanOrigin,
     Section,
     cluster_by_name,
     findings_of_file,
 )
-from .leaf_tree import Branch, leaf_tree, leaves_of_plan, leaves_of_stages
-from .task_times import TaskTimes, task_times
+
+MOST_LIGHT = 25  # lines of light operators of a program; the rest is one row
+MOST_ROWS, MOST_COLUMNS = 16, 8  # of devices that are drawn
+_NAMED = 3  # primitives of a line that are named
+_KINDS = {"state": "state", "batch": "batch", "constant": "constants"}
+_ORDER = ("parameters", "optimizer state", "state", "batch", "constants", "other")
 
 
 @dataclass(frozen=True)
-class Report:
-    """What is shown, section by section; `times` is None where there are no stages."""
+class ComputeLine:
+    """The operators of one line that are split alike; seconds are of a step,
+    and `part` of all compute.
 
-    decision: Decision
+    `spec` is that of their first result; None where they are light, and it differs.
+    """
+
+    program: str
+    line: str
+    operator: str
+    mesh: MeshShape
+    spec: Spec | None
+    count: int
+    seconds: float
+    part: float = 0.0
+
+
+@dataclass(frozen=True)
+class SentLine:
+    """The collectives of one kind, over the same axes, that one line asks for.
+
+    Bytes are results of one device in a step; `seconds` are None where the links are
+    not known.
+    """
+
+    program: str
+    line: str
+    collective: str
+    axes: str
+    mesh: MeshShape
+    dtypes: str
+    count: int
+    bytes: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of one kind, in groups that are split alike."""
+
+    kind: str
+    leaves: tuple[LeafView, ...]
+    groups: tuple[LeafGroup[LeafView], ...]
+
+
+@dataclass(frozen=True)
+class DeviceGrid:
+    """A mesh drawn: rows of (device, host) along the last axis, below each other.
+
+    A row has its indices along the other axes; hosts are None where they are not known.
+    `is_whole` is false if only the first devices are drawn.
+    """
+
+    name: str
+    mesh: MeshShape
+    rows: tuple[tuple[tuple[int, ...], tuple[tuple[int, int | None], ...]], ...]
+    is_whole: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """A plan, what is known beside it, and why its largest choices are as they are."""
+
+    view: PlanView
     findings: Findings
-    grids: tuple[DeviceGrid, ...]
-    times: TaskTimes | None
-    trees: tuple[Branch, ...]
-    compute: tuple[ComputeLine, ...]
-    collectives: tuple[CollectiveLine, ...]
-    cautions: tuple[str, ...]
+    choices: tuple[WeighedChoice, ...] = ()
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """Prices collectives one by one."""
+        return self.findings.cluster
+
+    @cached_property
+    def arguments(self) -> tuple[Arguments, ...]:
+        """By kind."""
+        kinds = self.findings.kinds
+        by_kind: dict[str, list[LeafView]] = {kind: [] for kind in _ORDER}
+        for leaf in self.view.leaves:
+            kind = kinds.get(leaf.path, _KINDS.get(leaf.role, "other"))
+            by_kind.setdefault(kind, []).append(leaf)
+        return tuple(
+            Arguments(kind, tuple(leaves), group_leaves(leaves))
+            for kind, leaves in by_kind.items()
+            if leaves
+        )
+
+    @cached_property
+    def compute(self) -> tuple[ComputeLine, ...]:
+        """Where compute goes; what takes longest comes first."""
+        lines = [line for p in self.view.programs for line in _compute_lines(p)]
+        total = sum(line.seconds for line in lines) or 1.0
+        lines = [replace(line, part=line.seconds / total) for line in lines]
+        return tuple(sorted(lines, key=lambda line: -line.seconds))
+
+    @cached_property
+    def sent(self) -> tuple[SentLine, ...]:
+        """All collectives; those that take longest (send most) come first."""
+        lines = [
+            _sent_line(same, self.cluster)
+            for program in self.view.programs
+            for same in grouped(program.collectives, _alike)
+        ]
+        return tuple(
+            sorted(lines, key=lambda line: (-(line.seconds or 0), -line.bytes))
+        )
 
     @property
     def is_priced(self) -> bool:
         """Whether every collective has its seconds."""
-        return all(line.seconds is not None for line in self.collectives)
+        return all(line.seconds is not None for line in self.sent)
 
     @property
     def sent_seconds(self) -> float:
         """Seconds of all collectives of a step, one after the other."""
-        return sum(line.seconds or 0.0 for line in self.collectives)
+        return sum(line.seconds or 0.0 for line in self.sent)
 
     @property
     def waited_seconds(self) -> float:
         """What of these the step waits for, as the plan has it, all stages together."""
-        programs = programs_of(self.decision)
         return sum(
-            each.plan.predicted.collective_seconds * each.times for each in programs
+            each.sharding.predicted.collective_seconds * each.times
+            for each in self.view.programs
         )
+
+    @cached_property
+    def grids(self) -> tuple[DeviceGrid, ...]:
+        """The mesh, or that of each submesh."""
+        stages = self.view.stages
+        names = ["the mesh"]
+        if stages is not None:
+            number = len(stages.meshes)
+            own = [range(i, stages.num_stages, number) for i in range(number)]
+            names = [
+                f"submesh {i}: stage{'s' * (len(s) > 1)} {', '.join(map(str, s))}"
+                for i, s in enumerate(own)
+            ]
+        return device_grids(self.view.meshes, self.cluster, names)
+
+    @cached_property
+    def cautions(self) -> tuple[str, ...]:
+        """What to know before the plan is trusted."""
+        own = cautions(self.view.decision, self.view.programs)
+        return (*self.findings.cautions, *own)
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """This plan and others, if there are others."""
+        others = self.findings.alternatives
+        return (alternative("this plan", self.view.decision), *others) if others else ()
 
 
 class StageAudits(Protocol):
@@ -67,60 +203,30 @@ class StageAudits(Protocol):
     def audits(self) -> tuple[tuple[str, Audit], ...]: ...
 
 
-GivenAudit = bool | Audit | StageAudits
-GivenPlans = bool | Mapping[str, Decision]
-
-
 def make_report(
     decision: Decision,
     origin: PlanOrigin | None,
-    alternatives: GivenPlans = True,
-    audit: GivenAudit = True,
+    alternatives: bool | Mapping[str, Decision] = True,
+    audit: bool | Audit | StageAudits = True,
+    choices: Sequence[WeighedChoice] = (),
 ) -> Report:
     """The report of a plan; the arguments are those of `Plan.report`."""
-    wants_plans, wants_audit = alternatives is True, audit is True
     if origin is None:
         found = findings_of_file(cluster_by_name(decision.cluster))
     else:
-        found = origin.findings(alternatives=wants_plans, audit=wants_audit)
+        found = origin.findings(alternatives=alternatives is True, audit=audit is True)
     if not isinstance(alternatives, bool):
         plans = tuple(alternative(n, plan) for n, plan in alternatives.items())
         found = _with(found, "alternatives", alternatives=plans)
     if not isinstance(audit, bool):
         audits = (("", audit),) if isinstance(audit, Audit) else audit.audits
         found = _with(found, "audit", audits=audits)
-    return report_of(decision, found)
-
-
-def report_of(decision: Decision, findings: Findings) -> Report:
-    """The report of a plan and what is known beside it."""
-    programs, cluster = programs_of(decision), findings.cluster
-    if isinstance(decision, StagedPlan):
-        leaves = leaves_of_stages(decision, findings.kinds)
-        names = [_submesh_name(decision, i) for i in range(len(decision.meshes))]
-        grids = device_grids(decision.meshes, cluster, names)
-        times = task_times(decision, cluster)
-    else:
-        leaves = leaves_of_plan(decision, findings.kinds)
-        grids = device_grids([decision.mesh], cluster, ["the mesh"])
-        times = None
-    return Report(
-        decision,
-        findings,
-        grids,
-        times,
-        leaf_tree(leaves),
-        compute_lines(programs),
-        collective_lines(programs, cluster),
-        (*findings.cautions, *cautions(decision, programs)),
-    )
+    return Report(PlanView(decision), found, tuple(choices))
 
 
 def alternative(name: str, decision: Decision) -> Alternative:
-    """A plan as an alternative to another."""
-    is_one = isinstance(decision, ShardingPlan)
-    meshes = [decision.mesh] if is_one else decision.meshes
-    return Alternative(name, " | ".join(map(str, meshes)), decision.predicted)
+    """A plan as an alternative to another, chosen by its mesh."""
+    return Alternative(name, " | ".join(map(str, PlanView(decision).meshes)), decision)
 
 
 def write_page(text: str, path: str | os.PathLike[str]) -> None:
@@ -137,7 +243,101 @@ def _with(findings: Findings, section: Section, **values: object) -> Findings:
     return replace(findings, missing=missing, **values)  # type: ignore[arg-type]
 
 
-def _submesh_name(plan: StagedPlan, submesh: int) -> str:
-    stages = [s for s in range(plan.num_stages) if s % len(plan.meshes) == submesh]
-    word = "stage" if len(stages) == 1 else "stages"
-    return f"submesh {submesh}: {word} {', '.join(map(str, stages))}"
+def _compute_lines(program: ProgramView) -> list[ComputeLine]:
+    """Products by line and split; other operators by line, the least of them as one."""
+    heavy = [op for op in program.operators if op.is_heavy]
+    light = [op for op in program.operators if not op.is_heavy and op.seconds]
+    by_line = grouped(light, lambda op: op.line)
+    by_line.sort(key=lambda same: -sum(op.seconds for op in same))
+    rest = [op for same in by_line[MOST_LIGHT:] for op in same]
+    lines = [
+        _compute_line(same, same[0].line, same[0].title, _spec(same[0]))
+        for same in grouped(heavy, lambda op: (op.line, op.title, _spec(op)))
+    ]
+    for same in by_line[:MOST_LIGHT]:
+        kinds = sorted({op.plan.kind for op in same})
+        more = f" and {len(kinds) - _NAMED} more kinds" * (len(kinds) > _NAMED)
+        words = f"{', '.join(kinds[:_NAMED])}{more}"
+        lines.append(_compute_line(same, same[0].line, words, None))
+    if rest:
+        words = f"{len(by_line) - MOST_LIGHT} more lines"
+        lines.append(_compute_line(rest, words, "light operators", None))
+    return lines
+
+
+def _compute_line(
+    same: Sequence[OperatorView], line: str, operator: str, spec: Spec | None
+) -> ComputeLine:
+    program, seconds = same[0].program, sum(op.seconds for op in same)
+    mesh = program.sharding.mesh
+    return ComputeLine(program.name, line, operator, mesh, spec, len(same), seconds)
+
+
+def _spec(op: OperatorView) -> Spec | None:
+    return op.plan.result_specs[0] if op.plan.result_specs else None
+
+
+def _alike(each: CollectiveView) -> tuple[str, str, str, str]:
+    return each.line, each.plan.name, each.axes, each.marks
+
+
+def _sent_line(same: Sequence[CollectiveView], cluster: Cluster | None) -> SentLine:
+    first = same[0]
+    mesh = first.program.sharding.mesh
+    prices = [seconds_of(each, mesh, cluster) for each in same]
+    known = [s * e.count for s, e in zip(prices, same, strict=True) if s is not None]
+    return SentLine(
+        first.program.name,
+        first.line or "unknown",
+        first.plan.name + (f" ({first.marks})" if first.marks else ""),
+        first.axes,
+        mesh,
+        ", ".join(sorted({each.plan.dtype for each in same})),
+        sum(each.count for each in same),
+        sum(each.bytes for each in same),
+        sum(known) if len(known) == len(same) else None,
+    )
+
+
+def seconds_of(
+    each: CollectiveView, mesh: MeshShape, cluster: Cluster | None
+) -> float | None:
+    """Predicted seconds of one execution; None if the cluster is not the plan's."""
+    if cluster is None or mesh.size > cluster.num_devices:
+        return None
+    names = each.axes.split(",")
+    is_named = all(name in mesh.axis_names for name in names)
+    link = cluster.link(mesh, names if is_named else mesh.axis_names)
+    kind: CollectiveKind = "collective_permute"
+    for known in COLLECTIVE_KINDS:
+        kind = known if known == each.plan.kind else kind
+    return collective_seconds(kind, each.plan.bytes, [link])
+
+
+def device_grids(
+    meshes: Sequence[MeshShape], cluster: Cluster | None, names: Sequence[str]
+) -> tuple[DeviceGrid, ...]:
+    """A grid for each mesh; their devices follow each other."""
+    first, grids = 0, []
+    for mesh, name in zip(meshes, names, strict=True):
+        grids.append(_grid(mesh, cluster, name, first))
+        first += mesh.size
+    return tuple(grids)
+
+
+def _grid(
+    mesh: MeshShape, cluster: Cluster | None, name: str, first: int
+) -> DeviceGrid:
+    *outer, width = mesh.axis_sizes or (1,)
+    indices = list(islice(product(*map(range, outer)), MOST_ROWS))
+    rows = tuple(
+        (index, tuple(range(start, start + min(width, MOST_COLUMNS))))
+        for index, start in zip(indices, count(first, width), strict=False)
+    )
+    per_host = None if cluster is None else cluster.devices_per_host
+    hosted = tuple(
+        (index, tuple((d, None if per_host is None else d // per_host) for d in row))
+        for index, row in rows
+    )
+    is_whole = width <= MOST_COLUMNS and prod(outer) <= MOST_ROWS
+    return DeviceGrid(name, mesh, hosted, is_whole)

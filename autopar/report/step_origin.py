@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..audit.audit import Audit
 from ..commands.method_comparison import Row, compare
 from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
-from ..execution import held_by_submesh, pipelined_step, staged_plan
+from ..execution import held_by_submesh, pipelined_step, simulation_of, staged_plan
 from ..frontend.calls import Call, plain_function
 from ..graph.build_graph import PINS, build_graph
 from ..graph.constraints import warn_ignored_constraints
@@ -35,10 +35,11 @@ from ..planner.planning import Planned, batch_tensors, plan_graph, roles_of
 from ..planner.traced_step import traced_step
 from ..plans.explain import format_bytes
 from ..plans.parallel_plan import Plan
-from ..plans.pin_cost import PinCosts
+from ..plans.pin_cost import PinCost, PinCosts
+from ..plans.reasons import Alternative
 from ..sharding.mesh import MeshShape
 from ..targets.target import why_modelled
-from .findings import Alternative, Findings, MemoryCurve, PinPrice, Section
+from .findings import Findings, MemoryCurve, Section, TaskTime
 from .memory_curves import curve_of_program, curve_of_submesh
 from .report import alternative
 
@@ -59,33 +60,20 @@ class StepOrigin:
         """What there is to find; see `Findings`."""
         planned, options = self.planned, self.options
         graph, plan = planned.graph, planned.plan.sharding
-        missing: dict[Section, str] = {}
-        others: tuple[Alternative, ...] = ()
-        pins: tuple[PinPrice, ...] = ()
-        if alternatives:
-            rows = _quiet(lambda: list(compare(planned, self.leaves, options)))
-            others = tuple(map(_alternative, rows[1:]))
-            operators = graph.operators()
-            lines = {op.source for op in operators if op.kind in PINS}
-            given = planned, self.leaves, options
-            number = len(options.pins) + len(lines)
-            pins = _pins(number, lambda: pin_costs(*given), missing)
-        else:
-            missing["alternatives"] = _NOT_ASKED.format(flag="alternatives")
-            missing["pins"] = _NOT_ASKED.format(flag="alternatives")
-        audits = _audits(self._lowered, audit, missing)
+        given = planned, self.leaves, options
+        inside = {op.source for op in graph.operators() if op.kind in PINS}
+        asked = _Asked(alternatives, audit)
         correction = plan.predicted.memory_correction
-        curve = curve_of_program(memory_profile(graph, plan), correction)
         return Findings(
-            _method_text(options),
-            planned.cluster,
-            _kinds(graph, batch_tensors(planned.traced, graph, options)),
-            (curve,),
-            others,
-            pins,
-            audits,
-            (*planned.roles.notes, *_fallbacks(graph, plan.mesh)),
-            missing,
+            method=_method_text(options),
+            cluster=planned.cluster,
+            kinds=_kinds(graph, batch_tensors(planned.traced, graph, options)),
+            curves=(curve_of_program(memory_profile(graph, plan), correction),),
+            alternatives=asked.others(lambda: [*compare(*given)][1:]),
+            pins=asked.pins(len(options.pins) + len(inside), lambda: pin_costs(*given)),
+            audits=asked.audits(self._lowered),
+            cautions=(*planned.roles.notes, *_fallbacks(graph, plan.mesh)),
+            missing=asked.missing,
         )
 
     def _lowered(self) -> Lowered:
@@ -106,29 +94,25 @@ class PipelineOrigin:
     def findings(self, *, alternatives: bool, audit: bool) -> Findings:
         """What there is to find; see `Findings`."""
         planned = self.planned
-        missing: dict[Section, str] = {}
-        others: tuple[Alternative, ...] = ()
-        pins: tuple[PinPrice, ...] = ()
-        if alternatives:
-            others = _quiet(self._one_program)
-            plan = staged_plan(planned).stages
-            number = len(self.options.pins)
-            pins = _pins(number, lambda: self.source.pin_costs(plan), missing)
-        else:
-            missing["alternatives"] = _NOT_ASKED.format(flag="alternatives")
-            missing["pins"] = _NOT_ASKED.format(flag="alternatives")
+        asked = _Asked(alternatives, audit)
+        simulation = simulation_of(planned)
         graphs = {str(c): c for p in planned.pieces for c in _fallbacks(p.graph, None)}
         return Findings(
-            self._method(),
-            planned.cluster,
-            self._kinds(),
-            tuple(self._curves()),
-            others,
-            pins,
-            _audits(self._lowered, audit, missing),
-            tuple(graphs),
-            missing,
+            method=self._method(),
+            cluster=planned.cluster,
+            kinds=self._kinds(),
+            curves=tuple(self._curves()),
+            tasks=tuple(map(_task_time, simulation.timeline.events)),
+            in_flight=simulation.peak_microbatches,
+            alternatives=asked.others(self._one_program),
+            pins=asked.pins(len(self.options.pins), self._pin_costs),
+            audits=asked.audits(self._lowered),
+            cautions=tuple(graphs),
+            missing=asked.missing,
         )
+
+    def _pin_costs(self) -> PinCosts:
+        return self.source.pin_costs(staged_plan(self.planned).stages)
 
     def _method(self) -> str:
         """What was asked for, and the pipeline that it led to."""
@@ -141,29 +125,22 @@ class PipelineOrigin:
         step = pipelined_step(self.planned)
         return LoweredPipeline(step, staged_plan(self.planned))
 
-    def _one_program(self) -> tuple[Alternative, ...]:
+    def _one_program(self) -> Sequence[Row]:
         """Plans of the same step without stages, on all devices, of the whole batch."""
         traced, cluster = self.planned.traced, self.planned.cluster
         roles = roles_of(traced)
         graph = build_graph(traced, roles)
         method = ShardParallel()
-        options = replace(
-            self.options,
-            method=method,
-            mesh=None,
-            plan=None,
-            pins={},
-            num_microbatches=1,
-        )
+        alone = {"mesh": None, "plan": None, "pins": {}, "num_microbatches": 1}
+        options = replace(self.options, method=method, **alone)
         batch = batch_tensors(traced, graph, options)
         try:
             plan = plan_graph(graph, self.leaves, batch, cluster, options)
         except (ValueError, NotImplementedError) as error:
-            return (_alternative(Row(str(method), error)),)
+            return [Row(str(method), error)]
         planned = Planned(traced, graph, roles, plan, cluster, ())
         rows = list(compare(planned, self.leaves, options))
-        named = [replace(rows[0], name="ShardParallel(), no stages"), *rows[1:]]
-        return tuple(map(_alternative, named))
+        return [replace(rows[0], name="ShardParallel(), no stages"), *rows[1:]]
 
     def _curves(self) -> Iterator[MemoryCurve]:
         planned = self.planned
@@ -192,32 +169,70 @@ class PipelineOrigin:
             for name in program.inputs
         }
         words = {True: "parameters", False: "optimizer state"}
-        kinds = {
+        return {
             name: "batch" if slot.kind == "batch" else words[name in on_examples]
             for name, slot in flow.slots.items()
             if slot.kind in ("state", "batch")
         }
-        return kinds
 
 
-def _pins(
-    number: int, price: Callable[[], PinCosts], missing: dict[Section, str]
-) -> tuple[PinPrice, ...]:
-    if not number:
-        missing["pins"] = "nothing was pinned."
-    elif number > _MANY_PINS:
-        missing["pins"] = (
-            f"there are {number}, and each takes solving anew; ask for them with "
-            f"plan.pin_costs()."
-        )
-    if "pins" in missing:
+@dataclass(frozen=True)
+class _Asked:
+    """Finds what takes long, if it is asked for; `missing` says why it is not there."""
+
+    alternatives: bool
+    audit: bool
+    missing: dict[Section, str] = field(default_factory=dict[Section, str])
+
+    def others(self, plan: Callable[[], Sequence[Row]]) -> tuple[Alternative, ...]:
+        """Other plans of the step."""
+        if not self.alternatives:
+            self.missing["alternatives"] = _NOT_ASKED.format(flag="alternatives")
+            return ()
+        return tuple(map(_alternative, _quiet(plan)))
+
+    def pins(self, number: int, price: Callable[[], PinCosts]) -> tuple[PinCost, ...]:
+        """What each pin costs."""
+        if not self.alternatives:
+            self.missing["pins"] = _NOT_ASKED.format(flag="alternatives")
+        elif not number:
+            self.missing["pins"] = "nothing was pinned."
+        elif number > _MANY_PINS:
+            self.missing["pins"] = (
+                f"there are {number}, and each takes solving anew; ask for them with "
+                f"plan.pin_costs()."
+            )
+        if "pins" not in self.missing:
+            try:
+                return _quiet(lambda: price().costs)
+            except (ValueError, NotImplementedError) as error:
+                self.missing["pins"] = str(error)
         return ()
-    try:
-        found = _quiet(lambda: price().costs)
-    except (ValueError, NotImplementedError) as error:
-        missing["pins"] = str(error)
-        return ()
-    return tuple(PinPrice(c.pin, c.step_seconds, c.seconds_without) for c in found)
+
+    def audits(
+        self, lower: Callable[[], Lowered | LoweredPipeline]
+    ) -> tuple[tuple[str, Audit], ...]:
+        """Compiled for the devices of this process, if there are enough of them."""
+        if not self.audit:
+            self.missing["audit"] = _NOT_ASKED.format(flag="audit")
+            return ()
+        try:
+            found = lower().compile().audit()
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            self.missing["audit"] = f"the program cannot be compiled here: {error}"
+            return ()
+        kind = jax.devices()[0].device_kind
+        where = f"compiled for devices of this process ({kind})"
+        if isinstance(found, Audit):
+            return ((where, found),)
+        return tuple((f"{name}, {where}", each) for name, each in found.audits)
+
+
+def _task_time(event: Any) -> TaskTime:
+    """An event of a simulation."""
+    task = event.task
+    where = event.submesh, task.kind, task.microbatch
+    return TaskTime(str(task), *where, event.start, event.end)
 
 
 def with_origin(
@@ -273,9 +288,10 @@ def _quiet(call: Callable[[], Any]) -> Any:
 def _alternative(row: Row) -> Alternative:
     if isinstance(row.plan, InfeasiblePlanError) and row.plan.least_budget_bytes:
         least = format_bytes(row.plan.least_budget_bytes)
-        return Alternative(row.name, refusal=f"does not fit: needs {least} a device")
+        words = f"does not fit: needs {least} a device"
+        return Alternative(row.name, "", None, words)
     if isinstance(row.plan, Exception):
-        return Alternative(row.name, refusal=str(row.plan))
+        return Alternative(row.name, "", None, str(row.plan))
     return alternative(row.name, row.plan)
 
 
@@ -310,23 +326,3 @@ def _fallbacks(graph: OpGraph, mesh: MeshShape | None) -> tuple[str, ...]:
         if mesh is not None:
             warn_ignored_constraints(graph, mesh)
     return tuple(dict.fromkeys(str(each.message) for each in caught))
-
-
-def _audits(
-    lower: Callable[[], Lowered | LoweredPipeline],
-    is_wanted: bool,
-    missing: dict[Section, str],
-) -> tuple[tuple[str, Audit], ...]:
-    """Compiled for the devices of this process, if there are enough of them."""
-    if not is_wanted:
-        missing["audit"] = _NOT_ASKED.format(flag="audit")
-        return ()
-    try:
-        found = lower().compile().audit()
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        missing["audit"] = f"the program cannot be compiled here: {error}"
-        return ()
-    where = f"compiled for devices of this process ({jax.devices()[0].device_kind})"
-    if isinstance(found, Audit):
-        return ((where, found),)
-    return tuple((f"{name}, {where}", each) for name, each in found.audits)

@@ -12,8 +12,8 @@ from math import prod
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models import gpt
-from benchmarks.models.layers import (
+from . import gpt
+from .layers import (
     at_least_float32,
     dense,
     init_dense,
@@ -21,8 +21,8 @@ from benchmarks.models.layers import (
     init_layer_norm,
     layer_norm,
 )
-from benchmarks.models.losses import cross_entropy
-from benchmarks.models.workload import Batch, Model, Params
+from .losses import cross_entropy
+from .workload import Batch, Model, Params
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import jax
 import pytest
 
 from autopar.cli import main
-from autopar.commands import bench_run
 from benchmarks import running_suites, suites
 from benchmarks.request import Case, Request
 from benchmarks.results import Machine, Result, ResultFile
@@ -274,12 +273,16 @@ class TestWhenItGoesWrong:
             list(suites.run(["qualty"], Request()))
 
     def test_an_installed_package_says_where_benchmarks_are(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
-        monkeypatch.setattr(bench_run, "_ROOT", tmp_path)
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        with pytest.raises(ValueError, match="run it from a checkout"):
-            bench_run._checkout("benchmarks.suites")
+        monkeypatch.setattr("autopar.cli._CHECKOUT", tmp_path)
+        with pytest.raises(SystemExit) as caught:
+            main(("bench", "plan", "--small"))
+        assert caught.value.code == 1
+        assert "run it from a checkout" in capsys.readouterr().err
 
 
 @pytest.mark.slow

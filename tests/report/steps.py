@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from autopar.plans.parallel_plan import Plan
 from tests.report.html_pages import Page
 
+NEEDED = "reports need jinja2 and plotly: pip install autopar[report]"
 SECTIONS = (
     "headline",
     "cautions",
@@ -17,6 +18,7 @@ SECTIONS = (
     "compute",
     "collectives",
     "memory",
+    "why",
     "alternatives",
     "audit",
 )

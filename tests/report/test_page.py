@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,18 @@ from autopar.report.figures import memory_figure
 from autopar.report.findings import MemoryCurve
 from autopar.sharding.mesh import MeshShape
 from tests.report.html_pages import Page
-from tests.report.steps import SECTIONS, arguments, paths_in, step, written
+from tests.report.steps import (
+    NEEDED,
+    SECTIONS,
+    arguments,
+    paths_in,
+    step,
+    written,
+)
 from tests.tiny_plans import WHOLE, make_plan
 
-pytest.importorskip("plotly", reason="reports need plotly: pip install autopar[report]")
+graph_objects = pytest.importorskip("plotly.graph_objects", reason=NEEDED)
+pytest.importorskip("jinja2", reason=NEEDED)
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&amp;\"'<b>"
 
@@ -88,9 +97,16 @@ def test_lines_of_the_table_add_up_too(planned: Plan, page: Page) -> None:
         ("collective-lines", planned.predicted.collective_seconds),
         ("compute-lines", planned.predicted.compute_seconds),
     ):
-        text = page.text.split(f'id="{table}"')[1].split("</table>")[0]
-        values = re.findall(r'<td class="number" data-value="([\d.e-]+)">[^<]*s<', text)
-        assert sum(map(float, values)) == pytest.approx(total, rel=1e-4)
+        seconds = sum(page.numbers(table, "seconds"))
+        assert seconds == pytest.approx(total, rel=1e-4)
+    sent = sum(page.numbers("collective-lines", "bytes"))
+    assert sent == planned.predicted.collective_bytes
+    held = sum(page.numbers("users of one device", "bytes"))
+    assert held == planned.predicted.peak_bytes
+    kinds = ("parameters", "optimizer state", "batch")
+    for table in ("groups", "leaves"):
+        bytes_ = (sum(page.numbers(f"{table} of {k}", "bytes a device")) for k in kinds)
+        assert sum(bytes_) == sum(each.bytes for each in planned.sharding.inputs)
 
 
 @pytest.mark.parametrize("visible_fraction", [0.5, 1.0])
@@ -145,11 +161,12 @@ def test_the_budget_is_that_of_the_plan_wherever_its_devices_are(
 def test_figures_hold_the_curve_and_the_tasks(page: Page, pipeline_page: Page) -> None:
     figures = [json.loads(each) for each in page.texts["script"] if each[:2] == '{"']
     names = [[trace["name"] for trace in figure["data"]] for figure in figures]
-    assert names == [
-        ["arguments and results", "all that is held"],
-        ["compute", "communication"],
-    ]
-    assert "budget 200 KiB" in json.dumps(figures[0]["layout"])
+    memory = ["arguments and results", "all that is held", "budget 200 KiB"]
+    assert [n for n in names[0] if not n.startswith("peak ")] == memory
+    assert names[1:] == [["compute", "communication"]]
+    for shown, figure in zip(names, figures, strict=True):
+        assert all(f"</i>{name}</span>" in page.text for name in shown)
+        graph_objects.Figure(figure)  # raises where plotly has no such field
     timeline = json.loads(
         next(each for each in pipeline_page.texts["script"] if each[:2] == '{"')
     )
@@ -159,6 +176,7 @@ def test_figures_hold_the_curve_and_the_tasks(page: Page, pipeline_page: Page) -
         "apply",
     ]
     assert sum(len(trace["x"]) for trace in timeline["data"]) == 2 * (4 + 4 + 1)
+    graph_objects.Figure(timeline)
 
 
 def test_named_methods_stand_beside_the_plan(planned: Plan, page: Page) -> None:
@@ -168,7 +186,26 @@ def test_named_methods_stand_beside_the_plan(planned: Plan, page: Page) -> None:
     assert ratios[0] == "1.00"
     gap = 1 + planned.predicted.optimality_gap
     assert all(float(each) * gap >= 0.99 for each in ratios if each != "–")
-    assert page.text_by_id["alternatives"].endswith("nothing was pinned.")
+    assert page.text_by_id["alternatives"].strip().endswith("nothing was pinned.")
+
+
+def test_it_says_why_with_the_runner_up_that_explain_finds(
+    planned: Plan, page: Page, capsys: pytest.CaptureFixture[str]
+) -> None:
+    titles = page.column("choices", "choice")
+    assert titles[0].startswith("dot_general") and "which takes all_reduce" in titles[1]
+    tensor = titles[1].split(",")[0]
+    planned.explain(tensor=tensor)
+    printed = capsys.readouterr().out
+    (row,) = [line for line in printed.splitlines() if "the runner-up  " in line]
+    for heading in ("runner-up", "step", "compute", "collectives", "peak memory"):
+        assert page.column("choices", heading)[1] in row
+
+
+def test_it_takes_less_than_three_seconds(planned: Plan, tmp_path: Path) -> None:
+    start = time.process_time()
+    planned.report(tmp_path / "plan.html")
+    assert time.process_time() - start < 3
 
 
 def test_pins_have_their_price(tmp_path: Path) -> None:
@@ -177,10 +214,8 @@ def test_pins_have_their_price(tmp_path: Path) -> None:
     found = written(parallel.plan(*arguments()), tmp_path, audit=False)
     costs = parallel.pin_costs(*arguments())
     assert found.column("pins", "pin") == ["x"]
-    text = found.text.split('id="pins"')[1].split("</table>")[0]
-    without, cost = map(float, re.findall(r'data-value="([\d.e-]+)"', text))
-    assert without == costs.costs[0].seconds_without
-    assert cost == costs.costs[0].seconds
+    assert found.numbers("pins", "step without it") == [costs.costs[0].seconds_without]
+    assert found.numbers("pins", "it costs") == [costs.costs[0].seconds]
 
 
 def test_the_program_is_audited_where_its_devices_are(page: Page) -> None:
@@ -219,6 +254,15 @@ def test_a_loaded_plan_says_what_is_missing_and_how_to_get_it(tmp_path: Path) ->
     leaves = {"params['layer_0']['w']", "params['layer_1']['w']", "x"}
     assert leaves <= paths_in(found)
     assert found.column("largest-arguments", "bytes a device")[0] == "256 B"
+
+
+def test_a_loaded_pipeline_says_that_its_timeline_takes_the_step(
+    pipeline: Plan, tmp_path: Path
+) -> None:
+    found = written(Plan(pipeline.decision), tmp_path)
+    text = found.text_by_id["devices"]
+    assert "when a task runs takes the step's trace" in text
+    assert "0F0" in text and set(found.column("stages", "in flight")) == {"–"}
 
 
 def test_a_plan_for_a_cluster_of_ones_own_has_bytes_and_no_seconds(
@@ -274,17 +318,17 @@ def test_names_are_text_wherever_they_stand(tmp_path: Path) -> None:
 
 def test_hostile_labels_stay_inside_their_figure() -> None:
     curve = MemoryCurve(HOSTILE, 0, (1, 2), (HOSTILE, "b"), (), 2)
-    figure = memory_figure([curve], 0)
+    figure = memory_figure([curve], 0).json
     assert "<" not in figure
     label, *_ = json.loads(figure)["data"][1]["customdata"]
     assert "&lt;img" in label, "plotly reads markup in labels"
 
 
-def test_without_plotly_the_remedy_is_told_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["plotly", "jinja2"])
+def test_without_its_packages_the_remedy_is_told_and_nothing_is_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("plotly", "plotly.offline", "plotly.graph_objects"):
-        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=re.escape("pip install 'autopar[report]'")):
         Plan(make_plan()).report(tmp_path / "plan.html")
     assert not list(tmp_path.iterdir())

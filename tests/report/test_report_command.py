@@ -9,9 +9,11 @@ import autopar
 from autopar.cli import main
 from autopar.plans.parallel_plan import Plan
 from tests.report.html_pages import Page
+from tests.report.steps import NEEDED
 from tests.tiny_plans import make_plan
 
-pytest.importorskip("plotly", reason="reports need plotly: pip install autopar[report]")
+pytest.importorskip("plotly", reason=NEEDED)
+pytest.importorskip("jinja2", reason=NEEDED)
 
 TRAIN = """
 import jax, jax.numpy as jnp
@@ -71,4 +73,4 @@ def test_the_command_refuses_what_says_nothing_without_a_step(
     path = tmp_path / "plan.json"
     Plan(make_plan()).save(path)
     assert run(str(path), "--cluster", "8xH100") == 1
-    assert "--target must name it" in capsys.readouterr().err
+    assert "--target is not given" in capsys.readouterr().err

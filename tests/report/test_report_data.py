@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import jax
@@ -11,16 +12,15 @@ import pytest
 import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.execution import held_by_submesh
+from autopar.planner.memory_users import MemoryUser
 from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan import InputPlan
-from autopar.report.cautions import cautions, programs_of
-from autopar.report.collective_lines import collective_lines
-from autopar.report.device_grid import MOST_COLUMNS, device_grids
-from autopar.report.findings import HeldValue, MemoryCurve
-from autopar.report.leaf_tree import leaf_tree, leaves_of_plan, leaves_of_stages
+from autopar.plans.plan_view import PlanView
+from autopar.report.cautions import cautions
+from autopar.report.findings import Findings, MemoryCurve
 from autopar.report.memory_curves import MOST_POINTS, thinned
+from autopar.report.report import MOST_COLUMNS, MOST_LIGHT, Report, device_grids
 from autopar.report.step_origin import PipelineOrigin
-from autopar.report.task_times import task_times
 from autopar.sharding.mesh import MeshShape
 from autopar.sharding.spec import REPLICATED
 from tests.report.steps import arguments, step
@@ -41,20 +41,30 @@ def test_parameters_are_told_from_the_optimizers_state(
         assert kinds[f"state['moments'][{layer}]"] == "optimizer state"
 
 
-def test_bytes_of_the_tree_are_those_of_the_arguments(planned: Plan) -> None:
-    trees = leaf_tree(leaves_of_plan(planned.sharding, {}))
-    assert sum(tree.device_bytes for tree in trees) == sum(
+def reported(plan: Plan, **found: Any) -> Report:
+    return Report(PlanView(plan.decision), Findings(cluster=CPUS, **found))
+
+
+def test_bytes_of_arguments_are_those_of_the_plan(planned: Plan) -> None:
+    found = reported(planned).arguments
+    assert sum(leaf.bytes for each in found for leaf in each.leaves) == sum(
         each.bytes for each in planned.sharding.inputs
     )
-    state = next(tree for tree in trees if tree.name == "state")
-    assert state.device_bytes == planned.sharding.state_bytes()
-    assert state.whole_bytes == 8 * 64 * 64 * 4
+    for each in found:
+        grouped = sum(group.bytes for group in each.groups)
+        assert grouped == sum(leaf.bytes for leaf in each.leaves)
+    (state,) = [each for each in found if each.kind == "state"]
+    bytes_ = sum(leaf.bytes for leaf in state.leaves)
+    assert bytes_ == planned.sharding.state_bytes()
+    assert sum(leaf.whole_bytes for leaf in state.leaves) == 8 * 64 * 64 * 4
+    for leaf in state.leaves:
+        assert 4 * prod(leaf.local_shape) == leaf.bytes
 
 
 def test_stages_keep_each_argument_once_and_no_value_in_between(
     pipeline: Plan,
 ) -> None:
-    leaves = leaves_of_stages(pipeline.stages, {})
+    leaves = PlanView(pipeline.decision).leaves
     state = sorted(leaf.path for leaf in leaves if leaf.path.startswith("state"))
     assert state == sorted(
         f"state['{tree}'][{layer}]"
@@ -64,15 +74,48 @@ def test_stages_keep_each_argument_once_and_no_value_in_between(
     assert not [leaf.path for leaf in leaves if "jvp" in leaf.path]
 
 
-def test_collectives_add_up_to_what_the_plan_predicts(planned: Plan) -> None:
-    lines = collective_lines(programs_of(planned.decision), CPUS)
-    predicted = planned.predicted
-    assert lines
-    assert sum(line.bytes for line in lines) == predicted.collective_bytes
-    assert sum(line.seconds or 0.0 for line in lines) == pytest.approx(
-        predicted.collective_seconds, rel=1e-4
+def test_lines_add_up_to_what_the_plan_predicts(planned: Plan) -> None:
+    found, predicted = reported(planned), planned.predicted
+    assert found.sent
+    assert sum(line.bytes for line in found.sent) == predicted.collective_bytes
+    assert found.sent_seconds == pytest.approx(predicted.collective_seconds, rel=1e-4)
+    assert all("report/steps.py" in line.line for line in found.sent)
+    seconds = sum(line.seconds for line in found.compute)
+    assert seconds == pytest.approx(predicted.compute_seconds, rel=1e-9)
+    assert sum(line.part for line in found.compute) == pytest.approx(1)
+    assert sum(line.count for line in found.compute) == sum(
+        op.seconds > 0 for op in planned.sharding.operators
     )
-    assert all("report/steps.py" in line.source for line in lines)
+
+
+def test_lines_of_the_busiest_submesh_add_up_to_what_the_plan_predicts(
+    pipeline: Plan,
+) -> None:
+    found = reported(pipeline)
+    for lines, amount, wanted in (
+        (found.compute, "seconds", pipeline.predicted.compute_seconds),
+        (found.sent, "bytes", pipeline.predicted.collective_bytes),
+    ):
+        sums = [0.0, 0.0]
+        for line in lines:
+            sums[int(line.program.split()[1])] += getattr(line, amount)
+        assert max(sums) == pytest.approx(wanted, rel=1e-9)
+
+
+def test_of_many_lines_of_light_operators_the_least_are_one_row() -> None:
+    plan = make_plan()
+    light = [
+        replace(plan.operators[2], source=f"/far/model.py:{i}:1 (f)", seconds=i * 1e-6)
+        for i in range(1, MOST_LIGHT + 4)
+    ]
+    plan = replace(plan, operators=(*plan.operators[:2], *light))
+    lines = reported(Plan(plan)).compute
+    (rest,) = [line for line in lines if line.operator == "light operators"]
+    assert rest.line == "3 more lines" and rest.count == 3
+    assert rest.seconds == pytest.approx(6e-6)
+    assert sum(line.seconds for line in lines) == pytest.approx(
+        sum(op.seconds for op in plan.operators)
+    )
 
 
 def test_memory_over_the_step_peaks_where_the_plan_says(planned: Plan) -> None:
@@ -100,36 +143,33 @@ def test_memory_of_each_submesh_peaks_where_the_plan_says(pipeline: Plan) -> Non
 def test_the_timeline_ends_with_the_predicted_step(schedule: str) -> None:
     method = autopar.PipelineParallel(4, 4, schedule)
     plan = autopar.parallelize(step, mesh="x:2", method=method).plan(*arguments())
-    times = task_times(plan.stages, CPUS)
-    assert times.seconds == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
+    assert plan.origin is not None
+    tasks = plan.origin.findings(alternatives=False, audit=False).tasks
+    last = max(task.end for task in tasks)
+    assert last == pytest.approx(plan.predicted.step_seconds, rel=1e-9)
     for submesh, row in enumerate(plan.stages.rows):
-        assert [task.name for task in times.row(submesh)] == row.split()
-        ends = [0.0, *(task.end for task in times.row(submesh))]
-        starts = [task.start for task in times.row(submesh)]
-        assert all(end <= start for end, start in zip(ends, starts, strict=False))
-    assert not times.num_waiting
+        own = sorted(
+            (task for task in tasks if task.submesh == submesh),
+            key=lambda task: (task.start, task.end),
+        )
+        idle = set(row.split()) - {task.name for task in own}
+        assert len(own) + len(idle) == len(row.split())
+        assert all("W" in name for name in idle)  # stages without such a program
+        for before, after in zip(own, own[1:], strict=False):
+            assert before.end <= after.start
 
 
 def test_microbatches_in_flight_are_those_of_the_schedule(pipeline: Plan) -> None:
-    times = task_times(pipeline.stages, None)
-    assert [times.most_in_flight(submesh) for submesh in range(2)] == [2, 1]
-    assert not times.has_transfers
-
-
-def test_a_row_that_waits_for_ever_is_cut_short(pipeline: Plan) -> None:
-    stages = pipeline.stages
-    first, second = stages.rows
-    broken = replace(stages, rows=(first.replace("0F0 ", ""), second))
-    times = task_times(broken, CPUS)
-    assert times.num_waiting
-    assert not [task for task in times.tasks if task.name == "1F0"]
+    assert pipeline.origin is not None
+    found = pipeline.origin.findings(alternatives=False, audit=False)
+    assert found.in_flight == (2, 1)
 
 
 def test_a_long_curve_is_thinned_to_the_fullest_of_each_stretch() -> None:
     number = 3 * MOST_POINTS + 7
     heights = [i * 7919 % 1009 for i in range(number)]
     labels = tuple(map(str, range(number)))
-    users = (HeldValue("w", 3),)
+    users = (MemoryUser("w", 3),)
     curve = MemoryCurve("", 0, tuple(heights), labels, users, number)
     thin = thinned(curve)
     assert len(thin.bytes) <= MOST_POINTS and thin.num_points == number
@@ -144,21 +184,19 @@ def test_devices_are_drawn_with_their_hosts() -> None:
     cluster = Cluster.preset("2x8xH100")
     mesh = MeshShape(("pipe", "data", "model"), (2, 2, 4))
     (grid,) = device_grids([mesh], cluster, ["all"])
-    assert (grid.row_axis, grid.column_axis) == ("data", "model")
-    assert [each.title for each in grid.slices] == ["pipe = 0", "pipe = 1"]
-    cells = [c for each in grid.slices for row in each.rows for c in row]
-    assert [cell.device for cell in cells] == list(range(16))
-    assert [cell.host for cell in cells] == [0] * 8 + [1] * 8
+    assert [index for index, _ in grid.rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    cells = [cell for _, row in grid.rows for cell in row]
+    assert cells == [(device, device // 8) for device in range(16)] and grid.is_whole
     small = [MeshShape(("x",), (4,)), MeshShape(("x",), (8,))]
-    first, second = device_grids(small, cluster, ["0", "1"])
-    assert second.slices[0].rows[0][0].device == 4 and not first.row_axis
+    _, second = device_grids(small, cluster, ["0", "1"])
+    assert second.rows[0][1][0][0] == 4
 
 
 def test_of_a_huge_mesh_the_first_devices_are_drawn() -> None:
     (grid,) = device_grids([MeshShape(("a", "b"), (64, 64))], None, ["all"])
     assert not grid.is_whole
-    row = grid.slices[0].rows[1]
-    assert len(row) == MOST_COLUMNS and row[0].device == 64 and row[0].host is None
+    _, row = grid.rows[1]
+    assert len(row) == MOST_COLUMNS and row[0] == (64, None)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +212,7 @@ def test_of_a_huge_mesh_the_first_devices_are_drawn() -> None:
 def test_doubts_are_told(change: dict[str, Any], words: str) -> None:
     plan = make_plan()
     plan = replace(plan, predicted=replace(plan.predicted, **change))
-    assert words in " ".join(cautions(plan, programs_of(plan)))
+    assert words in " ".join(cautions(plan, PlanView(plan).programs))
 
 
 def test_repeated_work_and_loops_of_unknown_length_are_told() -> None:
@@ -182,7 +220,7 @@ def test_repeated_work_and_loops_of_unknown_length_are_told() -> None:
     alone = replace(plan.operators[1], split=2)
     some = replace(plan.predicted, split_flops_fraction=0.25)
     plan = replace(plan, operators=(plan.operators[0], alone), predicted=some)
-    text = " ".join(cautions(plan, programs_of(plan)))
+    text = " ".join(cautions(plan, PlanView(plan).programs))
     assert "75.0% of the heavy flops are done by several devices" in text
     assert "/far/model.py:7 (layer)" in text
     assert "1 collectives stand in loops of unknown length" in text
@@ -208,6 +246,7 @@ def test_plans_keep_no_array_alive() -> None:
 def test_a_leaf_of_rank_zero_and_odd_paths_keep_their_place() -> None:
     paths = ("x", "x.y", "x['a.b']", "x['a']b'][0]", "x[", "..", "")
     inputs = tuple(InputPlan(p, "other", (REPLICATED,) * 2, (), 4) for p in paths)
-    trees = leaf_tree(leaves_of_plan(replace(make_plan(), inputs=inputs), {}))
-    assert [tree.name for tree in trees] == ["other"]
-    assert sorted(leaf.path for leaf in trees[0].all_leaves()) == sorted(paths)
+    (found,) = reported(Plan(replace(make_plan(), inputs=inputs))).arguments
+    assert found.kind == "other"
+    listed = [leaf.path for group in found.groups for leaf in group.leaves]
+    assert sorted(listed) == sorted(paths)

@@ -1,8 +1,7 @@
-"""Runs suites of the checkout's benchmarks: progress, tables, files, exit codes."""
+"""Runs suites: progress, tables, files, exit codes."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import shlex
 import signal
@@ -10,16 +9,16 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 
-from .plan_targets import parse_settings
+from autopar.commands.plan_targets import parse_settings
 
 ALL: Sequence[str] = ()  # every suite
-_ROOT = Path(__file__).parents[2]
 _HERE = "here"
 _INTERRUPTED = 130
 
@@ -64,7 +63,7 @@ class Asked:
             "num_microbatches": self.microbatches,
             "remat": self.remat,
         }
-        return _checkout("benchmarks.request").Request(
+        return import_module("benchmarks.request").Request(
             small=self.small,
             targets=steps or None,
             args=self.args,
@@ -89,7 +88,7 @@ def run_suites(suites: Sequence[str], asked: Asked) -> None:
       typer.Exit: with 1 if a case failed or a number got worse, 130 if a key was
         pressed.
     """
-    module, results = map(_checkout, ("benchmarks.suites", "benchmarks.results"))
+    module, results = map(import_module, ("benchmarks.suites", "benchmarks.results"))
     for path in filter(None, (asked.json, asked.html)):
         _check_writable(path)
     kept = None if asked.against is None else results.ResultFile.load(asked.against)
@@ -112,7 +111,7 @@ def run_suites(suites: Sequence[str], asked: Asked) -> None:
     file = results.ResultFile(results.Machine.here(kind), tuple(found), origin)
     comparison = None
     if kept is not None and found:
-        comparison = _checkout("benchmarks.comparison").compare(kept, file)
+        comparison = import_module("benchmarks.comparison").compare(kept, file)
     _write(file, comparison, asked)
     if comparison is not None:
         print(comparison)
@@ -124,9 +123,9 @@ def run_suites(suites: Sequence[str], asked: Asked) -> None:
 
 def judge_files(before: Path, after: Path) -> None:
     """Prints what changed between two files; exit code 1 if anything got worse."""
-    results = _checkout("benchmarks.results")
+    results = import_module("benchmarks.results")
     files = [results.ResultFile.load(path) for path in (before, after)]
-    comparison = _checkout("benchmarks.comparison").compare(*files)
+    comparison = import_module("benchmarks.comparison").compare(*files)
     print(comparison)
     if comparison.is_worse:
         raise typer.Exit(1)
@@ -137,7 +136,7 @@ def _write(file: Any, comparison: Any, asked: Asked) -> None:
         file.save(asked.json)
         print(f"written to {asked.json}")
     if asked.html is not None:
-        page = _checkout("benchmarks.result_page").page(file, comparison)
+        page = import_module("benchmarks.result_page").page(file, comparison)
         asked.html.write_text(page)
         print(f"written to {asked.html}")
 
@@ -158,12 +157,12 @@ def _listener() -> Iterator[Any]:
 
     def ends(suite: str, found: Sequence[Any]) -> None:
         if found:
-            module = _checkout("benchmarks.result_tables")
+            module = import_module("benchmarks.result_tables")
             tables.print(module.suite_table(suite, found))
             tables.print()
 
     with status or nullcontext():
-        yield _checkout("benchmarks.suites").Listener(starts=starts, ends=ends)
+        yield import_module("benchmarks.suites").Listener(starts=starts, ends=ends)
 
 
 @contextmanager
@@ -195,7 +194,7 @@ def _use_no_cache() -> None:
     """Times are those of work, not of reading what an earlier run kept."""
     import jax
 
-    from ..cache_folder import VARIABLE
+    from autopar.cache_folder import VARIABLE
 
     os.environ[VARIABLE] = "off"
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # of processes started here
@@ -218,7 +217,7 @@ def _devices(text: str) -> tuple[int, str]:
             f"--devices must be a number of virtual CPU devices, or 'here' for those "
             f"of this machine, but got {text!r}; 8 is a good number."
         )
-    from ..clusters.virtual_devices import use_virtual_devices
+    from autopar.clusters.virtual_devices import use_virtual_devices
 
     use_virtual_devices(int(text))
     return int(text), "virtual CPU devices"
@@ -245,26 +244,3 @@ def _check_writable(path: Path) -> None:
         ) from None
     if is_new:
         path.unlink()
-
-
-def _checkout(module: str) -> Any:
-    """A module of the checkout's benchmarks.
-
-    Raises:
-      ValueError: this is an installed package without them, or one of their packages
-        is missing.
-    """
-    if not (_ROOT / "benchmarks" / "suites.py").exists():
-        raise ValueError(
-            "autopar bench runs the benchmarks of autopar's source checkout, which the "
-            "installed package does not hold; run it from a checkout."
-        )
-    if str(_ROOT) not in sys.path:
-        sys.path.insert(0, str(_ROOT))
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"the benchmarks need the package {error.name!r}, which is not installed; "
-            f"pip install 'autopar[dev]'."
-        ) from error

@@ -1,7 +1,6 @@
-"""`autopar bench`: the benchmarks of the checkout, their results kept and compared.
+"""`autopar bench`: the suites, their results kept and compared.
 
-The benchmarks lie in `benchmarks/`, which only a source checkout has: what they need is
-imported when they run (`bench_run.py`).
+What they need is imported when they run (`bench_run.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +10,23 @@ from typing import Annotated
 
 import typer
 
-from .bench_run import ALL, Asked, judge_files, run_suites
+from autopar.commands.step_options import (
+    Args,
+    Budget,
+    ClusterOption,
+    Microbatches,
+    Remat,
+    Settings,
+)
+from benchmarks.bench_run import ALL, Asked, judge_files, run_suites
 
 bench = typer.Typer(
     help="Benchmarks: what plans cost, and how near the truth that is.",
     no_args_is_help=True,
     rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 _Targets = Annotated[
@@ -32,57 +42,15 @@ _Models = Annotated[
     list[str] | None,
     typer.Option("--model", help="The same as TARGET; may be repeated."),
 ]
-_Args = Annotated[
-    str | None,
-    typer.Option(
-        "--args",
-        metavar="MODULE:NAME",
-        help="Example arguments of the one TARGET, which is then the step itself.",
-    ),
-]
-_Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="An option of the models, such as num_layers=4; may be repeated.",
-    ),
-]
 _Meshes = Annotated[
     list[str] | None,
     typer.Option("--mesh", help="Axes such as 'x:2;y:4'; may be repeated."),
-]
-_Cluster = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        help="A preset such as 8x8xH100, or the path of a TOML file, to plan for.",
-    ),
 ]
 _Methods = Annotated[
     list[str] | None,
     typer.Option(
         "--method",
         help="How to parallelize, as in Python: 'Zero(stage=3)'; may be repeated.",
-    ),
-]
-_Budget = Annotated[
-    str | None,
-    typer.Option(
-        "--budget",
-        metavar="BYTES",
-        help="Memory that a device may fill, such as 70GiB.",
-    ),
-]
-_Microbatches = Annotated[
-    int | None,
-    typer.Option("--microbatches", help="Parts of the batch that run one by one."),
-]
-_Remat = Annotated[
-    str | None,
-    typer.Option(
-        "--remat",
-        help="What the backward pass makes again: selective, cheap, full or auto.",
     ),
 ]
 _Rounds = Annotated[
@@ -114,14 +82,14 @@ _Against = Annotated[
 def plan(
     targets: _Targets = None,
     models: _Models = None,
-    args: _Args = None,
-    settings: _Settings = None,
+    args: Args = None,
+    settings: Settings = None,
     meshes: _Meshes = None,
-    cluster: _Cluster = None,
+    cluster: ClusterOption = None,
     methods: _Methods = None,
-    budget: _Budget = None,
-    microbatches: _Microbatches = None,
-    remat: _Remat = None,
+    budget: Budget = None,
+    microbatches: Microbatches = None,
+    remat: Remat = None,
     devices: _Devices = "8",
     small: _Small = False,
     json: _Json = None,
@@ -140,11 +108,11 @@ def plan(
 def quality(
     targets: _Targets = None,
     models: _Models = None,
-    args: _Args = None,
-    settings: _Settings = None,
+    args: Args = None,
+    settings: Settings = None,
     meshes: _Meshes = None,
     methods: _Methods = None,
-    budget: _Budget = None,
+    budget: Budget = None,
     devices: _Devices = "8",
     small: _Small = False,
     json: _Json = None,
@@ -163,8 +131,8 @@ def quality(
 def step(
     targets: _Targets = None,
     models: _Models = None,
-    args: _Args = None,
-    settings: _Settings = None,
+    args: Args = None,
+    settings: Settings = None,
     meshes: _Meshes = None,
     rounds: _Rounds = None,
     devices: _Devices = "8",
@@ -193,14 +161,14 @@ def simulate(
         ),
     ] = None,
     models: _Models = None,
-    args: _Args = None,
-    settings: _Settings = None,
+    args: Args = None,
+    settings: Settings = None,
     meshes: _Meshes = None,
-    cluster: _Cluster = None,
+    cluster: ClusterOption = None,
     methods: _Methods = None,
-    budget: _Budget = None,
-    microbatches: _Microbatches = None,
-    remat: _Remat = None,
+    budget: Budget = None,
+    microbatches: Microbatches = None,
+    remat: Remat = None,
     devices: _Devices = "8",
     small: _Small = False,
     json: _Json = None,
@@ -235,8 +203,8 @@ def pipeline(
 def ray(
     targets: _Targets = None,
     models: _Models = None,
-    args: _Args = None,
-    settings: _Settings = None,
+    args: Args = None,
+    settings: Settings = None,
     rounds: _Rounds = None,
     small: _Small = False,
     json: _Json = None,

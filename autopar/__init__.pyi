@@ -1,0 +1,46 @@
+"""The public names, and where they are from; see `__init__.py`."""
+
+from .adascale_gain import AdaScaleState as AdaScaleState
+from .adascale_gain import adascale as adascale
+from .adascale_gain import grouped_value_and_grad as grouped_value_and_grad
+from .api import ParallelFunction as ParallelFunction
+from .api import parallelize as parallelize
+from .clusters.cluster import Cluster as Cluster
+from .data.batches import Batches as Batches
+from .errors import AuditError as AuditError
+from .errors import AutoparError as AutoparError
+from .errors import CheckpointError as CheckpointError
+from .errors import FallbackWarning as FallbackWarning
+from .errors import HostLostError as HostLostError
+from .errors import InfeasiblePlanError as InfeasiblePlanError
+from .errors import PlanFileError as PlanFileError
+from .execution import Checkpoint as Checkpoint
+from .execution import Checkpoints as Checkpoints
+from .execution import export_weights as export_weights
+from .execution import restore as restore
+from .execution import save as save
+from .methods.layout_rules import LayoutRules as LayoutRules
+from .methods.methods import Auto as Auto
+from .methods.methods import PipelineParallel as PipelineParallel
+from .methods.methods import ShardParallel as ShardParallel
+from .methods.named_methods import DataParallel as DataParallel
+from .methods.named_methods import Megatron as Megatron
+from .methods.named_methods import ThreeD as ThreeD
+from .methods.named_methods import Zero as Zero
+from .methods.place_operators import PlaceOperators as PlaceOperators
+from .microbatches.microbatches import BatchCoupledError as BatchCoupledError
+from .plans.parallel_plan import Plan as Plan
+from .rules.custom import register_rule as register_rule
+from .sharding import layouts as layouts
+from .sharding.pin_primitive import pin as pin
+from .sharding.pins import FREE as FREE
+from .sharding.relayout import relayout as relayout
+from .sharding.relayout import relayout_like as relayout_like
+from .state.distributed_array import (
+    AbstractDistributedArray as AbstractDistributedArray,
+)
+from .state.distributed_array import DistributedArray as DistributedArray
+from .state.distributed_array import fetch as fetch
+from .state.memmap_store import MemmapStore as MemmapStore
+from .training import Recovery as Recovery
+from .training import Training as Training

@@ -1,1 +1,0 @@
-../../autopar/__init__.py

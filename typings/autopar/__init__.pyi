@@ -1,0 +1,1 @@
+../../autopar/__init__.pyi
