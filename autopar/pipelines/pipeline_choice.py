@@ -146,7 +146,10 @@ def better_pipeline(
         found = None if _is_large(graph) else _search(call, options, price)
         if found is None:
             raise
-        _log.info("a pipeline: nothing else fits (%s)", error.tightest_constraint)
+        _log.warning(
+            "%s becomes a pipeline, as no other plan was found that fits (%s)",
+            *(traced.name, error.tightest_constraint),
+        )
         return found
     one = planned.plan.predicted
     seconds = one.step_seconds

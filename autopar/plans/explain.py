@@ -16,7 +16,7 @@ from rich.text import Text
 from ..lowering.programs import TaskKind
 from ..sharding.spec import format_spec
 from .leaf_groups import common_path, group_leaves, without_numbers
-from .plan import ShardingPlan
+from .plan import Prediction, ShardingPlan
 from .plan_view import (
     CollectiveView,
     Decision,
@@ -138,7 +138,7 @@ def _header(plan: ShardingPlan, program: ProgramView) -> RenderableType:
         split += f" + {format_seconds(predicted.host_seconds)} host transfers"
     memory = (
         f"{format_bytes(predicted.peak_bytes)} a device at the peak, "
-        f"{format_bytes(plan.state_bytes())} of it state"
+        f"{format_bytes(plan.state_bytes())} of it state{_fits(predicted)}"
     )
     grid = Table.grid(padding=(0, 2))
     grid.add_row("mesh", Text(mesh))
@@ -164,6 +164,13 @@ def _header(plan: ShardingPlan, program: ProgramView) -> RenderableType:
     has_heavy = any(op.is_heavy for op in program.operators)
     grid.add_row("split", words if has_heavy else "the step has no heavy operators")
     return Group(Text(f"plan of {plan.function}, for one step", style="bold"), grid)
+
+
+def _fits(predicted: Prediction) -> str:
+    """Whether what a device holds is within what it may."""
+    budget = predicted.budget_bytes
+    word = "fits" if predicted.peak_bytes <= budget else "above"
+    return f", {word} the {format_bytes(budget)} it may hold" if budget else ""
 
 
 def _leaf_table(program: ProgramView) -> RenderableType:
@@ -291,7 +298,8 @@ def _stages_header(plan: StagedPlan) -> RenderableType:
         "collectives", f"{format_bytes(predicted.collective_bytes)} a device at most"
     )
     grid.add_row("transfers", f"{format_bytes(plan.transfer_bytes)} in all")
-    grid.add_row("memory", f"{format_bytes(predicted.peak_bytes)} a device at the peak")
+    memory = f"{format_bytes(predicted.peak_bytes)} a device at the peak"
+    grid.add_row("memory", memory + _fits(predicted))
     title = f"plan of {plan.function}, a pipeline, for one step"
     return Group(Text(title, style="bold"), grid)
 
