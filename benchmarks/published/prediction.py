@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks.published.columns import Cell
-from benchmarks.published.constants import Constants
-from benchmarks.published.fit import Sample, fit, samples_of
-from benchmarks.published.pipeline_time import Outcome, Simulator
-from benchmarks.published.simulated_plan import Plan
+from benchmarks.published.simulator import Outcome, Plan
 from benchmarks.published.systems import our_best, predict
 from benchmarks.published.table import Row, Table
 
@@ -108,15 +105,8 @@ class PredictedTable:
         return tuple(dict.fromkeys(cell.column for cell in self.cells))
 
 
-def simulators_of(table: Table, planned_with: Constants) -> dict[int, Simulator]:
-    """One for each row, by its place."""
-    return {place: Simulator(row, planned_with) for place, row in enumerate(table.rows)}
-
-
 def predict_table(
     table: Table,
-    simulators: Mapping[int, Simulator],
-    constants: Constants,
     *,
     with_ours: bool = False,
     tell: Callable[[str], None] = lambda text: None,
@@ -131,7 +121,7 @@ def predict_table(
         which = f"{table.name}, row {place + 1} of {len(table.rows)}"
         tell(f"{which}: {row.num_gpus} GPUs")
         found = {
-            cell.column: predict(cell.column, row, simulators[place], constants)
+            cell.column: predict(cell.column, row)
             for cell in row.cells
         }
         here = [_cell(row, cell, found[cell.column]) for cell in row.cells]
@@ -139,7 +129,7 @@ def predict_table(
         tell(f"{which}: {', '.join(map(str, here))}")
         if with_ours:
             tell(f"{which}: {row.num_gpus} GPUs, a plan of our own")
-            new = _ours(row, simulators[place], constants, found)
+            new = _ours(row, found)
             ours += new
             tell(f"{which}: {', '.join(map(str, new))}")
     return PredictedTable(table.name, tuple(cells), tuple(ours))
@@ -153,13 +143,8 @@ def _cell(row: Row, cell: Cell, outcome: Outcome | None) -> PredictedCell:
     )
 
 
-def _ours(
-    row: Row,
-    simulator: Simulator,
-    constants: Constants,
-    found: Mapping[str, Outcome | None],
-) -> list[OurPlan]:
-    best = our_best(row, simulator, constants)
+def _ours(row: Row, found: Mapping[str, Outcome | None]) -> list[OurPlan]:
+    best = our_best(row)
     if best is None or not found:
         return []
     column = "alpa" if "alpa" in found else next(iter(found))
@@ -196,38 +181,10 @@ def _traits(plan: Plan) -> list[tuple[str, str]]:
     sizes = dict.fromkeys(str(x.size) for x in plan.layouts)
     return [
         ("schedule", plan.schedule if len(plan.layouts) > 1 else "no pipeline"),
-        ("remat", "full" if plan.remat else "none"),
+        ("remat", plan.system.remat),
         ("stages", f"{len(plan.stages)} on {len(plan.layouts)} submeshes"),
         ("equal in", balance if len(plan.layouts) > 1 else ""),
         ("GPUs a submesh", ", ".join(sizes)),
         ("data x tensor", ", ".join(shapes)),
         ("microbatches", str(plan.num_microbatches)),
     ]
-
-
-def leave_one_out(
-    table: Table, simulators: Mapping[int, Simulator], start: Constants
-) -> float:
-    """Mean absolute relative error on each row of constants fitted on the others.
-
-    Fits begin at `start` and choose plans once.
-    """
-    errors: list[float] = []
-    places = range(len(table.rows))
-    for left_out in places:
-        others = [table.rows[place] for place in places if place != left_out]
-        kept = [simulators[place] for place in places if place != left_out]
-        samples = samples_of(others, dict(enumerate(kept)))
-        constants = fit(samples, start, turns=1)
-        alone = replace(table, rows=(table.rows[left_out],))
-        predicted = predict_table(alone, {0: simulators[left_out]}, constants)
-        errors += [abs(cell.error) for cell in predicted.measured()]
-    return float(np.mean(errors))
-
-
-def fitted(
-    table: Table, simulators: Mapping[int, Simulator], start: Constants
-) -> Constants:
-    """The constants of least error on all measured cells of a table."""
-    samples: Sequence[Sample] = samples_of(table.rows, simulators)
-    return fit(samples, start)

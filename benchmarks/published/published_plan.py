@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from benchmarks.published.columns import whole
 from benchmarks.published.setting import Setting
-from benchmarks.published.unit_costs import Layout
+from benchmarks.published.work import Layout
 
 _SUBMESH = re.compile(r"(?:(\d+)x)?\((\d+)[;,] ?(\d+)\)|(\d+)")
 _PAIR = re.compile(r"\((\d+)[;,] ?(\d+)\)")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from autopar.clusters.cluster import Cluster
+from benchmarks.published.machines import known_machine
+from benchmarks.published.simulator import Machine
 
 _NUMBERS = {
     "seq_len": r"\bseq(?:uence)?(?:[ _]len(?:gth)?)?[ :=]+(?:of )?(\d[\d,]*)",
@@ -55,12 +57,12 @@ class Setting:
     system: str = ""
     is_interleaved: bool = False
 
-    @property
-    def network_bandwidth(self) -> float | None:
-        """A device's share of its host's, bytes/s."""
-        if self.host_bandwidth is None:
-            return None
-        return self.host_bandwidth / self.devices_per_host
+    @cached_property
+    def machine(self) -> Machine:
+        """The preset, with the head's memory and network, and what is known besides."""
+        return known_machine(
+            *(self.kind, self.devices_per_host, self.memory_bytes, self.host_bandwidth)
+        )
 
 
 def read_setting(text: str) -> Setting:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from benchmarks.published.unit_model import UnitModel
+if TYPE_CHECKING:
+    from benchmarks.published.simulator import Model
+
 
 _HALVINGS = 10  # of the interval that holds the slowest stage's seconds
 _EXCESS = 3.0  # bytes of a border over a neighbour's from which on it is no cut
 
 
-def equal_bounds(model: UnitModel, stages: int) -> tuple[int, ...] | None:
+def equal_bounds(model: Model, stages: int) -> tuple[int, ...] | None:
     """As many layers in each stage; None if they do not divide."""
-    repeated = max(model.groups, key=lambda group: group.count)
-    layers, left = divmod(repeated.count * len(repeated.units), model.units_a_layer)
-    if layers % stages or left:
+    if model.layers % stages:
         return None
-    start = model.sequence.index(model.counts.index(repeated.count))
-    share = layers // stages * model.units_a_layer
-    inner = [start + share * stage for stage in range(1, stages)]
+    share = model.layers // stages * model.units_a_layer
+    inner = [1 + share * stage for stage in range(1, stages)]
     return (0, *inner, len(model.sequence))
 
 

@@ -9,48 +9,46 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
-from benchmarks.published.constants import Constants
-from benchmarks.published.pipeline_time import Outcome, Simulator, best_plan
+from benchmarks.published.machines import table_of
 from benchmarks.published.published_plan import submesh
 from benchmarks.published.schedules import INTERLEAVED, ZERO_BUBBLE
-from benchmarks.published.simulated_plan import Plan, System
+from benchmarks.published.seconds import System
+from benchmarks.published.simulator import Outcome, Plan, best_plan
 from benchmarks.published.table import Row
-from benchmarks.published.unit_costs import Layout
+from benchmarks.published.wide_resnet import WideResnet
+from benchmarks.published.work import Execution, Layout
 
-ALPA = System(balances_flops=True)
-# The best of many clusterings that its ablations try: as if stages were cut by seconds.
-FREE = System()
-MEGATRON = System(splits_state=False, has_equal_stages=True)
-# Its gate makes one mask of all tokens of a device (microsoft/DeepSpeed,
-# deepspeed/moe/sharded_moe.py, top2gating), where GShard cuts them in groups, and
-# holds three of 32 bits and one of booleans as it ends ("everything is in fp32 in this
-# function": combine1_sec, combine2_sec, combine_weights, dispatch_mask). The authors
-# ran its largest microbatch: "deepspeed max bs = 8" (alpa-projects/alpa,
-# benchmark/alpa/paper_manual_moe_suite.py). Its Adafactor had one moment, which is not
-# factored (benchmark/deepspeed/patch/training.py: beta1), and ZeRO-2 copies its share
-# of the gradients to 32 bits to update (microsoft/DeepSpeed, zero/stage_1_and_2.py).
-DEEPSPEED = System(
-    reduces_always=True,
-    has_one_group=True,
-    gate_bytes=3 * 4 + 1,
-    has_largest_microbatch=True,
-    kept_bytes=4,
-    update_bytes=4,
-)
+COLUMNS = {
+    "alpa": "alpa",
+    "inter_only": "inter_only",
+    "intra_only": "intra_only",
+    "megatron": "megatron_v100",
+    "deepspeed": "deepspeed",
+    "pp_dp": "pp_dp",
+}
 MOST_TENSOR = 8  # of Megatron, whose groups stay inside a host
 MOST_CHUNKS = 8  # of layers that a device of an interleaved pipeline has
 _FEW = 4  # plans that are simulated by their schedules
 
 
-def predict(
-    column: str, row: Row, simulator: Simulator, constants: Constants
-) -> Outcome | None:
+def system_of(name: str, **changes: Any) -> System:
+    """The system of that name in `systems.toml`."""
+    table = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in table_of("systems")[name].items()
+    }
+    how = Execution(**table.pop("how", {}))
+    return replace(System(how=how, **table), **changes)
+
+
+def predict(column: str, row: Row) -> Outcome | None:
     """What a column's system is predicted to do; None if nothing fits.
 
     A published plan is judged as any other: None if it does not fit.
     """
-    return best_plan(simulator, candidates(column, row), constants)
+    return best_plan(row.simulator, candidates(column, row))
 
 
 def candidates(column: str, row: Row) -> Sequence[Plan]:
@@ -59,11 +57,18 @@ def candidates(column: str, row: Row) -> Sequence[Plan]:
     Raises:
       ValueError: an unknown column.
     """
-    system = system_of(column)
+    if column not in COLUMNS:
+        raise ValueError(
+            f"a column of Tflop/s is one of {', '.join(COLUMNS)} with `_tflops` behind, "
+            f"but got {column!r}."
+        )
+    system = system_of(COLUMNS[column])
     if column in row.plans:
         given = row.plans[column]
         shapes = [given.layouts]
-        if row.model.splits_freely:
+        if row.model.experts:  # which dims its axes split is not told: experts
+            shapes = [tuple(replace(x, data=x.size, tensor=1) for x in given.layouts)]
+        if isinstance(row.model, WideResnet):
             shapes = list(_reshaped(given.layouts))
         if given.num_microbatches is None:
             plans = list(_with_microbatches(shapes, row, system))
@@ -77,15 +82,17 @@ def candidates(column: str, row: Row) -> Sequence[Plan]:
         layouts = [(layout,) for layout in layouts_of(row.num_gpus, row)]
         return list(_with_microbatches(layouts, row, system))
     if column == "deepspeed":
-        layouts = [(layout,) for layout in expert_layouts(row)]
+        shape = submesh(row.num_gpus, row.setting.devices_per_host)
+        whole = Layout(*shape, row.num_gpus, 1)
+        layouts = [(layout,) for layout in with_experts(whole, row)]
         return list(_with_microbatches(layouts, row, system))
-    grid = _grid(row, system, has_tensor=column != "pp_dp")
+    grid = _grid(row, has_tensor=column != "pp_dp")
     return list(_with_microbatches(grid, row, system))
 
 
 def _with_chunks(plan: Plan, row: Row) -> list[Plan]:
     """The plan, or its interleaved forms where a table says that its pipelines are."""
-    number, layers = len(plan.layouts), row.model.num_layers
+    number, layers = len(plan.layouts), row.model.layers
     if not row.setting.is_interleaved or number == 1 or plan.num_microbatches % number:
         return [plan]
     counts = [n for n in range(2, MOST_CHUNKS + 1) if layers % (number * n) == 0]
@@ -113,57 +120,30 @@ def _reshaped(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, ...]]:
                 yield found
 
 
-def system_of(column: str) -> System:
-    """How the system of a column works.
-
-    Raises:
-      ValueError: an unknown column.
-    """
-    known = {
-        "alpa": ALPA,
-        "inter_only": FREE,
-        "intra_only": FREE,
-        "megatron": MEGATRON,
-        "deepspeed": DEEPSPEED,
-        "pp_dp": FREE,
-    }
-    if column not in known:
-        raise ValueError(
-            f"a column of Tflop/s is one of {', '.join(known)} with `_tflops` behind, "
-            f"but got {column!r}."
-        )
-    return known[column]
-
-
 def layouts_of(number: int, row: Row) -> list[Layout]:
     """All (data, tensor) shapes of so many GPUs that could hold the row's model."""
     hosts, devices = submesh(number, row.setting.devices_per_host)
     tensors = [n for n in range(1, number + 1) if number % n == 0 and n & (n - 1) == 0]
-    if row.model.has_experts:
-        tensors = [n for n in tensors if n <= devices]
+    if row.model.experts:
+        tensors = [1]
     found = [Layout(hosts, devices, number // n, n) for n in tensors]
-    share = number / row.num_gpus
-    return [each for each in found if _may_fit(row, each, share, FREE)]
+    # Hosts are one axis of the mesh and their devices the other: either has experts.
+    inside = [replace(x, inner=devices) for x in found if hosts > 1 and row.model.experts]
+    return found + inside
 
 
-def expert_layouts(row: Row) -> list[Layout]:
-    """The batch over all GPUs, experts over all or over so many neighbours as divide.
+def with_experts(layout: Layout, row: Row) -> list[Layout]:
+    """Experts over so many neighbours as divide, or over all groups of the batch.
 
-    Alpa's authors tried every such number (alpa-projects/alpa,
+    Alpa's authors tried every such number with DeepSpeed (alpa-projects/alpa,
     benchmark/alpa/paper_manual_moe_suite.py, the last column) and reported the best.
     """
-    number = row.num_gpus
-    hosts, devices = submesh(number, row.setting.devices_per_host)
-    whole = Layout(hosts, devices, number, 1)
-    most = row.model.num_experts
+    number, most = layout.data, row.model.experts
     parts = [n for n in range(2, number) if number % n == 0 and most % n == 0]
-    found = [*(replace(whole, experts=n) for n in parts), whole]
-    return [each for each in found if _may_fit(row, each, 1.0, DEEPSPEED)]
+    return [*(replace(layout, inner=n) for n in parts), layout]
 
 
-def _grid(
-    row: Row, system: System, *, has_tensor: bool = True
-) -> Iterator[tuple[Layout, ...]]:
+def _grid(row: Row, *, has_tensor: bool = True) -> Iterator[tuple[Layout, ...]]:
     """Equal stages of (data, tensor) groups, as Megatron-LM is configured."""
     sizes = [n for n in range(1, row.num_gpus + 1) if row.num_gpus % n == 0]
     for data, tensor in product(sizes, sizes if has_tensor else [1]):
@@ -172,30 +152,7 @@ def _grid(
             continue
         hosts, devices = submesh(number, row.setting.devices_per_host)
         layout = Layout(hosts, devices, data, tensor)
-        if _may_fit(row, layout, number / row.num_gpus, system):
-            yield (layout,) * (row.num_gpus // number)
-
-
-def _may_fit(row: Row, layout: Layout, share: float, system: System) -> bool:
-    """Whether an even share of the state alone leaves room: quick, before planning."""
-    experts = sum(
-        size * count
-        for size, count, unit in zip(
-            row.model.num_params, row.model.counts, row.model.units, strict=True
-        )
-        if unit.experts
-    )
-    total = sum(
-        size * count
-        for size, count in zip(row.model.num_params, row.model.counts, strict=True)
-    )
-    dense = (total - experts) * share
-    parts = layout.size if system.splits_state else layout.tensor
-    itemsize, state = row.model.itemsize, row.model.state_bytes + system.kept_bytes
-    held = dense * (2 * itemsize / layout.tensor + state / parts)
-    held += experts * share * (itemsize + state) / layout.size
-    held += experts * share * itemsize / (layout.experts or layout.size)
-    return held < row.setting.memory_bytes
+        yield (layout,) * (row.num_gpus // number)
 
 
 def _with_microbatches(
@@ -214,28 +171,31 @@ def _with_microbatches(
 def our_plans(row: Row) -> list[Plan]:
     """Equal stages of every shape inside a host, with and without recomputation."""
     found: list[Plan] = []
-    size = 1
+    size, free = 1, system_of("inter_only")
     while size <= row.num_gpus:
         for layout in layouts_of(size, row):
             if size <= row.setting.devices_per_host or size == row.num_gpus:
                 stages = (layout,) * (row.num_gpus // size)
-                found += _with_microbatches([stages], row, FREE)
+                for remat in ("full", "none"):
+                    system = replace(free, remat=remat)
+                    found += _with_microbatches([stages], row, system)
         size *= 2
-    return found + [replace(plan, remat=False) for plan in found]
+    return found
 
 
-def our_best(row: Row, simulator: Simulator, constants: Constants) -> Outcome | None:
+def our_best(row: Row) -> Outcome | None:
     """The fastest of `our_plans` in any schedule; None if nothing fits.
 
     Other schedules are tried on the plans that could gain most by them: those whose
     busiest submesh works least.
     """
-    found = [simulator.run(plan, constants) for plan in our_plans(row)]
+    simulator = row.simulator
+    found = [simulator.run(plan) for plan in our_plans(row)]
     fitting = [each for each in found if each is not None and each.is_feasible]
     fastest = sorted(fitting, key=lambda each: each.seconds)[:_FEW]
     promising = sorted(fitting, key=lambda each: each.least_seconds)[:_FEW]
     plans = (other for each in promising for other in with_schedules(each.plan))
-    others = [simulator.run(plan, constants) for plan in plans]
+    others = [simulator.run(plan) for plan in plans]
     fastest += [each for each in others if each is not None and each.is_feasible]
     return min(fastest, key=lambda each: each.simulated_seconds, default=None)
 

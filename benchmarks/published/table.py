@@ -12,8 +12,8 @@ import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
-from benchmarks.models import gpt, moe, resnet
 from benchmarks.published.columns import (
     TFLOPS,
     Cell,
@@ -23,20 +23,22 @@ from benchmarks.published.columns import (
     positive,
     whole,
 )
-from benchmarks.published.flops_of_row import counted_flops
 from benchmarks.published.published_plan import (
     PublishedPlan,
     plans_in_comments,
     published_plan,
 )
-from benchmarks.published.resnet_units import resnet_units
 from benchmarks.published.setting import Setting, read_setting
-from benchmarks.published.unit_model import UnitModel, gpt_units, moe_units
+from benchmarks.published.simulator import Simulator
+from benchmarks.published.wide_resnet import WideResnet
+from benchmarks.published.work import Execution, Layout, Transformer
 
 _BASELINE = ("megatron", "deepspeed")
 _PLAN_PARTS = ("plan", "microbatches", "microbatch_size", "dp", "tp", "pp")
-_RESNET_STAGES = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
+_DEPTHS = (50, 101)
+Model: TypeAlias = Transformer | WideResnet
 _SIZES = {"batch": "batch_size", "seq_len": "", "vocab_size": "", "mlp_ratio": ""}
+_ONE = Layout(1, 1, 1, 1)
 _DELIMITERS = ",\t;|"
 
 
@@ -45,12 +47,16 @@ class Row:
     """One model on one number of GPUs."""
 
     num_gpus: int
-    model: UnitModel
+    model: Model
     flops: float  # of an iteration
     batch_size: int
     plans: dict[str, PublishedPlan]  # by column, where it is known
     cells: tuple[Cell, ...]
     setting: Setting
+
+    @property
+    def simulator(self) -> Simulator:
+        return Simulator(self.model, self.batch_size, self.setting.machine)
 
     def tflops(self, seconds: float) -> float:
         """Tflop/s a GPU of an iteration that takes so long."""
@@ -170,12 +176,22 @@ def _with_sizes(setting: Setting, record: dict[str, str]) -> Setting:
     return setting
 
 
-def _flops(record: dict[str, str], model: UnitModel, setting: Setting) -> float:
-    """As the table has them, else counted by the formula of the model's papers."""
+def _flops(record: dict[str, str], model: Model, setting: Setting) -> float:
+    """Of an iteration: as the table has them, else as the authors of the model count.
+
+    GPT         96 B S L H^2 (1 + S / 6H) + 6 B S H V   (Narayanan et al. 2021, equation
+                3): recomputation of layers is work too
+    MoE         so, too (alpa-projects/alpa, benchmark/alpa/util.py: compute_moe_tflops)
+    Wide-ResNet three times the products of a forward pass
+    """
     text = record.get("pflop_per_iter")
     if text is not None:
         return positive("pflop_per_iter", text) * 1e15
-    return counted_flops(model, record, setting)
+    units = model.units(_ONE, setting.batch_size, Execution())
+    flops = [sum(product.flops for product in unit.products) for unit in units]
+    passes = 3 if isinstance(model, WideResnet) else 4
+    once = 3 * flops[-1] - passes * flops[-1]  # the head is not made again
+    return passes * sum(flops[unit] for unit in model.sequence) + once
 
 
 def _missing_text(column: str, names: Sequence[str], path: Path) -> str:
@@ -204,35 +220,33 @@ def _batch_size(record: dict[str, str], setting: Setting) -> int:
     return setting.batch_size - setting.batch_size % count
 
 
-def _model(record: dict[str, str], setting: Setting) -> UnitModel:
+def _model(record: dict[str, str], setting: Setting) -> Model:
+    """Raises ValueError if it is a Wide-ResNet of a number of layers that none has."""
     layers = whole(record, "layers")
     if "width_factor" in record:
-        return _resnet(record, layers, setting)
-    hidden = whole(record, "hidden")
-    sizes = setting.vocab_size, setting.seq_len, layers, hidden
-    if "experts" in record:
-        heads = whole(record, "heads") if record.get("heads") else setting.heads
-        config = moe.Config(
-            *(*sizes, heads, setting.batch_size, whole(record, "experts")),
-            group_size=setting.group_size,
-            mlp_ratio=setting.mlp_ratio,
-        )
-        return moe_units(config)
-    heads = whole(record, "heads")
-    return gpt_units(
-        gpt.Config(*sizes, heads, setting.batch_size, mlp_ratio=setting.mlp_ratio)
+        if layers not in _DEPTHS:
+            known = " or ".join(map(str, _DEPTHS))
+            raise ValueError(
+                f"a Wide-ResNet has {known} layers, but a row has {layers}."
+            )
+        sizes = whole(record, "channels"), whole(record, "width_factor")
+        return WideResnet(layers, *sizes, setting.image_size, setting.num_classes)
+    hidden, has_experts = whole(record, "hidden"), "experts" in record
+    heads = setting.heads
+    if record.get("heads") or not has_experts:
+        heads = whole(record, "heads")
+    sizes = hidden, heads, setting.mlp_ratio * hidden
+    dense = Transformer(
+        *(layers, *sizes, setting.vocab_size, setting.seq_len), dtype="float16"
     )
-
-
-def _resnet(record: dict[str, str], layers: int, setting: Setting) -> UnitModel:
-    """Raises ValueError unless it has 50 or 101 layers."""
-    if layers not in _RESNET_STAGES:
-        known = " or ".join(map(str, _RESNET_STAGES))
-        raise ValueError(f"a Wide-ResNet has {known} layers, but a row has {layers}.")
-    return resnet_units(
-        resnet.Config(
-            *(_RESNET_STAGES[layers], whole(record, "channels"), setting.image_size),
-            *(setting.num_classes, setting.batch_size, "bottleneck"),
-            width_factor=whole(record, "width_factor"),
-        )
+    if not has_experts:
+        return dense
+    # Trained by Adafactor, whose factored moments are next to nothing (alpa-projects/
+    # alpa: benchmark/alpa/benchmark_3d_one_case_moe.py).
+    return replace(
+        dense,
+        experts=whole(record, "experts"),
+        experts_every=2,
+        group_size=setting.group_size,
+        state_bytes=4,
     )
