@@ -230,8 +230,8 @@ def test_one_host_needs_no_network(tmp_path: Path) -> None:
         ),
         (
             "bandwidth = 100",
-            "bandwidth = 100\nfactors = {all_gather = [1, 0]}",
-            "`host_link.factors.all_gather` must be a number above zero, but got 0",
+            "bandwidth = 100\nmeasured = {all_gather = {2 = [[1, 1], [2, 0]]}}",
+            "`host_link.measured.all_gather.2` must be two or more pairs [bytes, seconds]",
         ),
     ],
 )

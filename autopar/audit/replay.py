@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 from ..clusters.links import link_of_groups
 from ..costs.collectives import collective_seconds
-from ..sharding.collective import Collective, Groups, Surroundings, array_bytes
+from ..sharding.collective import Groups, Surroundings, array_bytes
 from .compiled_collectives import ARRAY, CompiledProgram, Instruction
 
 if TYPE_CHECKING:
@@ -156,9 +156,7 @@ class _Replayer:
     def _cycle_seconds(self, made: Instruction) -> float:
         return made.estimated_cycles / self.cluster.device.clock_rate
 
-    def _sent(
-        self, name: str, made: Instruction
-    ) -> Iterator[tuple[str, float, bool]]:
+    def _sent(self, name: str, made: Instruction) -> Iterator[tuple[str, float, bool]]:
         """The class and seconds of what an instruction sends, and if others run."""
         if made.opcode == "copy-start" and "S(5)" in made.result:
             moved = _bytes(made.result) / 2
@@ -188,7 +186,7 @@ class _Replayer:
             return 0.0
         known = "all_gather" if kind == "collective_broadcast" else kind
         link = link_of_groups(self.cluster, groups, self.mesh.axis_sizes)
-        return collective_seconds(cast("CollectiveKind", known), num_bytes, [link])
+        return collective_seconds(cast("CollectiveKind", known), num_bytes, link)
 
     # Kernels of GPUs.
 
@@ -233,7 +231,9 @@ class _Replayer:
             return _bytes_alone(made, operands)
         called = made.called_as("calls")
         body = self.program.body(called)
-        parameters = {int(m.rest.split(")")[0]): m for m in body if m.opcode == "parameter"}
+        parameters = {
+            int(m.rest.split(")")[0]): m for m in body if m.opcode == "parameter"
+        }
         written, updated = self._written(called)
         total = written
         for position, operand in enumerate(operands):
@@ -373,4 +373,6 @@ def _chains(pairs: Groups) -> Groups:
         if of[source] is not of[target]:
             of[source] |= of[target]
             of.update(dict.fromkeys(of[target], of[source]))
-    return tuple(tuple(sorted(each)) for each in {id(s): s for s in of.values()}.values())
+    return tuple(
+        tuple(sorted(each)) for each in {id(s): s for s in of.values()}.values()
+    )

@@ -9,7 +9,7 @@ the median of some runs, divided by the length, without what the loop itself tak
   products     square matrix products by dtype and size: peak flop/s and the curve
   memory       a multiply-add over an array that no cache holds: bytes/s
   host memory  arrays fetched from it, where the devices have memory of their own
-  collectives  each kind, by size, over all devices and over pairs: latency and bytes/s
+  collectives  each kind, by size, over all devices and over pairs
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..lowering.host_memory import HOST
 from .cluster import Cluster
-from .collective_fit import Timing, fit_links
 from .hardware import COLLECTIVE_KINDS, CollectiveKind
+from .measured_links import Timing, as_measured
 
 Tell = Callable[[str], None]
 
@@ -58,7 +58,7 @@ class Effort:
     sizes: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     memory_bytes: int | None = None
-    collective_bytes: tuple[int, ...] = (1 << 12, 1 << 20, 1 << 16)
+    collective_bytes: tuple[int, ...] = (1 << 12, 1 << 20, 1 << 24, 1 << 28, 1 << 16)
     run_seconds: float = 0.05
     runs: int = 3
     total_seconds: float = 40.0
@@ -120,14 +120,9 @@ class _Calibration:
         )
         if number == 1:
             return replace(cluster, network_link=base.host_link)
-        launch_seconds, link = fit_links(list(self.collectives()), base.host_link.name)
+        link = as_measured(self.collectives(), base.host_link)
         self.tell(str(link))
-        return replace(
-            cluster,
-            launch_seconds=launch_seconds,
-            host_link=link,
-            network_link=link,
-        )
+        return replace(cluster, host_link=link, network_link=link)
 
     def kernel_seconds(self) -> float:
         """What an operator that fuses with no other takes at least.
@@ -216,7 +211,8 @@ class _Calibration:
         """Every kind at every size, in groups of all devices and of two."""
         number = len(self.devices)
         group_sizes = sorted({number, 2 if number % 2 == 0 else number})
-        for index, num_bytes in enumerate(self.effort.collective_bytes):
+        sizes = [n for n in self.effort.collective_bytes if n <= self.memory_bytes]
+        for index, num_bytes in enumerate(sizes):
             for group_size in group_sizes:
                 for kind in COLLECTIVE_KINDS:
                     if index < 2 or perf_counter() < self.deadline:
@@ -230,10 +226,9 @@ class _Calibration:
         guess = 2e-4 + 16 * length / self.base.host_link.bandwidth
         start = jnp.zeros(length, jnp.float32)
         seconds = self.seconds(_STEPS[kind](group_size), start, guess, group_size)
-        result = length // group_size if kind == "reduce_scatter" else length
         text = f"{kind:<18} of {group_size:<3} {4 * length:8d} B"
         self.tell(f"collective  {text} {seconds * 1e6:9.1f} us")
-        return Timing(kind, group_size, 4.0 * result, seconds)
+        return Timing(kind, group_size, 4.0 * length, seconds)
 
     def seconds(
         self,

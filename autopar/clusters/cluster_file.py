@@ -65,7 +65,9 @@ def _link(name: str, link: Link) -> list[str]:
         _field("bandwidth", link.bandwidth),
         _field("efficiency", link.efficiency),
     ]
-    return lines + _table(f"{name}.factors", link.factors)
+    for kind, by_group in link.measured.items():
+        lines += _table(f"{name}.measured.{kind}", by_group)
+    return lines
 
 
 def _table(name: str, values: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """One device and one link: their speeds, checked, and what they reach of them."""
 
 import difflib
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ CollectiveKind: TypeAlias = Literal[
 ]
 COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 Curve: TypeAlias = Sequence[Sequence[float]]  # pairs of (flops, fraction of the peak)
-Factors: TypeAlias = Mapping[str, Sequence[float]]  # (latency, bytes) by collective
+Timings: TypeAlias = Mapping[str, Mapping[int, Curve]]  # by collective, group size
 
 
 @dataclass(frozen=True)
@@ -130,25 +131,26 @@ class Link:
       alpha_seconds: latency of one message.
       bandwidth: bytes/s of one device in one direction, all devices sending.
       efficiency: fraction of `bandwidth` that collectives reach.
-      factors: for a kind of collective, how many times the model's its latency and its
-        seconds for each byte are, as measured; 1 and 1 for a kind left out.
+      measured: what collectives took: pairs of (bytes of the whole tensor of a device,
+        seconds), ascending, by kind and size of the group. Sizes between are
+        interpolated; a kind left out is told by the numbers above.
 
     Raises:
-      ValueError: a number is negative, the efficiency not a fraction, or a factor of an
-        unknown kind.
+      ValueError: a number is negative, the efficiency not a fraction, or what was
+        measured is of an unknown kind or does not ascend.
     """
 
     name: str
     alpha_seconds: float
     bandwidth: float
     efficiency: float = 1.0
-    factors: Factors = field(default_factory=dict, hash=False)
+    measured: Timings = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_positive("alpha_seconds", self.alpha_seconds, zero=True)
         check_positive("bandwidth", self.bandwidth)
         check_fraction("efficiency", self.efficiency)
-        _check_factors(self.factors)
+        _check_measured(self.measured)
 
     @property
     def seconds_per_byte(self) -> float:
@@ -171,7 +173,7 @@ class AxisLink:
       alpha_seconds: latency of one message.
       seconds_per_byte: seconds for each byte that a device of the ring sends.
       launch_seconds: what starting a collective costs.
-      factors: those of the link, see `Link`.
+      measured: what collectives took on the link, see `Link`.
       exchange_seconds_per_byte: seconds for each byte that a device sends in an
         all_to_all, where all devices of a host send to other hosts at once; that of
         the ring if None.
@@ -181,7 +183,7 @@ class AxisLink:
     alpha_seconds: float
     seconds_per_byte: float
     launch_seconds: float = 0.0
-    factors: Factors = field(default_factory=dict, hash=False)
+    measured: Timings = field(default_factory=dict, hash=False)
     exchange_seconds_per_byte: float | None = None
 
     def seconds_per_sent_byte(self, kind: CollectiveKind) -> float:
@@ -244,22 +246,25 @@ def _interpolated(curve: Curve, num_flops: float) -> float:
     return float(np.exp(np.interp(np.log(size), np.log(sizes), np.log(fractions))))
 
 
-def _check_factors(factors: Any) -> None:
-    if not isinstance(factors, Mapping):
-        raise ValueError(f"`factors` must be a table, but got {factors!r}.")
-    for kind, pair in factors.items():
+def _check_measured(measured: Any) -> None:
+    if not isinstance(measured, Mapping):
+        raise ValueError(f"`measured` must be a table, but got {measured!r}.")
+    for kind, by_group in measured.items():
         if kind not in COLLECTIVE_KINDS:
             raise ValueError(
-                f"`factors` knows {', '.join(COLLECTIVE_KINDS)}, but got {kind!r}"
+                f"`measured` knows {', '.join(COLLECTIVE_KINDS)}, but got {kind!r}"
                 f"{nearest(kind, COLLECTIVE_KINDS)}."
             )
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise ValueError(
-                f"`factors.{kind}` must be two numbers, of its latency and of its "
-                f"bytes, but got {pair!r}."
-            )
-        for factor in pair:
-            check_positive(f"factors.{kind}", factor)
+        for size, pairs in by_group.items():
+            is_list = isinstance(pairs, list | tuple) and len(pairs) > 1
+            if not is_list or any(
+                len(low) != 2 or not (low[0] < high[0] and 0 < low[1] <= high[1])
+                for low, high in itertools.pairwise(pairs)
+            ):
+                raise ValueError(
+                    f"`measured.{kind}.{size}` must be two or more pairs [bytes, "
+                    f"seconds], of more bytes no fewer seconds, but got {pairs!r}."
+                )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -59,10 +59,10 @@ def link_of_groups(
             between.seconds_per_byte / inside,
             exchange or within.seconds_per_byte,
         )
-    factors = (between if leaves.any() else within).factors
+    measured = (between if leaves.any() else within).measured
     return AxisLink(
         *(groups.shape[1], alpha_seconds, seconds_per_byte),
-        *(cluster.launch_seconds, factors, exchange),
+        *(cluster.launch_seconds, measured, exchange),
     )
 
 

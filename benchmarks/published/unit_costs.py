@@ -20,7 +20,7 @@ import numpy as np
 
 import autopar.rules  # noqa: F401  (registers every rule)
 from autopar.clusters.cluster import Cluster
-from autopar.costs.collectives import COLLECTIVE_KINDS, CollectiveKind, affine
+from autopar.costs.collectives import COLLECTIVE_KINDS, CollectiveKind, collective_seconds
 from autopar.costs.compute import FUSED_FRACTION, is_fusable, is_heavy, operator_seconds
 from autopar.costs.memory import memory_profile
 from autopar.frontend.tracing import trace
@@ -141,16 +141,10 @@ class UnitCosts:
         np.add.at(compute, (self.unit, self.phase), each * self.scale)
         collective = np.zeros_like(compute)
         mesh = self.layout.mesh
-        price_of = {
-            (move.kind, move.axes): affine(
-                move.kind, [link_of(cluster, mesh, move.axes)]
-            )
-            for move in {(m.kind, m.axes): m for m in self.moves}.values()
-        }
         for move in self.moves:
-            fixed, per_byte = price_of[move.kind, move.axes]
             amount = move.bytes[0] + size * move.bytes[1]
-            seconds = (fixed + per_byte * amount) * move.scale
+            link = link_of(cluster, mesh, move.axes)
+            seconds = collective_seconds(move.kind, amount, link) * move.scale
             collective[move.unit, move.phase] += seconds
         collective[:, ONCE] *= cluster.visible_fraction
         return UnitSeconds(compute, collective)
