@@ -2,8 +2,8 @@
 
 The tables are XLA's own, of H100 and B200, as CSV files. Presets have every second size
 of the collectives from 1 MiB on, so only the others are scored. `above` is the mean
-error from 1 MiB on, `below` how much quicker than measured the smaller ones are told, in
-the median; of products, all sizes but 256 x 256.
+error from 1 MiB on, `below` the median of how much quicker than measured smaller ones
+are told. Of products all sizes are scored, beside a factor that they have in common.
 
     python -m benchmarks.measured_tables --collectives FILE --products FILE
 """
@@ -62,7 +62,10 @@ def products(path: Path) -> None:
     for row in _rows(path):
         batch, m, n, k = (int(row[name]) for name in "bmnk")
         preset = Cluster.preset(_PRESETS[row["device"]])
-        for dtype, column in (("bfloat16", "bf16xbf16->bf16"), ("float32", "f32xf32->f32")):
+        for dtype, column in (
+            ("bfloat16", "bf16xbf16->bf16"),
+            ("float32", "f32xf32->f32"),
+        ):
             rate = 1e12 * float(row[f"tflops {column}"])
             told = preset.device.product_seconds(dtype, batch, m, n, k)
             measured = 2 * batch * m * n * k / rate

@@ -231,7 +231,7 @@ def test_one_host_needs_no_network(tmp_path: Path) -> None:
         (
             "bandwidth = 100",
             "bandwidth = 100\nmeasured = {all_gather = {2 = [[1, 1], [2, 0]]}}",
-            "`host_link.measured.all_gather.2` must be two or more pairs [bytes, seconds]",
+            "`host_link.measured.all_gather.2` must be two or more pairs [bytes, sec",
         ),
     ],
 )

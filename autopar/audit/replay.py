@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, cast
 
+from ..clusters.ici import SLICES
 from ..clusters.links import link_of_groups
 from ..costs.collectives import collective_seconds
 from ..sharding.collective import Groups, Surroundings, array_bytes
@@ -55,14 +56,6 @@ class Replay:
     seconds: float
     exposed_seconds: float
     by_class: Mapping[str, float]
-
-    def __str__(self) -> str:
-        parts = sorted(self.by_class.items(), key=lambda each: -each[1])
-        told = ", ".join(f"{name} {1e3 * each:.2f}" for name, each in parts)
-        return (
-            f"{1e3 * self.seconds:.2f} ms replayed, "
-            f"{1e3 * self.exposed_seconds:.2f} of them communication alone: {told}"
-        )
 
 
 def replay(text: str, cluster: Cluster, mesh: MeshShape) -> Replay:
@@ -154,7 +147,8 @@ class _Replayer:
             line.run(*self._kernel(name, made))
 
     def _cycle_seconds(self, made: Instruction) -> float:
-        return made.estimated_cycles / self.cluster.device.clock_rate
+        clock_rate = SLICES[self.cluster.device.kind].clock_rate
+        return made.estimated_cycles / clock_rate
 
     def _sent(self, name: str, made: Instruction) -> Iterator[tuple[str, float, bool]]:
         """The class and seconds of what an instruction sends, and if others run."""

@@ -20,7 +20,11 @@ import numpy as np
 
 import autopar.rules  # noqa: F401  (registers every rule)
 from autopar.clusters.cluster import Cluster
-from autopar.costs.collectives import COLLECTIVE_KINDS, CollectiveKind, collective_seconds
+from autopar.costs.collectives import (
+    COLLECTIVE_KINDS,
+    CollectiveKind,
+    collective_seconds,
+)
 from autopar.costs.compute import FUSED_FRACTION, is_fusable, is_heavy, operator_seconds
 from autopar.costs.memory import memory_profile
 from autopar.frontend.tracing import trace
