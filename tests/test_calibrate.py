@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 import autopar.clusters.calibrate as measuring
 from autopar.cli import main
-from autopar.clusters.calibrate import Effort, calibrate, efficiency_curve
+from autopar.clusters.calibrate import Effort, calibrate, slowing_of
 from autopar.clusters.cluster import Cluster
 from autopar.clusters.cluster_file import to_toml
 from autopar.clusters.hardware import COLLECTIVE_KINDS, Link
@@ -47,15 +47,14 @@ def test_what_was_measured_is_kept_made_to_ascend() -> None:
     assert link.bandwidth == pytest.approx(1e13, rel=1e-3)
 
 
-def test_a_curve_never_makes_a_larger_product_quicker() -> None:
-    rates = {1e3: 1e6, 1e6: 5e8, 1e7: 2e10, 1e9: 1e10}
-    curve = efficiency_curve(rates)
-    assert [flops for flops, _ in curve] == sorted(rates)
-    assert max(fraction for _, fraction in curve) == 1.0
-    seconds = [flops / fraction for flops, fraction in curve]
-    assert seconds == sorted(seconds)
-    flat = efficiency_curve({1e3: 1.0, 1e4: 20.0})
-    assert flat[0][1] == pytest.approx(0.1) and flat[1][1] == 1.0
+def test_what_slows_small_products_is_found_again() -> None:
+    def times(n: int) -> float:
+        return (1 + 4e5 / n**2) * (1 + 100 / n)
+
+    area, depth = slowing_of([(n, times(n)) for n in (256, 512, 1024, 4096, 8192)])
+    for n in (512, 2048):
+        assert 1 + area / n**2 + depth / n == pytest.approx(times(n), rel=0.1)
+    assert slowing_of([(512, 1.0), (1024, 1.0)]) == (0.0, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +71,7 @@ def test_this_machine_is_measured_and_its_file_is_read_back(
     assert to_toml(loaded) == to_toml(measured)
     assert loaded.devices_per_host == jax.device_count()
     assert 1e6 < loaded.device.peak_flops["float32"] < 1e15
-    assert len(loaded.device.efficiency["float32"]) == 3
+    assert loaded.device == measured.device
     assert set(loaded.host_link.measured) == set(COLLECTIVE_KINDS)
     assert loaded.host_link == loaded.network_link
 

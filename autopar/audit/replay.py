@@ -162,7 +162,9 @@ class _Replayer:
         if made.collective_kind:
             found = self.program.collectives_of(name, made, Surroundings())
         elif self.program.is_tpu and made.opcode == "fusion":
-            found = (c for n in made.called for c in self.program.walk(n))
+            found = (
+                c for n in made.called for c in self.program.walk(n, Surroundings())
+            )
         else:
             return
         # What is combined is one operation.

@@ -21,8 +21,7 @@ _SINGLE_EFFICIENCY = 83 / 7 / 15.7
 # Of 25 Gbit/s over TCP NCCL reaches 1.7 GB/s (NVIDIA/nccl-tests #83), 54%.
 NETWORK_EFFICIENCY = 0.54
 _GIVEN = "network_efficiency"
-_SIZES = tuple(3.36e7 * 8**step for step in range(7))  # flops of products
-_TILE, _PAIR = 128, 2  # side of a tile of a product; flops of a multiply-add
+_TILE = 128  # side of a tile of a product
 
 
 @dataclass(frozen=True)
@@ -61,25 +60,14 @@ class Constants:
         """The cluster with these constants in place of its own."""
         device = cluster.device
         if self.product_efficiency is not None:
-            curves = {
-                FITTED_DTYPE: self._curve(self.product_efficiency),
-                "float32": self._curve(_SINGLE_EFFICIENCY),
-            }
-            device = replace(device, efficiency={**device.efficiency, **curves})
+            own = {FITTED_DTYPE: self.product_efficiency, "float32": _SINGLE_EFFICIENCY}
+            area = (self.half_tiles or 0.0) * _TILE**2
+            device = replace(device, efficiency=own, product_area=area)
         found = replace(cluster, device=device)
         if self.network_efficiency is not None:
             link = replace(found.network_link, efficiency=self.network_efficiency)
             found = replace(found, network_link=link)
         return found
-
-    def _curve(self, most: float) -> tuple[tuple[float, float], ...]:
-        """Fractions of the peak, of which large products reach `most`, by flops."""
-        half = self.half_tiles or 0.0
-        tiles = [((size / _PAIR) ** (1 / 3) / _TILE) ** 2 for size in _SIZES]
-        return tuple(
-            (size, most * number / (number + half))
-            for size, number in zip(_SIZES, tiles, strict=True)
-        )
 
     def fitted(self) -> dict[str, float]:
         """Those that are fitted, by name."""

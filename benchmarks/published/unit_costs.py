@@ -378,14 +378,9 @@ def _flops_per_second(
     num_flops: np.ndarray,
 ) -> np.ndarray:
     """As `Device.flops_per_second` of each operator; sizes count for heavy ones."""
-    device = cluster.device
-    rate_of = {name: device.flops_per_second(name) for name in set(dtypes)}
-    rates = np.array([rate_of[name] for name in dtypes])
-    names = np.array(dtypes)
-    for name in set(names[heavy].tolist()) & device.efficiency.keys():
-        chosen = heavy & (names == name)
-        sizes, fractions = np.array(device.efficiency[name], float).T
-        clipped = np.clip(num_flops[chosen], sizes[0], sizes[-1])
-        logs = np.interp(np.log(clipped), np.log(sizes), np.log(fractions))
-        rates[chosen] = device.peak_flops[name] * np.exp(logs)
+    rates = np.empty(len(dtypes))
+    names, sizes = np.array(dtypes), np.where(heavy, np.maximum(num_flops, 1), np.inf)
+    for name in set(dtypes):
+        chosen = names == name
+        rates[chosen] = cluster.device.flops_per_second(name, sizes[chosen])
     return rates
