@@ -77,7 +77,7 @@ def seconds_of(
     kind: CollectiveKind = "collective_permute"
     for known in COLLECTIVE_KINDS:
         kind = known if known == each.kind else kind
-    return collective_seconds(kind, each.bytes, [link])
+    return collective_seconds(kind, each.bytes, link)
 
 
 def _lines(program: Program, cluster: Cluster | None) -> Iterator[CollectiveLine]:
