@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from autopar.clusters.cluster import Cluster
-from autopar.clusters.hardware import Curve
 from benchmarks.published.simulator import Machine
 
 FOLDER = Path(__file__).parent
@@ -53,14 +52,10 @@ def known_machine(
 def _machine(cluster: Cluster, table: Mapping[str, Any]) -> Machine:
     device, network = cluster.device, cluster.network_link
     peaks = {key: table[key] for key in ("bfloat16", "float8") if key in table}
-    curves = {
-        key: _scaled(device.efficiency[key], most)
-        for key, most in table.get("efficiency", {}).items()
-    }
     device = replace(
         device,
         peak_flops={**device.peak_flops, **peaks},
-        efficiency={**device.efficiency, **curves},
+        efficiency={**device.efficiency, **table.get("efficiency", {})},
         memory_bytes=table.get("memory_bytes", device.memory_bytes),
     )
     per_host = table.get("devices_per_host", cluster.devices_per_host)
@@ -75,9 +70,3 @@ def _machine(cluster: Cluster, table: Mapping[str, Any]) -> Machine:
         cluster = replace(cluster, network_link=network)
     steady = table.get("steady", 1.0)
     return Machine(cluster, device.memory_bytes, per_host, steady)
-
-
-def _scaled(curve: Curve, most: float) -> Curve:
-    """The fractions of a peak by size, of which the largest product reaches `most`."""
-    factor = most / curve[-1][1]
-    return tuple((flops, fraction * factor) for flops, fraction in curve)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from benchmarks.published.columns import Cell
-from benchmarks.published.simulator import Outcome, Plan
-from benchmarks.published.systems import our_best, predict
+from benchmarks.published.simulator import Outcome
+from benchmarks.published.systems import predict
 from benchmarks.published.table import Row, Table
 
 
@@ -46,36 +46,11 @@ def number_text(value: float | None) -> str:
 
 
 @dataclass(frozen=True)
-class OurPlan:
-    """The fastest plan of our own search beside another, in the same simulator.
-
-    The other is Alpa's, or in a table without it that of the first column, `column`.
-    """
-
-    num_gpus: int
-    column: str
-    their_seconds: float | None
-    our_seconds: float
-    plan: str
-    changes: str
-
-    @property
-    def ratio(self) -> float | None:
-        """How many times as fast."""
-        return self.their_seconds / self.our_seconds if self.their_seconds else None
-
-    def __str__(self) -> str:
-        ours, theirs = map(number_text, (self.our_seconds, self.their_seconds))
-        return f"{ours} s ({theirs}): {self.plan}"
-
-
-@dataclass(frozen=True)
 class PredictedTable:
-    """All cells of a table; `ours` is empty where it was not asked for."""
+    """All cells of a table."""
 
     name: str
     cells: tuple[PredictedCell, ...]
-    ours: tuple[OurPlan, ...] = ()
 
     def measured(self, column: str | None = None) -> list[PredictedCell]:
         """Cells that were measured, of one column or of all."""
@@ -106,85 +81,21 @@ class PredictedTable:
 
 
 def predict_table(
-    table: Table,
-    *,
-    with_ours: bool = False,
-    tell: Callable[[str], None] = lambda text: None,
+    table: Table, *, tell: Callable[[str], None] = lambda text: None
 ) -> PredictedTable:
-    """Every cell of a table, and our own plan for every row if asked for.
-
-    `tell` gets a line before and behind each row and each search.
-    """
+    """Every cell of a table; `tell` gets a line behind each row."""
     cells: list[PredictedCell] = []
-    ours: list[OurPlan] = []
     for place, row in enumerate(table.rows):
-        which = f"{table.name}, row {place + 1} of {len(table.rows)}"
-        tell(f"{which}: {row.num_gpus} GPUs")
-        found = {
-            cell.column: predict(cell.column, row)
-            for cell in row.cells
-        }
-        here = [_cell(row, cell, found[cell.column]) for cell in row.cells]
+        here = [_cell(row, cell, predict(cell.column, row)) for cell in row.cells]
         cells += here
+        which = f"{table.name}, row {place + 1} of {len(table.rows)}"
         tell(f"{which}: {', '.join(map(str, here))}")
-        if with_ours:
-            tell(f"{which}: {row.num_gpus} GPUs, a plan of our own")
-            new = _ours(row, found)
-            ours += new
-            tell(f"{which}: {', '.join(map(str, new))}")
-    return PredictedTable(table.name, tuple(cells), tuple(ours))
+    return PredictedTable(table.name, tuple(cells))
 
 
 def _cell(row: Row, cell: Cell, outcome: Outcome | None) -> PredictedCell:
-    predicted = row.tflops(outcome.simulated_seconds) if outcome else None
+    predicted = row.tflops(outcome.seconds) if outcome else None
     plan = str(outcome.plan) if outcome else "nothing fits"
     return PredictedCell(
         row.num_gpus, cell.column, cell.tflops, cell.is_projected, predicted, plan
     )
-
-
-def _ours(row: Row, found: Mapping[str, Outcome | None]) -> list[OurPlan]:
-    best = our_best(row)
-    if best is None or not found:
-        return []
-    column = "alpa" if "alpa" in found else next(iter(found))
-    other = found[column]
-    theirs = other.simulated_seconds if other else None
-    if other is not None and other.simulated_seconds <= best.simulated_seconds:
-        best = other
-    return [
-        OurPlan(
-            *(row.num_gpus, column, theirs, best.simulated_seconds, str(best.plan)),
-            _changes(other, best),
-        )
-    ]
-
-
-def _changes(other: Outcome | None, ours: Outcome) -> str:
-    """What is not as in another plan: ours, then theirs in brackets."""
-    if other is None:
-        return "theirs does not fit"
-    pairs = zip(_traits(ours.plan), _traits(other.plan), strict=True)
-    found = [
-        f"{name}: {new} ({old})"
-        for (name, new), (_, old) in pairs
-        if new != old and new and old
-    ]
-    return "; ".join(found) or "nothing"
-
-
-def _traits(plan: Plan) -> list[tuple[str, str]]:
-    """What a plan is, by name; nothing where one stage has no such trait."""
-    balance = "flops" if plan.system.balances_flops else "seconds"
-    balance = "layers" if plan.system.has_equal_stages else balance
-    shapes = dict.fromkeys(f"{x.data}x{x.tensor}" for x in plan.layouts)
-    sizes = dict.fromkeys(str(x.size) for x in plan.layouts)
-    return [
-        ("schedule", plan.schedule if len(plan.layouts) > 1 else "no pipeline"),
-        ("remat", plan.system.remat),
-        ("stages", f"{len(plan.stages)} on {len(plan.layouts)} submeshes"),
-        ("equal in", balance if len(plan.layouts) > 1 else ""),
-        ("GPUs a submesh", ", ".join(sizes)),
-        ("data x tensor", ", ".join(shapes)),
-        ("microbatches", str(plan.num_microbatches)),
-    ]

@@ -17,7 +17,6 @@ from typing import Any
 from benchmarks.published.columns import positive, whole
 from benchmarks.published.machines import machine_of, table_of
 from benchmarks.published.published_plan import submesh
-from benchmarks.published.schedules import INTERLEAVED, ONE_F_ONE_B
 from benchmarks.published.seconds import System
 from benchmarks.published.simulator import Outcome, Plan, Simulator
 from benchmarks.published.systems import system_of
@@ -67,7 +66,7 @@ class Run:
     @property
     def predicted(self) -> float | None:
         """In the unit of the table; None if it cannot be run."""
-        return self.work / self.outcome.simulated_seconds if self.outcome else None
+        return self.work / self.outcome.seconds if self.outcome else None
 
     @property
     def error(self) -> float:
@@ -126,10 +125,8 @@ def _plan(
     inner = degrees.get("inner", 0) or 0
     layout = Layout(hosts, devices, data, tensor, inner, context)
     stages = degrees.get("stages", 1)
-    is_dealt = chunks > 1 and stages > 1
-    schedule = INTERLEAVED if is_dealt else ONE_F_ONE_B
-    chunks = chunks if is_dealt else 1
-    return Plan((layout,) * stages, count, system, schedule, chunks, dtype)
+    chunks = chunks if stages > 1 else 1
+    return Plan((layout,) * stages, count, system, chunks, dtype)
 
 
 def _torchtitan(record: Mapping[str, str]) -> Run:

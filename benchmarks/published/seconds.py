@@ -1,13 +1,12 @@
 """Seconds of units on a machine, by the product's costs of products and collectives.
 
-A unit's phases are its forward pass, what is recomputed, its backward pass, the part of
-it that only gradients wait for, and what happens once a step. Apart from them is what
+A unit's phases are its forward pass, what is recomputed, its backward pass, and what
+happens once a step. Apart from them is what
 may run beside compute: gathered parameters and reduced gradients.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
@@ -18,8 +17,7 @@ from autopar.costs.collectives import collective_seconds
 from benchmarks.published.host_links import link_of
 from benchmarks.published.work import DATA, Execution, Layout, Move, Product, Unit
 
-FORWARD, RECOMPUTE, BACKWARD, WEIGHT, ONCE = range(5)
-_TILE = 128  # side of a tile of a product
+FORWARD, RECOMPUTE, BACKWARD, ONCE = range(4)
 _BACKWARD_FLOPS = 2.5  # five products, one of them made again, for two of forward
 _CAST_BYTES = 6  # of 16 bits to float8: its largest value read, read, written both ways
 
@@ -73,24 +71,14 @@ class System:
     has_largest_microbatch: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class UnitSeconds:
-    """By phase: what is waited for, of it the products' flops, and what is ahead."""
-
-    waited: np.ndarray
-    ahead: np.ndarray
-
-
 @cache
 def product_seconds(product: Product, dtype: str, cluster: Cluster) -> float:
-    """A product is as quick as the cube with as many tiles of its result."""
+    """Of all that a product counts."""
     size = {"float8": 1, "float32": 4}.get(dtype, 2)
     m, n, k, device = product.m, product.n, product.k, cluster.device
-    tiles = math.ceil(m / _TILE) * math.ceil(n / _TILE) * product.count
-    rate = device.flops_per_second(dtype, 2 * (_TILE * math.sqrt(tiles)) ** 3)
     moved = product.count * (size * (m * k + k * n) + max(size, 2) * m * n)
-    seconds = max(product.flops / rate, moved / device.bytes_per_second)
-    return cluster.kernel_seconds + seconds
+    seconds = device.product_seconds(dtype, product.count, m, n, k)
+    return cluster.kernel_seconds + max(seconds, moved / device.bytes_per_second)
 
 
 @lru_cache(maxsize=65536)
@@ -99,7 +87,7 @@ def move_seconds(move: Move, layout: Layout, cluster: Cluster) -> float:
     link = link_of(cluster, layout.mesh, move.axes)
     if link.size == 1:
         return 0.0
-    return collective_seconds(move.kind, move.bytes, [link])
+    return float(collective_seconds(move.kind, move.bytes, link))
 
 
 def gradients_of(product: Product) -> tuple[Product, Product]:
@@ -110,8 +98,9 @@ def gradients_of(product: Product) -> tuple[Product, Product]:
 
 def unit_seconds(
     unit: Unit, layout: Layout, cluster: Cluster, system: System, dtype: str
-) -> UnitSeconds:
-    """Of one microbatch, whose gradients are added to those before; once: of a step."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """[phases] what is waited for and what is ahead, of one microbatch, whose gradients
+    are added to those before; once: of a step."""
     waited, ahead = np.zeros(ONCE + 1), np.zeros(ONCE + 1)
     dtype = dtype if unit.is_repeated or dtype != "float8" else "bfloat16"
     starts, remat = cluster.kernel_seconds, system.remat if unit.is_repeated else "none"
@@ -128,8 +117,7 @@ def unit_seconds(
         is_last = unit.ends_layer and product is unit.products[-1]
         if remat == "full" or (remat == "half" and place % 2):
             waited[RECOMPUTE] += forward
-        waited[BACKWARD] += left if product.is_weight else left + right
-        waited[WEIGHT] += right if product.is_weight else 0.0
+        waited[BACKWARD] += left + right
     for stream in unit.streams:
         each = stream.bytes / cluster.device.bytes_per_second
         waited[FORWARD] += starts + stream.forward * each
@@ -139,7 +127,7 @@ def unit_seconds(
     if system.gathers or system.reduces_always:
         sums /= layout.inner or layout.data
     moved = 3 * system.gradient_bytes * sums
-    waited[WEIGHT] += moved / cluster.device.bytes_per_second
+    waited[BACKWARD] += moved / cluster.device.bytes_per_second
     if unit.attention is not None:
         rate = cluster.device.flops_per_second("bfloat16")
         quick, slow = system.attention
@@ -157,7 +145,7 @@ def unit_seconds(
         _add_move(move, layout, cluster, system, again, (waited, ahead))
     for move, phase in _moves_of_parameters(unit, layout, system):
         ahead[phase] += move_seconds(move, layout, cluster)
-    return UnitSeconds(waited, ahead)
+    return waited, ahead
 
 
 def _add_move(
@@ -227,6 +215,6 @@ def _moves_of_parameters(
     return found
 
 
-def exposed(ahead: float, beside: float, visible_fraction: float) -> float:
+def exposed(ahead: float, beside: float, cluster: Cluster) -> float:
     """Of seconds that may run beside others, those that are waited for."""
-    return max(visible_fraction * ahead, ahead - beside)
+    return max(cluster.visible_fraction * ahead, ahead - beside)

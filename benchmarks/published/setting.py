@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from autopar.clusters.cluster import Cluster
-from benchmarks.published.machines import known_machine
+from benchmarks.published.machines import known_machine, table_of
 from benchmarks.published.simulator import Machine
 
-_NUMBERS = {
-    "seq_len": r"\bseq(?:uence)?(?:[ _]len(?:gth)?)?[ :=]+(?:of )?(\d[\d,]*)",
-    "vocab_size": r"\bvocab(?:ulary)?(?:[ _]size)?[ :=]+(?:of )?(\d[\d,]*)",
-    "batch_size": r"\b(?<!micro)batch(?:[ _]size)?[ :=]+(?:of )?(\d[\d,]*)",
-    "heads": r"\b(\d+) (?:attention )?heads",
-    "mlp_ratio": r"\bFFN (\d+)H",
-    "group_size": r"\bgroup (\d+)",
-    "image_size": r"\bimage(?:[ _]size)? (\d+)",
-    "num_classes": r"\b(\d+) classes",
-}
 _KIND = r"(?:TPU[ -]?)?([A-Za-z]+\d+[a-z]?)"
 _DEVICES = re.compile(
     rf"\b(\d+)\s*x\s*(?:NVIDIA )?{_KIND}(?:[- ](?:SXM\d?|PCIe))?(?:[- ](\d+) ?GB)?\b"
@@ -74,41 +65,30 @@ def read_setting(text: str) -> Setting:
     Raises:
       ValueError: a machine that is not written so, or of a kind that has no preset.
     """
-    found = Setting()
-    for name, pattern in _NUMBERS.items():
-        match = re.search(pattern, text)
-        if match:
-            found = replace(found, **{name: int(match.group(1).replace(",", ""))})
-    system = re.search(r"\bsystem[ :=]+([\w-]+)", text)
-    if system:
-        found = replace(found, system=system.group(1).lower().replace("-", "_"))
-    found = replace(found, is_interleaved="interleaved" in text.lower())
-    network = _BANDWIDTH.search(text)
-    if network:
-        found = replace(found, host_bandwidth=_bytes_per_second(network))
-    return _with_machine(found, text)
-
-
-def _with_machine(setting: Setting, text: str) -> Setting:
-    device = _DEVICES.search(text)
-    other = _NAMED.search(text)
+    found: dict[str, Any] = {"is_interleaved": "interleaved" in text.lower()}
+    for name, pattern in table_of("columns")["head"].items():
+        if match := re.search(pattern, text):
+            found[name] = int(match.group(1).replace(",", ""))
+    if system := re.search(r"\bsystem[ :=]+([\w-]+)", text):
+        found["system"] = system.group(1).lower().replace("-", "_")
+    if network := _BANDWIDTH.search(text):
+        cards, number, unit = network.groups()
+        bits = 1 if unit == "GB/s" else 8
+        found["host_bandwidth"] = int(cards or 1) * float(number) * 1e9 / bits
+    device, other = _DEVICES.search(text), _NAMED.search(text)
     if device is None and other is not None:
         raise ValueError(
             f"the head of a published table names its machine as '8x V100-16GB', the "
             f"devices of a host and the memory of each, but says {other.group()!r} "
             f"otherwise."
         )
-    if device is None:
-        return setting
-    count, kind, memory = device.groups()
-    preset = _preset(kind, memory)
-    size = int(memory) * _GIBIBYTE if memory else preset.device.memory_bytes
-    return replace(
-        setting,
-        kind=preset.name,
-        memory_bytes=size,
-        devices_per_host=int(count),
-    )
+    if device is not None:
+        count, kind, memory = device.groups()
+        preset = _preset(kind, memory)
+        size = int(memory) * _GIBIBYTE if memory else preset.device.memory_bytes
+        found |= {"kind": preset.name, "memory_bytes": size}
+        found["devices_per_host"] = int(count)
+    return Setting(**found)
 
 
 @lru_cache
@@ -118,16 +98,7 @@ def _preset(kind: str, memory: str | None) -> Cluster:
     Raises:
       ValueError: no preset has that name; the text names those there are.
     """
-    if memory:
-        try:
-            return Cluster.preset(f"{kind}-{memory}GB")
-        except ValueError:
-            pass
-    return Cluster.preset(kind)
-
-
-def _bytes_per_second(match: re.Match[str]) -> float:
-    """All cards of a host together."""
-    cards, number, unit = match.groups()
-    bits = 1 if unit == "GB/s" else 8
-    return int(cards or 1) * float(number) * 1e9 / bits
+    try:
+        return Cluster.preset(f"{kind}-{memory}GB")
+    except ValueError:
+        return Cluster.preset(kind)

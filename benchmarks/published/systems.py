@@ -13,7 +13,6 @@ from typing import Any
 
 from benchmarks.published.machines import table_of
 from benchmarks.published.published_plan import submesh
-from benchmarks.published.schedules import INTERLEAVED, ZERO_BUBBLE
 from benchmarks.published.seconds import System
 from benchmarks.published.simulator import Outcome, Plan, best_plan
 from benchmarks.published.table import Row
@@ -30,7 +29,6 @@ COLUMNS = {
 }
 MOST_TENSOR = 8  # of Megatron, whose groups stay inside a host
 MOST_CHUNKS = 8  # of layers that a device of an interleaved pipeline has
-_FEW = 4  # plans that are simulated by their schedules
 
 
 def system_of(name: str, **changes: Any) -> System:
@@ -96,7 +94,7 @@ def _with_chunks(plan: Plan, row: Row) -> list[Plan]:
     if not row.setting.is_interleaved or number == 1 or plan.num_microbatches % number:
         return [plan]
     counts = [n for n in range(2, MOST_CHUNKS + 1) if layers % (number * n) == 0]
-    forms = [replace(plan, schedule=INTERLEAVED, num_chunks=n) for n in counts]
+    forms = [replace(plan, num_chunks=n) for n in counts]
     return forms or [plan]
 
 
@@ -166,47 +164,3 @@ def _with_microbatches(
     for each in layouts:
         for count in counts:
             yield Plan(each, count, system)
-
-
-def our_plans(row: Row) -> list[Plan]:
-    """Equal stages of every shape inside a host, with and without recomputation."""
-    found: list[Plan] = []
-    size, free = 1, system_of("inter_only")
-    while size <= row.num_gpus:
-        for layout in layouts_of(size, row):
-            if size <= row.setting.devices_per_host or size == row.num_gpus:
-                stages = (layout,) * (row.num_gpus // size)
-                for remat in ("full", "none"):
-                    system = replace(free, remat=remat)
-                    found += _with_microbatches([stages], row, system)
-        size *= 2
-    return found
-
-
-def our_best(row: Row) -> Outcome | None:
-    """The fastest of `our_plans` in any schedule; None if nothing fits.
-
-    Other schedules are tried on the plans that could gain most by them: those whose
-    busiest submesh works least.
-    """
-    simulator = row.simulator
-    found = [simulator.run(plan) for plan in our_plans(row)]
-    fitting = [each for each in found if each is not None and each.is_feasible]
-    fastest = sorted(fitting, key=lambda each: each.seconds)[:_FEW]
-    promising = sorted(fitting, key=lambda each: each.least_seconds)[:_FEW]
-    plans = (other for each in promising for other in with_schedules(each.plan))
-    others = [simulator.run(plan) for plan in plans]
-    fastest += [each for each in others if each is not None and each.is_feasible]
-    return min(fastest, key=lambda each: each.simulated_seconds, default=None)
-
-
-def with_schedules(plan: Plan) -> Iterator[Plan]:
-    """A pipeline of equal submeshes in every schedule but 1F1B."""
-    number = len(plan.layouts)
-    if number == 1:
-        return
-    for name in ZERO_BUBBLE:
-        yield replace(plan, schedule=name)
-    if plan.num_microbatches % number == 0:
-        for chunks in (2, 4):
-            yield replace(plan, schedule=INTERLEAVED, num_chunks=chunks)

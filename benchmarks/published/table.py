@@ -92,7 +92,7 @@ def read_table(path: Path) -> Table:
     comments = [line for line in lines if line.startswith("#")]
     lines = [line for line in lines if not line.startswith("#")]
     setting = read_setting(" ".join(comments))
-    baseline = plans_in_comments(comments, setting)
+    baseline = plans_in_comments(comments, setting.devices_per_host)
     head = lines[0] if lines else ""
     delimiter = max(_DELIMITERS, key=head.count)
     records = csv.DictReader(lines, delimiter=delimiter, skipinitialspace=True)
@@ -146,7 +146,13 @@ def _row(
     path: Path,
 ) -> Row:
     try:
-        number, setting = whole(record, "gpus"), _with_sizes(setting, record)
+        number = whole(record, "gpus")
+        sizes = {
+            field or column: whole(record, column)
+            for column, field in _SIZES.items()
+            if record.get(column, "").strip()
+        }
+        setting = replace(setting, **sizes)
         model = _model(record, setting)
         found = [
             cell_of(name, text)
@@ -158,22 +164,15 @@ def _row(
         flops = _flops(record, model, replace(setting, batch_size=batch_size))
         plans = {name: baseline[number] for name in _BASELINE if number in baseline}
         for column in {name.removesuffix(TFLOPS) for name in record}:
-            plan = published_plan(column, record, setting, batch_size)
+            plan = published_plan(
+                column, record, setting.devices_per_host, batch_size
+            )
             if plan is not None:
                 plans[column] = plan
-        for column, plan in plans.items():
-            _check_size(column, plan, number)
     except ValueError as error:
         which = ", ".join(record.values())
         raise ValueError(f"{error} It is in {path}, row {which}.") from None
     return Row(number, model, flops, batch_size, plans, cells, setting)
-
-
-def _with_sizes(setting: Setting, record: dict[str, str]) -> Setting:
-    for column, field in _SIZES.items():
-        if record.get(column, "").strip():
-            setting = replace(setting, **{field or column: whole(record, column)})
-    return setting
 
 
 def _flops(record: dict[str, str], model: Model, setting: Setting) -> float:
@@ -199,16 +198,6 @@ def _missing_text(column: str, names: Sequence[str], path: Path) -> str:
         f"a row of {path} needs the column {column!r}, but the columns are "
         f"{', '.join(names)}{nearest(column, names)}."
     )
-
-
-def _check_size(column: str, plan: PublishedPlan, num_gpus: int) -> None:
-    """Raises ValueError unless the stages have all GPUs together."""
-    size = sum(layout.size for layout in plan.layouts)
-    if size != num_gpus:
-        raise ValueError(
-            f"the stages of a plan have all GPUs of a row, but those of {column} have "
-            f"{size} of {num_gpus}."
-        )
 
 
 def _batch_size(record: dict[str, str], setting: Setting) -> int:

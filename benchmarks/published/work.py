@@ -7,7 +7,7 @@ fused attentions and *streams*, which only read and write the memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from autopar.costs.collectives import CollectiveKind
@@ -188,10 +188,7 @@ class Transformer:
     dtype: str = "bfloat16"
     itemsize: int = 2
     state_bytes: int = 12
-    num_layers: int = field(init=False, default=0)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "num_layers", self.layers)
+    units_a_layer: int = 2
 
     @property
     def width(self) -> int:
@@ -209,10 +206,6 @@ class Transformer:
         if not self.experts or self.experts_every == 1:
             return (0, *(1, 2) * self.layers, 3)
         return (0, *(1, 2, 1, 3) * (self.layers // 2), 4)
-
-    @property
-    def units_a_layer(self) -> int:
-        return 2
 
     @property
     def examples_at_once(self) -> int:
@@ -410,7 +403,7 @@ class _Part:
             ),
             moves=(Move("all_to_all", ("inner",), sent, 2, 2),),
             kept_bytes=2 * self.between_bytes
-            + 2 * mask
+            + 4 * mask  # in 32 bits, in 16, and a gradient
             + rows * (2 * of.hidden + 2 * of.mlp) * of.itemsize,
         )
 
