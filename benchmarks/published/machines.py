@@ -1,19 +1,49 @@
-"""Machines of published tables: presets, and what `machines.toml` says differs."""
+"""Machines of published tables: presets, and what `machines.toml` says differs.
+
+Hosts may not join all their devices alike: eight V100s make a hybrid cube mesh, where a
+device has one or two NVLink lanes to each of four others and none to the other three.
+There a ring goes at the lanes that its poorest device has to others of its group, and
+in an all_to_all each device serves its peers in turn, each over the lanes to that peer.
+Stages are taken to begin at the first device of a host.
+"""
 
 from __future__ import annotations
 
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from autopar.clusters.cluster import Cluster
-from benchmarks.published.simulator import Machine
+from autopar.clusters.hardware import AxisLink
+from autopar.sharding.mesh import MeshShape
+from benchmarks.published.work import Layout
 
 FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hosts of equally many devices; `cluster` is one of any size.
+
+    `steady`: what kernels of a whole step reach of their speed alone.
+    """
+
+    cluster: Cluster
+    memory_bytes: float
+    devices_per_host: int
+    steady: float = 1.0
+
+    def of(self, layout: Layout) -> Cluster:
+        """The devices of a layout."""
+        return replace(
+            self.cluster, num_hosts=layout.hosts, devices_per_host=layout.devices
+        )
 
 
 @cache
@@ -37,16 +67,13 @@ def machine_of(name: str, num_devices: int) -> Machine | None:
 
 
 def known_machine(
-    kind: str,
-    devices_per_host: int,
-    memory_bytes: int,
-    host_bandwidth: float | None,
+    kind: str, devices_per_host: int, memory_bytes: int, host_bandwidth: float | None
 ) -> Machine:
     """Hosts of a preset's devices, of which a table gives what differs."""
     given = {"devices_per_host": devices_per_host, "memory_bytes": memory_bytes}
-    if host_bandwidth is not None:
-        given["host_bandwidth"] = host_bandwidth
-    return _machine(Cluster.preset(kind), table_of("machines").get(kind, {}) | given)
+    network = {"host_bandwidth": host_bandwidth} if host_bandwidth else {}
+    known = table_of("machines").get(kind, {})
+    return _machine(Cluster.preset(kind), known | given | network)
 
 
 def _machine(cluster: Cluster, table: Mapping[str, Any]) -> Machine:
@@ -65,8 +92,30 @@ def _machine(cluster: Cluster, table: Mapping[str, Any]) -> Machine:
         bandwidth=table.get("host_bandwidth", bandwidth) / per_host,
         efficiency=table.get("network_efficiency", network.efficiency),
     )
-    cluster = replace(cluster, device=device)
     if "shape" not in table:
         cluster = replace(cluster, network_link=network)
-    steady = table.get("steady", 1.0)
-    return Machine(cluster, device.memory_bytes, per_host, steady)
+    cluster = replace(cluster, device=device)
+    return Machine(cluster, device.memory_bytes, per_host, table.get("steady", 1.0))
+
+
+@lru_cache(maxsize=4096)
+def link_of(cluster: Cluster, mesh: MeshShape, axes: tuple[str, ...]) -> AxisLink:
+    """As `Cluster.link`, with the lanes of groups that stay inside a host."""
+    link = cluster.link(mesh, axes)
+    lanes = np.array(table_of("machines").get(cluster.device.kind, {}).get("lanes", ()))
+    if not len(lanes) or mesh.size > len(lanes) or link.size == 1:
+        return link
+    least = table_of("machines")[cluster.device.kind]["least_lanes"]
+    ring, turn = [], []
+    for group in mesh.groups(axes):
+        inside = lanes[np.ix_(group, group)]
+        ring.append(max(float(inside.sum(axis=1).min()), least))
+        turns = 1 / np.maximum(inside, least)
+        np.fill_diagonal(turns, 0.0)
+        turn.append(float(turns.sum(axis=1).max()) / (len(group) - 1))
+    seconds = link.seconds_per_byte * float(lanes.sum(axis=1).max())
+    return replace(
+        link,
+        seconds_per_byte=seconds / min(ring),
+        exchange_seconds_per_byte=seconds * max(turn),
+    )

@@ -14,7 +14,7 @@ import numpy as np
 
 from autopar.clusters.cluster import Cluster
 from autopar.costs.collectives import collective_seconds
-from benchmarks.published.host_links import link_of
+from benchmarks.published.machines import link_of
 from benchmarks.published.work import DATA, Execution, Layout, Move, Product, Unit
 
 FORWARD, RECOMPUTE, BACKWARD, ONCE = range(4)

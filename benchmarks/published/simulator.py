@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from autopar.clusters.cluster import Cluster
 from autopar.planner.memory_budget import RESERVED_FRACTION
+from benchmarks.published.machines import Machine
 from benchmarks.published.pipeline import StageSeconds, balanced_bounds
 from benchmarks.published.seconds import (
     BACKWARD,
@@ -24,25 +24,6 @@ from benchmarks.published.wide_resnet import WideResnet
 from benchmarks.published.work import Layout, Transformer, Units
 
 UPDATE_BYTES = 28  # of Adam for a parameter: read gradient, read and write the rest
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Hosts of equally many devices; `cluster` is one of any size.
-
-    `steady`: what kernels of a whole step reach of their speed alone.
-    """
-
-    cluster: Cluster
-    memory_bytes: float
-    devices_per_host: int
-    steady: float = 1.0
-
-    def of(self, layout: Layout) -> Cluster:
-        """The devices of a layout."""
-        return replace(
-            self.cluster, num_hosts=layout.hosts, devices_per_host=layout.devices
-        )
 
 
 @dataclass(frozen=True)

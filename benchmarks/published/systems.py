@@ -6,27 +6,20 @@ system is predicted to reach, as its authors report the best they found.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 from benchmarks.published.machines import table_of
-from benchmarks.published.published_plan import submesh
+from benchmarks.published.published_plan import equal_layouts, submesh
 from benchmarks.published.seconds import System
-from benchmarks.published.simulator import Outcome, Plan, best_plan
+from benchmarks.published.simulator import Plan
 from benchmarks.published.table import Row
 from benchmarks.published.wide_resnet import WideResnet
 from benchmarks.published.work import Execution, Layout
 
-COLUMNS = {
-    "alpa": "alpa",
-    "inter_only": "inter_only",
-    "intra_only": "intra_only",
-    "megatron": "megatron_v100",
-    "deepspeed": "deepspeed",
-    "pp_dp": "pp_dp",
-}
+COLUMNS = ("alpa", "inter_only", "intra_only", "megatron", "deepspeed", "pp_dp")
 MOST_TENSOR = 8  # of Megatron, whose groups stay inside a host
 MOST_CHUNKS = 8  # of layers that a device of an interleaved pipeline has
 
@@ -41,14 +34,6 @@ def system_of(name: str, **changes: Any) -> System:
     return replace(System(how=how, **table), **changes)
 
 
-def predict(column: str, row: Row) -> Outcome | None:
-    """What a column's system is predicted to do; None if nothing fits.
-
-    A published plan is judged as any other: None if it does not fit.
-    """
-    return best_plan(row.simulator, candidates(column, row))
-
-
 def candidates(column: str, row: Row) -> Sequence[Plan]:
     """The plans of a column's system.
 
@@ -60,32 +45,34 @@ def candidates(column: str, row: Row) -> Sequence[Plan]:
             f"a column of Tflop/s is one of {', '.join(COLUMNS)} with `_tflops` behind, "
             f"but got {column!r}."
         )
-    system = system_of(COLUMNS[column])
-    if column in row.plans:
-        given = row.plans[column]
+    system, given = system_of(column), row.plans.get(column)
+    shapes: Iterable[tuple[Layout, ...]]
+    if given is not None:
         shapes = [given.layouts]
-        if row.model.experts:  # which dims its axes split is not told: experts
+        if row.model.experts:  # what the axes split is not published: experts
             shapes = [tuple(replace(x, data=x.size, tensor=1) for x in given.layouts)]
-        if isinstance(row.model, WideResnet):
-            shapes = list(_reshaped(given.layouts))
-        if given.num_microbatches is None:
-            plans = list(_with_microbatches(shapes, row, system))
-        else:
-            plans = [Plan(each, given.num_microbatches, system) for each in shapes]
-        return [each for plan in plans for each in _with_chunks(plan, row)]
-    if column == "inter_only":
-        layouts = (Layout(1, 1, 1, 1),) * row.num_gpus
-        return list(_with_microbatches([layouts], row, system))
-    if column == "intra_only":
-        layouts = [(layout,) for layout in layouts_of(row.num_gpus, row)]
-        return list(_with_microbatches(layouts, row, system))
-    if column == "deepspeed":
-        shape = submesh(row.num_gpus, row.setting.devices_per_host)
-        whole = Layout(*shape, row.num_gpus, 1)
-        layouts = [(layout,) for layout in with_experts(whole, row)]
-        return list(_with_microbatches(layouts, row, system))
-    grid = _grid(row, has_tensor=column != "pp_dp")
-    return list(_with_microbatches(grid, row, system))
+        elif isinstance(row.model, WideResnet):
+            shapes = _reshaped(given.layouts)
+    elif column == "inter_only":
+        shapes = [(Layout(1, 1, 1, 1),) * row.num_gpus]
+    elif column == "intra_only":
+        shapes = [(layout,) for layout in _layouts_of(row)]
+    elif column == "deepspeed":
+        shapes = [(layout,) for layout in _with_experts(row)]
+    else:
+        shapes = _grid(row, MOST_TENSOR if column != "pp_dp" else 1)
+    counts: Sequence[int]
+    if given is None or given.num_microbatches is None:
+        size = row.batch_size
+        counts = [n for n in range(1, size + 1) if size % n == 0]
+    else:
+        counts = [given.num_microbatches]
+    return [
+        plan
+        for shape in shapes
+        for count in counts
+        for plan in _with_chunks(Plan(shape, count, system), row)
+    ]
 
 
 def _with_chunks(plan: Plan, row: Row) -> list[Plan]:
@@ -94,73 +81,57 @@ def _with_chunks(plan: Plan, row: Row) -> list[Plan]:
     if not row.setting.is_interleaved or number == 1 or plan.num_microbatches % number:
         return [plan]
     counts = [n for n in range(2, MOST_CHUNKS + 1) if layers % (number * n) == 0]
-    forms = [replace(plan, num_chunks=n) for n in counts]
-    return forms or [plan]
+    return [replace(plan, num_chunks=n) for n in counts] or [plan]
 
 
 def _reshaped(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, ...]]:
     """The same submeshes, of which the first split the batch, the others layers too.
 
     Activations shrink and weights grow from the first layer of a convolutional network
-    to its last.
+    to its last; only some stages of the authors' plans were told to split the batch
+    (alpa-projects/alpa: benchmark/alpa/suite_wresnet.py).
     """
     seen = set()
-    for tensor in (1, 2, 4, 8):
-        for first in range(len(layouts)):
-            parts = [1] * first + [tensor] * (len(layouts) - first)
-            found = tuple(
-                replace(each, data=each.size // number, tensor=number)
-                for each, part in zip(layouts, parts, strict=True)
-                for number in (min(part, each.size),)
-            )
-            if found not in seen:
-                seen.add(found)
-                yield found
+    for tensor, first in product((1, 2, 4, 8), range(len(layouts))):
+        parts = [1] * first + [tensor] * (len(layouts) - first)
+        found = tuple(
+            replace(each, data=each.size // number, tensor=number)
+            for each, part in zip(layouts, parts, strict=True)
+            for number in (min(part, each.size),)
+        )
+        if found not in seen:
+            seen.add(found)
+            yield found
 
 
-def layouts_of(number: int, row: Row) -> list[Layout]:
-    """All (data, tensor) shapes of so many GPUs that could hold the row's model."""
+def _layouts_of(row: Row) -> list[Layout]:
+    """All (data, tensor) shapes of the GPUs; experts are over one axis of the mesh,
+    which is all of them or the devices of a host."""
+    number = row.num_gpus
     hosts, devices = submesh(number, row.setting.devices_per_host)
-    tensors = [n for n in range(1, number + 1) if number % n == 0 and n & (n - 1) == 0]
     if row.model.experts:
-        tensors = [1]
-    found = [Layout(hosts, devices, number // n, n) for n in tensors]
-    # Hosts are one axis of the mesh and their devices the other: either has experts.
-    inside = [replace(x, inner=devices) for x in found if hosts > 1 and row.model.experts]
-    return found + inside
+        whole = Layout(hosts, devices, number, 1)
+        return [whole, replace(whole, inner=devices)] if hosts > 1 else [whole]
+    tensors = [n for n in range(1, number + 1) if number % n == 0 and n & (n - 1) == 0]
+    return [Layout(hosts, devices, number // n, n) for n in tensors]
 
 
-def with_experts(layout: Layout, row: Row) -> list[Layout]:
-    """Experts over so many neighbours as divide, or over all groups of the batch.
+def _with_experts(row: Row) -> list[Layout]:
+    """The batch over all GPUs, experts over all or over so many neighbours as divide.
 
-    Alpa's authors tried every such number with DeepSpeed (alpa-projects/alpa,
+    Alpa's authors tried every such number (alpa-projects/alpa,
     benchmark/alpa/paper_manual_moe_suite.py, the last column) and reported the best.
     """
-    number, most = layout.data, row.model.experts
+    number, most = row.num_gpus, row.model.experts
+    whole = Layout(*submesh(number, row.setting.devices_per_host), number, 1)
     parts = [n for n in range(2, number) if number % n == 0 and most % n == 0]
-    return [*(replace(layout, inner=n) for n in parts), layout]
+    return [*(replace(whole, inner=n) for n in parts), whole]
 
 
-def _grid(row: Row, *, has_tensor: bool = True) -> Iterator[tuple[Layout, ...]]:
+def _grid(row: Row, most_tensor: int) -> Iterator[tuple[Layout, ...]]:
     """Equal stages of (data, tensor) groups, as Megatron-LM is configured."""
-    sizes = [n for n in range(1, row.num_gpus + 1) if row.num_gpus % n == 0]
-    for data, tensor in product(sizes, sizes if has_tensor else [1]):
-        number = data * tensor
-        if row.num_gpus % number or tensor > MOST_TENSOR:
-            continue
-        hosts, devices = submesh(number, row.setting.devices_per_host)
-        layout = Layout(hosts, devices, data, tensor)
-        yield (layout,) * (row.num_gpus // number)
-
-
-def _with_microbatches(
-    layouts: Iterator[tuple[Layout, ...]] | Sequence[tuple[Layout, ...]],
-    row: Row,
-    system: System,
-) -> Iterator[Plan]:
-    """Each with every number of microbatches, the fewest first."""
-    batch_size = row.batch_size
-    counts = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-    for each in layouts:
-        for count in counts:
-            yield Plan(each, count, system)
+    number, per_host = row.num_gpus, row.setting.devices_per_host
+    sizes = [n for n in range(1, number + 1) if number % n == 0]
+    for data, tensor in product(sizes, sizes):
+        if number % (data * tensor) == 0 and tensor <= most_tensor:
+            yield equal_layouts(data, tensor, number // (data * tensor), per_host)

@@ -14,7 +14,7 @@ from benchmarks.published.work import (
     Units,
 )
 
-_STAGES = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
+DEPTHS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 _SIZE = 4  # bytes of a value
 # Passes over the result of a convolution: statistics and the norm read it, the norm
 # writes it; backward, each reads it and its gradient.
@@ -40,13 +40,13 @@ class WideResnet:
 
     @property
     def layers(self) -> int:
-        return sum(_STAGES[self.depth])
+        return sum(DEPTHS[self.depth])
 
     @property
     def sequence(self) -> tuple[int, ...]:
         """Each first block of a stage is a unit, the others are one."""
         blocks: list[int] = []
-        for stage, number in enumerate(_STAGES[self.depth]):
+        for stage, number in enumerate(DEPTHS[self.depth]):
             blocks += [1 + 2 * stage, *(2 + 2 * stage,) * (number - 1)]
         return (0, *blocks, 9)
 
