@@ -29,6 +29,8 @@ class System:
     Attributes:
       remat: what is recomputed of each layer: `none`; `streams`, what is no product;
         `half`, these and every second product; `full`.
+      recomputes_all: the last product of a layer, too, whose result nothing reads: what
+        is no compiler does not know.
       attention: what a fused one reaches of the rate of large products, forward and
         backward; by default cuDNN's on an H100 (Shah et al., FlashAttention-3, 2024,
         figures 5 and 6: heads of 128, causal, 8,192 tokens).
@@ -54,6 +56,7 @@ class System:
 
     how: Execution = field(default_factory=Execution)
     remat: str = "full"
+    recomputes_all: bool = False
     attention: tuple[float, float] = (0.75, 0.6)
     gathers: bool = False
     splits_state: bool = True
@@ -104,6 +107,7 @@ def unit_seconds(
     waited, ahead = np.zeros(ONCE + 1), np.zeros(ONCE + 1)
     dtype = dtype if unit.is_repeated or dtype != "float8" else "bfloat16"
     starts, remat = cluster.kernel_seconds, system.remat if unit.is_repeated else "none"
+    spares = unit.ends_layer and not system.recomputes_all
     for place, product in enumerate(unit.products):
         forward = product_seconds(product, dtype, cluster)
         left, right = (
@@ -114,8 +118,8 @@ def unit_seconds(
             forward += product.m * product.k / cast
             left += product.m * product.n / cast
         waited[FORWARD] += forward
-        is_last = unit.ends_layer and product is unit.products[-1]
-        if remat == "full" or (remat == "half" and place % 2):
+        is_last = spares and product is unit.products[-1]
+        if (remat == "full" and not is_last) or (remat == "half" and place % 2):
             waited[RECOMPUTE] += forward
         waited[BACKWARD] += left + right
     for stream in unit.streams:
@@ -140,7 +144,7 @@ def unit_seconds(
         waited[FORWARD] += system.host_seconds * _num_kernels(unit)
         waited[BACKWARD] += 2 * system.host_seconds * _num_kernels(unit)
     for move in unit.moves:
-        is_last = unit.ends_layer and move.kind in ("all_reduce", "reduce_scatter")
+        is_last = spares and move.kind in ("all_reduce", "reduce_scatter")
         again = "none" if is_last and remat == "full" else remat
         _add_move(move, layout, cluster, system, again, (waited, ahead))
     for move, phase in _moves_of_parameters(unit, layout, system):

@@ -26,12 +26,12 @@ MOST_CHUNKS = 8  # of layers that a device of an interleaved pipeline has
 
 def system_of(name: str, **changes: Any) -> System:
     """The system of that name in `systems.toml`."""
-    table = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in table_of("systems")[name].items()
-    }
-    how = Execution(**table.pop("how", {}))
-    return replace(System(how=how, **table), **changes)
+    table = table_of("systems")[name]
+    how, own = (
+        {key: tuple(x) if isinstance(x, list) else x for key, x in fields.items()}
+        for fields in (table.get("how", {}), table)
+    )
+    return replace(System(**own | {"how": Execution(**how)}), **changes)
 
 
 def candidates(column: str, row: Row) -> Sequence[Plan]:
@@ -46,6 +46,11 @@ def candidates(column: str, row: Row) -> Sequence[Plan]:
             f"but got {column!r}."
         )
     system, given = system_of(column), row.plans.get(column)
+    alpa = row.plans.get("alpa")
+    sizes = {layout.size for layout in alpa.layouts} if alpa else set()
+    same = {"inter_only": sizes == {1}, "intra_only": sizes == {row.num_gpus}}
+    if same.get(column):  # what Alpa ran was such a plan, of published microbatches
+        given = alpa
     shapes: Iterable[tuple[Layout, ...]]
     if given is not None:
         shapes = [given.layouts]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchmarks.published.work import (
     Execution,
@@ -19,6 +21,22 @@ _SIZE = 4  # bytes of a value
 # Passes over the result of a convolution: statistics and the norm read it, the norm
 # writes it; backward, each reads it and its gradient.
 _NORM = 3, 5
+
+
+class _Conv(NamedTuple):
+    """A convolution and its norm; `side` is that of its result."""
+
+    side: int
+    before: int
+    after: int
+    window: int
+    stride: int = 1
+
+    @property
+    def depth(self) -> float:
+        """Multiply-adds for a value; what falls on padding is none."""
+        padded = self.window * self.side - max(self.window - self.stride, 0)
+        return self.before * (padded / self.side) ** 2
 
 
 @dataclass(frozen=True)
@@ -52,73 +70,55 @@ class WideResnet:
 
     def units(self, layout: Layout, size: float, how: Execution) -> Units:
         """Each unit once, for `size` images on the devices of a layout together."""
-        here, side = size / layout.data, self.image_size // 2
-        stem = _unit("stem", layout, here, [(side, 3, self.channels, 7, 1)], 0.0)
-        found, side, width = [stem], side // 2, self.channels
+        here, side, width = size / layout.data, self.image_size // 2, self.channels
+        stem = _unit("stem", layout, here, [_Conv(side, 3, width, 7, 2)], 0.0)
+        found, side = [stem], side // 2
         for stage in range(4):
             channels = self.channels * 2**stage
-            for stride, before in ((2 if stage else 1, width), (1, 4 * channels)):
-                convs, side, width = self._convs(side, before, channels, stride)
-                input_bytes = here * (side * stride) ** 2 * before * _SIZE
+            wide, after = channels * self.width_factor, 4 * channels
+            for stride, before in ((2 if stage else 1, width), (1, after)):
+                end, input_bytes = side // stride, here * side**2 * before * _SIZE
+                convs = [
+                    _Conv(side, before, channels, 1),
+                    _Conv(end, channels, wide, 3, stride),
+                    _Conv(end, wide, after, 1),
+                ]
+                convs += [_Conv(end, before, after, 1)] if before != after else []
                 found.append(_unit("block", layout, here, convs, input_bytes))
-        product = Product(here, self.num_classes / layout.tensor, width)
+                side = end
+            width = after
         params = width * self.num_classes
         head = Unit(
-            *("head", (product,), (Stream(here * side**2 * width * _SIZE, 1, 2),)),
+            *("head", (Product(here, self.num_classes / layout.tensor, width),)),
+            (Stream(here * side**2 * width * _SIZE, 1, 2),),
             params=params / layout.tensor,
-            whole_params=params,
             is_repeated=False,
         )
         return (*found, head)
 
-    def _convs(
-        self, side: int, before: int, channels: int, stride: int
-    ) -> tuple[list[tuple[int, ...]], int, int]:
-        """(side of the result, channels in and out, window, whether it is split by
-        what goes in) of each; then the side and the channels behind them."""
-        wide, after, end = channels * self.width_factor, 4 * channels, side // stride
-        convs = [
-            (side, before, channels, 1, 0),
-            (end, channels, wide, 3, 1),
-            (end, wide, after, 1, 0),
-        ]
-        if before != after:
-            convs.append((end, before, after, 1, 0))
-        return convs, end, after
-
 
 def _unit(
-    name: str,
-    layout: Layout,
-    here: float,
-    convs: list[tuple[int, ...]],
-    input_bytes: float,
+    name: str, layout: Layout, here: float, convs: Sequence[_Conv], input_bytes: float
 ) -> Unit:
-    """Convolutions as products: each tensor group splits channels, out and then in."""
+    """Tensor groups split what goes in of windows of three, of others what comes out."""
     tensor, products, streams, moves = layout.tensor, [], [], []
-    for side, before, after, window, splits_input in convs:
-        pixels = here * side**2
-        depth, out = before * window**2, float(after)
-        if splits_input or tensor == 1:
-            depth /= tensor
-        else:
-            out /= tensor
+    for conv in convs:
+        pixels, is_sum = here * conv.side**2, conv.window == 3
+        depth, out = conv.depth, float(conv.after)
+        depth, out = (depth / tensor, out) if is_sum else (depth, out / tensor)
+        result = pixels * conv.after * _SIZE
         products.append(Product(pixels, out, depth))
-        result = pixels * after * _SIZE
         streams.append(Stream(result / tensor, *_NORM))
         if tensor > 1:
-            kind = "all_reduce" if splits_input else "all_gather"
+            kind = "all_reduce" if is_sum else "all_gather"
             moves.append(Move(kind, ("tensor",), result))
-    whole = sum(before * after * window**2 for _, before, after, window, _ in convs)
-    kept = sum(2 * s.bytes for s in streams)
-    side, _, after, _, _ = convs[-1]
+    last = convs[-1]
     return Unit(
         *(name, tuple(products), tuple(streams)),
         moves=tuple(moves),
-        params=whole / tensor,
-        whole_params=whole,
-        kept_bytes=kept + input_bytes,
+        params=sum(c.before * c.after * c.window**2 for c in convs) / tensor,
+        kept_bytes=sum(2 * s.bytes for s in streams) + input_bytes,
         input_bytes=input_bytes,
-        border_bytes=here * layout.data * side**2 * after * _SIZE,
+        border_bytes=here * layout.data * last.side**2 * last.after * _SIZE,
         is_repeated=name == "block",
     )

@@ -102,9 +102,9 @@ class Unit:
 
     Attributes:
       params: of the device's tensor group; `experts`: its share of experts'.
-      whole_params: of the unit, wherever they are.
       kept_bytes: what the backward pass reads, if nothing is recomputed.
       input_bytes: what it reads; of a layer all kept if all is recomputed.
+      ends_layer: nothing that is recomputed with it reads its result.
       border_bytes: what it hands on, of all the devices of its data groups together.
     """
 
@@ -115,16 +115,11 @@ class Unit:
     moves: tuple[Move, ...] = ()
     params: float = 0.0
     experts: float = 0.0
-    whole_params: float = 0.0
     kept_bytes: float = 0.0
     input_bytes: float = 0.0
     border_bytes: float = 0.0
     is_repeated: bool = True
-
-    @property
-    def ends_layer(self) -> bool:
-        """Whether nothing of its layer reads its result, which is not made again."""
-        return self.name != "attention"
+    ends_layer: bool = True
 
     def held_bytes(self, remat: str, itemsize: int) -> float:
         """What is kept of a microbatch from its forward to its backward pass."""
@@ -150,6 +145,8 @@ class Execution:
       splits_sequence: what a tensor group does not split is split by tokens
         (Korthikanti et al. 2022): an all_reduce is an all_gather and a reduce_scatter.
       norm_passes: how often a norm goes over its data, beside one kernel.
+      softmax_passes: how often an attention that is not fused goes over its scores,
+        forward and backward: twice for what is summed up, then read and written.
       skips_masked: attention leaves out the blocks that a causal mask hides.
       one_group: experts route all tokens of a device at once.
     """
@@ -157,6 +154,7 @@ class Execution:
     fuses_attention: bool = False
     splits_sequence: bool = False
     norm_passes: float = 1.0
+    softmax_passes: tuple[float, float] = (4.0, 5.0)
     skips_masked: bool = True
     one_group: bool = False
 
@@ -184,7 +182,6 @@ class Transformer:
     experts_every: int = 1
     group_size: int = 0
     window: int = 0
-    is_tied: bool = False
     dtype: str = "bfloat16"
     itemsize: int = 2
     state_bytes: int = 12
@@ -262,11 +259,10 @@ class _Part:
         norm = Stream(self.between_bytes, 2 * passes, 3 * passes)
         return norm, Stream(self.between_bytes, 3, 2)
 
-    def unit(self, name: str, params: float, whole: float, **more: object) -> Unit:
+    def unit(self, name: str, params: float, **more: object) -> Unit:
         return Unit(
             name,
             params=params,
-            whole_params=whole,
             input_bytes=self.between_bytes,
             border_bytes=self.row_bytes * self.layout.data * self.layout.context,
             **more,  # pyright: ignore[reportArgumentType]
@@ -302,18 +298,19 @@ class _Part:
             ]
             scores = 2 * count * queries * of.seq_len * size
             streams.append(Stream(rows * (joined + width), 2, 2))  # heads lead
-            streams.append(Stream(scores / 2, 4, 5))
+            streams.append(Stream(scores / 2, *self.how.softmax_passes))
         if layout.context > 1:
             around = rows * 2 * kv * (layout.context - 1)
             axes = ("context",)
             moves.append(Move("collective_permute", axes, around, 1, 2, is_ahead=True))
         whole = of.hidden * (2 * of.width + 2 * of.kv_width)
         return self.unit(
-            *("attention", whole / tensor, whole),
+            *("attention", whole / tensor),
             products=tuple(products),
             streams=tuple(streams),
             attention=fused,
             moves=tuple(moves),
+            ends_layer=False,
             kept_bytes=kept + scores,
         )
 
@@ -331,7 +328,10 @@ class _Part:
         if not of.is_gated:
             streams.append(self._bias_sums(up + of.hidden))
         return self.unit(
-            *("mlp", whole / tensor, whole),
+            *("mlp", whole / tensor),
+            # Between layers of experts, which have as many flops, all is one layer
+            # of those that Alpa recomputes.
+            ends_layer=of.experts_every == 1,
             products=(
                 Product(self.tokens, up, of.hidden),
                 Product(self.tokens, of.hidden, inner),
@@ -356,7 +356,7 @@ class _Part:
         gate = of.hidden * of.experts
         sent = rows * of.hidden * of.itemsize
         return self.unit(
-            *("experts", gate, gate + each * of.experts),
+            *("experts", gate),
             experts=each * local / layout.tensor,
             products=(
                 Product(self.tokens, of.experts, of.hidden),
@@ -386,7 +386,7 @@ class _Part:
         mask = self.tokens * slots * of.itemsize
         gate = of.hidden * of.experts
         return self.unit(
-            *("experts", gate, gate + each * of.experts),
+            *("experts", gate),
             experts=each * local,
             products=(
                 Product(self.tokens, of.experts, of.hidden),
@@ -412,7 +412,7 @@ class _Part:
         whole = of.vocab_size * of.hidden
         streams = (Stream(self.row_bytes, 2, 3),)
         return self.unit(
-            *("embedding", whole / self.layout.tensor, whole),
+            *("embedding", whole / self.layout.tensor),
             streams=streams,
             moves=self.moves()[-1:],
             is_repeated=False,
@@ -423,7 +423,7 @@ class _Part:
         words, whole = of.vocab_size / tensor, of.vocab_size * of.hidden
         logits = self.tokens * words * 4  # the loss is in 32 bits
         return self.unit(
-            *("head", 0.0 if of.is_tied else whole / tensor, whole * (not of.is_tied)),
+            *("head", whole / tensor),
             products=(Product(self.tokens, words, of.hidden),),
             streams=(self.around()[0], Stream(logits, 3, 3)),
             moves=self.moves()[:1],
