@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -246,7 +246,7 @@ def _table(path: Path, small: bool) -> Iterator[Result]:
 
     runs = read_runs(path)
     if small:
-        runs = [run for run in runs if run.group == runs[-1].group]
+        runs = [run for run in runs if run.group[1:2] == ("2",)]
     for run in runs:
         yield _run(run)
     scored = [run for run in runs if not run.reason] or runs
@@ -259,11 +259,9 @@ def _table(path: Path, small: bool) -> Iterator[Result]:
 
 def _run(run: Run) -> Result:
     """A run in the unit of its table; what ran out of memory has none."""
-    unit = run.unit.lower().replace("/", "_per_")
+    unit = {"Tflop/s": "tflops"}.get(run.unit, run.unit.replace("/", "_per_"))
     numbers = {f"published_{unit}": run.published, f"predicted_{unit}": run.predicted}
     values = {name: number for name, number in numbers.items() if number is not None}
     values["absolute_error"] = abs(run.error)
-    config = " ".join(value for value in run.config.values() if value)
     reason = f" ({run.reason})" if run.reason else ""
-    case = f"{' '.join(run.group)} {config}{reason}"
-    return Result("simulate", case, values, note=run.plan)
+    return Result("simulate", f"{run.name}{reason}", values, note=run.plan)

@@ -53,7 +53,9 @@ def print_table(name: str, runs: Sequence[Run]) -> None:
     for column in ("run", "published", "predicted", "error", "plan", "not scored"):
         shown.add_column(column, justify="right" if "ed" in column[-2:] else "left")
     for run in runs:
-        config = " ".join(f"{key} {value}" for key, value in run.config.items() if value)
+        config = " ".join(
+            f"{key} {value}" for key, value in run.config.items() if value
+        )
         shown.add_row(
             f"{' '.join(run.group)}: {config}",
             *(number_text(run.published), number_text(run.predicted)),

@@ -63,8 +63,7 @@ def pairs_of(runs: Sequence[Run]) -> Iterator[Pair]:
         ratio = (first.published or 0.0) / (second.published or math.inf)
         if max(ratio, 1 / ratio) > LEAST_RATIO:
             told = (first.predicted or 0.0) / (second.predicted or 1e-9)
-            name = f"{' '.join(first.group)}: {_config(first)} | {_config(second)}"
-            yield Pair(name, ratio, told)
+            yield Pair(f"{first.name} | {second.name}", ratio, told)
 
 
 def share_right(pairs: Iterable[Pair]) -> float:
@@ -78,10 +77,6 @@ def _differ(first: Run, second: Run) -> bool:
         value and second.config[key] and value != second.config[key]
         for key, value in first.config.items()
     )
-
-
-def _config(run: Run) -> str:
-    return " ".join(f"{key} {value}" for key, value in run.config.items() if value)
 
 
 def _release(text: str) -> tuple[int, ...]:

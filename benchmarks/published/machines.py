@@ -48,8 +48,14 @@ class Machine:
 
 @cache
 def table_of(name: str) -> dict[str, Any]:
-    """The tables of a data file of this folder."""
-    return tomllib.loads((FOLDER / f"{name}.toml").read_text())
+    """The tables of a data file of this folder; its arrays are tuples."""
+    return _frozen(tomllib.loads((FOLDER / f"{name}.toml").read_text()))
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _frozen(each) for key, each in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def machine_of(name: str, num_devices: int) -> Machine | None:

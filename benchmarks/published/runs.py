@@ -73,6 +73,12 @@ class Run:
         return self.predicted / self.published - 1
 
     @property
+    def name(self) -> str:
+        """What is compared, and its configuration."""
+        config = (f"{key} {value}" for key, value in self.config.items() if value)
+        return f"{' '.join(self.group)}: {' '.join(config)}"
+
+    @property
     def plan(self) -> str:
         return str(self.outcome.plan) if self.outcome else "nothing fits"
 
@@ -100,7 +106,9 @@ def read_runs(path: Path) -> list[Run]:
     """
     if not path.is_file():
         raise ValueError(f"a published table must be a CSV file, but {path} is none.")
-    lines = [line for line in path.read_text().splitlines() if line[:1] not in ("", "#")]
+    lines = [
+        line for line in path.read_text().splitlines() if line[:1] not in ("", "#")
+    ]
     records = list(csv.DictReader(lines))
     for sign, read in _READERS.items():
         if records and sign in records[0]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -78,9 +79,10 @@ class System:
 def product_seconds(product: Product, dtype: str, cluster: Cluster) -> float:
     """Of all that a product counts."""
     size = {"float8": 1, "float32": 4}.get(dtype, 2)
-    m, n, k, device = product.m, product.n, product.k, cluster.device
+    sizes: tuple[Any, ...] = product.count, product.m, product.n, product.k
+    (_, m, n, k), device = sizes, cluster.device
     moved = product.count * (size * (m * k + k * n) + max(size, 2) * m * n)
-    seconds = device.product_seconds(dtype, product.count, m, n, k)
+    seconds = device.product_seconds(dtype, *sizes)
     return cluster.kernel_seconds + max(seconds, moved / device.bytes_per_second)
 
 
@@ -140,7 +142,9 @@ def unit_seconds(
         waited[FORWARD] += starts + forward
         waited[RECOMPUTE] += forward * (remat == "full")
         waited[BACKWARD] += starts + backward
-    if system.host_seconds and unit.experts:  # which tokens go where, the host waits for
+    if (
+        system.host_seconds and unit.experts
+    ):  # which tokens go where, the host waits for
         waited[FORWARD] += system.host_seconds * _num_kernels(unit)
         waited[BACKWARD] += 2 * system.host_seconds * _num_kernels(unit)
     for move in unit.moves:

@@ -204,7 +204,9 @@ class Simulator:
             kept = sum(u.held_bytes(system.remat, self.model.itemsize) for u in here)
             fixed[place] += self._state_bytes(system, layout, known)[units].sum()
             made[place] += self._state_params(system, layout, known)[units].sum()
-            gate = 2 * system.gate_bytes * (size / layout.data * self.model.seq_len) ** 2
+            gate = (
+                2 * system.gate_bytes * (size / layout.data * self.model.seq_len) ** 2
+            )
             most[place] = max(most[place], max(u.kept_bytes for u in here) + gate)
             fixed[place] += kept * flying[index]
         return float((fixed + np.maximum(most, made * system.update_bytes)).max())

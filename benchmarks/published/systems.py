@@ -26,12 +26,9 @@ MOST_CHUNKS = 8  # of layers that a device of an interleaved pipeline has
 
 def system_of(name: str, **changes: Any) -> System:
     """The system of that name in `systems.toml`."""
-    table = table_of("systems")[name]
-    how, own = (
-        {key: tuple(x) if isinstance(x, list) else x for key, x in fields.items()}
-        for fields in (table.get("how", {}), table)
-    )
-    return replace(System(**own | {"how": Execution(**how)}), **changes)
+    table: dict[str, Any] = {**table_of("systems")[name]}
+    how = Execution(**table.pop("how", {}))
+    return replace(System(how=how, **table), **changes)
 
 
 def candidates(column: str, row: Row) -> Sequence[Plan]:
@@ -42,8 +39,8 @@ def candidates(column: str, row: Row) -> Sequence[Plan]:
     """
     if column not in COLUMNS:
         raise ValueError(
-            f"a column of Tflop/s is one of {', '.join(COLUMNS)} with `_tflops` behind, "
-            f"but got {column!r}."
+            f"a column of Tflop/s is one of {', '.join(COLUMNS)} with `_tflops` "
+            f"behind, but got {column!r}."
         )
     system, given = system_of(column), row.plans.get(column)
     alpa = row.plans.get("alpa")

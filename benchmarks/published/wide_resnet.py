@@ -100,7 +100,7 @@ class WideResnet:
 def _unit(
     name: str, layout: Layout, here: float, convs: Sequence[_Conv], input_bytes: float
 ) -> Unit:
-    """Tensor groups split what goes in of windows of three, of others what comes out."""
+    """Tensor groups split what goes in of windows of 3, of others what comes out."""
     tensor, products, streams, moves = layout.tensor, [], [], []
     for conv in convs:
         pixels, is_sum = here * conv.side**2, conv.window == 3

@@ -216,7 +216,7 @@ class Transformer:
         if not self.experts or self.experts_every > 1:
             found.append(part.mlp())
         if self.experts:
-            found.append(part.routed() if self.group_size else part.dropless())
+            found.append(part.experts())
         return (*found, part.head())
 
 
@@ -344,67 +344,40 @@ class _Part:
     def _activation(self, amount: float) -> Stream:
         return Stream(amount, 3, 5) if self.of.is_gated else Stream(amount, 2, 3)
 
-    def dropless(self) -> Unit:
-        """Experts that take all that is routed to them, equally many tokens each."""
-        of, layout = self.of, self.layout
-        parts = layout.inner or layout.data
-        local = of.experts / parts
-        rows = self.tokens * of.top_k
-        inner, up = of.mlp / layout.tensor, (2 if of.is_gated else 1) * of.mlp
-        up /= layout.tensor
-        each = of.hidden * of.mlp * (3 if of.is_gated else 2)
-        gate = of.hidden * of.experts
-        sent = rows * of.hidden * of.itemsize
+    def experts(self) -> Unit:
+        """Experts that take all that is routed to them, equally many tokens each; or
+        slots of groups, filled and emptied by products with one-hot masks (GShard)."""
+        of, layout, size = self.of, self.layout, self.of.itemsize
+        local = of.experts / (layout.inner or layout.data)
+        inner = of.mlp / layout.tensor
+        up, matrices = (2 * inner, 3) if of.is_gated else (inner, 2)
+        rows, gate = self.tokens * of.top_k, of.hidden * of.experts
+        sent = rows * of.hidden * size
+        products = [
+            Product(self.tokens, of.experts, of.hidden),
+            Product(rows / local, up, of.hidden, local),
+            Product(rows / local, of.hidden, inner, local),
+        ]
+        # Tokens in the order of experts, and back.
+        streams = [*self.around(), self._activation(rows * inner * size)]
+        streams.append(Stream(sent, 4, 4))
+        kept = 2 * self.between_bytes + rows * (of.hidden + up + inner) * size
+        if of.group_size:
+            group = self.tokens if self.how.one_group else of.group_size
+            slots, count = of.top_k * group, self.tokens / group
+            mask = self.tokens * slots * size
+            fill = Product(slots, of.hidden, group, count, is_weight=False)
+            empty = Product(group, of.hidden, slots, count, is_weight=False)
+            products = [products[0], fill, *products[1:], empty]
+            streams.append(Stream(2 * mask, 8, 8))  # of 32 bits, operator by operator
+            kept += 4 * mask + sent  # in 32 bits, in 16, and a gradient
         return self.unit(
             *("experts", gate),
-            experts=each * local / layout.tensor,
-            products=(
-                Product(self.tokens, of.experts, of.hidden),
-                Product(rows / local, up, of.hidden, local),
-                Product(rows / local, of.hidden, inner, local),
-            ),
-            streams=(
-                *self.around(),
-                self._activation(rows * inner * of.itemsize),
-                Stream(sent, 4, 4),  # tokens in the order of experts, and back
-            ),
+            experts=matrices * of.hidden * inner * local,
+            products=tuple(products),
+            streams=tuple(streams),
             moves=(*self.moves(), Move("all_to_all", ("inner",), sent, 2, 2)),
-            kept_bytes=2 * self.between_bytes
-            + rows * (of.hidden + up + inner) * of.itemsize,
-        )
-
-    def routed(self) -> Unit:
-        """Experts with slots, filled and emptied by products with one-hot masks."""
-        of, layout = self.of, self.layout
-        parts = layout.inner or layout.data
-        local = of.experts / parts
-        group = self.tokens if self.how.one_group else of.group_size
-        slots = 2.0 * group  # of all experts together, for a group
-        rows, count = 2 * self.tokens, self.tokens / group
-        each = 2 * of.hidden * of.mlp
-        sent = rows * of.hidden * of.itemsize
-        mask = self.tokens * slots * of.itemsize
-        gate = of.hidden * of.experts
-        return self.unit(
-            *("experts", gate),
-            experts=each * local,
-            products=(
-                Product(self.tokens, of.experts, of.hidden),
-                Product(slots, of.hidden, group, count, is_weight=False),
-                Product(rows / local, of.mlp, of.hidden, local),
-                Product(rows / local, of.hidden, of.mlp, local),
-                Product(group, of.hidden, slots, count, is_weight=False),
-            ),
-            streams=(
-                *self.around(),
-                self._activation(rows * of.mlp * of.itemsize),
-                Stream(sent, 4, 4),
-                Stream(2 * mask, 8, 8),  # of 32 bits, as kernels of single operators
-            ),
-            moves=(Move("all_to_all", ("inner",), sent, 2, 2),),
-            kept_bytes=2 * self.between_bytes
-            + 4 * mask  # in 32 bits, in 16, and a gradient
-            + rows * (2 * of.hidden + 2 * of.mlp) * of.itemsize,
+            kept_bytes=kept,
         )
 
     def embedding(self) -> Unit:

@@ -44,9 +44,7 @@ def runs_of(table: str, *parts: str) -> list[Run]:
     """Those whose model, machine and configuration have all these parts."""
     found = read_runs(TABLES / f"{table}.csv")
     return [
-        run
-        for run in found
-        if {*parts} <= {run.kind, *run.group, *run.config.values()}
+        run for run in found if {*parts} <= {run.kind, *run.group, *run.config.values()}
     ]
 
 
@@ -160,7 +158,9 @@ def test_a_tensor_group_waits_for_what_it_gathers_unless_products_are_cut() -> N
     assert beside[FORWARD] > ahead[FORWARD]
 
 
-def stages(forward: Sequence[float], sent: float = 0.0, number: int = 0) -> StageSeconds:
+def stages(
+    forward: Sequence[float], sent: float = 0.0, number: int = 0
+) -> StageSeconds:
     """Backward takes twice as long as forward."""
     ones = np.array(forward, float)
     border = np.array([sent] * (len(ones) - 1) + [0.0])
