@@ -59,14 +59,14 @@ def print_table(name: str, runs: Sequence[Run]) -> None:
         shown.add_row(
             f"{' '.join(run.group)}: {config}",
             *(number_text(run.published), number_text(run.predicted)),
-            *(f"{run.error:+.1%}", run.plan, run.reason),
+            *(f"{run.error:+.1%}" if run.simulator else "", run.plan, run.reason),
         )
     console.print(shown)
     errors = Table(title="mean absolute relative error")
     for column in ("runs of", "number", "error", "best constant", "not scored"):
         errors.add_column(column)
     kinds: dict[tuple[str, str], list[Run]] = {}
-    for run in runs:
+    for run in filter(lambda run: run.simulator, runs):
         kinds.setdefault((run.kind, run.reason), []).append(run)
         if not run.reason:
             kinds.setdefault(("all that is scored", ""), []).append(run)

@@ -132,7 +132,7 @@ def test_all_but_the_last_product_of_a_layer_is_made_again() -> None:
     full = System(how=Execution(fuses_attention=True))
     attention, mlp = (seconds_of(full, ONE, unit)[0] for unit in (1, 2))
     assert attention[RECOMPUTE] == pytest.approx(attention[FORWARD], rel=0.01)
-    assert 0.6 < mlp[RECOMPUTE] / mlp[FORWARD] < 0.75  # two matrices of three
+    assert 0.6 < mlp[RECOMPUTE] / mlp[FORWARD] < 0.8  # two matrices of three
     none = seconds_of(replace(full, remat="none"), ONE)[0]
     assert none[RECOMPUTE] == 0 and none[FORWARD] == attention[FORWARD]
 
