@@ -182,7 +182,8 @@ class _Replayer:
             return 0.0
         known = "all_gather" if kind == "collective_broadcast" else kind
         link = link_of_groups(self.cluster, groups, self.mesh.axis_sizes)
-        return collective_seconds(cast("CollectiveKind", known), num_bytes, link)
+        kind_known = cast("CollectiveKind", known)
+        return float(collective_seconds(kind_known, num_bytes, link))
 
     # Kernels of GPUs.
 
