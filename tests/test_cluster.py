@@ -287,7 +287,7 @@ def test_a_cluster_prints_itself_on_one_screen() -> None:
 
 def test_an_axis_inside_hosts_uses_the_host_link_and_one_across_the_network() -> None:
     mesh = MeshShape(("data", "model"), (2, 4))
-    data, model = fake_cluster().axis_links(mesh)
+    data, model = (fake_cluster().link(mesh, name) for name in (["data"], ["model"]))
     assert (data.size, data.alpha_seconds, data.seconds_per_byte) == (2, 5e-6, 1.0)
     assert (model.size, model.alpha_seconds, model.seconds_per_byte) == (4, 1e-6, 0.01)
     assert data.launch_seconds == model.launch_seconds == 1e-5
@@ -350,10 +350,11 @@ def test_a_ring_over_hosts_is_never_faster_than_the_host_link() -> None:
 
 def test_equal_links_give_equal_axes() -> None:
     cluster = fake_cluster(within=1.0, between=1.0)
-    data, model = cluster.axis_links(MeshShape(("data", "model"), (2, 4)))
+    mesh = MeshShape(("data", "model"), (2, 4))
+    data, model = (cluster.link(mesh, name) for name in (["data"], ["model"]))
     assert data.seconds_per_byte == model.seconds_per_byte
 
 
 def test_a_mesh_must_fit_its_cluster() -> None:
     with pytest.raises(ValueError, match="needs 16 and 2x4 fake has 8; use smaller"):
-        fake_cluster().axis_links(MeshShape(("a",), (16,)))
+        fake_cluster().link(MeshShape(("a",), (16,)), "a")

@@ -133,7 +133,8 @@ def test_a_convolution_and_its_gradients_have_the_same_flops(
   %p = {left} parameter(0)
   %q = {right} parameter(1)
   ROOT %f = ({result}, s8[64]{{0}}) custom-call(%p, %q),\
- window={{size=3x3 stride=2x2}}, dim_labels=b01f_01io->b01f, custom_call_target="{target}\""""
+ window={{size=3x3 stride=2x2}}, dim_labels=b01f_01io->b01f,\
+ custom_call_target="{target}\""""
     cluster = Cluster("t", 1, 4, DEVICE, LINK, LINK, 0.0, 0.0, "")
     found = replay(program(body), cluster, MESH).by_class["convolutions"]
     flops = 2 * 8 * 8 * 8 * 128 * 64 * 9
