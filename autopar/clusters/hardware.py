@@ -17,6 +17,9 @@ COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 Curve: TypeAlias = Sequence[Sequence[float]]  # pairs of (flops, fraction of the peak)
 Timings: TypeAlias = Mapping[str, Mapping[int, Curve]]  # by collective, group size
 
+SPLIT_DEPTH = 4096
+"""Longer contracted dims are cut into parts, which run side by side."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -111,11 +114,13 @@ class Device:
         """Seconds of `batch` products of [m, k] and [k, n], but for the memory's."""
         flops = 2.0 * batch * m * n * k
         slowing = self._slowing(batch * m * n, k)
-        return flops / self.flops_per_second(dtype) * slowing
+        return float(flops / self.flops_per_second(dtype) * slowing)
 
     def _slowing(self, area: Any, depth: Any) -> Any:
         """How many times longer than at the rate of large ones a product takes."""
-        return (1 + self.product_area / area) * (1 + self.product_depth / depth)
+        parts = np.maximum(depth / SPLIT_DEPTH, 1.0)
+        idle = self.product_area / (area * parts)
+        return (1 + idle) * (1 + self.product_depth / depth)
 
     def _rate_of(self, name: str) -> tuple[str, float]:
         """The dtype whose units a dtype uses, and the part of their rate it gets."""
