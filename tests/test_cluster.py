@@ -146,17 +146,25 @@ def test_a_file_is_loaded_field_by_field(tmp_path: Path) -> None:
 def test_products_take_longer_by_their_area_and_their_depth(tmp_path: Path) -> None:
     path = tmp_path / "my.toml"
     text = CLUSTER_TEXT.replace(
-        "[device.peak", "product_area = 1000\nproduct_depth = 20\n[device.peak", 1
+        "[device.peak", "product_area = 131072\nproduct_depth = 256\n[device.peak", 1
     )
     own = "[device.efficiency]\nbfloat16 = 0.25\n[host_link]"
     path.write_text(text.replace("[host_link]", own))
     device = Cluster.load(path).device
-    seconds = device.product_seconds("bfloat16", 2, 50, 10, 40)
-    assert seconds == pytest.approx(2 * 40_000 / 1e12 * 2 * 1.5)
-    assert device.flops_per_second("bfloat16") == 1e12
-    assert device.flops_per_second("float32") == 0.5e12
-    rate = device.flops_per_second("bfloat16", 2.0 * 20**3)  # 20 x 20 x 20
-    assert rate == pytest.approx(1e12 / 3.5 / 2)
+    rate = device.flops_per_second("bfloat16")
+    assert (rate, device.flops_per_second("float32")) == (1e12, 0.5e12)
+    for batch, m, n, k, times in (
+        (2, 256, 256, 512, 2 * 1.5),
+        (1, 256, 256, 512, 3 * 1.5),
+        (1, 64, 64, 64, 3 * 2),  # as 256 x 256, the least that was measured
+        (1, 256, 512, 8192, 1.5 * (1 + 1 / 32)),  # cut in two, side by side
+    ):
+        alone = 2 * batch * m * n * k / rate
+        seconds = device.product_seconds("bfloat16", batch, m, n, k)
+        assert seconds == pytest.approx(alone * times)
+    assert device.flops_per_second("bfloat16", 2.0 * 512**3) == pytest.approx(
+        rate / 1.5 / 1.5
+    )
 
 
 def test_one_host_needs_no_network(tmp_path: Path) -> None:

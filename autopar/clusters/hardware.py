@@ -17,6 +17,9 @@ COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 Curve: TypeAlias = Sequence[Sequence[float]]  # pairs of (flops, fraction of the peak)
 Timings: TypeAlias = Mapping[str, Mapping[int, Curve]]  # by collective, group size
 
+LEAST_SIDE = 256
+"""Rows and columns of the smallest products that were measured."""
+
 SPLIT_DEPTH = 4096
 """Longer contracted dims are cut into parts, which run side by side."""
 
@@ -119,8 +122,8 @@ class Device:
     def _slowing(self, area: Any, depth: Any) -> Any:
         """How many times longer than at the rate of large ones a product takes."""
         parts = np.maximum(depth / SPLIT_DEPTH, 1.0)
-        idle = self.product_area / (area * parts)
-        return (1 + idle) * (1 + self.product_depth / depth)
+        idle = self.product_area / np.maximum(area * parts, LEAST_SIDE**2)
+        return (1 + idle) * (1 + self.product_depth / np.maximum(depth, LEAST_SIDE))
 
     def _rate_of(self, name: str) -> tuple[str, float]:
         """The dtype whose units a dtype uses, and the part of their rate it gets."""
