@@ -27,12 +27,17 @@ _FITTED = range(10, 40, 2)  # powers of two
 
 def collectives(path: Path) -> None:
     from autopar.clusters.cluster import Cluster
-    from autopar.costs.collectives import COLLECTIVE_KINDS, collective_seconds
+    from autopar.costs.collectives import (
+        COLLECTIVE_KINDS,
+        CollectiveKind,
+        collective_seconds,
+    )
     from autopar.sharding.mesh import MeshShape
 
     above: dict[tuple[str, str], list[float]] = defaultdict(list)
     below: dict[tuple[str, str], list[float]] = defaultdict(list)
-    kinds = {kind.replace("_", "-"): kind for kind in COLLECTIVE_KINDS}
+    kinds: dict[str, CollectiveKind] = {}
+    kinds.update({kind.replace("_", "-"): kind for kind in COLLECTIVE_KINDS})
     for row in _rows(path):
         kind, size = kinds[row["op"]], int(row["group_size"])
         if row["pattern"] in ("one_way", "two_way"):

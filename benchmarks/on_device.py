@@ -213,7 +213,7 @@ def _run(
 
     state = workload.init(jax.random.key(0))
     batches = [jax.device_put(workload.make_batch(i)) for i in range(NUM_STEPS)]
-    losses, times = [], []
+    losses, times, metrics = [], [], None
     for batch in batches:
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))

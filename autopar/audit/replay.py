@@ -10,7 +10,7 @@ compiler says itself how many cycles a fusion takes.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -82,7 +82,9 @@ class _Timeline:
     now: float = 0.0
     sent: float = 0.0
     exposed: float = 0.0
-    by_class: Counter[str] = field(default_factory=Counter)
+    by_class: defaultdict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )
     ends: dict[str, float] = field(default_factory=dict)
 
     def run(self, kind: str, seconds: float) -> None:
