@@ -9,6 +9,7 @@ import pytest
 
 import autopar.clusters.cluster as clusters
 from autopar.clusters.cluster import Cluster, Device, Link
+from autopar.costs.collectives import collective_seconds
 from autopar.errors import AutoparError, ClusterFileError, FallbackWarning
 from autopar.sharding.mesh import MeshShape
 
@@ -341,6 +342,19 @@ def test_an_all_to_all_between_hosts_takes_what_leaves_the_fuller_host(
     seconds = max(sent_out.values()) / 4  # a host's cards send 4 bytes/s
     assert link.seconds_per_sent_byte("all_to_all") == pytest.approx(seconds)
     assert seconds >= link.seconds_per_byte == link.seconds_per_sent_byte("all_gather")
+
+
+def test_gathers_between_hosts_pay_each_device_on_their_ring() -> None:
+    cluster = fake_cluster()
+    whole = cluster.link(MeshShape(("a",), (8,)), "a")
+    assert whole.ring_seconds == pytest.approx(1 * 5e-6 + 6 * 1e-6)
+    seconds = {
+        kind: collective_seconds(kind, 0.0, whole) - whole.launch_seconds
+        for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    }
+    assert seconds["all_gather"] == seconds["reduce_scatter"]
+    assert list(seconds.values()) == pytest.approx([11e-6, 11e-6, 6 * 5e-6])
+    assert cluster.link(MeshShape(("a",), (4,)), "a").ring_seconds is None
 
 
 def test_an_all_to_all_is_never_faster_than_the_host_link() -> None:

@@ -200,6 +200,8 @@ class AxisLink:
       exchange_seconds_per_byte: seconds for each byte that a device sends in an
         all_to_all, where all devices of a host send to other hosts at once; that of
         the ring if None.
+      ring_seconds: latency of going around all devices but one, as gathers and
+        reduce_scatters between hosts of GPUs do; that of doubling if None.
     """
 
     size: int
@@ -208,6 +210,7 @@ class AxisLink:
     launch_seconds: float = 0.0
     measured: Timings = field(default_factory=dict, hash=False)
     exchange_seconds_per_byte: float | None = None
+    ring_seconds: float | None = None
 
     def seconds_per_sent_byte(self, kind: CollectiveKind) -> float:
         """Seconds for each byte that a device sends in a collective of some kind."""

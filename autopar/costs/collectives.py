@@ -9,10 +9,11 @@ with n devices in a group, R bytes of result on each, and the slowest link's lat
 `wire` is what a ring sends from each device (Patarasuk and Yuan 2009), `steps` the
 rounds of recursive doubling and halving, which send the same bytes in fewer rounds
 (Thakur, Rabenseifner and Gropp 2005, sections 3 and 4): libraries choose between them
-by size, so each term takes the algorithm for which it matters. An all_to_all sends as
-many bytes as a ring, but directly to every other device (NCCL user guide, on
-point-to-point communication), so more of them leave a host: its `beta` is its own
-(`Cluster.link`).
+by size, so each term takes the algorithm for which it matters. Between hosts of GPUs
+NCCL gathers and scatters by rings alone, which pay the latency of every device. An
+all_to_all sends as many bytes as a ring, but directly to every other device (NCCL user
+guide, on point-to-point communication), so more of them leave a host: its `beta` is its
+own (`Cluster.link`).
 """
 
 import math
@@ -80,8 +81,10 @@ def collective_seconds(kind: CollectiveKind, result_bytes: Any, link: AxisLink) 
     if kind in link.measured:
         whole = result_bytes * (link.size if kind == "reduce_scatter" else 1)
         return _measured_seconds(kind, whole, link)
-    latency = link.launch_seconds + link.alpha_seconds * num_steps(kind, link.size)
-    return latency + link.seconds_per_sent_byte(kind) * sent
+    latency = link.alpha_seconds * num_steps(kind, link.size)
+    if kind in ("all_gather", "reduce_scatter") and link.ring_seconds is not None:
+        latency = link.ring_seconds
+    return link.launch_seconds + latency + link.seconds_per_sent_byte(kind) * sent
 
 
 def at_size(by_size: np.ndarray, num_bytes: float) -> Any:
