@@ -44,7 +44,7 @@ from autopar.sharding.spec import (
     with_axes,
 )
 
-CLUSTER = Cluster.preset("8xH100")
+CLUSTER = Cluster.preset("8xA100")
 BYTES = float(1 << 24)
 MESHES = {
     "2x2": MeshShape(("x", "y"), (2, 2)),

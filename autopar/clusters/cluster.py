@@ -265,10 +265,6 @@ class Cluster:
         size = f"{number}x{self.devices_per_host}x{self.device.kind}"
         return dataclasses.replace(self, name=f"ray {size}", num_hosts=number)
 
-    def axis_links(self, mesh: MeshShape) -> tuple[AxisLink, ...]:
-        """The link that each mesh axis uses on its own, in axis order; see `link`."""
-        return tuple(self.link(mesh, (name,)) for name in mesh.axis_names)
-
     def link(self, mesh: MeshShape, axes: Iterable[str]) -> AxisLink:
         """The link that a collective over some mesh axes uses.
 

@@ -72,10 +72,14 @@ def _link(name: str, link: Link) -> list[str]:
     return lines
 
 
-def _table(name: str, values: Mapping[str, Any]) -> list[str]:
+def _table(name: str, values: Mapping[Any, Any]) -> list[str]:
     if not values:
         return []
-    return ["", f"[{name}]", *(_field(key, value) for key, value in values.items())]
+    return [
+        "",
+        f"[{name}]",
+        *(_field(str(key), value) for key, value in values.items()),
+    ]
 
 
 def _field(name: str, value: Any) -> str:

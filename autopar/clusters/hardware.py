@@ -17,6 +17,12 @@ COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 Curve: TypeAlias = Sequence[Sequence[float]]  # pairs of (flops, fraction of the peak)
 Timings: TypeAlias = Mapping[str, Mapping[int, Curve]]  # by collective, group size
 
+LEAST_SIDE = 256
+"""Rows and columns of the smallest products that were measured."""
+
+SPLIT_DEPTH = 4096
+"""Longer contracted dims are cut into parts, which run side by side."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -111,11 +117,13 @@ class Device:
         """Seconds of `batch` products of [m, k] and [k, n], but for the memory's."""
         flops = 2.0 * batch * m * n * k
         slowing = self._slowing(batch * m * n, k)
-        return flops / self.flops_per_second(dtype) * slowing
+        return float(flops / self.flops_per_second(dtype) * slowing)
 
     def _slowing(self, area: Any, depth: Any) -> Any:
         """How many times longer than at the rate of large ones a product takes."""
-        return (1 + self.product_area / area) * (1 + self.product_depth / depth)
+        parts = np.maximum(depth / SPLIT_DEPTH, 1.0)
+        idle = self.product_area / np.maximum(area * parts, LEAST_SIDE**2)
+        return (1 + idle) * (1 + self.product_depth / np.maximum(depth, LEAST_SIDE))
 
     def _rate_of(self, name: str) -> tuple[str, float]:
         """The dtype whose units a dtype uses, and the part of their rate it gets."""
@@ -192,6 +200,8 @@ class AxisLink:
       exchange_seconds_per_byte: seconds for each byte that a device sends in an
         all_to_all, where all devices of a host send to other hosts at once; that of
         the ring if None.
+      ring_seconds: latency of going around all devices but one, as gathers and
+        reduce_scatters between hosts of GPUs do; that of doubling if None.
     """
 
     size: int
@@ -200,6 +210,7 @@ class AxisLink:
     launch_seconds: float = 0.0
     measured: Timings = field(default_factory=dict, hash=False)
     exchange_seconds_per_byte: float | None = None
+    ring_seconds: float | None = None
 
     def seconds_per_sent_byte(self, kind: CollectiveKind) -> float:
         """Seconds for each byte that a device sends in a collective of some kind."""

@@ -35,7 +35,7 @@ def link_of_groups(
     hosts = groups // inside
     leaves = (hosts != hosts[:, :1]).any(axis=1)
     within, between = cluster.host_link, cluster.network_link
-    exchange = None
+    exchange = ring_seconds = None
     if shape is not None:
         places = shape.places(axis_sizes)[groups[0] % inside]
         ring, all_to_all = shape.speeds_in(places[hosts[0] == hosts[0, 0]])
@@ -50,6 +50,10 @@ def link_of_groups(
             rings_by_host[np.unique(row)] += 1
         share = int(rings_by_host.max()) / inside
         seconds_per_byte = share * between.seconds_per_byte
+        if shape is None:
+            size, joined = groups.shape[1], max(len(np.unique(row)) for row in hosts)
+            apart, beside = joined - 1, size - joined
+            ring_seconds = apart * between.alpha_seconds + beside * within.alpha_seconds
         alpha_seconds = between.alpha_seconds
         if any(len(np.unique(row)) < len(row) for row in hosts):
             alpha_seconds = max(alpha_seconds, within.alpha_seconds)
@@ -62,7 +66,7 @@ def link_of_groups(
     measured = (between if leaves.any() else within).measured
     return AxisLink(
         *(groups.shape[1], alpha_seconds, seconds_per_byte),
-        *(cluster.launch_seconds, measured, exchange),
+        *(cluster.launch_seconds, measured, exchange, ring_seconds),
     )
 
 

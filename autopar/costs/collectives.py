@@ -9,10 +9,11 @@ with n devices in a group, R bytes of result on each, and the slowest link's lat
 `wire` is what a ring sends from each device (Patarasuk and Yuan 2009), `steps` the
 rounds of recursive doubling and halving, which send the same bytes in fewer rounds
 (Thakur, Rabenseifner and Gropp 2005, sections 3 and 4): libraries choose between them
-by size, so each term takes the algorithm for which it matters. An all_to_all sends as
-many bytes as a ring, but directly to every other device (NCCL user guide, on
-point-to-point communication), so more of them leave a host: its `beta` is its own
-(`Cluster.link`).
+by size, so each term takes the algorithm for which it matters. Between hosts of GPUs
+NCCL gathers and scatters by rings alone, which pay the latency of every device. An
+all_to_all sends as many bytes as a ring, but directly to every other device (NCCL user
+guide, on point-to-point communication), so more of them leave a host: its `beta` is its
+own (`Cluster.link`).
 """
 
 import math
@@ -29,7 +30,7 @@ SIZES = np.array([0.0, *(4.0**power for power in range(8, 19))])
 """Bytes of whole tensors for which costs are tabulated; linear between them."""
 
 
-def wire_bytes(kind: CollectiveKind, result_bytes: float, group_size: int) -> float:
+def wire_bytes(kind: CollectiveKind, result_bytes: Any, group_size: int) -> Any:
     """Bytes that each device sends in a ring.
 
     Args:
@@ -44,7 +45,26 @@ def wire_bytes(kind: CollectiveKind, result_bytes: float, group_size: int) -> fl
     Raises:
       ValueError: `kind` is no collective, or the group is empty.
     """
-    return _wire_fraction(kind, group_size) * result_bytes
+    if group_size < 1:
+        raise ValueError(
+            f"a collective needs a group of 1 device or more, but got {group_size}."
+        )
+    if kind not in COLLECTIVE_KINDS:
+        raise ValueError(
+            f"a collective must be one of {', '.join(COLLECTIVE_KINDS)}, "
+            f"but got {kind!r}."
+        )
+    if group_size == 1:
+        return 0.0 * result_bytes
+    match kind:
+        case "all_reduce":
+            return result_bytes * 2 * (group_size - 1) / group_size
+        case "all_gather" | "all_to_all":
+            return result_bytes * (group_size - 1) / group_size
+        case "reduce_scatter":
+            return result_bytes * (group_size - 1)
+        case "collective_permute":
+            return result_bytes
 
 
 def collective_seconds(kind: CollectiveKind, result_bytes: Any, link: AxisLink) -> Any:
@@ -55,14 +75,16 @@ def collective_seconds(kind: CollectiveKind, result_bytes: Any, link: AxisLink) 
       result_bytes: bytes of the HLO result on one device, or an array of such.
       link: what it runs over (`Cluster.link`).
     """
-    fraction = _wire_fraction(kind, link.size)
+    sent = wire_bytes(kind, result_bytes, link.size)
     if link.size == 1:
-        return 0.0 * result_bytes
+        return sent
     if kind in link.measured:
         whole = result_bytes * (link.size if kind == "reduce_scatter" else 1)
         return _measured_seconds(kind, whole, link)
-    latency = link.launch_seconds + link.alpha_seconds * num_steps(kind, link.size)
-    return latency + fraction * link.seconds_per_sent_byte(kind) * result_bytes
+    latency = link.alpha_seconds * num_steps(kind, link.size)
+    if kind in ("all_gather", "reduce_scatter") and link.ring_seconds is not None:
+        latency = link.ring_seconds
+    return link.launch_seconds + latency + link.seconds_per_sent_byte(kind) * sent
 
 
 def at_size(by_size: np.ndarray, num_bytes: float) -> Any:
@@ -118,26 +140,3 @@ def num_steps(kind: CollectiveKind, group_size: int) -> int:
             return group_size - 1
         case "collective_permute":
             return 1
-
-
-def _wire_fraction(kind: CollectiveKind, group_size: int) -> float:
-    if group_size < 1:
-        raise ValueError(
-            f"a collective needs a group of 1 device or more, but got {group_size}."
-        )
-    if kind not in COLLECTIVE_KINDS:
-        raise ValueError(
-            f"a collective must be one of {', '.join(COLLECTIVE_KINDS)}, "
-            f"but got {kind!r}."
-        )
-    if group_size == 1:
-        return 0.0
-    match kind:
-        case "all_reduce":
-            return 2 * (group_size - 1) / group_size
-        case "all_gather" | "all_to_all":
-            return (group_size - 1) / group_size
-        case "reduce_scatter":
-            return float(group_size - 1)
-        case "collective_permute":
-            return 1.0
