@@ -90,6 +90,7 @@ def _machine(cluster: Cluster, table: Mapping[str, Any]) -> Machine:
         peak_flops={**device.peak_flops, **peaks},
         efficiency={**device.efficiency, **table.get("efficiency", {})},
         memory_bytes=table.get("memory_bytes", device.memory_bytes),
+        product_depth=table.get("product_depth", device.product_depth),
     )
     per_host = table.get("devices_per_host", cluster.devices_per_host)
     bandwidth = network.bandwidth * cluster.devices_per_host
