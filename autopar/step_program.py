@@ -51,7 +51,9 @@ def lowered_step(
     planned: Planned, program: SpmdProgram, only_arrays: bool = False
 ) -> Lowered:
     """A planned step with its program, in the words of `jax.stages`."""
-    return Lowered(program, planned.plan, planned.traced, planned.graph, only_arrays)
+    plan, traced = planned.plan, planned.traced
+    cluster = planned.cluster
+    return Lowered(program, plan, traced, planned.graph, only_arrays, cluster)
 
 
 def compiled_figures(
@@ -66,6 +68,7 @@ def compiled_figures(
         compiled = lowered.compile(limit_seconds)
     except TimeoutError as error:
         return f"modelled, not compiled: {error}"
+    replayed = None
     if isinstance(compiled, CompiledPipeline):
         pipeline = compiled.lowered.step.pipeline
         name, audits = pipeline.target, compiled.audit().audits
@@ -75,11 +78,13 @@ def compiled_figures(
         targets = [compiled.lowered.program.target]
         name, audits = targets[0], (("", compiled.audit()),)
         programs = [compiled.compiled]
+        replayed = compiled.predicted
     devices = jax.devices()
     here = f"{len(devices)} x {devices[0].device_kind}"
     seconds = sum(getattr(each, "compile_seconds", 0.0) for each in programs)
     memory_bytes = min((each.memory_bytes for each in targets if each), default=0)
-    return CompiledFigures(str(name or here), audits, seconds, memory_bytes)
+    figures = str(name or here), audits, seconds, memory_bytes
+    return CompiledFigures(*figures, replayed)
 
 
 def fitting_figures(lowered: Lowered | LoweredPipeline) -> CompiledFigures | str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from benchmarks.results import Result
 if TYPE_CHECKING:
     from autopar.plans.parallel_plan import Plan
     from autopar.solver import Assignment
-    from benchmarks.published.prediction import PredictedCell
+    from benchmarks.published.runs import Run
 
 TABLES = Path(__file__).parent / "published"
 
@@ -242,29 +242,26 @@ def _simulated(
 
 
 def _table(path: Path, small: bool) -> Iterator[Result]:
-    from benchmarks.published.constants import Constants
-    from benchmarks.published.prediction import predict_table, simulators_of
-    from benchmarks.published.table import read_table
+    from benchmarks.published.runs import constant_error, error_of, read_runs
 
-    table = read_table(path)
-    constants = Constants.of_kind(table.setting.kind)
+    runs = read_runs(path)
     if small:
-        table = replace(table, rows=table.rows[1:2])
-    found = predict_table(table, simulators_of(table, constants), constants)
-    for cell in found.cells:
-        yield _cell(found.name, cell)
+        runs = [run for run in runs if run.group[1:2] == ("2",)]
+    for run in runs:
+        yield _run(run)
+    scored = [run for run in runs if not run.reason] or runs
     summary = {
-        "mean_absolute_error": found.error(),
-        "best_constant_error": found.constant_error(),
+        "mean_absolute_error": error_of(scored),
+        "best_constant_error": constant_error(scored),
     }
-    yield Result("simulate", f"{found.name} all", summary)
+    yield Result("simulate", f"{path.stem} all", summary)
 
 
-def _cell(table: str, cell: PredictedCell) -> Result:
-    """A cell in Tflop/s a GPU; what ran out of memory has none."""
-    numbers = {"published_tflops": cell.published, "predicted_tflops": cell.predicted}
+def _run(run: Run) -> Result:
+    """A run in the unit of its table; what ran out of memory has none."""
+    unit = {"Tflop/s": "tflops"}.get(run.unit, run.unit.replace("/", "_per_"))
+    numbers = {f"published_{unit}": run.published, f"predicted_{unit}": run.predicted}
     values = {name: number for name, number in numbers.items() if number is not None}
-    values["absolute_error"] = abs(cell.error)
-    star = " (projected)" if cell.is_projected else ""
-    case = f"{table} {cell.num_gpus} {cell.column}{star}"
-    return Result("simulate", case, values, note=cell.plan)
+    values["absolute_error"] = abs(run.error)
+    reason = f" ({run.reason})" if run.reason else ""
+    return Result("simulate", f"{run.name}{reason}", values, note=run.plan)

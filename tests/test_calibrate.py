@@ -9,12 +9,11 @@ from jax.sharding import AxisType
 
 import autopar.clusters.calibrate as measuring
 from autopar.cli import main
-from autopar.clusters.calibrate import Effort, calibrate, efficiency_curve
+from autopar.clusters.calibrate import Effort, calibrate, slowing_of
 from autopar.clusters.cluster import Cluster
 from autopar.clusters.cluster_file import to_toml
-from autopar.clusters.collective_fit import Timing, fit_links
-from autopar.clusters.hardware import COLLECTIVE_KINDS, AxisLink, Link
-from autopar.costs.collectives import affine
+from autopar.clusters.hardware import COLLECTIVE_KINDS, Link
+from autopar.clusters.measured_links import Timing, as_measured
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.planner.intra_op import plan_intra_op
@@ -33,58 +32,29 @@ QUICK = Effort(
 )
 
 
-def timings(link: AxisLink) -> list[Timing]:
-    found = []
-    for kind in COLLECTIVE_KINDS:
-        for size in (2, 8):
-            sized = AxisLink(
-                size,
-                link.alpha_seconds,
-                link.seconds_per_byte,
-                link.launch_seconds,
-                link.factors,
-            )
-            fixed, per_byte = affine(kind, [sized])
-            for num_bytes in (1e3, 1e5, 1e7):
-                seconds = fixed + per_byte * num_bytes
-                found.append(Timing(kind, size, num_bytes, seconds))
-    return found
+def test_what_was_measured_is_kept_made_to_ascend() -> None:
+    seconds = {1e3: 3e-6, 1e5: 2e-6, 1e7: 4e-6}
+    timings = [
+        Timing(kind, size, num_bytes, each)
+        for kind in COLLECTIVE_KINDS
+        for size in (2, 8)
+        for num_bytes, each in seconds.items()
+    ]
+    link = as_measured(timings, Link("wire", 1.0, 1.0))
+    pairs = [(1e3, 3e-6), (1e5, 3e-6), (1e7, 4e-6)]
+    assert link.measured == {k: {2: pairs, 8: pairs} for k in COLLECTIVE_KINDS}
+    assert link.alpha_seconds == 3e-6
+    assert link.bandwidth == pytest.approx(1e13, rel=1e-3)
 
 
-def test_the_constants_of_a_link_are_found_again() -> None:
-    launch_seconds, link = fit_links(timings(AxisLink(8, 2e-6, 1e-9, 1e-5)), "wire")
-    assert launch_seconds == pytest.approx(1e-5, rel=1e-3)
-    assert link.alpha_seconds == pytest.approx(2e-6, rel=1e-3)
-    assert link.bandwidth == pytest.approx(1e9, rel=1e-3)
-    for kind in COLLECTIVE_KINDS:
-        assert link.factors[kind] == pytest.approx((1.0, 1.0), rel=1e-2)
+def test_what_slows_small_products_is_found_again() -> None:
+    def times(n: int) -> float:
+        return (1 + 4e5 / n**2) * (1 + 100 / n)
 
-
-def test_what_a_kind_differs_by_becomes_its_factors() -> None:
-    odd = {"all_to_all": (1.0, 3.0)}
-    truth = AxisLink(8, 2e-6, 1e-9, 1e-5, odd)
-    launch_seconds, link = fit_links(timings(truth), "wire")
-    assert link.factors["all_to_all"][1] == pytest.approx(3.0, rel=1e-2)
-    fitted = AxisLink(8, link.alpha_seconds, link.seconds_per_byte, launch_seconds)
-    fitted = AxisLink(
-        *(fitted.size, fitted.alpha_seconds),
-        fitted.seconds_per_byte,
-        launch_seconds,
-        link.factors,
-    )
-    for kind in COLLECTIVE_KINDS:
-        assert affine(kind, [fitted]) == pytest.approx(affine(kind, [truth]), rel=0.02)
-
-
-def test_a_curve_never_makes_a_larger_product_quicker() -> None:
-    rates = {1e3: 1e6, 1e6: 5e8, 1e7: 2e10, 1e9: 1e10}
-    curve = efficiency_curve(rates)
-    assert [flops for flops, _ in curve] == sorted(rates)
-    assert max(fraction for _, fraction in curve) == 1.0
-    seconds = [flops / fraction for flops, fraction in curve]
-    assert seconds == sorted(seconds)
-    flat = efficiency_curve({1e3: 1.0, 1e4: 20.0})
-    assert flat[0][1] == pytest.approx(0.1) and flat[1][1] == 1.0
+    area, depth = slowing_of([(n, times(n)) for n in (256, 512, 1024, 4096, 8192)])
+    for n in (512, 2048):
+        assert 1 + area / n**2 + depth / n == pytest.approx(times(n), rel=0.1)
+    assert slowing_of([(512, 1.0), (1024, 1.0)]) == (0.0, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +71,8 @@ def test_this_machine_is_measured_and_its_file_is_read_back(
     assert to_toml(loaded) == to_toml(measured)
     assert loaded.devices_per_host == jax.device_count()
     assert 1e6 < loaded.device.peak_flops["float32"] < 1e15
-    assert len(loaded.device.efficiency["float32"]) == 3
-    assert set(loaded.host_link.factors) == set(COLLECTIVE_KINDS)
+    assert loaded.device == measured.device
+    assert set(loaded.host_link.measured) == set(COLLECTIVE_KINDS)
     assert loaded.host_link == loaded.network_link
 
 
@@ -168,14 +138,15 @@ def test_the_command_writes_a_file(
 
 
 @pytest.mark.parametrize(
-    ("factors", "message"),
+    ("measured", "message"),
     [
-        ({"all_sum": (1, 1)}, "did you mean all_reduce"),
-        ({"all_reduce": 2.0}, "must be two numbers, of its latency and of its bytes"),
-        ({"all_reduce": (1.0, -1.0)}, "`factors.all_reduce` must be a number above"),
-        ([1, 2], "`factors` must be a table"),
+        ({"all_sum": {}}, "did you mean all_reduce"),
+        ({"all_reduce": {2: 2.0}}, "`measured.all_reduce.2` must be two or more pairs"),
+        ({"all_reduce": {2: [(1, 1e-5)]}}, "must be two or more pairs"),
+        ({"all_reduce": {2: [(1, 2e-5), (2, 1e-5)]}}, "of more bytes no fewer seconds"),
+        ([1, 2], "`measured` must be a table"),
     ],
 )
-def test_bad_factors_are_refused(factors: Any, message: str) -> None:
+def test_bad_timings_of_a_link_are_refused(measured: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Link("wire", 1e-6, 1e9, 1.0, factors)
+        Link("wire", 1e-6, 1e9, 1.0, measured)

@@ -19,6 +19,7 @@ from autopar.audit.audit import audit
 from autopar.audit.compiled_collectives import collectives_in_compiled
 from autopar.audit.lowered_collectives import collectives_in_lowered
 from autopar.clusters.cluster import Cluster
+from autopar.costs.collectives import at_size
 from autopar.lowering.collectives import apply_step
 from autopar.sharding.collective import Collective
 from autopar.sharding.direct_paths import direct_path
@@ -43,7 +44,7 @@ from autopar.sharding.spec import (
     with_axes,
 )
 
-CLUSTER = Cluster.preset("8xH100")
+CLUSTER = Cluster.preset("8xA100")
 BYTES = float(1 << 24)
 MESHES = {
     "2x2": MeshShape(("x", "y"), (2, 2)),
@@ -245,9 +246,9 @@ def test_no_path_costs_more_than_one_without_a_permutation(mesh: str) -> None:
     for source, target in pairs_of(range(-1, 2), resharder.mesh.num_axes):
         ends = placement_of(source, 2), placement_of(target, 2)
         direct, _ = direct_path(*ends, resharder.mesh.axis_sizes, prices.seconds)
-        fixed, per_byte = resharder.seconds(source, target)
-        assert fixed + per_byte * BYTES <= direct * (1 + 1e-9)
-        cheaper += fixed + per_byte * BYTES < direct * 0.99
+        seconds = resharder.seconds(source, target, BYTES)
+        assert seconds <= direct * (1 + 1e-9)
+        cheaper += seconds < direct * 0.99
     assert cheaper
 
 
@@ -257,8 +258,7 @@ def test_no_detour_is_cheaper(mesh: str) -> None:
     resharder = Resharder(MESHES[mesh], CLUSTER)
     sizes = resharder.mesh.axis_sizes
     specs = list(product((-1, 0, 1), repeat=len(sizes)))
-    fixed, per_byte = resharder.affine_matrices(specs, specs)
-    seconds = fixed + per_byte * BYTES
+    seconds = at_size(resharder.by_size(specs, specs), BYTES)
     counts = np.array([placement_of(spec, 2).counts(sizes) for spec in specs])
     most = np.maximum(counts[:, None], counts[None, :])  # [source, target, dim]
     for way in range(len(specs)):

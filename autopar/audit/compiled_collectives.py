@@ -7,7 +7,7 @@ known trip counts around it.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.audit.compiled_values import ValueReader
@@ -33,9 +33,9 @@ _RELEVANT = re.compile(
     r"all-|to-all|collective-|reduce-scatter|body=|to_apply=|calls=|_computations?="
 )
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"([a-z][\w\-]*)\(")
-_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
+ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
 _METADATA = re.compile(r", metadata=\{((?:[^{}\"]|\"(?:[^\"\\]|\\.)*\")*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NO_ESTIMATE = 2**63 - 1
@@ -75,7 +75,7 @@ def collectives_on(num_devices: int, text: str) -> tuple[Collective, ...] | None
 
 
 @dataclass(frozen=True)
-class _Instruction:
+class Instruction:
     """One line: what it makes, by which opcode, with which attributes."""
 
     name: str
@@ -85,8 +85,8 @@ class _Instruction:
     source: str
 
     @classmethod
-    def parse(cls, line: str) -> "_Instruction | None":
-        found = _INSTRUCTION.match(line)
+    def parse(cls, line: str) -> "Instruction | None":
+        found = _LINE.match(line)
         if not found:
             return None
         body = re.sub(r"/\*.*?\*/", "", found.group(2))
@@ -104,6 +104,11 @@ class _Instruction:
             _METADATA.sub("", rest, count=1),
             name.group(1) if name else "",
         )
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The names of what it takes."""
+        return tuple(re.findall(r"%([\w.\-]+)", self.rest[: _closing("(" + self.rest)]))
 
     @property
     def collective_kind(self) -> str | None:
@@ -125,6 +130,13 @@ class _Instruction:
     def trip_count(self) -> int | None:
         found = re.search(r'"known_trip_count":\{"n":"?(\d+)', self.rest)
         return int(found.group(1)) if found else None
+
+    @property
+    def estimated_cycles(self) -> int:
+        """What XLA's compiler for TPUs says of a fusion."""
+        found = _CYCLES.search(self.rest)
+        cycles = int(found.group(1)) if found else 0
+        return 0 if cycles == _NO_ESTIMATE else cycles
 
     @property
     def is_continued(self) -> bool:
@@ -153,7 +165,7 @@ class _Instruction:
         if self.opcode.endswith("-start") and self.opcode != "all-reduce-start":
             # (operands, results, ...): what is being sent, what comes back, and state.
             result = _elements(result)[1]
-        for element, dims in _ARRAY.findall(result):
+        for element, dims in ARRAY.findall(result):
             sizes = [int(size.removeprefix("<=")) for size in dims.split(",") if size]
             yield array_bytes(element, sizes)
 
@@ -166,6 +178,7 @@ class CompiledProgram:
     entry: str
     num_replicas: int
     num_partitions: int
+    _bodies: dict[str, tuple[Instruction, ...]] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str) -> "CompiledProgram":
@@ -195,16 +208,23 @@ class CompiledProgram:
         return cls(lines, entry, *sizes)
 
     @cached_property
-    def instructions(self) -> Mapping[str, tuple[_Instruction, ...]]:
+    def instructions(self) -> Mapping[str, tuple[Instruction, ...]]:
         """The instructions of each computation that communicate or call."""
         return {
             name: tuple(
                 instruction
                 for line in lines
-                if _RELEVANT.search(line) and (instruction := _Instruction.parse(line))
+                if _RELEVANT.search(line) and (instruction := Instruction.parse(line))
             )
             for name, lines in self.computations.items()
         }
+
+    def body(self, name: str) -> tuple[Instruction, ...]:
+        """All instructions of a computation, in the order in which they run."""
+        if name not in self._bodies:
+            parsed = map(Instruction.parse, self.computations.get(name, ()))
+            self._bodies[name] = tuple(each for each in parsed if each)
+        return self._bodies[name]
 
     @cached_property
     def values(self) -> ValueReader:
@@ -212,7 +232,7 @@ class CompiledProgram:
         return ValueReader(self.computations)
 
     def read(self) -> Iterator[Collective]:
-        yield from self._walk(self.entry, Surroundings())
+        yield from self.walk(self.entry, Surroundings())
 
     @cached_property
     def is_tpu(self) -> bool:
@@ -233,10 +253,10 @@ class CompiledProgram:
             found = _CYCLES.search(line)
             if found and int(found.group(1)) != _NO_ESTIMATE:
                 total += int(found.group(1))
-            if not _CONTROL.search(line) or not (made := _Instruction.parse(line)):
+            if not _CONTROL.search(line) or not (made := Instruction.parse(line)):
                 continue
             if made.opcode == "while":
-                trips = self._trips(name, made)
+                trips = self.trips(name, made)
                 total += (1 if trips is None else trips) * self._cycles(
                     made.called_as("body")
                 )
@@ -244,40 +264,40 @@ class CompiledProgram:
                 total += max(map(self._cycles, made.called), default=0)
         return total
 
-    def _walk(self, name: str, around: Surroundings) -> Iterator[Collective]:
+    def walk(self, name: str, around: Surroundings) -> Iterator[Collective]:
         for instruction in self.instructions.get(name, ()):
             if instruction.is_continued:
                 continue
             if instruction.collective_kind:
-                yield from self._collectives(name, instruction, around)
+                yield from self.collectives_of(name, instruction, around)
             elif instruction.opcode == "while":
                 yield from self._walk_loop(name, instruction, around)
             elif not instruction.opcode.endswith(("-done", "-update")):
                 is_branch = instruction.opcode == "conditional"
                 inside = around.in_branch() if is_branch else around
                 for called in instruction.called:
-                    yield from self._walk(called, inside)
+                    yield from self.walk(called, inside)
 
     def _walk_loop(
-        self, name: str, loop: _Instruction, around: Surroundings
+        self, name: str, loop: Instruction, around: Surroundings
     ) -> Iterator[Collective]:
-        trips = self._trips(name, loop)
+        trips = self.trips(name, loop)
         condition, body = loop.called_as("condition"), loop.called_as("body")
         # The condition is tested once more than the body runs.
         tests = around.in_loop(None if trips is None else trips + 1)
-        yield from self._walk(condition, tests)
+        yield from self.walk(condition, tests)
         if trips != 0:
-            yield from self._walk(body, around.in_loop(trips))
+            yield from self.walk(body, around.in_loop(trips))
 
-    def _trips(self, name: str, loop: "_Instruction") -> int | None:
+    def trips(self, name: str, loop: "Instruction") -> int | None:
         operand = re.match(r"%?([\w.\-]+)\)", loop.rest)
         if loop.trip_count is not None or operand is None:
             return loop.trip_count
         condition, body = loop.called_as("condition"), loop.called_as("body")
         return self.values.trip_count(name, operand.group(1), condition, body)
 
-    def _collectives(
-        self, name: str, instruction: _Instruction, around: Surroundings
+    def collectives_of(
+        self, name: str, instruction: Instruction, around: Surroundings
     ) -> Iterator[Collective]:
         kind = instruction.collective_kind
         assert kind, f"{instruction.opcode} is no collective."
@@ -317,7 +337,7 @@ class CompiledProgram:
             )
 
     def _meant(
-        self, name: str, instruction: _Instruction, index: int, size: int
+        self, name: str, instruction: Instruction, index: int, size: int
     ) -> tuple[str, int]:
         """The kind that an all-reduce of groups of `size` stands for, and its bytes.
 
@@ -330,7 +350,7 @@ class CompiledProgram:
             return "all_gather", whole
         element = index if instruction.result.startswith("(") else None
         read = self.values.slice_read(name, instruction.name, element)
-        for dtype, dims in _ARRAY.findall(read or ""):
+        for dtype, dims in ARRAY.findall(read or ""):
             part = array_bytes(dtype, [int(dim) for dim in dims.split(",") if dim])[1]
             if part * size == whole:
                 return "reduce_scatter", part

@@ -6,17 +6,16 @@ length is fixed when it is compiled, each iteration using the one before; second
 the median of some runs, divided by the length, without what the loop itself takes.
 
   kernel       products of 8 x 8, several an iteration: what one more costs
-  products     square matrix products by dtype and size: peak flop/s and the curve
+  products     square matrix products by dtype and size: peak flop/s, area, depth
   memory       a multiply-add over an array that no cache holds: bytes/s
   host memory  arrays fetched from it, where the devices have memory of their own
-  collectives  each kind, by size, over all devices and over pairs: latency and bytes/s
+  collectives  each kind, by size, over all devices and over pairs
 """
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from time import perf_counter
@@ -30,8 +29,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..lowering.host_memory import HOST
 from .cluster import Cluster
-from .collective_fit import Timing, fit_links
 from .hardware import COLLECTIVE_KINDS, CollectiveKind
+from .measured_links import Timing, as_measured
 
 Tell = Callable[[str], None]
 
@@ -58,7 +57,7 @@ class Effort:
     sizes: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     memory_bytes: int | None = None
-    collective_bytes: tuple[int, ...] = (1 << 12, 1 << 20, 1 << 16)
+    collective_bytes: tuple[int, ...] = (1 << 12, 1 << 20, 1 << 24, 1 << 28, 1 << 16)
     run_seconds: float = 0.05
     runs: int = 3
     total_seconds: float = 40.0
@@ -96,13 +95,15 @@ class _Calibration:
     def run(self) -> Cluster:
         base = self.base
         kernel_seconds = self.kernel_seconds()
-        peak_flops, efficiency = self.products(kernel_seconds)
+        peak_flops, (area, depth) = self.products(kernel_seconds)
         bandwidth = self.memory_bandwidth(kernel_seconds)
         device = replace(
             base.device,
             peak_flops=peak_flops,
-            efficiency=efficiency,
+            efficiency={},
             flops_efficiency=1.0,
+            product_area=area,
+            product_depth=depth,
             memory_bandwidth=bandwidth,
             memory_efficiency=1.0,
             host_memory_bandwidth=self.host_memory_bandwidth(),
@@ -120,14 +121,9 @@ class _Calibration:
         )
         if number == 1:
             return replace(cluster, network_link=base.host_link)
-        launch_seconds, link = fit_links(list(self.collectives()), base.host_link.name)
+        link = as_measured(self.collectives(), base.host_link)
         self.tell(str(link))
-        return replace(
-            cluster,
-            launch_seconds=launch_seconds,
-            host_link=link,
-            network_link=link,
-        )
+        return replace(cluster, host_link=link, network_link=link)
 
     def kernel_seconds(self) -> float:
         """What an operator that fuses with no other takes at least.
@@ -151,11 +147,12 @@ class _Calibration:
 
     def products(
         self, kernel_seconds: float
-    ) -> tuple[dict[str, float], dict[str, tuple[tuple[float, float], ...]]]:
-        """Peak flop/s by dtype, and the fraction of it by the size of a product."""
-        peaks, curves = {}, {}
+    ) -> tuple[dict[str, float], tuple[float, float]]:
+        """Peak flop/s by dtype, and how area and depth slow products down."""
+        peaks: dict[str, float] = {}
+        slowing: list[tuple[int, float]] = []
         for dtype in self.effort.dtypes:
-            rates: dict[float, float] = {}
+            rates: dict[int, float] = {}
             guess = self.base.device.flops_per_second(dtype)
             for size in self.effort.sizes:
                 flops = 2.0 * size**3
@@ -164,13 +161,13 @@ class _Calibration:
                 seconds = self.product_seconds(
                     size, dtype, kernel_seconds + flops / guess
                 )
-                rates[flops] = flops / max(seconds - kernel_seconds, 0.2 * seconds)
+                rates[size] = flops / max(seconds - kernel_seconds, 0.2 * seconds)
                 guess = max(rates.values())
-                text = f"{rates[flops] / 1e9:10.1f} Gflop/s"
+                text = f"{rates[size] / 1e9:10.1f} Gflop/s"
                 self.tell(f"product     {dtype:<8} {size:5d} {text}")
             peaks[dtype] = _rounded(max(rates.values()))
-            curves[dtype] = efficiency_curve(rates)
-        return peaks, curves
+            slowing += [(size, peaks[dtype] / rate) for size, rate in rates.items()]
+        return peaks, slowing_of(slowing)
 
     def product_seconds(self, size: int, dtype: str, guess: float) -> float:
         """Seconds of one square product, all devices at work.
@@ -216,7 +213,8 @@ class _Calibration:
         """Every kind at every size, in groups of all devices and of two."""
         number = len(self.devices)
         group_sizes = sorted({number, 2 if number % 2 == 0 else number})
-        for index, num_bytes in enumerate(self.effort.collective_bytes):
+        sizes = [n for n in self.effort.collective_bytes if n <= self.memory_bytes]
+        for index, num_bytes in enumerate(sizes):
             for group_size in group_sizes:
                 for kind in COLLECTIVE_KINDS:
                     if index < 2 or perf_counter() < self.deadline:
@@ -230,10 +228,9 @@ class _Calibration:
         guess = 2e-4 + 16 * length / self.base.host_link.bandwidth
         start = jnp.zeros(length, jnp.float32)
         seconds = self.seconds(_STEPS[kind](group_size), start, guess, group_size)
-        result = length // group_size if kind == "reduce_scatter" else length
         text = f"{kind:<18} of {group_size:<3} {4 * length:8d} B"
         self.tell(f"collective  {text} {seconds * 1e6:9.1f} us")
-        return Timing(kind, group_size, 4.0 * result, seconds)
+        return Timing(kind, group_size, 4.0 * length, seconds)
 
     def seconds(
         self,
@@ -288,24 +285,21 @@ class _Calibration:
         return statistics.median(times)
 
 
-def efficiency_curve(
-    rates: Mapping[float, float],
-) -> tuple[tuple[float, float], ...]:
-    """Pairs of (flops, fraction of the best rate) in which larger takes no less time.
+def slowing_of(slowing: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """`product_area` and `product_depth` from sizes of square products.
 
-    `rates` are flop/s by the flops of a product. Noise slows down, so a product that
-    took longer than a larger one is taken to be as quick.
+    `slowing` are pairs of (rows, how many times longer than at the best rate); relative
+    errors are least without what both do together.
     """
-    peak = max(rates.values())
-    pairs: list[tuple[float, float]] = []
-    next_seconds = math.inf
-    for flops in sorted(rates, reverse=True):
-        fraction = float(f"{max(rates[flops] / peak, flops / next_seconds):.3g}")
-        while flops / fraction > next_seconds:  # by rounding
-            fraction = float(f"{1.01 * fraction:.3g}")
-        pairs.append((flops, fraction))
-        next_seconds = flops / fraction
-    return tuple(reversed(pairs))
+    sizes, times = np.array(slowing, float).T
+    rows = np.stack([sizes**-2, 1 / sizes], axis=1) / times[:, None]
+    found = np.zeros(2)
+    for columns in ([0, 1], [0], [1]):  # one alone, where noise makes the other help
+        fitted, *_ = np.linalg.lstsq(rows[:, columns], 1 - 1 / times)
+        if (fitted >= 0).all():
+            found[columns] = fitted
+            break
+    return _rounded(float(found[0])), _rounded(float(found[1]))
 
 
 def _rounded(value: float) -> float:

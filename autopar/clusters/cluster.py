@@ -25,6 +25,7 @@ from autopar.clusters.hardware import (
 from autopar.clusters.ici import SLICES, SliceShape, standard_shape
 from autopar.clusters.joined import JoinedFile, join_clusters
 from autopar.clusters.links import link_over
+from autopar.clusters.measured_links import measured_on, with_group_sizes
 from autopar.clusters.preset_names import (
     check_one_host,
     read_preset_name,
@@ -184,6 +185,7 @@ class Cluster:
         table["num_hosts"] = 1 if hosts is None else hosts
         if devices is not None:
             table["devices_per_host"] = devices
+        table["host_link"]["measured"] = measured_on(table["host_link"]["name"])
         return _from_table(table, f"cluster preset {name}")
 
     @classmethod
@@ -262,10 +264,6 @@ class Cluster:
         """A Ray cluster with so many of its hosts."""
         size = f"{number}x{self.devices_per_host}x{self.device.kind}"
         return dataclasses.replace(self, name=f"ray {size}", num_hosts=number)
-
-    def axis_links(self, mesh: MeshShape) -> tuple[AxisLink, ...]:
-        """The link that each mesh axis uses on its own, in axis order; see `link`."""
-        return tuple(self.link(mesh, (name,)) for name in mesh.axis_names)
 
     def link(self, mesh: MeshShape, axes: Iterable[str]) -> AxisLink:
         """The link that a collective over some mesh axes uses.
@@ -370,6 +368,7 @@ def _from_table(table: Mapping[str, Any], where: str) -> Cluster:
         network["bandwidth"] = per_host / table["devices_per_host"]
     table["device"] = build(Device, device, where, "device.")
     host = table_at(table, "host_link", where)
-    table["host_link"] = build(Link, host, where, "host_link.")
+    table["host_link"] = build(Link, with_group_sizes(host), where, "host_link.")
+    network = with_group_sizes(network)
     table["network_link"] = build(Link, network, where, "network_link.")
     return build(Cluster, table, where, "")

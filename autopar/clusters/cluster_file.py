@@ -49,6 +49,8 @@ def _device(device: Device) -> list[str]:
         _field("memory_bandwidth", device.memory_bandwidth),
         _field("flops_efficiency", device.flops_efficiency),
         _field("memory_efficiency", device.memory_efficiency),
+        _field("product_area", device.product_area),
+        _field("product_depth", device.product_depth),
         _field("host_memory_bandwidth", device.host_memory_bandwidth),
         _field("jax_kinds", device.jax_kinds),
         *_table("device.peak_flops", device.peak_flops),
@@ -65,13 +67,19 @@ def _link(name: str, link: Link) -> list[str]:
         _field("bandwidth", link.bandwidth),
         _field("efficiency", link.efficiency),
     ]
-    return lines + _table(f"{name}.factors", link.factors)
+    for kind, by_group in link.measured.items():
+        lines += _table(f"{name}.measured.{kind}", by_group)
+    return lines
 
 
-def _table(name: str, values: Mapping[str, Any]) -> list[str]:
+def _table(name: str, values: Mapping[Any, Any]) -> list[str]:
     if not values:
         return []
-    return ["", f"[{name}]", *(_field(key, value) for key, value in values.items())]
+    return [
+        "",
+        f"[{name}]",
+        *(_field(str(key), value) for key, value in values.items()),
+    ]
 
 
 def _field(name: str, value: Any) -> str:

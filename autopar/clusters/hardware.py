@@ -1,6 +1,7 @@
 """One device and one link: their speeds, checked, and what they reach of them."""
 
 import difflib
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,13 @@ CollectiveKind: TypeAlias = Literal[
 ]
 COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 Curve: TypeAlias = Sequence[Sequence[float]]  # pairs of (flops, fraction of the peak)
-Factors: TypeAlias = Mapping[str, Sequence[float]]  # (latency, bytes) by collective
+Timings: TypeAlias = Mapping[str, Mapping[int, Curve]]  # by collective, group size
+
+LEAST_SIDE = 256
+"""Rows and columns of the smallest products that were measured."""
+
+SPLIT_DEPTH = 4096
+"""Longer contracted dims are cut into parts, which run side by side."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +37,17 @@ class Device:
       flops_efficiency: fraction of `peak_flops` that is reached.
       memory_efficiency: fraction of `memory_bandwidth` that is reached.
       jax_kinds: beginnings of `jax.Device.device_kind` that mean this device.
-      efficiency: for a dtype, the fraction of its `peak_flops` that one product reaches
-        by its size: pairs of (flops of the product, fraction), ascending. Sizes between
-        are interpolated; a dtype left out has `flops_efficiency` at every size. What
-        starting a kernel costs (`Cluster.kernel_seconds`) comes on top.
+      efficiency: for a dtype, its own `flops_efficiency`.
+      product_area: elements of the results of a product, all of its batch, of which a
+        large depth reaches half the rate: it is made of tiles, the last of which leave
+        processors idle.
+      product_depth: contracted elements that take half their time to begin and end.
       host_memory_bandwidth: bytes/s between the device and its host's memory, in each
         direction; that of PCIe 3.0 x16 if left out.
 
     Raises:
-      ValueError: a number is missing, not positive, or a fraction above one; a dtype
-        has an efficiency and no peak; or a larger product would take less time.
+      ValueError: a number is missing, not positive, or a fraction above one; or a dtype
+        has an efficiency and no peak.
     """
 
     kind: str
@@ -49,7 +57,9 @@ class Device:
     flops_efficiency: float = 1.0
     memory_efficiency: float = 1.0
     jax_kinds: tuple[str, ...] = ()
-    efficiency: Mapping[str, Curve] = field(default_factory=dict, hash=False)
+    efficiency: Mapping[str, float] = field(default_factory=dict, hash=False)
+    product_area: float = 0.0
+    product_depth: float = 0.0
     host_memory_bandwidth: float = 16e9
 
     def __post_init__(self) -> None:
@@ -58,6 +68,8 @@ class Device:
         check_positive("host_memory_bandwidth", self.host_memory_bandwidth)
         check_fraction("flops_efficiency", self.flops_efficiency)
         check_fraction("memory_efficiency", self.memory_efficiency)
+        check_positive("product_area", self.product_area, zero=True)
+        check_positive("product_depth", self.product_depth, zero=True)
         if not isinstance(self.peak_flops, Mapping) or "float32" not in self.peak_flops:
             raise ValueError(
                 "`peak_flops` must be a table that gives flop/s for float32 at "
@@ -74,32 +86,44 @@ class Device:
             raise ValueError(
                 f"`efficiency` must be a table by dtype, but got {self.efficiency!r}."
             )
-        for dtype, curve in self.efficiency.items():
+        for dtype, fraction in self.efficiency.items():
             if dtype not in self.peak_flops:
                 raise ValueError(
-                    f"`efficiency` has a curve for {dtype!r}, of which `peak_flops` "
-                    f"says nothing; add the peak or drop the curve."
+                    f"`efficiency` has a fraction for {dtype!r}, of which `peak_flops` "
+                    f"says nothing; add the peak or drop the fraction."
                 )
-            check_curve(f"efficiency.{dtype}", curve)
+            check_fraction(f"efficiency.{dtype}", fraction)
 
     @property
     def bytes_per_second(self) -> float:
         """Memory bandwidth that is reached, bytes/s."""
         return self.memory_bandwidth * self.memory_efficiency
 
-    def flops_per_second(self, dtype: Any, num_flops: float = math.inf) -> float:
+    def flops_per_second(self, dtype: Any, num_flops: Any = math.inf) -> Any:
         """Flop/s that a matrix product of a dtype (or its name) reaches.
 
-        `num_flops` is the size of the product; a large one if left out.
+        `num_flops` are those of the product, of equal sizes in all directions, or an
+        array of such; a large one if left out.
         """
         name = getattr(dtype, "name", None) or str(dtype)
         if not isinstance(dtype, str) and isinstance(dtype, type):
             name = np.dtype(dtype).name
         known, share = self._rate_of(name)
-        peak = self.peak_flops[known] * share
-        if known not in self.efficiency:
-            return peak * self.flops_efficiency
-        return peak * _interpolated(self.efficiency[known], num_flops)
+        most = self.efficiency.get(known, self.flops_efficiency)
+        side = (num_flops / 2.0) ** (1 / 3)
+        return self.peak_flops[known] * share * most / self._slowing(side * side, side)
+
+    def product_seconds(self, dtype: Any, batch: int, m: int, n: int, k: int) -> float:
+        """Seconds of `batch` products of [m, k] and [k, n], but for the memory's."""
+        flops = 2.0 * batch * m * n * k
+        slowing = self._slowing(batch * m * n, k)
+        return float(flops / self.flops_per_second(dtype) * slowing)
+
+    def _slowing(self, area: Any, depth: Any) -> Any:
+        """How many times longer than at the rate of large ones a product takes."""
+        parts = np.maximum(depth / SPLIT_DEPTH, 1.0)
+        idle = self.product_area / np.maximum(area * parts, LEAST_SIDE**2)
+        return (1 + idle) * (1 + self.product_depth / np.maximum(depth, LEAST_SIDE))
 
     def _rate_of(self, name: str) -> tuple[str, float]:
         """The dtype whose units a dtype uses, and the part of their rate it gets."""
@@ -130,25 +154,26 @@ class Link:
       alpha_seconds: latency of one message.
       bandwidth: bytes/s of one device in one direction, all devices sending.
       efficiency: fraction of `bandwidth` that collectives reach.
-      factors: for a kind of collective, how many times the model's its latency and its
-        seconds for each byte are, as measured; 1 and 1 for a kind left out.
+      measured: what collectives took: pairs of (bytes of the whole tensor of a device,
+        seconds), ascending, by kind and size of the group. Sizes between are
+        interpolated; a kind left out is told by the numbers above.
 
     Raises:
-      ValueError: a number is negative, the efficiency not a fraction, or a factor of an
-        unknown kind.
+      ValueError: a number is negative, the efficiency not a fraction, or what was
+        measured is of an unknown kind or does not ascend.
     """
 
     name: str
     alpha_seconds: float
     bandwidth: float
     efficiency: float = 1.0
-    factors: Factors = field(default_factory=dict, hash=False)
+    measured: Timings = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_positive("alpha_seconds", self.alpha_seconds, zero=True)
         check_positive("bandwidth", self.bandwidth)
         check_fraction("efficiency", self.efficiency)
-        _check_factors(self.factors)
+        _check_measured(self.measured)
 
     @property
     def seconds_per_byte(self) -> float:
@@ -171,18 +196,21 @@ class AxisLink:
       alpha_seconds: latency of one message.
       seconds_per_byte: seconds for each byte that a device of the ring sends.
       launch_seconds: what starting a collective costs.
-      factors: those of the link, see `Link`.
+      measured: what collectives took on the link, see `Link`.
       exchange_seconds_per_byte: seconds for each byte that a device sends in an
         all_to_all, where all devices of a host send to other hosts at once; that of
         the ring if None.
+      ring_seconds: latency of going around all devices but one, as gathers and
+        reduce_scatters between hosts of GPUs do; that of doubling if None.
     """
 
     size: int
     alpha_seconds: float
     seconds_per_byte: float
     launch_seconds: float = 0.0
-    factors: Factors = field(default_factory=dict, hash=False)
+    measured: Timings = field(default_factory=dict, hash=False)
     exchange_seconds_per_byte: float | None = None
+    ring_seconds: float | None = None
 
     def seconds_per_sent_byte(self, kind: CollectiveKind) -> float:
         """Seconds for each byte that a device sends in a collective of some kind."""
@@ -214,52 +242,25 @@ def check_fraction(name: str, value: Any) -> None:
         raise ValueError(f"`{name}` must be a fraction up to 1, but got {value!r}.")
 
 
-def check_curve(name: str, curve: Any) -> None:
-    """Raises ValueError unless `curve` is as `Device.efficiency` has it."""
-    rule = f"`{name}` must be pairs [flops, fraction of the peak] of ascending flops"
-    is_list = isinstance(curve, list | tuple) and curve
-    if not is_list or any(
-        not isinstance(pair, list | tuple) or len(pair) != 2 for pair in curve
-    ):
-        raise ValueError(f"{rule}, one or more, but got {curve!r}.")
-    last_flops = last_seconds = 0.0
-    for flops, fraction in curve:
-        check_positive(f"{name} (flops)", flops)
-        check_fraction(f"{name} (fraction)", fraction)
-        if flops <= last_flops:
-            raise ValueError(f"{rule}, but {flops:g} follows {last_flops:g}.")
-        if flops / fraction < last_seconds:
-            raise ValueError(
-                f"a larger product must take no less time, but by `{name}` one of "
-                f"{flops:g} flops takes less than one of {last_flops:g}; lower the "
-                f"fraction {fraction:g} or raise the one before."
-            )
-        last_flops, last_seconds = flops, flops / fraction
-
-
-def _interpolated(curve: Curve, num_flops: float) -> float:
-    """The fraction at a size: linear in the logarithm of both, the ends going on."""
-    sizes, fractions = zip(*curve, strict=True)
-    size = min(max(num_flops, sizes[0]), sizes[-1])
-    return float(np.exp(np.interp(np.log(size), np.log(sizes), np.log(fractions))))
-
-
-def _check_factors(factors: Any) -> None:
-    if not isinstance(factors, Mapping):
-        raise ValueError(f"`factors` must be a table, but got {factors!r}.")
-    for kind, pair in factors.items():
+def _check_measured(measured: Any) -> None:
+    if not isinstance(measured, Mapping):
+        raise ValueError(f"`measured` must be a table, but got {measured!r}.")
+    for kind, by_group in measured.items():
         if kind not in COLLECTIVE_KINDS:
             raise ValueError(
-                f"`factors` knows {', '.join(COLLECTIVE_KINDS)}, but got {kind!r}"
+                f"`measured` knows {', '.join(COLLECTIVE_KINDS)}, but got {kind!r}"
                 f"{nearest(kind, COLLECTIVE_KINDS)}."
             )
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise ValueError(
-                f"`factors.{kind}` must be two numbers, of its latency and of its "
-                f"bytes, but got {pair!r}."
-            )
-        for factor in pair:
-            check_positive(f"factors.{kind}", factor)
+        for size, pairs in by_group.items():
+            is_list = isinstance(pairs, list | tuple) and len(pairs) > 1
+            if not is_list or any(
+                len(low) != 2 or not (low[0] < high[0] and 0 < low[1] <= high[1])
+                for low, high in itertools.pairwise(pairs)
+            ):
+                raise ValueError(
+                    f"`measured.{kind}.{size}` must be two or more pairs [bytes, "
+                    f"seconds], of more bytes no fewer seconds, but got {pairs!r}."
+                )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -27,6 +27,7 @@ class SliceKind:
       ring: an axis is a ring if its length is a multiple of this, and, where there are
         three axes, those of the others are, too: slices are then made of whole cubes.
       slice_bandwidth: bytes/s of one device to other slices.
+      clock_rate: cycles a second: its peak rate over what its matrix units do in one.
       cores: devices of each chip.
     """
 
@@ -34,15 +35,16 @@ class SliceKind:
     chips: int
     ring: int
     slice_bandwidth: float
+    clock_rate: float
     cores: int = 1
 
 
 SLICES = {
-    "v4": SliceKind(3, 16, 4, 6.25e9),
-    "v5e": SliceKind(2, 16, 16, 3.125e9),
-    "v5p": SliceKind(3, 24, 4, 6.25e9),
-    "v6e": SliceKind(2, 16, 16, 12.5e9),
-    "tpu7x": SliceKind(3, 24, 4, 6.25e9, cores=2),
+    "v4": SliceKind(3, 16, 4, 6.25e9, 1.05e9),
+    "v5e": SliceKind(2, 16, 16, 3.125e9, 1.5e9),
+    "v5p": SliceKind(3, 24, 4, 6.25e9, 1.75e9),
+    "v6e": SliceKind(2, 16, 16, 12.5e9, 1.75e9),
+    "tpu7x": SliceKind(3, 24, 4, 6.25e9, 2.2e9, cores=2),
 }
 # Devices of a chip are joined about six times as quickly as chips along an axis.
 _WITHIN_CHIP = 6.0

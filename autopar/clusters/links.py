@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +20,24 @@ def link_over(cluster: Any, mesh: MeshShape, axes: Iterable[str]) -> AxisLink:
             f"{mesh.size} and {cluster.name} has {cluster.num_devices}; use smaller "
             f"axes."
         )
-    groups, shape = np.array(mesh.groups(axes)), cluster.slice_shape
+    return link_of_groups(cluster, mesh.groups(axes), mesh.axis_sizes)
+
+
+def link_of_groups(
+    cluster: Any, device_groups: Sequence[Sequence[int]], axis_sizes: Sequence[int]
+) -> AxisLink:
+    """The link that groups of devices of equal size meet, all at once.
+
+    `axis_sizes` are those of the mesh that the devices are numbered in.
+    """
+    groups, shape = np.array(device_groups), cluster.slice_shape
     inside = cluster.devices_per_host if shape is None else shape.size
     hosts = groups // inside
     leaves = (hosts != hosts[:, :1]).any(axis=1)
     within, between = cluster.host_link, cluster.network_link
-    exchange = None
+    exchange = ring_seconds = None
     if shape is not None:
-        places = shape.places(mesh.axis_sizes)[groups[0] % inside]
+        places = shape.places(axis_sizes)[groups[0] % inside]
         ring, all_to_all = shape.speeds_in(places[hosts[0] == hosts[0, 0]])
         exchange = 1 / (all_to_all * within.bandwidth * within.efficiency)
         within = replace(within, bandwidth=ring * within.bandwidth)
@@ -40,6 +50,10 @@ def link_over(cluster: Any, mesh: MeshShape, axes: Iterable[str]) -> AxisLink:
             rings_by_host[np.unique(row)] += 1
         share = int(rings_by_host.max()) / inside
         seconds_per_byte = share * between.seconds_per_byte
+        if shape is None:
+            size, joined = groups.shape[1], max(len(np.unique(row)) for row in hosts)
+            apart, beside = joined - 1, size - joined
+            ring_seconds = apart * between.alpha_seconds + beside * within.alpha_seconds
         alpha_seconds = between.alpha_seconds
         if any(len(np.unique(row)) < len(row) for row in hosts):
             alpha_seconds = max(alpha_seconds, within.alpha_seconds)
@@ -49,10 +63,10 @@ def link_over(cluster: Any, mesh: MeshShape, axes: Iterable[str]) -> AxisLink:
             between.seconds_per_byte / inside,
             exchange or within.seconds_per_byte,
         )
-    factors = (between if leaves.any() else within).factors
+    measured = (between if leaves.any() else within).measured
     return AxisLink(
         *(groups.shape[1], alpha_seconds, seconds_per_byte),
-        *(cluster.launch_seconds, factors, exchange),
+        *(cluster.launch_seconds, measured, exchange, ring_seconds),
     )
 
 

@@ -125,7 +125,7 @@ def operator_seconds(
     device = cluster.device
     is_fused = is_fusable(primitive_name)
     moved_bytes = num_bytes * (FUSED_FRACTION if is_fused else 1.0)
-    size = num_flops if is_heavy(primitive_name) else math.inf
+    size = max(num_flops, 1.0) if is_heavy(primitive_name) else math.inf
     compute_seconds = num_flops / device.flops_per_second(dtype, size)
     memory_seconds = moved_bytes / device.bytes_per_second
     launch_seconds = 0.0 if is_fused else cluster.kernel_seconds

@@ -44,8 +44,9 @@ from ..plans.plan_columns import (
 from ..plans.slices_ahead import bytes_ahead
 from ..rules.collective_matmul import ring_bytes
 from ..rules.halos import copied_bytes, factors_with_halos, rows_with_halos
-from ..sharding.spec import REPLICATED, Spec, num_shards
+from ..sharding.spec import Spec, is_cut_out, num_shards
 from .compute import TRANSCENDENTAL, is_fusable
+from .expansions import EXPANDED, expanded_bytes
 
 MEMORY_FACTORS = {"CPU": 1.05, "GPU": 1.1, "TPU": 1.1}
 POINTER_BYTES = 8  # of each result, in the table that a program returns
@@ -61,7 +62,6 @@ _MOVING = frozenset(
     "broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather iota pad"
     " rev select_n slice split stack transpose unstack".split()
 )
-_EXPANDED = frozenset(["ragged_dot_general", "select_and_scatter_add"])
 _READING = ("reduce_", "arg", "scatter")  # kernels that do what they read themselves
 
 
@@ -286,23 +286,12 @@ class _Sweep:
             held = copied_bytes(op, halos, self._sizes)
             self.inner[op.index] += held + ring_bytes(op, halos, self._sizes)
 
+        is_cpu = _family(plan.device_kind) == "CPU"
         for op in graph.operators():
-            if op.kind in _EXPANDED:
-                self.inner[op.index] += self._expanded_bytes(op)
-
-    def _expanded_bytes(self, op: Operator) -> int:
-        """What XLA writes an operator's operands out to."""
-        pairs = zip(op.operands, self.read[op.index], strict=True)
-        sizes = [self.bytes(t, spec) for t, spec in pairs if isinstance(t, int)]
-        kinds = op.operand_types
-        if op.kind == "ragged_dot_general":  # a masked copy of the rows for each group
-            groups = sizes[2] // kinds[2].dtype.itemsize
-            has_groups = op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
-            return groups * (sizes[0] if has_groups else sizes[0] + sizes[1])
-        # The place of each window's maximum in every dim; on CPUs of each element, too.
-        index = 4 * len(kinds[0].shape) / kinds[0].dtype.itemsize
-        is_cpu = _family(self.plan.device_kind) == "CPU"
-        return round(sizes[0] * (1 + index) + is_cpu * (sizes[0] + sizes[1] * index))
+            if op.kind in EXPANDED:
+                pairs = zip(op.operands, self.read[op.index], strict=True)
+                sizes = [self.bytes(t, spec) for t, spec in pairs if isinstance(t, int)]
+                self.inner[op.index] += expanded_bytes(op, sizes, is_cpu)
 
     def bytes(self, tensor: int, spec: Spec) -> int:
         """What one device holds of a tensor."""
@@ -658,10 +647,3 @@ def _joined(spans: Iterable[tuple[int, int] | None]) -> tuple[int, int] | None:
     if not found:
         return None
     return min(a for a, _ in found), max(b for _, b in found)
-
-
-@lru_cache(maxsize=1 << 12)
-def is_cut_out(source: Spec, target: Spec) -> bool:
-    """Whether a device cuts its part of a target out of its own of the source."""
-    pairs = zip(source, target, strict=True)
-    return all(before in (after, REPLICATED) for before, after in pairs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -12,6 +13,8 @@ import jax
 from ..audit.audit import Audit, MemoryUse, audit
 from ..audit.compiled_collectives import collectives_on
 from ..audit.lowered_collectives import collectives_in_lowered
+from ..audit.replay import Replay, replay
+from ..clusters.cluster import Cluster
 from ..frontend.calls import open_call
 from ..frontend.constant_leaves import ResultTree
 from ..frontend.static_arguments import StaticArguments
@@ -34,6 +37,7 @@ class Lowered:
     traced: TracedFunction
     graph: OpGraph
     only_arrays: bool = False  # all other leaves are constants
+    cluster: Cluster | None = None
 
     def as_text(self) -> str:
         """The StableHLO module."""
@@ -59,6 +63,14 @@ class Compiled:
     @property
     def plan(self) -> Plan:
         return self.lowered.plan
+
+    @cached_property
+    def predicted(self) -> Replay | None:
+        """Seconds of the program as compiled, of GPUs and TPUs; None of CPUs."""
+        cluster = self.lowered.cluster
+        if cluster is None or cluster.device.kind == "CPU":
+            return None
+        return replay(self.as_text(), cluster, self.plan.sharding.mesh)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step with arguments of the lowered types, static ones left out."""

@@ -96,7 +96,7 @@ def _reduced(kind: TensorType, spec: Spec, resharder: Resharder) -> tuple[float,
     """The least seconds for what a spec owes, and how many devices share the sum."""
     costs: list[tuple[float, int]] = []
     for target in tensor_specs(kind, resharder.mesh, pending=False):
-        fixed, per_byte = resharder.seconds(spec, target)
+        seconds = resharder.seconds(spec, target, kind.bytes)
         number = num_shards(target, resharder.mesh.axis_sizes)
-        costs.append((fixed + per_byte * kind.bytes, number))
+        costs.append((seconds, number))
     return min(costs)

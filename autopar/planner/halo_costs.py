@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import prod
 
 from ..clusters.cluster import Cluster
-from ..costs.collectives import affine
+from ..costs.collectives import AxisLink, collective_seconds
 from ..costs.compute import flops, operator_seconds
 from ..graph.op_graph import Operator, OpGraph
 from ..plans.plan import OperatorPlan
@@ -150,14 +150,11 @@ def _seconds(
     each: Exchange, mesh: MeshShape, cluster: Cluster, behind: float = 0.0
 ) -> float:
     """How long one exchange is waited for that runs beside `behind` seconds of work."""
-    fixed, per_byte = _affine(cluster, mesh, each.axes)
-    seconds = fixed + per_byte * each.bytes
+    link = _link(cluster, mesh, each.axes)
+    seconds = collective_seconds("collective_permute", each.bytes, link)
     return seconds - min(seconds, behind) * (1 - cluster.visible_fraction)
 
 
 @lru_cache(maxsize=256)
-def _affine(
-    cluster: Cluster, mesh: MeshShape, axes: tuple[int, ...]
-) -> tuple[float, float]:
-    names = [mesh.axis_names[axis] for axis in axes]
-    return affine("collective_permute", [cluster.link(mesh, names)])
+def _link(cluster: Cluster, mesh: MeshShape, axes: tuple[int, ...]) -> AxisLink:
+    return cluster.link(mesh, [mesh.axis_names[axis] for axis in axes])

@@ -206,7 +206,6 @@ def _sent(
 ) -> tuple[float, list[Collective]]:
     """The seconds of a conversion, and its collectives."""
     pair = conversion.source, conversion.target
-    fixed, per_byte = resharder.seconds(*pair)
     found: list[Collective] = []
     for step in resharder.steps(*pair):
         if step.is_collective:
@@ -221,7 +220,7 @@ def _sent(
                     reduction=_REDUCTION_NAMES[step.reduction] if reduces else "",
                 )
             )
-    return fixed + per_byte * kind.bytes, found
+    return resharder.seconds(*pair, kind.bytes), found
 
 
 def shard_map_collectives(
@@ -231,10 +230,10 @@ def shard_map_collectives(
     around = Surroundings(block.trip_count, block.conditional, block.unbounded)
     mesh, cluster = resharder.mesh, resharder.cluster
     for collective, axes in body_collectives(op, mesh, around):
-        links = [cluster.link(mesh, axes)]
+        link = cluster.link(mesh, axes)
         kind = collective.kind
         priced = kind if kind in COLLECTIVE_KINDS else "collective_permute"
-        seconds = collective_seconds(priced, collective.bytes, links)
+        seconds = collective_seconds(priced, collective.bytes, link)
         yield collective, seconds * collective.count
 
 

@@ -22,7 +22,8 @@ import numpy as np
 
 from autopar.solver.budget_rows import BudgetRow
 
-from ..costs.memory import MemoryProfile, Value, is_cut_out
+from ..costs.memory import MemoryProfile, Value
+from ..sharding.spec import is_cut_out
 from .late_reads import late_reads
 from .sharding_problem import ShardingProblem
 from .spec_choices import SpecChoices

@@ -46,9 +46,9 @@ def plan_seconds(graph: OpGraph, plan: ShardingPlan, cluster: Cluster) -> float:
     for index, tensor in enumerate(plan.tensors):
         num_bytes = graph.tensors[index].type.bytes
         for copy in tensor.conversions:
-            fixed, per_byte = resharder.seconds(copy.source, copy.target)
+            sent = resharder.seconds(copy.source, copy.target, num_bytes)
             weight = graph.blocks[tensor.block].weight * visible[index]
-            seconds += (fixed + per_byte * num_bytes) * weight
+            seconds += sent * weight
     return seconds
 
 

@@ -208,8 +208,7 @@ def cheapest_copies(
         for source in [made, *nodes]:
             for target in nodes:
                 if source != target:
-                    fixed, per_byte = resharder.seconds(source, target)
-                    seconds = fixed + per_byte * tensor_bytes
+                    seconds = resharder.seconds(source, target, tensor_bytes)
                     graph.add_edge(source, target, weight=seconds)
         tree = networkx.minimum_spanning_arborescence(graph)
         cost = sum(data["weight"] for _, _, data in tree.edges(data=True))

@@ -6,6 +6,7 @@ import numpy as np
 
 from autopar.solver.choice_graph import EdgeType
 
+from ..costs.collectives import at_size
 from ..graph.op_graph import TensorType
 from ..sharding.resharding import Resharder
 from ..sharding.spec import is_pending
@@ -18,7 +19,7 @@ class ReshardEdges:
     def __init__(self, resharder: Resharder) -> None:
         self._resharder = resharder
         self._costs: dict[object, np.ndarray | None] = {}
-        self._affine: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+        self._by_size: dict[object, np.ndarray] = {}
 
     def costs(
         self,
@@ -31,10 +32,9 @@ class ReshardEdges:
         key = (id(sources), id(targets), tensor_bytes, weight)
         if key not in self._costs:
             pair = (sources.distinct, targets.distinct)
-            if pair not in self._affine:
-                self._affine[pair] = self._resharder.affine_matrices(*pair)
-            fixed, per_byte = self._affine[pair]
-            matrix = (fixed + per_byte * tensor_bytes) * weight
+            if pair not in self._by_size:
+                self._by_size[pair] = self._resharder.by_size(*pair)
+            matrix = at_size(self._by_size[pair], tensor_bytes) * weight
             self._costs[key] = matrix if matrix.any() else None
         return self._costs[key]
 
@@ -43,9 +43,8 @@ class ReshardEdges:
         complete = [spec for spec in choices.distinct if not is_pending(spec)]
         if len(complete) in (0, len(choices.distinct)):
             return np.zeros(len(choices.classes))
-        pair = choices.distinct, complete
-        fixed, per_byte = self._resharder.affine_matrices(*pair)
-        return (fixed + per_byte * kind.bytes).min(axis=1)[choices.classes]
+        by_size = self._resharder.by_size(choices.distinct, complete)
+        return at_size(by_size, kind.bytes).min(axis=1)[choices.classes]
 
     def edge_type(
         self,

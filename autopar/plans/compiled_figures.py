@@ -10,7 +10,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..audit.audit import Audit
+from ..audit.replay import Replay
 from ..errors import InfeasiblePlanError
+from .explain import format_seconds
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,14 @@ class CompiledFigures:
         devices of this process.
       memory_bytes: what one device holds; 0 for those of this process, whose compiler
         refuses what is larger itself.
+      replayed: how long a step takes as compiled; None for CPUs, and for pipelines.
     """
 
     target: str
     audits: tuple[tuple[str, Audit], ...]
     compile_seconds: float
     memory_bytes: int = 0
+    replayed: Replay | None = None
 
     @property
     def ok(self) -> bool:
@@ -76,7 +80,16 @@ class CompiledFigures:
             f"{self.peak_bytes:,} B per device, audit {'ok' if self.ok else 'wrong'}",
             style="bold",
         )
+        if self.replayed is not None:
+            yield Text(f"  step {_in_words(self.replayed)}")
         for name, audit in self.audits:
             if name:
                 yield Text(name)
             yield audit
+
+
+def _in_words(replayed: Replay) -> str:
+    parts = sorted(replayed.by_class.items(), key=lambda each: -each[1])
+    told = ", ".join(f"{name} {format_seconds(each)}" for name, each in parts)
+    exposed = format_seconds(replayed.exposed_seconds)
+    return f"{format_seconds(replayed.seconds)}, {exposed} of it communication: {told}"

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..clusters.cluster import Cluster
-from ..costs.collectives import AxisLink, affine
+from ..costs.collectives import SIZES, AxisLink, at_size, collective_seconds
 from .collective import Groups
 from .direct_paths import direct_path
 from .mesh import MeshShape
@@ -29,11 +29,10 @@ _EPSILON_SECONDS = 1e-12  # of two equal paths, the one with fewer steps
 
 @dataclass(frozen=True)
 class _Path:
-    """Steps with their seconds, of the whole and for each byte of the tensor."""
+    """Steps with their seconds, by the size of the whole tensor."""
 
     steps: tuple[Step, ...]
-    fixed: float
-    per_byte: float
+    by_size: np.ndarray
 
 
 class _Prices:
@@ -42,25 +41,24 @@ class _Prices:
     def __init__(self, mesh: MeshShape, cluster: Cluster) -> None:
         self.mesh, self.cluster = mesh, cluster
         self._links: dict[frozenset[int], AxisLink] = {}
-        self._affine_of: dict[tuple[str, tuple[int, ...]], tuple[float, float]] = {}
+        self._known: dict[tuple[str, tuple[int, ...], float], np.ndarray] = {}
 
     def path(self, steps: tuple[Step, ...]) -> _Path:
-        costs = [self._affine(step) for step in steps]
-        return _Path(steps, sum(c[0] for c in costs), sum(c[1] for c in costs))
+        costs = (self._by_size(step) for step in steps)
+        return _Path(steps, sum(costs, np.zeros(len(SIZES))))
 
     def seconds(self, step: Step) -> float:
         """Of a tensor of the size that paths are chosen for."""
-        fixed, per_byte = self._affine(step)
-        return fixed + per_byte * _REFERENCE_BYTES
+        return at_size(self._by_size(step), _REFERENCE_BYTES)
 
-    def _affine(self, step: Step) -> tuple[float, float]:
+    def _by_size(self, step: Step) -> np.ndarray:
         if step.kind == "slice" or step.kind == "mask":
-            return _EPSILON_SECONDS, 0.0
-        key = (step.kind, step.axes)
-        if key not in self._affine_of:
-            self._affine_of[key] = affine(step.kind, [self._link(step.axes)])
-        fixed, per_byte = self._affine_of[key]
-        return fixed + _EPSILON_SECONDS, per_byte * step.fraction
+            return np.full(len(SIZES), _EPSILON_SECONDS)
+        key = (step.kind, step.axes, step.fraction)
+        if key not in self._known:
+            link, sent = self._link(step.axes), SIZES * step.fraction
+            self._known[key] = collective_seconds(step.kind, sent, link)
+        return self._known[key] + _EPSILON_SECONDS
 
     def _link(self, axes: Sequence[int]) -> AxisLink:
         key = frozenset(axes)
@@ -74,8 +72,7 @@ class _Prices:
 class _Known:
     """What was found so far; plans of one process share it.
 
-    `table` has seconds, and seconds per byte, by the numbers of two specs; nan if not
-    known.
+    `table` has seconds by size and by the numbers of two specs; nan if not known.
     """
 
     paths: dict[tuple[Spec, Spec], _Path]
@@ -86,7 +83,7 @@ class _Known:
 @lru_cache(maxsize=32)
 def _known_on(mesh: MeshShape, cluster: Cluster) -> _Known:
     del mesh, cluster
-    return _Known({}, {}, np.empty((0, 0, 2)))
+    return _Known({}, {}, np.empty((len(SIZES), 0, 0)))
 
 
 class Resharder:
@@ -107,33 +104,30 @@ class Resharder:
         (source, target), names = _canonical(source, target)
         return tuple(_rename(step, names) for step in self._solve(source, target).steps)
 
-    def seconds(self, source: Spec, target: Spec) -> tuple[float, float]:
-        """`(seconds, seconds per byte of the whole tensor)` of the path."""
+    def seconds(self, source: Spec, target: Spec, num_bytes: float) -> float:
+        """Of the path, for a whole tensor of `num_bytes`."""
         pair, _ = _canonical(source, target)
-        path = self._solve(*pair)
-        return path.fixed, path.per_byte
+        return float(at_size(self._solve(*pair).by_size, num_bytes))
 
-    def affine_matrices(
-        self, sources: Sequence[Spec], targets: Sequence[Spec]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds, and seconds per byte, from each source [n] to each target [m]."""
+    def by_size(self, sources: Sequence[Spec], targets: Sequence[Spec]) -> np.ndarray:
+        """Seconds for whole tensors of `SIZES`, from each source to each target."""
         rows, columns = self._indices(sources), self._indices(targets)
-        where = np.ix_(rows, columns)
+        where = np.ix_(range(len(SIZES)), rows, columns)
         table = self._known.table
-        for row, column in np.argwhere(np.isnan(table[where][..., 0])):
-            pair = sources[row], targets[column]
-            table[rows[row], columns[column]] = self.seconds(*pair)
-        found = table[where]
-        return found[..., 0], found[..., 1]
+        for row, column in np.argwhere(np.isnan(table[where][0])):
+            pair, _ = _canonical(sources[row], targets[column])
+            table[:, rows[row], columns[column]] = self._solve(*pair).by_size
+        return table[where]
 
     def _indices(self, specs: Sequence[Spec]) -> list[int]:
         """Where the specs are in the table, which grows by those that are new."""
         known, table = self._known.index_by_spec, self._known.table
         found = [known.setdefault(spec, len(known)) for spec in specs]
-        if len(known) > len(table):
+        number = table.shape[1]
+        if len(known) > number:
             size = 2 * len(known)
-            larger = np.full((size, size, 2), np.nan)
-            larger[: len(table), : len(table)] = table
+            larger = np.full((len(SIZES), size, size), np.nan)
+            larger[:, :number, :number] = table
             self._known.table = larger
         return found
 

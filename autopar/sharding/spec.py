@@ -16,7 +16,7 @@ pending reductions; equal layouts are equal specs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
+from functools import lru_cache
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -169,3 +169,10 @@ def format_spec(spec: Spec, rank: int, names: Sequence[str]) -> str:
         if state < REPLICATED
     ]
     return " ".join([f"[{', '.join(dims)}]", *pending])
+
+
+@lru_cache(maxsize=1 << 12)
+def is_cut_out(source: Spec, target: Spec) -> bool:
+    """Whether a device cuts its part of a target out of its own of the source."""
+    pairs = zip(source, target, strict=True)
+    return all(before in (after, REPLICATED) for before, after in pairs)

@@ -7,38 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+from benchmarks.published.machines import table_of
+
 TFLOPS = "_tflops"
-_NAMES = {
-    "gpus": "num_gpus n_gpus gpu number_of_gpus devices num_devices gpu_count",
-    "layers": "num_layers number_of_layers n_layers",
-    "hidden": "hidden_size hidden_dim hidden_dimension d_model h",
-    "heads": "num_heads attention_heads number_of_attention_heads n_heads",
-    "experts": "num_experts number_of_experts n_experts",
-    "channels": "base_channel base_channels num_channels",
-    "width_factor": "width",
-    "batch": "batch_size global_batch global_batch_size",
-    "seq_len": "seq sequence sequence_length seq_length",
-    "vocab_size": "vocab vocabulary vocabulary_size",
-    "mlp_ratio": "ffn_ratio mlp_factor",
-    "dp": "data data_parallel data_parallel_size",
-    "tp": "tensor tensor_parallel tensor_parallel_size tensor_model_parallel_size mp",
-    "pp": "pipeline pipeline_parallel pipeline_parallel_size"
-    " pipeline_model_parallel_size stages",
-    "microbatches": "num_microbatches number_of_microbatches",
-    "microbatch_size": "micro_batch_size microbatch micro_batch mbs",
-    "pflop_per_iter": "pflop_per_iteration pflops_per_iter",
-}
-_MEANT = {name: key for key, names in _NAMES.items() for name in names.split()}
-_SYSTEMS = {
-    "megatron": "megatron_lm ptd_p ptd megatron_v2",
-    "deepspeed": "deepspeed_moe zero_2 zero2",
-    "inter_only": "inter_op inter inter_op_only inter_op_parallelism_only",
-    "intra_only": "intra_op intra intra_op_only intra_op_parallelism_only",
-    "pp_dp": "ppdp",
-    "alpa": "alpa_ours ours auto",
-    "": "achieved tflops throughput",
-}
-_SYSTEM = {name: key for key, names in _SYSTEMS.items() for name in names.split()}
+_MEANT, _SYSTEM = (
+    {name: key.strip("_") for key, names in table.items() for name in names.split()}
+    for table in (table_of("columns")["columns"], table_of("columns")["systems"])
+)
 _UNIT = re.compile(r"[\s_(\[,:]*(?:tflops?|teraflops?)(?:\b|_|$|/).*")
 _NOT_MEASURED = ("", "-", "–", "—", "n/a", "na", "nan", "none")
 _OUT_OF_MEMORY = ("oom", "x", "×", "✗", "0", "0.0", "-1", "-1.0", "out of memory")
@@ -68,8 +43,8 @@ def column_name(text: str) -> str:
     name = "_".join(re.findall(r"[^\W_]+", name))
     if measured:
         return _SYSTEM.get(name, name) + TFLOPS
-    for system in _SYSTEMS:
-        if system and name.startswith(f"{system}_"):
+    for system in set(_SYSTEM.values()) - {""}:
+        if name.startswith(f"{system}_"):
             rest = name.removeprefix(f"{system}_")
             return f"{system}_{_MEANT.get(rest, rest)}"
     return _MEANT.get(name, name)
@@ -83,11 +58,7 @@ def nearest(column: str, names: Sequence[str]) -> str:
 
 
 def cell_of(name: str, text: str) -> Cell | None:
-    """The entry of a column of Tflop/s; None if nothing was measured.
-
-    Raises:
-      ValueError: it is no number.
-    """
+    """The entry of a column of Tflop/s; None if nothing was measured."""
     number, column = text.strip().lower(), name.removesuffix(TFLOPS)
     if number in _NOT_MEASURED:
         return None
@@ -97,13 +68,15 @@ def cell_of(name: str, text: str) -> Cell | None:
     return Cell(column, positive(name, number.removesuffix("*")), is_projected)
 
 
-def whole(record: Mapping[str, str], column: str) -> int:
-    """A column's whole number above 0.
+def whole(record: Mapping[str, str], column: str, default: int = 0) -> int:
+    """A column's whole number above 0; `default`, if there is one, where it is blank.
 
     Raises:
       KeyError: there is no such column.
       ValueError: it is none.
     """
+    if default and not record.get(column, "").strip():
+        return default
     text = record[column].strip()
     number = int(float(text.replace(",", ""))) if _WHOLE.fullmatch(text) else 0
     if not number:
@@ -112,11 +85,7 @@ def whole(record: Mapping[str, str], column: str) -> int:
 
 
 def positive(column: str, text: str) -> float:
-    """A number above 0.
-
-    Raises:
-      ValueError: it is none.
-    """
+    """A number above 0; raises ValueError if it is none."""
     number = 0.0
     if re.fullmatch(r"\d+(\.\d+)?(e[+-]?\d+)?", text.strip().lower()):
         number = float(text)

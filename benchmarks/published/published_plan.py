@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.published.columns import whole
-from benchmarks.published.setting import Setting
-from benchmarks.published.unit_costs import Layout
+from benchmarks.published.work import Layout
 
 _SUBMESH = re.compile(r"(?:(\d+)x)?\((\d+)[;,] ?(\d+)\)|(\d+)")
 _PAIR = re.compile(r"\((\d+)[;,] ?(\d+)\)")
-_DEGREES = ("dp", "tp", "pp")
+_IN_COMMENTS = r"(\d+)(?: GPUs)? \((\d+);(\d+);(\d+);(\d+)\)"
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class PublishedPlan:
 
 
 def published_plan(
-    column: str, record: Mapping[str, str], setting: Setting, batch_size: int
+    column: str, record: Mapping[str, str], devices_per_host: int, batch_size: int
 ) -> PublishedPlan | None:
     """The plan of a system's column, from the columns that bear its name.
 
@@ -37,47 +36,48 @@ def published_plan(
     Raises:
       ValueError: an entry cannot be read, or does not go with the others.
     """
-
-    def entry(name: str) -> str:
-        return record.get(f"{column}_{name}", "").strip()
-
-    per_host = setting.devices_per_host
-    degrees = {name: entry(name) for name in _DEGREES}
-    if entry("plan"):
-        layouts = parse_layouts(entry("plan"), per_host)
-    elif degrees["tp"] or degrees["pp"]:
-        layouts = _equal_layouts(column, record, per_host)
+    own = {
+        name.removeprefix(f"{column}_"): text
+        for name, text in record.items()
+        if name.startswith(f"{column}_") and text.strip()
+    }
+    number = whole(record, "gpus")
+    if "plan" in own:
+        layouts = parse_layouts(own["plan"], devices_per_host)
+    elif "tp" in own or "pp" in own:
+        tensor, stages = (whole(own, name, default=1) for name in ("tp", "pp"))
+        data = whole(own, "dp", default=max(number // (tensor * stages), 1))
+        if data * tensor * stages != number:
+            raise ValueError(
+                f"the GPUs of a row are data x tensor x pipeline groups, but {number} "
+                f"are not {data} x {tensor} x {stages}."
+            )
+        layouts = equal_layouts(data, tensor, stages, devices_per_host)
     else:
         return None
-    if entry("microbatches"):
-        return PublishedPlan(layouts, whole(record, f"{column}_microbatches"))
-    if entry("microbatch_size"):
-        size = whole(record, f"{column}_microbatch_size") * layouts[0].data
-        if batch_size % size:
-            raise ValueError(
-                f"microbatches of all groups divide the batch, but {size} examples do "
-                f"not divide {batch_size}."
-            )
-        return PublishedPlan(layouts, batch_size // size)
-    return PublishedPlan(layouts, None)
-
-
-def _equal_layouts(
-    column: str, record: Mapping[str, str], devices_per_host: int
-) -> tuple[Layout, ...]:
-    """Equal stages of data and tensor groups; `dp` is what the others leave."""
-
-    def degree(name: str) -> int:
-        key = f"{column}_{name}"
-        return whole(record, key) if record.get(key, "").strip() else 1
-
-    number, tensor, stages = whole(record, "gpus"), degree("tp"), degree("pp")
-    data = degree("dp") if record.get(f"{column}_dp") else number // (tensor * stages)
-    if data * tensor * stages != number:
+    size = sum(layout.size for layout in layouts)
+    if size != number:
         raise ValueError(
-            f"the GPUs of a row are data x tensor x pipeline groups, but {number} are "
-            f"not {data} x {tensor} x {stages}."
+            f"the stages of a plan have all GPUs of a row, but those of {column} have "
+            f"{size} of {number}."
         )
+    if f"{column}_microbatches" in record:
+        return PublishedPlan(layouts, whole(record, f"{column}_microbatches"))
+    if "microbatch_size" not in own:
+        return PublishedPlan(layouts, None)
+    size = whole(own, "microbatch_size") * layouts[0].data
+    if batch_size % size:
+        raise ValueError(
+            f"microbatches of all groups divide the batch, but {size} examples do "
+            f"not divide {batch_size}."
+        )
+    return PublishedPlan(layouts, batch_size // size)
+
+
+def equal_layouts(
+    data: int, tensor: int, stages: int, devices_per_host: int
+) -> tuple[Layout, ...]:
+    """Equal stages of data and tensor groups."""
     hosts, devices = submesh(data * tensor, devices_per_host)
     return (Layout(hosts, devices, data, tensor),) * stages
 
@@ -108,22 +108,20 @@ def parse_layouts(text: str, devices_per_host: int) -> tuple[Layout, ...]:
         else:
             submeshes += [(int(hosts), int(devices))] * int(count or 1)
     shapes = shapes or submeshes
-    if len(shapes) == 1:
-        shapes = shapes * len(submeshes)
+    shapes = shapes * len(submeshes) if len(shapes) == 1 else shapes
     if len(shapes) != len(submeshes):
         raise ValueError(
             f"a plan has one logical shape, or one for each of its {len(submeshes)} "
             f"submeshes, but got {len(shapes)} in {text!r}."
         )
-    layouts = []
-    for (hosts, devices), (data, tensor) in zip(submeshes, shapes, strict=True):
+    pairs = [(*a, *b) for a, b in zip(submeshes, shapes, strict=True)]
+    for hosts, devices, data, tensor in pairs:
         if hosts * devices != data * tensor:
             raise ValueError(
                 f"a logical shape has as many devices as its submesh, but "
                 f"({data};{tensor}) stands for ({hosts};{devices}) in {text!r}."
             )
-        layouts.append(Layout(hosts, devices, data, tensor))
-    return tuple(layouts)
+    return tuple(Layout(*pair) for pair in pairs)
 
 
 def submesh(number: int, devices_per_host: int) -> tuple[int, int]:
@@ -135,7 +133,7 @@ def submesh(number: int, devices_per_host: int) -> tuple[int, int]:
 
 
 def plans_in_comments(
-    comments: Sequence[str], setting: Setting
+    comments: Sequence[str], devices_per_host: int
 ) -> dict[int, PublishedPlan]:
     """Plans of the baseline by GPUs: `4 GPUs (2;1;2;128), 8 (1;1;8;128)`.
 
@@ -143,10 +141,8 @@ def plans_in_comments(
     """
     text = next((each for each in comments if "(dp,tp,pp,microbatches)" in each), "")
     found = {}
-    pattern = r"(\d+)(?: GPUs)? \((\d+);(\d+);(\d+);(\d+)\)"
-    for numbers in re.findall(pattern, text):
+    for numbers in re.findall(_IN_COMMENTS, text):
         gpus, data, tensor, stages, count = map(int, numbers)
-        hosts, devices = submesh(data * tensor, setting.devices_per_host)
-        layouts = (Layout(hosts, devices, data, tensor),) * stages
+        layouts = equal_layouts(data, tensor, stages, devices_per_host)
         found[gpus] = PublishedPlan(layouts, count)
     return found

@@ -1,4 +1,4 @@
-"""Reads a published table: its setting, its rows, and its plans.
+"""Reads a table of Tflop/s a GPU, a row a model and a column a system.
 
 The comment lines at the head of a file say what machine and sizes are meant; columns
 say what a row's model is: `heads` makes it a GPT, `experts` a mixture of experts,
@@ -9,11 +9,14 @@ setting (`seq_len`, `vocab_size`, `batch`, `mlp_ratio`) counts before it.
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from benchmarks.models import gpt, moe, resnet
+from autopar.clusters.cluster import Cluster
 from benchmarks.published.columns import (
     TFLOPS,
     Cell,
@@ -23,87 +26,157 @@ from benchmarks.published.columns import (
     positive,
     whole,
 )
-from benchmarks.published.flops_of_row import counted_flops
+from benchmarks.published.machines import Machine, known_machine, table_of
 from benchmarks.published.published_plan import (
     PublishedPlan,
     plans_in_comments,
     published_plan,
 )
-from benchmarks.published.resnet_units import resnet_units
-from benchmarks.published.setting import Setting, read_setting
-from benchmarks.published.unit_model import UnitModel, gpt_units, moe_units
+from benchmarks.published.simulator import Simulator
+from benchmarks.published.wide_resnet import DEPTHS, WideResnet
+from benchmarks.published.work import Execution, Layout, Transformer
 
 _BASELINE = ("megatron", "deepspeed")
 _PLAN_PARTS = ("plan", "microbatches", "microbatch_size", "dp", "tp", "pp")
-_RESNET_STAGES = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 _SIZES = {"batch": "batch_size", "seq_len": "", "vocab_size": "", "mlp_ratio": ""}
 _DELIMITERS = ",\t;|"
+_DEVICES = re.compile(
+    r"\b(\d+)\s*x\s*(?:NVIDIA )?(?:TPU[ -]?)?([A-Za-z]+\d+[a-z]?)"
+    r"(?:[- ](?:SXM\d?|PCIe))?(?:[- ](\d+) ?GB)?\b"
+)
+_NAMED = re.compile(r"\b(?:[AHVPBL]\d{2,3}|v\d[ep]|TPU)\b")
+_BANDWIDTH = re.compile(
+    r"\b(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*(Gbps|Gb/s|Gbit/s|GB/s)\s+"
+    r"(?:(?!NVLink)\w+ ){0,2}"
+    r"(?:(?:between|across|per|a|each|of each) (?:host|node|machine|server)|network)"
+)
+_GIBIBYTE = 2**30
+Model: TypeAlias = Transformer | WideResnet
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the head of a file says of all rows; what it leaves out is as Alpa's GPTs.
+
+    `kind` is the name of a preset. `host_bandwidth` is of all network cards of a host
+    in bytes/s, the preset's where it is None. `system` is that of columns that name
+    none; `is_interleaved` says that pipelines of published shapes are.
+    """
+
+    kind: str = "V100"
+    memory_bytes: int = 16 * _GIBIBYTE
+    devices_per_host: int = 8
+    host_bandwidth: float | None = None
+    seq_len: int = 1024
+    vocab_size: int = 51200
+    batch_size: int = 1024
+    heads: int = 16
+    mlp_ratio: int = 4
+    group_size: int = 2048
+    image_size: int = 224
+    num_classes: int = 1024
+    system: str = ""
+    is_interleaved: bool = False
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The preset, with the head's memory and network, and what is known besides."""
+        return known_machine(
+            *(self.kind, self.devices_per_host, self.memory_bytes, self.host_bandwidth)
+        )
+
+
+def read_setting(text: str) -> Setting:
+    """The setting that the comment lines of a table describe.
+
+    A machine is the devices of a host and their kind: `8x V100-16GB`, `4x H100`,
+    `4x TPU v5p`. Its network is `25 Gbps between hosts` or `8x 200 Gb/s between hosts`.
+
+    Raises:
+      ValueError: a machine that is not written so, or of a kind that has no preset.
+    """
+    found: dict[str, Any] = {"is_interleaved": "interleaved" in text.lower()}
+    for name, pattern in table_of("columns")["head"].items():
+        if match := re.search(pattern, text):
+            found[name] = int(match.group(1).replace(",", ""))
+    if system := re.search(r"\bsystem[ :=]+([\w-]+)", text):
+        found["system"] = system.group(1).lower().replace("-", "_")
+    if network := _BANDWIDTH.search(text):
+        cards, number, unit = network.groups()
+        bits = 1 if unit == "GB/s" else 8
+        found["host_bandwidth"] = int(cards or 1) * float(number) * 1e9 / bits
+    device, other = _DEVICES.search(text), _NAMED.search(text)
+    if device is not None:
+        count, kind, memory = device.groups()
+        try:
+            preset = Cluster.preset(f"{kind}-{memory}GB")
+        except ValueError:  # no preset of that memory: its own
+            preset = Cluster.preset(kind)
+        size = int(memory) * _GIBIBYTE if memory else preset.device.memory_bytes
+        found |= {"kind": preset.name, "memory_bytes": size}
+        found["devices_per_host"] = int(count)
+    elif other is not None:
+        raise ValueError(
+            f"the head of a published table names its machine as '8x V100-16GB', the "
+            f"devices of a host and the memory of each, but says {other.group()!r} "
+            f"otherwise."
+        )
+    return Setting(**found)
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One model on one number of GPUs."""
+    """One model on one number of GPUs; `flops` are of an iteration.
+
+    `plans` are those that were published, by column.
+    """
 
     num_gpus: int
-    model: UnitModel
-    flops: float  # of an iteration
+    model: Model
+    flops: float
     batch_size: int
-    plans: dict[str, PublishedPlan]  # by column, where it is known
+    plans: dict[str, PublishedPlan]
     cells: tuple[Cell, ...]
     setting: Setting
 
-    def tflops(self, seconds: float) -> float:
-        """Tflop/s a GPU of an iteration that takes so long."""
-        return self.flops / seconds / self.num_gpus / 1e12
+    @cached_property
+    def simulator(self) -> Simulator:
+        return Simulator(self.model, self.batch_size, self.setting.machine)
 
 
-@dataclass(frozen=True, eq=False)
-class Table:
-    """A published table; `name` is its file's."""
-
-    name: str
-    setting: Setting
-    rows: tuple[Row, ...]
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(cell.column for cell in self.rows[0].cells)
-
-
-def read_table(path: Path) -> Table:
-    """The table of a CSV file with comment lines; tabs, `;` and `|` divide it too.
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a CSV file with comment lines; tabs, `;` and `|` divide it too.
 
     Raises:
-      ValueError: there is no such file, a column that is needed is missing, or an
-        entry cannot be read.
+      ValueError: a column that is needed is missing, or an entry cannot be read.
     """
-    if not path.is_file():
-        raise ValueError(
-            f"a published table must be a CSV file, but {path} is none; those of the "
-            f"Alpa paper are read where no table is given."
-        )
     lines = [each for each in path.read_text("utf-8-sig").splitlines() if each.strip()]
     comments = [line for line in lines if line.startswith("#")]
     lines = [line for line in lines if not line.startswith("#")]
     setting = read_setting(" ".join(comments))
-    baseline = plans_in_comments(comments, setting)
+    baseline = plans_in_comments(comments, setting.devices_per_host)
     head = lines[0] if lines else ""
     delimiter = max(_DELIMITERS, key=head.count)
     records = csv.DictReader(lines, delimiter=delimiter, skipinitialspace=True)
     names = list(records.fieldnames or ())
+    rows = []
     try:
-        found = [_named(each, setting) for each in records]
-        rows = tuple(_row(each, setting, baseline, path) for each in found)
+        for record in records:
+            rows.append(_row(_named(record, setting), setting, baseline))
     except KeyError as error:
-        raise ValueError(_missing_text(str(error.args[0]), names, path)) from None
-    if not rows:
-        raise ValueError(f"a published table has rows, but {path} has none.")
+        column = str(error.args[0])
+        raise ValueError(
+            f"a row of {path} needs the column {column!r}, but the columns are "
+            f"{', '.join(names)}{nearest(column, names)}."
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{error} It is in {path}, row {len(rows) + 1}.") from None
     if not any(row.cells for row in rows):
         raise ValueError(
             f"a published table has columns of Tflop/s a GPU, whose names end in "
             f"{TFLOPS!r}, but {path} has {', '.join(names)}."
         )
-    return Table(path.stem, setting, rows)
+    return rows
 
 
 def _named(record: dict[str, str], setting: Setting) -> dict[str, str]:
@@ -112,9 +185,6 @@ def _named(record: dict[str, str], setting: Setting) -> dict[str, str]:
     A column of Tflop/s that names no system is that of the head's, else Megatron's if
     tensor or pipeline groups are given. Parts of a plan that name no system belong to
     the only column of Tflop/s.
-
-    Raises:
-      ValueError: it has more or fewer values than there are columns.
     """
     if None in record or None in record.values():
         raise ValueError(
@@ -125,114 +195,82 @@ def _named(record: dict[str, str], setting: Setting) -> dict[str, str]:
     if TFLOPS in found and (setting.system or {"tp", "pp"} & found.keys()):
         found[(setting.system or _BASELINE[0]) + TFLOPS] = found.pop(TFLOPS)
     systems = [name for name in found if name.endswith(TFLOPS)]
-    if len(systems) == 1:
-        system = systems[0].removesuffix(TFLOPS)
-        for part in _PLAN_PARTS:
-            if part in found:
-                found.setdefault(f"{system}_{part}", found.pop(part))
+    for part in _PLAN_PARTS if len(systems) == 1 else ():
+        if part in found:
+            name = f"{systems[0].removesuffix(TFLOPS)}_{part}"
+            found.setdefault(name, found.pop(part))
     return found
 
 
 def _row(
-    record: dict[str, str],
-    setting: Setting,
-    baseline: dict[int, PublishedPlan],
-    path: Path,
+    record: dict[str, str], setting: Setting, baseline: Mapping[int, PublishedPlan]
 ) -> Row:
-    try:
-        number, setting = whole(record, "gpus"), _with_sizes(setting, record)
-        model = _model(record, setting)
-        found = [
-            cell_of(name, text)
-            for name, text in record.items()
-            if name.endswith(TFLOPS)
-        ]
-        cells = tuple(cell for cell in found if cell is not None)
-        batch_size = _batch_size(record, setting)
-        flops = _flops(record, model, replace(setting, batch_size=batch_size))
-        plans = {name: baseline[number] for name in _BASELINE if number in baseline}
-        for column in {name.removesuffix(TFLOPS) for name in record}:
-            plan = published_plan(column, record, setting, batch_size)
-            if plan is not None:
-                plans[column] = plan
-        for column, plan in plans.items():
-            _check_size(column, plan, number)
-    except ValueError as error:
-        which = ", ".join(record.values())
-        raise ValueError(f"{error} It is in {path}, row {which}.") from None
-    return Row(number, model, flops, batch_size, plans, cells, setting)
+    number = whole(record, "gpus")
+    sizes = {
+        field or column: whole(record, column)
+        for column, field in _SIZES.items()
+        if record.get(column, "").strip()
+    }
+    setting = replace(setting, **sizes)
+    # What microbatches do not divide is left out, as the authors did (1,520 of 1,536
+    # for 38: alpa-projects/alpa, benchmark/alpa/suite_wresnet.py).
+    left_out = 0
+    if record.get("alpa_plan") and "alpa_microbatches" in record:
+        left_out = setting.batch_size % whole(record, "alpa_microbatches")
+    setting = replace(setting, batch_size=setting.batch_size - left_out)
+    cells = [
+        cell_of(name, text) for name, text in record.items() if name.endswith(TFLOPS)
+    ]
+    model, size = _model(record, setting), setting.batch_size
+    plans = {name: baseline[number] for name in _BASELINE if number in baseline}
+    for column in {name.removesuffix(TFLOPS) for name in record}:
+        plan = published_plan(column, record, setting.devices_per_host, size)
+        plans |= {column: plan} if plan else {}
+    found = tuple(cell for cell in cells if cell is not None)
+    return Row(number, model, _flops(record, model, size), size, plans, found, setting)
 
 
-def _with_sizes(setting: Setting, record: dict[str, str]) -> Setting:
-    for column, field in _SIZES.items():
-        if record.get(column, "").strip():
-            setting = replace(setting, **{field or column: whole(record, column)})
-    return setting
+def _flops(record: Mapping[str, str], model: Model, batch_size: int) -> float:
+    """Of an iteration: as the table has them, else as the authors of the model count.
 
-
-def _flops(record: dict[str, str], model: UnitModel, setting: Setting) -> float:
-    """As the table has them, else counted by the formula of the model's papers."""
+    GPT         96 B S L H^2 (1 + S / 6H) + 6 B S H V   (Narayanan et al. 2021, equation
+                3): recomputation of layers is work too
+    MoE         so, too (alpa-projects/alpa, benchmark/alpa/util.py: compute_moe_tflops)
+    Wide-ResNet three times the products of a forward pass
+    """
     text = record.get("pflop_per_iter")
     if text is not None:
         return positive("pflop_per_iter", text) * 1e15
-    return counted_flops(model, record, setting)
+    units = model.units(Layout(1, 1, 1, 1), batch_size, Execution())
+    flops = [sum(product.flops for product in unit.products) for unit in units]
+    passes = 3 if isinstance(model, WideResnet) else 4
+    layers = sum(flops[unit] for unit in model.sequence[:-1])
+    return passes * layers + 3 * flops[-1]  # the head is not made again
 
 
-def _missing_text(column: str, names: Sequence[str], path: Path) -> str:
-    return (
-        f"a row of {path} needs the column {column!r}, but the columns are "
-        f"{', '.join(names)}{nearest(column, names)}."
-    )
-
-
-def _check_size(column: str, plan: PublishedPlan, num_gpus: int) -> None:
-    """Raises ValueError unless the stages have all GPUs together."""
-    size = sum(layout.size for layout in plan.layouts)
-    if size != num_gpus:
-        raise ValueError(
-            f"the stages of a plan have all GPUs of a row, but those of {column} have "
-            f"{size} of {num_gpus}."
-        )
-
-
-def _batch_size(record: dict[str, str], setting: Setting) -> int:
-    """Examples of an iteration: what microbatches do not divide is left out, as the
-    authors did (1,520 of 1,536 for 38: benchmark/alpa/suite_wresnet.py)."""
-    column, count = "alpa_microbatches", 1
-    if record.get("alpa_plan") and column in record:
-        count = whole(record, column)
-    return setting.batch_size - setting.batch_size % count
-
-
-def _model(record: dict[str, str], setting: Setting) -> UnitModel:
+def _model(record: Mapping[str, str], setting: Setting) -> Model:
+    """Raises ValueError if it is a Wide-ResNet of a number of layers that none has."""
     layers = whole(record, "layers")
     if "width_factor" in record:
-        return _resnet(record, layers, setting)
-    hidden = whole(record, "hidden")
-    sizes = setting.vocab_size, setting.seq_len, layers, hidden
-    if "experts" in record:
-        heads = whole(record, "heads") if record.get("heads") else setting.heads
-        config = moe.Config(
-            *(*sizes, heads, setting.batch_size, whole(record, "experts")),
-            group_size=setting.group_size,
-            mlp_ratio=setting.mlp_ratio,
-        )
-        return moe_units(config)
-    heads = whole(record, "heads")
-    return gpt_units(
-        gpt.Config(*sizes, heads, setting.batch_size, mlp_ratio=setting.mlp_ratio)
-    )
-
-
-def _resnet(record: dict[str, str], layers: int, setting: Setting) -> UnitModel:
-    """Raises ValueError unless it has 50 or 101 layers."""
-    if layers not in _RESNET_STAGES:
-        known = " or ".join(map(str, _RESNET_STAGES))
-        raise ValueError(f"a Wide-ResNet has {known} layers, but a row has {layers}.")
-    return resnet_units(
-        resnet.Config(
-            *(_RESNET_STAGES[layers], whole(record, "channels"), setting.image_size),
-            *(setting.num_classes, setting.batch_size, "bottleneck"),
-            width_factor=whole(record, "width_factor"),
-        )
+        if layers not in DEPTHS:
+            known = " or ".join(map(str, DEPTHS))
+            raise ValueError(
+                f"a Wide-ResNet has {known} layers, but a row has {layers}."
+            )
+        sizes = whole(record, "channels"), whole(record, "width_factor")
+        return WideResnet(layers, *sizes, setting.image_size, setting.num_classes)
+    hidden, has_experts = whole(record, "hidden"), "experts" in record
+    heads = whole(record, "heads", default=setting.heads if has_experts else 0)
+    sizes = layers, hidden, heads, setting.mlp_ratio * hidden
+    dense = Transformer(*sizes, setting.vocab_size, setting.seq_len, dtype="float16")
+    if not has_experts:
+        return dense
+    # Trained by Adafactor, whose factored moments are next to nothing (alpa-projects/
+    # alpa: benchmark/alpa/benchmark_3d_one_case_moe.py).
+    return replace(
+        dense,
+        experts=whole(record, "experts"),
+        experts_every=2,
+        group_size=setting.group_size,
+        state_bytes=4,
     )

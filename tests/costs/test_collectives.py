@@ -1,5 +1,6 @@
 """Collective costs: ring bytes, launch, slowest link, and affinity in the bytes."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,8 +8,9 @@ from hypothesis import strategies as st
 from autopar.clusters.cluster import AxisLink, Cluster
 from autopar.costs.collectives import (
     COLLECTIVE_KINDS,
+    SIZES,
     CollectiveKind,
-    affine,
+    at_size,
     collective_seconds,
     num_steps,
     wire_bytes,
@@ -16,7 +18,6 @@ from autopar.costs.collectives import (
 from autopar.sharding.mesh import MeshShape
 
 FAST = AxisLink(4, alpha_seconds=1e-6, seconds_per_byte=1e-9, launch_seconds=1e-5)
-SLOW = AxisLink(2, alpha_seconds=5e-6, seconds_per_byte=1e-8, launch_seconds=1e-5)
 ALONE = AxisLink(1, alpha_seconds=9e-6, seconds_per_byte=9e-8, launch_seconds=1e-5)
 
 links = st.builds(
@@ -63,7 +64,7 @@ def test_data_and_tensor_parallel_rings_of_the_two_layer_network() -> None:
 
 
 def test_seconds_are_launch_latency_and_wire() -> None:
-    seconds = collective_seconds("all_reduce", 4000, [FAST])
+    seconds = collective_seconds("all_reduce", 4000, FAST)
     assert seconds == pytest.approx(1e-5 + 4 * 1e-6 + 6000 * 1e-9)
 
 
@@ -82,53 +83,69 @@ def test_steps_in_a_group_of_eight(kind: CollectiveKind, steps: int) -> None:
     assert num_steps(kind, 1) == 0
 
 
-def test_several_axes_are_one_group_at_the_slowest_links_speed() -> None:
-    joint = AxisLink(8, 5e-6, 1e-8, 1e-5)
-    for kind in COLLECTIVE_KINDS:
-        assert affine(kind, [FAST, SLOW]) == affine(kind, [joint])
-
-
 def test_an_all_to_all_has_a_speed_of_its_own() -> None:
     link = AxisLink(4, 0.0, 1e-9, exchange_seconds_per_byte=3e-9)
     plain = AxisLink(4, 0.0, 1e-9)
     for kind in COLLECTIVE_KINDS:
         times = 3 if kind == "all_to_all" else 1
-        expected = times * affine(kind, [plain])[1]
-        assert affine(kind, [link])[1] == pytest.approx(expected)
+        expected = times * collective_seconds(kind, 1e6, plain)
+        assert collective_seconds(kind, 1e6, link) == pytest.approx(expected)
 
 
-def test_an_axis_of_one_device_is_free_and_does_not_slow_others() -> None:
+def test_a_group_of_one_device_is_free() -> None:
     for kind in COLLECTIVE_KINDS:
-        assert affine(kind, [ALONE]) == (0.0, 0.0)
-        assert affine(kind, []) == (0.0, 0.0)
-        assert affine(kind, [FAST, ALONE]) == affine(kind, [FAST])
+        assert collective_seconds(kind, 1e6, ALONE) == 0.0
 
 
-@given(kinds, st.lists(links, max_size=3), st.integers(0, 10**9))
-def test_cost_is_affine_in_the_result_bytes(
-    kind: CollectiveKind, axis_links: list[AxisLink], result_bytes: int
+@given(kinds, links, st.floats(0, 1e12))
+def test_what_is_affine_in_the_bytes_is_so_between_tabulated_sizes(
+    kind: CollectiveKind, link: AxisLink, result_bytes: float
 ) -> None:
-    alpha_seconds, seconds_per_byte = affine(kind, axis_links)
-    seconds = collective_seconds(kind, result_bytes, axis_links)
-    assert seconds == alpha_seconds + seconds_per_byte * result_bytes
-    assert min(alpha_seconds, seconds_per_byte) >= 0
+    by_size = collective_seconds(kind, SIZES, link)
+    seconds = collective_seconds(kind, result_bytes, link)
+    assert at_size(by_size, result_bytes) == pytest.approx(seconds, rel=1e-9)
+
+
+MEASURED = {
+    "all_gather": {2: [(1e5, 1e-5), (1e6, 2e-5)], 8: [(1e5, 3e-5), (1e6, 4e-5)]},
+    "reduce_scatter": {2: [(1e5, 1e-5), (1e6, 2e-5)]},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "result_bytes", "seconds"),
+    [
+        ("all_gather", 2, 1e6, 2e-5),
+        ("all_gather", 2, 1e3, 1e-5),  # a launch
+        ("all_gather", 2, 2.8e6, 4e-5),  # as the last two sizes go on
+        ("all_gather", 4, 1e6, 3e-5),  # half way, in steps of doubling
+        ("all_gather", 64, 1e6, 4e-5 * (63 / 64) / (7 / 8) + 3e-6),
+        ("reduce_scatter", 2, 5e5, 2e-5),  # each device has half of the whole
+        ("all_reduce", 2, 1e6, 2e-6 + 1e6 * 1e-9),  # was not measured
+    ],
+)
+def test_a_measured_link_takes_what_was_measured(
+    kind: CollectiveKind, size: int, result_bytes: float, seconds: float
+) -> None:
+    link = AxisLink(size, 1e-6, 1e-9, measured=MEASURED)
+    assert collective_seconds(kind, result_bytes, link) == pytest.approx(seconds)
 
 
 @given(kinds, links.filter(lambda link: link.size > 1), st.integers(1, 10**9))
 def test_one_collective_is_better_than_two_of_half_the_bytes(
     kind: CollectiveKind, link: AxisLink, result_bytes: int
 ) -> None:
-    whole = collective_seconds(kind, 2 * result_bytes, [link])
-    assert whole < 2 * collective_seconds(kind, result_bytes, [link])
+    whole = collective_seconds(kind, 2 * result_bytes, link)
+    assert whole < 2 * collective_seconds(kind, result_bytes, link)
 
 
-def test_a_clusters_joint_link_is_never_slower_than_its_axes_together() -> None:
-    cluster = Cluster.preset("4x8xH100")
-    mesh = MeshShape(("data", "model"), (4, 8))
-    joint = cluster.link(mesh, mesh.axis_names)
-    for kind in COLLECTIVE_KINDS:
-        together = collective_seconds(kind, 10**6, cluster.axis_links(mesh))
-        assert collective_seconds(kind, 10**6, [joint]) <= together
+@given(kinds, st.sampled_from((2, 3, 4, 8)), st.integers(1, 10**10))
+def test_on_nvlink_more_bytes_take_longer_and_one_collective_less_than_two(
+    kind: CollectiveKind, size: int, result_bytes: int
+) -> None:
+    link = Cluster.preset("8xH100").link(MeshShape(("x",), (size,)), ("x",))
+    half, whole = collective_seconds(kind, np.array([1, 2]) * result_bytes, link)
+    assert 14e-6 < half <= whole < 2 * half
 
 
 def test_mistakes_are_refused() -> None:

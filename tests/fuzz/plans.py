@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh
 
 import autopar.rules
 from autopar.clusters.cluster import Cluster
+from autopar.costs.collectives import SIZES
 from autopar.frontend.roles import Roles
 from autopar.frontend.tracing import TracedFunction, trace, weak_outputs
 from autopar.graph.build_graph import build_graph
@@ -75,11 +76,8 @@ def trace_program(function: Any, args: Sequence[Any]) -> Traced:
 class _Unpriced(Resharder):
     """For choices made without regard to costs, most of which are for resharding."""
 
-    def affine_matrices(
-        self, sources: Sequence[Spec], targets: Sequence[Spec]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        zeros = np.zeros((len(sources), len(targets)))
-        return zeros, zeros
+    def by_size(self, sources: Sequence[Spec], targets: Sequence[Spec]) -> np.ndarray:
+        return np.zeros((len(SIZES), len(sources), len(targets)))
 
 
 @functools.cache
