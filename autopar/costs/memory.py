@@ -252,7 +252,8 @@ def _kind(op: Operator) -> int:
         return VIEW if same else FUSED
     if op.kind in STRUCTURED:
         return KERNEL
-    if op.kind in _MOVING or is_fusable(op.kind):
+    is_outer = op.kind == "dot_general" and not op.params["dimension_numbers"][0][0]
+    if op.kind in _MOVING or is_fusable(op.kind) or is_outer:
         return FUSED
     return IN_PLACE if op.kind.startswith(_READING) else KERNEL
 
@@ -406,6 +407,8 @@ class _BlockSweep:
                 self.nodes.append(_Node(FUSED, [], [value]))
         for op in block.operators:
             specs, kind = sweep.read[op.index], sweep.kinds[op.index]
+            if self.is_cpu and op.kind.startswith("scatter"):  # a loop over updates
+                kind = KERNEL
             reads = [
                 self._read(tensor, spec) if isinstance(tensor, int) else -1
                 for tensor, spec in zip(op.operands, specs, strict=True)
