@@ -16,12 +16,12 @@ if not _os.path.isdir(_os.path.join(_os.path.dirname(__file__), "solver")):
 
 with open(_os.path.join(_os.path.dirname(__file__), "__init__.pyi")) as _stub:
     _HOMES = {
-        alias.asname: f"{__name__}.{node.module}"
+        alias.name: f"{__name__}.{node.module}"
         for node in _ast.parse(_stub.read()).body
         if isinstance(node, _ast.ImportFrom)
         for alias in node.names
     }
-__all__ = sorted(_HOMES)
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:

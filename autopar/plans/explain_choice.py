@@ -47,39 +47,27 @@ _WITHOUT_STEP = (
 )
 
 
-def tensor_parts(
-    decision: Decision,
+def choice_parts(
+    noun: Literal["tensor", "op"],
     name: str,
+    decision: Decision,
     source: PlanSource | None,
     stage_source: StageSource | None,
 ) -> Iterator[RenderableType]:
-    """What is printed of a tensor, by argument path or by the operator that makes it.
+    """What is printed of a tensor, by argument path or maker, or of an operator.
 
     Raises:
-      ValueError: the plan has no such tensor; names those that are like it.
+      ValueError: the plan has none of that name; names those that are like it.
     """
     asked = _Asked(decision, source, stage_source)
-    for found in asked.find("tensor", name, lambda plan: plan.tensors):
-        reasons = asked.reasons("tensor", found)
-        yield from _tensor(found, found.plan.tensors[found.index], reasons)
-    yield from asked.notes()
-
-
-def operator_parts(
-    decision: Decision,
-    name: str,
-    source: PlanSource | None,
-    stage_source: StageSource | None,
-) -> Iterator[RenderableType]:
-    """What is printed of an operator, by its name in the plan.
-
-    Raises:
-      ValueError: the plan has no such operator; names those that are like it.
-    """
-    asked = _Asked(decision, source, stage_source)
-    for found in asked.find("op", name, lambda plan: plan.operators):
-        reasons = asked.reasons("operator", found)
-        yield from _operator(found, found.plan.operators[found.index], reasons)
+    if noun == "tensor":
+        for found in asked.find(noun, name, lambda plan: plan.tensors):
+            tensor = found.plan.tensors[found.index]
+            yield from _tensor(found, tensor, asked.reasons("tensor", found))
+    else:
+        for found in asked.find(noun, name, lambda plan: plan.operators):
+            op = found.plan.operators[found.index]
+            yield from _operator(found, op, asked.reasons("operator", found))
     yield from asked.notes()
 
 

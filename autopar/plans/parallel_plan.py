@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..sharding.pins import PinsLike
 from . import explain as _explain
-from . import explain_choice as _explain_choice
 from .compiled_figures import CompiledFigures
-from .explain_choice import largest_choices
+from .explain_choice import choice_parts, largest_choices
 from .pin_cost import PinCosts
 from .plan import Prediction, ShardingPlan
 from .plan_diff import PlanDiff, diff_plans
@@ -104,12 +103,12 @@ class Plan:
           ValueError: nothing has that name; names what is like it.
         """
         if tensor is not None or op is not None:
-            sources = self.source, self.stage_source
+            given = self.decision, self.source, self.stage_source
             parts = []
             if tensor is not None:
-                parts += _explain_choice.tensor_parts(self.decision, tensor, *sources)
+                parts += choice_parts("tensor", tensor, *given)
             if op is not None:
-                parts += _explain_choice.operator_parts(self.decision, op, *sources)
+                parts += choice_parts("op", op, *given)
             _explain.show(parts)
         else:
             _explain.print_plan(self.decision, operators=operators)

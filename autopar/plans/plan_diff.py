@@ -156,7 +156,7 @@ class PlanDiff:
         mine, other = self.before.predicted, self.after.predicted
         states = self.before.state_bytes, self.after.state_bytes
         rows: list[tuple[str, float, float, Callable[[float], str]]] = [
-            *((name, read(mine), read(other), words) for name, read, words in _FIGURES),
+            *((n, getattr(mine, f), getattr(other, f), w) for n, f, w in _FIGURES),
             ("  of it state", *states, format_bytes),
         ]
         for name, was, now, words in rows:
@@ -299,18 +299,12 @@ def _share(value: float) -> str:
     return f"{value:.3%}" if isfinite(value) else "no bound"
 
 
-def _figure(name: str) -> Callable[[Prediction], float]:
-    return lambda predicted: getattr(predicted, name)
-
-
-_FIGURES: tuple[
-    tuple[str, Callable[[Prediction], float], Callable[[float], str]], ...
-] = (
-    ("step", _figure("step_seconds"), format_seconds),
-    ("  compute", _figure("compute_seconds"), format_seconds),
-    ("  collectives", _figure("collective_seconds"), format_seconds),
-    ("collectives send", _figure("collective_bytes"), format_bytes),
-    ("peak memory", _figure("peak_bytes"), format_bytes),
+_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("step", "step_seconds", format_seconds),
+    ("  compute", "compute_seconds", format_seconds),
+    ("  collectives", "collective_seconds", format_seconds),
+    ("collectives send", "collective_bytes", format_bytes),
+    ("peak memory", "peak_bytes", format_bytes),
 )
 
 

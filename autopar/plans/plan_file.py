@@ -261,7 +261,8 @@ class _Reader:
         return InputPlan(found["path"].text(), role, spec, shape, bytes_, memory)
 
     def operator(self, record: Record) -> OperatorPlan:
-        found = record.fields([*_OPERATOR_FIELDS])
+        names = ["name", "kind", "source", "factors", "operands", "results"]
+        found = record.fields([*names, "flops", "split", "seconds"])
         factors = tuple(item.text() for item in found["factors"].items())
         if factors and len(factors) != self.mesh.num_axes:
             found["factors"].fail(
@@ -326,19 +327,6 @@ class _Reader:
             "conditional" in found and found["conditional"].flag(),
             "unbounded" in found and found["unbounded"].flag(),
         )
-
-
-_OPERATOR_FIELDS = (
-    "name",
-    "kind",
-    "source",
-    "factors",
-    "operands",
-    "results",
-    "flops",
-    "split",
-    "seconds",
-)
 
 
 def _input_to_json(each: InputPlan, text: SpecText) -> dict[str, Any]:
