@@ -59,6 +59,16 @@ def test_a_planned_step_has_the_collectives_of_its_plan(
     assert "num_partitions=8" in program.as_text().splitlines()[0]
 
 
+def test_a_step_compiled_for_gpus_is_replayed() -> None:
+    found = compiled("gpt", "1x8xH100").predicted
+    assert found is not None
+    assert {"kernels", "products", "collectives", "launches"} <= found.by_class.keys()
+    sent = found.by_class["collectives"]
+    assert 0 < found.exposed_seconds <= sent < found.seconds
+    alone = sum(found.by_class.values()) - sent
+    assert found.seconds == pytest.approx(alone + found.exposed_seconds)
+
+
 def test_a_mesh_over_two_hosts_has_its_last_axis_within_them() -> None:
     program = compiled("mlp", "2x8xH100", "h:2;x:8")
     program.audit().raise_if_wrong()
