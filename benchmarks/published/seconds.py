@@ -40,11 +40,11 @@ class System:
       splits_state: the optimizer's state is split over `data` too (ZeRO-1).
       reduces_always: gradients are reduced after every microbatch, not once a step, and
         each device keeps its share of them (ZeRO-2).
-      decomposes: passes, of `forward` and `backward`, whose products are cut in parts so
-        that tensor groups send beside them (collective matmul, async TP).
+      decomposes: passes, of `forward` and `backward`, whose products are cut in parts,
+        so that tensor groups send beside them (collective matmul, async TP).
       copies_moves: what tensor groups gather and scatter is laid out anew by a copy,
         as it is along no leading dim, unless products are decomposed.
-      gradient_bytes, gathered_bytes: of a parameter, as they are sent.
+      gradient_bytes: of a parameter's, as they are sent; parameters have two.
       host_seconds: of the host for each kernel, where it starts them one by one.
       has_equal_stages: stages have equally many layers, not equal seconds.
       balances_flops: stages have equal forward flops a device, not equal seconds: Alpa
@@ -65,7 +65,6 @@ class System:
     decomposes: tuple[str, ...] = ()
     copies_moves: bool = False
     gradient_bytes: int = 2
-    gathered_bytes: int = 2
     host_seconds: float = 0.0
     has_equal_stages: bool = False
     balances_flops: bool = False
@@ -195,7 +194,7 @@ def _moves_of_parameters(
 ) -> list[tuple[Move, int]]:
     """Gathers and reductions, of which the last axis of a tuple is innermost."""
     dense, own = unit.params, unit.experts
-    gathered, gradient = system.gathered_bytes, system.gradient_bytes
+    gathered, gradient = 2, system.gradient_bytes
     parts = layout.inner or layout.data
     found: list[tuple[Move, int]] = []
     inner, outer = (DATA[1], "context"), (DATA[0],)
