@@ -33,8 +33,9 @@ class System:
       recomputes_all: the last product of a layer, too, whose result nothing reads: what
         is no compiler does not know.
       attention: what a fused one reaches of the rate of large products, forward and
-        backward; by default cuDNN's on an H100 (Shah et al., FlashAttention-3, 2024,
-        figures 5 and 6: heads of 128, causal, 8,192 tokens).
+        backward; by default cuDNN's on an H100, estimated from 600 Tflop/s forward
+        without a mask (Shah et al., FlashAttention-3, 2024: heads of 128, 8,192
+        tokens), less for half-masked blocks, and backward less still.
       gathers: parameters are split over `inner`, gathered for each pass of a microbatch
         and their gradients scattered (FSDP, ZeRO-3).
       splits_state: the optimizer's state is split over `data` too (ZeRO-1).
