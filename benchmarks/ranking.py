@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("tables", nargs="*", type=Path, help="CSV files")
     parser.add_argument("--data", type=Path, help="a folder of tables")
     arguments = parser.parse_args()
+    # Pairs of models by methods, in replayed seconds, are further entries here.
     tables = {
         path.stem: list(pairs_of(read_runs(path)))
         for path in paths_of(arguments.tables, arguments.data)

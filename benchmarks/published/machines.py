@@ -35,7 +35,6 @@ class Machine:
     """
 
     cluster: Cluster
-    memory_bytes: float
     devices_per_host: int
     steady: float = 1.0
 
@@ -102,7 +101,7 @@ def _machine(cluster: Cluster, table: Mapping[str, Any]) -> Machine:
     if "shape" not in table:
         cluster = replace(cluster, network_link=network)
     cluster = replace(cluster, device=device)
-    return Machine(cluster, device.memory_bytes, per_host, table.get("steady", 1.0))
+    return Machine(cluster, per_host, table.get("steady", 1.0))
 
 
 @lru_cache(maxsize=4096)

@@ -19,7 +19,6 @@ import numpy as np
 from benchmarks.published.columns import positive, whole
 from benchmarks.published.machines import machine_of, table_of
 from benchmarks.published.published_plan import submesh
-from benchmarks.published.seconds import System
 from benchmarks.published.simulator import Outcome, Plan, Simulator, best_plan
 from benchmarks.published.systems import candidates, system_of
 from benchmarks.published.table import read_rows
@@ -139,143 +138,126 @@ def _distinct(runs: Iterable[Run]) -> list[Run]:
     ]
 
 
-def model_of(name: str, **sizes: Any) -> Transformer | None:
+def model_of(name: str, seq_len: int) -> Transformer | None:
     """The model that a table calls so; None if its sizes are not known."""
     for table in table_of("models").values():
         if name in table["names"]:
             given = {key: value for key, value in table.items() if key != "names"}
-            return Transformer(**given | sizes)
+            return Transformer(**given, seq_len=seq_len)
     return None
 
 
-def _run(
-    kind: str,
-    record: Mapping[str, str],
-    columns: str,
-    group: Sequence[str],
-    model: Transformer | None,
+def _placed(
     machine_name: str,
-    layout: Layout,
-    num_stages: int,
-    num_chunks: int,
-    count: int,
-    systems: Sequence[System],
-    dtype: str,
-    **more: Any,
-) -> Run:
-    """A run of equal stages; it has no plan if its model or machine is not known.
+    model: Transformer | None,
+    batch: int,
+    plan: Plan,
+    remats: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Plans of a run and their simulator; none if its model or machine is not known.
 
-    Hosts of `layout` are left to its machine.
+    Hosts of the plan's layouts are left to the machine; `remats` are tried.
     """
-    size = layout.data * layout.tensor * layout.context
-    machine = machine_of(machine_name, size * num_stages)
-    batch = more.pop("batch")
-    simulator, plans = None, []
-    if model and machine:
-        hosts, devices = submesh(size, machine.devices_per_host)
-        layout = replace(layout, hosts=hosts, devices=devices)
-        simulator = Simulator(model, batch, machine)
-        chunks = num_chunks if num_stages > 1 else 1
-        stages = (layout,) * num_stages
-        plans = [Plan(stages, count, system, chunks, dtype) for system in systems]
-    return Run(
-        kind=kind,
-        config={key: record[key] for key in columns.split()},
-        group=tuple(record[key] for key in group),
-        plans=plans,
-        simulator=simulator,
-        **more,
-    )
+    machine = machine_of(machine_name, sum(layout.size for layout in plan.layouts))
+    if not model or not machine:
+        return {"plans": (), "simulator": None}
+    layouts = []
+    for each in plan.layouts:
+        hosts, devices = submesh(each.size, machine.devices_per_host)
+        layouts.append(replace(each, hosts=hosts, devices=devices))
+    systems = [
+        replace(plan.system, remat=remat) for remat in remats or (plan.system.remat,)
+    ]
+    plans = [replace(plan, layouts=tuple(layouts), system=each) for each in systems]
+    return {"plans": plans, "simulator": Simulator(model, batch, machine)}
 
 
 def _torchtitan(record: Mapping[str, str]) -> Run:
-    sizes = [whole(record, key) for key in ("fsdp", "tp", "cp", "pp", "local_batch")]
-    data, tensor, context, stages, local = sizes
-    number, seq_len = whole(record, "gpus"), whole(record, "seq_len")
+    data, tensor, context, stages, local, number, seq_len, batch = (
+        whole(record, key)
+        for key in "fsdp tp cp pp local_batch gpus seq_len batch".split()
+    )
     is_compiled, precision = record["compile"] == "yes", record["precision"]
     remat = {"full": "full", "none": "none"}.get(record["ac"], "half")
     system = system_of("torchtitan", remat=remat)
     if not is_compiled:  # every operator of a norm is a kernel
         system = replace(system, how=replace(system.how, norm_passes=6.0))
+    # Its authors report 29% of the forward pass and 8% of the step ("Introducing Async
+    # Tensor Parallelism in PyTorch", 2024): it is next to nothing backward.
     if record["async_tp"] == "yes":
         system = replace(system, decomposes=("forward",))
-    batch = whole(record, "batch")
-    return _run(
-        *(f"{record['gpu']} {precision}", record),
-        "seq_len fsdp tp pp cp schedule local_batch compile async_tp ac",
-        ("model", "gpu", "gpus", "batch", "precision"),
-        *(model_of(record["model"], seq_len=seq_len), record["gpu"]),
-        *(Layout(1, 1, data, tensor, context=context), stages, 1),
-        *(local if stages > 1 else 1, [system]),
-        "bfloat16" if precision == "bf16" else "float8",
-        table="torchtitan",
-        release="",
-        published=positive("tokens_per_s_per_gpu", record["tokens_per_s_per_gpu"]),
-        unit="tokens/s",
-        work=batch * seq_len / number,
-        batch=batch,
+    layout = Layout(1, data * tensor * context, data, tensor, context=context)
+    dtype = "bfloat16" if precision == "bf16" else "float8"
+    count = local if stages > 1 else 1
+    plan = Plan((layout,) * stages, count, system, dtype=dtype)
+    columns = "seq_len fsdp tp pp cp schedule local_batch compile async_tp ac"
+    return Run(
+        *("torchtitan", f"{record['gpu']} {precision}"),
+        {key: record[key] for key in columns.split()},
+        tuple(record[key] for key in ("model", "gpu", "gpus", "batch", "precision")),
+        *("", positive("tokens_per_s_per_gpu", record["tokens_per_s_per_gpu"])),
+        *("tokens/s", batch * seq_len / number),
+        **_placed(record["gpu"], model_of(record["model"], seq_len), batch, plan),
         reason="" if is_compiled else "not compiled",
     )
 
 
 def _megatron_bridge(record: Mapping[str, str]) -> Run:
-    number, seq_len = whole(record, "gpus"), whole(record, "seq_len")
-    keys = ("microbatch_size", "tp", "pp", "cp", "vp", "ep")
-    size, tensor, stages, context, chunks, experts = (
-        whole(record, key, default=1) for key in keys
+    size, tensor, stages, context, chunks, experts, number, seq_len, batch = (
+        whole(record, key, default=1)
+        for key in "microbatch_size tp pp cp vp ep gpus seq_len batch".split()
     )
-    gathered = int(record["fsdp"] or 0)
-    data, batch = number // (tensor * stages * context), whole(record, "batch")
+    gathered, group = int(record["fsdp"] or 0), tensor * context
+    data = max(number // (group * stages), 1)
     kind = "bf16" if record["precision"] == "BF16" else "fp8"
-    model = model_of(record["model"], seq_len=seq_len)
-    system = system_of("megatron_bridge", gathers=gathered > 1)
-    is_known = record["mode"] == "Pre-Training" and data
-    return _run(
-        *(f"{record['system']} {kind}", record),
-        "microbatch_size seq_len fsdp tp pp cp vp ep",
-        ("mode", "model", "note", "system", "gpus", "batch", "precision"),
-        *(model if is_known else None, record["system"]),
-        Layout(1, 1, data, tensor, min(gathered or experts, data), context),
-        *(stages, chunks, batch // max(size * data, 1)),
-        [replace(system, remat=remat) for remat in _REMATS],
+    inner = min(gathered or experts, data)
+    layout = Layout(1, data * group, data, tensor, inner, context)
+    plan = Plan(
+        *((layout,) * stages, max(batch // (size * data), 1)),
+        system_of("megatron_bridge", gathers=gathered > 1),
+        chunks if stages > 1 else 1,
         "bfloat16" if kind == "bf16" else "float8",
-        table="megatron_bridge",
-        release=record["container"],
-        published=positive("tokens_per_s_per_gpu", record["tokens_per_s_per_gpu"]),
-        unit="tokens/s",
-        work=batch * seq_len / number,
-        batch=batch,
+    )
+    is_known = record["mode"] == "Pre-Training"
+    model = model_of(record["model"], seq_len) if is_known else None
+    columns = "microbatch_size seq_len fsdp tp pp cp vp ep"
+    group_columns = "mode model note system gpus batch precision"
+    return Run(
+        *("megatron_bridge", f"{record['system']} {kind}"),
+        {key: record[key] for key in columns.split()},
+        tuple(record[key] for key in group_columns.split()),
+        record["container"],
+        positive("tokens_per_s_per_gpu", record["tokens_per_s_per_gpu"]),
+        *("tokens/s", batch * seq_len / number),
+        **_placed(record["system"], model, batch, plan, _REMATS),
         reason="not compiled" if is_known else record["mode"],
     )
 
 
 def _maxtext(record: Mapping[str, str]) -> Run:
-    layers, hidden, heads, mlp, words, seq_len, head_dim = (
+    layers, hidden, heads, mlp, words, seq_len, head_dim, inside, tensor, slices = (
         whole(record, key)
-        for key in "layers emb_dim heads mlp_dim vocab seq_len head_dim".split()
+        for key in "layers emb_dim heads mlp_dim vocab seq_len head_dim "
+        "chips_per_slice tensor_parallel slices".split()
     )
-    model = Transformer(
-        *(layers, hidden, heads, mlp, words, seq_len), 0, head_dim, is_gated=True
-    )
-    inside, tensor = whole(record, "chips_per_slice"), whole(record, "tensor_parallel")
-    number = whole(record, "slices") * inside
+    sizes = layers, hidden, heads, mlp, words, seq_len
+    model = Transformer(*sizes, head_dim=head_dim, is_gated=True)
+    number = slices * inside
     batch = whole(record, "batch_per_chip") * number
     remat = "streams" if record["remat"].startswith("minimal") else "full"
+    layout = Layout(1, number, number // tensor, tensor, inside // tensor)
+    plan = Plan((layout,), 1, system_of("maxtext", remat=remat), dtype="bfloat16")
     # As published: scores that a causal mask hides are counted, too.
     params = layers * hidden * (4 * model.width + 3 * mlp) + hidden * words
     counted = params + 2 * layers * seq_len * model.width
-    return _run(
-        *(record["chip"], record, "slices batch_per_chip tensor_parallel remat"),
-        ("model", "chip", "slices", "batch_per_chip"),
-        *(model, record["chip"]),
-        Layout(1, 1, number // tensor, tensor, inside // tensor),
-        *(1, 1, 1, [system_of("maxtext", remat=remat)], "bfloat16"),
-        table="maxtext",
-        release="",
-        published=positive("tflops_per_chip", record["tflops_per_chip"]),
-        unit="Tflop/s",
-        work=6 * batch / number * seq_len * counted / 1e12,
-        batch=batch,
+    columns = "slices batch_per_chip tensor_parallel remat"
+    return Run(
+        *("maxtext", record["chip"]),
+        {key: record[key] for key in columns.split()},
+        tuple(record[key] for key in ("model", "chip", "slices", "batch_per_chip")),
+        *("", positive("tflops_per_chip", record["tflops_per_chip"]), "Tflop/s"),
+        6 * batch / number * seq_len * counted / 1e12,
+        **_placed(record["chip"], model, batch, plan),
     )
 
 

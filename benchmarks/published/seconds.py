@@ -33,18 +33,19 @@ class System:
       recomputes_all: the last product of a layer, too, whose result nothing reads: what
         is no compiler does not know.
       attention: what a fused one reaches of the rate of large products, forward and
-        backward; by default cuDNN's on an H100 (Shah et al., FlashAttention-3, 2024,
-        figures 5 and 6: heads of 128, causal, 8,192 tokens).
+        backward; by default cuDNN's on an H100, estimated from 600 Tflop/s forward
+        without a mask (Shah et al., FlashAttention-3, 2024: heads of 128, 8,192
+        tokens), less for half-masked blocks, and backward less still.
       gathers: parameters are split over `inner`, gathered for each pass of a microbatch
         and their gradients scattered (FSDP, ZeRO-3).
       splits_state: the optimizer's state is split over `data` too (ZeRO-1).
       reduces_always: gradients are reduced after every microbatch, not once a step, and
         each device keeps its share of them (ZeRO-2).
-      decomposes: passes, of `forward` and `backward`, whose products are cut in parts
+      decomposes: passes, of `forward` and `backward`, whose products are cut in parts,
         so that tensor groups send beside them (collective matmul, async TP).
       copies_moves: what tensor groups gather and scatter is laid out anew by a copy,
         as it is along no leading dim, unless products are decomposed.
-      gradient_bytes, gathered_bytes: of a parameter, as they are sent.
+      gradient_bytes: of a parameter's, as they are sent; parameters have two.
       host_seconds: of the host for each kernel, where it starts them one by one.
       has_equal_stages: stages have equally many layers, not equal seconds.
       balances_flops: stages have equal forward flops a device, not equal seconds: Alpa
@@ -65,7 +66,6 @@ class System:
     decomposes: tuple[str, ...] = ()
     copies_moves: bool = False
     gradient_bytes: int = 2
-    gathered_bytes: int = 2
     host_seconds: float = 0.0
     has_equal_stages: bool = False
     balances_flops: bool = False
@@ -195,7 +195,7 @@ def _moves_of_parameters(
 ) -> list[tuple[Move, int]]:
     """Gathers and reductions, of which the last axis of a tuple is innermost."""
     dense, own = unit.params, unit.experts
-    gathered, gradient = system.gathered_bytes, system.gradient_bytes
+    gathered, gradient = 2, system.gradient_bytes
     parts = layout.inner or layout.data
     found: list[tuple[Move, int]] = []
     inner, outer = (DATA[1], "context"), (DATA[0],)

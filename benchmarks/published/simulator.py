@@ -89,7 +89,8 @@ class Simulator:
         self, model: Transformer | WideResnet, batch_size: int, machine: Machine
     ) -> None:
         self.model, self.batch_size, self.machine = model, batch_size, machine
-        self.budget_bytes = machine.memory_bytes * (1 - RESERVED_FRACTION)
+        memory = machine.cluster.device.memory_bytes
+        self.budget_bytes = memory * (1 - RESERVED_FRACTION)
         self._priced: dict[object, tuple[Units, np.ndarray, np.ndarray]] = {}
 
     def run(self, plan: Plan) -> Outcome | None:

@@ -147,7 +147,6 @@ class Execution:
       norm_passes: how often a norm goes over its data, beside one kernel.
       softmax_passes: how often an attention that is not fused goes over its scores,
         forward and backward: twice for what is summed up, then read and written.
-      skips_masked: attention leaves out the blocks that a causal mask hides.
       one_group: experts route all tokens of a device at once.
     """
 
@@ -155,7 +154,6 @@ class Execution:
     splits_sequence: bool = False
     norm_passes: float = 1.0
     softmax_passes: tuple[float, float] = (4.0, 5.0)
-    skips_masked: bool = True
     one_group: bool = False
 
 
@@ -283,7 +281,7 @@ class _Part:
             streams.append(self._bias_sums(joined + of.hidden))
         scores, fused, moves = 0.0, None, [*self.moves()]
         if self.how.fuses_attention:
-            seen = of.seq_len / 2 if self.how.skips_masked else float(of.seq_len)
+            seen = of.seq_len / 2  # blocks that a causal mask hides are left out
             if of.window:
                 seen = (seen + min(seen, of.window)) / 2
             fused = Attention(4 * self.tokens * seen * width, rows * width)
