@@ -287,12 +287,11 @@ class _Sweep:
             held = copied_bytes(op, halos, self._sizes)
             self.inner[op.index] += held + ring_bytes(op, halos, self._sizes)
 
-        is_cpu = _family(plan.device_kind) == "CPU"
-        for op in graph.operators():
-            if op.kind in EXPANDED:
-                pairs = zip(op.operands, self.read[op.index], strict=True)
-                sizes = [self.bytes(t, spec) for t, spec in pairs if isinstance(t, int)]
-                self.inner[op.index] += expanded_bytes(op, sizes, is_cpu)
+        self.is_cpu = _family(plan.device_kind) == "CPU"
+        for op in (each for each in graph.operators() if each.kind in EXPANDED):
+            pairs = zip(op.operands, self.read[op.index], strict=True)
+            sizes = [self.bytes(t, spec) for t, spec in pairs if isinstance(t, int)]
+            self.inner[op.index] += expanded_bytes(op, sizes, self.is_cpu)
 
     def bytes(self, tensor: int, spec: Spec) -> int:
         """What one device holds of a tensor."""
@@ -359,7 +358,6 @@ class _BlockSweep:
 
     def __init__(self, sweep: _Sweep, block: Block, border: _Border) -> None:
         self.sweep, self.block, self.border = sweep, block, border
-        self.is_cpu = _family(sweep.plan.device_kind) == "CPU"
         self.tensor: list[int] = []
         self.spec: list[Spec] = []
         self.bytes: list[int] = []
@@ -407,7 +405,7 @@ class _BlockSweep:
                 self.nodes.append(_Node(FUSED, [], [value]))
         for op in block.operators:
             specs, kind = sweep.read[op.index], sweep.kinds[op.index]
-            if self.is_cpu and op.kind.startswith("scatter"):  # a loop over updates
+            if sweep.is_cpu and op.kind.startswith("scatter"):  # a loop over updates
                 kind = KERNEL
             reads = [
                 self._read(tensor, spec) if isinstance(tensor, int) else -1
@@ -428,7 +426,7 @@ class _BlockSweep:
             node = len(self.nodes)
             writes = [self._new(each, made[each], node) for each in op.results]
             new = _Node(kind, reads, writes, op.index, _fresh(op, writes))
-            new.is_done_once = self.is_cpu and op.kind in TRANSCENDENTAL
+            new.is_done_once = sweep.is_cpu and op.kind in TRANSCENDENTAL
             self.nodes.append(new)
         specs = sweep.plan.outputs[block.index]
         self.outputs = [
@@ -441,7 +439,7 @@ class _BlockSweep:
 
         XLA does not wait for that where collectives of GPUs may overlap with work.
         """
-        is_kept = self.is_cpu or self.sweep.plan.mesh.size == 1
+        is_kept = self.sweep.is_cpu or self.sweep.plan.mesh.size == 1
         waits = frozenset(value for value in reads if value >= 0 and is_kept)
         for value, result in zip(reads, op.results, strict=True):
             name = self._new(result, self.sweep.made[result], len(self.nodes))
