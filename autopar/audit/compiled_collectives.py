@@ -178,7 +178,9 @@ class CompiledProgram:
     entry: str
     num_replicas: int
     num_partitions: int
-    _bodies: dict[str, tuple[Instruction, ...]] = field(default_factory=dict)
+    _bodies: dict[str, tuple[Instruction, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def parse(cls, text: str) -> "CompiledProgram":

@@ -102,6 +102,11 @@ class HostGroups:
             places.append((len(num_hosts) - 1, at))
         return HostGroups(tuple(num_hosts), tuple(places))
 
+    def ranks_of(self, group: int) -> range:
+        """The hosts of a group."""
+        first = sum(self.num_hosts[:group])
+        return range(first, first + self.num_hosts[group])
+
 
 def dealt_out(number: int, num_hosts: int, devices_per_host: int) -> list[int]:
     """Devices for so many submeshes on all hosts, as equal as `HostGroups` takes them.
