@@ -132,9 +132,10 @@ def language_model(length: int, width: int) -> tuple[Any, Any]:
 def test_context_parallelism_is_found_for_one_long_sequence() -> None:
     """Unprompted, the ring hides behind its products and no named method is faster.
 
-    Heads are fewer than devices, so that they cannot be exchanged for the sequence.
+    Heads are fewer than devices, so that they cannot be exchanged for the sequence. On
+    H100s, as measured, gathering keys and values at once is quicker at this length.
     """
-    cluster = autopar.Cluster.preset("1x8xH100")
+    cluster = autopar.Cluster.preset("1x8xA100")
     types = language_model(32_768, 2048)
 
     def planned(method: Any = None) -> autopar.Plan:
