@@ -48,6 +48,7 @@ from ..sharding.spec import REPLICATED, Spec, num_shards
 from .compute import TRANSCENDENTAL, is_fusable
 
 MEMORY_FACTORS = {"CPU": 1.05, "GPU": 1.1, "TPU": 1.1}
+VMEM_BYTES = 2**27  # of a TPU beside its memory, where its compiler keeps what it can
 POINTER_BYTES = 8  # of each result, in the table that a program returns
 AS_MUCH = 1.5  # times its own bytes that several kernels may each read for a value
 MOST_SOURCES = 64  # that one kernel reads through what it does itself
@@ -114,7 +115,7 @@ class MemoryProfile:
 
     `argument_bytes` and `output_bytes` (of results that take no argument's memory) are
     held throughout; `blocks` say what comes and goes, `factor` times which a compiler
-    for these devices needs.
+    for these devices needs, in its memory but for `on_chip_bytes`.
     """
 
     graph: OpGraph
@@ -123,11 +124,15 @@ class MemoryProfile:
     output_bytes: int
     blocks: Mapping[int, BlockMemory]
     factor: float
+    on_chip_bytes: int = 0
 
     @property
     def temp_bytes(self) -> int:
         """The memory that temporaries need."""
-        return round(self.factor * self.blocks[0].peak_bytes)
+        return round(self._needed(self.blocks[0].peak_bytes))
+
+    def _needed(self, swept: float) -> float:
+        return max(self.factor * swept - self.on_chip_bytes, 0.0)
 
     @property
     def peak_bytes(self) -> int:
@@ -155,7 +160,7 @@ class MemoryProfile:
     def bytes_at(self, position: int) -> float:
         """All that a device holds at a point of the outermost block."""
         used = self.blocks[0].bytes
-        held = self.factor * float(used[position]) if len(used) else 0.0
+        held = self._needed(float(used[position])) if len(used) else 0.0
         return self.argument_bytes + self.output_bytes + held
 
     def bodies(self, index: int) -> tuple[int, ...]:
@@ -197,10 +202,9 @@ def memory_profile(graph: OpGraph, plan: ShardingPlan) -> MemoryProfile:
     for position, operand in enumerate(graph.outputs):
         if isinstance(operand, int) and position not in returned:
             output_bytes += sweep.bytes(operand, plan.outputs[0][position])
-    argument_bytes = bytes_in(plan.inputs, "device")
-    factor = MEMORY_FACTORS[_family(plan.device_kind)]
-    given = argument_bytes, output_bytes
-    return MemoryProfile(graph, plan, *given, sweep.blocks, factor)
+    family, given = _family(plan.device_kind), bytes_in(plan.inputs, "device")
+    needed = MEMORY_FACTORS[family], VMEM_BYTES * (family == "TPU")
+    return MemoryProfile(graph, plan, given, output_bytes, sweep.blocks, *needed)
 
 
 def _family(device_kind: str) -> str:
@@ -229,14 +233,8 @@ class _Border:
 @lru_cache(maxsize=8)
 def _kinds(columns: GraphColumns) -> dict[int, int]:
     """What each operator is to memory, by index."""
-    kinds = [_kind(op) for op in columns.distinct]
-    return dict(
-        zip(
-            columns.index.tolist(),
-            np.array(kinds, np.intp)[columns.alike].tolist(),
-            strict=True,
-        )
-    )
+    kinds = np.array([_kind(op) for op in columns.distinct], np.intp)[columns.alike]
+    return dict(zip(columns.index.tolist(), kinds.tolist(), strict=True))
 
 
 def _kind(op: Operator) -> int:
@@ -303,9 +301,7 @@ class _Sweep:
 
     def _loop_bytes(self, op: Operator) -> int:
         blocks = [self.graph.blocks[body] for body in op.bodies]
-        borders = [
-            _Border(apart=frozenset(range(len(each.outputs)))) for each in blocks
-        ]
+        borders = [_Border(apart=frozenset(range(len(b.outputs)))) for b in blocks]
         ahead = 0
         if op.kind == SCAN:
             consts, carry = op.params["num_consts"], op.params["num_carry"]
@@ -473,9 +469,7 @@ class _BlockSweep:
 
     def swept(self) -> BlockMemory:
         """What is live in the order that holds less."""
-        kernels = [
-            number for number, node in enumerate(self.nodes) if self._is_kernel(node)
-        ]
+        kernels = [k for k, node in enumerate(self.nodes) if self._is_kernel(node)]
         orders = self._post_order(kernels), self._freeing_order(kernels)
         runs = [self._run(order) for order in orders]
         return self._memory(min(runs, key=lambda run: run.bytes.max(initial=0)))

@@ -61,6 +61,19 @@ def test_arguments_and_results_are_held_throughout() -> None:
     assert profile.peak_bytes == profile.argument_bytes + profile.output_bytes
 
 
+def test_on_a_tpu_what_fits_its_vmem_takes_no_memory() -> None:
+    step = autopar.parallelize(
+        lambda x: jnp.sum(x @ x), mesh="x:1", cluster=autopar.Cluster.preset("1xv5e")
+    )
+
+    def temporaries(length: int) -> float:
+        plan = step.plan(jax.ShapeDtypeStruct((length, length), jnp.float32))
+        return plan.predicted.peak_bytes - 4 * length**2
+
+    assert temporaries(4096) < 100
+    assert temporaries(8192) == pytest.approx(1.1 * 2**28 - 2**27, abs=100)
+
+
 def test_a_view_takes_no_memory() -> None:
     def step(x: jax.Array) -> jax.Array:
         return product((x @ x).reshape(32, 128)[None].reshape(64, 64))
