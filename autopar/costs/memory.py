@@ -9,11 +9,11 @@ One sweep over what is live, from the plan alone. Operators are of three kinds:
            each do a transcendental function)
   kernels  products, reductions, collectives, loops: what they make is in memory
 
-Kernels run in post-order from the results, or so that each frees the most that can be
-freed then, whichever holds less: XLA takes the best of such orders, too. A kernel may
-write over an operand of its size that nobody reads later; the next value of donated
-state, or of a loop's carry, takes the memory of the old one. Of a loop the body counts
-once, and what it stacks in full.
+Kernels run in post-order from the results, so that each frees the most that can be
+freed then, or on TPUs as the step is written, whichever holds least, as in XLA. A
+kernel may write over an operand of its size that nobody reads later; the next value of
+donated state, or of a loop's carry, takes the memory of the old one. Of a loop the body
+counts once, and what it stacks in full.
 
 What a compiler makes of it is told by `MEMORY_FACTORS`, for each kind of device: the
 typical ratio of compiled to swept temporaries of the zoo (`benchmarks.memory_error`).
@@ -346,7 +346,7 @@ class _BlockSweep:
 
     def __init__(self, sweep: _Sweep, block: Block, border: _Border) -> None:
         self.sweep, self.block, self.border = sweep, block, border
-        self.is_cpu = _family(sweep.plan.device_kind) == "CPU"
+        self.family = _family(sweep.plan.device_kind)
         self.tensor: list[int] = []
         self.spec: list[Spec] = []
         self.bytes: list[int] = []
@@ -413,7 +413,7 @@ class _BlockSweep:
             node = len(self.nodes)
             writes = [self._new(each, made[each], node) for each in op.results]
             new = _Node(kind, reads, writes, op.index, _fresh(op, writes))
-            new.is_done_once = self.is_cpu and op.kind in TRANSCENDENTAL
+            new.is_done_once = self.family == "CPU" and op.kind in TRANSCENDENTAL
             self.nodes.append(new)
         specs = sweep.plan.outputs[block.index]
         self.outputs = [
@@ -426,7 +426,7 @@ class _BlockSweep:
 
         XLA for GPUs takes barriers out before it orders what is left.
         """
-        waits = frozenset(value for value in reads if value >= 0 and self.is_cpu)
+        waits = frozenset(v for v in reads if v >= 0 and self.family == "CPU")
         for value, result in zip(reads, op.results, strict=True):
             name = self._new(result, self.sweep.made[result], len(self.nodes))
             own = [value] if value >= 0 else []
@@ -470,7 +470,9 @@ class _BlockSweep:
     def swept(self) -> BlockMemory:
         """What is live in the order that holds less."""
         kernels = [k for k, node in enumerate(self.nodes) if self._is_kernel(node)]
-        orders = self._post_order(kernels), self._freeing_order(kernels)
+        orders = [self._post_order(kernels), self._freeing_order(kernels)]
+        if self.family == "TPU":
+            orders.append(self._written_order(kernels))
         runs = [self._run(order) for order in orders]
         return self._memory(min(runs, key=lambda run: run.bytes.max(initial=0)))
 
@@ -488,6 +490,17 @@ class _BlockSweep:
                 else:
                     path.append((following, iter(self._before(following))))
         return list(found)
+
+    def _written_order(self, kernels: Sequence[int]) -> list[int]:
+        """As the step is written, with what converts to less behind what it reads."""
+        place: dict[int, int] = {}
+        for number in kernels:
+            node, before = self.nodes[number], self._before(number)
+            less = sum(self.bytes[v] for v in node.sources)
+            less -= sum(self.bytes[v] for v in node.writes)
+            is_early = node.operator < 0 < less and before
+            place[number] = max(place[k] for k in before) if is_early else number
+        return sorted(kernels, key=place.__getitem__)
 
     def _freeing_order(self, kernels: Sequence[int]) -> list[int]:
         """Of the kernels that can run, always the one that frees the most next."""
@@ -509,8 +522,8 @@ class _BlockSweep:
             node = self.nodes[number]
             made = [v for v in node.writes if self.in_memory[v] and v not in over]
             last = [v for v in node.sources if left[v] == 1 and self.maker[v] >= 0]
-            held = sum(self.bytes[v] for v in made)
-            return held - sum(self.bytes[v] for v in last), number
+            held = sum(self.bytes[v] for v in made) - sum(self.bytes[v] for v in last)
+            return held, number
 
         ready = [freed(number) for number in kernels if not waits[number]]
         heapify(ready)
@@ -608,15 +621,12 @@ class _BlockSweep:
         for number in reversed(range(len(self.nodes))):
             node = self.nodes[number]
             place = position.get(number)
-            if place is not None:
-                own = place, place
-            else:
-                own = _joined([span[each] for each in node.writes])
+            made = [span[each] for each in node.writes]
+            own = _joined(made) if place is None else (place, place)
             if own is None:
                 continue
             if node.operator >= 0:
-                known = _joined([runs.get(node.operator), own])
-                runs[node.operator] = known or own
+                runs[node.operator] = _joined([runs.get(node.operator), own]) or own
             for value in node.reads:
                 span[value] = _joined([span[value], own])
         for index, reads in self.views:
