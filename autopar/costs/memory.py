@@ -554,8 +554,7 @@ class _BlockSweep:
         own = self.nodes[node]
         makers = [self.maker[value] for value in sorted(own.sources)]
         waits = [self.maker[v] for v in sorted(own.waits) if self.in_memory[v]]
-        found = dict.fromkeys(each for each in (*waits, *makers) if each >= 0)
-        return list(found)
+        return list(dict.fromkeys(k for k in (*waits, *makers) if k >= 0))
 
     def _run(self, order: Sequence[int]) -> _Run:
         """What is live where kernels run in an order."""

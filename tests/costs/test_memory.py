@@ -78,8 +78,8 @@ def test_on_a_tpu_what_fits_its_vmem_takes_no_memory() -> None:
 def test_on_tpus_a_gradient_is_scattered_before_the_next_is_made() -> None:
     """As their compiler has it, however many layers there are."""
     cluster = autopar.Cluster.preset("v5e:2x4")
-    sizes = {"batch_size": 8, "seq_len": 1024, "hidden": 1024, "width": 4096}
-    sizes |= {"num_heads": 8, "num_kv_heads": 2, "vocab_size": 1024}
+    sizes: dict[str, Any] = {"batch_size": 8, "seq_len": 1024, "hidden": 1024}
+    sizes |= {"width": 4096, "num_heads": 8, "num_kv_heads": 2, "vocab_size": 1024}
 
     def temporaries(num_layers: int) -> int:
         model = build("llama-8b", remat=True, num_layers=num_layers, **sizes)
