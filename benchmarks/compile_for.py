@@ -5,10 +5,13 @@ the zoo in tiny sizes, as planned by default; those of `METHOD_MODELS` also by e
 named method that takes them. Devices of a host, or of a slice of TPUs, are one mesh
 axis, hosts another. `audit` is whether all
 collectives are those of the plan: exits with 1 where some are not, and says which.
+`--sized` takes the models of `benchmarks.on_device`, as planned, whose batches are cut
+until a device is predicted to hold at most 10 GB.
 
     python -m benchmarks.compile_for --targets 1x8xH100 2x8xH100 1x8xA100
     python -m benchmarks.compile_for --targets v5e:2x4 v5p:2x2x2
     python -m benchmarks.compile_for --models gpt moe --methods "Zero(3)"
+    python -m benchmarks.compile_for --targets v5e:2x4 --sized
 """
 
 from __future__ import annotations
@@ -19,7 +22,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import jax
+
 from .against_methods import MODELS
+from .on_device import CASES
 
 if TYPE_CHECKING:
     from autopar.audit.audit import Audit
@@ -35,6 +41,7 @@ METHODS = (
 METHOD_MODELS = ("gpt", "moe", "resnet")
 # Scanned layers come with remat too.
 COMPILED = tuple(name for name in MODELS if name != "gpt, scan")
+MOST_BYTES = 10 * 10**9  # of a sized model, as predicted
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,9 @@ def step_for(workload: BenchStep, target: str, method: str = PLANNED) -> Any:
     )
 
 
-def measure(model: str, method: str, target: str) -> tuple[Audit, Figures]:
+def measure(
+    model: str, method: str, target: str, is_sized: bool = False
+) -> tuple[Audit, Figures]:
     """The audit of a model's program, and what the compiler says.
 
     Raises:
@@ -112,16 +121,24 @@ def measure(model: str, method: str, target: str) -> tuple[Audit, Figures]:
     """
     from .models import build
 
-    name, own = MODELS[model]
-    workload = build(name, **own)
-    compiled = step_for(workload, target, method).lower(*workload.abstract()).compile()
+    name, own = (CASES if is_sized else MODELS)[model]
+    while True:
+        workload = build(name, **own)
+        arguments: Any = workload.abstract()
+        step = step_for(workload, target, method)
+        held = step.plan(*arguments).predicted.peak_bytes if is_sized else 0
+        if held <= MOST_BYTES:
+            break
+        own = {**own, "batch_size": jax.tree.leaves(arguments[1])[0].shape[0] // 2}
+    compiled = step.lower(*arguments).compile()
     return compiled.audit(), Figures.of(compiled.compiled)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--targets", nargs="+", default=["1x8xH100"])
-    parser.add_argument("--models", nargs="+", default=list(COMPILED), choices=MODELS)
+    parser.add_argument("--models", nargs="+", choices=list({**MODELS, **CASES}))
+    parser.add_argument("--sized", action="store_true", help="models of real sizes")
     parser.add_argument(
         "--methods",
         nargs="+",
@@ -131,18 +148,19 @@ def main() -> int:
     asked = parser.parse_args()
     from autopar.errors import TargetError
 
+    methods = (PLANNED,) if asked.sized else METHODS
     row = table(
         ("model", "method", "target", "predicted MB", "compiled MB", "ratio")
         + ("collectives", "compile s", "audit")
     )
     wrong: list[str] = []
     for target in asked.targets:
-        for model in asked.models:
-            usual = METHODS if model in METHOD_MODELS else (PLANNED,)
+        for model in asked.models or (CASES if asked.sized else COMPILED):
+            usual = methods if model in METHOD_MODELS else (PLANNED,)
             for method in asked.methods or usual:
                 case = model, method, target
                 try:
-                    audit, seen = measure(*case)
+                    audit, seen = measure(*case, asked.sized)
                 except TargetError as error:
                     row(*case, *"-----", "failed")
                     wrong.append(f"{model} by {method} for {target}: {error}")

@@ -140,7 +140,7 @@ class Audit:
                 ratio = self.memory.device_bytes / self.predicted_bytes
                 yield f"        {ratio:.2f} of the {self.predicted_bytes:,} B predicted"
             if any(row.compiled_bytes is None for row in self.rows):
-                yield "compiled collectives: not compared, over several slices"
+                yield "over several slices only the lowered collectives are compared"
         wrong = sum(difference.is_wrong for difference in self.differences)
         yield f"audit: {wrong} wrong" if wrong else "audit: ok"
 

@@ -18,19 +18,15 @@ def host_seconds_per_byte(graph_input: GraphInput, cluster: Cluster) -> float:
 
 
 def host_seconds(
-    graph_inputs: tuple[GraphInput, ...],
-    planned: Sequence[InputPlan],
-    cluster: Cluster,
+    graph_inputs: tuple[GraphInput, ...], planned: Sequence[InputPlan], cluster: Cluster
 ) -> float:
     """Seconds of a step in which one device waits for its host's memory.
 
     All of it: that transfers hide behind work is not counted on.
     """
-    at_host = [k for k, each in enumerate(graph_inputs) if each.memory == "host"]
-    return sum(
-        (
-            planned[k].bytes * host_seconds_per_byte(graph_inputs[k], cluster)
-            for k in at_host
-        ),
-        0.0,
+    seconds = (
+        planned[k].bytes * host_seconds_per_byte(each, cluster)
+        for k, each in enumerate(graph_inputs)
+        if each.memory == "host"
     )
+    return sum(seconds, 0.0)

@@ -9,11 +9,11 @@ One sweep over what is live, from the plan alone. Operators are of three kinds:
            each do a transcendental function)
   kernels  products, reductions, collectives, loops: what they make is in memory
 
-Kernels run in post-order from the results, or so that each frees the most that can be
-freed then, whichever holds less: XLA takes the best of such orders, too. A kernel may
-write over an operand of its size that nobody reads later; the next value of donated
-state, or of a loop's carry, takes the memory of the old one. Of a loop the body counts
-once, and what it stacks in full.
+Kernels run in post-order from the results, so that each frees the most that can be
+freed then, or on TPUs as the step is written, whichever holds least, as in XLA. A
+kernel may write over an operand of its size that nobody reads later; the next value of
+donated state, or of a loop's carry, takes the memory of the old one. Of a loop the body
+counts once, and what it stacks in full.
 
 What a compiler makes of it is told by `MEMORY_FACTORS`, for each kind of device: the
 typical ratio of compiled to swept temporaries of the zoo (`benchmarks.memory_error`).
@@ -24,15 +24,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 
 from ..clusters.ici import SLICES
-from ..graph.build_graph import BARRIER, PINS, SCAN, SHARD_MAP, STRUCTURED, WHILE
-from ..graph.op_graph import Block, GraphColumns, Operator, OpGraph
+from ..graph.build_graph import BARRIER, SCAN, SHARD_MAP, WHILE
+from ..graph.op_graph import Block, Operator, OpGraph
 from ..plans.plan import ShardingPlan
 from ..plans.plan_columns import (
     bytes_in,
@@ -45,24 +45,22 @@ from ..plans.slices_ahead import bytes_ahead
 from ..rules.collective_matmul import ring_bytes
 from ..rules.halos import copied_bytes, factors_with_halos, rows_with_halos
 from ..sharding.spec import Spec, is_cut_out, num_shards
-from .compute import TRANSCENDENTAL, is_fusable
-from .expansions import EXPANDED, expanded_bytes
+from .compute import TRANSCENDENTAL
+from .kernels import (
+    EXPANDED,
+    FUSED,
+    KERNEL,
+    VIEW,
+    expanded_bytes,
+    fresh_of,
+    kinds_of,
+)
 
 MEMORY_FACTORS = {"CPU": 1.05, "GPU": 1.1, "TPU": 1.1}
+VMEM_BYTES = 2**27  # of a TPU beside its memory, where its compiler keeps what it can
 POINTER_BYTES = 8  # of each result, in the table that a program returns
 AS_MUCH = 1.5  # times its own bytes that several kernels may each read for a value
 MOST_SOURCES = 64  # that one kernel reads through what it does itself
-
-VIEW, FUSED, IN_PLACE, KERNEL = range(4)
-_VIEWS = frozenset(
-    "copy device_put expand_dims layout_constraint name reshape squeeze"
-    " stop_gradient".split()
-)
-_MOVING = frozenset(
-    "broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather iota pad"
-    " rev select_n slice split stack transpose unstack".split()
-)
-_READING = ("reduce_", "arg", "scatter")  # kernels that do what they read themselves
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ class MemoryProfile:
 
     `argument_bytes` and `output_bytes` (of results that take no argument's memory) are
     held throughout; `blocks` say what comes and goes, `factor` times which a compiler
-    for these devices needs.
+    for these devices needs, in its memory but for `on_chip_bytes`.
     """
 
     graph: OpGraph
@@ -124,11 +122,15 @@ class MemoryProfile:
     output_bytes: int
     blocks: Mapping[int, BlockMemory]
     factor: float
+    on_chip_bytes: int = 0
 
     @property
     def temp_bytes(self) -> int:
         """The memory that temporaries need."""
-        return round(self.factor * self.blocks[0].peak_bytes)
+        return round(self._needed(self.blocks[0].peak_bytes))
+
+    def _needed(self, swept: float) -> float:
+        return max(self.factor * swept - self.on_chip_bytes, 0.0)
 
     @property
     def peak_bytes(self) -> int:
@@ -156,7 +158,7 @@ class MemoryProfile:
     def bytes_at(self, position: int) -> float:
         """All that a device holds at a point of the outermost block."""
         used = self.blocks[0].bytes
-        held = self.factor * float(used[position]) if len(used) else 0.0
+        held = self._needed(float(used[position])) if len(used) else 0.0
         return self.argument_bytes + self.output_bytes + held
 
     def bodies(self, index: int) -> tuple[int, ...]:
@@ -198,10 +200,9 @@ def memory_profile(graph: OpGraph, plan: ShardingPlan) -> MemoryProfile:
     for position, operand in enumerate(graph.outputs):
         if isinstance(operand, int) and position not in returned:
             output_bytes += sweep.bytes(operand, plan.outputs[0][position])
-    argument_bytes = bytes_in(plan.inputs, "device")
-    factor = MEMORY_FACTORS[_family(plan.device_kind)]
-    given = argument_bytes, output_bytes
-    return MemoryProfile(graph, plan, *given, sweep.blocks, factor)
+    family, given = _family(plan.device_kind), bytes_in(plan.inputs, "device")
+    needed = MEMORY_FACTORS[family], VMEM_BYTES * (family == "TPU")
+    return MemoryProfile(graph, plan, given, output_bytes, sweep.blocks, *needed)
 
 
 def _family(device_kind: str) -> str:
@@ -227,53 +228,11 @@ class _Border:
     apart: frozenset[int] = frozenset()
 
 
-@lru_cache(maxsize=8)
-def _kinds(columns: GraphColumns) -> dict[int, int]:
-    """What each operator is to memory, by index."""
-    kinds = [_kind(op) for op in columns.distinct]
-    return dict(
-        zip(
-            columns.index.tolist(),
-            np.array(kinds, np.intp)[columns.alike].tolist(),
-            strict=True,
-        )
-    )
-
-
-def _kind(op: Operator) -> int:
-    is_one = len(op.operands) == len(op.results)
-    if op.kind in PINS or (op.kind in _VIEWS and is_one):
-        return VIEW
-    if op.kind == "convert_element_type":
-        same = op.operand_types[0].dtype == op.result_types[0].dtype
-        return VIEW if same and is_one else FUSED
-    if op.kind == "broadcast_in_dim" and is_one:  # to dims of one, if to no more
-        same = op.operand_types[0].size == op.result_types[0].size
-        return VIEW if same else FUSED
-    if op.kind in STRUCTURED:
-        return KERNEL
-    is_outer = op.kind == "dot_general" and not op.params["dimension_numbers"][0][0]
-    if op.kind in _MOVING or is_fusable(op.kind) or is_outer:
-        return FUSED
-    return IN_PLACE if op.kind.startswith(_READING) else KERNEL
-
-
-def _fresh(op: Operator, writes: Sequence[int]) -> Sequence[int]:
-    """Of what an operator writes, all that cannot lie over what it reads.
-
-    Those are results of a product, say, and stacks of a loop, which goes along others.
-    """
-    if op.kind == SCAN:
-        return writes[op.params["num_carry"] :]
-    is_one = op.kind in STRUCTURED or _kind(op) != KERNEL
-    return () if is_one else writes
-
-
 class _Sweep:
     """Goes through blocks, inner ones first."""
 
     def __init__(self, graph: OpGraph, plan: ShardingPlan) -> None:
-        self.graph, self.plan, self.kinds = graph, plan, _kinds(graph.columns)
+        self.graph, self.plan, self.kinds = graph, plan, kinds_of(graph.columns)
         self.copies = copies_of(plan.tensors)
         self.made, columns = made_specs(plan.tensors), graph.columns
         specs = operand_specs(plan.operators)
@@ -287,11 +246,11 @@ class _Sweep:
             held = copied_bytes(op, halos, self._sizes)
             self.inner[op.index] += held + ring_bytes(op, halos, self._sizes)
 
-        self.is_cpu = _family(plan.device_kind) == "CPU"
+        self.family = _family(plan.device_kind)
         for op in (each for each in graph.operators() if each.kind in EXPANDED):
             pairs = zip(op.operands, self.read[op.index], strict=True)
             sizes = [self.bytes(t, spec) for t, spec in pairs if isinstance(t, int)]
-            self.inner[op.index] += expanded_bytes(op, sizes, self.is_cpu)
+            self.inner[op.index] += expanded_bytes(op, sizes, self.family == "CPU")
 
     def bytes(self, tensor: int, spec: Spec) -> int:
         """What one device holds of a tensor."""
@@ -311,9 +270,7 @@ class _Sweep:
 
     def _loop_bytes(self, op: Operator) -> int:
         blocks = [self.graph.blocks[body] for body in op.bodies]
-        borders = [
-            _Border(apart=frozenset(range(len(each.outputs)))) for each in blocks
-        ]
+        borders = [_Border(apart=frozenset(range(len(b.outputs)))) for b in blocks]
         ahead = 0
         if op.kind == SCAN:
             consts, carry = op.params["num_consts"], op.params["num_carry"]
@@ -358,6 +315,7 @@ class _BlockSweep:
 
     def __init__(self, sweep: _Sweep, block: Block, border: _Border) -> None:
         self.sweep, self.block, self.border = sweep, block, border
+        self.family = sweep.family
         self.tensor: list[int] = []
         self.spec: list[Spec] = []
         self.bytes: list[int] = []
@@ -405,7 +363,9 @@ class _BlockSweep:
                 self.nodes.append(_Node(FUSED, [], [value]))
         for op in block.operators:
             specs, kind = sweep.read[op.index], sweep.kinds[op.index]
-            if sweep.is_cpu and op.kind.startswith("scatter"):  # a loop over updates
+            if self.family == "CPU" and op.kind.startswith(
+                "scatter"
+            ):  # a loop over updates
                 kind = KERNEL
             reads = [
                 self._read(tensor, spec) if isinstance(tensor, int) else -1
@@ -425,8 +385,8 @@ class _BlockSweep:
             reads = [value for value in reads if value >= 0]
             node = len(self.nodes)
             writes = [self._new(each, made[each], node) for each in op.results]
-            new = _Node(kind, reads, writes, op.index, _fresh(op, writes))
-            new.is_done_once = sweep.is_cpu and op.kind in TRANSCENDENTAL
+            new = _Node(kind, reads, writes, op.index, fresh_of(op, writes))
+            new.is_done_once = self.family == "CPU" and op.kind in TRANSCENDENTAL
             self.nodes.append(new)
         specs = sweep.plan.outputs[block.index]
         self.outputs = [
@@ -439,7 +399,7 @@ class _BlockSweep:
 
         XLA does not wait for that where collectives of GPUs may overlap with work.
         """
-        is_kept = self.sweep.is_cpu or self.sweep.plan.mesh.size == 1
+        is_kept = self.family == "CPU" or self.sweep.plan.mesh.size == 1
         waits = frozenset(value for value in reads if value >= 0 and is_kept)
         for value, result in zip(reads, op.results, strict=True):
             name = self._new(result, self.sweep.made[result], len(self.nodes))
@@ -483,10 +443,10 @@ class _BlockSweep:
 
     def swept(self) -> BlockMemory:
         """What is live in the order that holds less."""
-        kernels = [
-            number for number, node in enumerate(self.nodes) if self._is_kernel(node)
-        ]
-        orders = self._post_order(kernels), self._freeing_order(kernels)
+        kernels = [k for k, node in enumerate(self.nodes) if self._is_kernel(node)]
+        orders = [self._post_order(kernels), self._freeing_order(kernels)]
+        if self.family == "TPU":
+            orders.append(self._written_order(kernels))
         runs = [self._run(order) for order in orders]
         return self._memory(min(runs, key=lambda run: run.bytes.max(initial=0)))
 
@@ -504,6 +464,17 @@ class _BlockSweep:
                 else:
                     path.append((following, iter(self._before(following))))
         return list(found)
+
+    def _written_order(self, kernels: Sequence[int]) -> list[int]:
+        """As the step is written, with what converts to less behind what it reads."""
+        place: dict[int, int] = {}
+        for number in kernels:
+            node, before = self.nodes[number], self._before(number)
+            less = sum(self.bytes[v] for v in node.sources)
+            less -= sum(self.bytes[v] for v in node.writes)
+            is_early = node.operator < 0 < less and before
+            place[number] = max(place[k] for k in before) if is_early else number
+        return sorted(kernels, key=place.__getitem__)
 
     def _freeing_order(self, kernels: Sequence[int]) -> list[int]:
         """Of the kernels that can run, always the one that frees the most next."""
@@ -525,8 +496,8 @@ class _BlockSweep:
             node = self.nodes[number]
             made = [v for v in node.writes if self.in_memory[v] and v not in over]
             last = [v for v in node.sources if left[v] == 1 and self.maker[v] >= 0]
-            held = sum(self.bytes[v] for v in made)
-            return held - sum(self.bytes[v] for v in last), number
+            held = sum(self.bytes[v] for v in made) - sum(self.bytes[v] for v in last)
+            return held, number
 
         ready = [freed(number) for number in kernels if not waits[number]]
         heapify(ready)
@@ -557,8 +528,7 @@ class _BlockSweep:
         own = self.nodes[node]
         makers = [self.maker[value] for value in sorted(own.sources)]
         waits = [self.maker[v] for v in sorted(own.waits) if self.in_memory[v]]
-        found = dict.fromkeys(each for each in (*waits, *makers) if each >= 0)
-        return list(found)
+        return list(dict.fromkeys(k for k in (*waits, *makers) if k >= 0))
 
     def _run(self, order: Sequence[int]) -> _Run:
         """What is live where kernels run in an order."""
@@ -624,15 +594,12 @@ class _BlockSweep:
         for number in reversed(range(len(self.nodes))):
             node = self.nodes[number]
             place = position.get(number)
-            if place is not None:
-                own = place, place
-            else:
-                own = _joined([span[each] for each in node.writes])
+            made = [span[each] for each in node.writes]
+            own = _joined(made) if place is None else (place, place)
             if own is None:
                 continue
             if node.operator >= 0:
-                known = _joined([runs.get(node.operator), own])
-                runs[node.operator] = known or own
+                runs[node.operator] = _joined([runs.get(node.operator), own]) or own
             for value in node.reads:
                 span[value] = _joined([span[value], own])
         for index, reads in self.views:

@@ -62,8 +62,8 @@ class CompiledFigures:
                 f"A program must fit the {self.memory_bytes:,} B of one device of "
                 f"{self.target}, but {name or 'the step'} takes {held:,} B as "
                 f"compiled, {ratio:.2f} of what was predicted; give "
-                f"memory_budget={budget} (--budget {budget}), for which what else fits "
-                f"is looked for, more devices, or a smaller batch.",
+                f"memory_budget={budget} (--budget {budget}): a plan, remat, "
+                f"microbatches or offload is looked for that fits with this error.",
                 held,
             )
 

@@ -20,7 +20,7 @@ GATHER = Collective("all_gather", GROUPS, "float32", 800, is_async=True)
 def measured(planned: Collective) -> Any:
     """In place of what is compiled: a program with one all_reduce."""
 
-    def measure(*_: str) -> tuple[Audit, Figures]:
+    def measure(*_: object) -> tuple[Audit, Figures]:
         found = audit([planned], [SUM], [SUM], num_devices=8, predicted_bytes=50)
         return found, Figures(100, (SUM, SUM), 1.0)
 

@@ -13,6 +13,7 @@ import autopar
 from autopar.audit.memory_use import MemoryUse
 from autopar.costs.memory import MemoryProfile, memory_profile, peak_bytes
 from autopar.lowering.lowered_step import Lowered
+from benchmarks.models import build
 from tests.planner.deep_step import step as deep_step
 
 X = jnp.ones((64, 64))
@@ -59,6 +60,37 @@ def test_arguments_and_results_are_held_throughout() -> None:
     assert profile.output_bytes == X.nbytes + 4 + 2 * 8
     assert profile.temp_bytes == 0
     assert profile.peak_bytes == profile.argument_bytes + profile.output_bytes
+
+
+def test_on_a_tpu_what_fits_its_vmem_takes_no_memory() -> None:
+    step = autopar.parallelize(
+        lambda x: jnp.sum(x @ x), mesh="x:1", cluster=autopar.Cluster.preset("1xv5e")
+    )
+
+    def temporaries(length: int) -> float:
+        plan = step.plan(jax.ShapeDtypeStruct((length, length), jnp.float32))
+        return plan.predicted.peak_bytes - 4 * length**2
+
+    assert temporaries(4096) < 100
+    assert temporaries(8192) == pytest.approx(1.1 * 2**28 - 2**27, abs=100)
+
+
+def test_on_tpus_a_gradient_is_scattered_before_the_next_is_made() -> None:
+    """As their compiler has it, however many layers there are."""
+    cluster = autopar.Cluster.preset("v5e:2x4")
+    sizes: dict[str, Any] = {"batch_size": 8, "seq_len": 1024, "hidden": 1024}
+    sizes |= {"width": 4096, "num_heads": 8, "num_kv_heads": 2, "vocab_size": 1024}
+
+    def temporaries(num_layers: int) -> int:
+        model = build("llama-8b", remat=True, num_layers=num_layers, **sizes)
+        step = autopar.parallelize(
+            model.step, mesh="x:8", cluster=cluster, method=autopar.Zero(3)
+        )
+        plan = step.plan(*model.abstract())
+        return plan.predicted.peak_bytes - plan.sharding.state_bytes()
+
+    few, many = temporaries(2), temporaries(4)
+    assert 0 < few < many < 1.5 * few
 
 
 def test_a_view_takes_no_memory() -> None:

@@ -1,0 +1,73 @@
+"""What operators are to memory, and what XLA writes out for those it has no kernels for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from ..graph.build_graph import PINS, SCAN, STRUCTURED
+from ..graph.op_graph import GraphColumns, Operator
+from .compute import is_fusable
+
+VIEW, FUSED, IN_PLACE, KERNEL = range(4)
+_VIEWS = frozenset(
+    "copy device_put expand_dims layout_constraint name reshape squeeze"
+    " stop_gradient".split()
+)
+_MOVING = frozenset(
+    "broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather iota pad"
+    " rev select_n slice split stack transpose unstack".split()
+)
+_READING = ("reduce_", "arg", "scatter")  # kernels that do what they read themselves
+EXPANDED = frozenset(["ragged_dot_general", "select_and_scatter_add"])
+
+
+@lru_cache(maxsize=8)
+def kinds_of(columns: GraphColumns) -> dict[int, int]:
+    """What each operator is to memory, by index."""
+    kinds = np.array([kind_of(op) for op in columns.distinct], np.intp)[columns.alike]
+    return dict(zip(columns.index.tolist(), kinds.tolist(), strict=True))
+
+
+def kind_of(op: Operator) -> int:
+    """`VIEW`, `FUSED`, `IN_PLACE` or `KERNEL`."""
+    is_one = len(op.operands) == len(op.results)
+    if op.kind in PINS or (op.kind in _VIEWS and is_one):
+        return VIEW
+    if op.kind == "convert_element_type":
+        same = op.operand_types[0].dtype == op.result_types[0].dtype
+        return VIEW if same and is_one else FUSED
+    if op.kind == "broadcast_in_dim" and is_one:  # to dims of one, if to no more
+        same = op.operand_types[0].size == op.result_types[0].size
+        return VIEW if same else FUSED
+    if op.kind in STRUCTURED:
+        return KERNEL
+    is_outer = op.kind == "dot_general" and not op.params["dimension_numbers"][0][0]
+    if op.kind in _MOVING or is_fusable(op.kind) or is_outer:
+        return FUSED
+    return IN_PLACE if op.kind.startswith(_READING) else KERNEL
+
+
+def fresh_of(op: Operator, writes: Sequence[int]) -> Sequence[int]:
+    """Of what an operator writes, all that cannot lie over what it reads.
+
+    Those are results of a product, say, and stacks of a loop, which goes along others.
+    """
+    if op.kind == SCAN:
+        return writes[op.params["num_carry"] :]
+    is_one = op.kind in STRUCTURED or kind_of(op) != KERNEL
+    return () if is_one else writes
+
+
+def expanded_bytes(op: Operator, sizes: Sequence[int], is_cpu: bool) -> int:
+    """Bytes a device for one of `EXPANDED`, whose operands take `sizes` bytes there."""
+    kinds = op.operand_types
+    if op.kind == "ragged_dot_general":  # a masked copy of the rows for each group
+        groups = sizes[2] // kinds[2].dtype.itemsize
+        has_groups = op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions
+        return groups * (sizes[0] if has_groups else sizes[0] + sizes[1])
+    # The place of each window's maximum in every dim; on CPUs of each element, too.
+    index = 4 * len(kinds[0].shape) / kinds[0].dtype.itemsize
+    return round(sizes[0] * (1 + index) + is_cpu * (sizes[0] + sizes[1] * index))
