@@ -1,4 +1,4 @@
-"""What operators are to memory, and what XLA writes out for those it has no kernels for."""
+"""What operators are to memory, and what XLA writes out where it has no kernels."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def seconds_of(
     kind: CollectiveKind = "collective_permute"
     for known in COLLECTIVE_KINDS:
         kind = known if known == each.plan.kind else kind
-    return collective_seconds(kind, each.plan.bytes, link)
+    return float(collective_seconds(kind, each.plan.bytes, link))
 
 
 def device_grids(

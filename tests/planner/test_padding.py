@@ -215,7 +215,7 @@ def test_a_plan_says_what_is_padded_and_what_it_costs() -> None:
 
 def test_examples_are_padded_where_that_is_quicker() -> None:
     def planned(examples: int) -> autopar.Plan:
-        cluster = autopar.Cluster.preset("1x8xH100")
+        cluster = autopar.Cluster.preset("1x8xA100")
         kinds = [(512, 512), (examples, 512)]
         args = [jax.ShapeDtypeStruct(kind, jnp.float32) for kind in kinds]
         return autopar.parallelize(squares, cluster=cluster).plan(*args)
