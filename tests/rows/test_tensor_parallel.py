@@ -133,7 +133,7 @@ def test_col_4_is_the_solvers_own_where_bytes_count() -> None:
 
 
 def test_col_4_is_the_solvers_own_on_large_arrays() -> None:
-    """Of an unmodified product of 4,096 rows by H100s: bytes are 64^2 times as many."""
+    """Of an unmodified product of 4,096 rows by A100s: bytes are 64^2 times as many."""
     case = f7(X_HOME, W_HOME, Y_HOME)
     shapes = [[64 * size for size in array.shape] for array in case.args]
     step = autopar.parallelize(
@@ -141,7 +141,7 @@ def test_col_4_is_the_solvers_own_on_large_arrays() -> None:
         mesh=CUBE,
         pins=CUBE_PINS,
         batch_argnums=(),
-        cluster=Cluster.preset("8xH100"),
+        cluster=Cluster.preset("8xA100"),
     )
     plan = step.plan(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
     expected = {key: [64**2 * size for size in v] for key, v in CUBE_TRAFFIC.items()}
