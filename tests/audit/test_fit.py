@@ -253,8 +253,9 @@ def _small(memory_bytes: int) -> autopar.Cluster:
     return replace(cluster, device=replace(cluster.device, memory_bytes=memory_bytes))
 
 
-@pytest.mark.parametrize("part", [0.7, 0.01])
-@pytest.mark.parametrize("method", [autopar.ShardParallel(), autopar.Auto()])
+@pytest.mark.parametrize(
+    ("part", "method"), [(0.7, autopar.ShardParallel()), (0.01, autopar.Auto())]
+)
 def test_where_devices_hold_too_little_the_plan_of_least_memory_is_given_with_a_warning(
     part: float, method: autopar.ShardParallel | autopar.Auto
 ) -> None:
