@@ -136,7 +136,7 @@ class _Fit:
                 seen = self._compiled_bytes(planned)
             except TimeoutError:
                 return planned
-            if seen <= budget:
+            if seen <= self._limit(planned.cluster):
                 return self._told(planned, budget)
             _log.info(
                 "%s: compiled for %d bytes a device where %d were predicted and %d are "
@@ -146,6 +146,11 @@ class _Fit:
             # At least a little less, so that the same plan does not come again.
             self.correction = max(seen / model_bytes, budget / model_bytes * 1.001)
         raise self._refused(budget, None)
+
+    def _limit(self, cluster: Cluster) -> int:
+        """What a program may hold: the budget, or all of a device if none was named."""
+        is_named = self.options.memory_budget is not None or self.budget == NO_BUDGET
+        return self.budget if is_named else cluster.device.memory_bytes
 
     def _is_compiled(self, num_devices: int) -> bool:
         """Whether programs are compiled: for devices of this process, or elsewhere."""
