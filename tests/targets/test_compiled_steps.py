@@ -78,7 +78,7 @@ def test_a_mesh_over_two_hosts_has_its_last_axis_within_them() -> None:
 def test_a_sum_over_hosts_and_then_within_them_may_become_one_over_all() -> None:
     workload = build("mlp")
     method = autopar.DataParallel()
-    step = parallel(workload.step, "2x8xH100", mesh="h:2;x:8", method=method)
+    step = parallel(workload.step, "2x8xA100", mesh="h:2;x:8", method=method)
     found = step.lower(*workload.abstract()).compile().audit()
     found.raise_if_wrong()
     folded = [each for each in found.differences if "fold: " in each.reason]
