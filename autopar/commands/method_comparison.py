@@ -69,8 +69,8 @@ def compare(
     for method in named_methods(planned, options):
         on_method(str(method))
         name = _short(method)
-        free = replace(options, memory_budget=NO_BUDGET)
-        chosen = replace(free, method=method, mesh=None, pins={}, rules=None)
+        own = {"mesh": None, "pins": {}, "rules": None, "memory_budget": NO_BUDGET}
+        chosen = replace(options, method=method, **own)
         try:
             plan = plan_graph(planned.graph, leaves, batch, planned.cluster, chosen)
         except (ValueError, NotImplementedError) as error:

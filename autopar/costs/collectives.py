@@ -67,6 +67,11 @@ def wire_bytes(kind: CollectiveKind, result_bytes: Any, group_size: int) -> Any:
             return result_bytes
 
 
+def priced_kind(kind: str) -> CollectiveKind:
+    """What a collective is priced as: one of no kind with a price as a permutation."""
+    return kind if kind in COLLECTIVE_KINDS else "collective_permute"
+
+
 def collective_seconds(kind: CollectiveKind, result_bytes: Any, link: AxisLink) -> Any:
     """Seconds of one collective; zero in a group of one, where none is made.
 

@@ -12,7 +12,7 @@ from autopar.solver.assignment import Assignment
 from autopar.solver.solve import solve
 
 from ..clusters.cluster import Cluster
-from ..costs.collectives import COLLECTIVE_KINDS, collective_seconds
+from ..costs.collectives import collective_seconds, priced_kind
 from ..costs.host_memory import host_seconds
 from ..costs.memory import MemoryProfile, memory_profile
 from ..frontend.garbage import without_garbage_collection
@@ -230,10 +230,8 @@ def shard_map_collectives(
     around = Surroundings(block.trip_count, block.conditional, block.unbounded)
     mesh, cluster = resharder.mesh, resharder.cluster
     for collective, axes in body_collectives(op, mesh, around):
-        link = cluster.link(mesh, axes)
-        kind = collective.kind
-        priced = kind if kind in COLLECTIVE_KINDS else "collective_permute"
-        seconds = collective_seconds(priced, collective.bytes, link)
+        sent = priced_kind(collective.kind), collective.bytes
+        seconds = collective_seconds(*sent, cluster.link(mesh, axes))
         yield collective, seconds * collective.count
 
 

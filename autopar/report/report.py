@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ..audit.audit import Audit
 from ..clusters.cluster import Cluster
-from ..costs.collectives import COLLECTIVE_KINDS, CollectiveKind, collective_seconds
+from ..costs.collectives import collective_seconds, priced_kind
 from ..plans.explain_choice import WeighedChoice
 from ..plans.leaf_groups import LeafGroup, group_leaves
 from ..plans.plan_view import (
@@ -308,10 +308,7 @@ def seconds_of(
     names = each.axes.split(",")
     is_named = all(name in mesh.axis_names for name in names)
     link = cluster.link(mesh, names if is_named else mesh.axis_names)
-    kind: CollectiveKind = "collective_permute"
-    for known in COLLECTIVE_KINDS:
-        kind = known if known == each.plan.kind else kind
-    return float(collective_seconds(kind, each.plan.bytes, link))
+    return float(collective_seconds(priced_kind(each.plan.kind), each.plan.bytes, link))
 
 
 def device_grids(
