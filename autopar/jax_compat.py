@@ -310,6 +310,11 @@ def user_context(eqn: Any) -> AbstractContextManager[None]:
     return source_info_util.user_context(eqn.source_info.traceback)
 
 
+def innermost_locations() -> AbstractContextManager[None]:
+    """Programs lowered in here say of an operator the innermost line only."""
+    return _config.traceback_in_locations_limit(1)
+
+
 def source_line(eqn: Any) -> str:
     """`file.py:12:3 (function)` of the user's line that made an equation.
 

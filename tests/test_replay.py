@@ -195,3 +195,12 @@ def test_tpus_take_the_cycles_that_their_compiler_estimates() -> None:
     sent = collective_seconds("all_reduce", 4096, cluster.link(MESH, ("x",)))
     assert found.by_class == pytest.approx({"kernels": 2e-6, "collectives": sent})
     assert found.exposed_seconds == pytest.approx(sent)
+
+
+def test_a_permutation_in_cycles_of_unequal_length_waits_for_the_longest() -> None:
+    line = "%f = f32[1024]{0} collective-permute(%p), channel_id=1, source_target_pairs="
+    body = "  %p = f32[1024]{0} parameter(0)\n  ROOT " + line
+    mixed = seconds_of(body + "{{0,0},{1,2},{2,3},{3,1}}")
+    assert mixed == seconds_of(body + "{{1,2},{2,3},{3,1}}")
+    assert mixed["collectives"] > 4096 / LINK.bandwidth
+    assert seconds_of(body + "{{0,0},{1,1}}") == {"collectives": 0.0}

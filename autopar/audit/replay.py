@@ -370,12 +370,15 @@ def _sizes_of_convolution(
 
 
 def _chains(pairs: Groups) -> Groups:
-    """The devices that pairs of a permutation join."""
+    """The devices that pairs of a permutation join, longest first.
+
+    Shorter chains have their last device again: they are of equal length.
+    """
     of = {device: {device} for pair in pairs for device in pair}
     for source, target in pairs:
         if of[source] is not of[target]:
             of[source] |= of[target]
             of.update(dict.fromkeys(of[target], of[source]))
-    return tuple(
-        tuple(sorted(each)) for each in {id(s): s for s in of.values()}.values()
-    )
+    chains = sorted(map(sorted, {id(s): s for s in of.values()}.values()), key=len)
+    most = len(chains[-1])
+    return tuple((*each, *each[-1:] * (most - len(each))) for each in reversed(chains))

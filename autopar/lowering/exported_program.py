@@ -14,6 +14,7 @@ import numpy as np
 from jax import export
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from ..jax_compat import innermost_locations
 from .channels import number_channels as number_channels
 from .host_memory import HOST
 from .programs import SpmdProgram
@@ -157,9 +158,10 @@ def export_program(program: SpmdProgram, platform: str) -> ExportedProgram:
     jitted = program.jitted
     if any(t.key_impl for t in (*inputs, *closed_over, *results)):
         jitted = _on_key_data(program, inputs, closed_over, results)
-    exported = export.export(jitted, platforms=[platform])(
-        tuple(map(_struct, closed_over)), *map(_struct, inputs)
-    )
+    with innermost_locations():  # the same bytes, whoever asks for them
+        exported = export.export(jitted, platforms=[platform])(
+            tuple(map(_struct, closed_over)), *map(_struct, inputs)
+        )
     code = bytes(exported.serialize())
     return ExportedProgram(
         program.jitted.__name__,
