@@ -32,7 +32,8 @@ from .search import Search
 
 PRICED_GAP = 0.03  # at which plans at prices are taken: their true bytes are looked at
 PRICED_WORK = 20.0  # seconds of work, see clock.py
-LACKING = 100.0  # times the first cost, what lacking the whole budget costs
+LACKING = 2.0  # times the first cost, what lacking the whole budget costs
+LACKING_MIXED = 100.0  # the same for mixtures, which have no other way to be in time
 MOST_LOOKS = 40
 MOST_IN_VAIN = 3  # looks in a row that find nothing better
 ROUNDS = 2
@@ -40,7 +41,7 @@ LEAST_OVER_COST = 20.0  # times the first cost, what all bytes of it are worth
 DOUBT = 0.5  # of what a plan is above the budget, that its rows may be wrong by
 MOST_TOGETHER = 6  # plans that are mixed
 MIXED_GAP = 1e-3
-WORTH = 1e-3  # of the cost, that another round must save
+WORTH = 3e-3  # of the cost, that another look or round must save
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,11 +188,30 @@ class _Search:
         """Looks at plans that are the cheapest at prices, as long as it is of use."""
         in_vain = 0
         while in_vain < MOST_IN_VAIN and not self._is_over:
-            before, plan = self.value, self._cheapest(self._prices())
-            if plan is None or plan in self.seen:
+            prices = self._prices()
+            before, plan = self.value, self._cheapest(prices)
+            if plan is None or plan in self.seen or not self._is_worth(plan, prices):
                 return
             self.see(plan)
             in_vain = 0 if self.is_better(before) else in_vain + 1
+
+    def _is_worth(self, plan: tuple[int, ...], prices: np.ndarray) -> bool:
+        """Whether a plan is clearly cheaper at the prices than all that were seen.
+
+        If none is, no mixture of plans is cheaper than those of the seen ones are.
+        """
+        if self.budget is None:
+            return True
+        plans = list(self.seen.values())
+        costs = np.array([each.cost for each in plans])
+        own = self._used_by(self.rows, np.array([plan], np.intp))[:, 0]
+        least = float((costs + prices @ self._held()).min())
+        priced = self.graph.cost(plan) + float(prices @ own)
+        return least - priced > WORTH * float(costs.min())
+
+    def _held(self) -> np.ndarray:
+        """[rows, plans] what rows say; no point of a plan holds more than it does."""
+        return np.minimum(self.used, [each.bytes for each in self.seen.values()])
 
     @property
     def _is_over(self) -> bool:
@@ -210,8 +230,7 @@ class _Search:
         if self.budget is not None:
             cost = np.array([each.cost for each in plans])
             lacking = LACKING * cost.min() / self.budget
-        # No point of a plan holds more than the plan does.
-        used = np.minimum(self.used, held)
+        used = self._held()
         scale = max(float(held.max()), 1.0)
         ends = np.full((len(used), 1), -1.0)
         found = linprog(
@@ -278,7 +297,7 @@ class _Search:
             has_costs=has_costs,
             size=size,
             unit=self.budget or plans[0].bytes,
-            lacking=LACKING,
+            lacking=LACKING_MIXED,
         )
         return mixtures.rounded(self._limits(), MIXED_GAP)
 
