@@ -12,7 +12,7 @@ import numpy as np
 
 from autopar.lowering.programs import PipelineProgram
 
-from .instructions import Held, Instruction, InstructionList, Value
+from .instructions import Held, Instruction, Value
 from .lane import Lane, Step
 from .ray_crossing import Crossing
 from .ray_job import HostJob
@@ -31,20 +31,18 @@ class LoadedHostJob:
     """A job of this host, compiled; `transfers` are those that stay on its devices."""
 
     data: HostJob
-    lists: tuple[InstructionList, ...]
     program: PipelineProgram
     transfers: dict[tuple[str, int], Transfer]
 
     def __post_init__(self) -> None:
-        self.unfinished = tuple(deque[Any]() for _ in self.lists)
-        self.threads = ThreadPoolExecutor(len(self.lists) or 1, "autopar-submesh")
+        self.unfinished = tuple(deque[Any]() for _ in self.data.lists)
+        self.threads = ThreadPoolExecutor(len(self.data.lists) or 1, "autopar-submesh")
 
     @staticmethod
     def of(data: HostJob) -> LoadedHostJob:
         """The job, with its programs compiled."""
         return LoadedHostJob(
             data,
-            tuple(map(InstructionList.parse, data.instructions)),
             load_job(data),
             {
                 key: _transfer_inside(each)
@@ -71,7 +69,7 @@ class LoadedHostJob:
                 unfinished,
                 {k: x for k, x in inputs.items() if submesh_of[k[0]] == list_.submesh},
             )
-            for list_, unfinished in zip(self.lists, self.unfinished, strict=True)
+            for list_, unfinished in zip(self.data.lists, self.unfinished, strict=True)
         ]
         if len(lanes) == 1:
             lanes[0].run()
@@ -105,7 +103,7 @@ class HostStep:
         self.is_recorded = is_recorded
         self._inside = Step(job.program, job.transfers, is_recorded)
         self._transport, self._reach = transport, reach
-        here = {list_.submesh for list_ in job.lists}
+        here = {list_.submesh for list_ in job.data.lists}
         stages = job.data.submesh_of_stage.items()
         self._stages = frozenset(stage for stage, submesh in stages if submesh in here)
 

@@ -10,7 +10,7 @@ from importlib import metadata
 from autopar.errors import WorkerError
 from autopar.lowering.exported_program import ExportedProgram, ShardedType
 
-from .instructions import Held
+from .instructions import Held, InstructionList
 from .ray_arrays import Block, HostShards
 from .ray_crossing import Crossing
 from .stored_arrays import StoredArray
@@ -30,15 +30,15 @@ class StageCode:
 class HostJob:
     """All that one host runs a step.
 
-    `instructions` are the texts of the `InstructionList`s of its submeshes, `programs`
-    those it runs, by their number there. `inputs` are the values it holds when a step
+    `lists` has what each of its submeshes does, `programs` those it runs, by their
+    number there. `inputs` are the values it holds when a step
     begins, `ends` what it may be asked for when the step is done; a step names both by
     position. `zeros` are the first values of gradients. `crossing` has each slot that
     this host sends or receives, by the stage that it is sent to.
     """
 
     name: str
-    instructions: tuple[str, ...]
+    lists: tuple[InstructionList, ...]
     programs: Mapping[int, StageCode]
     inputs: Mapping[Held, ShardedType]
     ends: tuple[Held, ...]

@@ -252,7 +252,7 @@ class RayJob:
         places = zip(parts.lists, parts.groups.places, strict=True)
         return HostJob(
             parts.name,
-            tuple(str(list_) for list_, (where, _) in places if where == group),
+            tuple(list_ for list_, (where, _) in places if where == group),
             {n: code(n) for n, (stage, *_) in parts.programs.items() if here(stage)},
             {key: parts.inputs[key] for key in self._inputs[group]},
             self._ends[group],
