@@ -18,8 +18,8 @@ from autopar.state.distributed_array import DistributedArray
 from .emit import emit
 from .instructions import Held, InstructionList, Send, Value, made_and_used, step_inputs
 from .ray_arrays import is_on_workers
-from .ray_crossing import Crossing
 from .ray_executable import comes_back, refuse_traced
+from .ray_job import Crossing
 from .ray_steps import JobParts, LoadedJob
 from .ray_workers import Workers
 from .schedule import Schedule

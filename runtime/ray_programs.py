@@ -24,10 +24,8 @@ from autopar.lowering.exported_program import (
 )
 from autopar.lowering.programs import PipelineProgram, StageProgram, compiled
 
-from .ray_arrays import Block, HostShards
-from .ray_job import HostJob
-from .tile import Tile, tile_at
-from .transfer_plan import devices
+from .ray_job import Block, HostJob, HostShards
+from .transfers import Tile, devices, tile_at
 
 
 def mesh_of(type_: ShardedType) -> Mesh:

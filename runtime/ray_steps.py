@@ -7,7 +7,7 @@ ordinary array, once. To the driver come results of at most `METRIC_BYTES`.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,12 +26,21 @@ from autopar.lowering.exported_program import (
 from autopar.state.distributed_array import DistributedArray
 
 from .instructions import Held, InstructionList
-from .ray_arrays import Block, HostShards, RemoteArray, cut_for_hosts, join_blocks
-from .ray_crossing import Crossing
-from .ray_job import HostJob, LoadedPart, StageCode, StepReply, StepRequest
-from .ray_pending import PendingArray, PendingStep, StepEnd
+from .ray_arrays import PendingArray, PendingStep, RemoteArray, StepEnd
+from .ray_job import (
+    Block,
+    Crossing,
+    HostJob,
+    HostShards,
+    LoadedPart,
+    StageCode,
+    StepReply,
+    StepRequest,
+    cut_for_hosts,
+    join_blocks,
+)
 from .ray_sources import source_number
-from .ray_workers import Begun, Workers, workers_of
+from .ray_workers import Workers, workers_of
 from .stored_arrays import StoredArray
 from .timeline import Event, Timeline
 
@@ -127,8 +136,8 @@ class RayJob:
                 for index, rank in enumerate(ranks):
                     fed = {i: shards[index] for i, shards in inputs.fed.items()}
                     calls[rank] = packed, fed
-            begun = workers.begin("step", calls)
-            step = PendingStep(partial(self._end, begun, asked))
+            finish = workers.begin("step", calls)
+            step = PendingStep(partial(self._end, finish, asked))
             remote = {
                 key: RemoteArray(workers, self._group(key), number, ends[key], step)
                 for key, number in numbers.items()
@@ -157,9 +166,11 @@ class RayJob:
             k[1].microbatch is not None or ends[k].key_impl for k in returned
         )
 
-    def _end(self, begun: Begun, asked: Sequence[_Inputs]) -> StepEnd:
+    def _end(
+        self, finish: Callable[[], list[StepReply]], asked: Sequence[_Inputs]
+    ) -> StepEnd:
         """Waits for the replies to a step."""
-        replies: list[StepReply] = self.workers.finish(begun)
+        replies = finish()
         for rank, reply in enumerate(replies):
             self._mark_donated(asked[self.workers.group_of(rank)], reply)
         return StepEnd(self._results(replies), self._timeline(replies))

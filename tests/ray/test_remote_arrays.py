@@ -13,13 +13,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.lowering.exported_program import ShardedType
-from autopar.runtime.ray_arrays import (
-    Block,
-    Numbers,
-    RemoteArray,
-    cut_for_hosts,
-    join_blocks,
-)
+from autopar.runtime.ray_arrays import Numbers, RemoteArray
+from autopar.runtime.ray_job import Block, cut_for_hosts, join_blocks
 
 AXES = {"a": 2, "b": 2, "c": 2}
 

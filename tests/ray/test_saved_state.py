@@ -16,6 +16,7 @@ from autopar.errors import CheckpointError
 from autopar.methods.methods import Method, PipelineParallel, ShardParallel
 from autopar.runtime import checkpoints_manifest
 from benchmarks.models import Workload, build
+from tests.ray.on_workers import traffic_of
 
 FORMS = {
     "one program": (ShardParallel(), "data:2;model:4"),
@@ -52,7 +53,7 @@ def workers_of(step: Any) -> Any:
 
 def carried(step: Any) -> int:
     """Bytes of arrays that have passed through the driver."""
-    traffic = workers_of(step).traffic
+    traffic = traffic_of(workers_of(step))
     return traffic.to_hosts + traffic.from_hosts
 
 
