@@ -155,10 +155,11 @@ class FaultInjection:
             threading.Thread(target=self._kill, args=target).start()
             return
         import ray
+        from ray import cloudpickle
 
         point = _POINT.get(fault.phase, fault.phase)
         given = point, fault.signal, fault.delay_seconds, str(self._note)
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])
         call = workers._actors[fault.rank].__ray_call__
         ray.get(call.remote(set_trap, *given))
 

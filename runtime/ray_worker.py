@@ -45,7 +45,7 @@ from .ray_programs import (
     place,
     sharding_of,
 )
-from .ray_reading import SourceOnHost, taken
+from .ray_sources import SourceOnHost, taken
 from .ray_transport import Peer, PeerLost, Transport
 from .stored_arrays import Digest, Writing, moved, read_onto, write_tile
 from .timeline import Event
