@@ -18,8 +18,7 @@ from autopar.runtime.direct_calls import NotDirect, ReadyCall
 from autopar.runtime.emit import emit
 from autopar.runtime.local import LocalExecutable, run_once
 from autopar.runtime.ray_actors import cluster_left as cluster_left
-from autopar.runtime.ray_executable import RayExecutable
-from autopar.runtime.ray_pipeline import RayPipelineExecutable
+from autopar.runtime.ray_executables import RayExecutable, RayPipelineExecutable
 from autopar.runtime.schedule import (
     Schedule,
     Task,

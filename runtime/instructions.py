@@ -144,3 +144,9 @@ def step_inputs(lists: Sequence[InstructionList]) -> tuple[tuple[Held, ...], ...
             made.update(now_made)
         inputs.append(tuple(first))
     return tuple(inputs)
+
+
+def made_in(lists: Sequence[InstructionList]) -> set[Held]:
+    """What some submesh makes, or receives, in a step."""
+    every = (instruction for list_ in lists for instruction in list_.instructions)
+    return {key for instruction in every for key in made_and_used(instruction)[0]}

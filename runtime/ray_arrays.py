@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -83,24 +82,11 @@ class RemoteArray:
         made_by: PendingStep | None = None,
     ) -> None:
         self.keeper, self.group, self.number, self.type = keeper, group, number, type_
+        self.shape, self.dtype = type_.shape, np.dtype(type_.dtype)
+        self.sharding = f"{type_}, group {group}"
         self._made_by = made_by
         self._taken_by: PendingStep | None = None
         self._is_deleted = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
-        return self.type.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype."""
-        return np.dtype(self.type.dtype)
-
-    @property
-    def sharding(self) -> str:
-        """How it lies on which hosts, in words."""
-        return f"{self.type}, group {self.group}"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         self.check()
@@ -169,22 +155,9 @@ class PendingArray:
     """A result of a step under way; a piece of a `DistributedArray`."""
 
     def __init__(self, step: PendingStep, key: Held, type_: ShardedType) -> None:
-        self._step, self._key, self._type = step, key, type_
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape."""
-        return self._type.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype."""
-        return np.dtype(self._type.dtype)
-
-    @property
-    def sharding(self) -> str:
-        """Where it is, in words."""
-        return "on its way to this process"
+        self._step, self._key = step, key
+        self.shape, self.dtype = type_.shape, np.dtype(type_.dtype)
+        self.sharding = "on its way to this process"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         whole = np.asarray(self._step.wait().results[self._key])
@@ -208,28 +181,3 @@ def is_on_workers(leaf: Any) -> bool:
     return isinstance(leaf, DistributedArray) and all(
         isinstance(piece, RemoteArray) for piece in leaf.pieces
     )
-
-
-class Numbers:
-    """Numbers for arrays, and those that nobody refers to any more."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._next = 0
-        self._dropped: deque[tuple[int, int]] = deque()
-
-    def fresh(self, count: int) -> range:
-        """As many numbers as are asked for, never given out before."""
-        with self._lock:
-            first, self._next = self._next, self._next + count
-        return range(first, first + count)
-
-    def drop(self, number: int, group: int) -> None:
-        """Note a number that is free; called by the garbage collector, so lock-free."""
-        self._dropped.append((number, group))
-
-    def take_dropped(self, group: int) -> tuple[int, ...]:
-        """The numbers dropped in a group since they were last taken."""
-        taken = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        self._dropped.extend(each for each in taken if each[1] != group)
-        return tuple(number for number, where in taken if where == group)

@@ -93,7 +93,6 @@ class HostJob:
     this host sends or receives, by the stage that it is sent to.
     """
 
-    name: str
     lists: tuple[InstructionList, ...]
     programs: Mapping[int, StageCode]
     inputs: Mapping[Held, ShardedType]

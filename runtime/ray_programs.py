@@ -115,7 +115,7 @@ def load_job(job: HostJob) -> PipelineProgram:
             code.donated,
         )
     last = max(programs, default=-1)
-    missing = StageProgram(-1, "apply", (), (), _is_elsewhere)
+    missing = StageProgram(-1, "apply", (), (), run_elsewhere)
     return PipelineProgram(
         num_stages=0,
         num_microbatches=0,
@@ -185,5 +185,5 @@ class Resharding:
         return self._programs[sharding](array)
 
 
-def _is_elsewhere(_: Sequence[Any]) -> Sequence[Any]:
+def run_elsewhere(_: Sequence[Any]) -> Sequence[Any]:
     raise AssertionError("an instruction list runs the programs of its own host")

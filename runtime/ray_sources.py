@@ -41,7 +41,7 @@ class Readers(Protocol):
     sources: SourceNumbers
 
     def ranks_of(self, group: int) -> range: ...
-    def fresh_numbers(self, count: int) -> range: ...
+    def new_number(self) -> int: ...
     def forget(self, number: int, group: int) -> None: ...
     def call(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]]
@@ -59,7 +59,7 @@ def source_number(workers: Readers, source: HostSource, group: int) -> int:
     """
     numbers = workers.sources.setdefault(source, {})
     if group not in numbers:
-        (number,) = workers.fresh_numbers(1)
+        number = workers.new_number()
         given = number, source.packed, source.num_ahead, source.end
         workers.call("open_source", dict.fromkeys(workers.ranks_of(group), given))
         numbers[group] = number

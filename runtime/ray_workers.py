@@ -5,6 +5,7 @@ After any fault all workers are killed: they wait for each other.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import threading
@@ -26,7 +27,7 @@ from autopar.errors import HostLostError, WorkerError
 from autopar.lowering.exported_program import ShardedType
 
 from .ray_actors import START_SECONDS, start_actors
-from .ray_arrays import Numbers, PendingStep, RemoteArray
+from .ray_arrays import PendingStep, RemoteArray
 from .ray_channel import Address, Calls, dial
 from .ray_hosts import import_ray
 from .ray_job import Block, HostFacts, check_alike, join_blocks, meet
@@ -69,7 +70,9 @@ class Workers:
         self._hosts = self.cluster.ray_hosts
         groups = HostGroups(self.num_hosts, ())
         self._ranks = [groups.ranks_of(group) for group in range(self.num_groups)]
-        self._numbers = Numbers()
+        self._numbers = itertools.count()
+        # Arrays that are free; the garbage collector adds some, so without a lock.
+        self._dropped: deque[tuple[int, int]] = deque()
         # Hosts of a group must start their steps in one order, or wait for each other.
         self.one_step = threading.Lock()
         self._one_call = threading.Lock()
@@ -77,8 +80,6 @@ class Workers:
         self._heartbeat: Heartbeat | None = None
         self._under_way: deque[PendingStep] = deque()
         self.sources: SourceNumbers = weakref.WeakKeyDictionary()
-        self._jobs = 0
-        self._tickets = 0
         for tries_left in reversed(range(_START_TRIES)):
             self._actors, self._close = start_actors(self.cluster, self)
             try:
@@ -193,22 +194,19 @@ class Workers:
         """The group of a host."""
         return next(i for i, ranks in enumerate(self._ranks) if rank in ranks)
 
-    def new_job(self) -> int:
-        """A number for a job."""
-        self._jobs += 1
-        return self._jobs
-
-    def fresh_numbers(self, count: int) -> range:
-        """Numbers for arrays that the workers are to keep."""
-        return self._numbers.fresh(count)
+    def new_number(self) -> int:
+        """One never given out before: for a job, or an array that workers keep."""
+        return next(self._numbers)
 
     def forget(self, number: int, group: int) -> None:
         """Free an array with the next call to its group."""
-        self._numbers.drop(number, group)
+        self._dropped.append((number, group))
 
     def freed_by_rank(self, groups: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """For each host of some groups, the numbers to free; each is told once."""
-        freed = {group: self._numbers.take_dropped(group) for group in groups}
+        taken = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        self._dropped.extend(each for each in taken if each[1] not in groups)
+        freed = {g: tuple(n for n, group in taken if group == g) for g in groups}
         return {rank: freed[group] for group in groups for rank in self.ranks_of(group)}
 
     def fetch(self, number: int, group: int, type_: ShardedType) -> np.ndarray:
@@ -224,16 +222,16 @@ class Workers:
         """Have every host copy its shards of some arrays; the ticket to write them."""
         for array in arrays:
             array.check()
-        self._tickets += 1
+        ticket = self.new_number()
         self.call(
             "copy_out",
             {
-                rank: (self._tickets, [a.number for a in arrays if a.group == group])
+                rank: (ticket, [a.number for a in arrays if a.group == group])
                 for group in sorted({array.group for array in arrays})
                 for rank in self.ranks_of(group)
             },
         )
-        return self._tickets
+        return ticket
 
     def write_out(
         self, ticket: int, writings: Sequence[tuple[int, Writing]]

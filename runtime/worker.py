@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 
 from autopar.lowering.programs import PipelineProgram
 
-from .emit import emit
+from .emit import emit, result_keys, results_of, state_keys
 from .instructions import (
     Free,
     Held,
@@ -254,11 +254,8 @@ class PipelineExecutable:
         self.instructions = emit(program, schedule)
         simulate(self.instructions)  # refuses a deadlock before any thread waits
         self._inputs = step_inputs(self.instructions)
-        self._state = tuple(
-            (name, (slot.stage, Value(name)))
-            for name, slot in program.slots.items()
-            if slot.kind == "state"
-        )
+        self._state = state_keys(program)
+        self._results = result_keys(program, self.instructions)
         self._runs_in_flight = runs_in_flight
         self._unfinished: tuple[deque[tuple[Run, Any]], ...] = tuple(
             deque() for _ in self.instructions
@@ -328,24 +325,10 @@ class PipelineExecutable:
         held = {key: array for lane in lanes for key, array in lane.held.items()}
         events = sorted((e for i in lanes for e in i.events), key=lambda e: e.start)
         timeline = Timeline(len(lanes), tuple(events))
-        new_state = {slot: held.get(key, state[slot]) for slot, key in self._state}
-        return new_state, self._results(held), timeline
-
-    def _results(self, held: Mapping[Held, Any]) -> dict[str, Any]:
-        results: dict[str, Any] = {}
-        for name, slot in self.program.slots.items():
-            if slot.kind != "result":
-                continue
-            once = (slot.stage, Value(name))
-            results[name] = (
-                held[once]
-                if once in held
-                else [
-                    held[slot.stage, Value(name, i)]
-                    for i in range(self.program.num_microbatches)
-                ]
-            )
-        return results
+        new_state = {
+            slot: held.get(key, state[slot]) for slot, key in self._state.items()
+        }
+        return new_state, results_of(self._results, held), timeline
 
     def _run(self, step: Step, lanes: Sequence[Lane]) -> None:
         """All lanes to their end, or to the first error, which is raised."""

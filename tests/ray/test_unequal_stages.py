@@ -12,8 +12,8 @@ import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.errors import WorkerError
 from autopar.methods.methods import PipelineParallel
+from autopar.runtime.ray_executables import RayPipelineExecutable
 from autopar.runtime.ray_local import LocalHosts
-from autopar.runtime.ray_pipeline import RayPipelineExecutable
 from autopar.runtime.ray_steps import METRIC_BYTES
 from autopar.runtime.ray_workers import Workers
 from autopar.state.distributed_array import DistributedArray
