@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
-from autopar.runtime.alike_slots import AlikeSlots
 from autopar.runtime.checkpoint import restore as restore
 from autopar.runtime.checkpoint import save as save
 from autopar.runtime.checkpoints_export import export_weights as export_weights
@@ -17,11 +16,9 @@ from autopar.runtime.direct_calls import MISSED as MISSED
 from autopar.runtime.direct_calls import DirectCalls as DirectCalls
 from autopar.runtime.direct_calls import NotDirect, ReadyCall
 from autopar.runtime.emit import emit
-from autopar.runtime.held_values import HeldByTask, held_by_task
 from autopar.runtime.local import LocalExecutable, run_once
-from autopar.runtime.ray_executable import RayExecutable
-from autopar.runtime.ray_pipeline import RayPipelineExecutable
-from autopar.runtime.ray_recovery import cluster_left as cluster_left
+from autopar.runtime.ray_actors import cluster_left as cluster_left
+from autopar.runtime.ray_executables import RayExecutable, RayPipelineExecutable
 from autopar.runtime.schedule import (
     Schedule,
     Task,
@@ -33,8 +30,8 @@ from autopar.runtime.schedule import (
     zero_bubble_h1,
     zero_bubble_h2,
 )
-from autopar.runtime.simulate import Simulation, simulate
-from autopar.runtime.step_trace import StepTrace
+from autopar.runtime.simulate import HeldByTask, Simulation, held_by_task, simulate_step
+from autopar.runtime.timeline import StepTrace
 from autopar.runtime.worker import PipelineExecutable
 
 from .clusters.cluster import Cluster
@@ -190,12 +187,12 @@ def simulation_of(planned: PlannedPipeline) -> Simulation:
         key = each.piece.stage, each.piece.kind
         seconds[key] += each.plan.predicted.step_seconds
     transfer_seconds = cache(planned.transfer_seconds)
-    alike = AlikeSlots.of(planned.flow)
-    return simulate(
-        emit(alike.program, schedule_of(planned)),
+    return simulate_step(
+        planned.flow,
+        schedule_of(planned),
         lambda task: seconds[task.stage, task.kind],
         lambda send: transfer_seconds(send.value.slot, send.source, send.target),
-        alike.bytes_of(planned.slot_bytes),
+        planned.slot_bytes,
     )
 
 

@@ -15,10 +15,11 @@ import random
 import re
 import signal
 import statistics
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,11 +154,14 @@ class FaultInjection:
             target = workers.facts[fault.rank].process_id, fault
             threading.Thread(target=self._kill, args=target).start()
             return
-        from autopar.runtime.ray_trap import Trap
+        import ray
+        from ray import cloudpickle
 
         point = _POINT.get(fault.phase, fault.phase)
-        trap = Trap(point, fault.signal, fault.delay_seconds, str(self._note))
-        workers.call("set_trap", {fault.rank: (trap,)})
+        given = point, fault.signal, fault.delay_seconds, str(self._note)
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        call = workers._actors[fault.rank].__ray_call__
+        ray.get(call.remote(set_trap, *given))
 
     def _kill(self, process_id: int, fault: Fault) -> None:
         time.sleep(fault.delay_seconds)
@@ -167,6 +171,48 @@ class FaultInjection:
     def signalled(self) -> float:
         """When the last fault was met, in seconds since the epoch."""
         return float(self._note.read_text())
+
+
+def set_trap(
+    _: Any, point: str, signal_: signal.Signals, delay_seconds: float, note: str
+) -> None:
+    """Has this worker meet a fault, once, some seconds after it gets to a point.
+
+    Points are "load", "save", "transfer", and the kinds of tasks: "forward",
+    "backward", "apply". The time of the signal, in seconds since the epoch, is written
+    to `note` before.
+    """
+    from autopar.runtime import ray_worker, worker
+    from autopar.runtime.instructions import Receive, Run, Send
+
+    is_met = threading.Event()
+
+    def send() -> None:
+        Path(note).write_text(str(time.time()))
+        os.kill(os.getpid(), signal_)
+
+    def meet(found: str) -> None:
+        if found == point and not is_met.is_set():
+            is_met.set()
+            threading.Timer(delay_seconds, send).start()
+
+    def set_at(owner: Any, name: str, point_of: Callable[..., str]) -> None:
+        call = getattr(owner, name)
+
+        def met(*given: Any) -> Any:
+            meet(point_of(*given))
+            return call(*given)
+
+        setattr(owner, name, met)
+
+    def point_of_task(_: Any, instruction: Any) -> str:
+        if isinstance(instruction, Send | Receive):
+            return "transfer"
+        return instruction.task.kind if isinstance(instruction, Run) else ""
+
+    set_at(ray_worker, "load_job", lambda _: "load")
+    set_at(ray_worker, "write_tile", lambda *_: "save")
+    set_at(worker.Lane, "_execute", point_of_task)
 
 
 def draw_faults(number: int, seed: int, hung_every: int, num_hosts: int) -> Any:

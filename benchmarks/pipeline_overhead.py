@@ -69,8 +69,8 @@ def measure(schedule: Schedule, seconds: float, steps: int) -> Measurement:
     """
     import jax
 
-    from autopar.runtime.simulate import simulate_schedule
     from autopar.runtime.worker import PipelineExecutable
+    from benchmarks.stage_chain import simulate_schedule
 
     costs: dict[TaskKind, float] = {
         "forward": seconds,
@@ -104,7 +104,7 @@ def _waiting(schedule: Schedule, costs: dict[TaskKind, float]) -> PipelineProgra
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from autopar.runtime.simulate import chain
+    from benchmarks.stage_chain import chain
 
     sizes = schedule.num_stages, schedule.num_microbatches
     program = chain(*sizes, schedule.has_weight_tasks)

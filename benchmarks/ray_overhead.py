@@ -123,7 +123,7 @@ class TransferEnd:
         import numpy as np
 
         from autopar.lowering.exported_program import ShardedType
-        from autopar.runtime.ray_crossing import Crossing
+        from autopar.runtime.ray_job import Crossing
         from autopar.runtime.ray_programs import sharding_of
         from autopar.runtime.ray_transport import Peer
 

@@ -9,10 +9,11 @@ none of its receives can wait for a send that comes after one it has not taken.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import Any
 
 from autopar.lowering.programs import PipelineProgram
 
@@ -27,6 +28,7 @@ from .instructions import (
     Value,
     Zero,
     made_and_used,
+    made_in,
 )
 from .schedule import Schedule, Task
 
@@ -48,6 +50,38 @@ def emit(program: PipelineProgram, schedule: Schedule) -> tuple[InstructionList,
         InstructionList(i, tuple(flow.with_frees(row)))
         for i, row in enumerate(receiving)
     )
+
+
+def state_keys(program: PipelineProgram) -> dict[str, Held]:
+    """Where each slot of the state is held."""
+    slots = program.slots.items()
+    return {n: (slot.stage, Value(n)) for n, slot in slots if slot.kind == "state"}
+
+
+def result_keys(
+    program: PipelineProgram, lists: Sequence[InstructionList]
+) -> dict[str, tuple[Held, ...]]:
+    """What each result slot holds in the end: one value, or one for each microbatch."""
+    made, numbers = made_in(lists), range(program.num_microbatches)
+    found: dict[str, tuple[Held, ...]] = {}
+    for name, slot in program.slots.items():
+        if slot.kind == "result":
+            once = slot.stage, Value(name)
+            many = tuple((slot.stage, Value(name, i)) for i in numbers)
+            found[name] = (once,) if once in made else many
+    return found
+
+
+def results_of(
+    keys: Mapping[str, Sequence[Held]], held: Mapping[Held, Any]
+) -> dict[str, Any]:
+    """The results of a step; one that is made once a microbatch is a list."""
+    return {
+        name: held[own[0]]
+        if own[0][1].microbatch is None
+        else [held[key] for key in own]
+        for name, own in keys.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """What one submesh does in a step: a list of instructions, as data and as text.
 
-The textual form is versioned and complete: `InstructionList.parse(str(x)) == x`.
-
     run 1F2 program 3: "w" "x"@2 -> "y"@2  run a stage program of task 1F2
     zero "grads.w" on 1                    make the first value of a gradient
     send "y"@2 from 1 to 2                 hand over a value; waits for nobody
@@ -14,8 +12,7 @@ A gradient is accumulated by the program that makes it, so nothing accumulates h
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .schedule import Task
@@ -33,13 +30,6 @@ class Value:
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else f"@{self.microbatch}"
         return json.dumps(self.slot) + microbatch
-
-    @staticmethod
-    def parse(text: str) -> Value:
-        """The value that prints as `text`."""
-        end = text.rindex('"') + 1
-        microbatch = int(text[end + 1 :]) if text[end:] else None
-        return Value(json.loads(text[:end]), microbatch)
 
 
 @dataclass(frozen=True)
@@ -130,47 +120,6 @@ def made_and_used(instruction: Instruction) -> tuple[list[Held], list[Held]]:
             return [], []
 
 
-_VALUE = r'("(?:[^"\\]|\\.)*"(?:@\d+)?)'
-_MOVE = rf"{_VALUE} from (\d+) to (\d+)"
-
-
-def _parse_values(text: str) -> tuple[Value, ...]:
-    return tuple(Value.parse(found) for found in re.findall(_VALUE, text))
-
-
-def _parse_run(task: str, program: str, inputs: str, outputs: str) -> Run:
-    values = _parse_values(inputs), _parse_values(outputs)
-    return Run(Task.parse(task), int(program), *values)
-
-
-_FORMS: tuple[tuple[str, Callable[..., Instruction]], ...] = (
-    (
-        rf"run (\w+) program (\d+):((?: {_VALUE[1:-1]})*) ->((?: {_VALUE[1:-1]})*)",
-        _parse_run,
-    ),
-    (rf"zero {_VALUE} on (\d+)", lambda v, s: Zero(Value.parse(v), int(s))),
-    (rf"send {_MOVE}", lambda v, s, t: Send(Value.parse(v), int(s), int(t))),
-    (rf"receive {_MOVE}", lambda v, s, t: Receive(Value.parse(v), int(s), int(t))),
-    (rf"free {_VALUE} on (\d+)", lambda v, s: Free(Value.parse(v), int(s))),
-)
-
-
-def parse_instruction(text: str) -> Instruction:
-    """The instruction that prints as `text`.
-
-    Raises:
-      ValueError: it is none.
-    """
-    for pattern, make in _FORMS:
-        match = re.fullmatch(pattern, text)
-        if match:
-            return make(*match.groups())
-    raise ValueError(
-        f"an instruction is a run, zero, send, receive or free, but got {text!r}; "
-        f"runtime/instructions.py shows the form of each."
-    )
-
-
 @dataclass(frozen=True)
 class InstructionList:
     """All that one submesh does in a step, in order."""
@@ -181,22 +130,6 @@ class InstructionList:
     def __str__(self) -> str:
         head = f"autopar instructions {VERSION}, submesh {self.submesh}"
         return "\n".join([head, *map(str, self.instructions)])
-
-    @staticmethod
-    def parse(text: str) -> InstructionList:
-        """The list that prints as `text`.
-
-        Raises:
-          ValueError: another version, or a line that is no instruction.
-        """
-        head, *lines = text.splitlines()
-        match = re.fullmatch(r"autopar instructions (\d+), submesh (\d+)", head)
-        if match is None or int(match[1]) != VERSION:
-            raise ValueError(
-                f"this autopar reads instructions of version {VERSION}, but the text "
-                f"starts with {head!r}; emit it again with this version."
-            )
-        return InstructionList(int(match[2]), tuple(map(parse_instruction, lines)))
 
 
 def step_inputs(lists: Sequence[InstructionList]) -> tuple[tuple[Held, ...], ...]:
@@ -211,3 +144,9 @@ def step_inputs(lists: Sequence[InstructionList]) -> tuple[tuple[Held, ...], ...
             made.update(now_made)
         inputs.append(tuple(first))
     return tuple(inputs)
+
+
+def made_in(lists: Sequence[InstructionList]) -> set[Held]:
+    """What some submesh makes, or receives, in a step."""
+    every = (instruction for list_ in lists for instruction in list_.instructions)
+    return {key for instruction in every for key in made_and_used(instruction)[0]}

@@ -1,104 +1,55 @@
-"""Arrays that live on the workers of a Ray cluster, and pieces of arrays on their way.
-
-The driver cuts an array so that each host gets its own shards, a shard that several of
-its devices hold once; a host sends back each shard that no other host sends.
-"""
+"""Arrays that live on the workers of a Ray cluster, or are still made there."""
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from autopar.errors import HostLostError
 from autopar.lowering.exported_program import ShardedType
 from autopar.state.distributed_array import DistributedArray
 
-from .ray_pending import PendingStep
+from .instructions import Held
 from .stored_arrays import Digest, Writing
-from .tile import Tile
+from .timeline import Timeline
 
 
-@dataclass(frozen=True, eq=False)
-class HostShards:
-    """What one host holds of an array: its tiles, and the tile of each device."""
+@dataclass(frozen=True)
+class StepEnd:
+    """What of a step came to the driver; the timeline is empty if it was not wanted."""
 
-    type: ShardedType
-    tiles: tuple[np.ndarray, ...]
-    tile_of_device: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the way."""
-        return sum(tile.nbytes for tile in self.tiles)
+    results: Mapping[Held, jax.Array]
+    timeline: Timeline
 
 
-@dataclass(frozen=True, eq=False)
-class Block:
-    """One tile of an array and where it belongs."""
+class PendingStep:
+    """A step under way.
 
-    tile: Tile
-    data: np.ndarray
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the way."""
-        return self.data.nbytes
-
-
-def cut_for_hosts(
-    array: np.ndarray, type_: ShardedType, num_hosts: int
-) -> list[HostShards]:
-    """The shards of each host; devices are numbered host by host."""
-    return [
-        HostShards(type_, tuple(_cut(array, tile) for tile in tiles), tile_of_device)
-        for tiles, tile_of_device in _tiles_of_hosts(type_, num_hosts)
-    ]
-
-
-def _cut(array: np.ndarray, tile: Tile) -> np.ndarray:
-    part = array[tuple(slice(*ends) for ends in tile)]
-    shape = tuple(stop - start for start, stop in tile)
-    return np.ascontiguousarray(part).reshape(shape)  # it makes scalars vectors
-
-
-@lru_cache(maxsize=1024)
-def _tiles_of_hosts(
-    type_: ShardedType, num_hosts: int
-) -> tuple[tuple[tuple[Tile, ...], tuple[int, ...]], ...]:
-    """The tiles of each host, and which of them each of its devices has."""
-    per_host = type_.num_devices // num_hosts
-    hosts = []
-    for host in range(num_hosts):
-        tiles = [
-            tuple((part.start, part.stop) for part in type_.tile(device))
-            for device in range(host * per_host, (host + 1) * per_host)
-        ]
-        order = {tile: position for position, tile in enumerate(dict.fromkeys(tiles))}
-        hosts.append((tuple(order), tuple(order[tile] for tile in tiles)))
-    return tuple(hosts)
-
-
-def join_blocks(
-    shape: Sequence[int], dtype: str, blocks: Iterable[Block]
-) -> np.ndarray:
-    """The array that blocks make together.
-
-    Raises:
-      AssertionError: they do not cover it.
+    Arguments:
+      finish: waits for the step.
     """
-    whole = np.empty(tuple(shape), np.dtype(dtype))
-    covered = 0
-    for block in blocks:
-        whole[tuple(slice(*part) for part in block.tile)] = block.data
-        covered += block.data.size
-    assert covered == whole.size, f"blocks cover {covered} of {whole.size} elements"
-    return whole
+
+    def __init__(self, finish: Callable[[], StepEnd]) -> None:
+        self._finish = finish
+        self._lock = threading.Lock()
+        self._end: StepEnd | None = None
+
+    def wait(self) -> StepEnd:
+        """The end of the step.
+
+        Raises:
+          HostLostError, WorkerError, RuntimeError: see `Workers.call`.
+        """
+        with self._lock:
+            if self._end is None:
+                self._end = self._finish()
+                del self._finish  # and what it refers to
+            return self._end
 
 
 class Keeper(Protocol):
@@ -131,24 +82,11 @@ class RemoteArray:
         made_by: PendingStep | None = None,
     ) -> None:
         self.keeper, self.group, self.number, self.type = keeper, group, number, type_
+        self.shape, self.dtype = type_.shape, np.dtype(type_.dtype)
+        self.sharding = f"{type_}, group {group}"
         self._made_by = made_by
         self._taken_by: PendingStep | None = None
         self._is_deleted = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
-        return self.type.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype."""
-        return np.dtype(self.type.dtype)
-
-    @property
-    def sharding(self) -> str:
-        """How it lies on which hosts, in words."""
-        return f"{self.type}, group {self.group}"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         self.check()
@@ -213,33 +151,33 @@ class RemoteArray:
             )
 
 
+class PendingArray:
+    """A result of a step under way; a piece of a `DistributedArray`."""
+
+    def __init__(self, step: PendingStep, key: Held, type_: ShardedType) -> None:
+        self._step, self._key = step, key
+        self.shape, self.dtype = type_.shape, np.dtype(type_.dtype)
+        self.sharding = "on its way to this process"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        whole = np.asarray(self._step.wait().results[self._key])
+        return whole if dtype is None else whole.astype(dtype)
+
+    def block_until_ready(self) -> PendingArray:
+        """Wait for the step."""
+        self._step.wait()
+        return self
+
+    def is_deleted(self) -> bool:
+        """Never: this process keeps it."""
+        return False
+
+    def delete(self) -> None:
+        """Does nothing: it is freed when nobody refers to it."""
+
+
 def is_on_workers(leaf: Any) -> bool:
     """Whether all of a leaf is kept by workers."""
     return isinstance(leaf, DistributedArray) and all(
         isinstance(piece, RemoteArray) for piece in leaf.pieces
     )
-
-
-class Numbers:
-    """Numbers for arrays, and those that nobody refers to any more."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._next = 0
-        self._dropped: deque[tuple[int, int]] = deque()
-
-    def fresh(self, count: int) -> range:
-        """As many numbers as are asked for, never given out before."""
-        with self._lock:
-            first, self._next = self._next, self._next + count
-        return range(first, first + count)
-
-    def drop(self, number: int, group: int) -> None:
-        """Note a number that is free; called by the garbage collector, so lock-free."""
-        self._dropped.append((number, group))
-
-    def take_dropped(self, group: int) -> tuple[int, ...]:
-        """The numbers dropped in a group since they were last taken."""
-        taken = [self._dropped.popleft() for _ in range(len(self._dropped))]
-        self._dropped.extend(each for each in taken if each[1] != group)
-        return tuple(number for number, where in taken if where == group)

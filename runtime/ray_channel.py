@@ -1,4 +1,4 @@
-"""Calls from the driver to a host over a connection of their own, one after the other.
+"""Connections between the processes of a run: messages, and the driver's calls.
 
 A call through Ray costs the driver about a millisecond of CPU time, one over a socket a
 tenth of that. A host answers these calls in the order in which they were made.
@@ -10,7 +10,9 @@ import os
 import pickle
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import (
@@ -18,80 +20,45 @@ from multiprocessing.connection import (
     Listener,
     answer_challenge,
     deliver_challenge,
-    wait,
 )
 from queue import SimpleQueue
 from typing import Any
 
-from .ray_hosts import import_ray
+from .ray_job import Failure
 
 Address = tuple[str, int]
 _CONNECT_SECONDS = 10.0
-_CAUSE_SECONDS = 5.0  # Ray knows within a second why a process ended
 _SMALL_BYTES = 1 << 16  # larger arrays are sent from where they lie
 
 
-def serve(address: str, secret: bytes, answer: Callable[..., Any]) -> Address:
-    """Answer the calls of one driver on a thread; where it connects to.
-
-    Arguments:
-      address: of the network card that the driver reaches.
-      secret: what only this driver knows.
-      answer: takes a method's name and its arguments, and raises nothing.
-    """
-    listener = Listener((address, 0), authkey=secret)
-    host, port = listener.address
-    given = listener, answer
-    threading.Thread(target=_serve, args=given, name="calls", daemon=True).start()
-    return str(host), int(port)
-
-
-def _serve(listener: Listener, answer: Callable[..., Any]) -> None:
-    answers: SimpleQueue[Any] = SimpleQueue()
-    with listener, _accepted(listener) as connection:
-        # The driver may be sending its next call, and read no answer meanwhile.
-        given = connection, answers
-        threading.Thread(target=_send_answers, args=given, daemon=True).start()
-        while True:
-            try:
-                method, arguments = receive(connection)
-            except (EOFError, OSError):
-                return  # the driver is gone, and Ray ends this process
-            answers.put(answer(method, arguments))
-
-
-def _send_answers(connection: Connection, answers: SimpleQueue[Any]) -> None:
-    with connection:
-        while True:
-            try:
-                send(connection, answers.get())
-            except OSError:
-                return  # the driver is gone
-
-
-def _accepted(listener: Listener) -> Connection:
-    """The first connection of somebody who knows the secret."""
+def accept(listener: Listener) -> Connection:
+    """The next connection of somebody who knows the listener's secret."""
     while True:
         try:
             connection = listener.accept()
         except (AuthenticationError, EOFError, ConnectionError):
             continue  # somebody else
-        send_at_once(connection)
-        return connection
+        return _at_once(connection)
 
 
 def dial(address: Address, secret: bytes) -> Connection:
-    """The driver's end of the connection to a host.
+    """A connection to whoever accepts some there.
 
     Raises:
-      OSError: the host cannot be reached there.
+      OSError: nobody can be reached there.
     """
     raw = socket.create_connection(address, _CONNECT_SECONDS)
     raw.settimeout(None)
     connection = Connection(raw.detach())
     answer_challenge(connection, secret)
     deliver_challenge(connection, secret)
-    send_at_once(connection)
+    return _at_once(connection)
+
+
+def _at_once(connection: Connection) -> Connection:
+    """Small messages are not held back until the one before is acknowledged."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as raw:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
@@ -127,60 +94,77 @@ def receive(connection: Connection) -> Any:
     return pickle.loads(memoryview(head)[1:], buffers=large)
 
 
-class DirectAnswers:
-    """Answers that come over connections, for a `Watch`: as the part of `ray` it uses.
+def answer_calls(listener: Listener, answer: Callable[..., Any]) -> None:
+    """Answer the calls of the driver that connects next, on a thread.
 
-    What is waited for are connections, and signs of life that come through Ray.
-
-    Arguments:
-      ping: the reference to a sign of life of a host.
-      rank_of: the host at the other end of a connection.
+    `answer` takes a method's name and its arguments, and raises nothing.
     """
 
-    def __init__(
-        self, ping: Callable[[int], Any], rank_of: Mapping[Connection, int]
-    ) -> None:
-        self._ray = import_ray()
-        self._ping, self._rank_of = ping, rank_of
-        self.exceptions = self._ray.exceptions
+    def serve() -> None:
+        answers: SimpleQueue[Any] = SimpleQueue()
+        with accept(listener) as connection, suppress(EOFError, OSError):
+            # The driver may be sending its next call, and read no answer meanwhile.
+            in_background(lambda: _send_answers(connection, answers))
+            while True:
+                method, arguments = receive(connection)
+                answers.put(answer(method, arguments))
 
-    def send(self, connection: Connection, message: Any) -> None:
-        """Send a call; where that fails, `get` finds out why.
+    in_background(serve)
+
+
+def _send_answers(connection: Connection, answers: SimpleQueue[Any]) -> None:
+    with connection, suppress(OSError):  # the driver is gone
+        while True:
+            send(connection, answers.get())
+
+
+class Calls:
+    """The driver's calls to one host, which answers them in their order.
+
+    What comes after a call that failed fails as it did.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._waiting: deque[Future[Any]] = deque()
+        self._is_over = False
+        self._lock = threading.Lock()
+        in_background(self._read_answers)
+
+    def begin(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
+        """Send a call; its answer, or the ConnectionError that none comes.
 
         A frozen host may not take it: the heartbeat ends that, and the wait here.
         """
-        with suppress(OSError):
-            send(connection, message)
+        answer: Future[Any] = Future()
+        with self._lock:
+            self._waiting.append(answer)
+            is_over = self._is_over
+        if is_over:
+            self._end()
+        with suppress(OSError):  # then the reading ends, too
+            send(self._connection, (method, arguments))
+        return answer
 
-    def wait(
-        self, refs: Sequence[Any], num_returns: int, timeout: float
-    ) -> tuple[list[Any], list[Any]]:
-        """All that have come, after `timeout` seconds at most, and an empty list."""
-        connections = [ref for ref in refs if isinstance(ref, Connection)]
-        pings = [ref for ref in refs if not isinstance(ref, Connection)]
-        ready: list[Any] = list(wait(connections, timeout))
-        if pings:
-            ready += self._ray.wait(pings, num_returns=len(pings), timeout=0)[0]
-        return ready, []
+    def _read_answers(self) -> None:
+        failure: Failure | None = None
+        with self._connection, suppress(EOFError, OSError):
+            while True:
+                answer = receive(self._connection)
+                if failure is None and isinstance(answer, Failure):
+                    failure = answer
+                self._waiting.popleft().set_result(failure or answer)
+        self._end()
 
-    def get(self, ref: Any) -> Any:
-        """What came.
-
-        Raises:
-          ray.exceptions.RayError: the host ended; says why.
-          ConnectionError: its connection ended, and it did not.
-        """
-        if not isinstance(ref, Connection):
-            return self._ray.get(ref)
-        try:
-            return receive(ref)
-        except (EOFError, OSError) as error:
-            ping = self._ping(self._rank_of[ref])
-            self._ray.get(ping, timeout=_CAUSE_SECONDS)
-            raise ConnectionError("its connection ended.") from error
+    def _end(self) -> None:
+        with self._lock:
+            self._is_over = True
+            waiting = [*self._waiting]
+            self._waiting.clear()
+        for answer in waiting:
+            answer.set_exception(ConnectionError("its connection ended."))
 
 
-def send_at_once(connection: Connection) -> None:
-    """Small messages are not held back until the one before is acknowledged."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as raw:
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def in_background(run: Callable[[], None]) -> None:
+    """Start a thread that ends with the process."""
+    threading.Thread(target=run, daemon=True).start()

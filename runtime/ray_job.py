@@ -1,20 +1,76 @@
-"""What the driver tells a host: the job it runs each step, and one step of it; data."""
+"""What the driver tells a host: the job it runs each step, and one step of it; data.
+
+The driver cuts an array so that each host gets its own shards, a shard that several of
+its devices hold once; a host sends back each shard that no other host sends.
+"""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import metadata
+
+import numpy as np
 
 from autopar.errors import WorkerError
 from autopar.lowering.exported_program import ExportedProgram, ShardedType
 
-from .instructions import Held
-from .ray_arrays import Block, HostShards
-from .ray_crossing import Crossing
+from .instructions import Held, InstructionList
 from .stored_arrays import StoredArray
 from .timeline import Event
+from .transfers import Tile, tile_at
+
+
+@dataclass(frozen=True, eq=False)
+class HostShards:
+    """What one host holds of an array: its tiles, and the tile of each device."""
+
+    type: ShardedType
+    tiles: tuple[np.ndarray, ...]
+    tile_of_device: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the way."""
+        return sum(tile.nbytes for tile in self.tiles)
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One tile of an array and where it belongs."""
+
+    tile: Tile
+    data: np.ndarray
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the way."""
+        return self.data.nbytes
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value on the submesh that sends it and on the one that reads it.
+
+    Each has its type there, and the ranks of its hosts, which hold equal shares of the
+    submesh in their order.
+    """
+
+    source: ShardedType
+    target: ShardedType
+    source_ranks: tuple[int, ...]
+    target_ranks: tuple[int, ...]
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it stays on the same hosts."""
+        return self.source_ranks == self.target_ranks
+
+    def is_of(self, rank: int) -> bool:
+        """Whether a host sends or reads a part of it."""
+        return rank in self.source_ranks or rank in self.target_ranks
 
 
 @dataclass(frozen=True)
@@ -30,15 +86,14 @@ class StageCode:
 class HostJob:
     """All that one host runs a step.
 
-    `instructions` are the texts of the `InstructionList`s of its submeshes, `programs`
-    those it runs, by their number there. `inputs` are the values it holds when a step
+    `lists` has what each of its submeshes does, `programs` those it runs, by their
+    number there. `inputs` are the values it holds when a step
     begins, `ends` what it may be asked for when the step is done; a step names both by
     position. `zeros` are the first values of gradients. `crossing` has each slot that
     this host sends or receives, by the stage that it is sent to.
     """
 
-    name: str
-    instructions: tuple[str, ...]
+    lists: tuple[InstructionList, ...]
     programs: Mapping[int, StageCode]
     inputs: Mapping[Held, ShardedType]
     ends: tuple[Held, ...]
@@ -95,8 +150,12 @@ class StepReply:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on a host as text; `is_echo` if another host's is its cause."""
+    """An exception in a method of a host as text.
 
+    `is_echo` if another host's is its cause.
+    """
+
+    method: str
     summary: str
     traceback: str
     is_echo: bool = False
@@ -139,3 +198,61 @@ def check_alike(facts: Sequence[HostFacts]) -> None:
                     f"install the same there.",
                     rank,
                 )
+
+
+def cut_for_hosts(
+    array: np.ndarray, type_: ShardedType, num_hosts: int
+) -> list[HostShards]:
+    """The shards of each host; devices are numbered host by host."""
+    return [
+        HostShards(type_, tuple(_cut(array, tile) for tile in tiles), tile_of_device)
+        for tiles, tile_of_device in _tiles_of_hosts(type_, num_hosts)
+    ]
+
+
+def _cut(array: np.ndarray, tile: Tile) -> np.ndarray:
+    part = array[tuple(slice(*ends) for ends in tile)]
+    shape = tuple(stop - start for start, stop in tile)
+    return np.ascontiguousarray(part).reshape(shape)  # it makes scalars vectors
+
+
+@lru_cache(maxsize=1024)
+def _tiles_of_hosts(
+    type_: ShardedType, num_hosts: int
+) -> tuple[tuple[tuple[Tile, ...], tuple[int, ...]], ...]:
+    """The tiles of each host, and which of them each of its devices has."""
+    per_host = type_.num_devices // num_hosts
+    hosts = []
+    for host in range(num_hosts):
+        on_host = range(host * per_host, (host + 1) * per_host)
+        tiles = [tile_at(type_.tile(device), type_.shape) for device in on_host]
+        order = {tile: position for position, tile in enumerate(dict.fromkeys(tiles))}
+        hosts.append((tuple(order), tuple(order[tile] for tile in tiles)))
+    return tuple(hosts)
+
+
+def join_blocks(
+    shape: Sequence[int], dtype: str, blocks: Iterable[Block]
+) -> np.ndarray:
+    """The array that blocks make together.
+
+    Raises:
+      AssertionError: they do not cover it.
+    """
+    whole = np.empty(tuple(shape), np.dtype(dtype))
+    covered = 0
+    for block in blocks:
+        whole[tuple(slice(*part) for part in block.tile)] = block.data
+        covered += block.data.size
+    assert covered == whole.size, f"blocks cover {covered} of {whole.size} elements"
+    return whole
+
+
+def meet(rank: int, own: Sequence[int], peer: int, others: Sequence[int]) -> bool:
+    """Whether two hosts of different groups hold some same part of all that crosses.
+
+    Each holds an equal share of it, in the order of the hosts of its group.
+    """
+    here, there = own.index(rank), others.index(peer)
+    starts_before = here * len(others) < (there + 1) * len(own)
+    return starts_before and there * len(own) < (here + 1) * len(others)

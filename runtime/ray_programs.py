@@ -24,10 +24,8 @@ from autopar.lowering.exported_program import (
 )
 from autopar.lowering.programs import PipelineProgram, StageProgram, compiled
 
-from .ray_arrays import Block, HostShards
-from .ray_job import HostJob
-from .tile import Tile, tile_at
-from .transfer_plan import devices
+from .ray_job import Block, HostJob, HostShards
+from .transfers import Tile, devices, tile_at
 
 
 def mesh_of(type_: ShardedType) -> Mesh:
@@ -117,7 +115,7 @@ def load_job(job: HostJob) -> PipelineProgram:
             code.donated,
         )
     last = max(programs, default=-1)
-    missing = StageProgram(-1, "apply", (), (), _is_elsewhere)
+    missing = StageProgram(-1, "apply", (), (), run_elsewhere)
     return PipelineProgram(
         num_stages=0,
         num_microbatches=0,
@@ -187,5 +185,5 @@ class Resharding:
         return self._programs[sharding](array)
 
 
-def _is_elsewhere(_: Sequence[Any]) -> Sequence[Any]:
+def run_elsewhere(_: Sequence[Any]) -> Sequence[Any]:
     raise AssertionError("an instruction list runs the programs of its own host")

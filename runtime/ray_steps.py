@@ -7,9 +7,9 @@ ordinary array, once. To the driver come results of at most `METRIC_BYTES`.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -20,44 +20,141 @@ from autopar.data.examples import LoadedRows
 from autopar.lowering.exported_program import (
     ExportedProgram,
     ShardedType,
+    export_program,
     plain_array,
     with_keys,
 )
+from autopar.lowering.programs import PipelineProgram, SpmdProgram
 from autopar.state.distributed_array import DistributedArray
 
-from .instructions import Held, InstructionList
-from .ray_arrays import Block, HostShards, RemoteArray, cut_for_hosts, join_blocks
-from .ray_crossing import Crossing
-from .ray_job import HostJob, LoadedPart, StageCode, StepReply, StepRequest
-from .ray_pending import PendingArray, PendingStep, StepEnd
+from .emit import result_keys, state_keys
+from .instructions import Held, InstructionList, Send, Value, step_inputs
+from .ray_arrays import PendingArray, PendingStep, RemoteArray, StepEnd
+from .ray_job import (
+    Block,
+    Crossing,
+    HostJob,
+    HostShards,
+    LoadedPart,
+    StageCode,
+    StepReply,
+    StepRequest,
+    cut_for_hosts,
+    join_blocks,
+)
 from .ray_sources import source_number
-from .ray_workers import Begun, Workers, workers_of
+from .ray_workers import Workers, workers_of
 from .stored_arrays import StoredArray
 from .timeline import Event, Timeline
 
 METRIC_BYTES = 64 * 1024  # larger results stay on the workers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class JobParts:
     """A job before it is dealt out to hosts.
 
-    `lists` has what each submesh does, `groups` where these lie, `submesh_of_stage`
-    which one runs and holds what is of a stage. `programs` are stage programs with the
-    arrays they close over; `inputs` and `ends` are what a step begins and ends with,
-    `donated` the inputs whose memory it may take; see `HostJob` for the rest.
+    `program` is never run here; `codes` are its stage programs, in its order, with the
+    arrays that they close over. `lists` has what each submesh does, `groups` where
+    these lie, `submesh_of_stage` which one runs and holds what is of a stage.
     """
 
-    name: str
+    program: PipelineProgram
+    codes: tuple[tuple[ExportedProgram, Sequence[Any]], ...]
     lists: tuple[InstructionList, ...]
     groups: HostGroups
     submesh_of_stage: Mapping[int, int]
-    programs: Mapping[int, tuple[int, ExportedProgram, Sequence[Any]]]
-    inputs: Mapping[Held, ShardedType]
-    ends: Mapping[Held, ShardedType]
-    donated: Collection[Held]
-    zeros: Mapping[Held, ShardedType] = field(default_factory=dict)
-    crossing: Mapping[tuple[str, int], Crossing] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        program: PipelineProgram,
+        codes: Sequence[SpmdProgram],
+        lists: tuple[InstructionList, ...],
+        submesh_of_stage: Mapping[int, int],
+        cluster: Cluster,
+        sizes: Sequence[int],
+    ) -> JobParts:
+        """That of stage programs lowered for abstract meshes.
+
+        Raises:
+          NotImplementedError: see `HostGroups.of` and `export_program`.
+        """
+        assert cluster.ray_hosts is not None, "the cluster is one of Ray"
+        platform = cluster.ray_hosts.lowering_platform
+        groups = HostGroups.of(sizes, cluster.devices_per_host)
+        exported = []
+        for stage, code in zip(program.programs, codes, strict=True):
+            _, first_device = groups.places[submesh_of_stage[stage.stage]]
+            made = export_program(code, platform).at(first_device)
+            exported.append((made, code.constants))
+        return JobParts(program, tuple(exported), lists, groups, submesh_of_stage)
+
+    @cached_property
+    def types(self) -> dict[tuple[str, int], ShardedType]:
+        """The type of every slot on each stage that makes, holds or reads it."""
+        types: dict[tuple[str, int], ShardedType] = {}
+        for stage, (code, _) in zip(self.program.programs, self.codes, strict=True):
+            names = (*stage.inputs, *stage.outputs)
+            for name, type_ in zip(names, (*code.inputs, *code.outputs), strict=True):
+                types.setdefault((name, stage.stage), type_)
+        for (name, stage), sharding in self.program.shardings.items():
+            other = next((t for (n, _), t in types.items() if n == name), None)
+            # It may be held by a stage none of whose programs uses it.
+            if (name, stage) not in types and other is not None:
+                type_ = ShardedType.of(other.shape, other.dtype, sharding)
+                _, first_device = self.groups.places[self.submesh_of_stage[stage]]
+                types[name, stage] = type_.at(first_device)
+        return types
+
+    @cached_property
+    def inputs(self) -> dict[Held, ShardedType]:
+        """What a step begins with."""
+        keys = [key for keys in step_inputs(self.lists) for key in keys]
+        return {key: self.types[key[1].slot, key[0]] for key in keys}
+
+    @cached_property
+    def results(self) -> dict[str, tuple[Held, ...]]:
+        """What each result slot holds in the end."""
+        return result_keys(self.program, self.lists)
+
+    @cached_property
+    def ends(self) -> dict[Held, ShardedType]:
+        """What may be asked for when a step is done."""
+        results = (key for keys in self.results.values() for key in keys)
+        ends = {*self.inputs, *state_keys(self.program).values(), *results}
+        found = ((key, self.types.get((key[1].slot, key[0]))) for key in ends)
+        return {key: type_ for key, type_ in found if type_ is not None}
+
+    @cached_property
+    def donated(self) -> set[Held]:
+        """The inputs whose memory a step may take."""
+        return {
+            (stage.stage, Value(stage.inputs[i]))
+            for stage, (code, _) in zip(self.program.programs, self.codes, strict=True)
+            for i in code.donated
+        }
+
+    @cached_property
+    def crossing(self) -> dict[tuple[str, int], Crossing]:
+        """Each slot that is sent, by the stage that it is sent to."""
+        types = self.types
+        return {
+            (send.value.slot, send.target): Crossing(
+                types[send.value.slot, send.source],
+                types[send.value.slot, send.target],
+                *(
+                    tuple(self.groups.ranks_of(self.group_of(stage)))
+                    for stage in (send.source, send.target)
+                ),
+            )
+            for list_ in self.lists
+            for send in list_.instructions
+            if isinstance(send, Send)
+        }
+
+    def group_of(self, stage: int) -> int:
+        """The group of hosts that runs a stage."""
+        return self.groups.places[self.submesh_of_stage[stage]][0]
 
 
 @dataclass
@@ -79,7 +176,7 @@ class RayJob:
 
     def __init__(self, workers: Workers, parts: JobParts) -> None:
         self.workers, self.parts = workers, parts
-        self._number = workers.new_job()
+        self._number = workers.new_number()
         self._inputs = self._by_group(parts.inputs)
         self._ends = self._by_group(parts.ends)
         jobs = {
@@ -108,7 +205,7 @@ class RayJob:
         with workers.one_step:
             groups = range(workers.num_groups)
             asked = [self._sorted(given, group) for group in groups]
-            numbers = dict(zip(kept, workers.fresh_numbers(len(kept)), strict=True))
+            numbers = {key: workers.new_number() for key in kept}
             freed = workers.freed_by_rank(groups)
             calls: dict[int, tuple[bytes, dict[int, HostShards]]] = {}
             for group, inputs in enumerate(asked):
@@ -127,8 +224,8 @@ class RayJob:
                 for index, rank in enumerate(ranks):
                     fed = {i: shards[index] for i, shards in inputs.fed.items()}
                     calls[rank] = packed, fed
-            begun = workers.begin("step", calls)
-            step = PendingStep(partial(self._end, begun, asked))
+            finish = workers.begin("step", calls)
+            step = PendingStep(partial(self._end, finish, asked))
             remote = {
                 key: RemoteArray(workers, self._group(key), number, ends[key], step)
                 for key, number in numbers.items()
@@ -157,19 +254,17 @@ class RayJob:
             k[1].microbatch is not None or ends[k].key_impl for k in returned
         )
 
-    def _end(self, begun: Begun, asked: Sequence[_Inputs]) -> StepEnd:
+    def _end(
+        self, finish: Callable[[], list[StepReply]], asked: Sequence[_Inputs]
+    ) -> StepEnd:
         """Waits for the replies to a step."""
-        replies: list[StepReply] = self.workers.finish(begun)
+        replies = finish()
         for rank, reply in enumerate(replies):
             self._mark_donated(asked[self.workers.group_of(rank)], reply)
         return StepEnd(self._results(replies), self._timeline(replies))
 
     def _group(self, key: Held) -> int:
-        return self._group_of_stage(key[0])
-
-    def _group_of_stage(self, stage: int) -> int:
-        group, _ = self.parts.groups.places[self.parts.submesh_of_stage[stage]]
-        return group
+        return self.parts.group_of(key[0])
 
     def _by_group(self, keys: Collection[Held]) -> list[tuple[Held, ...]]:
         """The keys of each group of hosts."""
@@ -237,29 +332,29 @@ class RayJob:
 
     def _for_host(self, rank: int, group: int, index: int) -> HostJob:
         parts, hosts = self.parts, self.workers.num_hosts[group]
-
-        def here(stage: int) -> bool:
-            return self._group_of_stage(stage) == group
+        programs, slots = parts.program.programs, parts.program.slots.items()
 
         def code(number: int) -> StageCode:
-            stage, exported, constants = parts.programs[number]
+            exported, constants = parts.codes[number]
             shards = [
                 cut_for_hosts(plain_array(value), type_, hosts)[index]
                 for value, type_ in zip(constants, exported.constants, strict=True)
             ]
-            return StageCode(stage, exported, tuple(shards))
+            return StageCode(programs[number].stage, exported, tuple(shards))
+
+        def is_here(stage: int) -> bool:
+            return parts.group_of(stage) == group
 
         places = zip(parts.lists, parts.groups.places, strict=True)
         return HostJob(
-            parts.name,
-            tuple(str(list_) for list_, (where, _) in places if where == group),
-            {n: code(n) for n, (stage, *_) in parts.programs.items() if here(stage)},
+            tuple(list_ for list_, (where, _) in places if where == group),
+            {n: code(n) for n, each in enumerate(programs) if is_here(each.stage)},
             {key: parts.inputs[key] for key in self._inputs[group]},
             self._ends[group],
             {
-                value.slot: type_
-                for (stage, value), type_ in parts.zeros.items()
-                if here(stage)
+                name: parts.types[name, slot.stage]
+                for name, slot in slots
+                if slot.kind == "gradient" and is_here(slot.stage)
             },
             {key: each for key, each in parts.crossing.items() if each.is_of(rank)},
             parts.submesh_of_stage,

@@ -20,10 +20,9 @@ from jax.sharding import SingleDeviceSharding
 
 from autopar.lowering.exported_program import ShardedType
 
-from .ray_crossing import Crossing
+from .ray_job import Crossing
 from .ray_programs import sharding_of
-from .transfer_plan import devices, plan_between_hosts, plan_in_parts
-from .transfers import Transfer
+from .transfers import Transfer, devices, plan_between_hosts, plan_in_parts
 
 
 class HostTransfer(Protocol):

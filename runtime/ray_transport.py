@@ -1,25 +1,24 @@
 """Send arrays between host groups that share no JAX process group.
 
-For each pair of hosts that exchange values there is a control connection: the sender
-offers (which value, under which number, in which tiles), the receiver checks that the
-tiles are those it expects, pulls them from the sender's transfer server, before they
-are asked for, and acknowledges. The checks matter: a pull into other tiles delivers
-wrong data silently.
+Two hosts that exchange values have a connection: the sender offers (which value, under
+which number, in which tiles), the receiver checks that the tiles are those it expects,
+pulls them from the sender's transfer server, before they are asked for, and
+acknowledges. The checks matter: a pull into other tiles delivers wrong data silently.
 
-When two hosts connect, the receiver pulls a few numbers first. Where that fails, what
-the two exchange goes through Ray's object store, and with it through the memory of both
-hosts.
+When two hosts connect, each pulls a few numbers first. Where that fails, what it reads
+goes through Ray's object store, and with it through the memory of both hosts.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
+import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Client, Listener
+from multiprocessing.connection import Connection, Listener
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -28,17 +27,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from .instructions import Value
-from .ray_channel import Address, send_at_once
-from .ray_crossing import Crossing
-from .ray_offers import (
-    Incoming,
-    Kinds,
-    Offer,
-    Outgoing,
-    Pull,
-    hang_up,
-    in_background,
-)
+from .ray_channel import Address, accept, dial, in_background, receive, send
+from .ray_job import Crossing
 from .ray_programs import from_local_parts, local_parts
 from .ray_transfers import HostTransfer, host_transfer
 
@@ -46,8 +36,15 @@ NUM_STREAMS = 4  # one stream carries 0.3-0.85 GB/s, four 2 GB/s
 TRANSFER_BYTES = 4 << 20
 _PROBE = np.arange(8, dtype=np.int32)
 _PROBE_SECONDS = 5.0  # a pull from a server that is not there waits for ever
+_MOST_WAITING = 64  # connections that are not accepted yet
+_ENDS = EOFError, OSError, jax.errors.JaxRuntimeError  # of another host
 _Transfers = dict[tuple[str, int], HostTransfer]
 _Parts = list[list[np.ndarray]]  # of each array, on each device of the host
+_Kinds = Sequence[jax.ShapeDtypeStruct]
+
+
+class PeerLost(Exception):
+    """The host at the other end is gone; its own failure is the cause."""
 
 
 @dataclass(frozen=True)
@@ -61,74 +58,81 @@ class Peer:
     read: Callable[[int], _Parts]
 
 
+@dataclass(frozen=True)
+class Offer:
+    """A value of a job that one stage has for another, in words its tiles."""
+
+    number: int
+    job: int
+    value: Value
+    source: int
+    target: int
+    tiles: str
+
+
 class Transport:
-    """The transfer server of one host, and its control connections.
+    """A host's listener, its transfer server, and its links to other hosts.
 
     Arguments:
       address: of the network card that other hosts reach.
-      secret: what only hosts of the same run know.
+      secret: what only hosts of the same run, and its driver, know.
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
-        self._secret = secret
-        self._server, self._no_server = _started(address)
-        self._listener = Listener((address, 0), authkey=secret)
-        self._offers = itertools.count(1)
-        self._out: dict[int, Outgoing] = {}
-        self._in: dict[int, Incoming] = {}
+        self._address, self._secret = address, secret
+        self.listener = Listener((address, 0), backlog=_MOST_WAITING, authkey=secret)
+        self._numbers = itertools.count(1)
         self._rank = 0
-        self._is_direct: dict[int, bool] = {}
+        self._links: dict[int, _Link] = {}
         self._jobs: dict[int, _Transfers] = {}
         self._job, self._transfers = 0, _Transfers()
 
     @property
     def control_address(self) -> Address:
-        """Where other hosts connect to."""
-        host, port = self._listener.address
+        """Where other hosts, and the driver, connect to."""
+        host, port = self.listener.address
         return str(host), int(port)
 
     def connect(self, rank: int, peers: Mapping[int, Peer]) -> dict[int, str]:
-        """Open a connection to each of some hosts, by their ranks, and take theirs.
+        """Connect to some hosts, by their ranks, which connect to this one.
 
         Returns why nothing can be pulled from the server of some of these.
         """
         self._rank = rank
+        own, no_server = _started(self._address)
         with ThreadPoolExecutor(1, "accept") as thread:
-            accepted = thread.submit(self._accept, peers)
-            for peer, other in sorted(peers.items()):
-                connection = Client(other.address, authkey=self._secret)
-                send_at_once(connection)
-                connection.send_bytes(json.dumps(self._hello()).encode())
-                self._is_direct[peer] = bool(json.loads(connection.recv_bytes()))
-                self._out[peer] = Outgoing(connection, peer)
-            return accepted.result()
-
-    def _hello(self) -> dict[str, Any]:
-        """What another host is told at first, and may pull."""
-        server, number = self._server, next(self._offers)
-        if server is None:
-            return {"rank": self._rank, "problem": self._no_server}
-        server.await_pull(number, [jax.device_put(_PROBE, jax.local_devices()[0])])
-        return {"rank": self._rank, "server": server.address(), "number": number}
-
-    def _accept(self, peers: Mapping[int, Peer]) -> dict[int, str]:
+            lower = [peer for peer in peers if peer < rank]
+            accepted = thread.submit(lambda: [accept(self.listener) for _ in lower])
+            higher = sorted(peers.keys() - lower)
+            connections = [dial(peers[p].address, self._secret) for p in higher]
+            connections += accepted.result()
+        for each in connections:
+            send(each, (rank, *self._shown(own), no_server))
         problems: dict[int, str] = {}
-        for _ in peers:
-            connection = self._listener.accept()
-            send_at_once(connection)
-            hello = json.loads(connection.recv_bytes())
-            peer, server = hello["rank"], None
-            problem = hello.get("problem") or self._no_server
+        reading: list[tuple[int, Any, Connection]] = []
+        for each in connections:
+            peer, address, number, problem = receive(each)
+            server, problem = None, problem or no_server
             if not problem:
-                given = hello["server"], hello["number"]
-                server, problem = _probed(self._server, *given)
+                server, problem = _probed(own, address, number)
             if problem:
                 problems[peer] = problem
-            connection.send_bytes(json.dumps(not problem).encode())
-            pull = _pulling(server) if server else _reading(peers[peer].read)
-            kinds_of = partial(self._kinds_of, peer) if server else _is_asked_for
-            self._in[peer] = Incoming(connection, peer, pull, kinds_of)
+            send(each, not problem)
+            reading.append((peer, server, each))
+        for peer, server, each in reading:
+            publish = own.await_pull if receive(each) else _to_be_asked_for
+            pull = server.pull if server else _read_by(peers[peer].read)
+            kinds_of = partial(self._kinds_of, peer) if server else _nothing_ahead
+            self._links[peer] = _Link(each, peer, publish, pull, kinds_of)
         return problems
+
+    def _shown(self, own: Any) -> tuple[str, int]:
+        """What another host may pull to see whether it can."""
+        number = next(self._numbers)
+        if own is None:
+            return "", number
+        own.await_pull(number, [jax.device_put(_PROBE, jax.local_devices()[0])])
+        return own.address(), number
 
     def plan(self, job: int, crossing: Mapping[tuple[str, int], Crossing]) -> None:
         """Plan the transfers of a job, by slot and the stage that reads it."""
@@ -145,26 +149,13 @@ class Transport:
     def send(self, value: Value, source: int, target: int, array: jax.Array) -> None:
         """Offer a value to a stage on other hosts; waits for nobody."""
         transfer = self._transfers[value.slot, target]
+        named = self._job, value, source, target, transfer.tiles
         for peer, arrays in transfer.offers(array).items():
-            number = next(self._offers)
-            outgoing = self._out[peer]
-            outgoing.keep(number, arrays)
-            if self._is_direct[peer]:
-                self._server.await_pull(number, arrays)
-            outgoing.send(
-                {
-                    "number": number,
-                    "job": self._job,
-                    "value": str(value),
-                    "source": source,
-                    "target": target,
-                    "tiles": transfer.tiles,
-                }
-            )
+            self._links[peer].offer(Offer(next(self._numbers), *named), arrays)
 
     def offered_parts(self, peer: int, number: int) -> _Parts:
         """This host's parts of what it offers another host."""
-        return [local_parts(array) for array in self._out[peer].offered(number)]
+        return [local_parts(array) for array in self._links[peer].offered(number)]
 
     def receive(self, value: Value, source: int, target: int) -> jax.Array:
         """The next value that a stage on other hosts offers.
@@ -174,26 +165,26 @@ class Transport:
           ValueError: it offers something else, or in other tiles.
         """
         transfer = self._transfers[value.slot, target]
-        expected = {"value": str(value), "tiles": transfer.tiles}
         landed: dict[int, list[jax.Array]] = {}
         for peer, kinds in transfer.landings.items():
-            offer, arrays = self._in[peer].next_offer(source, target)
-            if any(offer[key] != found for key, found in expected.items()):
+            offer, arrays = self._links[peer].next_offer(source, target)
+            if (offer.value, offer.tiles) != (value, transfer.tiles):
                 raise ValueError(
                     f"what is pulled has the tiles that were offered, or its data "
-                    f"would be wrong, but stage {source} offers {offer} and {expected} "
-                    f"is due; the hosts run different jobs, which is a bug."
+                    f"would be wrong, but stage {source} offers {offer}, and {value} "
+                    f"in {transfer.tiles} is due; the hosts run different jobs, which "
+                    f"is a bug."
                 )
             if arrays is None:
-                arrays = self._in[peer].pull(offer["number"], kinds)
+                arrays = self._links[peer].pull(offer.number, kinds)
             landed[peer] = arrays
         return transfer.receive(landed)
 
-    def _kinds_of(self, peer: int, offer: Offer) -> Kinds | None:
+    def _kinds_of(self, peer: int, offer: Offer) -> _Kinds | None:
         """What an offer lands as, if a job that is loaded here expects its tiles."""
-        slot = Value.parse(offer["value"]).slot
-        transfer = self._jobs.get(offer["job"], {}).get((slot, offer["target"]))
-        if transfer is None or transfer.tiles != offer["tiles"]:
+        key = offer.value.slot, offer.target
+        transfer = self._jobs.get(offer.job, {}).get(key)
+        if transfer is None or transfer.tiles != offer.tiles:
             return None
         return transfer.landings.get(peer)
 
@@ -203,14 +194,148 @@ class Transport:
         Raises:
           PeerLost: a reader is gone.
         """
-        for outgoing in self._out.values():
-            outgoing.wait_for_readers(arrays)
+        for link in self._links.values():
+            link.wait_for_readers(arrays)
 
-    def close(self) -> None:
-        """Close all connections, which wakes who waits at their other ends."""
-        self._listener.close()
-        for end in (*self._out.values(), *self._in.values()):
-            hang_up(end.connection)
+
+class _Link:
+    """What this host and one other offer each other, over their connection.
+
+    An offer is read exactly once, and acknowledged when its data is there; until then
+    what was offered is neither donated nor freed.
+
+    Arguments:
+      connection: to the other host.
+      peer: the rank of that host.
+      publish: lets it read arrays under a number.
+      pull: brings what it offers under a number, as arrays of given types.
+      kinds_of: the types of what is to be brought as soon as it is offered; None where
+        that waits until it is asked for.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        peer: int,
+        publish: Callable[[int, Sequence[jax.Array]], None],
+        pull: Callable[[int, _Kinds], list[jax.Array]],
+        kinds_of: Callable[[Offer], _Kinds | None],
+    ) -> None:
+        self.connection, self.peer = connection, peer
+        self._publish, self._pull, self._kinds_of = publish, pull, kinds_of
+        self._ours: dict[int, Sequence[jax.Array]] = {}
+        self._theirs: defaultdict[
+            tuple[int, int], deque[tuple[Offer, list[jax.Array] | None]]
+        ] = defaultdict(deque)
+        self._arriving: SimpleQueue[tuple[int, Sequence[jax.Array]]] = SimpleQueue()
+        self._one_message = threading.Lock()  # the lanes of a host send at once
+        self._changed = threading.Condition()
+        self._end: Exception | None = None
+        in_background(self._read)
+        in_background(self._acknowledge)
+
+    def offer(self, offer: Offer, arrays: Sequence[jax.Array]) -> None:
+        """Offer arrays, and keep them.
+
+        Raises:
+          PeerLost: the other host is gone.
+        """
+        with self._changed:
+            self._ours[offer.number] = arrays
+        self._publish(offer.number, arrays)
+        try:
+            self._send(offer)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def offered(self, number: int) -> Sequence[jax.Array]:
+        """What is offered under a number, and not acknowledged yet."""
+        with self._changed:
+            return self._ours[number]
+
+    def wait_for_readers(self, arrays: Sequence[Any] | None) -> None:
+        """Until none of these arrays is offered any more, or no array at all.
+
+        Raises:
+          PeerLost: the reader is gone.
+        """
+        wanted = None if arrays is None else {id(array) for array in arrays}
+
+        def is_read() -> bool:
+            offered = (id(array) for each in self._ours.values() for array in each)
+            return not any(wanted is None or each in wanted for each in offered)
+
+        with self._changed:
+            self._changed.wait_for(lambda: is_read() or self._end)
+            if not is_read():
+                raise self._lost(self._end)
+
+    def next_offer(
+        self, source: int, target: int
+    ) -> tuple[Offer, list[jax.Array] | None]:
+        """What a stage there offers a stage here next, and its data if that is coming.
+
+        Waits for the offer.
+
+        Raises:
+          PeerLost: the host is gone.
+        """
+        with self._changed:
+            offers = self._theirs[source, target]
+            self._changed.wait_for(lambda: offers or self._end)
+            if not offers:
+                raise self._lost(self._end)
+            return offers.popleft()
+
+    def pull(self, number: int, kinds: _Kinds) -> list[jax.Array]:
+        """Read an offer of arrays of these types; they may still be on their way."""
+        arrays = self._pull(number, [*kinds])
+        self._arriving.put((number, arrays))
+        return arrays
+
+    def _read(self) -> None:
+        """Take offers, and acknowledgements, which are numbers."""
+        try:
+            while True:
+                found: Offer | int = receive(self.connection)
+                if isinstance(found, int):
+                    with self._changed:
+                        del self._ours[found]
+                        self._changed.notify_all()
+                    continue
+                kinds = self._kinds_of(found)
+                arrays = None if kinds is None else self.pull(found.number, kinds)
+                with self._changed:
+                    self._theirs[found.source, found.target].append((found, arrays))
+                    self._changed.notify_all()
+        except Exception as error:  # raised again where an offer is waited for
+            with self._changed:
+                self._end = error
+                self._changed.notify_all()
+
+    def _acknowledge(self) -> None:
+        while True:
+            number, arrays = self._arriving.get()
+            try:
+                jax.block_until_ready(arrays)
+                self._send(number)
+            except (jax.errors.JaxRuntimeError, OSError):
+                return  # whoever uses the arrays meets the same error
+            del arrays
+
+    def _send(self, message: Offer | int) -> None:
+        with self._one_message:
+            send(self.connection, message)
+
+    def _lost(self, end: Exception | None) -> Exception:
+        """The error that says why nothing comes any more."""
+        if not isinstance(end, _ENDS):
+            return end or AssertionError("nothing ended")
+        lost = PeerLost(f"host {self.peer} closed its connection")
+        if isinstance(end, jax.errors.JaxRuntimeError):
+            lost = PeerLost(f"nothing comes from host {self.peer} any more: {end}")
+        lost.__cause__ = end
+        return lost
 
 
 def _started(address: str) -> tuple[Any, str]:
@@ -253,16 +378,17 @@ def _probed(own: Any, address: str, number: int) -> tuple[Any, str]:
         return None, f"nothing comes from {address} in {_PROBE_SECONDS:g} s"
 
 
-def _is_asked_for(_: Offer) -> None:
+def _to_be_asked_for(number: int, arrays: Sequence[jax.Array]) -> None:
+    """Nothing is published: the reader asks for what is offered."""
+
+
+def _nothing_ahead(_: Offer) -> None:
     """Nothing is brought before: it would go through this host's memory."""
 
 
-def _pulling(server: Any) -> Pull:
-    """Reads offers from another host's transfer server."""
-    return lambda number, kinds: server.pull(number, [*kinds])
-
-
-def _reading(read: Callable[[int], _Parts]) -> Pull:
+def _read_by(
+    read: Callable[[int], _Parts],
+) -> Callable[[int, _Kinds], list[jax.Array]]:
     """Reads offers through the memory of the hosts."""
     return lambda number, kinds: [
         from_local_parts(parts, kind.shape, kind.sharding)

@@ -9,33 +9,116 @@ import os
 import pickle
 import socket
 import threading
-import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.lowering.programs import PipelineProgram
 
 from .instructions import Held
-from .ray_arrays import Block, HostShards
-from .ray_channel import Address, serve
+from .ray_channel import Address, answer_calls
 from .ray_job import (
+    Block,
+    Crossing,
     Failure,
     HostFacts,
     HostJob,
+    HostShards,
     StepReply,
     StepRequest,
     own_versions,
 )
-from .ray_trap import Trap
+from .ray_programs import (
+    Resharding,
+    blocks_of,
+    copied_blocks,
+    load_job,
+    place,
+    sharding_of,
+)
+from .ray_sources import SourceOnHost, taken
+from .ray_transport import Peer, PeerLost, Transport
 from .stored_arrays import Digest, Writing, moved, read_onto, write_tile
+from .timeline import Event
+from .transfers import Transfer, plan_transfer
+from .worker import Lane, Step
 
-if TYPE_CHECKING:
-    from .ray_host_step import LoadedHostJob
-    from .ray_programs import Resharding
-    from .ray_reading import SourceOnHost
-    from .ray_transport import Transport
+_RUNS_IN_FLIGHT = 2
+
+
+@dataclass
+class LoadedJob:
+    """A job of this host, compiled; `transfers` are those that stay on its devices."""
+
+    data: HostJob
+    program: PipelineProgram
+    transfers: dict[tuple[str, int], Transfer]
+
+    def __post_init__(self) -> None:
+        self.unfinished = tuple(deque[Any]() for _ in self.data.lists)
+        number = len(self.data.lists) or 1
+        self.threads = ThreadPoolExecutor(number, "autopar-submesh")
+
+    @staticmethod
+    def of(data: HostJob) -> LoadedJob:
+        """The job, with its programs compiled."""
+        crossing = data.crossing.items()
+        inside = {k: _transfer_inside(each) for k, each in crossing if each.is_inside}
+        return LoadedJob(data, load_job(data), inside)
+
+    def run(
+        self, transport: Transport, is_recorded: bool, inputs: Mapping[Held, Any]
+    ) -> tuple[dict[Held, Any], tuple[Event, ...]]:
+        """What the submeshes hold in the end, and what was recorded.
+
+        Raises:
+          Exception: the first one of any lane. Others may still wait for other hosts:
+            this process can only be ended then.
+        """
+        lists, submesh_of = self.data.lists, self.data.submesh_of_stage
+        here = {list_.submesh for list_ in lists}
+        elsewhere = {stage for stage, on in submesh_of.items() if on not in here}
+        # Events are in seconds of the host's own clock.
+        step = Step(
+            self.program, self.transfers, is_recorded, 0.0, transport, elsewhere
+        )
+        lanes = [
+            Lane(
+                step,
+                list_,
+                _RUNS_IN_FLIGHT,
+                unfinished,
+                {k: x for k, x in inputs.items() if submesh_of[k[0]] == list_.submesh},
+            )
+            for list_, unfinished in zip(lists, self.unfinished, strict=True)
+        ]
+        if len(lanes) == 1:
+            lanes[0].run()
+        else:
+            running = {self.threads.submit(lane.run) for lane in lanes}
+            while running and step.error is None:
+                _, running = wait(running, return_when=FIRST_COMPLETED)
+        if step.error is not None:
+            raise step.error
+        transport.wait_for_readers()
+        held = {key: array for lane in lanes for key, array in lane.held.items()}
+        return held, tuple(event for lane in lanes for event in lane.events)
+
+
+def _transfer_inside(crossing: Crossing) -> Transfer:
+    """Between submeshes of this host, or stages of one submesh, which get a copy."""
+    source, target = crossing.source, crossing.target
+    sides = sharding_of(source), sharding_of(target)
+    return Transfer(plan_transfer(source.shape, np.dtype(source.dtype), *sides))
 
 
 def _reported(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +129,7 @@ def _reported(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(self, *args)
         except Exception as error:
-            return _failure(error)
+            return _failure(method.__name__, error)
 
     return call
 
@@ -56,19 +139,17 @@ def _read(actor: Any, rank: int, number: int) -> list[Any]:
     import ray
     from ray.exceptions import RayActorError
 
-    from .ray_offers import PeerLost
-
     try:
         return ray.get(actor.offered_parts.remote(rank, number))
     except RayActorError as error:
         raise PeerLost(f"the host that offered {number} is gone") from error
 
 
-def _failure(error: BaseException) -> Failure:
+def _failure(method: str, error: BaseException) -> Failure:
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     text = "".join(traceback.format_exception(error))
-    is_echo = type(error).__name__ == "PeerLost"
-    return Failure(f"{type(error).__name__}: {error}{notes}", text, is_echo)
+    summary = f"{type(error).__name__}: {error}{notes}"
+    return Failure(method, summary, text, isinstance(error, PeerLost))
 
 
 class HostWorker:
@@ -81,29 +162,14 @@ class HostWorker:
         self._arrays: dict[int, Any] = {}
         self._sources: dict[int, SourceOnHost] = {}
         self._copies: dict[int, dict[int, tuple[Block, ...]]] = {}
-        self._jobs: dict[int, LoadedHostJob] = {}
-        self._transport: Transport | None = None
-        self._resharding: Resharding | None = None
+        self._jobs: dict[int, LoadedJob] = {}
+        self._transport: Transport
+        self._resharding = Resharding()
         self._lock = threading.Lock()
-        self._trap: Trap | None = None
 
     def ping(self) -> float:
         """The host's monotonic clock, in seconds."""
         return perf_counter()
-
-    def set_trap(self, trap: Trap) -> None:
-        """Have this process meet a fault at some point of what it does next."""
-        self._trap = trap
-
-    def _reach(self, point: str) -> None:
-        trap = self._trap
-        if trap is not None and trap.point == point:
-            self._trap = None
-            trap.spring()
-
-    def wait(self, seconds: float) -> None:
-        """Does nothing for a while, as a worker in a hung collective."""
-        time.sleep(seconds)
 
     @_reported
     def facts(self) -> HostFacts:
@@ -133,11 +199,6 @@ class HostWorker:
         Raises:
           RuntimeError: the host has other devices than was said.
         """
-        import jax
-
-        from .ray_programs import Resharding
-
-        self._resharding = Resharding()
         for name, value in config.items():
             jax.config.update(name, value)
         if num_processes > 1:
@@ -161,16 +222,18 @@ class HostWorker:
 
     @_reported
     def listen(self, address: str, secret: bytes) -> Address:
-        """Start the transfers between groups; where other hosts connect to."""
-        from .ray_transport import Transport
-
+        """Where other hosts, and the driver, connect to."""
         self._transport = Transport(address, secret)
         return self._transport.control_address
 
     @_reported
-    def take_calls(self, address: str, secret: bytes) -> Address:
-        """Answer calls over a connection of the driver's; where it connects to."""
-        return serve(address, secret, lambda name, given: getattr(self, name)(*given))
+    def take_calls(self) -> None:
+        """Answer calls over the connection that the driver makes next."""
+
+        def answer(method: str, given: Sequence[Any]) -> Any:
+            return getattr(self, method)(*given)
+
+        answer_calls(self._transport.listener, answer)
 
     @_reported
     def connect(
@@ -180,9 +243,6 @@ class HostWorker:
 
         Returns why values of some of these come through Ray's object store.
         """
-        from .ray_transport import Peer
-
-        assert self._transport is not None, "listen comes first"
         others = {
             peer: Peer(address, partial(_read, actor, rank))
             for peer, (address, actor) in peers.items()
@@ -191,36 +251,25 @@ class HostWorker:
 
     def offered_parts(self, peer: int, number: int) -> list[Any]:
         """What another host reads of what this one offers it, through Ray."""
-        assert self._transport is not None, "who is offered something is connected"
         return self._transport.offered_parts(peer, number)
 
     @_reported
     def load(self, number: int, job: HostJob) -> None:
         """Compile what a job needs."""
-        from .ray_host_step import LoadedHostJob
-
-        self._reach("load")
         with self._lock:
-            if self._transport is not None:
-                self._transport.plan(number, job.crossing)
-            self._jobs[number] = LoadedHostJob.of(job)
+            self._transport.plan(number, job.crossing)
+            self._jobs[number] = LoadedJob.of(job)
 
     @_reported
     def step(self, packed: bytes, fed: Mapping[int, HostShards]) -> StepReply:
         """Run the step of a pickled `StepRequest`; returns when all of it is there."""
-        import jax
-
-        from .ray_host_step import HostStep
-        from .ray_programs import blocks_of
-
         request: StepRequest = pickle.loads(packed)
         with self._lock:
             self._free(request.freed)
             job = self._jobs[request.job]
-            if self._transport is not None:
-                self._transport.use(request.job)
-            step = HostStep(job, self._transport, request.is_recorded, self._reach)
-            held, events = job.run(step, self._inputs(job.data, request, fed))
+            self._transport.use(request.job)
+            inputs = self._inputs(job.data, request, fed)
+            held, events = job.run(self._transport, request.is_recorded, inputs)
             keys = job.data.ends
             ends = {i: held[keys[i]] for i in (*request.kept, *request.returned)}
             jax.block_until_ready(list(ends.values()))
@@ -233,36 +282,21 @@ class HostWorker:
     @_reported
     def fetch(self, number: int, freed: Sequence[int]) -> tuple[Block, ...]:
         """This host's part of an array."""
-        from .ray_programs import blocks_of
-
         with self._lock:
             self._free(freed)
             return blocks_of(self._arrays[number])
-
-    @_reported
-    def store(self, shards: Mapping[int, HostShards], freed: Sequence[int]) -> None:
-        """Keep arrays under their numbers."""
-        from .ray_programs import place
-
-        with self._lock:
-            self._free(freed)
-            self._arrays.update({n: place(each) for n, each in shards.items()})
 
     @_reported
     def open_source(
         self, number: int, packed: bytes, num_ahead: int, end: int | None
     ) -> None:
         """Keep a source of data under a number."""
-        from .ray_reading import SourceOnHost
-
         with self._lock:
             self._sources[number] = SourceOnHost.of(packed, num_ahead, end)
 
     @_reported
     def copy_out(self, ticket: int, numbers: Sequence[int]) -> None:
         """Copy this host's shards of some arrays, which may be donated then."""
-        from .ray_programs import copied_blocks
-
         with self._lock:
             blocks = {n: copied_blocks(self._arrays[n]) for n in dict.fromkeys(numbers)}
             self._copies[ticket] = blocks
@@ -272,7 +306,6 @@ class HostWorker:
         self, ticket: int, writings: Sequence[Writing]
     ) -> dict[str, Digest] | str:
         """Write what was copied, while steps go on; or say why it could not be."""
-        self._reach("save")
         copies = self._copies.pop(ticket)
         digests: dict[str, Digest] = {}
         try:
@@ -284,13 +317,6 @@ class HostWorker:
             return f"{type(error).__name__}: {error}"
         return digests
 
-    @_reported
-    def kept(self, freed: Sequence[int]) -> tuple[int, ...]:
-        """The numbers of all arrays that are kept."""
-        with self._lock:
-            self._free(freed)
-            return tuple(self._arrays)
-
     def _free(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._arrays.pop(number, None)
@@ -301,11 +327,7 @@ class HostWorker:
         self, job: HostJob, request: StepRequest, fed: Mapping[int, HostShards]
     ) -> dict[Held, Any]:
         """What the lanes hold at first, each array where the job wants it."""
-        from .ray_programs import place, sharding_of
-        from .ray_reading import taken
-
         resharding = self._resharding
-        assert resharding is not None, "join comes first"
         held: dict[Held, Any] = {}
         seen: set[int] = set()
         loaded = taken(self._sources, request.loaded, job.inputs.values())

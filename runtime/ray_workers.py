@@ -5,17 +5,20 @@ After any fault all workers are killed: they wait for each other.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import secrets
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from autopar.clusters.cluster import Cluster
@@ -24,34 +27,24 @@ from autopar.errors import HostLostError, WorkerError
 from autopar.lowering.exported_program import ShardedType
 
 from .ray_actors import START_SECONDS, start_actors
-from .ray_arrays import Block, Numbers, RemoteArray, cut_for_hosts, join_blocks
-from .ray_channel import DirectAnswers
-from .ray_heartbeat import start_heartbeat
+from .ray_arrays import PendingStep, RemoteArray
+from .ray_channel import Address, Calls, dial
 from .ray_hosts import import_ray
-from .ray_job import HostFacts
-from .ray_pending import PendingStep
+from .ray_job import Block, HostFacts, check_alike, join_blocks, meet
 from .ray_sources import SourceNumbers
-from .ray_start import join_hosts
-from .ray_traffic import Traffic
-from .ray_watch import HUNG_SECONDS, Watch
+from .ray_watch import Heartbeat, Watch
 from .stored_arrays import Digest, Writing
 
 _log = logging.getLogger("autopar")
 # Calls that a host answers in their order; the others may be made beside them.
-_IN_ORDER = frozenset(
-    {"load", "open_source", "step", "fetch", "store", "copy_out", "kept"}
-)
+_IN_ORDER = frozenset({"load", "open_source", "step", "fetch", "copy_out"})
 _START_TRIES = 3  # joining fails by death of the process: a port taken, for one
-
-
-@dataclass(eq=False)
-class Begun:
-    """A call under way; `replies` are what hosts returned, once that was read."""
-
-    watch: Watch
-    refs: Mapping[Any, int]
-    is_in_order: bool
-    replies: dict[int, Any] | None = None
+_CONFIG = (
+    "jax_enable_x64",
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
 
 
 @dataclass(eq=False)
@@ -68,7 +61,6 @@ class Workers:
 
     cluster: Cluster
     num_hosts: tuple[int, ...]
-    traffic: Traffic = field(default_factory=Traffic)
     lost: str | None = None
     lost_rank: int | None = None
     facts: tuple[HostFacts, ...] = ()
@@ -78,30 +70,90 @@ class Workers:
         self._hosts = self.cluster.ray_hosts
         groups = HostGroups(self.num_hosts, ())
         self._ranks = [groups.ranks_of(group) for group in range(self.num_groups)]
-        self._numbers = Numbers()
+        self._numbers = itertools.count()
+        # Arrays that are free; the garbage collector adds some, so without a lock.
+        self._dropped: deque[tuple[int, int]] = deque()
         # Hosts of a group must start their steps in one order, or wait for each other.
         self.one_step = threading.Lock()
         self._one_call = threading.Lock()
-        self._connections: dict[int, Connection] = {}
-        self._stop_heartbeat: Callable[[], Any] | None = None
-        self._in_order: deque[Begun] = deque()  # begun, and their replies not read yet
+        self._direct: dict[int, Calls] = {}
+        self._heartbeat: Heartbeat | None = None
         self._under_way: deque[PendingStep] = deque()
         self.sources: SourceNumbers = weakref.WeakKeyDictionary()
-        self._jobs = 0
-        self._tickets = 0
         for tries_left in reversed(range(_START_TRIES)):
             self._actors, self._close = start_actors(self.cluster, self)
             try:
-                self._connections = join_hosts(self, self._actors)
-                silent_seconds = self._hosts.silent_seconds
-                stop = start_heartbeat(self, self._actors, silent_seconds)
-                self._stop_heartbeat = weakref.finalize(self, stop)
-                return
+                self._join()
+                break
             except HostLostError:
                 self._close()
                 if not tries_left:
                     raise
                 self.lost = self.lost_rank = None
+        hosts = len(self._actors)
+        self._heartbeat = Heartbeat(self, hosts, self._hosts.silent_seconds)
+        self._stop_heartbeat = weakref.finalize(self, self._heartbeat.stop)
+
+    def _join(self) -> None:
+        """Start JAX on every host, and connect them to each other and to the driver.
+
+        Calls go through Ray where some host cannot be reached by a connection.
+        """
+        self.facts = tuple(self._start("facts"))
+        check_alike(self.facts)
+        config = {name: getattr(jax.config, name) for name in _CONFIG}
+        arguments = {}
+        for ranks in self._ranks:
+            (port,) = self._start("free_port", {ranks[0]: ()})
+            coordinator = f"{self.facts[ranks[0]].address}:{port}"
+            for i, rank in enumerate(ranks):
+                sizes = len(ranks), i, self.cluster.devices_per_host
+                arguments[rank] = config, coordinator, *sizes
+        self._start("join", arguments)
+        secret = secrets.token_bytes(32)
+        known = {i: (facts.address, secret) for i, facts in enumerate(self.facts)}
+        addresses: list[Address] = self._start("listen", known)
+        if self.num_groups > 1:
+            self._connect(addresses)
+        self._start("take_calls")
+        try:
+            connections = [dial(address, secret) for address in addresses]
+        except OSError as error:
+            _log.warning(
+                "calls go through Ray, which takes longer, as a host cannot be reached "
+                "by a connection: %s",
+                error,
+            )
+            return
+        self._direct = dict(enumerate(map(Calls, connections)))
+
+    def _connect(self, addresses: Sequence[Address]) -> None:
+        """Hosts that hold the same share of two groups are connected."""
+
+        def peers(rank: int, own: range) -> list[int]:
+            groups = [ranks for ranks in self._ranks if ranks != own]
+            return [p for g in groups for p in g if meet(rank, own, p, g)]
+
+        arguments = {
+            rank: (rank, {p: (addresses[p], self._actors[p]) for p in peers(rank, own)})
+            for own in self._ranks
+            for rank in own
+        }
+        problems: list[dict[int, str]] = self._start("connect", arguments)
+        for rank, each in enumerate(problems):
+            for peer, problem in each.items():
+                _log.warning(
+                    "what %s reads of %s goes through Ray's object store, which takes "
+                    "longer: %s",
+                    *(self.name(rank), self.name(peer), problem),
+                )
+
+    def _start(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]] | None = None
+    ) -> list[Any]:
+        """A call to hosts that may still be starting, all without arguments."""
+        given = arguments or {rank: () for ranks in self._ranks for rank in ranks}
+        return self.call(method, given, START_SECONDS)
 
     @property
     def num_groups(self) -> int:
@@ -111,7 +163,7 @@ class Workers:
     def close(self, reason: str = "they were closed.") -> None:
         """End the workers and forget their arrays; does nothing the second time."""
         self.lost = self.lost or reason
-        if self._stop_heartbeat is not None:
+        if self._heartbeat is not None:
             self._stop_heartbeat()
         self._close()
 
@@ -127,7 +179,7 @@ class Workers:
 
         It may not where `may_wait` is false, or steps go through Ray.
         """
-        steps_ahead = self._hosts.steps_ahead if self._connections else 0
+        steps_ahead = self._hosts.steps_ahead if self._direct else 0
         if may_wait and steps_ahead:
             self._under_way.append(step)
         while len(self._under_way) > (steps_ahead if may_wait else 0):
@@ -142,22 +194,19 @@ class Workers:
         """The group of a host."""
         return next(i for i, ranks in enumerate(self._ranks) if rank in ranks)
 
-    def new_job(self) -> int:
-        """A number for a job."""
-        self._jobs += 1
-        return self._jobs
-
-    def fresh_numbers(self, count: int) -> range:
-        """Numbers for arrays that the workers are to keep."""
-        return self._numbers.fresh(count)
+    def new_number(self) -> int:
+        """One never given out before: for a job, or an array that workers keep."""
+        return next(self._numbers)
 
     def forget(self, number: int, group: int) -> None:
         """Free an array with the next call to its group."""
-        self._numbers.drop(number, group)
+        self._dropped.append((number, group))
 
     def freed_by_rank(self, groups: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """For each host of some groups, the numbers to free; each is told once."""
-        freed = {group: self._numbers.take_dropped(group) for group in groups}
+        taken = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        self._dropped.extend(each for each in taken if each[1] not in groups)
+        freed = {g: tuple(n for n, group in taken if group == g) for g in groups}
         return {rank: freed[group] for group in groups for rank in self.ranks_of(group)}
 
     def fetch(self, number: int, group: int, type_: ShardedType) -> np.ndarray:
@@ -169,45 +218,20 @@ class Workers:
             type_.shape, type_.dtype, [b for part in parts for b in part]
         )
 
-    def store(
-        self, arrays: Sequence[np.ndarray], types: Sequence[ShardedType], group: int
-    ) -> list[RemoteArray]:
-        """Send arrays to a group, each host its own shards."""
-        numbers = self.fresh_numbers(len(arrays))
-        shards = [
-            cut_for_hosts(array, type_, self.num_hosts[group])
-            for array, type_ in zip(arrays, types, strict=True)
-        ]
-        freed = self.freed_by_rank([group])
-        self.call(
-            "store",
-            {
-                rank: (
-                    {n: each[i] for n, each in zip(numbers, shards, strict=True)},
-                    freed[rank],
-                )
-                for i, rank in enumerate(self.ranks_of(group))
-            },
-        )
-        return [
-            RemoteArray(self, group, number, type_)
-            for number, type_ in zip(numbers, types, strict=True)
-        ]
-
     def copy_out(self, arrays: Sequence[RemoteArray]) -> int:
         """Have every host copy its shards of some arrays; the ticket to write them."""
         for array in arrays:
             array.check()
-        self._tickets += 1
+        ticket = self.new_number()
         self.call(
             "copy_out",
             {
-                rank: (self._tickets, [a.number for a in arrays if a.group == group])
+                rank: (ticket, [a.number for a in arrays if a.group == group])
                 for group in sorted({array.group for array in arrays})
                 for rank in self.ranks_of(group)
             },
         )
-        return self._tickets
+        return ticket
 
     def write_out(
         self, ticket: int, writings: Sequence[tuple[int, Writing]]
@@ -229,17 +253,11 @@ class Workers:
         good = (part for part in parts if isinstance(part, dict))
         return {name: each for part in good for name, each in part.items()}
 
-    def kept(self) -> list[tuple[int, ...]]:
-        """The numbers of the arrays on each host, after what is free is freed."""
-        freed = self.freed_by_rank(range(self.num_groups))
-        return self.call("kept", {rank: (freed[rank],) for rank in freed})
-
     def call(
         self,
         method: str,
         arguments: Mapping[int, tuple[Any, ...]],
         seconds: float | None = None,
-        silent_seconds: float | None = None,
     ) -> list[Any]:
         """Call a method on some hosts at once; what it returned, by ascending rank.
 
@@ -250,52 +268,47 @@ class Workers:
           WorkerError: an exception on a host.
           RuntimeError: the workers are gone already.
         """
-        return self.finish(self.begin(method, arguments, seconds, silent_seconds))
+        return self.begin(method, arguments, seconds)()
 
     def begin(
         self,
         method: str,
         arguments: Mapping[int, tuple[Any, ...]],
         seconds: float | None = None,
-        silent_seconds: float | None = None,
-    ) -> Begun:
-        """Tell some hosts to do something; as `call`, which waits for it besides.
+    ) -> Callable[[], list[Any]]:
+        """Tell some hosts to do something; gives what waits for it, as `call` does.
 
         Raises:
           HostLostError, RuntimeError: the workers are gone already.
         """
-        for given in arguments.values():
-            self.traffic.count(given, is_sent=True)
-        limits = (
-            seconds or self._hosts.step_seconds,
-            silent_seconds or self._hosts.silent_seconds,
-        )
-        is_direct = method in _IN_ORDER and bool(self._connections)
-        with self._one_call if is_direct else nullcontext():
+        answers: dict[Future[Any], int] = {}
+        with self._one_call:
             self._check()
-            make = self._call_directly if is_direct else self._call_through_ray
             with self._ending_workers():
-                answers, refs = make(method, arguments)
-            hung_seconds = silent_seconds or HUNG_SECONDS
-            watch = Watch(answers, method, *limits, self._ping, self.name, hung_seconds)
-            begun = Begun(watch, refs, is_direct)
-            if is_direct:
-                self._in_order.append(begun)
-            return begun
+                for rank, given in sorted(arguments.items()):
+                    answers[self._begun(method, rank, given)] = rank
+        watch = Watch(
+            method,
+            seconds or self._hosts.step_seconds,
+            self._hosts.silent_seconds,
+            self._silent_seconds,
+            self.ping,
+            self.name,
+        )
 
-    def finish(self, begun: Begun) -> list[Any]:
-        """What the hosts returned, by ascending rank; see `call`."""
-        with self._one_call if begun.is_in_order else nullcontext():
-            while begun.replies is None:
-                self._check()  # another call may have ended them meanwhile
-                first = self._in_order[0] if begun.is_in_order else begun
-                with self._ending_workers():
-                    first.replies = first.watch.gather(first.refs)
-                if begun.is_in_order:
-                    self._in_order.popleft()
-                for reply in first.replies.values():
-                    self.traffic.count(reply, is_sent=False)
-        return [begun.replies[rank] for rank in sorted(begun.replies)]
+        def finish() -> list[Any]:
+            self._check()  # another call may have ended them meanwhile
+            with self._ending_workers():
+                replies = watch.gather(answers)
+            return [replies[rank] for rank in sorted(replies)]
+
+        return finish
+
+    def _begun(self, method: str, rank: int, given: tuple[Any, ...]) -> Future[Any]:
+        """A call to a host under way, over a connection of our own or through Ray."""
+        if self._direct and method in _IN_ORDER:
+            return self._direct[rank].begin(method, given)
+        return getattr(self._actors[rank], method).remote(*given).future()
 
     @contextmanager
     def _ending_workers(self) -> Iterator[None]:
@@ -310,26 +323,6 @@ class Workers:
             self.close(f"{type(error).__name__}: {error}".splitlines()[0])
             raise
 
-    def _call_through_ray(
-        self, method: str, arguments: Mapping[int, tuple[Any, ...]]
-    ) -> tuple[Any, dict[Any, int]]:
-        """Begin a call: where its answers come, and what stands for each host's."""
-        refs = {
-            getattr(self._actors[rank], method).remote(*given): rank
-            for rank, given in sorted(arguments.items())
-        }
-        return import_ray(), refs
-
-    def _call_directly(
-        self, method: str, arguments: Mapping[int, tuple[Any, ...]]
-    ) -> tuple[Any, dict[Any, int]]:
-        """As `_call_through_ray`, over connections of our own."""
-        refs = {self._connections[rank]: rank for rank in sorted(arguments)}
-        answers = DirectAnswers(lambda rank: self._actors[rank].ping.remote(), refs)
-        for connection, rank in refs.items():
-            answers.send(connection, (method, arguments[rank]))
-        return answers, refs
-
     def _check(self) -> None:
         if self.lost is None:
             return
@@ -338,9 +331,14 @@ class Workers:
             raise RuntimeError(text)
         raise HostLostError(text, self.lost_rank)
 
-    def _ping(self, ranks: Sequence[int]) -> dict[Any, int]:
-        """Ask hosts for a sign of life: the answers to come, and whose they are."""
-        return {self._actors[rank].ping.remote(): rank for rank in ranks}
+    def ping(self, rank: int) -> Future[Any]:
+        """Ask a host for a sign of life."""
+        return self._actors[rank].ping.remote().future()
+
+    def _silent_seconds(self, rank: int) -> float:
+        """For how long a host has given no sign of life, as far as is known."""
+        heartbeat = self._heartbeat
+        return 0.0 if heartbeat is None else heartbeat.silent_seconds(rank)
 
     def name(self, rank: int) -> str:
         """A host in words."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 
-from autopar.lowering.programs import PipelineProgram, Slot, StageProgram, TaskKind
+from autopar.lowering.programs import PipelineProgram, TaskKind
 
 from .emit import emit
 from .instructions import (
@@ -20,6 +20,7 @@ from .instructions import (
     Send,
     Value,
     made_and_used,
+    step_inputs,
 )
 from .schedule import Schedule, Task, format_grid
 from .timeline import Event, Timeline
@@ -170,14 +171,8 @@ class _Lane:
 def _start(list_: InstructionList, slot_bytes: Callable[[str, int], int]) -> _Lane:
     """A lane that holds what its list uses and does not make: state and batch."""
     lane = _Lane(list_)
-    made_here: set[Held] = set()
-    for instruction in list_.instructions:
-        made, used = made_and_used(instruction)
-        for stage, value in used:
-            if (stage, value) not in made_here:
-                made_here.add((stage, value))
-                lane._change(stage, value, slot_bytes(value.slot, stage))
-        made_here |= set(made)
+    for stage, value in step_inputs([list_])[0]:
+        lane._change(stage, value, slot_bytes(value.slot, stage))
     lane.peak_bytes = lane.held_bytes
     return lane
 
@@ -212,74 +207,93 @@ def _tasks(instructions: Sequence[Instruction]) -> Iterator[Task]:
     return (i.task for i in instructions if isinstance(i, Run))
 
 
-def simulate_schedule(
+@dataclass(frozen=True)
+class HeldByTask:
+    """While a task runs: how many values of each slot are held, and their bytes."""
+
+    task: Task
+    counts: Counter[str]
+    bytes: int
+
+
+def held_by_task(
+    list_: InstructionList, slot_bytes: Callable[[str, int], int]
+) -> tuple[HeldByTask, ...]:
+    """What is held at each task; of one with several programs, at the fullest.
+
+    Args:
+      list_: the instructions of a submesh.
+      slot_bytes: bytes of a slot's value on one device of a stage.
+    """
+    held = set(step_inputs([list_])[0])
+    found: dict[Task, HeldByTask] = {}
+    for instruction in list_.instructions:
+        held |= set(made_and_used(instruction)[0])
+        if isinstance(instruction, Run):
+            total = sum(slot_bytes(value.slot, stage) for stage, value in held)
+            known = found.get(instruction.task)
+            if known is None or known.bytes < total:
+                counts = Counter(value.slot for _, value in held)
+                found[instruction.task] = HeldByTask(instruction.task, counts, total)
+        if isinstance(instruction, Free):
+            held.discard((instruction.stage, instruction.value))
+    return tuple(found.values())
+
+
+def simulate_step(
+    program: PipelineProgram,
     schedule: Schedule,
     task_seconds: Callable[[Task], float],
-    transfer_seconds: Callable[[Send], float] = lambda _: 0.0,
+    transfer_seconds: Callable[[Send], float],
+    slot_bytes: Callable[[str, int], int],
 ) -> Simulation:
-    """A schedule of stages in a plain chain: forward up, backward down, then apply."""
-    sizes = schedule.num_stages, schedule.num_microbatches
-    return simulate(
-        emit(chain(*sizes, schedule.has_weight_tasks), schedule),
-        task_seconds,
-        transfer_seconds,
-    )
+    """A step of a program, whose slots that live and die together are taken as one.
 
-
-def chain(
-    num_stages: int, num_microbatches: int, has_weight_tasks: bool = False
-) -> PipelineProgram:
-    """The dataflow of stages in a chain, without code: to simulate, not to run.
-
-    Stage i makes `output i` of `output i-1` (of `batch`) and keeps `residual i`;
-    backward makes `cotangent i` for stage i-1 and adds to `gradient i`, which the
-    weight task does instead, with what backward `kept i`, if there is one.
+    A stage has as many parameters and gradients as its layers; joined, a step takes as
+    long and holds as much. Arguments are those of `simulate`.
     """
-    slots: list[Slot] = [Slot("batch", "batch", 0)]
-    programs: list[StageProgram] = []
-    for i in range(num_stages):
-        is_last = i == num_stages - 1
-        slots += [
-            Slot(f"state {i}", "state", i),
-            Slot(f"output {i}", "activation", i),
-            Slot(f"residual {i}", "activation", i),
-            Slot(f"cotangent {i}", "activation", i),
-            Slot(f"gradient {i}", "gradient", i),
-        ]
-        below = f"output {i - 1}" if i else "batch"
-        above = f"output {i}" if is_last else f"cotangent {i + 1}"
-        state, gradient = f"state {i}", f"gradient {i}"
-        down = (f"cotangent {i}",) if i else ()
-        programs += [
-            _body(i, "forward", (state, below), (f"output {i}", f"residual {i}")),
-        ]
-        residual = f"residual {i}"
-        if has_weight_tasks:
-            slots.append(Slot(f"kept {i}", "activation", i))
-            programs += [
-                _body(i, "backward", (residual, above), (*down, f"kept {i}")),
-                _body(i, "weight", (residual, f"kept {i}", gradient), (gradient,)),
-            ]
-        else:
-            programs.append(
-                _body(i, "backward", (residual, above, gradient), (*down, gradient))
-            )
-        programs.append(_body(i, "apply", (state, gradient), (state,)))
-    return PipelineProgram(
-        num_stages,
-        num_microbatches,
-        {slot.name: slot for slot in slots},
-        tuple(programs),
-        shardings={},
-        zeros={},
+    members = alike_slots(program)
+
+    @cache
+    def bytes_(slot: str, stage: int) -> int:
+        return sum(slot_bytes(name, stage) for name in members[slot])
+
+    lists = emit(_with_slots(program, members), schedule)
+    return simulate(lists, task_seconds, transfer_seconds, bytes_)
+
+
+def alike_slots(program: PipelineProgram) -> dict[str, tuple[str, ...]]:
+    """Slots that are alike, each group by the name of its first.
+
+    They are of one kind and stage, the same programs read and make them, and nobody
+    sends them.
+    """
+    users: dict[str, dict[tuple[int, bool], None]] = {n: {} for n in program.slots}
+    for index, body in enumerate(program.programs):
+        for is_made, names in ((False, body.inputs), (True, body.outputs)):
+            for name in names:
+                users[name][index, is_made] = None
+    groups: dict[object, list[str]] = {}
+    for name, slot in program.slots.items():
+        stages = {program.programs[i].stage for i, _ in users[name]}
+        is_sent = slot.kind != "batch" and stages - {slot.stage}
+        alike = (slot.kind, slot.stage, tuple(users[name]))
+        groups.setdefault(name if is_sent else alike, []).append(name)
+    return {names[0]: tuple(names) for names in groups.values()}
+
+
+def _with_slots(
+    program: PipelineProgram, members: Mapping[str, Sequence[str]]
+) -> PipelineProgram:
+    """The program without code, with one slot for all members of a group."""
+    first = {each: name for name, names in members.items() for each in names}
+
+    def joined(names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(first[name] for name in names))
+
+    bodies = (
+        replace(b, inputs=joined(b.inputs), outputs=joined(b.outputs), donated=())
+        for b in program.programs
     )
-
-
-def _body(
-    stage: int, kind: TaskKind, inputs: tuple[str, ...], outputs: tuple[str, ...]
-) -> StageProgram:
-    return StageProgram(stage, kind, inputs, outputs, run=_refuse_to_run)
-
-
-def _refuse_to_run(_: Sequence[object]) -> list[object]:
-    raise AssertionError("a chain has no code: it is simulated, never run")
+    slots = {name: program.slots[name] for name in members}
+    return replace(program, slots=slots, programs=tuple(bodies))

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .tile import Tile, tile_at
+from .transfers import Tile, tile_at
 
 Digest = tuple[int, str]  # bytes and SHA-256 of a file
 

@@ -1,4 +1,16 @@
-"""Make planned transfers: a program on either side, and a copy of identical tiles.
+"""How an array goes from one stage's sharding to another's, each byte sent once.
+
+Either side can reshard in a compiled program; what crosses is identical tiles.
+`plan_transfer` chooses them:
+
+  1. the source's own sharding, or the target's, with axes that it leaves replicated
+     put to use: a device then holds no tile that another one holds too, and a target
+     that wants copies gathers them inside itself;
+  2. or, where the numbers of devices differ or no dim can be cut so, equal parts of
+     the array flattened and padded, as many as the larger side has devices.
+
+The one with the fewest bytes sent is taken, then the one that moves the fewest bytes
+inside the two sides.
 
 `jax.device_put` copies identical tiles from device to device, in 0.4 to 0.7 ms. All
 else that it accepts waits and goes through the host, so it is refused before the call.
@@ -17,7 +29,272 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .transfer_plan import TransferPlan, devices, tiles
+Tile = tuple[tuple[int, int], ...]  # a part of an array: start and stop in each dim
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """How an array goes from `source` to `target`: data only, made before any array.
+
+    `sent` is the sharding that the source reshards to and `landed` the one the tiles
+    make on the target's devices; they are None where nothing is sent, or
+    `num_parts` flat parts of `part_length` elements. `sent_bytes` cross in all, padding
+    included; the `resharded_bytes` inside both sides are a lower bound for tiles and an
+    upper one for parts.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    source: NamedSharding
+    target: NamedSharding
+    sent_bytes: int
+    resharded_bytes: int
+    sent: NamedSharding | None = None
+    landed: NamedSharding | None = None
+    num_parts: int = 0
+    part_length: int = 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether both sides are the same devices, so that nothing is sent."""
+        return self.sent is None and not self.num_parts
+
+    def __str__(self) -> str:
+        array = f"{self.dtype}{list(self.shape)}"
+        tiles = f"{self.num_parts} parts" if self.sent is None else f"{self.sent.spec}"
+        return (
+            f"{array} {self.source.spec} -> {self.target.spec}: {self.sent_bytes} B "
+            f"sent as {tiles}, {self.resharded_bytes} B resharded"
+        )
+
+
+def plan_transfer(
+    shape: Sequence[int], dtype: Any, source: NamedSharding, target: NamedSharding
+) -> TransferPlan:
+    """The cheapest way from `source` to `target` that sends no byte twice.
+
+    Raises:
+      ValueError: a sharding does not divide the shape, the two sides share a part of
+        their devices, hold it in different kinds of memory, or are others, and not
+        all of this process.
+    """
+    array = jax.ShapeDtypeStruct(tuple(shape), dtype)
+    _check_sides(array, source, target)
+    if devices(source) == devices(target):
+        moved = moved_bytes(array, source, target)
+        return TransferPlan(array.shape, array.dtype, source, target, 0, moved)
+    return _cheapest(array, source, target)
+
+
+def plan_between_hosts(
+    shape: Sequence[int], dtype: Any, source: NamedSharding, target: NamedSharding
+) -> TransferPlan:
+    """The cheapest way between as many devices of two groups of hosts, for either one.
+
+    Both shardings lie on the devices of the group that asks, which stand for those of
+    the other in their order: a device of one side receives from its like. Where the
+    numbers of devices differ see `plan_in_parts`.
+
+    Raises:
+      ValueError: a sharding does not divide the shape, or the numbers of devices
+        differ.
+    """
+    array = jax.ShapeDtypeStruct(tuple(shape), dtype)
+    for sharding in (source, target):
+        _check_divides(array, sharding)
+    if devices(source) != devices(target):
+        raise ValueError(
+            f"an array goes from device to device where both sides have as many, but "
+            f"got {len(devices(source))} and {len(devices(target))}; use plan_in_parts."
+        )
+    return _cheapest(array, source, target)
+
+
+def plan_in_parts(
+    shape: Sequence[int], dtype: Any, own: NamedSharding, num_parts: int
+) -> TransferPlan:
+    """A transfer in flat parts between groups of hosts, for either one.
+
+    `own` is the sharding of the group that asks, whose number of devices divides that
+    of the parts; it stands for that of the other one.
+
+    Raises:
+      ValueError: the sharding does not divide the shape.
+    """
+    array = jax.ShapeDtypeStruct(tuple(shape), dtype)
+    _check_divides(array, own)
+    return _flat_plan(array, own, own, num_parts)
+
+
+def _cheapest(
+    array: jax.ShapeDtypeStruct, source: NamedSharding, target: NamedSharding
+) -> TransferPlan:
+    plans = []
+    if len(devices(source)) == len(devices(target)):
+        here, there = _cut_further(array, source), _cut_further(array, target)
+        plans = [
+            _tile_plan(array, source, target, source, _ondevices(source, target)),
+            _tile_plan(array, source, target, _ondevices(target, source), target),
+            _tile_plan(array, source, target, here, _ondevices(here, target)),
+            _tile_plan(array, source, target, _ondevices(there, source), there),
+        ]
+    plans.append(_flat_plan(array, source, target))
+    return min(plans, key=lambda plan: (plan.sent_bytes, plan.resharded_bytes))
+
+
+def _tile_plan(
+    array: jax.ShapeDtypeStruct,
+    source: NamedSharding,
+    target: NamedSharding,
+    sent: NamedSharding,
+    landed: NamedSharding,
+) -> TransferPlan:
+    # Programs made for the two sides take their own shardings without tracing again.
+    if tiles(array.shape, sent) == tiles(array.shape, source):
+        sent = source
+    if tiles(array.shape, landed) == tiles(array.shape, target):
+        landed = target
+    before, after = moved_bytes(array, source, sent), moved_bytes(array, landed, target)
+    num_elements = sum(map(_size, tiles(array.shape, sent)))
+    num_bytes = num_elements * array.dtype.itemsize
+    return TransferPlan(
+        array.shape,
+        array.dtype,
+        source,
+        target,
+        num_bytes,
+        before + after,
+        sent,
+        landed,
+    )
+
+
+def _flat_plan(
+    array: jax.ShapeDtypeStruct,
+    source: NamedSharding,
+    target: NamedSharding,
+    num_parts: int = 0,
+) -> TransferPlan:
+    num_parts = num_parts or math.lcm(len(devices(source)), len(devices(target)))
+    part_length = max(1, -(-array.size // num_parts))
+    whole_bytes = array.size * array.dtype.itemsize
+    before = 0 if source.is_fully_replicated else whole_bytes
+    after = whole_bytes * (len(devices(target)) - 1)
+    return TransferPlan(
+        array.shape,
+        array.dtype,
+        source,
+        target,
+        num_parts * part_length * array.dtype.itemsize,
+        before + after,
+        num_parts=num_parts,
+        part_length=part_length,
+    )
+
+
+def _check_sides(
+    array: jax.ShapeDtypeStruct, source: NamedSharding, target: NamedSharding
+) -> None:
+    here, there = devices(source), devices(target)
+    for sharding in (source, target):
+        if here != there and not sharding.is_fully_addressable:
+            raise ValueError(
+                f"a transfer inside a process reaches its own devices only, but "
+                f"{sharding} has others; send between processes over a transport."
+            )
+        _check_divides(array, sharding)
+    if source.memory_kind != target.memory_kind:
+        raise ValueError(
+            f"a transfer keeps the kind of memory, but goes from {source.memory_kind} "
+            f"to {target.memory_kind}; move it on its own devices first."
+        )
+    if here != there and set(here) & set(there):
+        raise ValueError(
+            f"two stages share all their devices, in one order, or none, but got "
+            f"{[d.id for d in here]} and {[d.id for d in there]}; make their submeshes "
+            f"disjoint."
+        )
+
+
+def _check_divides(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> None:
+    try:
+        sharding.shard_shape(array.shape)
+    except ValueError as error:
+        raise ValueError(
+            f"every shard of a transfer has the same shape, but {sharding.spec} does "
+            f"not divide {list(array.shape)} on {dict(sharding.mesh.shape)}; leave "
+            f"that dim whole or pad it."
+        ) from error
+
+
+def tiles(shape: Sequence[int], sharding: NamedSharding) -> tuple[Tile, ...]:
+    """The tile of each device, in the order of the mesh."""
+    by_device = sharding.devices_indices_map(tuple(shape))
+    return tuple(tile_at(by_device[device], shape) for device in devices(sharding))
+
+
+def moved_bytes(
+    array: jax.ShapeDtypeStruct, source: NamedSharding, target: NamedSharding
+) -> int:
+    """Bytes that the devices lack of their target tiles: the least a reshard moves."""
+    pairs = zip(tiles(array.shape, source), tiles(array.shape, target), strict=True)
+    lacking = (_size(wanted) - _size(_overlap(had, wanted)) for had, wanted in pairs)
+    return sum(lacking) * array.dtype.itemsize
+
+
+def _size(tile: Tile) -> int:
+    return math.prod(max(0, stop - start) for start, stop in tile)
+
+
+def _overlap(a: Tile, b: Tile) -> Tile:
+    pairs = zip(a, b, strict=True)
+    return tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in pairs)
+
+
+def devices(sharding: NamedSharding) -> list[Any]:
+    """The devices of a sharding, in the order of its mesh."""
+    return list(_grid(sharding).flat)
+
+
+def _grid(sharding: NamedSharding) -> np.ndarray:
+    grid = sharding.mesh.devices
+    assert grid is not None, "a stage's mesh has devices"
+    return grid
+
+
+def _ondevices(sharding: NamedSharding, other: NamedSharding) -> NamedSharding:
+    """The same tiles in the same order, on the devices of `other`."""
+    grid = _grid(other).reshape(_grid(sharding).shape)
+    mesh = Mesh(grid, sharding.mesh.axis_names, axis_types=sharding.mesh.axis_types)
+    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _cut_further(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> NamedSharding:
+    """`sharding` with each axis that it leaves replicated cutting a dim where it can.
+
+    An axis cuts a dim inside the cuts already there: the old tiles are then unions of
+    new ones.
+    """
+    sizes = dict(sharding.mesh.shape)
+    cuts = [_axes(entry) for entry in sharding.spec]
+    cuts += [()] * (array.ndim - len(cuts))
+    used = {axis for axes in cuts for axis in axes}
+    for axis, size in sizes.items():
+        if axis in used or size == 1:
+            continue
+        for dim, length in enumerate(array.shape):
+            tile = length // math.prod(sizes[a] for a in cuts[dim])
+            if tile and tile % size == 0:
+                cuts[dim] = (*cuts[dim], axis)
+                break
+    spec = PartitionSpec(*(axes or None for axes in cuts))
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 @dataclass(frozen=True)
@@ -187,3 +464,10 @@ def _moved_parts(
     parts = [s.data for on_device in zip(*shards, strict=True) for s in on_device]
     per_device = len(parts) // len(targets)
     return jax.device_put(parts, [d for d in targets for _ in range(per_device)])
+
+
+def tile_at(index: Sequence[slice], shape: Sequence[int]) -> Tile:
+    """The tile of an index, with a slice for each dim, into an array of this shape."""
+    return tuple(
+        part.indices(size)[:2] for part, size in zip(index, shape, strict=True)
+    )

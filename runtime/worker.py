@@ -11,22 +11,223 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import NamedSharding
 
 from autopar.lowering.programs import PipelineProgram
 
-from .emit import emit
-from .instructions import Held, Run, Value, step_inputs
-from .lane import Lane, Step
+from .emit import emit, result_keys, results_of, state_keys
+from .instructions import (
+    Free,
+    Held,
+    Instruction,
+    InstructionList,
+    Receive,
+    Run,
+    Send,
+    Value,
+    Zero,
+    made_and_used,
+    step_inputs,
+)
 from .schedule import Schedule
 from .simulate import simulate
-from .timeline import Timeline
-from .transfers import Transfer
+from .timeline import Event, Timeline
+from .transfers import Transfer, plan_transfer
+
+_STOP = object()
+
+
+class Stopped(Exception):
+    """Another stage failed, or the caller was interrupted."""
+
+
+class Transport(Protocol):
+    """How values get to stages of other hosts."""
+
+    def send(self, value: Value, source: int, target: int, array: Any) -> None: ...
+    def receive(self, value: Value, source: int, target: int) -> Any: ...
+    def wait_for_readers(self, arrays: Sequence[Any]) -> None: ...
+
+
+@dataclass
+class Step:
+    """What the lanes of one step share in one process.
+
+    `elsewhere` are the stages of other hosts, which the transport reaches.
+    """
+
+    program: PipelineProgram
+    transfers: dict[tuple[str, int], Transfer]
+    is_recorded: bool
+    start: float = field(default_factory=perf_counter)
+    transport: Transport | None = None
+    elsewhere: Collection[int] = ()
+    error: BaseException | None = None
+    is_stopped: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _channels: dict[tuple[int, int], SimpleQueue[Any]] = field(default_factory=dict)
+
+    def channel(self, source: int, target: int) -> SimpleQueue[Any]:
+        """The queue of a pair of stages."""
+        with self._lock:
+            channel = self._channels.setdefault((source, target), SimpleQueue())
+            if self.is_stopped:
+                channel.put(_STOP)
+            return channel
+
+    def fail(self, error: BaseException, note: str) -> None:
+        """Keep the first error, and stop every stage."""
+        with self._lock:
+            if self.error is None:
+                error.add_note(note)
+                self.error = error
+        self.stop()
+
+    def stop(self) -> None:
+        """Wake every stage that waits, and let none start another instruction."""
+        with self._lock:
+            self.is_stopped = True
+            for channel in self._channels.values():
+                channel.put(_STOP)
+
+    def send(self, value: Value, source: int, target: int, array: Any) -> None:
+        """Start the copy of a value to another stage; waits for nobody."""
+        if target in self.elsewhere:
+            assert self.transport is not None, "it reaches other hosts"
+            return self.transport.send(value, source, target, array)
+        transfer = self._transfer(value.slot, source, target, array)
+        self.channel(source, target).put((transfer, transfer.send(array)))
+
+    def receive(self, value: Value, source: int, target: int) -> Any:
+        """The next value that a stage sent to another, once it is there.
+
+        Raises:
+          Stopped: the step ends early.
+        """
+        if source in self.elsewhere:
+            assert self.transport is not None, "it reaches other hosts"
+            return self.transport.receive(value, source, target)
+        taken = self.channel(source, target).get()
+        if taken is _STOP:
+            raise Stopped
+        transfer, sent = taken
+        return transfer.receive(sent)
+
+    def wait_for_readers(self, arrays: Sequence[Any]) -> None:
+        """Until other hosts have read these; JAX itself keeps what a copy still reads.
+
+        Raises:
+          Exception: a reader is gone.
+        """
+        if self.transport is not None:
+            self.transport.wait_for_readers(arrays)
+
+    def _transfer(self, slot: str, source: int, target: int, array: Any) -> Transfer:
+        """How a slot goes to another stage, planned at its first array."""
+        transfer = self.transfers.get((slot, target))
+        if transfer is None:
+            shardings = self.program.shardings
+            plan = plan_transfer(
+                array.shape,
+                array.dtype,
+                shardings[slot, source],
+                shardings[slot, target],
+            )
+            transfer = self.transfers[slot, target] = Transfer(plan)
+        return transfer
+
+
+@dataclass
+class Lane:
+    """One submesh's walk through its list, in its own thread.
+
+    `unfinished` are the runs that are launched and not waited for, of this step or the
+    one before, each with its smallest output; `held` is what the submesh holds.
+    """
+
+    step: Step
+    list_: InstructionList
+    runs_in_flight: int
+    unfinished: deque[tuple[Run, Any]]
+    held: dict[Held, Any]
+    events: list[Event] = field(default_factory=list)
+    _at: Instruction | None = None
+
+    def run(self) -> None:
+        """Every instruction; an error stops the step instead of being raised."""
+        try:
+            for instruction in self.list_.instructions:
+                if self.step.is_stopped:
+                    return
+                self._at = instruction
+                self._execute(instruction)
+        except Stopped:
+            return
+        except BaseException as error:
+            self.step.fail(error, self._note())
+
+    def _note(self) -> str:
+        at = self._at
+        if isinstance(at, Run):
+            return f"raised by stage {at.task.stage} in task {at.task}: {at.name}"
+        later = self.list_.instructions[self.list_.instructions.index(at) :]
+        task = next((i.task for i in later if isinstance(i, Run)), None)
+        return f"raised by submesh {self.list_.submesh} before task {task}: {at}"
+
+    def _execute(self, instruction: Instruction) -> None:
+        match instruction:
+            case Run():
+                self._execute_run(instruction)
+            case Zero(value, stage):
+                self.held[stage, value] = self.step.program.zeros[value.slot]()
+            case Send(value, source, target):
+                self.step.send(value, source, target, self.held[source, value])
+            case Receive(value, source, target):
+                self.held[target, value] = self.step.receive(value, source, target)
+            case Free(value, stage):
+                self.held.pop((stage, value), None)
+
+    def _execute_run(self, run: Run) -> None:
+        made, used = made_and_used(run)
+        program = self.step.program.programs[run.program]
+        inputs = [self.held[key] for key in used]
+        if self.step.is_recorded:
+            jax.block_until_ready(inputs)
+        else:
+            self._wait_for_a_run()
+        self._at = run
+        self.step.wait_for_readers([inputs[i] for i in program.donated])
+        start = perf_counter()
+        outputs = program.run(inputs)
+        if self.step.is_recorded:
+            jax.block_until_ready(outputs)
+            times = (t - self.step.start for t in (start, perf_counter()))
+            self.events.append(Event(self.list_.submesh, run.task, *times))
+        elif outputs:
+            smallest = min(outputs, key=lambda array: array.nbytes)
+            self.unfinished.append((run, smallest))
+        del inputs
+        for key, array in zip(made, outputs, strict=True):
+            self.held[key] = array
+
+    def _wait_for_a_run(self) -> None:
+        """Until fewer runs than may be unfinished are so."""
+        if len(self.unfinished) < self.runs_in_flight:
+            return
+        while self.unfinished:
+            self._at, array = self.unfinished.popleft()
+            # A donated output is part of a later run: wait for that one.
+            if not array.is_deleted():
+                array.block_until_ready()
+                return
 
 
 class PipelineExecutable:
@@ -53,11 +254,8 @@ class PipelineExecutable:
         self.instructions = emit(program, schedule)
         simulate(self.instructions)  # refuses a deadlock before any thread waits
         self._inputs = step_inputs(self.instructions)
-        self._state = tuple(
-            (name, (slot.stage, Value(name)))
-            for name, slot in program.slots.items()
-            if slot.kind == "state"
-        )
+        self._state = state_keys(program)
+        self._results = result_keys(program, self.instructions)
         self._runs_in_flight = runs_in_flight
         self._unfinished: tuple[deque[tuple[Run, Any]], ...] = tuple(
             deque() for _ in self.instructions
@@ -127,24 +325,10 @@ class PipelineExecutable:
         held = {key: array for lane in lanes for key, array in lane.held.items()}
         events = sorted((e for i in lanes for e in i.events), key=lambda e: e.start)
         timeline = Timeline(len(lanes), tuple(events))
-        new_state = {slot: held.get(key, state[slot]) for slot, key in self._state}
-        return new_state, self._results(held), timeline
-
-    def _results(self, held: Mapping[Held, Any]) -> dict[str, Any]:
-        results: dict[str, Any] = {}
-        for name, slot in self.program.slots.items():
-            if slot.kind != "result":
-                continue
-            once = (slot.stage, Value(name))
-            results[name] = (
-                held[once]
-                if once in held
-                else [
-                    held[slot.stage, Value(name, i)]
-                    for i in range(self.program.num_microbatches)
-                ]
-            )
-        return results
+        new_state = {
+            slot: held.get(key, state[slot]) for slot, key in self._state.items()
+        }
+        return new_state, results_of(self._results, held), timeline
 
     def _run(self, step: Step, lanes: Sequence[Lane]) -> None:
         """All lanes to their end, or to the first error, which is raised."""

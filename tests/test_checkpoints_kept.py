@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -226,7 +227,7 @@ class TestRefused:
         self, saved: autopar.Checkpoints, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with monkeypatch.context() as newer:
-            newer.setattr("autopar.runtime.checkpoints_manifest._FORMAT", 2)
+            newer.setattr("autopar.runtime.checkpoints_kept._FORMAT", 2)
             saved.save(3, state_of(3))
             saved.wait()
         with pytest.warns(UserWarning, match="step 2 was restored.*format 2"):
@@ -362,3 +363,29 @@ class TestSaveRefuses:
 def test_other_options(options: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         autopar.Checkpoints(**options)
+
+
+@pytest.mark.parametrize("files", ["process", "shard"])
+def test_a_checkpoint_of_commit_d944992_is_read(files: str, tmp_path: Path) -> None:
+    with zipfile.ZipFile(Path(__file__).parent / "checkpoints_of_d944992.zip") as saved:
+        saved.extractall(tmp_path)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    like = {
+        "w": jax.ShapeDtypeStruct((8, 4), "f4", sharding=NamedSharding(mesh, P("x"))),
+        "m": {"b": jax.ShapeDtypeStruct((4,), jnp.bfloat16), "n": 0, "lr": 0.0},
+        "key": jax.random.key(0),
+        "none": jnp.ones((0, 3)),
+    }
+    with autopar.Checkpoints(tmp_path / files) as checkpoints:
+        assert checkpoints.steps() == (3,)
+        found = checkpoints.restore(like)
+    assert (found.step, found.data_position) == (3, {"samples": 24})
+    state = found.state
+    assert state["w"].sharding == like["w"].sharding
+    np.testing.assert_array_equal(state["w"], np.arange(32).reshape(8, 4))
+    np.testing.assert_array_equal(state["m"]["b"], np.arange(4))
+    assert (state["m"]["n"], state["m"]["lr"]) == (3, 0.5)
+    assert jax.random.key_data(state["key"]).tolist() == [0, 7]
+    assert state["none"].shape == (0, 3)
+    single = autopar.restore(tmp_path / files / "3", like)
+    np.testing.assert_array_equal(single["w"], state["w"])

@@ -315,4 +315,4 @@ def test_two_stages_are_busy_at_once():
     ]
     assert overlaps, str(timeline)
     order = ["0F0", "0F1", "0B0", "0F2", "0B1", "0F3", "0B2", "0B3", "0A"]
-    assert [str(task) for task in timeline.tasks(0)] == order
+    assert list(dict.fromkeys(str(e.task) for e in by_submesh[0])) == order

@@ -1,7 +1,7 @@
 """One plan for all processes of `jax.distributed`: process 0 plans, the others take it.
 
 Process 0 leaves each plan in JAX's key-value store, with what it is a plan of. Whoever
-finds none there plans for itself; `runtime/clients.py` then compares the programs.
+finds none there plans for itself; `runtime/local.py` then compares the programs.
 """
 
 from __future__ import annotations

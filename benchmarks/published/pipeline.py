@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.runtime.schedule import Task, interleaved, one_f_one_b
-from autopar.runtime.simulate import simulate_schedule
+from benchmarks.stage_chain import simulate_schedule
 
 _HALVINGS = 10  # of the interval that holds the slowest stage's seconds
 _ROUNDS = 3  # of the pipeline that are simulated before its period is taken as known

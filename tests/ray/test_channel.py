@@ -3,15 +3,25 @@
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import RayActorError
 
 from autopar.errors import HostLostError
-from autopar.runtime.ray_channel import DirectAnswers, dial, receive, send, serve
+from autopar.runtime.ray_channel import (
+    Address,
+    Calls,
+    answer_calls,
+    dial,
+    receive,
+    send,
+)
+from autopar.runtime.ray_job import Failure
 from autopar.runtime.ray_watch import Watch
 
 SECRET = b"secret"
@@ -25,10 +35,19 @@ class Host:
         self.gate.set()
         self.called: list[str] = []
 
+        self.answered: Any = None
+
     def answer(self, method: str, arguments: tuple[Any, ...]) -> Any:
         self.called.append(method)
         self.gate.wait(10)
-        return arguments
+        return self.answered or arguments
+
+
+def serve(host: Host) -> Address:
+    """Have a host answer; where it is reached."""
+    listener = Listener(("127.0.0.1", 0), authkey=SECRET)
+    answer_calls(listener, host.answer)
+    return listener.address  # type: ignore[return-value]
 
 
 @pytest.fixture
@@ -38,7 +57,7 @@ def host() -> Host:
 
 @pytest.fixture
 def connection(host: Host) -> Iterator[Connection]:
-    with dial(serve("127.0.0.1", SECRET, host.answer), SECRET) as made:
+    with dial(serve(host), SECRET) as made:
         yield made
 
 
@@ -78,7 +97,7 @@ def test_calls_and_answers_of_any_size_do_not_block_each_other(
 
 
 def test_who_does_not_know_the_secret_is_not_answered(host: Host):
-    address = serve("127.0.0.1", SECRET, host.answer)
+    address = serve(host)
     with pytest.raises((AuthenticationError, EOFError, OSError)):
         dial(address, b"another")
     socket.create_connection(address).close()
@@ -87,49 +106,57 @@ def test_who_does_not_know_the_secret_is_not_answered(host: Host):
         assert receive(connection) == (1,)
 
 
-class RayError(Exception):
-    """As `ray.exceptions.RayError`."""
+@pytest.fixture
+def calls(connection: Connection) -> Calls:
+    return Calls(connection)
 
 
-class RayActorError(RayError):
-    """As `ray.exceptions.RayActorError`."""
+def test_a_call_is_answered_and_those_after_a_failed_one_fail_as_it(
+    calls: Calls, host: Host
+):
+    assert calls.begin("echo", (1,)).result(10) == (1,)
+    failure = Failure("step", "KeyError: 3", "")
+    found = [calls.begin("echo", (failure,)), calls.begin("echo", (2,))]
+    assert [each.result(10) for each in found] == [(failure,), (2,)]
+    host.answered = failure
+    failed = calls.begin("step", ())
+    assert failed.result(10) == failure
+    host.answered = None
+    assert calls.begin("fetch", (7,)).result(10) == failure
 
 
-class Ray:
-    """The part of `ray` that answers for hosts: of each whether it died."""
+def dying(text: str) -> Future[float]:
+    """A sign of life that Ray knows cannot come."""
+    found = Future[float]()
+    found.set_exception(type("Died", (RayActorError,), {"__str__": lambda _: text})())
+    return found
 
-    class exceptions:
-        """As `ray.exceptions`."""
 
-        RayError, RayActorError = RayError, RayActorError
-
-    def __init__(self, has_died: bool) -> None:
-        self.has_died = has_died
-
-    def get(self, ref: Any, timeout: float) -> float:
-        if self.has_died:
-            raise RayActorError("the process was killed")
-        return 0.0
+def alive() -> Future[float]:
+    found = Future[float]()
+    found.set_result(0.0)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("has_died", "cause"),
-    [(True, "the process was killed"), (False, "its connection ended")],
+    ("ping", "cause"),
+    [
+        (dying("the process was killed"), "the process was killed"),
+        (alive(), "its connection ended"),
+    ],
 )
-def test_a_connection_that_ends_is_a_lost_host(
-    has_died: bool, cause: str, monkeypatch: pytest.MonkeyPatch
-):
-    from autopar.runtime import ray_channel
-
-    monkeypatch.setattr(ray_channel, "import_ray", lambda: Ray(has_died))
+def test_a_connection_that_ends_is_a_lost_host(ping: Future[float], cause: str):
     ours, theirs = socket.socketpair()
-    connection = Connection(ours.detach())
-    answers = DirectAnswers(lambda rank: f"ping {rank}", {connection: 3})
+    calls = Calls(Connection(ours.detach()))
     theirs.close()
-    answers.send(connection, ("step", ()))  # why that fails is found out below
-    watch = Watch(answers, "step", 60.0, 60.0, lambda _: {}, "host {}".format)
+    answer = calls.begin("step", ())
+    watch = Watch(
+        *("step", 60.0, 60.0), lambda _: 0.0, lambda _: ping, "host {}".format
+    )
     with pytest.raises(
         HostLostError, match=rf"host 3 died in 'step': {cause}"
     ) as found:
-        watch.gather({connection: 3})
+        watch.gather({answer: 3})
     assert found.value.rank == 3
+    with pytest.raises(ConnectionError):
+        calls.begin("step", ()).result(10)

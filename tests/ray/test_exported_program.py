@@ -17,7 +17,7 @@ from autopar.lowering.exported_program import export_program, plain_array, with_
 from autopar.lowering.programs import build_program
 from autopar.options import check_options
 from autopar.planner.planning import plan_function
-from autopar.runtime.ray_arrays import cut_for_hosts
+from autopar.runtime.ray_job import cut_for_hosts
 from autopar.runtime.ray_programs import compile_code, place
 from autopar.sharding.mesh import MeshShape
 from autopar.sharding.resharding import Resharder

@@ -14,7 +14,7 @@ import pytest
 import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.errors import HostLostError
-from autopar.runtime import ray_recovery
+from autopar.runtime import ray_actors
 from autopar.runtime.ray_local import LocalHosts
 from autopar.runtime.ray_workers import workers_of
 from autopar.sharding.mesh import parse_mesh
@@ -159,7 +159,7 @@ def test_a_lost_host_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ):
     hosts, too_few = [ray_hosts.add()], list[int]()
-    count = ray_recovery.num_hosts_alive
+    count = ray_actors.num_hosts_alive
 
     def num_hosts_alive(cluster: Cluster) -> int:
         """As many as there are; when they were too few twice, a host comes."""
@@ -169,7 +169,7 @@ def test_a_lost_host_is_waited_for(
                 hosts.append(ray_hosts.add())
         return found
 
-    monkeypatch.setattr(ray_recovery, "num_hosts_alive", num_hosts_alive)
+    monkeypatch.setattr(ray_actors, "num_hosts_alive", num_hosts_alive)
     cluster = Cluster.ray(ray_hosts.address, num_hosts=3, on_failure="wait")
     got: list[int] = []
     with autopar.Checkpoints(tmp_path) as checkpoints:

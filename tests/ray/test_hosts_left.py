@@ -8,8 +8,8 @@ import pytest
 
 from autopar.clusters.cluster import Cluster, RayHosts
 from autopar.errors import HostLostError
-from autopar.runtime import ray_recovery
-from autopar.runtime.ray_recovery import cluster_left, hosts_lost
+from autopar.runtime import ray_actors
+from autopar.runtime.ray_actors import cluster_left, hosts_lost
 
 
 def cluster_of(num_hosts: int, **waits: Any) -> Cluster:
@@ -29,8 +29,8 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             raise ValueError("no such host")
         return "10.0.0.1:6379", (None,) * number
 
-    monkeypatch.setattr(ray_recovery, "find_hosts", find_hosts)
-    monkeypatch.setattr(ray_recovery, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(ray_actors, "find_hosts", find_hosts)
+    monkeypatch.setattr(ray_actors, "_LOOK_EVERY_SECONDS", 0.01)
     return numbers
 
 
@@ -66,7 +66,7 @@ def test_hosts_that_went_before_workers_start_are_named(
         def nodes() -> list[dict[str, Any]]:
             return [{"NodeID": "a" * 20, "Alive": True}, {"NodeID": "b", "Alive": 0}]
 
-    monkeypatch.setattr(ray_recovery, "import_ray", lambda: Ray)
+    monkeypatch.setattr(ray_actors, "import_ray", lambda: Ray)
     alive[:] = [1]
     nodes = ("a" * 20, "10.0.0.1"), ("b" * 20, "10.0.0.2")
     lost = hosts_lost(cluster_of(2, nodes=nodes))

@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar.clusters.cluster import Cluster
-from autopar.runtime import ray_start
+from autopar.runtime import ray_workers
 from benchmarks.models import build
 
 NO_SERVER = """
@@ -35,7 +35,7 @@ def no_connections(
         raise ConnectionRefusedError("a firewall")
 
     hosts_run(NO_SERVER)
-    monkeypatch.setattr(ray_start, "dial", refuse)
+    monkeypatch.setattr(ray_workers, "dial", refuse)
 
 
 @pytest.mark.slow  # workers start

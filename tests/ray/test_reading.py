@@ -13,7 +13,7 @@ from autopar.data.batch_tree import BatchTree
 from autopar.data.examples import Examples
 from autopar.lowering.exported_program import ShardedType
 from autopar.runtime.ray_programs import sharding_of
-from autopar.runtime.ray_reading import SourceOnHost, Want
+from autopar.runtime.ray_sources import SourceOnHost, Want
 
 SIZE = 8
 LIKE = {

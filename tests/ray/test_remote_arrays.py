@@ -2,6 +2,7 @@
 
 import gc
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,13 +14,9 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.lowering.exported_program import ShardedType
-from autopar.runtime.ray_arrays import (
-    Block,
-    Numbers,
-    RemoteArray,
-    cut_for_hosts,
-    join_blocks,
-)
+from autopar.runtime.ray_arrays import RemoteArray
+from autopar.runtime.ray_job import Block, cut_for_hosts, join_blocks
+from autopar.runtime.ray_workers import Workers as RealWorkers
 
 AXES = {"a": 2, "b": 2, "c": 2}
 
@@ -99,13 +96,21 @@ class Workers:
     def __init__(self) -> None:
         self.lost: str | None = None
         self.lost_rank: int | None = None
-        self.numbers = Numbers()
+        self._dropped: deque[tuple[int, int]] = deque()
 
     def fetch(self, number: int, group: int, type_: ShardedType) -> np.ndarray:
         return np.full(type_.shape, number, type_.dtype)
 
+    def ranks_of(self, group: int) -> list[int]:
+        return [group]
+
+    def freed(self, group: int) -> tuple[int, ...]:
+        real: Any = RealWorkers
+        return real.freed_by_rank(self, [group])[group]
+
     def forget(self, number: int, group: int) -> None:
-        self.numbers.drop(number, group)
+        real: Any = RealWorkers
+        real.forget(self, number, group)
 
     def copy_out(self, arrays: Sequence[RemoteArray]) -> int:
         raise AssertionError("nothing is saved here")
@@ -125,9 +130,9 @@ def test_a_dropped_handle_is_freed_once_in_its_group():
     assert array.is_deleted() and not other.is_deleted()
     del array, other
     gc.collect()
-    assert workers.numbers.take_dropped(0) == (5,)
-    assert workers.numbers.take_dropped(0) == ()
-    assert workers.numbers.take_dropped(1) == (6,)
+    assert workers.freed(0) == (5,)
+    assert workers.freed(0) == ()
+    assert workers.freed(1) == (6,)
 
 
 def test_donated_and_lost_arrays_say_what_to_do():

@@ -14,8 +14,9 @@ from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster
 from autopar.errors import CheckpointError
 from autopar.methods.methods import Method, PipelineParallel, ShardParallel
-from autopar.runtime import checkpoints_manifest
+from autopar.runtime import checkpoints_kept
 from benchmarks.models import Workload, build
+from tests.ray.on_workers import traffic_of
 
 FORMS = {
     "one program": (ShardParallel(), "data:2;model:4"),
@@ -52,7 +53,7 @@ def workers_of(step: Any) -> Any:
 
 def carried(step: Any) -> int:
     """Bytes of arrays that have passed through the driver."""
-    traffic = workers_of(step).traffic
+    traffic = traffic_of(workers_of(step))
     return traffic.to_hosts + traffic.from_hosts
 
 
@@ -119,14 +120,14 @@ def saved(steps: Any, workload: Workload, tmp_path: Path) -> Iterator[Any]:
 
 def test_hosts_check_what_is_restored(saved: Any, monkeypatch: pytest.MonkeyPatch):
     checkpoints, places = saved
-    monkeypatch.setattr(checkpoints_manifest, "_FEW_BYTES", 0)
+    monkeypatch.setattr(checkpoints_kept, "_FEW_BYTES", 0)
     checked_here: list[Path] = []
 
     def file_problem(path: Path, written: Any) -> str:
         checked_here.append(path)
         return ""
 
-    monkeypatch.setattr(checkpoints_manifest, "file_problem", file_problem)
+    monkeypatch.setattr(checkpoints_kept, "file_problem", file_problem)
     assert checkpoints.restore(places).step == 1
     assert not checked_here, "the driver leaves it to them"
     files = (checkpoints.directory / "1").rglob("0.0")
@@ -139,7 +140,7 @@ def test_hosts_check_what_is_restored(saved: Any, monkeypatch: pytest.MonkeyPatc
     assert checked_here == [chunk], "what they doubt it reads itself"
     assert checkpoints.steps() == (1,), "which is not to be removed for it"
     monkeypatch.undo()
-    monkeypatch.setattr(checkpoints_manifest, "_FEW_BYTES", 0)
+    monkeypatch.setattr(checkpoints_kept, "_FEW_BYTES", 0)
     with pytest.raises(CheckpointError, match=f"{chunk} was altered after"):
         checkpoints.restore(places)
     assert checkpoints.steps() == (), "damaged"

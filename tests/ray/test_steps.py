@@ -18,6 +18,7 @@ from autopar.runtime.ray_steps import METRIC_BYTES
 from autopar.runtime.ray_workers import Workers
 from autopar.state.distributed_array import DistributedArray
 from benchmarks.models import Workload, build
+from tests.ray.on_workers import kept_by, traffic_of
 
 TWO_STAGES = PipelineParallel(num_stages=2, num_microbatches=4)
 FORMS = pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_only_the_batch_and_metrics_pass_through_the_driver(
     training = trainings("gpt", method)
     state, _ = training.step(training.state, training.batch)
     assert all(isinstance(x, DistributedArray) for x in jax.tree.leaves(state))
-    traffic = training.workers.traffic
+    traffic = traffic_of(training.workers)
     sent, received = traffic.to_hosts, traffic.from_hosts
     traffic.largest_array = 0
     state, metrics = training.step(state, training.batch)
@@ -113,18 +114,18 @@ def test_the_workers_keep_one_state_and_nothing_else(trainings: Any, method: Met
     state = training.state
     training.step(state, training.batch)  # so that there are workers
     gc.collect()
-    before = [len(numbers) for numbers in training.workers.kept()]
+    before = kept_by(training.workers)
     for _ in range(3):
         state, _ = training.step(state, training.batch)
     leaves = len(jax.tree.leaves(state))
-    kept = [len(numbers) for numbers in training.workers.kept()]
+    kept = kept_by(training.workers)
     added = [after - old for after, old in zip(kept, before, strict=True)]
     # One group holds a part of every leaf on each host; stages share out the leaves.
     is_pipeline = isinstance(method, PipelineParallel)
     assert sum(added) == leaves if is_pipeline else added == [leaves, leaves]
     del state
     gc.collect()
-    assert [len(numbers) for numbers in training.workers.kept()] == before
+    assert kept_by(training.workers) == before
 
 
 @FORMS
@@ -143,7 +144,7 @@ def test_donated_state_is_refused_with_the_remedy(trainings: Any, method: Method
 def test_init_makes_the_state_on_the_workers(trainings: Any, method: Method):
     training = trainings("mlp", method)
     training.step(training.state, training.batch)
-    traffic = training.workers.traffic
+    traffic = traffic_of(training.workers)
     before = traffic.to_hosts, traffic.from_hosts
     state = training.step.init(
         training.workload.init, jax.random.key(0), batch=training.batch
@@ -213,7 +214,7 @@ def test_an_eval_step_reads_the_state_where_it_lies(
         return sum((jnp.mean(x**2) for x in leaves), jnp.float32(0))
 
     evaluate = parallelize(mean_square, cluster=ray_cluster)
-    traffic = training.workers.traffic
+    traffic = traffic_of(training.workers)
     sent = traffic.to_hosts
     found = evaluate(state)
     assert traffic.to_hosts == sent, "the state is there already"

@@ -1,6 +1,9 @@
 """Transfers between hosts, over the real transport between two ends in this process."""
 
+import contextlib
+import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +20,10 @@ import pytest
 from autopar.lowering.exported_program import ShardedType
 from autopar.runtime import ray_transport
 from autopar.runtime.instructions import Value
-from autopar.runtime.ray_crossing import Crossing, meet
-from autopar.runtime.ray_offers import PeerLost
+from autopar.runtime.ray_job import Crossing, meet
 from autopar.runtime.ray_programs import sharding_of
 from autopar.runtime.ray_transfers import host_transfer
-from autopar.runtime.ray_transport import Peer, Transport
+from autopar.runtime.ray_transport import Peer, PeerLost, Transport
 
 SECRET = b"secret"
 JOB = 1
@@ -87,8 +89,15 @@ def ends(
         end.plan(JOB, crossing)
         end.use(JOB)
     yield first, second
-    first.close()
-    second.close()
+    hang_up(first, 1)
+    hang_up(second, 0)
+
+
+def hang_up(end: Transport, peer: int) -> None:
+    """As when the process of this end dies."""
+    with socket.socket(fileno=os.dup(end._links[peer].connection.fileno())) as raw:
+        with contextlib.suppress(OSError):  # the other end was first
+            raw.shutdown(socket.SHUT_RDWR)
 
 
 def array_of(type_: ShardedType) -> jax.Array:
@@ -198,7 +207,7 @@ def test_an_array_in_another_sharding_than_planned_is_refused(
 
 def test_a_closed_end_wakes_who_waits_for_it(ends: tuple[Transport, Transport]):
     ends[0].send(Value("equal"), 0, 1, array_of(TYPES["equal"][0]))
-    ends[1].close()
+    hang_up(ends[1], 0)
     with pytest.raises(PeerLost, match="host 1"):
         ends[0].wait_for_readers()
     with pytest.raises(PeerLost, match="host 1"):
@@ -221,7 +230,7 @@ def test_what_ends_the_reading_of_offers_is_told_to_who_waits(
     def fail_with(_: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(ends[1]._in[0], "_kinds_of", fail_with)
+    monkeypatch.setattr(ends[1]._links[0], "_kinds_of", fail_with)
     ends[0].send(Value("equal"), 0, 1, array_of(TYPES["equal"][0]))
     with pytest.raises((KeyError, PeerLost), match=told):
         ends[1].receive(Value("equal"), 0, 1)

@@ -11,14 +11,14 @@ import pytest
 import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.errors import WorkerError
-from autopar.lowering.exported_program import ShardedType
 from autopar.methods.methods import PipelineParallel
+from autopar.runtime.ray_executables import RayPipelineExecutable
 from autopar.runtime.ray_local import LocalHosts
-from autopar.runtime.ray_pipeline import RayPipelineExecutable
 from autopar.runtime.ray_steps import METRIC_BYTES
 from autopar.runtime.ray_workers import Workers
 from autopar.state.distributed_array import DistributedArray
 from benchmarks.models import Workload, build
+from tests.ray.on_workers import put_in_place_of, traffic_of
 
 SLOW = pytest.mark.slow  # workers of hosts start, or a step is longer
 
@@ -75,7 +75,7 @@ class Training:
             expected = self.reference(expected[0], self.batch)
             got = self.step(got[0], self.batch)
         assert_close(got, expected)
-        traffic = self.workers.traffic
+        traffic = traffic_of(self.workers)
         traffic.largest_array = 0
         made = self.step.init(self.init, jax.random.key(0), batch=self.batch)
         got = self.step(made, self.batch)
@@ -185,9 +185,8 @@ def test_an_exception_in_one_stage_of_a_host_is_told(
     training = Training(workload, ray_cluster, (3, 1, 4))
     state, _ = training.step(training.state, training.batch)
     (piece,) = state.params["layers"][1]["kernel"].pieces
-    wrong = ShardedType((12, 12), "float32", ("x",), (1,), ((), ())).at(3)
-    (other,) = training.workers.store([np.ones((12, 12), np.float32)], [wrong], 0)
-    piece.number = other.number
+    wrong = np.ones((12, 12), np.float32)
+    put_in_place_of(training.workers, 0, piece.number, wrong)
     with pytest.raises(
         WorkerError, match=r"(?s)host 0 .*raised by stage 1 in task 1F0"
     ):

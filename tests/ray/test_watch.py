@@ -1,117 +1,135 @@
 """What the driver makes of hosts that answer, fail, hang or are late."""
 
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError, RayError
 
 from autopar.errors import HostLostError, WorkerError
 from autopar.runtime.ray_job import Failure
-from autopar.runtime.ray_watch import Watch
+from autopar.runtime.ray_watch import Heartbeat, Watch
 
 
-class Exceptions:
-    """As `ray.exceptions`."""
+class Died(RayActorError):
+    """As Ray tells of a process that ended."""
 
-    class RayError(Exception):
-        """Any."""
+    def __init__(self, text: str) -> None:
+        self.text = text
 
-    class RayActorError(RayError):
-        """The actor is gone."""
-
-
-@dataclass
-class Answers:
-    """As the part of `ray` that a watch uses: answers that come after some seconds."""
-
-    after: dict[str, tuple[float, Any]]
-    exceptions: type = Exceptions
-    start: float = field(default_factory=time.monotonic)
-
-    def wait(self, refs: Sequence[str], num_returns: int, timeout: float) -> Any:
-        end = time.monotonic() + timeout
-        while time.monotonic() < end:
-            now = time.monotonic() - self.start
-            ready = [ref for ref in refs if self.after[ref][0] <= now]
-            if ready:
-                return ready[:num_returns], []
-            time.sleep(0.01)
-        return [], list(refs)
-
-    def get(self, ref: str) -> Any:
-        found = self.after[ref][1]
-        if isinstance(found, Exception):
-            raise found
-        return found
+    def __str__(self) -> str:
+        return self.text
 
 
-def watch(answers: Answers, silent: Sequence[int] = (), **limits: float) -> Watch:
-    """A watch of hosts that answer pings at once, or never if they are `silent`."""
-    numbers = iter(range(1000))
+def after(seconds: float, found: Any) -> Future[Any]:
+    """An answer, or an error, that comes after some seconds."""
+    answer = Future[Any]()
+    is_error = isinstance(found, Exception)
+    come = answer.set_exception if is_error else answer.set_result
+    timer = threading.Timer(seconds, come, (found,))
+    timer.daemon = True
+    timer.start()
+    return answer
 
-    def ping(ranks: Sequence[int]) -> Mapping[str, int]:
-        refs = {f"ping {next(numbers)}": rank for rank in ranks}
-        for ref, rank in refs.items():
-            answers.after[ref] = 1e9 if rank in silent else 0.0, 0.0
-        return refs
 
-    waits = {"seconds": 60.0, "silent_seconds": 60.0, "hung_seconds": 3.0, **limits}
-    name: Callable[[int], str] = "host {}".format
-    return Watch(answers, "step", ping=ping, name=name, **waits)
+def gathered(
+    answers: Sequence[tuple[float, Any]], silent: Sequence[int] = (), **limits: float
+) -> Mapping[int, Any]:
+    """What comes of hosts, by rank, of which some give no sign of life."""
+    start = time.monotonic()
+
+    def silent_seconds(rank: int) -> float:
+        return time.monotonic() - start if rank in silent else 0.0
+
+    waits = {"seconds": 60.0, "silent_seconds": 60.0, **limits}
+    watch = Watch(
+        "step",
+        silent=silent_seconds,
+        ping=lambda _: after(0.0, 0.0),
+        name="host {}".format,
+        **waits,
+    )
+    return watch.gather({after(*each): rank for rank, each in enumerate(answers)})
 
 
 def test_answers_come_back_by_rank():
-    answers = Answers({"a": (0.1, "first"), "b": (0.0, "second")})
-    assert watch(answers).gather({"a": 0, "b": 1}) == {0: "first", 1: "second"}
+    assert gathered([(0.1, "first"), (0, "second")]) == {0: "first", 1: "second"}
 
 
 def test_a_host_without_autopar_is_told_what_to_install():
-    text = "failed to import on the worker: No module named 'autopar'"
-    answers = Answers({"a": (0, 1), "b": (0, Exceptions.RayError(text))})
+    error = RayError("failed to import on the worker: No module named 'autopar'")
     with pytest.raises(WorkerError, match=r"host 1 has not; pip install 'autopar") as e:
-        watch(answers).gather({"a": 0, "b": 1})
+        gathered([(0, 1), (0, error)])
     assert e.value.rank == 1
 
 
+def test_a_failure_is_told_with_the_call_that_failed():
+    failed = Failure("load", "ValueError: no", "Traceback ...")
+    with pytest.raises(WorkerError, match="host 0 raised in 'load': ValueError: no"):
+        gathered([(0, failed)])
+
+
 def test_a_dead_host_is_told_before_those_it_took_along():
-    echo = Failure("PeerLost: group 1", "", is_echo=True)
-    dead = Exceptions.RayActorError("worker died")
-    answers = Answers({"a": (0, echo), "b": (0.2, dead)})
+    echo = Failure("step", "PeerLost: group 1", "", is_echo=True)
     with pytest.raises(HostLostError, match=r"host 1 died in 'step': worker died"):
-        watch(answers).gather({"a": 0, "b": 1})
+        gathered([(0, echo), (0.2, Died("worker died"))])
 
 
 def test_a_silent_host_is_given_up_in_time():
     start = time.monotonic()
     with pytest.raises(HostLostError, match="host 0 has been silent for"):
-        watch(Answers({"a": (60.0, 1)}), silent=[0], silent_seconds=1.5).gather(
-            {"a": 0}
-        )
+        gathered([(60.0, 1)], silent=[0], silent_seconds=1.5)
     assert time.monotonic() - start < 10
 
 
 def test_a_host_that_answers_pings_may_take_as_long_as_a_call_may():
-    answers = Answers({"a": (2.5, "late")})
-    assert watch(answers, silent_seconds=1.5).gather({"a": 0}) == {0: "late"}
+    assert gathered([(2.5, "late")], silent_seconds=1.5) == {0: "late"}
     with pytest.raises(HostLostError, match=r"done in 1 s.*host 0 is not"):
-        watch(Answers({"a": (60.0, 1)}), seconds=1.0).gather({"a": 0})
+        gathered([(60.0, 1)], seconds=1.0)
 
 
 def test_a_hung_host_is_told_though_it_takes_another_along():
-    dead = Exceptions.RayActorError("jax ended the process")
-    answers = Answers({"a": (4.5, dead), "b": (60.0, 1)})
     with pytest.raises(HostLostError, match="host 1 has been silent for"):
-        watch(answers, silent=[1]).gather({"a": 0, "b": 1})
+        gathered([(4.5, Died("jax ended the process")), (60.0, 1)], silent=[1])
 
 
-def test_a_host_that_may_still_be_starting_is_not_the_cause():
-    text = "failed to import on the worker: No module named 'autopar'"
-    answers = Answers({"a": (1.5, Exceptions.RayError(text)), "b": (60.0, 1)})
-    for hung_seconds, told in ((60.0, "host 0 has not"), (0.1, "host 1 has been sil")):
-        answers.start = time.monotonic()
-        with pytest.raises((WorkerError, HostLostError), match=told):
-            watch(answers, silent=[1], hung_seconds=hung_seconds).gather(
-                {"a": 0, "b": 1}
-            )
+class Workers:
+    """Hosts that answer signs of life, but for those that are said not to."""
+
+    def __init__(self, signs: Mapping[int, Any]) -> None:
+        self.lost: str | None = None
+        self.lost_rank: int | None = None
+        self._signs = signs
+        self.is_over = threading.Event()
+
+    def name(self, rank: int) -> str:
+        return f"host {rank}"
+
+    def ping(self, rank: int) -> Future[Any]:
+        return after(*self._signs.get(rank, (0.0, 0.0)))
+
+    def lose(self, rank: int, reason: str) -> None:
+        self.lost, self.lost_rank = reason, rank
+        self.is_over.set()
+
+
+@pytest.mark.parametrize(
+    ("signs", "rank", "told"),
+    [
+        ({1: (0.0, Died("it was killed"))}, 1, "host 1 died: it was killed"),
+        ({0: (60.0, 0.0)}, 0, "host 0 has been silent for 1.5 s"),
+    ],
+    ids=["dead", "silent"],
+)
+def test_a_host_is_lost_while_no_call_is_under_way(
+    signs: Mapping[int, Any], rank: int, told: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    workers = Workers(signs)
+    heartbeat = Heartbeat(workers, 2, silent_seconds=1.5)
+    assert workers.is_over.wait(20)
+    assert workers.lost_rank == rank and told in (workers.lost or "")
+    heartbeat.stop()

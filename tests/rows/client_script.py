@@ -24,7 +24,7 @@ jax.distributed.initialize(
 from jax.experimental import multihost_utils  # noqa: E402
 
 import autopar  # noqa: E402
-from autopar.runtime import clients  # noqa: E402
+from autopar.runtime import local  # noqa: E402
 from tests.rows.test_checkpoints import (  # noqa: E402
     ABSTRACT,
     abstract_state,
@@ -91,7 +91,7 @@ read_there = (
 )
 mesh = ("data:8", "data:4;model:2")[RANK % 2]
 differs = error_of(lambda: of_all("differing", values, mesh))
-clients.TIMEOUT_SECONDS = 2.0
+local.TIMEOUT_SECONDS = 2.0
 alone = error_of(lambda: of_all("alone", values, "data:8")) if RANK == 0 else ""
 multihost_utils.sync_global_devices("the first process waited")
 print(

@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.clusters.cluster import Cluster
-from autopar.runtime.transfer_plan import plan_transfer
-from autopar.runtime.transfers import Transfer
+from autopar.runtime.transfers import Transfer, plan_transfer
 from autopar.solver import ChoiceGraph, solve
 from autopar.solver.brute_force import brute_force
 from benchmarks.models.registry import build

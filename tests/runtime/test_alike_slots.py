@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from autopar.lowering.programs import PipelineProgram, Slot
-from autopar.runtime.alike_slots import AlikeSlots
 from autopar.runtime.emit import emit
 from autopar.runtime.schedule import (
     Schedule,
@@ -15,7 +14,8 @@ from autopar.runtime.schedule import (
     interleaved,
     zero_bubble_h1,
 )
-from autopar.runtime.simulate import chain, simulate
+from autopar.runtime.simulate import alike_slots, simulate, simulate_step
+from benchmarks.stage_chain import chain
 
 TIMES = 5
 
@@ -50,22 +50,16 @@ def interleaved_chain(num_stages: int, num_microbatches: int) -> Schedule:
 def test_time_and_memory_stay_to_the_byte(make: Callable[[int, int], Schedule]) -> None:
     schedule = make(4, 6)
     program = layered(schedule)
-    joined = AlikeSlots.of(program)
-    number = len(joined.program.slots)
-    assert number < len(program.slots) / 2
-    assert sum(map(len, joined.members.values())) == len(program.slots)
+    members = alike_slots(program)
+    assert len(members) < len(program.slots) / 2
+    assert sum(map(len, members.values())) == len(program.slots)
     crossing = {slot for slot in program.slots if slot.startswith("cotangent")}
-    assert crossing - {f"cotangent 0 of {i}" for i in range(TIMES)} < {*joined.members}
+    assert crossing - {f"cotangent 0 of {i}" for i in range(TIMES)} < {*members}
 
     def slot_bytes(slot: str, stage: int) -> int:
         return 100 * stage + sum(map(ord, slot)) % 97
 
     seconds = {"forward": 1.0, "backward": 1.5, "weight": 0.7, "apply": 0.2}
-    found, expected = (
-        simulate(emit(flow, schedule), lambda t: seconds[t.kind], lambda _: 0.3, sizes)
-        for flow, sizes in (
-            (joined.program, joined.bytes_of(slot_bytes)),
-            (program, slot_bytes),
-        )
-    )
-    assert found == expected
+    costs = lambda t: seconds[t.kind], lambda _: 0.3, slot_bytes  # noqa: E731
+    expected = simulate(emit(program, schedule), *costs)
+    assert simulate_step(program, schedule, *costs) == expected

@@ -1,24 +1,18 @@
-"""Instruction lists are text that parses back, and hold what the dataflow needs."""
+"""Instruction lists hold what the dataflow needs."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autopar.lowering.programs import PipelineProgram, Slot, StageProgram
 from autopar.runtime.emit import emit
 from autopar.runtime.instructions import (
     Free,
-    InstructionList,
     Receive,
-    Run,
     Send,
     Value,
-    Zero,
     made_and_used,
-    parse_instruction,
 )
 from autopar.runtime.schedule import (
     Schedule,
@@ -27,33 +21,7 @@ from autopar.runtime.schedule import (
     interleaved,
     one_f_one_b,
 )
-from autopar.runtime.simulate import chain
-
-Values = st.builds(Value, st.text(), st.none() | st.integers(0, 99))
-Stages = st.integers(0, 99)
-Tasks = st.builds(
-    Task, Stages, Stages, st.sampled_from(["forward", "backward", "weight"])
-)
-Several = st.lists(Values, max_size=3).map(tuple)
-Instructions = st.one_of(
-    st.builds(Run, Tasks, Stages, Several, Several),
-    st.builds(Zero, Values, Stages),
-    st.builds(Send, Values, Stages, Stages),
-    st.builds(Receive, Values, Stages, Stages),
-    st.builds(Free, Values, Stages),
-)
-
-
-@given(st.builds(InstructionList, Stages, st.lists(Instructions).map(tuple)))
-def test_a_list_prints_and_parses_back(list_: InstructionList) -> None:
-    assert InstructionList.parse(str(list_)) == list_
-
-
-def test_other_text_is_refused() -> None:
-    with pytest.raises(ValueError, match="reads instructions of version 1"):
-        InstructionList.parse("autopar instructions 2, submesh 0")
-    with pytest.raises(ValueError, match="got 'jump 3'"):
-        parse_instruction("jump 3")
+from benchmarks.stage_chain import chain
 
 
 def test_the_middle_of_three_stages() -> None:

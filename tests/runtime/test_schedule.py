@@ -19,7 +19,7 @@ from autopar.runtime.schedule import (
     zero_bubble_h1,
     zero_bubble_h2,
 )
-from autopar.runtime.simulate import simulate_schedule
+from benchmarks.stage_chain import simulate_schedule
 
 Sizes = st.integers(1, 6)
 

@@ -5,7 +5,8 @@ import pytest
 from autopar.runtime.emit import emit
 from autopar.runtime.instructions import InstructionList
 from autopar.runtime.schedule import Schedule, Task, gpipe, one_f_one_b
-from autopar.runtime.simulate import chain, simulate, simulate_schedule
+from autopar.runtime.simulate import simulate
+from benchmarks.stage_chain import chain, simulate_schedule
 
 
 def _parse(text: str) -> tuple[Task, ...]:

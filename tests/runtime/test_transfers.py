@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.runtime.transfer_plan import TransferPlan, plan_transfer, tiles
-from autopar.runtime.transfers import Transfer, move_tiles
+from autopar.runtime.transfers import (
+    Transfer,
+    TransferPlan,
+    move_tiles,
+    plan_transfer,
+    tiles,
+)
 
 P = PartitionSpec
 
