@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from jax.sharding import Mesh
+
 from ..sharding.pins import PinsLike
 from . import explain as _explain
 from .compiled_figures import CompiledFigures
@@ -16,7 +18,7 @@ from .pin_cost import PinCosts
 from .plan import Prediction, ShardingPlan
 from .plan_diff import PlanDiff, diff_plans
 from .plan_file import read_plan, to_json
-from .reasons import PlanSource, StageSource
+from .reasons import PlanShardings, PlanSource, StageSource
 from .staged_plan import StagedPlan
 
 if TYPE_CHECKING:
@@ -154,6 +156,24 @@ class Plan:
             audit = self.compiled.named()
         found = make_report(self.decision, self.origin, given, audit, tuple(choices))
         write_page(page_of(found), path)
+
+    def shardings(self, mesh: Mesh | None = None) -> PlanShardings:
+        """Where arguments and results lie, for a step that stays with `jax.jit`.
+
+        `jax.jit(step, in_shardings=found.arguments, out_shardings=found.results)` runs
+        it; what it does inside is then the compiler's. What the plan has in the host's
+        memory is on devices here, as jit moves nothing for a step.
+
+        Args:
+          mesh: a mesh with the plan's axes; that of the step, or the devices of this
+            process, if left out.
+
+        Raises:
+          TypeError: the plan is that of a pipeline.
+          ValueError: the plan was loaded, or jit has no such arguments.
+        """
+        decision = self.sharding
+        return (self.source or self._no_step()).shardings(decision, mesh)
 
     def diff(self, other: Plan) -> PlanDiff:
         """What changes from this plan to another, which prints as tables.

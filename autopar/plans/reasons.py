@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
+
+from jax.sharding import Mesh
 
 from ..sharding.pins import PinsLike
 from .pin_cost import PinCosts
@@ -39,8 +41,19 @@ class Reasons:
     readers: tuple[tuple[str, str], ...] = ()
 
 
+class PlanShardings(NamedTuple):
+    """`in_shardings` and `out_shardings` of `jax.jit`: the step's own trees."""
+
+    arguments: tuple[Any, ...]
+    results: Any
+
+
 class PlanSource(Protocol):
     """The traced step that a plan was made of, which can be planned again."""
+
+    def shardings(self, plan: ShardingPlan, mesh: Mesh | None) -> PlanShardings:
+        """Where a plan has arguments and results."""
+        ...
 
     def check(self, plan: ShardingPlan) -> None:
         """Raises PlanFileError if the plan is of another step."""
