@@ -159,7 +159,8 @@ class ParallelFunction(Generic[_P, _R]):
             planned = self._staged_plan(call) or self._plan(call, compile)
             if planned not in self._plans:
                 given = self._fun, call, self._options, self._program
-                self._plans[planned] = with_origin(planned, *given)
+                one = self._planned.get((call.key, call.types()))
+                self._plans[planned] = with_origin(planned, *given, one)
             plan = self._plans[planned]
         if not compile:
             return plan

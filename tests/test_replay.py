@@ -198,7 +198,9 @@ def test_tpus_take_the_cycles_that_their_compiler_estimates() -> None:
 
 
 def test_a_permutation_in_cycles_of_unequal_length_waits_for_the_longest() -> None:
-    line = "%f = f32[1024]{0} collective-permute(%p), channel_id=1, source_target_pairs="
+    line = (
+        "%f = f32[1024]{0} collective-permute(%p), channel_id=1, source_target_pairs="
+    )
     body = "  %p = f32[1024]{0} parameter(0)\n  ROOT " + line
     mixed = seconds_of(body + "{{0,0},{1,2},{2,3},{3,1}}")
     assert mixed == seconds_of(body + "{{1,2},{2,3},{3,1}}")

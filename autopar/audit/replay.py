@@ -186,15 +186,12 @@ class _Replayer:
     def _collective(self, kind: str, groups: Groups, num_bytes: float) -> float:
         if kind == "collective_permute":
             groups = _chains(groups)
+        if max(map(len, groups)) == 1:
+            return 0.0
         known = "all_gather" if kind == "collective_broadcast" else kind
-        kind_known, seconds = cast("CollectiveKind", known), 0.0
-        for size in {len(group) for group in groups} - {1}:  # chains may be unequal
-            alike = tuple(group for group in groups if len(group) == size)
-            link = link_of_groups(self.cluster, alike, self.mesh.axis_sizes)
-            seconds = max(
-                seconds, float(collective_seconds(kind_known, num_bytes, link))
-            )
-        return seconds
+        link = link_of_groups(self.cluster, groups, self.mesh.axis_sizes)
+        kind_known = cast("CollectiveKind", known)
+        return float(collective_seconds(kind_known, num_bytes, link))
 
     # Kernels of GPUs.
 

@@ -209,6 +209,10 @@ def plan(
         return
     if more_pins:
         before, made = made, made.what_if(more_pins)
+    if rows:
+        from .method_comparison import tried_rows
+
+        made = replace(made, tried=(*made.tried, *tried_rows(rows)))
     made.explain(operators=operators)
     if before is not None:
         console.print()

@@ -17,6 +17,7 @@ from autopar.solver.choice_graph import Infeasible
 
 from ..clusters.cluster import Cluster
 from ..clusters.device_mesh import device_mesh
+from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
 from ..frontend.constant_leaves import ResultTree
 from ..frontend.nnx import has_graph_nodes
@@ -25,9 +26,11 @@ from ..graph.build_graph import STRUCTURED
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import OpGraph
 from ..lowering.spmd import input_shardings, output_shardings
+from ..methods.batch_dims import flow_of_step
 from ..methods.named_methods import restrictions_of
 from ..methods.restrictions import Limit, Restriction
 from ..options import Options, pins_by_key
+from ..plans.answers import MemoryShares
 from ..plans.parallel_plan import Plan
 from ..plans.pin_cost import PinCosts
 from ..plans.plan import Prediction, ShardingPlan
@@ -45,6 +48,7 @@ from .choice_holders import (
     held_by_restrictions,
     readers_of,
 )
+from .memory_users import memory_shares
 from .mesh_search import TIGHT_GAP
 from .pin_choices import ChoicePins
 from .pin_costs import costs_of_pins, unpinned
@@ -106,6 +110,12 @@ class TracedStep:
         ends = output_shardings(self.graph, plan, here)
         results = ResultTree.of(self.traced.out_tree).unflatten(ends)
         return PlanShardings(args, results)
+
+    def memory(self, plan: ShardingPlan) -> MemoryShares:
+        """What a device holds at the peak, by kind and by line."""
+        profile = memory_profile(self.graph, plan)
+        flow = flow_of_step(self.graph, self.batch)
+        return memory_shares(profile, flow, plan.predicted.peak_bytes)
 
     def check(self, plan: ShardingPlan) -> None:
         """Does nothing if a plan is of this step.

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 from jax.sharding import Mesh
 
+from ..clusters.cluster import Cluster
 from ..sharding.pins import PinsLike
+from .answers import MemoryShares
 from .pin_cost import PinCosts
 from .plan import ShardingPlan
 from .staged_plan import StagedPlan
@@ -50,6 +52,15 @@ class PlanShardings(NamedTuple):
 
 class PlanSource(Protocol):
     """The traced step that a plan was made of, which can be planned again."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """What its plans are for."""
+        ...
+
+    def memory(self, plan: ShardingPlan) -> MemoryShares:
+        """What a device holds at the peak."""
+        ...
 
     def shardings(self, plan: ShardingPlan, mesh: Mesh | None) -> PlanShardings:
         """Where a plan has arguments and results."""
