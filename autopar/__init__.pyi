@@ -6,6 +6,8 @@ from .adascale_gain import grouped_value_and_grad as grouped_value_and_grad
 from .api import ParallelFunction as ParallelFunction
 from .api import parallelize as parallelize
 from .clusters.cluster import Cluster as Cluster
+from .comparison import Comparison as Comparison
+from .comparison import compare as compare
 from .data.batches import Batches as Batches
 from .errors import AuditError as AuditError
 from .errors import AutoparError as AutoparError

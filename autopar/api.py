@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from math import inf
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, Unpack, overload
+
+import jax
 
 from .audit.fit import plan_fitting, plan_of_least_memory
 from .clusters.cluster import Cluster
@@ -40,7 +42,7 @@ from .frontend.tracing import (
 )
 from .jax_compat import InternalFloatingPointError, is_jit_disabled
 from .lowering.lowered_pipeline import LoweredPipeline
-from .lowering.lowered_step import Lowered
+from .lowering.lowered_step import Lowered, Traced
 from .lowering.programs import SignatureChanged, SpmdProgram
 from .methods.methods import Method, PipelineParallel
 from .methods.place_operators import PlaceOperators
@@ -63,6 +65,7 @@ from .planner.signatures import tell_user
 from .plans.parallel_plan import Plan
 from .plans.pin_cost import PinCosts
 from .report.step_origin import with_origin
+from .sharding.jit_shardings import with_result_pins
 from .sharding.mesh import MeshLike
 from .sharding.pins import BatchLike, PinsLike
 from .state.state_init import PlacedInit, placed_state, stage_homes, whole_homes
@@ -70,21 +73,30 @@ from .state.traced_init import noting_state, step_call, trace_init
 from .step_program import fitting_figures, lowered_step, program_here, target_program
 from .targets.target import check_compilable, is_compiled_elsewhere
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-class ParallelFunction:
+
+class ParallelFunction(Generic[_P, _R]):
     """A function that runs split over a mesh; made by `autopar.parallelize`.
 
     Call it as the function it wraps. Each new set of argument shapes is planned and
     compiled once.
     """
 
-    def __init__(self, fun: Callable[..., Any], options: Options) -> None:
+    def __init__(self, fun: Callable[_P, _R], options: Options) -> None:
         functools.update_wrapper(self, fun)
         self._name = getattr(fun, "__name__", type(fun).__name__)
-        self._fun, self._options = fun, resolve_options(fun, options)
+        self._options = resolve_options(fun, options)
+        self._fun = with_result_pins(fun, options.out_shardings)
         static = self._options.static_argnums
-        self._static = StaticArguments(static, self._options.names_at(static))
+        names = self._options.names_at(static, options.static_argnames)
+        self._static = StaticArguments(static, names)
         self._only_arrays = takes_only_arrays(fun)
+        self.clear_cache()
+
+    def clear_cache(self) -> None:
+        """Forget all plans and programs, as `jax.jit(f).clear_cache` does."""
         self._planned: dict[Any, Planned] = {}
         self._programs: dict[Planned, SpmdProgram] = {}
         self._executables: dict[Planned, Executable] = {}
@@ -97,7 +109,12 @@ class ParallelFunction:
         known = KnownTrees(self._static, self._only_arrays)
         self._direct = DirectCalls(self._name, known.parted, self._ready)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __repr__(self) -> str:
+        method, mesh = type(self._options.method).__name__, self._options.mesh
+        on = "" if mesh is None else f", mesh={mesh}"
+        return f"<autopar.parallelize({self._name}, {method}(){on})>"
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if is_tracing() or is_jit_disabled():
             return self._fun(*args, **kwargs)
         result = self._direct(args, kwargs)
@@ -142,11 +159,26 @@ class ParallelFunction:
             planned = self._staged_plan(call) or self._plan(call, compile)
             if planned not in self._plans:
                 given = self._fun, call, self._options, self._program
-                self._plans[planned] = with_origin(planned, *given)
+                one = self._planned.get((call.key, call.types()))
+                self._plans[planned] = with_origin(planned, *given, one)
             plan = self._plans[planned]
         if not compile:
             return plan
         return replace(plan, compiled=fitting_figures(self.lower(*args, **kwargs)))
+
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+        """The step as JAX traces it, before it is planned, as `jax.jit(f).trace`."""
+        with self._open(args, kwargs) as call:
+            fun, own, keywords, _ = self._traced_call(call)
+            traced = jax.jit(fun).trace(*own, **keywords)
+        lower = functools.partial(self.lower, *args, **kwargs)
+        return Traced(self._name, traced.jaxpr, traced.out_info, lower)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """The types of the results, as `jax.jit(f).eval_shape`; plans nothing."""
+        found = self.trace(*args, **kwargs).out_info
+        tree = ResultTree.of(jax.tree.structure(found))
+        return tree.unflatten(jax.tree.leaves(found))
 
     def pin_costs(self, *args: Any, **kwargs: Any) -> PinCosts:
         """What each pin adds to a step; it is solved again without each of them."""
@@ -323,12 +355,12 @@ class ParallelFunction:
 
 @overload
 def parallelize(
-    fun: Callable[..., Any], **options: Unpack[ParallelizeArguments]
-) -> ParallelFunction: ...
+    fun: Callable[_P, _R], **options: Unpack[ParallelizeArguments]
+) -> ParallelFunction[_P, _R]: ...
 @overload
 def parallelize(
     fun: None = None, **options: Unpack[ParallelizeArguments]
-) -> Callable[[Callable[..., Any]], ParallelFunction]: ...
+) -> Callable[[Callable[_P, _R]], ParallelFunction[_P, _R]]: ...
 def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
@@ -345,8 +377,12 @@ def parallelize(
     num_microbatches: int | None = None,
     batch_argnums: BatchLike = "auto",
     static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] | Literal["auto"] = "auto",
-) -> ParallelFunction | Callable[[Callable[..., Any]], ParallelFunction]:
+    donate_argnames: str | Sequence[str] = (),
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+) -> Any:
     """Run an ordinary JAX function split over many devices.
 
     Use it as `@autopar.parallelize`, `@autopar.parallelize(mesh=...)` or
@@ -366,9 +402,10 @@ def parallelize(
         there keeps its place and, where it costs nothing, its operators their form;
         the rest is solved. What could not be kept is logged.
       pins: how arguments lie on the mesh, by path or regular expression (the path
-        first, then the first expression that is found in it), as a PartitionSpec or a
-        text such as `"[data, -]"`; `autopar.FREE` leaves a dim to the solver, and
-        `"placed"` an argument where its array lies. The solver chooses all the rest.
+        first, then the first expression that is found in it), as a PartitionSpec, a
+        NamedSharding on the step's mesh, or a text such as `"[data, -]"`;
+        `autopar.FREE` leaves a dim to the solver, and `"placed"` an argument where its
+        array lies. The solver chooses all the rest.
       rules: `autopar.LayoutRules`, which give mesh axes to named dims wherever these
         are; a string such as `"batch:data"` where only the batch has a name.
       memory_budget: what a device may hold, as bytes or a text such as "70GiB"; its
@@ -386,8 +423,13 @@ def parallelize(
       batch_argnums: what is cut along dim 0: positions of arguments, or paths and
         expressions as for pins; "auto": what losses are summed over.
       static_argnums: positions of arguments that are compile-time constants.
+      static_argnames: names of such arguments.
       donate_argnums: positions whose buffers may be reused; "auto": those of state, the
         arguments that come back as they were, made of what they held (no gradients).
+      donate_argnames: names of such arguments.
+      in_shardings: as that of `jax.jit`: for each argument a tree of NamedSharding or
+        PartitionSpec, or a prefix of it. They are kept, and what is None is planned.
+      out_shardings: the same of the results.
 
     Raises:
       TypeError: an unknown method, or a function that cannot be called.
@@ -408,12 +450,16 @@ def parallelize(
         num_microbatches=num_microbatches,
         batch_argnums=batch_argnums,
         static_argnums=static_argnums,
+        static_argnames=static_argnames,
         donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
         remat=remat,
         offload=offload,
     )
 
-    def wrap(fun: Callable[..., Any]) -> ParallelFunction:
+    def wrap(fun: Callable[..., Any]) -> ParallelFunction[..., Any]:
         if not callable(fun):
             raise TypeError(
                 f"autopar.parallelize needs a function, but got {fun!r} of type "

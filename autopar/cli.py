@@ -17,6 +17,7 @@ from rich.console import Console
 
 from .commands import (
     calibrate_command,
+    compare_command,
     explain_command,
     plan_command,
     report_command,
@@ -115,6 +116,7 @@ def demo(
 
 
 app.command()(plan_command.plan)
+app.command()(compare_command.compare)
 app.command()(calibrate_command.calibrate)
 app.command()(explain_command.explain)
 app.command()(explain_command.diff)

@@ -7,10 +7,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .clusters.cluster import Cluster
-from .frontend.static_arguments import keyword_names, resolve_positions
+from .frontend.static_arguments import (
+    keyword_names,
+    num_positional,
+    positions_of,
+    resolve_positions,
+)
+from .frontend.tracing import parameter_names
 from .methods.layout_rules import LayoutRules, as_layout_rules
 from .methods.methods import (
     Auto,
@@ -26,6 +32,7 @@ from .planner.step_variants import Offload, check_offload
 from .plans.parallel_plan import Plan
 from .plans.staged_plan import StagedPlan
 from .rematerialisation.remat import check_remat
+from .sharding.jit_shardings import argument_pins, as_prefix, mesh_of, spec_of
 from .sharding.layouts import parse_layout
 from .sharding.mesh import MeshLike, parse_mesh
 from .sharding.pins import PLACED, BatchLike, PinsLike
@@ -49,7 +56,11 @@ class ParallelizeArguments(TypedDict, total=False):
     num_microbatches: int | None
     batch_argnums: BatchLike
     static_argnums: int | Sequence[int]
+    static_argnames: str | Sequence[str]
     donate_argnums: int | Sequence[int] | Literal["auto"]
+    donate_argnames: str | Sequence[str]
+    in_shardings: Any
+    out_shardings: Any
 
 
 @dataclass(frozen=True)
@@ -75,14 +86,21 @@ class Options:
     like: Plan | None = None
     remat: str | None = None  # "auto", or as `Remat` prints
     offload: Offload | None = None
+    static_argnames: tuple[str, ...] = ()  # also those that are keywords alone
+    donate_argnames: tuple[str, ...] = ()
+    in_shardings: tuple[Any, ...] = ()
+    out_shardings: Any = None
 
     def budget_on(self, cluster: Cluster) -> int:
         """What a device may hold, in bytes: as given, or its memory less a reserve."""
         return self.memory_budget or default_budget(cluster)
 
-    def names_at(self, positions: Sequence[int]) -> tuple[str, ...]:
-        """Keywords for the arguments at `positions`."""
-        return tuple(n for i, n in enumerate(self.names) if i in positions and n)
+    def names_at(
+        self, positions: Sequence[int], more: Sequence[str] = ()
+    ) -> tuple[str, ...]:
+        """Keywords for the arguments at `positions`, and `more` of them."""
+        own = (n for i, n in enumerate(self.names) if i in positions and n)
+        return tuple(dict.fromkeys((*own, *more)))
 
 
 def resolve_options(fun: Callable[..., Any], options: Options) -> Options:
@@ -102,19 +120,31 @@ def resolve_options(fun: Callable[..., Any], options: Options) -> Options:
         names = [each for each in batch if isinstance(each, str)]
         numbers = [each for each in batch if isinstance(each, int)]
         batch = (*resolve_positions(fun, "batch_argnums", numbers), *names)
+    by_name = options.static_argnames, options.donate_argnames
     static = resolve_positions(fun, "static_argnums", options.static_argnums)
+    static += positions_of(fun, "static_argnames", by_name[0])
     donated = resolve("donate_argnums", options.donate_argnums)
-    if donated != "auto" and (both := set(static) & set(donated)):
+    if by_name[1]:
+        donated = () if donated == "auto" else donated
+        donated += positions_of(fun, "donate_argnames", by_name[1])
+    given = () if donated == "auto" else donated
+    if both := {*(set(static) & set(given)), *(set(by_name[0]) & set(by_name[1]))}:
         raise ValueError(
-            f"A static argument has no buffer to donate, but {min(both)} is in "
-            f"`static_argnums` and `donate_argnums`; take it out of one."
+            f"A static argument has no buffer to donate, but {both.pop()!r} is in "
+            f"`static_argnums` or `static_argnames` and among those to donate; take it "
+            f"out of one."
         )
+    number = len(static) + len(options.in_shardings)
+    names = enumerate(parameter_names(fun, num_positional(fun, number)))
+    dynamic = [name for i, name in names if i not in static]
+    pins = {**argument_pins(options.in_shardings, dynamic), **options.pins}
     return replace(
         options,
-        static_argnums=static,
+        static_argnums=tuple(sorted({*static})),
         donate_argnums=donated,
         batch_argnums=batch,
         names=keyword_names(fun),
+        pins=pins,
     )
 
 
@@ -130,7 +160,11 @@ def check_options(
     num_microbatches: int | None = None,
     batch_argnums: BatchLike = "auto",
     static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] | Literal["auto"] = "auto",
+    donate_argnames: str | Sequence[str] = (),
+    in_shardings: Any = None,
+    out_shardings: Any = None,
     remat: str | None = None,
     offload: str | None = None,
     like: Plan | str | os.PathLike[str] | None = None,
@@ -158,6 +192,14 @@ def check_options(
             f"A plan is run as it is, so `pins` must be left out with `plan`, but got "
             f"{list(pins)}; plan with them: parallelize(f, pins=...).plan(...)."
         )
+    if plan is not None and (in_shardings, out_shardings) != (None, None):
+        raise ValueError(
+            "A plan is run as it is, so `in_shardings` and `out_shardings` must be "
+            "left out with `plan`; plan with them: parallelize(f, in_shardings=...)"
+            ".plan(...)."
+        )
+    own = list(pins.values()) if isinstance(pins, Mapping) else pins
+    mesh = mesh_of(mesh, (own, in_shardings, out_shardings))
     if plan is not None and mesh is not None:
         _check_mesh_of_plan(mesh, plan)
     if cluster is not None and not isinstance(cluster, Cluster):
@@ -184,7 +226,22 @@ def check_options(
         like=model,
         remat=again,
         offload=at_host,
+        static_argnames=_names("static_argnames", static_argnames),
+        donate_argnames=_names("donate_argnames", donate_argnames),
+        in_shardings=as_prefix(in_shardings),
+        out_shardings=out_shardings,
     )
+
+
+def _names(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    names = (given,) if is_one else tuple(given)
+    if not all(isinstance(each, str) for each in names):
+        raise TypeError(
+            f"`{option}` must be names of arguments, but got {given!r}; positions go "
+            f"to `{option.replace('names', 'nums')}`."
+        )
+    return names  # type: ignore[return-value]
 
 
 def _check_mesh_of_plan(mesh: MeshLike, plan: Plan) -> None:
@@ -295,10 +352,13 @@ def pins_by_key(
       ValueError: a key is there twice, or a text is no layout.
     """
     pairs = _pairs(pins)
-    by_key = {
-        key: parse_layout(spec) if isinstance(spec, str) and spec != PLACED else spec
-        for key, spec in pairs
-    }
+    by_key: dict[str, Any] = {}
+    for key, spec in pairs:
+        if isinstance(spec, NamedSharding):
+            spec = spec_of(spec, "pins")
+        if isinstance(spec, str) and spec != PLACED:
+            spec = parse_layout(spec)
+        by_key[key] = spec
     if len(by_key) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)

@@ -23,23 +23,25 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from .compile_for import Figures, step_for, table
+from .compile_for import step_for, table
 from .step_time import OURS, traced
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
+    from autopar.audit.program_figures import ProgramFigures
     from autopar.lowering.lowered_step import Lowered
     from autopar.lowering.programs import SpmdProgram
 
     from .annotated_step import AnnotatedStep
     from .targets import BenchStep
 
+Compile = Callable[[float], Any]  # within seconds
 ARGUMENTS = "arguments"
 _TEXT = {"vocab_size": 8192, "seq_len": 512, "hidden": 512, "batch_size": 64}
 _IMAGES = {"image_size": 128, "num_classes": 1000, "batch_size": 64}
@@ -55,36 +57,43 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def programs(workload: BenchStep, target: str) -> dict[str, SpmdProgram]:
-    """Autopar's program of a step for a target, and jit's, by name."""
+def programs(workload: BenchStep, target: str) -> dict[str, Compile]:
+    """What compiles each program of a step for a target within seconds, by name."""
+    from autopar.lowering.compiled_program import compile_jitted, compile_program
+
     from .annotated_step import AnnotatedStep, own_step
 
     lowered: Lowered = step_for(workload, target).lower(*workload.abstract())
     closed, _ = traced(workload.step, workload.abstract())
     annotated, ours = own_step(lowered, closed), lowered.program
     plain = AnnotatedStep(annotated.graph, {})
+
+    def by_jit(program: SpmdProgram, step: AnnotatedStep) -> Compile:
+        jitted, types = jit_of(program, step)
+        assert program.target is not None
+        target = program.target
+        return lambda limit: compile_jitted(jitted, types, {}, target, limit)[0]
+
     return {
-        OURS: ours,
+        OURS: lambda limit: compile_program(ours, limit),
         ARGUMENTS: by_jit(ours, plain),
         "annotated": by_jit(ours, annotated),
         "data parallel": by_jit(_data_parallel(ours, plain), plain),
     }
 
 
-def by_jit(program: SpmdProgram, step: AnnotatedStep) -> SpmdProgram:
-    """A step as jit lowers it, with arguments and results where the program's are."""
+def jit_of(program: SpmdProgram, step: AnnotatedStep) -> tuple[Any, Sequence[Any]]:
+    """A step jitted with arguments and results where the program's are, and types."""
     import jax
 
-    def train_step(constants: tuple[Any, ...], *leaves: Any) -> list[Any]:
-        return step(*leaves, *constants)
-
     jitted = jax.jit(
-        train_step,
-        in_shardings=(program.constant_shardings, *program.shardings),
+        step.__call__,
+        in_shardings=(*program.shardings, *program.constant_shardings),
         out_shardings=list(program.output_shardings),
-        donate_argnums=tuple(1 + position for position in program.donated),
+        donate_argnums=program.donated,
     )
-    return replace(program, jitted=jitted)
+    constants = (jax.ShapeDtypeStruct(c.shape, c.dtype) for c in program.constants)
+    return jitted, (*program.argument_types, *constants)
 
 
 def _data_parallel(program: SpmdProgram, step: AnnotatedStep) -> SpmdProgram:
@@ -116,7 +125,7 @@ def main() -> int:
     )
     parser.add_argument("--compile-seconds", type=float, default=inf)
     asked = parser.parse_args()
-    from autopar.lowering.compiled_program import compile_program
+    from autopar.audit.program_figures import ProgramFigures
 
     from .models import build
 
@@ -125,15 +134,15 @@ def main() -> int:
     )
     worse: list[str] = []
     for model in asked.models:
-        found: dict[str, Figures] = {}
+        found: dict[str, ProgramFigures] = {}
         workload = build(model, **MODELS[model])
-        for name, program in programs(workload, asked.target).items():
+        for name, compiled_in in programs(workload, asked.target).items():
             try:
-                compiled = compile_program(program, asked.compile_seconds)
+                compiled = compiled_in(asked.compile_seconds)
             except TimeoutError as error:
                 row(model, name, *"----", error)
                 continue
-            seen = found[name] = Figures.of(compiled)
+            seen = found[name] = ProgramFigures.of(compiled)
             row(model, name, *_cells(seen))
         if model in asked.exceptions or not {OURS, ARGUMENTS} <= found.keys():
             continue
@@ -143,7 +152,7 @@ def main() -> int:
     return bool(worse)
 
 
-def why_worse(ours: Figures, other: Figures) -> str:
+def why_worse(ours: ProgramFigures, other: ProgramFigures) -> str:
     """What ours takes or sends more than the other; empty if nothing."""
     figures = (
         ("takes", "B", ours.device_bytes, other.device_bytes),
@@ -158,7 +167,7 @@ def why_worse(ours: Figures, other: Figures) -> str:
     return ", ".join(found)
 
 
-def _cells(seen: Figures) -> tuple[str, ...]:
+def _cells(seen: ProgramFigures) -> tuple[str, ...]:
     kinds = sorted({each.kind for each in seen.collectives})
     numbers = (
         f"{seen.num_operations(lambda each, kind=kind: each.kind == kind)} {kind}"
@@ -169,7 +178,7 @@ def _cells(seen: Figures) -> tuple[str, ...]:
         f"{seen.sent_bytes / 1e6:,.1f}",
         f"{seen.cycles / 1e6:,.1f}" if seen.cycles else "-",
         ", ".join(numbers) or "none",
-        f"{seen.seconds:.1f}",
+        f"{seen.compile_seconds:.1f}",
     )
 
 

@@ -19,8 +19,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -29,7 +28,7 @@ from .on_device import CASES
 
 if TYPE_CHECKING:
     from autopar.audit.audit import Audit
-    from autopar.sharding.collective import Collective
+    from autopar.audit.program_figures import ProgramFigures
 
     from .targets import BenchStep
 
@@ -42,46 +41,6 @@ METHOD_MODELS = ("gpt", "moe", "resnet")
 # Scanned layers come with remat too.
 COMPILED = tuple(name for name in MODELS if name != "gpt, scan")
 MOST_BYTES = 10 * 10**9  # of a sized model, as predicted
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What a compiler makes of a step on one device, and the seconds it takes."""
-
-    device_bytes: int
-    collectives: tuple[Collective, ...]
-    seconds: float
-    cycles: int = 0  # as the compiler for TPUs estimates; 0 by others
-
-    @staticmethod
-    def of(compiled: Any) -> Figures:
-        """Of a `TargetExecutable`."""
-        from autopar.audit.compiled_collectives import CompiledProgram
-        from autopar.audit.memory_use import MemoryUse
-
-        program = CompiledProgram.parse(compiled.as_text())
-        moving = tuple(each for each in program.read() if not each.is_trivial)
-        held = MemoryUse.of(compiled).device_bytes
-        cycles = program.estimated_cycles()
-        return Figures(held, moving, compiled.compile_seconds, cycles)
-
-    @property
-    def sent_bytes(self) -> float:
-        """What the device sends in a step, where collectives are rings."""
-        from autopar.costs.collectives import CollectiveKind, wire_bytes
-
-        return sum(
-            wire_bytes(
-                cast("CollectiveKind", each.kind), each.total_bytes, len(each.groups[0])
-            )
-            * (2 if each.by_all_reduce else 1)
-            for each in self.collectives
-        )
-
-    def num_operations(self, is_counted: Callable[[Collective], bool]) -> int:
-        """Operations in the program's text, combined ones once."""
-        counted = filter(is_counted, self.collectives)
-        return round(sum(1 / each.num_combined for each in counted))
 
 
 def table(columns: Sequence[str]) -> Callable[..., None]:
@@ -112,13 +71,15 @@ def step_for(workload: BenchStep, target: str, method: str = PLANNED) -> Any:
 
 def measure(
     model: str, method: str, target: str, is_sized: bool = False
-) -> tuple[Audit, Figures]:
+) -> tuple[Audit, ProgramFigures]:
     """The audit of a model's program, and what the compiler says.
 
     Raises:
       ValueError: the method does not take the model.
       TargetError: the compiler is not installed, or refuses the program.
     """
+    from autopar.audit.program_figures import ProgramFigures
+
     from .models import build
 
     name, own = (CASES if is_sized else MODELS)[model]
@@ -131,7 +92,7 @@ def measure(
             break
         own = {**own, "batch_size": jax.tree.leaves(arguments[1])[0].shape[0] // 2}
     compiled = step.lower(*arguments).compile()
-    return compiled.audit(), Figures.of(compiled.compiled)
+    return compiled.audit(), ProgramFigures.of(compiled.compiled)
 
 
 def main() -> int:
@@ -178,7 +139,7 @@ def main() -> int:
     return bool(wrong)
 
 
-def _cells(audit: Audit, seen: Figures) -> tuple[str, ...]:
+def _cells(audit: Audit, seen: ProgramFigures) -> tuple[str, ...]:
     predicted = audit.predicted_bytes or 0
     number = seen.num_operations(lambda each: True)
     beside = seen.num_operations(lambda each: each.is_async)
@@ -187,7 +148,7 @@ def _cells(audit: Audit, seen: Figures) -> tuple[str, ...]:
         f"{seen.device_bytes / 1e6:,.1f}",
         f"{predicted / seen.device_bytes:.3f}",
         f"{number} ({beside} async)",
-        f"{seen.seconds:.1f}",
+        f"{seen.compile_seconds:.1f}",
         "ok" if audit.ok else "**wrong**",
     )
 

@@ -18,6 +18,7 @@ PAGES = (
     "how_to/equinox.md",
     "how_to/keras.md",
     "how_to/gpu_tpu.md",
+    "how_to/plain_jit.md",
 )
 # Pages with a test of their own, and those without code.
 ELSEWHERE = (

@@ -111,7 +111,10 @@ def test_a_plan_is_shown_by_its_summary_and_printed_whole() -> None:
     plan = Plan(replace(make_plan(), inputs=adam_state(48)))
     assert len(repr(plan).splitlines()) <= 20
     assert "data:2;model:2" in repr(plan) and "print(plan)" in repr(plan)
-    assert str(plan) == format_plan(plan.decision)
+    whole, alone = str(plan).splitlines(), format_plan(plan.decision).splitlines()
+    # Answers come first, below the title.
+    assert whole[0] == alone[0] and whole[1].startswith("fits  ")
+    assert [line for line in whole if line in alone] == alone
 
 
 def test_a_notebook_shows_the_summary_and_a_table_of_state() -> None:

@@ -92,7 +92,8 @@ def plan_of_least_memory(
         given = replace(given, method=ShardParallel(objective="memory"))
     planned = plan_together(fun, args, kwargs, given)
     budget_bytes = options.budget_on(planned.cluster)
-    plan = Plan(with_budget(planned.plan.sharding, budget_bytes))
+    decision = with_budget(planned.plan.sharding, budget_bytes)
+    plan = replace(planned.plan, decision=decision)
     warnings.warn(
         f"{error}\nThe plan that needs the least is given, and may run out of memory; "
         f"with a `memory_budget` it is refused.",
@@ -215,7 +216,7 @@ class _Fit:
             memory_correction=correction,
         )
         sharding = replace(planned.plan.sharding, predicted=predicted)
-        return replace(planned, plan=Plan(sharding))
+        return replace(planned, plan=replace(planned.plan, decision=sharding))
 
     def _refused(
         self, budget_bytes: int, error: InfeasiblePlanError | None

@@ -335,6 +335,14 @@ def _local_memory_bytes(device: Any, cluster: Cluster) -> int:
     return int(limit or cluster.device.memory_bytes)
 
 
+def cluster_by_name(name: str) -> Cluster | None:
+    """The cluster that a plan names, if that is a preset or made of one."""
+    try:
+        return Cluster.preset(name.removeprefix("local ").removeprefix("ray "))
+    except ValueError:
+        return None
+
+
 def _from_table(table: Mapping[str, Any], where: str) -> Cluster:
     """A cluster from nested tables; errors name `where` and the field."""
     table = dict(table)

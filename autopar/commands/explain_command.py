@@ -151,8 +151,7 @@ def cluster_of_plan(plan: Plan) -> Cluster | None:
     Raises:
       ValueError: it is neither these nor a preset.
     """
-    from ..clusters.cluster import Cluster
-    from ..report.findings import cluster_by_name
+    from ..clusters.cluster import Cluster, cluster_by_name
 
     name = plan.decision.cluster
     if name == Cluster.local().name:

@@ -18,7 +18,7 @@ from ..options import Options
 from ..planner.memory_budget import NO_BUDGET, with_budget
 from ..planner.planning import Planned, batch_tensors, plan_graph
 from ..plans.explain import format_bytes, format_seconds
-from ..plans.plan import ShardingPlan
+from ..plans.plan import ShardingPlan, TriedPlan
 
 MethodPlan = ShardingPlan | Exception
 
@@ -77,6 +77,13 @@ def compare(
             yield Row(name, error)
         else:
             yield Row(name, with_budget(plan.sharding, budget_bytes))
+
+
+def tried_rows(rows: Sequence[Row]) -> Iterator[TriedPlan]:
+    """The methods' plans, for advice; the first row is this plan."""
+    for row in rows[1:]:
+        if not isinstance(row.plan, Exception):
+            yield TriedPlan(row.name, row.plan.predicted)
 
 
 def comparison_table(rows: Sequence[Row]) -> Table:

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from .method_comparison import Row
     from .plan_targets import Target
 
-_Target = Annotated[
+PlanTarget = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
         help="MODULE:NAME, importable from the current folder, or a model by name.",
     ),
 ]
-_Mesh = Annotated[
+Mesh = Annotated[
     str | None,
     typer.Option(
         "--mesh",
@@ -51,7 +51,7 @@ _Mesh = Annotated[
         "shapes that follow the cluster's levels are searched.",
     ),
 ]
-_Method = Annotated[
+Method = Annotated[
     str | None,
     typer.Option(
         "--method",
@@ -125,12 +125,12 @@ _Compare = Annotated[
 
 
 def plan(
-    target: _Target,
+    target: PlanTarget,
     args: Args = None,
     cluster: ClusterOption = None,
     budget: Budget = None,
-    mesh: _Mesh = None,
-    method: _Method = None,
+    mesh: Mesh = None,
+    method: Method = None,
     microbatches: Microbatches = None,
     remat: Remat = None,
     offload: _Offload = None,
@@ -209,6 +209,10 @@ def plan(
         return
     if more_pins:
         before, made = made, made.what_if(more_pins)
+    if rows:
+        from .method_comparison import tried_rows
+
+        made = replace(made, tried=(*made.tried, *tried_rows(rows)))
     made.explain(operators=operators)
     if before is not None:
         console.print()

@@ -175,6 +175,11 @@ def _merged(context: Any, tree: Any) -> Any:
     return jax.tree.map(merge, tree, is_leaf=_is_graph_node)
 
 
+def has_graph_nodes(tree: Any) -> bool:
+    """Whether there are modules in a tree, as they are split."""
+    return bool(_graph_nodes(tree))
+
+
 def _graph_nodes(tree: Any) -> list[Any]:
     leaves = jax.tree.leaves(tree, is_leaf=_is_graph_node)
     return list(filter(_is_graph_node, leaves))

@@ -28,7 +28,7 @@ class StaticArguments:
         Raises:
           ValueError: a static argument that cannot be hashed.
         """
-        if not self.positions:
+        if not (self.positions or self.names):
             return tuple(args), kwargs, ()
         statics = (
             *((i, type(args[i]), args[i]) for i in self.positions if i < len(args)),
@@ -69,6 +69,34 @@ def resolve_positions(
     return tuple(sorted({position % len(names) for position in positions}))
 
 
+def positions_of(
+    fun: Callable[..., Any], option: str, names: Sequence[str]
+) -> tuple[int, ...]:
+    """The positions of arguments that have names; none of those that are keywords.
+
+    Raises:
+      ValueError: one that `fun` has no argument of.
+    """
+    by_name = {each.name: each.kind for each in _parameters(fun)}
+    takes_any = not by_name or len(by_name) < len(_all_parameters(fun))
+    for name in names:
+        if name not in by_name and not takes_any:
+            raise ValueError(
+                f"`{option}` must be names of arguments, but got {name!r} and the "
+                f"arguments are {', '.join(by_name)}."
+            )
+    known = enumerate(keyword_names(fun))
+    return tuple(position for position, name in known if name and name in names)
+
+
+def num_positional(fun: Callable[..., Any], wanted: int) -> int:
+    """How many arguments can be given by position; with `*args` as many as wanted."""
+    kinds = [each.kind for each in _parameters(fun)]
+    number = sum(kind is not inspect.Parameter.KEYWORD_ONLY for kind in kinds)
+    takes_any = not kinds or inspect.Parameter.VAR_POSITIONAL in kinds
+    return max(wanted, number) if takes_any else number
+
+
 def keyword_names(fun: Callable[..., Any]) -> tuple[str, ...]:
     """By position, the keyword that an argument can be given by, or ""."""
     return tuple(
@@ -102,11 +130,14 @@ def bind_statics(fun: Callable[..., Any], statics: Statics) -> Callable[..., Any
 
 
 def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
+    return [each for each in _all_parameters(fun) if each.kind is not each.VAR_KEYWORD]
+
+
+def _all_parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        found = inspect.signature(fun).parameters.values()
+        return list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         return []
-    return [each for each in found if each.kind is not each.VAR_KEYWORD]
 
 
 def _check_hashable(where: int | str, value: Any) -> None:

@@ -57,7 +57,10 @@ class Constraint:
 def constraint_of(op: Operator) -> Constraint:
     """What a pin or a sharding constraint asks for."""
     if op.kind == "autopar_pin":
-        return Constraint(op.params["spec"], f"autopar.pin at {op.source}")
+        where = f"autopar.pin at {op.source}"
+        if "jit_shardings.py" in op.source:  # no line of the user's
+            where = "out_shardings"
+        return Constraint(op.params["spec"], where)
     sharding = op.params["sharding" if "sharding" in op.params else "dst_sharding"]
     spec = sharding.spec if isinstance(sharding, NamedSharding) else None
     return Constraint(spec, f"{op.kind} at {op.source}", is_hint=True)

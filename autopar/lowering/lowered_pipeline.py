@@ -52,7 +52,7 @@ class PipelineAudit:
         return "\n".join(f"{name}\n{each}" for name, each in self.audits)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LoweredPipeline:
     """A lowered pipeline: StableHLO of every stage program, and the plan it came from.
 
@@ -62,6 +62,9 @@ class LoweredPipeline:
     step: PipelinedStep
     plan: Plan
     only_arrays: bool = False
+
+    def __repr__(self) -> str:
+        return f"<lowered\n{self.plan!r}>"
 
     @property
     def traced(self) -> TracedFunction:
@@ -89,11 +92,14 @@ class LoweredPipeline:
         return CompiledPipeline(self)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class CompiledPipeline:
     """A compiled pipeline, with the audit of its collectives against the plan."""
 
     lowered: LoweredPipeline
+
+    def __repr__(self) -> str:
+        return f"<compiled\n{self.plan!r}>"
 
     @property
     def plan(self) -> Plan:
@@ -158,6 +164,11 @@ class CompiledPipeline:
         """What the compiler says of the memory of each stage program."""
         pieces = self.lowered.step.pipeline.pieces
         return tuple(piece.compile().memory_analysis() for piece in pieces)
+
+    def cost_analysis(self) -> tuple[Any, ...]:
+        """The compiler's flops and bytes of each stage program."""
+        pieces = self.lowered.step.pipeline.pieces
+        return tuple(piece.compile().cost_analysis() for piece in pieces)
 
     def audit(self) -> PipelineAudit:
         """Compare the plans' collectives with those of all stage programs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -29,6 +29,22 @@ from .programs import SpmdProgram
 
 
 @dataclass(frozen=True, eq=False)
+class Traced:
+    """A step as JAX traced it, in the words of `jax.stages.Traced`.
+
+    `out_info` are the types of its results; `lower` plans and lowers it.
+    """
+
+    fun_name: str
+    jaxpr: Any
+    out_info: Any
+    lower: Callable[[], Any]
+
+    def __repr__(self) -> str:
+        return f"<traced {self.fun_name}: {len(self.jaxpr.eqns)} equations>"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Lowered:
     """A lowered step: StableHLO on no particular data, and the plan it came from."""
 
@@ -39,9 +55,12 @@ class Lowered:
     only_arrays: bool = False  # all other leaves are constants
     cluster: Cluster | None = None
 
-    def as_text(self) -> str:
-        """The StableHLO module."""
-        return self.program.lower().as_text()
+    def __repr__(self) -> str:
+        return f"<lowered\n{self.plan!r}>"
+
+    def as_text(self, *args: Any, **kwargs: Any) -> str:
+        """The StableHLO module; arguments are those of `jax.stages.Lowered`."""
+        return self.program.lower().as_text(*args, **kwargs)
 
     def compile(self, limit_seconds: float = inf) -> Compiled:
         """Compile for the devices of the mesh, or for the target of an absent cluster.
@@ -53,12 +72,15 @@ class Lowered:
         return Compiled(self, compile_program(self.program, limit_seconds))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Compiled:
     """A compiled step, with the audit of its collectives against the plan."""
 
     lowered: Lowered
     compiled: Any  # a jax.stages.Compiled, or a TargetExecutable
+
+    def __repr__(self) -> str:
+        return f"<compiled\n{self.plan!r}>"
 
     @property
     def plan(self) -> Plan:

@@ -74,6 +74,12 @@ class BatchDims:
         return state_flow(self.graph, self.examples)
 
 
+def flow_of_step(graph: OpGraph, batch: Sequence[int]) -> StateFlow:
+    """What the state of a step is for, whose inputs in `batch` hold its examples."""
+    one = MeshShape(("x",), (1,))
+    return BatchDims.of("the step", graph, one, batch, ()).flow()
+
+
 def _even(
     name: str, graph: OpGraph, mesh: MeshShape, batch: Sequence[int], parts: int
 ) -> list[int]:

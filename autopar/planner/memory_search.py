@@ -20,7 +20,7 @@ from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
 from ..methods.gather_again import graph_of_plan
 from ..plans.parallel_plan import Plan
-from ..plans.plan import ShardingPlan
+from ..plans.plan import ShardingPlan, TriedPlan
 from ..rematerialisation.remat import LEVELS, Remat
 from .memory_budget import NO_BUDGET
 from .memory_users import infeasible_error
@@ -99,6 +99,7 @@ class _Search:
         self.bounds: list[float] = []
         self.unfit: list[Chosen] = []
         self.errors: list[InfeasiblePlanError] = []
+        self.tried: dict[str, TriedPlan] = {}
 
     def run(self, levels: Sequence[Remat | None]) -> Chosen:
         for remat in levels:
@@ -108,7 +109,10 @@ class _Search:
         self.solve_within()
         if self.best is None:
             raise self.infeasible()
-        return self.with_gap(self.best)
+        found, mine = self.with_gap(self.best), self.best.plan.predicted
+        others = (each for each in self.tried.values() if each.predicted != mine)
+        tried = (*found.plan.tried, *others)
+        return replace(found, plan=replace(found.plan, tried=tried))
 
     def needs_host(self) -> bool:
         """Whether the cheapest so far has to move state."""
@@ -161,12 +165,20 @@ class _Search:
             "%s: %.4g s, %d B a device without a budget",
             *(variant, predicted.step_seconds, predicted.peak_bytes),
         )
+        self.note(found)
         if predicted.peak_bytes > self.budget_bytes:
             if not is_trial:
                 self.unfit.append(found)
             return False
         self.take(found)
         return True
+
+    def note(self, found: Chosen) -> None:
+        """Keeps what a plan takes, for advice."""
+        variant = found.variant
+        title = f'remat="{variant.remat}"' if variant.remat else "no remat"
+        title += ' with offload="auto"' * bool(variant.num_at_host)
+        self.tried[title] = TriedPlan(title, found.plan.predicted)
 
     def take(self, found: Chosen) -> None:
         self.bounds.append(_bound(found))
@@ -191,6 +203,7 @@ class _Search:
             except InfeasiblePlanError as error:
                 self.errors.append(_of_variant(error, free.variant))
                 continue
+            self.note(_chosen(free.variant, plan))
             self.take(_chosen(free.variant, plan))
 
     @property
@@ -222,7 +235,7 @@ class _Search:
 
 
 def _chosen(variant: StepVariant, plan: Plan) -> Chosen:
-    return Chosen(variant, Plan(_of(variant, plan.sharding)))
+    return Chosen(variant, replace(plan, decision=_of(variant, plan.sharding)))
 
 
 def _of(variant: StepVariant, plan: ShardingPlan) -> ShardingPlan:
@@ -252,7 +265,8 @@ def _bound(found: Chosen) -> float:
 def _with_gap(best: Chosen, gap: float) -> Chosen:
     sharding = best.plan.sharding
     predicted = replace(sharding.predicted, optimality_gap=gap)
-    return replace(best, plan=Plan(replace(sharding, predicted=predicted)))
+    decision = replace(sharding, predicted=predicted)
+    return replace(best, plan=replace(best.plan, decision=decision))
 
 
 def _least(most: int, is_enough: Callable[[int], bool]) -> int:

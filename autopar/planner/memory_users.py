@@ -10,7 +10,10 @@ from pathlib import Path
 
 from ..costs.memory import MemoryProfile
 from ..errors import InfeasiblePlanError
+from ..methods.state_flow import StateFlow
+from ..plans.answers import MemoryShares
 from ..plans.explain import format_bytes
+from ..plans.plan_view import format_source
 from ..sharding.mesh import MeshShape
 
 NUM_NAMED = 5
@@ -49,6 +52,50 @@ def memory_users(profile: MemoryProfile) -> tuple[MemoryUser, ...]:
         name = paths.get(value.tensor, tensor.name)
         users.append(MemoryUser(name, value.bytes, note))
     return tuple(sorted(users, key=lambda user: (-user.bytes, user.name)))
+
+
+def memory_shares(
+    profile: MemoryProfile, flow: StateFlow, peak_bytes: int
+) -> MemoryShares:
+    """What is in memory at the peak, by kind and by line of the maker.
+
+    Temporaries are those of the model's sweep, of which a compiler needs some factor;
+    all adds up to `peak_bytes`.
+    """
+    graph = profile.graph
+    kinds, lines = Counter[str](), Counter[str]()
+    words = {"state": "optimizer state" if flow.parameters else "state"}
+    words |= {"constant": "constants", "other": "other arguments"}
+    for place, given in zip(graph.inputs, profile.plan.inputs, strict=True):
+        if given.memory == "device":
+            is_parameter = place.tensor in flow.parameters
+            kind = words.get(given.role, given.role)
+            kinds["parameters" if is_parameter else kind] += given.bytes
+    kinds["results"] += profile.output_bytes
+    lines["arguments and results"] = kinds.total()
+    makers = {result: op for op in graph.operators() for result in op.results}
+    temporaries, made_at = Counter[str](), Counter[str]()
+    for value in profile.at_peak():
+        kind = "gradients" if value.tensor in flow.of_gradients else "activations"
+        temporaries["copies" if value.is_copy else kind] += value.bytes
+        maker = makers.get(value.tensor)
+        line = format_source(maker.source) if maker else "copies of arguments"
+        made_at[line or "no line"] += value.bytes
+    left = peak_bytes - kinds.total()
+    kinds.update(_scaled(temporaries or Counter(temporaries=1), left))
+    lines.update(_scaled(made_at or Counter({"no line": 1}), left))
+    return MemoryShares(tuple((+kinds).items()), tuple((+lines).items()))
+
+
+def _scaled(parts: Counter[str], total: int) -> Counter[str]:
+    """Whole numbers in the proportion of `parts` that add up to `total`."""
+    scaled, whole, before = Counter[str](), parts.total() or 1, 0
+    done = 0
+    for name, part in parts.items():
+        before += part
+        scaled[name] = total * before // whole - done
+        done += scaled[name]
+    return scaled
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from ..errors import InfeasiblePlanError
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import OpGraph
 from ..plans.explain import format_seconds
+from ..plans.plan import TriedPlan
 from ..sharding.mesh import MeshShape
 from .intra_op import IntraOpSolution
 from .mesh_shapes import (
@@ -137,6 +138,16 @@ class MeshSearch:
     trials: tuple[Trial, ...]
     num_shapes: int
     floor_seconds: float
+
+    def others(self) -> tuple[TriedPlan, ...]:
+        """The best plans on other shapes, of those that were solved to their end."""
+        return tuple(
+            TriedPlan(f'mesh="{each.mesh}"', each.solution.plan.predicted)
+            for each in self.trials
+            if each.solution is not None
+            and each.solution is not self.solution
+            and not each.is_ruled_out
+        )
 
     def __str__(self) -> str:
         mesh = self.solution.plan.mesh

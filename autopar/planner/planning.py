@@ -34,6 +34,7 @@ from ..methods.restrictions import Limit
 from ..methods.unsplit_state import warn_unsplit_state
 from ..options import Options
 from ..plans.parallel_plan import Plan
+from ..plans.plan import TriedPlan
 from ..plans.plan_file import check_against
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.pins import resolve_pins, warn_idle_pins
@@ -169,7 +170,8 @@ def plan_function(
         except InfeasiblePlanError as error:
             raise refused(error, whole) from None
         variant = chosen.variant
-        plan = Plan(with_budget(chosen.plan.sharding, budget_bytes))
+        decision = with_budget(chosen.plan.sharding, budget_bytes)
+        plan = replace(chosen.plan, decision=decision)
         batch = batch_tensors(variant.traced, variant.graph, options)
         warn_unsplit_state(options.method, variant.graph, plan.sharding, batch)
     else:
@@ -179,7 +181,8 @@ def plan_function(
     if is_free and not (options.pins or options.rules):
         warn_repeated_work(graph, plan.sharding, batch)
     if cluster.overlaps and options.plan is None:
-        plan = Plan(send_ahead(graph, plan.sharding, options.budget_on(cluster)))
+        sent = send_ahead(graph, plan.sharding, options.budget_on(cluster))
+        plan = replace(plan, decision=sent)
     graph = graph_sent_ahead(graph, plan.sharding)
     if options.plan is not None:
         check_shard_maps(graph, plan.sharding.mesh)
@@ -273,13 +276,14 @@ def plan_graph(
             return planner.free(gap, cutoff)
         return planner.within(budget_bytes, gap, cutoff)
 
+    tried: tuple[TriedPlan, ...] = ()
     if mesh is None:
         shapes = dividing_first(graph, mesh_shapes(cluster))
         is_long = len(graph.operators()) >= MANY_OPERATORS
         ends = SearchLimits(least_seconds(graph, cluster), cutoff, is_long)
         search = search_meshes(cluster, plan_on, shapes, ends)
         _log.info("%s: %s", graph.name, search)
-        solution = search.solution
+        solution, tried = search.solution, search.others()
     else:
         solution, _ = plan_below(plan_on, mesh, gap, cutoff)
     _log.info(
@@ -289,7 +293,7 @@ def plan_graph(
         perf_counter() - start,
         100 * solution.assignment.gap,
     )
-    plan = Plan(solution.plan)
+    plan = Plan(solution.plan, tried=tried)
     if gap <= TIGHT_GAP and plan.predicted.step_seconds < cutoff:
         entry.store(plan)
     return plan

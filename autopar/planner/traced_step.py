@@ -11,23 +11,31 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar.solver.choice_graph import Infeasible
 
 from ..clusters.cluster import Cluster
+from ..clusters.device_mesh import device_mesh
+from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
+from ..frontend.constant_leaves import ResultTree
+from ..frontend.nnx import has_graph_nodes
+from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import STRUCTURED
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import OpGraph
+from ..lowering.spmd import input_shardings, output_shardings
+from ..methods.batch_dims import flow_of_step
 from ..methods.named_methods import restrictions_of
 from ..methods.restrictions import Limit, Restriction
 from ..options import Options, pins_by_key
+from ..plans.answers import MemoryShares
 from ..plans.parallel_plan import Plan
 from ..plans.pin_cost import PinCosts
 from ..plans.plan import Prediction, ShardingPlan
 from ..plans.plan_check import check_against
-from ..plans.reasons import Alternative, Reasons
+from ..plans.reasons import Alternative, PlanShardings, Reasons
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import Pin, PinsLike, keys_of_arguments, resolve_pins
 from ..sharding.spec import Spec, format_spec
@@ -40,6 +48,7 @@ from .choice_holders import (
     held_by_restrictions,
     readers_of,
 )
+from .memory_users import memory_shares
 from .mesh_search import TIGHT_GAP
 from .pin_choices import ChoicePins
 from .pin_costs import costs_of_pins, unpinned
@@ -68,6 +77,45 @@ class TracedStep:
     batch: tuple[int, ...]
     cluster: Cluster
     options: Options
+    traced: TracedFunction
+
+    def shardings(self, plan: ShardingPlan, mesh: Mesh | None) -> PlanShardings:
+        """Where a plan has arguments and results, on a mesh of such axes.
+
+        Raises:
+          ValueError: some argument goes by keyword or is a module of NNX, or the mesh
+            has other axes.
+        """
+        if mesh is not None and tuple(mesh.shape.items()) != tuple(
+            zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)
+        ):
+            raise ValueError(
+                f"Shardings of a plan are on a mesh of its axes, {plan.mesh}, but got "
+                f"{dict(mesh.shape)}; plan with parallelize(step, mesh=mesh)."
+            )
+        here = mesh or device_mesh(plan.mesh, self.options.mesh, self.cluster)
+        tree = self.traced.in_tree
+        homes = input_shardings(plan, here)[: tree.num_leaves]
+        args, kwargs = ResultTree.of(tree).unflatten(homes)
+        if has_graph_nodes(args):
+            raise ValueError(
+                "jax.jit takes trees of arrays, but an argument is a module of NNX; "
+                "plan the step as a function of what nnx.split returns."
+            )
+        if kwargs:
+            raise ValueError(
+                f"jax.jit takes shardings of arguments by position, but "
+                f"{', '.join(kwargs)} went by keyword; plan with all by position."
+            )
+        ends = output_shardings(self.graph, plan, here)
+        results = ResultTree.of(self.traced.out_tree).unflatten(ends)
+        return PlanShardings(args, results)
+
+    def memory(self, plan: ShardingPlan) -> MemoryShares:
+        """What a device holds at the peak, by kind and by line."""
+        profile = memory_profile(self.graph, plan)
+        flow = flow_of_step(self.graph, self.batch)
+        return memory_shares(profile, flow, plan.predicted.peak_bytes)
 
     def check(self, plan: ShardingPlan) -> None:
         """Does nothing if a plan is of this step.
@@ -204,7 +252,8 @@ def traced_step(planned: Planned, leaves: Sequence[Any], options: Options) -> Pl
         likeness = likeness_of(options, planned.graph, planned.cluster)
         options = options_like(options, likeness)
     step = TracedStep(
-        planned.graph, tuple(types), tuple(batch), planned.cluster, options
+        *(planned.graph, tuple(types), tuple(batch), planned.cluster, options),
+        planned.traced,
     )
     return replace(planned.plan, source=step)
 

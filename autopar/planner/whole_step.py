@@ -188,16 +188,21 @@ def _unread(traced: TracedFunction, roles: Roles) -> Iterator[str]:
 def donated_by_name(traced: TracedFunction, options: Options) -> list[int]:
     """Leaf positions of the arguments that `donate_argnums` names."""
     named = options.donate_argnums
-    return [] if named == "auto" else leaves_of(traced, named, options)
+    if named == "auto":
+        return []
+    return leaves_of(traced, named, options, options.donate_argnames)
 
 
 def leaves_of(
-    traced: TracedFunction, argnums: Sequence[int], options: Options
+    traced: TracedFunction,
+    argnums: Sequence[int],
+    options: Options,
+    argnames: Sequence[str] = (),
 ) -> list[int]:
-    """Leaf positions of the arguments at `argnums`, also of those given by keyword."""
+    """Leaf positions of arguments by position, by keyword, and of `argnames`."""
     leaves = range(traced.in_tree.num_leaves)
     args, kwargs = jax.tree.unflatten(traced.in_tree, leaves)
     positions = (i for i in itertools.count() if i not in options.static_argnums)
     chosen = [each for each, i in zip(args, positions, strict=False) if i in argnums]
-    names = options.names_at(argnums)
+    names = options.names_at(argnums, argnames)
     return jax.tree.leaves([chosen, [kwargs[n] for n in names if n in kwargs]])

@@ -16,7 +16,7 @@ from rich.text import Text
 from ..lowering.programs import TaskKind
 from ..sharding.spec import format_spec
 from .leaf_groups import common_path, group_leaves, without_numbers
-from .plan import Prediction, ShardingPlan
+from .plan import ShardingPlan
 from .plan_view import (
     CollectiveView,
     Decision,
@@ -28,6 +28,7 @@ from .plan_view import (
 )
 from .staged_plan import StagedPlan
 
+Rows = Iterable[tuple[str, str]]  # names and answers
 WIDTH = 100  # columns where there is no terminal to ask
 MOST_OF_GROUPS = 72  # letters
 _MOST_LINES = 4  # source lines that are named for a stage
@@ -42,11 +43,6 @@ def format_plan(plan: Decision, *, operators: bool = False) -> str:
         every stage program.
     """
     return as_text(plan_parts(plan, operators))
-
-
-def print_plan(plan: Decision, *, operators: bool = False) -> None:
-    """Print the plan, as wide as the terminal is; see `format_plan`."""
-    show(plan_parts(plan, operators))
 
 
 def as_text(parts: Iterable[RenderableType]) -> str:
@@ -65,29 +61,31 @@ def show(parts: Iterable[RenderableType]) -> None:
         console.print(part)
 
 
-def plan_parts(decision: Decision, operators: bool) -> Iterator[RenderableType]:
-    """What is printed of a plan, part by part."""
+def plan_parts(
+    decision: Decision, operators: bool, answers: Rows = ()
+) -> Iterator[RenderableType]:
+    """What is printed of a plan, part by part; `answers` come first."""
     view = PlanView(decision)
+    yield _summary(view, answers)
     if view.stages is not None:
-        yield _summary(view)
         yield _stage_table(view, view.stages)
         yield _transfer_table(view.stages)
         yield _schedule(view.stages)
     for program in view.programs if operators or view.stages is None else ():
         if program.stage is not None:
             yield Text(f"\nstage {program.stage}, {program.kind}", style="bold")
-        yield _header(program.sharding, program)
+            yield _header(program.sharding, program)
         yield _leaf_table(program)
         yield _operator_table(program) if operators else _heavy_table(program)
         yield _collective_table(program)
 
 
-def format_summary(decision: Decision) -> str:
-    """The first lines of what is printed: devices, seconds, memory."""
-    return as_text([_summary(PlanView(decision))])
+def format_summary(decision: Decision, answers: Rows = ()) -> str:
+    """The first lines of what is printed: answers, devices, seconds, memory."""
+    return as_text([_summary(PlanView(decision), answers)])
 
 
-def plan_html(decision: Decision) -> str:
+def plan_html(decision: Decision, answers: Rows = ()) -> str:
     """The summary and a table of the state, as a notebook shows them."""
     view = PlanView(decision)
     groups = group_leaves(leaf for leaf in view.leaves if leaf.role == "state")
@@ -116,18 +114,27 @@ def plan_html(decision: Decision) -> str:
     )
     head = "".join(f"<th>{each}</th>" for each in heads)
     return (
-        f"<pre>{escape(format_summary(decision))}</pre>"
+        f"<pre>{escape(format_summary(decision, answers))}</pre>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     )
 
 
-def _summary(view: PlanView) -> RenderableType:
+def _summary(view: PlanView, answers: Rows) -> RenderableType:
     if view.stages is not None:
-        return _stages_header(view.stages)
-    return _header(view.programs[0].sharding, view.programs[0])
+        return _stages_header(view.stages, answers)
+    return _header(view.programs[0].sharding, view.programs[0], answers)
 
 
-def _header(plan: ShardingPlan, program: ProgramView) -> RenderableType:
+def _grid(answers: Rows) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    for name, answer in answers:
+        grid.add_row(name, Text(answer))
+    return grid
+
+
+def _header(
+    plan: ShardingPlan, program: ProgramView, answers: Rows = ()
+) -> RenderableType:
     predicted = plan.predicted
     mesh = f"{plan.mesh} ({plan.mesh.size} devices), cluster {plan.cluster}"
     split = (
@@ -138,9 +145,9 @@ def _header(plan: ShardingPlan, program: ProgramView) -> RenderableType:
         split += f" + {format_seconds(predicted.host_seconds)} host transfers"
     memory = (
         f"{format_bytes(predicted.peak_bytes)} a device at the peak, "
-        f"{format_bytes(plan.state_bytes())} of it state{_fits(predicted)}"
+        f"{format_bytes(plan.state_bytes())} of it state"
     )
-    grid = Table.grid(padding=(0, 2))
+    grid = _grid(answers)
     grid.add_row("mesh", Text(mesh))
     grid.add_row("predicted", f"{format_seconds(predicted.step_seconds)} = {split}")
     grid.add_row("collectives", f"{format_bytes(predicted.collective_bytes)} a device")
@@ -164,13 +171,6 @@ def _header(plan: ShardingPlan, program: ProgramView) -> RenderableType:
     has_heavy = any(op.is_heavy for op in program.operators)
     grid.add_row("split", words if has_heavy else "the step has no heavy operators")
     return Group(Text(f"plan of {plan.function}, for one step", style="bold"), grid)
-
-
-def _fits(predicted: Prediction) -> str:
-    """Whether what a device holds is within what it may."""
-    budget = predicted.budget_bytes
-    word = "fits" if predicted.peak_bytes <= budget else "above"
-    return f", {word} the {format_bytes(budget)} it may hold" if budget else ""
 
 
 def _leaf_table(program: ProgramView) -> RenderableType:
@@ -273,9 +273,9 @@ def _in_short(groups: str) -> str:
     return f"{groups[: MOST_OF_GROUPS - 3]}..." if is_long else groups
 
 
-def _stages_header(plan: StagedPlan) -> RenderableType:
+def _stages_header(plan: StagedPlan, answers: Rows) -> RenderableType:
     predicted = plan.predicted
-    grid = Table.grid(padding=(0, 2))
+    grid = _grid(answers)
     grid.add_row(
         "stages",
         Text(
@@ -298,8 +298,7 @@ def _stages_header(plan: StagedPlan) -> RenderableType:
         "collectives", f"{format_bytes(predicted.collective_bytes)} a device at most"
     )
     grid.add_row("transfers", f"{format_bytes(plan.transfer_bytes)} in all")
-    memory = f"{format_bytes(predicted.peak_bytes)} a device at the peak"
-    grid.add_row("memory", memory + _fits(predicted))
+    grid.add_row("memory", f"{format_bytes(predicted.peak_bytes)} a device at the peak")
     title = f"plan of {plan.function}, a pipeline, for one step"
     return Group(Text(title, style="bold"), grid)
 

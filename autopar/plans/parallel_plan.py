@@ -8,15 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from jax.sharding import Mesh
+
+from ..clusters.cluster import cluster_by_name
 from ..sharding.pins import PinsLike
 from . import explain as _explain
+from .answers import Answers
 from .compiled_figures import CompiledFigures
 from .explain_choice import choice_parts, largest_choices
 from .pin_cost import PinCosts
-from .plan import Prediction, ShardingPlan
+from .plan import Prediction, ShardingPlan, TriedPlan
 from .plan_diff import PlanDiff, diff_plans
 from .plan_file import read_plan, to_json
-from .reasons import PlanSource, StageSource
+from .plan_view import PlanView
+from .reasons import PlanShardings, PlanSource, StageSource
 from .staged_plan import StagedPlan
 
 if TYPE_CHECKING:
@@ -37,7 +42,8 @@ class Plan:
     and it is neither saved nor copied to other processes. `source` plans that step
     again under other conditions, and comes and goes with it, as does `stage_source`,
     which is that of a pipeline. `compiled` is what the compiler of its devices made of
-    it, or why that is not known; it is left out of files, too.
+    it, or why that is not known; `tried` are other plans that were made while it was
+    looked for. Both are left out of files, too.
     """
 
     decision: ShardingPlan | StagedPlan
@@ -45,6 +51,7 @@ class Plan:
     source: PlanSource | None = field(default=None, compare=False)
     stage_source: StageSource | None = field(default=None, compare=False)
     compiled: CompiledFigures | str = field(default="", compare=False)
+    tried: tuple[TriedPlan, ...] = field(default=(), compare=False)
 
     def __reduce__(self) -> tuple[type[Plan], tuple[ShardingPlan | StagedPlan]]:
         return Plan, (self.decision,)
@@ -111,7 +118,8 @@ class Plan:
                 parts += choice_parts("op", op, *given)
             _explain.show(parts)
         else:
-            _explain.print_plan(self.decision, operators=operators)
+            parts = _explain.plan_parts(self.decision, operators, self.answers.rows)
+            _explain.show(parts)
         if isinstance(self.compiled, CompiledFigures):
             _explain.show(self.compiled.parts())
         elif self.compiled:
@@ -152,8 +160,26 @@ class Plan:
             choices = largest_choices(self.decision, *sources)
         if audit is True and isinstance(self.compiled, CompiledFigures):
             audit = self.compiled.named()
-        found = make_report(self.decision, self.origin, given, audit, tuple(choices))
+        found = make_report(self.answers, self.origin, given, audit, tuple(choices))
         write_page(page_of(found), path)
+
+    def shardings(self, mesh: Mesh | None = None) -> PlanShardings:
+        """Where arguments and results lie, for a step that stays with `jax.jit`.
+
+        `jax.jit(step, in_shardings=found.arguments, out_shardings=found.results)` runs
+        it; what it does inside is then the compiler's. What the plan has in the host's
+        memory is on devices here, as jit moves nothing for a step.
+
+        Args:
+          mesh: a mesh with the plan's axes; that of the step, or the devices of this
+            process, if left out.
+
+        Raises:
+          TypeError: the plan is that of a pipeline.
+          ValueError: the plan was loaded, or jit has no such arguments.
+        """
+        decision = self.sharding
+        return (self.source or self._no_step()).shardings(decision, mesh)
 
     def diff(self, other: Plan) -> PlanDiff:
         """What changes from this plan to another, which prints as tables.
@@ -226,13 +252,25 @@ class Plan:
         """
         return cls(read_plan(Path(path).read_text(), str(path)))
 
+    @property
+    def answers(self) -> Answers:
+        """Whether it fits, how quick it is, what holds memory, what could be better."""
+        cluster, memory, batch = None, None, frozenset[str]()
+        if isinstance(self.decision, ShardingPlan) and self.source is not None:
+            cluster, memory = self.source.cluster, self.source.memory(self.decision)
+        elif self.origin is not None:
+            memory, batch = self.origin.memory(), self.origin.batch
+        cluster = cluster or cluster_by_name(self.decision.cluster)
+        view = PlanView(self.decision)
+        return Answers(view, cluster, memory, self.compiled, self.tried, batch)
+
     def __str__(self) -> str:
-        return _explain.format_plan(self.decision)
+        parts = _explain.plan_parts(self.decision, False, self.answers.rows)
+        return _explain.as_text(parts)
 
     def __repr__(self) -> str:
-        return (
-            f"<{_explain.format_summary(self.decision)}\nprint(plan) shows all of it>"
-        )
+        summary = _explain.format_summary(self.decision, self.answers.rows)
+        return f"<{summary}\nprint(plan) shows all of it>"
 
     def _repr_html_(self) -> str:
-        return _explain.plan_html(self.decision)
+        return _explain.plan_html(self.decision, self.answers.rows)

@@ -110,6 +110,19 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class TriedPlan:
+    """Another plan of a step that was made, with what it takes."""
+
+    title: str
+    predicted: Prediction
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.predicted.step_seconds
+
+
+@dataclass(frozen=True)
 class ShardingPlan:
     """The decision for a whole function.
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
+from jax.sharding import Mesh
+
+from ..clusters.cluster import Cluster
 from ..sharding.pins import PinsLike
+from .answers import MemoryShares
 from .pin_cost import PinCosts
 from .plan import ShardingPlan
 from .staged_plan import StagedPlan
@@ -39,8 +43,28 @@ class Reasons:
     readers: tuple[tuple[str, str], ...] = ()
 
 
+class PlanShardings(NamedTuple):
+    """`in_shardings` and `out_shardings` of `jax.jit`: the step's own trees."""
+
+    arguments: tuple[Any, ...]
+    results: Any
+
+
 class PlanSource(Protocol):
     """The traced step that a plan was made of, which can be planned again."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """What its plans are for."""
+        ...
+
+    def memory(self, plan: ShardingPlan) -> MemoryShares:
+        """What a device holds at the peak."""
+        ...
+
+    def shardings(self, plan: ShardingPlan, mesh: Mesh | None) -> PlanShardings:
+        """Where a plan has arguments and results."""
+        ...
 
     def check(self, plan: ShardingPlan) -> None:
         """Raises PlanFileError if the plan is of another step."""

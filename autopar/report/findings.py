@@ -11,6 +11,7 @@ from ..audit.audit import Audit
 from ..clusters.cluster import Cluster
 from ..lowering.programs import TaskKind
 from ..planner.memory_users import MemoryUser
+from ..plans.answers import MemoryShares
 from ..plans.pin_cost import PinCost
 from ..plans.reasons import Alternative
 
@@ -99,6 +100,15 @@ class PlanOrigin(Protocol):
         """All there is to find; what takes long only if it is asked for."""
         ...
 
+    @property
+    def batch(self) -> frozenset[str]:
+        """The paths of the arguments that hold examples."""
+        ...
+
+    def memory(self) -> MemoryShares:
+        """What a device holds at the peak; of a pipeline, the one that holds most."""
+        ...
+
 
 _HOW = (
     "call report on the plan that step.plan(...) returns, or give the command the step "
@@ -124,11 +134,3 @@ def findings_of_file(cluster: Cluster | None) -> Findings:
     if cluster is None:
         missing["seconds"] = seconds + "."
     return Findings(cluster=cluster, missing=missing)
-
-
-def cluster_by_name(name: str) -> Cluster | None:
-    """The cluster that a plan names, if that is a preset or made of one."""
-    try:
-        return Cluster.preset(name.removeprefix("local ").removeprefix("ray "))
-    except ValueError:
-        return None

@@ -13,7 +13,6 @@ from ..plans.plan_view import format_source
 from .findings import MemoryCurve
 
 MOST_POINTS = 400
-MOST_USERS = 25
 
 
 def curve_of_program(profile: MemoryProfile, correction: float = 1.0) -> MemoryCurve:
@@ -33,7 +32,7 @@ def curve_of_program(profile: MemoryProfile, correction: float = 1.0) -> MemoryC
             tuple(round(each * correction) for each in held)
             or (round(base * correction),),
             tuple(labels) or ("nothing runs",),
-            memory_users(profile)[:MOST_USERS],
+            memory_users(profile),
             len(labels),
         )
     )
@@ -73,7 +72,7 @@ def curve_of_submesh(
             working_bytes,
             tuple(held + working_bytes for _, _, held in tasks),
             tuple(name for name, _, _ in tasks),
-            tuple(users[:MOST_USERS]),
+            tuple(users),
             len(tasks),
         )
     )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 NUM_COLOURS = 6
+MOST_USERS = 25
 _LETTERS = {"F": "forward", "B": "backward", "W": "weight", "A": "apply"}
 _NUMBERS = ("seconds", "bytes", "count", "part", "ratio")
 
@@ -160,10 +161,9 @@ def choice_rows(report: Report) -> list[SimpleNamespace]:
 
 def users_of(curve: MemoryCurve) -> list[MemoryUser]:
     """What is held at the peak, with all that is not listed as one: they add up."""
-    rest = max(curve.bytes) - sum(user.bytes for user in curve.users)
-    listed = [
-        MemoryUser(user.name, user.bytes, _short(user.note)) for user in curve.users
-    ]
+    users = curve.users[:MOST_USERS]
+    rest = max(curve.bytes) - sum(user.bytes for user in users)
+    listed = [MemoryUser(user.name, user.bytes, _short(user.note)) for user in users]
     words = "smaller values and results, and what the model is corrected by"
     return [*listed, *([MemoryUser("all else", rest, words)] if rest else [])]
 

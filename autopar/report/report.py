@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Protocol
 
 from ..audit.audit import Audit
-from ..clusters.cluster import Cluster
+from ..clusters.cluster import Cluster, cluster_by_name
 from ..costs.collectives import collective_seconds, priced_kind
+from ..plans.answers import Answers
 from ..plans.explain_choice import WeighedChoice
 from ..plans.leaf_groups import LeafGroup, group_leaves
+from ..plans.plan import TriedPlan
 from ..plans.plan_view import (
     CollectiveView,
     Decision,
@@ -33,7 +35,6 @@ from .findings import (
     Findings,
     PlanOrigin,
     Section,
-    cluster_by_name,
     findings_of_file,
 )
 
@@ -108,9 +109,14 @@ class DeviceGrid:
 class Report:
     """A plan, what is known beside it, and why its largest choices are as they are."""
 
-    view: PlanView
+    answers: Answers
     findings: Findings
     choices: tuple[WeighedChoice, ...] = ()
+
+    @property
+    def view(self) -> PlanView:
+        """The plan."""
+        return self.answers.view
 
     @property
     def cluster(self) -> Cluster | None:
@@ -204,13 +210,14 @@ class StageAudits(Protocol):
 
 
 def make_report(
-    decision: Decision,
+    answers: Answers,
     origin: PlanOrigin | None,
     alternatives: bool | Mapping[str, Decision] = True,
     audit: bool | Audit | StageAudits = True,
     choices: Sequence[WeighedChoice] = (),
 ) -> Report:
     """The report of a plan; the arguments are those of `Plan.report`."""
+    decision = answers.view.decision
     if origin is None:
         found = findings_of_file(cluster_by_name(decision.cluster))
     else:
@@ -221,7 +228,10 @@ def make_report(
     if not isinstance(audit, bool):
         audits = (("", audit),) if isinstance(audit, Audit) else audit.audits
         found = _with(found, "audit", audits=audits)
-    return Report(PlanView(decision), found, tuple(choices))
+    others = [(each.title, each.plan) for each in found.alternatives]
+    more = (TriedPlan(name, plan.predicted) for name, plan in others if plan)
+    answers = replace(answers, tried=(*answers.tried, *more))
+    return Report(answers, found, tuple(choices))
 
 
 def alternative(name: str, decision: Decision) -> Alternative:

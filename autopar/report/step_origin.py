@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,19 +24,22 @@ from ..graph.op_graph import OpGraph
 from ..lowering.lowered_pipeline import LoweredPipeline
 from ..lowering.lowered_step import Lowered
 from ..lowering.programs import SpmdProgram
-from ..methods.batch_dims import BatchDims
+from ..methods.batch_dims import flow_of_step
 from ..methods.methods import ShardParallel
 from ..options import Options
 from ..pipelines.pipeline_plan import PlannedPipeline
 from ..pipelines.pipeline_source import PipelineSource
 from ..planner.intra_op import warn_fallbacks
 from ..planner.memory_budget import with_budget
+from ..planner.memory_users import memory_shares
 from ..planner.pin_costs import pin_costs
 from ..planner.planning import Planned, batch_tensors, plan_graph, roles_of
 from ..planner.traced_step import traced_step
+from ..plans.answers import MemoryShares
 from ..plans.explain import format_bytes
 from ..plans.parallel_plan import Plan
 from ..plans.pin_cost import PinCost, PinCosts
+from ..plans.plan import TriedPlan
 from ..plans.reasons import Alternative
 from ..sharding.mesh import MeshShape
 from ..targets.target import why_modelled
@@ -44,6 +48,7 @@ from .memory_curves import curve_of_program, curve_of_submesh
 from .report import alternative
 
 _NOT_ASKED = "it was not asked for; write the report again without {flag}=False."
+_SLOTS = {"activation": "activations", "gradient": "gradients", "result": "results"}
 _MANY_PINS = 12  # each is solved for anew
 
 
@@ -75,6 +80,19 @@ class StepOrigin:
             cautions=(*planned.roles.notes, *_fallbacks(graph, plan.mesh)),
             missing=asked.missing,
         )
+
+    @property
+    def batch(self) -> frozenset[str]:
+        """The arguments that hold examples."""
+        inputs = self.planned.plan.sharding.inputs
+        return frozenset(each.path for each in inputs if each.role == "batch")
+
+    def memory(self) -> MemoryShares:
+        """As of `PlanOrigin`."""
+        graph, plan = self.planned.graph, self.planned.plan.sharding
+        batch = batch_tensors(self.planned.traced, graph, self.options)
+        flow, profile = flow_of_step(graph, batch), memory_profile(graph, plan)
+        return memory_shares(profile, flow, plan.predicted.peak_bytes)
 
     def _lowered(self) -> Lowered:
         planned = self.planned
@@ -110,6 +128,26 @@ class PipelineOrigin:
             cautions=tuple(graphs),
             missing=asked.missing,
         )
+
+    @property
+    def batch(self) -> frozenset[str]:
+        """The slots of examples."""
+        kinds = self._kinds()
+        return frozenset(name for name, kind in kinds.items() if kind == "batch")
+
+    def memory(self) -> MemoryShares:
+        """As of `PlanOrigin`, by slot in place of lines."""
+        curve = max(self._curves(), key=lambda each: max(each.bytes))
+        words = {**_SLOTS, **self._kinds()}
+        slots, kinds = self.planned.flow.slots, Counter[str]()
+        for user in curve.users:
+            kind = words.get(user.name)
+            if kind is None and user.name in slots:
+                kind = words[slots[user.name].kind]
+            kinds[kind or "temporaries"] += user.bytes
+        lines = tuple((user.name, user.bytes) for user in curve.users)
+        kinds["smaller values"] = rest = max(curve.bytes) - kinds.total()
+        return MemoryShares(tuple((+kinds).items()), (*lines, ("smaller values", rest)))
 
     def _pin_costs(self) -> PinCosts:
         return self.source.pin_costs(staged_plan(self.planned).stages)
@@ -241,10 +279,11 @@ def with_origin(
     call: Call,
     options: Options,
     program_of: Callable[[Planned], SpmdProgram],
+    one: Planned | None = None,
 ) -> Plan:
     """The plan of a call of `fun`, which knows what it is of; keeps no array alive.
 
-    `program_of` lowers a step that is no pipeline.
+    `program_of` lowers a step that is no pipeline; `one` is its plan of one program.
     """
     leaves, types = call.leaves, _types(call.leaves)
     why = why_modelled(planned.cluster, options.mesh)
@@ -255,7 +294,10 @@ def with_origin(
         source = PipelineSource(plain, args, kwargs, options, price)
         origin = PipelineOrigin(planned, types, options, source)
         found = price(planned)
-        return replace(found, origin=origin, stage_source=source, compiled=why)
+        name = "ShardParallel()"
+        tried = () if one is None else (TriedPlan(name, one.plan.predicted),)
+        own = {"origin": origin, "stage_source": source}
+        return replace(found, compiled=why, tried=tried, **own)
     origin = StepOrigin(planned, types, options, program_of)
     found = traced_step(planned, leaves, options)
     return replace(found, origin=origin, compiled=why)
@@ -308,8 +350,7 @@ def _method_text(options: Options) -> str:
 
 def _kinds(graph: OpGraph, batch: Sequence[int]) -> Mapping[str, str]:
     """Parameters are state that work on examples reads; the rest is the optimizer's."""
-    one = MeshShape(("x",), (1,))
-    flow = BatchDims.of("a report", graph, one, batch, ()).flow()
+    flow = flow_of_step(graph, batch)
     words = {True: "parameters", False: "optimizer state"}
     return {
         each.path: words[each.tensor in flow.parameters]

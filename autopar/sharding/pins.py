@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import FallbackWarning
 from ..graph.op_graph import OpGraph, TensorType
@@ -23,9 +23,8 @@ FREE = PartitionSpec.UNCONSTRAINED
 PLACED = "placed"
 """In place of a pin's PartitionSpec: the argument stays where its array lies."""
 
-PinsLike: TypeAlias = (
-    Mapping[str, PartitionSpec | str] | Sequence[tuple[str, PartitionSpec | str]]
-)
+PinLike: TypeAlias = PartitionSpec | NamedSharding | str
+PinsLike: TypeAlias = Mapping[str, PinLike] | Sequence[tuple[str, PinLike]]
 """Specs of arguments by path or expression; as text `[data, -]`, or `placed`."""
 
 BatchLike: TypeAlias = int | str | Sequence[int | str]

@@ -26,7 +26,9 @@ def compile_request(request: dict[str, Any], topologies: dict[Any, Any]) -> Any:
     kinds = (AxisType.Auto,) * len(names)
     mesh = Mesh(devices.reshape(sizes), names, axis_types=kinds)
 
-    def on_mesh(placed: tuple[Any, str | None]) -> NamedSharding:
+    def on_mesh(placed: tuple[Any, str | None] | None) -> NamedSharding | None:
+        if placed is None:  # the partitioner's choice
+            return None
         spec, memory = placed
         return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=memory)
 

@@ -46,7 +46,8 @@ _CHILD = Path(__file__).parent / "compile_child.py"
 _MOST_KEPT = 256
 _log = logging.getLogger("autopar")
 
-Placed = tuple[tuple[Any, ...], str | None]  # a spec's entries, and a kind of memory
+# A spec's entries, and a kind of memory; None where that is the partitioner's choice.
+Placed = tuple[tuple[Any, ...], str | None] | None
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from autopar.audit.audit import Audit, audit
+from autopar.audit.program_figures import ProgramFigures
 from autopar.sharding.collective import Collective
 from benchmarks import compile_for
 from benchmarks.beside_jit import MODELS, why_worse
-from benchmarks.compile_for import COMPILED, Figures
+from benchmarks.compile_for import COMPILED
 
 GROUPS = (tuple(range(8)),)
 SUM = Collective("all_reduce", GROUPS, "float32", 800, 3, "sum", num_combined=2)
@@ -20,9 +21,9 @@ GATHER = Collective("all_gather", GROUPS, "float32", 800, is_async=True)
 def measured(planned: Collective) -> Any:
     """In place of what is compiled: a program with one all_reduce."""
 
-    def measure(*_: object) -> tuple[Audit, Figures]:
+    def measure(*_: object) -> tuple[Audit, ProgramFigures]:
         found = audit([planned], [SUM], [SUM], num_devices=8, predicted_bytes=50)
-        return found, Figures(100, (SUM, SUM), 1.0)
+        return found, ProgramFigures(100, (SUM, SUM), 1.0)
 
     return measure
 
@@ -44,14 +45,14 @@ def test_a_wrong_audit_fails_and_is_told_in_words(
 
 
 def test_bytes_sent_are_those_of_rings() -> None:
-    assert Figures(0, (SUM,), 0).sent_bytes == pytest.approx(2 * 7 / 8 * 800 * 3)
-    assert Figures(0, (SUM, GATHER), 0).sent_bytes == pytest.approx(4200 + 700)
+    assert ProgramFigures(0, (SUM,), 0).sent_bytes == pytest.approx(2 * 7 / 8 * 800 * 3)
+    assert ProgramFigures(0, (SUM, GATHER), 0).sent_bytes == pytest.approx(4200 + 700)
     summed = replace(GATHER, by_all_reduce=True)
-    assert Figures(0, (summed,), 0).sent_bytes == pytest.approx(2 * 700)
+    assert ProgramFigures(0, (summed,), 0).sent_bytes == pytest.approx(2 * 700)
 
 
 def test_a_program_is_worse_if_it_takes_or_sends_more_as_printed() -> None:
-    quiet = Figures(2_000_000, (), 0)
+    quiet = ProgramFigures(2_000_000, (), 0)
     assert not why_worse(quiet, quiet)
     assert not why_worse(replace(quiet, device_bytes=2_010_000), quiet)
     more = why_worse(replace(quiet, device_bytes=2_100_000), quiet)

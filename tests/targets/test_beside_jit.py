@@ -1,13 +1,13 @@
 """Programs for GPUs beside those that plain jit makes of the same step."""
 
 import sys
+from math import inf
 
 import pytest
 
-from autopar.lowering.compiled_program import compile_program
+from autopar.audit.program_figures import ProgramFigures
 from benchmarks import compile_for
 from benchmarks.beside_jit import ARGUMENTS, programs
-from benchmarks.compile_for import Figures
 from benchmarks.models import build
 from benchmarks.step_time import OURS
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.targets
 
 def test_a_step_takes_and_sends_no_more_than_jit_with_its_shardings() -> None:
     made = programs(build("mlp", batch_size=512), "1x8xH100")
-    found = {name: Figures.of(compile_program(each)) for name, each in made.items()}
+    found = {name: ProgramFigures.of(compiled(inf)) for name, compiled in made.items()}
     assert set(found) == {OURS, ARGUMENTS, "annotated", "data parallel"}
     ours, jit = found[OURS], found[ARGUMENTS]
     assert ours.device_bytes <= jit.device_bytes

@@ -1,0 +1,84 @@
+"""What a compiler makes of a step on one device: its memory, its messages, its time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from ..costs.collectives import CollectiveKind, wire_bytes
+from ..sharding.collective import Collective
+from .compiled_collectives import CompiledProgram
+from .memory_use import MemoryUse
+from .replay import Replay, replay
+
+if TYPE_CHECKING:
+    from ..clusters.cluster import Cluster
+    from ..sharding.mesh import MeshShape
+
+
+@dataclass(frozen=True)
+class ProgramFigures:
+    """A compiled program, in bytes of one device and seconds of one step.
+
+    Attributes:
+      device_bytes: what it holds: arguments, results and temporaries.
+      collectives: those that move anything.
+      compile_seconds: what compiling took; 0 for devices of this process.
+      cycles: of fusions, as the compiler for TPUs estimates them; 0 by others.
+      replayed: how long a step takes; None where that is not known, as on CPUs.
+    """
+
+    device_bytes: int
+    collectives: tuple[Collective, ...]
+    compile_seconds: float
+    cycles: int = 0
+    replayed: Replay | None = None
+
+    @staticmethod
+    def of(
+        compiled: Any,
+        cluster: Cluster | None = None,
+        mesh: MeshShape | None = None,
+        host_bytes: int = 0,
+    ) -> ProgramFigures:
+        """Of a `jax.stages.Compiled`, or of a target's program.
+
+        Replayed are those for GPUs and TPUs of a `cluster`, on the devices of a `mesh`.
+        """
+        text = compiled.as_text()
+        program = CompiledProgram.parse(text)
+        moving = tuple(each for each in program.read() if not each.is_trivial)
+        has_clock = cluster is not None and cluster.device.kind != "CPU" and mesh
+        return ProgramFigures(
+            MemoryUse.of(compiled, host_bytes).device_bytes,
+            moving,
+            getattr(compiled, "compile_seconds", 0.0),
+            program.estimated_cycles(),
+            replay(text, cluster, mesh) if cluster and mesh and has_clock else None,
+        )
+
+    @property
+    def bytes_by_kind(self) -> Mapping[str, int]:
+        """Result bytes of all collectives of a kind, in a step."""
+        found: Counter[str] = Counter()
+        for each in self.collectives:
+            found[each.kind] += each.total_bytes
+        return dict(found.most_common())
+
+    @property
+    def sent_bytes(self) -> float:
+        """What the device sends in a step, where collectives are rings."""
+        return sum(
+            wire_bytes(
+                cast("CollectiveKind", each.kind), each.total_bytes, len(each.groups[0])
+            )
+            * (2 if each.by_all_reduce else 1)
+            for each in self.collectives
+        )
+
+    def num_operations(self, is_counted: Callable[[Collective], bool]) -> int:
+        """Operations in the program's text, combined ones once."""
+        counted = filter(is_counted, self.collectives)
+        return round(sum(1 / each.num_combined for each in counted))
