@@ -10,9 +10,9 @@ import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.graph.op_graph import OpGraph
 from autopar.options import check_options
-from autopar.pipelines.equal_programs import fingerprint
-from autopar.pipelines.piece_graphs import graph_of_piece, traced
+from autopar.pipelines.cut_programs import graph_of_piece, traced
 from autopar.pipelines.pipeline_plan import PlannedPipeline, plan_pipeline
+from autopar.pipelines.program_plans import fingerprint
 from benchmarks.models import build
 
 

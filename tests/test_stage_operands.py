@@ -14,8 +14,8 @@ from jax import lax
 from autopar.api import parallelize
 from autopar.lowering.programs import Slot
 from autopar.methods.methods import PipelineParallel
-from autopar.pipelines.stage_pieces import Piece, check_operands
-from autopar.pipelines.stage_trace import graph_of
+from autopar.pipelines.cut_programs import Piece, check_operands
+from autopar.pipelines.step_parts import graph_of
 
 WIDTH, TIMES = 8, 4
 ON_TWO = PipelineParallel(2, 2, stage_meshes=["x:1", "x:1"])

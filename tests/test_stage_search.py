@@ -12,10 +12,8 @@ from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster
 from autopar.errors import InfeasiblePlanError
 from autopar.methods.methods import PipelineParallel, ShardParallel
-from autopar.pipelines.layers import find_layers
+from autopar.pipelines.layers import WorkLine, find_layers, smallest_window
 from autopar.pipelines.pipeline_plan import plan_pipeline
-from autopar.pipelines.remat_windows import smallest_window
-from autopar.pipelines.work_line import WorkLine
 from autopar.report.cautions import cautions
 from tests.integration.trainings import assert_trains_as_one_device, encoder_decoder
 from tests.rows.fixtures import dense_stack, random

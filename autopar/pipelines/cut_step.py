@@ -1,8 +1,15 @@
-"""A step cut into microbatches and stages, before anything is planned."""
+"""A step cut into microbatches and stages, before anything is planned.
+
+Forward and backward of a stage are different programs, so what backward makes again
+needs no barrier: the operators of the forward pass that lead from what is kept to the
+residuals are put before those of the backward pass. A stage that makes everything again
+keeps its inputs alone, as a cell of GPipe does (Huang et al. 2019, section 2.3). Loops
+over layers that keep something of their body are transformed before the step is cut.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +19,8 @@ from ..clusters.cluster import Cluster
 from ..frontend.roles import Roles
 from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import build_graph
-from ..graph.op_graph import OpGraph
+from ..graph.dependencies import tensors_of
+from ..graph.op_graph import Operator, OpGraph
 from ..methods.methods import PipelineParallel
 from ..methods.named_methods import Megatron
 from ..methods.schedule_choice import has_weight_tasks
@@ -23,19 +31,17 @@ from ..microbatches.microbatch_step import MicrobatchedStep
 from ..options import Options
 from ..planner.step_variants import is_movable, nothing_to_offload
 from ..planner.whole_step import batch_tensors, donated_by_name, roles_of
+from ..rematerialisation.recompute_sets import group_of, recompute_sets
 from ..rematerialisation.remat import Remat
+from ..rematerialisation.remat_trace import with_recomputation
 from ..sharding.mesh import MeshShape
 from ..state.leaf_pieces import piece_shardings
-from .piece_trace import PiecedStep, cut_scans
-from .stage_apply import ApplyCut, cut_apply
+from .chunked_step import PiecedStep, cut_scans
+from .program_plans import PipelineBuilder, StagePlanner
 from .stage_cut import StageCut, cut_stages, scan_lengths, work_line
-from .stage_inside import StageInside
-from .stage_pins import StagePins
-from .stage_planner import StagePlanner
-from .stage_programs import PipelineBuilder
-from .stage_remat import with_recomputed_loops, with_recomputed_stages
-from .stage_rules import StageRules
-from .stage_trace import StepParts, trace_parts
+from .stage_demands import StageInside, StagePins, StageRules
+from .step_parts import StepParts, trace_parts
+from .update_cut import ApplyCut, cut_apply
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,3 +349,49 @@ def _kept(
         own = [next(paths) for _ in lengths or (0,)]
         kept.update(own if position not in donated else ())
     return frozenset(kept)
+
+
+def with_recomputed_loops(
+    traced: TracedFunction, graph: OpGraph, batch: Sequence[int], remat: Remat
+) -> TracedFunction:
+    """A step whose backward loops over layers do again what the level does of a body.
+
+    "full" leaves loops as they are: the whole loop is done again by the stage.
+    `batch` are the inputs of `graph`, the graph of `traced`, that hold examples.
+    """
+    if remat.level == "full":
+        return traced
+    sets = recompute_sets(graph, batch, remat)
+    none = frozenset[int]()
+    loops = replace(sets, groups={}, backward=none, cotangents=none)
+    return with_recomputation(traced, graph, loops)
+
+
+def with_recomputed_stages(
+    cut: StageCut, graph: OpGraph, examples: Sequence[int], remat: Remat, number: int
+) -> StageCut:
+    """The stages, of which the first `number` make residuals again in their backward.
+
+    `examples` are the inputs of `graph` that hold examples.
+    """
+    backward = list(cut.backward)
+    for stage in range(number):
+        forward = cut.forward[stage]
+        made = {t for op in forward for t in op.results}
+        reads = _reads([*backward[stage], *cut.weight[stage]])
+        inputs = set(_reads(forward)) - made
+        group = group_of(
+            *(graph, examples, remat, forward),
+            wanted=[t for t in reads if t in made],
+            known={t for t in inputs if t in graph.blocks[0].inputs},
+        )
+        if group is not None:
+            chosen = {op.index for op in (*group, *backward[stage])}
+            backward[stage] = tuple(
+                op for op in graph.blocks[0].operators if op.index in chosen
+            )
+    return replace(cut, backward=tuple(backward))
+
+
+def _reads(operators: Iterable[Operator]) -> dict[int, None]:
+    return dict.fromkeys(t for op in operators for t in tensors_of(op.operands))

@@ -8,35 +8,192 @@ and the step is cut for each number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
 
 from ..clusters.cluster import Cluster
+from ..costs.compute import operator_seconds
 from ..graph.build_graph import STRUCTURED
-from ..graph.dependencies import tensors_of
-from ..graph.op_graph import Operator, OpGraph
+from ..graph.dependencies import leading_to, read_by, tensors_of
+from ..graph.op_graph import Constant, Operand, Operator, OpGraph, TensorType
+from ..microbatches.microbatch_runners import MicrobatchRunner
 from ..microbatches.microbatches import MicrobatchSplit
 from ..options import Options
+from ..planner.strategies import SLICING, tensor_specs, total_flops
 from ..plans.plan import ShardingPlan
 from ..sharding.mesh import MeshShape
 from ..sharding.resharding import Resharder
+from ..sharding.spec import SUM, Spec, is_pending, num_shards
+from .cut_programs import Piece, TracedPiece, joint_piece, own_sums, run_piece
 from .cut_step import CutStep
-from .layer_costs import (
-    LayerCost,
-    Work,
-    most_reducing_seconds,
-    reduced_sums,
-    summed_work,
-)
-from .layer_trace import trace_layer
-from .stage_pieces import Piece, TracedPiece, joint_piece, own_sums
-from .stage_planner import StagePlanner
-from .stage_programs import PipelineBuilder
-from .stage_trace import COUNTER
-from .weight_work import handed_tensors, weight_operators
+from .program_plans import PipelineBuilder, StagePlanner
+from .step_parts import COUNTER, graph_of
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer takes on one device of a submesh.
+
+    `seconds` are of a microbatch, forward and backward, `once_seconds` of the update;
+    of these, `reducing_seconds` are what it takes to add up the parts of sums.
+    `state_bytes` are parameters and what the optimizer keeps, `gradient_bytes` their
+    sums, `microbatch_bytes` what backward waits for; `working_bytes` come and go.
+
+    Ideals say more: of `seconds`, `forward_seconds` are forward and `weight_seconds`
+    what no other layer waits for, which `handed_bytes` wait with.
+    """
+
+    seconds: float = 0.0
+    once_seconds: float = 0.0
+    state_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    microbatch_bytes: float = 0.0
+    working_bytes: float = 0.0
+    reducing_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    weight_seconds: float = 0.0
+    handed_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operators that are alike: what one of them does, and how often it runs."""
+
+    kind: str
+    flops: float
+    bytes: float
+    dtype: Any
+    times: float
+
+    def seconds(self, share: float, cluster: Cluster) -> float:
+        """If a device does a share of each, and nothing is sent."""
+        one = self.kind, self.flops * share, self.bytes * share, self.dtype
+        return self.times * operator_seconds(*one, cluster)
+
+
+def summed_work(operators: Iterable[tuple[Operator, float]]) -> list[Work]:
+    """The work of operators without bodies, with how often each runs."""
+    times: Counter[tuple[str, float, float, Any]] = Counter()
+    for op, number in operators:
+        read = op.operand_types[op.kind in SLICING :]
+        num_bytes = sum(kind.bytes for kind in (*read, *op.result_types))
+        dtypes = [kind.dtype for kind in op.operand_types if not kind.is_extended]
+        dtype = dtypes[0] if dtypes else "float32"
+        key = op.kind, total_flops(op), float(num_bytes), dtype
+        times[key] = times[key] + number  # type: ignore[assignment]
+    return [Work(*key, number) for key, number in times.items()]
+
+
+def reduced_sums(
+    plan: ShardingPlan, graph: OpGraph, resharder: Resharder
+) -> tuple[float, dict[str, float]]:
+    """Seconds in which the update adds up the parts of sums; then a device's bytes.
+
+    The bytes are of every input, by slot.
+    """
+    seconds, held = 0.0, {each.path: float(each.bytes) for each in plan.inputs}
+    for each, own in zip(plan.inputs, graph.inputs, strict=True):
+        if is_pending(each.spec):
+            kind = graph.tensors[own.tensor].type
+            least, number = _reduced(kind, each.spec, resharder)
+            seconds, held[each.path] = seconds + least, kind.bytes / number
+    return seconds, held
+
+
+def most_reducing_seconds(sums: Iterable[TensorType], resharder: Resharder) -> float:
+    """Seconds in which the update adds up sums that come as parts of all devices."""
+    parts = (SUM,) * resharder.mesh.num_axes
+    return sum(_reduced(kind, parts, resharder)[0] for kind in sums)
+
+
+def _reduced(kind: TensorType, spec: Spec, resharder: Resharder) -> tuple[float, int]:
+    """The least seconds for what a spec owes, and how many devices share the sum."""
+    costs: list[tuple[float, int]] = []
+    for target in tensor_specs(kind, resharder.mesh, pending=False):
+        seconds = resharder.seconds(spec, target, kind.bytes)
+        number = num_shards(target, resharder.mesh.axis_sizes)
+        costs.append((seconds, number))
+    return min(costs)
+
+
+def weight_operators(pieces: Iterable[Piece], stage: int) -> frozenset[int]:
+    """Operators of a stage's backward that lead to nothing another stage reads.
+
+    None of a stage that no other waits for, which keeps its backward whole.
+    """
+    backward: Sequence[Operator] = ()
+    awaited = set[int]()
+    for piece in pieces:
+        if piece.stage != stage:
+            awaited.update(piece.inputs.values())
+        elif piece.kind == "backward":
+            backward = piece.operators
+    awaited.intersection_update(t for op in backward for t in op.results)
+    if not awaited:
+        return frozenset()
+    waited_for = {op.index for op in leading_to(awaited, backward)}
+    return frozenset(op.index for op in backward if op.index not in waited_for)
+
+
+def handed_tensors(
+    operators: Iterable[Operator], weight: Collection[int], kept: Collection[int]
+) -> frozenset[int]:
+    """What weight work reads of a stage's other work, besides what is kept anyway."""
+    every = list(operators)
+    read = read_by(op for op in every if op.index in weight)
+    made = {t for op in every if op.index not in weight for t in op.results}
+    return frozenset(made.intersection(read).difference(kept))
+
+
+def trace_layer(
+    builder: PipelineBuilder, piece: Piece, split: MicrobatchSplit
+) -> TracedPiece:
+    """The program of a microbatch of a piece, whose graph is of the whole batch."""
+    names = (*piece.taken, COUNTER)
+
+    def task(*values: Any) -> list[Any]:
+        given = dict(zip(names, values, strict=True))
+        graph = builder.parts.microbatch
+        runner = MicrobatchRunner(graph, split, {}, given[COUNTER])
+
+        def value_of(name: str, operand: Operand) -> Any:
+            if isinstance(operand, Constant):
+                return operand.value
+            reduction = builder.parts.sums.get(name)
+            if reduction is None:
+                return runner.values[operand]
+            return runner.read(operand, reduction)
+
+        return run_piece(piece, runner, given, value_of)
+
+    task.__name__ = f"{piece.kind}_{piece.stage}"
+    counter = jax.ShapeDtypeStruct((), jnp.uint32)
+    structs = (*_structs(builder, piece, split), counter)
+    ties = (*piece.ties(builder.slots), None)
+    part = graph_of(task, structs, names, list(piece.outputs), ties)
+    part = builder.with_roles(part, split.num_microbatches)
+    return TracedPiece(part, structs, names, ties)
+
+
+def _structs(
+    builder: PipelineBuilder, piece: Piece, split: MicrobatchSplit
+) -> Iterator[jax.ShapeDtypeStruct]:
+    """What the program takes: of what is cut, the part of one microbatch."""
+    for operand in piece.taken.values():
+        kind = builder.parts.microbatch.type_of(operand)
+        shape = list(kind.shape)
+        state = split.state[operand] if isinstance(operand, int) else SUM
+        if state >= 0:
+            shape[state] //= split.num_microbatches
+        yield jax.ShapeDtypeStruct(tuple(shape), kind.dtype)
+
 
 PLAN_GAP = 0.02
 Phase = Literal["all", "forward", "weight"]

@@ -1,4 +1,4 @@
-"""A planned pipeline on devices: how leaves become slots, and results leaves again."""
+"""A planned pipeline on devices: its programs, and how leaves become slots and back."""
 
 from __future__ import annotations
 
@@ -6,33 +6,154 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from ..audit.audit import Audit
+from ..audit.audit import Audit, MemoryUse, audit
+from ..audit.compiled_collectives import collectives_on
+from ..audit.lowered_collectives import collectives_in_lowered
+from ..clusters.cluster import Cluster
 from ..clusters.device_mesh import absent_mesh, stage_meshes
 from ..data.examples import microbatches_of
 from ..data.stage_rows import microbatches_on, stage_rows
 from ..frontend.tracing import TracedFunction
+from ..graph.op_graph import TensorType
 from ..jax_compat import without_mesh
-from ..lowering.programs import PipelineProgram, SignatureChanged
+from ..lowering.compiled_program import compile_program
+from ..lowering.host_memory import HOST
+from ..lowering.partial_sums import held_shape, held_spec
+from ..lowering.programs import (
+    PipelineProgram,
+    SignatureChanged,
+    SpmdProgram,
+)
+from ..microbatches.extremes import start_of
 from ..microbatches.microbatch_runners import join_parts
 from ..microbatches.microbatches import Grain
 from ..planner.update_loops import Updates
+from ..sharding.spec import Spec, State
 from ..state.distributed_array import DistributedArray, signature
 from ..state.leaf_pieces import gather_leaf, join_leaf, on_auto_axes, split_leaf
 from ..targets.target import Target
-from .piece_trace import PiecedStep
+from .chunked_step import PiecedStep
+from .cut_programs import PlannedPiece
 from .pipeline_plan import PlannedPipeline
-from .stage_lowering import LoweredPiece, lower_stages
-from .stage_trace import COUNTER, StepParts
+from .step_parts import COUNTER, StepParts
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredPiece:
+    """A planned stage program and its program on the devices of its stage."""
+
+    planned: PlannedPiece
+    program: SpmdProgram
+    _compiled: list[Any] = field(default_factory=list[Any])
+
+    @property
+    def name(self) -> str:
+        """Its stage and kind, in words."""
+        return f"stage {self.planned.piece.stage}, {self.planned.piece.kind}"
+
+    def compile(self, limit_seconds: float = inf) -> Any:
+        """Compile for the devices of the stage, once; see `compile_program`."""
+        if not self._compiled:
+            self._compiled.append(compile_program(self.program, limit_seconds))
+        return self._compiled[0]
+
+    def audit(self) -> Audit:
+        """Planned, lowered and compiled collectives."""
+        plan, compiled = self.planned.plan, self.compile()
+        return audit(
+            plan.collectives,
+            collectives_in_lowered(self.program.lower()),
+            collectives_on(plan.mesh.size, compiled.as_text() or ""),
+            num_devices=plan.mesh.size,
+            mesh=plan.mesh,
+            memory=MemoryUse.of(compiled, self.program.host_bytes),
+            predicted_bytes=plan.predicted.peak_bytes,
+        )
+
+
+def lower_stages(
+    flow: PipelineProgram,
+    pieces: Sequence[PlannedPiece],
+    specs: Mapping[tuple[str, int], Spec],
+    types: Mapping[str, TensorType],
+    clusters: Sequence[Cluster],
+    meshes: Sequence[Mesh | AbstractMesh],
+    targets: Sequence[Target] | None = None,
+) -> tuple[tuple[LoweredPiece, ...], PipelineProgram]:
+    """The programs of a dataflow on the mesh of each stage.
+
+    `specs` are those of each slot on each stage that holds it, `types` by slot,
+    `clusters` what each stage is of, `targets` what it is compiled for if its devices
+    are not here.
+    """
+    shardings = {
+        (name, stage): NamedSharding(
+            meshes[stage],
+            held_spec(spec, types[name].rank, meshes[stage].axis_names),
+        )
+        for (name, stage), spec in specs.items()
+    }
+    for piece in pieces:
+        for key in ((name, piece.piece.stage) for name in piece.host_slots):
+            shardings[key] = shardings[key].with_memory_kind(HOST)
+    lowered = []
+    for piece in pieces:
+        stage = piece.piece.stage
+        made = piece.program(clusters[stage], meshes[stage])
+        if targets is not None:
+            made = replace(made, target=targets[stage])
+        lowered.append(LoweredPiece(piece, made))
+    zeros = {
+        name: _start(reduction, types[name], specs[name, stage], shardings[name, stage])
+        for name, reduction, stage in (
+            (*each, piece.piece.stage)
+            for piece in pieces
+            for each in piece.piece.added.items()
+        )
+    }
+    program = PipelineProgram(
+        flow.num_stages,
+        flow.num_microbatches,
+        flow.slots,
+        tuple(p.planned.running(_runner_of(p.program)) for p in lowered),
+        shardings,
+        zeros,
+    )
+    return tuple(lowered), program
+
+
+def _start(
+    reduction: State, kind: TensorType, spec: Spec, sharding: NamedSharding
+) -> Callable[[], Any]:
+    shape = held_shape(kind.shape, spec, sharding.mesh.axis_sizes)
+    made = jax.jit(
+        lambda: start_of(reduction, shape, kind.dtype), out_shardings=sharding
+    )
+
+    def start() -> Any:
+        with jax.enable_x64(True):  # a stage's thread has not the caller's settings
+            return made()
+
+    return start
+
+
+def _runner_of(program: SpmdProgram) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    def run(values: Sequence[Any]) -> Sequence[Any]:
+        compiled = program.compile()
+        return program.watched(lambda: compiled(program.constants, *values))
+
+    return run
 
 
 @dataclass(frozen=True, eq=False)

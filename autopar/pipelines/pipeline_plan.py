@@ -26,15 +26,13 @@ from ..planner.update_loops import Updates
 from ..plans.staged_plan import PlannedTransfer
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.spec import Spec, local_shape
+from .chunked_step import PiecedStep
+from .cut_programs import PlannedPiece
 from .cut_step import CutStep, cut_step, products_by_cost
-from .piece_trace import PiecedStep
-from .stage_apply import ApplyCut
+from .program_plans import PipelineBuilder, StagePlanner
 from .stage_cut import StageCut
-from .stage_lowering import dataflow
-from .stage_pieces import PlannedPiece
-from .stage_planner import StagePlanner
-from .stage_programs import PipelineBuilder
-from .stage_trace import StepParts
+from .step_parts import StepParts
+from .update_cut import ApplyCut
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,7 +270,14 @@ def assembled(
         method,
         builder.cluster,
         shapes,
-        dataflow(num_stages, made.step.num_microbatches, builder.slots, pieces),
+        PipelineProgram(
+            num_stages,
+            made.step.num_microbatches,
+            builder.slots,
+            tuple(piece.running(_refuse_to_run) for piece in pieces),
+            shardings={},
+            zeros={},
+        ),
         tuple(pieces),
         builder.specs,
         builder.types,
@@ -283,6 +288,10 @@ def assembled(
             if (leaf := builder.unchanged(path)) is not None
         },
     )
+
+
+def _refuse_to_run(_: Sequence[object]) -> list[object]:
+    raise AssertionError("a planned pipeline has no code until it is lowered")
 
 
 def submesh_shapes(

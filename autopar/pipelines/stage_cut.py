@@ -11,18 +11,16 @@ so is what backward alone reads, without products, where no stage has it at hand
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
 from ..graph.build_graph import SCAN
-from ..graph.dependencies import tensors_of
+from ..graph.dependencies import read_by, tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..rules.base import is_inexact
-from .remat_windows import inseparable
-from .stage_refusals import torn_backward
-from .work_line import WorkLine, heavy_flops
+from .layers import WorkLine, heavy_flops, inseparable
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,15 @@ class StageCut:
     weight: tuple[tuple[Operator, ...], ...]
     made_on: dict[int, tuple[int, str]]
     home: dict[int, int]
+
+
+def made_again(cut: StageCut, stage: int) -> frozenset[int]:
+    """What backward makes again and the weight task of the stage reads."""
+    again = {op.index for op in cut.forward[stage]}
+    made = {t for op in cut.backward[stage] if op.index in again for t in op.results}
+    own = {t for op in cut.weight[stage] for t in op.results}
+    read = read_by(cut.weight[stage])
+    return frozenset((made & set(read)) - own)
 
 
 def cut_stages(
@@ -396,3 +403,41 @@ class _Cutter:
                 needed.add(maker.index)
                 waiting.extend(tensors_of(maker.operands))
         return tuple(op for op in self.operators if op.index in needed)
+
+
+def torn_backward(
+    graph: OpGraph,
+    op: Operator,
+    sources: Iterable[int],
+    available: Mapping[int, Iterable[int]],
+    cotangent: Mapping[int, int],
+    num_stages: int,
+) -> NotImplementedError:
+    """No stage has all that a backward operator reads: its `sources` lie apart.
+
+    `available` are the stages of values, `cotangent` the one that makes a cotangent,
+    which may be read there and below.
+    """
+    readable = {
+        t: range(cotangent[t] + 1) if t in cotangent else sorted(available[t])
+        for t in sources
+    }
+    low = min(readable, key=lambda t: max(readable[t], default=-1))
+    high = max(readable, key=lambda t: min(readable[t], default=-1))
+    fewer = "PipelineParallel(num_stages=2) may do; if not, " if num_stages > 2 else ""
+    return NotImplementedError(
+        f"Backward work goes from the last stage to the first, each operator on a "
+        f"stage that has all it reads, but in a cut into {num_stages} stages "
+        f"{op.name!r} at {op.source or 'an unknown line'} reads "
+        f"{_at(graph, low, readable)} and {_at(graph, high, readable)}, as derivatives "
+        f"of derivatives and passes behind an update do; {fewer}use "
+        f"autopar.ShardParallel(), which takes num_microbatches and "
+        f"microbatch_semantics as well. Two passes with an update between them can be "
+        f"two steps."
+    )
+
+
+def _at(graph: OpGraph, tensor: int, readable: Mapping[int, Sequence[int]]) -> str:
+    stages = readable[tensor]
+    where = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages)) or 'none'}"
+    return f"{graph.tensors[tensor].name} ({where})"

@@ -36,9 +36,9 @@ from .joint_search import LOOSE_GAP, FoundStages, JointSearch, submeshes_of
 from .layer_samples import LayerSamples
 from .layers import find_layers
 from .pipeline_plan import PlannedPipeline, plan_pipeline
+from .program_plans import StagePlanner
 from .span_costs import SpanCosts
 from .stage_cut import work_line
-from .stage_planner import StagePlanner
 
 MOST_COUNTS = 8  # numbers of microbatches that are tried
 MOST_MICROBATCHES = 16  # for each device

@@ -25,10 +25,10 @@ from ..jax_compat import user_context
 from ..lowering.blocks import as_array
 from ..lowering.host_memory import HOST
 from ..lowering.programs import SpmdProgram, build_program
-from ..pipelines.piece_flow import Cut, PieceFlow
-from ..pipelines.piece_runner import PieceRunner
+from ..pipelines.chunk_flow import Cut, PieceFlow
+from ..pipelines.chunked_step import PieceRunner
 from ..pipelines.pipeline import Pipeline
-from ..pipelines.stage_trace import graph_of
+from ..pipelines.step_parts import graph_of
 from ..planner.intra_op import plan_intra_op
 from ..planner.planning import roles_of
 from ..sharding.mesh import MeshShape

@@ -15,9 +15,8 @@ import autopar
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.methods.methods import PipelineParallel
-from autopar.pipelines.stage_borders import NEAR, stage_borders
+from autopar.pipelines.layers import NEAR, WorkLine, stage_borders
 from autopar.pipelines.stage_cut import work_line
-from autopar.pipelines.work_line import WorkLine
 from autopar.planner.planning import roles_of
 from autopar.runtime.instructions import Send
 from tests.rows.fixtures import f6

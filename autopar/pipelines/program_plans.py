@@ -1,31 +1,49 @@
-"""Plan every program of a pipelined step, each for its stage's submesh."""
+"""Plan every program of a pipelined step, each for its stage's submesh.
+
+Forward, planned alone, would split the batch and keep every parameter whole, as it
+never sees a gradient. So forward and backward of a stage are first planned as one
+program: it says where parameters, gradients and what comes in lie, and in what spec
+backward reads what forward makes. Each program is then planned for itself within that.
+Programs that differ in names alone are planned once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
+
+import numpy as np
 
 from ..clusters.cluster import Cluster
 from ..errors import PlanFileError
 from ..graph.dependencies import tensors_of
-from ..graph.op_graph import Constant, GraphInput, Operator, OpGraph, TensorType
+from ..graph.op_graph import (
+    Constant,
+    GraphInput,
+    Operand,
+    Operator,
+    OpGraph,
+    TensorType,
+    params_key,
+)
 from ..lowering.programs import Slot, SlotKind, TaskKind
-from ..methods.restrictions import Restriction
+from ..methods.restrictions import Limit, Restriction
+from ..planner.intra_op import plan_intra_op
 from ..plans.plan import ShardingPlan
 from ..plans.plan_check import check_against
 from ..plans.staged_plan import StageProgramPlan
 from ..sharding.mesh import MeshShape
-from ..sharding.spec import Spec, State
-from .piece_graphs import graph_of_piece
-from .stage_apply import ApplyCut
-from .stage_cut import StageCut
-from .stage_inside import StageInside
-from .stage_pieces import (
+from ..sharding.pins import Pin
+from ..sharding.spec import REPLICATED, Spec, State, axes_of_dim, pending_axes
+from .cut_programs import (
     Piece,
     PlannedPiece,
     TracedPiece,
     check_operands,
+    graph_of_piece,
     joint_piece,
     made_nowhere,
     outputs_at_host,
@@ -33,11 +51,10 @@ from .stage_pieces import (
     reads_of,
     stages_of,
 )
-from .stage_pins import StagePins
-from .stage_planner import StagePlanner, pin_of, specs_read
-from .stage_remat import made_again
-from .stage_rules import StageRules
-from .stage_trace import COUNTER, StepParts
+from .stage_cut import StageCut, made_again
+from .stage_demands import StageInside, StagePins, StageRules
+from .step_parts import COUNTER, StepParts
+from .update_cut import ApplyCut
 
 
 @dataclass
@@ -388,3 +405,176 @@ class PipelineBuilder:
             self.types.setdefault(name, kind)
         for name, struct in zip(planned.inputs, planned.structs, strict=True):
             self.types.setdefault(name, TensorType(struct.shape, struct.dtype))
+
+
+@dataclass
+class StagePlanner:
+    """Plans programs on submeshes of a cluster; equal ones once.
+
+    `joint_gap` is enough for forward and backward as one, whose plan is not run.
+    `limits_of` says what more a program is forbidden; such are planned every time.
+    """
+
+    cluster: Cluster
+    joint_gap: float = 1e-4
+    known: dict[Hashable, ShardingPlan] = field(default_factory=dict)
+    limits_of: Callable[[OpGraph], Sequence[Limit]] | None = None
+
+    def plan(
+        self,
+        graph: OpGraph,
+        mesh: MeshShape,
+        pins: Mapping[int, Pin],
+        returned: Mapping[int, Spec],
+        split: Collection[int] = (),
+        gap: float = 1e-4,
+        demands: Sequence[Restriction] = (),
+        cluster: Cluster | None = None,
+    ) -> ShardingPlan:
+        """The cheapest plan of a program.
+
+        Arguments:
+          pins: where arguments lie, by tensor.
+          returned: the spec in which results are to be returned, by tensor.
+          split: arguments that are to lie in as many parts as there are devices.
+          demands: what its inside must be, where that has a name or rules.
+          cluster: what the submesh is of, if that is another.
+        """
+        cluster = cluster or self.cluster
+        limits = (*restrictions(graph, mesh, pins, returned, split), *demands)
+        more = () if self.limits_of is None else self.limits_of(graph)
+        key = (
+            *(fingerprint(graph), mesh, cluster, gap, tuple(sorted(split))),
+            tuple(sorted(pins.items(), key=itemgetter(0))),
+            tuple(sorted(returned.items())),
+            repr(demands),
+        )
+        if more or key not in self.known:
+            found = plan_intra_op(
+                graph,
+                mesh,
+                cluster,
+                pins=pins,
+                restrictions=(*limits, *more),
+                gap=gap,
+            )
+            if not more:
+                self.known[key] = found.plan
+            return found.plan
+        return renamed(self.known[key], graph)
+
+
+def restrictions(
+    graph: OpGraph,
+    mesh: MeshShape,
+    pins: Mapping[int, Pin],
+    returned: Mapping[int, Spec],
+    split: Collection[int],
+) -> Sequence[Restriction]:
+    """What a stage's programs leave to the solver."""
+    wanted = {t: tuple(frozenset((s,)) for s in spec) for t, spec in returned.items()}
+    homes = {
+        t: (frozenset(range(graph.tensors[t].type.rank)),) * mesh.num_axes
+        for t in split
+        if t not in pins and graph.tensors[t].type.rank
+    }
+    if not wanted and not homes:
+        return ()
+    return (Restriction("the stage", {}, {}, homes, returned=wanted),)
+
+
+def specs_read(plan: ShardingPlan, graph: OpGraph) -> dict[int, Spec]:
+    """In which spec what forward makes is mostly read by backward, by tensor.
+
+    `plan` is that of both as one program; no spec is pending.
+    """
+    reads: dict[int, Counter[Spec]] = {}
+    phase_of = {
+        t: "transpose(" in op.name for op in graph.operators() for t in op.results
+    }
+    for op, planned in zip(graph.operators(), plan.operators, strict=True):
+        if "transpose(" not in op.name:
+            continue
+        for operand, spec in zip(op.operands, planned.operand_specs, strict=True):
+            if not isinstance(operand, int) or phase_of.get(operand, True):
+                continue
+            if min(spec, default=0) >= REPLICATED:
+                reads.setdefault(operand, Counter())[spec] += 1
+    return {t: found.most_common(1)[0][0] for t, found in reads.items()}
+
+
+def pin_of(spec: Spec, graph: OpGraph, tensor: int) -> Pin:
+    """The pin that allows an argument one spec."""
+    rank = graph.tensors[tensor].type.rank
+    dims = tuple(axes_of_dim(spec, dim) for dim in range(rank))
+    return Pin(dims, pending_axes(spec))
+
+
+def fingerprint(graph: OpGraph) -> Hashable:
+    """Equal for graphs that are equal but for names."""
+    return (
+        tuple((t.type, t.block) for t in graph.tensors),
+        tuple(replace(i, path="") for i in graph.inputs),
+        tuple(
+            (
+                (block.parent, block.trip_count, block.weight, block.conditional),
+                block.unbounded,
+                block.inputs,
+                tuple(map(operand_key, block.outputs)),
+                tuple(
+                    (
+                        *(op.kind, params_key(op.params), op.results, op.bodies),
+                        tuple(map(operand_key, op.operands)),
+                    )
+                    for op in block.operators
+                ),
+            )
+            for block in graph.blocks
+        ),
+    )
+
+
+def renamed(plan: ShardingPlan, graph: OpGraph) -> ShardingPlan:
+    """The plan of an equal graph, with the names of this one."""
+    operators = graph.operators()
+    sources: dict[str, str] = {}
+    made_by = {t: op.source for op in operators for t in op.results}
+    old_by = {
+        t: each.source
+        for op, each in zip(operators, plan.operators, strict=True)
+        for t in op.results
+    }
+    for index, (tensor, old) in enumerate(
+        zip(graph.tensors, plan.tensors, strict=True)
+    ):
+        before = f"{old.name} {old_by.get(index, '')}".strip()
+        sources[before] = f"{tensor.name} {made_by.get(index, '')}".strip()
+    return replace(
+        plan,
+        function=graph.name,
+        inputs=tuple(
+            replace(each, path=own.path)
+            for each, own in zip(plan.inputs, graph.inputs, strict=True)
+        ),
+        operators=tuple(
+            replace(each, name=op.name, source=op.source)
+            for each, op in zip(plan.operators, operators, strict=True)
+        ),
+        tensors=tuple(
+            replace(each, name=own.name)
+            for each, own in zip(plan.tensors, graph.tensors, strict=True)
+        ),
+        collectives=tuple(
+            replace(each, source=sources.get(each.source, each.source))
+            for each in plan.collectives
+        ),
+    )
+
+
+def operand_key(operand: Operand) -> Hashable:
+    """The number of a tensor; equal for equal literals."""
+    if not isinstance(operand, Constant):
+        return operand
+    value = operand.value
+    whole = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+    return operand.type, repr(whole)
