@@ -32,8 +32,8 @@ from ..sharding.pins import spellings
 from ..sharding.spec import REPLICATED, Spec, axes_of_dim
 from .chunk_flow import (
     PASSING,
+    ChunkFlow,
     Cut,
-    PieceFlow,
     accumulating_carries,
     light_makers,
     unchanged_carries,
@@ -43,8 +43,8 @@ Lengths = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class _PieceShard(Shard):
-    """What a rule may ask while it binds its primitive on piece `index`."""
+class _ChunkShard(Shard):
+    """What a rule may ask while it binds its primitive on chunk `index`."""
 
     cut: Cut
     index: int
@@ -73,13 +73,13 @@ class _PieceShard(Shard):
         return (*shape[:state], size, *shape[state + 1 :])
 
 
-class PieceRunner(WholeRunner):
-    """Runs the outermost block with some of its tensors in pieces."""
+class ChunkRunner(WholeRunner):
+    """Runs the outermost block with some of its tensors in chunks."""
 
-    def __init__(self, graph: OpGraph, flow: PieceFlow) -> None:
+    def __init__(self, graph: OpGraph, flow: ChunkFlow) -> None:
         super().__init__(graph)
         self.flow = flow
-        self.pieces: dict[int, tuple[Any, ...]] = {}
+        self.chunks: dict[int, tuple[Any, ...]] = {}
         self.sliced: dict[tuple[int, Cut], tuple[Any, ...]] = {}
 
     def run_outermost(self) -> None:
@@ -88,7 +88,7 @@ class PieceRunner(WholeRunner):
                 self.run(op)
 
     def run(self, op: Operator) -> None:
-        """Write the results of an operator, whole or in pieces."""
+        """Write the results of an operator, whole or in chunks."""
         lengths = self.flow.operator_lengths.get(op.index)
         if op.kind in PASSING:
             self.pass_on(op)
@@ -98,20 +98,20 @@ class PieceRunner(WholeRunner):
         elif op.kind == SCAN:
             self.run_chunks(op, lengths)
         else:
-            self.run_pieces(op, lengths)
+            self.run_by_chunk(op, lengths)
 
     def value(self, operand: Operand) -> Any:
         """The whole of a tensor, or a literal."""
-        if isinstance(operand, int) and operand in self.pieces:
+        if isinstance(operand, int) and operand in self.chunks:
             if operand not in self.values:
                 dim = self.flow.cut[operand].dim
-                self.values[operand] = lax.concatenate(self.pieces[operand], dim)
+                self.values[operand] = lax.concatenate(self.chunks[operand], dim)
         return super().value(operand)
 
-    def cut_pieces(self, operand: Operand, cut: Cut) -> tuple[Any, ...]:
-        """The pieces of a tensor, taken from the whole if it does not lie so."""
+    def chunks_of(self, operand: Operand, cut: Cut) -> tuple[Any, ...]:
+        """The chunks of a tensor, taken from the whole if it does not lie so."""
         if isinstance(operand, int) and self.flow.cut.get(operand) == cut:
-            return self.pieces[operand]
+            return self.chunks[operand]
         whole = as_array(self.value(operand))
         if not isinstance(operand, int):
             return _slices(whole, cut)
@@ -120,7 +120,7 @@ class PieceRunner(WholeRunner):
         return self.sliced[operand, cut]
 
     def pass_on(self, op: Operator) -> None:
-        """A barrier for what is whole, and one for piece k of all that is cut."""
+        """A barrier for what is whole, and one for chunk k of all that is cut."""
         passed = list(zip(op.operands, op.results, strict=True))
         whole = [(o, result) for o, result in passed if result not in self.flow.cut]
         if whole:
@@ -128,18 +128,18 @@ class PieceRunner(WholeRunner):
             for (_, result), value in zip(whole, results, strict=True):
                 self.values[result] = value
         cut = [
-            (self.cut_pieces(o, self.flow.cut[result]), result)
+            (self.chunks_of(o, self.flow.cut[result]), result)
             for o, result in passed
             if result in self.flow.cut
         ]
-        for k in range(max((len(pieces) for pieces, _ in cut), default=0)):
-            those = [(pieces[k], t) for pieces, t in cut if k < len(pieces)]
-            values = self.execute(op, [piece for piece, _ in those])
+        for k in range(max((len(chunks) for chunks, _ in cut), default=0)):
+            those = [(chunks[k], t) for chunks, t in cut if k < len(chunks)]
+            values = self.execute(op, [chunk for chunk, _ in those])
             for (_, result), value in zip(those, values, strict=True):
-                self.pieces[result] = (*self.pieces.get(result, ()), value)
+                self.chunks[result] = (*self.chunks.get(result, ()), value)
 
-    def run_pieces(self, op: Operator, lengths: Lengths) -> None:
-        """The operator on each piece; sums of pieces are closed at once."""
+    def run_by_chunk(self, op: Operator, lengths: Lengths) -> None:
+        """The operator on each chunk; sums of chunks are closed at once."""
         factor = self.flow.factor[op.index]
         mesh = MeshShape(("layers",), (len(lengths),))
         specs = (
@@ -147,7 +147,7 @@ class PieceRunner(WholeRunner):
             tuple((s,) for s in factor.results),
         )
         operands = [
-            self.cut_pieces(operand, Cut(state, lengths))
+            self.chunks_of(operand, Cut(state, lengths))
             if state >= 0
             else (self.value(operand),) * len(lengths)
             for operand, state in zip(op.operands, factor.operands, strict=True)
@@ -156,26 +156,26 @@ class PieceRunner(WholeRunner):
         bind = rule.bind if rule is not None else bind_unchanged
         made = []
         for k in range(len(lengths)):
-            shard = _PieceShard(mesh, (factor,), *specs, Cut(0, lengths), k)
+            shard = _ChunkShard(mesh, (factor,), *specs, Cut(0, lengths), k)
             with equation_context(op.eqn):
-                made.append(bind(op, [pieces[k] for pieces in operands], shard))
+                made.append(bind(op, [chunks[k] for chunks in operands], shard))
         for position, (result, state) in enumerate(
             zip(op.results, factor.results, strict=True)
         ):
-            pieces = [results[position] for results in made]
+            chunks = [results[position] for results in made]
             if state >= 0:
-                self.pieces[result] = tuple(pieces)
+                self.chunks[result] = tuple(chunks)
             else:
-                self.values[result] = _joined(pieces, state, op)
+                self.values[result] = _joined(chunks, state, op)
 
     def run_chunks(self, op: Operator, lengths: Lengths) -> None:
-        """A chain of scans; each takes its pieces and hands its carries on."""
+        """A chain of scans; each takes its chunks and hands its carries on."""
         num_consts, num_carry = op.params["num_consts"], op.params["num_carry"]
         first_slice = num_consts + num_carry
         operands = [as_array(x) for x in map(self.value, op.operands[:first_slice])]
         consts, start = operands[:num_consts], operands[num_consts:]
         cut = Cut(0, lengths)
-        slices = [self.cut_pieces(o, cut) for o in op.operands[first_slice:]]
+        slices = [self.chunks_of(o, cut) for o in op.operands[first_slice:]]
         restarted = unchanged_carries(self.graph, op)
         summed = accumulating_carries(self.graph, op)
         order = range(len(lengths))
@@ -196,7 +196,7 @@ class PieceRunner(WholeRunner):
                     carry[i] = results[i]
         self.values.update(zip(op.results[:num_carry], carry, strict=True))
         for position, result in enumerate(op.results[num_carry:]):
-            self.pieces[result] = tuple(stacked[k][position] for k in order)
+            self.chunks[result] = tuple(stacked[k][position] for k in order)
         self.unstack(op, slices)
 
     def unstack(self, op: Operator, slices: Sequence[tuple[Any, ...]]) -> None:
@@ -208,8 +208,8 @@ class PieceRunner(WholeRunner):
         body, num_carry = self.graph.blocks[op.bodies[0]], op.params["num_carry"]
         first = op.params["num_consts"] + num_carry
         sliced = {
-            tensor: pieces
-            for tensor, outer, pieces in zip(
+            tensor: chunks
+            for tensor, outer, chunks in zip(
                 *(body.inputs[first:], op.operands[first:], slices), strict=True
             )
             if is_inexact(self.graph.tensors[tensor].type)
@@ -222,10 +222,10 @@ class PieceRunner(WholeRunner):
             if not isinstance(output, int):
                 continue
             if output in sliced:
-                self.pieces[result] = sliced[output]
+                self.chunks[result] = sliced[output]
             elif output in makers:
                 make = functools.partial(self.make_slice, makers, sliced, output)
-                self.pieces[result] = tuple(
+                self.chunks[result] = tuple(
                     jax.vmap(make)(*given)
                     for given in zip(*sliced.values(), strict=True)
                 )
@@ -259,14 +259,14 @@ def _slices(whole: jax.Array, cut: Cut) -> tuple[jax.Array, ...]:
     )
 
 
-def _joined(pieces: Sequence[Any], state: int, op: Operator) -> Any:
+def _joined(chunks: Sequence[Any], state: int, op: Operator) -> Any:
     """Partial results in one, from the stage on that has the first to be known."""
     if state == REPLICATED:
-        return pieces[0]
-    ordered = list(reversed(pieces)) if "transpose(" in op.name else list(pieces)
+        return chunks[0]
+    ordered = list(reversed(chunks)) if "transpose(" in op.name else list(chunks)
     total = ordered[0]
-    for piece in ordered[1:]:
-        total = JOINS[state](total, piece)
+    for chunk in ordered[1:]:
+        total = JOINS[state](total, chunk)
     return total
 
 
@@ -274,10 +274,10 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class PiecedStep:
-    """A step whose stacked leaves come in pieces along dim 0.
+class ChunkedStep:
+    """A step whose stacked leaves come in chunks along dim 0.
 
-    `traced` has an input and an output for every piece, in the order of the leaves;
+    `traced` has an input and an output for every chunk, in the order of the leaves;
     `input_lengths` and `output_lengths` say how each leaf of the original step is cut,
     None if it is whole.
     """
@@ -287,28 +287,35 @@ class PiecedStep:
     input_lengths: tuple[Lengths | None, ...]
     output_lengths: tuple[Lengths | None, ...]
 
+    @property
+    def next_paths(self) -> dict[str, str]:
+        """The result path of every state leaf, by its path."""
+        paths = zip(self.traced.input_paths, self.roles.next_output, strict=True)
+        outputs = self.traced.output_paths
+        return {path: outputs[i] for path, i in paths if i is not None}
+
     @classmethod
-    def uncut(cls, traced: TracedFunction, roles: Roles) -> PiecedStep:
+    def uncut(cls, traced: TracedFunction, roles: Roles) -> ChunkedStep:
         """A step with no scan to cut: every leaf is whole."""
         inputs, outputs = len(traced.input_paths), len(traced.output_paths)
         return cls(traced, roles, (None,) * inputs, (None,) * outputs)
 
-    def by_piece(self, by_path: Mapping[str, T], whole: TracedFunction) -> dict[str, T]:
-        """What is said of leaves of `whole`, the original step, by path of a piece."""
+    def by_chunk(self, by_path: Mapping[str, T], whole: TracedFunction) -> dict[str, T]:
+        """What is said of leaves of `whole`, the original step, by path of a chunk."""
         known = {name for path in whole.input_paths for name in spellings(path)}
         found = {key: value for key, value in by_path.items() if key not in known}
-        for path, pieces in self.pieces_by_path(whole).items():
+        for path, chunks in self.chunks_by_path(whole).items():
             for name in spellings(path):
                 if name in by_path:
-                    found.update(dict.fromkeys(pieces, by_path[name]))
+                    found.update(dict.fromkeys(chunks, by_path[name]))
         return found
 
-    def pieces_by_path(self, whole: TracedFunction) -> dict[str, tuple[str, ...]]:
-        """The paths of the pieces of each leaf of `whole`, the original step."""
-        pieces = iter(self.traced.input_paths)
+    def chunks_by_path(self, whole: TracedFunction) -> dict[str, tuple[str, ...]]:
+        """The paths of the chunks of each leaf of `whole`, the original step."""
+        chunks = iter(self.traced.input_paths)
         counts = (1 if each is None else len(each) for each in self.input_lengths)
         return {
-            path: tuple(itertools.islice(pieces, count))
+            path: tuple(itertools.islice(chunks, count))
             for path, count in zip(whole.input_paths, counts, strict=True)
         }
 
@@ -319,14 +326,14 @@ def cut_scans(
     roles: Roles,
     lengths: Mapping[int, Lengths],
     fixed: Sequence[int],
-) -> PiecedStep:
+) -> ChunkedStep:
     """The step with some scans cut into chunks of `lengths`, by operator of `graph`.
 
     Scans that read what a cut scan stacked (its backward pass) are cut alike. `fixed`
     are input tensors that stay whole: the batch. Values are those of the step itself;
     carries that only add up from zero do so in each chunk and are summed.
     """
-    flow = PieceFlow(graph, lengths, frozenset(fixed))
+    flow = ChunkFlow(graph, lengths, frozenset(fixed))
     flow.run()
     leaf_cut = [flow.cut.get(i.tensor) for i in graph.inputs]
     num_arguments = len(traced.input_paths)
@@ -337,26 +344,26 @@ def cut_scans(
     outputs = _output_cuts(graph, flow)
 
     def step(*leaves: Any) -> list[Any]:
-        runner, given = PieceRunner(graph, flow), iter(leaves)
+        runner, given = ChunkRunner(graph, flow), iter(leaves)
         for graph_input, cut in zip(graph.inputs, leaf_cut, strict=True):
             if cut is None:
                 runner.values[graph_input.tensor] = next(given)
             else:
-                pieces = tuple(next(given) for _ in cut.lengths)
-                runner.pieces[graph_input.tensor] = pieces
+                chunks = tuple(next(given) for _ in cut.lengths)
+                runner.chunks[graph_input.tensor] = chunks
         runner.run_outermost()
         results: list[Any] = []
         for operand, cut in zip(graph.outputs, outputs, strict=True):
             if cut is None:
                 results.append(as_array(runner.value(operand)))
             else:
-                results.extend(runner.cut_pieces(operand, cut))
+                results.extend(runner.chunks_of(operand, cut))
         return results
 
     types = [
         kind
         for var, lengths in zip(traced.jaxpr.jaxpr.invars, rows, strict=True)
-        for kind in _piece_types(var.aval, lengths)
+        for kind in _chunk_types(var.aval, lengths)
     ]
     result_rows = [
         _rows(cut, var.aval.shape)
@@ -364,39 +371,39 @@ def cut_scans(
     ]
     constants = [as_array(value) for value in traced.jaxpr.consts]
     closed = jax.make_jaxpr(lambda *leaves: step(*leaves, *constants))(*types)
-    return PiecedStep(
+    return ChunkedStep(
         TracedFunction(
             traced.name,
             dead_code_eliminated(closed),
             jax.tree.structure(((0,) * len(types), {})),
             jax.tree.structure((0,) * len(closed.out_avals)),
-            _piece_paths(traced.input_paths, rows),
-            _piece_paths(traced.output_paths, result_rows),
+            _chunk_paths(traced.input_paths, rows),
+            _chunk_paths(traced.output_paths, result_rows),
         ),
-        _pieced_roles(roles, rows, result_rows),
+        _chunked_roles(roles, rows, result_rows),
         tuple(rows),
         tuple(result_rows),
     )
 
 
 def _rows(cut: Cut | None, shape: Sequence[int]) -> Lengths | None:
-    """The size of dim 0 of each piece; a layer may have several rows."""
+    """The size of dim 0 of each chunk; a layer may have several rows."""
     if cut is None:
         return None
     return tuple(shape[0] // cut.num_layers * length for length in cut.lengths)
 
 
-def _piece_types(aval: Any, rows: Lengths | None) -> list[jax.ShapeDtypeStruct]:
+def _chunk_types(aval: Any, rows: Lengths | None) -> list[jax.ShapeDtypeStruct]:
     if rows is None:
         weak = aval.weak_type
         return [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)]
     return [jax.ShapeDtypeStruct((n, *aval.shape[1:]), aval.dtype) for n in rows]
 
 
-def _piece_paths(
+def _chunk_paths(
     paths: Sequence[str], rows: Sequence[Lengths | None]
 ) -> tuple[str, ...]:
-    """`params['w'][0:6]` for the piece of rows 0 to 5."""
+    """`params['w'][0:6]` for the chunk of rows 0 to 5."""
     found: list[str] = []
     for path, lengths in zip(paths, rows, strict=True):
         if lengths is None:
@@ -407,7 +414,7 @@ def _piece_paths(
     return tuple(found)
 
 
-def _output_cuts(graph: OpGraph, flow: PieceFlow) -> list[Cut | None]:
+def _output_cuts(graph: OpGraph, flow: ChunkFlow) -> list[Cut | None]:
     """The cut of every result: that of the leaf it is the next value of, or its own."""
     cuts = [flow.cut_of(operand) for operand in graph.outputs]
     cuts = [cut if cut is not None and cut.dim == 0 else None for cut in cuts]
@@ -417,7 +424,7 @@ def _output_cuts(graph: OpGraph, flow: PieceFlow) -> list[Cut | None]:
     return cuts
 
 
-def _pieced_roles(
+def _chunked_roles(
     roles: Roles,
     inputs: Sequence[Lengths | None],
     outputs: Sequence[Lengths | None],
@@ -428,7 +435,7 @@ def _pieced_roles(
         position += len(rows) if rows else 1
     found, next_output = [], []
     for rows, role, output in zip(inputs, roles.roles, roles.next_output, strict=True):
-        for piece in range(len(rows) if rows else 1):
+        for chunk in range(len(rows) if rows else 1):
             found.append(role)
-            next_output.append(None if output is None else first[output] + piece)
+            next_output.append(None if output is None else first[output] + chunk)
     return Roles(tuple(found), tuple(next_output), roles.notes)

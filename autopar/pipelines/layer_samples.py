@@ -23,6 +23,7 @@ from ..costs.compute import operator_seconds
 from ..graph.build_graph import STRUCTURED
 from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import Constant, Operand, Operator, OpGraph, TensorType
+from ..lowering.programs import Slot
 from ..microbatches.microbatch_runners import MicrobatchRunner
 from ..microbatches.microbatches import MicrobatchSplit
 from ..options import Options
@@ -31,9 +32,15 @@ from ..plans.plan import ShardingPlan
 from ..sharding.mesh import MeshShape
 from ..sharding.resharding import Resharder
 from ..sharding.spec import SUM, Spec, is_pending, num_shards
-from .cut_programs import Piece, TracedPiece, joint_piece, own_sums, run_piece
+from .cut_programs import (
+    CutProgram,
+    CutPrograms,
+    joint_program,
+    run_program,
+)
 from .cut_step import CutStep
-from .program_plans import PipelineBuilder, StagePlanner
+from .program_plans import ProgramPlanner, Settled
+from .stage_demands import StageDemands, stage_demands
 from .step_parts import COUNTER, graph_of
 
 
@@ -123,18 +130,18 @@ def _reduced(kind: TensorType, spec: Spec, resharder: Resharder) -> tuple[float,
     return min(costs)
 
 
-def weight_operators(pieces: Iterable[Piece], stage: int) -> frozenset[int]:
+def weight_operators(programs: Iterable[CutProgram], stage: int) -> frozenset[int]:
     """Operators of a stage's backward that lead to nothing another stage reads.
 
     None of a stage that no other waits for, which keeps its backward whole.
     """
     backward: Sequence[Operator] = ()
     awaited = set[int]()
-    for piece in pieces:
-        if piece.stage != stage:
-            awaited.update(piece.inputs.values())
-        elif piece.kind == "backward":
-            backward = piece.operators
+    for each in programs:
+        if each.stage != stage:
+            awaited.update(each.inputs.values())
+        elif each.kind == "backward":
+            backward = each.operators
     awaited.intersection_update(t for op in backward for t in op.results)
     if not awaited:
         return frozenset()
@@ -153,46 +160,40 @@ def handed_tensors(
 
 
 def trace_layer(
-    builder: PipelineBuilder, piece: Piece, split: MicrobatchSplit
-) -> TracedPiece:
-    """The program of a microbatch of a piece, whose graph is of the whole batch."""
-    names = (*piece.taken, COUNTER)
+    cut: CutPrograms, program: CutProgram, split: MicrobatchSplit, host: Collection[str]
+) -> OpGraph:
+    """The graph of a microbatch of a program, whose own graph is of the whole batch."""
+    names, whole = (*program.taken, COUNTER), cut.parts.microbatch
 
     def task(*values: Any) -> list[Any]:
         given = dict(zip(names, values, strict=True))
-        graph = builder.parts.microbatch
-        runner = MicrobatchRunner(graph, split, {}, given[COUNTER])
+        runner = MicrobatchRunner(whole, split, {}, given[COUNTER])
 
         def value_of(name: str, operand: Operand) -> Any:
             if isinstance(operand, Constant):
                 return operand.value
-            reduction = builder.parts.sums.get(name)
+            reduction = cut.parts.sums.get(name)
             if reduction is None:
                 return runner.values[operand]
             return runner.read(operand, reduction)
 
-        return run_piece(piece, runner, given, value_of)
+        return run_program(program, runner, given, value_of)
 
-    task.__name__ = f"{piece.kind}_{piece.stage}"
-    counter = jax.ShapeDtypeStruct((), jnp.uint32)
-    structs = (*_structs(builder, piece, split), counter)
-    ties = (*piece.ties(builder.slots), None)
-    part = graph_of(task, structs, names, list(piece.outputs), ties)
-    part = builder.with_roles(part, split.num_microbatches)
-    return TracedPiece(part, structs, names, ties)
-
-
-def _structs(
-    builder: PipelineBuilder, piece: Piece, split: MicrobatchSplit
-) -> Iterator[jax.ShapeDtypeStruct]:
-    """What the program takes: of what is cut, the part of one microbatch."""
-    for operand in piece.taken.values():
-        kind = builder.parts.microbatch.type_of(operand)
+    def struct_of(operand: Operand) -> jax.ShapeDtypeStruct:
+        """Of what is cut, the part of one microbatch."""
+        kind = whole.type_of(operand)
         shape = list(kind.shape)
         state = split.state[operand] if isinstance(operand, int) else SUM
         if state >= 0:
             shape[state] //= split.num_microbatches
-        yield jax.ShapeDtypeStruct(tuple(shape), kind.dtype)
+        return jax.ShapeDtypeStruct(tuple(shape), kind.dtype)
+
+    task.__name__ = f"{program.kind}_{program.stage}"
+    structs = [*map(struct_of, program.taken.values())]
+    structs.append(jax.ShapeDtypeStruct((), jnp.uint32))
+    ties = (*program.ties(cut.slots), None)
+    part = graph_of(task, structs, names, list(program.outputs), ties)
+    return cut.with_roles(part, host, split.num_microbatches)
 
 
 PLAN_GAP = 0.02
@@ -227,30 +228,31 @@ class LayerSample:
     `weight` are the operators that no other stage waits for.
     """
 
-    builder: PipelineBuilder
-    joint: Piece
-    own: tuple[Piece, ...]
+    cut: CutPrograms
+    demands: StageDemands
+    planner: ProgramPlanner
+    joint: CutProgram
+    own: tuple[CutProgram, ...]
     update: tuple[Operator, ...]
     split: MicrobatchSplit | None
     weight: frozenset[int]
-    programs: dict[int, TracedPiece] = field(default_factory=dict)
+    graphs: dict[int, OpGraph] = field(default_factory=dict)
     seconds: dict[tuple[Phase, bool, float, Cluster], float] = field(
         default_factory=dict
     )
 
     def cost(self, submesh: Submesh, number: int, cluster: Cluster) -> LayerCost:
         """Of one of `number` microbatches, as the solver plans it there."""
-        builder = replace(
-            self.builder,
-            shapes=[submesh.mesh] * len(self.builder.shapes),
+        number_of = len(self.demands.shapes)
+        demands = replace(
+            self.demands,
+            shapes=[submesh.mesh] * number_of,
+            clusters=[cluster] * number_of,
             split=frozenset({self.joint.stage} if submesh.is_split else ()),
-            clusters=[cluster] * len(self.builder.shapes),
-            specs={},
-            wanted={},
         )
-        traced = self.traced(number)
-        plan = builder.solve(self.joint, traced.graph, PLAN_GAP)
-        return self._planned(plan, traced, submesh, cluster)
+        part = self.graph(number)
+        asked = self.joint, part, self.cut, demands, Settled(), PLAN_GAP
+        return self._planned(self.planner.solve(*asked), part, submesh, cluster)
 
     def ideal(self, num_devices: int, number: int, cluster: Cluster) -> LayerCost:
         """If every device did an equal part and nothing were sent."""
@@ -290,21 +292,21 @@ class LayerSample:
 
     def most_reducing_seconds(self, mesh: MeshShape, cluster: Cluster) -> float:
         """What the update takes for sums that come as parts of all devices."""
-        graph, sums = self.builder.parts.microbatch, self.builder.sums
+        graph, sums = self.cut.parts.microbatch, self.cut.sums
         made = (self.joint.outputs[name] for name in self.joint.added if name in sums)
         kinds = (graph.tensors[each].type for each in made if isinstance(each, int))
         return most_reducing_seconds(kinds, Resharder(mesh, cluster))
 
-    def traced(self, number: int) -> TracedPiece:
-        """The program of one of `number` microbatches."""
-        if number not in self.programs:
+    def graph(self, number: int) -> OpGraph:
+        """The graph of one of `number` microbatches."""
+        if number not in self.graphs:
             if self.split is None:
-                traced = self.builder.trace_piece(self.joint)
+                found = self.cut.graph_of(self.joint, self.demands.host)
             else:
                 split = replace(self.split, num_microbatches=number)
-                traced = trace_layer(self.builder, self.joint, split)
-            self.programs[number] = traced
-        return self.programs[number]
+                found = trace_layer(self.cut, self.joint, split, self.demands.host)
+            self.graphs[number] = found
+        return self.graphs[number]
 
     @cached_property
     def _slot_bytes(self) -> dict[str, tuple[float, bool]]:
@@ -326,7 +328,7 @@ class LayerSample:
         return [self._bytes(tensor) for tensor in handed]
 
     def _bytes(self, tensor: int) -> tuple[float, bool]:
-        kind = self.builder.parts.microbatch.tensors[tensor].type
+        kind = self.cut.parts.microbatch.tensors[tensor].type
         is_cut = self.split is not None and self.split.state[tensor] >= 0
         return float(kind.bytes), is_cut
 
@@ -334,8 +336,8 @@ class LayerSample:
     def _work(self) -> dict[Phase, tuple[list[Work], list[Work]]]:
         """What there is to do whole, and what a microbatch does a part of."""
         own = self.joint.operators
-        pieces = (each for each in self.own if each.kind == "forward")
-        forward = {op.index for each in pieces for op in each.operators}
+        programs = (each for each in self.own if each.kind == "forward")
+        forward = {op.index for each in programs for op in each.operators}
         return {
             "all": self._work_of(own),
             "forward": self._work_of(op for op in own if op.index in forward),
@@ -345,7 +347,7 @@ class LayerSample:
     def _work_of(self, operators: Iterable[Operator]) -> tuple[list[Work], list[Work]]:
         of_all: list[tuple[Operator, float]] = []
         of_part: list[tuple[Operator, float]] = []
-        for op, times in _flat(self.builder.parts.microbatch, operators):
+        for op, times in _flat(self.cut.parts.microbatch, operators):
             factor = None if self.split is None else self.split.factor.get(op.index)
             is_cut = factor is not None and factor.splits
             (of_part if is_cut else of_all).append((op, times))
@@ -362,15 +364,15 @@ class LayerSample:
     def _state(self) -> dict[str, float]:
         """Bytes of all state of the stage that its devices hold, by slot."""
         sizes = self._all_state.items()
-        return {n: size for n, size in sizes if n not in self.builder.host}
+        return {n: size for n, size in sizes if n not in self.demands.host}
 
     @cached_property
     def _all_state(self) -> dict[str, float]:
-        update = self.builder.parts.apply
+        update = self.cut.parts.apply
         sizes = {i.path: update.tensors[i.tensor].type.bytes for i in update.inputs}
         return {
             name: float(sizes[name])
-            for name, slot in self.builder.slots.items()
+            for name, slot in self.cut.slots.items()
             if slot.kind == "state" and slot.stage == self.joint.stage and name in sizes
         }
 
@@ -382,18 +384,15 @@ class LayerSample:
     @cached_property
     def _kept_names(self) -> list[str]:
         """Slots of a microbatch that forward has at hand and backward reads."""
-        slots = self.builder.slots
+        slots = self.cut.slots
         forward = {
             name
-            for piece in self.own
-            if piece.kind == "forward"
-            for name in (*piece.inputs, *piece.outputs)
+            for each in self.own
+            if each.kind == "forward"
+            for name in (*each.inputs, *each.outputs)
         }
         read = {
-            name
-            for piece in self.own
-            if piece.kind != "forward"
-            for name in piece.inputs
+            name for each in self.own if each.kind != "forward" for name in each.inputs
         }
         kinds = ("activation", "batch")
         return [n for n in sorted(forward & read) if slots[n].kind in kinds]
@@ -401,15 +400,13 @@ class LayerSample:
     def _planned(
         self,
         plan: ShardingPlan,
-        traced: TracedPiece,
+        graph: OpGraph,
         submesh: Submesh,
         cluster: Cluster,
     ) -> LayerCost:
-        graph, mesh = traced.graph, submesh.mesh
-        whole = {
-            name: float(struct.size * struct.dtype.itemsize)
-            for name, struct in zip(traced.inputs, traced.structs, strict=True)
-        }
+        mesh = submesh.mesh
+        inputs = {i.path: graph.tensors[i.tensor].type for i in graph.inputs}
+        whole = {name: float(kind.bytes) for name, kind in inputs.items()}
         held = {each.path: float(each.bytes) for each in plan.inputs}
         specs = plan.outputs[0]
         for name, operand, spec in zip(
@@ -420,10 +417,8 @@ class LayerSample:
                 parts = prod([size for size, state in axes if state >= 0])
                 held[name] = graph.tensors[operand].type.bytes / parts
         state = self._state
-        read = [n for n in traced.inputs if n in state]
-        gradients = [
-            n for n in traced.inputs if self.builder.slots[n].kind == "gradient"
-        ]
+        read = [n for n in inputs if n in state]
+        gradients = [n for n in inputs if self.cut.slots[n].kind == "gradient"]
         here = sum(held[n] for n in read)
         reducing, reduced = reduced_sums(plan, graph, Resharder(mesh, cluster))
         share = _share(
@@ -461,7 +456,8 @@ class LayerSamples:
     cut: Callable[[int], CutStep]
     chosen: Sequence[int]  # the stage of each kind in what is cut
     options: Options
-    planner: StagePlanner
+    leaves: Sequence[Any]
+    planner: ProgramPlanner
     in_place: bool
     known: dict[int, tuple[LayerSample, ...]] = field(default_factory=dict)
 
@@ -474,23 +470,26 @@ class LayerSamples:
 
     def _samples(self, made: CutStep) -> tuple[LayerSample, ...]:
         shapes = [MeshShape(("x",), (1,))] * made.cut.num_stages
-        builder = made.builder(shapes, self.options, planner=self.planner)
-        pieces = builder.microbatch_pieces()
-        builder.sums = own_sums([*pieces, *builder.apply_pieces()], builder.slots)
-        builder.slot(COUNTER, "batch", 0)
+        demands = stage_demands(made, self.leaves, self.options, shapes)
+        cut = made.programs
+        counter = Slot(COUNTER, "batch", 0)
+        cut = replace(cut, slots={COUNTER: counter, **cut.slots})
+        split = made.parts.step.split if self.in_place else None
         found: list[LayerSample] = []
         for stage in self.chosen:
-            own = tuple(each for each in pieces if each.stage == stage)
-            joint = joint_piece(own, made.parts.microbatch) or own[0]
+            every = cut.of_stage(stage)
+            own = tuple(each for each in every if each.kind != "apply")
+            joint = joint_program(own, made.parts.microbatch) or own[0]
             update = [
                 op
                 for (home, _), operators in made.apply.operators.items()
                 for op in operators
                 if home == stage
             ]
-            split = made.step.split if self.in_place else None
-            weight = weight_operators(pieces, stage)
-            found.append(LayerSample(builder, joint, own, tuple(update), split, weight))
+            of_microbatch = (each for each in cut.programs if each.kind != "apply")
+            weight = weight_operators(of_microbatch, stage)
+            asked = cut, demands, self.planner, joint, own, tuple(update)
+            found.append(LayerSample(*asked, split, weight))
         return tuple(found)
 
 

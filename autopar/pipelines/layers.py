@@ -167,7 +167,7 @@ def smallest_window(places: Sequence[Sequence[int]]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class WorkLine:
+class ForwardOrder:
     """The forward work that stages are cut along: units in trace order.
 
     A unit is an operator, or one iteration of a scan over layers, with its number.
@@ -201,9 +201,19 @@ class WorkLine:
             before += number
             found.append(places[before - 1])
             if self.crossing_bytes[found[-1]] == float("inf"):
+                op, _ = self.units[found[-1]]
+                allowed = [
+                    number
+                    for number, place in enumerate(places, 1)
+                    if self.crossing_bytes[place] < float("inf")
+                ]
+                allowed.sort(key=lambda number: abs(number - before))
+                nearest = " or ".join(map(str, sorted(allowed[:2]))) or "none"
                 raise ValueError(
                     f"A rematerialised layer must be on one stage, but a border after "
-                    f"product {before} would cut one; move it in `stage_products`."
+                    f"product {before}, before {op.name!r} at "
+                    f"{op.source or 'an unknown line'}, would cut one; let "
+                    f"`stage_products` have it after product {nearest}."
                 )
         return found
 
@@ -277,10 +287,10 @@ class Layers:
         return tuple(found.values())
 
 
-def find_layers(line: WorkLine, most: int = MOST_LAYERS) -> Layers:
-    """The layers along a line of work."""
-    places = border_places(line.costs, line.crossing_bytes)
-    bytes_ = [line.crossing_bytes[p] for p in places]
+def find_layers(order: ForwardOrder, most: int = MOST_LAYERS) -> Layers:
+    """The layers of a forward pass."""
+    places = border_places(order.costs, order.crossing_bytes)
+    bytes_ = [order.crossing_bytes[p] for p in places]
     borders = [
         k
         for k, each in enumerate(bytes_)
@@ -288,16 +298,16 @@ def find_layers(line: WorkLine, most: int = MOST_LAYERS) -> Layers:
         and each
         <= min([*bytes_[max(k - 1, 0) : k], *bytes_[k + 1 : k + 2]], default=inf)
     ]
-    heavy = [cost for cost in line.costs if cost > 0]
+    heavy = [cost for cost in order.costs if cost > 0]
     while len(borders) >= most:
         borders = _joined(borders, heavy)
     ends = [*(k + 1 for k in borders), len(heavy)]
     starts = [0, *ends[:-1]]
-    units = [0, *(places[k] for k in borders), len(line.units)]
+    units = [0, *(places[k] for k in borders), len(order.units)]
     number: dict[Hashable, int] = {}
     kinds = []
     for index in range(len(ends)):
-        own = line.units[units[index] : units[index + 1]]
+        own = order.units[units[index] : units[index + 1]]
         is_end = index == 0, index == len(ends) - 1
         key = (*is_end, tuple(_kind(op) for op, _ in own))
         kinds.append(number.setdefault(key, len(number)))

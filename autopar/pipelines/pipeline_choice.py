@@ -38,8 +38,8 @@ from ..rematerialisation.remat import LEVELS, Level, Remat
 from ..sharding.pins import keys_of_paths, parse_pin
 from ..sharding.spec import to_partition_spec
 from .pipeline_plan import PlannedPipeline, plan_pipeline
-from .program_plans import StagePlanner
-from .stage_cut import work_line
+from .program_plans import ProgramPlanner
+from .stage_cut import forward_order
 from .stage_search import StageSearch, search_stages
 
 MOST_OPERATORS = 40_000
@@ -265,7 +265,7 @@ class _Fitting:
         self.price = price
         cluster = options.cluster or Cluster.local()
         self.budget_bytes = options.budget_on(cluster)
-        self.planner = StagePlanner(cluster)
+        self.planner = ProgramPlanner()
         self.whole = trace(*call)
         self.tries: list[_Tried] = []
 
@@ -430,7 +430,7 @@ def pipeline_like(
     graph = build_graph(traced, roles_of(traced))
     batch = batch_tensors(traced, graph, options)
     held = [each.tensor for each in graph.inputs if each.tensor not in batch]
-    number = sum(cost > 0 for cost in work_line(graph, held).costs)
+    number = sum(cost > 0 for cost in forward_order(graph, held).costs)
     if method.stage_products is not None and sum(method.stage_products) != number:
         method = replace(method, stage_products=None)
     pins, anew = _kept(graph, like, options.pins)

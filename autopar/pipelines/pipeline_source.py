@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -44,15 +44,27 @@ from ..plans.staged_plan import StagedPlan
 from ..sharding.pins import PinsLike, is_matched, keys_of_paths, spellings
 from ..sharding.spec import Spec, format_spec
 from ..state.placements import placement_pins
-from .cut_programs import Piece, PlannedPiece, joint_piece, own_sums
-from .cut_step import CutStep, cut_step
+from .cut_programs import (
+    CutProgram,
+    joint_program,
+)
+from .cut_step import cut_step
 from .pipeline_choice import planned_pipeline
-from .pipeline_plan import PlannedPipeline, assembled, builder_of, submesh_shapes
-from .program_plans import PipelineBuilder, StagePlanner
-from .stage_demands import StagePins
+from .pipeline_plan import (
+    PlannedPipeline,
+    demands_of,
+    planned_on,
+    submesh_shapes,
+)
+from .program_plans import (
+    Limits,
+    PlannedProgram,
+    ProgramPlanner,
+    Settled,
+    plan_programs,
+)
+from .stage_demands import StageDemands, StagePins
 
-# What is forbidden in a program, by its number; None for those of a stage as one.
-Limits = Callable[[int | None, OpGraph], Sequence[Limit]]
 Seen = Callable[[StagedPlan], str]
 
 
@@ -66,9 +78,12 @@ class _Attempt:
 
 @dataclass(frozen=True, eq=False)
 class AskedPipeline:
-    """A plan of a pipeline, and its step cut alike; `price` simulates a pipeline."""
+    """A plan of a pipeline, and its step cut alike; `price` simulates a pipeline.
 
-    made: CutStep
+    `demands` are what is asked of all programs.
+    """
+
+    demands: StageDemands
     options: Options  # with the plan
     plan: StagedPlan
     base: PlannedPipeline
@@ -95,17 +110,17 @@ class AskedPipeline:
             method = replace(method, inside=asked.inside)
         options = replace(options, method=method, plan=Plan(plan), like=None)
         shapes = submesh_shapes(method, options, options.cluster or Cluster.local())
+        made = cut_step(call[0], trace(*call), method, options)
         leaves = jax.tree.leaves(call[1:])
-        made = cut_step(call[0], trace(*call), leaves, method, options)
-        builder = builder_of(made, method, shapes, options, (), None)
-        base = assembled(made, method, shapes, builder, builder.build())
-        return AskedPipeline(made, options, plan, base, price)
+        demands = demands_of(made, leaves, method, shapes, options)
+        base = planned_on(made, demands, method, shapes, options)
+        return AskedPipeline(demands, options, plan, base, price)
 
     def tensor_reasons(self, program: int, tensor: int) -> Reasons:
         """Why a tensor of a program is made in its spec, or comes in it."""
-        asked = self.base.pieces[program]
+        asked = self.base.programs[program]
         graph, kept = asked.graph, asked.plan.tensors[tensor]
-        stage, own, names = asked.piece.stage, kept.spec, asked.plan.mesh.axis_names
+        stage, own, names = asked.stage, kept.spec, asked.plan.mesh.axis_names
 
         def seen(staged: StagedPlan) -> str:
             found = staged.programs[program].sharding.tensors[tensor].spec
@@ -149,7 +164,7 @@ class AskedPipeline:
 
     def operator_reasons(self, program: int, operator: int) -> Reasons:
         """Why an operator of a program, by its position, has its factors."""
-        asked = self.base.pieces[program]
+        asked = self.base.programs[program]
         op = asked.graph.operators()[operator]
         if op.kind in STRUCTURED:
             return Reasons((OF_PORTS,), ())
@@ -183,23 +198,17 @@ class AskedPipeline:
         alternative = _alternative("the runner-up", found, seen)
         return Reasons(tuple(holders), (alternative,))
 
-    @cached_property
-    def _builder(self) -> PipelineBuilder:
-        """What is asked of all programs; it plans none."""
-        place = self.base.method, self.base.shapes
-        return builder_of(self.made, *place, self.options, (), None)
-
-    def _of_stage(self, stage: int) -> dict[int, PlannedPiece]:
-        pieces = enumerate(self.base.pieces)
-        return {i: each for i, each in pieces if each.piece.stage == stage}
+    def _of_stage(self, stage: int) -> dict[int, PlannedProgram]:
+        programs = enumerate(self.base.programs)
+        return {i: each for i, each in programs if each.stage == stage}
 
     def _attempts(
         self, program: int, slot: str | None, given: str | None
     ) -> Sequence[_Attempt]:
         """How what is to be otherwise may be planned; the last is the most free."""
-        asked = self.base.pieces[program].piece
+        asked = self.base.programs[program].cut
         mates = self._of_stage(asked.stage)
-        of_apply = {i for i, each in mates.items() if each.piece.kind == "apply"}
+        of_apply = {i for i, each in mates.items() if each.cut.kind == "apply"}
         is_shared = slot is not None and any(
             slot in each.inputs or slot in each.outputs
             for i, each in mates.items()
@@ -224,7 +233,7 @@ class AskedPipeline:
         found = [self._tried(attempt, limits) for attempt in attempts]
         plans = [each for each in found if isinstance(each, StagedPlan)]
         (number, *_) = attempts[-1].programs
-        stage = self.base.pieces[number].piece.stage
+        stage = self.base.programs[number].stage
         best = min(plans, key=partial(_seconds, stage=stage), default=found[-1])
         if key is not None:
             self.runner_ups[key] = best
@@ -239,7 +248,7 @@ class AskedPipeline:
         """
         budget = self.options.memory_budget
         (number, *_) = attempt.programs
-        stage = self.base.pieces[number].piece.stage
+        stage = self.base.programs[number].stage
         submesh = self.base.submesh(stage)
         peaks: list[int] = []
         try:
@@ -261,40 +270,36 @@ class AskedPipeline:
         pins: StagePins | None,
         split: Collection[int],
     ) -> StagedPlan:
-        base, planner = self.base, StagePlanner(self.base.cluster)
-        given = self.made, base.method, base.shapes, self.options, split, planner
-        builder = builder_of(*given)
-        builder.pins = pins or builder.pins
-        pieces = [*builder.microbatch_pieces(), *builder.apply_pieces()]
-        builder.sums = own_sums(pieces, builder.slots)
-        again = [pieces[number] for number in sorted(attempt.programs)]
+        base = self.base
+        cut, specs = base.made.programs, base.specs
+        settled = Settled()
         if attempt.keeps:
-            builder.specs.update(base.specs)
-            kept = {slot for piece in again for slot in piece.outputs} - {
-                slot for piece in again for slot in piece.added
-            }
-            builder.wanted.update({(s, stage): base.specs[s, stage] for s in kept})
-        elif any(piece.kind != "apply" for piece in again):
-            planner.limits_of = partial(limits, None)
-            builder.plan_jointly(again)
-        planned: list[PlannedPiece] = []
-        for number, known in enumerate(base.pieces):
-            if number in attempt.programs:
-                planner.limits_of = partial(limits, number)
-                planned.append(builder.plan_piece(pieces[number], None))
-            else:
-                builder.host.update(known.host_slots)
-                builder.note(known)
-                planned.append(known)
-        whole = assembled(self.made, base.method, base.shapes, builder, planned)
-        return self.price(whole).stages
+            settled.specs.update(specs)
+            again = [cut.programs[number] for number in attempt.programs]
+            kept = {s for each in again for s in each.outputs if s not in each.added}
+            settled.wanted.update({(s, stage): specs[s, stage] for s in kept})
+        planned = plan_programs(
+            cut,
+            replace(
+                self.demands, pins=pins or self.demands.pins, split=frozenset(split)
+            ),
+            ProgramPlanner(),
+            known={
+                number: each
+                for number, each in enumerate(base.programs)
+                if number not in attempt.programs
+            },
+            settled=settled,
+            limits=limits,
+        )
+        return self.price(replace(base, plans=planned)).stages
 
     def _holders(
         self, program: int, tensor: int, given: str | None
     ) -> Iterator[tuple[str, StagePins | None]]:
         """What leaves a tensor no, or less, choice, and the pins without it."""
-        asked, pins = self.base.pieces[program], self._builder.pins
-        graph, mesh, stage = asked.graph, asked.plan.mesh, asked.piece.stage
+        asked, pins = self.base.programs[program], self.demands.pins
+        graph, mesh, stage = asked.graph, asked.plan.mesh, asked.stage
         if given is not None:
             keys = {
                 key: spec
@@ -314,15 +319,17 @@ class AskedPipeline:
             is_state = self.base.flow.slots[given].kind == "state"
             for other in () if is_state else self._of_stage(stage).values():
                 if given in other.outputs and other is not asked:
-                    yield f"stage {stage} {other.piece.kind}, which makes it so", None
+                    yield f"stage {stage} {other.cut.kind}, which makes it so", None
         for words, _ in held_by_ports(graph, mesh, tensor):
             yield words, None
-        for name in held_by_restrictions(self._builder.demands(graph, mesh), tensor):
+        for name in held_by_restrictions(
+            self.demands.restrictions(graph, mesh), tensor
+        ):
             yield name, None
 
     def _tensor_in_joint(self, program: int, tensor: int, joint: OpGraph) -> int | None:
         """A tensor in the program of all of a stage, where that can be told."""
-        graph = self.base.pieces[program].graph
+        graph = self.base.programs[program].graph
         maker = next((op for op in graph.operators() if tensor in op.results), None)
         same = maker and self._operator_in_joint(program, maker, joint)
         if maker is None or same is None:
@@ -336,15 +343,15 @@ class AskedPipeline:
 
         Both are traced from operators of the step, of which those alike stay in order.
         """
-        asked = self.base.pieces[program]
-        mates = [each.piece for each in self._of_stage(asked.piece.stage).values()]
-        of_microbatch = [piece for piece in mates if piece.kind != "apply"]
-        whole = joint_piece(of_microbatch, self.made.parts.microbatch)
+        asked = self.base.programs[program]
+        made = self.base.made
+        mates = made.programs.of_stage(asked.stage)
+        whole = joint_program(mates, made.parts.microbatch)
         if whole is None:
             return None
         mine = [o for o in asked.graph.operators() if _is_like(o, op)]
         theirs = [o for o in joint.operators() if _is_like(o, op)]
-        here, there = _like_in(asked.piece, op), _like_in(whole, op)
+        here, there = _like_in(asked.cut, op), _like_in(whole, op)
         if len(mine) != len(here) or len(theirs) != len(there):
             return None
         return theirs[there.index(here[mine.index(op)])]
@@ -434,8 +441,8 @@ def _is_like(one: Operator, other: Operator) -> bool:
     )
 
 
-def _like_in(piece: Piece, op: Operator) -> list[int]:
-    return [each.index for each in piece.operators if _is_like(each, op)]
+def _like_in(program: CutProgram, op: Operator) -> list[int]:
+    return [each.index for each in program.operators if _is_like(each, op)]
 
 
 def _seconds(plan: StagedPlan, stage: int) -> tuple[float, float]:

@@ -32,8 +32,9 @@ from ..options import Options
 from ..planner.planning import roles_of
 from ..planner.strategies import is_heavy_operator, total_flops
 from ..sharding.mesh import MeshShape
-from .chunked_step import PiecedStep
-from .pipeline_plan import PlannedPipeline, finish_pipeline
+from .chunked_step import ChunkedStep
+from .cut_step import CutStep
+from .pipeline_plan import PlannedPipeline, demands_of, planned_on
 from .stage_cut import StageCut
 from .step_parts import StepParts, graph_of
 from .update_cut import ApplyCut
@@ -283,17 +284,17 @@ def plan_placement(
     found = best_placement(nodes.problem, method.algorithm, method.seed)
     number = cluster.num_devices
     nothing: tuple[tuple[Operator, ...], ...] = ((),) * number
-    return finish_pipeline(
-        whole=traced,
-        pieced=PiecedStep.uncut(traced, roles),
-        parts=_parts(graph),
-        cut=StageCut(number, nothing, nothing, nothing, {}, {}),
-        apply=_apply_cut(nodes, found),
-        method=method,
-        cluster=cluster,
-        shapes=(MeshShape(("x",), (1,)),) * number,
-        options=options,
+    made = CutStep(
+        traced,
+        ChunkedStep.uncut(traced, roles),
+        _parts(graph),
+        StageCut(number, nothing, nothing, nothing, {}, {}),
+        _apply_cut(nodes, found),
     )
+    shapes = (MeshShape(("x",), (1,)),) * number
+    leaves = jax.tree.leaves((args, kwargs))
+    demands = demands_of(made, leaves, method, shapes, options)
+    return planned_on(made, demands, method, shapes, options)
 
 
 def _parts(graph: OpGraph) -> StepParts:

@@ -17,6 +17,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..clusters.cluster import Cluster
+from ..clusters.joined import cluster_around
 from ..graph.dim_names import Dim, DimTies
 from ..graph.op_graph import OpGraph
 from ..methods.batch_dims import dims_by_tensor
@@ -29,6 +31,9 @@ from ..methods.layout_rules import (
 from ..methods.megatron_restriction import MegatronDims, megatron_dims
 from ..methods.named_methods import Megatron
 from ..methods.restrictions import Demand, Restriction, States
+from ..options import Options
+from ..planner.step_variants import is_movable, nothing_to_offload
+from ..planner.whole_step import donated_by_name
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import (
     FREE,
@@ -41,8 +46,139 @@ from ..sharding.pins import (
     resolve_pins,
     warn_idle_pins,
 )
+from ..state.leaf_pieces import piece_shardings
 from ..state.placements import is_like, placement_pins
+from .cut_step import CutStep, remat_of
 from .step_parts import StepParts
+
+
+@dataclass(frozen=True, eq=False)
+class StageDemands:
+    """What is asked of the programs of stages; all sequences are by stage.
+
+    `kept` are leaves whose buffers are not reused, `host` slots in the host's memory.
+    State of the stages in `split` lies in as many parts as they have devices. `remat`
+    is what backward programs make again. `devices` are counted from the first of the
+    cluster, where they are known.
+    """
+
+    shapes: Sequence[MeshShape]
+    clusters: Sequence[Cluster]
+    devices: Sequence[range]
+    pins: StagePins
+    kept: frozenset[str]
+    host: frozenset[str]
+    split: frozenset[int]
+    remat: str
+    inside: StageInside | None  # where it has a name
+    rules: StageRules | None
+
+    def restrictions(
+        self, part: OpGraph, mesh: MeshShape, settled: Collection[int] = ()
+    ) -> list[Restriction]:
+        """What the inside of stages and layout rules leave; see `StageRules`."""
+        found = [] if self.inside is None else [self.inside.restriction(part, mesh)]
+        if self.rules is not None:
+            found.append(self.rules.restriction(part, mesh, settled))
+        return found
+
+
+def stage_demands(
+    made: CutStep,
+    leaves: Sequence[Any],
+    options: Options,
+    shapes: Sequence[MeshShape],
+    devices: Sequence[range] = (),
+    split: Collection[int] = (),
+    at_host: Collection[int] = (),
+    inside: Megatron | None = None,
+) -> StageDemands:
+    """What is asked of the programs of a cut step, whose arguments are `leaves`.
+
+    `shapes` and `devices` are by stage. With `offload="auto"`, the host keeps what only
+    the update reads of the state of the stages in `at_host`.
+
+    Raises:
+      ValueError: a pin is found nowhere, or there is nothing to offload.
+    """
+    cluster, parts = options.cluster or Cluster.local(), made.parts
+    chunked, whole = made.chunked, made.whole
+    by_path = dict(zip(whole.input_paths, leaves, strict=True))
+    paths = chunked.traced.input_paths
+    read_only = {
+        path: by_path[path]
+        for path, output in zip(paths, chunked.roles.next_output, strict=True)
+        if output is None and path in by_path
+    }
+    shardings = {
+        path: sharding
+        for leaf, own in chunked.chunks_by_path(whole).items()
+        for path, sharding in zip(
+            own, piece_shardings(by_path.get(leaf), len(own)), strict=True
+        )
+        if isinstance(sharding, NamedSharding)
+    }
+    kept = frozenset[str]()
+    if options.donate_argnums != "auto":
+        donated = donated_by_name(whole, options)
+        chunks = chunked.chunks_by_path(whole).values()
+        kept = frozenset(
+            path for i, own in enumerate(chunks) if i not in donated for path in own
+        )
+    rules = None
+    if options.rules is not None:
+        names = chunked.by_chunk(options.rules.names or {}, whole)
+        rules = StageRules(replace(options.rules, names=names), parts)
+    graph = parts.microbatch
+    return StageDemands(
+        shapes,
+        [cluster_around(cluster, each.start, len(each)) for each in devices]
+        or [cluster] * len(shapes),
+        devices,
+        StagePins.checked(
+            chunked.by_chunk(options.pins, whole), paths, read_only, shardings
+        ),
+        kept,
+        frozenset(_at_host(made, options, at_host)),
+        frozenset(split),
+        str(remat_of(options) or ""),
+        None
+        if inside is None
+        else StageInside.of(inside, graph, parts.held, parts.batch, shapes[0]),
+        rules,
+    )
+
+
+def _at_host(
+    made: CutStep, options: Options, stages: Collection[int]
+) -> Collection[str]:
+    """Paths of the state that the host keeps, as `offload` or the plan given says.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if options.plan is not None:
+        programs = options.plan.stages.programs
+        planned = (each for one in programs for each in one.sharding.inputs)
+        return {each.path for each in planned if each.memory == "host"}
+    if options.offload is None:
+        return ()
+    update, home = made.parts.apply, made.apply.home
+    inputs = made.parts.microbatch.inputs
+    read = {each.path for each in inputs if each.tensor in made.cut.home}
+    state = {
+        i.path: home[i.tensor]
+        for i in update.inputs
+        if i.output is not None
+        and i.tensor in home
+        and is_movable(update, i.tensor)
+        and (options.offload == "state" or i.path not in read)
+    }
+    if not state and options.offload == "optimizer_state":
+        raise ValueError(nothing_to_offload(made.whole.name))
+    if options.offload == "auto":
+        return {path for path, stage in state.items() if stage in stages}
+    return state
 
 
 @dataclass(frozen=True)
@@ -92,7 +228,7 @@ class StagePins:
         of_paths = frozenset(key for key in found if is_path(key, paths))
         return cls(found, of_paths, read_only, placed)
 
-    def of_piece(self, graph: OpGraph, mesh: MeshShape) -> dict[int, Pin]:
+    def of_program(self, graph: OpGraph, mesh: MeshShape) -> dict[int, Pin]:
         """The pins of a stage program on its mesh, by tensor.
 
         What a stage reads of another stage's leaf is not pinned where the mesh has not

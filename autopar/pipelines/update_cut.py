@@ -9,14 +9,15 @@ number and not hundreds.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import networkx
 
-from ..graph.dependencies import tensors_of
-from ..graph.op_graph import Operand, Operator, OpGraph, Tensor
+from ..graph.dependencies import read_by, tensors_of
+from ..graph.op_graph import Block, Operand, Operator, OpGraph, Tensor
 from ..rules.base import is_inexact
 
 
@@ -77,13 +78,12 @@ def cut_apply(
     def stage_or_sum(op: Operator) -> int | None:
         return summed_on.get(op.index, stage_of_operator(op))
 
-    return _Rounds(graph, known, small, everywhere, last, stage_or_sum).cut(
-        {
-            t: stage_of.get(together[("tensor", t)], 0)
-            for t in graph.blocks[0].inputs
-            if t not in small
-        }
-    )
+    array_home = {
+        t: stage_of.get(together[("tensor", t)], 0)
+        for t in graph.blocks[0].inputs
+        if t not in small
+    }
+    return _Rounds(graph, known, small, last, stage_or_sum).cut(array_home)
 
 
 def _stages_together(
@@ -185,15 +185,14 @@ class _Rounds:
         graph: OpGraph,
         home: Mapping[int, int],
         small: set[int],
-        everywhere: frozenset[int],
         last: int,
-        stage_of_operator: object,
+        stage_of_operator: Callable[[Operator], int | None],
     ) -> None:
-        self.graph, self.last, self.everywhere = graph, last, everywhere
+        self.graph, self.last = graph, last
         self.operators = graph.blocks[0].operators
         self.leaf_of = {i.output: i.tensor for i in reversed(graph.inputs)}
         self.made_by = {t: op for op in self.operators for t in op.results}
-        self.stage = {op.index: stage_of_operator(op) for op in self.operators}  # type: ignore[operator]
+        self.stage = {op.index: stage_of_operator(op) for op in self.operators}
         self.known = home
         self.given = {t: home.get(t, 0) for t in graph.blocks[0].inputs if t in small}
         self.given.update(self.own_numbers())
@@ -220,23 +219,24 @@ class _Rounds:
                 rounds[op.index] = self.round_at(op, stage, rounds)
         self.postpone(rounds)
         made_on: dict[int, tuple[int, int]] = {}
-        chosen: dict[tuple[int, int], dict[int, Operator]] = {}
+        chosen: dict[tuple[int, int], set[int]] = {}
+
+        def put(op: Operator, key: tuple[int, int], results: Sequence[int]) -> None:
+            self.include(op, chosen.setdefault(key, set()))
+            made_on.update(dict.fromkeys(results, key))
+
         for op in self.operators:
             stage = self.stage[op.index]
             if stage is not None:
-                number = rounds[op.index]
-                self.include(op, chosen.setdefault((stage, number), {}))
-                made_on.update(dict.fromkeys(op.results, (stage, number)))
+                put(op, (stage, rounds[op.index]), op.results)
         outputs = []
         for position, operand in enumerate(self.graph.outputs):
-            outputs.append(self.output_stage(position, operand, array_home))
-            if isinstance(operand, int) and operand not in made_on:
-                maker = self.made_by.get(operand)
-                if maker is not None:
-                    stage = outputs[-1]
-                    number = self.round_at(maker, stage, rounds)
-                    self.include(maker, chosen.setdefault((stage, number), {}))
-                    made_on[operand] = (stage, number)
+            stage = self.output_stage(position, operand, array_home)
+            outputs.append(stage)
+            maker = self.made_by.get(operand) if isinstance(operand, int) else None
+            if maker is not None and operand not in made_on:
+                assert isinstance(operand, int)
+                put(maker, (stage, self.round_at(maker, stage, rounds)), [operand])
         ordered = {
             key: tuple(op for op in self.operators if op.index in found)
             for key, found in sorted(chosen.items())
@@ -282,11 +282,9 @@ class _Rounds:
             if all(maker is None or maker.index in of_inputs for maker in makers):
                 of_inputs.add(op.index)
         last_round: dict[int | None, int] = {}
-        for op in self.operators:
-            if op.index in rounds:
-                stage = self.stage[op.index]
-                last = max(last_round.get(stage, 0), rounds[op.index])
-                last_round[stage] = last
+        for index, number in rounds.items():
+            stage = self.stage[index]
+            last_round[stage] = max(last_round.get(stage, 0), number)
         first_read: dict[int, int] = {}
         for op in reversed(self.operators):
             stage = self.stage[op.index]
@@ -314,9 +312,9 @@ class _Rounds:
                 number = max(number, rounds[maker.index] + (made != stage))
         return number
 
-    def include(self, op: Operator, found: dict[int, Operator]) -> None:
+    def include(self, op: Operator, found: set[int]) -> None:
         """The operator, and the scalar ones it needs, made again on every stage."""
-        found[op.index] = op
+        found.add(op.index)
         for tensor in tensors_of(op.operands):
             maker = self.made_by.get(tensor)
             if maker is not None and self.stage[maker.index] is None:
@@ -337,9 +335,6 @@ class _Rounds:
         return self.last
 
 
-_ADDS = ("add", "add_any")
-
-
 def sum_by_stage(
     graph: OpGraph, stage_of_operator: Callable[[Operator], int | None]
 ) -> tuple[OpGraph, dict[int, int]]:
@@ -349,129 +344,93 @@ def sum_by_stage(
     can. Values are the same up to rounding.
     """
     block = graph.blocks[0]
-    regrouper = _Regrouper(graph, stage_of_operator)
-    operators = [new for op in block.operators for new in regrouper.replaced(op)]
-    if not regrouper.stage:
+    trees, inner = _scalar_sums(block, stage_of_operator)
+    if not trees:
         return graph, {}
-    blocks = (replace(block, operators=tuple(operators)), *graph.blocks[1:])
-    tensors = (*graph.tensors, *regrouper.tensors)
-    return replace(graph, tensors=tensors, blocks=blocks), regrouper.stage
+    tensors, operators = list(graph.tensors), list[Operator]()
+    stage_of: dict[int, int] = {}
+    first = 1 + max(op.index for op in graph.operators())
 
+    def add(like: Operator, stage: int | None, left: Operand, right: Operand) -> int:
+        number = len(tensors) - len(graph.tensors)
+        name, index = f"{like.name}+{number}", len(tensors)
+        tensors.append(Tensor(index, name, like.result_types[0], like.block))
+        made = {"operands": (left, right), "results": (index,)}
+        operators.append(replace(like, index=first + number, name=name, **made))
+        if stage is not None:
+            stage_of[first + number] = stage
+        return index
 
-@dataclass
-class _Regrouper:
-    graph: OpGraph
-    stage_of_operator: Callable[[Operator], int | None]
-
-    def __post_init__(self) -> None:
-        block = self.graph.blocks[0]
-        self.made_by = {t: op for op in block.operators for t in op.results}
-        self.reader = {t: op for op in block.operators for t in tensors_of(op.operands)}
-        reads = [t for op in block.operators for t in tensors_of(op.operands)]
-        self.num_reads = Counter([*reads, *tensors_of(block.outputs)])
-        self.tensors: list[Tensor] = []
-        self.stage: dict[int, int] = {}  # by new operator
-        indices = (op.index for op in self.graph.operators())
-        self.next_operator = 1 + max(indices, default=-1)
-        self.grouped: set[int] = set()  # inner operators of sums that were regrouped
-        for op in block.operators:
-            if self.is_sum(op) and not self.is_inner(op) and self.groups(op):
-                self.grouped.update(inner.index for inner in self.inner(op))
-
-    def replaced(self, op: Operator) -> Iterator[Operator]:
-        """What stands for an operator: the sums of each stage and their sum."""
-        if op.index in self.grouped:
-            return
-        groups = self.groups(op) if self.is_sum(op) and not self.is_inner(op) else {}
-        if not groups:
-            yield op
-            return
+    for op in block.operators:
+        if op.index in inner:
+            continue
         totals: list[Operand] = []
-        for stage, addends in groups.items():
-            if stage is None or len(addends) == 1:
-                totals.extend(addends)
-                continue
-            total = addends[0]
-            for addend in addends[1:]:
-                new = self.added(op, total, addend)
-                self.stage[new.index] = stage
-                yield new
-                (total,) = new.results
-            totals.append(total)
-        total = totals[0]
-        for addend in totals[1:-1]:
-            new = self.added(op, total, addend)
-            yield new
-            (total,) = new.results
-        yield replace(op, operands=(total, totals[-1]))
+        for stage, addends in trees.get(op.index, {}).items():
+            if stage is not None:
+                addends = [functools.reduce(functools.partial(add, op, stage), addends)]
+            totals.extend(addends)
+        if totals:
+            *others, last = totals
+            total = functools.reduce(functools.partial(add, op, None), others)
+            op = replace(op, operands=(total, last))
+        operators.append(op)
+    blocks = (replace(block, operators=tuple(operators)), *graph.blocks[1:])
+    return replace(graph, tensors=tuple(tensors), blocks=blocks), stage_of
 
-    def groups(self, op: Operator) -> dict[int | None, list[Operand]]:
-        """Addends by stage, if two stages or more have some and one has several."""
+
+def _scalar_sums(
+    block: Block, stage_of_operator: Callable[[Operator], int | None]
+) -> tuple[dict[int, dict[int | None, list[Operand]]], set[int]]:
+    """Sums whose addends two stages or more have, and one several; and their parts.
+
+    The addends are by the last operator of the sum and by stage, through the sums that
+    only this one reads, whose operators come second.
+    """
+    made_by = {t: op for op in block.operators for t in op.results}
+    reader = {t: op for op in block.operators for t in tensors_of(op.operands)}
+    num_reads = Counter([*read_by(block.operators), *tensors_of(block.outputs)])
+
+    def part(operand: Operand) -> Operator | None:
+        """The sum that an addend is, if nothing but another sum reads it."""
+        maker = made_by.get(operand) if isinstance(operand, int) else None
+        is_part = (
+            maker is not None
+            and _is_sum(maker)
+            and num_reads[operand] == 1
+            and operand in reader
+            and _is_sum(reader[operand])
+        )
+        return maker if is_part else None
+
+    trees: dict[int, dict[int | None, list[Operand]]] = {}
+    inner: set[int] = set()
+    for op in block.operators:
+        if not _is_sum(op) or part(op.results[0]) is not None:
+            continue
         found: dict[int | None, list[Operand]] = {}
-        for addend in self.addends(op):
-            maker = self.made_by.get(addend) if isinstance(addend, int) else None
-            stage = None if maker is None else self.stage_of_operator(maker)
-            found.setdefault(stage, []).append(addend)
-        of_stages = [addends for stage, addends in found.items() if stage is not None]
-        is_worth_it = len(of_stages) > 1 and max(map(len, of_stages)) > 1
-        return found if is_worth_it else {}
-
-    def addends(self, op: Operator) -> list[Operand]:
-        """What a sum adds up, through the sums that only it reads."""
-        found: list[Operand] = []
-        waiting = list(reversed(op.operands))
+        own, waiting = set[int](), list(reversed(op.operands))
         while waiting:
             operand = waiting.pop()
-            maker = self.made_by.get(operand) if isinstance(operand, int) else None
-            if maker is not None and self.is_sum(maker) and self.is_inner(maker):
-                waiting.extend(reversed(maker.operands))
-            else:
-                found.append(operand)
-        return found
+            if (addend := part(operand)) is not None:
+                own.add(addend.index)
+                waiting.extend(reversed(addend.operands))
+                continue
+            maker = made_by.get(operand) if isinstance(operand, int) else None
+            stage = None if maker is None else stage_of_operator(maker)
+            found.setdefault(stage, []).append(operand)
+        of_stages = [len(each) for stage, each in found.items() if stage is not None]
+        if len(of_stages) > 1 and max(of_stages) > 1:
+            trees[op.index] = found
+            inner |= own
+    return trees, inner
 
-    def inner(self, op: Operator) -> list[Operator]:
-        """The sums that only `op` reads, directly or through each other."""
-        found: list[Operator] = []
-        waiting = [op]
-        while waiting:
-            for operand in waiting.pop().operands:
-                maker = self.made_by.get(operand) if isinstance(operand, int) else None
-                if maker is not None and self.is_sum(maker) and self.is_inner(maker):
-                    found.append(maker)
-                    waiting.append(maker)
-        return found
 
-    def is_sum(self, op: Operator) -> bool:
-        (kind, *others) = op.result_types or (None,)
-        return (
-            op.kind in _ADDS
-            and kind is not None
-            and not others
-            and not kind.shape
-            and is_inexact(kind)
-        )
-
-    def is_inner(self, op: Operator) -> bool:
-        """Whether a sum is an addend of another, and of nothing else."""
-        (result,) = op.results
-        reader = self.reader.get(result)
-        return (
-            self.num_reads[result] == 1 and reader is not None and self.is_sum(reader)
-        )
-
-    def added(self, like: Operator, left: Operand, right: Operand) -> Operator:
-        """A new sum of two scalars."""
-        index = len(self.graph.tensors) + len(self.tensors)
-        name = f"{like.name}+{len(self.tensors)}"
-        self.tensors.append(Tensor(index, name, like.result_types[0], like.block))
-        self.next_operator += 1
-        return replace(
-            like,
-            index=self.next_operator - 1,
-            name=name,
-            operands=(left, right),
-            results=(index,),
-        )
+def _is_sum(op: Operator) -> bool:
+    """Whether an operator adds two scalars."""
+    if op.kind not in ("add", "add_any"):
+        return False
+    (kind,) = op.result_types
+    return not kind.shape and is_inexact(kind)
 
 
 def torn_update(
@@ -496,10 +455,16 @@ def torn_update(
         key=lambda tensor: tensor.type.bytes,
     )
     names = [graph.tensors[tensor].name for tensor in ends]
+    op = next(
+        op
+        for op in graph.blocks[0].operators
+        if shared.index in (*op.operands, *op.results)
+    )
     return NotImplementedError(
         f"Each stage updates its own arrays, and only scalars cross, but {names[0]} of "
         f"stage {stages[0]} and {names[1]} of stage {stages[1]} meet in the update "
-        f"through {shared.name}, {shared.type}. Make what they share a scalar (for an "
-        f"ensemble, jax.vmap the gradients alone and have one optimizer for all "
+        f"through {shared.name}, {shared.type}, which {op.name!r} at "
+        f"{op.source or 'an unknown line'} touches. Make what they share a scalar (for "
+        f"an ensemble, jax.vmap the gradients alone and have one optimizer for all "
         f"members), or use autopar.ShardParallel()."
     )
