@@ -59,7 +59,7 @@ from .pipelines.pipeline_choice import (
     planned_pipeline,
 )
 from .pipelines.pipeline_plan import PlannedPipeline
-from .placement.placed_step import plan_placement
+from .pipelines.placed_operators import plan_placement
 from .planner.planning import Planned
 from .planner.signatures import tell_user
 from .plans.parallel_plan import Plan

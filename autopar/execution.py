@@ -94,10 +94,10 @@ def pipelined_step(planned: PlannedPipeline) -> PipelinedStep:
         pipeline = lower_pipeline(planned)
         execute = PipelineExecutable(pipeline.program, schedule)
         return PipelinedStep(pipeline, execute, _recorder(planned, execute))
-    for piece in planned.pieces:
-        refuse_callbacks(piece.graph)
+    for each in planned.programs:
+        refuse_callbacks(each.graph)
     pipeline = lower_pipeline(planned)
-    codes = [piece.program for piece in pipeline.pieces]
+    codes = [each.program for each in pipeline.lowered]
     sizes = [shape.size for shape in planned.shapes]
     execute = RayPipelineExecutable(pipeline.program, codes, schedule, cluster, sizes)
     return PipelinedStep(pipeline, execute, _recorder(planned, execute))
@@ -144,8 +144,8 @@ def staged_plan(planned: PlannedPipeline) -> Plan:
     """The plan of a pipeline, whose time and memory a simulated step says."""
     method, flow = planned.method, planned.flow
     programs = tuple(
-        StageProgramPlan(piece.piece.stage, piece.piece.kind, piece.plan)
-        for piece in planned.pieces
+        StageProgramPlan(each.stage, each.cut.kind, each.plan)
+        for each in planned.programs
     )
     simulation = simulation_of(planned)
     peak_bytes = tuple(
@@ -183,8 +183,8 @@ def staged_plan(planned: PlannedPipeline) -> Plan:
 def simulation_of(planned: PlannedPipeline) -> Simulation:
     """A step of the planned stage programs, at their predicted times."""
     seconds: defaultdict[tuple[int, str], float] = defaultdict(float)
-    for each in planned.pieces:
-        key = each.piece.stage, each.piece.kind
+    for each in planned.programs:
+        key = each.stage, each.cut.kind
         seconds[key] += each.plan.predicted.step_seconds
     transfer_seconds = cache(planned.transfer_seconds)
     return simulate_step(

@@ -72,8 +72,8 @@ def compiled_figures(
     if isinstance(compiled, CompiledPipeline):
         pipeline = compiled.lowered.step.pipeline
         name, audits = pipeline.target, compiled.audit().audits
-        targets = [piece.program.target for piece in pipeline.pieces]
-        programs = [piece.compile() for piece in pipeline.pieces]
+        targets = [each.program.target for each in pipeline.lowered]
+        programs = [each.compile() for each in pipeline.lowered]
     else:
         targets = [compiled.lowered.program.target]
         name, audits = targets[0], (("", compiled.audit()),)

@@ -214,8 +214,8 @@ def test_microbatches_and_stages_keep_the_order() -> None:
     run_as_planned(step, state, X)
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
     step = autopar.parallelize(update, mesh="x:2;y:2", pins=pins, method=method)
-    pieces = run_pipeline_as_planned(step, state, X).lowered.step.pipeline.pieces
+    programs = run_pipeline_as_planned(step, state, X).lowered.step.pipeline.lowered
     specs = {
-        each.path: each.spec for piece in pieces for each in piece.planned.plan.inputs
+        each.path: each.spec for one in programs for each in one.planned.plan.inputs
     }
     assert specs["state['a']"] == specs["state['b']"] == (TURN, 0)

@@ -271,7 +271,7 @@ def test_submeshes_may_differ_or_hold_several_stages(model: Any, method: Any):
     assert_equal(got, expected)
     assert all(each.ok for each in audits(step))
     compiled = step.lower(state, batch)
-    sizes = [p.planned.plan.mesh.size for p in compiled.step.pipeline.pieces]
+    sizes = [p.planned.plan.mesh.size for p in compiled.step.pipeline.lowered]
     assert set(sizes) == ({4, 2} if method.num_stages == 3 else {4})
 
 

@@ -77,7 +77,7 @@ def test_the_state_of_an_optimizer_stays_with_the_host(
     of_stage = 2 * LAYER_BYTES * NUM_LAYERS // 2  # two moments of half of the layers
     parts = [
         int(np.prod([*p.planned.plan.mesh.axis_sizes]))
-        for p in compiled.lowered.step.pipeline.pieces
+        for p in compiled.lowered.step.pipeline.lowered
     ]
     assert of_stage // max(parts) <= predicted.host_bytes <= of_stage
     assert predicted.host_seconds > 0

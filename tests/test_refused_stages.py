@@ -48,10 +48,35 @@ def test_second_derivatives_are_refused_with_what_is_torn():
     with pytest.raises(NotImplementedError, match=torn) as error:
         parallelize(step, method=PipelineParallel(2, 4)).plan(*args)
     assert "num_stages" not in str(error.value)  # no fewer than 2 stages
+    assert __file__ in str(error.value)  # the line of the operator
     three = PipelineParallel(3, 4, stage_meshes=["x:2"] * 3)
-    with pytest.raises(NotImplementedError, match="num_stages=2"):
+    with pytest.raises(NotImplementedError, match="3 stages") as error:
         parallelize(step, method=three).plan(*args)
+    assert "num_stages" not in str(error.value)  # 2 stages are refused, too
     assert parallelize(step, method=ShardParallel()).plan(*args).sharding
+
+
+def test_fewer_stages_are_named_where_they_can_be_cut():
+    """Only the head is differentiated twice: it must be on one stage."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        embed, *head = params
+
+        def loss(params: Any) -> jax.Array:
+            embed, *head = params
+            slope = jax.vmap(jax.grad(lambda h: perceptron(head, h)[0]))
+            return jnp.square(slope(jnp.tanh(x @ embed)) - 1).mean()
+
+        value, grads = jax.value_and_grad(loss)([embed, *head])
+        return sgd(params, grads), value
+
+    head = [random(i, 16, size, scale=0.3) for i, size in enumerate((16, 16, 1))]
+    params = [random(9, 256, 16, scale=0.1), *head]
+    args = params, random(7, 16, 256)
+    three = PipelineParallel(3, 4, stage_meshes=["x:2"] * 3)
+    with pytest.raises(NotImplementedError, match=r"use num_stages=2, into which"):
+        parallelize(step, method=three).plan(*args)
+    run_pipeline_as_planned(parallelize(step, method=PipelineParallel(2, 4)), *args)
 
 
 def test_members_that_keep_a_count_each_are_refused_and_one_optimizer_is_not():

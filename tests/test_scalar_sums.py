@@ -10,8 +10,8 @@ import pytest
 from autopar.graph.dependencies import tensors_of
 from autopar.graph.op_graph import Operator, OpGraph
 from autopar.microbatches.microbatch_runners import WholeRunner
-from autopar.pipelines.scalar_sums import sum_by_stage
-from autopar.pipelines.stage_trace import graph_of
+from autopar.pipelines.step_parts import graph_of
+from autopar.pipelines.update_cut import sum_by_stage
 
 VALUES = [np.full((2,), 0.5 + i, np.float32) for i in range(6)]
 STAGES = [0, 1, 2, 0, 1, 2]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.pipelines.stage_borders import NEAR, stage_borders
+from autopar.pipelines.layers import NEAR, stage_borders
 
 
 def stage_costs(costs: list[int], borders: list[int]) -> list[int]:

@@ -14,8 +14,8 @@ from jax import lax
 from autopar.api import parallelize
 from autopar.lowering.programs import Slot
 from autopar.methods.methods import PipelineParallel
-from autopar.pipelines.stage_pieces import Piece, check_operands
-from autopar.pipelines.stage_trace import graph_of
+from autopar.pipelines.cut_programs import CutProgram, check_operands
+from autopar.pipelines.step_parts import graph_of
 
 WIDTH, TIMES = 8, 4
 ON_TWO = PipelineParallel(2, 2, stage_meshes=["x:1", "x:1"])
@@ -93,11 +93,11 @@ def test_a_program_that_lacks_an_operand_is_refused_with_its_line():
     struct = jax.ShapeDtypeStruct((WIDTH,), jnp.float32)
     graph = graph_of(lambda x, y: [x * y], (struct, struct), ("x", "y"), ("z",))
     (op,), (x, y) = graph.operators(), graph.blocks[0].inputs
-    piece = Piece(1, "forward", (op,), {"x": x, "y": y}, {"z": op.results[0]})
+    program = CutProgram(1, "forward", (op,), {"x": x, "y": y}, {"z": op.results[0]})
     slots = {name: Slot(name, "batch", 0) for name in "xy"}
-    check_operands([piece], slots, ("x", "y"))
+    check_operands([program], slots, ("x", "y"))
     with pytest.raises(NotImplementedError, match=r"mul\.0' at .*stage_operands\.py"):
-        check_operands([piece], slots, ("x",))
+        check_operands([program], slots, ("x",))
 
 
 def orthogonalised(updates: Any, state: Any, params: Any = None) -> Any:

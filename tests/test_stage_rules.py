@@ -145,7 +145,7 @@ def test_rules_hold_in_all_programs(options: Any) -> None:
     args = (params, ADAM.init(params)), normal(9, 16, 32)
     step = autopar.parallelize(perceptron, rules=RULES, **options)
     pipeline = run_pipeline_as_planned(step, *args).lowered.step.pipeline
-    for piece in pipeline.pieces:
+    for piece in pipeline.lowered:
         for leaf in piece.planned.plan.inputs:
             if leaf.path.endswith(("['up']", "['down']")) and len(leaf.shape) == 2:
                 wanted = 1 if leaf.path.endswith("['up']") else 0

@@ -12,10 +12,8 @@ from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster
 from autopar.errors import InfeasiblePlanError
 from autopar.methods.methods import PipelineParallel, ShardParallel
-from autopar.pipelines.layers import find_layers
+from autopar.pipelines.layers import ForwardOrder, find_layers, smallest_window
 from autopar.pipelines.pipeline_plan import plan_pipeline
-from autopar.pipelines.remat_windows import smallest_window
-from autopar.pipelines.work_line import WorkLine
 from autopar.report.cautions import cautions
 from tests.integration.trainings import assert_trains_as_one_device, encoder_decoder
 from tests.rows.fixtures import dense_stack, random
@@ -153,12 +151,12 @@ def test_rematerialised_layers_are_not_cut():
 
 
 def test_equal_stages_are_planned_once(monkeypatch: pytest.MonkeyPatch):
-    from autopar.pipelines import stage_planner
+    from autopar.pipelines import program_plans
 
     calls = []
-    solve = stage_planner.plan_intra_op
+    solve = program_plans.plan_intra_op
     monkeypatch.setattr(
-        stage_planner,
+        program_plans,
         "plan_intra_op",
         lambda *a, **k: calls.append(a[0].name) or solve(*a, **k),
     )
@@ -247,11 +245,11 @@ def test_layers_lie_between_few_bytes_and_repeat():
 
     op: Any = Op()
     costs, crossing = [1.0] * 8, [0, 9, 1, 9, 1, 9, float("inf"), 9]
-    layers = find_layers(WorkLine(((op, 0),) * 8, tuple(costs), tuple(crossing)))
+    layers = find_layers(ForwardOrder(((op, 0),) * 8, tuple(costs), tuple(crossing)))
     assert layers.products == (2, 2, 3, 1)
     assert layers.kinds == (0, 1, 2, 3)
     assert layers.crossing_bytes == (0.0, 1, 1, 9, 0.0)
-    many = WorkLine(((op, 0),) * 64, (1.0,) * 64, (1.0,) * 64)
+    many = ForwardOrder(((op, 0),) * 64, (1.0,) * 64, (1.0,) * 64)
     joined = find_layers(many, most=16)
     assert len(joined) <= 16 and set(joined.products[1:-1]) == {4}
     assert len(set(joined.kinds)) == 3

@@ -74,8 +74,8 @@ class LoweredPipeline:
     def as_text(self) -> str:
         """The StableHLO modules, each below a line that names its stage and kind."""
         return "\n".join(
-            f"// {piece.name}\n{piece.program.lower().as_text()}"
-            for piece in self.step.pipeline.pieces
+            f"// {each.name}\n{each.program.lower().as_text()}"
+            for each in self.step.pipeline.lowered
         )
 
     def compile(self, limit_seconds: float = inf) -> CompiledPipeline:
@@ -87,8 +87,8 @@ class LoweredPipeline:
         """
         pipeline = self.step.pipeline
         if not pipeline.compiled:  # those of other hosts
-            for piece in pipeline.pieces:
-                piece.compile(limit_seconds)
+            for each in pipeline.lowered:
+                each.compile(limit_seconds)
         return CompiledPipeline(self)
 
 
@@ -156,14 +156,14 @@ class CompiledPipeline:
     def as_text(self) -> str:
         """The optimized HLO modules, each below a line that names its program."""
         return "\n".join(
-            f"// {piece.name}\n{piece.compile().as_text()}"
-            for piece in self.lowered.step.pipeline.pieces
+            f"// {each.name}\n{each.compile().as_text()}"
+            for each in self.lowered.step.pipeline.lowered
         )
 
     def memory_analysis(self) -> tuple[Any, ...]:
         """What the compiler says of the memory of each stage program."""
-        pieces = self.lowered.step.pipeline.pieces
-        return tuple(piece.compile().memory_analysis() for piece in pieces)
+        programs = self.lowered.step.pipeline.lowered
+        return tuple(each.compile().memory_analysis() for each in programs)
 
     def cost_analysis(self) -> tuple[Any, ...]:
         """The compiler's flops and bytes of each stage program."""
@@ -172,5 +172,5 @@ class CompiledPipeline:
 
     def audit(self) -> PipelineAudit:
         """Compare the plans' collectives with those of all stage programs."""
-        pieces = self.lowered.step.pipeline.pieces
-        return PipelineAudit(tuple((piece.name, piece.audit()) for piece in pieces))
+        programs = self.lowered.step.pipeline.lowered
+        return PipelineAudit(tuple((each.name, each.audit()) for each in programs))

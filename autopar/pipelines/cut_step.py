@@ -1,159 +1,64 @@
-"""A step cut into microbatches and stages, before anything is planned."""
+"""A step cut into microbatches and stages, before anything is planned.
+
+Forward and backward of a stage are different programs, so what backward makes again
+needs no barrier: the operators of the forward pass that lead from what is kept to the
+residuals are put before those of the backward pass. A stage that makes everything again
+keeps its inputs alone, as a cell of GPipe does (Huang et al. 2019, section 2.3). Loops
+over layers that keep something of their body are transformed before the step is cut.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from jax.sharding import NamedSharding
-
-from ..clusters.cluster import Cluster
-from ..frontend.roles import Roles
 from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import build_graph
-from ..graph.op_graph import OpGraph
+from ..graph.dependencies import tensors_of
+from ..graph.op_graph import Operator, OpGraph
 from ..methods.methods import PipelineParallel
-from ..methods.named_methods import Megatron
 from ..methods.schedule_choice import has_weight_tasks
 from ..microbatches.counts_apart import with_counts_apart
 from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_semantics import microbatched
 from ..microbatches.microbatch_step import MicrobatchedStep
 from ..options import Options
-from ..planner.step_variants import is_movable, nothing_to_offload
-from ..planner.whole_step import batch_tensors, donated_by_name, roles_of
+from ..planner.whole_step import batch_tensors, roles_of
+from ..rematerialisation.recompute_sets import group_of, recompute_sets
 from ..rematerialisation.remat import Remat
-from ..sharding.mesh import MeshShape
-from ..state.leaf_pieces import piece_shardings
-from .piece_trace import PiecedStep, cut_scans
-from .stage_apply import ApplyCut, cut_apply
-from .stage_cut import StageCut, cut_stages, scan_lengths, work_line
-from .stage_inside import StageInside
-from .stage_pins import StagePins
-from .stage_planner import StagePlanner
-from .stage_programs import PipelineBuilder
-from .stage_remat import with_recomputed_loops, with_recomputed_stages
-from .stage_rules import StageRules
-from .stage_trace import StepParts, trace_parts
+from ..rematerialisation.remat_trace import with_recomputation
+from .chunked_step import ChunkedStep, cut_scans
+from .cut_programs import CutPrograms, cut_programs
+from .stage_cut import StageCut, cut_stages, forward_order, scan_lengths
+from .step_parts import StepParts, trace_parts
+from .update_cut import ApplyCut, cut_apply
 
 
 @dataclass(frozen=True, eq=False)
 class CutStep:
     """A step cut into microbatches and stages, and its update; nothing is planned.
 
-    `whole` is the step itself, `pieced` the same with scans cut by length. `leaves` are
-    the arguments by path.
+    `whole` is the step itself, `chunked` the same with scans cut by length.
     """
 
     whole: TracedFunction
-    pieced: PiecedStep
-    step: MicrobatchedStep
+    chunked: ChunkedStep
     parts: StepParts
     cut: StageCut
     apply: ApplyCut
-    leaves: Mapping[str, Any]
 
-    def builder(
-        self,
-        shapes: Sequence[MeshShape],
-        options: Options,
-        split: Collection[int] = (),
-        planner: StagePlanner | None = None,
-        inside: Megatron | None = None,
-        at_host: Collection[int] = (),
-    ) -> PipelineBuilder:
-        """What plans the programs, on the mesh of each stage.
-
-        State of the stages in `split` lies in as many parts as they have devices; what
-        only the update reads of it is in the host's memory for those in `at_host`.
-        """
-        cluster = options.cluster or Cluster.local()
-        traced, roles = self.pieced.traced, self.pieced.roles
-        read_only = {
-            path: self.leaves[path]
-            for path, output in zip(traced.input_paths, roles.next_output, strict=True)
-            if output is None and path in self.leaves
-        }
-        pins = self.pieced.by_piece(options.pins, self.whole)
-        return PipelineBuilder(
-            self.parts,
-            self.cut,
-            self.apply,
-            cluster,
-            shapes,
-            _next_paths(traced, roles),
-            StagePins.checked(pins, traced.input_paths, read_only, self._shardings()),
-            None if options.plan is None else options.plan.stages.programs,
-            _kept(self.whole, self.pieced, options),
-            frozenset(split),
-            planner or StagePlanner(cluster),
-            str(_remat_of(options) or ""),
-            None
-            if inside is None
-            else StageInside.of(
-                *(inside, self.parts.microbatch),
-                *(self.parts.held, self.parts.batch, shapes[0]),
-            ),
-            self._rules(options),
-            host=self._at_host(options, at_host),
-        )
-
-    def _at_host(self, options: Options, stages: Collection[int]) -> set[str]:
-        """Paths of the state that the host keeps, as `offload` or the plan given says.
-
-        Raises:
-          ValueError: there is none.
-        """
-        if options.plan is not None:
-            programs = options.plan.stages.programs
-            planned = (each for one in programs for each in one.sharding.inputs)
-            return {each.path for each in planned if each.memory == "host"}
-        if options.offload is None:
-            return set()
-        update, home = self.parts.apply, self.apply.home
-        read = {
-            i.path for i in self.parts.microbatch.inputs if i.tensor in self.cut.home
-        }
-        state = {
-            i.path: home[i.tensor]
-            for i in update.inputs
-            if i.output is not None
-            and i.tensor in home
-            and is_movable(update, i.tensor)
-            and (options.offload == "state" or i.path not in read)
-        }
-        if not state and options.offload == "optimizer_state":
-            raise ValueError(nothing_to_offload(self.whole.name))
-        if options.offload == "auto":
-            return {path for path, stage in state.items() if stage in stages}
-        return {*state}
-
-    def _rules(self, options: Options) -> StageRules | None:
-        """The layout rules, if there are any, of the step's leaf pieces."""
-        if options.rules is None:
-            return None
-        names = self.pieced.by_piece(options.rules.names or {}, self.whole)
-        return StageRules(replace(options.rules, names=names), self.parts)
-
-    def _shardings(self) -> dict[str, NamedSharding]:
-        """Where leaf pieces lie that lie on a mesh, by path."""
-        return {
-            piece: sharding
-            for path, pieces in self.pieced.pieces_by_path(self.whole).items()
-            for piece, sharding in zip(
-                pieces,
-                piece_shardings(self.leaves.get(path), len(pieces)),
-                strict=True,
-            )
-            if isinstance(sharding, NamedSharding)
-        }
+    @cached_property
+    def programs(self) -> CutPrograms:
+        """The stage programs, none of them planned."""
+        next_paths = self.chunked.next_paths
+        return cut_programs(self.parts, self.cut, self.apply, next_paths)
 
 
 def cut_step(
     fun: Callable[..., Any],
     whole: TracedFunction,
-    leaves: Sequence[Any],
     method: PipelineParallel,
     options: Options,
     in_place: bool = False,
@@ -165,9 +70,9 @@ def cut_step(
     if it is there.
     """
     num_stages = method.num_stages or 2
-    pieced, step = _microbatched(fun, whole, method, options, graph)
+    chunked, step = _microbatched(fun, whole, method, options, graph)
     parts = trace_parts(step, in_place)
-    parts = _tied(parts, pieced.traced, pieced.roles)
+    parts = _tied(parts, chunked.next_paths)
     cut = cut_stages(
         parts.microbatch,
         [i.tensor for i in parts.microbatch.inputs if i.path in parts.held],
@@ -175,7 +80,7 @@ def cut_step(
         has_weight_tasks(method.schedule, num_stages, step.num_microbatches),
         method.stage_products,
     )
-    remat = _remat_of(options)
+    remat = remat_of(options)
     if remat is not None:
         graph = parts.microbatch
         examples = [i.tensor for i in graph.inputs if i.path not in parts.held]
@@ -184,12 +89,10 @@ def cut_step(
         cut = with_recomputed_stages(cut, graph, examples, remat, number)
     apply = _cut_apply(parts, cut)
     cut = _with_homes(cut, parts, apply)
-    by_path = dict(zip(whole.input_paths, leaves, strict=True))
-    parts = replace(parts, apply=apply.graph)
-    return CutStep(whole, pieced, step, parts, cut, apply, by_path)
+    return CutStep(whole, chunked, replace(parts, apply=apply.graph), cut, apply)
 
 
-def _remat_of(options: Options) -> Remat | None:
+def remat_of(options: Options) -> Remat | None:
     """What the user asked for, or what the given plan was made with."""
     given = [options.remat or ""]
     if options.plan is not None:
@@ -217,7 +120,7 @@ def products_by_cost(
     graph = build_graph(whole, roles_of(whole))
     batch = batch_tensors(whole, graph, options)
     held = [i.tensor for i in graph.inputs if i.tensor not in batch]
-    return work_line(graph, held).balanced(method.num_stages, method.layer_costs)
+    return forward_order(graph, held).balanced(method.num_stages, method.layer_costs)
 
 
 def _microbatched(
@@ -226,13 +129,13 @@ def _microbatched(
     method: PipelineParallel,
     options: Options,
     graph: OpGraph | None,
-) -> tuple[PiecedStep, MicrobatchedStep]:
+) -> tuple[ChunkedStep, MicrobatchedStep]:
     """The step with its scans over layers cut by length, cut into microbatches."""
     roles = roles_of(whole)
     plain, traced = graph or build_graph(whole, roles), whole
     number = method.num_microbatches or options.num_microbatches
     batch = batch_tensors(whole, plain, options)
-    remat = _remat_of(options)
+    remat = remat_of(options)
 
     def with_loops(
         traced: TracedFunction, graph: OpGraph
@@ -249,28 +152,28 @@ def _microbatched(
     held = [i.tensor for i in graph.inputs if i.tensor not in batch]
     lengths = scan_lengths(graph, held, method.num_stages or 2, method.stage_products)
 
-    def pieced_of(traced: TracedFunction, graph: OpGraph) -> PiecedStep:
+    def pieced_of(traced: TracedFunction, graph: OpGraph) -> ChunkedStep:
         if not lengths:
-            return PiecedStep.uncut(traced, roles)
+            return ChunkedStep.uncut(traced, roles)
         return cut_scans(traced, graph, roles, lengths, batch)
 
     def trace_part() -> TracedFunction:
         part = trace_microbatch(fun, traced, plain, batch, number)
         return pieced_of(*with_loops(part, build_graph(part, roles))).traced
 
-    pieced = pieced_of(whole, graph)
-    of_pieces = build_graph(pieced.traced, pieced.roles) if lengths else graph
+    chunked = pieced_of(whole, graph)
+    of_pieces = build_graph(chunked.traced, chunked.roles) if lengths else graph
     paths = {graph.tensors[tensor].name for tensor in batch}
     step = microbatched(
         trace_part,
         of_pieces,
-        pieced.roles,
+        chunked.roles,
         [i.tensor for i in of_pieces.inputs if i.path in paths],
         number,
         options.microbatch_semantics,
         sums_stay_apart=True,
     )
-    return pieced, step
+    return chunked, step
 
 
 def _cut_apply(parts: StepParts, cut: StageCut) -> ApplyCut:
@@ -309,18 +212,8 @@ def _with_homes(cut: StageCut, parts: StepParts, apply: ApplyCut) -> StageCut:
     return cut if home == cut.home else replace(cut, home=home)
 
 
-def _next_paths(traced: TracedFunction, roles: Roles) -> dict[str, str]:
-    """The result path of every state leaf."""
-    return {
-        path: traced.output_paths[output]
-        for path, output in zip(traced.input_paths, roles.next_output, strict=True)
-        if output is not None
-    }
-
-
-def _tied(parts: StepParts, traced: TracedFunction, roles: Roles) -> StepParts:
+def _tied(parts: StepParts, outputs: Mapping[str, str]) -> StepParts:
     """The apply graph told which output is the next value of which input."""
-    outputs = _next_paths(traced, roles)
     position = {path: i for i, path in enumerate(parts.apply.output_paths)}
     inputs = tuple(
         replace(i, output=position[outputs[i.path]])
@@ -331,15 +224,47 @@ def _tied(parts: StepParts, traced: TracedFunction, roles: Roles) -> StepParts:
     return replace(parts, apply=replace(parts.apply, inputs=inputs))
 
 
-def _kept(
-    whole: TracedFunction, pieced: PiecedStep, options: Options
-) -> frozenset[str]:
-    """Paths of the leaf pieces whose buffers the user wants to keep."""
-    if options.donate_argnums == "auto":
-        return frozenset()
-    donated = donated_by_name(whole, options)
-    paths, kept = iter(pieced.traced.input_paths), set()
-    for position, lengths in enumerate(pieced.input_lengths):
-        own = [next(paths) for _ in lengths or (0,)]
-        kept.update(own if position not in donated else ())
-    return frozenset(kept)
+def with_recomputed_loops(
+    traced: TracedFunction, graph: OpGraph, batch: Sequence[int], remat: Remat
+) -> TracedFunction:
+    """A step whose backward loops over layers do again what the level does of a body.
+
+    "full" leaves loops as they are: the whole loop is done again by the stage.
+    `batch` are the inputs of `graph`, the graph of `traced`, that hold examples.
+    """
+    if remat.level == "full":
+        return traced
+    sets = recompute_sets(graph, batch, remat)
+    none = frozenset[int]()
+    loops = replace(sets, groups={}, backward=none, cotangents=none)
+    return with_recomputation(traced, graph, loops)
+
+
+def with_recomputed_stages(
+    cut: StageCut, graph: OpGraph, examples: Sequence[int], remat: Remat, number: int
+) -> StageCut:
+    """The stages, of which the first `number` make residuals again in their backward.
+
+    `examples` are the inputs of `graph` that hold examples.
+    """
+    backward = list(cut.backward)
+    for stage in range(number):
+        forward = cut.forward[stage]
+        made = {t for op in forward for t in op.results}
+        reads = _reads([*backward[stage], *cut.weight[stage]])
+        inputs = set(_reads(forward)) - made
+        group = group_of(
+            *(graph, examples, remat, forward),
+            wanted=[t for t in reads if t in made],
+            known={t for t in inputs if t in graph.blocks[0].inputs},
+        )
+        if group is not None:
+            chosen = {op.index for op in (*group, *backward[stage])}
+            backward[stage] = tuple(
+                op for op in graph.blocks[0].operators if op.index in chosen
+            )
+    return replace(cut, backward=tuple(backward))
+
+
+def _reads(operators: Iterable[Operator]) -> dict[int, None]:
+    return dict.fromkeys(t for op in operators for t in tensors_of(op.operands))

@@ -8,35 +8,193 @@ and the step is cut for each number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
 
 from ..clusters.cluster import Cluster
+from ..costs.compute import operator_seconds
 from ..graph.build_graph import STRUCTURED
-from ..graph.dependencies import tensors_of
-from ..graph.op_graph import Operator, OpGraph
+from ..graph.dependencies import leading_to, read_by, tensors_of
+from ..graph.op_graph import Constant, Operand, Operator, OpGraph, TensorType
+from ..lowering.programs import Slot
+from ..microbatches.microbatch_runners import MicrobatchRunner
 from ..microbatches.microbatches import MicrobatchSplit
 from ..options import Options
+from ..planner.strategies import SLICING, tensor_specs, total_flops
 from ..plans.plan import ShardingPlan
 from ..sharding.mesh import MeshShape
 from ..sharding.resharding import Resharder
-from .cut_step import CutStep
-from .layer_costs import (
-    LayerCost,
-    Work,
-    most_reducing_seconds,
-    reduced_sums,
-    summed_work,
+from ..sharding.spec import SUM, Spec, is_pending, num_shards
+from .cut_programs import (
+    CutProgram,
+    CutPrograms,
+    joint_program,
+    run_program,
 )
-from .layer_trace import trace_layer
-from .stage_pieces import Piece, TracedPiece, joint_piece, own_sums
-from .stage_planner import StagePlanner
-from .stage_programs import PipelineBuilder
-from .stage_trace import COUNTER
-from .weight_work import handed_tensors, weight_operators
+from .cut_step import CutStep
+from .program_plans import ProgramPlanner, Settled
+from .stage_demands import StageDemands, stage_demands
+from .step_parts import COUNTER, graph_of
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer takes on one device of a submesh.
+
+    `seconds` are of a microbatch, forward and backward, `once_seconds` of the update;
+    of these, `reducing_seconds` are what it takes to add up the parts of sums.
+    `state_bytes` are parameters and what the optimizer keeps, `gradient_bytes` their
+    sums, `microbatch_bytes` what backward waits for; `working_bytes` come and go.
+
+    Ideals say more: of `seconds`, `forward_seconds` are forward and `weight_seconds`
+    what no other layer waits for, which `handed_bytes` wait with.
+    """
+
+    seconds: float = 0.0
+    once_seconds: float = 0.0
+    state_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    microbatch_bytes: float = 0.0
+    working_bytes: float = 0.0
+    reducing_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    weight_seconds: float = 0.0
+    handed_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operators that are alike: what one of them does, and how often it runs."""
+
+    kind: str
+    flops: float
+    bytes: float
+    dtype: Any
+    times: float
+
+    def seconds(self, share: float, cluster: Cluster) -> float:
+        """If a device does a share of each, and nothing is sent."""
+        one = self.kind, self.flops * share, self.bytes * share, self.dtype
+        return self.times * operator_seconds(*one, cluster)
+
+
+def summed_work(operators: Iterable[tuple[Operator, float]]) -> list[Work]:
+    """The work of operators without bodies, with how often each runs."""
+    times: Counter[tuple[str, float, float, Any]] = Counter()
+    for op, number in operators:
+        read = op.operand_types[op.kind in SLICING :]
+        num_bytes = sum(kind.bytes for kind in (*read, *op.result_types))
+        dtypes = [kind.dtype for kind in op.operand_types if not kind.is_extended]
+        dtype = dtypes[0] if dtypes else "float32"
+        key = op.kind, total_flops(op), float(num_bytes), dtype
+        times[key] = times[key] + number  # type: ignore[assignment]
+    return [Work(*key, number) for key, number in times.items()]
+
+
+def reduced_sums(
+    plan: ShardingPlan, graph: OpGraph, resharder: Resharder
+) -> tuple[float, dict[str, float]]:
+    """Seconds in which the update adds up the parts of sums; then a device's bytes.
+
+    The bytes are of every input, by slot.
+    """
+    seconds, held = 0.0, {each.path: float(each.bytes) for each in plan.inputs}
+    for each, own in zip(plan.inputs, graph.inputs, strict=True):
+        if is_pending(each.spec):
+            kind = graph.tensors[own.tensor].type
+            least, number = _reduced(kind, each.spec, resharder)
+            seconds, held[each.path] = seconds + least, kind.bytes / number
+    return seconds, held
+
+
+def most_reducing_seconds(sums: Iterable[TensorType], resharder: Resharder) -> float:
+    """Seconds in which the update adds up sums that come as parts of all devices."""
+    parts = (SUM,) * resharder.mesh.num_axes
+    return sum(_reduced(kind, parts, resharder)[0] for kind in sums)
+
+
+def _reduced(kind: TensorType, spec: Spec, resharder: Resharder) -> tuple[float, int]:
+    """The least seconds for what a spec owes, and how many devices share the sum."""
+    costs: list[tuple[float, int]] = []
+    for target in tensor_specs(kind, resharder.mesh, pending=False):
+        seconds = resharder.seconds(spec, target, kind.bytes)
+        number = num_shards(target, resharder.mesh.axis_sizes)
+        costs.append((seconds, number))
+    return min(costs)
+
+
+def weight_operators(programs: Iterable[CutProgram], stage: int) -> frozenset[int]:
+    """Operators of a stage's backward that lead to nothing another stage reads.
+
+    None of a stage that no other waits for, which keeps its backward whole.
+    """
+    backward: Sequence[Operator] = ()
+    awaited = set[int]()
+    for each in programs:
+        if each.stage != stage:
+            awaited.update(each.inputs.values())
+        elif each.kind == "backward":
+            backward = each.operators
+    awaited.intersection_update(t for op in backward for t in op.results)
+    if not awaited:
+        return frozenset()
+    waited_for = {op.index for op in leading_to(awaited, backward)}
+    return frozenset(op.index for op in backward if op.index not in waited_for)
+
+
+def handed_tensors(
+    operators: Iterable[Operator], weight: Collection[int], kept: Collection[int]
+) -> frozenset[int]:
+    """What weight work reads of a stage's other work, besides what is kept anyway."""
+    every = list(operators)
+    read = read_by(op for op in every if op.index in weight)
+    made = {t for op in every if op.index not in weight for t in op.results}
+    return frozenset(made.intersection(read).difference(kept))
+
+
+def trace_layer(
+    cut: CutPrograms, program: CutProgram, split: MicrobatchSplit, host: Collection[str]
+) -> OpGraph:
+    """The graph of a microbatch of a program, whose own graph is of the whole batch."""
+    names, whole = (*program.taken, COUNTER), cut.parts.microbatch
+
+    def task(*values: Any) -> list[Any]:
+        given = dict(zip(names, values, strict=True))
+        runner = MicrobatchRunner(whole, split, {}, given[COUNTER])
+
+        def value_of(name: str, operand: Operand) -> Any:
+            if isinstance(operand, Constant):
+                return operand.value
+            reduction = cut.parts.sums.get(name)
+            if reduction is None:
+                return runner.values[operand]
+            return runner.read(operand, reduction)
+
+        return run_program(program, runner, given, value_of)
+
+    def struct_of(operand: Operand) -> jax.ShapeDtypeStruct:
+        """Of what is cut, the part of one microbatch."""
+        kind = whole.type_of(operand)
+        shape = list(kind.shape)
+        state = split.state[operand] if isinstance(operand, int) else SUM
+        if state >= 0:
+            shape[state] //= split.num_microbatches
+        return jax.ShapeDtypeStruct(tuple(shape), kind.dtype)
+
+    task.__name__ = f"{program.kind}_{program.stage}"
+    structs = [*map(struct_of, program.taken.values())]
+    structs.append(jax.ShapeDtypeStruct((), jnp.uint32))
+    ties = (*program.ties(cut.slots), None)
+    part = graph_of(task, structs, names, list(program.outputs), ties)
+    return cut.with_roles(part, host, split.num_microbatches)
+
 
 PLAN_GAP = 0.02
 Phase = Literal["all", "forward", "weight"]
@@ -70,30 +228,31 @@ class LayerSample:
     `weight` are the operators that no other stage waits for.
     """
 
-    builder: PipelineBuilder
-    joint: Piece
-    own: tuple[Piece, ...]
+    cut: CutPrograms
+    demands: StageDemands
+    planner: ProgramPlanner
+    joint: CutProgram
+    own: tuple[CutProgram, ...]
     update: tuple[Operator, ...]
     split: MicrobatchSplit | None
     weight: frozenset[int]
-    programs: dict[int, TracedPiece] = field(default_factory=dict)
+    graphs: dict[int, OpGraph] = field(default_factory=dict)
     seconds: dict[tuple[Phase, bool, float, Cluster], float] = field(
         default_factory=dict
     )
 
     def cost(self, submesh: Submesh, number: int, cluster: Cluster) -> LayerCost:
         """Of one of `number` microbatches, as the solver plans it there."""
-        builder = replace(
-            self.builder,
-            shapes=[submesh.mesh] * len(self.builder.shapes),
+        number_of = len(self.demands.shapes)
+        demands = replace(
+            self.demands,
+            shapes=[submesh.mesh] * number_of,
+            clusters=[cluster] * number_of,
             split=frozenset({self.joint.stage} if submesh.is_split else ()),
-            clusters=[cluster] * len(self.builder.shapes),
-            specs={},
-            wanted={},
         )
-        traced = self.traced(number)
-        plan = builder.solve(self.joint, traced.graph, PLAN_GAP)
-        return self._planned(plan, traced, submesh, cluster)
+        part = self.graph(number)
+        asked = self.joint, part, self.cut, demands, Settled(), PLAN_GAP
+        return self._planned(self.planner.solve(*asked), part, submesh, cluster)
 
     def ideal(self, num_devices: int, number: int, cluster: Cluster) -> LayerCost:
         """If every device did an equal part and nothing were sent."""
@@ -133,21 +292,21 @@ class LayerSample:
 
     def most_reducing_seconds(self, mesh: MeshShape, cluster: Cluster) -> float:
         """What the update takes for sums that come as parts of all devices."""
-        graph, sums = self.builder.parts.microbatch, self.builder.sums
+        graph, sums = self.cut.parts.microbatch, self.cut.sums
         made = (self.joint.outputs[name] for name in self.joint.added if name in sums)
         kinds = (graph.tensors[each].type for each in made if isinstance(each, int))
         return most_reducing_seconds(kinds, Resharder(mesh, cluster))
 
-    def traced(self, number: int) -> TracedPiece:
-        """The program of one of `number` microbatches."""
-        if number not in self.programs:
+    def graph(self, number: int) -> OpGraph:
+        """The graph of one of `number` microbatches."""
+        if number not in self.graphs:
             if self.split is None:
-                traced = self.builder.trace_piece(self.joint)
+                found = self.cut.graph_of(self.joint, self.demands.host)
             else:
                 split = replace(self.split, num_microbatches=number)
-                traced = trace_layer(self.builder, self.joint, split)
-            self.programs[number] = traced
-        return self.programs[number]
+                found = trace_layer(self.cut, self.joint, split, self.demands.host)
+            self.graphs[number] = found
+        return self.graphs[number]
 
     @cached_property
     def _slot_bytes(self) -> dict[str, tuple[float, bool]]:
@@ -169,7 +328,7 @@ class LayerSample:
         return [self._bytes(tensor) for tensor in handed]
 
     def _bytes(self, tensor: int) -> tuple[float, bool]:
-        kind = self.builder.parts.microbatch.tensors[tensor].type
+        kind = self.cut.parts.microbatch.tensors[tensor].type
         is_cut = self.split is not None and self.split.state[tensor] >= 0
         return float(kind.bytes), is_cut
 
@@ -177,8 +336,8 @@ class LayerSample:
     def _work(self) -> dict[Phase, tuple[list[Work], list[Work]]]:
         """What there is to do whole, and what a microbatch does a part of."""
         own = self.joint.operators
-        pieces = (each for each in self.own if each.kind == "forward")
-        forward = {op.index for each in pieces for op in each.operators}
+        programs = (each for each in self.own if each.kind == "forward")
+        forward = {op.index for each in programs for op in each.operators}
         return {
             "all": self._work_of(own),
             "forward": self._work_of(op for op in own if op.index in forward),
@@ -188,7 +347,7 @@ class LayerSample:
     def _work_of(self, operators: Iterable[Operator]) -> tuple[list[Work], list[Work]]:
         of_all: list[tuple[Operator, float]] = []
         of_part: list[tuple[Operator, float]] = []
-        for op, times in _flat(self.builder.parts.microbatch, operators):
+        for op, times in _flat(self.cut.parts.microbatch, operators):
             factor = None if self.split is None else self.split.factor.get(op.index)
             is_cut = factor is not None and factor.splits
             (of_part if is_cut else of_all).append((op, times))
@@ -205,15 +364,15 @@ class LayerSample:
     def _state(self) -> dict[str, float]:
         """Bytes of all state of the stage that its devices hold, by slot."""
         sizes = self._all_state.items()
-        return {n: size for n, size in sizes if n not in self.builder.host}
+        return {n: size for n, size in sizes if n not in self.demands.host}
 
     @cached_property
     def _all_state(self) -> dict[str, float]:
-        update = self.builder.parts.apply
+        update = self.cut.parts.apply
         sizes = {i.path: update.tensors[i.tensor].type.bytes for i in update.inputs}
         return {
             name: float(sizes[name])
-            for name, slot in self.builder.slots.items()
+            for name, slot in self.cut.slots.items()
             if slot.kind == "state" and slot.stage == self.joint.stage and name in sizes
         }
 
@@ -225,18 +384,15 @@ class LayerSample:
     @cached_property
     def _kept_names(self) -> list[str]:
         """Slots of a microbatch that forward has at hand and backward reads."""
-        slots = self.builder.slots
+        slots = self.cut.slots
         forward = {
             name
-            for piece in self.own
-            if piece.kind == "forward"
-            for name in (*piece.inputs, *piece.outputs)
+            for each in self.own
+            if each.kind == "forward"
+            for name in (*each.inputs, *each.outputs)
         }
         read = {
-            name
-            for piece in self.own
-            if piece.kind != "forward"
-            for name in piece.inputs
+            name for each in self.own if each.kind != "forward" for name in each.inputs
         }
         kinds = ("activation", "batch")
         return [n for n in sorted(forward & read) if slots[n].kind in kinds]
@@ -244,15 +400,13 @@ class LayerSample:
     def _planned(
         self,
         plan: ShardingPlan,
-        traced: TracedPiece,
+        graph: OpGraph,
         submesh: Submesh,
         cluster: Cluster,
     ) -> LayerCost:
-        graph, mesh = traced.graph, submesh.mesh
-        whole = {
-            name: float(struct.size * struct.dtype.itemsize)
-            for name, struct in zip(traced.inputs, traced.structs, strict=True)
-        }
+        mesh = submesh.mesh
+        inputs = {i.path: graph.tensors[i.tensor].type for i in graph.inputs}
+        whole = {name: float(kind.bytes) for name, kind in inputs.items()}
         held = {each.path: float(each.bytes) for each in plan.inputs}
         specs = plan.outputs[0]
         for name, operand, spec in zip(
@@ -263,10 +417,8 @@ class LayerSample:
                 parts = prod([size for size, state in axes if state >= 0])
                 held[name] = graph.tensors[operand].type.bytes / parts
         state = self._state
-        read = [n for n in traced.inputs if n in state]
-        gradients = [
-            n for n in traced.inputs if self.builder.slots[n].kind == "gradient"
-        ]
+        read = [n for n in inputs if n in state]
+        gradients = [n for n in inputs if self.cut.slots[n].kind == "gradient"]
         here = sum(held[n] for n in read)
         reducing, reduced = reduced_sums(plan, graph, Resharder(mesh, cluster))
         share = _share(
@@ -304,7 +456,8 @@ class LayerSamples:
     cut: Callable[[int], CutStep]
     chosen: Sequence[int]  # the stage of each kind in what is cut
     options: Options
-    planner: StagePlanner
+    leaves: Sequence[Any]
+    planner: ProgramPlanner
     in_place: bool
     known: dict[int, tuple[LayerSample, ...]] = field(default_factory=dict)
 
@@ -317,23 +470,26 @@ class LayerSamples:
 
     def _samples(self, made: CutStep) -> tuple[LayerSample, ...]:
         shapes = [MeshShape(("x",), (1,))] * made.cut.num_stages
-        builder = made.builder(shapes, self.options, planner=self.planner)
-        pieces = builder.microbatch_pieces()
-        builder.sums = own_sums([*pieces, *builder.apply_pieces()], builder.slots)
-        builder.slot(COUNTER, "batch", 0)
+        demands = stage_demands(made, self.leaves, self.options, shapes)
+        cut = made.programs
+        counter = Slot(COUNTER, "batch", 0)
+        cut = replace(cut, slots={COUNTER: counter, **cut.slots})
+        split = made.parts.step.split if self.in_place else None
         found: list[LayerSample] = []
         for stage in self.chosen:
-            own = tuple(each for each in pieces if each.stage == stage)
-            joint = joint_piece(own, made.parts.microbatch) or own[0]
+            every = cut.of_stage(stage)
+            own = tuple(each for each in every if each.kind != "apply")
+            joint = joint_program(own, made.parts.microbatch) or own[0]
             update = [
                 op
                 for (home, _), operators in made.apply.operators.items()
                 for op in operators
                 if home == stage
             ]
-            split = made.step.split if self.in_place else None
-            weight = weight_operators(pieces, stage)
-            found.append(LayerSample(builder, joint, own, tuple(update), split, weight))
+            of_microbatch = (each for each in cut.programs if each.kind != "apply")
+            weight = weight_operators(of_microbatch, stage)
+            asked = cut, demands, self.planner, joint, own, tuple(update)
+            found.append(LayerSample(*asked, split, weight))
         return tuple(found)
 
 

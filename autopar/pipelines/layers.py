@@ -1,21 +1,254 @@
-"""Layers: the runs of forward work that stages are made of, and which are alike.
+"""Layers: the parts of the forward pass, in topological order, that stages are made of.
 
-Borders may lie where fewest bytes are live: local minima along the line of work, never
-inside of a rematerialised layer. Where that gives too many, neighbours of little work
-are joined in pairs, so that equal layers stay equal. Two layers are alike if they do
-the same operators on the same types; the first and the last are apart, as no cotangent
-leaves the one and the loss comes behind the other.
+The forward operators of a step follow each other in one topological order. Operator i
+costs c_i, and a border before operator p moves b_p bytes between stages; only operators
+that cost something count, and of each gap between two of them the one place with the
+fewest bytes is a border, the last of equal ones: what comes behind a product belongs to
+its stage, or the gradient of its parameter would be made on the next one. A dynamic
+program over (stages, border) finds the smallest slowest stage; a second one, over
+partitions in which no stage exceeds it nor an even share by more than `NEAR`, the
+fewest bytes and then the most even stages.
+
+Borders of layers are local minima of bytes. Where that gives too many, neighbours of
+little work are joined in pairs, so that equal layers stay equal. Two layers are alike
+if they do the same operators on the same types; the first and the last are apart, as
+no cotangent leaves the one and the loss comes behind the other.
+
+No border divides what one backward operator reads at once: a rematerialised layer
+begins its backward pass with a barrier that hands on its input and all its parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 
-from ..graph.op_graph import Operator, params_key
-from .stage_borders import border_places
-from .work_line import WorkLine
+import numpy as np
+
+from ..graph.build_graph import STRUCTURED
+from ..graph.op_graph import Operator, OpGraph, params_key
+from ..planner.strategies import is_heavy_operator, total_flops
+
+NEAR = 0.15  # how far over an even share a stage may be to move fewer bytes
+_TIE = 1e-6  # weight of evenness where bytes are equal
+
+
+def stage_borders(
+    costs: Sequence[float], crossing_bytes: Sequence[float], num_stages: int
+) -> list[int]:
+    """Units at which stages 1, 2, ... begin; each stage has a unit with a cost.
+
+    `crossing_bytes[p]` is what a border before unit p moves, infinite where none may
+    lie.
+
+    Raises:
+      ValueError: fewer units with a cost than stages.
+    """
+    cost, crossing = np.asarray(costs, float), np.asarray(crossing_bytes, float)
+    places = border_places(cost, crossing)
+    heavy = cost[cost > 0]
+    chosen = product_borders(heavy, crossing[places], num_stages, NEAR)
+    return [places[i - 1] for i in chosen]
+
+
+def product_borders(
+    costs: Sequence[float] | np.ndarray,
+    crossing_bytes: Sequence[float] | np.ndarray,
+    num_stages: int,
+    near: float = 0.0,
+) -> list[int]:
+    """Products at which stages 1, 2, ... begin; each stage has one or more.
+
+    `crossing_bytes[p]` is what a border before product p + 1 moves, infinite where
+    none may lie. No stage exceeds the smallest slowest stage, or `near` over an even
+    share.
+
+    Raises:
+      ValueError: fewer products than stages.
+    """
+    cost, crossing = np.asarray(costs, float), np.asarray(crossing_bytes, float)
+    is_allowed = np.isfinite(crossing)
+    if is_allowed.sum() + bool(len(cost)) < num_stages:
+        whole = is_allowed.sum() + bool(len(cost))
+        raise ValueError(
+            f"`num_stages` must be at most the number of products of the step's "
+            f"forward pass, {len(cost)}"
+            + (f", of which {whole} can be apart" if whole < len(cost) else "")
+            + f", but got {num_stages}; those of a loop are one, unless it goes over "
+            f"layers. Use fewer stages, or autopar.ShardParallel()."
+        )
+    done = np.concatenate([[0.0], np.cumsum(cost)])
+    between = done[None, :] - done[:, None]  # cost of a stage from product i to j
+    between[np.tril_indices(len(done))] = np.inf
+    refused = np.array([0.0, *np.where(is_allowed, 0, np.inf), 0.0])
+    slowest, _ = _best(between, refused, num_stages, np.maximum)
+    limit = max(slowest, done[-1] / num_stages * (1 + near)) * (1 + 1e-9)
+    uneven = np.where(between <= limit, (between / done[-1]) ** 2 * _TIE, np.inf)
+    moved = np.array([0.0, *crossing, 0.0])
+    moved /= max(moved[np.isfinite(moved)].sum(), 1.0)
+    _, chosen = _best(uneven, moved, num_stages, np.add)
+    return chosen
+
+
+def border_places(
+    costs: Sequence[float] | np.ndarray, crossing_bytes: Sequence[float] | np.ndarray
+) -> list[int]:
+    """The unit that a border after the k-th unit with a cost comes before, for all k.
+
+    It is the one with the fewest bytes of its gap, of equal ones the last.
+    """
+    crossing = np.asarray(crossing_bytes, float)
+    heavy = np.flatnonzero(np.asarray(costs, float) > 0)
+    return [
+        int(last - np.argmin(crossing[last:first:-1]))
+        for first, last in zip(heavy[:-1], heavy[1:], strict=True)
+    ]
+
+
+def _best(
+    stage: np.ndarray, border: np.ndarray, num_stages: int, join: np.ufunc
+) -> tuple[float, list[int]]:
+    """The least joined cost of `num_stages` stages, and the places between them."""
+    reached = stage[0] + border
+    before: list[np.ndarray] = []
+    for _ in range(num_stages - 1):
+        through = join(reached[:, None], stage)
+        before.append(np.argmin(through, axis=0))
+        reached = through.min(axis=0) + border
+    chosen = [len(border) - 1]
+    for row in reversed(before):
+        chosen.append(int(row[chosen[-1]]))
+    return float(reached[-1]), chosen[:0:-1]
+
+
+def inseparable(
+    work: Sequence[Operator],
+    backward: Iterable[Operator],
+    sources_of: Callable[[Operator], set[int]],
+) -> Iterator[tuple[int, int]]:
+    """The first and last position of `work` that each backward operator holds together.
+
+    `sources_of` gives the tensors that an operator reads. Only operators of the
+    transposed program count, and of what they read only what the forward work touches.
+    """
+    touched: dict[int, list[int]] = {}
+    for position, op in enumerate(work):
+        for tensor in (*sources_of(op), *op.results):
+            touched.setdefault(tensor, []).append(position)
+    for op in backward:
+        if "transpose(" not in op.name:
+            continue
+        places = [touched[t] for t in sources_of(op) if t in touched]
+        if len(places) > 1:
+            window = smallest_window(places)
+            if window[0] < window[1]:
+                yield window
+
+
+def smallest_window(places: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """The shortest range that holds one of each of the places, the last if several."""
+    events = sorted((p, i) for i, each in enumerate(places) for p in each)
+    inside = [0] * len(places)
+    missing, first = len(places), 0
+    best = (events[0][0], events[-1][0])
+    for last, index in events:
+        missing -= inside[index] == 0
+        inside[index] += 1
+        while not missing:
+            start, oldest = events[first]
+            if last - start <= best[1] - best[0]:
+                best = (start, last)
+            inside[oldest] -= 1
+            missing += inside[oldest] == 0
+            first += 1
+    return best
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardOrder:
+    """The forward work that stages are cut along: units in trace order.
+
+    A unit is an operator, or one iteration of a scan over layers, with its number.
+    `crossing_bytes[p]` is what a border before unit p moves, infinite where none may
+    lie: remat hands a layer's parameters on together with its input, in the backward
+    pass, so these must be on one stage.
+    """
+
+    units: tuple[tuple[Operator, int], ...]
+    costs: tuple[float, ...]  # flops
+    crossing_bytes: tuple[float, ...]
+
+    def borders(self, num_stages: int, products: Sequence[int] | None) -> list[int]:
+        """Units at which stages 1, 2, ... begin.
+
+        Raises:
+          ValueError: fewer products than stages, or others than `products` add up to.
+        """
+        if products is None:
+            return stage_borders(self.costs, self.crossing_bytes, num_stages)
+        total = sum(cost > 0 for cost in self.costs)
+        if len(products) != num_stages or sum(products) != total or min(products) < 1:
+            raise ValueError(
+                f"`stage_products` must give each of {num_stages} stages a product or "
+                f"more, {total} in all, as the step's forward pass has, but got "
+                f"{tuple(products)}."
+            )
+        places = border_places(self.costs, self.crossing_bytes)
+        found, before = [], 0
+        for number in products[:-1]:
+            before += number
+            found.append(places[before - 1])
+            if self.crossing_bytes[found[-1]] == float("inf"):
+                op, _ = self.units[found[-1]]
+                allowed = [
+                    number
+                    for number, place in enumerate(places, 1)
+                    if self.crossing_bytes[place] < float("inf")
+                ]
+                allowed.sort(key=lambda number: abs(number - before))
+                nearest = " or ".join(map(str, sorted(allowed[:2]))) or "none"
+                raise ValueError(
+                    f"A rematerialised layer must be on one stage, but a border after "
+                    f"product {before}, before {op.name!r} at "
+                    f"{op.source or 'an unknown line'}, would cut one; let "
+                    f"`stage_products` have it after product {nearest}."
+                )
+        return found
+
+    def balanced(self, num_stages: int, costs: Sequence[float]) -> tuple[int, ...]:
+        """Products of each stage such that the slowest is as fast as can be.
+
+        `costs` are those of the products, in order and any unit.
+
+        Raises:
+          ValueError: fewer products than stages, or another number of costs.
+        """
+        places = border_places(self.costs, self.crossing_bytes)
+        number = sum(cost > 0 for cost in self.costs)
+        if len(costs) != number:
+            raise ValueError(
+                f"`layer_costs` must have a cost for each product of the step's "
+                f"forward pass, {number}, those of every layer of a scan apart, but "
+                f"got {len(costs)}; give 0 to those that cost next to nothing."
+            )
+        crossing = [self.crossing_bytes[place] for place in places]
+        borders = product_borders(costs, crossing, num_stages)
+        return tuple(j - i for i, j in pairwise([0, *borders, number]))
+
+
+def heavy_flops(graph: OpGraph, op: Operator) -> float:
+    """Flops of the products of one operator, in its bodies too; it runs once."""
+    if op.kind not in STRUCTURED:
+        return total_flops(op) if is_heavy_operator(op) else 0.0
+    return sum(
+        heavy_flops(graph, inner)
+        * (graph.blocks[body].weight / graph.blocks[op.block].weight)
+        for body in op.bodies
+        for inner in graph.blocks[body].operators
+    )
+
 
 MOST_LAYERS = 64
 
@@ -54,10 +287,10 @@ class Layers:
         return tuple(found.values())
 
 
-def find_layers(line: WorkLine, most: int = MOST_LAYERS) -> Layers:
-    """The layers along a line of work."""
-    places = border_places(line.costs, line.crossing_bytes)
-    bytes_ = [line.crossing_bytes[p] for p in places]
+def find_layers(order: ForwardOrder, most: int = MOST_LAYERS) -> Layers:
+    """The layers of a forward pass."""
+    places = border_places(order.costs, order.crossing_bytes)
+    bytes_ = [order.crossing_bytes[p] for p in places]
     borders = [
         k
         for k, each in enumerate(bytes_)
@@ -65,16 +298,16 @@ def find_layers(line: WorkLine, most: int = MOST_LAYERS) -> Layers:
         and each
         <= min([*bytes_[max(k - 1, 0) : k], *bytes_[k + 1 : k + 2]], default=inf)
     ]
-    heavy = [cost for cost in line.costs if cost > 0]
+    heavy = [cost for cost in order.costs if cost > 0]
     while len(borders) >= most:
         borders = _joined(borders, heavy)
     ends = [*(k + 1 for k in borders), len(heavy)]
     starts = [0, *ends[:-1]]
-    units = [0, *(places[k] for k in borders), len(line.units)]
+    units = [0, *(places[k] for k in borders), len(order.units)]
     number: dict[Hashable, int] = {}
     kinds = []
     for index in range(len(ends)):
-        own = line.units[units[index] : units[index + 1]]
+        own = order.units[units[index] : units[index + 1]]
         is_end = index == 0, index == len(ends) - 1
         key = (*is_end, tuple(_kind(op) for op, _ in own))
         kinds.append(number.setdefault(key, len(number)))

@@ -1,4 +1,4 @@
-"""A planned pipeline on devices: how leaves become slots, and results leaves again."""
+"""A planned pipeline on devices: its programs, and how leaves become slots and back."""
 
 from __future__ import annotations
 
@@ -6,33 +6,102 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from ..audit.audit import Audit
+from ..audit.audit import Audit, MemoryUse, audit
+from ..audit.compiled_collectives import collectives_on
+from ..audit.lowered_collectives import collectives_in_lowered
 from ..clusters.device_mesh import absent_mesh, stage_meshes
 from ..data.examples import microbatches_of
 from ..data.stage_rows import microbatches_on, stage_rows
 from ..frontend.tracing import TracedFunction
+from ..graph.op_graph import TensorType
 from ..jax_compat import without_mesh
-from ..lowering.programs import PipelineProgram, SignatureChanged
+from ..lowering.compiled_program import compile_program
+from ..lowering.host_memory import HOST
+from ..lowering.partial_sums import held_shape, held_spec
+from ..lowering.programs import (
+    PipelineProgram,
+    SignatureChanged,
+    SpmdProgram,
+)
+from ..microbatches.extremes import start_of
 from ..microbatches.microbatch_runners import join_parts
 from ..microbatches.microbatches import Grain
 from ..planner.update_loops import Updates
+from ..sharding.spec import Spec, State
 from ..state.distributed_array import DistributedArray, signature
 from ..state.leaf_pieces import gather_leaf, join_leaf, on_auto_axes, split_leaf
 from ..targets.target import Target
-from .piece_trace import PiecedStep
+from .chunked_step import ChunkedStep
 from .pipeline_plan import PlannedPipeline
-from .stage_lowering import LoweredPiece, lower_stages
-from .stage_trace import COUNTER, StepParts
+from .program_plans import PlannedProgram
+from .step_parts import COUNTER, StepParts
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredProgram:
+    """A planned stage program and its program on the devices of its stage."""
+
+    planned: PlannedProgram
+    program: SpmdProgram
+    _compiled: list[Any] = field(default_factory=list[Any])
+
+    @property
+    def name(self) -> str:
+        """Its stage and kind, in words."""
+        return str(self.planned.cut)
+
+    def compile(self, limit_seconds: float = inf) -> Any:
+        """Compile for the devices of the stage, once; see `compile_program`."""
+        if not self._compiled:
+            self._compiled.append(compile_program(self.program, limit_seconds))
+        return self._compiled[0]
+
+    def audit(self) -> Audit:
+        """Planned, lowered and compiled collectives."""
+        plan, compiled = self.planned.plan, self.compile()
+        return audit(
+            plan.collectives,
+            collectives_in_lowered(self.program.lower()),
+            collectives_on(plan.mesh.size, compiled.as_text() or ""),
+            num_devices=plan.mesh.size,
+            mesh=plan.mesh,
+            memory=MemoryUse.of(compiled, self.program.host_bytes),
+            predicted_bytes=plan.predicted.peak_bytes,
+        )
+
+
+def _start(
+    reduction: State, kind: TensorType, spec: Spec, sharding: NamedSharding
+) -> Callable[[], Any]:
+    shape = held_shape(kind.shape, spec, sharding.mesh.axis_sizes)
+    made = jax.jit(
+        lambda: start_of(reduction, shape, kind.dtype), out_shardings=sharding
+    )
+
+    def start() -> Any:
+        with jax.enable_x64(True):  # a stage's thread has not the caller's settings
+            return made()
+
+    return start
+
+
+def _runner_of(program: SpmdProgram) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    def run(values: Sequence[Any]) -> Sequence[Any]:
+        compiled = program.compile()
+        return program.watched(lambda: compiled(program.constants, *values))
+
+    return run
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +110,7 @@ class Pipeline:
 
     planned: PlannedPipeline
     program: PipelineProgram
-    pieces: tuple[LoweredPiece, ...]
+    lowered: tuple[LoweredProgram, ...]
     argument_types: tuple[tuple[tuple[int, ...], Any], ...]
     _prepare: Callable[..., Any]
     _cut: Callable[..., Any]
@@ -52,32 +121,32 @@ class Pipeline:
         return self.planned.traced
 
     @property
-    def pieced(self) -> PiecedStep:
-        """The step with scans cut by length, whose leaf pieces have slots."""
-        return self.planned.pieced
+    def chunked(self) -> ChunkedStep:
+        """The step with scans cut by length, whose leaf chunks have slots."""
+        return self.planned.made.chunked
 
     @property
     def parts(self) -> StepParts:
-        """The functions that the pieced step is made of."""
-        return self.planned.parts
+        """The functions that the chunked step is made of."""
+        return self.planned.made.parts
 
     def split(self, leaves: Sequence[Any]) -> list[Any]:
-        """The step's argument leaves in pieces, each where it lies if it lies home."""
-        pieces: list[Any] = []
-        for leaf, lengths in zip(leaves, self.pieced.input_lengths, strict=True):
+        """The step's argument leaves in chunks, each where it lies if it lies home."""
+        chunks: list[Any] = []
+        for leaf, lengths in zip(leaves, self.chunked.input_lengths, strict=True):
             if lengths is None:
-                pieces.append(leaf)
+                chunks.append(leaf)
                 continue
-            first = len(pieces)
-            names = self.pieced.traced.input_paths[first : first + len(lengths)]
-            pieces.extend(split_leaf(leaf, lengths, [self.home(n) for n in names]))
-        return pieces
+            first = len(chunks)
+            names = self.chunked.traced.input_paths[first : first + len(lengths)]
+            chunks.extend(split_leaf(leaf, lengths, [self.home(n) for n in names]))
+        return chunks
 
-    def join(self, pieces: Sequence[Any]) -> list[Any]:
-        """The step's result leaves from their pieces."""
-        waiting = zip(pieces, self.planned.next_leaf, strict=True)
+    def join(self, chunks: Sequence[Any]) -> list[Any]:
+        """The step's result leaves from their chunks."""
+        waiting = zip(chunks, self.planned.next_leaf, strict=True)
         leaves = []
-        for lengths in self.pieced.output_lengths:
+        for lengths in self.chunked.output_lengths:
             number = 1 if lengths is None else len(lengths)
             parts, of_state = zip(*itertools.islice(waiting, number), strict=True)
             if lengths is None:
@@ -99,13 +168,13 @@ class Pipeline:
         return {n: value for n, value in found.items() if self.is_slot(n, "state")}
 
     def _closed_over(self) -> dict[str, Any]:
-        arrays = self.pieced.traced.jaxpr.consts
+        arrays = self.chunked.traced.jaxpr.consts
         inputs = [i.path for i in self.parts.step.graph.inputs if i.role == "constant"]
         return dict(zip(inputs, arrays, strict=True))
 
     def state_of(self, leaves: Sequence[Any]) -> dict[str, Any]:
-        """The leaf pieces that live on stages and what was prepared, by slot."""
-        named = dict(zip(self.pieced.traced.input_paths, leaves, strict=True))
+        """The leaf chunks that live on stages and what was prepared, by slot."""
+        named = dict(zip(self.chunked.traced.input_paths, leaves, strict=True))
         found = dict(named)
         if self.parts.prepared:
             known = {**self._closed_over(), **named}
@@ -163,7 +232,7 @@ class Pipeline:
         What was placed for the stages that read it comes by stage.
         """
         number = self.program.num_microbatches
-        named = dict(zip(self.pieced.traced.input_paths, leaves, strict=True))
+        named = dict(zip(self.chunked.traced.input_paths, leaves, strict=True))
         batch = {path: named[path] for path in self.parts.batch}
         cut: dict[str, list[Any]] = {
             path: microbatches_of(leaf, number)
@@ -180,7 +249,7 @@ class Pipeline:
     @property
     def target(self) -> str | None:
         """The devices that its programs are compiled for, if these are not here."""
-        targets = [each.program.target for each in self.pieces]
+        targets = [each.program.target for each in self.lowered]
         return " + ".join(dict.fromkeys(str(t) for t in targets if t)) or None
 
     @cached_property
@@ -191,7 +260,7 @@ class Pipeline:
         """
         if self.planned.cluster.ray_hosts is not None or self.target is not None:
             return ()  # the hosts compile their own
-        programs = [each.program for each in self.pieces]
+        programs = [each.program for each in self.lowered]
         for program in programs:
             program.lower()  # here, under the caller's settings
         with ThreadPoolExecutor(thread_name_prefix="autopar-compile") as threads:
@@ -199,13 +268,13 @@ class Pipeline:
 
     def audit(self) -> tuple[Audit, ...]:
         """Planned, lowered and compiled collectives of every stage program."""
-        return tuple(piece.audit() for piece in self.pieces)
+        return tuple(each.audit() for each in self.lowered)
 
     def results_from(
         self, leaves: Sequence[Any], values: Mapping[str, Any]
     ) -> list[Any]:
-        """The pieces of the step's result, from new state and results by slot."""
-        traced, parts, planned = self.pieced.traced, self.parts, self.planned
+        """The chunks of the step's result, from new state and results by slot."""
+        traced, parts, planned = self.chunked.traced, self.parts, self.planned
         named = {**dict(zip(traced.input_paths, leaves, strict=True)), **values}
         results = []
         for path, leaf in zip(traced.output_paths, planned.next_leaf, strict=True):
@@ -213,8 +282,8 @@ class Pipeline:
                 results.append(self.joined(values, *parts.joined[path]))
             elif path in parts.fed:
                 results.append(named[parts.fed[path]])
-            elif path in planned.unchanged:
-                results.append(named[planned.unchanged[path]])
+            elif path in planned.made.programs.unchanged:
+                results.append(named[planned.made.programs.unchanged[path]])
             else:
                 results.append(
                     named[path if leaf is None else traced.input_paths[leaf]]
@@ -296,14 +365,14 @@ class PipelinedStep:
             raise SignatureChanged
         with without_mesh():  # a caller's is not that of the stages
             _ = self.pipeline.compiled  # before threads wait for each other's programs
-            pieces = self.pipeline.split(leaves)
+            chunks = self.pipeline.split(leaves)
             constants = self.constants or self.pipeline.constants()
             state, results = execute(
-                {**self.pipeline.state_of(pieces), **constants},
-                self.pipeline.batch_of(pieces),
+                {**self.pipeline.state_of(chunks), **constants},
+                self.pipeline.batch_of(chunks),
             )
             self.constants.update((name, state[name]) for name in constants)
-            found = self.pipeline.results_from(pieces, {**state, **results})
+            found = self.pipeline.results_from(chunks, {**state, **results})
             return self.pipeline.join(found)
 
 
@@ -316,40 +385,69 @@ def lower_pipeline(planned: PlannedPipeline, *, is_absent: bool = False) -> Pipe
       ValueError: there are too few devices.
       TargetError: a submesh does not fit the hosts.
     """
-    stages = range(planned.flow.num_stages)
-    submeshes, targets = [planned.submesh(stage) for stage in stages], None
-    if is_absent:
-        shapes = [planned.shapes[submesh] for submesh in submeshes]
-        targets = [
-            Target.of(planned.cluster_of(submesh), shape.size)
-            for submesh, shape in zip(submeshes, shapes, strict=True)
-        ]
-        meshes = [
-            absent_mesh(shape, target.name, target.platform)
-            for shape, target in zip(shapes, targets, strict=True)
-        ]
-    else:
-        by_submesh = stage_meshes(planned.shapes, planned.cluster)
-        meshes = [by_submesh[submesh] for submesh in submeshes]
-    pieces, program = lower_stages(
-        planned.flow,
-        planned.pieces,
-        planned.specs,
-        planned.types,
-        [planned.cluster_of(submesh) for submesh in submeshes],
-        meshes,
-        targets,
+    flow, specs, types = planned.flow, planned.specs, planned.types
+    meshes, targets = _meshes_of(planned, is_absent)
+    shardings = {
+        (name, stage): NamedSharding(
+            meshes[stage],
+            held_spec(spec, types[name].rank, meshes[stage].axis_names),
+        )
+        for (name, stage), spec in specs.items()
+    }
+    for each in planned.programs:
+        for key in ((name, each.stage) for name in each.host_slots):
+            shardings[key] = shardings[key].with_memory_kind(HOST)
+    lowered = tuple(
+        LoweredProgram(
+            each,
+            replace(
+                each.program(
+                    planned.cluster_of(planned.submesh(each.stage)), meshes[each.stage]
+                ),
+                target=targets[each.stage],
+            ),
+        )
+        for each in planned.programs
     )
-    number = planned.flow.num_microbatches
+    zeros = {
+        name: _start(
+            reduction,
+            *(types[name], specs[name, each.stage], shardings[name, each.stage]),
+        )
+        for each in planned.programs
+        for name, reduction in each.cut.added.items()
+    }
+    programs = tuple(each.planned.running(_runner_of(each.program)) for each in lowered)
     jaxpr = planned.traced.jaxpr.jaxpr
     return Pipeline(
         planned,
-        program,
-        pieces,
+        replace(flow, programs=programs, shardings=shardings, zeros=zeros),
+        lowered,
         tuple((var.aval.shape, var.aval.dtype) for var in jaxpr.invars),
-        jax.jit(jaxpr_as_fun(planned.parts.prepare)),
-        jax.jit(functools.partial(_cut_minor, number)),
+        jax.jit(jaxpr_as_fun(planned.made.parts.prepare)),
+        jax.jit(functools.partial(_cut_minor, flow.num_microbatches)),
     )
+
+
+def _meshes_of(
+    planned: PlannedPipeline, is_absent: bool
+) -> tuple[Sequence[Mesh | AbstractMesh], Sequence[Target | None]]:
+    """The mesh of each stage, and what it is compiled for if that is not here."""
+    submeshes = [planned.submesh(stage) for stage in range(planned.flow.num_stages)]
+    if not is_absent:
+        by_submesh = stage_meshes(planned.shapes, planned.cluster)
+        return [by_submesh[i] for i in submeshes], [None] * len(submeshes)
+    shapes = [planned.shapes[i] for i in submeshes]
+    clusters = map(planned.cluster_of, submeshes)
+    targets = [
+        Target.of(cluster, shape.size)
+        for cluster, shape in zip(clusters, shapes, strict=True)
+    ]
+    meshes = [
+        absent_mesh(shape, target.name, target.platform)
+        for shape, target in zip(shapes, targets, strict=True)
+    ]
+    return meshes, targets
 
 
 def _here(leaf: Any, is_read: bool = True) -> Any:

@@ -1,19 +1,23 @@
-"""What `autopar.Auto` does: one program on all devices, or a pipeline, by their time.
+"""Which pipeline a step becomes: as asked for, searched, like an earlier one, or none.
 
-A pipeline is looked for where it can pay: across hosts, if intra-operator parallelism
-alone is far from its floor, or where nothing else fits into memory. On one host links
-are fast, and a small model stays as quick to plan as with `jax.jit`. Where the user
-names a mesh, rules or pins by axes, there is no search. A step that cannot be cut just
-gets no pipeline.
+`autopar.Auto` looks for a pipeline where it can pay: across hosts, if intra-operator
+parallelism alone is far from its floor, or where nothing else fits into memory. On one
+host links are fast, and a small model stays as quick to plan as with `jax.jit`. Where
+the user names a mesh, rules or pins by axes, there is no search. A step that cannot be
+cut just gets no pipeline.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
+
+import numpy as np
+from jax.sharding import PartitionSpec
 
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
@@ -23,15 +27,19 @@ from ..graph.op_graph import OpGraph
 from ..methods.methods import Auto, PipelineParallel
 from ..options import Options
 from ..planner.mesh_search import FAR, least_seconds
-from ..planner.planning import Planned, roles_of
+from ..planner.planning import Planned
 from ..planner.step_variants import Offload
 from ..planner.update_loops import one_update
-from ..plans.explain import format_seconds
+from ..planner.whole_step import batch_tensors, roles_of
+from ..plans.explain import format_bytes, format_seconds
 from ..plans.parallel_plan import Plan
-from ..rematerialisation.remat import LEVELS
-from .pipeline_like import pipeline_like
-from .pipeline_plan import PlannedPipeline
-from .stage_memory import fitting_pipeline
+from ..plans.staged_plan import StagedPlan
+from ..rematerialisation.remat import LEVELS, Level, Remat
+from ..sharding.pins import keys_of_paths, parse_pin
+from ..sharding.spec import to_partition_spec
+from .pipeline_plan import PlannedPipeline, plan_pipeline
+from .program_plans import ProgramPlanner
+from .stage_cut import forward_order
 from .stage_search import StageSearch, search_stages
 
 MOST_OPERATORS = 40_000
@@ -218,3 +226,290 @@ def _search(
         _log.info("no pipeline: %s", error)
         return None
     return None if found is None else found.planned
+
+
+_PARTS = {
+    "state": "parameters and optimizer state",
+    "gradient": "gradients",
+    "activation": "values between programs",
+    "batch": "batch",
+}
+
+
+def fitting_pipeline(
+    call: Call, method: PipelineParallel, options: Options, price: Price
+) -> PlannedPipeline:
+    """The pipeline that `method` asks for, whose stages fit into the budget.
+
+    Stages that do not fit are planned again with their state in as many parts as they
+    have devices, with what only the update reads in the host's memory, or both. With
+    `remat="auto"` it is the fastest of those that make nothing again, and of those of
+    each level that have the fewest stages do so.
+
+    Raises:
+      InfeasiblePlanError: a stage does not fit; names it and what takes its memory.
+    """
+    is_auto = "auto" in (options.remat, options.offload)
+    if options.plan is not None or not (options.memory_budget or is_auto):
+        return plan_pipeline(*call, method, options)
+    return _Fitting(call, method, options, price).best()
+
+
+class _Fitting:
+    """A pipeline whose stages are to fit; `tries` are those that were planned."""
+
+    def __init__(
+        self, call: Call, method: PipelineParallel, options: Options, price: Price
+    ) -> None:
+        self.call, self.method, self.options = call, method, options
+        self.price = price
+        cluster = options.cluster or Cluster.local()
+        self.budget_bytes = options.budget_on(cluster)
+        self.planner = ProgramPlanner()
+        self.whole = trace(*call)
+        self.tries: list[_Tried] = []
+
+    def best(self) -> PlannedPipeline:
+        """The fastest that fits; errors are those of `fitting_pipeline`."""
+        remat = self.options.remat
+        if remat != "auto":
+            self.fits(remat)
+        elif not self.fits(None):  # all others do more work
+            for level in LEVELS:
+                if self.fits(level):
+                    self.fewest_stages(level)
+        fitting = [each for each in self.tries if not each.full]
+        if fitting:
+            return min(fitting, key=lambda each: each.seconds).planned
+        least = min(self.tries, key=lambda each: max(each.peaks))
+        raise _infeasible(least.planned, least.plan, self.budget_bytes)
+
+    def fits(self, remat: str | None) -> bool:
+        """Whether all stages fit as they are; those that do not are changed."""
+        plain = self.plan(remat)
+        if plain.full:
+            for moves in self._moves():
+                self.escalate(plain, *moves)
+        return not plain.full
+
+    def _moves(self) -> list[tuple[bool, bool]]:
+        """Whether state is split, and whether the host keeps the optimizer's."""
+        if self.options.offload == "auto":
+            return [(True, False), (False, True), (True, True)]
+        return [(True, False)]
+
+    def escalate(self, tried: _Tried, is_split: bool, is_at_host: bool) -> None:
+        """Stages that are too full are changed until all fit or none is left."""
+        changed: frozenset[int] = frozenset()
+        while more := tried.full - changed:
+            changed |= more
+            none = frozenset[int]()
+            tried = self.plan(
+                tried.remat,
+                changed if is_split else none,
+                changed if is_at_host else none,
+            )
+
+    def fewest_stages(self, level: Level) -> None:
+        """The least number of stages that make residuals again and fit."""
+        low, high = 0, self.method.num_stages or 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.plan(str(Remat(level, middle))).full:
+                low = middle
+            else:
+                high = middle
+
+    def plan(
+        self,
+        remat: str | None,
+        split: frozenset[int] = frozenset(),
+        at_host: frozenset[int] = frozenset(),
+    ) -> _Tried:
+        """The pipeline with the state of some stages changed."""
+        planned = plan_pipeline(
+            *self.call,
+            self.method,
+            replace(self.options, remat=remat),
+            whole=self.whole,
+            split=split,
+            at_host=at_host,
+            planner=self.planner,
+        )
+        plan = self.price(planned)
+        peaks = plan.stages.peak_bytes
+        full = {i for i, peak in enumerate(peaks) if peak > self.budget_bytes}
+        stages = range(planned.flow.num_stages)
+        found = _Tried(
+            planned,
+            plan,
+            remat,
+            plan.predicted.step_seconds,
+            peaks,
+            frozenset(stage for stage in stages if planned.submesh(stage) in full),
+        )
+        self.tries.append(found)
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Tried:
+    """A pipeline with what it takes, and the stages that do not fit."""
+
+    planned: PlannedPipeline
+    plan: Plan
+    remat: str | None
+    seconds: float
+    peaks: tuple[int, ...]
+    full: frozenset[int]
+
+
+def held_bytes(planned: PlannedPipeline, submesh: int) -> dict[str, int]:
+    """Bytes that one device of a submesh holds, by what for; one microbatch of each."""
+    found: dict[str, int] = {}
+    for name, stage in planned.specs:
+        slot = planned.flow.slots.get(name)
+        if planned.submesh(stage) != submesh or slot is None or slot.kind not in _PARTS:
+            continue
+        text = _PARTS[slot.kind]
+        found[text] = found.get(text, 0) + planned.slot_bytes(name, stage)
+    found["work inside of programs"] = planned.working_bytes(submesh)
+    return found
+
+
+def _infeasible(
+    planned: PlannedPipeline, plan: Plan, budget: int
+) -> InfeasiblePlanError:
+    peaks = plan.stages.peak_bytes
+    submesh = int(np.argmax(peaks))
+    stages = [
+        str(stage)
+        for stage in range(planned.flow.num_stages)
+        if planned.submesh(stage) == submesh
+    ]
+    held = sorted(held_bytes(planned, submesh).items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{text} {format_bytes(number)}" for text, number in held)
+    where = f"stage{'s' * (len(stages) > 1)} {' and '.join(stages)}"
+    return InfeasiblePlanError(
+        f"Every stage must fit into `memory_budget`, {format_bytes(budget)} a device, "
+        f"but {where} of {planned.traced.name!r} needs {format_bytes(peaks[submesh])} "
+        f"at the least, split over {planned.shapes[submesh]}: {parts} (of one "
+        f"microbatch; the schedule holds more, and most at the marked task: "
+        f"{plan.stages.marked_row(submesh)}); use more stages or microbatches, or "
+        f"jax.checkpoint, or let stages be searched: autopar.PipelineParallel().",
+        max(peaks),
+        f"memory of {where}",
+    )
+
+
+_MOST_NAMED = 8
+_PIECE = re.compile(r"\[\d+:\d+\]$")
+
+
+def pipeline_like(
+    call: Call,
+    method: PipelineParallel,
+    options: Options,
+    price: Callable[[PlannedPipeline], Plan],
+) -> PlannedPipeline:
+    """The pipeline of a step that keeps what it can of `options.like`.
+
+    A plan of this very step that fits the budget is taken as it is. What was kept is
+    logged, as a warning if anything could not be.
+
+    Raises:
+      InfeasiblePlanError: stages do not fit into memory so.
+    """
+    assert options.like is not None
+    like = options.like.stages
+    free = replace(options, like=None)
+    unchanged = _unchanged(call, method, free, like)
+    if unchanged is not None:
+        return unchanged
+    traced = trace(*call)
+    graph = build_graph(traced, roles_of(traced))
+    batch = batch_tensors(traced, graph, options)
+    held = [each.tensor for each in graph.inputs if each.tensor not in batch]
+    number = sum(cost > 0 for cost in forward_order(graph, held).costs)
+    if method.stage_products is not None and sum(method.stage_products) != number:
+        method = replace(method, stage_products=None)
+    pins, anew = _kept(graph, like, options.pins)
+    _tell(graph, pins, anew)
+    remat = next((p.sharding.remat for p in like.programs if p.sharding.remat), None)
+    free = replace(
+        free,
+        pins={**pins, **options.pins},
+        remat=options.remat or remat,
+        method=method,
+    )
+    return fitting_pipeline(call, method, free, price)
+
+
+def _unchanged(
+    call: Call, method: PipelineParallel, options: Options, like: StagedPlan
+) -> PlannedPipeline | None:
+    """The pipeline of the plan itself, if that is of this very step and fits."""
+    cluster = options.cluster or Cluster.local()
+    budget = options.memory_budget
+    if options.pins or like.cluster != cluster.name or method != like.method:
+        return None
+    if budget is not None and max(like.peak_bytes) > budget:
+        return None
+    try:
+        return plan_pipeline(*call, method, replace(options, plan=Plan(like)))
+    except ValueError:  # of another step, with other products, or of more devices
+        return None
+
+
+def _kept(
+    graph: OpGraph, like: StagedPlan, pins: Mapping[str, PartitionSpec]
+) -> tuple[dict[str, PartitionSpec], dict[str, str]]:
+    """Pins by path, and of each argument that keeps nothing why; users' come first."""
+    old = _homes(like)
+    pinned = keys_of_paths(pins, [each.path for each in graph.inputs])
+    kept: dict[str, PartitionSpec] = {}
+    anew: dict[str, str] = {}
+    for each in graph.inputs:
+        kind, known = graph.tensors[each.tensor].type, old.get(each.path)
+        if each.path in pinned:
+            continue
+        if known is None:
+            anew[each.path] = "is new"
+        elif len(known) > 1:
+            anew[each.path] = "lay otherwise on other stages"
+        else:
+            (spec,) = known
+            try:
+                for mesh in like.meshes:
+                    parse_pin(spec, kind, mesh, each.path)
+                kept[each.path] = spec
+            except ValueError:
+                anew[each.path] = f"{kind} cannot lie as {spec} on all stages"
+    return kept, anew
+
+
+def _homes(like: StagedPlan) -> dict[str, set[PartitionSpec]]:
+    """The specs of each argument, pieces of a leaf together."""
+    found: dict[str, set[PartitionSpec]] = {}
+    for program in like.programs:
+        names = program.sharding.mesh.axis_names
+        for each in program.sharding.inputs:
+            spec = to_partition_spec(each.spec, len(each.shape), names)
+            found.setdefault(_PIECE.sub("", each.path), set()).add(spec)
+    return found
+
+
+def _tell(
+    graph: OpGraph, kept: Mapping[str, PartitionSpec], anew: Mapping[str, str]
+) -> None:
+    words = [f"{path} ({reason})" for path, reason in anew.items()]
+    rest = len(words) - _MOST_NAMED
+    more = f" and {rest} more" if rest > 0 else ""
+    _log.log(
+        logging.WARNING if anew else logging.INFO,
+        "%s: of the plan given as `like`, %d of %d arguments keep their place%s",
+        graph.name,
+        len(kept),
+        len(kept) + len(anew),
+        f"; planned anew: {', '.join(words[:_MOST_NAMED])}{more}" if anew else "",
+    )

@@ -27,49 +27,80 @@ from ..plans.staged_plan import PlannedTransfer
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.spec import Spec, local_shape
 from .cut_step import CutStep, cut_step, products_by_cost
-from .piece_trace import PiecedStep
-from .stage_apply import ApplyCut
-from .stage_cut import StageCut
-from .stage_lowering import dataflow
-from .stage_pieces import PlannedPiece
-from .stage_planner import StagePlanner
-from .stage_programs import PipelineBuilder
-from .stage_trace import StepParts
+from .program_plans import (
+    PlannedProgram,
+    PlannedPrograms,
+    ProgramPlanner,
+    plan_programs,
+)
+from .stage_demands import StageDemands, stage_demands
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedPipeline:
     """One signature of a step, cut into stages and planned, on no devices.
 
-    `traced` is the step itself; `pieced` the same with scans cut by length, whose leaf
-    pieces have slots. `flow` is the dataflow of the planned `pieces`; `specs` are those
-    of each slot on each stage that holds it, `types` by slot, `shapes` the mesh of each
-    submesh. `next_leaf` is the argument leaf (piece) that each result leaf (piece) is
-    the next value of, or None; `unchanged` are result paths that are a leaf as it came,
-    with its path. `bound_seconds` are what no step takes less, in the model of the
-    search that found the stages; 0 if they were given. `updates` are the loops over
-    updates, from the outermost on, where a call runs the step several times.
+    `shapes` are the meshes of the submeshes. `bound_seconds` are what no step takes
+    less, in the model of the search that found the stages; 0 if they were given.
+    `updates` are the loops over updates, from the outermost on, where a call runs the
+    step several times.
     """
 
-    traced: TracedFunction
-    pieced: PiecedStep
-    parts: StepParts
+    made: CutStep
+    plans: PlannedPrograms
     method: PipelineParallel | PlaceOperators
     cluster: Cluster
     shapes: tuple[MeshShape, ...]
-    flow: PipelineProgram
-    pieces: tuple[PlannedPiece, ...]
-    specs: Mapping[tuple[str, int], Spec]
-    types: Mapping[str, TensorType]
-    next_leaf: tuple[int | None, ...]
-    unchanged: Mapping[str, str]
     bound_seconds: float = 0.0
     updates: tuple[Updates, ...] = ()
 
     @property
+    def traced(self) -> TracedFunction:
+        """The step itself."""
+        return self.made.whole
+
+    @property
+    def programs(self) -> tuple[PlannedProgram, ...]:
+        """The stage programs, in order."""
+        return self.plans.programs
+
+    @property
+    def specs(self) -> Mapping[tuple[str, int], Spec]:
+        """The spec of each slot on each stage that holds it."""
+        return self.plans.specs
+
+    @property
+    def types(self) -> Mapping[str, TensorType]:
+        """The type of each slot."""
+        return self.plans.types
+
+    @cached_property
+    def flow(self) -> PipelineProgram:
+        """The dataflow of the programs, to emit and simulate, not to run."""
+        return PipelineProgram(
+            self.made.cut.num_stages,
+            self.made.parts.step.num_microbatches,
+            self.made.programs.slots,
+            tuple(each.running(_refuse_to_run) for each in self.programs),
+            shardings={},
+            zeros={},
+        )
+
+    @cached_property
+    def next_leaf(self) -> tuple[int | None, ...]:
+        """The argument leaf (chunk) that each result leaf (chunk) is the next value of,
+        or None."""
+        chunked = self.made.chunked
+        found: list[int | None] = [None] * len(chunked.traced.output_paths)
+        for leaf, output in enumerate(chunked.roles.next_output):
+            if output is not None:
+                found[output] = leaf
+        return tuple(found)
+
+    @property
     def has_backward(self) -> bool:
         """Whether any stage has a backward program, as evaluation steps have not."""
-        return any(piece.piece.kind == "backward" for piece in self.pieces)
+        return any(each.cut.kind == "backward" for each in self.programs)
 
     def submesh(self, stage: int) -> int:
         """The submesh that a stage runs on."""
@@ -83,14 +114,14 @@ class PlannedPipeline:
     @cached_property
     def host_slots(self) -> frozenset[str]:
         """What stages keep in the host's memory between their programs."""
-        return frozenset(slot for piece in self.pieces for slot in piece.host_slots)
+        return frozenset(slot for each in self.programs for slot in each.host_slots)
 
     def slot_bytes(self, slot: str, stage: int) -> int:
         """Bytes of a slot's value on one device of a stage; 0 if the host has it."""
         if slot in self.host_slots:
             return 0
-        kind, sizes = self.types[slot], self.shapes[self.submesh(stage)].axis_sizes
-        spec = self.specs[slot, stage]
+        kind, spec = self.types[slot], self.specs[slot, stage]
+        sizes = self.shapes[self.submesh(stage)].axis_sizes
         return prod(local_shape(kind.shape, spec, sizes)) * kind.itemsize
 
     def working_bytes(self, submesh: int) -> int:
@@ -99,12 +130,11 @@ class PlannedPipeline:
         Those are values that the schedule holds, in bytes of one device.
         """
         most = 0
-        for piece in self.pieces:
-            stage = piece.piece.stage
-            if self.submesh(stage) == submesh:
-                names = {*piece.inputs, *piece.outputs}
-                held = sum(self.slot_bytes(name, stage) for name in names)
-                most = max(most, piece.plan.predicted.peak_bytes - held)
+        for each in self.programs:
+            if self.submesh(each.stage) == submesh:
+                names = {*each.inputs, *each.outputs}
+                held = sum(self.slot_bytes(name, each.stage) for name in names)
+                most = max(most, each.plan.predicted.peak_bytes - held)
         return most
 
     def transfer_seconds(self, slot: str, source: int, target: int) -> float:
@@ -160,7 +190,7 @@ def plan_pipeline(
     graph: OpGraph | None = None,
     split: Collection[int] = (),
     at_host: Collection[int] = (),
-    planner: StagePlanner | None = None,
+    planner: ProgramPlanner | None = None,
 ) -> PlannedPipeline:
     """Trace `fun`, cut it into the stages that `method` asks for and plan them.
 
@@ -177,112 +207,64 @@ def plan_pipeline(
       PlanFileError: the plans given are of another step.
       NotImplementedError: what stages cannot do yet; the text names it.
     """
-    cluster = options.cluster or Cluster.local()
-    shapes = submesh_shapes(method, options, cluster)
+    shapes = submesh_shapes(method, options, options.cluster or Cluster.local())
     whole = whole or trace(fun, args, kwargs)
     leaves = jax.tree.leaves((args, kwargs))
     if method.layer_costs is not None:
         products = products_by_cost(whole, method, options)
         method = replace(method, stage_products=products, layer_costs=None)
-    made = cut_step(fun, whole, leaves, method, options, graph=graph)
-    return _finished(made, method, shapes, options, split, planner, at_host)
+    made = cut_step(fun, whole, method, options, graph=graph)
+    demands = demands_of(made, leaves, method, shapes, options, split, at_host)
+    return planned_on(made, demands, method, shapes, options, planner)
 
 
-def finish_pipeline(
-    *,
-    whole: TracedFunction,
-    pieced: PiecedStep,
-    parts: StepParts,
-    cut: StageCut,
-    apply: ApplyCut,
-    method: PipelineParallel | PlaceOperators,
-    cluster: Cluster,
-    shapes: tuple[MeshShape, ...],
-    options: Options,
-    leaves: Mapping[str, Any] | None = None,
-) -> PlannedPipeline:
-    """Plan every program of a step that is cut already; `leaves` are those by path."""
-    parts = replace(parts, apply=apply.graph)
-    made = CutStep(whole, pieced, parts.step, parts, cut, apply, leaves or {})
-    return _finished(made, method, shapes, replace(options, cluster=cluster), (), None)
-
-
-def _finished(
+def planned_on(
     made: CutStep,
+    demands: StageDemands,
     method: PipelineParallel | PlaceOperators,
     shapes: tuple[MeshShape, ...],
     options: Options,
-    split: Collection[int],
-    planner: StagePlanner | None,
-    at_host: Collection[int] = (),
+    planner: ProgramPlanner | None = None,
 ) -> PlannedPipeline:
-    builder = builder_of(made, method, shapes, options, split, planner, at_host)
-    pieces = builder.build()
-    refuse_lost_callbacks(made.step.graph, (piece.graph for piece in pieces))
-    return assembled(made, method, shapes, builder, pieces)
+    """Every program of a step that is cut, planned on the submeshes of `shapes`."""
+    cluster = options.cluster or Cluster.local()
+    given = None if options.plan is None else options.plan.stages.programs
+    planner = planner or ProgramPlanner()
+    planned = plan_programs(made.programs, demands, planner, given)
+    graphs = (each.graph for each in planned.programs)
+    refuse_lost_callbacks(made.parts.step.graph, graphs)
+    return PlannedPipeline(made, planned, method, cluster, shapes)
 
 
-def builder_of(
+def demands_of(
     made: CutStep,
+    leaves: Sequence[Any],
     method: PipelineParallel | PlaceOperators,
     shapes: tuple[MeshShape, ...],
     options: Options,
-    split: Collection[int],
-    planner: StagePlanner | None,
+    split: Collection[int] = (),
     at_host: Collection[int] = (),
-) -> PipelineBuilder:
-    """What plans the programs of a step that is cut, on the submeshes of `shapes`."""
+) -> StageDemands:
+    """What is asked of the programs of a step that is cut, on the submeshes `shapes`.
+
+    `leaves` are the arguments of the step.
+    """
     submeshes = [stage % len(shapes) for stage in range(made.cut.num_stages)]
-    builder = made.builder(
-        [shapes[submesh] for submesh in submeshes],
-        *(options, split, planner),
-        method.inside if isinstance(method, PipelineParallel) else None,
-        at_host,
-    )
     ends = accumulate(shape.size for shape in shapes)
     devices = [
         range(end - shape.size, end) for end, shape in zip(ends, shapes, strict=True)
     ]
-    builder.devices = [devices[submesh] for submesh in submeshes]
-    if builder.cluster.parts:
-        builder.clusters = [
-            cluster_around(builder.cluster, each.start, len(each))
-            for each in builder.devices
-        ]
-    return builder
-
-
-def assembled(
-    made: CutStep,
-    method: PipelineParallel | PlaceOperators,
-    shapes: tuple[MeshShape, ...],
-    builder: PipelineBuilder,
-    pieces: Sequence[PlannedPiece],
-) -> PlannedPipeline:
-    """The pipeline of the programs that `builder` planned."""
-    num_stages, traced = made.cut.num_stages, made.pieced.traced
-    next_leaf: list[int | None] = [None] * len(traced.output_paths)
-    for leaf, output in enumerate(made.pieced.roles.next_output):
-        if output is not None:
-            next_leaf[output] = leaf
-    return PlannedPipeline(
-        made.whole,
-        made.pieced,
-        made.parts,
-        method,
-        builder.cluster,
-        shapes,
-        dataflow(num_stages, made.step.num_microbatches, builder.slots, pieces),
-        tuple(pieces),
-        builder.specs,
-        builder.types,
-        tuple(next_leaf),
-        {
-            path: leaf
-            for path in made.parts.apply.output_paths
-            if (leaf := builder.unchanged(path)) is not None
-        },
+    return stage_demands(
+        *(made, leaves, options),
+        [shapes[submesh] for submesh in submeshes],
+        [devices[submesh] for submesh in submeshes],
+        *(split, at_host),
+        method.inside if isinstance(method, PipelineParallel) else None,
     )
+
+
+def _refuse_to_run(_: Sequence[object]) -> list[object]:
+    raise AssertionError("a planned pipeline has no code until it is lowered")
 
 
 def submesh_shapes(

@@ -1,25 +1,360 @@
-"""A pipelined step that was planned, kept to be planned again with other pins.
+"""A planned pipeline whose step is at hand: planned again with other pins, and why.
 
-The step is traced and cut again, at the same positions and onto the same submeshes.
+The step is traced and cut again, at the same positions and onto the same submeshes. The
+runner-up of a choice is found by planning its stage again without the choice, as it was
+planned at first: its programs of a microbatch as one, then each for itself. A choice
+inside of a program is also taken from that program alone, with all that crosses its
+border as it lies; the quicker pipeline is the runner-up. Programs of other stages stay
+as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
+from autopar.solver.choice_graph import Infeasible
+
+from ..clusters.cluster import Cluster
+from ..errors import InfeasiblePlanError
+from ..frontend.tracing import trace
+from ..graph.build_graph import STRUCTURED
+from ..graph.op_graph import Operator, OpGraph
+from ..methods.methods import PipelineParallel
+from ..methods.restrictions import Limit
 from ..options import Options, pins_by_key
+from ..planner.choice_holders import (
+    OF_PORTS,
+    factors_text,
+    held_by_ports,
+    held_by_restrictions,
+    readers_of,
+)
+from ..planner.pin_choices import ChoicePins, Factors
+from ..plans.explain import format_bytes
 from ..plans.parallel_plan import Plan
 from ..plans.pin_cost import PinCost, PinCosts
-from ..plans.reasons import Reasons
+from ..plans.reasons import Alternative, Reasons
 from ..plans.staged_plan import StagedPlan
-from ..sharding.pins import PinsLike
+from ..sharding.pins import PinsLike, is_matched, keys_of_paths, spellings
+from ..sharding.spec import Spec, format_spec
+from ..state.placements import placement_pins
+from .cut_programs import (
+    CutProgram,
+    joint_program,
+)
+from .cut_step import cut_step
 from .pipeline_choice import planned_pipeline
-from .pipeline_plan import PlannedPipeline
-from .stage_reasons import AskedPipeline
+from .pipeline_plan import (
+    PlannedPipeline,
+    demands_of,
+    planned_on,
+    submesh_shapes,
+)
+from .program_plans import (
+    Limits,
+    PlannedProgram,
+    ProgramPlanner,
+    Settled,
+    plan_programs,
+)
+from .stage_demands import StageDemands, StagePins
+
+Seen = Callable[[StagedPlan], str]
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """Programs that are planned again; `keeps`: one alone, its borders as they lie."""
+
+    programs: frozenset[int]
+    keeps: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class AskedPipeline:
+    """A plan of a pipeline, and its step cut alike; `price` simulates a pipeline.
+
+    `demands` are what is asked of all programs.
+    """
+
+    demands: StageDemands
+    options: Options  # with the plan
+    plan: StagedPlan
+    base: PlannedPipeline
+    price: Callable[[PlannedPipeline], Plan]
+    runner_ups: dict[tuple[int, str, Spec], StagedPlan | str] = field(
+        init=False, default_factory=dict[tuple[int, str, Spec], StagedPlan | str]
+    )
+
+    @staticmethod
+    def of(
+        call: tuple[Callable[..., Any], Sequence[Any], Any],
+        plan: StagedPlan,
+        options: Options,
+        price: Callable[[PlannedPipeline], Plan],
+    ) -> AskedPipeline:
+        """The step traced and cut as the plan says.
+
+        Raises:
+          NotImplementedError: the operators of `plan` were placed one by one.
+          PlanFileError: the plan is of another step.
+        """
+        method, asked = plan.method, options.method
+        if isinstance(asked, PipelineParallel):
+            method = replace(method, inside=asked.inside)
+        options = replace(options, method=method, plan=Plan(plan), like=None)
+        shapes = submesh_shapes(method, options, options.cluster or Cluster.local())
+        made = cut_step(call[0], trace(*call), method, options)
+        leaves = jax.tree.leaves(call[1:])
+        demands = demands_of(made, leaves, method, shapes, options)
+        base = planned_on(made, demands, method, shapes, options)
+        return AskedPipeline(demands, options, plan, base, price)
+
+    def tensor_reasons(self, program: int, tensor: int) -> Reasons:
+        """Why a tensor of a program is made in its spec, or comes in it."""
+        asked = self.base.programs[program]
+        graph, kept = asked.graph, asked.plan.tensors[tensor]
+        stage, own, names = asked.stage, kept.spec, asked.plan.mesh.axis_names
+
+        def seen(staged: StagedPlan) -> str:
+            found = staged.programs[program].sharding.tensors[tensor].spec
+            return format_spec(found, len(kept.shape), names)
+
+        words = f"another spec than {seen(self.plan)} for {kept.name}"
+
+        def forbid(index: int | None) -> Sequence[Limit]:
+            tests = {} if index is None else {index: lambda spec: spec != own}
+            return (ChoicePins(words, tests, {}),) if tests else ()
+
+        given = next((i.path for i in graph.inputs if i.tensor == tensor), None)
+        results = dict(zip(graph.output_paths, graph.outputs, strict=True))
+        made = next((path for path, made in results.items() if made == tensor), None)
+        slot = given or made
+
+        def limits(number: int | None, part: OpGraph) -> Sequence[Limit]:
+            if given is not None and (found := _input(part, given)) is not None:
+                return forbid(found)
+            if slot is not None:
+                return forbid(_output(part, slot))
+            if number is None:
+                return forbid(self._tensor_in_joint(program, tensor, part))
+            return forbid(tensor) if number == program else ()
+
+        key = None if slot is None else (stage, f"{slot} {given is None}", own)
+        found = self._runner_up(key, self._attempts(program, slot, given), limits)
+        alternatives = [_alternative("the runner-up", found, seen)]
+        holders = list(self._holders(program, tensor, given))
+        for text, pins in holders:
+            if pins is not None:
+                attempt = self._attempts(program, slot, given)[-1]
+                found = self._tried(attempt, lambda number, part: (), pins)
+                title = f"without {text.split(': ')[0]}"
+                alternatives.append(_alternative(title, found, seen))
+        return Reasons(
+            tuple(text for text, _ in holders),
+            tuple(alternatives),
+            tuple(readers_of(graph, asked.plan, tensor)),
+        )
+
+    def operator_reasons(self, program: int, operator: int) -> Reasons:
+        """Why an operator of a program, by its position, has its factors."""
+        asked = self.base.programs[program]
+        op = asked.graph.operators()[operator]
+        if op.kind in STRUCTURED:
+            return Reasons((OF_PORTS,), ())
+        own = asked.plan.operators[operator].factors
+
+        def seen(staged: StagedPlan) -> str:
+            found = staged.programs[program].sharding.operators[operator].factors
+            return factors_text(found, asked.plan.mesh)
+
+        words = f"other factors than {seen(self.plan)} for {op.name}"
+
+        def is_other(factors: Factors) -> bool:
+            return factors != own
+
+        def limits(number: int | None, part: OpGraph) -> Sequence[Limit]:
+            same = op if number == program else None
+            if number is None:
+                same = self._operator_in_joint(program, op, part)
+            if same is None:
+                return ()
+            return (ChoicePins(words, {}, {same.index: is_other}),)
+
+        found = self._runner_up(None, self._attempts(program, None, None), limits)
+        tensors = [each for each in op.operands if isinstance(each, int)]
+        paths = {i.tensor: i.path for i in asked.graph.inputs}
+        holders = dict.fromkeys(
+            f"{text}, for {asked.plan.tensors[tensor].name}"
+            for tensor in (*tensors, *op.results)
+            for text, _ in self._holders(program, tensor, paths.get(tensor))
+        )
+        alternative = _alternative("the runner-up", found, seen)
+        return Reasons(tuple(holders), (alternative,))
+
+    def _of_stage(self, stage: int) -> dict[int, PlannedProgram]:
+        programs = enumerate(self.base.programs)
+        return {i: each for i, each in programs if each.stage == stage}
+
+    def _attempts(
+        self, program: int, slot: str | None, given: str | None
+    ) -> Sequence[_Attempt]:
+        """How what is to be otherwise may be planned; the last is the most free."""
+        asked = self.base.programs[program].cut
+        mates = self._of_stage(asked.stage)
+        of_apply = {i for i, each in mates.items() if each.cut.kind == "apply"}
+        is_shared = slot is not None and any(
+            slot in each.inputs or slot in each.outputs
+            for i, each in mates.items()
+            if i not in of_apply
+        )
+        if program in of_apply and not is_shared:
+            return (_Attempt(frozenset(of_apply)),)
+        free = _Attempt(frozenset(mates))
+        if given is not None or program in of_apply:
+            return (free,)
+        return (_Attempt(frozenset((program,)), keeps=True), free)
+
+    def _runner_up(
+        self,
+        key: tuple[int, str, Spec] | None,
+        attempts: Sequence[_Attempt],
+        limits: Limits,
+    ) -> StagedPlan | str:
+        """The quickest of what is found, or why nothing is."""
+        if key is not None and key in self.runner_ups:
+            return self.runner_ups[key]
+        found = [self._tried(attempt, limits) for attempt in attempts]
+        plans = [each for each in found if isinstance(each, StagedPlan)]
+        (number, *_) = attempts[-1].programs
+        stage = self.base.programs[number].stage
+        best = min(plans, key=partial(_seconds, stage=stage), default=found[-1])
+        if key is not None:
+            self.runner_ups[key] = best
+        return best
+
+    def _tried(
+        self, attempt: _Attempt, limits: Limits, pins: StagePins | None = None
+    ) -> StagedPlan | str:
+        """The pipeline with some programs planned again, or why there is none.
+
+        Where it does not fit the budget, the stage's state lies in more parts.
+        """
+        budget = self.options.memory_budget
+        (number, *_) = attempt.programs
+        stage = self.base.programs[number].stage
+        submesh = self.base.submesh(stage)
+        peaks: list[int] = []
+        try:
+            for split in ((), (stage,)):
+                found = self._planned(attempt, stage, limits, pins, split)
+                peaks.append(found.peak_bytes[submesh])
+                if budget is None or peaks[-1] <= budget:
+                    return found
+        except (InfeasiblePlanError, Infeasible):
+            if not peaks:
+                return "there is no other choice here"
+        return f"none fits the memory: {format_bytes(min(peaks))} would do"
+
+    def _planned(
+        self,
+        attempt: _Attempt,
+        stage: int,
+        limits: Limits,
+        pins: StagePins | None,
+        split: Collection[int],
+    ) -> StagedPlan:
+        base = self.base
+        cut, specs = base.made.programs, base.specs
+        settled = Settled()
+        if attempt.keeps:
+            settled.specs.update(specs)
+            again = [cut.programs[number] for number in attempt.programs]
+            kept = {s for each in again for s in each.outputs if s not in each.added}
+            settled.wanted.update({(s, stage): specs[s, stage] for s in kept})
+        planned = plan_programs(
+            cut,
+            replace(
+                self.demands, pins=pins or self.demands.pins, split=frozenset(split)
+            ),
+            ProgramPlanner(),
+            known={
+                number: each
+                for number, each in enumerate(base.programs)
+                if number not in attempt.programs
+            },
+            settled=settled,
+            limits=limits,
+        )
+        return self.price(replace(base, plans=planned)).stages
+
+    def _holders(
+        self, program: int, tensor: int, given: str | None
+    ) -> Iterator[tuple[str, StagePins | None]]:
+        """What leaves a tensor no, or less, choice, and the pins without it."""
+        asked, pins = self.base.programs[program], self.demands.pins
+        graph, mesh, stage = asked.graph, asked.plan.mesh, asked.stage
+        if given is not None:
+            keys = {
+                key: spec
+                for key, spec in pins.pins.items()
+                if key in spellings(given)
+                or (key not in pins.of_paths and is_matched(key, [given]))
+            }
+            leaves = [pins.read_only.get(i.path) for i in graph.inputs]
+            if keys:
+                key = keys_of_paths(keys, [given])[given]
+                rest = {k: spec for k, spec in pins.pins.items() if k != key}
+                yield f"the pin {key!r}: {keys[key]}", replace(pins, pins=rest)
+            elif tensor in placement_pins(leaves, graph, mesh):
+                words = "the place where the argument lies when the step is called"
+                others = {k: v for k, v in pins.read_only.items() if k != given}
+                yield words, replace(pins, read_only=others)
+            is_state = self.base.flow.slots[given].kind == "state"
+            for other in () if is_state else self._of_stage(stage).values():
+                if given in other.outputs and other is not asked:
+                    yield f"stage {stage} {other.cut.kind}, which makes it so", None
+        for words, _ in held_by_ports(graph, mesh, tensor):
+            yield words, None
+        for name in held_by_restrictions(
+            self.demands.restrictions(graph, mesh), tensor
+        ):
+            yield name, None
+
+    def _tensor_in_joint(self, program: int, tensor: int, joint: OpGraph) -> int | None:
+        """A tensor in the program of all of a stage, where that can be told."""
+        graph = self.base.programs[program].graph
+        maker = next((op for op in graph.operators() if tensor in op.results), None)
+        same = maker and self._operator_in_joint(program, maker, joint)
+        if maker is None or same is None:
+            return None
+        return same.results[maker.results.index(tensor)]
+
+    def _operator_in_joint(
+        self, program: int, op: Operator, joint: OpGraph
+    ) -> Operator | None:
+        """An operator in the program of all of a stage, where that can be told.
+
+        Both are traced from operators of the step, of which those alike stay in order.
+        """
+        asked = self.base.programs[program]
+        made = self.base.made
+        mates = made.programs.of_stage(asked.stage)
+        whole = joint_program(mates, made.parts.microbatch)
+        if whole is None:
+            return None
+        mine = [o for o in asked.graph.operators() if _is_like(o, op)]
+        theirs = [o for o in joint.operators() if _is_like(o, op)]
+        here, there = _like_in(asked.cut, op), _like_in(whole, op)
+        if len(mine) != len(here) or len(theirs) != len(there):
+            return None
+        return theirs[there.index(here[mine.index(op)])]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,3 +422,37 @@ class PipelineSource:
         options = replace(self.options, method=method, pins=pins, plan=None)
         call = self.fun, self.args, self.kwargs
         return self.price(planned_pipeline(call, method, options, self.price)).stages
+
+
+def _input(part: OpGraph, slot: str) -> int | None:
+    return next((i.tensor for i in part.inputs if i.path == slot), None)
+
+
+def _output(part: OpGraph, slot: str) -> int | None:
+    results = dict(zip(part.output_paths, part.outputs, strict=True))
+    found = results.get(slot)
+    return found if isinstance(found, int) else None
+
+
+def _is_like(one: Operator, other: Operator) -> bool:
+    return (one.kind, one.source, one.block, one.result_types) == (
+        *(other.kind, other.source, other.block),
+        other.result_types,
+    )
+
+
+def _like_in(program: CutProgram, op: Operator) -> list[int]:
+    return [each.index for each in program.operators if _is_like(each, op)]
+
+
+def _seconds(plan: StagedPlan, stage: int) -> tuple[float, float]:
+    """Of a step, and of the stage where that does not tell."""
+    own = plan.predicted_on(stage)
+    seconds = own.compute_seconds + own.collective_seconds
+    return plan.predicted.step_seconds, seconds
+
+
+def _alternative(title: str, found: StagedPlan | str, seen: Seen) -> Alternative:
+    if isinstance(found, str):
+        return Alternative(title, "", None, found)
+    return Alternative(title, seen(found), found)

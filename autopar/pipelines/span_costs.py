@@ -43,8 +43,7 @@ from autopar.solver.stage_problem import StageChoice, WeightWork, spread
 
 from ..clusters.cluster import Cluster
 from ..sharding.mesh import MeshShape
-from .layer_costs import LayerCost
-from .layer_samples import LayerSamples, Submesh
+from .layer_samples import LayerCost, LayerSamples, Submesh
 from .layers import Layers
 
 _ROUNDING = 1e-9  # of equal submeshes, the one that was planned

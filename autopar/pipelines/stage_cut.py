@@ -12,17 +12,16 @@ so is what backward alone reads, without products, where no stage has it at hand
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from ..graph.build_graph import SCAN
-from ..graph.dependencies import tensors_of
+from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import Operator, OpGraph
+from ..rematerialisation.phases import Phases, sliced_operands
 from ..rules.base import is_inexact
-from .remat_windows import inseparable
-from .stage_refusals import torn_backward
-from .work_line import WorkLine, heavy_flops
+from .layers import ForwardOrder, heavy_flops, inseparable
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,15 @@ class StageCut:
     weight: tuple[tuple[Operator, ...], ...]
     made_on: dict[int, tuple[int, str]]
     home: dict[int, int]
+
+
+def made_again(cut: StageCut, stage: int) -> frozenset[int]:
+    """What backward makes again and the weight task of the stage reads."""
+    again = {op.index for op in cut.forward[stage]}
+    made = {t for op in cut.backward[stage] if op.index in again for t in op.results}
+    own = {t for op in cut.weight[stage] for t in op.results}
+    read = read_by(cut.weight[stage])
+    return frozenset((made & set(read)) - own)
 
 
 def cut_stages(
@@ -66,10 +74,11 @@ def cut_stages(
     """
     cutter = _Cutter(graph, frozenset(held), num_stages)
     cutter.cut_forward(products)
-    cutter.place_backward()
-    if has_weight_tasks:
-        cutter.split_backward()
-    return cutter.result()
+    torn = cutter.place_backward()
+    if torn is not None:
+        fewer = next(filter(cutter.can_be_cut, range(num_stages - 1, 1, -1)), None)
+        raise torn_backward(cutter, torn, fewer)
+    return cutter.result(cutter.weight_work() if has_weight_tasks else frozenset())
 
 
 def scan_lengths(
@@ -89,16 +98,14 @@ def scan_lengths(
     """
     if not any(op.kind == SCAN for op in graph.blocks[0].operators):
         return {}
-    cutter = _Cutter(graph, frozenset(held), num_stages)
-    work = cutter.forward_work()
-    line = cutter.work_line()
-    chunks: dict[int, tuple[int, ...]] = {}
+    order = forward_order(graph, held)
     inside: dict[int, list[int]] = {}
-    for border in line.borders(num_stages, products):
-        op, layer = line.units[border]
+    for border in order.borders(num_stages, products):
+        op, layer = order.units[border]
         if layer > 0:
             inside.setdefault(op.index, []).append(layer)
-    for op in work:
+    chunks: dict[int, tuple[int, ...]] = {}
+    for op in graph.blocks[0].operators:
         if op.index in inside:
             ends = [0, *inside[op.index], op.params["length"]]
             lengths = [last - first for first, last in pairwise(ends)]
@@ -107,156 +114,109 @@ def scan_lengths(
     return chunks
 
 
-def work_line(graph: OpGraph, held: Iterable[int]) -> WorkLine:
-    """The forward work of a step, or of a microbatch, that stages are cut along."""
-    return _Cutter(graph, frozenset(held), 1).work_line()
+def forward_order(graph: OpGraph, held: Iterable[int]) -> ForwardOrder:
+    """The forward operators of a step, or of a microbatch, that stages are cut along.
+
+    Scans over layers are written out.
+    """
+    return _Cutter(graph, frozenset(held), 1).order(True)
 
 
-@dataclass
 class _Cutter:
-    graph: OpGraph
-    held: frozenset[int]
-    num_stages: int
-    stage: dict[int, int] = field(default_factory=dict)  # by operator
-    floating: set[int] = field(default_factory=set)  # operators made where read
-    backward: set[int] = field(default_factory=set)  # operators
-    weight: set[int] = field(default_factory=set)  # operators of backward that can wait
-    made_by: dict[int, Operator] = field(default_factory=dict)
-    available: dict[int, frozenset[int]] = field(default_factory=dict)
-    cotangent: dict[int, int] = field(default_factory=dict)  # stage by tensor
-    home: dict[int, int] = field(default_factory=dict)
-    from_held: dict[int, bool] = field(default_factory=dict)  # by tensor
-    from_fed: dict[int, bool] = field(default_factory=dict)
+    """Places operators on stages: `stage` by operator, `floating` where read.
 
-    def __post_init__(self) -> None:
-        self.operators = self.graph.blocks[0].operators
-        from_held, from_fed = self.from_held, self.from_fed
-        for tensor in self.graph.blocks[0].inputs:
-            from_held[tensor] = tensor in self.held
-            from_fed[tensor] = tensor not in self.held
+    `available` are the stages that have a forward value, by tensor, `cotangent` the one
+    that makes a cotangent.
+    """
+
+    def __init__(self, graph: OpGraph, held: frozenset[int], num_stages: int) -> None:
+        self.graph, self.held, self.num_stages = graph, held, num_stages
+        self.operators = graph.blocks[0].operators
+        self.made_by = {t: op for op in self.operators for t in op.results}
+        self.flops = {op.index: heavy_flops(graph, op) for op in self.operators}
+        phases = Phases.of(graph.blocks[0])
+        self.backward = {op.index for op in (*phases.backward, *phases.after)}
+        self.stage: dict[int, int] = {}
+        self.floating: set[int] = set()
+        self.available: dict[int, frozenset[int]] = {}
+        self.cotangent: dict[int, int] = {}
+        self.home: dict[int, int] = {}
+        self.from_held, from_fed = set(held), set(graph.blocks[0].inputs) - held
         for op in self.operators:
             reads = tensors_of(op.operands)
-            makers = [self.made_by[t] for t in reads if t in self.made_by]
-            is_backward = "transpose(" in op.name or any(
-                maker.index in self.backward for maker in makers
-            )
-            held = any(from_held[t] for t in reads)
-            fed = any(from_fed[t] for t in reads)
-            if is_backward:
-                self.backward.add(op.index)
-            elif not (held and fed) and heavy_flops(self.graph, op) == 0:
+            is_held = not self.from_held.isdisjoint(reads)
+            is_fed = not from_fed.isdisjoint(reads)
+            self.from_held.update(op.results if is_held else ())
+            from_fed.update(op.results if is_fed else ())
+            is_made_again = not (is_held and is_fed) and self.flops[op.index] == 0
+            if is_made_again and op.index not in self.backward:
                 self.floating.add(op.index)
-            for result in op.results:
-                self.made_by[result] = op
-                from_held[result], from_fed[result] = held, fed
+        self.from_held -= from_fed
 
-    def forward_work(self) -> list[Operator]:
-        """What stages are cut along, in trace order."""
-        return [
+    def order(self, has_layers: bool) -> ForwardOrder:
+        """The forward operators in trace order; `has_layers` writes out scans."""
+        work = [
             op
             for op in self.operators
             if op.index not in self.backward and op.index not in self.floating
         ]
-
-    def costs(self, work: Sequence[Operator]) -> list[float]:
-        return [heavy_flops(self.graph, op) for op in work]
-
-    def is_over_layers(self, op: Operator) -> bool:
-        """Whether a scan slices parameters, or what is made of nothing else."""
-        if op.kind != SCAN or heavy_flops(self.graph, op) == 0:
-            return False
-        slices = op.operands[op.params["num_consts"] + op.params["num_carry"] :]
-        return op.params["length"] > 1 and any(
-            self.from_held[t]
-            and not self.from_fed[t]
-            and is_inexact(self.graph.tensors[t].type)
-            for t in tensors_of(slices)
-        )
-
-    def work_line(self) -> WorkLine:
-        """The forward work, scans over layers written out."""
-        work = self.forward_work()
-        costs, live, units = [], [], []
-        crossing = self.crossing_bytes(work)
-        for op, cost, moved in zip(work, self.costs(work), crossing, strict=True):
-            number = op.params["length"] if self.is_over_layers(op) else 1
-            costs.extend([cost / number] * number)
-            live.extend([moved] * number)
-            units.extend((op, layer) for layer in range(number))
-        return WorkLine(tuple(units), tuple(costs), tuple(live))
-
-    def crossing_bytes(self, work: Sequence[Operator]) -> list[float]:
-        """What a border before each position moves; infinite where none may lie."""
-        crossing = self.live_bytes(work)[:-1]
+        crossing = self.live_bytes(work)
         backward = [op for op in self.operators if op.index in self.backward]
         for first, last in inseparable(work, backward, self._sources):
             crossing[first + 1 : last + 1] = [float("inf")] * (last - first)
-        return crossing
+        costs, live, units = [], [], []
+        for op, moved in zip(work, crossing, strict=True):
+            is_written_out = has_layers and self.is_over_layers(op)
+            number = op.params["length"] if is_written_out else 1
+            costs.extend([self.flops[op.index] / number] * number)
+            live.extend([moved] * number)
+            units.extend((op, layer) for layer in range(number))
+        return ForwardOrder(tuple(units), tuple(costs), tuple(live))
 
-    def cut_forward(self, products: Sequence[int] | None = None) -> None:
-        """Contiguous parts of the forward work in trace order."""
-        work = self.forward_work()
-        if products is None:
-            line = WorkLine(
-                tuple((op, 0) for op in work),
-                tuple(self.costs(work)),
-                tuple(self.crossing_bytes(work)),
-            )
-            borders = line.borders(self.num_stages, None)
-        else:
-            borders = self.chunk_borders(work, products)
-        for stage, (first, last) in enumerate(
-            zip([0, *borders], [*borders, len(work)], strict=True)
-        ):
-            for op in work[first:last]:
-                self.stage[op.index] = stage
-        every = frozenset(range(self.num_stages))
-        for tensor in self.graph.blocks[0].inputs:
-            self.available[tensor] = frozenset() if tensor in self.held else every
-        for op in work:
-            for tensor in self._sources(op):
-                here = self.available.get(tensor, frozenset())
-                self.available[tensor] = here | {self.stage[op.index]}
-            for result in op.results:
-                here = self.available.get(result, frozenset())
-                self.available[result] = here | {self.stage[op.index]}
-        for tensor in self.held:
-            if self.available[tensor]:
-                self.home[tensor] = min(self.available[tensor])
-            else:  # read by backward alone, if at all: at home where it is first read
-                self.available[tensor] = every
-
-    def chunk_borders(
-        self, work: Sequence[Operator], products: Sequence[int]
-    ) -> list[int]:
-        """Positions of stages' first operators where scans are cut by length."""
-        line = self.work_line()
-        position = {op.index: i for i, op in enumerate(work)}
-        found = []
-        for border in line.borders(self.num_stages, products):
-            op, layer = line.units[border]
-            assert layer == 0, f"the scan {op.name} is cut elsewhere"
-            found.append(position[op.index])
-        return found
+    def is_over_layers(self, op: Operator) -> bool:
+        """Whether a scan slices parameters, or what is made of nothing else."""
+        if op.kind != SCAN or self.flops[op.index] == 0 or op.params["length"] == 1:
+            return False
+        return any(
+            t in self.from_held and is_inexact(self.graph.tensors[t].type)
+            for t in tensors_of(sliced_operands(op))
+        )
 
     def live_bytes(self, work: Sequence[Operator]) -> list[float]:
         """Bytes made before each position of `work` and read from there on."""
         made = {t: i for i, op in enumerate(work) for t in op.results}
-        last: dict[int, int] = {}
-        for i, op in enumerate(work):
-            for tensor in self._sources(op):
-                if tensor in made:
-                    last[tensor] = i
+        last = {
+            tensor: position
+            for position, op in enumerate(work)
+            for tensor in self._sources(op)
+            if tensor in made
+        }
         change = [0.0] * (len(work) + 2)
         for tensor, position in last.items():
             size = self.graph.tensors[tensor].type.bytes
             change[made[tensor] + 1] += size
             change[position + 1] -= size
-        live, total = [], 0.0
-        for position in range(len(work) + 1):
-            total += change[position]
-            live.append(total)
-        return live
+        return list(accumulate(change[: len(work)]))
+
+    def cut_forward(self, products: Sequence[int] | None) -> None:
+        """Contiguous parts of the forward work in trace order."""
+        order = self.order(products is not None)
+        borders = order.borders(self.num_stages, products)
+        assert all(order.units[p][1] == 0 for p in borders), "a scan is cut elsewhere"
+        for stage, (first, end) in enumerate(pairwise([0, *borders, len(order.units)])):
+            self.stage.update((op.index, stage) for op, _ in order.units[first:end])
+        every = frozenset(range(self.num_stages))
+        for tensor in self.graph.blocks[0].inputs:
+            self.available[tensor] = frozenset() if tensor in self.held else every
+        for op, _ in order.units:
+            here = frozenset({self.stage[op.index]})
+            for tensor in (*self._sources(op), *op.results):
+                self.available[tensor] = self.available.get(tensor, frozenset()) | here
+        for tensor in self.held:
+            if self.available[tensor]:
+                self.home[tensor] = min(self.available[tensor])
+            else:  # read by backward alone, if at all: at home where it is first read
+                self.available[tensor] = every
 
     def _sources(self, op: Operator) -> set[int]:
         """What an operator reads, through the operators that are made where read."""
@@ -271,7 +231,17 @@ class _Cutter:
                 found.add(tensor)
         return found
 
-    def place_backward(self) -> None:
+    def can_be_cut(self, num_stages: int) -> bool:
+        """Whether the same graph can be cut into so many stages."""
+        cutter = _Cutter(self.graph, self.held, num_stages)
+        try:
+            cutter.cut_forward(None)
+        except ValueError:  # fewer products
+            return False
+        return cutter.place_backward() is None
+
+    def place_backward(self) -> Operator | None:
+        """Places backward work; the first operator that finds no stage, if one does."""
         for op in self.operators:
             if op.index not in self.backward:
                 continue
@@ -279,17 +249,26 @@ class _Cutter:
             while not fitting and self.float_residuals(op):
                 fitting, below = self.stages_of(op)
             if not fitting:
-                at = self.available, self.cotangent, self.num_stages
-                raise torn_backward(self.graph, op, self._sources(op), *at)
-            if not below and len(fitting) > 1 and heavy_flops(self.graph, op) == 0:
+                return op
+            if not below and len(fitting) > 1 and self.flops[op.index] == 0:
                 self.floating.add(op.index)
                 continue
-            self.stage[op.index] = max(fitting)
-            for result in op.results:
-                self.cotangent[result] = max(fitting)
+            stage = self.stage[op.index] = max(fitting)
+            self.cotangent.update(dict.fromkeys(op.results, stage))
             for tensor in self.held.intersection(self._sources(op)):
-                stage = max(fitting)
                 self.home[tensor] = min(self.home.get(tensor, stage), stage)
+        return None
+
+    def readable(self, op: Operator) -> dict[int, Sequence[int]]:
+        """The stages that have each value which a backward operator reads.
+
+        A cotangent may be read where it is made and below.
+        """
+        made = self.cotangent
+        return {
+            t: range(made[t] + 1) if t in made else sorted(self.available[t])
+            for t in self._sources(op)
+        }
 
     def stages_of(self, op: Operator) -> tuple[list[int], list[int]]:
         """Where a backward operator may be, and the stages of the cotangents it reads.
@@ -332,67 +311,76 @@ class _Cutter:
             if op.index in self.backward:
                 continue
             is_read = not elsewhere.isdisjoint(op.results)
-            if is_read or heavy_flops(self.graph, op) > 0:
+            if is_read or self.flops[op.index] > 0:
                 elsewhere.update(tensors_of(op.operands))
             elif op.index not in self.floating:
                 found.add(op.index)
         return frozenset(found)
 
-    def split_backward(self) -> None:
-        """Finds the backward work that no lower stage waits for."""
-        stage_of, makers = self.stage, self.made_by
-        waiting = [
-            op for op in self.operators if op.index in self.backward & stage_of.keys()
+    def weight_work(self) -> frozenset[int]:
+        """The backward operators that no lower stage waits for."""
+        placed = [
+            op
+            for op in self.operators
+            if op.index in self.backward and op.index in self.stage
         ]
-        awaited = {op.index for op in waiting if stage_of[op.index] == 0}
-        for op in reversed(waiting):
-            if op.index not in awaited:
-                self.weight.add(op.index)
-                continue
-            for tensor in self._sources(op):
-                if tensor in makers:
-                    awaited.add(makers[tensor].index)
+        awaited = {op.index for op in placed if self.stage[op.index] == 0}
+        for op in reversed(placed):
+            if op.index in awaited:
+                makers = (self.made_by.get(tensor) for tensor in self._sources(op))
+                awaited.update(maker.index for maker in makers if maker is not None)
+        return frozenset(op.index for op in placed if op.index not in awaited)
 
-    def phase(self, op: Operator) -> str:
-        if op.index in self.weight:
-            return "weight"
-        return "backward" if op.index in self.backward else "forward"
-
-    def result(self) -> StageCut:
-        tasks: dict[str, list[tuple[Operator, ...]]] = {
-            "forward": [],
-            "backward": [],
-            "weight": [],
-        }
+    def result(self, weight: frozenset[int]) -> StageCut:
         made_on: dict[int, tuple[int, str]] = {}
-        for stage in range(self.num_stages):
-            for phase, of_stages in tasks.items():
-                own = [
-                    op
-                    for op in self.operators
-                    if self.stage.get(op.index) == stage and self.phase(op) == phase
-                ]
-                for op in own:
-                    made_on.update(dict.fromkeys(op.results, (stage, phase)))
-                of_stages.append(self.with_floating(own))
-        return StageCut(
-            self.num_stages,
-            tuple(tasks["forward"]),
-            tuple(tasks["backward"]),
-            tuple(tasks["weight"]),
-            made_on,
-            self.home,
-        )
+        own: dict[tuple[int, str], list[Operator]] = {}
+        for op in self.operators:
+            if op.index in self.stage:
+                is_backward = op.index in self.backward
+                phase = "backward" if is_backward else "forward"
+                phase = "weight" if op.index in weight else phase
+                key = self.stage[op.index], phase
+                own.setdefault(key, []).append(op)
+                made_on.update(dict.fromkeys(op.results, key))
+
+        def tasks(phase: str) -> tuple[tuple[Operator, ...], ...]:
+            stages = range(self.num_stages)
+            return tuple(self.with_floating(own.get((s, phase), ())) for s in stages)
+
+        phases = tasks("forward"), tasks("backward"), tasks("weight")
+        return StageCut(self.num_stages, *phases, made_on, self.home)
 
     def with_floating(self, own: Sequence[Operator]) -> tuple[Operator, ...]:
         """The operators and all they need that is made where it is read, in order."""
-        needed = {op.index for op in own}
-        waiting = [t for op in own for t in tensors_of(op.operands)]
-        while waiting:
-            maker = self.made_by.get(waiting.pop())
-            if maker is None or maker.index in needed:
-                continue
-            if maker.index in self.floating:
-                needed.add(maker.index)
-                waiting.extend(tensors_of(maker.operands))
+        floating = [op for op in self.operators if op.index in self.floating]
+        needed = {op.index for op in (*own, *leading_to(read_by(own), floating))}
         return tuple(op for op in self.operators if op.index in needed)
+
+
+def torn_backward(
+    cutter: _Cutter, op: Operator, fewer: int | None
+) -> NotImplementedError:
+    """No stage has all that a backward operator reads: what it reads lies apart.
+
+    `fewer` is the largest number of stages into which the step can be cut.
+    """
+    readable = cutter.readable(op)
+    low = min(readable, key=lambda t: max(readable[t], default=-1))
+    high = max(readable, key=lambda t: min(readable[t], default=-1))
+
+    def at(tensor: int) -> str:
+        stages = readable[tensor]
+        numbers = ", ".join(map(str, stages)) or "none"
+        name = cutter.graph.tensors[tensor].name
+        return f"{name} (stage{'s' * (len(stages) > 1)} {numbers})"
+
+    remedy = f"num_stages={fewer}, into which it can be cut, or " if fewer else ""
+    return NotImplementedError(
+        f"Backward work goes from the last stage to the first, each operator on a "
+        f"stage that has all it reads, but in a cut into {cutter.num_stages} stages "
+        f"{op.name!r} at {op.source or 'an unknown line'} reads {at(low)} and "
+        f"{at(high)}, as derivatives of derivatives and passes behind an update do; "
+        f"use {remedy}autopar.ShardParallel(), which takes num_microbatches and "
+        f"microbatch_semantics as well. Two passes with an update between them can be "
+        f"two steps."
+    )

@@ -36,9 +36,9 @@ from .joint_search import LOOSE_GAP, FoundStages, JointSearch, submeshes_of
 from .layer_samples import LayerSamples
 from .layers import find_layers
 from .pipeline_plan import PlannedPipeline, plan_pipeline
+from .program_plans import ProgramPlanner
 from .span_costs import SpanCosts
-from .stage_cut import work_line
-from .stage_planner import StagePlanner
+from .stage_cut import forward_order
 
 MOST_COUNTS = 8  # numbers of microbatches that are tried
 MOST_MICROBATCHES = 16  # for each device
@@ -102,7 +102,7 @@ class StageSearcher:
         self.call = call
         self.method, self.options = method, options
         self.cluster = options.cluster or Cluster.local()
-        self.planner = StagePlanner(self.cluster, JOINT_GAP)
+        self.planner = ProgramPlanner(JOINT_GAP)
         self.budget_bytes = options.budget_on(self.cluster)
         self.seconds: dict[str, float] = {}
         start = process_time()
@@ -110,7 +110,7 @@ class StageSearcher:
         self.graph = build_graph(self.whole, roles_of(self.whole))
         self.batch = batch_tensors(self.whole, self.graph, options)
         held = [i.tensor for i in self.graph.inputs if i.tensor not in self.batch]
-        self.layers = find_layers(work_line(self.graph, held))
+        self.layers = find_layers(forward_order(self.graph, held))
         self._note("trace", start)
         number, asked = len(self.layers), method.num_stages
         if number < (asked or 2):
@@ -279,14 +279,12 @@ class StageSearcher:
                 stage_meshes=None,
                 stage_products=products,
             )
-            fun, args, kwargs = self.call
-            leaves = jax.tree.leaves((args, kwargs))
-            return cut_step(
-                *(fun, self.whole, leaves, method, self.options, in_place, self.graph)
-            )
+            asked = self.call[0], self.whole, method, self.options, in_place
+            return cut_step(*asked, self.graph)
 
         by_kind = [stages.index(span) for span in self.layers.samples()]
-        return LayerSamples(cut, by_kind, self.options, self.planner, in_place)
+        leaves = jax.tree.leaves(self.call[1:])
+        return LayerSamples(cut, by_kind, self.options, leaves, self.planner, in_place)
 
     def _schedules(self) -> tuple[tuple[ScheduleName, int], ...]:
         """What to try: all but GPipe, unless a schedule was asked for.

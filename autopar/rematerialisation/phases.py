@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..graph.build_graph import SCAN
 from ..graph.dependencies import read_by, tensors_of
-from ..graph.op_graph import Block, Operator, OpGraph
+from ..graph.op_graph import Block, Operand, Operator, OpGraph
 
 _TRANSPOSED = "transpose("
 
@@ -92,7 +92,7 @@ def stacked_results(scan: Operator) -> tuple[int, ...]:
     return scan.results[scan.params["num_carry"] :]
 
 
-def sliced_operands(scan: Operator) -> Sequence[object]:
+def sliced_operands(scan: Operator) -> Sequence[Operand]:
     """What a scan reads a slice of in each iteration."""
     return scan.operands[scan.params["num_consts"] + scan.params["num_carry"] :]
 

@@ -114,7 +114,8 @@ class PipelineOrigin:
         planned = self.planned
         asked = _Asked(alternatives, audit)
         simulation = simulation_of(planned)
-        graphs = {str(c): c for p in planned.pieces for c in _fallbacks(p.graph, None)}
+        graphs = (each.graph for each in planned.programs)
+        cautions = (each for graph in graphs for each in _fallbacks(graph, None))
         return Findings(
             method=self._method(),
             cluster=planned.cluster,
@@ -125,7 +126,7 @@ class PipelineOrigin:
             alternatives=asked.others(self._one_program),
             pins=asked.pins(len(self.options.pins), self._pin_costs),
             audits=asked.audits(self._lowered),
-            cautions=tuple(graphs),
+            cautions=tuple(dict.fromkeys(cautions)),
             missing=asked.missing,
         )
 

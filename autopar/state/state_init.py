@@ -25,10 +25,10 @@ from ..jax_compat import user_context
 from ..lowering.blocks import as_array
 from ..lowering.host_memory import HOST
 from ..lowering.programs import SpmdProgram, build_program
-from ..pipelines.piece_flow import Cut, PieceFlow
-from ..pipelines.piece_runner import PieceRunner
+from ..pipelines.chunk_flow import ChunkFlow, Cut
+from ..pipelines.chunked_step import ChunkRunner
 from ..pipelines.pipeline import Pipeline
-from ..pipelines.stage_trace import graph_of
+from ..pipelines.step_parts import graph_of
 from ..planner.intra_op import plan_intra_op
 from ..planner.planning import roles_of
 from ..sharding.mesh import MeshShape
@@ -106,8 +106,8 @@ def stage_homes(pipeline: Pipeline) -> list[LeafHome]:
     shardings = pipeline.program.shardings
     first = next(x for (_, stage), x in shardings.items() if stage == 0)
     anywhere = NamedSharding(first.mesh, PartitionSpec())
-    paths, homes = iter(pipeline.pieced.traced.input_paths), []
-    for lengths in pipeline.pieced.input_lengths:
+    paths, homes = iter(pipeline.chunked.traced.input_paths), []
+    for lengths in pipeline.chunked.input_lengths:
         ends = [*itertools.accumulate(lengths or ())]
         rows = [*itertools.pairwise([0, *ends])] if lengths else [None]
         homes.append(
@@ -158,7 +158,7 @@ def _init_program(
     tensors = [graph.inputs[i].tensor for i in inputs]
 
     def make(*values: Any) -> list[Any]:
-        runner = PieceRunner(graph, flow)
+        runner = ChunkRunner(graph, flow)
         runner.values.update(zip(tensors, values, strict=True))
         for op in operators:
             with jax.named_scope(runner.scope(op)), user_context(op.eqn):
@@ -168,7 +168,7 @@ def _init_program(
             if cut is None or part.rows is None:
                 x = as_array(runner.value(operand))
             else:
-                x = runner.cut_pieces(operand, cut)[cut.borders().index(part.rows)]
+                x = runner.chunks_of(operand, cut)[cut.borders().index(part.rows)]
             found.append(_pinned(x, part.sharding.spec))
         return found
 
@@ -193,13 +193,13 @@ def _cut_of(home: LeafHome) -> Cut | None:
     return Cut(0, tuple(end - first for first, end in rows)) if rows else None
 
 
-def _flow(graph: OpGraph, cuts: Mapping[Operand, Cut | None]) -> PieceFlow:
+def _flow(graph: OpGraph, cuts: Mapping[Operand, Cut | None]) -> ChunkFlow:
     """Which values come in pieces, so that none is made whole for a piece of it."""
     wanted = {t: cut for t, cut in cuts.items() if cut and isinstance(t, int)}
     inputs = frozenset(graph.blocks[0].inputs)
     lengths: dict[int, tuple[int, ...]] = {}
     while True:
-        flow = PieceFlow(
+        flow = ChunkFlow(
             graph, dict(lengths), inputs, wanted=dict(wanted), is_step=False
         )
         flow.run()

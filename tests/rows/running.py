@@ -42,8 +42,8 @@ def run_pipeline_as_planned(step: ParallelFunction, *args: Any) -> CompiledPipel
     """As `run_as_planned`, for every program of a pipeline."""
     compiled = cast("CompiledPipeline", step.lower(*args).compile())
     compiled.audit().raise_if_wrong()
-    for piece in compiled.lowered.step.pipeline.pieces:
-        _assert_audit_sees_changes(piece.planned.plan, piece.program)
+    for each in compiled.lowered.step.pipeline.lowered:
+        _assert_audit_sees_changes(each.planned.plan, each.program)
     expected = jax.jit(inspect.unwrap(step))(*args)
     _assert_equal(compiled(*jax.tree.map(jnp.copy, args)), expected)
     return compiled

@@ -131,8 +131,8 @@ def test_fsc_5_stages_of_a_pipe_hand_their_residuals_to_the_host() -> None:
     plan = autopar.parallelize(before.step, method=method).plan(*before.args)
     step = autopar.parallelize(after.step, method=method)
     pipe = run_pipeline_as_planned(step, *after.args)
-    pieces = pipe.lowered.step.pipeline.pieces
-    forward = [each for each in pieces if each.planned.piece.kind == "forward"]
+    programs = pipe.lowered.step.pipeline.lowered
+    forward = [each for each in programs if each.planned.cut.kind == "forward"]
     for each in forward:
         kinds = [home.memory_kind for home in each.program.output_shardings]
         assert kinds.count("pinned_host") == 1

@@ -15,9 +15,8 @@ import autopar
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.methods.methods import PipelineParallel
-from autopar.pipelines.stage_borders import NEAR, stage_borders
-from autopar.pipelines.stage_cut import work_line
-from autopar.pipelines.work_line import WorkLine
+from autopar.pipelines.layers import NEAR, ForwardOrder, stage_borders
+from autopar.pipelines.stage_cut import forward_order
 from autopar.planner.planning import roles_of
 from autopar.runtime.instructions import Send
 from tests.rows.fixtures import f6
@@ -33,11 +32,11 @@ def slowest_of_best(costs: Sequence[float], num_cells: int) -> float:
 
 
 @functools.cache
-def layers_of_f6() -> WorkLine:
+def layers_of_f6() -> ForwardOrder:
     case = f6()
     traced = trace(case.step, case.args, {})
     graph = build_graph(traced, roles_of(traced))
-    return work_line(graph, [i.tensor for i in graph.inputs[:8]])
+    return forward_order(graph, [i.tensor for i in graph.inputs[:8]])
 
 
 @given(st.lists(st.floats(0, 10.0), min_size=8, max_size=8), st.integers(2, 8))

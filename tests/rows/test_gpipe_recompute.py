@@ -32,11 +32,11 @@ def working_bytes(case: Case, num_microbatches: int, remat: str | None) -> list[
     pipeline = lowered.step.pipeline
     planned = pipeline.planned
     temp = {
-        (piece.planned.piece.stage, piece.planned.piece.kind): piece.program.compile()
+        (each.planned.stage, each.planned.cut.kind): each.program.compile()
         .memory_analysis()
         .temp_size_in_bytes
-        for piece in pipeline.pieces
-        if piece.planned.piece.kind != "apply"
+        for each in pipeline.lowered
+        if each.planned.cut.kind != "apply"
     }
     return [
         max(
@@ -148,7 +148,7 @@ def test_gpi_3_each_level_keeps_less_than_the_one_before(is_scanned: bool) -> No
         lowered: Any = step.lower(*case.args)
         planned = lowered.step.pipeline.planned
         (forward,) = (
-            p for p in planned.pieces if (p.piece.stage, p.piece.kind) == (1, "forward")
+            p for p in planned.programs if (p.stage, p.cut.kind) == (1, "forward")
         )
         slots = [s for s in forward.outputs if planned.flow.slots[s].kind != "gradient"]
         kept.append(sum(planned.slot_bytes(slot, 1) for slot in slots))

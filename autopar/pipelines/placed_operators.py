@@ -1,23 +1,43 @@
-"""The placement problem of a step: its leaves and operators, devices, and links."""
+"""A step whose operators are placed one by one: a stage a device, no microbatches.
+
+The problem has a node for each leaf and operator, with the seconds it takes on each
+device. Each device is a stage; its operators run in rounds, of which one begins where
+another device's values are needed. All is "apply" work: it happens once a step.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import networkx as nx
 import numpy as np
 
-from autopar.solver.placement import PlacementProblem
+from autopar.solver.placement import Placed, PlacementProblem
+from autopar.solver.placement_search import best_placement
 
 from ..clusters.cluster import Cluster
 from ..costs.compute import operator_seconds
-from ..graph.build_graph import STRUCTURED
+from ..frontend.tracing import trace
+from ..graph.build_graph import STRUCTURED, build_graph
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import GraphInput, Operator, OpGraph
 from ..methods.place_operators import PlaceOperators
+from ..microbatches.microbatch_flow import Phases
+from ..microbatches.microbatch_step import MicrobatchedStep
+from ..options import Options
+from ..planner.planning import roles_of
 from ..planner.strategies import is_heavy_operator, total_flops
+from ..sharding.mesh import MeshShape
+from .chunked_step import ChunkedStep
+from .cut_step import CutStep
+from .pipeline_plan import PlannedPipeline, demands_of, planned_on
+from .stage_cut import StageCut
+from .step_parts import StepParts, graph_of
+from .update_cut import ApplyCut
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,3 +262,97 @@ def _light_with_heavy(graph: OpGraph, maker: dict[int, int]) -> list[tuple[int, 
         elif is_light and not tensors_of(op.operands) and mine:
             groups.append((first + position, mine[0]))
     return groups
+
+
+def plan_placement(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    method: PlaceOperators,
+    options: Options,
+) -> PlannedPipeline:
+    """Trace `fun`, place its operators and plan a program for each device and round.
+
+    Raises:
+      NoPlacement: the operators do not fit into the devices' memory.
+    """
+    cluster = options.cluster or Cluster.local()
+    traced = trace(fun, args, kwargs)
+    roles = roles_of(traced)
+    graph = build_graph(traced, roles)
+    nodes = operator_nodes(graph, method, cluster, options.memory_budget)
+    found = best_placement(nodes.problem, method.algorithm, method.seed)
+    number = cluster.num_devices
+    nothing: tuple[tuple[Operator, ...], ...] = ((),) * number
+    made = CutStep(
+        traced,
+        ChunkedStep.uncut(traced, roles),
+        _parts(graph),
+        StageCut(number, nothing, nothing, nothing, {}, {}),
+        _apply_cut(nodes, found),
+    )
+    shapes = (MeshShape(("x",), (1,)),) * number
+    leaves = jax.tree.leaves((args, kwargs))
+    demands = demands_of(made, leaves, method, shapes, options)
+    return planned_on(made, demands, method, shapes, options)
+
+
+def _parts(graph: OpGraph) -> StepParts:
+    """A step that prepares nothing, runs no microbatch, and applies everything."""
+    nothing = jax.make_jaxpr(lambda: [])()
+    step = MicrobatchedStep(graph, (), 1, 1, Phases((), (), ()), (), _run_nothing)
+    return StepParts(
+        step,
+        nothing,
+        graph_of(lambda: [], [], [], []),
+        graph,
+        held=tuple(i.path for i in graph.inputs),
+        batch=(),
+        prepared=(),
+        sums={},
+        joined={},
+        fed={},
+    )
+
+
+def _run_nothing(*_: object) -> list[Any]:
+    return []
+
+
+def _apply_cut(nodes: OperatorNodes, found: Placed) -> ApplyCut:
+    """The placed operators by device and round.
+
+    An argument that nothing on its device reads goes to the first device that does: it
+    would be sent there all the same.
+    """
+    graph = nodes.graph
+    readers: dict[int, list[int]] = {}
+    for position, op in enumerate(graph.blocks[0].operators):
+        for tensor in tensors_of(op.operands):
+            readers.setdefault(tensor, []).append(
+                found.devices[nodes.node_of(position)]
+            )
+    home: dict[int, int] = {}
+    for position, each in enumerate(graph.inputs):
+        device, there = found.devices[position], readers.get(each.tensor, [])
+        home[each.tensor] = device if device in there or not there else there[0]
+    made_on: dict[int, tuple[int, int]] = {}
+    chosen: dict[tuple[int, int], list[Operator]] = {}
+    for position, op in enumerate(graph.blocks[0].operators):
+        device = found.devices[nodes.node_of(position)]
+        makers = [made_on[t] for t in tensors_of(op.operands) if t in made_on]
+        number = max((r + (d != device) for d, r in makers), default=0)
+        chosen.setdefault((device, number), []).append(op)
+        made_on.update(dict.fromkeys(op.results, (device, number)))
+    outputs = []
+    for operand in graph.outputs:
+        made = made_on.get(operand) if isinstance(operand, int) else None
+        lives = home.get(operand, 0) if isinstance(operand, int) else 0
+        outputs.append(lives if made is None else made[0])
+    return ApplyCut(
+        graph,
+        {key: tuple(ops) for key, ops in sorted(chosen.items())},
+        home,
+        tuple(outputs),
+        made_on,
+    )

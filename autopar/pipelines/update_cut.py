@@ -2,20 +2,23 @@
 
 Operators that share arrays belong together: the component of a parameter holds its
 moments and goes where the parameter lives. Scalars may cross stages: a global norm is
-added up from every stage's part, so what reads it runs one round later.
+added up from every stage's part, so what reads it runs one round later. Its addends lie
+on the stages of their parameters, in no order; added in groups, each stage sends one
+number and not hundreds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 import networkx
 
-from ..graph.dependencies import tensors_of
-from ..graph.op_graph import Operator, OpGraph
-from .scalar_sums import sum_by_stage
-from .stage_refusals import torn_update
+from ..graph.dependencies import read_by, tensors_of
+from ..graph.op_graph import Block, Operand, Operator, OpGraph, Tensor
+from ..rules.base import is_inexact
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,12 @@ def cut_apply(
     def stage_or_sum(op: Operator) -> int | None:
         return summed_on.get(op.index, stage_of_operator(op))
 
-    return _Rounds(graph, known, small, everywhere, last, stage_or_sum).cut(
-        {
-            t: stage_of.get(together[("tensor", t)], 0)
-            for t in graph.blocks[0].inputs
-            if t not in small
-        }
-    )
+    array_home = {
+        t: stage_of.get(together[("tensor", t)], 0)
+        for t in graph.blocks[0].inputs
+        if t not in small
+    }
+    return _Rounds(graph, known, small, last, stage_or_sum).cut(array_home)
 
 
 def _stages_together(
@@ -183,15 +185,14 @@ class _Rounds:
         graph: OpGraph,
         home: Mapping[int, int],
         small: set[int],
-        everywhere: frozenset[int],
         last: int,
-        stage_of_operator: object,
+        stage_of_operator: Callable[[Operator], int | None],
     ) -> None:
-        self.graph, self.last, self.everywhere = graph, last, everywhere
+        self.graph, self.last = graph, last
         self.operators = graph.blocks[0].operators
         self.leaf_of = {i.output: i.tensor for i in reversed(graph.inputs)}
         self.made_by = {t: op for op in self.operators for t in op.results}
-        self.stage = {op.index: stage_of_operator(op) for op in self.operators}  # type: ignore[operator]
+        self.stage = {op.index: stage_of_operator(op) for op in self.operators}
         self.known = home
         self.given = {t: home.get(t, 0) for t in graph.blocks[0].inputs if t in small}
         self.given.update(self.own_numbers())
@@ -218,23 +219,24 @@ class _Rounds:
                 rounds[op.index] = self.round_at(op, stage, rounds)
         self.postpone(rounds)
         made_on: dict[int, tuple[int, int]] = {}
-        chosen: dict[tuple[int, int], dict[int, Operator]] = {}
+        chosen: dict[tuple[int, int], set[int]] = {}
+
+        def put(op: Operator, key: tuple[int, int], results: Sequence[int]) -> None:
+            self.include(op, chosen.setdefault(key, set()))
+            made_on.update(dict.fromkeys(results, key))
+
         for op in self.operators:
             stage = self.stage[op.index]
             if stage is not None:
-                number = rounds[op.index]
-                self.include(op, chosen.setdefault((stage, number), {}))
-                made_on.update(dict.fromkeys(op.results, (stage, number)))
+                put(op, (stage, rounds[op.index]), op.results)
         outputs = []
         for position, operand in enumerate(self.graph.outputs):
-            outputs.append(self.output_stage(position, operand, array_home))
-            if isinstance(operand, int) and operand not in made_on:
-                maker = self.made_by.get(operand)
-                if maker is not None:
-                    stage = outputs[-1]
-                    number = self.round_at(maker, stage, rounds)
-                    self.include(maker, chosen.setdefault((stage, number), {}))
-                    made_on[operand] = (stage, number)
+            stage = self.output_stage(position, operand, array_home)
+            outputs.append(stage)
+            maker = self.made_by.get(operand) if isinstance(operand, int) else None
+            if maker is not None and operand not in made_on:
+                assert isinstance(operand, int)
+                put(maker, (stage, self.round_at(maker, stage, rounds)), [operand])
         ordered = {
             key: tuple(op for op in self.operators if op.index in found)
             for key, found in sorted(chosen.items())
@@ -280,11 +282,9 @@ class _Rounds:
             if all(maker is None or maker.index in of_inputs for maker in makers):
                 of_inputs.add(op.index)
         last_round: dict[int | None, int] = {}
-        for op in self.operators:
-            if op.index in rounds:
-                stage = self.stage[op.index]
-                last = max(last_round.get(stage, 0), rounds[op.index])
-                last_round[stage] = last
+        for index, number in rounds.items():
+            stage = self.stage[index]
+            last_round[stage] = max(last_round.get(stage, 0), number)
         first_read: dict[int, int] = {}
         for op in reversed(self.operators):
             stage = self.stage[op.index]
@@ -312,9 +312,9 @@ class _Rounds:
                 number = max(number, rounds[maker.index] + (made != stage))
         return number
 
-    def include(self, op: Operator, found: dict[int, Operator]) -> None:
+    def include(self, op: Operator, found: set[int]) -> None:
         """The operator, and the scalar ones it needs, made again on every stage."""
-        found[op.index] = op
+        found.add(op.index)
         for tensor in tensors_of(op.operands):
             maker = self.made_by.get(tensor)
             if maker is not None and self.stage[maker.index] is None:
@@ -333,3 +333,138 @@ class _Rounds:
         if isinstance(operand, int):
             return array_home.get(operand, self.given.get(operand, self.last))
         return self.last
+
+
+def sum_by_stage(
+    graph: OpGraph, stage_of_operator: Callable[[Operator], int | None]
+) -> tuple[OpGraph, dict[int, int]]:
+    """The graph with sums of scalars added stage by stage, and the stage of new sums.
+
+    `stage_of_operator` gives the stage of what makes the addends, None if every stage
+    can. Values are the same up to rounding.
+    """
+    block = graph.blocks[0]
+    trees, inner = _scalar_sums(block, stage_of_operator)
+    if not trees:
+        return graph, {}
+    tensors, operators = list(graph.tensors), list[Operator]()
+    stage_of: dict[int, int] = {}
+    first = 1 + max(op.index for op in graph.operators())
+
+    def add(like: Operator, stage: int | None, left: Operand, right: Operand) -> int:
+        number = len(tensors) - len(graph.tensors)
+        name, index = f"{like.name}+{number}", len(tensors)
+        tensors.append(Tensor(index, name, like.result_types[0], like.block))
+        made = {"operands": (left, right), "results": (index,)}
+        operators.append(replace(like, index=first + number, name=name, **made))
+        if stage is not None:
+            stage_of[first + number] = stage
+        return index
+
+    for op in block.operators:
+        if op.index in inner:
+            continue
+        totals: list[Operand] = []
+        for stage, addends in trees.get(op.index, {}).items():
+            if stage is not None:
+                addends = [functools.reduce(functools.partial(add, op, stage), addends)]
+            totals.extend(addends)
+        if totals:
+            *others, last = totals
+            total = functools.reduce(functools.partial(add, op, None), others)
+            op = replace(op, operands=(total, last))
+        operators.append(op)
+    blocks = (replace(block, operators=tuple(operators)), *graph.blocks[1:])
+    return replace(graph, tensors=tuple(tensors), blocks=blocks), stage_of
+
+
+def _scalar_sums(
+    block: Block, stage_of_operator: Callable[[Operator], int | None]
+) -> tuple[dict[int, dict[int | None, list[Operand]]], set[int]]:
+    """Sums whose addends two stages or more have, and one several; and their parts.
+
+    The addends are by the last operator of the sum and by stage, through the sums that
+    only this one reads, whose operators come second.
+    """
+    made_by = {t: op for op in block.operators for t in op.results}
+    reader = {t: op for op in block.operators for t in tensors_of(op.operands)}
+    num_reads = Counter([*read_by(block.operators), *tensors_of(block.outputs)])
+
+    def part(operand: Operand) -> Operator | None:
+        """The sum that an addend is, if nothing but another sum reads it."""
+        maker = made_by.get(operand) if isinstance(operand, int) else None
+        is_part = (
+            maker is not None
+            and _is_sum(maker)
+            and num_reads[operand] == 1
+            and operand in reader
+            and _is_sum(reader[operand])
+        )
+        return maker if is_part else None
+
+    trees: dict[int, dict[int | None, list[Operand]]] = {}
+    inner: set[int] = set()
+    for op in block.operators:
+        if not _is_sum(op) or part(op.results[0]) is not None:
+            continue
+        found: dict[int | None, list[Operand]] = {}
+        own, waiting = set[int](), list(reversed(op.operands))
+        while waiting:
+            operand = waiting.pop()
+            if (addend := part(operand)) is not None:
+                own.add(addend.index)
+                waiting.extend(reversed(addend.operands))
+                continue
+            maker = made_by.get(operand) if isinstance(operand, int) else None
+            stage = None if maker is None else stage_of_operator(maker)
+            found.setdefault(stage, []).append(operand)
+        of_stages = [len(each) for stage, each in found.items() if stage is not None]
+        if len(of_stages) > 1 and max(of_stages) > 1:
+            trees[op.index] = found
+            inner |= own
+    return trees, inner
+
+
+def _is_sum(op: Operator) -> bool:
+    """Whether an operator adds two scalars."""
+    if op.kind not in ("add", "add_any"):
+        return False
+    (kind,) = op.result_types
+    return not kind.shape and is_inexact(kind)
+
+
+def torn_update(
+    graph: OpGraph, small: Iterable[int], ends: tuple[int, int], stages: tuple[int, int]
+) -> NotImplementedError:
+    """The update joins the arrays `ends` of two `stages`: by what, and where.
+
+    `small` are the tensors that may cross stages.
+    """
+    apart, links = set(small), networkx.Graph()
+    for op in graph.blocks[0].operators:
+        for tensor in {*tensors_of(op.operands), *op.results} - apart:
+            links.add_edge(("tensor", tensor), ("operator", op.index))
+    for each in graph.inputs:
+        after = None if each.output is None else graph.outputs[each.output]
+        if isinstance(after, int) and not {after, each.tensor} & apart:
+            links.add_edge(("tensor", each.tensor), ("tensor", after))
+    source, target = (("tensor", tensor) for tensor in ends)
+    path = networkx.shortest_path(links, source, target)
+    shared = min(
+        (graph.tensors[index] for kind, index in path if kind == "tensor"),
+        key=lambda tensor: tensor.type.bytes,
+    )
+    names = [graph.tensors[tensor].name for tensor in ends]
+    op = next(
+        op
+        for op in graph.blocks[0].operators
+        if shared.index in (*op.operands, *op.results)
+    )
+    return NotImplementedError(
+        f"Each stage updates its own arrays, and only scalars cross, but {names[0]} of "
+        f"stage {stages[0]} and {names[1]} of stage {stages[1]} meet in the update "
+        f"through {shared.name}, {shared.type}, which {op.name!r} at "
+        f"{op.source or 'an unknown line'} touches. Make what they share a scalar (for "
+        f"an ensemble, jax.vmap the gradients alone and have one optimizer for all "
+        f"members), or use autopar.ShardParallel()."
+    )

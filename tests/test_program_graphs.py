@@ -10,9 +10,9 @@ import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.graph.op_graph import OpGraph
 from autopar.options import check_options
-from autopar.pipelines.equal_programs import fingerprint
-from autopar.pipelines.piece_graphs import graph_of_piece, traced
+from autopar.pipelines.cut_programs import program_graph, traced
 from autopar.pipelines.pipeline_plan import PlannedPipeline, plan_pipeline
+from autopar.pipelines.program_plans import fingerprint
 from benchmarks.models import build
 
 
@@ -46,16 +46,16 @@ def test_parts_of_the_graph_are_what_tracing_gives(
     workload = build(model, **config)
     method = autopar.PipelineParallel(3, 2, schedule, stage_meshes=["x:1"] * 3)
     found = planned(workload.step, workload.abstract(), method)
-    for each in found.pieces:
-        piece, parts = each.piece, found.parts
-        graph = parts.apply if piece.kind == "apply" else parts.microbatch
+    for each in found.programs:
+        program, parts = each.cut, found.made.parts
+        graph = parts.apply if program.kind == "apply" else parts.microbatch
         ties = tuple(i.output for i in each.graph.inputs)
-        quick = graph_of_piece(piece, graph, ties).graph
-        slow = traced(piece, graph, ties)
+        quick = program_graph(program, graph, ties)
+        slow = traced(program, graph, ties)
         assert names_of(quick) == names_of(slow)
         assert fingerprint(quick) == fingerprint(slow)
         for own, other in zip(quick.operators(), slow.operators(), strict=True):
-            assert other.source in ("", own.source) or "piece_graphs" in other.source
+            assert other.source in ("", own.source) or "cut_programs" in other.source
             assert own.eqn.primitive is other.eqn.primitive
 
 

@@ -1,21 +1,24 @@
-"""Which values of a step come in pieces when its scans over layers are cut by length.
+"""Which values of a step come in chunks when its scans over layers are cut by length.
 
-A scan of 12 layers that is cut into [4, 8] reads its stacked inputs in two pieces and
-stacks its results in two. From there pieces spread by the same rules that split
-operators over devices: elementwise work, casts, reductions, broadcasts run piece by
-piece, on whatever dim the layers lie. What has no such form reads the whole, and so
+A scan of 12 layers that is cut into [4, 8] reads its stacked inputs in two chunks and
+stacks its results in two. From there chunks spread by the same rules that split
+operators over devices: elementwise work, casts, reductions, broadcasts run chunk by
+chunk, on whatever dim the layers lie. What has no such form reads the whole, and so
 does what reads forward values of the batch, which several scans may stack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..graph.build_graph import BARRIER, PINS, SCAN, STRUCTURED
 from ..graph.dependencies import tensors_of
-from ..graph.op_graph import Constant, Operand, Operator, OpGraph
+from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
+from ..planner.strategies import is_heavy_operator
+from ..rematerialisation.phases import Phases, sliced_operands, stacked_results
 from ..rules.base import Factor, factors_of
+from ..rules.elementwise import is_zero
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
 
 PASSING = (BARRIER, *PINS)  # results are the operands
@@ -24,7 +27,7 @@ _JOINED = (SUM, MAX, MIN)
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor in pieces along `dim`: `lengths[k]` layers are in piece k."""
+    """A tensor in chunks along `dim`: `lengths[k]` layers are in chunk k."""
 
     dim: int
     lengths: tuple[int, ...]
@@ -34,7 +37,7 @@ class Cut:
         return sum(self.lengths)
 
     def borders(self) -> tuple[tuple[int, int], ...]:
-        """The first layer of each piece and the first behind it."""
+        """The first layer of each chunk and the first behind it."""
         ends = [sum(self.lengths[: k + 1]) for k in range(len(self.lengths))]
         return tuple(
             (end - length, end) for end, length in zip(ends, self.lengths, strict=True)
@@ -42,13 +45,13 @@ class Cut:
 
 
 @dataclass
-class PieceFlow:
+class ChunkFlow:
     """Cuts of the tensors of the outermost block, found by walks until none changes.
 
     `lengths` are those of the scans over layers, by operator; `fixed` are inputs that
     stay whole: those of an initialiser, or of a step (`is_step`) the batch, and then
     `examples` are what the forward pass makes of it. A reader that needs a value in
-    pieces asks whoever makes it, back to the inputs, so that a parameter, its cast and
+    chunks asks whoever makes it, back to the inputs, so that a parameter, its cast and
     its moments are cut alike.
     """
 
@@ -66,12 +69,8 @@ class PieceFlow:
         operators = self.graph.blocks[0].operators
         self.made = {t for op in operators for t in op.results}
         self.examples = set(self.fixed) if self.is_step else set[int]()
-        backward = set[int]()
-        for op in operators:
-            reads = tensors_of(op.operands)
-            if "transpose(" in op.name or not backward.isdisjoint(reads):
-                backward.update(op.results)
-            elif not self.examples.isdisjoint(reads):
+        for op in Phases.of(self.graph.blocks[0]).forward:
+            if self.reads_examples(op):
                 self.examples.update(op.results)
 
     def run(self) -> None:
@@ -114,33 +113,23 @@ class PieceFlow:
         return known[0].lengths if known else None
 
     def match(self, op: Operator, lengths: tuple[int, ...]) -> Factor | None:
-        """The factor that keeps all pieces; whole operands can be cut for it."""
+        """The factor that keeps all chunks; whole operands can be cut for it."""
         if op.kind == "conv_general_dilated":
             return None  # its groups are dealt out in equal parts only
-        has = [
-            cut.dim if cut is not None and cut.lengths == lengths else None
-            for cut in map(self.cut_of, op.operands)
-        ]
+        cuts = map(self.cut_of, op.operands)
+        has = [cut.dim if cut and cut.lengths == lengths else None for cut in cuts]
         asked = [self.wanted[t].dim if t in self.wanted else None for t in op.results]
+        is_cut = any(dim is not None for dim in has)
         found = [
             factor
             for factor in factors_of(op)
-            if self.is_piecewise(op, factor, sum(lengths))
-            and all(
-                dim in (None, state)
-                for dim, state in zip(has, factor.operands, strict=True)
-            )
-            and (
-                any(dim is not None for dim in has)
-                or all(
-                    dim in (None, state)
-                    for dim, state in zip(asked, factor.results, strict=True)
-                )
-            )
+            if self.is_chunkwise(op, factor, sum(lengths))
+            and _keeps(has, factor.operands)
+            and (is_cut or _keeps(asked, factor.results))
         ]
         return min(found, key=lambda f: _num_cut(has, f), default=None)
 
-    def is_piecewise(self, op: Operator, factor: Factor, num_layers: int) -> bool:
+    def is_chunkwise(self, op: Operator, factor: Factor, num_layers: int) -> bool:
         """Whether a factor may be cut between any two of `num_layers`."""
         types = (*op.operand_types, *op.result_types)
         states = (*factor.operands, *factor.results)
@@ -158,7 +147,7 @@ class PieceFlow:
         )
 
     def take(self, op: Operator, factor: Factor, lengths: tuple[int, ...]) -> None:
-        """The operator runs piece by piece."""
+        """The operator runs chunk by chunk."""
         self.factor[op.index] = factor
         self.operator_lengths[op.index] = lengths
         for operand, state in zip(op.operands, factor.operands, strict=True):
@@ -169,7 +158,7 @@ class PieceFlow:
                 self.cut[result] = Cut(state, lengths)
 
     def visit_scan(self, op: Operator) -> None:
-        slices = op.operands[op.params["num_consts"] + op.params["num_carry"] :]
+        slices = sliced_operands(op)
         lengths = self.lengths_of(op, slices)
         self.scans.append(op)
         if lengths is None:
@@ -177,7 +166,7 @@ class PieceFlow:
         self.operator_lengths[op.index] = lengths
         for operand in slices:
             self.want(operand, Cut(0, lengths))
-        for result in op.results[op.params["num_carry"] :]:
+        for result in stacked_results(op):
             self.cut[result] = Cut(0, lengths)
 
     def lengths_of(
@@ -195,15 +184,18 @@ class PieceFlow:
         if not known or not self.examples.isdisjoint(op.results):
             return None
         read = set(tensors_of(slices))
-        shared = [len(read.intersection(_stacks(scan))) for scan in self.scans]
-        most = max(shared, default=0)
-        if most == 0:
+
+        def num_shared(scan: Operator) -> int:
+            values = (*sliced_operands(scan), *stacked_results(scan))
+            return len(read.intersection(tensors_of(values)))
+
+        nearest = max(reversed(self.scans), key=num_shared, default=None)
+        if nearest is None or num_shared(nearest) == 0:
             return known[0]
-        last = max(i for i, number in enumerate(shared) if number == most)
-        return self.operator_lengths.get(self.scans[last].index)
+        return self.operator_lengths.get(nearest.index)
 
     def want(self, operand: Operand, cut: Cut) -> None:
-        """A reader would have `operand` in pieces; the next walk may make it so."""
+        """A reader would have `operand` in chunks; the next walk may make it so."""
         if isinstance(operand, Constant) or operand in self.cut:
             return
         kind = self.graph.tensors[operand].type
@@ -214,13 +206,12 @@ class PieceFlow:
         self.wanted.setdefault(operand, cut)
 
     def tie_state(self) -> None:
-        """The next value of a leaf comes in the pieces that the leaf is taken in."""
+        """The next value of a leaf comes in the chunks that the leaf is taken in."""
         for graph_input in self.graph.inputs:
             if graph_input.output is None:
                 continue
             after = self.graph.outputs[graph_input.output]
-            before = self.cut_of(graph_input.tensor)
-            cut = self.cut_of(after)
+            before, cut = self.cut_of(graph_input.tensor), self.cut_of(after)
             if before is not None:
                 self.want(after, before)
             elif cut is not None and cut.dim == 0:
@@ -230,11 +221,9 @@ class PieceFlow:
         return self.cut.get(operand) if isinstance(operand, int) else None
 
 
-def _stacks(scan: Operator) -> list[int]:
-    """What a scan takes slices of, and what it stacks."""
-    params = scan.params
-    slices = scan.operands[params["num_consts"] + params["num_carry"] :]
-    return [*tensors_of(slices), *scan.results[params["num_carry"] :]]
+def _keeps(dims: Sequence[int | None], states: Sequence[State]) -> bool:
+    """Whether a factor cuts what is cut already along the dims that it has."""
+    return all(d in (None, state) for d, state in zip(dims, states, strict=True))
 
 
 def _num_cut(has: list[State | None], factor: Factor) -> tuple[int, int]:
@@ -244,3 +233,67 @@ def _num_cut(has: list[State | None], factor: Factor) -> tuple[int, int]:
         for dim, state in zip(has, factor.operands, strict=True)
     )
     return sliced, sum(state < 0 for state in factor.results)
+
+
+def accumulating_carries(graph: OpGraph, op: Operator) -> frozenset[int]:
+    """Carries of a scan that start at zero and that an iteration only adds to.
+
+    Each chunk of the scan may start such a sum at zero, and the sums are added.
+    """
+    made_by = {t: o for o in graph.blocks[op.block].operators for t in o.results}
+    body = graph.blocks[op.bodies[0]]
+    first = op.params["num_consts"]
+    return frozenset(
+        i
+        for i in range(op.params["num_carry"])
+        if _starts_at_zero(op.operands[first + i], made_by)
+        and _is_added_to(body.inputs[first + i], i, op, graph)
+    )
+
+
+def _starts_at_zero(operand: Operand, made_by: Mapping[int, Operator]) -> bool:
+    maker = made_by.get(operand) if isinstance(operand, int) else None
+    if maker is not None and maker.kind == "broadcast_in_dim":
+        return is_zero(maker.operands[0])
+    return is_zero(operand)
+
+
+def _is_added_to(tensor: int, carry: int, op: Operator, graph: OpGraph) -> bool:
+    """Whether a carry reaches its next value through sums, and nothing else."""
+    body = graph.blocks[op.bodies[0]]
+    while True:
+        readers = [o for o in body.operators for t in o.operands if t == tensor]
+        returned = [i for i, t in enumerate(body.outputs) if t == tensor]
+        if not readers:
+            return returned == [carry]
+        if returned or len(readers) > 1 or readers[0].kind not in ("add", "add_any"):
+            return False
+        (tensor,) = readers[0].results
+
+
+def unchanged_carries(graph: OpGraph, op: Operator) -> frozenset[int]:
+    """Carries that every iteration hands on as they are."""
+    body, first = graph.blocks[op.bodies[0]], op.params["num_consts"]
+    return frozenset(
+        i
+        for i in range(op.params["num_carry"])
+        if body.outputs[i] == body.inputs[first + i]
+    )
+
+
+def light_makers(body: Block, slices: Collection[int]) -> dict[int, Operator]:
+    """Operators of a body that are no products and read its `slices` alone, by result.
+
+    In executed order; what they make of a slice does not depend on other iterations.
+    """
+    known, makers = set(slices), {}
+    for op in body.operators:
+        is_light = op.kind not in STRUCTURED and not is_heavy_operator(op)
+        if (
+            is_light
+            and op.kind != "random_bits"
+            and known.issuperset(tensors_of(op.operands))
+        ):
+            known.update(op.results)
+            makers.update(dict.fromkeys(op.results, op))
+    return makers

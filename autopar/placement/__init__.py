@@ -1,1 +1,0 @@
-"""Every operator whole on one device, and which device that is."""
