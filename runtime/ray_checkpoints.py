@@ -35,11 +35,7 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True, eq=False)
 class RemoteSave:
-    """Leaves on workers that are being saved; their values are copied there already.
-
-    Raises:
-      HostLostError, WorkerError, RuntimeError: see `Workers.call`.
-    """
+    """Leaves on workers that are being saved; their values are copied there already."""
 
     leaves: tuple[DistributedArray, ...]
     tickets: Mapping[Keeper, int]

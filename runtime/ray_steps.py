@@ -42,7 +42,6 @@ from .ray_job import (
     cut_for_hosts,
     join_blocks,
 )
-from .ray_sources import source_number
 from .ray_workers import Workers, workers_of
 from .stored_arrays import StoredArray
 from .timeline import Event, Timeline
@@ -197,9 +196,6 @@ class RayJob:
 
         With `steps_ahead` it returns before the step is done, and what is to come is a
         `DistributedArray`, unless something is asked for that must be there.
-
-        Raises:
-          HostLostError, WorkerError, RuntimeError: see `Workers.call`.
         """
         workers, ends = self.workers, self.parts.ends
         with workers.one_step:
@@ -284,7 +280,7 @@ class RayJob:
             elif isinstance(array, StoredArray):
                 found.stored[i] = array
             elif isinstance(array, LoadedRows):
-                number = source_number(self.workers, array.source, group)
+                number = self.workers.source_number(array.source, group)
                 row = array.first, array.leaf, array.start, array.stride
                 found.loaded[i] = LoadedPart(number, *row)
             else:

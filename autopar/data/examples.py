@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..state.distributed_array import DistributedArray
+from ..state.distributed_array import DistributedArray, ReadWhenAsked
 from .batch_tree import BatchTree
 
 _MOST_SHUFFLED = 1 << 32  # 32 GiB of numbers; endless sources have more
@@ -130,7 +130,7 @@ class HostSource:
 
 
 @dataclass(frozen=True, eq=False)
-class LoadedRows:
+class LoadedRows(ReadWhenAsked):
     """Rows of one leaf of a batch, which whoever uses them reads from the source.
 
     Of the batch from example `first` on, row `start` and every `stride`-th after it. It
@@ -163,21 +163,9 @@ class LoadedRows:
         """Of a whole leaf, one row of so many, from one on."""
         return replace(self, start=start, stride=stride)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def values(self) -> np.ndarray:
         rows = self.start + self.stride * np.arange(self.shape[0])
-        whole = self.source.examples.rows(self.first, {self.leaf: rows})[self.leaf]
-        return whole if dtype is None else whole.astype(dtype)
-
-    def block_until_ready(self) -> LoadedRows:
-        """Does nothing: there is nothing to wait for."""
-        return self
-
-    def is_deleted(self) -> bool:
-        """Never: it can be read again."""
-        return False
-
-    def delete(self) -> None:
-        """Does nothing: this process does not hold it."""
+        return self.source.examples.rows(self.first, {self.leaf: rows})[self.leaf]
 
 
 def microbatches_of(leaf: Any, number: int) -> list[DistributedArray]:

@@ -26,6 +26,29 @@ class ArrayPiece(Protocol):
     def delete(self) -> None: ...
 
 
+class ReadWhenAsked:
+    """A piece whose values lie elsewhere and are read when they are wanted."""
+
+    def values(self) -> np.ndarray:
+        """All of it."""
+        raise NotImplementedError
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        whole = self.values()
+        return whole if dtype is None else whole.astype(dtype)
+
+    def block_until_ready(self) -> Any:
+        """Does nothing: there is nothing to wait for."""
+        return self
+
+    def is_deleted(self) -> bool:
+        """Never: it can be read again."""
+        return False
+
+    def delete(self) -> None:
+        """Does nothing: this process does not hold it."""
+
+
 class DistributedArray:
     """An array of remote hosts, or of pieces that lie on different meshes.
 
