@@ -21,8 +21,7 @@ from ..audit.audit import Audit, MemoryUse, audit
 from ..audit.compiled_collectives import collectives_on
 from ..audit.lowered_collectives import collectives_in_lowered
 from ..clusters.device_mesh import absent_mesh, stage_meshes
-from ..data.examples import microbatches_of
-from ..data.stage_rows import microbatches_on, stage_rows
+from ..data.examples import microbatches_of, microbatches_on, stage_rows
 from ..frontend.tracing import TracedFunction
 from ..graph.op_graph import TensorType
 from ..jax_compat import without_mesh
