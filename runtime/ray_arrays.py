@@ -168,5 +168,5 @@ class PendingArray(ReadWhenAsked):
 def is_on_workers(leaf: Any) -> bool:
     """Whether all of a leaf is kept by workers."""
     return isinstance(leaf, DistributedArray) and all(
-        isinstance(piece, RemoteArray) for piece in leaf.pieces
+        isinstance(chunk, RemoteArray) for chunk in leaf.chunks
     )

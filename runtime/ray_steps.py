@@ -272,8 +272,8 @@ class RayJob:
         found = _Inputs()
         for i, key in enumerate(self._inputs[group]):
             type_, array = self.parts.inputs[key], given[key]
-            if isinstance(array, DistributedArray) and len(array.pieces) == 1:
-                array = array.pieces[0]
+            if isinstance(array, DistributedArray) and len(array.chunks) == 1:
+                array = array.chunks[0]
             if isinstance(array, RemoteArray) and self._is_here(array, key):
                 array.check()
                 found.held[i] = array
@@ -391,11 +391,11 @@ class LoadedJob:
         """
         if self._job is None or self._job.workers.lost is not None:
             for array in given:
-                for piece in (
-                    array.pieces if isinstance(array, DistributedArray) else ()
+                for chunk in (
+                    array.chunks if isinstance(array, DistributedArray) else ()
                 ):
-                    if isinstance(piece, RemoteArray) and piece.keeper.lost is not None:
-                        piece.check()
+                    if isinstance(chunk, RemoteArray) and chunk.keeper.lost is not None:
+                        chunk.check()
             workers = workers_of(self._cluster, self._parts.groups.num_hosts)
             self._job = RayJob(workers, self._parts)
         return self._job

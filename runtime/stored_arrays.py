@@ -42,7 +42,7 @@ class StoredArray(ReadWhenAsked):
     """Rows of dim 0 of an array in a checkpoint, which whoever uses them reads.
 
     `spec` says as JSON where tensorstore finds the array, `rows` which part of its dim
-    0 this is; None: all. It is a piece of a `DistributedArray`.
+    0 this is; None: all. It is a chunk of a `DistributedArray`.
     """
 
     spec: str
@@ -151,7 +151,7 @@ def write_tile(path: Path, tile: Tile, data: np.ndarray) -> dict[str, Digest]:
 
 
 def moved(tile: Tile, rows: int) -> Tile:
-    """A tile of a piece that begins at some row of the whole."""
+    """A tile of a chunk that begins at some row of the whole."""
     return tuple(
         (start + rows, stop + rows) if dim == 0 else (start, stop)
         for dim, (start, stop) in enumerate(tile)

@@ -135,7 +135,7 @@ class LoadedRows(ReadWhenAsked):
     """Rows of one leaf of a batch, which whoever uses them reads from the source.
 
     Of the batch from example `first` on, row `start` and every `stride`-th after it. It
-    is a piece of a `DistributedArray`.
+    is a chunk of a `DistributedArray`.
     """
 
     source: HostSource
@@ -174,17 +174,17 @@ def microbatches_of(leaf: Any, number: int) -> list[DistributedArray]:
 
     Empty unless whoever uses it reads it from a source.
     """
-    piece = leaf.pieces[0] if isinstance(leaf, DistributedArray) else None
-    if not isinstance(piece, LoadedRows):
+    chunk = leaf.chunks[0] if isinstance(leaf, DistributedArray) else None
+    if not isinstance(chunk, LoadedRows):
         return []
-    return [DistributedArray((piece.every(number, m),)) for m in range(number)]
+    return [DistributedArray((chunk.every(number, m),)) for m in range(number)]
 
 
 @dataclass(frozen=True, eq=False)
 class StageRows(ReadWhenAsked):
     """Rows of one leaf, and the microbatches that are cut from them in their places.
 
-    `parts[m]` has the rows of microbatch m by the stage that reads them. It is a piece
+    `parts[m]` has the rows of microbatch m by the stage that reads them. It is a chunk
     of a `DistributedArray`.
     """
 
@@ -227,8 +227,8 @@ class StageRows(ReadWhenAsked):
 
 def stage_rows(leaf: Any) -> StageRows | None:
     """What a leaf is made of if it was placed for the stages of a pipeline."""
-    piece = leaf.pieces[0] if isinstance(leaf, DistributedArray) else None
-    return piece if isinstance(piece, StageRows) else None
+    chunk = leaf.chunks[0] if isinstance(leaf, DistributedArray) else None
+    return chunk if isinstance(chunk, StageRows) else None
 
 
 def microbatches_on(

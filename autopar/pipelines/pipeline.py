@@ -38,8 +38,8 @@ from ..microbatches.microbatch_runners import join_parts
 from ..microbatches.microbatches import Grain
 from ..planner.update_loops import Updates
 from ..sharding.spec import Spec, State
+from ..state.array_chunks import gather_leaf, join_leaf, on_auto_axes, split_leaf
 from ..state.distributed_array import DistributedArray, signature
-from ..state.leaf_pieces import gather_leaf, join_leaf, on_auto_axes, split_leaf
 from ..targets.target import Target
 from .chunked_step import ChunkedStep
 from .pipeline_plan import PlannedPipeline
