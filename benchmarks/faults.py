@@ -311,7 +311,7 @@ def main() -> None:
     parser.add_argument("--one-program", action="store_true", help="no pipeline")
     arguments = parser.parse_args()
     from autopar.clusters.virtual_devices import use_virtual_devices
-    from autopar.runtime.ray_local import local_ray_cluster
+    from autopar.runtime.ray_local import local_ray_hosts
 
     use_virtual_devices(8)
     faults = draw_faults(arguments.faults, arguments.seed, arguments.hung_every, 2)
@@ -319,8 +319,8 @@ def main() -> None:
         faults = tuple(
             fault for fault in faults if fault.phase in PHASES[:2] + PHASES[-2:]
         )
-    with local_ray_cluster(2, 4) as address:
-        print(measure(address, faults, is_pipeline=not arguments.one_program))
+    with local_ray_hosts(2, 4) as hosts:
+        print(measure(hosts.address, faults, is_pipeline=not arguments.one_program))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def measure(target: BenchStep, rounds: int) -> Measurement:
     import jax
 
     import autopar
-    from autopar.runtime.ray_local import local_ray_cluster
+    from autopar.runtime.ray_local import local_ray_hosts
 
     arguments = target.arguments()
     places = _fed(arguments, jax.eval_shape(target.step, *arguments))
@@ -89,8 +89,8 @@ def measure(target: BenchStep, rounds: int) -> Measurement:
         return times
 
     local = timed(None, jax.block_until_ready)
-    with local_ray_cluster(HOSTS, DEVICES) as address:
-        cluster = autopar.Cluster.ray(address)
+    with local_ray_hosts(HOSTS, DEVICES) as hosts:
+        cluster = autopar.Cluster.ray(hosts.address)
         remote = timed(cluster, autopar.fetch)
         planned = planned_bytes(target, cluster)
     there, here = (statistics.median(times[2:]) for times in (remote, local))

@@ -1,7 +1,7 @@
 """Save a state with Orbax, and restore it into the shardings of any other plan.
 
 A checkpoint is an ordinary one of Orbax: nested dicts by the names in a leaf's path,
-every leaf whole, whatever meshes or pieces it was saved from. Orbax writes into a
+every leaf whole, whatever meshes or chunks it was saved from. Orbax writes into a
 temporary directory and renames it, so one that was not finished is never taken for one.
 """
 
@@ -33,7 +33,7 @@ NUMBERS = (bool, int, float, complex)
 ABSTRACT = (jax.ShapeDtypeStruct, AbstractDistributedArray)
 _VALUES = (jax.Array, DistributedArray, np.ndarray, np.generic, *NUMBERS)
 _BARE = ("state",)  # the name of a state that is one leaf
-_IN_PIECES = (DistributedArray, AbstractDistributedArray)
+_IN_CHUNKS = (DistributedArray, AbstractDistributedArray)
 MARK = {"autopar": {"format": 1}}
 UNFINISHED = ".orbax-checkpoint-tmp"
 _SHOWN = 3
@@ -43,7 +43,7 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
     """Write a state to a new directory, as a checkpoint of Orbax.
 
     Each array is written by the devices that hold it; those of other hosts must share
-    the directory, and one in uneven pieces goes through this process. What is neither
+    the directory, and one in uneven chunks goes through this process. What is neither
     array nor number (a module's functions) is left out.
 
     Args:
@@ -112,7 +112,7 @@ def orbax_tree(stored: Mapping[Names, Any]) -> dict[str, Any]:
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
     """The state that `save`, or Orbax itself, wrote to a directory.
 
-    Each device reads its own part of an array only; that is so for one in pieces, too,
+    Each device reads its own part of an array only; that is so for one in chunks, too,
     but from a bucket. Other hosts read theirs when a step first takes them.
 
     Args:
@@ -135,10 +135,10 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
         stored = _stored_tree(checkpointer, directory)
         read = _with_elements(wanted)
         _check_alike(directory, wanted.paths, read, leaves_by_names(stored))
-        in_pieces = _read_in_pieces(directory, read)
+        in_chunks = _read_in_chunks(directory, read)
 
         def item(path: Any, kind: Any) -> Any:
-            return orbax.PLACEHOLDER if names_of(path) in in_pieces else kind
+            return orbax.PLACEHOLDER if names_of(path) in in_chunks else kind
 
         asked = tree_map_with_path(
             lambda path, _: _restore_args(orbax, read[names_of(path)]),
@@ -149,7 +149,7 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
             item=tree_map_with_path(item, stored, is_leaf=is_array), restore_args=asked
         )
         here = checkpointer.restore(directory, args=arguments)
-        found = {**leaves_by_names(here), **in_pieces}
+        found = {**leaves_by_names(here), **in_chunks}
     return wanted.replaced(
         {
             names: _placed(found[names], leaf, wanted.paths[names])
@@ -178,8 +178,8 @@ def check_state(
 def is_for_hosts(like: Any) -> bool:
     """Whether some leaf is to lie on other hosts."""
     for leaf in NamedLeaves(like).by_names.values():
-        pieces = leaf.pieces if isinstance(leaf, _IN_PIECES) else (leaf,)
-        if any(map(_is_elsewhere, pieces)):
+        chunks = leaf.chunks if isinstance(leaf, _IN_CHUNKS) else (leaf,)
+        if any(map(_is_elsewhere, chunks)):
             return True
     return False
 
@@ -190,11 +190,11 @@ def _with_elements(leaves: NamedLeaves) -> dict[Names, Any]:
 
 
 def _stored_form(leaf: Any) -> Any:
-    """A leaf as Orbax takes it: one in pieces here is put together on this host."""
+    """A leaf as Orbax takes it: one in chunks here is put together on this host."""
     if not isinstance(leaf, DistributedArray) or is_on_workers(leaf):
         return leaf
-    is_whole = len(leaf.pieces) == 1 and isinstance(leaf.pieces[0], jax.Array)
-    return leaf.pieces[0] if is_whole else np.asarray(leaf)
+    is_whole = len(leaf.chunks) == 1 and isinstance(leaf.chunks[0], jax.Array)
+    return leaf.chunks[0] if is_whole else np.asarray(leaf)
 
 
 def _check_readable(paths: Mapping[Names, str], leaves: Mapping[Names, Any]) -> None:
@@ -303,8 +303,8 @@ def _placed(value: Any, like: Any, path: str) -> Any:
         return type(like)(value)
     if isinstance(like, np.generic):
         return like.dtype.type(value)
-    if isinstance(like, _IN_PIECES):
-        return _in_pieces(np.asarray(value), like)
+    if isinstance(like, _IN_CHUNKS):
+        return _in_chunks(np.asarray(value), like)
     if _is_key(like):
         if not _is_key(value):  # raw data, as older code saved it
             return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like))
@@ -318,21 +318,21 @@ def _placed(value: Any, like: Any, path: str) -> Any:
     return value
 
 
-def _read_in_pieces(
+def _read_in_chunks(
     directory: str, wanted: Mapping[Names, Any]
 ) -> dict[Names, DistributedArray]:
-    """The leaves in pieces, and those that other hosts read at the next step."""
+    """The leaves in chunks, and those that other hosts read at the next step."""
     found: dict[Names, DistributedArray] = {}
     for names, leaf in wanted.items() if not _is_remote(directory) else ():
-        pieces = leaf.pieces if isinstance(leaf, _IN_PIECES) else (leaf,)
-        homes = [getattr(piece, "sharding", None) for piece in pieces]
-        is_here = isinstance(leaf, _IN_PIECES) and all(map(_has_devices, homes))
-        if _is_key(leaf) or not (is_here or all(map(_is_elsewhere, pieces))):
+        chunks = leaf.chunks if isinstance(leaf, _IN_CHUNKS) else (leaf,)
+        homes = [getattr(chunk, "sharding", None) for chunk in chunks]
+        is_here = isinstance(leaf, _IN_CHUNKS) and all(map(_has_devices, homes))
+        if _is_key(leaf) or not (is_here or all(map(_is_elsewhere, chunks))):
             continue
         name, (shape, dtype) = ".".join(names), data_type(leaf)
         parts: list[Any] = [stored_array(Path(directory), name, shape, dtype)]
-        if len(pieces) > 1:
-            ends = itertools.accumulate((p.shape[0] for p in pieces), initial=0)
+        if len(chunks) > 1:
+            ends = itertools.accumulate((p.shape[0] for p in chunks), initial=0)
             parts = [parts[0].cut(*rows) for rows in itertools.pairwise(ends)]
         if is_here:
             places = zip(parts, homes, strict=True)
@@ -341,12 +341,12 @@ def _read_in_pieces(
     return found
 
 
-def _is_elsewhere(piece: Any) -> bool:
-    """Whether a piece of a leaf lies, or is to lie, on other hosts."""
-    if isinstance(piece, RemoteArray | StoredArray):
+def _is_elsewhere(chunk: Any) -> bool:
+    """Whether a chunk of a leaf lies, or is to lie, on other hosts."""
+    if isinstance(chunk, RemoteArray | StoredArray):
         return True
-    return isinstance(getattr(piece, "sharding", None), jax.sharding.Sharding) and (
-        not _has_devices(piece.sharding)
+    return isinstance(getattr(chunk, "sharding", None), jax.sharding.Sharding) and (
+        not _has_devices(chunk.sharding)
     )
 
 
@@ -356,12 +356,12 @@ def _has_devices(sharding: Any) -> bool:
     return is_one and not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
 
 
-def _in_pieces(whole: np.ndarray, like: Any) -> Any:
-    """An array of a bucket in the pieces of `like`; whole if some lie elsewhere."""
-    shardings = [piece.sharding for piece in like.pieces]
+def _in_chunks(whole: np.ndarray, like: Any) -> Any:
+    """An array of a bucket in the chunks of `like`; whole if some lie elsewhere."""
+    shardings = [chunk.sharding for chunk in like.chunks]
     if not all(map(_has_devices, shardings)):
         return whole  # the step that takes it moves it there
-    ends = itertools.accumulate(piece.shape[0] for piece in like.pieces[:-1])
+    ends = itertools.accumulate(chunk.shape[0] for chunk in like.chunks[:-1])
     parts = np.split(whole, [*ends]) if len(shardings) > 1 else [whole]
     return DistributedArray([*map(jax.device_put, parts, shardings)])
 

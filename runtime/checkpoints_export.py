@@ -119,8 +119,8 @@ def _write(file: BinaryIO, header: Mapping[str, Any]) -> None:
 def _whole(leaf: Any) -> np.ndarray:
     """All of a leaf in this process."""
     if isinstance(leaf, DistributedArray):
-        pieces = [_whole(piece) for piece in leaf.pieces]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        chunks = [_whole(chunk) for chunk in leaf.chunks]
+        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
     if not isinstance(leaf, jax.Array):
         return np.asarray(leaf)
     if not leaf.is_fully_addressable:

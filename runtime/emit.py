@@ -37,10 +37,11 @@ def emit(program: PipelineProgram, schedule: Schedule) -> tuple[InstructionList,
     """What every submesh does in a step of `program`, in the order of `schedule`.
 
     Raises:
-      ValueError: the schedule is for other stages or microbatches, a slot is read that
-        nothing makes, or before it is made, or after its buffer was donated.
+      ValueError: by the schedule a slot is read before it is made, or nothing makes it.
     """
-    _check_sizes(program, schedule)
+    wanted = program.num_stages, program.num_microbatches
+    given = schedule.num_stages, schedule.num_microbatches
+    assert wanted == given, f"{schedule.name!r} has {given} and not {wanted}"
     flow = _Flow(program, schedule)
     flow.check_results()
     sending = [list(flow.with_sends(runs)) for runs in flow.runs_by_row]
@@ -148,18 +149,10 @@ class _Flow:
         return frozenset(made_by_apply | lasting)
 
     def value(self, slot: str, task: Task) -> Value:
-        if slot not in self.program.slots:
-            raise ValueError(
-                f"stage programs read and write declared slots, but a program of {task}"
-                f" names {slot!r}; add it to the slots."
-            )
+        assert slot in self.program.slots, f"a program of {task} names {slot!r}"
         if slot in self.once_a_step:
             return Value(slot)
-        if task.microbatch is None:
-            raise ValueError(
-                f"an apply program reads what exists once a step, but {task} reads "
-                f"{slot!r}, which is made once a microbatch; make it a gradient slot."
-            )
+        assert task.microbatch is not None, f"{task} reads {slot!r} of a microbatch"
         return Value(slot, task.microbatch)
 
     def home(self, value: Value) -> int:
@@ -226,12 +219,8 @@ class _Flow:
             stage = instruction.task.stage
             for value in instruction.inputs:
                 home = self.home(value)
-                if home == stage and value in updated:
-                    raise ValueError(
-                        f"state is read as the step began with it, but "
-                        f"{instruction.name} reads {value}, which stage {home} has "
-                        f"updated; let the program that updates it come last."
-                    )
+                is_old = home == stage and value in updated
+                assert not is_old, f"{instruction.name} reads {value} as it was before"
                 if (stage, value) in held:
                     continue
                 if home == stage and self.kind(value) == "gradient":
@@ -280,17 +269,10 @@ class _Flow:
 
     def _check_written(self, value: Value, run: Run) -> None:
         home, kind = self.home(value), self.kind(value)
-        if home != run.task.stage or kind == "batch":
-            raise ValueError(
-                f"a slot is made by its own stage, and batch slots from outside, but "
-                f"{run.name} makes the {kind} slot {value} of stage {home}; declare a "
-                f"slot for it."
-            )
-        if kind != "gradient" and self.last_writer[value] != run:
-            raise ValueError(
-                f"a slot that is no gradient is made once, but {value} is made by "
-                f"{run.name} and {self.last_writer[value]}; give each its own slot."
-            )
+        is_own = home == run.task.stage and kind != "batch"
+        assert is_own, f"{run.name} makes the {kind} slot {value} of stage {home}"
+        last = self.last_writer[value]
+        assert kind == "gradient" or last == run, f"{run.name} and {last} make {value}"
 
     def with_frees(self, row: Sequence[Instruction]) -> Iterator[Instruction]:
         """Adds frees, walking backwards: the first use met is the last one."""
@@ -320,22 +302,8 @@ class _Flow:
         for position in self.program.programs[run.program].donated:
             value = run.inputs[position]
             is_read_again = (run.task.stage, value) in live and value not in run.outputs
-            if is_read_again or run.inputs.count(value) > 1:
-                raise ValueError(
-                    f"a donated buffer has no later reader, but {run.name} donates "
-                    f"{value}, which is read again; do not donate input {position}."
-                )
-
-
-def _check_sizes(program: PipelineProgram, schedule: Schedule) -> None:
-    wanted = (program.num_stages, program.num_microbatches)
-    given = (schedule.num_stages, schedule.num_microbatches)
-    if wanted != given:
-        raise ValueError(
-            f"a schedule is made for the stages and microbatches of its program, "
-            f"{wanted[0]} and {wanted[1]}, but {schedule.name!r} has {given[0]} and "
-            f"{given[1]}; make it for those of the program."
-        )
+            is_once = not is_read_again and run.inputs.count(value) == 1
+            assert is_once, f"{run.name} donates {value}, which is read again"
 
 
 def _channels(

@@ -71,7 +71,7 @@ class LocalExecutable:
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Flat outputs of one step.
 
-        Leaves on other devices or in other shardings are moved first, those in pieces
+        Leaves on other devices or in other shardings are moved first, those in chunks
         through this process. The same buffer may come several times: all but the first
         are copied before they are donated.
 
@@ -282,7 +282,7 @@ def _is_weak(leaf: Any) -> bool:
 def _place(leaf: Any, home: jax.sharding.NamedSharding) -> str:
     """Where a leaf lies, as far as it differs from `home`."""
     if isinstance(leaf, DistributedArray):
-        return f"{len(leaf.pieces)} pieces"
+        return f"{len(leaf.chunks)} chunks"
     spec = getattr(leaf.sharding, "spec", leaf.sharding)
     is_here = leaf.sharding.device_set == home.device_set
     return str(spec) if is_here else f"{spec} on {leaf.sharding.num_devices} devices"

@@ -12,7 +12,7 @@ import numpy as np
 
 from autopar.errors import HostLostError
 from autopar.lowering.exported_program import ShardedType
-from autopar.state.distributed_array import DistributedArray
+from autopar.state.distributed_array import DistributedArray, ReadWhenAsked
 
 from .instructions import Held
 from .stored_arrays import Digest, Writing
@@ -40,11 +40,7 @@ class PendingStep:
         self._end: StepEnd | None = None
 
     def wait(self) -> StepEnd:
-        """The end of the step.
-
-        Raises:
-          HostLostError, WorkerError, RuntimeError: see `Workers.call`.
-        """
+        """The end of the step."""
         with self._lock:
             if self._end is None:
                 self._end = self._finish()
@@ -66,7 +62,7 @@ class Keeper(Protocol):
     ) -> dict[str, Digest]: ...
 
 
-class RemoteArray:
+class RemoteArray(ReadWhenAsked):
     """A handle to an array that one group of workers keeps under a number.
 
     Its memory there is freed when the handle is collected, with the next call that
@@ -88,10 +84,10 @@ class RemoteArray:
         self._taken_by: PendingStep | None = None
         self._is_deleted = False
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def values(self) -> np.ndarray:
+        """All of it, sent here."""
         self.check()
-        whole = self.keeper.fetch(self.number, self.group, self.type)
-        return whole if dtype is None else whole.astype(dtype)
+        return self.keeper.fetch(self.number, self.group, self.type)
 
     def block_until_ready(self) -> RemoteArray:
         """Wait for the step that makes it."""
@@ -151,33 +147,26 @@ class RemoteArray:
             )
 
 
-class PendingArray:
-    """A result of a step under way; a piece of a `DistributedArray`."""
+class PendingArray(ReadWhenAsked):
+    """A result of a step under way; this process keeps it."""
 
     def __init__(self, step: PendingStep, key: Held, type_: ShardedType) -> None:
         self._step, self._key = step, key
         self.shape, self.dtype = type_.shape, np.dtype(type_.dtype)
         self.sharding = "on its way to this process"
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        whole = np.asarray(self._step.wait().results[self._key])
-        return whole if dtype is None else whole.astype(dtype)
+    def values(self) -> np.ndarray:
+        """All of it, when the step is done."""
+        return np.asarray(self._step.wait().results[self._key])
 
     def block_until_ready(self) -> PendingArray:
         """Wait for the step."""
         self._step.wait()
         return self
 
-    def is_deleted(self) -> bool:
-        """Never: this process keeps it."""
-        return False
-
-    def delete(self) -> None:
-        """Does nothing: it is freed when nobody refers to it."""
-
 
 def is_on_workers(leaf: Any) -> bool:
     """Whether all of a leaf is kept by workers."""
     return isinstance(leaf, DistributedArray) and all(
-        isinstance(piece, RemoteArray) for piece in leaf.pieces
+        isinstance(chunk, RemoteArray) for chunk in leaf.chunks
     )

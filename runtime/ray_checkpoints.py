@@ -35,11 +35,7 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True, eq=False)
 class RemoteSave:
-    """Leaves on workers that are being saved; their values are copied there already.
-
-    Raises:
-      HostLostError, WorkerError, RuntimeError: see `Workers.call`.
-    """
+    """Leaves on workers that are being saved; their values are copied there already."""
 
     leaves: tuple[DistributedArray, ...]
     tickets: Mapping[Keeper, int]
@@ -48,9 +44,9 @@ class RemoteSave:
     def begin(leaves: Sequence[DistributedArray]) -> RemoteSave:
         """Have the workers copy leaves; when it returns these may be donated."""
         by_keeper: dict[Keeper, list[RemoteArray]] = {}
-        for piece in itertools.chain(*(leaf.pieces for leaf in leaves)):
-            assert isinstance(piece, RemoteArray)
-            by_keeper.setdefault(piece.keeper, []).append(piece)
+        for chunk in itertools.chain(*(leaf.chunks for leaf in leaves)):
+            assert isinstance(chunk, RemoteArray)
+            by_keeper.setdefault(chunk.keeper, []).append(chunk)
         tickets = {keeper: keeper.copy_out(own) for keeper, own in by_keeper.items()}
         return RemoteSave(tuple(leaves), tickets)
 
@@ -60,14 +56,14 @@ class RemoteSave:
         writings = {keeper: [] for keeper in self.tickets}
         for leaf, path in zip(self.leaves, paths, strict=True):
             tiles, first = [], 0
-            for piece in leaf.pieces:
-                assert isinstance(piece, RemoteArray)
-                for device in range(piece.type.num_devices):
-                    tile = [(p.start, p.stop) for p in piece.type.tile(device)]
+            for chunk in leaf.chunks:
+                assert isinstance(chunk, RemoteArray)
+                for device in range(chunk.type.num_devices):
+                    tile = [(p.start, p.stop) for p in chunk.type.tile(device)]
                     tiles.append(moved(tuple(tile), first))
-                writing = Writing(piece.number, str(path), first)
-                writings[piece.keeper].append((piece.group, writing))
-                first += piece.shape[0] if piece.shape else 0
+                writing = Writing(chunk.number, str(path), first)
+                writings[chunk.keeper].append((chunk.group, writing))
+                first += chunk.shape[0] if chunk.shape else 0
             create_array(path, leaf.shape, leaf.dtype, chunk_shape(tiles))
         digests: dict[str, Digest] = {}
         for keeper, own in writings.items():

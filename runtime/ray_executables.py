@@ -84,7 +84,6 @@ class RayExecutable:
 
         Raises:
           SignatureChanged: other shapes or dtypes than those planned for.
-          HostLostError, WorkerError, RuntimeError: see `Workers.call`.
         """
         refuse_traced(leaves)
         types = zip(leaves, self.program.argument_types, strict=True)
@@ -160,9 +159,6 @@ class RayPipelineExecutable:
 
         State comes back as handles to arrays of the workers, also what was given as
         ordinary arrays.
-
-        Raises:
-          HostLostError, WorkerError, RuntimeError: see `Workers.call`.
         """
         new_state, results, _ = self._step(state, batch, is_recorded=False)
         return new_state, results

@@ -166,6 +166,7 @@ class HostFacts:
     """What a worker says of itself: versions must be alike on all hosts."""
 
     address: str
+    free_port: int
     process_id: int
     python: str
     jax: str

@@ -50,22 +50,13 @@ class LocalHosts:
 
 
 @contextmanager
-def local_ray_cluster(num_hosts: int, devices_per_host: int) -> Iterator[str]:
-    """Virtual hosts with virtual CPU devices; gives the cluster's address.
-
-    All its processes end with the context.
+def local_ray_hosts(num_hosts: int, devices_per_host: int) -> Iterator[LocalHosts]:
+    """Virtual hosts with virtual CPU devices; all their processes end with the context.
 
     Raises:
       ValueError: a number below one.
       ImportError: ray is not installed.
     """
-    with local_ray_hosts(num_hosts, devices_per_host) as hosts:
-        yield hosts.address
-
-
-@contextmanager
-def local_ray_hosts(num_hosts: int, devices_per_host: int) -> Iterator[LocalHosts]:
-    """As `local_ray_cluster`, but hosts can be added and killed."""
     for name, count in (("hosts", num_hosts), ("devices per host", devices_per_host)):
         if count < 1:
             raise ValueError(

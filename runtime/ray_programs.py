@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -163,26 +164,24 @@ def zeros_of(type_: ShardedType) -> Callable[[], jax.Array]:
     )
 
 
-class Resharding:
-    """Programs that copy arrays or bring them into other shardings, each made once."""
+def brought(array: jax.Array, type_: ShardedType) -> jax.Array:
+    """The array itself if it lies as the type says, else a copy that does."""
+    sharding = sharding_of(type_)
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
+        return array
+    if array.sharding.device_set != sharding.device_set:
+        return jax.device_put(array, sharding)  # another submesh of this host
+    return copied(array, sharding)
 
-    def __init__(self) -> None:
-        self._programs: dict[Sharding, Any] = {}
 
-    def bring(self, array: jax.Array, type_: ShardedType) -> jax.Array:
-        """The array itself if it lies as the type says, else a copy that does."""
-        sharding = sharding_of(type_)
-        if array.sharding.is_equivalent_to(sharding, array.ndim):
-            return array
-        if array.sharding.device_set != sharding.device_set:
-            return jax.device_put(array, sharding)  # another submesh of this host
-        return self.copy(array, sharding)
+def copied(array: jax.Array, sharding: Sharding) -> jax.Array:
+    """A copy, made by the devices of the group together."""
+    return _copying(sharding)(array)
 
-    def copy(self, array: jax.Array, sharding: Sharding) -> jax.Array:
-        """A copy, made by the devices of the group together."""
-        if sharding not in self._programs:
-            self._programs[sharding] = jax.jit(jnp.copy, out_shardings=sharding)
-        return self._programs[sharding](array)
+
+@cache
+def _copying(sharding: Sharding) -> Any:
+    return jax.jit(jnp.copy, out_shardings=sharding)
 
 
 def run_elsewhere(_: Sequence[Any]) -> Sequence[Any]:

@@ -8,71 +8,26 @@ read of the next ones, too, so that they are there when the next steps ask.
 from __future__ import annotations
 
 import io
-import logging
 import mmap
 import pickle
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar.data.examples import Examples, HostSource
+from autopar.data.examples import Examples
 from autopar.lowering.exported_program import ShardedType
 
 from .ray_hosts import import_ray
 from .ray_job import LoadedPart
 from .ray_programs import sharding_of
 
-_log = logging.getLogger("autopar")
 _Arrays = dict[int, jax.Array]  # by the position of the input
-# Under which number each group of hosts has a source.
-SourceNumbers = weakref.WeakKeyDictionary[HostSource, dict[int, int]]
-
-
-class Readers(Protocol):
-    """The workers that read sources."""
-
-    sources: SourceNumbers
-
-    def ranks_of(self, group: int) -> range: ...
-    def new_number(self) -> int: ...
-    def forget(self, number: int, group: int) -> None: ...
-    def call(
-        self, method: str, arguments: Mapping[int, tuple[Any, ...]]
-    ) -> Sequence[Any]: ...
-
-
-def source_number(workers: Readers, source: HostSource, group: int) -> int:
-    """The number under which a group of hosts has a source, which is sent if new.
-
-    They forget it when it is collected here.
-
-    Raises:
-      WorkerError: a host cannot import what it is made of.
-      HostLostError, RuntimeError: see `Workers.call`.
-    """
-    numbers = workers.sources.setdefault(source, {})
-    if group not in numbers:
-        number = workers.new_number()
-        given = number, source.packed, source.num_ahead, source.end
-        workers.call("open_source", dict.fromkeys(workers.ranks_of(group), given))
-        numbers[group] = number
-        weakref.finalize(source, _forget, weakref.ref(workers), number, group)
-        name = type(source.examples.source).__name__
-        what = f"a {name} of {len(source.packed)} bytes"
-        _log.info("hosts of group %d read examples from %s", group, what)
-    return numbers[group]
-
-
-def _forget(workers: weakref.ref[Readers], number: int, group: int) -> None:
-    if (found := workers()) is not None:
-        found.forget(number, group)
 
 
 def packed(examples: Examples) -> bytes:

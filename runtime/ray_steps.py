@@ -42,7 +42,6 @@ from .ray_job import (
     cut_for_hosts,
     join_blocks,
 )
-from .ray_sources import source_number
 from .ray_workers import Workers, workers_of
 from .stored_arrays import StoredArray
 from .timeline import Event, Timeline
@@ -197,9 +196,6 @@ class RayJob:
 
         With `steps_ahead` it returns before the step is done, and what is to come is a
         `DistributedArray`, unless something is asked for that must be there.
-
-        Raises:
-          HostLostError, WorkerError, RuntimeError: see `Workers.call`.
         """
         workers, ends = self.workers, self.parts.ends
         with workers.one_step:
@@ -276,15 +272,15 @@ class RayJob:
         found = _Inputs()
         for i, key in enumerate(self._inputs[group]):
             type_, array = self.parts.inputs[key], given[key]
-            if isinstance(array, DistributedArray) and len(array.pieces) == 1:
-                array = array.pieces[0]
+            if isinstance(array, DistributedArray) and len(array.chunks) == 1:
+                array = array.chunks[0]
             if isinstance(array, RemoteArray) and self._is_here(array, key):
                 array.check()
                 found.held[i] = array
             elif isinstance(array, StoredArray):
                 found.stored[i] = array
             elif isinstance(array, LoadedRows):
-                number = source_number(self.workers, array.source, group)
+                number = self.workers.source_number(array.source, group)
                 row = array.first, array.leaf, array.start, array.stride
                 found.loaded[i] = LoadedPart(number, *row)
             else:
@@ -395,11 +391,11 @@ class LoadedJob:
         """
         if self._job is None or self._job.workers.lost is not None:
             for array in given:
-                for piece in (
-                    array.pieces if isinstance(array, DistributedArray) else ()
+                for chunk in (
+                    array.chunks if isinstance(array, DistributedArray) else ()
                 ):
-                    if isinstance(piece, RemoteArray) and piece.keeper.lost is not None:
-                        piece.check()
+                    if isinstance(chunk, RemoteArray) and chunk.keeper.lost is not None:
+                        chunk.check()
             workers = workers_of(self._cluster, self._parts.groups.num_hosts)
             self._job = RayJob(workers, self._parts)
         return self._job

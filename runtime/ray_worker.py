@@ -38,8 +38,9 @@ from .ray_job import (
     own_versions,
 )
 from .ray_programs import (
-    Resharding,
     blocks_of,
+    brought,
+    copied,
     copied_blocks,
     load_job,
     place,
@@ -52,11 +53,9 @@ from .timeline import Event
 from .transfers import Transfer, plan_transfer
 from .worker import Lane, Step
 
-_RUNS_IN_FLIGHT = 2
-
 
 @dataclass
-class LoadedJob:
+class CompiledJob:
     """A job of this host, compiled; `transfers` are those that stay on its devices."""
 
     data: HostJob
@@ -69,11 +68,11 @@ class LoadedJob:
         self.threads = ThreadPoolExecutor(number, "autopar-submesh")
 
     @staticmethod
-    def of(data: HostJob) -> LoadedJob:
+    def of(data: HostJob) -> CompiledJob:
         """The job, with its programs compiled."""
         crossing = data.crossing.items()
         inside = {k: _transfer_inside(each) for k, each in crossing if each.is_inside}
-        return LoadedJob(data, load_job(data), inside)
+        return CompiledJob(data, load_job(data), inside)
 
     def run(
         self, transport: Transport, is_recorded: bool, inputs: Mapping[Held, Any]
@@ -95,7 +94,6 @@ class LoadedJob:
             Lane(
                 step,
                 list_,
-                _RUNS_IN_FLIGHT,
                 unfinished,
                 {k: x for k, x in inputs.items() if submesh_of[k[0]] == list_.submesh},
             )
@@ -162,9 +160,8 @@ class HostWorker:
         self._arrays: dict[int, Any] = {}
         self._sources: dict[int, SourceOnHost] = {}
         self._copies: dict[int, dict[int, tuple[Block, ...]]] = {}
-        self._jobs: dict[int, LoadedJob] = {}
+        self._jobs: dict[int, CompiledJob] = {}
         self._transport: Transport
-        self._resharding = Resharding()
         self._lock = threading.Lock()
 
     def ping(self) -> float:
@@ -173,17 +170,13 @@ class HostWorker:
 
     @_reported
     def facts(self) -> HostFacts:
-        """Address and versions."""
+        """Address, a port that nobody listens at now, and versions."""
         import ray
 
-        address = ray.util.get_node_ip_address()
-        return HostFacts(address, os.getpid(), **own_versions())
-
-    def free_port(self) -> int:
-        """A port that nobody listens at now."""
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return probe.getsockname()[1]
+            where = ray.util.get_node_ip_address(), probe.getsockname()[1]
+        return HostFacts(*where, os.getpid(), **own_versions())
 
     @_reported
     def join(
@@ -258,7 +251,7 @@ class HostWorker:
         """Compile what a job needs."""
         with self._lock:
             self._transport.plan(number, job.crossing)
-            self._jobs[number] = LoadedJob.of(job)
+            self._jobs[number] = CompiledJob.of(job)
 
     @_reported
     def step(self, packed: bytes, fed: Mapping[int, HostShards]) -> StepReply:
@@ -327,7 +320,6 @@ class HostWorker:
         self, job: HostJob, request: StepRequest, fed: Mapping[int, HostShards]
     ) -> dict[Held, Any]:
         """What the lanes hold at first, each array where the job wants it."""
-        resharding = self._resharding
         held: dict[Held, Any] = {}
         seen: set[int] = set()
         loaded = taken(self._sources, request.loaded, job.inputs.values())
@@ -341,9 +333,9 @@ class HostWorker:
                 held[key] = loaded[i]
             else:
                 number = request.held[i]
-                array = resharding.bring(self._arrays[number], type_)
+                array = brought(self._arrays[number], type_)
                 if number in seen:  # one buffer may be donated once
-                    array = resharding.copy(array, array.sharding)
+                    array = copied(array, array.sharding)
                 seen.add(number)
                 held[key] = array
         return held

@@ -23,6 +23,7 @@ import numpy as np
 
 from autopar.clusters.cluster import Cluster
 from autopar.clusters.ray_hosts import HostGroups
+from autopar.data.examples import HostSource
 from autopar.errors import HostLostError, WorkerError
 from autopar.lowering.exported_program import ShardedType
 
@@ -31,7 +32,6 @@ from .ray_arrays import PendingStep, RemoteArray
 from .ray_channel import Address, Calls, dial
 from .ray_hosts import import_ray
 from .ray_job import Block, HostFacts, check_alike, join_blocks, meet
-from .ray_sources import SourceNumbers
 from .ray_watch import Heartbeat, Watch
 from .stored_arrays import Digest, Writing
 
@@ -79,7 +79,8 @@ class Workers:
         self._direct: dict[int, Calls] = {}
         self._heartbeat: Heartbeat | None = None
         self._under_way: deque[PendingStep] = deque()
-        self.sources: SourceNumbers = weakref.WeakKeyDictionary()
+        # Under which number each group of hosts has a source of data.
+        self.sources = weakref.WeakKeyDictionary[HostSource, dict[int, int]]()
         for tries_left in reversed(range(_START_TRIES)):
             self._actors, self._close = start_actors(self.cluster, self)
             try:
@@ -104,8 +105,8 @@ class Workers:
         config = {name: getattr(jax.config, name) for name in _CONFIG}
         arguments = {}
         for ranks in self._ranks:
-            (port,) = self._start("free_port", {ranks[0]: ()})
-            coordinator = f"{self.facts[ranks[0]].address}:{port}"
+            first = self.facts[ranks[0]]
+            coordinator = f"{first.address}:{first.free_port}"
             for i, rank in enumerate(ranks):
                 sizes = len(ranks), i, self.cluster.devices_per_host
                 arguments[rank] = config, coordinator, *sizes
@@ -208,6 +209,23 @@ class Workers:
         self._dropped.extend(each for each in taken if each[1] not in groups)
         freed = {g: tuple(n for n, group in taken if group == g) for g in groups}
         return {rank: freed[group] for group in groups for rank in self.ranks_of(group)}
+
+    def source_number(self, source: HostSource, group: int) -> int:
+        """The number under which a group has a source, which is sent if it is new.
+
+        The group forgets it when it is collected here.
+        """
+        numbers = self.sources.setdefault(source, {})
+        if group not in numbers:
+            number = self.new_number()
+            given = number, source.packed, source.num_ahead, source.end
+            self.call("open_source", dict.fromkeys(self.ranks_of(group), given))
+            numbers[group] = number
+            weakref.finalize(source, self._dropped.append, (number, group))
+            name = type(source.examples.source).__name__
+            what = f"a {name} of {len(source.packed)} bytes"
+            _log.info("hosts of group %d read examples from %s", group, what)
+        return numbers[group]
 
     def fetch(self, number: int, group: int, type_: ShardedType) -> np.ndarray:
         """The array that a group keeps under a number."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
@@ -129,12 +129,8 @@ def format_grid(
 
 def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
     """Every microbatch forward, in order: for a step without gradients."""
-    _check(num_stages, num_microbatches)
-    rows = [
-        (*_run("forward", stage, range(num_microbatches)), Task(stage, None, "apply"))
-        for stage in range(num_stages)
-    ]
-    return Schedule("forward_only", num_stages, num_microbatches, tuple(rows))
+    name, sizes = "forward_only", (num_stages, num_microbatches)
+    return _schedule(name, *sizes, lambda forwards, _, stage: forwards)
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
@@ -143,16 +139,8 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     Every stage keeps up to `num_microbatches` microbatches in flight. Backwards run in
     the order of 1F1B, so that both add gradients up in the same order, bit for bit.
     """
-    _check(num_stages, num_microbatches)
-    rows = [
-        (
-            *_run("forward", stage, range(num_microbatches)),
-            *_run("backward", stage, range(num_microbatches)),
-            Task(stage, None, "apply"),
-        )
-        for stage in range(num_stages)
-    ]
-    return Schedule("gpipe", num_stages, num_microbatches, tuple(rows))
+    name, sizes = "gpipe", (num_stages, num_microbatches)
+    return _schedule(name, *sizes, lambda forwards, backwards, _: forwards + backwards)
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
@@ -176,14 +164,11 @@ def _one_by_one(
     name: str, num_stages: int, num_microbatches: int, warm_up: int
 ) -> Schedule:
     """Stage i of p runs `warm_up` (p - i - 1) forwards ahead of its backwards."""
-    _check(num_stages, num_microbatches)
-    rows = []
-    for stage in range(num_stages):
-        forwards = _run("forward", stage, range(num_microbatches))
-        backwards = _run("backward", stage, range(num_microbatches))
-        num_ahead = warm_up * (num_stages - stage - 1)
-        rows.append(_alternate(forwards, backwards, num_ahead, stages=[stage]))
-    return Schedule(name, num_stages, num_microbatches, tuple(rows))
+
+    def row(forwards: list[Task], backwards: list[Task], stage: int) -> list[Task]:
+        return _alternate(forwards, backwards, warm_up * (num_stages - stage - 1))
+
+    return _schedule(name, num_stages, num_microbatches, row)
 
 
 def interleaved(num_stages: int, num_microbatches: int, num_submeshes: int) -> Schedule:
@@ -220,15 +205,16 @@ def interleaved(num_stages: int, num_microbatches: int, num_submeshes: int) -> S
             for stage in reversed(stages):
                 backwards += _run("backward", stage, group)
         num_ahead = 2 * (num_submeshes - submesh - 1) + (num_chunks - 1) * num_submeshes
-        rows.append(_alternate(forwards, backwards, num_ahead, stages))
+        tasks = _alternate(forwards, backwards, num_ahead)
+        rows.append((*tasks, *(Task(stage, None, "apply") for stage in stages)))
     return Schedule("interleaved", num_stages, num_microbatches, tuple(rows))
 
 
 def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
-    """ZB-H1 (Qi et al. 2023, section 2.1): 1F1B whose weight parts fill its bubble.
+    """ZB-H1 (Qi et al. 2023, section 2.1): 1F1B with W tasks in its bubble.
 
-    Stage i runs weight parts i microbatches late. With equal times of forward, backward
-    and weight a third of 1F1B's bubble is left, and no stage holds more microbatches
+    Stage i runs W tasks, of weight gradients, i microbatches late. With equal times of
+    F, B and W a third of 1F1B's bubble is left, and no stage holds more microbatches
     than the first of 1F1B: p of p stages.
     """
     return _zero_bubble("zero_bubble_h1", num_stages, num_microbatches, 1)
@@ -246,31 +232,36 @@ def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
 def _zero_bubble(
     name: str, num_stages: int, num_microbatches: int, warm_up: int
 ) -> Schedule:
-    """Stage i of p runs `warm_up` (p - i - 1) forwards ahead, weights `warm_up` i late.
+    """Stage i of p runs `warm_up` (p - i - 1) forwards ahead, W `warm_up` i late.
 
-    So all stages hold as many microbatches, one forward and one weight part apart.
+    So all stages hold as many microbatches, one forward and one W task apart.
     """
+
+    def row(forwards: list[Task], backwards: list[Task], stage: int) -> list[Task]:
+        late, tasks = warm_up * stage, list[Task]()
+        waiting = iter(_run("weight", stage, range(num_microbatches)))
+        for task in _alternate(forwards, backwards, warm_up * (num_stages - stage - 1)):
+            tasks.append(task)
+            if task.kind == "backward" and (task.microbatch or 0) >= late:
+                tasks.append(next(waiting))
+        return [*tasks, *waiting]
+
+    return _schedule(name, num_stages, num_microbatches, row)
+
+
+def _schedule(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    row: Callable[[list[Task], list[Task], int], list[Task]],
+) -> Schedule:
+    """A row a stage, of its forwards and backwards and the optimizer update."""
     _check(num_stages, num_microbatches)
-    microbatches = range(num_microbatches)
     rows = []
     for stage in range(num_stages):
-        late = warm_up * stage
-        weights = _run("weight", stage, microbatches)
-        alternating = _alternate(
-            _run("forward", stage, microbatches),
-            _run("backward", stage, microbatches),
-            warm_up * (num_stages - stage - 1),
-            stages=[],
-        )
-        tasks: list[Task] = []
-        num_behind = 0
-        for task in alternating:
-            tasks.append(task)
-            if task.kind == "backward":
-                if num_behind >= late:
-                    tasks.append(weights[num_behind - late])
-                num_behind += 1
-        tasks += weights[max(num_microbatches - late, 0) :]
+        forwards = _run("forward", stage, range(num_microbatches))
+        backwards = _run("backward", stage, range(num_microbatches))
+        tasks = row(forwards, backwards, stage)
         rows.append((*tasks, Task(stage, None, "apply")))
     return Schedule(name, num_stages, num_microbatches, tuple(rows))
 
@@ -288,18 +279,14 @@ def _run(kind: TaskKind, stage: int, microbatches: Iterable[int]) -> list[Task]:
 
 
 def _alternate(
-    forwards: Sequence[Task],
-    backwards: Sequence[Task],
-    num_ahead: int,
-    stages: Sequence[int],
-) -> tuple[Task, ...]:
+    forwards: Sequence[Task], backwards: Sequence[Task], num_ahead: int
+) -> list[Task]:
     """`num_ahead` forwards, then forward and backward in turn, then what is left."""
     num_ahead = min(num_ahead, len(forwards))
     steady = forwards[num_ahead:]
     pairs = zip(steady, backwards, strict=False)
-    return (
+    return [
         *forwards[:num_ahead],
         *(task for pair in pairs for task in pair),
         *backwards[len(steady) :],
-        *(Task(stage, None, "apply") for stage in stages),
-    )
+    ]

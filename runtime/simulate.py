@@ -34,14 +34,12 @@ class Simulation:
     task of the pair, backward or weight;
     `peak_bytes` the values that instructions hold, received ones from when they are
     taken; `fullest` is the last task to run before, None where it is the beginning.
-    `sent_bytes` is by (source, target) stages.
     """
 
     timeline: Timeline
     peak_microbatches: tuple[int, ...]
     peak_bytes: tuple[int, ...]
     fullest: tuple[Task | None, ...]
-    sent_bytes: dict[tuple[int, int], int]
 
 
 def simulate(
@@ -64,7 +62,6 @@ def simulate(
     """
     channels: dict[tuple[int, int], deque[tuple[Value, float]]] = defaultdict(deque)
     link_free_at: dict[tuple[int, int], float] = defaultdict(float)
-    sent_bytes: dict[tuple[int, int], int] = defaultdict(int)
     lanes = [_start(list_, slot_bytes) for list_ in lists]
     moved = True
     while moved:
@@ -85,9 +82,6 @@ def simulate(
                     start = max(lane.clock, link_free_at[pair])
                     link_free_at[pair] = start + transfer_seconds(instruction)
                     channels[pair].append((instruction.value, link_free_at[pair]))
-                    sent_bytes[pair] += slot_bytes(
-                        instruction.value.slot, instruction.target
-                    )
                 elif isinstance(instruction, Run):
                     lane.run(instruction.task, task_seconds)
                 lane.hold(instruction, slot_bytes)
@@ -101,7 +95,6 @@ def simulate(
         tuple(lane.peak_microbatches for lane in lanes),
         tuple(lane.peak_bytes for lane in lanes),
         tuple(lane.fullest for lane in lanes),
-        dict(sent_bytes),
     )
 
 

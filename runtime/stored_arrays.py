@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.state.distributed_array import ReadWhenAsked
+
 from .transfers import Tile, tile_at
 
 Digest = tuple[int, str]  # bytes and SHA-256 of a file
@@ -36,11 +38,11 @@ class Writing:
 
 
 @dataclass(frozen=True, eq=False)
-class StoredArray:
+class StoredArray(ReadWhenAsked):
     """Rows of dim 0 of an array in a checkpoint, which whoever uses them reads.
 
     `spec` says as JSON where tensorstore finds the array, `rows` which part of its dim
-    0 this is; None: all. It is a piece of a `DistributedArray`.
+    0 this is; None: all. It is a chunk of a `DistributedArray`.
     """
 
     spec: str
@@ -79,20 +81,9 @@ class StoredArray:
         found = store[tuple(slice(*part) for part in parts)].read().result()
         return found.astype(self.dtype, copy=False)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        whole = self.read([slice(None)] * len(self.shape))
-        return whole if dtype is None else whole.astype(dtype)
-
-    def block_until_ready(self) -> StoredArray:
-        """Does nothing: it is there."""
-        return self
-
-    def is_deleted(self) -> bool:
-        """Never: it is on disk."""
-        return False
-
-    def delete(self) -> None:
-        """Does nothing: checkpoints are removed by who keeps them."""
+    def values(self) -> np.ndarray:
+        """All of it."""
+        return self.read([slice(None)] * len(self.shape))
 
 
 def stored_array(
@@ -160,7 +151,7 @@ def write_tile(path: Path, tile: Tile, data: np.ndarray) -> dict[str, Digest]:
 
 
 def moved(tile: Tile, rows: int) -> Tile:
-    """A tile of a piece that begins at some row of the whole."""
+    """A tile of a chunk that begins at some row of the whole."""
     return tuple(
         (start + rows, stop + rows) if dim == 0 else (start, stop)
         for dim, (start, stop) in enumerate(tile)

@@ -2,7 +2,7 @@
 
 The threads live as long as the executable. In a step each goes through its instruction
 list; a pair of stages that send to each other shares a queue. A run is launched and not
-waited for, but at most `runs_in_flight` of a submesh are unfinished at any time: a
+waited for, but at most two of a submesh are unfinished at any time: a
 device that computes has its next program waiting, and virtual CPU devices, which
 deadlock when many programs are launched at once, get few.
 """
@@ -43,6 +43,7 @@ from .timeline import Event, Timeline
 from .transfers import Transfer, plan_transfer
 
 _STOP = object()
+_RUNS_IN_FLIGHT = 2  # one is launched while another is computed
 
 
 class Stopped(Exception):
@@ -155,7 +156,6 @@ class Lane:
 
     step: Step
     list_: InstructionList
-    runs_in_flight: int
     unfinished: deque[tuple[Run, Any]]
     held: dict[Held, Any]
     events: list[Event] = field(default_factory=list)
@@ -220,7 +220,7 @@ class Lane:
 
     def _wait_for_a_run(self) -> None:
         """Until fewer runs than may be unfinished are so."""
-        if len(self.unfinished) < self.runs_in_flight:
+        if len(self.unfinished) < _RUNS_IN_FLIGHT:
             return
         while self.unfinished:
             self._at, array = self.unfinished.popleft()
@@ -236,27 +236,18 @@ class PipelineExecutable:
     Arguments:
       program: the stages, with their arrays' shardings.
       schedule: in which order each submesh runs its tasks.
-      runs_in_flight: how many launched runs of a submesh may be unfinished.
 
     Raises:
       ValueError: the schedule does not fit the program, or deadlocks.
     """
 
-    def __init__(
-        self, program: PipelineProgram, schedule: Schedule, runs_in_flight: int = 2
-    ) -> None:
-        if runs_in_flight < 1:
-            raise ValueError(
-                f"runs_in_flight must be 1 or more, but got {runs_in_flight}; use 2 to "
-                f"launch one run while another is computed."
-            )
+    def __init__(self, program: PipelineProgram, schedule: Schedule) -> None:
         self.program = program
         self.instructions = emit(program, schedule)
         simulate(self.instructions)  # refuses a deadlock before any thread waits
         self._inputs = step_inputs(self.instructions)
         self._state = state_keys(program)
         self._results = result_keys(program, self.instructions)
-        self._runs_in_flight = runs_in_flight
         self._unfinished: tuple[deque[tuple[Run, Any]], ...] = tuple(
             deque() for _ in self.instructions
         )
@@ -280,7 +271,7 @@ class PipelineExecutable:
         comes as a list.
 
         Raises:
-          ValueError: a slot's value is missing, unknown or was donated before.
+          ValueError: a slot's value was donated before.
           Exception: whatever a stage raised, with a note naming stage, task and
             instruction. The other stages have stopped then, and the executable can be
             called again.
@@ -316,7 +307,7 @@ class PipelineExecutable:
         with self._one_step:
             step = Step(self.program, self._transfers, is_recorded)
             lanes = [
-                Lane(step, list_, self._runs_in_flight, unfinished, held)
+                Lane(step, list_, unfinished, held)
                 for list_, unfinished, held in zip(
                     self.instructions, self._unfinished, placed, strict=True
                 )
@@ -393,18 +384,9 @@ def _check_given(
 ) -> None:
     for kind, given in (("state", state), ("batch", batch)):
         wanted = {name for name, slot in program.slots.items() if slot.kind == kind}
-        if given.keys() != wanted:
-            raise ValueError(
-                f"a step takes the {kind} slots of its program, but lacks "
-                f"{sorted(wanted - given.keys())} and got "
-                f"{sorted(given.keys() - wanted)} besides; pass these and no others."
-            )
+        assert given.keys() == wanted, f"{sorted(wanted ^ given.keys())} of the {kind}"
     for name, values in batch.items():
-        if len(values) != program.num_microbatches:
-            raise ValueError(
-                f"a batch slot has a value for each of the {program.num_microbatches} "
-                f"microbatches, but {name!r} has {len(values)}; cut it into as many."
-            )
+        assert len(values) == program.num_microbatches, f"{name!r} has {len(values)}"
     leaves = [*state.items(), *((name, x) for name in batch for x in batch[name])]
     leaves = [
         (name, array)

@@ -34,7 +34,7 @@ RUNTIME_MAY_IMPORT = (
 RAY_QUESTIONS = {
     "autopar.clusters.cluster": ("autopar.runtime.ray_hosts",),
     "autopar.commands.launch": ("autopar.runtime.ray_local",),
-    "autopar.data.host_source": ("autopar.runtime.ray_sources",),
+    "autopar.data.batches": ("autopar.runtime.ray_sources",),
 }
 PRIVATE_JAX = ("jaxlib", "jax._", "jax.core", "jax.interpreters")
 JUNK_DRAWERS = {"util", "helper", "common", "manager", "core", "misc"}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.data.stage_rows import stage_rows
+from autopar.data.examples import stage_rows
 from autopar.lowering.lowered_pipeline import LoweredPipeline
 
 Tree = Any

@@ -164,7 +164,7 @@ def test_what_orbax_wrote_is_read_and_the_other_way_round(tmp_path: Path) -> Non
     np.testing.assert_array_equal(found["1"]["0"]["mu"]["head"], np.zeros((16, 8)))
 
 
-def in_pieces(array: Any, *rows: int) -> DistributedArray:
+def in_chunks(array: Any, *rows: int) -> DistributedArray:
     parts = np.split(np.asarray(array), rows)
     pairs = zip(parts, jax.devices(), strict=False)
     return DistributedArray([jax.device_put(part, device) for part, device in pairs])
@@ -175,9 +175,9 @@ FORMS = {
     "in shards": jax.device_put(
         jnp.arange(64.0).reshape(16, 4), NamedSharding(mesh_of(a=4, b=2), P("b", "a"))
     ),
-    "in pieces": {"w": in_pieces(jnp.arange(12.0).reshape(6, 2), 1, 3)},
-    "in one piece": in_pieces(jnp.arange(3.0)),
-    "a scalar in one piece": DistributedArray([jnp.float32(3)]),
+    "in chunks": {"w": in_chunks(jnp.arange(12.0).reshape(6, 2), 1, 3)},
+    "in one chunk": in_chunks(jnp.arange(3.0)),
+    "a scalar in one chunk": DistributedArray([jnp.float32(3)]),
     "numpy": {"array": np.arange(3), "scalar": np.float32(2)},
     "numbers": [True, 3, 2.5],
     "weakly typed": jax.jit(lambda: (3, 2.5))(),
@@ -209,23 +209,23 @@ def test_every_form_of_state_comes_back(state: Tree, tmp_path: Path) -> None:
 
 
 def test_a_shape_stands_for_an_array_of_numpy(tmp_path: Path) -> None:
-    autopar.save(tmp_path / "state", in_pieces(jnp.arange(6.0), 1))
+    autopar.save(tmp_path / "state", in_chunks(jnp.arange(6.0), 1))
     kind = jax.ShapeDtypeStruct((6,), jnp.float32)
     assert_same(autopar.restore(tmp_path / "state", kind), np.arange(6.0, dtype="f4"))
 
 
-def test_pieces_may_be_cut_otherwise(tmp_path: Path) -> None:
-    autopar.save(tmp_path / "state", in_pieces(jnp.arange(6.0), 1))
-    like = in_pieces(jnp.zeros(6), 2, 5)
+def test_chunks_may_be_cut_otherwise(tmp_path: Path) -> None:
+    autopar.save(tmp_path / "state", in_chunks(jnp.arange(6.0), 1))
+    like = in_chunks(jnp.zeros(6), 2, 5)
     found = autopar.restore(tmp_path / "state", like)
-    assert_same(list(found.pieces), list(in_pieces(jnp.arange(6.0), 2, 5).pieces))
+    assert_same(list(found.chunks), list(in_chunks(jnp.arange(6.0), 2, 5).chunks))
 
 
 def test_each_piece_is_read_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = jnp.arange(24.0).reshape(6, 4)
-    autopar.save(tmp_path / "state", {"w": in_pieces(whole, 2, 5)})
+    autopar.save(tmp_path / "state", {"w": in_chunks(whole, 2, 5)})
     sizes, read = list[int](), StoredArray.read
 
     def counted(self: StoredArray, index: Any) -> np.ndarray:
@@ -237,7 +237,7 @@ def test_each_piece_is_read_for_itself(
     copies = NamedSharding(mesh_of(a=8), P())
     like = [jax.device_put(jnp.zeros((n, 4)), s) for n, s in ((4, halves), (2, copies))]
     found = autopar.restore(tmp_path / "state", {"w": DistributedArray(like)})["w"]
-    assert [piece.sharding for piece in found.pieces] == [halves, copies]
+    assert [chunk.sharding for chunk in found.chunks] == [halves, copies]
     np.testing.assert_array_equal(found, whole)
     assert sizes == [32, 32, 32], "each shard once, and never the whole"
 
@@ -290,13 +290,13 @@ class TestSaveRefuses:
             autopar.save(tmp_path / "state", state)
         assert not list(tmp_path.iterdir())
 
-    @pytest.mark.parametrize("form", ["one array", "in pieces"])
+    @pytest.mark.parametrize("form", ["one array", "in chunks"])
     def test_what_was_donated(self, form: str, tmp_path: Path) -> None:
         state = jax.tree.map(
             jnp.copy if form == "one array" else lambda x: x, FORMS[form]
         )
-        if form == "in pieces":
-            state = {"w": in_pieces(state["w"], 2)}
+        if form == "in chunks":
+            state = {"w": in_chunks(state["w"], 2)}
         for leaf in jax.tree.leaves(state):
             leaf.delete()
         with pytest.raises(RuntimeError, match="until it is donated or deleted"):

@@ -1,4 +1,4 @@
-"""Values in pieces: a pipelined step's stacked layers, and who takes them."""
+"""Values in chunks: a pipelined step's stacked layers, and who takes them."""
 
 import logging
 from typing import Any
@@ -81,10 +81,10 @@ class TestPieces:
         layers, head = params["layers"], params["head"]
         expected = jax.jit(init_layers)(KEY)
         assert isinstance(layers, DistributedArray)
-        assert [piece.shape[0] for piece in layers.pieces] in ([1, 2], [2, 1])
+        assert [chunk.shape[0] for chunk in layers.chunks] in ([1, 2], [2, 1])
         np.testing.assert_array_equal(layers, expected["layers"])
         np.testing.assert_array_equal(head, expected["head"])
-        devices = [piece.sharding.device_set for piece in layers.pieces]
+        devices = [chunk.sharding.device_set for chunk in layers.chunks]
         assert devices == [set(jax.devices()[:4]), set(jax.devices()[4:])]
         assert head.devices() == devices[1]
 
@@ -116,7 +116,7 @@ class TestPieces:
     ) -> None:
         params, batch = staged[1], make_batch()
         evaluate = autopar.parallelize(layers_loss, method=PipelineParallel(2, 2))
-        held = {id(params["head"]), *map(id, params["layers"].pieces)}
+        held = {id(params["head"]), *map(id, params["layers"].chunks)}
         moved: list[int] = []
 
         def spy(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ class TestPieces:
         expected = layers_loss(jax.jit(init_layers)(KEY), batch)
         np.testing.assert_allclose(compiled(params, batch), expected, rtol=1e-5)
 
-    def test_pieces_that_were_donated_are_refused(self, staged: Any) -> None:
+    def test_chunks_that_were_donated_are_refused(self, staged: Any) -> None:
         step, _ = staged
         params = step.init(init_layers, KEY, batch=make_batch())
         step(params, make_batch())
@@ -155,7 +155,7 @@ class TestPieces:
         with pytest.raises((ValueError, RuntimeError), match="may be donated once"):
             step(params, make_batch())
 
-    def test_types_of_pieces_have_a_plan_and_no_values(self, staged: Any) -> None:
+    def test_types_of_chunks_have_a_plan_and_no_values(self, staged: Any) -> None:
         step, _ = staged
         spec = step.abstract_state(init_layers, KEY, batch=make_batch())
         layers = spec["layers"]
@@ -166,17 +166,17 @@ class TestPieces:
         with pytest.raises(TypeError, match="runs on arrays"):
             evaluate(spec, make_batch())
 
-    def test_deleted_pieces_are_named(self) -> None:
+    def test_deleted_chunks_are_named(self) -> None:
         evaluate = autopar.parallelize(layers_loss)
         params = jax.jit(init_layers)(KEY)
         devices = jax.devices()
-        pieces = [
+        chunks = [
             jax.device_put(params["layers"][:1], devices[0]),
             jax.device_put(params["layers"][1:], devices[1]),
         ]
-        layers = DistributedArray(pieces)
+        layers = DistributedArray(chunks)
         assert evaluate({**params, "layers": layers}, make_batch()) > 0
-        pieces[1].delete()
+        chunks[1].delete()
         with pytest.raises(RuntimeError, match=r"but params\['layers'\] was given"):
             evaluate({**params, "layers": layers}, make_batch())
         with pytest.raises(RuntimeError, match="until it is donated or deleted"):
@@ -185,9 +185,9 @@ class TestPieces:
     def test_other_shapes_are_planned_anew(self, staged: Any) -> None:
         evaluate = autopar.parallelize(layers_loss)
         evaluate(staged[1], make_batch())
-        pieces = staged[1]["layers"].pieces
-        shorter = {**staged[1], "layers": DistributedArray(pieces[:1])}
-        rows = pieces[0].shape[0]
+        chunks = staged[1]["layers"].chunks
+        shorter = {**staged[1], "layers": DistributedArray(chunks[:1])}
+        rows = chunks[0].shape[0]
         params = jax.jit(init_layers)(KEY)
         expected = layers_loss(
             {**params, "layers": params["layers"][:rows]}, make_batch()
@@ -248,7 +248,7 @@ def test_a_stage_makes_its_own_layers_only(init_fn: Any) -> None:
     programs = init_programs(PlacedInit(init, (home,)), autopar.Cluster.local())
     made = {each: each.program.jitted((), *init.values) for each in programs}
     layers = made_state(init, made)
-    assert [piece.shape[0] for piece in layers.pieces] == [2, 3, 7]
+    assert [chunk.shape[0] for chunk in layers.chunks] == [2, 3, 7]
     np.testing.assert_array_equal(layers, jax.jit(init_fn)(KEY))
     for each in programs:
         text = each.program.lower().as_text()

@@ -11,8 +11,8 @@ import pytest
 
 import autopar
 from autopar.data.batch_tree import BatchTree
+from autopar.data.batches import host_source
 from autopar.data.examples import Examples, HostSource
-from autopar.data.host_source import host_source
 
 pytest.importorskip("ray")
 LIKE = {"x": jax.ShapeDtypeStruct((4, 3), "f4"), "y": jax.ShapeDtypeStruct((4,), "i4")}

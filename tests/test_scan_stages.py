@@ -255,7 +255,7 @@ def test_a_scanned_gpt_is_cut_by_length(
 def assert_on_its_stages(leaf: Any, lengths: tuple[int, ...]) -> None:
     """Rows of piece k are on the devices of stage k and nowhere else."""
     share = len(jax.devices()) // len(lengths)
-    pieces: Any = leaf.pieces if isinstance(leaf, DistributedArray) else [leaf]
+    pieces: Any = leaf.chunks if isinstance(leaf, DistributedArray) else [leaf]
     rows = 0
     for piece in pieces:
         for shard in piece.addressable_shards:

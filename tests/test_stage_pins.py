@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.api import parallelize
 from autopar.methods.methods import PipelineParallel
-from autopar.state.leaf_pieces import piece_shardings
+from autopar.state.array_chunks import chunk_shardings
 
 from .rows.fixtures import tanh_chain
 from .rows.running import run_pipeline_as_planned
@@ -159,10 +159,10 @@ def test_a_pin_placed_needs_an_array_on_a_mesh() -> None:
 def test_pieces_of_a_leaf_lie_where_the_leaf_does() -> None:
     on = Mesh(np.array(jax.devices()).reshape(2, 4), ("stage", "x"))
     leaf = jax.device_put(normal(0, 4, 8), NamedSharding(on, P("stage", "x")))
-    found = piece_shardings(leaf, 2)
+    found = chunk_shardings(leaf, 2)
     devices = jax.devices()
     assert [each.device_set for each in found] == [{*devices[:4]}, {*devices[4:]}]
     assert all(each.spec == P(None, "x") for each in found)
     assert [each.mesh.axis_names for each in found] == [("x",), ("x",)]
-    assert piece_shardings(leaf, 3) == [leaf.sharding] * 3
-    assert piece_shardings(np.ones(4), 2) == [None, None]
+    assert chunk_shardings(leaf, 3) == [leaf.sharding] * 3
+    assert chunk_shardings(np.ones(4), 2) == [None, None]

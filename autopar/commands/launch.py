@@ -30,11 +30,11 @@ def launch(
             f"The script to launch must be a Python file, but {str(script)!r} is none; "
             f"write `autopar launch --hosts 2 --devices-per-host 4 train.py`."
         )
-    from autopar.runtime.ray_local import local_ray_cluster
+    from autopar.runtime.ray_local import local_ray_hosts
 
     # Starting the cluster sets Ray's own handler of signals: ours comes after.
-    with local_ray_cluster(num_hosts, devices_per_host) as address, _signals_raised():
-        environment = {**os.environ, "RAY_ADDRESS": address}
+    with local_ray_hosts(num_hosts, devices_per_host) as hosts, _signals_raised():
+        environment = {**os.environ, "RAY_ADDRESS": hosts.address}
         process = subprocess.Popen(
             [sys.executable, str(script), *arguments], env=environment
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import weakref
@@ -11,13 +12,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+import jax
+import numpy as np
+
 from ..lowering.lowered_pipeline import LoweredPipeline
 from ..lowering.lowered_step import Lowered
 from .batch_tree import BatchTree
-from .batch_types import batch_types, is_on_hosts
-from .examples import Examples
-from .host_source import host_source
-from .placing import Placing
+from .examples import Examples, HostSource, is_tree_of_arrays
+from .placing import Placing, StagePlacing, batch_types, is_on_hosts
 from .sources import (
     ExampleReader,
     Places,
@@ -26,8 +28,8 @@ from .sources import (
     batch_reader,
     is_by_number,
 )
-from .stage_placing import StagePlacing
 
+_log = logging.getLogger("autopar")
 _PATIENCE_SECONDS = 0.1  # how soon a reader sees that nobody waits for it
 _END = object()
 
@@ -213,3 +215,40 @@ class _Ahead:
             except queue.Full:
                 continue
             return
+
+
+def host_source(
+    examples: Examples, num_ahead: int, end: int | None, is_asked: bool
+) -> HostSource | None:
+    """What hosts read the examples with; None where this process does it.
+
+    It does, unless it `is_asked` to leave it to them, where examples are in its memory
+    or cannot be sent.
+
+    Raises:
+      TypeError: hosts are asked to, and the source cannot be sent.
+    """
+    if not is_asked and _is_in_memory(examples.source):
+        return None
+    from autopar.runtime.ray_sources import packed
+
+    try:
+        sent = packed(examples)
+    except TypeError as error:
+        if is_asked:
+            raise
+        _log.warning("this process reads the examples for all hosts: %s", error)
+        return None
+    return HostSource(examples, sent, num_ahead, end)
+
+
+def _is_in_memory(source: Any) -> bool:
+    if is_tree_of_arrays(source):
+        leaves = jax.tree.leaves(source)
+        in_memory = (
+            isinstance(leaf, jax.Array)
+            or (isinstance(leaf, np.ndarray) and not isinstance(leaf, np.memmap))
+            for leaf in leaves
+        )
+        return any(in_memory)
+    return isinstance(source, list | tuple)

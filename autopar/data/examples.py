@@ -1,11 +1,12 @@
 """Examples that a source gives by number, and the rows of batches made of them.
 
-They are numbered through all epochs, each of which is shuffled for itself.
+They are numbered through all epochs, each of which is shuffled for itself. Rows of a
+leaf may be read by who uses them, or lie as microbatches on the stages of a pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..state.distributed_array import DistributedArray
+from ..state.distributed_array import DistributedArray, ReadWhenAsked
 from .batch_tree import BatchTree
 
 _MOST_SHUFFLED = 1 << 32  # 32 GiB of numbers; endless sources have more
@@ -130,11 +131,11 @@ class HostSource:
 
 
 @dataclass(frozen=True, eq=False)
-class LoadedRows:
+class LoadedRows(ReadWhenAsked):
     """Rows of one leaf of a batch, which whoever uses them reads from the source.
 
     Of the batch from example `first` on, row `start` and every `stride`-th after it. It
-    is a piece of a `DistributedArray`.
+    is a chunk of a `DistributedArray`.
     """
 
     source: HostSource
@@ -163,21 +164,9 @@ class LoadedRows:
         """Of a whole leaf, one row of so many, from one on."""
         return replace(self, start=start, stride=stride)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def values(self) -> np.ndarray:
         rows = self.start + self.stride * np.arange(self.shape[0])
-        whole = self.source.examples.rows(self.first, {self.leaf: rows})[self.leaf]
-        return whole if dtype is None else whole.astype(dtype)
-
-    def block_until_ready(self) -> LoadedRows:
-        """Does nothing: there is nothing to wait for."""
-        return self
-
-    def is_deleted(self) -> bool:
-        """Never: it can be read again."""
-        return False
-
-    def delete(self) -> None:
-        """Does nothing: this process does not hold it."""
+        return self.source.examples.rows(self.first, {self.leaf: rows})[self.leaf]
 
 
 def microbatches_of(leaf: Any, number: int) -> list[DistributedArray]:
@@ -185,10 +174,74 @@ def microbatches_of(leaf: Any, number: int) -> list[DistributedArray]:
 
     Empty unless whoever uses it reads it from a source.
     """
-    piece = leaf.pieces[0] if isinstance(leaf, DistributedArray) else None
-    if not isinstance(piece, LoadedRows):
+    chunk = leaf.chunks[0] if isinstance(leaf, DistributedArray) else None
+    if not isinstance(chunk, LoadedRows):
         return []
-    return [DistributedArray((piece.every(number, m),)) for m in range(number)]
+    return [DistributedArray((chunk.every(number, m),)) for m in range(number)]
+
+
+@dataclass(frozen=True, eq=False)
+class StageRows(ReadWhenAsked):
+    """Rows of one leaf, and the microbatches that are cut from them in their places.
+
+    `parts[m]` has the rows of microbatch m by the stage that reads them. It is a chunk
+    of a `DistributedArray`.
+    """
+
+    rows: np.ndarray | jax.Array
+    parts: tuple[Mapping[int, jax.Array], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
+        return tuple(self.rows.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype."""
+        return np.dtype(self.rows.dtype)
+
+    @property
+    def sharding(self) -> str:
+        """Where it is, in words."""
+        stages = ", ".join(map(str, sorted(self.parts[0]))) or "none"
+        return f"{len(self.parts)} microbatches on stages {stages}"
+
+    def values(self) -> np.ndarray:
+        return np.asarray(self.rows)
+
+    def block_until_ready(self) -> StageRows:
+        """Wait until every microbatch is where it is read."""
+        jax.block_until_ready([*map(dict, self.parts)])
+        return self
+
+    def is_deleted(self) -> bool:
+        """Whether its memory on the stages was freed."""
+        return any(x.is_deleted() for part in self.parts for x in part.values())
+
+    def delete(self) -> None:
+        """Free its memory on the stages."""
+        for array in (x for part in self.parts for x in part.values()):
+            array.delete()
+
+
+def stage_rows(leaf: Any) -> StageRows | None:
+    """What a leaf is made of if it was placed for the stages of a pipeline."""
+    chunk = leaf.chunks[0] if isinstance(leaf, DistributedArray) else None
+    return chunk if isinstance(chunk, StageRows) else None
+
+
+def microbatches_on(
+    leaf: Any, number: int, stages: Collection[int]
+) -> list[Mapping[int, jax.Array]]:
+    """The microbatches of a leaf, each by stage.
+
+    Empty unless the leaf was placed as so many, and for all of these stages.
+    """
+    found = stage_rows(leaf)
+    if found is None or len(found.parts) != number:
+        return []
+    return list(found.parts) if set(stages) <= found.parts[0].keys() else []
 
 
 def is_tree_of_arrays(source: Any) -> bool:

@@ -1,16 +1,87 @@
-"""Rows of a batch: which of them this process needs, and how they become arrays."""
+"""Where the batch of a step lies: its types, its rows of this process, its stages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
+from ..lowering.lowered_pipeline import LoweredPipeline
+from ..lowering.lowered_step import Lowered
+from ..state.distributed_array import DistributedArray
 from .batch_tree import BatchTree
-from .examples import Examples
+from .examples import Examples, StageRows
+
+
+def is_on_hosts(lowered: Lowered | LoweredPipeline) -> bool:
+    """Whether a step runs on the hosts of a Ray cluster."""
+    if isinstance(lowered, LoweredPipeline):
+        return lowered.step.pipeline.planned.cluster.ray_hosts is not None
+    return not isinstance(lowered.program.mesh, Mesh)
+
+
+def batch_types(lowered: Lowered | LoweredPipeline) -> Any:
+    """The argument that is the batch, a tuple of several, or a dict of them by name.
+
+    Leaves are jax.ShapeDtypeStruct. Those of a pipeline, which cuts its batch before
+    it sends a part to each stage, and of other hosts have no sharding.
+
+    Raises:
+      ValueError: no argument is a batch, or some are given by position and some by
+        keyword.
+    """
+    avals = lowered.traced.jaxpr.in_avals
+    shardings: Sequence[Any] = [None] * len(avals)
+    loops = (
+        lowered.step.pipeline.planned.updates
+        if isinstance(lowered, LoweredPipeline)
+        else ()
+    )
+    shapes = [
+        (*(len(loop.order) for loop in loops if leaf in loop.sliced), *aval.shape)
+        for leaf, aval in enumerate(avals)
+    ]
+    if isinstance(lowered, Lowered) and not is_on_hosts(lowered):
+        shardings = lowered.program.shardings
+    kinds = [
+        jax.ShapeDtypeStruct(shape, aval.dtype, sharding=home)
+        for shape, aval, home in zip(shapes, avals, shardings, strict=True)
+    ]
+    return _of_batch(lowered, kinds)
+
+
+def batch_paths(lowered: Lowered | LoweredPipeline) -> list[str]:
+    """The path of each leaf of the batch, in the order of `batch_types`."""
+    return jax.tree.leaves(_of_batch(lowered, lowered.traced.input_paths))
+
+
+def _of_batch(lowered: Lowered | LoweredPipeline, leaves: Sequence[Any]) -> Any:
+    """Of what stands for the leaves of a call, the arguments of the batch."""
+    traced = lowered.traced
+    if isinstance(lowered, LoweredPipeline):
+        paths = set(lowered.step.pipeline.parts.batch)
+    else:
+        paths = {i.path for i in lowered.graph.inputs if i.role == "batch"}
+    is_batch = [path in paths for path in traced.input_paths]
+    args, kwargs = jax.tree.unflatten(traced.in_tree, leaves)
+    arg_flags, kwarg_flags = jax.tree.unflatten(traced.in_tree, is_batch)
+    found = tuple(
+        arg
+        for arg, flags in zip(args, arg_flags, strict=True)
+        if any(jax.tree.leaves(flags))
+    )
+    named = {n: kwargs[n] for n in kwargs if any(jax.tree.leaves(kwarg_flags[n]))}
+    if bool(found) == bool(named):
+        raise ValueError(
+            f"The batch is given by position or by keyword, but {traced.name} takes "
+            f"{len(found)} arguments of it by position and {sorted(named)} by keyword; "
+            f"say which they are with batch_argnums=."
+        )
+    return named or (found[0] if len(found) == 1 else found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,3 +149,83 @@ def _rows_here(kinds: Sequence[Any], size: int) -> np.ndarray:
         for index in held.values():
             is_here[index[0]] = True
     return np.flatnonzero(is_here)
+
+
+@dataclass(frozen=True, eq=False)
+class StagePlacing:
+    """Where the stages of a pipeline want the leaves of a batch.
+
+    `homes` has for each leaf its sharding on each stage that reads it; microbatch m of
+    `num_microbatches` has its rows i with i mod `num_microbatches` = m. What is read
+    whole before these, by `is_read_whole`, lies on the first device besides.
+    """
+
+    whole: Placing
+    num_microbatches: int
+    homes: tuple[Mapping[int, NamedSharding], ...]
+    is_read_whole: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, lowered: LoweredPipeline, tree: BatchTree) -> StagePlacing:
+        """That of the batch of a lowered step."""
+        pipeline = lowered.step.pipeline
+        program, paths = pipeline.program, batch_paths(lowered)
+        return cls(
+            Placing.of(tree),
+            program.num_microbatches,
+            tuple(
+                {s: program.shardings[p, s] for s in pipeline.readers_of(p)}
+                for p in paths
+            ),
+            tuple(path in pipeline.read_whole for path in paths),
+        )
+
+    @property
+    def tree(self) -> BatchTree:
+        """The tree of the batch."""
+        return self.whole.tree
+
+    def batch_at(self, examples: Examples, first: int) -> Any:
+        """The batch from an example on."""
+        return self._on_stages(self.whole.batch_at(examples, first))
+
+    def placed(self, leaves: Sequence[np.ndarray]) -> Any:
+        """The batch, of its leaves.
+
+        Raises:
+          ValueError: a leaf of another shape or dtype.
+        """
+        return self._on_stages(self.whole.placed(leaves))
+
+    def _on_stages(self, batch: Any) -> Any:
+        """A batch in the host's memory, copied to the stages in one call."""
+        leaves = jax.tree.leaves(batch)
+        keys = [
+            (leaf, microbatch, stage)
+            for leaf, homes in enumerate(self.homes)
+            for microbatch in range(self.num_microbatches)
+            for stage in homes
+        ]
+        number = self.num_microbatches
+        copies = jax.device_put(
+            [leaves[leaf][microbatch::number] for leaf, microbatch, _ in keys],
+            [self.homes[leaf][stage] for leaf, _, stage in keys],
+        )
+        parts: list[list[dict[int, jax.Array]]] = [
+            [{} for _ in range(number)] for _ in leaves
+        ]
+        for (leaf, microbatch, stage), copy in zip(keys, copies, strict=True):
+            parts[leaf][microbatch][stage] = copy
+        return jax.tree.unflatten(
+            self.tree.structure,
+            [
+                DistributedArray((StageRows(whole, tuple(each)),))
+                for whole, each in zip(self._wholes(leaves), parts, strict=True)
+            ],
+        )
+
+    def _wholes(self, leaves: Sequence[np.ndarray]) -> list[Any]:
+        return [
+            jax.device_put(leaf) if is_read else leaf
+            for leaf, is_read in zip(leaves, self.is_read_whole, strict=True)
+        ]

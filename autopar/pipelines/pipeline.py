@@ -21,8 +21,7 @@ from ..audit.audit import Audit, MemoryUse, audit
 from ..audit.compiled_collectives import collectives_on
 from ..audit.lowered_collectives import collectives_in_lowered
 from ..clusters.device_mesh import absent_mesh, stage_meshes
-from ..data.examples import microbatches_of
-from ..data.stage_rows import microbatches_on, stage_rows
+from ..data.examples import microbatches_of, microbatches_on, stage_rows
 from ..frontend.tracing import TracedFunction
 from ..graph.op_graph import TensorType
 from ..jax_compat import without_mesh
@@ -39,8 +38,8 @@ from ..microbatches.microbatch_runners import join_parts
 from ..microbatches.microbatches import Grain
 from ..planner.update_loops import Updates
 from ..sharding.spec import Spec, State
+from ..state.array_chunks import gather_leaf, join_leaf, on_auto_axes, split_leaf
 from ..state.distributed_array import DistributedArray, signature
-from ..state.leaf_pieces import gather_leaf, join_leaf, on_auto_axes, split_leaf
 from ..targets.target import Target
 from .chunked_step import ChunkedStep
 from .pipeline_plan import PlannedPipeline

@@ -46,7 +46,7 @@ from ..sharding.pins import (
     resolve_pins,
     warn_idle_pins,
 )
-from ..state.leaf_pieces import piece_shardings
+from ..state.array_chunks import chunk_shardings
 from ..state.placements import is_like, placement_pins
 from .cut_step import CutStep, remat_of
 from .step_parts import StepParts
@@ -114,7 +114,7 @@ def stage_demands(
         path: sharding
         for leaf, own in chunked.chunks_by_path(whole).items()
         for path, sharding in zip(
-            own, piece_shardings(by_path.get(leaf), len(own)), strict=True
+            own, chunk_shardings(by_path.get(leaf), len(own)), strict=True
         )
         if isinstance(sharding, NamedSharding)
     }

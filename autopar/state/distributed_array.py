@@ -11,7 +11,7 @@ import numpy as np
 
 
 @runtime_checkable
-class ArrayPiece(Protocol):
+class ArrayChunk(Protocol):
     """What a `DistributedArray` is made of: a `jax.Array`, or one of another host."""
 
     @property
@@ -26,31 +26,54 @@ class ArrayPiece(Protocol):
     def delete(self) -> None: ...
 
 
-class DistributedArray:
-    """An array of remote hosts, or of pieces that lie on different meshes.
+class ReadWhenAsked:
+    """A chunk whose values lie elsewhere and are read when they are wanted."""
 
-    Its `pieces` follow each other along dim 0. Pass it back to a parallelized function,
+    def values(self) -> np.ndarray:
+        """All of it."""
+        raise NotImplementedError
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        whole = self.values()
+        return whole if dtype is None else whole.astype(dtype)
+
+    def block_until_ready(self) -> Any:
+        """Does nothing: there is nothing to wait for."""
+        return self
+
+    def is_deleted(self) -> bool:
+        """Never: it can be read again."""
+        return False
+
+    def delete(self) -> None:
+        """Does nothing: this process does not hold it."""
+
+
+class DistributedArray:
+    """An array of remote hosts, or of chunks that lie on different meshes.
+
+    Its `chunks` follow each other along dim 0. Pass it back to a parallelized function,
     which leaves it where it lies; `autopar.fetch` and `numpy.asarray` copy it to this
     process. Of JAX's own functions `jax.numpy.asarray` copies it to one device, and the
     others raise a TypeError.
 
     Raises:
-      ValueError: pieces of different dtypes, or whose shapes differ past dim 0.
+      ValueError: chunks of different dtypes, or whose shapes differ past dim 0.
     """
 
-    def __init__(self, pieces: Sequence[ArrayPiece]) -> None:
-        _check_alike(pieces)
-        self.pieces = tuple(pieces)
+    def __init__(self, chunks: Sequence[ArrayChunk]) -> None:
+        _check_alike(chunks)
+        self.chunks = tuple(chunks)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole."""
-        return _whole_shape(self.pieces)
+        return _whole_shape(self.chunks)
 
     @property
     def dtype(self) -> Any:
-        """The dtype of every piece."""
-        return self.pieces[0].dtype
+        """The dtype of every chunk."""
+        return self.chunks[0].dtype
 
     @property
     def ndim(self) -> int:
@@ -69,8 +92,8 @@ class DistributedArray:
 
     @property
     def sharding(self) -> tuple[Any, ...]:
-        """The sharding of each piece."""
-        return tuple(piece.sharding for piece in self.pieces)
+        """The sharding of each chunk."""
+        return tuple(chunk.sharding for chunk in self.chunks)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if self.is_deleted():
@@ -78,7 +101,7 @@ class DistributedArray:
                 f"The values of an array can be read until it is donated or deleted, "
                 f"but {_kind(self)} was; use the state that the last step returned."
             )
-        parts = [np.asarray(piece) for piece in self.pieces]
+        parts = [np.asarray(chunk) for chunk in self.chunks]
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         return whole if dtype is None else whole.astype(dtype)
 
@@ -96,22 +119,22 @@ class DistributedArray:
         return format(self.item(), spec) if spec else str(self)
 
     def block_until_ready(self) -> DistributedArray:
-        """Wait until every piece is computed."""
-        for piece in self.pieces:
-            piece.block_until_ready()
+        """Wait until every chunk is computed."""
+        for chunk in self.chunks:
+            chunk.block_until_ready()
         return self
 
     def is_deleted(self) -> bool:
         """Whether its memory was donated to a step, or freed."""
-        return any(piece.is_deleted() for piece in self.pieces)
+        return any(chunk.is_deleted() for chunk in self.chunks)
 
     def delete(self) -> None:
         """Free its memory on all devices."""
-        for piece in self.pieces:
-            piece.delete()
+        for chunk in self.chunks:
+            chunk.delete()
 
     def __repr__(self) -> str:
-        return f"DistributedArray({_kind(self)}: {_places(self.pieces)})"
+        return f"DistributedArray({_kind(self)}: {_places(self.chunks)})"
 
 
 @dataclass(frozen=True)
@@ -121,31 +144,31 @@ class AbstractDistributedArray:
     It stands for one where a jax.ShapeDtypeStruct stands for a jax.Array.
 
     Raises:
-      ValueError: pieces of different dtypes, or whose shapes differ past dim 0.
+      ValueError: chunks of different dtypes, or whose shapes differ past dim 0.
     """
 
-    pieces: tuple[jax.ShapeDtypeStruct, ...]
+    chunks: tuple[jax.ShapeDtypeStruct, ...]
 
     def __post_init__(self) -> None:
-        _check_alike(self.pieces)
+        _check_alike(self.chunks)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole."""
-        return _whole_shape(self.pieces)
+        return _whole_shape(self.chunks)
 
     @property
     def dtype(self) -> Any:
-        """The dtype of every piece."""
-        return self.pieces[0].dtype
+        """The dtype of every chunk."""
+        return self.chunks[0].dtype
 
     @property
     def sharding(self) -> tuple[Any, ...]:
-        """The sharding of each piece."""
-        return tuple(piece.sharding for piece in self.pieces)
+        """The sharding of each chunk."""
+        return tuple(chunk.sharding for chunk in self.chunks)
 
     def __repr__(self) -> str:
-        return f"AbstractDistributedArray({_kind(self)}: {_places(self.pieces)})"
+        return f"AbstractDistributedArray({_kind(self)}: {_places(self.chunks)})"
 
 
 def fetch(tree: Any) -> Any:
@@ -155,8 +178,8 @@ def fetch(tree: Any) -> Any:
     """
     leaves, structure = jax.tree.flatten(tree)
     for leaf in leaves:
-        pieces: Sequence[Any] = getattr(leaf, "pieces", (leaf,))
-        for array in pieces if isinstance(leaf, DistributedArray) else (leaf,):
+        chunks: Sequence[Any] = getattr(leaf, "chunks", (leaf,))
+        for array in chunks if isinstance(leaf, DistributedArray) else (leaf,):
             is_values = isinstance(array, jax.Array) and not _is_key(array)
             if is_values and not array.is_deleted():
                 array.copy_to_host_async()
@@ -182,8 +205,8 @@ def gathered(leaf: Any, home: jax.sharding.Sharding) -> Any:
     """A leaf as JAX takes it: a DistributedArray as one array that lies at `home`."""
     if not isinstance(leaf, DistributedArray):
         return leaf
-    if len(leaf.pieces) == 1 and isinstance(leaf.pieces[0], jax.Array):
-        return jax.device_put(leaf.pieces[0], home)
+    if len(leaf.chunks) == 1 and isinstance(leaf.chunks[0], jax.Array):
+        return jax.device_put(leaf.chunks[0], home)
     whole = np.asarray(leaf)
     return jax.make_array_from_callback(leaf.shape, home, lambda index: whole[index])
 
@@ -200,32 +223,32 @@ def _is_key(array: jax.Array) -> bool:
     return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
-def _check_alike(pieces: Sequence[Any]) -> None:
-    if not pieces:
-        raise ValueError("A DistributedArray needs a piece, but got none.")
-    if len(pieces) == 1:
+def _check_alike(chunks: Sequence[Any]) -> None:
+    if not chunks:
+        raise ValueError("A DistributedArray needs a chunk, but got none.")
+    if len(chunks) == 1:
         return
-    kinds = {(tuple(piece.shape[1:]), np.dtype(piece.dtype)) for piece in pieces}
-    if len(kinds) > 1 or not all(piece.shape for piece in pieces):
-        shapes = ", ".join(f"{p.dtype}{list(p.shape)}" for p in pieces)
+    kinds = {(tuple(chunk.shape[1:]), np.dtype(chunk.dtype)) for chunk in chunks}
+    if len(kinds) > 1 or not all(chunk.shape for chunk in chunks):
+        shapes = ", ".join(f"{p.dtype}{list(p.shape)}" for p in chunks)
         raise ValueError(
-            f"Pieces of a DistributedArray are joined along dim 0, so they must be "
+            f"Chunks of a DistributedArray are joined along dim 0, so they must be "
             f"alike but for that, and got {shapes}."
         )
 
 
-def _whole_shape(pieces: Sequence[Any]) -> tuple[int, ...]:
-    first = tuple(pieces[0].shape)
-    if len(pieces) == 1:
+def _whole_shape(chunks: Sequence[Any]) -> tuple[int, ...]:
+    first = tuple(chunks[0].shape)
+    if len(chunks) == 1:
         return first
-    return (sum(piece.shape[0] for piece in pieces), *first[1:])
+    return (sum(chunk.shape[0] for chunk in chunks), *first[1:])
 
 
 def _kind(array: DistributedArray | AbstractDistributedArray) -> str:
     return f"{np.dtype(array.dtype).name}{list(array.shape)}"
 
 
-def _places(pieces: Sequence[Any]) -> str:
-    if len(pieces) == 1:
-        return str(pieces[0].sharding)
-    return ", ".join(f"[{piece.shape[0]}] on {piece.sharding}" for piece in pieces)
+def _places(chunks: Sequence[Any]) -> str:
+    if len(chunks) == 1:
+        return str(chunks[0].sharding)
+    return ", ".join(f"[{chunk.shape[0]}] on {chunk.sharding}" for chunk in chunks)

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from ..graph.op_graph import OpGraph
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import PLACED, Pin, keys_of_paths, parse_pin
+from .array_chunks import union_sharding
 from .distributed_array import AbstractDistributedArray
-from .leaf_pieces import union_sharding
 
 _MOST_AXES = 3  # planning on more takes too long to start it unasked
 
@@ -47,9 +47,9 @@ def placed_type(kind: jax.ShapeDtypeStruct, home: LeafHome) -> Any:
     one = shardings[0] if len(home) == 1 else union_sharding(shapes, shardings)
     if one is not None:
         return kind.update(sharding=one)
-    pieces = zip(shapes, shardings, strict=True)
+    chunks = zip(shapes, shardings, strict=True)
     return AbstractDistributedArray(
-        tuple(jax.ShapeDtypeStruct(s, kind.dtype, sharding=x) for s, x in pieces)
+        tuple(jax.ShapeDtypeStruct(s, kind.dtype, sharding=x) for s, x in chunks)
     )
 
 

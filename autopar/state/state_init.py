@@ -34,7 +34,7 @@ from ..planner.planning import roles_of
 from ..sharding.mesh import MeshShape
 from ..sharding.pin_primitive import pin
 from ..sharding.resharding import Resharder
-from .leaf_pieces import join_leaf
+from .array_chunks import join_leaf
 from .placements import LeafHome, LeafPart, placed_type
 from .traced_init import TracedInit
 

@@ -86,7 +86,7 @@ def test_workers_are_numbered_as_their_hosts_were_found(addresses: tuple[int, ..
 
 
 def facts(**changes: str) -> HostFacts:
-    own = HostFacts(address="10.0.0.1", process_id=1, **own_versions())
+    own = HostFacts("10.0.0.1", 5000, 1, **own_versions())
     return replace(own, **changes)
 
 

@@ -67,7 +67,7 @@ def test_an_exception_tells_stage_host_task_and_traceback(pipeline: Pipeline):
     processes = pipeline.process_ids()
     # Some kernel of the last stage is replaced by one of another shape.
     leaf = state.params["layers"][-1]["kernel"]
-    (piece,) = leaf.pieces
+    (piece,) = leaf.chunks
     wrong = np.ones((12, 12), np.float32)
     put_in_place_of(pipeline.workers, 1, piece.number, wrong)
     with pytest.raises(WorkerError) as caught:

@@ -201,7 +201,7 @@ def test_other_tiles_than_expected_are_refused_before_the_pull(
 def test_an_array_in_another_sharding_than_planned_is_refused(
     ends: tuple[Transport, Transport],
 ):
-    with pytest.raises(ValueError, match="a transfer moves the array"):
+    with pytest.raises(AssertionError, match="is not what goes"):
         ends[0].send(Value("equal"), 0, 1, array_of(TYPES["gathered"][0]))
 
 

@@ -184,7 +184,7 @@ def test_an_exception_in_one_stage_of_a_host_is_told(
 ):
     training = Training(workload, ray_cluster, (3, 1, 4))
     state, _ = training.step(training.state, training.batch)
-    (piece,) = state.params["layers"][1]["kernel"].pieces
+    (piece,) = state.params["layers"][1]["kernel"].chunks
     wrong = np.ones((12, 12), np.float32)
     put_in_place_of(training.workers, 0, piece.number, wrong)
     with pytest.raises(

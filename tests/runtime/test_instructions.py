@@ -104,22 +104,22 @@ def _emit_with(index: int, **changes: Any) -> None:
 
 
 def test_a_program_that_cannot_be_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="'nothing'; add it to the slots"):
+    with pytest.raises(AssertionError, match="names 'nothing'"):
         _emit_with(0, inputs=("nothing",))
     with pytest.raises(ValueError, match='reads the activation slot "output 1"@0 of'):
         _emit_with(3, outputs=("residual 1",))
     tasks = Task(0, 0, "backward"), Task(0, 0, "forward")
     with pytest.raises(ValueError, match="makes it later; move 0B0 behind 0F0"):
         emit(chain(1, 1), Schedule("by hand", 1, 1, (tasks,)))
-    with pytest.raises(ValueError, match="made by its own stage"):
+    with pytest.raises(AssertionError, match='the activation slot "output 1"'):
         _emit_with(0, outputs=("output 1",))
-    with pytest.raises(ValueError, match="is made once, but"):
+    with pytest.raises(AssertionError, match='make "output 0"'):
         _emit_with(1, outputs=("output 0", "gradient 0"))
-    with pytest.raises(ValueError, match="reads 'output 0', which is made once a m"):
+    with pytest.raises(AssertionError, match="reads 'output 0' of a microbatch"):
         _emit_with(2, inputs=("state 0", "output 0"))
-    with pytest.raises(ValueError, match='donates "state 0", which is read again'):
+    with pytest.raises(AssertionError, match='donates "state 0", which is'):
         _emit_with(0, donated=(0,))
-    with pytest.raises(ValueError, match="2 and 2, but 'gpipe' has 2 and 4"):
+    with pytest.raises(AssertionError, match=r"has \(2, 4\) and not \(2, 2\)"):
         emit(chain(2, 2), gpipe(2, 4))
 
 
@@ -131,7 +131,7 @@ def test_updated_state_is_not_read() -> None:
         slots={**program.slots, "norm": Slot("norm", "result", 0)},
         programs=(*program.programs, again),
     )
-    with pytest.raises(ValueError, match='reads "state 0", which stage 0 has updated'):
+    with pytest.raises(AssertionError, match='reads "state 0" as it was before'):
         emit(program, gpipe(1, 1))
     unmade = replace(program, programs=program.programs[:-1])
     with pytest.raises(ValueError, match="no scheduled program makes 'norm'"):

