@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from ..audit.fit import Candidate, fitting
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
 from ..frontend.tracing import trace
@@ -33,10 +34,12 @@ from ..planner.update_loops import one_update
 from ..planner.whole_step import batch_tensors, roles_of
 from ..plans.explain import format_bytes, format_seconds
 from ..plans.parallel_plan import Plan
+from ..plans.plan import Prediction
 from ..plans.staged_plan import StagedPlan
 from ..rematerialisation.remat import LEVELS, Level, Remat
 from ..sharding.pins import keys_of_paths, parse_pin
 from ..sharding.spec import to_partition_spec
+from .pipeline import lower_pipeline
 from .pipeline_plan import PlannedPipeline, plan_pipeline
 from .program_plans import ProgramPlanner
 from .stage_cut import forward_order
@@ -66,7 +69,7 @@ def planned_pipeline(
       InfeasiblePlanError: no stages fit into memory.
     """
     try:
-        return _planned(call, method, options, price)
+        return _fitting(call, method, options, price)
     except (ValueError, NotImplementedError):
         traced = trace(*call)
         graph = build_graph(traced, roles_of(traced))
@@ -81,6 +84,31 @@ def planned_pipeline(
         )
     planned = planned_pipeline(found[0], method, options, price)
     return replace(planned, updates=(found[1], *planned.updates))
+
+
+def _fitting(
+    call: Call, method: PipelineParallel, options: Options, price: Price
+) -> PlannedPipeline:
+    """A pipeline within a budget that was named, also as compiled; see `fit.py`."""
+
+    def plan(some: Options) -> Candidate[PlannedPipeline]:
+        planned = _planned(call, method, some, price)
+        stages = price(planned).stages
+
+        def compiled_bytes(limit_seconds: float) -> int:
+            pipeline = lower_pipeline(planned)
+            return max(pipeline.compiled_peaks(stages, limit_seconds))
+
+        def told(predicted: Prediction) -> PlannedPipeline:
+            return replace(planned, memory_correction=predicted.memory_correction)
+
+        num_devices = sum(shape.size for shape in planned.shapes)
+        named = planned, planned.traced.name, planned.cluster, num_devices
+        return Candidate(*named, stages.predicted, compiled_bytes, told)
+
+    if options.memory_budget is None or options.plan is not None:
+        return _planned(call, method, options, price)
+    return fitting(options, plan)
 
 
 def _planned(
