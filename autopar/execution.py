@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NoReturn
 
@@ -148,9 +149,19 @@ def staged_plan(planned: PlannedPipeline) -> Plan:
         for each in planned.programs
     )
     simulation = simulation_of(planned)
+    correction = planned.memory_correction
     peak_bytes = tuple(
-        held + planned.working_bytes(submesh)
+        round((held + planned.working_bytes(submesh)) * correction)
         for submesh, held in enumerate(simulation.peak_bytes)
+    )
+    predicted = total_prediction(
+        programs,
+        len(planned.shapes),
+        flow.num_microbatches,
+        max(peak_bytes),
+        simulation.timeline.makespan_seconds,
+        simulation.timeline.bubble_fraction,
+        planned.bound_seconds,
     )
     return Plan(
         StagedPlan(
@@ -165,15 +176,7 @@ def staged_plan(planned: PlannedPipeline) -> Plan:
             planned.transfers(),
             tuple(" ".join(map(str, row)) for row in schedule_of(planned).rows),
             peak_bytes,
-            total_prediction(
-                programs,
-                len(planned.shapes),
-                flow.num_microbatches,
-                max(peak_bytes),
-                simulation.timeline.makespan_seconds,
-                simulation.timeline.bubble_fraction,
-                planned.bound_seconds,
-            ),
+            replace(predicted, memory_correction=correction),
             tuple(method.stage_products or ()),
             tuple(str(task or "") for task in simulation.fullest),
         )

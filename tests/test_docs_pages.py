@@ -1,5 +1,6 @@
 """The Python blocks of the documentation run as they stand, and print what is shown."""
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ ELSEWHERE = (
     "how_to/benchmarks.md",
     "how_to/ray.md",
     "measurements.md",
+    "pipelines_walk.md",
     "plan_format.md",
     "report.md",
     "roadmap.md",
@@ -45,6 +47,28 @@ def _rules_are_restored() -> Iterator[None]:
     yield
     base._RULES.clear()
     base._RULES.update(before)
+
+
+def names_in(path: Path) -> set[str]:
+    """The functions and classes of a file, and the methods of these."""
+    found = set[str]()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+            inner = node.body if isinstance(node, ast.ClassDef) else []
+            methods = [each for each in inner if isinstance(each, ast.FunctionDef)]
+            found.update(f"{node.name}.{each.name}" for each in methods)
+    return found
+
+
+def test_the_walk_through_a_pipeline_names_what_is_there() -> None:
+    text = (DOCS / "pipelines_walk.md").read_text()
+    links = re.findall(r"\[`([\w.]+)`\]\(([^)]+)\)", text)
+    assert len(links) > 40
+    missing = [
+        f"{name}: {path}" for name, path in links if name not in names_in(DOCS / path)
+    ]
+    assert not missing
 
 
 def test_every_page_is_tested() -> None:

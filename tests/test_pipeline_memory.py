@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import autopar
+from autopar.errors import InfeasiblePlanError
 from autopar.methods.methods import PipelineParallel
 
 from .rows.running import run_pipeline_as_planned
@@ -211,3 +212,26 @@ def test_stages_that_are_searched_make_again_what_is_asked() -> None:
     stages = run_pipeline_as_planned(step, *args).plan.stages
     again = [p.sharding.remat for p in stages.programs if p.kind == "backward"]
     assert set(again) == {"full"} and stages.num_stages > 1
+
+
+def test_a_named_budget_is_kept_to_by_compiled_programs():
+    """What is predicted to fit and does not as compiled is planned again."""
+    step, args = trained(ADAM)
+    method = PipelineParallel(2, 2, stage_meshes=("x:4", "x:4"))
+    free: Any = autopar.parallelize(step, method=method).lower(*args).compile()
+    audit = free.audit()
+    assert audit.predicted_bytes == free.plan.stages.peak_bytes
+    assert max(audit.peak_bytes) >= audit.memory.device_bytes
+    predicted, seen = max(audit.predicted_bytes), max(audit.peak_bytes)
+    assert predicted < seen  # the model is below the compiler on this step
+
+    def within(budget: int) -> Any:
+        fun = autopar.parallelize(step, method=method, memory_budget=budget)
+        return fun.lower(*args).compile()
+
+    assert within(seen).plan.stages.programs == free.plan.stages.programs
+    other = within(predicted)
+    assert max(other.audit().peak_bytes) <= predicted
+    assert other.plan.predicted.memory_correction == pytest.approx(seen / predicted)
+    with pytest.raises(InfeasiblePlanError, match="compiled program must fit|Every st"):
+        within(predicted // 4)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 
@@ -31,6 +31,7 @@ from ..planner.memory_users import OTHER_REMEDIES
 from ..planner.planning import Planned, Refused, no_more
 from ..planner.shared_plan import plan_together
 from ..plans.parallel_plan import Plan
+from ..plans.plan import Prediction
 from .memory_use import MemoryUse
 
 MOST_CORRECTIONS = 3
@@ -62,12 +63,25 @@ def plan_fitting(
       InfeasiblePlanError: nothing was found to fit.
     """
 
-    def plan(some: Options) -> Planned:
-        return plan_together(fun, args, kwargs, some, refused)
+    def plan(some: Options) -> Candidate[Planned]:
+        planned = plan_together(fun, args, kwargs, some, refused)
+        plan = planned.plan
+
+        def compiled_bytes(limit_seconds: float) -> int:
+            program = program_of(planned)
+            compiled = compile_program(program, limit_seconds)
+            return MemoryUse.of(compiled, program.host_bytes).device_bytes
+
+        def told(predicted: Prediction) -> Planned:
+            sharding = replace(plan.sharding, predicted=predicted)
+            return replace(planned, plan=replace(plan, decision=sharding))
+
+        named = planned, planned.traced.name, planned.cluster, plan.sharding.mesh.size
+        return Candidate(*named, plan.predicted, compiled_bytes, told)
 
     if options.plan is not None:
-        return plan(options)
-    return _Fit(options, plan, program_of, elsewhere_seconds).fitting()
+        return plan(options).planned
+    return fitting(options, plan, elsewhere_seconds)
 
 
 def plan_of_least_memory(
@@ -102,11 +116,43 @@ def plan_of_least_memory(
     return replace(planned, plan=plan)
 
 
+_Planned = TypeVar("_Planned")
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate(Generic[_Planned]):
+    """A planned step, of one program or of stages, as the loop sees it.
+
+    `compiled_bytes` compiles it, within some seconds where the devices are elsewhere,
+    and says what a device holds; `told` is the same plan with another prediction.
+    """
+
+    planned: _Planned
+    name: str
+    cluster: Cluster
+    num_devices: int
+    predicted: Prediction
+    compiled_bytes: Callable[[float], int]
+    told: Callable[[Prediction], _Planned]
+
+
+def fitting(
+    options: Options,
+    plan: Callable[[Options], Candidate[_Planned]],
+    elsewhere_seconds: float = 0.0,
+) -> _Planned:
+    """The first plan that fits its budget; see `plan_fitting`.
+
+    Raises:
+      InfeasiblePlanError: nothing was found to fit.
+    """
+    return _Fit(options, plan, elsewhere_seconds).fitting()
+
+
 @dataclass(eq=False)
-class _Fit:
+class _Fit(Generic[_Planned]):
     options: Options
-    plan: Callable[[Options], Planned]
-    program_of: Callable[[Planned], SpmdProgram]
+    plan: Callable[[Options], Candidate[_Planned]]
     elsewhere_seconds: float
     correction: float = 1.0
     least_seen: float = inf
@@ -116,33 +162,28 @@ class _Fit:
         """What a device may hold, in bytes."""
         return self.options.budget_on(self.options.cluster or Cluster.local())
 
-    def fitting(self) -> Planned:
-        """The first plan that fits.
-
-        Raises:
-          InfeasiblePlanError: nothing was found to fit.
-        """
+    def fitting(self) -> _Planned:
         budget = self.budget
         for _ in range(1 + MOST_CORRECTIONS):
             try:
                 planned = self.plan(self._corrected_options())
             except InfeasiblePlanError as refused:
                 return self._least(refused)
-            if not self._is_compiled(planned.plan.sharding.mesh.size):
-                return planned
-            model_bytes = planned.plan.predicted.peak_bytes
+            if not self._is_compiled(planned.num_devices):
+                return planned.planned
+            model_bytes = planned.predicted.peak_bytes
             if model_bytes * self.correction < NEAR * budget:
                 return self._told(planned, budget)
             try:
                 seen = self._compiled_bytes(planned)
             except TimeoutError:
-                return planned
+                return planned.planned
             if seen <= self._limit(planned.cluster):
                 return self._told(planned, budget)
             _log.info(
                 "%s: compiled for %d bytes a device where %d were predicted and %d are "
                 "allowed; planning again",
-                *(planned.traced.name, seen, model_bytes, budget),
+                *(planned.name, seen, model_bytes, budget),
             )
             # At least a little less, so that the same plan does not come again.
             self.correction = max(seen / model_bytes, budget / model_bytes * 1.001)
@@ -165,7 +206,7 @@ class _Fit:
             return self.options
         return replace(self.options, memory_budget=int(self.budget / self.correction))
 
-    def _least(self, error: InfeasiblePlanError) -> Planned:
+    def _least(self, error: InfeasiblePlanError) -> _Planned:
         """The plan that needs the least, or a quicker one, if its program fits.
 
         Raises:
@@ -173,6 +214,8 @@ class _Fit:
         """
         budget = self.options.memory_budget
         model_bytes = error.least_budget_bytes
+        if budget is not None and error.least_plan is None and self.correction > 1.0:
+            raise self._refused(budget, error) from error
         if budget is None or model_bytes is None or error.least_plan is None:
             raise error
         is_far = max(model_bytes * self.correction, error.bound_bytes) > (
@@ -197,16 +240,14 @@ class _Fit:
             return self._told(quicker, budget)
         return self._told(least, budget)
 
-    def _compiled_bytes(self, planned: Planned) -> int:
-        program = self.program_of(planned)
-        compiled = compile_program(program, self.elsewhere_seconds or inf)
-        seen = MemoryUse.of(compiled, program.host_bytes).device_bytes
+    def _compiled_bytes(self, planned: Candidate[_Planned]) -> int:
+        seen = planned.compiled_bytes(self.elsewhere_seconds or inf)
         self.least_seen = min(self.least_seen, seen)
         return seen
 
-    def _told(self, planned: Planned, budget_bytes: int) -> Planned:
+    def _told(self, planned: Candidate[_Planned], budget_bytes: int) -> _Planned:
         """The plan, with its prediction corrected; its program was seen to fit."""
-        predicted = planned.plan.predicted
+        predicted = planned.predicted
         peak_bytes = predicted.peak_bytes
         correction = min(self.correction, budget_bytes / max(peak_bytes, 1))
         predicted = replace(
@@ -215,8 +256,7 @@ class _Fit:
             budget_bytes=0 if budget_bytes == NO_BUDGET else budget_bytes,
             memory_correction=correction,
         )
-        sharding = replace(planned.plan.sharding, predicted=predicted)
-        return replace(planned, plan=replace(planned.plan, decision=sharding))
+        return planned.told(predicted)
 
     def _refused(
         self, budget_bytes: int, error: InfeasiblePlanError | None

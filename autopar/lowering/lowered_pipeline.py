@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from ..audit.audit import Audit
+from ..audit.audit import Audit, AuditRow, Difference
+from ..audit.memory_use import MemoryUse
 from ..errors import AuditError
 from ..frontend.calls import open_call
 from ..frontend.constant_leaves import ResultTree
@@ -23,9 +24,34 @@ from .programs import SignatureChanged
 
 @dataclass(frozen=True)
 class PipelineAudit:
-    """The audits of all programs of a pipeline, by what they are of; prints them."""
+    """The audits of all programs of a pipeline, by what they are of; prints them.
+
+    Args:
+      audits: of each program, with its stage and kind in words.
+      peak_bytes: what one device of each submesh holds in a step, with the programs as
+        compiled and the values that the schedule holds.
+      predicted_bytes: the plan's own figures for `peak_bytes`.
+    """
 
     audits: tuple[tuple[str, Audit], ...]
+    peak_bytes: tuple[int, ...] = ()
+    predicted_bytes: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> tuple[AuditRow, ...]:
+        """The rows of all programs."""
+        return tuple(row for each in self for row in each.rows)
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """Where a program is not as planned, explained or wrong."""
+        return tuple(found for each in self for found in each.differences)
+
+    @property
+    def memory(self) -> MemoryUse | None:
+        """That of the compiled program which takes the most of a device."""
+        found = (each.memory for each in self if each.memory is not None)
+        return max(found, key=lambda use: use.device_bytes, default=None)
 
     @property
     def ok(self) -> bool:
@@ -49,7 +75,14 @@ class PipelineAudit:
                 raise
 
     def __str__(self) -> str:
-        return "\n".join(f"{name}\n{each}" for name, each in self.audits)
+        lines = [f"{name}\n{each}" for name, each in self.audits]
+        both = zip(self.peak_bytes, self.predicted_bytes, strict=True)
+        for submesh, (peak, predicted) in enumerate(both):
+            lines.append(
+                f"submesh {submesh}: {peak:,} B a device, {peak / predicted:.2f} of "
+                f"the {predicted:,} B predicted"
+            )
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -172,5 +205,7 @@ class CompiledPipeline:
 
     def audit(self) -> PipelineAudit:
         """Compare the plans' collectives with those of all stage programs."""
-        programs = self.lowered.step.pipeline.lowered
-        return PipelineAudit(tuple((each.name, each.audit()) for each in programs))
+        pipeline, stages = self.lowered.step.pipeline, self.plan.stages
+        audits = tuple((each.name, each.audit()) for each in pipeline.lowered)
+        peaks = pipeline.compiled_peaks(stages)
+        return PipelineAudit(audits, peaks, stages.peak_bytes)

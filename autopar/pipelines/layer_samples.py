@@ -421,10 +421,10 @@ class LayerSample:
         gradients = [n for n in inputs if self.cut.slots[n].kind == "gradient"]
         here = sum(held[n] for n in read)
         reducing, reduced = reduced_sums(plan, graph, Resharder(mesh, cluster))
-        share = _share(
+        share = part_of_whole(
             sum(reduced[n] for n in gradients), sum(whole[n] for n in gradients)
         )
-        share = min(share, _share(here, sum(whole[n] for n in read)))
+        share = min(share, part_of_whole(here, sum(whole[n] for n in read)))
         if submesh.is_split:
             share = 1 / mesh.size
         others = sum(size for name, size in state.items() if name not in held)
@@ -506,5 +506,5 @@ def _flat(
             yield from _flat(graph, block.operators, more)
 
 
-def _share(part: float, whole: float) -> float:
+def part_of_whole(part: float, whole: float) -> float:
     return part / whole if whole else 1.0

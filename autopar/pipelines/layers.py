@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from math import inf
 
 import numpy as np
@@ -180,6 +181,16 @@ class ForwardOrder:
     costs: tuple[float, ...]  # flops
     crossing_bytes: tuple[float, ...]
 
+    @cached_property
+    def places(self) -> list[int]:
+        """Where a border behind each unit with a cost may lie; see `border_places`."""
+        return border_places(self.costs, self.crossing_bytes)
+
+    @cached_property
+    def num_products(self) -> int:
+        """How many units cost something."""
+        return sum(cost > 0 for cost in self.costs)
+
     def borders(self, num_stages: int, products: Sequence[int] | None) -> list[int]:
         """Units at which stages 1, 2, ... begin.
 
@@ -188,34 +199,32 @@ class ForwardOrder:
         """
         if products is None:
             return stage_borders(self.costs, self.crossing_bytes, num_stages)
-        total = sum(cost > 0 for cost in self.costs)
+        total = self.num_products
         if len(products) != num_stages or sum(products) != total or min(products) < 1:
             raise ValueError(
                 f"`stage_products` must give each of {num_stages} stages a product or "
                 f"more, {total} in all, as the step's forward pass has, but got "
                 f"{tuple(products)}."
             )
-        places = border_places(self.costs, self.crossing_bytes)
-        found, before = [], 0
-        for number in products[:-1]:
-            before += number
-            found.append(places[before - 1])
-            if self.crossing_bytes[found[-1]] == float("inf"):
-                op, _ = self.units[found[-1]]
-                allowed = [
-                    number
-                    for number, place in enumerate(places, 1)
-                    if self.crossing_bytes[place] < float("inf")
-                ]
-                allowed.sort(key=lambda number: abs(number - before))
-                nearest = " or ".join(map(str, sorted(allowed[:2]))) or "none"
-                raise ValueError(
-                    f"A rematerialised layer must be on one stage, but a border after "
-                    f"product {before}, before {op.name!r} at "
-                    f"{op.source or 'an unknown line'}, would cut one; let "
-                    f"`stage_products` have it after product {nearest}."
-                )
-        return found
+        ends = list(accumulate(products[:-1]))
+        for end in ends:
+            self._check_apart(end)
+        return [self.places[end - 1] for end in ends]
+
+    def _check_apart(self, end: int) -> None:
+        """Refuse a border behind the first `end` products inside of a layer."""
+        apart = [self.crossing_bytes[place] < inf for place in self.places]
+        if not apart[end - 1]:
+            op, _ = self.units[self.places[end - 1]]
+            allowed = [number for number, is_apart in enumerate(apart, 1) if is_apart]
+            nearest = sorted(allowed, key=lambda number: abs(number - end))[:2]
+            raise ValueError(
+                f"A rematerialised layer must be on one stage, but a border after "
+                f"product {end}, before {op.name!r} at "
+                f"{op.source or 'an unknown line'}, would cut one; let "
+                f"`stage_products` have it after product "
+                f"{' or '.join(map(str, sorted(nearest))) or 'none'}."
+            )
 
     def balanced(self, num_stages: int, costs: Sequence[float]) -> tuple[int, ...]:
         """Products of each stage such that the slowest is as fast as can be.
@@ -225,15 +234,14 @@ class ForwardOrder:
         Raises:
           ValueError: fewer products than stages, or another number of costs.
         """
-        places = border_places(self.costs, self.crossing_bytes)
-        number = sum(cost > 0 for cost in self.costs)
+        number = self.num_products
         if len(costs) != number:
             raise ValueError(
                 f"`layer_costs` must have a cost for each product of the step's "
                 f"forward pass, {number}, those of every layer of a scan apart, but "
                 f"got {len(costs)}; give 0 to those that cost next to nothing."
             )
-        crossing = [self.crossing_bytes[place] for place in places]
+        crossing = [self.crossing_bytes[place] for place in self.places]
         borders = product_borders(costs, crossing, num_stages)
         return tuple(j - i for i, j in pairwise([0, *borders, number]))
 
@@ -262,7 +270,6 @@ class Layers:
     """
 
     products: tuple[int, ...]
-    flops: tuple[float, ...]
     kinds: tuple[int, ...]
     crossing_bytes: tuple[float, ...]
 
@@ -271,49 +278,34 @@ class Layers:
 
     def stage_products(self, ends: Sequence[int]) -> tuple[int, ...]:
         """Products of the stages that end before these layers."""
-        starts = [0, *ends[:-1]]
-        return tuple(sum(self.products[i:j]) for i, j in zip(starts, ends, strict=True))
+        return tuple(sum(self.products[i:j]) for i, j in pairwise([0, *ends]))
 
-    def samples(self, most: int = 1) -> tuple[tuple[int, int], ...]:
-        """Spans of up to `most` layers alike, which together hold every kind once."""
-        found: dict[int, tuple[int, int]] = {}
-        for first, kind in enumerate(self.kinds):
-            if kind in found:
-                continue
-            end = first + 1
-            while end < first + most and self.kinds[end : end + 1] == (kind,):
-                end += 1
-            found[kind] = (first, end)
-        return tuple(found.values())
+    def samples(self) -> tuple[int, ...]:
+        """The first layer of each kind."""
+        return tuple({k: self.kinds.index(k) for k in self.kinds}.values())
 
 
 def find_layers(order: ForwardOrder, most: int = MOST_LAYERS) -> Layers:
     """The layers of a forward pass."""
-    places = border_places(order.costs, order.crossing_bytes)
-    bytes_ = [order.crossing_bytes[p] for p in places]
+    bytes_ = [order.crossing_bytes[place] for place in order.places]
     borders = [
         k
         for k, each in enumerate(bytes_)
-        if each < inf
-        and each
-        <= min([*bytes_[max(k - 1, 0) : k], *bytes_[k + 1 : k + 2]], default=inf)
+        if each < inf and each <= min(bytes_[max(k - 1, 0) : k + 2])
     ]
     heavy = [cost for cost in order.costs if cost > 0]
     while len(borders) >= most:
         borders = _joined(borders, heavy)
     ends = [*(k + 1 for k in borders), len(heavy)]
-    starts = [0, *ends[:-1]]
-    units = [0, *(places[k] for k in borders), len(order.units)]
+    units = [0, *(order.places[k] for k in borders), len(order.units)]
     number: dict[Hashable, int] = {}
     kinds = []
-    for index in range(len(ends)):
-        own = order.units[units[index] : units[index + 1]]
+    for index, (first, end) in enumerate(pairwise(units)):
         is_end = index == 0, index == len(ends) - 1
-        key = (*is_end, tuple(_kind(op) for op, _ in own))
+        key = (*is_end, tuple(_kind(op) for op, _ in order.units[first:end]))
         kinds.append(number.setdefault(key, len(number)))
     return Layers(
-        tuple(j - i for i, j in zip(starts, ends, strict=True)),
-        tuple(sum(heavy[i:j]) for i, j in zip(starts, ends, strict=True)),
+        tuple(j - i for i, j in pairwise([0, *ends])),
         tuple(kinds),
         (0.0, *(bytes_[k] for k in borders), 0.0),
     )
@@ -322,7 +314,7 @@ def find_layers(order: ForwardOrder, most: int = MOST_LAYERS) -> Layers:
 def _joined(borders: Sequence[int], heavy: Sequence[float]) -> list[int]:
     """Without every other border, where two neighbours have little work together."""
     ends = [*(k + 1 for k in borders), len(heavy)]
-    work = [sum(heavy[i:j]) for i, j in zip([0, *ends[:-1]], ends, strict=True)]
+    work = [sum(heavy[i:j]) for i, j in pairwise([0, *ends])]
     allowed = 2.0 * sum(work) / len(work)
     kept, index = [], 0
     while index < len(borders):

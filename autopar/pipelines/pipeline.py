@@ -37,6 +37,7 @@ from ..microbatches.extremes import start_of
 from ..microbatches.microbatch_runners import join_parts
 from ..microbatches.microbatches import Grain
 from ..planner.update_loops import Updates
+from ..plans.staged_plan import StagedPlan
 from ..sharding.spec import Spec, State
 from ..state.array_chunks import gather_leaf, join_leaf, on_auto_axes, split_leaf
 from ..state.distributed_array import DistributedArray, signature
@@ -66,6 +67,10 @@ class LoweredProgram:
             self._compiled.append(compile_program(self.program, limit_seconds))
         return self._compiled[0]
 
+    def memory(self, limit_seconds: float = inf) -> MemoryUse:
+        """What the compiled program holds on a device."""
+        return MemoryUse.of(self.compile(limit_seconds), self.program.host_bytes)
+
     def audit(self) -> Audit:
         """Planned, lowered and compiled collectives."""
         plan, compiled = self.planned.plan, self.compile()
@@ -75,7 +80,7 @@ class LoweredProgram:
             collectives_on(plan.mesh.size, compiled.as_text() or ""),
             num_devices=plan.mesh.size,
             mesh=plan.mesh,
-            memory=MemoryUse.of(compiled, self.program.host_bytes),
+            memory=self.memory(),
             predicted_bytes=plan.predicted.peak_bytes,
         )
 
@@ -268,6 +273,21 @@ class Pipeline:
     def audit(self) -> tuple[Audit, ...]:
         """Planned, lowered and compiled collectives of every stage program."""
         return tuple(each.audit() for each in self.lowered)
+
+    def compiled_peaks(
+        self, plan: StagedPlan, limit_seconds: float = inf
+    ) -> tuple[int, ...]:
+        """What a device of each submesh holds with programs as compiled.
+
+        `plan` is that of the pipeline, whose schedule holds values besides.
+        """
+        planned = self.planned
+        seen = {e.planned: e.memory(limit_seconds).device_bytes for e in self.lowered}
+        peaks = (round(peak / planned.memory_correction) for peak in plan.peak_bytes)
+        return tuple(
+            peak - planned.working_bytes(i) + planned.working_bytes(i, seen)
+            for i, peak in enumerate(peaks)
+        )
 
     def results_from(
         self, leaves: Sequence[Any], values: Mapping[str, Any]

@@ -10,15 +10,14 @@ cut just gets no pipeline.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 import numpy as np
-from jax.sharding import PartitionSpec
 
+from ..audit.fit import Candidate, fitting
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
 from ..frontend.tracing import trace
@@ -27,16 +26,17 @@ from ..graph.op_graph import OpGraph
 from ..methods.methods import Auto, PipelineParallel
 from ..options import Options
 from ..planner.mesh_search import FAR, least_seconds
+from ..planner.plan_like import Likeness, homes_in, kept_arguments, tell
 from ..planner.planning import Planned
 from ..planner.step_variants import Offload
 from ..planner.update_loops import one_update
 from ..planner.whole_step import batch_tensors, roles_of
 from ..plans.explain import format_bytes, format_seconds
 from ..plans.parallel_plan import Plan
+from ..plans.plan import Prediction
 from ..plans.staged_plan import StagedPlan
 from ..rematerialisation.remat import LEVELS, Level, Remat
-from ..sharding.pins import keys_of_paths, parse_pin
-from ..sharding.spec import to_partition_spec
+from .pipeline import lower_pipeline
 from .pipeline_plan import PlannedPipeline, plan_pipeline
 from .program_plans import ProgramPlanner
 from .stage_cut import forward_order
@@ -50,6 +50,7 @@ hardly count.
 """
 
 _log = logging.getLogger("autopar")
+_CHUNK = r"\[\d+:\d+\]$"  # of a path, where a leaf comes in chunks
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 Price = Callable[[PlannedPipeline], Plan]
@@ -66,7 +67,7 @@ def planned_pipeline(
       InfeasiblePlanError: no stages fit into memory.
     """
     try:
-        return _planned(call, method, options, price)
+        return _fitting(call, method, options, price)
     except (ValueError, NotImplementedError):
         traced = trace(*call)
         graph = build_graph(traced, roles_of(traced))
@@ -81,6 +82,31 @@ def planned_pipeline(
         )
     planned = planned_pipeline(found[0], method, options, price)
     return replace(planned, updates=(found[1], *planned.updates))
+
+
+def _fitting(
+    call: Call, method: PipelineParallel, options: Options, price: Price
+) -> PlannedPipeline:
+    """A pipeline within a budget that was named, also as compiled; see `fit.py`."""
+
+    def plan(some: Options) -> Candidate[PlannedPipeline]:
+        planned = _planned(call, method, some, price)
+        stages = price(planned).stages
+
+        def compiled_bytes(limit_seconds: float) -> int:
+            pipeline = lower_pipeline(planned)
+            return max(pipeline.compiled_peaks(stages, limit_seconds))
+
+        def told(predicted: Prediction) -> PlannedPipeline:
+            return replace(planned, memory_correction=predicted.memory_correction)
+
+        num_devices = sum(shape.size for shape in planned.shapes)
+        named = planned, planned.traced.name, planned.cluster, num_devices
+        return Candidate(*named, stages.predicted, compiled_bytes, told)
+
+    if options.memory_budget is None or options.plan is not None:
+        return _planned(call, method, options, price)
+    return fitting(options, plan)
 
 
 def _planned(
@@ -402,10 +428,6 @@ def _infeasible(
     )
 
 
-_MOST_NAMED = 8
-_PIECE = re.compile(r"\[\d+:\d+\]$")
-
-
 def pipeline_like(
     call: Call,
     method: PipelineParallel,
@@ -430,11 +452,12 @@ def pipeline_like(
     graph = build_graph(traced, roles_of(traced))
     batch = batch_tensors(traced, graph, options)
     held = [each.tensor for each in graph.inputs if each.tensor not in batch]
-    number = sum(cost > 0 for cost in forward_order(graph, held).costs)
+    number = forward_order(graph, held).num_products
     if method.stage_products is not None and sum(method.stage_products) != number:
         method = replace(method, stage_products=None)
-    pins, anew = _kept(graph, like, options.pins)
-    _tell(graph, pins, anew)
+    homes = homes_in((each.sharding for each in like.programs), _CHUNK)
+    pins, anew, _ = kept_arguments(graph, options.pins, homes, like.meshes)
+    tell(Likeness(pins, {}, anew, (), 0), graph)
     remat = next((p.sharding.remat for p in like.programs if p.sharding.remat), None)
     free = replace(
         free,
@@ -459,57 +482,3 @@ def _unchanged(
         return plan_pipeline(*call, method, replace(options, plan=Plan(like)))
     except ValueError:  # of another step, with other products, or of more devices
         return None
-
-
-def _kept(
-    graph: OpGraph, like: StagedPlan, pins: Mapping[str, PartitionSpec]
-) -> tuple[dict[str, PartitionSpec], dict[str, str]]:
-    """Pins by path, and of each argument that keeps nothing why; users' come first."""
-    old = _homes(like)
-    pinned = keys_of_paths(pins, [each.path for each in graph.inputs])
-    kept: dict[str, PartitionSpec] = {}
-    anew: dict[str, str] = {}
-    for each in graph.inputs:
-        kind, known = graph.tensors[each.tensor].type, old.get(each.path)
-        if each.path in pinned:
-            continue
-        if known is None:
-            anew[each.path] = "is new"
-        elif len(known) > 1:
-            anew[each.path] = "lay otherwise on other stages"
-        else:
-            (spec,) = known
-            try:
-                for mesh in like.meshes:
-                    parse_pin(spec, kind, mesh, each.path)
-                kept[each.path] = spec
-            except ValueError:
-                anew[each.path] = f"{kind} cannot lie as {spec} on all stages"
-    return kept, anew
-
-
-def _homes(like: StagedPlan) -> dict[str, set[PartitionSpec]]:
-    """The specs of each argument, pieces of a leaf together."""
-    found: dict[str, set[PartitionSpec]] = {}
-    for program in like.programs:
-        names = program.sharding.mesh.axis_names
-        for each in program.sharding.inputs:
-            spec = to_partition_spec(each.spec, len(each.shape), names)
-            found.setdefault(_PIECE.sub("", each.path), set()).add(spec)
-    return found
-
-
-def _tell(
-    graph: OpGraph, kept: Mapping[str, PartitionSpec], anew: Mapping[str, str]
-) -> None:
-    words = [f"{path} ({reason})" for path, reason in anew.items()]
-    rest = len(words) - _MOST_NAMED
-    more = f" and {rest} more" if rest > 0 else ""
-    _log.log(
-        logging.WARNING if anew else logging.INFO,
-        "%s: of the plan given as `like`, %d of %d arguments keep their place%s",
-        graph.name,
-        len(kept),
-        len(kept) + len(anew),
-        f"; planned anew: {', '.join(words[:_MOST_NAMED])}{more}" if anew else "",
-    )

@@ -43,7 +43,8 @@ class PlannedPipeline:
     `shapes` are the meshes of the submeshes. `bound_seconds` are what no step takes
     less, in the model of the search that found the stages; 0 if they were given.
     `updates` are the loops over updates, from the outermost on, where a call runs the
-    step several times.
+    step several times. `memory_correction` is the error of predicted bytes that was
+    seen where programs were compiled.
     """
 
     made: CutStep
@@ -53,6 +54,7 @@ class PlannedPipeline:
     shapes: tuple[MeshShape, ...]
     bound_seconds: float = 0.0
     updates: tuple[Updates, ...] = ()
+    memory_correction: float = 1.0
 
     @property
     def traced(self) -> TracedFunction:
@@ -124,17 +126,23 @@ class PlannedPipeline:
         sizes = self.shapes[self.submesh(stage)].axis_sizes
         return prod(local_shape(kind.shape, spec, sizes)) * kind.itemsize
 
-    def working_bytes(self, submesh: int) -> int:
+    def working_bytes(
+        self, submesh: int, compiled: Mapping[PlannedProgram, int] | None = None
+    ) -> int:
         """The most that a program of a submesh takes besides its arguments and results.
 
-        Those are values that the schedule holds, in bytes of one device.
+        Those are values that the schedule holds, in bytes of one device. `compiled` are
+        the bytes of compiled programs; those predicted if left out.
         """
         most = 0
         for each in self.programs:
             if self.submesh(each.stage) == submesh:
                 names = {*each.inputs, *each.outputs}
                 held = sum(self.slot_bytes(name, each.stage) for name in names)
-                most = max(most, each.plan.predicted.peak_bytes - held)
+                peak_bytes = each.plan.predicted.peak_bytes
+                if compiled is not None:
+                    peak_bytes = compiled[each]
+                most = max(most, peak_bytes - held)
         return most
 
     def transfer_seconds(self, slot: str, source: int, target: int) -> float:
@@ -228,12 +236,14 @@ def planned_on(
 ) -> PlannedPipeline:
     """Every program of a step that is cut, planned on the submeshes of `shapes`."""
     cluster = options.cluster or Cluster.local()
-    given = None if options.plan is None else options.plan.stages.programs
+    given = None if options.plan is None else options.plan.stages
     planner = planner or ProgramPlanner()
-    planned = plan_programs(made.programs, demands, planner, given)
+    planned = plan_programs(made.programs, demands, planner, given and given.programs)
     graphs = (each.graph for each in planned.programs)
     refuse_lost_callbacks(made.parts.step.graph, graphs)
-    return PlannedPipeline(made, planned, method, cluster, shapes)
+    correction = 1.0 if given is None else given.predicted.memory_correction
+    place = method, cluster, shapes
+    return PlannedPipeline(made, planned, *place, memory_correction=correction)
 
 
 def demands_of(

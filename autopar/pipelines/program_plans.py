@@ -57,6 +57,7 @@ class PlannedProgram:
     plan: ShardingPlan
     donated: tuple[int, ...]
     host_outputs: tuple[int, ...] = ()
+    _lowered: dict[Any, SpmdProgram] = field(init=False, default_factory=dict)
 
     @property
     def stage(self) -> int:
@@ -91,7 +92,12 @@ class PlannedProgram:
         return StageProgram(*place, self.inputs, self.outputs, run, self.donated)
 
     def program(self, cluster: Cluster, mesh: Mesh | AbstractMesh) -> SpmdProgram:
-        """The program on the devices of its stage."""
+        """The program on the devices of its stage, made once."""
+        if mesh not in self._lowered:
+            self._lowered[mesh] = self._program(cluster, mesh)
+        return self._lowered[mesh]
+
+    def _program(self, cluster: Cluster, mesh: Mesh | AbstractMesh) -> SpmdProgram:
         sizes = self.plan.mesh.axis_sizes
         structs = [
             jax.ShapeDtypeStruct(held_shape(kind.shape, each.spec, sizes), kind.dtype)

@@ -32,10 +32,11 @@ where sums are slow, such as across hosts; so both bounds are given to the solve
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial, wraps
 from math import inf
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -43,31 +44,46 @@ from autopar.solver.stage_problem import StageChoice, WeightWork, spread
 
 from ..clusters.cluster import Cluster
 from ..sharding.mesh import MeshShape
-from .layer_samples import LayerCost, LayerSamples, Submesh
+from .layer_samples import LayerCost, LayerSamples, Submesh, part_of_whole
 from .layers import Layers
 
 _ROUNDING = 1e-9  # of equal submeshes, the one that was planned
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _kept(method: _Method, store: str = "guesses") -> _Method:
+    """A method whose results are kept, until another layer is planned if guesses."""
+
+    def kept(self: SpanCosts, *args: Any) -> Any:
+        known = getattr(self, store)
+        key = (method.__name__, *args)
+        if key not in known:
+            known[key] = method(self, *args)
+        return known[key]
+
+    return cast("_Method", wraps(method)(kept))
+
+
+_kept_for_good = partial(_kept, store="fixed")
+
+
 @dataclass
 class SpanCosts:
-    """Costs of all spans of layers on submeshes; layers are planned by `look_at`."""
+    """Costs of all spans of layers on submeshes; layers are planned by `look_at`.
+
+    `known` are those of planned layers, by submesh, number of microbatches and kind.
+    """
 
     layers: Layers
     cluster: Cluster
     samples: LayerSamples
     known: dict[tuple[Submesh, int, int], LayerCost] = field(default_factory=dict)
-    ideals: dict[tuple[int, ...], LayerCost] = field(default_factory=dict)
     choices: dict[tuple[Submesh, int], _Choices] = field(default_factory=dict)
-    overheads: dict[tuple[Submesh, int], LayerCost] = field(default_factory=dict)
-    excesses: dict[tuple[Submesh, int, bool], float] = field(default_factory=dict)
-    reducing: dict[tuple[Submesh, int], float] = field(default_factory=dict)
-    shorter: dict[Submesh, tuple[Submesh, ...]] = field(default_factory=dict)
-    by_kind: dict[
-        tuple[Submesh, int], tuple[tuple[LayerCost, ...], tuple[float, ...]]
-    ] = field(default_factory=dict)
-    _seen: dict[Submesh, None] = field(default_factory=dict)
     refused: list[ValueError] = field(default_factory=list)
+    fixed: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    guesses: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     @cached_property
     def main_kind(self) -> int:
@@ -84,21 +100,15 @@ class SpanCosts:
         What layout rules refuse there, as an axis does not divide a dim, cannot be.
         """
         sample = self.samples.of(number)[kind]
-        cluster = submesh.cluster(self.cluster)
         try:
-            cost = sample.cost(submesh, number, cluster)
+            cost = sample.cost(submesh, number, submesh.cluster(self.cluster))
         except ValueError as error:
             if self.samples.options.rules is None:
                 raise
             self.refused.append(error)
-            cost = replace(
-                sample.ideal(submesh.mesh.size, number, cluster), seconds=inf
-            )
+            cost = replace(self.ideal(submesh, number, kind), seconds=inf)
         self.known[submesh, number, kind] = cost
-        self._seen.setdefault(submesh)
-        self.overheads.clear()
-        self.excesses.clear()
-        self.by_kind.clear()
+        self.guesses.clear()
 
     def cost(self, submesh: Submesh, number: int, kind: int) -> LayerCost:
         """Of one layer, planned or not, in one of `number` microbatches."""
@@ -108,23 +118,20 @@ class SpanCosts:
         """Of one layer, in one microbatch with its part of the update."""
         return self._by_kind(submesh, number)[1][kind]
 
+    @_kept
     def _by_kind(
         self, submesh: Submesh, number: int
     ) -> tuple[tuple[LayerCost, ...], tuple[float, ...]]:
         """Costs and mean seconds of a layer of each kind."""
-        key = submesh, number
-        if key not in self.by_kind:
-            costs, means = list[LayerCost](), list[float]()
-            for kind in range(max(self.layers.kinds) + 1):
-                known = self.known.get((submesh, number, kind))
-                if known is None:
-                    cost, mean = self._guessed(submesh, number, kind)
-                else:
-                    cost, mean = known, known.seconds + known.once_seconds / number
-                costs.append(cost)
-                means.append(mean)
-            self.by_kind[key] = tuple(costs), tuple(means)
-        return self.by_kind[key]
+        found: list[tuple[LayerCost, float]] = []
+        for kind in range(max(self.layers.kinds) + 1):
+            known = self.known.get((submesh, number, kind))
+            if known is None:
+                found.append(self._guessed(submesh, number, kind))
+            else:
+                found.append((known, known.seconds + known.once_seconds / number))
+        costs, means = zip(*found, strict=True)
+        return costs, means
 
     def _guessed(
         self, submesh: Submesh, number: int, kind: int
@@ -159,64 +166,62 @@ class SpanCosts:
         for each in self.finer(submesh):
             known = self.known.get((each, number, kind))
             if known is not None and known.seconds < inf:
-                summed = known.reducing_seconds
-                if not is_mean:
-                    summed -= self.most_reducing_seconds(submesh, number, kind)
+                summed = self._summed_later(known, submesh, number, kind, is_mean)
                 least = max(least, known.seconds + summed / number)
         return least
 
+    def _summed_later(
+        self, cost: LayerCost, submesh: Submesh, number: int, kind: int, is_mean: bool
+    ) -> float:
+        """What a microbatch with its part of the sums adds, or at the least without."""
+        most = 0.0 if is_mean else self.most_reducing_seconds(submesh, number, kind)
+        return cost.reducing_seconds - most
+
+    @_kept_for_good
     def ideal(self, submesh: Submesh, number: int, kind: int) -> LayerCost:
         """Of one layer that is shared out evenly."""
-        num_devices = submesh.mesh.size
-        key = num_devices, submesh.part, number, kind
-        if key not in self.ideals:
-            sample, cluster = self.samples.of(number)[kind], self.cluster
-            cost = sample.ideal(num_devices, number, submesh.cluster(cluster))
-            self.ideals[key] = cost
-        return self.ideals[key]
+        sample, cluster = self.samples.of(number)[kind], submesh.cluster(self.cluster)
+        return sample.ideal(submesh.mesh.size, number, cluster)
 
     def most_reducing_seconds(self, submesh: Submesh, number: int, kind: int) -> float:
         """What the update takes if all sums of a layer are left to it."""
         if number == 1 or submesh.is_split:
             return 0.0
-        if (submesh, kind) not in self.reducing:
-            sample, cluster = self.samples.of(number)[kind], self.cluster
-            found = sample.most_reducing_seconds(submesh.mesh, submesh.cluster(cluster))
-            self.reducing[submesh, kind] = found
-        return self.reducing[submesh, kind]
+        return self._reducing_seconds(submesh, kind)
 
+    @_kept_for_good
+    def _reducing_seconds(self, submesh: Submesh, kind: int) -> float:
+        sample = self.samples.of(max(self.samples.known))[kind]
+        cluster = submesh.cluster(self.cluster)
+        return sample.most_reducing_seconds(submesh.mesh, cluster)
+
+    @_kept
     def excess(self, submesh: Submesh, number: int, is_mean: bool) -> float:
         """Seconds of a microbatch that a layer takes beyond the ideal at the least.
 
         `is_mean`: with its part of the sums that the update adds up. A layer of the
         main kind; see the top of the file.
         """
-        key = submesh, number, is_mean
-        if key not in self.excesses:
-            found = [self._own_excess(submesh, number, is_mean)]
-            for each in self.simpler(submesh):
-                share = each.mesh.size / submesh.mesh.size
-                found.append(share * self.excess(each, number, is_mean))
-            for each in self.finer(submesh):
-                found.append(self.excess(each, number, is_mean))
-            if submesh.is_split:
-                found.append(
-                    self.excess(replace(submesh, is_split=False), number, True)
-                )
-            if not is_mean:
-                most = self.most_reducing_seconds(submesh, number, self.main_kind)
-                found.append(self.excess(submesh, number, True) - most / number)
-            self.excesses[key] = max(found)
-        return self.excesses[key]
+        found = [self._own_excess(submesh, number, is_mean)]
+        for each in self.simpler(submesh):
+            share = each.mesh.size / submesh.mesh.size
+            found.append(share * self.excess(each, number, is_mean))
+        for each in self.finer(submesh):
+            found.append(self.excess(each, number, is_mean))
+        if submesh.is_split:
+            found.append(self.excess(replace(submesh, is_split=False), number, True))
+        if not is_mean:
+            most = self.most_reducing_seconds(submesh, number, self.main_kind)
+            found.append(self.excess(submesh, number, True) - most / number)
+        return max(found)
 
     def _own_excess(self, submesh: Submesh, number: int, is_mean: bool) -> float:
         kind, least = self.main_kind, 0.0
         for each in self.numbers_seen(submesh):
             cost = self.known[submesh, each, kind]
             ideal = self.ideal(submesh, each, kind).seconds
-            beyond, summed = cost.seconds - ideal, cost.reducing_seconds
-            if not is_mean:
-                summed -= self.most_reducing_seconds(submesh, each, kind)
+            beyond = cost.seconds - ideal
+            summed = self._summed_later(cost, submesh, each, kind, is_mean)
             if number < each:
                 part = self.ideal(submesh, number, kind).seconds / ideal
                 found = part * number / each * beyond + summed / number
@@ -225,6 +230,7 @@ class SpanCosts:
             least = max(least, found)
         return least
 
+    @_kept
     def numbers_seen(self, submesh: Submesh) -> Sequence[int]:
         """The numbers of microbatches for which the main kind was planned there."""
         main = self.main_kind
@@ -234,6 +240,7 @@ class SpanCosts:
             if (each, kind) == (submesh, main) and cost.seconds < inf
         )
 
+    @_kept
     def finer(self, submesh: Submesh) -> Sequence[Submesh]:
         """Submeshes on which all can be done that can be done on one of one axis."""
         if submesh.mesh.num_axes > 1:
@@ -241,19 +248,18 @@ class SpanCosts:
         wanted = submesh.mesh.size, submesh.is_split, submesh.part
         return [
             each
-            for each in self._seen
+            for each in dict.fromkeys(seen for seen, _, _ in self.known)
             if each.mesh.num_axes > 1
             and (each.mesh.size, each.is_split, each.part) == wanted
         ]
 
+    @_kept_for_good
     def simpler(self, submesh: Submesh) -> Sequence[Submesh]:
         """Submeshes whose overhead is no more: with a shorter axis, or cut by host.
 
         An axis is shorter by its least factor, but there are two devices or more.
         """
-        if submesh not in self.shorter:
-            self.shorter[submesh] = tuple(self._simpler(submesh))
-        return self.shorter[submesh]
+        return tuple(self._simpler(submesh))
 
     def _simpler(self, submesh: Submesh) -> Iterator[Submesh]:
         mesh, inside = submesh.mesh, self.cluster.devices_per_host
@@ -272,38 +278,31 @@ class SpanCosts:
                 shorter = MeshShape(("x", "y")[: len(left)], tuple(left))
                 yield replace(submesh, mesh=shorter)
 
+    @_kept
     def overhead(self, submesh: Submesh, number: int) -> LayerCost:
         """Factors over the ideal of bytes, but for working bytes, which are bytes.
 
         Of the main kind, as planned there for the nearest number of microbatches.
         """
-        key = submesh, number
-        if key not in self.overheads:
-            self.overheads[key] = self._overhead(submesh, number)
-        return self.overheads[key]
-
-    def _overhead(self, submesh: Submesh, number: int) -> LayerCost:
         kind, seen = self.main_kind, self.numbers_seen(submesh)
-        kept, working = 1.0, 0.0
+        plain = LayerCost(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)
+        if not seen and submesh.is_split:
+            found = self.overhead(replace(submesh, is_split=False), number)
+            kept, working = found.microbatch_bytes, found.working_bytes
+            return replace(plain, microbatch_bytes=kept, working_bytes=working)
         if not seen:
-            if submesh.is_split:
-                plain = self.overhead(replace(submesh, is_split=False), number)
-                kept, working = plain.microbatch_bytes, plain.working_bytes
-            return LayerCost(1.0, 1.0, 1.0, 1.0, kept, working)
+            return plain
         nearest = min(seen, key=lambda n: max(n / number, number / n))
         cost = self.known[submesh, nearest, kind]
         ideal = self.ideal(submesh, nearest, kind)
-
-        def factor(part: float, whole: float) -> float:
-            return part / whole if whole else 1.0
-
-        return LayerCost(
-            1.0,
-            1.0,
-            factor(cost.state_bytes, ideal.state_bytes),
-            factor(cost.gradient_bytes, ideal.gradient_bytes),
-            factor(cost.microbatch_bytes, ideal.microbatch_bytes),
-            cost.working_bytes * nearest / number,
+        return replace(
+            plain,
+            state_bytes=part_of_whole(cost.state_bytes, ideal.state_bytes),
+            gradient_bytes=part_of_whole(cost.gradient_bytes, ideal.gradient_bytes),
+            microbatch_bytes=part_of_whole(
+                cost.microbatch_bytes, ideal.microbatch_bytes
+            ),
+            working_bytes=cost.working_bytes * nearest / number,
         )
 
     def choice(

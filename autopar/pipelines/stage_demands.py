@@ -47,7 +47,7 @@ from ..sharding.pins import (
     warn_idle_pins,
 )
 from ..state.array_chunks import chunk_shardings
-from ..state.placements import is_like, placement_pins
+from ..state.placements import LeafPart, is_like, placed_pins, placement_pins
 from .cut_step import CutStep, remat_of
 from .step_parts import StepParts
 
@@ -212,19 +212,14 @@ class StagePins:
         """
         check_matched(pins, paths)
         warn_idle_pins(pins, paths)
-        found = {key: spec for key, spec in pins.items() if spec != PLACED}
-        placed: dict[str, NamedSharding] = {}
-        key_of = keys_of_paths(pins, paths)
-        for key in pins.keys() - found.keys():
-            own = {path for path in paths if key_of.get(path) == key}
-            if own.isdisjoint(shardings):
-                raise ValueError(
-                    f"A pin {PLACED!r} must be for an array with a NamedSharding, but "
-                    f"{key!r} is found in none; place it with jax.device_put(x, "
-                    f"NamedSharding(mesh, spec)), or give the spec."
-                )
-            placed.update((p, shardings[p]) for p in own.intersection(shardings))
-        found.update((path, each.spec) for path, each in placed.items())
+        lying = [shardings.get(path) for path in paths]
+        leaves = [each and LeafPart(each) for each in lying]
+        found = placed_pins(pins, paths, leaves, None)
+        placed = {
+            path: shardings[path]
+            for path, key in keys_of_paths(pins, paths).items()
+            if pins[key] == PLACED and path in shardings
+        }
         of_paths = frozenset(key for key in found if is_path(key, paths))
         return cls(found, of_paths, read_only, placed)
 

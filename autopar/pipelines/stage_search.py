@@ -263,9 +263,9 @@ class StageSearcher:
 
     def samples(self, in_place: bool) -> LayerSamples:
         """A stage for each kind of layer; cut once if `in_place`, else each number."""
-        spans = sorted(self.layers.samples())
-        borders = sorted({0, len(self.layers), *(b for span in spans for b in span)})
-        stages = list(pairwise(borders))
+        samples = self.layers.samples()
+        borders = {0, len(self.layers), *samples, *(first + 1 for first in samples)}
+        stages = list(pairwise(sorted(borders)))
         products = self.layers.stage_products([end for _, end in stages])
         keeps_last = self.method.schedule in ("1f1b", "eager_1f1b")  # under `remat`
 
@@ -282,7 +282,7 @@ class StageSearcher:
             asked = self.call[0], self.whole, method, self.options, in_place
             return cut_step(*asked, self.graph)
 
-        by_kind = [stages.index(span) for span in self.layers.samples()]
+        by_kind = [stages.index((first, first + 1)) for first in samples]
         leaves = jax.tree.leaves(self.call[1:])
         return LayerSamples(cut, by_kind, self.options, leaves, self.planner, in_place)
 

@@ -387,8 +387,12 @@ def _scalar_sums(
     only this one reads, whose operators come second.
     """
     made_by = {t: op for op in block.operators for t in op.results}
-    reader = {t: op for op in block.operators for t in tensors_of(op.operands)}
-    num_reads = Counter([*read_by(block.operators), *tensors_of(block.outputs)])
+    reader: dict[Operand, Operator] = {
+        t: op for op in block.operators for t in tensors_of(op.operands)
+    }
+    num_reads = Counter[Operand](
+        [*read_by(block.operators), *tensors_of(block.outputs)]
+    )
 
     def part(operand: Operand) -> Operator | None:
         """The sum that an addend is, if nothing but another sum reads it."""

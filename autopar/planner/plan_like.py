@@ -8,7 +8,8 @@ anew: names of operators are numbered, and mean others once one is put before th
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from ..plans.parallel_plan import Plan
 from ..plans.plan import OperatorPlan, ShardingPlan
 from ..plans.plan_check import check_against
 from ..sharding.mesh import MeshShape, parse_mesh
-from ..sharding.pins import keys_of_arguments, parse_pin
+from ..sharding.pins import keys_of_arguments, keys_of_paths, parse_pin
 from ..sharding.spec import to_partition_spec
 from .pin_choices import ChoicePins, Factors
 from .step_variants import Offload
@@ -44,12 +45,12 @@ class Likeness:
     keeps nothing why, `gone` are paths of the plan that the step has no more.
     """
 
-    mesh: MeshShape
     pins: Mapping[str, PartitionSpec]
     factors: Mapping[int, Factors]
     anew: Mapping[str, str]
     gone: tuple[str, ...]
     num_operators: int
+    mesh: MeshShape | None = None  # of a step of one program
 
     def limits(self) -> tuple[ChoicePins, ...]:
         """The operators' factors as a limit of the problem."""
@@ -64,9 +65,11 @@ class Likeness:
         number = len(self.pins) + len(self.anew)
         words = [
             f"of the plan given as `like`, {len(self.pins)} of {number} arguments "
-            f"keep their place and {len(self.factors)} of {self.num_operators} "
-            f"operators their form"
+            f"keep their place"
         ]
+        if self.num_operators:
+            kept = f"{len(self.factors)} of {self.num_operators}"
+            words[0] += f" and {kept} operators their form"
         if self.anew:
             words.append(f"planned anew: {_some(self.anew)}")
         if self.gone:
@@ -113,9 +116,9 @@ def plan_like(
             both = None
         most = alone.predicted.step_seconds * (1 + OPERATORS_MAY_COST)
         if both is not None and both.predicted.step_seconds <= most:
-            _tell(likeness, graph)
+            tell(likeness, graph)
             return both
-    _tell(replace(likeness, factors={}), graph)
+    tell(replace(likeness, factors={}), graph)
     return alone
 
 
@@ -154,34 +157,65 @@ def likeness_of(options: Options, graph: OpGraph, cluster: Cluster) -> Likeness:
     assert options.like is not None
     plan = options.like.sharding
     mesh = _mesh(options, plan, cluster)
-    pinned = keys_of_arguments(options.pins, graph, "pin")
-    old = {each.path: each for each in plan.inputs}
-    pins: dict[str, PartitionSpec] = {}
+    keys_of_arguments(options.pins, graph, "pin")  # refuses those of no argument
+    pins, anew, gone = kept_arguments(graph, options.pins, homes_in([plan]), [mesh])
+    factors = _factors(plan, graph, mesh)
+    return Likeness(pins, factors, anew, gone, len(graph.operators()), mesh)
+
+
+Homes = Mapping[str, Sequence[tuple[PartitionSpec, tuple[int, ...]]]]
+
+
+def homes_in(programs: Iterable[ShardingPlan], chunk: str = "$.") -> Homes:
+    """The spec and shape of each argument in each program that takes it, by path.
+
+    What matches `chunk` at the end of a path is left out.
+    """
+    found: dict[str, list[tuple[PartitionSpec, tuple[int, ...]]]] = {}
+    for plan in programs:
+        for each in plan.inputs:
+            names = plan.mesh.axis_names
+            spec = to_partition_spec(each.spec, len(each.shape), names)
+            path = re.sub(chunk, "", each.path)
+            found.setdefault(path, []).append((spec, tuple(each.shape)))
+    return found
+
+
+def kept_arguments(
+    graph: OpGraph,
+    pins: Mapping[str, PartitionSpec],
+    old: Homes,
+    meshes: Sequence[MeshShape],
+) -> tuple[dict[str, PartitionSpec], dict[str, str], tuple[str, ...]]:
+    """Pins of what stays, why each other argument does not, and paths that are gone.
+
+    `pins` are the user's, which come first; an argument must lie so on all `meshes`.
+    """
+    paths = [each.path for each in graph.inputs]
+    pinned = keys_of_paths(pins, paths)
+    kept: dict[str, PartitionSpec] = {}
     anew: dict[str, str] = {}
     for each in graph.inputs:
-        if each.tensor in pinned:
+        kind, known = graph.tensors[each.tensor].type, old.get(each.path, ())
+        if each.path in pinned:
             continue
-        kind, known = graph.tensors[each.tensor].type, old.get(each.path)
-        if known is None:
+        if not known:
             anew[each.path] = "is new"
-        elif len(known.shape) != kind.rank:
-            anew[each.path] = f"had the shape {list(known.shape)}"
+            continue
+        (spec, shape), *_ = known
+        if any(spec != other for other, _ in known):
+            anew[each.path] = "lay otherwise on other stages"
+        elif len(shape) != kind.rank:
+            anew[each.path] = f"had the shape {list(shape)}"
         else:
-            spec = to_partition_spec(known.spec, kind.rank, plan.mesh.axis_names)
             try:
-                parse_pin(spec, kind, mesh, each.path)
-                pins[each.path] = spec
+                for mesh in meshes:
+                    parse_pin(spec, kind, mesh, each.path)
+                kept[each.path] = spec
             except ValueError:
-                anew[each.path] = f"{kind} on {mesh} cannot lie as {spec}"
-    paths = {each.path for each in graph.inputs}
-    return Likeness(
-        mesh,
-        pins,
-        _factors(plan, graph, mesh),
-        anew,
-        tuple(path for path in old if path not in paths),
-        len(graph.operators()),
-    )
+                where = " and ".join(dict.fromkeys(map(str, meshes)))
+                anew[each.path] = f"{kind} on {where} cannot lie as {spec}"
+    return kept, anew, tuple(path for path in old if path not in {*paths})
 
 
 def _is_unchanged(options: Options, graph: OpGraph, cluster: Cluster) -> bool:
@@ -203,7 +237,8 @@ def _is_unchanged(options: Options, graph: OpGraph, cluster: Cluster) -> bool:
     return True
 
 
-def _tell(likeness: Likeness, graph: OpGraph) -> None:
+def tell(likeness: Likeness, graph: OpGraph) -> None:
+    """Log what stays, as a warning if anything does not."""
     is_whole = not likeness.anew and not likeness.gone
     level = logging.INFO if is_whole else logging.WARNING
     _log.log(level, "%s: %s", graph.name, likeness)
