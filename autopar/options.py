@@ -26,6 +26,7 @@ from .planner.step_variants import Offload, check_offload
 from .plans.parallel_plan import Plan
 from .plans.staged_plan import StagedPlan
 from .rematerialisation.remat import check_remat
+from .rules.attention import FUSED_KINDS
 from .sharding.layouts import parse_layout
 from .sharding.mesh import MeshLike, parse_mesh
 from .sharding.pins import PLACED, BatchLike, PinsLike
@@ -46,6 +47,7 @@ class ParallelizeArguments(TypedDict, total=False):
     memory_budget: int | str | None
     remat: str | None
     offload: str | None
+    attention: str | None
     num_microbatches: int | None
     batch_argnums: BatchLike
     static_argnums: int | Sequence[int]
@@ -75,6 +77,7 @@ class Options:
     like: Plan | None = None
     remat: str | None = None  # "auto", or as `Remat` prints
     offload: Offload | None = None
+    attention: Literal["fused"] | None = None
 
     def budget_on(self, cluster: Cluster) -> int:
         """What a device may hold, in bytes: as given, or its memory less a reserve."""
@@ -133,6 +136,7 @@ def check_options(
     donate_argnums: int | Sequence[int] | Literal["auto"] = "auto",
     remat: str | None = None,
     offload: str | None = None,
+    attention: str | None = None,
     like: Plan | str | os.PathLike[str] | None = None,
 ) -> Options:
     """The options as one value; defaults and errors are `autopar.parallelize`'s."""
@@ -184,7 +188,28 @@ def check_options(
         like=model,
         remat=again,
         offload=at_host,
+        attention=_attention(attention, plan, checked),
     )
+
+
+def _attention(
+    given: str | None, plan: Plan | None, method: Method
+) -> Literal["fused"] | None:
+    """How attention is done; a plan of one program knows."""
+    if given not in (None, "fused"):
+        raise ValueError(
+            f"`attention` must be None, as the step says it, or 'fused', one kernel, "
+            f"but got {given!r}; rings are for ShardParallel(attention='ring')."
+        )
+    if given and getattr(method, "attention", "auto") == "ring":
+        raise ValueError(
+            f"`attention` is one kernel or a ring, but got {given!r} and {method}; "
+            f"leave one of the two out."
+        )
+    if plan is not None and not isinstance(plan.decision, StagedPlan):
+        kinds = {op.kind for op in plan.sharding.operators}
+        return "fused" if kinds.intersection(FUSED_KINDS) else None
+    return "fused" if given else None
 
 
 def _check_mesh_of_plan(mesh: MeshLike, plan: Plan) -> None:
