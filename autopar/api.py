@@ -60,6 +60,7 @@ from .pipelines.pipeline_choice import (
 )
 from .pipelines.pipeline_plan import PlannedPipeline
 from .pipelines.placed_operators import plan_placement
+from .planner.attention_trace import with_fused_attention
 from .planner.planning import Planned
 from .planner.signatures import tell_user
 from .plans.parallel_plan import Plan
@@ -311,6 +312,9 @@ class ParallelFunction(Generic[_P, _R]):
     def _traced_call(self, call: Call) -> tuple[Callable[..., Any], Any, Any, Any]:
         """What a call traces: a function, its arguments, and the key of their types."""
         fun = plain_function(self._fun, call.statics)
+        if self._options.attention == "fused":
+            cluster = self._options.cluster or Cluster.local()
+            fun = with_fused_attention(fun, cluster.device.kind)
         args, kwargs = call.arguments()
         names = parameter_names(fun, len(args))
         check_leaves(call.leaves, argument_paths(names, args, kwargs))
@@ -374,6 +378,7 @@ def parallelize(
     memory_budget: int | str | None = None,
     remat: str | None = None,
     offload: str | None = None,
+    attention: str | None = None,
     num_microbatches: int | None = None,
     batch_argnums: BatchLike = "auto",
     static_argnums: int | Sequence[int] = (),
@@ -417,6 +422,9 @@ def parallelize(
       offload: "optimizer_state" keeps what only the update reads in the host's memory,
         "auto" as much of it as the budget takes, what is used last first; "state" the
         parameters, too. jax.checkpoint policies that offload are kept to in any case.
+      attention: "fused": attention, however it is written, is one kernel that keeps no
+        scores in memory: cuDNN's on NVIDIA GPUs, plain operators elsewhere. What has no
+        kernel stays as it is written, with a warning.
       num_microbatches: how many parts of the batch run one after the other; gradients
         are added up and reduced once. Values stay those of the whole batch, unless
         the method has `microbatch_semantics="independent"`.
@@ -457,6 +465,7 @@ def parallelize(
         out_shardings=out_shardings,
         remat=remat,
         offload=offload,
+        attention=attention,
     )
 
     def wrap(fun: Callable[..., Any]) -> ParallelFunction[..., Any]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import jax
@@ -18,6 +19,7 @@ from jax._src import distributed, tree_util
 from jax._src import pjit as _pjit
 from jax._src.api_util import InternalFloatingPointError as InternalFloatingPointError
 from jax._src.array import ArrayImpl
+from jax._src.cudnn import fused_attention_stablehlo as _cudnn
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import pxla
 from jax._src.lib import _jax
@@ -72,6 +74,36 @@ _LIBRARIES = re.compile(
     r"(site|dist)-packages[/\\](flax|haiku|equinox|keras|optax|chex)[/\\]"
 )
 LOOPS = ("scan", "while", "cond")
+CUDNN_VERSION = 91000  # what programs for GPUs that are not here are made for
+
+
+class CudnnAttention:
+    """What JAX has of cuDNN's attention: operators, their types, and what they run."""
+
+    kinds = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+    calls = tuple(sorted({*_cudnn._custom_name_maps.values()}))  # in programs
+    forward_p: Any = _cudnn._dot_product_attention_fwd_p_wrapper
+    backward_p: Any = _cudnn._dot_product_attention_bwd_p_wrapper
+    forward_types: Any = staticmethod(_cudnn._dot_product_attention_fwd_abstract)
+    backward_types: Any = staticmethod(_cudnn._dot_product_attention_bwd_abstract)
+    forward: Any = staticmethod(_cudnn._dot_product_attention_fwd_impl)
+    backward: Any = staticmethod(_cudnn._dot_product_attention_bwd_impl)
+    masks: Any = _cudnn.MaskType
+
+
+CUDNN_ATTENTION = CudnnAttention()
+
+
+def assume_cudnn(is_assumed: Callable[[], bool]) -> None:
+    """Lets cuDNN's attention be traced where it is not, while `is_assumed()`."""
+
+    def version() -> int:
+        if is_assumed():
+            return CUDNN_VERSION
+        raise RuntimeError("cuDNN is not detected.")  # as JAX says it
+
+    if _cudnn.cuda_versions is None:
+        _cudnn.cuda_versions = cast("Any", SimpleNamespace(cudnn_get_version=version))
 
 
 def distributed_store() -> Any:

@@ -32,6 +32,7 @@ from .planner.step_variants import Offload, check_offload
 from .plans.parallel_plan import Plan
 from .plans.staged_plan import StagedPlan
 from .rematerialisation.remat import check_remat
+from .rules.attention import FUSED_KINDS
 from .sharding.jit_shardings import argument_pins, as_prefix, mesh_of, spec_of
 from .sharding.layouts import parse_layout
 from .sharding.mesh import MeshLike, parse_mesh
@@ -53,6 +54,7 @@ class ParallelizeArguments(TypedDict, total=False):
     memory_budget: int | str | None
     remat: str | None
     offload: str | None
+    attention: str | None
     num_microbatches: int | None
     batch_argnums: BatchLike
     static_argnums: int | Sequence[int]
@@ -90,6 +92,7 @@ class Options:
     donate_argnames: tuple[str, ...] = ()
     in_shardings: tuple[Any, ...] = ()
     out_shardings: Any = None
+    attention: Literal["fused"] | None = None
 
     def budget_on(self, cluster: Cluster) -> int:
         """What a device may hold, in bytes: as given, or its memory less a reserve."""
@@ -167,6 +170,7 @@ def check_options(
     out_shardings: Any = None,
     remat: str | None = None,
     offload: str | None = None,
+    attention: str | None = None,
     like: Plan | str | os.PathLike[str] | None = None,
 ) -> Options:
     """The options as one value; defaults and errors are `autopar.parallelize`'s."""
@@ -230,6 +234,7 @@ def check_options(
         donate_argnames=_names("donate_argnames", donate_argnames),
         in_shardings=as_prefix(in_shardings),
         out_shardings=out_shardings,
+        attention=_attention(attention, plan, checked),
     )
 
 
@@ -242,6 +247,26 @@ def _names(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
             f"to `{option.replace('names', 'nums')}`."
         )
     return names  # type: ignore[return-value]
+
+
+def _attention(
+    given: str | None, plan: Plan | None, method: Method
+) -> Literal["fused"] | None:
+    """How attention is done; a plan of one program knows."""
+    if given not in (None, "fused"):
+        raise ValueError(
+            f"`attention` must be None, as the step says it, or 'fused', one kernel, "
+            f"but got {given!r}; rings are for ShardParallel(attention='ring')."
+        )
+    if given and getattr(method, "attention", "auto") == "ring":
+        raise ValueError(
+            f"`attention` is one kernel or a ring, but got {given!r} and {method}; "
+            f"leave one of the two out."
+        )
+    if plan is not None and not isinstance(plan.decision, StagedPlan):
+        kinds = {op.kind for op in plan.sharding.operators}
+        return "fused" if kinds.intersection(FUSED_KINDS) else None
+    return "fused" if given else None
 
 
 def _check_mesh_of_plan(mesh: MeshLike, plan: Plan) -> None:

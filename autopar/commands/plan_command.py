@@ -20,6 +20,7 @@ from rich.status import Status
 from .progress import progress
 from .step_options import (
     Args,
+    Attention,
     Budget,
     ClusterOption,
     Microbatches,
@@ -134,6 +135,7 @@ def plan(
     microbatches: Microbatches = None,
     remat: Remat = None,
     offload: _Offload = None,
+    attention: Attention = None,
     settings: Settings = None,
     like: _Like = None,
     pins: _Pins = None,
@@ -196,6 +198,7 @@ def plan(
         "num_microbatches": microbatches,
         "remat": remat,
         "offload": offload,
+        "attention": attention,
         "like": before,
     }
     is_compared = compare and kept is None and before is None and not more_pins

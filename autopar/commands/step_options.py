@@ -53,6 +53,13 @@ Remat = Annotated[
         "what the budget takes.",
     ),
 ]
+Attention = Annotated[
+    str | None,
+    typer.Option(
+        "--attention",
+        help="fused: attention is one kernel, which keeps no scores in memory.",
+    ),
+]
 Operators = Annotated[
     bool,
     typer.Option("--operators", help="List every operator, not only heavy ones."),

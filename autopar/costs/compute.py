@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from autopar.clusters.cluster import Cluster
+from autopar.jax_compat import CUDNN_ATTENTION
 
 Shape: TypeAlias = tuple[int, ...]
 Params: TypeAlias = Mapping[str, Any]
@@ -275,12 +276,34 @@ def _attention_flops(*, is_backward: bool) -> _Flops:
     return count
 
 
+def _fused_attention_flops(
+    params: Params, operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape]
+) -> float:
+    """Of cuDNN's kernels: two products forward, five backward, of what is not masked.
+
+    Masked blocks are left out: keys behind a query, and those before its window.
+    """
+    q, v = operand_shapes[0], operand_shapes[2]
+    queries, keys = (shape[2 if params["layout"] else 1] for shape in (q, v))
+    by_depth, by_width = (3, 2) if len(operand_shapes) > _FORWARD_OPERANDS else (1, 1)
+    num_scores = math.prod(q[:-1]) * keys
+    if "CAUSAL" in params["mask_type"].name:
+        num_scores *= max(1.0 - keys / (2.0 * queries), 0.5)
+    window = params["sliding_window_length"]
+    num_scores = min(num_scores, math.prod(q[:-1]) * (window or keys))
+    return 2.0 * num_scores * (by_depth * q[-1] + by_width * v[-1])
+
+
+_FORWARD_OPERANDS = 10  # of cuDNN's attention; backward there are three more
 _PRODUCTS: Mapping[str, _Flops] = {
     "dot_general": _dot_flops,
     "ragged_dot_general": _ragged_dot_flops,
     "conv_general_dilated": _conv_flops,
     "autopar_attention": _attention_flops(is_backward=False),
     "autopar_attention_backward": _attention_flops(is_backward=True),
+    "autopar_fused_attention": _attention_flops(is_backward=False),
+    "autopar_fused_attention_backward": _attention_flops(is_backward=True),
+    **dict.fromkeys(CUDNN_ATTENTION.kinds, _fused_attention_flops),
 }
 # Orders of magnitude, after Golub and Van Loan, Matrix Computations (4th edition).
 _FACTORISATIONS: Mapping[str, _Flops] = {

@@ -200,12 +200,12 @@ def memory_profile(graph: OpGraph, plan: ShardingPlan) -> MemoryProfile:
     for position, operand in enumerate(graph.outputs):
         if isinstance(operand, int) and position not in returned:
             output_bytes += sweep.bytes(operand, plan.outputs[0][position])
-    family, given = _family(plan.device_kind), bytes_in(plan.inputs, "device")
+    family, given = family_of(plan.device_kind), bytes_in(plan.inputs, "device")
     needed = MEMORY_FACTORS[family], VMEM_BYTES * (family == "TPU")
     return MemoryProfile(graph, plan, given, output_bytes, sweep.blocks, *needed)
 
 
-def _family(device_kind: str) -> str:
+def family_of(device_kind: str) -> str:
     """`CPU`, `TPU` or `GPU`, which other devices are taken for."""
     if device_kind in ("CPU", ""):
         return "CPU"
@@ -246,11 +246,11 @@ class _Sweep:
             held = copied_bytes(op, halos, self._sizes)
             self.inner[op.index] += held + ring_bytes(op, halos, self._sizes)
 
-        self.family = _family(plan.device_kind)
+        self.family = family_of(plan.device_kind)
         for op in (each for each in graph.operators() if each.kind in EXPANDED):
             pairs = zip(op.operands, self.read[op.index], strict=True)
             sizes = [self.bytes(t, spec) for t, spec in pairs if isinstance(t, int)]
-            self.inner[op.index] += expanded_bytes(op, sizes, self.family == "CPU")
+            self.inner[op.index] += expanded_bytes(op, sizes, self.family)
 
     def bytes(self, tensor: int, spec: Spec) -> int:
         """What one device holds of a tensor."""

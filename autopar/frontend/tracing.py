@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, get_abstract_mesh, use_abstract_mesh
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from ..jax_compat import PyTreeDef
+from ..jax_compat import PyTreeDef, assume_cudnn
 from ..state.distributed_array import (
     AbstractDistributedArray,
     DistributedArray,
@@ -142,6 +142,9 @@ def weak_outputs(traced: TracedFunction) -> tuple[int, ...]:
 def is_tracing() -> bool:
     """Whether this thread is tracing a function to be planned."""
     return _is_tracing.get()
+
+
+assume_cudnn(is_tracing)
 
 
 @contextmanager

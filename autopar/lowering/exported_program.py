@@ -14,10 +14,13 @@ import numpy as np
 from jax import export
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from ..jax_compat import innermost_locations
+from ..jax_compat import CUDNN_ATTENTION, innermost_locations
 from .channels import number_channels as number_channels
 from .host_memory import HOST
 from .programs import SpmdProgram
+
+# Not stable between versions of JAX, but programs are compiled by the one that is here.
+_CUDNN_CALLS = tuple(map(export.DisabledSafetyCheck.custom_call, CUDNN_ATTENTION.calls))
 
 
 @dataclass(frozen=True)
@@ -159,9 +162,9 @@ def export_program(program: SpmdProgram, platform: str) -> ExportedProgram:
     if any(t.key_impl for t in (*inputs, *closed_over, *results)):
         jitted = _on_key_data(program, inputs, closed_over, results)
     with innermost_locations():  # the same bytes, whoever asks for them
-        exported = export.export(jitted, platforms=[platform])(
-            tuple(map(_struct, closed_over)), *map(_struct, inputs)
-        )
+        exported = export.export(
+            jitted, platforms=[platform], disabled_checks=_CUDNN_CALLS
+        )(tuple(map(_struct, closed_over)), *map(_struct, inputs))
     code = bytes(exported.serialize())
     return ExportedProgram(
         program.jitted.__name__,

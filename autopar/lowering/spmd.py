@@ -184,6 +184,7 @@ class _ShardRunner(BlockRunner):
             plan.operand_specs,
             plan.result_specs,
             host_calls=self.host_calls,
+            is_of_program=True,
         )
         rule = rule_of(op)
         bind = rule.bind if rule is not None else bind_unchanged

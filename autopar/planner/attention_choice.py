@@ -23,7 +23,6 @@ from ..options import Options
 from ..plans.parallel_plan import Plan
 from ..plans.plan import Padding, ShardingPlan
 from ..rules.attention import KINDS, RINGS
-from ..rules.attention_spec import named
 from .attention_finder import FoundAttention, find_attention
 from .attention_trace import with_attention
 from .memory_search import Chosen
@@ -57,7 +56,7 @@ class AttentionVariants:
         """Those that a plan was made of."""
         if not any(op.kind in KINDS for op in plan.operators):
             return self.plain()
-        return self._of(find_attention(self.graph)[0])
+        return self._of(find_attention(self.traced, self.graph)[0])
 
     def choose(
         self, options: Options, num_devices: int, choose: Choose, free: Free
@@ -108,7 +107,7 @@ class AttentionVariants:
         return StepVariants(traced, graph, self.roles, self.batch, self.padding)
 
     def _found(self) -> Sequence[FoundAttention]:
-        found, refused = find_attention(self.graph)
+        found, refused = find_attention(self.traced, self.graph)
         if not found:
             looks_like = [f" At {op.source}, {why}." for op, why in refused[:3]]
             raise ValueError(
@@ -120,7 +119,7 @@ class AttentionVariants:
         return found
 
     def _logged(self) -> Sequence[FoundAttention]:
-        found, refused = find_attention(self.graph)
+        found, refused = find_attention(self.traced, self.graph)
         for op, why in refused:
             _log.info(
                 "%s: attention at %s is planned operator by operator: %s",
@@ -136,7 +135,7 @@ class AttentionVariants:
         """Whether there are more scores than queries, keys and values."""
         types = [self.graph.tensors[t].type for t in (found.q, found.k, found.v)]
         sizes = found.attention.sizes(*(each.shape for each in types))
-        scores = prod(sizes[label] for label in named(found.attention.raw))
+        scores = prod(sizes[label] for label in found.attention.table)
         return scores >= sum(each.size for each in types)
 
 

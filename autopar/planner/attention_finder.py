@@ -1,21 +1,28 @@
 """Attention in a graph: which operators it is, forward and backward, and what it does.
 
-Nothing hangs on how it is written: f and g of `rules/attention_spec.py` are what the
-step does to its scores before and after a softmax, and whether that is so, and whether
-the backward pass is the gradient of it, is tried out on random numbers.
+It is known by its operators, however they are written: their forms
+(`score_algebra.py`) are those of a softmax of scaled, capped, biased and masked
+products, and of the gradient of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
+import numpy as np
+
+from ..frontend.tracing import TracedFunction
 from ..graph.op_graph import Block, Constant, Operator, OpGraph
-from ..rules.attention_spec import Attention, named
-from ..rules.score_programs import Labels
-from .attention_check import weights_of_softmax
-from .score_programs_of import ProgramBuilder
-from .score_regions import PRODUCT, BlockFlow, Dims, NotAttention, Region, region_of
+from ..rules.attention_spec import Attention, Labels, Scores, named
+from . import score_algebra as algebra
+from .score_algebra import NotAttention
+from .score_forms import ScoreForms
+from .score_reading import Side, read_scores
+from .score_regions import PRODUCT, BlockFlow, Dims, Region, region_of
+
+_GRADIENTS = ("d_q", "d_k", "d_v")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,17 +51,24 @@ class FoundAttention:
 
 
 def find_attention(
-    graph: OpGraph,
+    traced: TracedFunction, graph: OpGraph
 ) -> tuple[list[FoundAttention], list[tuple[Operator, str]]]:
     """Every attention of a graph; and products that look like one, with what is amiss.
 
     What looks like one is a product with dims of a batch whose rows have a maximum.
     """
+    values = traced.jaxpr.consts
+    inputs = graph.blocks[0].inputs[-len(values) :] if values else ()
+    constants = {
+        tensor: np.asarray(value)
+        for tensor, value in zip(inputs, values, strict=True)
+        if graph.tensors[tensor].type.dtype.kind in "bi"
+    }
     found: list[FoundAttention] = []
     refused: list[tuple[Operator, str]] = []
     types = {tensor.index: tensor.type for tensor in graph.tensors}
     for block in graph.blocks:
-        flow = BlockFlow.of(block, types)
+        flow = BlockFlow.of(block, types, constants)
         taken: set[int] = set()
         for op in _candidates(flow, block):
             if op.index in taken:
@@ -93,61 +107,10 @@ def _candidates(flow: BlockFlow, block: Block) -> Iterator[Operator]:
                 tensor = big[-1]  # a mask comes first
 
 
-@dataclass(frozen=True, eq=False)
-class _Named:
-    """A tensor and the labels of its dims."""
-
-    tensor: int
-    names: Labels
-
-
-def _operand_labels(op: Operator, result: Labels, summed: int) -> tuple[Labels, Labels]:
-    """Of a product's operands, from those of its result.
-
-    Dims that are summed over get labels from `summed` on.
-    """
-    ((left_sum, right_sum), (left_batch, right_batch)) = op.params["dimension_numbers"]
-    names = iter(result)
-    batch = [next(names) for _ in left_batch]
-    labels = []
-    for kind, sums, batches in (
-        (op.operand_types[0], left_sum, left_batch),
-        (op.operand_types[1], right_sum, right_batch),
-    ):
-        found: dict[int, int | None] = dict(zip(batches, batch, strict=True))
-        for i, dim in enumerate(sums):
-            found[dim] = summed + i if kind.shape[dim] > 1 else None
-        for dim in range(kind.rank):
-            if dim not in found:
-                found[dim] = next(names)
-        labels.append(tuple(found[dim] for dim in range(kind.rank)))
-    return labels[0], labels[1]
-
-
-def _result_labels(op: Operator, left: Labels, right: Labels) -> Labels:
-    """Of a product of operands with these labels.
-
-    Raises:
-      NotAttention: dims that do not belong together meet.
-    """
-    ((left_sum, right_sum), (left_batch, right_batch)) = op.params["dimension_numbers"]
-    pairs = [
-        *zip(left_sum, right_sum, strict=True),
-        *zip(left_batch, right_batch, strict=True),
-    ]
-    if any(left[i] != right[j] for i, j in pairs):
-        raise NotAttention("a product pairs other dims of it")
-    free_left = (n for i, n in enumerate(left) if i not in (*left_sum, *left_batch))
-    free_right = (n for j, n in enumerate(right) if j not in (*right_sum, *right_batch))
-    return (*(left[i] for i in left_batch), *free_left, *free_right)
-
-
 class _Finder:
     def __init__(self, flow: BlockFlow, region: Region) -> None:
         self.flow, self.region = flow, region
         self.dims = Dims(flow, region)
-        self.raw: Labels = self.dims.labels(region.first.results[0])
-        self.rank = len(self.raw)
         self.ends: dict[str, Operator] = {}
         self.inner: dict[str, int] = {}  # what each end reads of the region
 
@@ -157,122 +120,101 @@ class _Finder:
         Raises:
           NotAttention: it is none.
         """
+        region, flow = self.region, self.flow
         softmax_input, keys = self.softmax()
         self.classify(keys)
-        q, k = self.first_operands(keys)
-        next_label = 1 + max((*named(q.names), *named(k.names)))
-        v, d_o = self.value_operands(keys, next_label)
-        weights = self.inner["o" if "o" in self.ends else "d_v"]
-        if "o" in self.ends:
-            made = self.result("o", v)
-            if d_o is not None and d_o.names != made:
-                raise NotAttention("its result and the cotangent are laid out unlike")
-        else:
-            assert d_o is not None
-            made = d_o.names
-        gradients = {"d_q": q.names, "d_k": k.names, "d_v": v.names}
-        if d_o is not None:
-            for name, by in (("d_q", k), ("d_k", q), ("d_v", d_o)):
-                result = self.result(name, by)
-                if sorted(named(result)) != sorted(named(gradients[name])):
-                    raise NotAttention("a gradient is a sum over other dims")
-                gradients[name] = result
-            if self.inner["d_q"] != self.inner["d_k"] or self.inner["d_v"] != weights:
-                raise NotAttention("its gradients are not those of one score")
-        names = {"q": q.names, "k": k.names, "v": v.names, "o": made, **gradients}
-        tensors = (q.tensor, k.tensor, v.tensor, d_o.tensor if d_o else None)
-        return self.spec(softmax_input, keys, weights, tensors, names)
-
-    def first_operands(self, keys: int) -> tuple[_Named, _Named]:
-        """Queries and keys."""
-        k, q = self.both(self.region.first, self.raw, self.rank)
-        if keys in q.names:
-            q, k = k, q
-        if keys in q.names or keys not in k.names:
-            raise NotAttention("queries have the dim of its keys, too")
-        return q, k
-
-    def value_operands(
-        self, keys: int, next_label: int
-    ) -> tuple[_Named, _Named | None]:
-        """Values, and the cotangent of the result."""
-        seed = self.region.seed
-        if seed is not None:
-            d_o, v = self.both(seed, self.labels(seed.results[0]), next_label)
-            return (v, d_o) if keys in v.names else (d_o, v)
-        end = self.ends["o"]
-        v = self.operand(end, 1 - self.inner_at(end))
-        return _Named(v, self.values_names(end, next_label)), None
-
-    def both(self, op: Operator, result: Labels, summed: int) -> tuple[_Named, _Named]:
-        """Both operands of a product, from the labels of its result."""
-        left, right = _operand_labels(op, result, summed)
-        return (
-            _Named(self.operand(op, 0), left),
-            _Named(self.operand(op, 1), right),
+        owners = self.owners(keys)
+        q, k, v, d_o = (
+            self.operand(*owners[each]) if each in owners else None
+            for each in ("q", "k", "v", "d_o")
         )
-
-    def spec(
-        self,
-        softmax_input: int,
-        keys: int,
-        weights: int,
-        tensors: tuple[int, int, int, int | None],
-        names: dict[str, Labels],
-    ) -> FoundAttention:
-        """What was found, if it is what it looks like.
-
-        `tensors` are q, k, v and the cotangent of the result.
-        """
-        region, flow = self.region, self.flow
-        q, k, v, d_o = tensors
-        first, seed, types = region.first, region.seed, self.flow.types
-        builder = ProgramBuilder(flow, region, self.dims)
-        gradient = self.inner.get("d_q")
-        softmax, softmax_input = weights_of_softmax(
-            builder, softmax_input, weights, gradient, self.labels, keys
-        )
-        scores = self.labels(softmax)
-        if named(scores)[-1] != keys:
-            raise NotAttention("its softmax is over another dim than the last")
-        statistics = {*named(scores)} - {keys}
-        if not statistics <= {*names["o"]} or keys in names["o"]:
+        assert q is not None and k is not None and v is not None
+        names = {name: self.dims.labels(owner) for name, owner in owners.items()}
+        names["o"] = names.get("o", names.get("d_o", ()))
+        if names.pop("d_o", names["o"]) != names["o"]:
+            raise NotAttention("its result and the cotangent are laid out unlike")
+        for name in ("q", "k", "v"):
+            own = names.setdefault(f"d_{name}", names[name])
+            if sorted(named(own)) != sorted(named(names[name])):
+                raise NotAttention("a gradient is a sum over other dims")
+        raw = self.labels(region.first.results[0])
+        if keys in names["o"] or not {*named(raw)} - {keys} <= {*names["o"]}:
             raise NotAttention("its result lacks a dim of the scores")
-        raw = first.results[0]
-        f = builder.steps(raw, softmax_input)
-        g = builder.steps(softmax, weights)
-        sides = tuple(dict.fromkeys((*builder.sides_of(f), *builder.sides_of(g))))
-        ends = tuple(self.ends[each] for each in ("d_q", "d_k", "d_v") if seed)
+        scores, row, sides = self.scores(softmax_input, keys)
+        first, types = region.first, flow.types
         o_end = self.ends.get("o")
-        made = [types[end.results[0]].dtype.name for end in ends]
-        o_type = types[o_end.results[0]] if o_end else types[v if d_o is None else d_o]
+        ends = tuple(self.ends[each] for each in _GRADIENTS if each in self.ends)
+        made = [end.result_types[0] for end in ends] or [types[t] for t in (q, k, v)]
+        o_type = o_end.result_types[0] if o_end else types[v if d_o is None else d_o]
         attention = Attention(
-            **names,
-            raw=self.raw,
+            *(names["q"], names["k"], names["v"], names["o"]),
+            *(names[each] for each in _GRADIENTS),
+            raw=raw,
+            keys=keys,
+            row=row,
+            sides=tuple(labels for _, labels in sides),
             scores=scores,
-            weights=self.labels(weights),
-            sides=tuple(builder.labels_of(side) for side in sides),
-            f=builder.program(f, raw, softmax_input, sides),
-            g=builder.program(g, softmax, weights, sides),
             score_dtype=first.result_types[0].dtype.name,
             o_dtype=o_type.dtype.name,
             gradient_dtypes=(
-                *(made or [types[each].dtype.name for each in (q, k, v)]),
+                made[0].dtype.name,
+                made[1].dtype.name,
+                made[2].dtype.name,
             ),
             precision=first.params["precision"],
         )
+        if row is not None and row not in attention.rows:
+            raise NotAttention("its mask is not of its queries")
+        met = tuple(tensor for tensor, _ in sides)
+        start = min((flow.position[end.index] for end in ends), default=inf)
+        for tensor in (q, k, v, *(() if d_o is None else (d_o,)), *met):
+            if tensor in flow.maker and flow.position[flow.maker[tensor].index] > start:
+                raise NotAttention("a gradient is made before its operands")
+        replaced = frozenset(op.index for op in (*region.operators, *region.products))
+        return FoundAttention(attention, q, k, v, d_o, met, replaced, o_end, ends)
+
+    def owners(self, keys: int) -> dict[str, tuple[int, int]]:
+        """What of which product has the dims of each operand and result."""
+        first, seed = self.region.first, self.region.seed
+        found: dict[str, tuple[int, int]] = {}
+        found["q"], found["k"] = self.apart(first.index, keys)
         if seed is not None:
-            start = min(flow.position[end.index] for end in ends)
-            for tensor in (*tensors, *sides):
-                maker = None if tensor is None else flow.maker.get(tensor)
-                if maker is not None and flow.position[maker.index] > start:
-                    raise NotAttention("a gradient is made before its operands")
-        replaced = {op.index for op in (*region.operators, first, *region.ends)}
-        if seed is not None:
-            replaced.add(seed.index)
-        return FoundAttention(
-            attention, q, k, v, d_o, sides, frozenset(replaced), o_end, ends
-        )
+            found["d_o"], found["v"] = self.apart(seed.index, keys)
+        else:
+            end = self.ends["o"]
+            found["v"] = end.index, 1 - self.inner_at(end)
+        for name, role in (("o", "v"), ("d_q", "k"), ("d_k", "q"), ("d_v", "d_o")):
+            if name not in self.ends:
+                continue
+            end = self.ends[name]
+            other = end.index, 1 - self.inner_at(end)
+            if self.operand(*other) != self.operand(*found[role]):
+                raise NotAttention("a product reads something else than q, k, v")
+            self.dims.join(other, found[role])
+            found[name] = end.index, 2
+        return found
+
+    def apart(self, product: int, keys: int) -> list[tuple[int, int]]:
+        """The operands of a product, the one with the dim `keys` last."""
+        both = [(product, 0), (product, 1)]
+        has_keys = [keys in self.dims.labels(each) for each in both]
+        if sum(has_keys) != 1:
+            raise NotAttention("queries have the dim of its keys, too")
+        return both[::-1] if has_keys[0] else both
+
+    def scores(
+        self, softmax_input: int, keys: int
+    ) -> tuple[Scores, int | None, list[Side]]:
+        """What happens to scores; errors are those of `read_scores`."""
+        region, inner = self.region, self.inner
+        known = {region.first.results[0]: algebra.of(algebra.RAW)}
+        weights = inner["o" if "o" in inner else "d_v"]
+        if region.seed is not None:
+            known[region.seed.results[0]] = algebra.of(algebra.COTANGENT)
+            if inner["d_q"] != inner["d_k"] or inner["d_v"] != weights:
+                raise NotAttention("its gradients are not those of one score")
+        forms = ScoreForms(self.flow, region, self.dims, keys, known)
+        return read_scores(forms, softmax_input, weights, inner.get("d_q"))
 
     def softmax(self) -> tuple[int, int]:
         """What the softmax is taken of, and over which dim of the scores."""
@@ -295,7 +237,7 @@ class _Finder:
         """Which product at the end of the region is which."""
         for end in self.region.ends:
             at = self.inner_at(end)
-            inner = self.operand(end, at)
+            inner = self.operand(end.index, at)
             summed = end.params["dimension_numbers"][0][at]
             is_over_keys = keys in [self.labels(inner)[dim] for dim in summed]
             if inner in self.region.of_seed:
@@ -312,7 +254,8 @@ class _Finder:
     def labels(self, tensor: int) -> Labels:
         """Those of a tensor with all dims of the scores."""
         found = self.dims.labels(tensor)
-        if sorted(named(found)) != sorted(named(self.raw)):
+        raw = self.dims.labels(self.region.first.results[0])
+        if sorted(named(found)) != sorted(named(raw)):
             raise NotAttention("its scores lose a dim")
         return found
 
@@ -322,34 +265,9 @@ class _Finder:
             raise NotAttention("its scores are multiplied with each other")
         return inside.index(True)
 
-    def operand(self, op: Operator, at: int) -> int:
+    def operand(self, product: int, at: int) -> int:
+        op = next(each for each in self.region.products if each.index == product)
         operand = op.operands[at]
         if isinstance(operand, Constant):
             raise NotAttention("a literal is multiplied")
         return operand
-
-    def values_names(self, end: Operator, next_label: int) -> Labels:
-        """Labels of the values that a product of weights reads."""
-        at = self.inner_at(end)
-        inner = self.labels(self.operand(end, at))
-        sums, batches = end.params["dimension_numbers"]
-        found = {
-            dim: inner[i]
-            for pairs in (sums, batches)
-            for i, dim in zip(pairs[at], pairs[1 - at], strict=True)
-        }
-        shape = end.operand_types[1 - at].shape
-        for dim, size in enumerate(shape):
-            if dim not in found:
-                found[dim] = next_label if size > 1 else None
-                next_label += 1
-        return tuple(found[dim] for dim in range(len(shape)))
-
-    def result(self, name: str, by: _Named) -> Labels:
-        """Labels of what the product `name` at the end of the region makes."""
-        end = self.ends[name]
-        at = self.inner_at(end)
-        if self.operand(end, 1 - at) != by.tensor:
-            raise NotAttention("a product reads something else than q, k, v")
-        both = (self.labels(self.inner[name]), by.names)
-        return _result_labels(end, *(both if at == 0 else both[::-1]))

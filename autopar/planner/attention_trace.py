@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 
+from ..costs.memory import family_of
+from ..errors import FallbackWarning
 from ..frontend.dead_code import dead_code_eliminated
-from ..frontend.tracing import TracedFunction
+from ..frontend.tracing import TracedFunction, trace
+from ..graph.build_graph import build_graph
 from ..graph.op_graph import Operator, OpGraph
 from ..jax_compat import (
     abstract_value,
@@ -19,7 +25,9 @@ from ..jax_compat import (
 from ..lowering.blocks import as_array
 from ..microbatches.microbatch_runners import WholeRunner
 from ..rules.attention import bind_backward, bind_forward
-from .attention_finder import FoundAttention
+from ..rules.fused_attention import why_not_fused
+from .attention_finder import FoundAttention, find_attention
+from .whole_step import roles_of
 
 
 def with_attention(
@@ -34,6 +42,48 @@ def with_attention(
     arrays = [as_array(value) for value in traced.jaxpr.consts]
     closed = jax.make_jaxpr(lambda *leaves: run(*leaves, *arrays))(*types)
     return replace(traced, jaxpr=dead_code_eliminated(closed))
+
+
+def with_fused_attention(
+    fun: Callable[..., Any], device_kind: str
+) -> Callable[..., Any]:
+    """`fun`, whose attention is one kernel where devices of this kind have one.
+
+    What is no such attention stays as it is, with a warning.
+    """
+
+    @wraps(fun)
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        traced = trace(fun, args, kwargs)
+        graph = build_graph(traced, roles_of(traced))
+        found, refused = find_attention(traced, graph)
+        able = []
+        for each in found:
+            types = [graph.tensors[t].type for t in (each.q, each.k, each.v)]
+            shapes, dtypes = [t.shape for t in types], [t.dtype.name for t in types]
+            family = family_of(device_kind)
+            why = why_not_fused(each.attention, shapes, dtypes, family)
+            if why:
+                _warn_as_written(each.source, why)
+            else:
+                attention = replace(each.attention, is_fused=True)
+                able.append(replace(each, attention=attention))
+        for op, why in refused:
+            _warn_as_written(op.source, why)
+        closed = with_attention(traced, graph, able).jaxpr if able else traced.jaxpr
+        leaves = jax.tree.leaves((args, kwargs))
+        return jax.tree.unflatten(traced.out_tree, jaxpr_as_fun(closed)(*leaves))
+
+    return fused
+
+
+def _warn_as_written(source: str, why: str) -> None:
+    warnings.warn(
+        f"Attention stays as it is written, and its scores in memory, at {source}: "
+        f"{why}.",
+        FallbackWarning,
+        stacklevel=2,
+    )
 
 
 class _AttentionRunner(WholeRunner):
@@ -82,10 +132,11 @@ class _AttentionRunner(WholeRunner):
     def made_backward(self, found: FoundAttention) -> list[Any]:
         if id(found) not in self.backward:
             assert found.d_o is not None
-            q, d_o = (as_array(self.values[t]) for t in (found.q, found.d_o))
-            forward = self.made_forward(found)
-            made = bind_backward(found.attention, forward, q, d_o, self.sides(found))
-            self.backward[id(found)] = made
+            *operands, d_o = (
+                as_array(self.values[t]) for t in (found.q, found.k, found.v, found.d_o)
+            )
+            given = self.made_forward(found), operands, d_o, self.sides(found)
+            self.backward[id(found)] = bind_backward(found.attention, *given)
         return self.backward[id(found)]
 
     def sides(self, found: FoundAttention) -> list[Any]:

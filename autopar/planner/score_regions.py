@@ -10,10 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..graph.dependencies import read_by, tensors_of
 from ..graph.op_graph import Block, Constant, Operator, TensorType
+from ..rules.attention_spec import Labels
 from ..rules.elementwise import NARY, UNARY
+from .score_algebra import NotAttention
 
+Owner = int | tuple[int, int]
+Shape = tuple[int, ...]
+_Dim = tuple[Owner, int]
 PRODUCT = "dot_general"
 MOST_OPERATORS = 150  # of one region: beyond is no attention
 MOST_BEFORE = 12  # operators between a product and what meets the scores
@@ -22,29 +29,34 @@ REDUCTIONS = ("reduce_max", "reduce_sum")
 ALLOWED = frozenset((*UNARY, *NARY, *_SHAPING, *REDUCTIONS)) - {"bitcast_convert_type"}
 
 
-class NotAttention(Exception):
-    """Why a product is not the first of an attention that is understood."""
-
-
 @dataclass(frozen=True, eq=False)
 class BlockFlow:
-    """Who makes and who reads the tensors of one block, in order."""
+    """Who makes and who reads the tensors of one block, in order.
+
+    `constants` are the values of those that are known.
+    """
 
     block: Block
     types: Mapping[int, TensorType]
     maker: Mapping[int, Operator]
     readers: Mapping[int, Sequence[Operator]]
     position: Mapping[int, int]  # of an operator, by index
+    constants: Mapping[int, np.ndarray]
 
     @classmethod
-    def of(cls, block: Block, types: Mapping[int, TensorType]) -> BlockFlow:
+    def of(
+        cls,
+        block: Block,
+        types: Mapping[int, TensorType],
+        constants: Mapping[int, np.ndarray],
+    ) -> BlockFlow:
         maker, readers = {}, {}
         for op in block.operators:
             maker.update(dict.fromkeys(op.results, op))
             for tensor in dict.fromkeys(tensors_of(op.operands)):
                 readers.setdefault(tensor, []).append(op)
         position = {op.index: i for i, op in enumerate(block.operators)}
-        return cls(block, types, maker, readers, position)
+        return cls(block, types, maker, readers, position, constants)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +74,14 @@ class Region:
     inside: frozenset[int]
     of_seed: frozenset[int]
 
-    def sides(self) -> tuple[int, ...]:
-        """What is read from outside, in the order of the first reading."""
-        read = read_by(self.operators)
-        return tuple(dict.fromkeys(t for t in read if t not in self.inside))
+    @property
+    def products(self) -> tuple[Operator, ...]:
+        seeds = (self.first,) if self.seed is None else (self.first, self.seed)
+        return (*seeds, *self.ends)
+
+    def sides(self) -> set[int]:
+        """What is read from outside."""
+        return {*read_by(self.operators)} - self.inside
 
 
 def region_of(flow: BlockFlow, first: Operator) -> Region:
@@ -141,51 +157,88 @@ def _chain_to_product(
 
 
 class Dims:
-    """Which dims of tensors are one: those that operators of a region pair."""
+    """Which dims are one: those that a region's operators, and its products, pair.
+
+    An owner of dims is a tensor of the region, or what a product reads or makes beside
+    it: its index, and 0 and 1 for operands or 2 for the result.
+    """
 
     def __init__(self, flow: BlockFlow, region: Region) -> None:
-        self._types, self._parent = flow.types, dict[tuple[int, int], tuple[int, int]]()
+        self._scores, self._shapes = region.first.results[0], dict[Owner, Shape]()
+        self._parent, self._numbers = dict[_Dim, _Dim](), dict[_Dim, int]()
         for op in region.operators:
             self._add(op)
-        scores = region.first.results[0]
-        shape = flow.types[scores].shape
-        large = [dim for dim, size in enumerate(shape) if size > 1]
-        self._labels = {self._root((scores, dim)): dim for dim in large}
-        if len(self._labels) < len(large):
-            raise NotAttention("two dims of its scores meet")
+        for op in region.products:
+            self._add_product(op, region)
+        for tensor in (*region.inside, *region.sides()):
+            self._shapes[tensor] = flow.types[tensor].shape
 
-    def labels(self, tensor: int) -> tuple[int | None, ...]:
-        """The dim of the scores that each dim of a tensor is; None for size 1.
+    def labels(self, owner: Owner) -> Labels:
+        """Numbers of the dims of an owner, those of the scores first; None for size 1.
 
         Raises:
-          NotAttention: a dim is none of the scores'.
+          NotAttention: two dims of the scores are one, or a tensor has others.
         """
-        found = []
-        for dim, size in enumerate(self._types[tensor].shape):
-            label = None if size == 1 else self._labels.get(self._root((tensor, dim)))
-            if label is None and size != 1:
-                raise NotAttention("its scores meet other dims than their own")
-            found.append(label)
+        if not self._numbers:
+            rank = len(self._shapes[self._scores])
+            for dim in range(rank):
+                if self._shapes[self._scores][dim] > 1:
+                    root = self._root((self._scores, dim))
+                    if self._numbers.setdefault(root, dim) != dim:
+                        raise NotAttention("two dims of its scores meet")
+            self._next = rank
+        found: list[int | None] = []
+        for dim, size in enumerate(self._shapes[owner]):
+            root = self._root((owner, dim))
+            if size > 1 and root not in self._numbers:
+                if isinstance(owner, int):
+                    raise NotAttention("its scores meet other dims than their own")
+                self._numbers[root], self._next = self._next, self._next + 1
+            found.append(self._numbers[root] if size > 1 else None)
         return tuple(found)
 
-    def _root(self, node: tuple[int, int]) -> tuple[int, int]:
+    def join(self, first: Owner, second: Owner) -> None:
+        """Makes the dims of two owners of one tensor one."""
+        for dim in range(len(self._shapes[first])):
+            self._join((first, dim), (second, dim))
+
+    def _root(self, node: _Dim) -> _Dim:
         while node in self._parent:
             node = self._parent[node]
         return node
 
-    def _join(self, first: tuple[int, int], second: tuple[int, int]) -> None:
-        sizes = [self._types[tensor].shape[dim] for tensor, dim in (first, second)]
+    def _join(self, first: _Dim, second: _Dim) -> None:
         first, second = self._root(first), self._root(second)
-        if first != second and sizes[0] == sizes[1]:
+        if first != second:
             self._parent[first] = second
+            self._numbers.clear()
+
+    def _add_product(self, op: Operator, region: Region) -> None:
+        sums, batches = op.params["dimension_numbers"]
+        tensors = (*op.operands, *op.results)
+        left, right, result = owners = tuple(
+            t if isinstance(t, int) and t in region.inside else (op.index, i)
+            for i, t in enumerate(tensors)
+        )
+        types = (*op.operand_types, *op.result_types)
+        for owner, kind in zip(owners, types, strict=True):
+            self._shapes[owner] = kind.shape
+        for i, j in (*zip(*sums, strict=True), *zip(*batches, strict=True)):
+            self._join((left, i), (right, j))
+        made = [(left, i) for i in batches[0]]
+        for owner, kind, at in zip((left, right), types, (0, 1), strict=False):
+            bound = (*sums[at], *batches[at])
+            made += [(owner, i) for i in range(kind.rank) if i not in bound]
+        for dim, each in enumerate(made):
+            self._join((result, dim), each)
 
     def _add(self, op: Operator) -> None:
         result = op.results[0]
         rank = op.result_types[0].rank
-        pairs: list[tuple[int, int]]
         for operand, kind in zip(op.operands, op.operand_types, strict=True):
             if isinstance(operand, Constant):
                 continue
+            pairs: list[tuple[int, int]]
             match op.kind:
                 case "transpose":
                     order = op.params["permutation"]
@@ -202,7 +255,8 @@ class Dims:
                     dims = range(rank) if kind.rank == rank else ()
                     pairs = [(dim, dim) for dim in dims]
             for old, new in pairs:
-                self._join((operand, old), (result, new))
+                if kind.shape[old] == op.result_types[0].shape[new]:
+                    self._join((operand, old), (result, new))
 
 
 def _unit_dims_apart(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:

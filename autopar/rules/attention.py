@@ -1,7 +1,8 @@
 """Attention that was found in a step: heads, rows, or a ring of keys and values.
 
-Results forward are o, the maximum and the sum of each row of scores, and the keys and
-values for the backward pass, which the ring may keep as they come by.
+Results forward are o, a statistic of each row of scores, and the keys and values for
+the backward pass, which the ring may keep as they come by. Fused, one kernel does it
+(`fused_attention.py`), and there is no ring.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from jax.extend.core import Primitive
 from ..graph.op_graph import Operator
 from ..jax_compat import mlir
 from ..sharding.spec import REPLICATED, SUM, State, axes_of_dim
-from .attention_spec import Attention
-from .base import Factor, Shard, register
+from .attention_spec import Attention, Labels, Sizes, shape_of, wide
+from .base import Factor, Shard, bind_params, register
+from .fused_attention import fused_backward, fused_forward
 from .halos import Exchange, Traffic, register_traffic, shard_shape
 from .ring import Ring, attend, attend_backward
-from .score_programs import Labels, Sizes, shape_of
 
 RING, KEPT = "ring:blocks", "ring:kept"  # as `halos.RING` begins
 RINGS = (RING, KEPT)
@@ -31,35 +32,46 @@ _SCORES_MOVED, _SCORES_HELD = (4, 8), (2, 4)
 # scores again and four gradients. What the softmax takes off is summed once, backward.
 _KERNELS, _KERNELS_ONCE = (4, 5), (0, 1)
 
-forward_p = Primitive("autopar_attention")
-backward_p = Primitive("autopar_attention_backward")
-KINDS = (forward_p.name, backward_p.name)
+KINDS = ("autopar_attention", "autopar_attention_backward")
+FUSED_KINDS = ("autopar_fused_attention", "autopar_fused_attention_backward")
+_PRIMITIVES = {kind: Primitive(kind) for kind in (*KINDS, *FUSED_KINDS)}
 
 
 def bind_forward(
     attention: Attention, q: Any, k: Any, v: Any, sides: Sequence[Any]
 ) -> list[Any]:
-    """o, the maximum and the sum of each row of scores, k and v."""
-    return forward_p.bind(q, k, v, *sides, attention=attention)
+    """o, a statistic of each row of scores, and k and v if it is not fused."""
+    primitive = _PRIMITIVES[(FUSED_KINDS if attention.is_fused else KINDS)[0]]
+    return primitive.bind(q, k, v, *sides, attention=attention)
 
 
 def bind_backward(
-    attention: Attention, forward: Sequence[Any], q: Any, d_o: Any, sides: Sequence[Any]
+    attention: Attention,
+    forward: Sequence[Any],
+    operands: Sequence[Any],
+    d_o: Any,
+    sides: Sequence[Any],
 ) -> list[Any]:
-    """Gradients of q, k and v, from what the forward pass made."""
-    o, top, total, k, v = forward
-    return backward_p.bind(q, k, v, o, top, total, d_o, *sides, attention=attention)
+    """Gradients of q, k and v, the `operands`, from what the forward pass made."""
+    (q, *others), (o, total, *handed_on) = operands, forward
+    k, v = handed_on or others
+    primitive = _PRIMITIVES[(FUSED_KINDS if attention.is_fused else KINDS)[1]]
+    return primitive.bind(q, k, v, o, total, d_o, *sides, attention=attention)
+
+
+def _is_forward(kind: str) -> bool:
+    return kind in (KINDS[0], FUSED_KINDS[0])
 
 
 def _operand_names(a: Attention, kind: str) -> list[Labels]:
-    if kind == forward_p.name:
+    if _is_forward(kind):
         return [a.q, a.k, a.v, *a.sides]
-    return [a.q, a.k, a.v, a.o, a.statistics, a.statistics, a.o, *a.sides]
+    return [a.q, a.k, a.v, a.o, a.statistics, a.o, *a.sides]
 
 
 def _result_names(a: Attention, kind: str) -> list[Labels]:
-    if kind == forward_p.name:
-        return [a.o, a.statistics, a.statistics, a.k, a.v]
+    if _is_forward(kind):
+        return [a.o, a.statistics, *(() if a.is_fused else (a.k, a.v))]
     return [a.d_q, a.d_k, a.d_v]
 
 
@@ -72,17 +84,19 @@ def _factors(op: Operator) -> list[Factor]:
     a: Attention = op.params["attention"]
     operands, results = _operand_names(a, op.kind), _result_names(a, op.kind)
     # What lacks a dim is a sum over it, backward; forward it is only handed on.
-    missing = REPLICATED if op.kind == forward_p.name else SUM
+    missing = REPLICATED if _is_forward(op.kind) else SUM
     size = a.sizes(*[kind.shape for kind in op.operand_types[:3]])
+    banded = a.row if a.scores.is_banded else None  # positions count along it
     factors = [
         Factor(
             f"{'rows' if label in a.rows else 'b'}{number}",
             tuple(_state(names, label) for names in operands),
             tuple(_state(names, label, missing) for names in results),
             size[label],
+            is_positional=label == banded,
         )
         for number, label in enumerate(a.statistics)
-        if size[label] > 1
+        if size[label] > 1 and not (a.is_fused and label == banded)
     ]
     return [*factors, *_ring_factors(a, op.kind, operands, results, size)]
 
@@ -95,9 +109,9 @@ def _ring_factors(
     size: dict[int, int],
 ) -> list[Factor]:
     """Rows are split, and keys and values alike, but where they are kept."""
-    if not a.rows:
+    if not a.rows or a.is_fused:
         return []
-    row = max(a.rows, key=size.__getitem__)
+    row = max(a.rows, key=size.__getitem__) if a.row is None else a.row
     found = []
     for name in RINGS:
 
@@ -107,18 +121,22 @@ def _ring_factors(
                 for position, names in enumerate(terms)
             ]
 
-        is_forward = kind == forward_p.name
+        is_forward = _is_forward(kind)
         # Sides have all keys for the rows that are here.
         rows_in = [0, *range(3, len(operands))]
         inputs = states(operands, rows_in)
-        outputs = states(results, [0, 1, 2] if is_forward else [0])
+        outputs = states(results, [0, 1] if is_forward else [0])
         if name == KEPT and is_forward:
-            outputs[3:] = [REPLICATED] * 2
+            outputs[2:] = [REPLICATED] * 2
         if name == KEPT and not is_forward:
             inputs[1:3] = [REPLICATED] * 2
         both = gcd(size[row], size[a.keys])
         found.append(
-            Factor(name, tuple(inputs), tuple(outputs), both, excludes=_other(name))
+            Factor(
+                *(name, tuple(inputs), tuple(outputs), both),
+                is_positional=a.scores.is_banded,
+                excludes=_other(name),
+            )
         )
     return found
 
@@ -134,7 +152,7 @@ def _ring(a: Attention, shard: Shard, kind: str) -> tuple[Ring, bool]:
     if not axes:
         return Ring(), False
     # Keys, or backward their gradients, are split by the ring alone.
-    is_forward = kind == forward_p.name
+    is_forward = _is_forward(kind)
     spec = shard.operand_specs[1] if is_forward else shard.result_specs[1]
     order = axes_of_dim(spec, (a.k if is_forward else a.d_k).index(a.keys))
     assert sorted(order) == axes, (order, axes)
@@ -145,38 +163,47 @@ def _ring(a: Attention, shard: Shard, kind: str) -> tuple[Ring, bool]:
 
 def _bind(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
     a: Attention = op.params["attention"]
+    if a.is_fused:  # which kernel that is is known when a program is lowered
+        return bind_params(op, operands)
     ring, keeps = _ring(a, shard, op.kind)
-    return _run(op.kind, a, operands, ring, keeps)
+    row: Any = 0
+    if a.row is not None:
+        spec, dim = shard.operand_specs[0], a.q.index(a.row)
+        if axes_of_dim(spec, dim):
+            row = shard.offset(spec, dim, operands[0].shape[dim])
+    return _run(op.kind, a, operands, ring, row, keeps)
 
 
 def _run(
-    kind: str, a: Attention, operands: Sequence[Any], ring: Ring, keeps: bool
+    kind: str,
+    a: Attention,
+    operands: Sequence[Any],
+    ring: Ring,
+    row: Any,
+    keeps: bool,
 ) -> list[Any]:
     count = len(operands) - len(a.sides)
-    sides = operands[count:]
-    if kind == forward_p.name:
-        q, k, v = operands[:count]
-        return list(attend(a, q, k, v, sides, ring, keeps=keeps))
-    q, k, v, o, top, total, d_o = operands[:count]
-    return list(
-        attend_backward(a, q, k, v, o, top, total, d_o, sides, ring, keeps=keeps)
-    )
+    given, sides = operands[:count], operands[count:]
+    if a.is_fused:
+        return (fused_forward if _is_forward(kind) else fused_backward)(a, *given)
+    run: Any = attend if _is_forward(kind) else attend_backward
+    return list(run(a, *given, sides, ring, row, keeps=keeps))
 
 
-register(*KINDS, bind=_bind)(_factors)
+register(*_PRIMITIVES, bind=_bind)(_factors)
 
 
 def _traffic(op: Operator, factors: Sequence[Factor], sizes: Sequence[int]) -> Traffic:
     """Hops of keys and values and of their gradients, and what scores take."""
     a: Attention = op.params["attention"]
-    is_forward = op.kind == forward_p.name
+    is_forward = _is_forward(op.kind)
     axes = tuple(i for i, f in enumerate(factors) if f.name in RINGS)
     count = prod(sizes[axis] for axis in axes)
     keeps = any(factor.name == KEPT for factor in factors)
     local = a.sizes(*(shard_shape(op, factors, sizes, number) for number in range(3)))
     if keeps and not is_forward:
         local[a.keys] //= count
-    block = prod(shape_of(a.scores, local))
+    block = prod(shape_of(a.table, local))
     is_round = is_forward or not keeps
     going_round = op.operand_types[1:3] if is_round else ()
     sent = [*zip((a.k, a.v), going_round, strict=False)]
@@ -212,14 +239,12 @@ def _forward_types(
     del sides
     a = attention
     sizes = a.sizes(q.shape, k.shape, v.shape)
-    statistic = jnp.promote_types(a.score_dtype, jnp.float32)
-    return [
+    made = [
         _like(q, a.o, sizes, a.o_dtype),
-        _like(q, a.statistics, sizes, statistic),
-        _like(q, a.statistics, sizes, statistic),
-        _like(q, a.k, sizes, k.dtype),
-        _like(q, a.v, sizes, v.dtype),
+        _like(q, a.statistics, sizes, wide(a.score_dtype)),
     ]
+    handed_on = [_like(q, a.k, sizes, k.dtype), _like(q, a.v, sizes, v.dtype)]
+    return made if a.is_fused else [*made, *handed_on]
 
 
 def _backward_types(
@@ -240,14 +265,16 @@ def _like(aval: Any, names: Labels, sizes: Sizes, dtype: Any) -> Any:
 
 def _whole(kind: str) -> Any:
     def run(*operands: Any, attention: Attention) -> list[Any]:
-        return _run(kind, attention, operands, Ring(), keeps=False)
+        return _run(kind, attention, operands, Ring(), 0, keeps=False)
 
     return run
 
 
-for _primitive, _types in ((forward_p, _forward_types), (backward_p, _backward_types)):
+for _primitive in _PRIMITIVES.values():
     _primitive.multiple_results = True
-    _primitive.def_abstract_eval(_types)
+    _primitive.def_abstract_eval(
+        _forward_types if _is_forward(_primitive.name) else _backward_types
+    )
     _primitive.def_impl(_whole(_primitive.name))
     mlir.register_lowering(
         _primitive, mlir.lower_fun(_whole(_primitive.name), multiple_results=True)

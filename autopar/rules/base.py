@@ -115,6 +115,7 @@ class Shard:
     result_specs: tuple[Spec, ...]
     # Of the program that is made; None while a function is traced again.
     host_calls: HostCalls | None = field(default=None, kw_only=True)
+    is_of_program: bool = field(default=False, kw_only=True)
 
     def operand_shape(self, op: Operator, position: int) -> tuple[int, ...]:
         """Local shape of an operand."""

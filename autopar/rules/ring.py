@@ -17,9 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .attention_spec import Attention, einsum_of, with_units, without_units
+from .attention_spec import (
+    Attention,
+    Labels,
+    einsum_of,
+    wide,
+    with_units,
+    without_units,
+)
 from .halos import ring_steps
-from .score_programs import Labels
 
 NO_RING: tuple[str, ...] = ()
 
@@ -41,36 +47,41 @@ class Ring:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """What every block of keys needs: `attention` of queries `q`, with its `sides`."""
+    """What every block of keys needs: `attention` of queries `q`, with its `sides`.
+
+    `row` is the position of the first query.
+    """
 
     attention: Attention
     q: jax.Array
     sides: Sequence[jax.Array]
+    row: Any
 
     def product(
         self, left: jax.Array, right: jax.Array, labels: tuple[Labels, Labels, Labels]
     ) -> jax.Array:
         """A product in the precision of the step's own, summed in float32 or more."""
         joint = jnp.promote_types(left.dtype, right.dtype)
-        dtype = jnp.promote_types(joint, jnp.float32)
         return _product(
-            left.astype(joint), right.astype(joint), labels, self.attention, dtype
+            left.astype(joint), right.astype(joint), labels, self.attention, wide(joint)
         )
-
-    def columns(self, k: jax.Array, number: Any) -> tuple[list[Any], dict[int, int]]:
-        """The sides for block `number` of keys, and the sizes of all labels there."""
-        a = self.attention
-        size = k.shape[a.k.index(a.keys)]
-        pairs = zip(self.sides, a.sides, strict=True)
-        cut = [a.column(x, labels, number * size, size) for x, labels in pairs]
-        shapes = zip((*a.k, *a.q), (*k.shape, *self.q.shape), strict=True)
-        return cut, {label: n for label, n in shapes if label is not None}
 
     def scores(self, k: jax.Array) -> jax.Array:
         """Queries times one block of keys."""
         a = self.attention
         dtype = jnp.dtype(a.score_dtype)
         return _product(self.q, k, (a.q, a.k, a.raw), a, dtype).astype(dtype)
+
+    def input_of(self, scores: jax.Array, number: Any) -> jax.Array:
+        """What the softmax is taken of, for block `number` of keys."""
+        a = self.attention
+        key = number * scores.shape[a.raw.index(a.keys)]
+        return a.input_of(scores, self.sides, self.row, key)
+
+    def with_dropout(self, weights: jax.Array, number: Any) -> jax.Array:
+        """Weights of block `number` of keys, or their gradients, some dropped."""
+        key = number * weights.shape[-1]
+        return self.attention.with_dropout(weights, self.sides, key)
 
 
 def _product(
@@ -97,15 +108,17 @@ def attend(
     v: jax.Array,
     sides: Sequence[jax.Array],
     ring: Ring,
+    row: Any,
     *,
     keeps: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """o, the maximum and the sum of each row of scores, and the keys and values.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """o, the log of the sum of each row's exponentials, and the keys and values.
 
-    `q`, `k` and `v` are this device's, `sides` those of its rows and of all keys. The
-    keys and values returned are its own, or all of them if it `keeps` what comes by.
+    `q`, `k` and `v` are this device's, `sides` those of its rows, which begin at `row`,
+    and of all keys. The keys and values returned are its own, or all of them if it
+    `keeps` what comes by.
     """
-    a, blocks = attention, _Blocks(attention, q, sides)
+    a, blocks = attention, _Blocks(attention, q, sides, row)
     kept = _Kept.of(a, k, v, ring) if keeps else None
     own = k, v
     top: Any = None
@@ -117,15 +130,13 @@ def attend(
             kept = kept.with_block(k, v, number)
         is_last = hop == ring.count - 1
         coming = () if is_last else (ring.sent_on(k), ring.sent_on(v))
-        cut, sizes = blocks.columns(k, number)
-        made = a.f(blocks.scores(k), cut, sizes)
-        x = without_units(made, a.scores).astype(_wide(a.score_dtype))
+        x = blocks.input_of(blocks.scores(k), number)
         most = jnp.max(x, axis=-1)
         new_top = most if top is None else jnp.maximum(top, most)
         p = jnp.exp(x - _finite(new_top)[..., None])
-        weights = a.g(with_units(p.astype(made.dtype), a.scores), cut, sizes)
-        weighted = blocks.product(weights, v, (a.weights, a.v, a.o))
-        weighted = weighted.astype(_wide(a.o_dtype))
+        weights = blocks.with_dropout(p, number).astype(v.dtype)
+        weighted = blocks.product(weights, v, (a.table, a.v, a.o))
+        weighted = weighted.astype(wide(a.o_dtype))
         here = jnp.sum(p, axis=-1)
         if top is None:
             total, o = here, weighted
@@ -138,7 +149,8 @@ def attend(
         if coming:
             k, v, top, total, o = _in_turn(*coming, top, total, o)
     o = (o / _as_rows_of(total, a)).astype(a.o_dtype)
-    return o, top, total, *(own if kept is None else (kept.k, kept.v))
+    total = _finite(top) + jnp.log(total)
+    return o, total, *(own if kept is None else (kept.k, kept.v))
 
 
 def attend_backward(
@@ -147,24 +159,24 @@ def attend_backward(
     k: jax.Array,
     v: jax.Array,
     o: jax.Array,
-    top: jax.Array,
     total: jax.Array,
     d_o: jax.Array,
     sides: Sequence[jax.Array],
     ring: Ring,
+    row: Any,
     *,
     keeps: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v, each of what this device has.
 
-    `top`, `total` and `o` are of the forward pass, `d_o` the cotangent of `o`; if it
-    `keeps` them, `k` and `v` are all keys and values. Flash attention's recurrences
-    (Dao et al. 2022, 2205.14135, appendix B): scores are made again block by block.
+    `total` and `o` are of the forward pass, `d_o` the cotangent of `o`; if it `keeps`
+    them, `k` and `v` are all keys and values. Flash attention's recurrences (Dao et al.
+    2022, 2205.14135, appendix B): scores are made again block by block.
     """
-    a, blocks = attention, _Blocks(attention, q, sides)
-    wide = _wide(a.score_dtype)
+    a, blocks = attention, _Blocks(attention, q, sides, row)
+    wider = wide(a.score_dtype)
     delta = _product(
-        o.astype(wide), d_o.astype(wide), (a.o, a.o, a.statistics), a, wide
+        o.astype(wider), d_o.astype(wider), (a.o, a.o, a.statistics), a, wider
     )
     types = [jnp.dtype(each) for each in a.gradient_dtypes]
     d_q: Any = 0.0
@@ -182,27 +194,21 @@ def attend_backward(
             coming = [k, v] if is_next_own else [*map(ring.sent_on, coming)]
         if hop:
             d_k, d_v = ring.sent_on(d_k), ring.sent_on(d_v)
-        cut, sizes = blocks.columns(k_here, number)
-        x, back_through_f = jax.vjp(
-            lambda s, c=cut, n=sizes: a.f(s, c, n), blocks.scores(k_here)
+        x, back = jax.vjp(
+            lambda s, b=blocks, n=number: b.input_of(s, n), blocks.scores(k_here)
         )
-        shifted = without_units(x, a.scores).astype(wide) - _finite(top)[..., None]
-        p = jnp.exp(shifted) / total[..., None]
-        weights, back_through_g = jax.vjp(
-            lambda p, c=cut, n=sizes: a.g(p, c, n),
-            with_units(p.astype(x.dtype), a.scores),
-        )
-        d_weights = blocks.product(d_o, v_here, (a.o, a.v, a.weights))
-        (d_p,) = back_through_g(d_weights.astype(weights.dtype))
-        d_x = p * (without_units(d_p, a.scores).astype(wide) - delta[..., None])
-        (d_scores,) = back_through_f(with_units(d_x, a.scores).astype(x.dtype))
+        p = jnp.exp(x - total[..., None])
+        d_p = blocks.product(d_o, v_here, (a.o, a.v, a.table))
+        d_p = blocks.with_dropout(d_p, number)
+        (d_scores,) = back((p * (d_p - delta[..., None])).astype(x.dtype))
         d_q += blocks.product(d_scores, k_here, (a.raw, a.k, a.d_q))
         more_k = blocks.product(d_scores, q, (a.raw, a.q, a.d_k)).astype(types[1])
-        more_v = blocks.product(weights, d_o, (a.weights, a.o, a.d_v)).astype(types[2])
+        weights = blocks.with_dropout(p, number).astype(v.dtype)
+        more_v = blocks.product(weights, d_o, (a.table, a.o, a.d_v)).astype(types[2])
         d_k, d_v = d_k + more_k, d_v + more_v
         if hop < ring.count - 1:
             *coming, q, d_q, d_k, d_v = _in_turn(*coming, q, d_q, d_k, d_v)
-            blocks = _Blocks(attention, q, sides)
+            blocks = _Blocks(attention, q, sides, row)
     return d_q.astype(types[0]), d_k, d_v
 
 
@@ -252,10 +258,6 @@ class _Kept:
 
         a = self.attention
         return _Kept(a, put(self.k, k, a.k), put(self.v, v, a.v))
-
-
-def _wide(dtype: str) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _finite(top: jax.Array) -> jax.Array:

@@ -99,7 +99,7 @@ def with_gradients(attention: Attention) -> Callable[..., Any]:
 def found_in(function: Callable[..., Any], arguments: list[jax.Array]) -> Any:
     traced = trace(function, arguments, {})
     graph = build_graph(traced, roles_of(traced))
-    return traced, graph, find_attention(graph)[0]
+    return traced, graph, find_attention(traced, graph)[0]
 
 
 @pytest.mark.parametrize("batch", [1, 2])
