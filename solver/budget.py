@@ -32,15 +32,14 @@ from .search import Search
 
 PRICED_GAP = 0.03  # at which plans at prices are taken: their true bytes are looked at
 PRICED_WORK = 20.0  # seconds of work, see clock.py
-LACKING = 2.0  # times the first cost, what lacking the whole budget costs
-LACKING_MIXED = 100.0  # the same for mixtures, which have no other way to be in time
+LACKING = 100.0  # times the first cost, what lacking the whole budget costs
 MOST_LOOKS = 40
 MOST_IN_VAIN = 3  # looks in a row that find nothing better
 ROUNDS = 2
 LEAST_OVER_COST = 20.0  # times the first cost, what all bytes of it are worth
 DOUBT = 0.5  # of what a plan is above the budget, that its rows may be wrong by
 MOST_TOGETHER = 6  # plans that are mixed
-MIXED_GAP = 1e-3
+MIXED_GAP = 3e-3
 WORTH = 3e-3  # of the cost, that another look or round must save
 
 
@@ -297,7 +296,7 @@ class _Search:
             has_costs=has_costs,
             size=size,
             unit=self.budget or plans[0].bytes,
-            lacking=LACKING_MIXED,
+            lacking=LACKING,
         )
         return mixtures.rounded(self._limits(), MIXED_GAP)
 
