@@ -423,8 +423,8 @@ def parallelize(
         "auto" as much of it as the budget takes, what is used last first; "state" the
         parameters, too. jax.checkpoint policies that offload are kept to in any case.
       attention: "fused": attention, however it is written, is one kernel that keeps no
-        scores in memory: cuDNN's on NVIDIA GPUs, plain operators elsewhere. What has no
-        kernel stays as it is written, with a warning.
+        scores in memory: cuDNN's on NVIDIA GPUs, splash attention on TPUs, plain
+        operators on CPUs. What has no kernel stays as it is written, with a warning.
       num_microbatches: how many parts of the batch run one after the other; gradients
         are added up and reduced once. Values stay those of the whole batch, unless
         the method has `microbatch_semantics="independent"`.

@@ -82,12 +82,18 @@ class CudnnAttention:
 
     kinds = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
     calls = tuple(sorted({*_cudnn._custom_name_maps.values()}))  # in programs
-    forward_p: Any = _cudnn._dot_product_attention_fwd_p_wrapper
-    backward_p: Any = _cudnn._dot_product_attention_bwd_p_wrapper
-    forward_types: Any = staticmethod(_cudnn._dot_product_attention_fwd_abstract)
-    backward_types: Any = staticmethod(_cudnn._dot_product_attention_bwd_abstract)
-    forward: Any = staticmethod(_cudnn._dot_product_attention_fwd_impl)
-    backward: Any = staticmethod(_cudnn._dot_product_attention_bwd_impl)
+    runs: Any = (  # of each kind its types, and what it does
+        (
+            kinds[0],
+            _cudnn._dot_product_attention_fwd_abstract,
+            _cudnn._dot_product_attention_fwd_impl,
+        ),
+        (
+            kinds[1],
+            _cudnn._dot_product_attention_bwd_abstract,
+            _cudnn._dot_product_attention_bwd_impl,
+        ),
+    )
     masks: Any = _cudnn.MaskType
 
 

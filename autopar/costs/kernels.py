@@ -10,7 +10,6 @@ import numpy as np
 
 from ..graph.build_graph import PINS, SCAN, STRUCTURED
 from ..graph.op_graph import GraphColumns, Operator
-from ..jax_compat import CUDNN_ATTENTION
 from ..rules.attention import FUSED_KINDS
 from .compute import is_fusable
 
@@ -24,8 +23,7 @@ _MOVING = frozenset(
     " rev select_n slice split stack transpose unstack".split()
 )
 _READING = ("reduce_", "arg", "scatter")  # kernels that do what they read themselves
-_FUSED_ATTENTION = (*CUDNN_ATTENTION.kinds, *FUSED_KINDS)
-_SCORES_HELD = dict(zip(_FUSED_ATTENTION, (2, 4) * 2, strict=True))  # at once
+_SCORES_HELD = dict(zip(FUSED_KINDS, (2, 4), strict=True))  # at once
 EXPANDED = frozenset(["ragged_dot_general", "select_and_scatter_add", *_SCORES_HELD])
 
 
@@ -68,11 +66,8 @@ def fresh_of(op: Operator, writes: Sequence[int]) -> Sequence[int]:
 
 def _scores_per_element(op: Operator) -> float:
     """How many scores attention has for each number of its queries."""
-    q, k, v = (kind.shape for kind in op.operand_types[:3])
-    if op.kind not in FUSED_KINDS:
-        return k[2 if op.params["layout"] else 1] / q[-1]
     a = op.params["attention"]
-    sizes = a.sizes(q, k, v)
+    sizes = a.sizes(*(kind.shape for kind in op.operand_types[:3]))
     depth = prod(sizes[each] for each in sizes if each in a.q and each not in a.table)
     return sizes[a.keys] / depth
 
@@ -83,9 +78,9 @@ def expanded_bytes(op: Operator, sizes: Sequence[int], family: str) -> int:
     `family` is the device's: `CPU`, `TPU` or `GPU`.
     """
     kinds, is_cpu = op.operand_types, family == "CPU"
-    if op.kind in _SCORES_HELD:  # which only GPUs have a kernel for
+    if op.kind in _SCORES_HELD:  # which CPUs have no kernel for
         scores = 4 * sizes[0] // kinds[0].itemsize * _scores_per_element(op)
-        return 0 if family == "GPU" else round(_SCORES_HELD[op.kind] * scores)
+        return round(_SCORES_HELD[op.kind] * scores) if is_cpu else 0
     if op.kind == "ragged_dot_general":  # a masked copy of the rows for each group
         groups = sizes[2] // kinds[2].dtype.itemsize
         has_groups = op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions

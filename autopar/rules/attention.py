@@ -19,7 +19,7 @@ from ..jax_compat import mlir
 from ..sharding.spec import REPLICATED, SUM, State, axes_of_dim
 from .attention_spec import Attention, Labels, Sizes, shape_of, wide
 from .base import Factor, Shard, bind_params, register
-from .fused_attention import fused_backward, fused_forward
+from .fused_attention import KERNELS
 from .halos import Exchange, Traffic, register_traffic, shard_shape
 from .ring import Ring, attend, attend_backward
 
@@ -171,10 +171,10 @@ def _bind(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
         spec, dim = shard.operand_specs[0], a.q.index(a.row)
         if axes_of_dim(spec, dim):
             row = shard.offset(spec, dim, operands[0].shape[dim])
-    return _run(op.kind, a, operands, ring, row, keeps)
+    return _on_shard(op.kind, a, operands, ring, row, keeps)
 
 
-def _run(
+def _on_shard(
     kind: str,
     a: Attention,
     operands: Sequence[Any],
@@ -184,10 +184,9 @@ def _run(
 ) -> list[Any]:
     count = len(operands) - len(a.sides)
     given, sides = operands[:count], operands[count:]
-    if a.is_fused:
-        return (fused_forward if _is_forward(kind) else fused_backward)(a, *given)
     run: Any = attend if _is_forward(kind) else attend_backward
-    return list(run(a, *given, sides, ring, row, keeps=keeps))
+    made = list(run(a, *given, sides, ring, row, keeps=keeps))
+    return made[:2] if a.is_fused and run is attend else made
 
 
 register(*_PRIMITIVES, bind=_bind)(_factors)
@@ -263,19 +262,37 @@ def _like(aval: Any, names: Labels, sizes: Sizes, dtype: Any) -> Any:
     return aval.update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
 
 
-def _whole(kind: str) -> Any:
+def without_kernel(kind: str) -> Any:
+    """An operator on one device, by plain operators."""
+
     def run(*operands: Any, attention: Attention) -> list[Any]:
-        return _run(kind, attention, operands, Ring(), 0, keeps=False)
+        return _on_shard(kind, attention, operands, Ring(), 0, keeps=False)
 
     return run
 
 
-for _primitive in _PRIMITIVES.values():
+def with_kernel(kernel: Any) -> Any:
+    """An operator on one device, by what a kernel makes of its operands."""
+
+    def run(*operands: Any, attention: Attention) -> list[Any]:
+        return kernel(attention, *operands)
+
+    return run
+
+
+def lower(kind: str, run: Any, platform: str | None = None) -> None:
+    """Lowers operators of a kind as a function, on all platforms or on one."""
+    lowering = mlir.lower_fun(run, multiple_results=True)
+    mlir.register_lowering(_PRIMITIVES[kind], lowering, platform=platform)
+
+
+for _kind, _primitive in _PRIMITIVES.items():
     _primitive.multiple_results = True
     _primitive.def_abstract_eval(
-        _forward_types if _is_forward(_primitive.name) else _backward_types
+        _forward_types if _is_forward(_kind) else _backward_types
     )
-    _primitive.def_impl(_whole(_primitive.name))
-    mlir.register_lowering(
-        _primitive, mlir.lower_fun(_whole(_primitive.name), multiple_results=True)
-    )
+    _primitive.def_impl(without_kernel(_kind))
+    lower(_kind, without_kernel(_kind))
+for _platform, _kernels in KERNELS.items():
+    for _kind, _kernel in zip(FUSED_KINDS, _kernels, strict=True):
+        lower(_kind, with_kernel(_kernel), _platform)

@@ -1,37 +1,31 @@
 """Attention as one kernel: cuDNN's operators of `jax.nn.dot_product_attention`.
 
 A device runs the kernel on its own examples and heads, and on its own queries where
-nothing hangs on where they are. On other devices than NVIDIA's the same is done by
-plain operators.
+nothing hangs on where they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf, prod
-from typing import Any
+from dataclasses import fields
+from functools import partial
+from math import gcd, prod
+from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from ..graph.op_graph import Operator, TensorType
 from ..jax_compat import CUDNN_ATTENTION, mlir
 from ..sharding.spec import REPLICATED, SUM, State
-from .attention_spec import (
-    Attention,
-    Labels,
-    Scores,
-    named,
-    wide,
-    with_units,
-    without_units,
-)
+from .attention_spec import Attention, Labels, named, wide, with_units, without_units
 from .base import Factor, Shard, bind_params, register
-from .ring import Ring, attend, attend_backward
 
 FORWARD, BACKWARD = KINDS = CUDNN_ATTENTION.kinds
-_ON_SHARD = {kind: Primitive(f"on_shard_{kind}") for kind in KINDS}
+_RUNS: dict[str, Any] = {}
 _UNUSED = "_"
+_TPU_BLOCKS = (512, 256, 128)  # queries and keys that a kernel takes at once
 
 
 def terms_of(op: Operator) -> tuple[list[str], list[str]]:
@@ -94,74 +88,27 @@ def _factors(op: Operator) -> list[Factor]:
 def _bind(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
     if not shard.is_of_program:  # but of a step that is traced again
         return bind_params(op, operands)
-    return _ON_SHARD[op.kind].bind(*operands, **op.params)
+    return list(_RUNS[op.kind](*operands, **op.params))
 
 
 register(*KINDS, bind=_bind)(_factors)
 
 
-def _plain(*operands: Any, **params: Any) -> list[Any]:
-    """What the kernels make, by plain operators and in one block."""
-    q, k, v, *others = operands[:10]
-    if params["dropout_rate"] or any(each.size for each in others):
-        raise NotImplementedError(
-            "Attention by cuDNN with a bias, a mask, lengths or dropout runs on NVIDIA "
-            "GPUs alone; on other devices leave out implementation='cudnn'."
-        )
-    b, t, s, h, d, e, g = range(7)
-    heads_first, window = params["layout"], params["sliding_window_length"]
-    is_causal = params["mask_type"].name == "CAUSAL" or window is not None
-    q_labels, o = (
-        ((b, h, g, t, n) if heads_first else (b, t, h, g, n)) for n in (d, e)
+def _refuse(*operands: Any, **params: Any) -> NoReturn:
+    raise NotImplementedError(
+        "cuDNN's attention runs on NVIDIA GPUs alone; on other devices leave out "
+        "implementation='cudnn', and let attention='fused' choose the kernel."
     )
-    k_labels, v_labels = (
-        ((b, h, s, n) if heads_first else (b, s, h, n)) for n in (d, e)
-    )
-    types = (q.dtype.name, k.dtype.name, v.dtype.name)
-    attention = Attention(
-        *(q_labels, k_labels, v_labels, o, q_labels, k_labels, v_labels),
-        *((b, h, g, t, s), s, ()),
-        Scores(
-            params["scale"],
-            low=-inf,
-            before=None if window is None else window - 1,
-            after=0 if is_causal else None,
-        ),
-        *(wide(q.dtype).name, q.dtype.name, types),
-        row=t,
-    )
-    at, num_heads = (1, k.shape[1]) if heads_first else (2, k.shape[2])
-
-    def grouped(x: Any, at: int = at) -> Any:
-        shape = (*x.shape[:at], num_heads, -1, *x.shape[at + 1 :])
-        return x.reshape(shape)
-
-    def flat(x: Any, at: int = at) -> Any:
-        return x.reshape((*x.shape[:at], -1, *x.shape[at + 2 :]))
-
-    q, ring = grouped(q), Ring()
-    if len(operands) == 10:
-        o, total, *_ = attend(attention, q, k, v, (), ring, 0, keeps=False)
-        made = [flat(o), flat(total, 1).astype(jnp.float32)]
-        return made if params["is_training"] else made[:1]
-    total, o, d_o = operands[10:]
-    given = grouped(o), grouped(total, 1), grouped(d_o)
-    d_q, d_k, d_v = attend_backward(
-        attention, q, k, v, *given, (), ring, 0, keeps=False
-    )
-    return [flat(d_q), d_k, d_v]
 
 
-for _kind, _types, _cudnn in (
-    (FORWARD, CUDNN_ATTENTION.forward_types, CUDNN_ATTENTION.forward),
-    (BACKWARD, CUDNN_ATTENTION.backward_types, CUDNN_ATTENTION.backward),
-):
-    _primitive = _ON_SHARD[_kind]
+for _kind, _types, _run in CUDNN_ATTENTION.runs:
+    _primitive = Primitive(f"on_shard_{_kind}")  # JAX's own would ask for devices
     _primitive.multiple_results = True
     _primitive.def_abstract_eval(_types)
-    for _run, _platform in ((_plain, None), (_cudnn, "cuda")):
-        _lowering = mlir.lower_fun(_run, multiple_results=True)
-        mlir.register_lowering(_primitive, _lowering, platform=_platform)
+    mlir.register_lowering(_primitive, _refuse)
+    _lowering = mlir.lower_fun(_run, multiple_results=True)
+    mlir.register_lowering(_primitive, _lowering, platform="cuda")
+    _RUNS[_kind] = _primitive.bind
 
 
 def why_not_fused(
@@ -187,35 +134,68 @@ def why_not_fused(
     depths = [form._size(each, "") for each in "de"]
     if family == "GPU" and dtypes[0] not in ("bfloat16", "float16"):
         return f"cuDNN takes float16 and bfloat16, but queries are {dtypes[0]}"
+    if family == "TPU" and gcd(row, sizes[a.keys]) % _TPU_BLOCKS[-1]:
+        return f"a sequence must be a multiple of {_TPU_BLOCKS[-1]} on TPUs"
     if family == "GPU" and any(depth > 128 or depth % 8 for depth in depths):
         return f"cuDNN takes heads of 8 to 128, but they have {depths[0]} numbers"
     return ""
 
 
-def fused_forward(a: Attention, q: Any, k: Any, v: Any) -> list[Any]:
+def cudnn_forward(a: Attention, q: Any, k: Any, v: Any) -> list[Any]:
     """o and the log of the sum of each row's exponentials."""
     form = _Form(a, q.shape, k.shape, v.shape)
-    operands = form.given(q, k, v)
-    o, total = form.run(FORWARD, operands, is_training=True)
+    o, total = form.run(FORWARD, form.given(q, k, v), is_training=True)
     o = form.taken(o, a.o, "bthge").astype(a.o_dtype)
     return [o, form.taken(total, a.statistics, "bhgt")]
 
 
-def fused_backward(
+def cudnn_backward(
     a: Attention, q: Any, k: Any, v: Any, o: Any, total: Any, d_o: Any
 ) -> list[Any]:
     """Gradients of q, k and v."""
     form = _Form(a, q.shape, k.shape, v.shape)
-    rest = form.laid_out(total, a.statistics, "bhgt", "bht")
+    total = form.laid_out(total, a.statistics, "bhgt", "bht")
     outputs = (form.laid_out(x, a.o, "bthge", "bthe").astype(q.dtype) for x in (o, d_o))
-    made = form.run(BACKWARD, [*form.given(q, k, v), rest, *outputs])
-    wanted = ((a.d_q, "bthgd"), (a.d_k, "bshd"), (a.d_v, "bshe"))
-    return [
-        form.taken(x, labels, letters).astype(dtype)
-        for x, (labels, letters), dtype in zip(
-            made, wanted, a.gradient_dtypes, strict=True
-        )
-    ]
+    made = form.run(BACKWARD, [*form.given(q, k, v), total, *outputs])
+    return form.gradients(made, ("bthgd", "bshd", "bshe"))
+
+
+def splash_forward(a: Attention, q: Any, k: Any, v: Any) -> list[Any]:
+    """o, and zeros: the backward pass makes its own statistics."""
+    form = _Form(a, q.shape, k.shape, v.shape)
+    o = _splash(a, *form.heads_first(q, k, v))
+    total = jnp.zeros(o.shape[:-1], wide(a.score_dtype))
+    o = form.taken(o, a.o, "bhgte").astype(a.o_dtype)
+    return [o, form.taken(total, a.statistics, "bhgt")]
+
+
+def splash_backward(
+    a: Attention, q: Any, k: Any, v: Any, o: Any, total: Any, d_o: Any
+) -> list[Any]:
+    """Gradients of q, k and v."""
+    form = _Form(a, q.shape, k.shape, v.shape)
+    _, back = jax.vjp(partial(_splash, a), *form.heads_first(q, k, v))
+    made = back(form.laid_out(d_o, a.o, "bhgte", "bhte").astype(q.dtype))
+    return form.gradients(made, ("bhgtd", "bhsd", "bhse"))
+
+
+def _splash(a: Attention, q: Any, k: Any, v: Any) -> Any:
+    """JAX's kernel for TPUs, of operands bhtd, bhsd and bhse."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as kernels
+
+    scores, shape = a.scores, (q.shape[2], k.shape[2])
+    if scores.before is not None:
+        mask: Any = kernels.LocalMask(shape, (scores.before, 0), 0)
+    else:
+        mask = (kernels.FullMask if scores.after is None else kernels.CausalMask)(shape)
+    size = next(each for each in _TPU_BLOCKS if gcd(*shape) % each == 0)
+    sizes = [each.name for each in fields(kernels.BlockSizes)]
+    blocks = {name: size for name in sizes if name.startswith("block")}
+    kernel = kernels.make_splash_mha_single_device(
+        kernels.MultiHeadMask([mask] * q.shape[1]),
+        block_sizes=kernels.BlockSizes(**blocks),
+    )
+    return jax.vmap(kernel)((scores.scale * q).astype(q.dtype), k, v)
 
 
 class _Form:
@@ -246,6 +226,16 @@ class _Form:
         made += [self.laid_out(k, a.k, "bshd"), self.laid_out(v, a.v, "bshe")]
         return [*made, *[unused] * 7]
 
+    def heads_first(self, q: Any, k: Any, v: Any) -> list[Any]:
+        a = self.attention
+        made = [self.laid_out(q, a.q, "bhgtd", "bhtd")]
+        return [*made, self.laid_out(k, a.k, "bhsd"), self.laid_out(v, a.v, "bhse")]
+
+    def gradients(self, made: Sequence[Any], terms: Sequence[str]) -> list[Any]:
+        a = self.attention
+        wanted = zip(made, (a.d_q, a.d_k, a.d_v), terms, a.gradient_dtypes, strict=True)
+        return [self.taken(x, n, term).astype(dtype) for x, n, term, dtype in wanted]
+
     def laid_out(self, x: Any, labels: Labels, letters: str, joined: str = "") -> Any:
         """`x` with the dims `letters`; h and g are one, h, if they are `joined`."""
         own, wanted = named(labels), [i for each in letters for i in self.labels[each]]
@@ -265,7 +255,7 @@ class _Form:
 
     def run(self, kind: str, operands: Sequence[Any], **more: Any) -> list[Any]:
         scores, masks = self.attention.scores, CUDNN_ATTENTION.masks
-        return _ON_SHARD[kind].bind(
+        return _RUNS[kind](
             *operands,
             scale=scores.scale,
             seed=0,
@@ -278,3 +268,9 @@ class _Form:
             ),
             **more,
         )
+
+
+KERNELS = {  # by platform, forward and backward
+    "cuda": (cudnn_forward, cudnn_backward),
+    "tpu": (splash_forward, splash_backward),
+}

@@ -1,6 +1,7 @@
 """`attention="fused"`: attention as it is written becomes one kernel, or is told."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas.ops.tpu import splash_attention
 
 import autopar
 from autopar.errors import FallbackWarning
 from autopar.lowering.exported_program import export_program
-from autopar.rules.attention import FUSED_KINDS
+from autopar.planner.attention_trace import with_fused_attention
+from autopar.rules.attention import (
+    FUSED_KINDS,
+    lower,
+    with_kernel,
+    without_kernel,
+)
+from autopar.rules.fused_attention import KERNELS
 from tests.planner.test_attention_finder import (
     Attention,
     causal,
@@ -138,3 +147,31 @@ def test_other_words_are_refused() -> None:
     ring = autopar.ShardParallel(attention="ring")
     with pytest.raises(ValueError, match="one kernel or a ring"):
         fused(built_in(), method=ring)
+
+
+@pytest.fixture
+def kernels_of_tpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On CPUs too, by JAX's interpreter of kernels."""
+    name = "make_splash_mha_single_device"
+    interpreted = partial(getattr(splash_attention, name), interpret=True)
+    monkeypatch.setattr(splash_attention, name, interpreted)
+    for kind, kernel in zip(FUSED_KINDS, KERNELS["tpu"], strict=True):
+        lower(kind, with_kernel(kernel), "cpu")
+    yield
+    for kind in FUSED_KINDS:
+        lower(kind, without_kernel(kind), "cpu")
+
+
+@pytest.mark.usefixtures("kernels_of_tpus")
+@pytest.mark.parametrize(
+    "given", [{}, {"is_causal": True}, {"is_causal": True, "local_window_size": (9, 0)}]
+)
+def test_the_kernel_of_tpus_makes_what_the_step_says(given: Any) -> None:
+    def step(q: jax.Array, k: jax.Array, v: jax.Array, dy: jax.Array) -> Any:
+        y, backward = jax.vjp(built_in(**given), q, k, v)
+        return y, *backward(dy)
+
+    operands = [random(i, 1, 128, heads, 64) for i, heads in enumerate((4, 2, 2, 4))]
+    made = jax.jit(with_fused_attention(step, "v5e"))(*operands)
+    for got, want in zip(made, jax.jit(step)(*operands), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max())

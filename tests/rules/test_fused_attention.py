@@ -15,6 +15,7 @@ from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import Operator
 from autopar.lowering.exported_program import export_program
 from autopar.planner.planning import roles_of
+from autopar.rules import fused_attention
 from autopar.rules.base import factors_of
 from autopar.rules.fused_attention import KINDS
 
@@ -47,12 +48,35 @@ def random(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(numbers, jnp.bfloat16)
 
 
+def plain(*operands: Any, **params: Any) -> list[Any]:
+    """What cuDNN would make of its operands, by JAX's own operators."""
+    q, k, v, bias, *lengths = operands[:6]
+    window, kind = params["sliding_window_length"], params["mask_type"].name
+    given: Any = {"is_causal": "CAUSAL" in kind, "scale": params["scale"]}
+    if window is not None:
+        given["local_window_size"] = (window - 1, 0)
+    if lengths[0].size:
+        given["query_seq_lengths"], given["key_value_seq_lengths"] = lengths
+
+    def run(q: Any, k: Any, v: Any, bias: Any) -> jax.Array:
+        return jax.nn.dot_product_attention(
+            *(q, k, v, bias if bias.size else None), **given
+        )
+
+    if len(operands) == 10:
+        statistic = jnp.zeros((q.shape[0], q.shape[2], q.shape[1]))
+        return [run(q, k, v, bias), statistic]
+    _, backward = jax.vjp(run, q, k, v, bias)
+    return list(backward(operands[12]))[: 4 if bias.size else 3]
+
+
 CASES: Any = {
     "one head": (operands(1, 1, batch=1), {}),
     "causal": (operands(), {"is_causal": True}),
     "grouped heads": (operands(2), {"is_causal": True}),
     "window": (operands(), {"is_causal": True, "local_window_size": (5, 0)}),
     "bias": ([*operands(), random(4, 1, HEADS, SEQ, SEQ)], {}),
+    "one head, bias": ([*operands(1, 1, batch=1), random(4, 1, 1, SEQ, SEQ)], {}),
     "lengths": (
         operands(),
         {"key_value_seq_lengths": jnp.arange(BATCH, dtype=jnp.int32) + SEQ - BATCH},
@@ -67,12 +91,18 @@ CASES: Any = {
         ("causal", "[-, -, n, -]", "h"),
         ("grouped heads", "[n, -, -, -]", "b"),
         ("window", "[-, -, n, -]", "h"),
+        ("bias", "[n, -, -, -]", "b"),
+        ("bias", "[-, -, n, -]", "h"),
+        ("one head, bias", "[-, n, -, -]", "t"),
+        ("lengths", "[n, -, -, -]", "b"),
     ],
 )
-def test_on_other_devices_it_is_done_by_plain_operators(
-    name: str, pinned: str, factor: str
+def test_shards_make_what_the_whole_makes(
+    name: str, pinned: str, factor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values are JAX's own, whichever dim is split: queries only where no mask is."""
+    """Values are those of one device, with `plain` for cuDNN."""
+    for kind in KINDS:
+        monkeypatch.setitem(fused_attention._RUNS, kind, plain)
     arguments, given = CASES[name]
     pins = {"q": pinned, "dy": pinned}
     function = with_gradients("cudnn", **given)
@@ -105,6 +135,12 @@ def test_programs_for_gpus_call_cudnn() -> None:
     code = export_program(program, "cuda").code
     assert b"__cudnn$fmhaSoftmax" in code
     assert b"__cudnn$fmhaSoftmaxBackward" in code
+
+
+def test_other_devices_refuse_it_with_the_remedy() -> None:
+    step = autopar.parallelize(with_gradients("cudnn"), mesh="n:8", batch_argnums=())
+    with pytest.raises(NotImplementedError, match="attention='fused'"):
+        step(*operands())
 
 
 def test_beside_a_traced_step_jax_misses_cudnn_as_ever() -> None:
