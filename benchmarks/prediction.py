@@ -70,8 +70,8 @@ def predicted_seconds(workload: Workload, plan: Plan, cluster: Cluster) -> float
     """Seconds of a step under a plan, by a cluster's constants."""
     from autopar.frontend.tracing import trace
     from autopar.graph.build_graph import build_graph
-    from autopar.planner.plan_price import plan_seconds
     from autopar.planner.planning import roles_of
+    from benchmarks.plan_price import plan_seconds
 
     traced = trace(workload.step, workload.abstract(), {})
     graph = build_graph(traced, roles_of(traced))

@@ -13,10 +13,10 @@ from autopar.options import check_options
 from autopar.pipelines.joint_search import LOOSE_GAP, JointSearch, submeshes_of
 from autopar.pipelines.layer_samples import PLAN_GAP
 from autopar.pipelines.stage_search import StageSearcher
-from autopar.solver.stage_dp import best_over
 from autopar.solver.stage_problem import StageProblem
 from benchmarks.models import build
 from tests.rows.fixtures import dense_stack
+from tests.solver.stage_counts import best_over
 from tests.test_stage_search import two_hosts
 
 

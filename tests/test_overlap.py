@@ -13,10 +13,10 @@ import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.planner.intra_op import plan_intra_op
 from autopar.planner.overlap import visible_fractions
-from autopar.planner.plan_price import plan_seconds
 from autopar.plans.plan import ShardingPlan
 from autopar.sharding.mesh import parse_mesh
 from benchmarks.models import build
+from benchmarks.plan_price import plan_seconds
 from tests.rows.fixtures import Case, f1
 from tests.rows.named_plans import graph_of
 from tests.rows.test_fairscale import f2

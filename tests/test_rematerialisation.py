@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 import autopar
 from autopar.audit.memory_use import MemoryUse
 from autopar.lowering.lowered_step import Compiled
-from autopar.rematerialisation.phases import residual_bytes
 from autopar.rematerialisation.remat import LEVELS, Remat
 from autopar.rematerialisation.segments import fewest_bytes
 from benchmarks.models import build
+from tests.residuals import residual_bytes
 from tests.rows.fixtures import Case, random
 from tests.rows.running import run_as_planned
 

@@ -200,8 +200,8 @@ class CompiledPipeline:
 
     def cost_analysis(self) -> tuple[Any, ...]:
         """The compiler's flops and bytes of each stage program."""
-        pieces = self.lowered.step.pipeline.pieces
-        return tuple(piece.compile().cost_analysis() for piece in pieces)
+        programs = self.lowered.step.pipeline.lowered
+        return tuple(each.compile().cost_analysis() for each in programs)
 
     def audit(self) -> PipelineAudit:
         """Compare the plans' collectives with those of all stage programs."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..graph.build_graph import SCAN
 from ..graph.dependencies import read_by, tensors_of
-from ..graph.op_graph import Block, Operand, Operator, OpGraph
+from ..graph.op_graph import Block, Operand, Operator
 
 _TRANSPOSED = "transpose("
 
@@ -95,15 +95,3 @@ def stacked_results(scan: Operator) -> tuple[int, ...]:
 def sliced_operands(scan: Operator) -> Sequence[Operand]:
     """What a scan reads a slice of in each iteration."""
     return scan.operands[scan.params["num_consts"] + scan.params["num_carry"] :]
-
-
-def residual_bytes(graph: OpGraph) -> int:
-    """Bytes that the backward pass reads and did not make, all devices together.
-
-    As `jax.ad_checkpoint.print_saved_residuals` lists them: arguments are among them.
-    """
-    block = graph.blocks[0]
-    phases = Phases.of(block)
-    kept = set(block.inputs) | {t for op in phases.forward for t in op.results}
-    read = set(read_by(phases.backward))
-    return sum(graph.tensors[t].type.bytes for t in kept & read)

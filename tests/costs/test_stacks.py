@@ -10,7 +10,7 @@ import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.costs.stacks import stack_seconds_per_byte
 from autopar.lowering.lowered_step import Lowered
-from autopar.planner.plan_price import plan_seconds
+from benchmarks.plan_price import plan_seconds
 
 NUM_LAYERS, DEVICES = 4, 8
 

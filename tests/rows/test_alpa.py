@@ -16,7 +16,6 @@ import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.runtime.transfers import Transfer, plan_transfer
 from autopar.solver import ChoiceGraph, solve
-from autopar.solver.brute_force import brute_force
 from benchmarks.models.registry import build
 from tests.rows.fixtures import (
     BSH_BYTES,
@@ -41,6 +40,7 @@ from tests.rows.running import (
     sent_bytes,
     traffic,
 )
+from tests.solver.brute_force import brute_force
 
 
 def workload(name: str, **options: Any) -> Case:

@@ -18,9 +18,9 @@ from autopar.clusters.cluster_file import to_toml
 from autopar.lowering.lowered_step import Compiled
 from autopar.methods.gather_again import graph_of_plan
 from autopar.methods.methods import Method
-from autopar.planner.plan_price import plan_seconds
 from autopar.planner.transfers_ahead import AHEAD, graph_sent_ahead, send_ahead
 from autopar.plans.parallel_plan import Plan
+from benchmarks.plan_price import plan_seconds
 from tests.rows.fixtures import Case, f1, f6, random
 from tests.rows.named_plans import graph_of
 from tests.rows.running import run_as_planned, sent_bytes, traffic

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import autopar.solver
 from autopar.solver import ChoiceGraph, Infeasible, Node, solve
-from autopar.solver.brute_force import brute_force
 from autopar.solver.clock import Clock
 from autopar.solver.ilp import solve_ilp
+from tests.solver.brute_force import brute_force
 from tests.solver.long_graphs import train_step_graph
 from tests.solver.random_graphs import random_graph, with_budget
 

@@ -14,7 +14,7 @@ from autopar.runtime.schedule import (
     zero_bubble_h1,
     zero_bubble_h2,
 )
-from autopar.solver.stage_dp import best_over, least_step_seconds, solve_stages
+from autopar.solver.stage_dp import least_step_seconds, solve_stages
 from autopar.solver.stage_problem import (
     ZERO_BUBBLE,
     ScheduleName,
@@ -29,6 +29,7 @@ from autopar.solver.stage_problem import (
 from autopar.solver.stage_sums import PlainSums
 from autopar.solver.stage_turns import interleaved_sums
 from benchmarks.stage_chain import simulate_schedule
+from tests.solver.stage_counts import best_over
 
 
 def random_problem(

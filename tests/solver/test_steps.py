@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from autopar.solver import min_plus
 from autopar.solver.array_pool import ArrayPool
-from autopar.solver.brute_force import brute_force
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Infeasible, Node
 from autopar.solver.descent import Descent
 from autopar.solver.join import join_copies
@@ -22,6 +21,7 @@ from autopar.solver.polish import polish
 from autopar.solver.reduce import Reduced, reduce
 from autopar.solver.sweep_order import sweep_order
 from autopar.solver.unfold import BestChoice
+from tests.solver.brute_force import brute_force
 from tests.solver.random_graphs import random_graph, with_budget
 
 seeds = st.integers(0, 10**6)

@@ -3,8 +3,8 @@
 from itertools import product
 from math import inf, prod
 
-from .assignment import Assignment
-from .choice_graph import ChoiceGraph, Infeasible
+from autopar.solver.assignment import Assignment
+from autopar.solver.choice_graph import ChoiceGraph, Infeasible
 
 MOST_ASSIGNMENTS = 2_000_000
 

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..clusters.cluster import Cluster
-from ..costs.stacks import stacking_seconds
-from ..graph.build_graph import SHARD_MAP, STRUCTURED
-from ..graph.op_graph import Operator, OpGraph, TensorType
-from ..graph.user_shard_map import body_work
-from ..plans.plan import OperatorPlan, ShardingPlan
-from ..rules.halos import factors_with_halos, moved_bytes
-from ..sharding.resharding import Resharder
-from ..sharding.spec import Spec, num_shards
-from .halo_costs import halo_collectives, ring_product_seconds, work_seconds
-from .intra_op import shard_map_collectives
-from .overlap import visible_fractions
-from .strategies import SLICING, total_flops
+from autopar.clusters.cluster import Cluster
+from autopar.costs.stacks import stacking_seconds
+from autopar.graph.build_graph import SHARD_MAP, STRUCTURED
+from autopar.graph.op_graph import Operator, OpGraph, TensorType
+from autopar.graph.user_shard_map import body_work
+from autopar.planner.halo_costs import (
+    halo_collectives,
+    ring_product_seconds,
+    work_seconds,
+)
+from autopar.planner.intra_op import shard_map_collectives
+from autopar.planner.overlap import visible_fractions
+from autopar.planner.strategies import SLICING, total_flops
+from autopar.plans.plan import OperatorPlan, ShardingPlan
+from autopar.rules.halos import factors_with_halos, moved_bytes
+from autopar.sharding.resharding import Resharder
+from autopar.sharding.spec import Spec, num_shards
 
 
 def plan_seconds(graph: OpGraph, plan: ShardingPlan, cluster: Cluster) -> float:
