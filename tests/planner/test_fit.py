@@ -19,7 +19,7 @@ from autopar.planner.fit import MOST_CORRECTIONS
 from autopar.planner.planned import Planned
 from autopar.planner.planning import plan_step, plan_traced
 from autopar.planner.whole_step import trace_whole
-from autopar.plans.parallel_plan import Plan
+from autopar.steps.parallel_plan import Plan
 from benchmarks.models import build
 from tests.rows.test_fairscale import f2
 
