@@ -48,17 +48,6 @@ class PeerLost(Exception):
 
 
 @dataclass(frozen=True)
-class Peer:
-    """Another host, and another way to what it offers.
-
-    `read` brings the parts of this host of an offer, by its number.
-    """
-
-    address: Address
-    read: Callable[[int], _Parts]
-
-
-@dataclass(frozen=True)
 class Offer:
     """A value of a job that one stage has for another, in words its tiles."""
 
@@ -81,20 +70,24 @@ class Transport:
     def __init__(self, address: str, secret: bytes) -> None:
         self._address, self._secret = address, secret
         self.listener = Listener((address, 0), backlog=_MOST_WAITING, authkey=secret)
+        # Where other hosts, and the driver, connect to.
+        self.control_address: Address = self.listener.address  # type: ignore[assignment]
         self._numbers = itertools.count(1)
         self._rank = 0
         self._links: dict[int, _Link] = {}
         self._jobs: dict[int, _Transfers] = {}
         self._job, self._transfers = 0, _Transfers()
 
-    @property
-    def control_address(self) -> Address:
-        """Where other hosts, and the driver, connect to."""
-        host, port = self.listener.address
-        return str(host), int(port)
-
-    def connect(self, rank: int, peers: Mapping[int, Peer]) -> dict[int, str]:
+    def connect(
+        self,
+        rank: int,
+        peers: Mapping[int, Address],
+        read: Callable[[int, int], _Parts],
+    ) -> dict[int, str]:
         """Connect to some hosts, by their ranks, which connect to this one.
+
+        `read` is another way to what a host offers under a number: its parts for the
+        devices of this host.
 
         Returns why nothing can be pulled from the server of some of these.
         """
@@ -104,7 +97,7 @@ class Transport:
             lower = [peer for peer in peers if peer < rank]
             accepted = thread.submit(lambda: [accept(self.listener) for _ in lower])
             higher = sorted(peers.keys() - lower)
-            connections = [dial(peers[p].address, self._secret) for p in higher]
+            connections = [dial(peers[p], self._secret) for p in higher]
             connections += accepted.result()
         for each in connections:
             send(each, (rank, *self._shown(own), no_server))
@@ -120,9 +113,10 @@ class Transport:
             send(each, not problem)
             reading.append((peer, server, each))
         for peer, server, each in reading:
-            publish = own.await_pull if receive(each) else _to_be_asked_for
-            pull = server.pull if server else _read_by(peers[peer].read)
-            kinds_of = partial(self._kinds_of, peer) if server else _nothing_ahead
+            publish = own.await_pull if receive(each) else _nothing
+            pull = server.pull if server else _read_by(partial(read, peer))
+            # Brought before it is asked for, it would lie in this host's memory.
+            kinds_of = partial(self._kinds_of, peer) if server else _nothing
             self._links[peer] = _Link(each, peer, publish, pull, kinds_of)
         return problems
 
@@ -378,12 +372,8 @@ def _probed(own: Any, address: str, number: int) -> tuple[Any, str]:
         return None, f"nothing comes from {address} in {_PROBE_SECONDS:g} s"
 
 
-def _to_be_asked_for(number: int, arrays: Sequence[jax.Array]) -> None:
-    """Nothing is published: the reader asks for what is offered."""
-
-
-def _nothing_ahead(_: Offer) -> None:
-    """Nothing is brought before: it would go through this host's memory."""
+def _nothing(*_: Any) -> None:
+    """Who reads what is offered asks for it, when it is wanted."""
 
 
 def _read_by(

@@ -69,6 +69,7 @@ class Workers:
         assert self.cluster.ray_hosts is not None, "the cluster is one of Ray"
         self._hosts = self.cluster.ray_hosts
         groups = HostGroups(self.num_hosts, ())
+        self.num_groups = len(self.num_hosts)
         self._ranks = [groups.ranks_of(group) for group in range(self.num_groups)]
         self._numbers = itertools.count()
         # Arrays that are free; the garbage collector adds some, so without a lock.
@@ -155,11 +156,6 @@ class Workers:
         """A call to hosts that may still be starting, all without arguments."""
         given = arguments or {rank: () for ranks in self._ranks for rank in ranks}
         return self.call(method, given, START_SECONDS)
-
-    @property
-    def num_groups(self) -> int:
-        """Number of groups."""
-        return len(self.num_hosts)
 
     def close(self, reason: str = "they were closed.") -> None:
         """End the workers and forget their arrays; does nothing the second time."""
