@@ -233,22 +233,17 @@ class RayJob:
                 for i, array in inputs.held.items():
                     if self._inputs[group][i] in self.parts.donated:
                         array.may_be_taken_by(step)
-            results = {k: PendingArray(step, k, ends[k]) for k in returned}
-            return (
-                remote,
-                {k: DistributedArray((each,)) for k, each in results.items()},
-                Timeline(len(self.parts.lists), ()),
-            )
+            coming = {key: (PendingArray(step, key, ends[key]),) for key in returned}
+            results = {key: DistributedArray(each) for key, each in coming.items()}
+            return remote, results, Timeline(len(self.parts.lists), ())
 
     def _may_wait(self, returned: Collection[Held]) -> bool:
         """Whether nothing that comes back must be an array of this process at once.
 
         Keys must, and what is put together of microbatches.
         """
-        ends = self.parts.ends
-        return not any(
-            k[1].microbatch is not None or ends[k].key_impl for k in returned
-        )
+        types = ((key, self.parts.ends[key]) for key in returned)
+        return not any(k[1].microbatch is not None or t.key_impl for k, t in types)
 
     def _end(
         self, finish: Callable[[], list[StepReply]], asked: Sequence[_Inputs]

@@ -81,7 +81,8 @@ class Heartbeat:
         for ping in [each for each in self._pings if each.done()]:
             rank = self._pings.pop(ping)
             if (error := ping.exception()) is not None:
-                hung = [r for r in range(self._num_hosts) if self._is_hung(r)]
+                silent = [(self.silent_seconds(r), r) for r in range(self._num_hosts)]
+                hung = [r for seconds, r in silent if seconds >= _HUNG_SECONDS]
                 reason = f"{workers.name(rank)} died: {_last_line(error)}"
                 if hung:
                     reason = f"{workers.name(hung[0])} has been silent; {reason}"
@@ -103,9 +104,6 @@ class Heartbeat:
         except (RuntimeError, ray.exceptions.RayError):
             return False  # this process has left the cluster
         return True
-
-    def _is_hung(self, rank: int) -> bool:
-        return self.silent_seconds(rank) >= _HUNG_SECONDS
 
 
 @dataclass(frozen=True)

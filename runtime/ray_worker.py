@@ -22,7 +22,6 @@ import jax
 import numpy as np
 
 from .instructions import Held
-from .ray_channel import Address, answer_calls
 from .ray_job import (
     Block,
     Blocks,
@@ -44,7 +43,7 @@ from .ray_programs import (
     sharding_of,
 )
 from .ray_sources import SourceOnHost, taken
-from .ray_transport import PeerLost, Transport
+from .ray_transport import Address, PeerLost, Transport, answer_calls
 from .stored_arrays import Digest, Writing, moved, read_onto, write_tile
 from .timeline import Event
 from .transfers import Transfer, plan_transfer

@@ -29,9 +29,9 @@ from autopar.lowering.exported_program import ShardedType
 
 from .ray_actors import START_SECONDS, start_actors
 from .ray_arrays import PendingStep, RemoteArray
-from .ray_channel import Address, Calls, dial
 from .ray_hosts import import_ray
 from .ray_job import Block, HostFacts, check_alike, join_blocks, meet
+from .ray_transport import Address, Calls, dial
 from .ray_watch import Heartbeat, Watch
 from .stored_arrays import Digest, Writing
 
@@ -290,11 +290,7 @@ class Workers:
         arguments: Mapping[int, tuple[Any, ...]],
         seconds: float | None = None,
     ) -> Callable[[], list[Any]]:
-        """Tell some hosts to do something; gives what waits for it, as `call` does.
-
-        Raises:
-          HostLostError, RuntimeError: the workers are gone already.
-        """
+        """Tell some hosts to do something; gives what waits for it, as `call` does."""
         answers: dict[Future[Any], int] = {}
         with self._one_call:
             self._check()

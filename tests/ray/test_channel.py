@@ -13,7 +13,8 @@ import pytest
 from ray.exceptions import RayActorError
 
 from autopar.errors import HostLostError
-from autopar.runtime.ray_channel import (
+from autopar.runtime.ray_job import Failure
+from autopar.runtime.ray_transport import (
     Address,
     Calls,
     answer_calls,
@@ -21,7 +22,6 @@ from autopar.runtime.ray_channel import (
     receive,
     send,
 )
-from autopar.runtime.ray_job import Failure
 from autopar.runtime.ray_watch import Watch
 
 SECRET = b"secret"
