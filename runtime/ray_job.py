@@ -210,15 +210,13 @@ def _tiles_of_hosts(type_: ShardedType, num_hosts: int) -> list[dict[Tile, None]
     return [dict.fromkeys(own) for own in tiles]
 
 
-def join_blocks(
-    shape: Sequence[int], dtype: str, blocks: Iterable[Block]
-) -> np.ndarray:
+def join_blocks(type_: ShardedType, blocks: Iterable[Block]) -> np.ndarray:
     """The array that blocks make together.
 
     Raises:
       AssertionError: they do not cover it.
     """
-    whole = np.empty(tuple(shape), np.dtype(dtype))
+    whole = np.empty(type_.shape, np.dtype(type_.dtype))
     covered = 0
     for block in blocks:
         whole[tuple(slice(*part) for part in block.tile)] = block.data

@@ -294,10 +294,9 @@ class RayJob:
             keys = self._ends[self.workers.group_of(rank)]
             for i, part in reply.returned.items():
                 blocks.setdefault(keys[i], []).extend(part)
-        types = ((key, self.parts.ends[key]) for key in blocks)
+        types = {key: self.parts.ends[key] for key in blocks}
         return {
-            key: with_keys(join_blocks(type_.shape, type_.dtype, blocks[key]), type_)
-            for key, type_ in types
+            k: with_keys(join_blocks(types[k], b), types[k]) for k, b in blocks.items()
         }
 
     def _is_here(self, array: RemoteArray, key: Held) -> bool:

@@ -19,7 +19,8 @@ import pickle
 import socket
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from multiprocessing.connection import (
     Listener,
     answer_challenge,
     deliver_challenge,
+    wait,
 )
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -144,6 +146,14 @@ def _send_answers(connection: Connection, answers: SimpleQueue[Any]) -> None:
             send(connection, answers.get())
 
 
+class Answer(Future[Any]):
+    """What a host answers to a call; it comes while somebody waits for it."""
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__()
+        self.calls = calls
+
+
 class Calls:
     """The driver's calls to one host, which answers them in their order.
 
@@ -151,44 +161,47 @@ class Calls:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._waiting: deque[Future[Any]] = deque()
-        self._is_over = False
-        self._lock = threading.Lock()
-        in_background(self._read_answers)
+        self.connection = connection
+        self._waiting: deque[Answer] = deque()
+        self._failure: Failure | None = None
 
-    def begin(self, method: str, arguments: tuple[Any, ...]) -> Future[Any]:
+    def begin(self, method: str, arguments: tuple[Any, ...]) -> Answer:
         """Send a call; its answer, or the ConnectionError that none comes.
 
         A frozen host may not take it: the heartbeat ends that, and the wait here.
         """
-        answer: Future[Any] = Future()
-        with self._lock:
-            self._waiting.append(answer)
-            is_over = self._is_over
-        if is_over:
-            self._end()
-        with suppress(OSError):  # then the reading ends, too
-            send(self._connection, (method, arguments))
+        answer = Answer(self)
+        self._waiting.append(answer)
+        with suppress(OSError):  # then reading the answer fails, too
+            send(self.connection, (method, arguments))
         return answer
 
-    def _read_answers(self) -> None:
-        failure: Failure | None = None
-        with self._connection, suppress(EOFError, OSError):
-            while True:
-                answer = receive(self._connection)
-                if failure is None and isinstance(answer, Failure):
-                    failure = answer
-                self._waiting.popleft().set_result(failure or answer)
-        self._end()
+    def read(self) -> None:
+        """Take the next answer, which has come, or the end of all of them."""
+        try:
+            answer = receive(self.connection)
+        except (EOFError, OSError):
+            while self._waiting:
+                ended = ConnectionError("its connection ended.")
+                self._waiting.popleft().set_exception(ended)
+            return
+        if self._failure is None and isinstance(answer, Failure):
+            self._failure = answer
+        self._waiting.popleft().set_result(self._failure or answer)
 
-    def _end(self) -> None:
-        with self._lock:
-            self._is_over = True
-            waiting = [*self._waiting]
-            self._waiting.clear()
-        for answer in waiting:
-            answer.set_exception(ConnectionError("its connection ended."))
+
+def wait_for(answers: Collection[Future[Any]], seconds: float) -> list[Future[Any]]:
+    """Those answers of a call that have come, after some seconds at most.
+
+    Of those that come over connections one thread waits at a time.
+    """
+    direct = {a.calls.connection: a.calls for a in answers if isinstance(a, Answer)}
+    if not direct:
+        return [*futures.wait(answers, seconds, futures.FIRST_COMPLETED)[0]]
+    if not any(answer.done() for answer in answers):
+        for connection in wait([*direct], seconds):
+            direct[connection].read()  # type: ignore[index]
+    return [answer for answer in answers if answer.done()]
 
 
 def in_background(run: Callable[[], None]) -> None:

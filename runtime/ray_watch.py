@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from autopar.errors import HostLostError, WorkerError
 
 from .ray_hosts import import_ray
 from .ray_job import Failure
+from .ray_transport import wait_for
 
 _EVERY_SECONDS = 1.0
 _STOP_SECONDS = 5.0
@@ -132,8 +133,7 @@ class Watch:
         start, pending = time.monotonic(), dict(answers)
         replies: dict[int, Any] = {}
         while pending:
-            ready, _ = wait(pending, _EVERY_SECONDS, FIRST_COMPLETED)
-            for each in ready:
+            for each in wait_for(pending, _EVERY_SECONDS):
                 rank = pending.pop(each)
                 found = self._answer(each, rank)
                 if isinstance(found, WorkerError | HostLostError):
@@ -193,7 +193,7 @@ class Watch:
         failures, left = [found], dict(pending)
         end = time.monotonic() + _GRACE_SECONDS
         while left and (seconds := end - time.monotonic()) > 0:
-            for each in wait(left, seconds, FIRST_COMPLETED)[0]:
+            for each in wait_for(left, seconds):
                 answer = self._answer(each, left.pop(each))
                 if isinstance(answer, WorkerError | HostLostError):
                     failures.append(answer)

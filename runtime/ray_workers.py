@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ class Workers:
         self._dropped: deque[tuple[int, int]] = deque()
         # Hosts of a group must start their steps in one order, or wait for each other.
         self.one_step = threading.Lock()
-        self._one_call = threading.Lock()
+        self._one_call, self._one_wait = threading.Lock(), threading.Lock()
         self._direct: dict[int, Calls] = {}
         self._heartbeat: Heartbeat | None = None
         self._under_way: deque[PendingStep] = deque()
@@ -228,9 +228,7 @@ class Workers:
         freed = self.freed_by_rank([group])
         calls = {rank: (number, freed[rank]) for rank in self.ranks_of(group)}
         parts: list[tuple[Block, ...]] = self.call("fetch", calls)
-        return join_blocks(
-            type_.shape, type_.dtype, [b for part in parts for b in part]
-        )
+        return join_blocks(type_, [block for part in parts for block in part])
 
     def copy_out(self, arrays: Sequence[RemoteArray]) -> int:
         """Have every host copy its shards of some arrays; the ticket to write them."""
@@ -297,28 +295,26 @@ class Workers:
             with self._ending_workers():
                 for rank, given in sorted(arguments.items()):
                     answers[self._begun(method, rank, given)] = rank
-        watch = Watch(
-            method,
-            seconds or self._hosts.step_seconds,
-            self._hosts.silent_seconds,
-            self._silent_seconds,
-            self.ping,
-            self.name,
-        )
+        limits = seconds or self._hosts.step_seconds, self._hosts.silent_seconds
+        watch = Watch(method, *limits, self._silent_seconds, self.ping, self.name)
 
         def finish() -> list[Any]:
-            self._check()  # another call may have ended them meanwhile
-            with self._ending_workers():
-                replies = watch.gather(answers)
+            with self._one_wait if self._is_direct(method) else nullcontext():
+                self._check()  # another call may have ended them meanwhile
+                with self._ending_workers():
+                    replies = watch.gather(answers)
             return [replies[rank] for rank in sorted(replies)]
 
         return finish
 
     def _begun(self, method: str, rank: int, given: tuple[Any, ...]) -> Future[Any]:
         """A call to a host under way, over a connection of our own or through Ray."""
-        if self._direct and method in _IN_ORDER:
+        if self._is_direct(method):
             return self._direct[rank].begin(method, given)
         return getattr(self._actors[rank], method).remote(*given).future()
+
+    def _is_direct(self, method: str) -> bool:
+        return bool(self._direct) and method in _IN_ORDER
 
     @contextmanager
     def _ending_workers(self) -> Iterator[None]:

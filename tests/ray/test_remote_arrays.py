@@ -76,13 +76,13 @@ def test_what_is_cut_for_hosts_is_joined_to_the_same(
             own.add(ranges)
         assert own == by_tile.keys()
         blocks |= {block.tile: block for block in host}
-    joined = join_blocks(type_.shape, "float32", blocks.values())
+    joined = join_blocks(type_, blocks.values())
     np.testing.assert_array_equal(joined, whole)
 
 
 def test_blocks_that_do_not_cover_are_refused():
-    with pytest.raises(AssertionError, match="cover 1 of 2"):
-        join_blocks((2,), "int32", [Block(((0, 1),), np.zeros(1, np.int32))])
+    with pytest.raises(AssertionError, match="cover 1 of 4"):
+        join_blocks(TYPE, [Block(((0, 1),), np.zeros(1, np.int32))])
 
 
 def test_random_keys_are_their_data():
