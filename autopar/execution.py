@@ -13,11 +13,10 @@ from autopar.runtime.checkpoint import save as save
 from autopar.runtime.checkpoints_export import export_weights as export_weights
 from autopar.runtime.checkpoints_kept import Checkpoint as Checkpoint
 from autopar.runtime.checkpoints_kept import Checkpoints as Checkpoints
-from autopar.runtime.direct_calls import MISSED as MISSED
-from autopar.runtime.direct_calls import DirectCalls as DirectCalls
-from autopar.runtime.direct_calls import NotDirect, ReadyCall
 from autopar.runtime.emit import emit
-from autopar.runtime.local import LocalExecutable, run_once
+from autopar.runtime.local import MISSED as MISSED
+from autopar.runtime.local import DirectCalls as DirectCalls
+from autopar.runtime.local import LocalExecutable, NotDirect, ReadyCall, run_once
 from autopar.runtime.ray_actors import cluster_left as cluster_left
 from autopar.runtime.ray_executables import RayExecutable, RayPipelineExecutable
 from autopar.runtime.schedule import (

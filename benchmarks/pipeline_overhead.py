@@ -57,9 +57,11 @@ def theoretical_seconds(schedule: Schedule, seconds: float) -> float:
     waits, as backward takes two; ZB-H1 and ZB-H2 (Qi et al. 2023): 3 m + p - 1, those
     of a stage having no bubble inside.
     """
+    from benchmarks.stage_chain import has_weight_tasks
+
     num_submeshes = len(schedule.rows)
     stages_each = schedule.num_stages // num_submeshes
-    fill = (num_submeshes - 1) * (1 if schedule.has_weight_tasks else 3)
+    fill = (num_submeshes - 1) * (1 if has_weight_tasks(schedule) else 3)
     return seconds * (3 * stages_each * schedule.num_microbatches + fill)
 
 
@@ -71,11 +73,11 @@ def measure(schedule: Schedule, seconds: float, steps: int) -> Measurement:
     import jax
 
     from autopar.runtime.worker import PipelineExecutable
-    from benchmarks.stage_chain import simulate_schedule
+    from benchmarks.stage_chain import has_weight_tasks, simulate_schedule
 
     costs: dict[TaskKind, float] = {
         "forward": seconds,
-        "backward": seconds if schedule.has_weight_tasks else 2 * seconds,
+        "backward": seconds if has_weight_tasks(schedule) else 2 * seconds,
         "weight": seconds,
         "apply": 0.0,
     }
@@ -105,10 +107,10 @@ def _waiting(schedule: Schedule, costs: dict[TaskKind, float]) -> PipelineProgra
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from benchmarks.stage_chain import chain
+    from benchmarks.stage_chain import chain, has_weight_tasks
 
     sizes = schedule.num_stages, schedule.num_microbatches
-    program = chain(*sizes, schedule.has_weight_tasks)
+    program = chain(*sizes, has_weight_tasks(schedule))
     homes = []
     for stage in range(schedule.num_stages):
         device = jax.devices()[schedule.submesh_by_stage[stage]]

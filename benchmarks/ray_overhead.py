@@ -125,9 +125,8 @@ class TransferEnd:
         from autopar.lowering.exported_program import ShardedType
         from autopar.runtime.ray_job import Crossing
         from autopar.runtime.ray_programs import sharding_of
-        from autopar.runtime.ray_transport import Peer
 
-        problems = self._transport.connect(group, {1 - group: Peer(peer, _refuse)})
+        problems = self._transport.connect(group, {1 - group: peer}, _refuse)
         assert not problems, f"the transfer server is to be measured: {problems}"
         crossing, self._arrays = {}, {}
         for megabytes in _VALUES:
@@ -223,7 +222,7 @@ class TransferEnd:
         return self._connection.pull(number, [kind])[0]
 
 
-def _refuse(number: int) -> Any:
+def _refuse(_: int, number: int) -> Any:
     raise AssertionError(f"value {number} is pulled from the transfer server")
 
 

@@ -12,6 +12,11 @@ from autopar.runtime.schedule import Schedule, Task
 from autopar.runtime.simulate import Simulation, simulate
 
 
+def has_weight_tasks(schedule: Schedule) -> bool:
+    """Whether weights have tasks of their own, apart from backward."""
+    return any(task.kind == "weight" for row in schedule.rows for task in row)
+
+
 def simulate_schedule(
     schedule: Schedule,
     task_seconds: Callable[[Task], float],
@@ -20,7 +25,7 @@ def simulate_schedule(
     """A schedule of stages in a plain chain: forward up, backward down, then apply."""
     sizes = schedule.num_stages, schedule.num_microbatches
     return simulate(
-        emit(chain(*sizes, schedule.has_weight_tasks), schedule),
+        emit(chain(*sizes, has_weight_tasks(schedule)), schedule),
         task_seconds,
         transfer_seconds,
     )

@@ -65,24 +65,24 @@ def save(path: str | os.PathLike[str], state: Any) -> None:
             f"A checkpoint is written to a directory of its own, but {directory} "
             f"exists; name it by the step, or remove it first."
         )
-    tree = orbax_tree(stored)
-    handler, arguments = handler_of(stored, {})
+    handler, arguments = orbax_save(stored, {})
     with orbax.Checkpointer(handler) as checkpointer:
-        checkpointer.save(directory, args=arguments(tree), custom_metadata=MARK)
+        checkpointer.save(directory, args=arguments, custom_metadata=MARK)
 
 
-def handler_of(
+def orbax_save(
     stored: Mapping[Names, Any], digests: dict[str, Digest], is_ocdbt: bool = True
 ) -> tuple[Any, Any]:
-    """What Orbax writes leaves with, and how it is given them.
+    """What Orbax writes leaves with, and what it is given.
 
     `digests` gets the files that workers write, by their path in the checkpoint.
     """
     orbax = import_orbax("autopar.save")
+    tree = nested({names: _stored_form(leaf) for names, leaf in stored.items()})
     if any(map(is_on_workers, stored.values())):
-        return remote_handler(orbax, digests), orbax.args.PyTreeSave
+        return remote_handler(orbax, digests), orbax.args.PyTreeSave(tree)
     handler = orbax.StandardCheckpointHandler(use_ocdbt=is_ocdbt)
-    return handler, orbax.args.StandardSave
+    return handler, orbax.args.StandardSave(tree)
 
 
 def stored_leaves(state: Any) -> dict[Names, Any]:
@@ -102,11 +102,6 @@ def stored_leaves(state: Any) -> dict[Names, Any]:
         )
     _check_readable(leaves.paths, stored)
     return stored
-
-
-def orbax_tree(stored: Mapping[Names, Any]) -> dict[str, Any]:
-    """Named leaves as the tree that Orbax writes."""
-    return nested({names: _stored_form(leaf) for names, leaf in stored.items()})
 
 
 def restore(path: str | os.PathLike[str], like: Any) -> Any:
@@ -134,7 +129,8 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
     with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
         stored = _stored_tree(checkpointer, directory)
         read = _with_elements(wanted)
-        _check_alike(directory, wanted.paths, read, leaves_by_names(stored))
+        has = {".".join(n): kind for n, kind in leaves_by_names(stored).items()}
+        check_alike(directory, wanted, has)
         in_chunks = _read_in_chunks(directory, read)
 
         def item(path: Any, kind: Any) -> Any:
@@ -158,21 +154,6 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
             for names, leaf in wanted.by_names.items()
         }
     )
-
-
-def check_state(
-    directory: str, like: Any, stored: Mapping[str, jax.ShapeDtypeStruct]
-) -> None:
-    """Does nothing if a checkpoint with leaves of these joined names fits `like`.
-
-    Raises:
-      ValueError: leaves differ in name, shape or dtype.
-    """
-    wanted = NamedLeaves(like)
-    joined = {(".".join(n),): x for n, x in _with_elements(wanted).items()}
-    paths = {(".".join(n),): path for n, path in wanted.paths.items()}
-    check = {(name,): kind for name, kind in stored.items()}
-    _check_alike(directory, paths, joined, check)
 
 
 def is_for_hosts(like: Any) -> bool:
@@ -230,15 +211,16 @@ def _stored_tree(checkpointer: Any, directory: str) -> Any:
     return metadata.tree
 
 
-def _check_alike(
-    directory: str,
-    paths: Mapping[Names, str],
-    wanted: Mapping[Names, Any],
-    stored: Mapping[Names, Any],
-) -> None:
-    """Raises ValueError if leaves differ in name, shape or dtype."""
-    missing = [paths[names] for names in wanted if names not in stored]
-    extra = [".".join(names) for names in stored if names not in wanted]
+def check_alike(directory: str, like: NamedLeaves, stored: Mapping[str, Any]) -> None:
+    """Does nothing if a checkpoint with leaves of these joined names fits `like`.
+
+    Raises:
+      ValueError: leaves differ in name, shape or dtype.
+    """
+    leaves = _with_elements(like).items()
+    wanted = {".".join(names): (like.paths[names], leaf) for names, leaf in leaves}
+    missing = [path for name, (path, _) in wanted.items() if name not in stored]
+    extra = [name for name in stored if name not in wanted]
     if missing or extra:
         notes = [f"lacks {_some(missing)}"] * bool(missing)
         notes += [f"holds {_some(extra)} besides"] * bool(extra)
@@ -246,18 +228,18 @@ def _check_alike(
             f"`like` must be the tree that was saved, but the checkpoint {directory} "
             f"{' and '.join(notes)}; give a tree with these leaves and no others."
         )
-    for names, leaf in wanted.items():
-        (shape, dtype), has = data_type(leaf), stored[names]
+    for name, (path, leaf) in wanted.items():
+        (shape, dtype), has = data_type(leaf), stored[name]
         has_shape, has_dtype = tuple(has.shape), np.dtype(has.dtype)
         if shape != has_shape:
             raise ValueError(
-                f"`like` must have the shapes that were saved, but {paths[names]} is "
+                f"`like` must have the shapes that were saved, but {path} is "
                 f"{list(shape)} and was saved as {list(has_shape)} in {directory}."
             )
         is_number = isinstance(leaf, NUMBERS) or getattr(leaf, "weak_type", False)
         if dtype != has_dtype and not (is_number and dtype.kind == has_dtype.kind):
             raise ValueError(
-                f"`like` must have the dtypes that were saved, but {paths[names]} is "
+                f"`like` must have the dtypes that were saved, but {path} is "
                 f"{dtype.name} and was saved as {has_dtype.name} in {directory}; "
                 f"restore it as that, and convert it afterwards."
             )

@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import jax
@@ -32,13 +31,13 @@ from autopar.errors import CheckpointError
 from .checkpoint import (
     MARK,
     UNFINISHED,
+    NamedLeaves,
     Names,
-    check_state,
+    check_alike,
     data_type,
-    handler_of,
     import_orbax,
     is_for_hosts,
-    orbax_tree,
+    orbax_save,
     restore,
     stored_leaves,
 )
@@ -70,7 +69,6 @@ class Manifest:
     data_position: Any
     leaves: Mapping[str, jax.ShapeDtypeStruct]
     files: Mapping[str, tuple[int, str]]
-    versions: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -173,14 +171,14 @@ class Checkpoints:
             self._is_clean = True
         self._pending = pending
         self._digests.clear()
-        handler, arguments = handler_of(stored, self._digests, self._is_ocdbt)
+        handler, arguments = orbax_save(stored, self._digests, self._is_ocdbt)
         options = self._orbax.options.AsyncOptions(
             post_finalization_callback=self._write_manifest
         )
         self._writer = self._orbax.AsyncCheckpointer(handler, async_options=options)
         self._writer.save(
             self.directory / str(step),
-            args=arguments(orbax_tree(stored)),
+            args=arguments,
             custom_metadata=MARK,
             force=step in self._damaged,
         )
@@ -280,12 +278,7 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         try:
             self.close()
         except OSError as failed:
@@ -302,7 +295,7 @@ class Checkpoints:
         manifest, reason, is_damaged = None, None, False
         try:
             manifest = read_manifest(path)
-            check_state(str(path), like, manifest.leaves)
+            check_alike(str(path), NamedLeaves(like), manifest.leaves)
             check_files(path, manifest, is_for_hosts(like))
         except (ValueError, OSError) as error:
             is_damaged = isinstance(error, DamagedCheckpoint)
@@ -372,7 +365,7 @@ def described(step: int, stored: Mapping[Names, Any], data_position: Any) -> Man
     kinds = {
         ".".join(n): jax.ShapeDtypeStruct(*data_type(x)) for n, x in stored.items()
     }
-    return Manifest(step, position, kinds, {}, _versions())
+    return Manifest(step, position, kinds, {})
 
 
 def write_manifest(
@@ -393,7 +386,7 @@ def write_manifest(
     content = {
         "format": _FORMAT,
         "step": manifest.step,
-        "versions": dict(manifest.versions),
+        "versions": _versions(),
         "data_position": manifest.data_position,
         "leaves": {
             name: {"shape": list(kind.shape), "dtype": np.dtype(kind.dtype).name}
@@ -446,7 +439,6 @@ def read_manifest(directory: Path) -> Manifest:
             for name, kind in content["leaves"].items()
         },
         {name: (f["bytes"], f["sha256"]) for name, f in content["files"].items()},
-        content["versions"],
     )
 
 

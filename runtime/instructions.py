@@ -17,8 +17,6 @@ from dataclasses import dataclass
 
 from .schedule import Task
 
-VERSION = 1
-
 
 @dataclass(frozen=True)
 class Value:
@@ -128,7 +126,7 @@ class InstructionList:
     instructions: tuple[Instruction, ...]
 
     def __str__(self) -> str:
-        head = f"autopar instructions {VERSION}, submesh {self.submesh}"
+        head = f"autopar instructions 1, submesh {self.submesh}"
         return "\n".join([head, *map(str, self.instructions)])
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,48 +26,44 @@ from .stored_arrays import (
     file_problem,
     moved,
 )
+from .transfers import tile_at
 
 _log = logging.getLogger("autopar")
 _SLOW_BYTES_PER_SECOND = 20e6  # of a file system, at the least
 _START_SECONDS = 60.0
 
 
-@dataclass(frozen=True, eq=False)
-class RemoteSave:
-    """Leaves on workers that are being saved; their values are copied there already."""
+def _copied_out(leaves: Sequence[DistributedArray]) -> dict[Keeper, int]:
+    """Has the workers copy leaves, which may be donated then; the tickets to write."""
+    by_keeper: dict[Keeper, list[RemoteArray]] = {}
+    for chunk in itertools.chain(*(leaf.chunks for leaf in leaves)):
+        assert isinstance(chunk, RemoteArray)
+        by_keeper.setdefault(chunk.keeper, []).append(chunk)
+    return {keeper: keeper.copy_out(own) for keeper, own in by_keeper.items()}
 
-    leaves: tuple[DistributedArray, ...]
-    tickets: Mapping[Keeper, int]
 
-    @staticmethod
-    def begin(leaves: Sequence[DistributedArray]) -> RemoteSave:
-        """Have the workers copy leaves; when it returns these may be donated."""
-        by_keeper: dict[Keeper, list[RemoteArray]] = {}
-        for chunk in itertools.chain(*(leaf.chunks for leaf in leaves)):
+def _written(
+    leaves: Sequence[DistributedArray],
+    tickets: Mapping[Keeper, int],
+    paths: Sequence[Path],
+) -> dict[str, Digest]:
+    """Writes each leaf to its path; what each file holds, by its path from there."""
+    writings: dict[Keeper, list[tuple[int, Writing]]] = {each: [] for each in tickets}
+    for leaf, path in zip(leaves, paths, strict=True):
+        tiles, first = [], 0
+        for chunk in leaf.chunks:
             assert isinstance(chunk, RemoteArray)
-            by_keeper.setdefault(chunk.keeper, []).append(chunk)
-        tickets = {keeper: keeper.copy_out(own) for keeper, own in by_keeper.items()}
-        return RemoteSave(tuple(leaves), tickets)
-
-    def write(self, paths: Sequence[Path]) -> dict[str, Digest]:
-        """Write each leaf to its path; what each file holds, by its path from there."""
-        writings: dict[Keeper, list[tuple[int, Writing]]]
-        writings = {keeper: [] for keeper in self.tickets}
-        for leaf, path in zip(self.leaves, paths, strict=True):
-            tiles, first = [], 0
-            for chunk in leaf.chunks:
-                assert isinstance(chunk, RemoteArray)
-                for device in range(chunk.type.num_devices):
-                    tile = [(p.start, p.stop) for p in chunk.type.tile(device)]
-                    tiles.append(moved(tuple(tile), first))
-                writing = Writing(chunk.number, str(path), first)
-                writings[chunk.keeper].append((chunk.group, writing))
-                first += chunk.shape[0] if chunk.shape else 0
-            create_array(path, leaf.shape, leaf.dtype, chunk_shape(tiles))
-        digests: dict[str, Digest] = {}
-        for keeper, own in writings.items():
-            digests |= keeper.write_out(self.tickets[keeper], own)
-        return digests
+            for device in range(chunk.type.num_devices):
+                tile = tile_at(chunk.type.tile(device), chunk.shape)
+                tiles.append(moved(tile, first))
+            writing = Writing(chunk.number, str(path), first)
+            writings[chunk.keeper].append((chunk.group, writing))
+            first += chunk.shape[0] if chunk.shape else 0
+        create_array(path, leaf.shape, leaf.dtype, chunk_shape(tiles))
+    digests: dict[str, Digest] = {}
+    for keeper, own in writings.items():
+        digests |= keeper.write_out(tickets[keeper], own)
+    return digests
 
 
 def _is_not_lost_host(record: logging.LogRecord) -> bool:
@@ -95,15 +90,16 @@ def remote_handler(orbax: Any, digests: dict[str, Digest]) -> Any:
             self, values: Sequence[Any], infos: Sequence[Any], args: Any = None
         ) -> Sequence[Any]:
             """Copies the values, and writes them in the background."""
-            begun = RemoteSave.begin(values)
-            written = self._written(begun, infos)
-            kind = orbax.future.CommitFutureAwaitingContractedSignals
-            return [kind(written, name="autopar workers write")]
+            tickets = _copied_out(values)
 
-        async def _written(self, begun: RemoteSave, infos: Sequence[Any]) -> None:
-            for info in infos:
-                await info.await_path_creation()
-            digests.update(begun.write([Path(info.path) for info in infos]))
+            async def write() -> None:
+                for info in infos:
+                    await info.await_path_creation()
+                paths = [Path(info.path) for info in infos]
+                digests.update(_written(values, tickets, paths))
+
+            kind = orbax.future.CommitFutureAwaitingContractedSignals
+            return [kind(write(), name="autopar workers write")]
 
     kinds = handlers.supported_types()
     registry = handlers.create_type_handler_registry(

@@ -22,17 +22,16 @@ from autopar.lowering.programs import (
 from autopar.state.distributed_array import DistributedArray, signature
 
 from .emit import emit, results_of, state_keys
-from .instructions import Held, InstructionList, Run, Value, made_in
+from .instructions import Held, made_in
 from .ray_arrays import is_on_workers
 from .ray_programs import run_elsewhere
-from .ray_steps import METRIC_BYTES, JobParts, LoadedJob
-from .ray_workers import Workers
+from .ray_steps import METRIC_BYTES, JobParts, OnHosts
 from .schedule import Schedule, Task
 from .simulate import simulate
 from .timeline import Timeline
 
 
-class RayExecutable:
+class RayExecutable(OnHosts):
     """One SPMD program on all hosts of a cluster together, and its calls.
 
     Arguments:
@@ -65,19 +64,19 @@ class RayExecutable:
             **{name: Slot(name, "result", submesh) for name in outputs},
         }
         flow = PipelineProgram(len(sizes), 1, slots, (stage,), {}, {})
-        values = (tuple(map(Value, names)) for names in (inputs, outputs))
-        run = Run(Task(submesh, None, "apply"), 0, *values)
-        own = range(len(sizes))
-        lists = tuple(InstructionList(i, (run,) if i == submesh else ()) for i in own)
-        parts = JobParts.of(flow, [program], lists, {i: i for i in own}, cluster, sizes)
-        self._inputs = [(submesh, Value(name)) for name in inputs]
-        self._outputs = [(submesh, Value(name)) for name in outputs]
+        tasks = {submesh: (Task(submesh, None, "apply"),)}
+        rows = tuple(tasks.get(i, ()) for i in range(len(sizes)))
+        lists = emit(flow, Schedule("one program", len(sizes), 1, rows))
+        own = {i: i for i in range(len(sizes))}
+        parts = JobParts.of(flow, [program], lists, own, cluster, sizes)
+        self._inputs = [*parts.inputs]
+        self._outputs = [key for keys in parts.results.values() for key in keys]
         self._returned = {
             key
             for i, key in enumerate(self._outputs)
             if comes_back(parts.ends[key], is_state=i in stays)
         }
-        self._job = LoadedJob(cluster, parts)
+        super().__init__(cluster, parts)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Flat outputs of one step.
@@ -91,23 +90,14 @@ class RayExecutable:
             raise SignatureChanged
         kept = [key for key in self._outputs if key not in self._returned]
         given = dict(zip(self._inputs, leaves, strict=True))
-        remote, results, _ = self._job.get(leaves)(given, kept, self._returned)
+        remote, results, _ = self.job(leaves)(given, kept, self._returned)
         return [
             results[key] if key in results else DistributedArray((remote[key],))
             for key in self._outputs
         ]
 
-    @property
-    def workers(self) -> Workers:
-        """The workers that run it."""
-        return self._job.get().workers
 
-    def close(self) -> None:
-        """End the workers, with all arrays that they keep."""
-        self._job.close()
-
-
-class RayPipelineExecutable:
+class RayPipelineExecutable(OnHosts):
     """A pipeline program on the hosts of a cluster; as `PipelineExecutable`.
 
     Each submesh of the schedule is a part of one host, or several whole ones, in their
@@ -150,7 +140,7 @@ class RayPipelineExecutable:
             if comes_back(parts.ends[key], key not in results)
         }
         self._large = results - self._returned
-        self._job = LoadedJob(cluster, parts)
+        super().__init__(cluster, parts)
 
     def __call__(
         self, state: Mapping[str, Any], batch: Mapping[str, Sequence[Any]]
@@ -168,15 +158,6 @@ class RayPipelineExecutable:
     ) -> tuple[dict[str, Any], dict[str, Any], Timeline]:
         """A step that waits for every run, and when each task ran, on one clock."""
         return self._step(state, batch, is_recorded=True)
-
-    @property
-    def workers(self) -> Workers:
-        """The workers that run it."""
-        return self._job.get().workers
-
-    def close(self) -> None:
-        """End the workers, with all arrays that they keep."""
-        self._job.close()
 
     def _step(
         self,
@@ -199,7 +180,7 @@ class RayPipelineExecutable:
             and key not in self._returned
         }
         kept = [*fresh, *self._large]
-        remote, returned, timeline = self._job.get(given.values())(
+        remote, returned, timeline = self.job(given.values())(
             given, kept, self._returned, is_recorded
         )
         ends: dict[Held, Any] = {

@@ -24,30 +24,14 @@ from .transfers import Tile, tile_at
 
 
 @dataclass(frozen=True, eq=False)
-class HostShards:
-    """What one host holds of an array: its tiles, and the tile of each device."""
-
-    type: ShardedType
-    tiles: tuple[np.ndarray, ...]
-    tile_of_device: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the way."""
-        return sum(tile.nbytes for tile in self.tiles)
-
-
-@dataclass(frozen=True, eq=False)
 class Block:
     """One tile of an array and where it belongs."""
 
     tile: Tile
     data: np.ndarray
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the way."""
-        return self.data.nbytes
+
+Blocks = tuple[Block, ...]  # what a host holds, or sends, of an array
 
 
 @dataclass(frozen=True)
@@ -79,7 +63,7 @@ class StageCode:
 
     stage: int
     code: ExportedProgram
-    constants: tuple[HostShards, ...]
+    constants: tuple[Blocks, ...]
 
 
 @dataclass(frozen=True)
@@ -143,7 +127,7 @@ class StepReply:
     Events are in seconds of the host's own monotonic clock.
     """
 
-    returned: Mapping[int, tuple[Block, ...]]
+    returned: Mapping[int, Blocks]
     donated: tuple[int, ...]
     events: tuple[Event, ...]
 
@@ -203,11 +187,11 @@ def check_alike(facts: Sequence[HostFacts]) -> None:
 
 def cut_for_hosts(
     array: np.ndarray, type_: ShardedType, num_hosts: int
-) -> list[HostShards]:
-    """The shards of each host; devices are numbered host by host."""
+) -> list[Blocks]:
+    """The tiles of each host, each once; devices are numbered host by host."""
     return [
-        HostShards(type_, tuple(_cut(array, tile) for tile in tiles), tile_of_device)
-        for tiles, tile_of_device in _tiles_of_hosts(type_, num_hosts)
+        tuple(Block(tile, _cut(array, tile)) for tile in tiles)
+        for tiles in _tiles_of_hosts(type_, num_hosts)
     ]
 
 
@@ -218,29 +202,21 @@ def _cut(array: np.ndarray, tile: Tile) -> np.ndarray:
 
 
 @lru_cache(maxsize=1024)
-def _tiles_of_hosts(
-    type_: ShardedType, num_hosts: int
-) -> tuple[tuple[tuple[Tile, ...], tuple[int, ...]], ...]:
-    """The tiles of each host, and which of them each of its devices has."""
+def _tiles_of_hosts(type_: ShardedType, num_hosts: int) -> list[dict[Tile, None]]:
+    """The tiles of each host."""
     per_host = type_.num_devices // num_hosts
-    hosts = []
-    for host in range(num_hosts):
-        on_host = range(host * per_host, (host + 1) * per_host)
-        tiles = [tile_at(type_.tile(device), type_.shape) for device in on_host]
-        order = {tile: position for position, tile in enumerate(dict.fromkeys(tiles))}
-        hosts.append((tuple(order), tuple(order[tile] for tile in tiles)))
-    return tuple(hosts)
+    devices = (range(i * per_host, (i + 1) * per_host) for i in range(num_hosts))
+    tiles = ([tile_at(type_.tile(d), type_.shape) for d in own] for own in devices)
+    return [dict.fromkeys(own) for own in tiles]
 
 
-def join_blocks(
-    shape: Sequence[int], dtype: str, blocks: Iterable[Block]
-) -> np.ndarray:
+def join_blocks(type_: ShardedType, blocks: Iterable[Block]) -> np.ndarray:
     """The array that blocks make together.
 
     Raises:
       AssertionError: they do not cover it.
     """
-    whole = np.empty(tuple(shape), np.dtype(dtype))
+    whole = np.empty(type_.shape, np.dtype(type_.dtype))
     covered = 0
     for block in blocks:
         whole[tuple(slice(*part) for part in block.tile)] = block.data

@@ -25,7 +25,7 @@ from autopar.lowering.exported_program import (
 )
 from autopar.lowering.programs import PipelineProgram, StageProgram, compiled
 
-from .ray_job import Block, HostJob, HostShards
+from .ray_job import Block, Blocks, HostJob
 from .transfers import Tile, devices, tile_at
 
 
@@ -42,10 +42,14 @@ def sharding_of(type_: ShardedType) -> NamedSharding:
     return type_.on(mesh_of(type_))
 
 
-def place(shards: HostShards) -> jax.Array:
-    """The array of which this host was sent its shards."""
-    parts = [shards.tiles[tile] for tile in shards.tile_of_device]
-    return from_local_parts(parts, shards.type.shape, sharding_of(shards.type))
+def place(blocks: Blocks, type_: ShardedType) -> jax.Array:
+    """The array of which this host was sent its tiles."""
+    by_tile = {block.tile: block.data for block in blocks}
+
+    def tile(index: Any) -> np.ndarray:
+        return by_tile[tile_at(index, type_.shape)]
+
+    return jax.make_array_from_callback(type_.shape, sharding_of(type_), tile)
 
 
 def from_local_parts(
@@ -76,14 +80,14 @@ def _local_devices(sharding: Sharding) -> list[Any]:
     return [d for d in devices(sharding) if d.process_index == here]
 
 
-def blocks_of(array: jax.Array) -> tuple[Block, ...]:
+def blocks_of(array: jax.Array) -> Blocks:
     """The shards that this host sends of an array: no two hosts send the same."""
     return tuple(
         Block(tile, np.asarray(shard.data)) for shard, tile in _own_shards(array)
     )
 
 
-def copied_blocks(array: jax.Array) -> tuple[Block, ...]:
+def copied_blocks(array: jax.Array) -> Blocks:
     """As `blocks_of`, in memory of their own: the array may be donated."""
     copies = [
         (tile, jax.device_put(shard.data, shard.data.sharding, may_alias=False))
@@ -106,7 +110,7 @@ def load_job(job: HostJob) -> PipelineProgram:
     programs: dict[int, StageProgram] = {}
     for number, stage_code in job.programs.items():
         code = stage_code.code
-        constants = [place(shards) for shards in stage_code.constants]
+        constants = [*map(place, stage_code.constants, code.constants)]
         programs[number] = StageProgram(
             stage_code.stage,
             "apply",

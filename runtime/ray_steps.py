@@ -32,9 +32,9 @@ from .instructions import Held, InstructionList, Send, Value, step_inputs
 from .ray_arrays import PendingArray, PendingStep, RemoteArray, StepEnd
 from .ray_job import (
     Block,
+    Blocks,
     Crossing,
     HostJob,
-    HostShards,
     LoadedPart,
     StageCode,
     StepReply,
@@ -165,7 +165,7 @@ class _Inputs:
     """
 
     held: dict[int, RemoteArray] = field(default_factory=dict)
-    fed: dict[int, list[HostShards]] = field(default_factory=dict)
+    fed: dict[int, list[Blocks]] = field(default_factory=dict)
     stored: dict[int, StoredArray] = field(default_factory=dict)
     loaded: dict[int, LoadedPart] = field(default_factory=dict)
 
@@ -203,7 +203,7 @@ class RayJob:
             asked = [self._sorted(given, group) for group in groups]
             numbers = {key: workers.new_number() for key in kept}
             freed = workers.freed_by_rank(groups)
-            calls: dict[int, tuple[bytes, dict[int, HostShards]]] = {}
+            calls: dict[int, tuple[bytes, dict[int, Blocks]]] = {}
             for group, inputs in enumerate(asked):
                 ranks, keys = workers.ranks_of(group), self._ends[group]
                 request = StepRequest(
@@ -233,22 +233,17 @@ class RayJob:
                 for i, array in inputs.held.items():
                     if self._inputs[group][i] in self.parts.donated:
                         array.may_be_taken_by(step)
-            results = {k: PendingArray(step, k, ends[k]) for k in returned}
-            return (
-                remote,
-                {k: DistributedArray((each,)) for k, each in results.items()},
-                Timeline(len(self.parts.lists), ()),
-            )
+            coming = {key: (PendingArray(step, key, ends[key]),) for key in returned}
+            results = {key: DistributedArray(each) for key, each in coming.items()}
+            return remote, results, Timeline(len(self.parts.lists), ())
 
     def _may_wait(self, returned: Collection[Held]) -> bool:
         """Whether nothing that comes back must be an array of this process at once.
 
         Keys must, and what is put together of microbatches.
         """
-        ends = self.parts.ends
-        return not any(
-            k[1].microbatch is not None or ends[k].key_impl for k in returned
-        )
+        types = ((key, self.parts.ends[key]) for key in returned)
+        return not any(k[1].microbatch is not None or t.key_impl for k, t in types)
 
     def _end(
         self, finish: Callable[[], list[StepReply]], asked: Sequence[_Inputs]
@@ -256,7 +251,10 @@ class RayJob:
         """Waits for the replies to a step."""
         replies = finish()
         for rank, reply in enumerate(replies):
-            self._mark_donated(asked[self.workers.group_of(rank)], reply)
+            donated = {*reply.donated}
+            for array in asked[self.workers.group_of(rank)].held.values():
+                if array.number in donated:
+                    array.mark_donated()
         return StepEnd(self._results(replies), self._timeline(replies))
 
     def _group(self, key: Held) -> int:
@@ -289,12 +287,6 @@ class RayJob:
                 found.fed[i] = cut_for_hosts(whole, type_, num_hosts)
         return found
 
-    def _mark_donated(self, inputs: _Inputs, reply: StepReply) -> None:
-        donated = set(reply.donated)
-        for array in inputs.held.values():
-            if array.number in donated:
-                array.mark_donated()
-
     def _results(self, replies: Sequence[StepReply]) -> dict[Held, jax.Array]:
         """What came back, joined from the hosts that had a part of it."""
         blocks: dict[Held, list[Block]] = {}
@@ -302,10 +294,9 @@ class RayJob:
             keys = self._ends[self.workers.group_of(rank)]
             for i, part in reply.returned.items():
                 blocks.setdefault(keys[i], []).extend(part)
-        types = ((key, self.parts.ends[key]) for key in blocks)
+        types = {key: self.parts.ends[key] for key in blocks}
         return {
-            key: with_keys(join_blocks(type_.shape, type_.dtype, blocks[key]), type_)
-            for key, type_ in types
+            k: with_keys(join_blocks(types[k], b), types[k]) for k, b in blocks.items()
         }
 
     def _is_here(self, array: RemoteArray, key: Held) -> bool:
@@ -358,31 +349,38 @@ class RayJob:
 
     def _timeline(self, replies: Sequence[StepReply]) -> Timeline:
         """The events of all hosts on one clock, from the first one on."""
-        events: list[Event] = []
-        if any(reply.events for reply in replies):
-            offsets = self.workers.clock_offsets()
-            for rank, reply in enumerate(replies):
-                shift = offsets[rank]
-                events += [
-                    Event(e.submesh, e.task, e.start + shift, e.end + shift)
-                    for e in reply.events
-                ]
-        first = min((event.start for event in events), default=0.0)
-        ordered = sorted(events, key=lambda event: event.start)
-        shifted = [
-            Event(e.submesh, e.task, e.start - first, e.end - first) for e in ordered
+        is_recorded = any(reply.events for reply in replies)
+        offsets = self.workers.clock_offsets() if is_recorded else [0.0] * len(replies)
+        events = [
+            (event, offset)
+            for reply, offset in zip(replies, offsets, strict=True)
+            for event in reply.events
         ]
-        return Timeline(len(self.parts.lists), tuple(shifted))
+        first = min((event.start + offset for event, offset in events), default=0.0)
+        shifted = [
+            Event(e.submesh, e.task, e.start + offset - first, e.end + offset - first)
+            for e, offset in events
+        ]
+        ordered = sorted(shifted, key=lambda event: event.start)
+        return Timeline(len(self.parts.lists), tuple(ordered))
 
 
-class LoadedJob:
-    """A job on the workers of a cluster, loaded again if they were lost."""
+class OnHosts:
+    """A job on the workers of a cluster, which start with its first step.
+
+    It is loaded again if they were lost.
+    """
 
     def __init__(self, cluster: Cluster, parts: JobParts) -> None:
-        self._cluster, self._parts = cluster, parts
+        self._cluster, self.parts = cluster, parts
         self._job: RayJob | None = None
 
-    def get(self, given: Iterable[Any] = ()) -> RayJob:
+    @property
+    def workers(self) -> Workers:
+        """The workers that run it."""
+        return self.job().workers
+
+    def job(self, given: Iterable[Any] = ()) -> RayJob:
         """The job, on workers that live as far as is known.
 
         Raises:
@@ -390,14 +388,12 @@ class LoadedJob:
             was lost with those before.
         """
         if self._job is None or self._job.workers.lost is not None:
-            for array in given:
-                for chunk in (
-                    array.chunks if isinstance(array, DistributedArray) else ()
-                ):
-                    if isinstance(chunk, RemoteArray) and chunk.keeper.lost is not None:
-                        chunk.check()
-            workers = workers_of(self._cluster, self._parts.groups.num_hosts)
-            self._job = RayJob(workers, self._parts)
+            leaves = (leaf for leaf in given if isinstance(leaf, DistributedArray))
+            for chunk in (chunk for leaf in leaves for chunk in leaf.chunks):
+                if isinstance(chunk, RemoteArray) and chunk.keeper.lost is not None:
+                    chunk.check()
+            workers = workers_of(self._cluster, self.parts.groups.num_hosts)
+            self._job = RayJob(workers, self.parts)
         return self._job
 
     def close(self) -> None:

@@ -1,24 +1,38 @@
-"""Send arrays between host groups that share no JAX process group.
+"""How the processes of a run reach each other: messages, calls, and arrays.
 
-Two hosts that exchange values have a connection: the sender offers (which value, under
-which number, in which tiles), the receiver checks that the tiles are those it expects,
-pulls them from the sender's transfer server, before they are asked for, and
-acknowledges. The checks matter: a pull into other tiles delivers wrong data silently.
+The driver has a connection to each host: through Ray a call costs it about a
+millisecond of CPU time, over a socket a tenth of that.
 
-When two hosts connect, each pulls a few numbers first. Where that fails, what it reads
-goes through Ray's object store, and with it through the memory of both hosts.
+Two hosts of different groups, which share no JAX process group, have one, too: the
+sender offers (which value, under which number, in which tiles), the receiver checks
+that the tiles are those it expects, pulls them from the sender's transfer server,
+before they are asked for, and acknowledges. The checks matter: a pull into other tiles
+delivers wrong data silently. When they connect, each pulls a few numbers first. Where
+that fails, what it reads goes through Ray's object store, and the memory of both hosts.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import pickle
+import socket
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import (
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+    wait,
+)
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -27,11 +41,13 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from .instructions import Value
-from .ray_channel import Address, accept, dial, in_background, receive, send
-from .ray_job import Crossing
+from .ray_job import Crossing, Failure
 from .ray_programs import from_local_parts, local_parts
 from .ray_transfers import HostTransfer, host_transfer
 
+Address = tuple[str, int]
+_CONNECT_SECONDS = 10.0
+_SMALL_BYTES = 1 << 16  # larger arrays are sent from where they lie
 NUM_STREAMS = 4  # one stream carries 0.3-0.85 GB/s, four 2 GB/s
 TRANSFER_BYTES = 4 << 20
 _PROBE = np.arange(8, dtype=np.int32)
@@ -43,19 +59,158 @@ _Parts = list[list[np.ndarray]]  # of each array, on each device of the host
 _Kinds = Sequence[jax.ShapeDtypeStruct]
 
 
-class PeerLost(Exception):
-    """The host at the other end is gone; its own failure is the cause."""
+def accept(listener: Listener) -> Connection:
+    """The next connection of somebody who knows the listener's secret."""
+    while True:
+        try:
+            connection = listener.accept()
+        except (AuthenticationError, EOFError, ConnectionError):
+            continue  # somebody else
+        return _at_once(connection)
 
 
-@dataclass(frozen=True)
-class Peer:
-    """Another host, and another way to what it offers.
+def dial(address: Address, secret: bytes) -> Connection:
+    """A connection to whoever accepts some there.
 
-    `read` brings the parts of this host of an offer, by its number.
+    Raises:
+      OSError: nobody can be reached there.
+    """
+    raw = socket.create_connection(address, _CONNECT_SECONDS)
+    raw.settimeout(None)
+    connection = Connection(raw.detach())
+    answer_challenge(connection, secret)
+    deliver_challenge(connection, secret)
+    return _at_once(connection)
+
+
+def _at_once(connection: Connection) -> Connection:
+    """Small messages are not held back until the one before is acknowledged."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as raw:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def send(connection: Connection, message: Any) -> None:
+    """Send a message; large arrays are not copied."""
+    large: list[pickle.PickleBuffer] = []
+
+    def is_small(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < _SMALL_BYTES:
+            return True
+        large.append(buffer)
+        return False
+
+    head = pickle.dumps(message, protocol=5, buffer_callback=is_small)
+    connection.send_bytes(bytes([bool(large)]) + head)
+    if large:
+        connection.send_bytes(len(large).to_bytes(8, "little"))
+        for buffer in large:
+            connection.send_bytes(buffer.raw())
+
+
+def receive(connection: Connection) -> Any:
+    """The next message.
+
+    Raises:
+      EOFError, OSError: the other end is gone.
+    """
+    head = connection.recv_bytes()
+    if not head[0]:
+        return pickle.loads(memoryview(head)[1:])
+    number = int.from_bytes(connection.recv_bytes(), "little")
+    large = [connection.recv_bytes() for _ in range(number)]
+    return pickle.loads(memoryview(head)[1:], buffers=large)
+
+
+def answer_calls(listener: Listener, answer: Callable[..., Any]) -> None:
+    """Answer the calls of the driver that connects next, on a thread.
+
+    `answer` takes a method's name and its arguments, and raises nothing.
     """
 
-    address: Address
-    read: Callable[[int], _Parts]
+    def serve() -> None:
+        answers: SimpleQueue[Any] = SimpleQueue()
+        with accept(listener) as connection, suppress(EOFError, OSError):
+            # The driver may be sending its next call, and read no answer meanwhile.
+            in_background(lambda: _send_answers(connection, answers))
+            while True:
+                method, arguments = receive(connection)
+                answers.put(answer(method, arguments))
+
+    in_background(serve)
+
+
+def _send_answers(connection: Connection, answers: SimpleQueue[Any]) -> None:
+    with connection, suppress(OSError):  # the driver is gone
+        while True:
+            send(connection, answers.get())
+
+
+class Answer(Future[Any]):
+    """What a host answers to a call; it comes while somebody waits for it."""
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__()
+        self.calls = calls
+
+
+class Calls:
+    """The driver's calls to one host, which answers them in their order.
+
+    What comes after a call that failed fails as it did.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._waiting: deque[Answer] = deque()
+        self._failure: Failure | None = None
+
+    def begin(self, method: str, arguments: tuple[Any, ...]) -> Answer:
+        """Send a call; its answer, or the ConnectionError that none comes.
+
+        A frozen host may not take it: the heartbeat ends that, and the wait here.
+        """
+        answer = Answer(self)
+        self._waiting.append(answer)
+        with suppress(OSError):  # then reading the answer fails, too
+            send(self.connection, (method, arguments))
+        return answer
+
+    def read(self) -> None:
+        """Take the next answer, which has come, or the end of all of them."""
+        try:
+            answer = receive(self.connection)
+        except (EOFError, OSError):
+            while self._waiting:
+                ended = ConnectionError("its connection ended.")
+                self._waiting.popleft().set_exception(ended)
+            return
+        if self._failure is None and isinstance(answer, Failure):
+            self._failure = answer
+        self._waiting.popleft().set_result(self._failure or answer)
+
+
+def wait_for(answers: Collection[Future[Any]], seconds: float) -> list[Future[Any]]:
+    """Those answers of a call that have come, after some seconds at most.
+
+    Of those that come over connections one thread waits at a time.
+    """
+    direct = {a.calls.connection: a.calls for a in answers if isinstance(a, Answer)}
+    if not direct:
+        return [*futures.wait(answers, seconds, futures.FIRST_COMPLETED)[0]]
+    if not any(answer.done() for answer in answers):
+        for connection in wait([*direct], seconds):
+            direct[connection].read()  # type: ignore[index]
+    return [answer for answer in answers if answer.done()]
+
+
+def in_background(run: Callable[[], None]) -> None:
+    """Start a thread that ends with the process."""
+    threading.Thread(target=run, daemon=True).start()
+
+
+class PeerLost(Exception):
+    """The host at the other end is gone; its own failure is the cause."""
 
 
 @dataclass(frozen=True)
@@ -81,20 +236,24 @@ class Transport:
     def __init__(self, address: str, secret: bytes) -> None:
         self._address, self._secret = address, secret
         self.listener = Listener((address, 0), backlog=_MOST_WAITING, authkey=secret)
+        # Where other hosts, and the driver, connect to.
+        self.control_address: Address = self.listener.address  # type: ignore[assignment]
         self._numbers = itertools.count(1)
         self._rank = 0
         self._links: dict[int, _Link] = {}
         self._jobs: dict[int, _Transfers] = {}
         self._job, self._transfers = 0, _Transfers()
 
-    @property
-    def control_address(self) -> Address:
-        """Where other hosts, and the driver, connect to."""
-        host, port = self.listener.address
-        return str(host), int(port)
-
-    def connect(self, rank: int, peers: Mapping[int, Peer]) -> dict[int, str]:
+    def connect(
+        self,
+        rank: int,
+        peers: Mapping[int, Address],
+        read: Callable[[int, int], _Parts],
+    ) -> dict[int, str]:
         """Connect to some hosts, by their ranks, which connect to this one.
+
+        `read` is another way to what a host offers under a number: its parts for the
+        devices of this host.
 
         Returns why nothing can be pulled from the server of some of these.
         """
@@ -104,7 +263,7 @@ class Transport:
             lower = [peer for peer in peers if peer < rank]
             accepted = thread.submit(lambda: [accept(self.listener) for _ in lower])
             higher = sorted(peers.keys() - lower)
-            connections = [dial(peers[p].address, self._secret) for p in higher]
+            connections = [dial(peers[p], self._secret) for p in higher]
             connections += accepted.result()
         for each in connections:
             send(each, (rank, *self._shown(own), no_server))
@@ -120,9 +279,10 @@ class Transport:
             send(each, not problem)
             reading.append((peer, server, each))
         for peer, server, each in reading:
-            publish = own.await_pull if receive(each) else _to_be_asked_for
-            pull = server.pull if server else _read_by(peers[peer].read)
-            kinds_of = partial(self._kinds_of, peer) if server else _nothing_ahead
+            publish = own.await_pull if receive(each) else _nothing
+            pull = server.pull if server else _read_by(partial(read, peer))
+            # Brought before it is asked for, it would lie in this host's memory.
+            kinds_of = partial(self._kinds_of, peer) if server else _nothing
             self._links[peer] = _Link(each, peer, publish, pull, kinds_of)
         return problems
 
@@ -378,12 +538,8 @@ def _probed(own: Any, address: str, number: int) -> tuple[Any, str]:
         return None, f"nothing comes from {address} in {_PROBE_SECONDS:g} s"
 
 
-def _to_be_asked_for(number: int, arrays: Sequence[jax.Array]) -> None:
-    """Nothing is published: the reader asks for what is offered."""
-
-
-def _nothing_ahead(_: Offer) -> None:
-    """Nothing is brought before: it would go through this host's memory."""
+def _nothing(*_: Any) -> None:
+    """Who reads what is offered asks for it, when it is wanted."""
 
 
 def _read_by(

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from autopar.clusters.ray_discovery import import_ray
 from autopar.errors import HostLostError, WorkerError
 
 from .ray_job import Failure
+from .ray_transport import wait_for
 
 _EVERY_SECONDS = 1.0
 _STOP_SECONDS = 5.0
@@ -81,7 +82,8 @@ class Heartbeat:
         for ping in [each for each in self._pings if each.done()]:
             rank = self._pings.pop(ping)
             if (error := ping.exception()) is not None:
-                hung = [r for r in range(self._num_hosts) if self._is_hung(r)]
+                silent = [(self.silent_seconds(r), r) for r in range(self._num_hosts)]
+                hung = [r for seconds, r in silent if seconds >= _HUNG_SECONDS]
                 reason = f"{workers.name(rank)} died: {_last_line(error)}"
                 if hung:
                     reason = f"{workers.name(hung[0])} has been silent; {reason}"
@@ -103,9 +105,6 @@ class Heartbeat:
         except (RuntimeError, ray.exceptions.RayError):
             return False  # this process has left the cluster
         return True
-
-    def _is_hung(self, rank: int) -> bool:
-        return self.silent_seconds(rank) >= _HUNG_SECONDS
 
 
 @dataclass(frozen=True)
@@ -134,8 +133,7 @@ class Watch:
         start, pending = time.monotonic(), dict(answers)
         replies: dict[int, Any] = {}
         while pending:
-            ready, _ = wait(pending, _EVERY_SECONDS, FIRST_COMPLETED)
-            for each in ready:
+            for each in wait_for(pending, _EVERY_SECONDS):
                 rank = pending.pop(each)
                 found = self._answer(each, rank)
                 if isinstance(found, WorkerError | HostLostError):
@@ -195,7 +193,7 @@ class Watch:
         failures, left = [found], dict(pending)
         end = time.monotonic() + _GRACE_SECONDS
         while left and (seconds := end - time.monotonic()) > 0:
-            for each in wait(left, seconds, FIRST_COMPLETED)[0]:
+            for each in wait_for(left, seconds):
                 answer = self._answer(each, left.pop(each))
                 if isinstance(answer, WorkerError | HostLostError):
                     failures.append(answer)

@@ -13,8 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,17 +21,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.lowering.programs import PipelineProgram
-
 from .instructions import Held
-from .ray_channel import Address, answer_calls
 from .ray_job import (
     Block,
+    Blocks,
     Crossing,
     Failure,
     HostFacts,
     HostJob,
-    HostShards,
     StepReply,
     StepRequest,
     own_versions,
@@ -47,32 +43,23 @@ from .ray_programs import (
     sharding_of,
 )
 from .ray_sources import SourceOnHost, taken
-from .ray_transport import Peer, PeerLost, Transport
+from .ray_transport import Address, PeerLost, Transport, answer_calls
 from .stored_arrays import Digest, Writing, moved, read_onto, write_tile
 from .timeline import Event
 from .transfers import Transfer, plan_transfer
 from .worker import Lane, Step
 
 
-@dataclass
 class CompiledJob:
-    """A job of this host, compiled; `transfers` are those that stay on its devices."""
+    """A job of this host, compiled."""
 
-    data: HostJob
-    program: PipelineProgram
-    transfers: dict[tuple[str, int], Transfer]
-
-    def __post_init__(self) -> None:
-        self.unfinished = tuple(deque[Any]() for _ in self.data.lists)
-        number = len(self.data.lists) or 1
-        self.threads = ThreadPoolExecutor(number, "autopar-submesh")
-
-    @staticmethod
-    def of(data: HostJob) -> CompiledJob:
-        """The job, with its programs compiled."""
+    def __init__(self, data: HostJob) -> None:
         crossing = data.crossing.items()
-        inside = {k: _transfer_inside(each) for k, each in crossing if each.is_inside}
-        return CompiledJob(data, load_job(data), inside)
+        self.data, self._program = data, load_job(data)
+        # Between submeshes of this host, or stages of one submesh, which get a copy.
+        self._transfers = {k: _transfer(each) for k, each in crossing if each.is_inside}
+        self._unfinished = tuple(deque[Any]() for _ in data.lists)
+        self._threads = ThreadPoolExecutor(len(data.lists) or 1, "autopar-submesh")
 
     def run(
         self, transport: Transport, is_recorded: bool, inputs: Mapping[Held, Any]
@@ -87,9 +74,8 @@ class CompiledJob:
         here = {list_.submesh for list_ in lists}
         elsewhere = {stage for stage, on in submesh_of.items() if on not in here}
         # Events are in seconds of the host's own clock.
-        step = Step(
-            self.program, self.transfers, is_recorded, 0.0, transport, elsewhere
-        )
+        shared = self._program, self._transfers, is_recorded
+        step = Step(*shared, 0.0, transport, elsewhere)
         lanes = [
             Lane(
                 step,
@@ -97,12 +83,12 @@ class CompiledJob:
                 unfinished,
                 {k: x for k, x in inputs.items() if submesh_of[k[0]] == list_.submesh},
             )
-            for list_, unfinished in zip(lists, self.unfinished, strict=True)
+            for list_, unfinished in zip(lists, self._unfinished, strict=True)
         ]
         if len(lanes) == 1:
             lanes[0].run()
         else:
-            running = {self.threads.submit(lane.run) for lane in lanes}
+            running = {self._threads.submit(lane.run) for lane in lanes}
             while running and step.error is None:
                 _, running = wait(running, return_when=FIRST_COMPLETED)
         if step.error is not None:
@@ -112,8 +98,7 @@ class CompiledJob:
         return held, tuple(event for lane in lanes for event in lane.events)
 
 
-def _transfer_inside(crossing: Crossing) -> Transfer:
-    """Between submeshes of this host, or stages of one submesh, which get a copy."""
+def _transfer(crossing: Crossing) -> Transfer:
     source, target = crossing.source, crossing.target
     sides = sharding_of(source), sharding_of(target)
     return Transfer(plan_transfer(source.shape, np.dtype(source.dtype), *sides))
@@ -236,11 +221,12 @@ class HostWorker:
 
         Returns why values of some of these come through Ray's object store.
         """
-        others = {
-            peer: Peer(address, partial(_read, actor, rank))
-            for peer, (address, actor) in peers.items()
-        }
-        return self._transport.connect(rank, others)
+
+        def read(peer: int, number: int) -> list[Any]:
+            return _read(peers[peer][1], rank, number)
+
+        addresses = {peer: address for peer, (address, _) in peers.items()}
+        return self._transport.connect(rank, addresses, read)
 
     def offered_parts(self, peer: int, number: int) -> list[Any]:
         """What another host reads of what this one offers it, through Ray."""
@@ -251,10 +237,10 @@ class HostWorker:
         """Compile what a job needs."""
         with self._lock:
             self._transport.plan(number, job.crossing)
-            self._jobs[number] = CompiledJob.of(job)
+            self._jobs[number] = CompiledJob(job)
 
     @_reported
-    def step(self, packed: bytes, fed: Mapping[int, HostShards]) -> StepReply:
+    def step(self, packed: bytes, fed: Mapping[int, Blocks]) -> StepReply:
         """Run the step of a pickled `StepRequest`; returns when all of it is there."""
         request: StepRequest = pickle.loads(packed)
         with self._lock:
@@ -266,14 +252,16 @@ class HostWorker:
             keys = job.data.ends
             ends = {i: held[keys[i]] for i in (*request.kept, *request.returned)}
             jax.block_until_ready(list(ends.values()))
-            donated = self._forget_donated(request.held.values())
+            held_numbers = {*request.held.values()}
+            donated = tuple(n for n in held_numbers if self._arrays[n].is_deleted())
+            self._free(donated)
             for i, number in request.kept.items():
                 self._arrays[number] = ends[i]
             returned = {i: blocks_of(ends[i]) for i in request.returned}
             return StepReply(returned, donated, events)
 
     @_reported
-    def fetch(self, number: int, freed: Sequence[int]) -> tuple[Block, ...]:
+    def fetch(self, number: int, freed: Sequence[int]) -> Blocks:
         """This host's part of an array."""
         with self._lock:
             self._free(freed)
@@ -317,7 +305,7 @@ class HostWorker:
                 self._sources.pop(number).close()
 
     def _inputs(
-        self, job: HostJob, request: StepRequest, fed: Mapping[int, HostShards]
+        self, job: HostJob, request: StepRequest, fed: Mapping[int, Blocks]
     ) -> dict[Held, Any]:
         """What the lanes hold at first, each array where the job wants it."""
         held: dict[Held, Any] = {}
@@ -325,7 +313,7 @@ class HostWorker:
         loaded = taken(self._sources, request.loaded, job.inputs.values())
         for i, (key, type_) in enumerate(job.inputs.items()):
             if i in fed:
-                held[key] = place(fed[i])
+                held[key] = place(fed[i], type_)
             elif i in request.stored:
                 stored, home = request.stored[i], sharding_of(type_)
                 held[key] = read_onto(stored, home, type_.dtype)
@@ -339,8 +327,3 @@ class HostWorker:
                 seen.add(number)
                 held[key] = array
         return held
-
-    def _forget_donated(self, numbers: Any) -> tuple[int, ...]:
-        donated = {n for n in numbers if self._arrays[n].is_deleted()}
-        self._free(tuple(donated))
-        return tuple(sorted(donated))

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,8 @@ from autopar.state.examples import HostSource
 
 from .ray_actors import START_SECONDS, start_actors
 from .ray_arrays import PendingStep, RemoteArray
-from .ray_channel import Address, Calls, dial
 from .ray_job import Block, HostFacts, check_alike, join_blocks, meet
+from .ray_transport import Address, Calls, dial
 from .ray_watch import Heartbeat, Watch
 from .stored_arrays import Digest, Writing
 
@@ -69,13 +69,14 @@ class Workers:
         assert self.cluster.ray_hosts is not None, "the cluster is one of Ray"
         self._hosts = self.cluster.ray_hosts
         groups = HostGroups(self.num_hosts, ())
+        self.num_groups = len(self.num_hosts)
         self._ranks = [groups.ranks_of(group) for group in range(self.num_groups)]
         self._numbers = itertools.count()
         # Arrays that are free; the garbage collector adds some, so without a lock.
         self._dropped: deque[tuple[int, int]] = deque()
         # Hosts of a group must start their steps in one order, or wait for each other.
         self.one_step = threading.Lock()
-        self._one_call = threading.Lock()
+        self._one_call, self._one_wait = threading.Lock(), threading.Lock()
         self._direct: dict[int, Calls] = {}
         self._heartbeat: Heartbeat | None = None
         self._under_way: deque[PendingStep] = deque()
@@ -156,11 +157,6 @@ class Workers:
         given = arguments or {rank: () for ranks in self._ranks for rank in ranks}
         return self.call(method, given, START_SECONDS)
 
-    @property
-    def num_groups(self) -> int:
-        """Number of groups."""
-        return len(self.num_hosts)
-
     def close(self, reason: str = "they were closed.") -> None:
         """End the workers and forget their arrays; does nothing the second time."""
         self.lost = self.lost or reason
@@ -232,9 +228,7 @@ class Workers:
         freed = self.freed_by_rank([group])
         calls = {rank: (number, freed[rank]) for rank in self.ranks_of(group)}
         parts: list[tuple[Block, ...]] = self.call("fetch", calls)
-        return join_blocks(
-            type_.shape, type_.dtype, [b for part in parts for b in part]
-        )
+        return join_blocks(type_, [block for part in parts for block in part])
 
     def copy_out(self, arrays: Sequence[RemoteArray]) -> int:
         """Have every host copy its shards of some arrays; the ticket to write them."""
@@ -294,39 +288,33 @@ class Workers:
         arguments: Mapping[int, tuple[Any, ...]],
         seconds: float | None = None,
     ) -> Callable[[], list[Any]]:
-        """Tell some hosts to do something; gives what waits for it, as `call` does.
-
-        Raises:
-          HostLostError, RuntimeError: the workers are gone already.
-        """
+        """Tell some hosts to do something; gives what waits for it, as `call` does."""
         answers: dict[Future[Any], int] = {}
         with self._one_call:
             self._check()
             with self._ending_workers():
                 for rank, given in sorted(arguments.items()):
                     answers[self._begun(method, rank, given)] = rank
-        watch = Watch(
-            method,
-            seconds or self._hosts.step_seconds,
-            self._hosts.silent_seconds,
-            self._silent_seconds,
-            self.ping,
-            self.name,
-        )
+        limits = seconds or self._hosts.step_seconds, self._hosts.silent_seconds
+        watch = Watch(method, *limits, self._silent_seconds, self.ping, self.name)
 
         def finish() -> list[Any]:
-            self._check()  # another call may have ended them meanwhile
-            with self._ending_workers():
-                replies = watch.gather(answers)
+            with self._one_wait if self._is_direct(method) else nullcontext():
+                self._check()  # another call may have ended them meanwhile
+                with self._ending_workers():
+                    replies = watch.gather(answers)
             return [replies[rank] for rank in sorted(replies)]
 
         return finish
 
     def _begun(self, method: str, rank: int, given: tuple[Any, ...]) -> Future[Any]:
         """A call to a host under way, over a connection of our own or through Ray."""
-        if self._direct and method in _IN_ORDER:
+        if self._is_direct(method):
             return self._direct[rank].begin(method, given)
         return getattr(self._actors[rank], method).remote(*given).future()
+
+    def _is_direct(self, method: str) -> bool:
+        return bool(self._direct) and method in _IN_ORDER
 
     @contextmanager
     def _ending_workers(self) -> Iterator[None]:

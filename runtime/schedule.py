@@ -96,11 +96,6 @@ class Schedule:
             )
 
     @cached_property
-    def has_weight_tasks(self) -> bool:
-        """Whether weights have tasks of their own, apart from backward."""
-        return any(task.kind == "weight" for row in self.rows for task in row)
-
-    @cached_property
     def submesh_by_stage(self) -> dict[int, int]:
         """On which submesh (row) each stage runs."""
         return {task.stage: i for i, row in enumerate(self.rows) for task in row}

@@ -123,11 +123,7 @@ class Step:
         return transfer.receive(sent)
 
     def wait_for_readers(self, arrays: Sequence[Any]) -> None:
-        """Until other hosts have read these; JAX itself keeps what a copy still reads.
-
-        Raises:
-          Exception: a reader is gone.
-        """
+        """Until other hosts have read these; JAX keeps what a copy still reads."""
         if self.transport is not None:
             self.transport.wait_for_readers(arrays)
 

@@ -126,7 +126,7 @@ def choose_hosts(
         platform = next((p for p in ("gpu", "tpu") if p in platforms), "cpu")
     offered = [host for host in everything if host.platform == platform]
     virtual = [host for host in offered if host.kind == VIRTUAL_DEVICES]
-    offered = sorted(virtual or offered, key=lambda h: _place(h.address, h.node_id))
+    offered = sorted(virtual or offered, key=lambda h: (h.address, h.node_id))
     enough = [h for h in offered if h.num_devices >= (devices_per_host or 1)]
     wanted = num_hosts or max(1, len(enough))
     if len(enough) < wanted:
@@ -160,14 +160,9 @@ def number_hosts(
 
     def place(bundle: int) -> tuple[str, str]:
         node = node_by_bundle[bundle]
-        return _place(address.get(node, ""), node)
+        return address.get(node, ""), node
 
     return sorted(node_by_bundle, key=place)
-
-
-def _place(address: str, node_id: str) -> tuple[str, str]:
-    """What hosts are numbered by."""
-    return address, node_id
 
 
 def _offers(node: Mapping[str, Any]) -> list[HostDevices]:

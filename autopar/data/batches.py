@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -154,12 +153,7 @@ class Batches:
     def __enter__(self) -> Batches:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

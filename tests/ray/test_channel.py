@@ -13,15 +13,17 @@ import pytest
 from ray.exceptions import RayActorError
 
 from autopar.errors import HostLostError
-from autopar.runtime.ray_channel import (
+from autopar.runtime.ray_job import Failure
+from autopar.runtime.ray_transport import (
     Address,
+    Answer,
     Calls,
     answer_calls,
     dial,
     receive,
     send,
+    wait_for,
 )
-from autopar.runtime.ray_job import Failure
 from autopar.runtime.ray_watch import Watch
 
 SECRET = b"secret"
@@ -106,6 +108,13 @@ def test_who_does_not_know_the_secret_is_not_answered(host: Host):
         assert receive(connection) == (1,)
 
 
+def told(answer: Answer) -> Any:
+    """What a host answers, waited for."""
+    while not answer.done():
+        wait_for([answer], 10)
+    return answer.result()
+
+
 @pytest.fixture
 def calls(connection: Connection) -> Calls:
     return Calls(connection)
@@ -114,15 +123,15 @@ def calls(connection: Connection) -> Calls:
 def test_a_call_is_answered_and_those_after_a_failed_one_fail_as_it(
     calls: Calls, host: Host
 ):
-    assert calls.begin("echo", (1,)).result(10) == (1,)
+    assert told(calls.begin("echo", (1,))) == (1,)
     failure = Failure("step", "KeyError: 3", "")
     found = [calls.begin("echo", (failure,)), calls.begin("echo", (2,))]
-    assert [each.result(10) for each in found] == [(failure,), (2,)]
+    assert [told(each) for each in found] == [(failure,), (2,)]
     host.answered = failure
     failed = calls.begin("step", ())
-    assert failed.result(10) == failure
+    assert told(failed) == failure
     host.answered = None
-    assert calls.begin("fetch", (7,)).result(10) == failure
+    assert told(calls.begin("fetch", (7,))) == failure
 
 
 def dying(text: str) -> Future[float]:
@@ -159,4 +168,4 @@ def test_a_connection_that_ends_is_a_lost_host(ping: Future[float], cause: str):
         watch.gather({answer: 3})
     assert found.value.rank == 3
     with pytest.raises(ConnectionError):
-        calls.begin("step", ()).result(10)
+        told(calls.begin("step", ()))

@@ -61,11 +61,11 @@ def test_the_same_program_has_the_same_bytes_whoever_exports_it() -> None:
 def run(code: Any, constants: Any, args: tuple[Any, ...]) -> list[Any]:
     """The program on the devices of this process, with donated inputs."""
     here = [
-        place(cut_for_hosts(plain_array(x), t, 1)[0])
+        place(cut_for_hosts(plain_array(x), t, 1)[0], t)
         for x, t in zip(args, code.inputs, strict=True)
     ]
     held = [
-        place(cut_for_hosts(plain_array(x), t, 1)[0])
+        place(cut_for_hosts(plain_array(x), t, 1)[0], t)
         for x, t in zip(constants, code.constants, strict=True)
     ]
     outputs = compile_code(code, held)(here)
@@ -111,7 +111,7 @@ def test_what_the_host_keeps_comes_from_there_and_goes_back():
     assert [each.memory for each in code.inputs] == ["", "pinned_host", ""]
     given = [*state, x]
     cut = [cut_for_hosts(a, t, 1)[0] for a, t in zip(given, code.inputs, strict=True)]
-    outputs = compile_code(code, ())([place(each) for each in cut])
+    outputs = compile_code(code, ())([*map(place, cut, code.inputs)])
     kinds = [each.sharding.memory_kind for each in outputs]
     assert kinds == ["device", "pinned_host", "device"]
     expected = jax.tree.leaves(jax.jit(step)(state, x))

@@ -66,20 +66,23 @@ def test_what_is_cut_for_hosts_is_joined_to_the_same(
     per_host = 8 // num_hosts
     blocks: dict[Any, Block] = {}
     for number, host in enumerate(hosts):
-        assert len(host.tile_of_device) == per_host
-        assert len(host.tiles) == len(set(host.tile_of_device)), "each tile goes once"
-        for device, tile in enumerate(host.tile_of_device):
-            index = type_.tile(number * per_host + device)
-            np.testing.assert_array_equal(host.tiles[tile], whole[index])
+        by_tile = {block.tile: block.data for block in host}
+        assert len(by_tile) == len(host), "each tile goes once"
+        own = set()
+        for device in range(number * per_host, (number + 1) * per_host):
+            index = type_.tile(device)
             ranges = tuple((part.start, part.stop) for part in index)
-            blocks[ranges] = Block(ranges, host.tiles[tile])
-    joined = join_blocks(type_.shape, "float32", blocks.values())
+            np.testing.assert_array_equal(by_tile[ranges], whole[index])
+            own.add(ranges)
+        assert own == by_tile.keys()
+        blocks |= {block.tile: block for block in host}
+    joined = join_blocks(type_, blocks.values())
     np.testing.assert_array_equal(joined, whole)
 
 
 def test_blocks_that_do_not_cover_are_refused():
-    with pytest.raises(AssertionError, match="cover 1 of 2"):
-        join_blocks((2,), "int32", [Block(((0, 1),), np.zeros(1, np.int32))])
+    with pytest.raises(AssertionError, match="cover 1 of 4"):
+        join_blocks(TYPE, [Block(((0, 1),), np.zeros(1, np.int32))])
 
 
 def test_random_keys_are_their_data():

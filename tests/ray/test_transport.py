@@ -23,7 +23,7 @@ from autopar.runtime.instructions import Value
 from autopar.runtime.ray_job import Crossing, meet
 from autopar.runtime.ray_programs import sharding_of
 from autopar.runtime.ray_transfers import host_transfer
-from autopar.runtime.ray_transport import Peer, PeerLost, Transport
+from autopar.runtime.ray_transport import PeerLost, Transport
 
 SECRET = b"secret"
 JOB = 1
@@ -74,13 +74,14 @@ def ends(
         failed = None, "nothing comes"
         monkeypatch.setattr(ray_transport, "_probed", lambda *_: failed)
     first, second = both = [Transport("127.0.0.1", SECRET) for _ in range(2)]
-    as_peers = [
-        Peer(end.control_address, partial(end.offered_parts, 1 - rank))
-        for rank, end in enumerate(both)
-    ]
+
+    def read(rank: int, peer: int, number: int) -> Any:
+        return both[peer].offered_parts(rank, number)
+
     with ThreadPoolExecutor() as threads:
-        other = threads.submit(second.connect, 1, {0: as_peers[0]})
-        problems = first.connect(0, {1: as_peers[1]})
+        to_first = {0: first.control_address}
+        other = threads.submit(second.connect, 1, to_first, partial(read, 1))
+        problems = first.connect(0, {1: second.control_address}, partial(read, 0))
     assert problems == ({} if is_direct else {1: "nothing comes"})
     assert other.result() == ({} if is_direct else {0: "nothing comes"})
     crossing = {(slot, 1): each for slot, each in CROSSING.items()}

@@ -135,7 +135,7 @@ def test_several_stages_share_a_host(
     training = Training(workload, ray_cluster, sizes)
     training.check(tmp_path)
     assert training.workers.num_hosts == (1, 1), "a process for each host"
-    parts = training.executable._job.get().parts
+    parts = training.executable.parts
     slots = training.executable.program.slots
     for (slot, target), each in parts.crossing.items():
         is_one_host = hosts[slots[slot].stage] == hosts[target]

@@ -15,7 +15,7 @@ from autopar.runtime.schedule import (
     zero_bubble_h1,
 )
 from autopar.runtime.simulate import alike_slots, simulate, simulate_step
-from benchmarks.stage_chain import chain
+from benchmarks.stage_chain import chain, has_weight_tasks
 
 TIMES = 5
 
@@ -23,7 +23,7 @@ TIMES = 5
 def layered(schedule: Schedule) -> PipelineProgram:
     """A chain whose stages have several values where `chain` has one."""
     sizes = schedule.num_stages, schedule.num_microbatches
-    program = chain(*sizes, schedule.has_weight_tasks)
+    program = chain(*sizes, has_weight_tasks(schedule))
 
     def several(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(f"{name} of {i}" for name in names for i in range(TIMES))

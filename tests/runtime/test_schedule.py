@@ -19,7 +19,7 @@ from autopar.runtime.schedule import (
     zero_bubble_h1,
     zero_bubble_h2,
 )
-from benchmarks.stage_chain import simulate_schedule
+from benchmarks.stage_chain import has_weight_tasks, simulate_schedule
 
 Sizes = st.integers(1, 6)
 
@@ -58,7 +58,7 @@ def _dependencies(schedule: Schedule) -> nx.DiGraph:
         chain = [Task(s, i, "forward") for s in range(last + 1)]
         chain += [Task(s, i, "backward") for s in range(last, -1, -1)]
         nx.add_path(graph, chain)
-        if schedule.has_weight_tasks:
+        if has_weight_tasks(schedule):
             for s in range(last + 1):
                 nx.add_path(graph, [Task(s, i, "backward"), Task(s, i, "weight")])
     return graph
@@ -74,7 +74,7 @@ def test_each_task_runs_once_and_none_waits_for_itself(
     schedule = make_schedule(num_stages, num_microbatches)
     tasks = [task for row in schedule.rows for task in row]
     kinds: list[TaskKind] = ["forward", "backward"]
-    if schedule.has_weight_tasks:
+    if has_weight_tasks(schedule):
         kinds.append("weight")
     wanted = {
         Task(stage, microbatch, kind)
