@@ -20,6 +20,7 @@ from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..methods.methods import PipelineParallel
 from ..methods.schedule_choice import has_weight_tasks
+from ..microbatches.chunked_step import ChunkedStep, cut_scans
 from ..microbatches.counts_apart import with_counts_apart
 from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_semantics import microbatched
@@ -29,7 +30,6 @@ from ..planner.whole_step import batch_tensors, roles_of
 from ..rematerialisation.recompute_sets import group_of, recompute_sets
 from ..rematerialisation.remat import Remat
 from ..rematerialisation.remat_trace import with_recomputation
-from .chunked_step import ChunkedStep, cut_scans
 from .cut_programs import CutPrograms, cut_programs
 from .stage_cut import StageCut, cut_stages, forward_order, scan_lengths
 from .step_parts import StepParts, trace_parts

@@ -33,6 +33,7 @@ from ..lowering.programs import (
     SignatureChanged,
     SpmdProgram,
 )
+from ..microbatches.chunked_step import ChunkedStep
 from ..microbatches.extremes import start_of
 from ..microbatches.microbatch_runners import join_parts
 from ..microbatches.microbatches import Grain
@@ -42,7 +43,6 @@ from ..sharding.spec import Spec, State
 from ..state.array_chunks import gather_leaf, join_leaf, on_auto_axes, split_leaf
 from ..state.distributed_array import DistributedArray, signature
 from ..targets.target import Target
-from .chunked_step import ChunkedStep
 from .pipeline_plan import PlannedPipeline
 from .program_plans import PlannedProgram
 from .step_parts import COUNTER, StepParts

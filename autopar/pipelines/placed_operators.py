@@ -26,13 +26,13 @@ from ..graph.build_graph import STRUCTURED, build_graph
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import GraphInput, Operator, OpGraph
 from ..methods.place_operators import PlaceOperators
+from ..microbatches.chunked_step import ChunkedStep
 from ..microbatches.microbatch_flow import Phases
 from ..microbatches.microbatch_step import MicrobatchedStep
 from ..options import Options
 from ..planner.planning import roles_of
 from ..planner.strategies import is_heavy_operator, total_flops
 from ..sharding.mesh import MeshShape
-from .chunked_step import ChunkedStep
 from .cut_step import CutStep
 from .pipeline_plan import PlannedPipeline, demands_of, planned_on
 from .stage_cut import StageCut

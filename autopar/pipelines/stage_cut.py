@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from ..graph.build_graph import SCAN
 from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import Operator, OpGraph
-from ..rematerialisation.phases import Phases, sliced_operands
+from ..graph.phases import Phases, sliced_operands
 from ..rules.base import is_inexact
 from .layers import ForwardOrder, heavy_flops, inseparable
 

@@ -11,9 +11,9 @@ from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import build_graph
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import OpGraph
+from ..graph.phases import Phases
 from ..methods.state_flow import makers_of
 from ..plans.plan import Padding, ShardingPlan
-from ..rematerialisation.phases import Phases
 from ..rematerialisation.recompute_sets import recompute_sets
 from ..rematerialisation.remat import Remat
 from ..rematerialisation.remat_trace import with_recomputation

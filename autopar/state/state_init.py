@@ -25,8 +25,8 @@ from ..jax_compat import user_context
 from ..lowering.blocks import as_array
 from ..lowering.host_memory import HOST
 from ..lowering.programs import SpmdProgram, build_program
-from ..pipelines.chunk_flow import ChunkFlow, Cut
-from ..pipelines.chunked_step import ChunkRunner
+from ..microbatches.chunk_flow import ChunkFlow, Cut
+from ..microbatches.chunked_step import ChunkRunner
 from ..pipelines.pipeline import Pipeline
 from ..pipelines.step_parts import graph_of
 from ..planner.intra_op import plan_intra_op

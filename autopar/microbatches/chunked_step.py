@@ -24,8 +24,6 @@ from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operand, Operator, OpGraph
 from ..jax_compat import equation_context, user_context
 from ..lowering.blocks import as_array
-from ..microbatches.extremes import JOINS
-from ..microbatches.microbatch_runners import WholeRunner
 from ..rules.base import Shard, bind_unchanged, is_inexact, rule_of
 from ..sharding.mesh import MeshShape
 from ..sharding.pins import spellings
@@ -38,6 +36,8 @@ from .chunk_flow import (
     light_makers,
     unchanged_carries,
 )
+from .extremes import JOINS
+from .microbatch_runners import WholeRunner
 
 Lengths = tuple[int, ...]
 
