@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 import autopar
 from autopar.audit.memory_use import MemoryUse
-from autopar.graph.phases import residual_bytes
 from autopar.lowering.lowered_step import Compiled
 from autopar.rematerialisation.remat import LEVELS, Remat
 from autopar.rematerialisation.segments import fewest_bytes

@@ -51,7 +51,7 @@ def test_a_gap_is_known_where_stages_were_searched():
     most = one.plan(*case.args).predicted.step_seconds / seconds - 1
     assert 0 <= gap < min(most, 0.2)
     told = " ".join(cautions(auto.stages, ()))
-    assert "of the search for its stages" in told
+    assert "bound of the search for its stages" in told
 
 
 def test_given_stages_have_the_bound_of_their_problems():

@@ -152,23 +152,23 @@ def _microbatched(
     held = [i.tensor for i in graph.inputs if i.tensor not in batch]
     lengths = scan_lengths(graph, held, method.num_stages or 2, method.stage_products)
 
-    def pieced_of(traced: TracedFunction, graph: OpGraph) -> ChunkedStep:
+    def chunked_of(traced: TracedFunction, graph: OpGraph) -> ChunkedStep:
         if not lengths:
             return ChunkedStep.uncut(traced, roles)
         return cut_scans(traced, graph, roles, lengths, batch)
 
     def trace_part() -> TracedFunction:
         part = trace_microbatch(fun, traced, plain, batch, number)
-        return pieced_of(*with_loops(part, build_graph(part, roles))).traced
+        return chunked_of(*with_loops(part, build_graph(part, roles))).traced
 
-    chunked = pieced_of(whole, graph)
-    of_pieces = build_graph(chunked.traced, chunked.roles) if lengths else graph
+    chunked = chunked_of(whole, graph)
+    of_chunks = build_graph(chunked.traced, chunked.roles) if lengths else graph
     paths = {graph.tensors[tensor].name for tensor in batch}
     step = microbatched(
         trace_part,
-        of_pieces,
+        of_chunks,
         chunked.roles,
-        [i.tensor for i in of_pieces.inputs if i.path in paths],
+        [i.tensor for i in of_chunks.inputs if i.path in paths],
         number,
         options.microbatch_semantics,
         sums_stay_apart=True,

@@ -145,7 +145,7 @@ def weight_operators(programs: Iterable[CutProgram], stage: int) -> frozenset[in
 def handed_tensors(
     operators: Iterable[Operator], weight: Collection[int], kept: Collection[int]
 ) -> frozenset[int]:
-    """What weight work reads of a stage's other work, besides what is kept anyway."""
+    """What W tasks read of a stage's other work, besides what is kept anyway."""
     every = list(operators)
     read = read_by(op for op in every if op.index in weight)
     made = {t for op in every if op.index not in weight for t in op.results}
@@ -315,7 +315,7 @@ class LayerSample:
 
     @cached_property
     def _handed(self) -> list[tuple[float, bool]]:
-        """The same of what weight work waits with, besides what backward does."""
+        """The same of what W tasks wait with, besides what backward does."""
         slots = {**self.joint.inputs, **self.joint.outputs}
         kept = tensors_of(slots[name] for name in self._kept_names if name in slots)
         handed = handed_tensors(self.joint.operators, self.weight, kept)

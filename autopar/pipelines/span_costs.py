@@ -39,7 +39,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from autopar.solver.stage_problem import StageChoice, WeightWork, spread
+from autopar.solver.stage_problem import StageChoice, WeightTasks, spread
 
 from ..clusters.cluster import Cluster
 from ..sharding.mesh import MeshShape
@@ -313,12 +313,12 @@ class SpanCosts:
             + np.where(self._counts > 0, working, 0.0).max(axis=0),
             self._summed([c.microbatch_bytes for c in costs]),
             submesh.part,
-            weight_work=self._weight_work(submesh, number, costs),
+            weight_tasks=self._weight_tasks(submesh, number, costs),
         )
 
-    def _weight_work(
+    def _weight_tasks(
         self, submesh: Submesh, number: int, costs: Sequence[LayerCost]
-    ) -> WeightWork | None:
+    ) -> WeightTasks | None:
         """What may wait is computing, as ideally shared out; the rest is in proportion.
 
         None if a scan or the like keeps all of backward together.
@@ -332,7 +332,7 @@ class SpanCosts:
             else 0.0
             for ideal, cost in zip(ideals, costs, strict=True)
         ]
-        return WeightWork(
+        return WeightTasks(
             self._summed(forward),
             self._summed([each.weight_seconds for each in ideals]),
             self._summed([each.handed_bytes for each in ideals]),

@@ -91,9 +91,8 @@ def _about_stages(predicted: Prediction) -> str:
     if isinf(gap):
         return "no bound is known under a schedule of one's own"
     return (
-        f"the step is within {gap:.1%} of a bound: that of the search for its stages, "
-        f"to which a stage takes what its layers take, or of the problems of stages "
-        f"that were given"
+        f"the step is within {gap:.1%} of the bound of the search for its stages, to "
+        f"which a stage is its layers, or of the problems of stages that were given"
     )
 
 
