@@ -292,7 +292,8 @@ class AskedPipeline:
             settled=settled,
             limits=limits,
         )
-        return self.price(replace(base, plans=planned)).stages
+        bound = base.bound_seconds if pins is None else 0.0  # of fewer plans
+        return self.price(replace(base, plans=planned, bound_seconds=bound)).stages
 
     def _holders(
         self, program: int, tensor: int, given: str | None
