@@ -25,7 +25,7 @@ v stages, s on s mod P, and takes, with (t + x) / v for each and v M - 1 more,
 
   sum of (t + x) / v  +  (v M - 1) * max of max(t, x)  +  v * max of a
 
-Zero bubble (Qi et al. 2023, section 2) does weight work w, which no lower stage waits
+Zero bubble (Qi et al. 2023, section 2) runs W tasks w, which no lower stage waits
 for, while it would wait; f is forward, b what is left. Stages but the first then count
 in the sum as (t - 2 w) or more of f and b (ZB-H1), and as t - 3 w or more of f (ZB-H2),
 so that of equal stages the wait is p - 1 times that. All p stages have min(M, p) in
@@ -45,6 +45,7 @@ from math import inf
 
 import numpy as np
 
+from .stage_interleaving import interleaved_sums
 from .stage_problem import (
     ZERO_BUBBLE,
     Stage,
@@ -55,7 +56,6 @@ from .stage_problem import (
 )
 from .stage_spans import least_paths, spans_only
 from .stage_sums import PlainSums, StageSums
-from .stage_turns import interleaved_sums
 
 _MOST_NUMBERS = 8  # of zero-bubble stages that are looked at apart
 _ROUNDING = 1e-12

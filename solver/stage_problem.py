@@ -18,7 +18,7 @@ ZERO_BUBBLE: tuple[ScheduleName, ...] = ("zb_h1", "zb_h2")
 
 
 @dataclass(frozen=True, eq=False)
-class WeightWork:
+class WeightTasks:
     """What of spans' backward may wait, for zero bubble; arrays are [L + 1, L + 1].
 
     `weight_seconds` are of work that no lower stage waits for, `forward_seconds` of
@@ -37,7 +37,7 @@ class StageChoice:
     Entry [i, j] is of layers i to j - 1; infinite seconds say that it cannot be.
     `label` is the caller's name for it, `kind` the kind of its devices. `pace_seconds`
     are what the pace is at least, where these are not `seconds` (`spread`). Without
-    `weight_work`, backward stays whole.
+    `weight_tasks`, backward stays whole.
     """
 
     label: Hashable
@@ -48,7 +48,7 @@ class StageChoice:
     microbatch_bytes: np.ndarray
     kind: int = 0
     pace_seconds: np.ndarray | None = None
-    weight_work: WeightWork | None = None
+    weight_tasks: WeightTasks | None = None
 
     @property
     def paces(self) -> np.ndarray:
@@ -99,24 +99,24 @@ class StageProblem:
 
     def bytes_in_flight(self, choice: StageChoice) -> np.ndarray:
         """What each microbatch in flight takes: [L + 1, L + 1]."""
-        if self.schedule not in ZERO_BUBBLE or choice.weight_work is None:
+        if self.schedule not in ZERO_BUBBLE or choice.weight_tasks is None:
             return choice.microbatch_bytes
-        return choice.microbatch_bytes + choice.weight_work.handed_bytes
+        return choice.microbatch_bytes + choice.weight_tasks.handed_bytes
 
     @cached_property
     def latencies(self) -> tuple[np.ndarray, ...]:
         """By how much a span as a stage delays the others: [L + 1, L + 1] of choices.
 
-        Zero bubble fills the wait with weight work, but for that of the first stage,
+        Zero bubble fills the wait with W tasks, but for that of the first stage,
         which no other waits for (`stage_dp.py`).
         """
         return tuple(map(self._latency, self.choices))
 
     def _latency(self, choice: StageChoice) -> np.ndarray:
-        if self.schedule not in ZERO_BUBBLE or choice.weight_work is None:
+        if self.schedule not in ZERO_BUBBLE or choice.weight_tasks is None:
             return choice.seconds
-        whole, forward = choice.seconds, choice.weight_work.forward_seconds
-        weight = choice.weight_work.weight_seconds
+        whole, forward = choice.seconds, choice.weight_tasks.forward_seconds
+        weight = choice.weight_tasks.weight_seconds
         if self.schedule == "zb_h1":
             least = np.maximum(forward, whole - forward - weight)
             filled = np.maximum(whole - 2 * weight, least)

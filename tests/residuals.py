@@ -1,7 +1,7 @@
 """What the backward pass of a step keeps of the forward pass."""
 
 from autopar.graph.op_graph import OpGraph
-from autopar.rematerialisation.phases import Phases, read_by
+from autopar.graph.phases import Phases, read_by
 
 
 def residual_bytes(graph: OpGraph) -> int:

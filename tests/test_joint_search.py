@@ -48,9 +48,7 @@ def test_a_layer_alone_is_the_program_that_the_traced_parts_have(number: int):
     searcher = gpt()
     quick, slow = searcher.samples(in_place=True), searcher.samples(in_place=False)
     for one, other in zip(quick.of(number), slow.of(number), strict=True):
-        assert operators_of(one.traced(number).graph) == operators_of(
-            other.traced(number).graph
-        )
+        assert operators_of(one.graph(number)) == operators_of(other.graph(number))
         assert one.ideal(4, number, searcher.cluster).seconds == pytest.approx(
             other.ideal(4, number, searcher.cluster).seconds, rel=0.02
         )
@@ -112,19 +110,19 @@ def test_what_is_not_planned_is_not_thought_to_cost_more(
 
 
 def test_one_axis_is_never_thought_faster_than_two():
-    """A layer of any kind: what was planned on two axes, one of them can do as well."""
+    """What was planned on two axes can do all that one of them can."""
     search = dense().search()
     costs, number = search.costs, search.counts[-1]
+    main = costs.main_kind
     fine, flat = (
         next(each for each in search.submeshes if each.mesh.axis_sizes == sizes)
         for sizes in ((2, 2), (4,))
     )
-    for kind in sorted(set(costs.layers.kinds)):
-        costs.look_at(fine, number, kind)
-        planned = costs.cost(fine, number, kind)
-        whole = planned.seconds + planned.reducing_seconds / number
-        once = costs.ideal(flat, number, kind).once_seconds
-        assert costs.mean_seconds(flat, number, kind) > whole + once / number
+    costs.look_at(fine, number, main)
+    planned = costs.cost(fine, number, main)
+    whole = planned.seconds + planned.reducing_seconds / number
+    once = costs.ideal(flat, number, main).once_seconds
+    assert costs.mean_seconds(flat, number, main) > whole + once / number
 
 
 def test_sums_of_the_update_are_paid_once_a_step():

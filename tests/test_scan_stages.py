@@ -242,7 +242,7 @@ def test_a_scanned_gpt_is_cut_by_length(
 ):
     method = PipelineParallel(num_stages, 4)
     state, pipeline = assert_like_the_full_batch(scanned_gpt(**options), method)
-    assert {n for n in pipeline.pieced.input_lengths if n} == {lengths}
+    assert {n for n in pipeline.chunked.input_lengths if n} == {lengths}
     if num_stages == 2:  # compiles every program again
         assert all(each.ok for each in pipeline.audit())
     tied = {"sum of transpose(jvp())/dot_general.0"} if options["tied"] else set()
@@ -281,7 +281,7 @@ def test_any_scan_over_layers_is_cut(
 ):
     method = of_single_devices(num_stages, 2)
     _, pipeline = assert_like_the_full_batch(make(), method)
-    assert {n for n in pipeline.pieced.input_lengths if n} == lengths
+    assert {n for n in pipeline.chunked.input_lengths if n} == lengths
     largest = max(np.prod(shape, dtype=int) for shape in crossing(pipeline).values())
     assert largest <= 4 * 4 * WIDTH  # the activations of one microbatch
 
@@ -296,7 +296,7 @@ def test_chunks_share_out_the_forward_flops(
     """The first and the last stage have another product of a layer's size."""
     method = of_single_devices(num_stages, 2)
     _, pipeline = assert_like_the_full_batch(plain(num_layers), method)
-    assert {n for n in pipeline.pieced.input_lengths if n} == {lengths}
+    assert {n for n in pipeline.chunked.input_lengths if n} == {lengths}
     # While the global norm crosses, no decayed moment waits in memory.
     waiting = [
         np.prod(pipeline.planned.types[name].shape, dtype=int)
@@ -363,7 +363,7 @@ def test_a_scan_over_time_stays_whole():
     params = {name: normal(i, WIDTH, WIDTH) for i, name in enumerate(["in", "out"])}
     case = training(predict, {**params, "head": normal(3, WIDTH, WIDTH)})
     _, pipeline = assert_like_the_full_batch(case, of_single_devices(2, 2))
-    assert not any(pipeline.pieced.input_lengths)
+    assert not any(pipeline.chunked.input_lengths)
 
 
 def test_an_update_that_needs_the_whole_stack_is_refused():

@@ -20,6 +20,7 @@ from ..graph.op_graph import Operator, OpGraph
 from ..graph.traced_function import TracedFunction
 from ..methods.methods import PipelineParallel
 from ..methods.schedule_choice import has_weight_tasks
+from ..microbatches.chunked_step import ChunkedStep, cut_scans
 from ..microbatches.counts_apart import with_counts_apart
 from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_semantics import microbatched
@@ -30,7 +31,6 @@ from ..planner.whole_step import batch_tensors, roles_of
 from ..plans.staged_plan import stages_of
 from ..rematerialisation.recompute_sets import group_of, recompute_sets
 from ..rematerialisation.remat_trace import with_recomputation
-from .chunked_step import ChunkedStep, cut_scans
 from .cut_programs import CutPrograms, cut_programs
 from .stage_cut import StageCut, cut_stages, forward_order, scan_lengths
 from .step_parts import StepParts, trace_parts
@@ -153,23 +153,23 @@ def _microbatched(
     held = [i.tensor for i in graph.inputs if i.tensor not in batch]
     lengths = scan_lengths(graph, held, method.num_stages or 2, method.stage_products)
 
-    def pieced_of(traced: TracedFunction, graph: OpGraph) -> ChunkedStep:
+    def chunked_of(traced: TracedFunction, graph: OpGraph) -> ChunkedStep:
         if not lengths:
             return ChunkedStep.uncut(traced, roles)
         return cut_scans(traced, graph, roles, lengths, batch)
 
     def trace_part() -> TracedFunction:
         part = trace_microbatch(fun, traced, plain, batch, number)
-        return pieced_of(*with_loops(part, build_graph(part, roles))).traced
+        return chunked_of(*with_loops(part, build_graph(part, roles))).traced
 
-    chunked = pieced_of(whole, graph)
-    of_pieces = build_graph(chunked.traced, chunked.roles) if lengths else graph
+    chunked = chunked_of(whole, graph)
+    of_chunks = build_graph(chunked.traced, chunked.roles) if lengths else graph
     paths = {graph.tensors[tensor].name for tensor in batch}
     step = microbatched(
         trace_part,
-        of_pieces,
+        of_chunks,
         chunked.roles,
-        [i.tensor for i in of_pieces.inputs if i.path in paths],
+        [i.tensor for i in of_chunks.inputs if i.path in paths],
         number,
         options.microbatch_semantics,
         sums_stay_apart=True,

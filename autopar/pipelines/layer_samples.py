@@ -9,10 +9,9 @@ and the step is cut for each number.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
 from typing import Any, Literal
 
 import jax
@@ -114,12 +113,6 @@ def reduced_sums(
     return seconds, held
 
 
-def most_reducing_seconds(sums: Iterable[TensorType], resharder: Resharder) -> float:
-    """Seconds in which the update adds up sums that come as parts of all devices."""
-    parts = (SUM,) * resharder.mesh.num_axes
-    return sum(_reduced(kind, parts, resharder)[0] for kind in sums)
-
-
 def _reduced(kind: TensorType, spec: Spec, resharder: Resharder) -> tuple[float, int]:
     """The least seconds for what a spec owes, and how many devices share the sum."""
     costs: list[tuple[float, int]] = []
@@ -152,7 +145,7 @@ def weight_operators(programs: Iterable[CutProgram], stage: int) -> frozenset[in
 def handed_tensors(
     operators: Iterable[Operator], weight: Collection[int], kept: Collection[int]
 ) -> frozenset[int]:
-    """What weight work reads of a stage's other work, besides what is kept anyway."""
+    """What W tasks read of a stage's other work, besides what is kept anyway."""
     every = list(operators)
     read = read_by(op for op in every if op.index in weight)
     made = {t for op in every if op.index not in weight for t in op.results}
@@ -237,22 +230,21 @@ class LayerSample:
     split: MicrobatchSplit | None
     weight: frozenset[int]
     graphs: dict[int, OpGraph] = field(default_factory=dict)
-    seconds: dict[tuple[Phase, bool, float, Cluster], float] = field(
-        default_factory=dict
-    )
+    seconds: dict[Hashable, float] = field(default_factory=dict)
 
     def cost(self, submesh: Submesh, number: int, cluster: Cluster) -> LayerCost:
         """Of one of `number` microbatches, as the solver plans it there."""
-        number_of = len(self.demands.shapes)
+        num_stages = len(self.demands.shapes)
         demands = replace(
             self.demands,
-            shapes=[submesh.mesh] * number_of,
-            clusters=[cluster] * number_of,
+            shapes=[submesh.mesh] * num_stages,
+            clusters=[cluster] * num_stages,
             split=frozenset({self.joint.stage} if submesh.is_split else ()),
         )
-        part = self.graph(number)
-        asked = self.joint, part, self.cut, demands, Settled(), PLAN_GAP
-        return self._planned(self.planner.solve(*asked), part, submesh, cluster)
+        graph = self.graph(number)
+        asked = self.joint, graph, self.cut, demands, Settled(), PLAN_GAP
+        plan = self.planner.solve(*asked)
+        return self._cost_of(plan, graph, submesh, cluster)
 
     def ideal(self, num_devices: int, number: int, cluster: Cluster) -> LayerCost:
         """If every device did an equal part and nothing were sent."""
@@ -270,7 +262,7 @@ class LayerSample:
 
         return LayerCost(
             seconds("all"),
-            self._update_seconds(share, cluster),
+            sum(work.seconds(share, cluster) for work in self._update),
             share * sum(self._state.values()),
             held_in(self.joint.added),
             held_in(self._kept_names),
@@ -292,10 +284,12 @@ class LayerSample:
 
     def most_reducing_seconds(self, mesh: MeshShape, cluster: Cluster) -> float:
         """What the update takes for sums that come as parts of all devices."""
-        graph, sums = self.cut.parts.microbatch, self.cut.sums
-        made = (self.joint.outputs[name] for name in self.joint.added if name in sums)
-        kinds = (graph.tensors[each].type for each in made if isinstance(each, int))
-        return most_reducing_seconds(kinds, Resharder(mesh, cluster))
+        graph, resharder = self.cut.parts.microbatch, Resharder(mesh, cluster)
+        names = (name for name in self.joint.added if name in self.cut.sums)
+        made = tensors_of(self.joint.outputs[name] for name in names)
+        parts = (SUM,) * mesh.num_axes
+        kinds = (graph.tensors[each].type for each in made)
+        return sum(_reduced(kind, parts, resharder)[0] for kind in kinds)
 
     def graph(self, number: int) -> OpGraph:
         """The graph of one of `number` microbatches."""
@@ -321,7 +315,7 @@ class LayerSample:
 
     @cached_property
     def _handed(self) -> list[tuple[float, bool]]:
-        """The same of what weight work waits with, besides what backward does."""
+        """The same of what W tasks wait with, besides what backward does."""
         slots = {**self.joint.inputs, **self.joint.outputs}
         kept = tensors_of(slots[name] for name in self._kept_names if name in slots)
         handed = handed_tensors(self.joint.operators, self.weight, kept)
@@ -353,21 +347,13 @@ class LayerSample:
             (of_part if is_cut else of_all).append((op, times))
         return summed_work(of_all), summed_work(of_part)
 
-    def _update_seconds(self, share: float, cluster: Cluster) -> float:
-        return sum(work.seconds(share, cluster) for work in self._update)
-
     @cached_property
     def _update(self) -> list[Work]:
         return summed_work((op, 1.0) for op in self.update if not op.bodies)
 
     @cached_property
-    def _state(self) -> dict[str, float]:
-        """Bytes of all state of the stage that its devices hold, by slot."""
-        sizes = self._all_state.items()
-        return {n: size for n, size in sizes if n not in self.demands.host}
-
-    @cached_property
     def _all_state(self) -> dict[str, float]:
+        """Bytes of all state of the stage, by slot."""
         update = self.cut.parts.apply
         sizes = {i.path: update.tensors[i.tensor].type.bytes for i in update.inputs}
         return {
@@ -376,10 +362,11 @@ class LayerSample:
             if slot.kind == "state" and slot.stage == self.joint.stage and name in sizes
         }
 
-    def _moving_seconds(self, share: float, cluster: Cluster) -> float:
-        """Of the update, for state that comes from the host's memory and goes back."""
-        kept = sum(n for name, n in self._all_state.items() if name not in self._state)
-        return 2 * share * kept / cluster.device.host_memory_bandwidth
+    @cached_property
+    def _state(self) -> dict[str, float]:
+        """The same of what devices hold between steps."""
+        sizes = self._all_state.items()
+        return {name: size for name, size in sizes if name not in self.demands.host}
 
     @cached_property
     def _kept_names(self) -> list[str]:
@@ -397,46 +384,37 @@ class LayerSample:
         kinds = ("activation", "batch")
         return [n for n in sorted(forward & read) if slots[n].kind in kinds]
 
-    def _planned(
-        self,
-        plan: ShardingPlan,
-        graph: OpGraph,
-        submesh: Submesh,
-        cluster: Cluster,
+    def _cost_of(
+        self, plan: ShardingPlan, graph: OpGraph, submesh: Submesh, cluster: Cluster
     ) -> LayerCost:
-        mesh = submesh.mesh
-        inputs = {i.path: graph.tensors[i.tensor].type for i in graph.inputs}
-        whole = {name: float(kind.bytes) for name, kind in inputs.items()}
+        mesh, state = submesh.mesh, self._state
+        whole = {i.path: graph.tensors[i.tensor].type.bytes for i in graph.inputs}
         held = {each.path: float(each.bytes) for each in plan.inputs}
-        specs = plan.outputs[0]
-        for name, operand, spec in zip(
-            graph.output_paths, graph.outputs, specs, strict=True
-        ):
-            if isinstance(operand, int) and name not in held:
-                axes = zip(mesh.axis_sizes, spec, strict=True)
-                parts = prod([size for size, state in axes if state >= 0])
-                held[name] = graph.tensors[operand].type.bytes / parts
-        state = self._state
-        read = [n for n in inputs if n in state]
-        gradients = [n for n in inputs if self.cut.slots[n].kind == "gradient"]
-        here = sum(held[n] for n in read)
+        results = zip(graph.output_paths, graph.outputs, plan.outputs[0], strict=True)
+        for name, operand, spec in results:
+            if isinstance(operand, int):
+                parts = num_shards(spec, mesh.axis_sizes)
+                held.setdefault(name, graph.tensors[operand].type.bytes / parts)
+        read = [name for name in whole if name in state]
+        gradients = [n for n in whole if self.cut.slots[n].kind == "gradient"]
+        here, whole_here = sum(held[n] for n in read), sum(whole[n] for n in read)
         reducing, reduced = reduced_sums(plan, graph, Resharder(mesh, cluster))
-        share = part_of_whole(
-            sum(reduced[n] for n in gradients), sum(whole[n] for n in gradients)
-        )
-        share = min(share, part_of_whole(here, sum(whole[n] for n in read)))
+        of_sums = sum(reduced[n] for n in gradients), sum(whole[n] for n in gradients)
+        share = min(part_of_whole(*of_sums), part_of_whole(here, whole_here))
         if submesh.is_split:
             share = 1 / mesh.size
         others = sum(size for name, size in state.items() if name not in held)
         kept = sum(held[n] for n in self._kept_names)
         arguments = sum(each.bytes for each in plan.inputs if each.memory != "host")
-        gathered = max(here - share * sum(whole[n] for n in read), 0.0)
+        gathered = max(here - share * whole_here, 0.0)
+        at_host = sum(self._all_state.values()) - sum(state.values())
+        moved = 2 * share * at_host / cluster.device.host_memory_bandwidth
         link = cluster.link(mesh, mesh.axis_names)
         return LayerCost(
             plan.predicted.step_seconds,
             reducing
-            + self._update_seconds(share, cluster)
-            + self._moving_seconds(share, cluster)
+            + sum(work.seconds(share, cluster) for work in self._update)
+            + moved
             + gathered * link.seconds_per_byte,
             here + share * others,
             sum(held[n] for n in gradients),
@@ -475,21 +453,20 @@ class LayerSamples:
         counter = Slot(COUNTER, "batch", 0)
         cut = replace(cut, slots={COUNTER: counter, **cut.slots})
         split = made.parts.step.split if self.in_place else None
+        of_microbatch = [each for each in cut.programs if each.kind != "apply"]
         found: list[LayerSample] = []
         for stage in self.chosen:
-            every = cut.of_stage(stage)
-            own = tuple(each for each in every if each.kind != "apply")
+            own = tuple(each for each in of_microbatch if each.stage == stage)
             joint = joint_program(own, made.parts.microbatch) or own[0]
-            update = [
+            update = tuple(
                 op
                 for (home, _), operators in made.apply.operators.items()
                 for op in operators
                 if home == stage
-            ]
-            of_microbatch = (each for each in cut.programs if each.kind != "apply")
+            )
             weight = weight_operators(of_microbatch, stage)
-            asked = cut, demands, self.planner, joint, own, tuple(update)
-            found.append(LayerSample(*asked, split, weight))
+            asked = cut, demands, self.planner, joint, own, update, split, weight
+            found.append(LayerSample(*asked))
         return tuple(found)
 
 

@@ -32,6 +32,7 @@ from ..lowering.programs import (
     SignatureChanged,
     SpmdProgram,
 )
+from ..microbatches.chunked_step import ChunkedStep
 from ..microbatches.extremes import start_of
 from ..microbatches.microbatch_runners import join_parts
 from ..microbatches.microbatches import Grain
@@ -42,7 +43,6 @@ from ..state.array_chunks import gather_leaf, join_leaf, on_auto_axes, split_lea
 from ..state.distributed_array import DistributedArray, signature
 from ..state.examples import microbatches_of, microbatches_on, stage_rows
 from ..targets.target import Target
-from .chunked_step import ChunkedStep
 from .pipeline_plan import PlannedPipeline
 from .program_plans import PlannedProgram
 from .step_parts import COUNTER, StepParts

@@ -41,7 +41,7 @@ from .pipeline_plan import PlannedPipeline, plan_pipeline
 from .placed_operators import plan_placement
 from .program_plans import ProgramPlanner
 from .stage_cut import forward_order
-from .stage_search import StageSearch, search_stages
+from .stage_search import StageSearch, StageSearcher
 
 MOST_OPERATORS = 40_000
 """How many operators of a step Auto searches stages for.
@@ -164,7 +164,7 @@ def _searched(
         for level in levels:
             chosen = replace(options, remat=level, offload=offload)
             try:
-                each = search_stages(*call, method, chosen, price)
+                each = StageSearcher(call, method, chosen).run(price)
             except InfeasiblePlanError as error:
                 errors.append(error)
                 continue
@@ -284,7 +284,8 @@ def _search(
     if options.cluster is None and Cluster.local().num_hosts > 1:
         return None  # stages are not run across processes but on Ray
     try:
-        found = search_stages(*call, PipelineParallel(), options, price, below_seconds)
+        searcher = StageSearcher(call, PipelineParallel(), options)
+        found = searcher.run(price, below_seconds)
     except (ValueError, NotImplementedError) as error:
         _log.info("no pipeline: %s", error)
         return None
@@ -343,8 +344,8 @@ class _Fitting:
                     self.fewest_stages(level)
         fitting = [each for each in self.tries if not each.full]
         if fitting:
-            return min(fitting, key=lambda each: each.seconds).planned
-        least = min(self.tries, key=lambda each: max(each.peaks))
+            return min(fitting, key=lambda e: e.plan.predicted.step_seconds).planned
+        least = min(self.tries, key=lambda each: max(each.plan.stages.peak_bytes))
         raise _infeasible(least.planned, least.plan, self.budget_bytes)
 
     def fits(self, remat: str | None) -> bool:
@@ -401,18 +402,14 @@ class _Fitting:
         )
         plan = self.price(planned)
         peaks = plan.peak_bytes
-        full = {i for i, peak in enumerate(peaks) if peak > self.budget_bytes}
         stages = range(planned.flow.num_stages)
-        found = _Tried(
-            planned,
-            plan,
-            remat,
-            plan.predicted.step_seconds,
-            peaks,
-            frozenset(stage for stage in stages if planned.submesh(stage) in full),
+        full = frozenset(
+            stage
+            for stage in stages
+            if peaks[planned.submesh(stage)] > self.budget_bytes
         )
-        self.tries.append(found)
-        return found
+        self.tries.append(_Tried(planned, plan, remat, full))
+        return self.tries[-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -422,8 +419,6 @@ class _Tried:
     planned: PlannedPipeline
     plan: StagedPlan
     remat: str | None
-    seconds: float
-    peaks: tuple[int, ...]
     full: frozenset[int]
 
 

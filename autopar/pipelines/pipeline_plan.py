@@ -43,7 +43,8 @@ class PlannedPipeline:
     """One signature of a step, cut into stages and planned, on no devices.
 
     `shapes` are the meshes of the submeshes. `bound_seconds` are what no step takes
-    less, in the model of the search that found the stages; 0 if they were given.
+    less, in the model of the search that found the stages or by the stages' own
+    problems if they were given; 0 if no bound is known.
     `updates` are the loops over updates, from the outermost on, where a call runs the
     step several times. `memory_correction` is the error of predicted bytes that was
     seen where programs were compiled; `one_program` what the whole step takes on all
@@ -245,9 +246,34 @@ def planned_on(
     planned = plan_programs(made.programs, demands, planner, given and given.programs)
     graphs = (each.graph for each in planned.programs)
     refuse_lost_callbacks(made.parts.step.graph, graphs)
-    correction = 1.0 if given is None else given.predicted.memory_correction
-    place = method, cluster, shapes
-    return PlannedPipeline(made, planned, *place, memory_correction=correction)
+    place = made, planned, method, cluster, shapes
+    if given is None:
+        return PlannedPipeline(*place, _least_seconds(made, planned, method, shapes))
+    known = given.predicted
+    bound = known.step_seconds / (1 + known.optimality_gap)
+    return PlannedPipeline(*place, bound, memory_correction=known.memory_correction)
+
+
+def _least_seconds(
+    made: CutStep,
+    planned: PlannedPrograms,
+    method: PipelineParallel | PlaceOperators,
+    shapes: Sequence[MeshShape],
+) -> float:
+    """What no plans of these stages take less under a schedule of ours; 0 if unknown.
+
+    A submesh does the work of all microbatches. Where it does all of one stage before
+    it waits again, the first reaches it through the stages before it, and the cotangent
+    of the last goes back through these.
+    """
+    schedule, least = method.schedule, planned.least_seconds
+    if not isinstance(schedule, str) or not isinstance(method, PipelineParallel):
+        return 0.0
+    number, stages = made.parts.step.num_microbatches, range(made.cut.num_stages)
+    by_stage = [least.get(stage, 0.0) for stage in stages]
+    if schedule in ("gpipe", "1f1b", "eager_1f1b"):
+        return max(number * by_stage[s] + sum(by_stage[:s]) for s in stages)
+    return number * max(sum(by_stage[i :: len(shapes)]) for i in range(len(shapes)))
 
 
 def demands_of(

@@ -291,7 +291,8 @@ class AskedPipeline:
             settled=settled,
             limits=limits,
         )
-        return self.price(replace(base, plans=planned))
+        bound = base.bound_seconds if pins is None else 0.0  # of fewer plans
+        return self.price(replace(base, plans=planned, bound_seconds=bound))
 
     def _holders(
         self, program: int, tensor: int, given: str | None

@@ -27,12 +27,12 @@ from ..graph.dependencies import tensors_of
 from ..graph.op_graph import GraphInput, Operator, OpGraph
 from ..graph.work import is_heavy_operator
 from ..methods.place_operators import PlaceOperators
+from ..microbatches.chunked_step import ChunkedStep
 from ..microbatches.microbatch_flow import Phases
 from ..microbatches.microbatch_step import MicrobatchedStep
 from ..options import Options
 from ..planner.whole_step import roles_of
 from ..sharding.mesh import MeshShape
-from .chunked_step import ChunkedStep
 from .cut_step import CutStep
 from .pipeline_plan import PlannedPipeline, demands_of, planned_on
 from .stage_cut import StageCut
@@ -123,15 +123,13 @@ def _seconds(graph: OpGraph, op: Operator, cluster: Cluster) -> float:
 
 
 def _edges(graph: OpGraph) -> tuple[tuple[int, int, float], ...]:
-    maker = {i.tensor: number for number, i in enumerate(graph.inputs)}
-    found = []
-    for position, op in enumerate(graph.blocks[0].operators):
-        node = len(graph.inputs) + position
-        for tensor in dict.fromkeys(tensors_of(op.operands)):
-            size = float(graph.tensors[tensor].type.bytes)
-            found.append((maker[tensor], node, size))
-        maker.update(dict.fromkeys(op.results, node))
-    return tuple(found)
+    maker = _makers(graph)
+    return tuple(
+        (maker[tensor], len(graph.inputs) + position, float(size))
+        for position, op in enumerate(graph.blocks[0].operators)
+        for tensor in dict.fromkeys(tensors_of(op.operands))
+        for size in (graph.tensors[tensor].type.bytes,)
+    )
 
 
 def _links(cluster: Cluster) -> tuple[np.ndarray, np.ndarray]:
@@ -182,29 +180,27 @@ def _together(
 
     That is state with its update, and light operators with their only reader.
     """
+    maker = _makers(graph)
     asked = [tuple(_matching(text, names, "together")) for text in method.together]
-    groups: list[tuple[int, ...]] = []
-    operators = graph.blocks[0].operators
-    maker = {i.tensor: number for number, i in enumerate(graph.inputs)}
-    for position, op in enumerate(operators):
-        maker.update(dict.fromkeys(op.results, len(graph.inputs) + position))
-    for number, graph_input in enumerate(graph.inputs):
-        groups.append((number, *_update(graph, graph_input, maker)))
+    groups = [(i, *_update(graph, each, maker)) for i, each in enumerate(graph.inputs)]
     groups += _light_with_heavy(graph, maker)
     joined = nx.utils.UnionFind(range(len(names)))
     allowed = {node: is_allowed[node] for node in range(len(names))}
-    for group in asked:
-        for node in group[1:]:
-            both = allowed[joined[group[0]]] & allowed[joined[node]]
-            joined.union(group[0], node)
-            allowed[joined[node]] = both
-    for group in groups:
-        for node in group[1:]:
-            both = allowed[joined[group[0]]] & allowed[joined[node]]
-            if both.any():
-                joined.union(group[0], node)
+    for number, (first, *others) in enumerate([*asked, *groups]):
+        for node in others:
+            both = allowed[joined[first]] & allowed[joined[node]]
+            if number < len(asked) or both.any():
+                joined.union(first, node)
                 allowed[joined[node]] = both
     return tuple(tuple(sorted(group)) for group in joined.to_sets())
+
+
+def _makers(graph: OpGraph) -> dict[int, int]:
+    """The node that each tensor comes from."""
+    first, operators = len(graph.inputs), graph.blocks[0].operators
+    maker = {each.tensor: number for number, each in enumerate(graph.inputs)}
+    maker.update((t, first + i) for i, op in enumerate(operators) for t in op.results)
+    return maker
 
 
 def _update(
@@ -252,15 +248,14 @@ def _light_with_heavy(graph: OpGraph, maker: dict[int, int]) -> list[tuple[int, 
         for tensor in dict.fromkeys(tensors_of(op.operands)):
             readers.setdefault(maker[tensor], []).append(first + position)
     groups = []
-    for position, op in enumerate(operators):
-        is_light = op.kind not in STRUCTURED and not is_heavy_operator(op)
-        mine = readers.get(first + position, [])
-        made = sum(kind.bytes for kind in op.result_types)
-        read = sum(graph.tensors[t].type.bytes for t in tensors_of(op.operands))
-        if is_light and len(mine) == 1 and made >= read:
-            groups.append((first + position, mine[0]))
-        elif is_light and not tensors_of(op.operands) and mine:
-            groups.append((first + position, mine[0]))
+    for node, op in enumerate(operators, first):
+        read, mine = tensors_of(op.operands), readers.get(node, [])
+        if op.kind in STRUCTURED or is_heavy_operator(op) or not mine:
+            continue
+        made_bytes = sum(kind.bytes for kind in op.result_types)
+        read_bytes = sum(graph.tensors[t].type.bytes for t in read)
+        if not read or (len(mine) == 1 and made_bytes >= read_bytes):
+            groups.append((node, mine[0]))
     return groups
 
 

@@ -10,8 +10,7 @@ device doing an equal part and nothing sent, and what is known to come on top:
                      larger one
   more devices       in device-seconds, what the same mesh with a shorter axis takes: of
                      what is sent and done twice, a device has half at the least
-  one axis           what any mesh of two takes, which can do all that one axis can,
-                     also for a layer of another kind that was planned there
+  one axis           what any mesh of two takes, which can do all that one axis can
   state split        what it takes without, as it only forbids plans
   fewer microbatches a part of what plans of more take, as if all were paid for each,
                      but for sums that the update adds up: these are paid once a step
@@ -40,7 +39,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from autopar.solver.stage_problem import StageChoice, WeightWork, spread
+from autopar.solver.stage_problem import StageChoice, WeightTasks, spread
 
 from ..clusters.cluster import Cluster
 from ..sharding.mesh import MeshShape
@@ -140,10 +139,8 @@ class SpanCosts:
         main = self.ideal(submesh, number, self.main_kind).seconds
         over = self.overhead(submesh, number)
         least, mean = (
-            max(
-                ideal.seconds * (1 + self.excess(submesh, number, each) / main),
-                self._least_of_finer(submesh, number, kind, each),
-            )
+            ideal.seconds
+            * (1 + self.excess(submesh, number, each) / main)
             * (1 + _ROUNDING)
             for each in (False, True)
         )
@@ -156,26 +153,6 @@ class SpanCosts:
             over.working_bytes,
         )
         return cost, mean + ideal.once_seconds / number
-
-    def _least_of_finer(
-        self, submesh: Submesh, number: int, kind: int, is_mean: bool
-    ) -> float:
-        """Seconds of a microbatch of a layer at the least, by where it was planned on
-        the same devices; `is_mean` as of `excess`."""
-        least = 0.0
-        for each in self.finer(submesh):
-            known = self.known.get((each, number, kind))
-            if known is not None and known.seconds < inf:
-                summed = self._summed_later(known, submesh, number, kind, is_mean)
-                least = max(least, known.seconds + summed / number)
-        return least
-
-    def _summed_later(
-        self, cost: LayerCost, submesh: Submesh, number: int, kind: int, is_mean: bool
-    ) -> float:
-        """What a microbatch with its part of the sums adds, or at the least without."""
-        most = 0.0 if is_mean else self.most_reducing_seconds(submesh, number, kind)
-        return cost.reducing_seconds - most
 
     @_kept_for_good
     def ideal(self, submesh: Submesh, number: int, kind: int) -> LayerCost:
@@ -221,7 +198,9 @@ class SpanCosts:
             cost = self.known[submesh, each, kind]
             ideal = self.ideal(submesh, each, kind).seconds
             beyond = cost.seconds - ideal
-            summed = self._summed_later(cost, submesh, each, kind, is_mean)
+            summed = cost.reducing_seconds
+            if not is_mean:
+                summed -= self.most_reducing_seconds(submesh, each, kind)
             if number < each:
                 part = self.ideal(submesh, number, kind).seconds / ideal
                 found = part * number / each * beyond + summed / number
@@ -334,12 +313,12 @@ class SpanCosts:
             + np.where(self._counts > 0, working, 0.0).max(axis=0),
             self._summed([c.microbatch_bytes for c in costs]),
             submesh.part,
-            weight_work=self._weight_work(submesh, number, costs),
+            weight_tasks=self._weight_tasks(submesh, number, costs),
         )
 
-    def _weight_work(
+    def _weight_tasks(
         self, submesh: Submesh, number: int, costs: Sequence[LayerCost]
-    ) -> WeightWork | None:
+    ) -> WeightTasks | None:
         """What may wait is computing, as ideally shared out; the rest is in proportion.
 
         None if a scan or the like keeps all of backward together.
@@ -353,7 +332,7 @@ class SpanCosts:
             else 0.0
             for ideal, cost in zip(ideals, costs, strict=True)
         ]
-        return WeightWork(
+        return WeightTasks(
             self._summed(forward),
             self._summed([each.weight_seconds for each in ideals]),
             self._summed([each.handed_bytes for each in ideals]),

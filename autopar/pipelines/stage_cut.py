@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from ..graph.build_graph import SCAN
 from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import Operator, OpGraph
-from ..rematerialisation.phases import Phases, sliced_operands
+from ..graph.phases import Phases, sliced_operands
 from ..rules.base import is_inexact
 from .layers import ForwardOrder, heavy_flops, inseparable
 
@@ -78,7 +78,7 @@ def cut_stages(
     if torn is not None:
         fewer = next(filter(cutter.can_be_cut, range(num_stages - 1, 1, -1)), None)
         raise torn_backward(cutter, torn, fewer)
-    return cutter.result(cutter.weight_work() if has_weight_tasks else frozenset())
+    return cutter.result(cutter.weight_tasks() if has_weight_tasks else frozenset())
 
 
 def scan_lengths(
@@ -317,7 +317,7 @@ class _Cutter:
                 found.add(op.index)
         return frozenset(found)
 
-    def weight_work(self) -> frozenset[int]:
+    def weight_tasks(self) -> frozenset[int]:
         """The backward operators that no lower stage waits for."""
         placed = [
             op

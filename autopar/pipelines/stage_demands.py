@@ -446,7 +446,7 @@ _NamesBySlot = dict[str, dict[int, str]]  # by dim
 
 @dataclass(frozen=True, eq=False)
 class StageRules:
-    """The rules of a step that is cut; names of dims are by path of leaf pieces."""
+    """The rules of a step that is cut; names of dims are by path of chunks."""
 
     rules: LayoutRules
     parts: StepParts

@@ -63,34 +63,14 @@ class StageSearch:
     search: JointSearch
 
 
-def search_stages(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    method: PipelineParallel,
-    options: Options,
-    price: Callable[[PlannedPipeline], StagedPlan],
-    below_seconds: float = inf,
-) -> StageSearch | None:
-    """The fastest pipeline of a step within memory; None if none beats `below_seconds`.
-
-    Arguments:
-      method: what it leaves out is searched.
-      price: the plan of a pipeline, with the time and memory of a simulated step.
-
-    Raises:
-      InfeasiblePlanError: no stages fit into memory; names what takes the most.
-      BatchCoupledError: the step cannot be cut into microbatches.
-      ValueError: it cannot be cut into two stages.
-    """
-    searcher = StageSearcher((fun, args, kwargs), method, options)
-    return searcher.run(price, below_seconds)
-
-
 class StageSearcher:
-    """A step that is cut into layers, to be searched; errors as of `search_stages`.
+    """A step that is cut into layers, to be searched; `method` says what is open.
 
     `seconds` are CPU seconds by phase.
+
+    Raises:
+      BatchCoupledError: the step cannot be cut into microbatches.
+      ValueError: it cannot be cut into two stages.
     """
 
     def __init__(
@@ -172,7 +152,13 @@ class StageSearcher:
     def run(
         self, price: Callable[[PlannedPipeline], StagedPlan], below_seconds: float = inf
     ) -> StageSearch | None:
-        """See `search_stages`."""
+        """The fastest pipeline within memory; None if none beats `below_seconds`.
+
+        `price` is the plan of a pipeline, with time and memory of a simulated step.
+
+        Raises:
+          InfeasiblePlanError: no stages fit; names what takes the most.
+        """
         search, capacity = self.search(), self.capacity_bytes
         best: StageSearch | None = None
         least: StagedPlan | None = None
@@ -289,7 +275,7 @@ class StageSearcher:
     def _schedules(self) -> tuple[tuple[ScheduleName, int], ...]:
         """What to try: all but GPipe, unless a schedule was asked for.
 
-        What backward makes again under `remat` would wait for its weight work, so zero
+        What backward makes again under `remat` would wait for its W tasks, so zero
         bubble is left out there; a user's own schedule is taken to be like 1F1B.
         """
         schedule, shared = self.method.schedule, self.method.stages_per_submesh

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from ..graph.build_graph import build_graph
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import OpGraph
+from ..graph.phases import Phases
 from ..graph.state_flow import makers_of
 from ..graph.traced_function import Roles, TracedFunction
 from ..option_values import Offload, Remat
 from ..plans.plan import Padding, ShardingPlan
-from ..rematerialisation.phases import Phases
 from ..rematerialisation.recompute_sets import recompute_sets
 from ..rematerialisation.remat_trace import with_recomputation
 from ..rules.attention import KINDS

@@ -82,8 +82,8 @@ class Prediction:
 
     Seconds are of one step; bytes are per device. `collective_bytes` are HLO result
     bytes. `optimality_gap` is relative, against a bound of the full problem; of a
-    pipeline, against that of the search for its stages, whose costs are its layers'.
-    It is that to the bound of all plans, whatever their memory.
+    pipeline, against that of the search for its stages, whose costs are its layers', or
+    of the problems of stages that were given. Memory may be whatever it is there.
     `budget_bytes` is what `peak_bytes` had to fit, 0 without a budget;
     `memory_correction` the error of the memory model, as compiling plans of this
     function showed it, by which `peak_bytes` is corrected. `host_seconds` is what

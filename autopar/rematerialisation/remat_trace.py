@@ -22,10 +22,10 @@ from ..frontend.dead_code import dead_code_eliminated
 from ..graph.blocks import as_array
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
+from ..graph.phases import Phases, stacked_results
 from ..graph.traced_function import TracedFunction
 from ..jax_compat import abstract_value
 from ..microbatches.microbatch_runners import WholeRunner
-from .phases import Phases, stacked_results
 from .recompute_sets import Group, RecomputeSets, ScanGroup
 
 SCOPE = "rematerialised"

@@ -89,10 +89,10 @@ def _about_search(decision: Decision) -> Iterator[str]:
 def _about_stages(predicted: Prediction) -> str:
     gap = predicted.optimality_gap
     if isinf(gap):
-        return "no bound is known for the choice of stages"
+        return "no bound is known under a schedule of one's own"
     return (
-        f"the stages are within {gap:.1%} of the bound of their search, to which a "
-        f"stage takes what its layers take"
+        f"the step is within {gap:.1%} of the bound of the search for its stages, to "
+        f"which a stage is its layers, or of the problems of stages that were given"
     )
 
 

@@ -15,19 +15,19 @@ from autopar.runtime.schedule import (
     zero_bubble_h2,
 )
 from autopar.solver.stage_dp import least_step_seconds, solve_stages
+from autopar.solver.stage_interleaving import interleaved_sums
 from autopar.solver.stage_problem import (
     ZERO_BUBBLE,
     ScheduleName,
     Stage,
     StageChoice,
     StageProblem,
-    WeightWork,
+    WeightTasks,
     microbatches_in_flight,
     spread,
     step_seconds,
 )
 from autopar.solver.stage_sums import PlainSums
-from autopar.solver.stage_turns import interleaved_sums
 from benchmarks.stage_chain import simulate_schedule
 from tests.solver.stage_counts import best_over
 
@@ -119,12 +119,12 @@ def with_weight_work(problem: StageProblem, seed: int) -> StageProblem:
     choices = []
     for each in problem.choices:
         forward, weight, handed = rng.uniform(0.1, 0.4, 3)
-        work = WeightWork(
+        work = WeightTasks(
             forward * each.seconds,
             weight * each.seconds,
             handed * each.microbatch_bytes,
         )
-        choices.append(replace(each, weight_work=work if rng.random() < 0.8 else None))
+        choices.append(replace(each, weight_tasks=work if rng.random() < 0.8 else None))
     return replace(problem, choices=tuple(choices))
 
 
@@ -353,14 +353,14 @@ def test_interleaved_choices_that_a_bound_rules_out_are_no_better(gap: float):
 def test_equal_stages_take_what_a_simulation_of_their_schedule_takes(
     parts: tuple[float, float, float], schedule: ScheduleName
 ):
-    """A device a stage, forward, backward and weight work; nothing is sent."""
+    """A device a stage, forward, backward and W tasks; nothing is sent."""
     forward, backward, weight = parts
     number = 4
     spans = np.triu(np.subtract.outer(np.arange(5), np.arange(5)) * -1.0)
     none = np.zeros_like(spans)
-    work = WeightWork(forward * spans, weight * spans, none)
+    work = WeightTasks(forward * spans, weight * spans, none)
     seconds = sum(parts) * spans
-    choice = StageChoice(0, 1, seconds, none, none, none, weight_work=work)
+    choice = StageChoice(0, 1, seconds, none, none, none, weight_tasks=work)
     problem = StageProblem(
         *(number, (0,), number, (choice,), np.zeros((2, 5)), (0.0, 0.0), inf, 16),
         schedule=schedule,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..graph.build_graph import SCAN
-from ..graph.dependencies import read_by, tensors_of
-from ..graph.op_graph import Block, Operand, Operator
+from .build_graph import SCAN
+from .dependencies import read_by, tensors_of
+from .op_graph import Block, Operand, Operator
 
 _TRANSPOSED = "transpose("
 

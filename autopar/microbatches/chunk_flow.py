@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from ..graph.build_graph import BARRIER, PINS, SCAN, STRUCTURED
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph, is_zero
+from ..graph.phases import Phases, sliced_operands, stacked_results
 from ..graph.work import is_heavy_operator
-from ..rematerialisation.phases import Phases, sliced_operands, stacked_results
 from ..rules.base import Factor, factors_of
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
 

@@ -1,4 +1,4 @@
-"""The least latency of stages that take turns on submeshes, all of one choice.
+"""The least latency of stages that share submeshes (interleaved), all of one choice.
 
 Stage s of an interleaved schedule runs on submesh s mod P, so all submeshes are of one
 size and one choice, which are tried in turn; for each, one dynamic program over layers
@@ -18,7 +18,7 @@ from .stage_sums import StageSums
 
 
 def interleaved_sums(problem: StageProblem) -> Sequence[StageSums]:
-    """For stages that all make one choice and share submeshes in turns: of each choice
+    """For stages that all make one choice and share submeshes: of each choice
     that can."""
     shared = problem.stages_per_submesh
     found: list[int] = []
