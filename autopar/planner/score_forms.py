@@ -68,12 +68,13 @@ class ScoreForms:
         return is_reduced or all(map(self.is_row, algebra.parts_of(atom)))
 
     def _made(self, tensor: int, labels: Labels) -> Form:
-        op, constant = self.flow.maker.get(tensor), self.flow.constants.get(tensor)
+        origins, origin = self.flow.origins, self.flow.origins.of(tensor)
+        op, constant = origins.maker.get(origin), origins.constants.get(origin)
         if constant is not None:
             made = _indices(constant, labels)
             return self._side(tensor, labels) if made is None else made
         is_inside = tensor in self.region.inside
-        if op is None or not (is_inside or self._is_of_indices(tensor)):
+        if op is None or not (is_inside or self._is_of_indices(origin)):
             return self._side(tensor, labels)
         if op.kind == "iota":
             label = labels[op.params["dimension"]]
@@ -112,8 +113,9 @@ class ScoreForms:
 
     def _is_of_indices(self, tensor: int, left: int = _MOST_BEFORE) -> bool:
         """Whether a tensor is made of indices and numbers alone."""
-        op = self.flow.maker.get(tensor)
-        if tensor in self.flow.constants:
+        origins, tensor = self.flow.origins, self.flow.origins.of(tensor)
+        op = origins.maker.get(tensor)
+        if tensor in origins.constants:
             return True
         if op is None or not left or len(op.results) > 1:
             return False

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..graph.dependencies import read_by, tensors_of
-from ..graph.op_graph import Block, Constant, Operator, TensorType
+from ..graph.op_graph import Block, Constant, Operand, Operator, TensorType
 from ..rules.attention_spec import Labels
 from ..rules.elementwise import NARY, UNARY
 from .score_algebra import NotAttention
@@ -30,25 +30,34 @@ ALLOWED = frozenset((*UNARY, *NARY, *_SHAPING, *REDUCTIONS)) - {"bitcast_convert
 
 
 @dataclass(frozen=True, eq=False)
-class BlockFlow:
-    """Who makes and who reads the tensors of one block, in order.
+class Origins:
+    """Where the tensors of all blocks come from: values, operators, or outer blocks."""
 
-    `constants` are the values of those that are known.
-    """
+    constants: Mapping[int, np.ndarray]
+    maker: Mapping[int, Operator]
+    outer: Mapping[int, Operand]  # what a scan's constants are outside of its body
+
+    def of(self, tensor: int) -> int:
+        """The tensor that a constant of loops is outside of them."""
+        while isinstance(found := self.outer.get(tensor), int):
+            tensor = found
+        return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BlockFlow:
+    """Who makes and who reads the tensors of one block, in order."""
 
     block: Block
     types: Mapping[int, TensorType]
     maker: Mapping[int, Operator]
     readers: Mapping[int, Sequence[Operator]]
     position: Mapping[int, int]  # of an operator, by index
-    constants: Mapping[int, np.ndarray]
+    origins: Origins
 
     @classmethod
     def of(
-        cls,
-        block: Block,
-        types: Mapping[int, TensorType],
-        constants: Mapping[int, np.ndarray],
+        cls, block: Block, types: Mapping[int, TensorType], origins: Origins
     ) -> BlockFlow:
         maker, readers = {}, {}
         for op in block.operators:
@@ -56,7 +65,7 @@ class BlockFlow:
             for tensor in dict.fromkeys(tensors_of(op.operands)):
                 readers.setdefault(tensor, []).append(op)
         position = {op.index: i for i, op in enumerate(block.operators)}
-        return cls(block, types, maker, readers, position, constants)
+        return cls(block, types, maker, readers, position, origins)
 
 
 @dataclass(frozen=True, eq=False)

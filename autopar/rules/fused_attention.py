@@ -190,7 +190,7 @@ def _splash(a: Attention, q: Any, k: Any, v: Any) -> Any:
         mask = (kernels.FullMask if scores.after is None else kernels.CausalMask)(shape)
     size = next(each for each in _TPU_BLOCKS if gcd(*shape) % each == 0)
     sizes = [each.name for each in fields(kernels.BlockSizes)]
-    blocks = {name: size for name in sizes if name.startswith("block")}
+    blocks: Any = {name: size for name in sizes if name.startswith("block")}
     kernel = kernels.make_splash_mha_single_device(
         kernels.MultiHeadMask([mask] * q.shape[1]),
         block_sizes=kernels.BlockSizes(**blocks),
