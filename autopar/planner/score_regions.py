@@ -242,38 +242,37 @@ class Dims:
             self._join((result, dim), each)
 
     def _add(self, op: Operator) -> None:
-        result = op.results[0]
-        rank = op.result_types[0].rank
-        for operand, kind in zip(op.operands, op.operand_types, strict=True):
+        shape = op.result_types[0].shape
+        for position, operand in enumerate(op.operands):
             if isinstance(operand, Constant):
                 continue
-            pairs: list[tuple[int, int]]
-            match op.kind:
-                case "transpose":
-                    order = op.params["permutation"]
-                    pairs = [(old, new) for new, old in enumerate(order)]
-                case "broadcast_in_dim":
-                    pairs = list(enumerate(op.params["broadcast_dimensions"]))
-                case "reduce_max" | "reduce_sum":
-                    axes = op.params["axes"]
-                    left = [d for d in range(kind.rank) if d not in axes]
-                    pairs = [(old, new) for new, old in enumerate(left)]
-                case "reshape" | "squeeze" | "expand_dims":
-                    pairs = _unit_dims_apart(kind.shape, op.result_types[0].shape)
-                case _:
-                    dims = range(rank) if kind.rank == rank else ()
-                    pairs = [(dim, dim) for dim in dims]
-            for old, new in pairs:
-                if kind.shape[old] == op.result_types[0].shape[new]:
-                    self._join((operand, old), (result, new))
+            for old, new in paired_dims(op, position):
+                if op.operand_types[position].shape[old] == shape[new]:
+                    self._join((operand, old), (op.results[0], new))
+
+
+def paired_dims(op: Operator, position: int) -> list[tuple[int, int]]:
+    """Dims of an operand, and those of the result that they are.
+
+    Raises:
+      NotAttention: dims are joined or cut.
+    """
+    kind, made = op.operand_types[position], op.result_types[0]
+    match op.kind:
+        case "transpose":
+            return [(old, new) for new, old in enumerate(op.params["permutation"])]
+        case "broadcast_in_dim":
+            return list(enumerate(op.params["broadcast_dimensions"]))
+        case "reduce_max" | "reduce_sum":
+            left = [d for d in range(kind.rank) if d not in op.params["axes"]]
+            return [(old, new) for new, old in enumerate(left)]
+        case "reshape" | "squeeze" | "expand_dims":
+            return _unit_dims_apart(kind.shape, made.shape)
+    return [(dim, dim) for dim in range(made.rank if kind.rank == made.rank else 0)]
 
 
 def _unit_dims_apart(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
-    """Equal dims of a reshape that adds or drops dims of size 1 only.
-
-    Raises:
-      NotAttention: it does more.
-    """
+    """Equal dims of a reshape that adds or drops dims of size 1 only."""
     pairs, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         if i < len(old) and j < len(new) and old[i] == new[j]:
