@@ -82,17 +82,13 @@ class CudnnAttention:
 
     kinds = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
     calls = tuple(sorted({*_cudnn._custom_name_maps.values()}))  # in programs
-    runs: Any = (  # of each kind its types, and what it does
-        (
-            kinds[0],
-            _cudnn._dot_product_attention_fwd_abstract,
-            _cudnn._dot_product_attention_fwd_impl,
-        ),
-        (
-            kinds[1],
-            _cudnn._dot_product_attention_bwd_abstract,
-            _cudnn._dot_product_attention_bwd_impl,
-        ),
+    types: Any = (
+        _cudnn._dot_product_attention_fwd_abstract,
+        _cudnn._dot_product_attention_bwd_abstract,
+    )
+    runs: Any = (
+        _cudnn._dot_product_attention_fwd_impl,
+        _cudnn._dot_product_attention_bwd_impl,
     )
     masks: Any = _cudnn.MaskType
 

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.clusters.cluster import Cluster
-from autopar.plans.parallel_plan import Plan
 from autopar.plans.reasons import Alternative, Reasons
 from autopar.plans.staged_plan import StagedPlan
 from autopar.sharding.spec import to_partition_spec

@@ -64,14 +64,6 @@ def fresh_of(op: Operator, writes: Sequence[int]) -> Sequence[int]:
     return () if is_one else writes
 
 
-def _scores_per_element(op: Operator) -> float:
-    """How many scores attention has for each number of its queries."""
-    a = op.params["attention"]
-    sizes = a.sizes(*(kind.shape for kind in op.operand_types[:3]))
-    depth = prod(sizes[each] for each in sizes if each in a.q and each not in a.table)
-    return sizes[a.keys] / depth
-
-
 def expanded_bytes(op: Operator, sizes: Sequence[int], family: str) -> int:
     """Bytes a device for one of `EXPANDED`, whose operands take `sizes` bytes there.
 
@@ -79,8 +71,11 @@ def expanded_bytes(op: Operator, sizes: Sequence[int], family: str) -> int:
     """
     kinds, is_cpu = op.operand_types, family == "CPU"
     if op.kind in _SCORES_HELD:  # which CPUs have no kernel for
-        scores = 4 * sizes[0] // kinds[0].itemsize * _scores_per_element(op)
-        return round(_SCORES_HELD[op.kind] * scores) if is_cpu else 0
+        a = op.params["attention"]
+        size, itemsize = a.sizes(*(x.shape for x in kinds[:3])), kinds[0].itemsize
+        depth = prod(size[each] for each in size if each in a.q and each not in a.table)
+        scores = 4 * sizes[0] // itemsize * size[a.keys] // depth
+        return _SCORES_HELD[op.kind] * scores if is_cpu else 0
     if op.kind == "ragged_dot_general":  # a masked copy of the rows for each group
         groups = sizes[2] // kinds[2].dtype.itemsize
         has_groups = op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions

@@ -13,6 +13,7 @@ from math import inf
 
 import numpy as np
 
+from ..graph.build_graph import SCAN
 from ..graph.op_graph import Block, Constant, Operator, OpGraph
 from ..graph.traced_function import TracedFunction
 from ..rules.attention_spec import Attention, Labels, Scores, named
@@ -20,7 +21,17 @@ from . import score_algebra as algebra
 from .score_algebra import NotAttention
 from .score_forms import ScoreForms
 from .score_reading import Side, read_scores
-from .score_regions import PRODUCT, BlockFlow, Dims, Region, region_of
+from .score_regions import (
+    ALLOWED,
+    MOST_OPERATORS,
+    PRODUCT,
+    REDUCTIONS,
+    BlockFlow,
+    Dims,
+    Origins,
+    Region,
+    region_of,
+)
 
 _GRADIENTS = ("d_q", "d_k", "d_v")
 
@@ -67,8 +78,19 @@ def find_attention(
     found: list[FoundAttention] = []
     refused: list[tuple[Operator, str]] = []
     types = {tensor.index: tensor.type for tensor in graph.tensors}
+    whole = {t: op for op in graph.operators() for t in op.results}
+    outer = {
+        inner: operand
+        for op in graph.operators()
+        if op.kind == SCAN
+        for inner, operand in zip(
+            graph.blocks[op.bodies[0]].inputs[: op.params["num_consts"]],
+            op.operands,
+            strict=False,
+        )
+    }
     for block in graph.blocks:
-        flow = BlockFlow.of(block, types, constants)
+        flow = BlockFlow.of(block, types, Origins(constants, whole, outer))
         taken: set[int] = set()
         for op in _candidates(flow, block):
             if op.index in taken:
@@ -88,23 +110,17 @@ def _candidates(flow: BlockFlow, block: Block) -> Iterator[Operator]:
     """Products whose rows have a maximum, a few elementwise operators later."""
     for op in block.operators:
         if op.kind == "reduce_max" and len(op.params["axes"]) == 1:
-            tensor = op.operands[0]
-            for _ in range(24):
+            waiting, seen = [op.operands[0]], set[int]()
+            while waiting and len(seen) < MOST_OPERATORS:
+                tensor = waiting.pop()
                 maker = None if isinstance(tensor, Constant) else flow.maker.get(tensor)
-                if maker is None:
-                    break
+                if maker is None or maker.index in seen:
+                    continue
+                seen.add(maker.index)
                 if maker.kind == PRODUCT:
                     yield maker
-                    break
-                shape = op.operand_types[0].size
-                big = [
-                    o
-                    for o, kind in zip(maker.operands, maker.operand_types, strict=True)
-                    if kind.size == shape and not isinstance(o, Constant)
-                ]
-                if not big:
-                    break
-                tensor = big[-1]  # a mask comes first
+                elif maker.kind in ALLOWED and maker.kind not in REDUCTIONS:
+                    waiting += maker.operands
 
 
 class _Finder:

@@ -19,11 +19,7 @@ from ..graph.blocks import as_array
 from ..graph.build_graph import build_graph
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.traced_function import TracedFunction
-from ..jax_compat import (
-    abstract_value,
-    equation_context,
-    user_context,
-)
+from ..jax_compat import abstract_value, equation_context, user_context
 from ..microbatches.microbatch_runners import WholeRunner
 from ..rules.attention import bind_backward, bind_forward
 from ..rules.fused_attention import why_not_fused
@@ -45,10 +41,8 @@ def with_attention(
     return replace(traced, jaxpr=dead_code_eliminated(closed))
 
 
-def with_fused_attention(
-    fun: Callable[..., Any], device_kind: str
-) -> Callable[..., Any]:
-    """`fun`, whose attention is one kernel where devices of this kind have one.
+def with_fused_attention(fun: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """`fun`, whose attention is one kernel where devices of this `kind` have one.
 
     What is no such attention stays as it is, with a warning.
     """
@@ -62,7 +56,7 @@ def with_fused_attention(
         for each in found:
             types = [graph.tensors[t].type for t in (each.q, each.k, each.v)]
             shapes, dtypes = [t.shape for t in types], [t.dtype.name for t in types]
-            family = family_of(device_kind)
+            family = family_of(kind)
             why = why_not_fused(each.attention, shapes, dtypes, family)
             if why:
                 _warn_as_written(each.source, why)

@@ -86,6 +86,11 @@ def subtract(left: Form, right: Form) -> Form:
     return add(left, scaled(right, -1.0))
 
 
+def opposite(form: Form) -> Form:
+    """1 where a form that is 0 or 1 is 0, and 0 where it is 1."""
+    return subtract(number(1.0), form)
+
+
 def multiply(left: Form, right: Form) -> Form:
     if len(left) * len(right) > _MOST_TERMS:
         raise NotAttention("too much is done to its scores")
@@ -191,7 +196,7 @@ def derivative(form: Form, by: Atom) -> Form:
             if atom != by:
                 if atom[0] != "tanh":
                     raise NotAttention(f"the {atom[0]} of its scores is taken")
-                slope = subtract(number(1.0), power(of(atom), 2))
+                slope = opposite(power(of(atom), 2))
                 outer = multiply(outer, slope)
                 outer = multiply(outer, derivative(dict(atom[-1]), by))
             parts.append(outer)

@@ -13,7 +13,7 @@ from ..graph.op_graph import Constant, Operand, Operator
 from ..rules.attention_spec import Labels
 from . import score_algebra as algebra
 from .score_algebra import AT, HOLDS, SIDE, Atom, Form, NotAttention
-from .score_regions import BlockFlow, Dims, Region
+from .score_regions import BlockFlow, Dims, Region, paired_dims
 
 _SAME = frozenset(
     "convert_element_type copy stop_gradient reduce_precision transpose reshape squeeze"
@@ -68,12 +68,13 @@ class ScoreForms:
         return is_reduced or all(map(self.is_row, algebra.parts_of(atom)))
 
     def _made(self, tensor: int, labels: Labels) -> Form:
-        op, constant = self.flow.maker.get(tensor), self.flow.constants.get(tensor)
+        origins, origin = self.flow.origins, self.flow.origins.of(tensor)
+        op, constant = origins.maker.get(origin), origins.constants.get(origin)
         if constant is not None:
             made = _indices(constant, labels)
             return self._side(tensor, labels) if made is None else made
         is_inside = tensor in self.region.inside
-        if op is None or not (is_inside or self._is_of_indices(tensor)):
+        if op is None or not (is_inside or self._is_of_indices(origin)):
             return self._side(tensor, labels)
         if op.kind == "iota":
             label = labels[op.params["dimension"]]
@@ -95,7 +96,7 @@ class ScoreForms:
             return algebra.number(float(np.asarray(operand.value)))
         if operand in self.region.inside:
             return self.of(operand)
-        return self.of(operand, labels_before(op, position, labels))
+        return self.of(operand, _labels_before(op, position, labels))
 
     def _reduced(self, op: Operator) -> Form:
         (operand,) = tensors_of(op.operands)
@@ -112,8 +113,9 @@ class ScoreForms:
 
     def _is_of_indices(self, tensor: int, left: int = _MOST_BEFORE) -> bool:
         """Whether a tensor is made of indices and numbers alone."""
-        op = self.flow.maker.get(tensor)
-        if tensor in self.flow.constants:
+        origins, tensor = self.flow.origins, self.flow.origins.of(tensor)
+        op = origins.maker.get(tensor)
+        if tensor in origins.constants:
             return True
         if op is None or not left or len(op.results) > 1:
             return False
@@ -123,24 +125,13 @@ class ScoreForms:
         )
 
 
-def labels_before(op: Operator, position: int, labels: Labels) -> Labels:
+def _labels_before(op: Operator, position: int, labels: Labels) -> Labels:
     """Labels of an operand of an operator whose result has `labels`."""
     shape = op.operand_types[position].shape
-    match op.kind:
-        case "transpose":
-            order = op.params["permutation"]
-            return tuple(labels[list(order).index(i)] for i in range(len(shape)))
-        case "broadcast_in_dim":
-            dims = op.params["broadcast_dimensions"]
-            pairs = zip(dims, shape, strict=True)
-            return tuple(labels[d] if size > 1 else None for d, size in pairs)
-        case "reshape" | "squeeze" | "expand_dims":
-            names = [each for each in labels if each is not None]
-            if len(names) != sum(size > 1 for size in shape):
-                raise NotAttention("what its scores meet is reshaped")
-            following = iter(names)
-            return tuple(next(following) if size > 1 else None for size in shape)
-    return labels if len(shape) == len(labels) else ()
+    found: list[int | None] = [None] * len(shape)
+    for old, new in paired_dims(op, position):
+        found[old] = labels[new] if shape[old] > 1 else None
+    return tuple(found)
 
 
 def _indices(constant: np.ndarray, labels: Labels) -> Form | None:
@@ -175,7 +166,7 @@ def _applied(op: Operator, x: Sequence[Form]) -> Form:
 def _converted(op: Operator, x: Form) -> Form:
     is_bool = op.result_types[0].dtype == np.bool_
     if is_bool and op.operand_types[0].dtype != np.bool_:
-        return algebra.subtract(algebra.number(1.0), _equal_to_zero(x))
+        return algebra.opposite(_equal_to_zero(x))
     was_whole = not jnp.issubdtype(op.operand_types[0].dtype, jnp.inexact)
     if np.issubdtype(op.result_types[0].dtype, np.integer) and not was_whole:
         return algebra.function(op.kind, "", x)
@@ -185,7 +176,7 @@ def _converted(op: Operator, x: Form) -> Form:
 def _equal_to_zero(x: Form) -> Form:
     """Of a form that is 0 or 1, what is left of 1."""
     if all(algebra.is_bool(atom) for monomial in x for atom, _ in monomial):
-        return algebra.subtract(algebra.number(1.0), x)
+        return algebra.opposite(x)
     return algebra.of((HOLDS, "zero", algebra.key(x)))
 
 
@@ -196,23 +187,14 @@ def _at_least(op: Operator, left: Form, right: Form, gap: int) -> Form:
         return algebra.holds(algebra.subtract(difference, algebra.number(gap)))
     if not gap:
         return algebra.holds(difference)
-    other = algebra.holds(algebra.scaled(difference, -1.0))
-    return algebra.subtract(algebra.number(1.0), other)
+    return algebra.opposite(algebra.holds(algebra.scaled(difference, -1.0)))
 
 
 def _chosen(op: Operator, which: Form, *cases: Form) -> Form:
     if len(cases) != 2 or op.operand_types[0].dtype != np.bool_:
         raise NotAttention("its scores are chosen among more than two")
-    other = algebra.subtract(algebra.number(1.0), which)
-    return algebra.add(
-        algebra.multiply(other, cases[0]), algebra.multiply(which, cases[1])
-    )
-
-
-def _either(op: Operator, left: Form, right: Form) -> Form:
-    del op
-    both = algebra.multiply(left, right)
-    return algebra.subtract(algebra.add(left, right), both)
+    other = algebra.multiply(algebra.opposite(which), cases[0])
+    return algebra.add(other, algebra.multiply(which, cases[1]))
 
 
 def _maximum(op: Operator, left: Form, right: Form) -> Form:
@@ -230,8 +212,10 @@ _FUNCTIONS: Mapping[str, Any] = {
     "neg": lambda op, x: algebra.scaled(x, -1.0),
     "mul": lambda op, x, y: algebra.multiply(x, y),
     "and": lambda op, x, y: algebra.multiply(x, y),
-    "or": _either,
-    "not": lambda op, x: algebra.subtract(algebra.number(1.0), x),
+    "or": lambda op, x, y: algebra.opposite(
+        algebra.multiply(algebra.opposite(x), algebra.opposite(y))
+    ),
+    "not": lambda op, x: algebra.opposite(x),
     "div": lambda op, x, y: algebra.multiply(x, algebra.inverse(y)),
     "integer_pow": lambda op, x: algebra.power(x, op.params["y"]),
     "square": lambda op, x: algebra.power(x, 2),
@@ -244,8 +228,6 @@ _FUNCTIONS: Mapping[str, Any] = {
     "le": lambda op, x, y: _at_least(op, y, x, 0),
     "lt": lambda op, x, y: _at_least(op, y, x, 1),
     "eq": lambda op, x, y: _equal_to_zero(algebra.subtract(x, y)),
-    "ne": lambda op, x, y: algebra.subtract(
-        algebra.number(1.0), _equal_to_zero(algebra.subtract(x, y))
-    ),
+    "ne": lambda op, x, y: algebra.opposite(_equal_to_zero(algebra.subtract(x, y))),
     "select_n": _chosen,
 }

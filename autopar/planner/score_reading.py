@@ -61,7 +61,7 @@ def read_scores(
     return replace(scores, dropped=share), row, [*sides, (atom[-2], atom[-1])]
 
 
-def _kept(x: Form) -> tuple[Form, float, Mapping[Atom, float]]:
+def _kept(x: Form) -> tuple[Form, float | None, Mapping[Atom, float]]:
     """Scores where no mask is, what is in their place elsewhere, and values of masks.
 
     Raises:
@@ -80,24 +80,25 @@ def _kept(x: Form) -> tuple[Form, float, Mapping[Atom, float]]:
             kept.append((form, chosen))
     if len(kept) != 1 or algebra.is_low(kept[0][0], _LOW):
         raise NotAttention("its mask is not understood")
-    return (kept[0][0], _low(lows), kept[0][1])
+    form, chosen = kept[0]
+    return form, _low(lows, form), chosen
 
 
-def _low(lows: Sequence[Form]) -> float:
-    """What scores are replaced by: one number, whatever they were."""
-    if not lows:
-        return 0.0
+def _low(lows: Sequence[Form], kept: Form) -> float | None:
+    """What scores are replaced by; None if a number is added to them instead."""
+    if lows and all(algebra.subtract(form, kept).keys() <= {ONE} for form in lows):
+        return None
     if any(form != lows[0] for form in lows):
-        raise NotAttention("a mask is added to its scores")
-    if lows[0] == algebra.number(-inf):
+        raise NotAttention("its mask is not understood")
+    if not lows or lows[0] == algebra.number(-inf):
         return -inf
     if set(lows[0]) != {ONE}:
-        raise NotAttention("a mask is added to its scores")
+        raise NotAttention("its mask is not understood")
     return lows[0][ONE]
 
 
 def _scores(
-    forms: ScoreForms, kept: Form, low: float, masks: Mapping[Atom, float]
+    forms: ScoreForms, kept: Form, low: float | None, masks: Mapping[Atom, float]
 ) -> tuple[Scores, int | None, list[Side]]:
     scale, cap, biases = 0.0, 0.0, list[tuple[float, Side]]()
     for monomial, factor in kept.items():
@@ -122,9 +123,12 @@ def _scores(
         row, name, end = _end(dict(atom[-1]), bool(value), forms.keys)
         ends[name] = min(end, ends.get(name, end))
     found = Scores(
-        *(scale, cap, tuple(factor for factor, _ in biases), tuple(wanted), low),
+        *(scale, cap, tuple(factor for factor, _ in biases), tuple(wanted)),
+        low=-inf if low is None else low,
         **ends,
     )
+    if low is None and (wanted or "before" in ends or ends.get("after", 0) < 0):
+        raise NotAttention("a mask by which a query may read nothing is added")
     return found, row, sides
 
 

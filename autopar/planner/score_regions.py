@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..graph.dependencies import read_by, tensors_of
-from ..graph.op_graph import Block, Constant, Operator, TensorType
+from ..graph.op_graph import Block, Constant, Operand, Operator, TensorType
 from ..rules.attention_spec import Labels
 from ..rules.elementwise import NARY, UNARY
 from .score_algebra import NotAttention
@@ -30,25 +30,34 @@ ALLOWED = frozenset((*UNARY, *NARY, *_SHAPING, *REDUCTIONS)) - {"bitcast_convert
 
 
 @dataclass(frozen=True, eq=False)
-class BlockFlow:
-    """Who makes and who reads the tensors of one block, in order.
+class Origins:
+    """Where the tensors of all blocks come from: values, operators, or outer blocks."""
 
-    `constants` are the values of those that are known.
-    """
+    constants: Mapping[int, np.ndarray]
+    maker: Mapping[int, Operator]
+    outer: Mapping[int, Operand]  # what a scan's constants are outside of its body
+
+    def of(self, tensor: int) -> int:
+        """The tensor that a constant of loops is outside of them."""
+        while isinstance(found := self.outer.get(tensor), int):
+            tensor = found
+        return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BlockFlow:
+    """Who makes and who reads the tensors of one block, in order."""
 
     block: Block
     types: Mapping[int, TensorType]
     maker: Mapping[int, Operator]
     readers: Mapping[int, Sequence[Operator]]
     position: Mapping[int, int]  # of an operator, by index
-    constants: Mapping[int, np.ndarray]
+    origins: Origins
 
     @classmethod
     def of(
-        cls,
-        block: Block,
-        types: Mapping[int, TensorType],
-        constants: Mapping[int, np.ndarray],
+        cls, block: Block, types: Mapping[int, TensorType], origins: Origins
     ) -> BlockFlow:
         maker, readers = {}, {}
         for op in block.operators:
@@ -56,7 +65,7 @@ class BlockFlow:
             for tensor in dict.fromkeys(tensors_of(op.operands)):
                 readers.setdefault(tensor, []).append(op)
         position = {op.index: i for i, op in enumerate(block.operators)}
-        return cls(block, types, maker, readers, position, constants)
+        return cls(block, types, maker, readers, position, origins)
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,38 +242,37 @@ class Dims:
             self._join((result, dim), each)
 
     def _add(self, op: Operator) -> None:
-        result = op.results[0]
-        rank = op.result_types[0].rank
-        for operand, kind in zip(op.operands, op.operand_types, strict=True):
+        shape = op.result_types[0].shape
+        for position, operand in enumerate(op.operands):
             if isinstance(operand, Constant):
                 continue
-            pairs: list[tuple[int, int]]
-            match op.kind:
-                case "transpose":
-                    order = op.params["permutation"]
-                    pairs = [(old, new) for new, old in enumerate(order)]
-                case "broadcast_in_dim":
-                    pairs = list(enumerate(op.params["broadcast_dimensions"]))
-                case "reduce_max" | "reduce_sum":
-                    axes = op.params["axes"]
-                    left = [d for d in range(kind.rank) if d not in axes]
-                    pairs = [(old, new) for new, old in enumerate(left)]
-                case "reshape" | "squeeze" | "expand_dims":
-                    pairs = _unit_dims_apart(kind.shape, op.result_types[0].shape)
-                case _:
-                    dims = range(rank) if kind.rank == rank else ()
-                    pairs = [(dim, dim) for dim in dims]
-            for old, new in pairs:
-                if kind.shape[old] == op.result_types[0].shape[new]:
-                    self._join((operand, old), (result, new))
+            for old, new in paired_dims(op, position):
+                if op.operand_types[position].shape[old] == shape[new]:
+                    self._join((operand, old), (op.results[0], new))
+
+
+def paired_dims(op: Operator, position: int) -> list[tuple[int, int]]:
+    """Dims of an operand, and those of the result that they are.
+
+    Raises:
+      NotAttention: dims are joined or cut.
+    """
+    kind, made = op.operand_types[position], op.result_types[0]
+    match op.kind:
+        case "transpose":
+            return [(old, new) for new, old in enumerate(op.params["permutation"])]
+        case "broadcast_in_dim":
+            return list(enumerate(op.params["broadcast_dimensions"]))
+        case "reduce_max" | "reduce_sum":
+            left = [d for d in range(kind.rank) if d not in op.params["axes"]]
+            return [(old, new) for new, old in enumerate(left)]
+        case "reshape" | "squeeze" | "expand_dims":
+            return _unit_dims_apart(kind.shape, made.shape)
+    return [(dim, dim) for dim in range(made.rank if kind.rank == made.rank else 0)]
 
 
 def _unit_dims_apart(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
-    """Equal dims of a reshape that adds or drops dims of size 1 only.
-
-    Raises:
-      NotAttention: it does more.
-    """
+    """Equal dims of a reshape that adds or drops dims of size 1 only."""
     pairs, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         if i < len(old) and j < len(new) and old[i] == new[j]:

@@ -135,14 +135,10 @@ def _ring_factors(
             Factor(
                 *(name, tuple(inputs), tuple(outputs), both),
                 is_positional=a.scores.is_banded,
-                excludes=_other(name),
+                excludes=RINGS[name == RING],
             )
         )
     return found
-
-
-def _other(name: str) -> str:
-    return KEPT if name == RING else RING
 
 
 def _ring(a: Attention, shard: Shard, kind: str) -> tuple[Ring, bool]:

@@ -25,6 +25,7 @@ from .base import Factor, Shard, bind_params, register
 FORWARD, BACKWARD = KINDS = CUDNN_ATTENTION.kinds
 _RUNS: dict[str, Any] = {}
 _UNUSED = "_"
+_CUDNN, _SPLASH = ("bthgd", "bshd", "bshe"), ("bhgtd", "bhsd", "bhse")  # q, k, v
 _TPU_BLOCKS = (512, 256, 128)  # queries and keys that a kernel takes at once
 
 
@@ -101,7 +102,9 @@ def _refuse(*operands: Any, **params: Any) -> NoReturn:
     )
 
 
-for _kind, _types, _run in CUDNN_ATTENTION.runs:
+for _kind, _types, _run in zip(
+    KINDS, CUDNN_ATTENTION.types, CUDNN_ATTENTION.runs, strict=True
+):
     _primitive = Primitive(f"on_shard_{_kind}")  # JAX's own would ask for devices
     _primitive.multiple_results = True
     _primitive.def_abstract_eval(_types)
@@ -130,8 +133,7 @@ def why_not_fused(
         return "its window is beyond the last key"
     if len({*dtypes}) > 1 or "64" in dtypes[0]:
         return f"queries, keys and values are {', '.join(dtypes)}"
-    form = _Form(a, *shapes)
-    depths = [form._size(each, "") for each in "de"]
+    depths = [prod(sizes[i] for i in named(x) if i not in a.table) for x in (a.q, a.v)]
     if family == "GPU" and dtypes[0] not in ("bfloat16", "float16"):
         return f"cuDNN takes float16 and bfloat16, but queries are {dtypes[0]}"
     if family == "TPU" and gcd(row, sizes[a.keys]) % _TPU_BLOCKS[-1]:
@@ -143,40 +145,35 @@ def why_not_fused(
 
 def cudnn_forward(a: Attention, q: Any, k: Any, v: Any) -> list[Any]:
     """o and the log of the sum of each row's exponentials."""
-    form = _Form(a, q.shape, k.shape, v.shape)
-    o, total = form.run(FORWARD, form.given(q, k, v), is_training=True)
-    o = form.taken(o, a.o, "bthge").astype(a.o_dtype)
-    return [o, form.taken(total, a.statistics, "bhgt")]
+    form = _Form(a, _CUDNN, q, k, v)
+    o, total = form.run(FORWARD, is_training=True)
+    return [form.taken_o(o), form.taken(total, a.statistics, "bhgt")]
 
 
 def cudnn_backward(
     a: Attention, q: Any, k: Any, v: Any, o: Any, total: Any, d_o: Any
 ) -> list[Any]:
     """Gradients of q, k and v."""
-    form = _Form(a, q.shape, k.shape, v.shape)
-    total = form.laid_out(total, a.statistics, "bhgt", "bht")
-    outputs = (form.laid_out(x, a.o, "bthge", "bthe").astype(q.dtype) for x in (o, d_o))
-    made = form.run(BACKWARD, [*form.given(q, k, v), total, *outputs])
-    return form.gradients(made, ("bthgd", "bshd", "bshe"))
+    form = _Form(a, _CUDNN, q, k, v)
+    total = form.laid_out(total, a.statistics, "bhgt")
+    return form.gradients(form.run(BACKWARD, total, *map(form.laid_out_o, (o, d_o))))
 
 
 def splash_forward(a: Attention, q: Any, k: Any, v: Any) -> list[Any]:
     """o, and zeros: the backward pass makes its own statistics."""
-    form = _Form(a, q.shape, k.shape, v.shape)
-    o = _splash(a, *form.heads_first(q, k, v))
+    form = _Form(a, _SPLASH, q, k, v)
+    o = _splash(a, *form.operands)
     total = jnp.zeros(o.shape[:-1], wide(a.score_dtype))
-    o = form.taken(o, a.o, "bhgte").astype(a.o_dtype)
-    return [o, form.taken(total, a.statistics, "bhgt")]
+    return [form.taken_o(o), form.taken(total, a.statistics, "bhgt")]
 
 
 def splash_backward(
     a: Attention, q: Any, k: Any, v: Any, o: Any, total: Any, d_o: Any
 ) -> list[Any]:
     """Gradients of q, k and v."""
-    form = _Form(a, q.shape, k.shape, v.shape)
-    _, back = jax.vjp(partial(_splash, a), *form.heads_first(q, k, v))
-    made = back(form.laid_out(d_o, a.o, "bhgte", "bhte").astype(q.dtype))
-    return form.gradients(made, ("bhgtd", "bhsd", "bhse"))
+    form = _Form(a, _SPLASH, q, k, v)
+    _, back = jax.vjp(partial(_splash, a), *form.operands)
+    return form.gradients(back(form.laid_out_o(d_o)))
 
 
 def _splash(a: Attention, q: Any, k: Any, v: Any) -> Any:
@@ -190,7 +187,7 @@ def _splash(a: Attention, q: Any, k: Any, v: Any) -> Any:
         mask = (kernels.FullMask if scores.after is None else kernels.CausalMask)(shape)
     size = next(each for each in _TPU_BLOCKS if gcd(*shape) % each == 0)
     sizes = [each.name for each in fields(kernels.BlockSizes)]
-    blocks = {name: size for name in sizes if name.startswith("block")}
+    blocks: Any = {name: size for name in sizes if name.startswith("block")}
     kernel = kernels.make_splash_mha_single_device(
         kernels.MultiHeadMask([mask] * q.shape[1]),
         block_sizes=kernels.BlockSizes(**blocks),
@@ -202,10 +199,12 @@ class _Form:
     """Labels of attention as the dims of a kernel: b, t, s, h (and g), d, e.
 
     A head of keys, one of h, is read by g heads of queries, which follow each other.
+    `terms` are the dims of queries, keys and values; `operands` are these laid out so.
     """
 
-    def __init__(self, a: Attention, *shapes: Sequence[int]) -> None:
-        self.attention, self.sizes = a, a.sizes(*shapes)
+    def __init__(self, a: Attention, terms: Sequence[str], *given: Any) -> None:
+        self.attention, self.sizes = a, a.sizes(*(x.shape for x in given))
+        self.terms, self.dtype = terms, given[0].dtype
         shared = [label for label in named(a.q) if label in a.k and label in a.v]
         rows = sorted(a.rows, key=self.sizes.__getitem__)
         row = rows[-1:] if a.row is None else [a.row]
@@ -218,45 +217,49 @@ class _Form:
             "d": [label for label in named(a.q) if label not in a.table],
             "e": [label for label in named(a.v) if label not in (*shared, a.keys)],
         }
+        labels = (a.q, a.k, a.v)
+        self.operands = list(map(self.laid_out, given, labels, terms))
+        self.o_term = terms[0].replace("d", "e")
 
-    def given(self, q: Any, k: Any, v: Any) -> list[Any]:
-        """All operands of the forward kernel."""
-        a, unused = self.attention, jnp.zeros(0, q.dtype)
-        made = [self.laid_out(q, a.q, "bthgd", "bthd")]
-        made += [self.laid_out(k, a.k, "bshd"), self.laid_out(v, a.v, "bshe")]
-        return [*made, *[unused] * 7]
-
-    def heads_first(self, q: Any, k: Any, v: Any) -> list[Any]:
-        a = self.attention
-        made = [self.laid_out(q, a.q, "bhgtd", "bhtd")]
-        return [*made, self.laid_out(k, a.k, "bhsd"), self.laid_out(v, a.v, "bhse")]
-
-    def gradients(self, made: Sequence[Any], terms: Sequence[str]) -> list[Any]:
-        a = self.attention
-        wanted = zip(made, (a.d_q, a.d_k, a.d_v), terms, a.gradient_dtypes, strict=True)
-        return [self.taken(x, n, term).astype(dtype) for x, n, term, dtype in wanted]
-
-    def laid_out(self, x: Any, labels: Labels, letters: str, joined: str = "") -> Any:
-        """`x` with the dims `letters`; h and g are one, h, if they are `joined`."""
-        own, wanted = named(labels), [i for each in letters for i in self.labels[each]]
+    def laid_out(self, x: Any, labels: Labels, term: str) -> Any:
+        """`x` with the dims of `term`, of which h and g are one."""
+        own, wanted = named(labels), [i for each in term for i in self.labels[each]]
         moved = jnp.transpose(without_units(x, labels), [own.index(i) for i in wanted])
-        return moved.reshape([self._size(each, joined) for each in joined or letters])
+        both = {"h": "hg" if "g" in term else "h", "g": ""}
+        parts = (both.get(each, each) for each in term)
+        shape = (
+            prod(self.sizes[i] for letter in part for i in self.labels[letter])
+            for part in parts
+            if part
+        )
+        return moved.reshape(*shape)
 
-    def taken(self, x: Any, labels: Labels, letters: str) -> Any:
+    def laid_out_o(self, o: Any) -> Any:
+        return self.laid_out(o, self.attention.o, self.o_term).astype(self.dtype)
+
+    def taken(self, x: Any, labels: Labels, term: str) -> Any:
         """The inverse of `laid_out`."""
-        order = [i for each in letters for i in self.labels[each]]
+        order = [i for each in term for i in self.labels[each]]
         apart = x.reshape([self.sizes[i] for i in order])
         moved = jnp.transpose(apart, [order.index(i) for i in named(labels)])
         return with_units(moved, labels)
 
-    def _size(self, letter: str, joined: str) -> int:
-        letters = "hg" if letter == "h" and joined else letter
-        return prod(self.sizes[i] for each in letters for i in self.labels[each])
+    def taken_o(self, o: Any) -> Any:
+        a = self.attention
+        return self.taken(o, a.o, self.o_term).astype(a.o_dtype)
 
-    def run(self, kind: str, operands: Sequence[Any], **more: Any) -> list[Any]:
+    def gradients(self, made: Sequence[Any]) -> list[Any]:
+        a, terms = self.attention, self.terms
+        wanted = zip(made, (a.d_q, a.d_k, a.d_v), terms, a.gradient_dtypes, strict=True)
+        return [self.taken(x, n, term).astype(dtype) for x, n, term, dtype in wanted]
+
+    def run(self, kind: str, *others: Any, **more: Any) -> list[Any]:
+        """What cuDNN makes."""
         scores, masks = self.attention.scores, CUDNN_ATTENTION.masks
         return _RUNS[kind](
-            *operands,
+            *self.operands,
+            *[jnp.zeros(0, self.dtype)] * 7,  # which JAX has for what is not there
+            *others,
             scale=scores.scale,
             seed=0,
             dropout_rate=0.0,

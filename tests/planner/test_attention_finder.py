@@ -17,6 +17,7 @@ from autopar.planner.whole_step import roles_of
 from tests.rows.fixtures import random
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+TRIANGLE = np.tri(8, dtype=bool)
 
 
 def softmax_attention(
@@ -47,6 +48,17 @@ def causal(scores: jax.Array) -> jax.Array:
     return jnp.where(mask, scores, -jnp.inf)
 
 
+def in_a_loop(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """With a mask that is made before the loop."""
+    mask = jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1])
+    layer = softmax_attention(lambda x: jnp.where(mask, x, -1e9))
+
+    def body(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return layer(x, k, v), None
+
+    return jax.lax.scan(jax.checkpoint(body), q, None, length=2)[0]
+
+
 def dropped(weights: jax.Array) -> jax.Array:
     keep = jax.random.bernoulli(jax.random.key(0), 0.8, weights.shape)
     return jnp.where(keep, weights / 0.8, 0.0)
@@ -68,11 +80,13 @@ clipped.defvjp(lambda scores: (clipped(scores), None), lambda _, dy: (dy,))
 ATTENTIONS = {
     "plain": softmax_attention(),
     "causal": softmax_attention(causal),
+    "added mask": softmax_attention(lambda x: x + jnp.where(TRIANGLE, 0.0, -1e9)),
     "capped": softmax_attention(lambda x: 5 * jnp.tanh(x / 5)),
     "by hand": softmax_attention(softmax=by_hand),
     "dropout": softmax_attention(change_weights=dropped),
     "matmul": by_matmul,
     "recomputed": jax.checkpoint(softmax_attention(causal)),
+    "in a loop": in_a_loop,
     "jax.nn": jax.nn.dot_product_attention,
 }
 OTHERS = {
