@@ -100,6 +100,10 @@ def test_one_sharding_is_of_all_below_it(mesh: Mesh) -> None:
     [
         ({"in_shardings": (None, None, P())}, "one entry .* params, batch, but got 3"),
         ({"in_shardings": ({"upp": P()}, None)}, r"did you mean params\['up'\]"),
+        (
+            {"in_shardings": ({"up": P(None, None, "x")}, None)},
+            r"pin `in_shardings` for params\['up'\] of params\['up'\]",
+        ),
         ({"in_shardings": P()}, "must be a tuple with an entry for each argument"),
         ({"in_shardings": (7,)}, "NamedShardings, PartitionSpecs or None"),
         ({"out_shardings": (P(), P(), P())}, "prefix of the tree of results"),

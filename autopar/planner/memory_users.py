@@ -80,10 +80,11 @@ def memory_shares(
         temporaries["copies" if value.is_copy else kind] += value.bytes
         maker = makers.get(value.tensor)
         line = format_source(maker.source) if maker else "copies of arguments"
-        made_at[line or "no line"] += value.bytes
+        is_ours = line.startswith("autopar/")  # loops that remat makes
+        made_at["no line of the step" if is_ours or not line else line] += value.bytes
     left = peak_bytes - kinds.total()
     kinds.update(_scaled(temporaries or Counter(temporaries=1), left))
-    lines.update(_scaled(made_at or Counter({"no line": 1}), left))
+    lines.update(_scaled(made_at or Counter({"no line of the step": 1}), left))
     return MemoryShares(tuple((+kinds).items()), tuple((+lines).items()))
 
 

@@ -17,6 +17,15 @@ from .mesh import MeshLike, MeshShape, parse_mesh
 from .pin_primitive import pin
 
 _FREE = object()
+_BELOW = r"(?![^.\[])"  # the path ends here, or goes on below
+
+
+class _Place(str):
+    """An expression for the paths of an argument, by which errors do not call it."""
+
+    def __repr__(self) -> str:
+        path = re.sub(r"\\(.)", r"\1", self[1 : -len(_BELOW)])
+        return f"`in_shardings` for {path}"
 
 
 def spec_of(value: Any, option: str) -> PartitionSpec:
@@ -103,7 +112,8 @@ def argument_pins(
     for name, tree in zip(names, shardings, strict=False):
         for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]:
             where = re.escape(name + jax.tree_util.keystr(path))
-            pins[rf"^{where}(?![^.\[])"] = spec_of(value, "in_shardings")
+            key = _Place(rf"^{where}{_BELOW}")
+            pins[key] = spec_of(value, "in_shardings")
     return pins
 
 
