@@ -13,18 +13,14 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, Unpack, overload
 
 import jax
 
-from .audit.fit import plan_fitting, plan_of_least_memory
 from .clusters.cluster import Cluster
-from .errors import InfeasiblePlanError
 from .execution import (
     MISSED,
     DirectCalls,
-    Executable,
+    PlannedStep,
     ReadyCall,
     compiled_only,
     end_workers,
-    executable_of,
-    pipelined_step,
     ready_call,
     run_init,
     staged_plan,
@@ -34,7 +30,6 @@ from .frontend.constant_leaves import ResultTree, takes_only_arrays
 from .frontend.known_trees import CallForm, KnownTrees
 from .frontend.static_arguments import StaticArguments
 from .frontend.tracing import (
-    TracedFunction,
     argument_paths,
     check_leaves,
     is_tracing,
@@ -43,25 +38,18 @@ from .frontend.tracing import (
 from .jax_compat import InternalFloatingPointError, is_jit_disabled
 from .lowering.lowered_pipeline import LoweredPipeline
 from .lowering.lowered_step import Lowered, Traced
-from .lowering.programs import SignatureChanged, SpmdProgram
-from .methods.methods import Method, PipelineParallel
-from .methods.place_operators import PlaceOperators
+from .lowering.programs import SignatureChanged
+from .methods.methods import Auto, Method, ShardParallel
 from .options import (
     Options,
     ParallelizeArguments,
     check_options,
     resolve_options,
 )
-from .pipelines.pipeline import PipelinedStep
-from .pipelines.pipeline_choice import (
-    better_pipeline,
-    may_be_pipelined,
-    planned_pipeline,
-)
+from .pipelines.pipeline_choice import plan_call
 from .pipelines.pipeline_plan import PlannedPipeline
-from .pipelines.placed_operators import plan_placement
 from .planner.attention_trace import with_fused_attention
-from .planner.planning import Planned
+from .planner.planned import Planned
 from .planner.signatures import tell_user
 from .plans.parallel_plan import Plan
 from .plans.pin_cost import PinCosts
@@ -71,7 +59,7 @@ from .sharding.mesh import MeshLike
 from .sharding.pins import BatchLike, PinsLike
 from .state.state_init import PlacedInit, placed_state, stage_homes, whole_homes
 from .state.traced_init import noting_state, step_call, trace_init
-from .step_program import fitting_figures, lowered_step, program_here, target_program
+from .step_program import fitting_figures, lowered_step
 from .targets.target import check_compilable, is_compiled_elsewhere
 
 _P = ParamSpec("_P")
@@ -98,14 +86,8 @@ class ParallelFunction(Generic[_P, _R]):
 
     def clear_cache(self) -> None:
         """Forget all plans and programs, as `jax.jit(f).clear_cache` does."""
-        self._planned: dict[Any, Planned] = {}
-        self._programs: dict[Planned, SpmdProgram] = {}
-        self._executables: dict[Planned, Executable] = {}
-        self._staged: dict[Any, PlannedPipeline | None] = {}
-        self._pipelines: dict[PlannedPipeline, PipelinedStep] = {}
-        self._plans: dict[Planned | PlannedPipeline, Plan] = {}
-        self._latest: dict[Any, tuple[Executable, ResultTree]] = {}
-        self._known: dict[Any, tuple[Executable, ResultTree]] = {}
+        self._steps: dict[Any, PlannedStep] = {}  # by keys and types of calls
+        self._latest: PlannedStep | None = None
         self._lock = threading.RLock()
         known = KnownTrees(self._static, self._only_arrays)
         self._direct = DirectCalls(self._name, known.parted, self._ready)
@@ -137,15 +119,19 @@ class ParallelFunction(Generic[_P, _R]):
             result = self._direct.by_key(call.key, call.leaves)
             if result is not MISSED:
                 return call.finish(result)
-        latest = self._latest.get(call.key)
-        if latest is not None:
+        latest = self._latest
+        if latest is not None and latest.key == call.key:
             with suppress(SignatureChanged):
-                return call.run(*latest)
-        return call.run(*self._executable(call))
+                return call.run(*latest.run)
+        with self._lock:
+            step = self._latest = self._step(call)
+            run = step.run
+        return call.run(*run)
 
     def _ready(self, key: Any, leaves: Sequence[Any]) -> ReadyCall | None:
         key = key.key if isinstance(key, CallForm) else key
-        return ready_call(self._known.get((key, types_of(leaves))))
+        step = self._steps.get((key, types_of(leaves)))
+        return ready_call(*step.run) if step and step.has_run else None
 
     def plan(self, *args: Any, compile: bool = False, **kwargs: Any) -> Plan:
         """The plan for these arguments: arrays, or jax.ShapeDtypeStruct in their place.
@@ -156,21 +142,22 @@ class ParallelFunction(Generic[_P, _R]):
         """
         if compile:
             check_compilable(self._options.cluster, self._options.mesh)
-        with self._open(args, kwargs) as call:
-            planned = self._staged_plan(call) or self._plan(call, compile)
-            if planned not in self._plans:
-                given = self._fun, call, self._options, self._program
-                one = self._planned.get((call.key, call.types()))
-                self._plans[planned] = with_origin(planned, *given, one)
-            plan = self._plans[planned]
+        plan = self._plan(args, kwargs, inf if compile else 0.0)
         if not compile:
             return plan
         return replace(plan, compiled=fitting_figures(self.lower(*args, **kwargs)))
 
+    def _plan(self, args: Any, kwargs: Any, elsewhere_seconds: float) -> Plan:
+        with self._open(args, kwargs) as call, self._lock:
+            step = self._step(call, elsewhere_seconds)
+            if step.plan is None:
+                step.plan = with_origin(step.planned, self._fun, call, self._options)
+            return step.plan
+
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """The step as JAX traces it, before it is planned, as `jax.jit(f).trace`."""
         with self._open(args, kwargs) as call:
-            fun, own, keywords, _ = self._traced_call(call)
+            fun, own, keywords = self._traced_call(call)
             traced = jax.jit(fun).trace(*own, **keywords)
         lower = functools.partial(self.lower, *args, **kwargs)
         return Traced(self._name, traced.jaxpr, traced.out_info, lower)
@@ -188,14 +175,13 @@ class ParallelFunction(Generic[_P, _R]):
     def lower(self, *args: Any, **kwargs: Any) -> Lowered | LoweredPipeline:
         """Lower for these arguments, as `jax.jit(f).lower` does; runs nothing."""
         with self._open(args, kwargs) as call, self._lock:
-            staged = self._staged_plan(call)
-            if staged is not None:
-                is_absent = is_compiled_elsewhere(staged.cluster, self._options.mesh)
-                step = compiled_only(staged) if is_absent else self._pipelined(staged)
-                return LoweredPipeline(step, staged_plan(staged), self._only_arrays)
-            planned = self._plan(call)
-            program = self._any_program(planned)
-        return lowered_step(planned, program, self._only_arrays)
+            step = self._step(call)
+            planned = step.planned
+            if not isinstance(planned, PlannedPipeline):
+                return lowered_step(planned, self._only_arrays)
+            is_absent = is_compiled_elsewhere(planned.cluster, self._options.mesh)
+            runs = compiled_only(planned) if is_absent else step.pipelined
+            return LoweredPipeline(runs, staged_plan(planned), self._only_arrays)
 
     def init(
         self, init_fn: Callable[..., Any], *args: Any, batch: Any, **kwargs: Any
@@ -236,7 +222,11 @@ class ParallelFunction(Generic[_P, _R]):
 
     def close(self) -> None:
         """End the workers on a Ray cluster, with all arrays; a call starts new ones."""
-        end_workers([*self._executables.values(), *self._pipelines.values()])
+        end_workers(self._running())
+
+    def _running(self) -> list[Any]:
+        """What runs the calls that were made."""
+        return [each.run[0] for each in self._steps.values() if each.has_run]
 
     def _placed_init(
         self, init_fn: Callable[..., Any], args: Any, kwargs: Any, batch: Any
@@ -244,13 +234,13 @@ class ParallelFunction(Generic[_P, _R]):
         init = trace_init(init_fn, args, kwargs)
         step = step_call(init, batch, self._fun, self._static, self._only_arrays)
         with noting_state(init), self._open(*step) as call, self._lock:
-            staged = self._staged_plan(call)
-            if staged is not None:
-                pipeline = self._pipelined(staged).pipeline
+            step = self._step(call)
+            planned = step.planned
+            if isinstance(planned, PlannedPipeline):
+                pipeline = step.pipelined.pipeline
                 homes, traced = stage_homes(pipeline), pipeline.traced
             else:
-                planned = self._plan(call)
-                homes, traced = whole_homes(self._program(planned)), planned.traced
+                homes, traced = whole_homes(planned.program_here), planned.traced
             return PlacedInit.of(init, call.leaves, homes, traced)
 
     def _open(
@@ -258,59 +248,32 @@ class ParallelFunction(Generic[_P, _R]):
     ) -> AbstractContextManager[Call]:
         return open_call(self._static, args, kwargs, self._only_arrays)
 
-    def _executable(self, call: Call) -> tuple[Executable, ResultTree]:
-        """What runs this call and calls of its types, and the tree of its results."""
-        with self._lock:
-            staged = self._staged_plan(call)
-            if staged is not None:
-                step = self._pipelined(staged)
-                return self._note(call, step, step.pipeline.traced)
-            planned = self._plan(call)
-            if planned not in self._executables:
-                self._executables[planned] = executable_of(planned, self._program)
-            return self._note(call, self._executables[planned], planned.traced)
+    def _step(self, call: Call, elsewhere_seconds: float = 0.0) -> PlannedStep:
+        """What is known of calls of this key and these types, which is planned once.
 
-    def _pipelined(self, planned: PlannedPipeline) -> PipelinedStep:
-        if planned not in self._pipelines:
-            self._pipelines[planned] = pipelined_step(planned)
-        return self._pipelines[planned]
-
-    def _note(
-        self, call: Call, executable: Executable, traced: TracedFunction
-    ) -> tuple[Executable, ResultTree]:
-        """Keeps what runs calls like this one, and the tree of their results."""
-        found = executable, ResultTree.of(traced.out_tree)
-        self._latest[call.key] = self._known[call.key, call.types()] = found
-        return found
-
-    def _staged_plan(self, call: Call) -> PlannedPipeline | None:
-        """The pipeline for the types of a call's arguments, planned once, or None."""
+        With `elsewhere_seconds` a plan of one program is made again, as it is then
+        compiled, and corrected, also for devices that are not here.
+        """
+        traced = self._traced_call(call)
+        key = call.key, call.types()
+        known = self._steps.get(key)
+        if known and isinstance(known.planned, PlannedPipeline):
+            return known
+        if known and not elsewhere_seconds:
+            return known
         options = self._options
-        method, is_auto = options.method, may_be_pipelined(options)
-        if not is_auto and not isinstance(method, PipelineParallel | PlaceOperators):
-            return None
-        fun, args, kwargs, key = self._traced_call(call)
-        traced = fun, args, kwargs
-        with self._lock:
-            if key in self._staged:
-                return self._staged[key]
-            if isinstance(method, PipelineParallel):
-                found = planned_pipeline(traced, method, options, staged_plan)
-            elif isinstance(method, PlaceOperators):
-                found = plan_placement(*traced, method, options)
-            else:
-                try:
-                    found = better_pipeline(
-                        *(traced, options, lambda: self._fitting(call), staged_plan)
-                    )
-                except InfeasiblePlanError as error:
-                    self._planned[key] = plan_of_least_memory(*traced, options, error)
-                    found = None
-            self._staged[key] = found
-            return found
+        if known and isinstance(options.method, Auto):  # it is one program
+            options = replace(options, method=ShardParallel())
+        planned = plan_call(traced, options, staged_plan, elsewhere_seconds)
+        step = self._steps.setdefault(key, PlannedStep(call.key, planned))
+        step.planned, step.plan = planned, None
+        if isinstance(planned, Planned):
+            every = [each.planned for each in self._steps.values()]
+            tell_user([each for each in every if isinstance(each, Planned)])
+        return step
 
-    def _traced_call(self, call: Call) -> tuple[Callable[..., Any], Any, Any, Any]:
-        """What a call traces: a function, its arguments, and the key of their types."""
+    def _traced_call(self, call: Call) -> tuple[Callable[..., Any], Any, Any]:
+        """What a call traces: a function and its arguments."""
         fun = plain_function(self._fun, call.statics)
         if self._options.attention == "fused":
             cluster = self._options.cluster or Cluster.local()
@@ -318,43 +281,7 @@ class ParallelFunction(Generic[_P, _R]):
         args, kwargs = call.arguments()
         names = parameter_names(fun, len(args))
         check_leaves(call.leaves, argument_paths(names, args, kwargs))
-        return fun, args, kwargs, (call.key, call.types())
-
-    def _plan(self, call: Call, elsewhere: bool = False) -> Planned:
-        """The plan for the types of a call's arguments, made once.
-
-        Where nothing fits devices as they are, it is the one that needs the least.
-        `elsewhere`: it is compiled, and corrected, also for devices that are not here.
-        """
-        with self._lock:
-            try:
-                return self._fitting(call, elsewhere)
-            except InfeasiblePlanError as error:
-                fun, args, kwargs, key = self._traced_call(call)
-                given = fun, args, kwargs, self._options
-                self._planned[key] = found = plan_of_least_memory(*given, error)
-                return found
-
-    def _fitting(self, call: Call, elsewhere: bool = False) -> Planned:
-        """The plan that fits, made once."""
-        fun, args, kwargs, key = self._traced_call(call)
-        with self._lock:
-            if elsewhere or key not in self._planned:
-                self._planned[key] = plan_fitting(
-                    *(fun, args, kwargs, self._options, self._any_program),
-                    elsewhere_seconds=inf if elsewhere else 0.0,
-                )
-                tell_user([*self._planned.values()])
-            return self._planned[key]
-
-    def _any_program(self, planned: Planned) -> SpmdProgram:
-        return target_program(planned, self._options) or self._program(planned)
-
-    def _program(self, planned: Planned) -> SpmdProgram:
-        """The program of a plan: one for its calls and all that `lower` returns."""
-        if planned not in self._programs:
-            self._programs[planned] = program_here(planned, self._options)
-        return self._programs[planned]
+        return fun, args, kwargs
 
 
 @overload

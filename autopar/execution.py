@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any, NoReturn
 
 from autopar.runtime.checkpoint import restore as restore
@@ -40,11 +40,10 @@ from .clusters.device_mesh import submesh_of
 from .frontend.constant_leaves import ResultTree
 from .frontend.effects import refuse_callbacks
 from .frontend.garbage import without_garbage_collection
-from .lowering.programs import SpmdProgram
 from .methods.schedule_choice import rows_of, schedule_name
 from .pipelines.pipeline import PipelinedStep, lower_pipeline
 from .pipelines.pipeline_plan import PlannedPipeline
-from .planner.planning import Planned
+from .planner.planned import Planned
 from .plans.parallel_plan import Plan
 from .plans.staged_plan import StagedPlan, StageProgramPlan, total_prediction
 from .state.state_init import InitProgram, PlacedInit, init_programs, made_state
@@ -53,31 +52,57 @@ from .targets.compile_service import refuse_call
 Executable = LocalExecutable | RayExecutable | PipelinedStep
 
 
-def executable_of(
-    planned: Planned, lower: Callable[[Planned], SpmdProgram]
-) -> LocalExecutable | RayExecutable:
-    """What runs a planned step, which `lower` lowers.
+@dataclass(eq=False)
+class PlannedStep:
+    """What is known of calls of one kind; what runs them is made when it is asked for.
+
+    `key` is that of the calls, and `plan` what the user got of `planned`.
+    """
+
+    key: Any
+    planned: Planned | PlannedPipeline
+    plan: Plan | None = None
+
+    @cached_property
+    def run(self) -> tuple[Executable, ResultTree]:
+        """What runs the calls, and the tree of their results."""
+        if isinstance(self.planned, PlannedPipeline):
+            traced = self.pipelined.pipeline.traced
+            return self.pipelined, ResultTree.of(traced.out_tree)
+        tree = ResultTree.of(self.planned.traced.out_tree)
+        return executable_of(self.planned), tree
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it is known what runs the calls."""
+        return "run" in self.__dict__
+
+    @cached_property
+    def pipelined(self) -> PipelinedStep:
+        assert isinstance(self.planned, PlannedPipeline)
+        return pipelined_step(self.planned)
+
+
+def executable_of(planned: Planned) -> LocalExecutable | RayExecutable:
+    """What runs a planned step.
 
     Raises:
       NotImplementedError: the step cannot go to other hosts; says why.
     """
     cluster = planned.cluster
     if cluster.ray_hosts is None:
-        return LocalExecutable(lower(planned))
+        return LocalExecutable(planned.program_here)
     refuse_callbacks(planned.graph)
     state = [i for i in planned.roles.next_output if i is not None]
-    return RayExecutable(lower(planned), cluster, state)
+    return RayExecutable(planned.program_here, cluster, state)
 
 
-def ready_call(known: tuple[Executable, ResultTree] | None) -> ReadyCall | None:
-    """What runs a call from its leaves to its results; None if that is not `known`.
+def ready_call(executable: Executable, tree: ResultTree) -> ReadyCall:
+    """What runs a call from its leaves to its results.
 
     Raises:
       NotDirect: such calls take Python.
     """
-    if known is None:
-        return None
-    executable, tree = known
     if not isinstance(executable, LocalExecutable) or not executable.is_direct:
         raise NotDirect
     return ReadyCall(executable, tree.before_release)
@@ -140,7 +165,7 @@ def end_workers(steps: Sequence[Executable]) -> None:
             runs.close()
 
 
-@without_garbage_collection
+@without_garbage_collection()
 def staged_plan(planned: PlannedPipeline) -> Plan:
     """The plan of a pipeline, whose time and memory a simulated step says."""
     method, flow = planned.method, planned.flow

@@ -1,59 +1,23 @@
-"""The program of a planned step: on devices of this process, or to be compiled only."""
+"""What compilers make of a planned step: as `jax.stages` has it, and as figures."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
 
-from .clusters.device_mesh import absent_mesh, device_mesh
-from .frontend.tracing import weak_outputs
 from .lowering.lowered_pipeline import CompiledPipeline, LoweredPipeline
 from .lowering.lowered_step import Lowered
-from .lowering.programs import SpmdProgram, build_program
-from .options import Options
-from .planner.planning import Planned
+from .planner.planned import Planned
 from .plans.compiled_figures import CompiledFigures
-from .sharding.resharding import Resharder
-from .targets.target import Target, is_compiled_elsewhere
+from .plans.parallel_plan import Plan
 
 
-def program_here(planned: Planned, options: Options) -> SpmdProgram:
-    """The program on devices of this process, or of the hosts of a Ray cluster.
-
-    Raises:
-      ValueError: there are too few devices.
-    """
-    shape = planned.plan.sharding.mesh
-    return _built(planned, options, device_mesh(shape, options.mesh, planned.cluster))
-
-
-def target_program(planned: Planned, options: Options) -> SpmdProgram | None:
-    """The program for a cluster that is not here; None if its devices are here
-    or its compiler is not installed. One of several kinds is run here, if it can be.
-
-    Raises:
-      TargetError: the mesh does not fit the hosts, or there are several kinds.
-    """
-    cluster, shape = planned.cluster, planned.plan.sharding.mesh
-    if not is_compiled_elsewhere(cluster, options.mesh):
-        return None
-    if cluster.parts and shape.size <= jax.device_count():
-        return None
-    target = Target.of(cluster, shape.size)
-    mesh = absent_mesh(shape, target.name, target.platform)
-    return replace(_built(planned, options, mesh), target=target)
-
-
-def lowered_step(
-    planned: Planned, program: SpmdProgram, only_arrays: bool = False
-) -> Lowered:
+def lowered_step(planned: Planned, only_arrays: bool = False) -> Lowered:
     """A planned step with its program, in the words of `jax.stages`."""
-    plan, traced = planned.plan, planned.traced
-    cluster = planned.cluster
-    return Lowered(program, plan, traced, planned.graph, only_arrays, cluster)
+    traced, graph, cluster = planned.traced, planned.graph, planned.cluster
+    plan = Plan(planned.plan)
+    return Lowered(planned.program, plan, traced, graph, only_arrays, cluster)
 
 
 def compiled_figures(
@@ -97,19 +61,3 @@ def fitting_figures(lowered: Lowered | LoweredPipeline) -> CompiledFigures | str
     if isinstance(figures, CompiledFigures):
         figures.check_fits()
     return figures
-
-
-def _built(
-    planned: Planned, options: Options, mesh: Mesh | AbstractMesh
-) -> SpmdProgram:
-    sharding = planned.plan.sharding
-    return build_program(
-        planned.graph,
-        sharding,
-        Resharder(sharding.mesh, planned.cluster),
-        mesh,
-        planned.argument_types,
-        planned.traced.jaxpr.consts,
-        planned.donated(options),
-        weak_outputs(planned.traced),
-    )

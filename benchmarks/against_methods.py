@@ -193,7 +193,7 @@ class _Compared:
         from autopar.clusters.cluster import Cluster
         from autopar.frontend.tracing import trace
         from autopar.graph.build_graph import build_graph
-        from autopar.planner.planning import roles_of
+        from autopar.planner.whole_step import roles_of
         from autopar.sharding.mesh import parse_mesh
 
         self.workload, self.arguments = workload, workload.abstract()
@@ -230,20 +230,22 @@ class _Compared:
         import jax
 
         from autopar.methods.methods import ShardParallel
-        from autopar.planner.planning import plan_graph
+        from autopar.planner.graph_plan import plan_graph
+        from autopar.planner.plan_request import PlanRequest
 
         options = self._options(method, None)
         if isinstance(method, ShardParallel):  # it changes the graph
             return self._whole(options)
         leaves = jax.tree.leaves(self.arguments)
         place = self.graph, leaves, self.batch, self.cluster
-        return plan_graph(*place, options).predicted
+        return plan_graph(PlanRequest(*place, options)).predicted
 
     def _whole(self, options: Options) -> Prediction:
-        from autopar.planner.planning import plan_function
+        from autopar.planner.planning import plan_traced
+        from autopar.planner.whole_step import trace_whole
 
-        found = plan_function(self.workload.step, self.arguments, {}, options)
-        return found.plan.predicted
+        whole = trace_whole(self.workload.step, self.arguments, {}, options)
+        return plan_traced(whole, options).plan.predicted
 
     def _options(self, method: Method | None, budget_bytes: int | None) -> Options:
         import autopar

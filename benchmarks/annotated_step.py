@@ -22,7 +22,7 @@ from autopar.frontend.tracing import rewritten
 from autopar.graph.build_graph import BARRIER, build_graph
 from autopar.graph.op_graph import Block, Constant, Operator, OpGraph
 from autopar.lowering.blocks import BlockRunner
-from autopar.planner.planning import roles_of
+from autopar.planner.whole_step import roles_of
 from autopar.rules.base import bind_params
 from autopar.sharding.spec import is_pending, to_partition_spec
 

@@ -106,7 +106,7 @@ def measure(name: str, fraction: float) -> Measurement:
     from autopar.graph.build_graph import build_graph
     from autopar.planner.budget import BudgetPlanner
     from autopar.planner.intra_op import plan_intra_op
-    from autopar.planner.planning import roles_of
+    from autopar.planner.whole_step import roles_of
     from autopar.sharding.mesh import parse_mesh
 
     from .models import build

@@ -70,7 +70,7 @@ def predicted_seconds(workload: Workload, plan: Plan, cluster: Cluster) -> float
     """Seconds of a step under a plan, by a cluster's constants."""
     from autopar.frontend.tracing import trace
     from autopar.graph.build_graph import build_graph
-    from autopar.planner.planning import roles_of
+    from autopar.planner.whole_step import roles_of
     from benchmarks.plan_price import plan_seconds
 
     traced = trace(workload.step, workload.abstract(), {})

@@ -118,8 +118,8 @@ def measure(name: str, case: Case, *, with_loss: bool = False) -> Measurement:
     from autopar.frontend.tracing import trace
     from autopar.graph.build_graph import build_graph
     from autopar.planner.intra_op import read_plan
-    from autopar.planner.planning import roles_of
     from autopar.planner.sharding_problem import build_problem
+    from autopar.planner.whole_step import roles_of
     from autopar.sharding.mesh import parse_mesh
     from autopar.sharding.resharding import Resharder
     from autopar.solver import solve
@@ -143,7 +143,7 @@ def measure(name: str, case: Case, *, with_loss: bool = False) -> Measurement:
     resharder = Resharder(mesh, cluster)
     problem = timed("problem", lambda: build_problem(graph, mesh, cluster, resharder))
     choices = problem.choice_graph
-    found = timed("solve", without_garbage_collection(lambda: solve(choices)))
+    found = timed("solve", without_garbage_collection()(lambda: solve(choices)))
     share = seconds.pop("solve") / passed["solve"]  # others use the machine
     for phase in found.phases:
         step = "beside" if phase.name == "plan" else phase.name  # "plan" is read below

@@ -17,7 +17,7 @@ from autopar.clusters.measured_links import Timing, as_measured
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.planner.intra_op import plan_intra_op
-from autopar.planner.planning import roles_of
+from autopar.planner.whole_step import roles_of
 from autopar.sharding.mesh import MeshShape
 from benchmarks.models import build
 from benchmarks.plan_price import plan_seconds

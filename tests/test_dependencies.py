@@ -10,7 +10,7 @@ from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.dependencies import leading_to, read_by, tensors_of
 from autopar.graph.op_graph import Constant, Operator, OpGraph
-from autopar.planner.planning import roles_of
+from autopar.planner.whole_step import roles_of
 
 
 def function(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -15,7 +15,7 @@ import autopar
 from autopar.frontend.derived_results import derived_results
 from autopar.frontend.tracing import trace
 from autopar.jax_compat import with_scan_counts
-from autopar.planner.planning import roles_of
+from autopar.planner.whole_step import roles_of
 
 Params = dict[str, jax.Array]
 

@@ -12,8 +12,9 @@ from autopar.graph.build_graph import BARRIER
 from autopar.graph.companions import companions
 from autopar.graph.op_graph import OpGraph
 from autopar.methods.gather_again import gathering_again, graph_of_plan
-from autopar.planner.planning import plan_function
-from autopar.plans.parallel_plan import Plan
+from autopar.planner.planning import plan_traced
+from autopar.planner.whole_step import trace_whole
+from autopar.plans.plan import ShardingPlan
 from benchmarks.models import build
 from tests.rows.fixtures import Case, f1, f3, random, sgd
 from tests.rows.named_plans import graph_of
@@ -164,23 +165,24 @@ def test_a_plan_within_a_budget_is_of_a_graph_that_may_gather_again() -> None:
     case = Case(step, (params, random(8, 512, 256)))
     pins = {"kernel": jax.P("x"), "^x$": jax.P("x")}
 
-    def planned(budget: int | None) -> Plan:
+    def planned(budget: int | None) -> ShardingPlan:
         step = autopar.parallelize(
             case.step, mesh="x:8", pins=pins, memory_budget=budget
         )
-        return plan_function(case.step, case.args, {}, step._options).plan
+        whole = trace_whole(case.step, case.args, {}, step.options)
+        return plan_traced(whole, step.options).plan
 
     kept = planned(None)
-    assert traffic(kept)["all_gather", "x"] == [262_144] * 6
+    assert traffic(autopar.Plan(kept))["all_gather", "x"] == [262_144] * 6
     budget = int(0.775 * kept.predicted.peak_bytes)
     again = planned(budget)
     graph = graph_of(case)
-    assert not barriers(graph_of_plan(graph, kept.sharding))
-    assert barriers(graph_of_plan(graph, again.sharding))
+    assert not barriers(graph_of_plan(graph, kept))
+    assert barriers(graph_of_plan(graph, again))
     assert again.predicted.peak_bytes <= budget
     seen = [
         run_as_planned(autopar.parallelize(case.step, plan=plan), *case.args).audit()
-        for plan in (kept, again)
+        for plan in map(autopar.Plan, (kept, again))
     ]
     whole, parts = (each.memory.device_bytes for each in seen if each.memory)
     assert parts < whole

@@ -110,7 +110,7 @@ def multilayer_perceptron() -> tuple[Callable[..., Any], Any, Any]:
 
 
 def audits(step: Any) -> list[Any]:
-    (pipelined,) = step._pipelines.values()
+    (pipelined,) = step._running()
     return list(pipelined.pipeline.audit())
 
 
@@ -301,7 +301,7 @@ def test_two_stages_are_busy_at_once():
     x = jnp.tile(x, (64, 1))
     step: Any = parallelize(fun, method=PipelineParallel(2, 4))
     params, _ = step(params, x)
-    (pipelined,) = step._pipelines.values()
+    (pipelined,) = step._running()
     pieces = pipelined.pipeline.split([*params["w"], x])
     batch = pipelined.pipeline.batch_of(pieces)
     state = pipelined.pipeline.state_of(pieces)

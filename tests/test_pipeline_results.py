@@ -112,7 +112,7 @@ def test_a_step_may_close_over_arrays():
     for _ in range(2):
         expected, got = jax.jit(step)(expected[0], x), parallel(got[0], x)
     assert_equal(got, expected)
-    (pipelined,) = parallel._pipelines.values()
+    (pipelined,) = parallel._running()
     held = dict(pipelined.constants)
     assert held
     parallel(got[0], x)

@@ -76,7 +76,7 @@ def test_values_are_those_of_the_whole_batch(mix: Any) -> None:
         expected = jax.jit(fun)(expected[0], *batch)
         params = step(params[0], *batch)
     assert_close(params, expected)
-    (pipelined,) = step._pipelines.values()
+    (pipelined,) = step._running()
     assert pipelined.pipeline.parts.prepared
     assert all(each.ok for each in pipelined.pipeline.audit())
 

@@ -205,7 +205,7 @@ def assert_like_the_full_batch(
         if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_allclose(np.asarray(a), b, rtol=rtol, atol=2e-5)
-    (pipelined,) = step._pipelines.values()
+    (pipelined,) = step._running()
     return got[0], pipelined.pipeline
 
 

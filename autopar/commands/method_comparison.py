@@ -6,7 +6,7 @@ A method's plan is its cheapest; where it is above the budget, it is told what i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
@@ -15,8 +15,11 @@ from rich.text import Text
 from ..methods.methods import Method
 from ..methods.named_methods import DataParallel, Megatron, Zero
 from ..options import Options
+from ..planner.graph_plan import plan_graph
 from ..planner.memory_budget import NO_BUDGET, with_budget
-from ..planner.planning import Planned, batch_tensors, plan_graph
+from ..planner.plan_request import PlanRequest
+from ..planner.planned import Planned
+from ..planner.whole_step import batch_tensors
 from ..plans.explain import format_bytes, format_seconds
 from ..plans.plan import ShardingPlan, TriedPlan
 
@@ -63,20 +66,20 @@ def compare(
       options: what it was planned with; the method is replaced.
       on_method: is told what is planned next.
     """
-    yield Row("this plan", planned.plan.sharding)
+    yield Row("this plan", planned.plan)
     batch = batch_tensors(planned.traced, planned.graph, options)
+    request = PlanRequest(planned.graph, leaves, batch, planned.cluster, options)
     budget_bytes = options.budget_on(planned.cluster)
     for method in named_methods(planned, options):
         on_method(str(method))
         name = _short(method)
         own = {"mesh": None, "pins": {}, "rules": None, "memory_budget": NO_BUDGET}
-        chosen = replace(options, method=method, **own)
         try:
-            plan = plan_graph(planned.graph, leaves, batch, planned.cluster, chosen)
+            plan = plan_graph(request.asking(method=method, **own))
         except (ValueError, NotImplementedError) as error:
             yield Row(name, error)
         else:
-            yield Row(name, with_budget(plan.sharding, budget_bytes))
+            yield Row(name, with_budget(plan, budget_bytes))
 
 
 def tried_rows(rows: Sequence[Row]) -> Iterator[TriedPlan]:

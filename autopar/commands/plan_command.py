@@ -5,7 +5,6 @@ jax is imported inside: `autopar --help` does without.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.status import Status
 
 from .progress import progress
 from .step_options import (
@@ -30,9 +28,9 @@ from .step_options import (
 )
 
 if TYPE_CHECKING:
+    from ..api import ParallelFunction
     from ..clusters.cluster import Cluster
-    from ..lowering.programs import SpmdProgram
-    from ..planner.planning import Planned
+    from ..options import Options
     from ..plans.parallel_plan import Plan
     from .method_comparison import Row
     from .plan_targets import Target
@@ -269,8 +267,64 @@ def _plan(
     compare: bool,
     compile_limit: float | None,
 ) -> tuple[Plan, list[Row]]:
-    from ..api import ParallelFunction, parallelize
+    """The plan of a step as `step.plan` gives it, and those of named methods beside it.
+
+    Raises:
+      InfeasiblePlanError: nothing fits; names what would.
+    """
+    from ..errors import InfeasiblePlanError
+    from ..report.step_origin import StepOrigin
     from ..step_program import compiled_figures
+    from .method_comparison import compare as compared
+
+    step = _parallel(target, options)
+    with progress(console) as status:
+        status.update(f"tracing and planning {target.name}")
+        try:
+            made = step._plan(target.args, {}, compile_limit or 0.0)
+        except InfeasiblePlanError as error:
+            status.update("nothing fits; looking for what would")
+            more = _suggestion(target, step.options)
+            raise (error.saying_more(more) if more else error) from None
+        if 0 < made.predicted.budget_bytes < made.predicted.peak_bytes:
+            status.update("nothing fits; looking for what would")
+            console.print(_suggestion(target, step.options), markup=False)
+        rows: list[Row] = []
+        if compare and isinstance(made.origin, StepOrigin):
+            origin = made.origin
+            for row in compared(origin.planned, origin.leaves, origin.options):
+                status.update(f"comparing: {row.name} is planned")
+                rows.append(row)
+        if compile_limit is not None:
+            status.update(f"compiling {target.name}")
+            figures = compiled_figures(step.lower(*target.args), compile_limit)
+            made = replace(made, compiled=figures)
+    return made, rows
+
+
+def _suggestion(target: Target, options: Options) -> str:
+    """What to ask for where nothing fits; "" where nothing is left free."""
+    from ..frontend.calls import open_call, plain_function
+    from ..frontend.constant_leaves import takes_only_arrays
+    from ..frontend.static_arguments import StaticArguments
+    from ..planner.remedies import suggestion
+    from ..planner.whole_step import trace_whole
+
+    nothing, only_arrays = StaticArguments((), ()), takes_only_arrays(target.step)
+    with open_call(nothing, target.args, {}, only_arrays) as call:
+        fun = plain_function(target.step, call.statics)
+        return suggestion(trace_whole(fun, *call.arguments(), options), options)
+
+
+def _parallel(target: Target, options: Mapping[str, Any]) -> ParallelFunction:
+    """The step of a target, parallelized: one program, unless a method says otherwise.
+
+    Raises:
+      ValueError: options are given for a step that has its own.
+    """
+    from ..api import ParallelFunction, parallelize
+    from ..methods.methods import ShardParallel
+    from ..plans.staged_plan import StagedPlan
 
     if isinstance(target.step, ParallelFunction):
         given = [name for name, value in options.items() if value is not None]
@@ -281,104 +335,9 @@ def _plan(
                 f"parallelized with its own, and got {', '.join(given)}; leave them "
                 "out, or give its function."
             )
-        step = target.step
-    elif options["method"] is not None:
-        step = parallelize(target.step, **options)
-    else:
-        step = None
-    if step is not None:
-        with progress(console) as status:
-            status.update(f"tracing and planning {target.name}")
-            made = step.plan(*target.args)
-            if compile_limit is not None:
-                status.update(f"compiling {target.name}")
-                lowered = step.lower(*target.args)
-                figures = compiled_figures(lowered, compile_limit)
-                made = replace(made, compiled=figures)
-            return made, []
-    with progress(console) as status:
-        return _plan_plain(target, options, compare, compile_limit, status)
-
-
-def _plan_plain(
-    target: Target,
-    given: Mapping[str, Any],
-    compare: bool,
-    compile_limit: float | None,
-    status: Status,
-) -> tuple[Plan, list[Row]]:
-    import jax
-
-    from ..audit.fit import plan_fitting, plan_of_least_memory
-    from ..errors import InfeasiblePlanError
-    from ..frontend.calls import open_call, plain_function
-    from ..frontend.constant_leaves import takes_only_arrays
-    from ..frontend.static_arguments import StaticArguments
-    from ..options import check_options, resolve_options
-    from ..planner.planning import plan_function
-    from ..planner.remedies import with_remedy
-    from ..planner.traced_step import traced_step
-    from ..planner.whole_step import TracedWhole
-    from ..step_program import (
-        compiled_figures,
-        lowered_step,
-        program_here,
-        target_program,
-    )
-    from ..targets.target import why_modelled
-    from . import method_comparison
-
-    options = resolve_options(target.step, check_options(**given))
-    nothing = StaticArguments((), ())
-    only_arrays = takes_only_arrays(target.step)
-    with open_call(nothing, target.args, {}, only_arrays) as call:
-        status.update(f"tracing and planning {target.name}")
-        fun = plain_function(target.step, call.statics)
-        args, kwargs = call.arguments()
-
-        def refused(
-            error: InfeasiblePlanError, whole: TracedWhole
-        ) -> InfeasiblePlanError:
-            status.update("nothing fits; looking for what would")
-            return with_remedy(error, whole, options)
-
-        def program_of(planned: Planned) -> SpmdProgram:
-            return target_program(planned, options) or program_here(planned, options)
-
-        try:
-            if compile_limit is None:
-                planned = plan_function(fun, args, kwargs, options, refused)
-            else:
-                planned = plan_fitting(
-                    *(fun, args, kwargs, options, program_of),
-                    refused=refused,
-                    elsewhere_seconds=compile_limit,
-                )
-        except InfeasiblePlanError as error:
-            planned = plan_of_least_memory(fun, args, kwargs, options, error)
-        _tell(planned)
-        rows: list[Row] = []
-        if compare:
-            leaves = jax.tree.leaves((args, kwargs))
-            rows += method_comparison.compare(
-                planned,
-                leaves,
-                options,
-                lambda name: status.update(f"comparing with {name}"),
-            )
-        made = traced_step(planned, call.leaves, options)
-        if compile_limit is None:
-            figures = why_modelled(planned.cluster, options.mesh)
-        else:
-            status.update(f"compiling {target.name}")
-            program = program_of(planned)
-            lowered = lowered_step(planned, program, only_arrays)
-            figures = compiled_figures(lowered, compile_limit)
-    return replace(made, compiled=figures), rows
-
-
-def _tell(planned: Planned) -> None:
-    log = logging.getLogger("autopar")
-    log.info(planned.summary())
-    for note in planned.roles.notes:
-        log.warning(note)
+        return target.step
+    like = options["like"]
+    is_staged = like is not None and isinstance(like.decision, StagedPlan)
+    if options["method"] is None and not is_staged:
+        options = {**options, "method": ShardParallel()}
+    return parallelize(target.step, **options)

@@ -7,24 +7,17 @@ cycles; walking them all again and again took a third of the time.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, TypeVar
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
-def without_garbage_collection(function: _Function) -> _Function:
-    """`function`, run with the collector off if it was on."""
-
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        was_on = gc.isenabled()
-        gc.disable()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            if was_on:
-                gc.enable()
-
-    return run  # pyright: ignore[reportReturnType]
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Runs a block, or a function that it decorates, with the collector off."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

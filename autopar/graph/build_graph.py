@@ -67,7 +67,7 @@ def _shared_type(shape: tuple[int, ...], dtype: Any) -> TensorType:
     return TensorType(shape, dtype)
 
 
-@without_garbage_collection
+@without_garbage_collection()
 def build_graph(
     traced: TracedFunction, roles: Roles, *, has_literals: bool = False
 ) -> OpGraph:

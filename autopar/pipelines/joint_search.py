@@ -80,7 +80,7 @@ class JointSearch:
     min_stages: int = 2
     max_stages: int | None = None
 
-    @without_garbage_collection
+    @without_garbage_collection()
     def best(self, capacity_bytes: float) -> FoundStages | None:
         """The fastest stages that hold up to `capacity_bytes` a device, or None.
 

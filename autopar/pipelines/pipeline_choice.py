@@ -17,17 +17,19 @@ from typing import Any
 
 import numpy as np
 
-from ..audit.fit import Candidate, fitting
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
 from ..frontend.tracing import trace
 from ..graph.build_graph import build_graph
 from ..graph.op_graph import OpGraph
 from ..methods.methods import Auto, PipelineParallel
+from ..methods.place_operators import PlaceOperators
 from ..options import Options
+from ..planner.fit import CompiledFit
 from ..planner.mesh_search import FAR, least_seconds
 from ..planner.plan_like import Likeness, homes_in, kept_arguments, tell
-from ..planner.planning import Planned
+from ..planner.planned import Planned
+from ..planner.planning import plan_of_least_memory, plan_step
 from ..planner.step_variants import Offload
 from ..planner.update_loops import one_update
 from ..planner.whole_step import batch_tensors, roles_of
@@ -38,6 +40,7 @@ from ..plans.staged_plan import StagedPlan
 from ..rematerialisation.remat import LEVELS, Level, Remat
 from .pipeline import lower_pipeline
 from .pipeline_plan import PlannedPipeline, plan_pipeline
+from .placed_operators import plan_placement
 from .program_plans import ProgramPlanner
 from .stage_cut import forward_order
 from .stage_search import StageSearch, search_stages
@@ -84,29 +87,49 @@ def planned_pipeline(
     return replace(planned, updates=(found[1], *planned.updates))
 
 
+@dataclass(frozen=True, eq=False)
+class _StagedCandidate:
+    """A planned pipeline, and its plan, whose stages are compiled."""
+
+    planned: PlannedPipeline
+    stages: StagedPlan
+
+    @property
+    def name(self) -> str:
+        return self.planned.traced.name
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.planned.cluster
+
+    @property
+    def num_devices(self) -> int:
+        return sum(shape.size for shape in self.planned.shapes)
+
+    @property
+    def predicted(self) -> Prediction:
+        return self.stages.predicted
+
+    def compiled_bytes(self, limit_seconds: float) -> int:
+        pipeline = lower_pipeline(self.planned)
+        return max(pipeline.compiled_peaks(self.stages, limit_seconds))
+
+
 def _fitting(
     call: Call, method: PipelineParallel, options: Options, price: Price
 ) -> PlannedPipeline:
-    """A pipeline within a budget that was named, also as compiled; see `fit.py`."""
-
-    def plan(some: Options) -> Candidate[PlannedPipeline]:
-        planned = _planned(call, method, some, price)
-        stages = price(planned).stages
-
-        def compiled_bytes(limit_seconds: float) -> int:
-            pipeline = lower_pipeline(planned)
-            return max(pipeline.compiled_peaks(stages, limit_seconds))
-
-        def told(predicted: Prediction) -> PlannedPipeline:
-            return replace(planned, memory_correction=predicted.memory_correction)
-
-        num_devices = sum(shape.size for shape in planned.shapes)
-        named = planned, planned.traced.name, planned.cluster, num_devices
-        return Candidate(*named, stages.predicted, compiled_bytes, told)
-
+    """A pipeline within a budget that was named, also as compiled."""
     if options.memory_budget is None or options.plan is not None:
         return _planned(call, method, options, price)
-    return fitting(options, plan)
+    fit = CompiledFit[_StagedCandidate](options)
+    for some in fit:
+        try:
+            planned = _planned(call, method, some, price)
+            fit.add(_StagedCandidate(planned, price(planned).stages))
+        except InfeasiblePlanError as error:
+            fit.add(error)
+    found, correction = fit.found.planned, fit.predicted.memory_correction
+    return replace(found, memory_correction=correction)
 
 
 def _planned(
@@ -160,32 +183,53 @@ def _searched(
     return replace(best, bound_seconds=min(bounds))
 
 
-def better_pipeline(
-    call: Call, options: Options, plan: Callable[[], Planned], price: Price
-) -> PlannedPipeline | None:
-    """The pipeline that beats one program on all devices, if there is any.
+def plan_call(
+    call: Call, options: Options, price: Price, elsewhere_seconds: float = 0.0
+) -> Planned | PlannedPipeline:
+    """The plan of a call, as the method says: of one program, or of a pipeline.
 
-    `plan` makes the plan of one program.
+    Where nothing fits devices as they are, it is the one that needs the least.
+    `elsewhere_seconds` are those of `plan_step`.
 
     Raises:
-      InfeasiblePlanError: neither fits into memory.
+      InfeasiblePlanError: nothing fits into memory.
     """
-    if not _is_open(options):
-        return None
-    cluster = options.cluster or Cluster.local()
+    if isinstance(options.method, PipelineParallel):
+        return planned_pipeline(call, options.method, options, price)
+    if isinstance(options.method, PlaceOperators):
+        return plan_placement(*call, options.method, options)
+    is_open = isinstance(options.method, Auto) and _is_open(options)
+    found = None
     try:
-        planned = plan()
+        one = plan_step(*call, options, elsewhere_seconds=elsewhere_seconds)
     except InfeasiblePlanError as error:
-        graph = build_graph(traced := trace(*call), roles_of(traced))
-        found = None if _is_large(graph) else _search(call, options, price)
-        if found is None:
-            raise
+        if is_open:
+            found = _pipeline_that_fits(call, options, error, price)
+        return found or plan_of_least_memory(*call, options, error)
+    if is_open:
+        found = _quicker_pipeline(call, options, one, price)
+    return found or one
+
+
+def _pipeline_that_fits(
+    call: Call, options: Options, error: InfeasiblePlanError, price: Price
+) -> PlannedPipeline | None:
+    """The pipeline that fits where one program does not, if there is any."""
+    graph = build_graph(traced := trace(*call), roles_of(traced))
+    found = None if _is_large(graph) else _search(call, options, price)
+    if found is not None:
         _log.warning(
             "%s becomes a pipeline, as no other plan was found that fits (%s)",
             *(traced.name, error.tightest_constraint),
         )
-        return found
-    one = planned.plan.predicted
+    return found
+
+
+def _quicker_pipeline(
+    call: Call, options: Options, planned: Planned, price: Price
+) -> PlannedPipeline | None:
+    """The pipeline that beats one program on all devices, if there is any."""
+    cluster, one = planned.cluster, planned.plan.predicted
     seconds = one.step_seconds
     floor_seconds = least_seconds(planned.graph, cluster)
     if cluster.num_hosts == 1 or seconds <= FAR * floor_seconds:
@@ -197,12 +241,7 @@ def better_pipeline(
         return None
     _log.info("a pipeline: one program takes %s", format_seconds(seconds))
     least = min(found.bound_seconds, seconds * (1 - one.optimality_gap))
-    return replace(found, bound_seconds=least)
-
-
-def may_be_pipelined(options: Options) -> bool:
-    """Whether a pipeline might be chosen for some call."""
-    return isinstance(options.method, Auto) and _is_open(options)
+    return replace(found, bound_seconds=least, one_program=one)
 
 
 def _may_have_unequal_submeshes(method: PipelineParallel, options: Options) -> bool:

@@ -23,6 +23,7 @@ from ..methods.methods import PipelineParallel
 from ..methods.place_operators import PlaceOperators
 from ..options import Options
 from ..planner.update_loops import Updates
+from ..plans.plan import Prediction
 from ..plans.staged_plan import PlannedTransfer
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.spec import Spec, local_shape
@@ -44,7 +45,8 @@ class PlannedPipeline:
     less, in the model of the search that found the stages; 0 if they were given.
     `updates` are the loops over updates, from the outermost on, where a call runs the
     step several times. `memory_correction` is the error of predicted bytes that was
-    seen where programs were compiled.
+    seen where programs were compiled; `one_program` what the whole step takes on all
+    devices, where that was planned beside it.
     """
 
     made: CutStep
@@ -55,6 +57,7 @@ class PlannedPipeline:
     bound_seconds: float = 0.0
     updates: tuple[Updates, ...] = ()
     memory_correction: float = 1.0
+    one_program: Prediction | None = None
 
     @property
     def traced(self) -> TracedFunction:
@@ -186,7 +189,7 @@ class PlannedPipeline:
         return tuple(found.values())
 
 
-@without_garbage_collection
+@without_garbage_collection()
 def plan_pipeline(
     fun: Callable[..., Any],
     args: Sequence[Any],

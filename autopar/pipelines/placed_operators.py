@@ -29,8 +29,8 @@ from ..methods.place_operators import PlaceOperators
 from ..microbatches.microbatch_flow import Phases
 from ..microbatches.microbatch_step import MicrobatchedStep
 from ..options import Options
-from ..planner.planning import roles_of
 from ..planner.strategies import is_heavy_operator, total_flops
+from ..planner.whole_step import roles_of
 from ..sharding.mesh import MeshShape
 from .chunked_step import ChunkedStep
 from .cut_step import CutStep

@@ -9,29 +9,24 @@ examples, and more scores than queries, keys and values.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ..errors import InfeasiblePlanError
 from ..frontend.roles import Roles
 from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import build_graph
 from ..graph.op_graph import OpGraph
 from ..methods.methods import Auto, ShardParallel
 from ..options import Options
-from ..plans.parallel_plan import Plan
 from ..plans.plan import Padding, ShardingPlan
 from ..rules.attention import KINDS, RINGS
 from .attention_finder import FoundAttention, find_attention
 from .attention_trace import with_attention
-from .memory_search import Chosen
 from .pin_choices import ChoicePins
-from .step_variants import StepVariant, StepVariants
+from .step_variants import StepVariants
 
 _log = logging.getLogger("autopar")
-Choose = Callable[[StepVariants], Chosen]
-Free = Callable[[StepVariant], Plan]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,48 +53,25 @@ class AttentionVariants:
             return self.plain()
         return self._of(find_attention(self.traced, self.graph)[0])
 
-    def choose(
-        self, options: Options, num_devices: int, choose: Choose, free: Free
-    ) -> Chosen:
-        """The cheapest plan of both ways, or of the one that was asked for.
-
-        Args:
-          options: their method says which way.
-          num_devices: on how many.
-          choose: the cheapest plan of some variants.
-          free: the plan of a variant that any memory will do for, which is faster.
+    def to_try(self, options: Options, num_devices: int) -> Iterator[StepVariants]:
+        """Both ways, or the one that is asked for or that alone can matter.
 
         Raises:
-          InfeasiblePlanError: nothing fits.
           ValueError: a ring was asked for, but no attention is understood.
         """
         method = options.method
         if not isinstance(method, Auto | ShardParallel) or options.like is not None:
-            return choose(self.plain())
+            yield self.plain()
+            return
         asked = getattr(method, "attention", "auto")
         if asked == "ring":
-            return choose(self._of(self._found()))
-        if asked == "operators" or self._num_examples() >= num_devices:
-            return choose(self.plain())
-        found = self._logged()
-        if not any(map(self._is_long, found)):
-            return choose(self.plain())
-        try:
-            other = choose(self._of(found))
-        except InfeasiblePlanError:
-            return choose(self.plain())
-        least = free(self.plain().make(None)).predicted
-        if other.seconds <= least.step_seconds * (1.0 - least.optimality_gap):
-            return other
-        try:
-            plain = choose(self.plain())
-        except InfeasiblePlanError:
-            return other
-        _log.info(
-            "%s: %.4g s operator by operator, %.4g s with attention as one operator",
-            *(self.graph.name, plain.seconds, other.seconds),
-        )
-        return min(plain, other, key=lambda each: each.seconds)
+            yield self._of(self._found())
+            return
+        if asked != "operators" and self._num_examples() < num_devices:
+            found = self._logged()
+            if any(map(self._is_long, found)):
+                yield self._of(found)
+        yield self.plain()
 
     def _of(self, found: Sequence[FoundAttention]) -> StepVariants:
         traced = with_attention(self.traced, self.graph, found)

@@ -44,6 +44,7 @@ from ..sharding.pins import Pin
 from ..sharding.resharding import Resharder
 from .even_share import memory_on_one_device
 from .intra_op import IntraOpSolution, plan_intra_op, read_profile
+from .memory_budget import NO_BUDGET
 from .memory_rows import MemoryRows
 from .memory_users import infeasible_error, no_room_error
 from .sharding_problem import build_problem
@@ -69,16 +70,6 @@ class BudgetPlanner:
     pins: Mapping[int, Pin] = field(default_factory=dict)
     limits: Sequence[Limit] = ()
 
-    def free(self, gap: float, cutoff: float = math.inf) -> IntraOpSolution:
-        """The cheapest plan, whatever its memory."""
-        return plan_intra_op(
-            *(self.graph, self.mesh, self.cluster),
-            pins=self.pins,
-            restrictions=self.limits,
-            gap=gap,
-            cutoff=cutoff,
-        )
-
     def within(
         self, budget_bytes: int, gap: float, cutoff: float = math.inf
     ) -> IntraOpSolution:
@@ -87,8 +78,15 @@ class BudgetPlanner:
         Raises:
           InfeasiblePlanError: no plan was found that fits.
         """
-        self.check_room(budget_bytes)
-        free = self.free(gap, cutoff)
+        if budget_bytes != NO_BUDGET:
+            self.check_room(budget_bytes)
+        free = plan_intra_op(
+            *(self.graph, self.mesh, self.cluster),
+            pins=self.pins,
+            restrictions=self.limits,
+            gap=gap,
+            cutoff=cutoff,
+        )
         fits = free.plan.predicted.peak_bytes <= budget_bytes
         if fits or free.assignment.bound >= cutoff:
             return free

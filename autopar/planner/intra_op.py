@@ -48,7 +48,6 @@ class IntraOpSolution:
     is_searched: bool = False
 
 
-@without_garbage_collection
 def plan_intra_op(
     graph: OpGraph,
     mesh: MeshShape,
@@ -68,10 +67,11 @@ def plan_intra_op(
     """
     resharder = Resharder(mesh, cluster)
     place = graph, mesh, cluster, resharder
-    problem = build_problem(*place, pins, demanded=demanded_orders(restrictions))
-    problem = restrict(problem, restrictions, cluster)
-    assignment = solve(problem.choice_graph, gap=gap, cutoff=cutoff)
-    plan = read_plan(problem, assignment, cluster, resharder)
+    with without_garbage_collection():
+        problem = build_problem(*place, pins, demanded=demanded_orders(restrictions))
+        problem = restrict(problem, restrictions, cluster)
+        assignment = solve(problem.choice_graph, gap=gap, cutoff=cutoff)
+        plan = read_plan(problem, assignment, cluster, resharder)
     return IntraOpSolution(plan, assignment)
 
 
@@ -85,7 +85,7 @@ def read_plan(
     return read_profile(problem, assignment, cluster, resharder).plan
 
 
-@without_garbage_collection
+@without_garbage_collection()
 def read_profile(
     problem: ShardingProblem,
     assignment: Assignment,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..clusters.cluster import Cluster
@@ -30,12 +30,7 @@ from ..plans.explain import format_seconds
 from ..plans.plan import TriedPlan
 from ..sharding.mesh import MeshShape
 from .intra_op import IntraOpSolution
-from .mesh_shapes import (
-    MAX_AXES,
-    is_refined_by,
-    mesh_shapes,
-    neighbours,
-)
+from .mesh_shapes import MAX_AXES, is_refined_by, neighbours
 from .strategies import SLICING, total_flops
 
 WORTH = 0.005
@@ -58,24 +53,16 @@ TIGHT_GAP = 1e-4
 MANY_OPERATORS = 1_500  # from which on a step is long
 _log = logging.getLogger("autopar")
 
-PlanOn = Callable[[MeshShape, float, float], IntraOpSolution]
+Attempts = Generator["Attempt", None, "Trial"]
 
 
-def plan_below(
-    plan_on: PlanOn, mesh: MeshShape, gap: float, cutoff: float
-) -> tuple[IntraOpSolution, bool]:
-    """A plan on a shape, and whether no plan there takes less than the cutoff.
+@dataclass(frozen=True)
+class Attempt:
+    """A shape to plan on within a gap, or until the bound is the cutoff in seconds."""
 
-    A plan may take less than the solver's cost, as copies are made of copies. What
-    was ended early may do so by much.
-    """
-    solution = plan_on(mesh, gap, cutoff)
-    found = solution.assignment
-    if found.bound < cutoff or found.gap <= gap:
-        return solution, False
-    if _least_of(solution) >= cutoff:
-        return solution, True
-    return plan_on(mesh, gap, math.inf), False
+    mesh: MeshShape
+    gap: float
+    cutoff: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -101,7 +88,8 @@ NO_LIMITS = SearchLimits()
 class Trial:
     """A shape, what a step takes on it, and the bound; infinite where nothing fits.
 
-    `is_ruled_out`: the solution was ended, its bound being above what is worth taking.
+    `is_ended`: the solution was ended, its bound being above the cutoff.
+    `is_ruled_out`: and its plan takes no less.
     `is_searched`: memory binds, so the plan was searched for within the budget.
     """
 
@@ -111,6 +99,7 @@ class Trial:
     gap: float
     solution: IntraOpSolution | None = None
     error: InfeasiblePlanError | None = None
+    is_ended: bool = False
     is_ruled_out: bool = False
     is_searched: bool = False
 
@@ -128,54 +117,6 @@ class Trial:
         if self.is_ruled_out:
             return f"{self.mesh} over {format_seconds(self.bound_seconds)}"
         return f"{self.mesh} {_seconds_text(self.seconds)}"
-
-
-@dataclass(frozen=True)
-class MeshSearch:
-    """The cheapest shape's plan, and every shape that was solved, in order."""
-
-    solution: IntraOpSolution
-    trials: tuple[Trial, ...]
-    num_shapes: int
-    floor_seconds: float
-
-    def others(self) -> tuple[TriedPlan, ...]:
-        """The best plans on other shapes, of those that were solved to their end."""
-        return tuple(
-            TriedPlan(f'mesh="{each.mesh}"', each.solution.plan.predicted)
-            for each in self.trials
-            if each.solution is not None
-            and each.solution is not self.solution
-            and not each.is_ruled_out
-        )
-
-    def __str__(self) -> str:
-        mesh = self.solution.plan.mesh
-        tried = ", ".join(map(str, self.trials))
-        return f"mesh {mesh} of {self.num_shapes} aligned shapes; tried {tried}"
-
-
-def search_meshes(
-    cluster: Cluster,
-    plan_on: PlanOn,
-    shapes: Sequence[MeshShape] = (),
-    limits: SearchLimits = NO_LIMITS,
-) -> MeshSearch:
-    """The cheapest predicted plan over the aligned shapes; see the top of the file.
-
-    Args:
-      cluster: gives the shapes.
-      plan_on: plans on one of them up to a relative gap, or until its bound is at
-        least a cutoff in seconds.
-      shapes: all of them, those first that are begun with; else as in `mesh_shapes`.
-      limits: what need not be looked at.
-
-    Raises:
-      InfeasiblePlanError: no shape that was tried has a plan; it is the one of the
-        least budget.
-    """
-    shapes = tuple(shapes) or mesh_shapes(cluster)
-    return _Search(cluster, plan_on, shapes, limits).run()
 
 
 def least_seconds(graph: OpGraph, cluster: Cluster) -> float:
@@ -198,24 +139,64 @@ def least_seconds(graph: OpGraph, cluster: Cluster) -> float:
     return total
 
 
-@dataclass(frozen=True)
-class _Search:
-    cluster: Cluster
-    plan_on: PlanOn
-    shapes: tuple[MeshShape, ...]
-    limits: SearchLimits
-    trials: dict[MeshShape, Trial] = field(default_factory=dict)
+@dataclass
+class MeshSearch:
+    """The shapes to plan on, one after the other, as the plans on those before ask.
 
-    def run(self) -> MeshSearch:
-        best = self._first_that_fits()
-        while (better := self._better_neighbour(best)) is not None:
-            best = better
+    Each attempt that it gives is answered by `add` before the next; see the top of the
+    file. `named` is the one shape to plan on, within `gap`, where there is no choice.
+
+    Raises (where it goes on):
+      InfeasiblePlanError: no shape that was tried has a plan; it is the one of the
+        least budget.
+    """
+
+    cluster: Cluster
+    shapes: Sequence[MeshShape] = ()
+    limits: SearchLimits = NO_LIMITS
+    named: MeshShape | None = None
+    gap: float = TIGHT_GAP
+    trials: dict[MeshShape, Trial] = field(default_factory=dict)
+    best: Trial | None = None
+
+    def __iter__(self) -> Iterator[Attempt]:
+        if self.named is not None:
+            self.best = yield from self._try(self.named, self.gap)
+            if self.best.error is not None:
+                raise self.best.error
+            return
+        best = self.best = yield from self._first_that_fits()
+        while (better := (yield from self._better_neighbour(best))) is not None:
+            best = self.best = better
         if self._may_tighten(best):
-            best = self._try(best.mesh, TIGHT_GAP)
-        assert best.solution is not None
-        trials = tuple(self.trials.values())
-        floor_seconds = self.limits.floor_seconds
-        return MeshSearch(best.solution, trials, len(self.shapes), floor_seconds)
+            self.best = yield from self._try(best.mesh, TIGHT_GAP)
+
+    @property
+    def solution(self) -> IntraOpSolution:
+        """The plan on the best shape."""
+        assert self.best is not None and self.best.solution is not None
+        return self.best.solution
+
+    def __str__(self) -> str:
+        mesh = self.solution.plan.mesh
+        tried = ", ".join(map(str, self.trials.values()))
+        return f"mesh {mesh} of {len(self.shapes)} aligned shapes; tried {tried}"
+
+    def others(self) -> tuple[TriedPlan, ...]:
+        """The best plans on other shapes, of those that were solved to their end."""
+        return tuple(
+            TriedPlan(f'mesh="{each.mesh}"', each.solution.plan.predicted)
+            for each in self.trials.values()
+            if each.solution is not None
+            and each.solution is not self.solution
+            and not each.is_ruled_out
+        )
+
+    def add(
+        self, attempt: Attempt, found: IntraOpSolution | InfeasiblePlanError
+    ) -> None:
+        """Notes what planning on a shape led to."""
+        self.trials[attempt.mesh] = _trial(attempt, found)
 
     def _may_tighten(self, best: Trial) -> bool:
         is_loose = TIGHT_GAP < best.gap <= LOOSE_GAP  # wider is all that could be had
@@ -223,7 +204,7 @@ class _Search:
         is_done = best.is_searched or best.is_ruled_out
         return is_loose and not is_done and not takes_long
 
-    def _first_that_fits(self) -> Trial:
+    def _first_that_fits(self) -> Attempts:
         """One axis; where nothing fits, one for each level, then one of the finest.
 
         Or others that come first, as they divide more. To find that nothing fits takes
@@ -235,20 +216,20 @@ class _Search:
         for mesh in (*self.shapes[:2], *finest[:1]):
             if len(needs) == 2 and min(needs) > HELPS * max(needs):
                 break
-            trial = self._try(mesh, LOOSE_GAP if needs else TIGHT_GAP)
+            trial = yield from self._try(mesh, LOOSE_GAP if needs else TIGHT_GAP)
             if trial.error is None:
                 return trial
             needs.append(trial.error.least_budget_bytes or math.inf)
         raise _least_infeasible(list(self.trials.values()))
 
-    def _better_neighbour(self, best: Trial) -> Trial | None:
+    def _better_neighbour(self, best: Trial) -> Generator[Attempt, None, Trial | None]:
         is_far = best.least_seconds > FAR * self.limits.floor_seconds
         for mesh in neighbours(best.mesh, self.cluster, every_cut=is_far):
             if mesh in self.trials or not self._may_pay(mesh, best):
                 continue
             if sum(each.is_searched for each in self.trials.values()) >= MOST_SEARCHED:
                 return None
-            trial = self._try(mesh, LOOSE_GAP, self._cutoff(best))
+            trial = yield from self._try(mesh, LOOSE_GAP, self._cutoff(best))
             if self._is_better(trial, best):
                 return trial
         return None
@@ -273,29 +254,34 @@ class _Search:
                 bounds.append(trial.bound_seconds)
         return max(bounds) < self._cutoff(best)
 
-    def _try(self, mesh: MeshShape, gap: float, cutoff: float = math.inf) -> Trial:
+    def _try(self, mesh: MeshShape, gap: float, cutoff: float = math.inf) -> Attempts:
+        """A plan on a shape; solved to the end if it may take less than the cutoff.
+
+        A plan may take less than the solver's cost, as copies are made of copies. What
+        was ended early may do so by much.
+        """
         if self.limits.is_long:
             _log.info("planning on %s", mesh)
-        try:
-            least = min(cutoff, self.limits.cutoff)
-            solution, is_over = plan_below(self.plan_on, mesh, gap, least)
-        except InfeasiblePlanError as error:
-            trial = Trial(
-                *(mesh, math.inf, math.inf, 0.0),
-                error=error.without_frames(),
-                is_searched=True,
-            )
-        else:
-            seconds = solution.plan.predicted.step_seconds
-            found = solution.assignment
-            bound = min(found.bound, seconds)
-            trial = Trial(
-                *(mesh, seconds, bound, found.gap, solution),
-                is_ruled_out=is_over,
-                is_searched=solution.is_searched,
-            )
-        self.trials[mesh] = trial
-        return trial
+        least = min(cutoff, self.limits.cutoff)
+        yield Attempt(mesh, gap, least)
+        if self.trials[mesh].is_ended and not self.trials[mesh].is_ruled_out:
+            yield Attempt(mesh, gap)
+        return self.trials[mesh]
+
+
+def _trial(attempt: Attempt, found: IntraOpSolution | InfeasiblePlanError) -> Trial:
+    if isinstance(found, InfeasiblePlanError):
+        error = found.without_frames()
+        worst = attempt.mesh, math.inf, math.inf, 0.0
+        return Trial(*worst, error=error, is_searched=True)
+    seconds, solved = found.plan.predicted.step_seconds, found.assignment
+    is_ended = solved.bound >= attempt.cutoff and solved.gap > attempt.gap
+    return Trial(
+        *(attempt.mesh, seconds, min(solved.bound, seconds), solved.gap, found),
+        is_ended=is_ended,
+        is_ruled_out=is_ended and _least_of(found) >= attempt.cutoff,
+        is_searched=found.is_searched,
+    )
 
 
 def _least_of(solution: IntraOpSolution) -> float:

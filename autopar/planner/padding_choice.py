@@ -6,7 +6,6 @@ takes collectives. So the step is planned both ways, and the quicker plan is tak
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -19,12 +18,9 @@ from ..methods.layout_rules import LayoutRules
 from ..options import Options
 from ..plans.plan import Padding, ShardingPlan
 from ..sharding.mesh import parse_mesh
-from .attention_choice import AttentionVariants, Choose, Free
-from .memory_search import Chosen
+from .attention_choice import AttentionVariants
 from .padded_trace import padded_arguments, with_padding
 from .step_variants import StepVariants
-
-_log = logging.getLogger("autopar")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,39 +39,12 @@ class PaddedVariants:
         """Those that a plan was made of."""
         return self._padded(plan.padding).of_plan(plan)
 
-    def choose(
-        self, options: Options, num_devices: int, choose: Choose, free: Free
-    ) -> Chosen:
-        """The quicker of the two plans, or the one that there is.
-
-        Arguments are those of `AttentionVariants.choose`.
-
-        Raises:
-          InfeasiblePlanError, ValueError: there is none; those of the step as it is.
-        """
-        plain, padding = self._padded(()), self._padding(options, num_devices)
-        if not padding:
-            return plain.choose(options, num_devices, choose, free)
-        try:
-            found = plain.choose(options, num_devices, choose, free)
-        except ValueError as error:  # nothing fits, or a method must split examples
-            try:
-                padded = self._padded(padding)
-                return padded.choose(options, num_devices, choose, free)
-            except ValueError:
-                raise error from None
-        padded = self._padded(padding)
-        try:
-            least = free(padded.plain().make(None)).predicted
-            if least.step_seconds >= found.seconds:
-                return found
-            other = padded.choose(options, num_devices, choose, free)
-        except ValueError:
-            return found
-        words = other.plan.sharding.padding_words()
-        seconds = self.graph.name, other.seconds, words, found.seconds
-        _log.info("%s: %.4g s with %s, %.4g s without", *seconds)
-        return min(found, other, key=lambda each: each.seconds)
+    def to_try(self, options: Options, num_devices: int) -> Iterator[StepVariants]:
+        """The step as it is, then padded; see `AttentionVariants.to_try`."""
+        yield from self._padded(()).to_try(options, num_devices)
+        padding = self._padding(options, num_devices)
+        if padding:
+            yield from self._padded(padding).to_try(options, num_devices)
 
     def _padding(self, options: Options, num_devices: int) -> Padding:
         """Sizes of more examples than devices, which these do not divide."""

@@ -11,14 +11,16 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from ..clusters.cluster import Cluster
 from ..graph.op_graph import Operator, OpGraph
 from ..options import Options
 from ..plans.pin_cost import PinCost, PinCosts
 from ..plans.plan import ShardingPlan
 from ..sharding.pins import FREE
+from .graph_plan import plan_graph
 from .mesh_search import TIGHT_GAP
-from .planning import Planned, batch_tensors, plan_graph, with_placed_pins
+from .plan_request import PlanRequest
+from .planned import Planned
+from .whole_step import batch_tensors
 
 _PIN = "autopar_pin"
 
@@ -34,40 +36,34 @@ def pin_costs(planned: Planned, leaves: Sequence[Any], options: Options) -> PinC
     Raises:
       ValueError: the plan was given, not made.
     """
-    batch = batch_tensors(planned.traced, planned.graph, options)
-    plan, cluster = planned.plan.sharding, planned.cluster
-    return costs_of_pins(plan, planned.graph, leaves, batch, cluster, options)
+    graph, cluster = planned.graph, planned.cluster
+    batch = batch_tensors(planned.traced, graph, options)
+    request = PlanRequest(graph, leaves, batch, cluster, options)
+    return costs_of_pins(planned.plan, request)
 
 
-def costs_of_pins(
-    plan: ShardingPlan,
-    graph: OpGraph,
-    leaves: Sequence[Any],
-    batch: Sequence[int],
-    cluster: Cluster,
-    options: Options,
-) -> PinCosts:
-    """As `pin_costs`, of a step's graph and its plan with all pins.
+def costs_of_pins(plan: ShardingPlan, request: PlanRequest) -> PinCosts:
+    """As `pin_costs`, of a plan with all pins.
 
     Raises:
       ValueError: the plan was given, not made.
     """
-    if options.plan is not None:
+    if request.options.plan is not None:
         raise ValueError(
             "What a pin costs is known of a plan that is solved here, but `plan` was "
             "given; leave it out."
         )
-    if options.mesh is None and plan.mesh.size == cluster.num_devices:
-        options = replace(options, mesh=plan.mesh)
-    options = with_placed_pins(options, graph, leaves, cluster)
+    is_whole = plan.mesh.size == request.cluster.num_devices
+    if request.options.mesh is None and is_whole:
+        request = request.asking(mesh=plan.mesh)
+    request = request.with_placed_pins()
     step_seconds = plan.predicted.step_seconds
     if plan.predicted.optimality_gap > TIGHT_GAP:  # as of a plan to a wider gap
-        best = plan_graph(graph, leaves, batch, cluster, options)
+        best = plan_graph(request)
         step_seconds = min(step_seconds, best.predicted.step_seconds)
     costs = []
-    for pin, some, pins in _without_each(graph, options.pins):
-        rest = replace(options, pins=pins)
-        found = plan_graph(some, leaves, batch, cluster, rest)
+    for pin, some, pins in _without_each(request.graph, request.options.pins):
+        found = plan_graph(replace(request, graph=some).asking(pins=pins))
         costs.append(PinCost(pin, step_seconds, found.predicted.step_seconds))
     costs.sort(key=lambda cost: -cost.seconds)
     return PinCosts(step_seconds, tuple(costs))

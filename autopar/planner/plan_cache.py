@@ -13,26 +13,25 @@ import gzip
 import hashlib
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from ..cache_folder import cache_folder, store_file
-from ..clusters.cluster import Cluster
 from ..clusters.cluster_file import to_toml
 from ..errors import FallbackWarning, PlanFileError
 from ..graph.op_graph import OpGraph
 from ..methods.gather_again import graph_of_plan
 from ..options import Options
-from ..plans.parallel_plan import Plan
+from ..plans.plan import ShardingPlan
 from ..plans.plan_check import check_against
 from ..plans.plan_file import from_json, to_json
 from .graph_text import digest_of, graph_lines, plain_text
+from .plan_request import PlanRequest
 
 MOST_PLANS = 256
 _NOT_OF_THE_PLAN = ("cluster", "plan", "like", "donate_argnums", "names")
@@ -45,7 +44,7 @@ class CacheEntry:
 
     path: Path | None
 
-    def load(self, graph: OpGraph) -> Plan | None:
+    def load(self, graph: OpGraph) -> ShardingPlan | None:
         """The plan, or None: a file that is no plan of this graph is dropped.
 
         The first of a folder is warned of, and the others are logged.
@@ -60,47 +59,35 @@ class CacheEntry:
             _log.info("a cached plan cannot be read: %s: %s", self.path, error)
             _warn_unreadable(self.path.parent, f"{self.path}: {error}")
             return None
-        return Plan(plan)
+        return plan
 
-    def store(self, plan: Plan) -> None:
+    def store(self, plan: ShardingPlan) -> None:
         """Keeps the plan; a folder that cannot be written is told once."""
         if self.path is not None:
-            store_file(self.path, to_json(plan.sharding), MOST_PLANS)
+            store_file(self.path, to_json(plan), MOST_PLANS)
 
 
-def cache_entry(
-    graph: OpGraph,
-    leaves: Sequence[Any],
-    batch: Sequence[int],
-    cluster: Cluster,
-    options: Options,
-) -> CacheEntry:
-    """Where the plan of a graph is kept; the arguments are those of `plan_graph`."""
+def cache_entry(request: PlanRequest) -> CacheEntry:
+    """Where the plan of a request is kept."""
     folder = cache_folder()
     if folder is None:
         return CacheEntry(None)
-    digest = digest_of(_content(graph, leaves, batch, cluster, options))
+    digest = digest_of(_content(request))
     return CacheEntry(folder / "plans" / f"{digest.hexdigest()[:40]}.json.gz")
 
 
-def _content(
-    graph: OpGraph,
-    leaves: Sequence[Any],
-    batch: Sequence[int],
-    cluster: Cluster,
-    options: Options,
-) -> Iterator[str]:
+def _content(request: PlanRequest) -> Iterator[str]:
     yield f"jax {jax.__version__} autopar {_code()}"
-    yield f"{cluster.name}\n{to_toml(cluster)}"
-    yield from option_texts(options)
-    yield f"batch {list(batch)}"
-    for leaf in leaves:
+    yield f"{request.cluster.name}\n{to_toml(request.cluster)}"
+    yield from option_texts(request.options)
+    yield f"batch {list(request.batch)}"
+    for leaf in request.leaves:
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
             yield f"{tuple(sharding.mesh.shape.items())} {sharding.spec}"
         else:
             yield "-"
-    yield from graph_lines(graph)
+    yield from graph_lines(request.graph)
 
 
 def option_texts(options: Options) -> Iterator[str]:

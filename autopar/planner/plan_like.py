@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -20,15 +20,15 @@ from ..errors import InfeasiblePlanError, PlanFileError
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import Operator, OpGraph
 from ..methods.gather_again import graph_of_plan
-from ..methods.restrictions import Limit
 from ..options import Options
-from ..plans.parallel_plan import Plan
 from ..plans.plan import OperatorPlan, ShardingPlan
 from ..plans.plan_check import check_against
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.pins import keys_of_arguments, keys_of_paths, parse_pin
 from ..sharding.spec import to_partition_spec
+from .graph_plan import plan_graph
 from .pin_choices import ChoicePins, Factors
+from .plan_request import PlanRequest
 from .step_variants import Offload
 from .transfers_ahead import graph_sent_ahead
 
@@ -77,15 +77,7 @@ class Likeness:
         return "; ".join(words)
 
 
-class PlanWith(Protocol):
-    """Plans the step with other options, and with limits on single choices."""
-
-    def __call__(self, some: Options, limits: Sequence[Limit] = (), /) -> Plan: ...
-
-
-def plan_like(
-    graph: OpGraph, cluster: Cluster, options: Options, plan_with: PlanWith
-) -> Plan | None:
+def plan_like(request: PlanRequest) -> ShardingPlan | None:
     """The plan of a step that keeps what it can of `options.like`; None if none fits.
 
     A plan of this very step that fits the budget is returned as it is. What was kept is
@@ -94,14 +86,15 @@ def plan_like(
     Raises:
       ValueError: as `likeness_of`.
     """
+    graph, cluster, options = request.graph, request.cluster, request.options
     if _is_unchanged(options, graph, cluster):
         assert options.like is not None
         _log.info("%s: the plan given as `like` is of this very step", graph.name)
-        return Plan(options.like.sharding)
+        return options.like.sharding
     likeness = likeness_of(options, graph, cluster)
-    kept = options_like(options, likeness)
+    kept = replace(request, options=options_like(options, likeness))
     try:
-        alone = plan_with(kept)
+        alone = plan_graph(kept)
     except InfeasiblePlanError as error:
         _log.warning(
             "%s: no plan keeps the arguments as in the plan given as `like`, so all is "
@@ -111,7 +104,7 @@ def plan_like(
         return None
     if likeness.factors:
         try:
-            both = plan_with(kept, likeness.limits())
+            both = plan_graph(replace(kept, limits=likeness.limits()))
         except InfeasiblePlanError:
             both = None
         most = alone.predicted.step_seconds * (1 + OPERATORS_MAY_COST)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..clusters.cluster import Cluster
-from ..errors import InfeasiblePlanError
 from ..graph.op_graph import OpGraph
 from ..methods.gather_again import gathering_again
 from ..methods.methods import Auto, ShardParallel
@@ -80,22 +79,18 @@ class Remedy:
         )
 
 
-def with_remedy(
-    error: InfeasiblePlanError, whole: TracedWhole, options: Options
-) -> InfeasiblePlanError:
-    """The error of planning a step, and what to ask for instead, if that is found.
+def suggestion(whole: TracedWhole, options: Options) -> str:
+    """What to ask for instead of the options with which nothing fits, if it is found.
 
     A remat or offload that `options` name is kept, but for "auto". Nothing is looked
     for where microbatches, pins, rules or a method leave little free.
     """
     if not _is_free(options):
-        return error
+        return ""
     found = _Remedies(whole, options).first()
     if found is None:
-        more = "No remat, microbatches and offload were found with which a plan fits."
-    else:
-        more = str(found)
-    return error.saying_more(more)
+        return "No remat, microbatches and offload were found with which a plan fits."
+    return str(found)
 
 
 def _is_free(options: Options) -> bool:

@@ -83,7 +83,7 @@ class ShardingProblem:
         return replace(self, vertices=vertices, choice_graph=graph)
 
 
-@without_garbage_collection
+@without_garbage_collection()
 def build_problem(
     graph: OpGraph,
     mesh: MeshShape,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import jax
 
-from .planning import Planned
+from .planned import Planned
 
 _log = logging.getLogger("autopar")
 _MANY_SIGNATURES = 8  # from then on a user should know that each is compiled

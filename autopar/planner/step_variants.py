@@ -17,8 +17,10 @@ from ..rematerialisation.phases import Phases
 from ..rematerialisation.recompute_sets import recompute_sets
 from ..rematerialisation.remat import Remat
 from ..rematerialisation.remat_trace import with_recomputation
+from ..rules.attention import KINDS
 
 Offload = Literal["auto", "optimizer_state", "state"]
+_PLAIN = "operator by operator"
 
 
 def check_offload(given: object) -> Offload | None:
@@ -88,6 +90,11 @@ class StepVariants:
         self.offloadable = optimizer_state(graph)
         self.state = all_state(graph)
         self._by_remat = {"": StepVariant(traced, graph, None, 0, padding)}
+
+    def __str__(self) -> str:
+        has_attention = any(op.kind in KINDS for op in self.graph.operators())
+        words = "with attention as one operator" if has_attention else _PLAIN
+        return f"{words}, padded" if self.padding else words
 
     def asked_for(self, offload: Offload | None) -> tuple[int, ...]:
         """The inputs that a user's `offload` names; "auto" names none."""

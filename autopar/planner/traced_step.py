@@ -15,7 +15,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from autopar.solver.choice_graph import Infeasible
 
-from ..clusters.cluster import Cluster
 from ..clusters.device_mesh import device_mesh
 from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
@@ -48,35 +47,28 @@ from .choice_holders import (
     held_by_restrictions,
     readers_of,
 )
+from .graph_plan import blaming_pins, plan_graph
 from .memory_users import memory_shares
 from .mesh_search import TIGHT_GAP
 from .pin_choices import ChoicePins
 from .pin_costs import costs_of_pins, unpinned
 from .plan_like import likeness_of, options_like
-from .planning import (
-    Planned,
-    batch_tensors,
-    plan_or_blame_pins,
-    with_placed_pins,
-)
+from .plan_request import PlanRequest
+from .planned import Planned
+from .whole_step import batch_tensors
 
 _PIN = "autopar_pin"
 _NEAR_BUDGET = 0.5  # below this part of it a budget holds nothing
 _ANY_BUDGET = 1 << 62
 
 
-@dataclass(frozen=True, eq=False)
-class TracedStep:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TracedStep(PlanRequest):
     """The graph of a step, what it is called with, and what was asked of its plan.
 
     `leaves` are types with shardings: a plan keeps no arrays alive.
     """
 
-    graph: OpGraph
-    leaves: tuple[Any, ...]
-    batch: tuple[int, ...]
-    cluster: Cluster
-    options: Options
     traced: TracedFunction
 
     def shardings(self, plan: ShardingPlan, mesh: Mesh | None) -> PlanShardings:
@@ -137,20 +129,20 @@ class TracedStep:
         paths = [each.path for each in self.graph.inputs]
         more = placed_pins(pins_by_key(pins), paths, self.leaves, plan.mesh)
         both = {**more, **{k: v for k, v in self.options.pins.items() if k not in more}}
-        asked = replace(self, options=replace(self.options, pins=both, plan=None))
+        asked = self.asking(pins=both, plan=None)
         if self.options.plan is None and self._is_kept(plan, more, gap):
             return plan, asked
-        options = replace(
-            self.options,
+        request = self.asking(
             pins=both,
             mesh=self.options.mesh or _abstract_mesh(plan.mesh),
             plan=None,
             memory_budget=self._budget(plan),
         )
-        made = plan_or_blame_pins(
-            self.graph, self.leaves, self.batch, self.cluster, options, gap
-        )
-        found = replace(made.sharding, remat=plan.remat, padding=plan.padding)
+        try:
+            made = plan_graph(request, gap)
+        except InfeasiblePlanError as error:
+            raise blaming_pins(error, request, gap) from None
+        found = replace(made, remat=plan.remat, padding=plan.padding)
         return _corrected(found, plan.predicted), asked
 
     def _is_kept(
@@ -164,13 +156,9 @@ class TracedStep:
 
     def pin_costs(self, plan: ShardingPlan) -> PinCosts:
         """What each pin adds to a step; errors are those of `costs_of_pins`."""
-        options = replace(
-            self.options,
-            mesh=self.options.mesh or _abstract_mesh(plan.mesh),
-            memory_budget=self._budget(plan),
-        )
-        given = self.graph, self.leaves, self.batch, self.cluster, options
-        return costs_of_pins(plan, *given)
+        mesh = self.options.mesh or _abstract_mesh(plan.mesh)
+        request = self.asking(mesh=mesh, memory_budget=self._budget(plan))
+        return costs_of_pins(plan, request)
 
     def tensor_reasons(self, plan: ShardingPlan, tensor: int) -> Reasons:
         """Why a tensor, by index, is made in its spec."""
@@ -247,15 +235,13 @@ def traced_step(planned: Planned, leaves: Sequence[Any], options: Options) -> Pl
         for leaf, kind in zip(leaves, planned.argument_types, strict=False)
     ]
     batch = batch_tensors(planned.traced, planned.graph, options)
-    options = with_placed_pins(options, planned.graph, types, planned.cluster)
+    graph, cluster = planned.graph, planned.cluster
+    given = graph, tuple(types), tuple(batch), cluster, options
+    step = TracedStep(*given, traced=planned.traced).with_placed_pins()
     if options.like is not None:
-        likeness = likeness_of(options, planned.graph, planned.cluster)
-        options = options_like(options, likeness)
-    step = TracedStep(
-        *(planned.graph, tuple(types), tuple(batch), planned.cluster, options),
-        planned.traced,
-    )
-    return replace(planned.plan, source=step)
+        likeness = likeness_of(step.options, graph, cluster)
+        step = replace(step, options=options_like(step.options, likeness))
+    return Plan(planned.plan, source=step, tried=planned.plan.tried)
 
 
 def _abstract_mesh(mesh: MeshShape) -> AbstractMesh:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 
 from ..frontend.derived_results import derived_results
 from ..frontend.roles import Roles, infer_roles
-from ..frontend.tracing import TracedFunction
+from ..frontend.tracing import TracedFunction, trace
 from ..graph.build_graph import build_graph, tensor_type
 from ..graph.op_graph import Operator, OpGraph, Role
 from ..microbatches.counts_apart import with_counts_apart
@@ -28,12 +28,30 @@ from .update_loops import loop_of_updates, named, slices_of, update_of, with_upd
 
 @dataclass(frozen=True, eq=False)
 class TracedWhole:
-    """A step as it is traced, before it is cut into microbatches."""
+    """A step as it is traced, before it is cut into microbatches.
+
+    `leaves` are those of the arguments that it was traced with.
+    """
 
     fun: Callable[..., Any]
+    leaves: Sequence[Any]
     traced: TracedFunction
     graph: OpGraph
     roles: Roles
+
+
+def trace_whole(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+) -> TracedWhole:
+    """Traces `fun` on its dynamic arguments."""
+    traced = trace(fun, args, kwargs)
+    named = donated_by_name(traced, options), batch_by_name(traced, options)
+    roles = roles_of(traced, *named)
+    leaves = jax.tree.leaves((args, kwargs))
+    return TracedWhole(fun, leaves, traced, build_graph(traced, roles), roles)
 
 
 def in_microbatches(
@@ -92,7 +110,7 @@ def _updates_in_microbatches(
             for i, role in enumerate(roles.roles)
         ]
         roles = replace(roles, roles=tuple(told))
-    own = TracedWhole(whole.fun, update, build_graph(update, roles), roles)
+    own = TracedWhole(whole.fun, (), update, build_graph(update, roles), roles)
     try:
         cut, _ = in_microbatches(own, replace(options, batch_argnums="auto"))
     except ValueError as error:

@@ -7,7 +7,7 @@ it is printed, compared and saved as it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 
 from ..graph.op_graph import MemoryKind, Role
@@ -131,7 +131,8 @@ class ShardingPlan:
     or made when they are looked at (`plan_columns.py`). `remat` says what the backward
     pass of the step makes again, as `Remat` prints; "" if nothing. `device_kind` is
     that of the cluster's devices, "" where it is not known. `padding` is what examples
-    are padded by that the devices do not divide.
+    are padded by that the devices do not divide. `tried` are other plans that were made
+    on the way; they are not in files.
     """
 
     function: str
@@ -147,6 +148,7 @@ class ShardingPlan:
     remat: str = ""
     device_kind: str = ""
     padding: Padding = ()
+    tried: tuple[TriedPlan, ...] = field(default=(), repr=False, compare=False)
 
     def state_bytes(self) -> int:
         """Bytes of state on one device, without what lies in the host's memory."""

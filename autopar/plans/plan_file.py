@@ -180,7 +180,8 @@ def _transfer(record: Record, num_stages: int) -> PlannedTransfer:
 
 def plan_from_json(record: Record, others: Sequence[str] = ()) -> ShardingPlan:
     """The plan that `plan_to_json` wrote, in an object with `others` besides."""
-    names = [f.name for f in fields(ShardingPlan) if f.name not in _OPTIONAL]
+    written = (f.name for f in fields(ShardingPlan) if f.compare)
+    names = [name for name in written if name not in _OPTIONAL]
     top = record.fields([*others, *names], _OPTIONAL)
     read = _Reader(mesh_from_json(top["mesh"]))
     num_blocks = len(top["trip_counts"].integers())

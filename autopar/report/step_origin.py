@@ -23,18 +23,20 @@ from ..graph.constraints import warn_ignored_constraints
 from ..graph.op_graph import OpGraph
 from ..lowering.lowered_pipeline import LoweredPipeline
 from ..lowering.lowered_step import Lowered
-from ..lowering.programs import SpmdProgram
 from ..methods.batch_dims import flow_of_step
 from ..methods.methods import ShardParallel
 from ..options import Options
 from ..pipelines.pipeline_plan import PlannedPipeline
 from ..pipelines.pipeline_source import PipelineSource
+from ..planner.graph_plan import plan_graph
 from ..planner.intra_op import warn_fallbacks
 from ..planner.memory_budget import with_budget
 from ..planner.memory_users import memory_shares
 from ..planner.pin_costs import pin_costs
-from ..planner.planning import Planned, batch_tensors, plan_graph, roles_of
+from ..planner.plan_request import PlanRequest
+from ..planner.planned import Planned
 from ..planner.traced_step import traced_step
+from ..planner.whole_step import batch_tensors, roles_of
 from ..plans.answers import MemoryShares
 from ..plans.explain import format_bytes
 from ..plans.parallel_plan import Plan
@@ -42,6 +44,7 @@ from ..plans.pin_cost import PinCost, PinCosts
 from ..plans.plan import TriedPlan
 from ..plans.reasons import Alternative
 from ..sharding.mesh import MeshShape
+from ..step_program import lowered_step
 from ..targets.target import why_modelled
 from .findings import Findings, MemoryCurve, Section, TaskTime
 from .memory_curves import curve_of_program, curve_of_submesh
@@ -59,12 +62,11 @@ class StepOrigin:
     planned: Planned
     leaves: tuple[Any, ...]
     options: Options
-    program_of: Callable[[Planned], SpmdProgram]
 
     def findings(self, *, alternatives: bool, audit: bool) -> Findings:
         """What there is to find; see `Findings`."""
         planned, options = self.planned, self.options
-        graph, plan = planned.graph, planned.plan.sharding
+        graph, plan = planned.graph, planned.plan
         given = planned, self.leaves, options
         inside = {op.source for op in graph.operators() if op.kind in PINS}
         asked = _Asked(alternatives, audit)
@@ -76,7 +78,7 @@ class StepOrigin:
             curves=(curve_of_program(memory_profile(graph, plan), correction),),
             alternatives=asked.others(lambda: [*compare(*given)][1:]),
             pins=asked.pins(len(options.pins) + len(inside), lambda: pin_costs(*given)),
-            audits=asked.audits(self._lowered),
+            audits=asked.audits(partial(lowered_step, planned)),
             cautions=(*planned.roles.notes, *_fallbacks(graph, plan.mesh)),
             missing=asked.missing,
         )
@@ -84,20 +86,15 @@ class StepOrigin:
     @property
     def batch(self) -> frozenset[str]:
         """The arguments that hold examples."""
-        inputs = self.planned.plan.sharding.inputs
+        inputs = self.planned.plan.inputs
         return frozenset(each.path for each in inputs if each.role == "batch")
 
     def memory(self) -> MemoryShares:
         """As of `PlanOrigin`."""
-        graph, plan = self.planned.graph, self.planned.plan.sharding
+        graph, plan = self.planned.graph, self.planned.plan
         batch = batch_tensors(self.planned.traced, graph, self.options)
         flow, profile = flow_of_step(graph, batch), memory_profile(graph, plan)
         return memory_shares(profile, flow, plan.predicted.peak_bytes)
-
-    def _lowered(self) -> Lowered:
-        planned = self.planned
-        program = self.program_of(planned)
-        return Lowered(program, planned.plan, planned.traced, planned.graph)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,10 +171,10 @@ class PipelineOrigin:
         options = replace(self.options, method=method, **alone)
         batch = batch_tensors(traced, graph, options)
         try:
-            plan = plan_graph(graph, self.leaves, batch, cluster, options)
+            plan = plan_graph(PlanRequest(graph, self.leaves, batch, cluster, options))
         except (ValueError, NotImplementedError) as error:
             return [Row(str(method), error)]
-        planned = Planned(traced, graph, roles, plan, cluster, ())
+        planned = Planned(traced, graph, roles, plan, cluster, (), options)
         rows = list(compare(planned, self.leaves, options))
         return [replace(rows[0], name="ShardParallel(), no stages"), *rows[1:]]
 
@@ -279,13 +276,8 @@ def with_origin(
     fun: Callable[..., Any],
     call: Call,
     options: Options,
-    program_of: Callable[[Planned], SpmdProgram],
-    one: Planned | None = None,
 ) -> Plan:
-    """The plan of a call of `fun`, which knows what it is of; keeps no array alive.
-
-    `program_of` lowers a step that is no pipeline; `one` is its plan of one program.
-    """
+    """The plan of a call of `fun`, which knows what it is of; keeps no array alive."""
     leaves, types = call.leaves, _types(call.leaves)
     why = why_modelled(planned.cluster, options.mesh)
     if isinstance(planned, PlannedPipeline):
@@ -295,11 +287,11 @@ def with_origin(
         source = PipelineSource(plain, args, kwargs, options, price)
         origin = PipelineOrigin(planned, types, options, source)
         found = price(planned)
-        name = "ShardParallel()"
-        tried = () if one is None else (TriedPlan(name, one.plan.predicted),)
+        name, one = "ShardParallel()", planned.one_program
+        tried = () if one is None else (TriedPlan(name, one),)
         own = {"origin": origin, "stage_source": source}
         return replace(found, compiled=why, tried=tried, **own)
-    origin = StepOrigin(planned, types, options, program_of)
+    origin = StepOrigin(planned, types, options)
     found = traced_step(planned, leaves, options)
     return replace(found, origin=origin, compiled=why)
 

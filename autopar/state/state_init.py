@@ -30,7 +30,7 @@ from ..pipelines.chunked_step import ChunkRunner
 from ..pipelines.pipeline import Pipeline
 from ..pipelines.step_parts import graph_of
 from ..planner.intra_op import plan_intra_op
-from ..planner.planning import roles_of
+from ..planner.whole_step import roles_of
 from ..sharding.mesh import MeshShape
 from ..sharding.pin_primitive import pin
 from ..sharding.resharding import Resharder

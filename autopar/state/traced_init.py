@@ -18,7 +18,7 @@ from ..frontend.static_arguments import StaticArguments
 from ..frontend.tracing import TracedFunction, is_array_leaf, trace
 from ..graph.build_graph import build_graph
 from ..graph.op_graph import OpGraph
-from ..planner.planning import roles_of
+from ..planner.whole_step import roles_of
 
 StepCall = tuple[tuple[Any, ...], Mapping[str, Any]]
 # What Python and JAX say where a step is given arguments that it is not made for.

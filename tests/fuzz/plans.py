@@ -22,8 +22,8 @@ from autopar.graph.op_graph import OpGraph
 from autopar.lowering.lowered_step import Lowered
 from autopar.lowering.programs import build_program
 from autopar.planner.intra_op import read_plan
-from autopar.planner.planning import roles_of
 from autopar.planner.sharding_problem import ShardingProblem, build_problem
+from autopar.planner.whole_step import roles_of
 from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan import ShardingPlan
 from autopar.rules.base import rule_name

@@ -1,6 +1,5 @@
 """No named method that fits is predicted to be faster than the plan that is chosen."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,12 +9,11 @@ import autopar
 from autopar.errors import InfeasiblePlanError
 from autopar.methods.named_methods import NamedMethod
 from autopar.options import Options
-from autopar.planner.planning import (
-    Planned,
-    batch_tensors,
-    plan_function,
-    plan_graph,
-)
+from autopar.planner.graph_plan import plan_graph
+from autopar.planner.plan_request import PlanRequest
+from autopar.planner.planned import Planned
+from autopar.planner.planning import plan_traced
+from autopar.planner.whole_step import batch_tensors, trace_whole
 from autopar.plans.plan import Prediction
 from benchmarks.models import build
 from benchmarks.models.workload import Workload
@@ -47,7 +45,8 @@ def made(family: str) -> Workload:
 
 def planned(workload: Workload, mesh: str, budget: int | None = None) -> Planned:
     options = options_on(mesh, budget)
-    return plan_function(workload.step, workload.abstract(), {}, options)
+    whole = trace_whole(workload.step, workload.abstract(), {}, options)
+    return plan_traced(whole, options)
 
 
 def options_on(mesh: str, budget: int | None) -> Options:
@@ -72,14 +71,14 @@ def plans(
     """What each method that fits and is not refused predicts, by its name."""
     leaves, options = jax.tree.leaves(workload.abstract()), options_on(mesh, budget)
     batch = batch_tensors(found.traced, found.graph, options)
+    request = PlanRequest(found.graph, leaves, batch, found.cluster, options)
     predicted = {}
     for method in methods(mesh):
-        chosen = replace(options, method=method)
         try:
-            plan = plan_graph(found.graph, leaves, batch, found.cluster, chosen)
+            plan = plan_graph(request.asking(method=method))
         except (InfeasiblePlanError, NotImplementedError, ValueError):
             continue
-        predicted[str(method)] = plan.sharding.predicted
+        predicted[str(method)] = plan.predicted
     return predicted
 
 
@@ -87,7 +86,7 @@ def plans(
 def test_no_method_is_faster(family: str, mesh: str) -> None:
     workload = made(family)
     found = planned(workload, mesh)
-    chosen = found.plan.sharding.predicted
+    chosen = found.plan.predicted
     others = plans(workload, found, mesh, None)
     assert len(others) >= 4
     slack = 1 + chosen.optimality_gap + 1e-9
@@ -104,13 +103,13 @@ def test_no_method_that_fits_is_faster_within_a_budget(family: str, mesh: str) -
     """The budget lies between what the cheapest plan takes and what a method needs."""
     workload = made(family)
     found = planned(workload, mesh)
-    free = found.plan.sharding.predicted
+    free = found.plan.predicted
     named = plans(workload, found, mesh, None)
     least = min(each.peak_bytes for each in named.values())
     if least >= free.peak_bytes:
         pytest.skip("no method takes less memory than the cheapest plan")
     budget = (least + free.peak_bytes) // 2
-    chosen = planned(workload, mesh, budget).plan.sharding.predicted
+    chosen = planned(workload, mesh, budget).plan.predicted
     assert chosen.peak_bytes <= budget < free.peak_bytes
     others = plans(workload, found, mesh, budget)
     assert others

@@ -6,7 +6,7 @@ import pytest
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import STRUCTURED, build_graph
 from autopar.graph.op_graph import Operator, OpGraph
-from autopar.planner.planning import roles_of
+from autopar.planner.whole_step import roles_of
 from autopar.rules.base import factors_of
 from benchmarks.models import build
 

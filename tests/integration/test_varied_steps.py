@@ -97,5 +97,5 @@ def test_a_pipeline_of_an_unmodified_step() -> None:
     parallel = parallelize(step, method=method)
     got = parallel(*copies(args))
     assert_values_are_those_of_one_device(got, step, args)
-    (pipelined,) = parallel._pipelines.values()
+    (pipelined,) = parallel._running()
     assert all(each.ok for each in pipelined.pipeline.audit())

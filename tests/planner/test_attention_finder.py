@@ -13,7 +13,7 @@ from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.planner.attention_finder import find_attention
 from autopar.planner.attention_trace import with_attention
-from autopar.planner.planning import roles_of
+from autopar.planner.whole_step import roles_of
 from tests.rows.fixtures import random
 
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

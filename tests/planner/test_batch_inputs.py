@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar.frontend.tracing import trace
-from autopar.planner.planning import roles_of
+from autopar.planner.whole_step import roles_of
 
 from ..rows.running import run_as_planned, run_pipeline_as_planned
 

@@ -16,7 +16,8 @@ from autopar.graph.op_graph import OpGraph
 from autopar.planner import budget as budget_planner
 from autopar.planner.budget import BudgetPlanner
 from autopar.planner.intra_op import IntraOpSolution
-from autopar.planner.planning import roles_of
+from autopar.planner.memory_budget import NO_BUDGET
+from autopar.planner.whole_step import roles_of
 from benchmarks.models import build
 from tests.planner.tiny_gpt import MESH, TINY, free, gpt
 
@@ -206,7 +207,7 @@ def test_no_plan_holds_less_than_the_bound_that_refuses(model: str) -> None:
     workload = build(model)
     traced = trace(workload.step, workload.abstract(), {})
     asked = planner(build_graph(traced, roles_of(traced)))
-    found = asked.free(GAP)
+    found = asked.within(NO_BUDGET, GAP)
     with pytest.raises(autopar.InfeasiblePlanError) as raised:
         asked.check_room(1)
     held = [found.plan.predicted.peak_bytes]

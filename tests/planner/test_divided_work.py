@@ -18,7 +18,7 @@ from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.planner.divided_work import dividing_first, most_parts
 from autopar.planner.mesh_shapes import mesh_shapes
-from autopar.planner.planning import roles_of
+from autopar.planner.whole_step import roles_of
 
 
 def step(params: jax.Array, x: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import autopar
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.planner.padded_trace import with_padding
-from autopar.planner.planning import roles_of
+from autopar.planner.whole_step import roles_of
 from tests.like_jit import assert_same, make_batch, make_params, sgd_step
 from tests.rows.fixtures import random, sgd
 

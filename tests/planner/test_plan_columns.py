@@ -11,7 +11,7 @@ from autopar.clusters.cluster import Cluster
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.planner.intra_op import plan_intra_op
-from autopar.planner.planning import roles_of
+from autopar.planner.whole_step import roles_of
 from autopar.plans.plan import OperatorPlan, ShardingPlan, total_bytes
 from autopar.plans.plan_columns import (
     Collectives,

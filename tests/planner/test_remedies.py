@@ -19,7 +19,7 @@ from autopar.methods.named_methods import Megatron, Zero, restriction_of
 from autopar.planner.even_share import even_share_bytes
 from autopar.planner.intra_op import plan_intra_op
 from autopar.planner.memory_users import alike_users, memory_users
-from autopar.planner.planning import roles_of
+from autopar.planner.whole_step import roles_of
 from autopar.sharding.mesh import parse_mesh
 from benchmarks.models import build
 from tests.planner import deep_step

@@ -8,16 +8,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
+from autopar.graph.op_graph import OpGraph
 from autopar.options import check_options, resolve_options
+from autopar.planner.graph_plan import plan_graph
 from autopar.planner.memory_budget import NO_BUDGET
-from autopar.planner.memory_search import Chosen, choose_variant
-from autopar.planner.planning import plan_graph, roles_of
-from autopar.planner.step_variants import StepVariant, StepVariants
-from autopar.plans.parallel_plan import Plan
+from autopar.planner.plan_request import PlanRequest
+from autopar.planner.step_variants import StepVariants
+from autopar.planner.variant_search import Chosen, VariantSearch
+from autopar.planner.whole_step import roles_of
+from autopar.plans.plan import ShardingPlan
 from tests.planner.deep_step import step
 
 ROWS, WIDTH, NUM_LAYERS = 2048, 64, 3
@@ -38,29 +40,29 @@ class Searched:
         self.cluster = Cluster.preset("1x8xH100")
         checked = check_options(mesh="x:8", cluster=self.cluster, remat="auto")
         self.options = resolve_options(step, checked)
-        self.free: dict[int, Plan] = {}
+        self.free: dict[int, ShardingPlan] = {}
         self.cutoffs: list[float] = []
 
-    def chosen(self, budget_bytes: int, *, cuts: bool) -> Chosen:
-        def plan_variant(variant: StepVariant, budget: int, cutoff: float) -> Plan:
-            graph = variant.graph
-            if budget == NO_BUDGET and id(graph) in self.free:
-                return self.free[id(graph)]
-            if budget < NO_BUDGET:
-                self.cutoffs.append(cutoff)
-            leaves = jax.tree.leaves(self.args)
-            plan = plan_graph(
-                *(graph, leaves, self.batch, self.cluster),
-                replace(self.options, memory_budget=budget),
-                cutoff=cutoff if cuts else inf,
-            )
-            if budget == NO_BUDGET:
-                self.free[id(graph)] = plan
-            return plan
+    def request(self, graph: OpGraph, budget_bytes: int) -> PlanRequest:
+        leaves = jax.tree.leaves(self.args)
+        options = replace(self.options, memory_budget=budget_bytes)
+        return PlanRequest(graph, leaves, self.batch, self.cluster, options)
 
+    def chosen(self, budget_bytes: int, *, cuts: bool) -> Chosen:
+        search = VariantSearch([self.variants], "auto", None, budget_bytes)
         self.cutoffs = []
-        ends = budget_bytes, plan_variant
-        return choose_variant(self.variants, "auto", None, *ends)
+        for asked in search:
+            graph, is_free = asked.variant.graph, asked.budget_bytes == NO_BUDGET
+            if not is_free:
+                self.cutoffs.append(asked.cutoff)
+            plan = self.free.get(id(graph)) if is_free else None
+            request = self.request(graph, asked.budget_bytes)
+            plan = plan or plan_graph(request, cutoff=asked.cutoff if cuts else inf)
+            if is_free:
+                self.free[id(graph)] = plan
+            search.add(plan)
+        assert search.chosen is not None
+        return search.chosen
 
 
 @pytest.mark.slow
@@ -81,10 +83,8 @@ def test_a_plan_that_is_of_no_use_is_not_kept_in_the_cache(
 ) -> None:
     monkeypatch.setenv("AUTOPAR_CACHE_DIR", str(tmp_path))
     searched = Searched()
-    leaves = jax.tree.leaves(searched.args)
-    place = searched.graph, leaves, searched.batch, searched.cluster, searched.options
-    ended = plan_graph(*place, cutoff=1e-9)
+    request = searched.request(searched.graph, NO_BUDGET)
+    ended = plan_graph(request, cutoff=1e-9)
     assert ended.predicted.optimality_gap > 1e-4
-    best = plan_graph(*place)
+    best = plan_graph(request)
     assert best.predicted.optimality_gap <= 1e-4
-    assert isinstance(best, autopar.Plan)

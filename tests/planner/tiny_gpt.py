@@ -8,7 +8,7 @@ from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
 from autopar.planner.intra_op import IntraOpSolution, plan_intra_op
-from autopar.planner.planning import roles_of
+from autopar.planner.whole_step import roles_of
 from autopar.sharding.mesh import parse_mesh
 from benchmarks.models import build
 

@@ -24,7 +24,7 @@ method = autopar.PipelineParallel(num_stages=4, num_microbatches=4)
 step = autopar.parallelize(workload.step, cluster=cluster, method=method)
 state, batch = workload.init(jax.random.key(0)), workload.make_batch(0)
 state, _ = step(state, batch)
-(pipelined,) = step._pipelines.values()
+(pipelined,) = step._running()
 print(*[facts.process_id for facts in pipelined.execute.workers.facts], flush=True)
 while True:
     state, _ = step(state, batch)

@@ -16,7 +16,7 @@ from autopar.frontend.effects import refuse_callbacks
 from autopar.lowering.exported_program import export_program, plain_array, with_keys
 from autopar.lowering.programs import build_program
 from autopar.options import check_options
-from autopar.planner.planning import plan_function
+from autopar.planner.planning import plan_step
 from autopar.runtime.ray_job import cut_for_hosts
 from autopar.runtime.ray_programs import compile_code, place
 from autopar.sharding.mesh import MeshShape
@@ -32,8 +32,8 @@ def remote_cluster() -> Cluster:
 def exported(fun: Any, *args: Any, mesh: str) -> Any:
     """`fun` planned for hosts elsewhere, as bytes that went through a pickle."""
     options = check_options(mesh=mesh, cluster=remote_cluster())
-    planned = plan_function(fun, args, {}, options)
-    sharding = planned.plan.sharding
+    planned = plan_step(fun, args, {}, options)
+    sharding = planned.plan
     program = build_program(
         planned.graph,
         sharding,
@@ -164,7 +164,7 @@ def test_host_callbacks_are_refused_with_their_line(kind: str):
 
     from autopar.frontend.tracing import trace
     from autopar.graph.build_graph import build_graph
-    from autopar.planner.planning import roles_of
+    from autopar.planner.whole_step import roles_of
 
     traced = trace(fun, (np.ones(8, np.float32),), {})
     with pytest.raises(NotImplementedError, match=r"test_exported_program\.py:\d+"):

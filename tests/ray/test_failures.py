@@ -48,7 +48,7 @@ class Pipeline:
 
     @property
     def workers(self) -> Workers:
-        (pipelined,) = self.step._pipelines.values()
+        (pipelined,) = self.step._running()
         return pipelined.execute.workers
 
     def process_ids(self) -> list[int]:
@@ -111,7 +111,7 @@ def test_a_worker_that_dies_in_a_group_is_reported_by_rank(ray_cluster: Cluster)
     step: Any = parallelize(workload.step, method=ShardParallel(), cluster=ray_cluster)
     state, batch = workload.init(jax.random.key(0)), workload.make_batch(0)
     state, _ = step(state, batch)
-    (executable,) = step._executables.values()
+    (executable,) = step._running()
     processes = [facts.process_id for facts in executable.workers.facts]
     os.kill(processes[1], signal.SIGKILL)
     start = time.monotonic()

@@ -102,7 +102,7 @@ for _ in range(2):
 leaves = map(jax.tree.leaves, (autopar.fetch(got), expected))
 for a, b in zip(*leaves, strict=True):
     np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
-(executable,) = [each.execute for each in step._pipelines.values()]
+(executable,) = [each.execute for each in step._running()]
 print("hosts of a stage", executable.workers.num_hosts)
 """
 

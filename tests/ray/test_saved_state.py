@@ -45,10 +45,8 @@ def steps(workload: Workload, ray_cluster: Cluster) -> Any:
 
 def workers_of(step: Any) -> Any:
     """The workers that run a step, of which there is one form."""
-    for pipelined in step._pipelines.values():
-        return pipelined.execute.workers
-    (executable,) = step._executables.values()
-    return executable.workers
+    (executable,) = step._running()
+    return getattr(executable, "execute", executable).workers
 
 
 def carried(step: Any) -> int:

@@ -46,11 +46,8 @@ class Training:
     @property
     def executable(self) -> Any:
         """What runs the step on the hosts."""
-        if self.step._pipelines:
-            (pipelined,) = self.step._pipelines.values()
-            return pipelined.execute
-        (executable,) = self.step._executables.values()
-        return executable
+        (executable,) = self.step._running()
+        return getattr(executable, "execute", executable)
 
     @property
     def workers(self) -> Workers:
@@ -173,7 +170,7 @@ def test_a_saved_state_goes_on_there_and_on_one_device(
 def test_both_stages_are_busy_at_once(trainings: Any):
     training = trainings("gpt", TWO_STAGES)
     state, _ = training.step(training.state, training.batch)
-    (pipelined,) = training.step._pipelines.values()
+    (pipelined,) = training.step._running()
     pieces = pipelined.pipeline.split(jax.tree.leaves((state, training.batch)))
     _, _, timeline = training.executable.record(
         {**pipelined.pipeline.state_of(pieces), **pipelined.constants},

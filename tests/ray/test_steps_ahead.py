@@ -43,10 +43,8 @@ class Ahead:
 
     @property
     def workers(self) -> Any:
-        for pipelined in self.step._pipelines.values():
-            return pipelined.execute.workers
-        (executable,) = self.step._executables.values()
-        return executable.workers
+        (executable,) = self.step._running()
+        return getattr(executable, "execute", executable).workers
 
     @contextmanager
     def standing_still(self) -> Iterator[list[int]]:

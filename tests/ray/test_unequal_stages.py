@@ -61,7 +61,7 @@ class Training:
 
     @property
     def executable(self) -> RayPipelineExecutable:
-        (pipelined,) = self.step._pipelines.values()
+        (pipelined,) = self.step._running()
         return pipelined.execute
 
     @property

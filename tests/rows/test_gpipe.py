@@ -17,7 +17,7 @@ from autopar.graph.build_graph import build_graph
 from autopar.methods.methods import PipelineParallel
 from autopar.pipelines.layers import NEAR, ForwardOrder, stage_borders
 from autopar.pipelines.stage_cut import forward_order
-from autopar.planner.planning import roles_of
+from autopar.planner.whole_step import roles_of
 from autopar.runtime.instructions import Send
 from tests.rows.fixtures import f6
 from tests.rows.running import run_pipeline_as_planned

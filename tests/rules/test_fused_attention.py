@@ -14,7 +14,7 @@ from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import Operator
 from autopar.lowering.exported_program import export_program
-from autopar.planner.planning import roles_of
+from autopar.planner.whole_step import roles_of
 from autopar.rules import fused_attention
 from autopar.rules.base import factors_of
 from autopar.rules.fused_attention import KINDS

@@ -213,7 +213,7 @@ def test_other_calls_that_need_no_python_are_made_in_cpp(
         (state, result), (expected, other) = made(*ours), plain(*theirs)
         assert_equal((state, result), (expected, other))
         assert number == 0 or old["a"].is_deleted()
-    (executable,) = made._executables.values()
+    (executable,) = made._running()
     closed_over = make in (with_a_table, with_a_key)
     assert len(executable.program.constants) == closed_over
 
@@ -271,7 +271,7 @@ def test_calls_under_other_settings_are_traced_under_them(activation: Any) -> No
             theirs = plain(BATCH, BATCH)
         assert_equal(ours, theirs)
         assert [x.dtype for x in ours] == [x.dtype for x in theirs]
-    assert len(made._executables) == len(settings)
+    assert len(made._running()) == len(settings)
 
 
 def test_a_deleted_or_repeated_buffer_is_seen_before() -> None:

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache
-from types import SimpleNamespace
+from functools import cache, partialmethod
 from typing import Any
 
 import jax
@@ -12,12 +11,14 @@ import optax
 import pytest
 
 import autopar
-from autopar.audit import fit
-from autopar.audit.fit import MOST_CORRECTIONS, plan_fitting
 from autopar.audit.memory_use import MemoryUse
 from autopar.errors import InfeasiblePlanError
 from autopar.options import Options
-from autopar.planner.planning import Planned, plan_function
+from autopar.planner import planning
+from autopar.planner.fit import MOST_CORRECTIONS
+from autopar.planner.planned import Planned
+from autopar.planner.planning import plan_step, plan_traced
+from autopar.planner.whole_step import trace_whole
 from autopar.plans.parallel_plan import Plan
 from benchmarks.models import build
 from tests.rows.test_fairscale import f2
@@ -32,13 +33,14 @@ def planned() -> Planned:
     """Any plan; what its program holds is made up by the tests."""
     options = planned_options()
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    return plan_function(lambda x: (x @ x).sum(), (x,), {}, options)
+    whole = trace_whole(lambda x: (x @ x).sum(), (x,), {}, options)
+    return plan_traced(whole, options)
 
 
 def of_peak(peak_bytes: int) -> Planned:
-    found = planned().plan.sharding
+    found = planned().plan
     predicted = replace(found.predicted, peak_bytes=peak_bytes)
-    return replace(planned(), plan=Plan(replace(found, predicted=predicted)))
+    return replace(planned(), plan=replace(found, predicted=predicted))
 
 
 @dataclass
@@ -55,33 +57,32 @@ class Modelled:
     asked: list[int] = field(default_factory=list)
     compiled: list[int] = field(default_factory=list)
 
-    def plan_together(
-        self, _: Any, __: Any, ___: Any, options: Options, *____: Any
-    ) -> Planned:
+    def plan_together(self, _: Any, options: Options) -> Planned:
         if options.plan is not None:
-            return replace(planned(), plan=options.plan)
+            return replace(planned(), plan=options.plan.sharding)
         budget = options.memory_budget or 0
         self.asked.append(budget)
         if budget >= self.least:
             return of_peak(self.predicts(budget))
         error = InfeasiblePlanError("nothing is predicted to fit", self.least)
         error.largest_users = "  1 B  x"
-        error.least_plan = of_peak(self.least).plan.sharding
+        error.least_plan = of_peak(self.least).plan
         raise error
 
-    def program_of(self, planned: Planned) -> Any:
-        def compile() -> int:
-            self.compiled.append(planned.plan.predicted.peak_bytes)
-            return self.holds(planned.plan.predicted.peak_bytes)
-
-        return SimpleNamespace(compile=compile, host_bytes=0, target=None)
+    def compiled_bytes(self, planned: Planned, _: float) -> int:
+        self.compiled.append(planned.plan.predicted.peak_bytes)
+        return self.holds(planned.plan.predicted.peak_bytes)
 
     def within(self, budget: int) -> Planned:
         options = replace(planned_options(), memory_budget=budget)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fit, "plan_together", self.plan_together)
-            patch.setattr(MemoryUse, "of", lambda held, _: MemoryUse(held, 0, 0, 0))
-            return plan_fitting(lambda x: x, (), {}, options, self.program_of)
+            patch.setattr(planning, "plan_together", self.plan_together)
+            patch.setattr(Planned, "compiled_bytes", partialmethod(compiled_of, self))
+            return plan_step(lambda x: x, (1.0,), {}, options)
+
+
+def compiled_of(planned: Planned, model: Modelled, limit_seconds: float) -> int:
+    return model.compiled_bytes(planned, limit_seconds)
 
 
 @pytest.mark.parametrize("seen", [700, 900, 1000])
@@ -289,23 +290,16 @@ def test_a_cluster_that_is_not_here_is_compiled_for_and_the_plan_corrected(
     budget = int(1.5 * free.predicted.peak_bytes)
     predictions: list[int] = []
 
-    def program_of(planned: Planned) -> Any:
+    def compiled_bytes(planned: Planned, _: float) -> int:
         predictions.append(planned.plan.predicted.peak_bytes)
-        return SimpleNamespace(held=2 * predictions[-1], host_bytes=0)
+        return 2 * predictions[-1]
 
-    def compiled(program: Any, _: float) -> Any:
-        return program
-
-    def use(program: Any, _: int) -> Any:
-        return SimpleNamespace(device_bytes=program.held)
-
-    monkeypatch.setattr(fit, "compile_program", compiled)
-    monkeypatch.setattr(fit, "MemoryUse", SimpleNamespace(of=use))
+    monkeypatch.setattr(Planned, "compiled_bytes", compiled_bytes)
     step = autopar.parallelize(workload.step, cluster=cluster, memory_budget=budget)
-    given = workload.step, args, {}, step.options, program_of
-    assert plan_fitting(*given).plan.predicted.memory_correction == 1.0
+    given = workload.step, args, {}, step.options
+    assert plan_step(*given).plan.predicted.memory_correction == 1.0
     assert not predictions
-    planned = plan_fitting(*given, elsewhere_seconds=60.0).plan.predicted
+    planned = plan_step(*given, elsewhere_seconds=60.0).plan.predicted
     assert len(predictions) == 2
     assert planned.memory_correction == pytest.approx(2.0, rel=0.01)
     assert predictions[1] <= budget / 2 < predictions[0]

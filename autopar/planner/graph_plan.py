@@ -1,0 +1,133 @@
+"""The plan of one graph: the loop over meshes, and the candidates on each of them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+
+from .. import rules as _rules
+from ..errors import InfeasiblePlanError
+from ..graph.constraints import check_returned_pins, warn_ignored_constraints
+from ..graph.user_shard_map import check_shard_maps
+from ..methods.gather_again import gathering_again
+from ..methods.layout_rules import LayoutRules
+from ..methods.named_methods import gathers_again, restrictions_of
+from ..plans.plan import ShardingPlan
+from ..sharding.pins import resolve_pins
+from ..state.placements import placement_pins
+from .attention_choice import ring_limits
+from .auto_layout import auto_layout
+from .budget import BudgetPlanner
+from .divided_work import dividing_first
+from .intra_op import IntraOpSolution, warn_fallbacks
+from .mesh_search import (
+    MANY_OPERATORS,
+    TIGHT_GAP,
+    Attempt,
+    MeshSearch,
+    SearchLimits,
+    least_seconds,
+)
+from .mesh_shapes import mesh_shapes
+from .pin_conflicts import PinsByKey, blame_pins
+from .plan_cache import CacheEntry, cache_entry
+from .plan_request import PlanRequest
+
+_log = logging.getLogger("autopar")
+assert _rules  # imported so that every rule registers
+
+
+def plan_graph(
+    request: PlanRequest, gap: float = TIGHT_GAP, cutoff: float = math.inf
+) -> ShardingPlan:
+    """The cheapest plan of a step's graph, over all meshes where none is named.
+
+    On a mesh that is named the plan is within `gap` of the best. Plans of `cutoff`
+    seconds are of no use: where none is better, it is any and need not fit. Plans with
+    limits on single choices, or a wider gap, are not cached.
+
+    Raises:
+      InfeasiblePlanError: no plan exists.
+    """
+    start = perf_counter()
+    if gathers_again(request.options.method):
+        request = replace(request, graph=gathering_again(request.graph))
+    graph, cluster, mesh = request.graph, request.cluster, request.mesh()
+    warn_fallbacks(graph)
+    if mesh is not None:
+        check_shard_maps(graph, mesh)
+        warn_ignored_constraints(graph, mesh)
+    entry = CacheEntry(None) if request.limits else cache_entry(request)
+    known = entry.load(graph)
+    if known is not None:
+        seconds = perf_counter() - start
+        _log.info("%s: plan from %s in %.1f s", graph.name, entry.path, seconds)
+        return known
+
+    if mesh is None:
+        shapes = dividing_first(graph, mesh_shapes(cluster))
+        is_long = len(graph.operators()) >= MANY_OPERATORS
+        ends = SearchLimits(least_seconds(graph, cluster), cutoff, is_long)
+        meshes = MeshSearch(cluster, shapes, ends)
+    else:
+        meshes = MeshSearch(cluster, (), SearchLimits(cutoff=cutoff), mesh, gap)
+    for attempt in meshes:
+        try:
+            meshes.add(attempt, _plan_on_mesh(request, attempt))
+        except InfeasiblePlanError as error:
+            meshes.add(attempt, error)
+    solution = meshes.solution
+    plan = replace(solution.plan, tried=meshes.others())
+    if mesh is None:
+        _log.info("%s: %s", graph.name, meshes)
+    _log.info(
+        "%s: planned %d operators in %.1f s, gap %.3g%%",
+        graph.name,
+        len(graph.operators()),
+        perf_counter() - start,
+        100 * solution.assignment.gap,
+    )
+    if gap <= TIGHT_GAP and plan.predicted.step_seconds < cutoff:
+        entry.store(plan)
+    return plan
+
+
+def _plan_on_mesh(request: PlanRequest, attempt: Attempt) -> IntraOpSolution:
+    """The cheapest plan found on one mesh, among the candidates of `BudgetPlanner`."""
+    graph, cluster, options = request.graph, request.cluster, request.options
+    mesh, batch, method = attempt.mesh, request.batch, options.method
+    budget_bytes = options.budget_on(cluster)
+    pinned = resolve_pins(options.pins, graph, mesh)
+    check_returned_pins(graph, pinned, mesh)
+    pins = {**placement_pins(request.leaves, graph, mesh), **pinned}
+    if isinstance(method, LayoutRules) and method.is_auto:
+        own = restrictions_of(None, options.rules, graph, mesh, batch)
+        place = graph, mesh, cluster, batch, budget_bytes
+        limits = *own, *request.limits
+        return auto_layout(method, *place, pins=pins, limits=limits).solution
+    own = restrictions_of(method, options.rules, graph, mesh, batch)
+    limits = *own, *ring_limits(graph, options), *request.limits
+    planner = BudgetPlanner(graph, mesh, cluster, batch, pins, limits)
+    if getattr(method, "objective", "time") == "memory":
+        return planner.least(budget_bytes)
+    return planner.within(budget_bytes, attempt.gap, attempt.cutoff)
+
+
+def blaming_pins(
+    error: InfeasiblePlanError,
+    request: PlanRequest,
+    gap: float = TIGHT_GAP,
+    cutoff: float = math.inf,
+) -> InfeasiblePlanError:
+    """The error of `plan_graph`, which names the fewest pins to blame."""
+    plan_with = partial(_plan_with_pins, request, gap, cutoff)
+    return blame_pins(error, request.options.pins, plan_with)
+
+
+def _plan_with_pins(
+    request: PlanRequest, gap: float, cutoff: float, pins: PinsByKey
+) -> ShardingPlan:
+    return plan_graph(request.asking(pins=pins), gap, cutoff)
