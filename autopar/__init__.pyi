@@ -31,11 +31,10 @@ from .methods.named_methods import ThreeD as ThreeD
 from .methods.named_methods import Zero as Zero
 from .methods.place_operators import PlaceOperators as PlaceOperators
 from .microbatches.microbatches import BatchCoupledError as BatchCoupledError
-from .plans.parallel_plan import Plan as Plan
 from .rules.custom import register_rule as register_rule
 from .sharding import layouts as layouts
+from .sharding.layouts import FREE as FREE
 from .sharding.pin_primitive import pin as pin
-from .sharding.pins import FREE as FREE
 from .sharding.relayout import relayout as relayout
 from .sharding.relayout import relayout_like as relayout_like
 from .state.distributed_array import (
@@ -44,5 +43,6 @@ from .state.distributed_array import (
 from .state.distributed_array import DistributedArray as DistributedArray
 from .state.distributed_array import fetch as fetch
 from .state.memmap_store import MemmapStore as MemmapStore
+from .steps.parallel_plan import Plan as Plan
 from .training import Recovery as Recovery
 from .training import Training as Training

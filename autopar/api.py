@@ -9,7 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from math import inf
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, Unpack, overload
+from typing import (
+    Any,
+    Generic,
+    Literal,
+    ParamSpec,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import jax
 
@@ -17,7 +26,6 @@ from .clusters.cluster import Cluster
 from .execution import (
     MISSED,
     DirectCalls,
-    PlannedStep,
     ReadyCall,
     compiled_only,
     end_workers,
@@ -35,35 +43,59 @@ from .frontend.tracing import (
     is_tracing,
     parameter_names,
 )
+from .graph.pins import BatchLike, PinsLike
 from .jax_compat import InternalFloatingPointError, is_jit_disabled
-from .lowering.lowered_pipeline import LoweredPipeline
-from .lowering.lowered_step import Lowered, Traced
 from .lowering.programs import SignatureChanged
 from .methods.methods import Auto, Method, ShardParallel
 from .options import (
     Options,
-    ParallelizeArguments,
     check_options,
     resolve_options,
 )
 from .pipelines.pipeline_choice import plan_call
 from .pipelines.pipeline_plan import PlannedPipeline
+from .pipelines.state_init import PlacedInit, placed_state, stage_homes, whole_homes
+from .pipelines.traced_init import noting_state, step_call, trace_init
 from .planner.attention_trace import with_fused_attention
 from .planner.planned import Planned
 from .planner.signatures import tell_user
-from .plans.parallel_plan import Plan
 from .plans.pin_cost import PinCosts
-from .report.step_origin import with_origin
 from .sharding.jit_shardings import with_result_pins
 from .sharding.mesh import MeshLike
-from .sharding.pins import BatchLike, PinsLike
-from .state.state_init import PlacedInit, placed_state, stage_homes, whole_homes
-from .state.traced_init import noting_state, step_call, trace_init
-from .step_program import fitting_figures, lowered_step
+from .steps.compiling import fitting_figures, lowered_step
+from .steps.lowered_pipeline import LoweredPipeline
+from .steps.lowered_step import Lowered, Traced
+from .steps.parallel_plan import Plan
+from .steps.planned_step import PlannedStep
+from .steps.step_origin import with_origin
 from .targets.target import check_compilable, is_compiled_elsewhere
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+class ParallelizeArguments(TypedDict, total=False):
+    """The arguments of `autopar.parallelize` besides the function."""
+
+    method: Method | None
+    mesh: MeshLike | None
+    cluster: Cluster | None
+    plan: Plan | None
+    like: Plan | str | os.PathLike[str] | None
+    pins: PinsLike | None
+    rules: Any
+    memory_budget: int | str | None
+    remat: str | None
+    offload: str | None
+    attention: str | None
+    num_microbatches: int | None
+    batch_argnums: BatchLike
+    static_argnums: int | Sequence[int]
+    static_argnames: str | Sequence[str]
+    donate_argnums: int | Sequence[int] | Literal["auto"]
+    donate_argnames: str | Sequence[str]
+    in_shardings: Any
+    out_shardings: Any
 
 
 class ParallelFunction(Generic[_P, _R]):
@@ -181,7 +213,7 @@ class ParallelFunction(Generic[_P, _R]):
                 return lowered_step(planned, self._only_arrays)
             is_absent = is_compiled_elsewhere(planned.cluster, self._options.mesh)
             runs = compiled_only(planned) if is_absent else step.pipelined
-            return LoweredPipeline(runs, staged_plan(planned), self._only_arrays)
+            return LoweredPipeline(runs, Plan(staged_plan(planned)), self._only_arrays)
 
     def init(
         self, init_fn: Callable[..., Any], *args: Any, batch: Any, **kwargs: Any

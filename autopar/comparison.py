@@ -14,9 +14,9 @@ from rich.text import Text
 from .api import ParallelFunction
 from .audit.program_figures import ProgramFigures
 from .lowering.compiled_program import compile_jitted
-from .lowering.lowered_step import Compiled, Lowered
 from .plans.explain import as_text, format_bytes, format_seconds, table
 from .sharding.mesh import MeshShape
+from .steps.lowered_step import Compiled, Lowered
 from .targets.target import Target, check_compilable
 
 

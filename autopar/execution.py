@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import replace
+from functools import cache
 from typing import Any, NoReturn
 
 from autopar.runtime.checkpoint import restore as restore
@@ -38,49 +38,17 @@ from autopar.runtime.worker import PipelineExecutable
 from .clusters.cluster import Cluster
 from .clusters.device_mesh import submesh_of
 from .frontend.constant_leaves import ResultTree
-from .frontend.effects import refuse_callbacks
-from .frontend.garbage import without_garbage_collection
+from .graph.effects import refuse_callbacks
+from .graph.garbage import without_garbage_collection
 from .methods.schedule_choice import rows_of, schedule_name
 from .pipelines.pipeline import PipelinedStep, lower_pipeline
 from .pipelines.pipeline_plan import PlannedPipeline
+from .pipelines.state_init import InitProgram, PlacedInit, init_programs, made_state
 from .planner.planned import Planned
-from .plans.parallel_plan import Plan
 from .plans.staged_plan import StagedPlan, StageProgramPlan, total_prediction
-from .state.state_init import InitProgram, PlacedInit, init_programs, made_state
 from .targets.compile_service import refuse_call
 
 Executable = LocalExecutable | RayExecutable | PipelinedStep
-
-
-@dataclass(eq=False)
-class PlannedStep:
-    """What is known of calls of one kind; what runs them is made when it is asked for.
-
-    `key` is that of the calls, and `plan` what the user got of `planned`.
-    """
-
-    key: Any
-    planned: Planned | PlannedPipeline
-    plan: Plan | None = None
-
-    @cached_property
-    def run(self) -> tuple[Executable, ResultTree]:
-        """What runs the calls, and the tree of their results."""
-        if isinstance(self.planned, PlannedPipeline):
-            traced = self.pipelined.pipeline.traced
-            return self.pipelined, ResultTree.of(traced.out_tree)
-        tree = ResultTree.of(self.planned.traced.out_tree)
-        return executable_of(self.planned), tree
-
-    @property
-    def has_run(self) -> bool:
-        """Whether it is known what runs the calls."""
-        return "run" in self.__dict__
-
-    @cached_property
-    def pipelined(self) -> PipelinedStep:
-        assert isinstance(self.planned, PlannedPipeline)
-        return pipelined_step(self.planned)
 
 
 def executable_of(planned: Planned) -> LocalExecutable | RayExecutable:
@@ -166,7 +134,7 @@ def end_workers(steps: Sequence[Executable]) -> None:
 
 
 @without_garbage_collection()
-def staged_plan(planned: PlannedPipeline) -> Plan:
+def staged_plan(planned: PlannedPipeline) -> StagedPlan:
     """The plan of a pipeline, whose time and memory a simulated step says."""
     method, flow = planned.method, planned.flow
     programs = tuple(
@@ -188,23 +156,21 @@ def staged_plan(planned: PlannedPipeline) -> Plan:
         simulation.timeline.bubble_fraction,
         planned.bound_seconds,
     )
-    return Plan(
-        StagedPlan(
-            planned.traced.name,
-            planned.cluster.name,
-            flow.num_stages,
-            flow.num_microbatches,
-            schedule_name(method.schedule),
-            method.microbatch_semantics,
-            planned.shapes,
-            programs,
-            planned.transfers(),
-            tuple(" ".join(map(str, row)) for row in schedule_of(planned).rows),
-            peak_bytes,
-            replace(predicted, memory_correction=correction),
-            tuple(method.stage_products or ()),
-            tuple(str(task or "") for task in simulation.fullest),
-        )
+    return StagedPlan(
+        planned.traced.name,
+        planned.cluster.name,
+        flow.num_stages,
+        flow.num_microbatches,
+        schedule_name(method.schedule),
+        method.microbatch_semantics,
+        planned.shapes,
+        programs,
+        planned.transfers(),
+        tuple(" ".join(map(str, row)) for row in schedule_of(planned).rows),
+        peak_bytes,
+        replace(predicted, memory_correction=correction),
+        tuple(method.stage_products or ()),
+        tuple(str(task or "") for task in simulation.fullest),
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict
+from pathlib import Path
+from typing import Any, Literal
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -17,6 +18,7 @@ from .frontend.static_arguments import (
     resolve_positions,
 )
 from .frontend.tracing import parameter_names
+from .graph.pins import PLACED, BatchLike
 from .methods.layout_rules import LayoutRules, as_layout_rules
 from .methods.methods import (
     Auto,
@@ -25,44 +27,26 @@ from .methods.methods import (
     PipelineParallel,
     ShardParallel,
     check_method,
+    method_of_plan,
 )
-from .microbatches.microbatch_semantics import MicrobatchSemantics
-from .planner.memory_budget import default_budget, parse_budget
-from .planner.step_variants import Offload, check_offload
-from .plans.parallel_plan import Plan
+from .option_values import (
+    MicrobatchSemantics,
+    Offload,
+    check_offload,
+    check_remat,
+    default_budget,
+    parse_budget,
+)
+from .plans.plan import ShardingPlan
+from .plans.plan_file import read_plan
 from .plans.staged_plan import StagedPlan
-from .rematerialisation.remat import check_remat
 from .rules.attention import FUSED_KINDS
 from .sharding.jit_shardings import argument_pins, as_prefix, mesh_of, spec_of
 from .sharding.layouts import parse_layout
 from .sharding.mesh import MeshLike, parse_mesh
-from .sharding.pins import PLACED, BatchLike, PinsLike
 
+Decision = ShardingPlan | StagedPlan
 Positions = tuple[int, ...] | Literal["auto"]
-
-
-class ParallelizeArguments(TypedDict, total=False):
-    """The arguments of `autopar.parallelize` besides the function."""
-
-    method: Method | None
-    mesh: MeshLike | None
-    cluster: Cluster | None
-    plan: Plan | None
-    like: Plan | str | os.PathLike[str] | None
-    pins: PinsLike | None
-    rules: Any
-    memory_budget: int | str | None
-    remat: str | None
-    offload: str | None
-    attention: str | None
-    num_microbatches: int | None
-    batch_argnums: BatchLike
-    static_argnums: int | Sequence[int]
-    static_argnames: str | Sequence[str]
-    donate_argnums: int | Sequence[int] | Literal["auto"]
-    donate_argnames: str | Sequence[str]
-    in_shardings: Any
-    out_shardings: Any
 
 
 @dataclass(frozen=True)
@@ -75,7 +59,7 @@ class Options:
     method: Method
     mesh: MeshLike | None
     cluster: Cluster | None
-    plan: Plan | None
+    plan: Decision | None
     pins: Mapping[str, PartitionSpec]
     num_microbatches: int
     microbatch_semantics: MicrobatchSemantics
@@ -85,7 +69,7 @@ class Options:
     names: tuple[str, ...] = ()
     rules: LayoutRules | None = None
     memory_budget: int | None = None  # bytes a device
-    like: Plan | None = None
+    like: Decision | None = None
     remat: str | None = None  # "auto", or as `Remat` prints
     offload: Offload | None = None
     static_argnames: tuple[str, ...] = ()  # also those that are keywords alone
@@ -156,7 +140,7 @@ def check_options(
     method: Method | None = None,
     mesh: MeshLike | None = None,
     cluster: Cluster | None = None,
-    plan: Plan | None = None,
+    plan: object = None,
     pins: Mapping[str, Any] | Sequence[tuple[str, Any]] | None = None,
     rules: Any = None,
     memory_budget: int | str | None = None,
@@ -171,14 +155,15 @@ def check_options(
     remat: str | None = None,
     offload: str | None = None,
     attention: str | None = None,
-    like: Plan | str | os.PathLike[str] | None = None,
+    like: object = None,
 ) -> Options:
     """The options as one value; defaults and errors are `autopar.parallelize`'s."""
     model = _plan_to_be_like(like, plan, method, rules)
-    if plan is not None and not isinstance(plan, Plan):
+    given, plan = plan, getattr(plan, "decision", plan)
+    if plan is not None and not isinstance(plan, Decision):
         raise TypeError(
-            f"`plan` must be an autopar.Plan, but got {plan!r} of type "
-            f"{type(plan).__name__}; load a file with autopar.Plan.load(path)."
+            f"`plan` must be an autopar.Plan, but got {given!r} of type "
+            f"{type(given).__name__}; load a file with autopar.Plan.load(path)."
         )
     if plan is not None and rules is not None:
         raise ValueError(
@@ -250,7 +235,7 @@ def _names(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _attention(
-    given: str | None, plan: Plan | None, method: Method
+    given: str | None, plan: Decision | None, method: Method
 ) -> Literal["fused"] | None:
     """How attention is done; a plan of one program knows."""
     if given not in (None, "fused"):
@@ -263,17 +248,17 @@ def _attention(
             f"`attention` is one kernel or a ring, but got {given!r} and {method}; "
             f"leave one of the two out."
         )
-    if plan is not None and not isinstance(plan.decision, StagedPlan):
-        kinds = {op.kind for op in plan.sharding.operators}
+    if isinstance(plan, ShardingPlan):
+        kinds = {op.kind for op in plan.operators}
         return "fused" if kinds.intersection(FUSED_KINDS) else None
     return "fused" if given else None
 
 
-def _check_mesh_of_plan(mesh: MeshLike, plan: Plan) -> None:
+def _check_mesh_of_plan(mesh: MeshLike, plan: Decision) -> None:
     """Raises if a plan of one program is to run on another mesh than its own."""
-    if isinstance(plan.decision, StagedPlan):
+    if isinstance(plan, StagedPlan):
         return
-    own = plan.sharding.mesh
+    own = plan.mesh
     try:
         is_same = parse_mesh(mesh, own.size) == own
     except ValueError:
@@ -287,11 +272,8 @@ def _check_mesh_of_plan(mesh: MeshLike, plan: Plan) -> None:
 
 
 def _plan_to_be_like(
-    like: Plan | str | os.PathLike[str] | None,
-    plan: Plan | None,
-    method: Method | None,
-    rules: Any,
-) -> Plan | None:
+    like: object, plan: object, method: Method | None, rules: Any
+) -> Decision | None:
     """The plan that `like` is, or is the path of."""
     if like is None:
         return None
@@ -305,13 +287,14 @@ def _plan_to_be_like(
             f"{' and '.join(given) or method}; pins may be given."
         )
     if isinstance(like, str | os.PathLike):
-        like = Plan.load(like)
-    if not isinstance(like, Plan):
+        like = read_plan(Path(like).read_text(), str(like))
+    found = getattr(like, "decision", like)
+    if not isinstance(found, Decision):
         raise TypeError(
             f"`like` must be an autopar.Plan or the path of a plan file, but got "
             f"{like!r} of type {type(like).__name__}."
         )
-    is_staged = isinstance(like.decision, StagedPlan)
+    is_staged = isinstance(found, StagedPlan)
     other = ShardParallel if is_staged else PipelineParallel
     if isinstance(method, other):
         form = "a pipeline" if is_staged else "one program"
@@ -319,11 +302,11 @@ def _plan_to_be_like(
             f"`like` keeps the form of a plan, which is {form}, but the method is "
             f"{method}; leave it out."
         )
-    return like
+    return found
 
 
 def _check_memory_choices(
-    remat: str | None, offload: Offload | None, plan: Plan | None
+    remat: str | None, offload: Offload | None, plan: Decision | None
 ) -> None:
     """Raises where `remat` or `offload` cannot be had."""
     for name, given in (("remat", remat), ("offload", offload)):
@@ -334,20 +317,22 @@ def _check_memory_choices(
             )
 
 
-def _method_of_plan(plan: Plan | None, like: Plan | None, method: Method) -> Method:
+def _method_of_plan(
+    plan: Decision | None, like: Decision | None, method: Method
+) -> Method:
     """The method that a plan of a pipeline was made with; it may be given again."""
-    if like is not None and isinstance(like.decision, StagedPlan):
-        return like.decision.method if isinstance(method, Auto) else method
+    if isinstance(like, StagedPlan):
+        return method_of_plan(like) if isinstance(method, Auto) else method
     if plan is None:
         return method
-    if not isinstance(plan.decision, StagedPlan):
+    if not isinstance(plan, StagedPlan):
         if isinstance(method, PipelineParallel):
             raise ValueError(
                 f"A plan is run as it is, but `plan` is of one program and the method "
                 f"is {method}; leave the method out."
             )
         return method
-    own = plan.decision.method
+    own = method_of_plan(plan)
     given = own if isinstance(method, Auto) else method
     if isinstance(given, PipelineParallel):
         given = replace(

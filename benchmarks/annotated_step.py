@@ -19,15 +19,15 @@ from jax.sharding import NamedSharding
 
 from autopar.frontend.dead_code import dead_code_eliminated
 from autopar.frontend.tracing import rewritten
+from autopar.graph.blocks import BlockRunner
 from autopar.graph.build_graph import BARRIER, build_graph
 from autopar.graph.op_graph import Block, Constant, Operator, OpGraph
-from autopar.lowering.blocks import BlockRunner
 from autopar.planner.whole_step import roles_of
 from autopar.rules.base import bind_params
 from autopar.sharding.spec import is_pending, to_partition_spec
 
 if TYPE_CHECKING:
-    from autopar.lowering.lowered_step import Lowered
+    from autopar.steps.lowered_step import Lowered
 
 Annotations = Mapping[int, NamedSharding]  # by tensor
 

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
     from autopar.audit.program_figures import ProgramFigures
-    from autopar.lowering.lowered_step import Lowered
     from autopar.lowering.programs import SpmdProgram
+    from autopar.steps.lowered_step import Lowered
 
     from .annotated_step import AnnotatedStep
     from .targets import BenchStep

@@ -27,11 +27,8 @@ _FITTED = range(10, 40, 2)  # powers of two
 
 def collectives(path: Path) -> None:
     from autopar.clusters.cluster import Cluster
-    from autopar.costs.collectives import (
-        COLLECTIVE_KINDS,
-        CollectiveKind,
-        collective_seconds,
-    )
+    from autopar.costs.collectives import collective_seconds
+    from autopar.sharding.collective import COLLECTIVE_KINDS, CollectiveKind
     from autopar.sharding.mesh import MeshShape
 
     above: dict[tuple[str, str], list[float]] = defaultdict(list)

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.lowering.programs import PipelineProgram, TaskKind
+    from autopar.lowering.programs import PipelineProgram
+    from autopar.plans.plan import TaskKind
     from autopar.runtime.schedule import Schedule
 
 NUM_MICROBATCHES = 16

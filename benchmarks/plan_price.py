@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.clusters.cluster import Cluster
+from autopar.costs.compute import total_flops
+from autopar.costs.resharding import Resharder
 from autopar.costs.stacks import stacking_seconds
+from autopar.costs.user_shard_map import body_work
 from autopar.graph.build_graph import SHARD_MAP, STRUCTURED
 from autopar.graph.op_graph import Operator, OpGraph, TensorType
-from autopar.graph.user_shard_map import body_work
 from autopar.planner.halo_costs import (
     halo_collectives,
     ring_product_seconds,
@@ -16,10 +18,9 @@ from autopar.planner.halo_costs import (
 )
 from autopar.planner.intra_op import shard_map_collectives
 from autopar.planner.overlap import visible_fractions
-from autopar.planner.strategies import SLICING, total_flops
+from autopar.planner.strategies import SLICING
 from autopar.plans.plan import OperatorPlan, ShardingPlan
 from autopar.rules.halos import factors_with_halos, moved_bytes
-from autopar.sharding.resharding import Resharder
 from autopar.sharding.spec import Spec, num_shards
 
 

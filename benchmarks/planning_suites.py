@@ -14,8 +14,8 @@ from benchmarks.request import Case, Request
 from benchmarks.results import Result
 
 if TYPE_CHECKING:
-    from autopar.plans.parallel_plan import Plan
     from autopar.solver import Assignment
+    from autopar.steps.parallel_plan import Plan
     from benchmarks.published.runs import Run
 
 TABLES = Path(__file__).parent / "published"
@@ -192,7 +192,7 @@ def _names_devices(method: Any) -> bool:
 
 def _audited(compiled: Any) -> dict[str, float]:
     """What was predicted and what compilers made of it; of pipelines by stage only."""
-    from autopar.lowering.lowered_pipeline import CompiledPipeline
+    from autopar.steps.lowered_pipeline import CompiledPipeline
 
     audit = compiled.audit()
     audit.raise_if_wrong()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from autopar.clusters.cluster import Cluster
-    from autopar.plans.parallel_plan import Plan
+    from autopar.steps.parallel_plan import Plan
 
     from .models import Workload
 
@@ -128,8 +128,8 @@ def main() -> None:
     from autopar.clusters.virtual_devices import use_virtual_devices
 
     use_virtual_devices(8)
-    from autopar.clusters.calibrate import calibrate
     from autopar.clusters.cluster import Cluster
+    from autopar.commands.calibrate import calibrate
 
     from .models import build
 

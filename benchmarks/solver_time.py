@@ -114,14 +114,14 @@ def measure(name: str, case: Case, *, with_loss: bool = False) -> Measurement:
     """One round of one case, in this process."""
     import autopar.rules  # noqa: F401  (registers every rule)
     from autopar.clusters.cluster import Cluster
-    from autopar.frontend.garbage import without_garbage_collection
+    from autopar.costs.resharding import Resharder
     from autopar.frontend.tracing import trace
     from autopar.graph.build_graph import build_graph
+    from autopar.graph.garbage import without_garbage_collection
     from autopar.planner.intra_op import read_plan
     from autopar.planner.sharding_problem import build_problem
     from autopar.planner.whole_step import roles_of
     from autopar.sharding.mesh import parse_mesh
-    from autopar.sharding.resharding import Resharder
     from autopar.solver import solve
 
     from .models import build

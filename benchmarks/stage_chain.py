@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.lowering.programs import PipelineProgram, Slot, StageProgram, TaskKind
+from autopar.lowering.programs import PipelineProgram, Slot, StageProgram
+from autopar.plans.plan import TaskKind
 from autopar.runtime.emit import emit
 from autopar.runtime.instructions import Send
 from autopar.runtime.schedule import Schedule, Task

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from autopar.pipelines.joint_search import FoundStages, JointSearch
-    from autopar.plans.parallel_plan import Plan
+    from autopar.steps.parallel_plan import Plan
 
 _Result = TypeVar("_Result")
 

@@ -14,9 +14,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autopar.clusters.cluster import Cluster, RayHosts
+from autopar.clusters.ray_discovery import (
+    VIRTUAL_DEVICES,
+    find_hosts,
+    import_ray,
+    number_hosts,
+)
 from autopar.errors import HostLostError
 
-from .ray_hosts import VIRTUAL_DEVICES, find_hosts, import_ray, number_hosts
 from .ray_worker import HostWorker
 
 _log = logging.getLogger("autopar")

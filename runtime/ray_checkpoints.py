@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from autopar.clusters.ray_discovery import import_ray
 from autopar.errors import HostLostError
 from autopar.state.distributed_array import DistributedArray
 
 from .ray_arrays import Keeper, RemoteArray
-from .ray_hosts import import_ray
 from .stored_arrays import (
     Digest,
     Writing,

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from .ray_hosts import VIRTUAL_DEVICES, import_ray
+from autopar.clusters.ray_discovery import VIRTUAL_DEVICES, import_ray
+
 from .ray_workers import end_live_workers
 
 # Ray gives a frozen host up after seconds instead of a minute, and its workers get as

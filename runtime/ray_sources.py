@@ -20,10 +20,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar.data.examples import Examples
+from autopar.clusters.ray_discovery import import_ray
 from autopar.lowering.exported_program import ShardedType
+from autopar.state.examples import Examples
 
-from .ray_hosts import import_ray
 from .ray_job import LoadedPart
 from .ray_programs import sharding_of
 

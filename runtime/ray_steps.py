@@ -16,7 +16,6 @@ import jax
 
 from autopar.clusters.cluster import Cluster
 from autopar.clusters.ray_hosts import HostGroups
-from autopar.data.examples import LoadedRows
 from autopar.lowering.exported_program import (
     ExportedProgram,
     ShardedType,
@@ -26,6 +25,7 @@ from autopar.lowering.exported_program import (
 )
 from autopar.lowering.programs import PipelineProgram, SpmdProgram
 from autopar.state.distributed_array import DistributedArray
+from autopar.state.examples import LoadedRows
 
 from .emit import result_keys, state_keys
 from .instructions import Held, InstructionList, Send, Value, step_inputs

@@ -16,9 +16,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from autopar.clusters.ray_discovery import import_ray
 from autopar.errors import HostLostError, WorkerError
 
-from .ray_hosts import import_ray
 from .ray_job import Failure
 
 _EVERY_SECONDS = 1.0

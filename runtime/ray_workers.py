@@ -22,15 +22,15 @@ import jax
 import numpy as np
 
 from autopar.clusters.cluster import Cluster
+from autopar.clusters.ray_discovery import import_ray
 from autopar.clusters.ray_hosts import HostGroups
-from autopar.data.examples import HostSource
 from autopar.errors import HostLostError, WorkerError
 from autopar.lowering.exported_program import ShardedType
+from autopar.state.examples import HostSource
 
 from .ray_actors import START_SECONDS, start_actors
 from .ray_arrays import PendingStep, RemoteArray
 from .ray_channel import Address, Calls, dial
-from .ray_hosts import import_ray
 from .ray_job import Block, HostFacts, check_alike, join_blocks, meet
 from .ray_watch import Heartbeat, Watch
 from .stored_arrays import Digest, Writing

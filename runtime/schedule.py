@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
 
-from autopar.lowering.programs import TaskKind
+from autopar.plans.plan import TaskKind
 
 _LETTERS: dict[TaskKind, str] = {
     "forward": "F",

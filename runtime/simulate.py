@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
-from autopar.lowering.programs import PipelineProgram, TaskKind
+from autopar.lowering.programs import PipelineProgram
+from autopar.plans.plan import TaskKind
 
 from .emit import emit
 from .instructions import (

@@ -11,11 +11,11 @@ import autopar
 from autopar.audit.audit import Audit
 from autopar.audit.memory_use import MemoryUse
 from autopar.audit.replay import Replay
-from autopar.plans.answers import Answers
-from autopar.plans.compiled_figures import CompiledFigures
-from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan import TriedPlan
 from autopar.plans.plan_view import PlanView
+from autopar.report.answers import Answers
+from autopar.report.compiled_figures import CompiledFigures
+from autopar.steps.parallel_plan import Plan
 from tests.tiny_plans import make_plan
 
 BATCH, LENGTH, WIDTH, LAYERS, WORDS = 32, 64, 256, 4, 512

@@ -18,21 +18,27 @@ PACKAGES = {
     "solver": "autopar.solver",
     "runtime": "autopar.runtime",
 }
+FOLDER_ORDER: list[str] = """
+    errors jax_compat cache_folder solver sharding clusters targets option_values graph
+    state rules plans costs frontend microbatches rematerialisation lowering audit
+    methods options planner pipelines runtime execution report steps data api comparison
+    training adascale_gain commands cli __main__
+""".split()
 RUNTIME_MAY_IMPORT = (
     "plans.plan",
     "lowering.programs",
     "lowering.exported_program",
     "clusters.cluster",
     "clusters.ray_hosts",
-    "data.examples",
+    "clusters.ray_discovery",
+    "state.examples",
     "state.distributed_array",
     "errors",
     "runtime",
 )
-# Only files of the runtime know ray, so these ask them: which hosts are there, to start
-# a local cluster, and what hosts can be sent.
+# Only files of the runtime, and the one that finds hosts, know ray, so these ask them:
+# to start a local cluster, and what hosts can be sent.
 RAY_QUESTIONS = {
-    "autopar.clusters.cluster": ("autopar.runtime.ray_hosts",),
     "autopar.commands.launch": ("autopar.runtime.ray_local",),
     "autopar.data.batches": ("autopar.runtime.ray_sources",),
 }
@@ -166,7 +172,9 @@ def test_solver_and_runtime_go_by_their_installed_names() -> None:
 
 def test_ray_is_imported_lazily_by_its_own_files_only() -> None:
     def is_forbidden(file: SourceFile, found: Import) -> bool:
-        is_ray_file = file.module.startswith("autopar.runtime.ray_")
+        is_ray_file = file.module.startswith(
+            ("autopar.runtime.ray_", "autopar.clusters.ray_discovery")
+        )
         return _is_within(found.module, "ray") and not (is_ray_file and found.is_lazy)
 
     assert not _violations(OURS, is_forbidden)
@@ -196,6 +204,26 @@ def test_no_import_cycle_even_through_lazy_imports() -> None:
                 graph.add_edge(file.module, target)
     groups = nx.strongly_connected_components(graph)
     assert not [group for group in groups if len(group) > 1]
+
+
+def _part(module: str) -> str:
+    """The folder, or the file of autopar/, that holds a module; "" of none of ours."""
+    package, *inside = module.split(".")
+    return inside[0] if package == "autopar" and inside else ""
+
+
+def test_a_folder_imports_only_folders_before_it() -> None:
+    def is_forbidden(file: SourceFile, found: Import) -> bool:
+        own, other = _part(file.module), _part(found.module)
+        if not own or other not in FOLDER_ORDER:
+            return False
+        return FOLDER_ORDER.index(other) > FOLDER_ORDER.index(own)
+
+    assert not _violations(OURS, is_forbidden), (
+        "move the data type or function that both need to the earlier folder"
+    )
+    missing = {_part(file.module) for file in OURS} - {"", *FOLDER_ORDER}
+    assert not missing, f"{missing} must have a place in FOLDER_ORDER"
 
 
 def _folder(path: Path) -> str:

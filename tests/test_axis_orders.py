@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.errors import PlanFileError
 from autopar.plans.record import Record
+from autopar.plans.spec_text import SpecText
 from autopar.sharding.group_names import GroupNames
 from autopar.sharding.mesh import MeshShape
 from autopar.sharding.spec import (
@@ -27,7 +28,6 @@ from autopar.sharding.spec import (
     turns_of,
     with_axes,
 )
-from autopar.sharding.spec_text import SpecText
 from tests.rows.fixtures import random
 from tests.rows.running import homes, run_as_planned, run_pipeline_as_planned, traffic
 

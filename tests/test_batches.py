@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.lowering.lowered_step import Lowered
+from autopar.steps.lowered_step import Lowered
 
 Tree = Any
 NUM_EXAMPLES, SIZE = 40, 8

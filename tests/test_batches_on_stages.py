@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.data.examples import stage_rows
-from autopar.lowering.lowered_pipeline import LoweredPipeline
+from autopar.state.examples import stage_rows
+from autopar.steps.lowered_pipeline import LoweredPipeline
 
 Tree = Any
 NUM_EXAMPLES, SIZE, NUM_MICROBATCHES = 48, 16, 2

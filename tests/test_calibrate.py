@@ -7,17 +7,18 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
-import autopar.clusters.calibrate as measuring
+import autopar.commands.calibrate as measuring
 from autopar.cli import main
-from autopar.clusters.calibrate import Effort, calibrate, slowing_of
 from autopar.clusters.cluster import Cluster
 from autopar.clusters.cluster_file import to_toml
-from autopar.clusters.hardware import COLLECTIVE_KINDS, Link
+from autopar.clusters.hardware import Link
 from autopar.clusters.measured_links import Timing, as_measured
+from autopar.commands.calibrate import Effort, calibrate, slowing_of
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.planner.intra_op import plan_intra_op
 from autopar.planner.whole_step import roles_of
+from autopar.sharding.collective import COLLECTIVE_KINDS
 from autopar.sharding.mesh import MeshShape
 from benchmarks.models import build
 from benchmarks.plan_price import plan_seconds

@@ -7,7 +7,7 @@ import pytest
 
 from autopar.cli import main
 from autopar.commands.doctor import Check, check_package, check_solver, run_checks
-from autopar.plans.parallel_plan import Plan
+from autopar.steps.parallel_plan import Plan
 
 TRAIN = """
 import jax, jax.numpy as jnp

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar.frontend.roles import Roles
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
+from autopar.graph.traced_function import Roles
 
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.audit.lowered_collectives import collectives_in_lowered
 from autopar.methods.methods import PipelineParallel
+from autopar.pipelines.state_init import PlacedInit, init_programs, made_state
+from autopar.pipelines.traced_init import trace_init
 from autopar.state.distributed_array import DistributedArray
 from autopar.state.placements import LeafPart
-from autopar.state.state_init import PlacedInit, init_programs, made_state
-from autopar.state.traced_init import trace_init
 
 Tree = Any
 KEY = jax.random.key(0)

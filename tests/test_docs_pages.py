@@ -34,6 +34,7 @@ ELSEWHERE = (
     "plan_format.md",
     "report.md",
     "roadmap.md",
+    "walk.md",
 )
 BLOCK = re.compile(
     r"^```python\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.MULTILINE | re.DOTALL

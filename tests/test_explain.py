@@ -18,10 +18,10 @@ from autopar.plans.explain import (
     format_seconds,
 )
 from autopar.plans.leaf_groups import group_leaves
-from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan import InputPlan
 from autopar.plans.plan_view import format_source
 from autopar.sharding.spec import REPLICATED
+from autopar.steps.parallel_plan import Plan
 from benchmarks.models import build
 from tests.tiny_plans import make_plan
 

@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.errors import InfeasiblePlanError, PlanFileError
 from autopar.planner.strategies import tensor_specs
-from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan import ShardingPlan
 from autopar.plans.reasons import Alternative, Reasons
 from autopar.sharding.layouts import layout_text
 from autopar.sharding.mesh import parse_mesh
 from autopar.sharding.spec import to_partition_spec
+from autopar.steps.parallel_plan import Plan
 from tests.rows.fixtures import Case, f1, f3, random
 from tests.rows.named_plans import graph_of
 

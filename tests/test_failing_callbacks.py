@@ -12,8 +12,8 @@ import pytest
 from jax.experimental import io_callback
 
 import autopar
-from autopar.frontend.host_calls import HostCalls
 from autopar.graph.op_graph import TensorType
+from autopar.rules.host_calls import HostCalls
 from tests.rules.strategy_oracle import random_array
 
 X = random_array(8, 16)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.data.batch_tree import BatchTree
 from autopar.data.batches import host_source
-from autopar.data.examples import Examples, HostSource
+from autopar.state.batch_tree import BatchTree
+from autopar.state.examples import Examples, HostSource
 
 pytest.importorskip("ray")
 LIKE = {"x": jax.ShapeDtypeStruct((4, 3), "f4"), "y": jax.ShapeDtypeStruct((4,), "i4")}

@@ -14,9 +14,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
 import autopar
-from autopar.frontend.roles import Roles
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
+from autopar.graph.traced_function import Roles
 from autopar.rules import base
 
 

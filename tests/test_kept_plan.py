@@ -10,8 +10,8 @@ import pytest
 
 from autopar.cli import main
 from autopar.plans.kept_plan import check_kept
-from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan import ShardingPlan
+from autopar.steps.parallel_plan import Plan
 from tests.tiny_plans import make_plan
 
 TRAIN = """

@@ -17,18 +17,14 @@ import autopar
 from autopar.audit.memory_use import MemoryUse
 from autopar.clusters.cluster import Cluster
 from autopar.costs.memory import MemoryProfile, memory_profile
+from autopar.costs.resharding import Resharder
+from autopar.option_values import RESERVED_FRACTION, default_budget, parse_budget
 from autopar.planner.budget import BudgetPlanner
 from autopar.planner.intra_op import read_profile
-from autopar.planner.memory_budget import (
-    RESERVED_FRACTION,
-    default_budget,
-    parse_budget,
-)
 from autopar.planner.memory_rows import MemoryRows
 from autopar.planner.memory_users import memory_users
 from autopar.planner.sharding_problem import ShardingProblem, build_problem
 from autopar.sharding.mesh import parse_mesh
-from autopar.sharding.resharding import Resharder
 from autopar.solver.assignment import Assignment
 from benchmarks.models import build
 from tests.rows.fixtures import Case, dense_stack, random

@@ -16,9 +16,9 @@ from jax import lax
 
 import autopar
 from autopar.errors import AuditError
-from autopar.lowering.lowered_step import Compiled
 from autopar.plans.plan import ShardingPlan
 from autopar.sharding.collective import Collective
+from autopar.steps.lowered_step import Compiled
 
 P = jax.P
 

@@ -19,8 +19,8 @@ from autopar.clusters.cluster import Cluster
 from autopar.errors import FallbackWarning
 from autopar.methods.named_methods import NamedMethod, restrictions_of
 from autopar.planner.intra_op import plan_intra_op
-from autopar.plans.parallel_plan import Plan
 from autopar.sharding.mesh import parse_mesh
+from autopar.steps.parallel_plan import Plan
 from benchmarks.models import build
 from tests.rows.fixtures import BSH_BYTES, Case, f1, f3, mixture_of_experts, random
 from tests.rows.named_plans import graph_of

@@ -15,10 +15,10 @@ from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster
 from autopar.errors import PlanFileError
 from autopar.methods.methods import PipelineParallel, ShardParallel
-from autopar.plans.parallel_plan import Plan
 from autopar.runtime.emit import emit
 from autopar.runtime.instructions import Send
 from autopar.runtime.schedule import one_f_one_b
+from autopar.steps.parallel_plan import Plan
 
 
 def step(params: Any, x: jax.Array) -> Any:

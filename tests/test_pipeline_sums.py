@@ -11,8 +11,8 @@ import pytest
 from autopar.api import parallelize
 from autopar.errors import PlanFileError
 from autopar.methods.methods import PipelineParallel
-from autopar.plans.parallel_plan import Plan
 from autopar.sharding.spec import is_pending
+from autopar.steps.parallel_plan import Plan
 from tests.rows.running import run_pipeline_as_planned
 from tests.test_pipeline import assert_equal, tied_language_model
 from tests.test_pipeline_plan import arguments, step

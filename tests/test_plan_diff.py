@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.cli import main
-from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan_diff import PlanDiff
+from autopar.steps.parallel_plan import Plan
 from tests.rows.fixtures import Case, f1, f3, f6
 from tests.test_pin_costs import random_pins
 from tests.tiny_plans import make_plan

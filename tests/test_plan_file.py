@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.errors import PlanFileError
-from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan_file import from_json, read_plan, to_json
 from autopar.sharding.mesh import MeshShape
+from autopar.steps.parallel_plan import Plan
 from tests.rows.fixtures import f6
 from tests.tiny_plans import make_plan
 

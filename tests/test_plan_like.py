@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan_file import from_json, to_json
+from autopar.steps.parallel_plan import Plan
 from tests.rows.fixtures import Case, f1, random
 from tests.rows.running import homes
 

@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 
 import autopar
 from autopar.audit.memory_use import MemoryUse
-from autopar.lowering.lowered_step import Compiled
-from autopar.rematerialisation.remat import LEVELS, Remat
+from autopar.option_values import LEVELS, Remat
 from autopar.rematerialisation.segments import fewest_bytes
+from autopar.steps.lowered_step import Compiled
 from benchmarks.models import build
 from tests.residuals import residual_bytes
 from tests.rows.fixtures import Case, random

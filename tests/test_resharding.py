@@ -20,6 +20,7 @@ from autopar.audit.compiled_collectives import collectives_in_compiled
 from autopar.audit.lowered_collectives import collectives_in_lowered
 from autopar.clusters.cluster import Cluster
 from autopar.costs.collectives import at_size
+from autopar.costs.resharding import Resharder
 from autopar.lowering.collectives import apply_step
 from autopar.sharding.collective import Collective
 from autopar.sharding.direct_paths import direct_path
@@ -32,7 +33,6 @@ from autopar.sharding.placement import (
     permuted_pairs,
     placement_of,
 )
-from autopar.sharding.resharding import Resharder
 from autopar.sharding.spec import (
     REPLICATED,
     SUM,

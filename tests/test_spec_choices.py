@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from autopar.clusters.cluster import Cluster
 from autopar.costs.collectives import at_size
+from autopar.costs.resharding import Resharder
 from autopar.planner.spec_choices import SpecTable
 from autopar.sharding.mesh import MeshShape
-from autopar.sharding.resharding import Resharder
 from autopar.sharding.spec import num_shards
 
 MESH = MeshShape(("x", "y", "z"), (2, 2, 2))

@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.plans.parallel_plan import Plan
 from autopar.plans.reasons import Alternative, Reasons
 from autopar.plans.staged_plan import StagedPlan
 from autopar.sharding.spec import to_partition_spec
+from autopar.steps.parallel_plan import Plan
 from tests.rows.fixtures import Case, random
 from tests.rows.running import run_pipeline_as_planned
 

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.audit.lowered_collectives import collectives_in_lowered
+from autopar.pipelines.state_init import PlacedInit, init_programs
+from autopar.pipelines.traced_init import trace_init
 from autopar.state.placements import LeafPart
-from autopar.state.state_init import PlacedInit, init_programs
-from autopar.state.traced_init import trace_init
 from benchmarks.models import build
 
 Tree = Any

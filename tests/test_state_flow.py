@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from autopar.graph.dim_names import DimTies
-from autopar.methods.state_flow import (
+from autopar.graph.state_flow import (
     StateFlow,
     made_of,
     makers_of,
     spread_marks,
     state_flow,
 )
+from autopar.methods.dim_names import DimTies
 from autopar.sharding.mesh import parse_mesh
 from tests.rows.fixtures import Case, random
 from tests.rows.named_plans import graph_of

@@ -20,7 +20,7 @@ def test_three_stages_share_out_eight_devices():
     stages = plan.plan.stages
     sizes = [mesh.size for mesh in stages.meshes]
     assert len(sizes) == stages.num_stages == 3
-    assert stages.num_microbatches == 4 and stages.method.schedule == "gpipe"
+    assert stages.num_microbatches == 4 and stages.schedule == "gpipe"
     assert len(set(sizes)) > 1 and sum(sizes) == 8
     assert sum(stages.stage_products) == 6
 
@@ -31,7 +31,7 @@ def test_a_schedule_is_kept(schedule: str):
     step = parallelize(case.step, method=PipelineParallel(5, schedule=schedule))
     stages = step.plan(*case.args).stages
     assert stages.num_stages == len(stages.meshes) == 5
-    assert stages.num_microbatches == 1 and stages.method.schedule == schedule
+    assert stages.num_microbatches == 1 and stages.schedule == schedule
 
 
 def test_more_stages_than_layers_are_refused():

@@ -10,9 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan_file import from_json, to_json
 from autopar.sharding.spec import to_partition_spec
+from autopar.steps.parallel_plan import Plan
 from tests.rows.fixtures import Case, f1, f3, f6
 from tests.rows.running import homes
 from tests.test_pin_costs import random_pins

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from ..costs.collectives import CollectiveKind, wire_bytes
-from ..sharding.collective import Collective
+from ..costs.collectives import wire_bytes
+from ..sharding.collective import Collective, CollectiveKind
 from .compiled_collectives import CompiledProgram
 from .memory_use import MemoryUse
 from .replay import Replay, replay

@@ -24,7 +24,7 @@ from .compiled_collectives import ARRAY, CompiledProgram, Instruction
 
 if TYPE_CHECKING:
     from ..clusters.cluster import Cluster
-    from ..clusters.hardware import CollectiveKind
+    from ..sharding.collective import CollectiveKind
     from ..sharding.mesh import MeshShape
 
 _FREE = frozenset(

@@ -244,7 +244,7 @@ class Cluster:
           ValueError: the cluster has too few hosts or devices, or an argument is none
             of those above.
         """
-        from autopar.runtime.ray_hosts import find_hosts
+        from autopar.clusters.ray_discovery import find_hosts
 
         for name, count in (("num_hosts", num_hosts), ("devices", devices_per_host)):
             if count is not None:

@@ -5,15 +5,13 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..sharding.collective import COLLECTIVE_KINDS, CollectiveKind
+
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "float8", "int8")
-CollectiveKind: TypeAlias = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
-]
-COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 Curve: TypeAlias = Sequence[Sequence[float]]  # pairs of (flops, fraction of the peak)
 Timings: TypeAlias = Mapping[str, Mapping[int, Curve]]  # by collective, group size
 

@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from .hardware import CollectiveKind, Link
+from ..sharding.collective import CollectiveKind
+from .hardware import Link
 
 _FILE = Path(__file__).parent / "measured_links.csv"
 

@@ -41,8 +41,8 @@ def calibrate(
 
     if devices is not None:
         use_virtual_devices(devices)
-    from ..clusters import calibrate as measuring
     from ..clusters.cluster_file import to_toml
+    from . import calibrate as measuring
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     is_here = sys.stderr.isatty() or output is not None

@@ -9,8 +9,8 @@ from typing import Literal
 from jax.extend.core import Primitive, primitives
 
 from .. import rules
+from ..costs.user_shard_map import COLLECTIVES
 from ..graph.build_graph import STRUCTURED
-from ..graph.user_shard_map import COLLECTIVES
 from ..jax_compat import CALLS
 from ..rules.base import registered_rules, stay_whole
 

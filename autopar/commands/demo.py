@@ -20,7 +20,7 @@ from rich.table import Table
 
 from ..api import parallelize
 from ..audit.audit import Audit
-from ..lowering.lowered_pipeline import PipelineAudit
+from ..steps.lowered_pipeline import PipelineAudit
 from .demo_model import Batch, Config, TrainState, init_state, make_train_step
 
 _CORPUS_BYTES = 3_000_000

@@ -26,7 +26,7 @@ from .step_options import (
 
 if TYPE_CHECKING:
     from ..clusters.cluster import Cluster
-    from ..plans.parallel_plan import Plan
+    from ..steps.parallel_plan import Plan
     from .plan_targets import Target
 
 
@@ -81,7 +81,7 @@ def diff(
     \b
         autopar diff old.json new.json
     """
-    from ..plans.parallel_plan import Plan
+    from ..steps.parallel_plan import Plan
 
     Plan.load(before).diff(Plan.load(after)).print()
 
@@ -99,7 +99,7 @@ def load_plan(
     Raises:
       ValueError: more is said of the step, which is not named.
     """
-    from ..plans.parallel_plan import Plan
+    from ..steps.parallel_plan import Plan
 
     plan = Plan.load(path)
     if target is not None:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from ..api import ParallelFunction
     from ..clusters.cluster import Cluster
     from ..options import Options
-    from ..plans.parallel_plan import Plan
-    from .method_comparison import Row
+    from ..report.method_comparison import Row
+    from ..steps.parallel_plan import Plan
     from .plan_targets import Target
 
 PlanTarget = Annotated[
@@ -172,8 +172,8 @@ def plan(
         autopar plan train:for_autopar --cluster 2x8xH100 --check plan.json
         autopar plan gpt-39b --cluster 8x8xV100 --method 'Auto()'
     """
-    from ..plans.compiled_figures import CompiledFigures
-    from ..plans.parallel_plan import Plan
+    from ..report.compiled_figures import CompiledFigures
+    from ..steps.parallel_plan import Plan
     from ..targets.target import check_compilable
     from .plan_targets import find_step, parse_method, parse_pins, parse_settings
 
@@ -211,7 +211,7 @@ def plan(
     if more_pins:
         before, made = made, made.what_if(more_pins)
     if rows:
-        from .method_comparison import tried_rows
+        from ..report.method_comparison import tried_rows
 
         made = replace(made, tried=(*made.tried, *tried_rows(rows)))
     made.explain(operators=operators)
@@ -222,7 +222,7 @@ def plan(
         console.print("\nwhat each pin adds to a step", style="bold")
         console.print(str(made.pin_costs()), markup=False)
     if rows:
-        from .method_comparison import comparison_table
+        from ..report.method_comparison import comparison_table
 
         console.print("\nbeside named methods, on the same costs", style="bold")
         console.print(comparison_table(rows))
@@ -273,9 +273,9 @@ def _plan(
       InfeasiblePlanError: nothing fits; names what would.
     """
     from ..errors import InfeasiblePlanError
-    from ..report.step_origin import StepOrigin
-    from ..step_program import compiled_figures
-    from .method_comparison import compare as compared
+    from ..report.method_comparison import compare as compared
+    from ..steps.compiling import compiled_figures
+    from ..steps.step_origin import StepOrigin
 
     step = _parallel(target, options)
     with progress(console) as status:

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from autopar.clusters.hardware import COLLECTIVE_KINDS as COLLECTIVE_KINDS
 from autopar.clusters.hardware import AxisLink as AxisLink
-from autopar.clusters.hardware import CollectiveKind as CollectiveKind
 from autopar.clusters.hardware import Curve
+from autopar.sharding.collective import COLLECTIVE_KINDS as COLLECTIVE_KINDS
+from autopar.sharding.collective import CollectiveKind as CollectiveKind
 
 SIZES = np.array([0.0, *(4.0**power for power in range(8, 19))])
 """Bytes of whole tensors for which costs are tabulated; linear between them."""

@@ -11,8 +11,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from autopar.clusters.cluster import Cluster
-from autopar.jax_compat import CUDNN_ATTENTION
+from ..clusters.cluster import Cluster
+from ..graph.op_graph import Operator
+from ..graph.work import is_heavy
+from ..jax_compat import CUDNN_ATTENTION
 
 Shape: TypeAlias = tuple[int, ...]
 Params: TypeAlias = Mapping[str, Any]
@@ -131,14 +133,6 @@ def operator_seconds(
     memory_seconds = moved_bytes / device.bytes_per_second
     launch_seconds = 0.0 if is_fused else cluster.kernel_seconds
     return launch_seconds + max(compute_seconds, memory_seconds)
-
-
-def is_heavy(primitive_name: str) -> bool:
-    """Whether work grows faster than data: products, convolutions, factorisations.
-
-    What is heavy is worth splitting and never worth doing twice.
-    """
-    return primitive_name in _HEAVY
 
 
 def is_fusable(primitive_name: str) -> bool:
@@ -337,4 +331,13 @@ _OTHERS: Mapping[str, _Flops] = {
     "rng_bit_generator": _random_flops,
 }
 _FLOPS: Mapping[str, _Flops] = {**_PRODUCTS, **_FACTORISATIONS, **_OTHERS}
-_HEAVY = frozenset((*_PRODUCTS, *_FACTORISATIONS))
+
+
+def total_flops(op: Operator) -> float:
+    """Flops of the whole operator, on one device."""
+    return flops(
+        op.kind,
+        op.params,
+        [kind.shape for kind in op.operand_types],
+        [kind.shape for kind in op.result_types],
+    )

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..lowering.lowered_pipeline import LoweredPipeline
-from ..lowering.lowered_step import Lowered
-from .batch_tree import BatchTree
-from .examples import Examples, HostSource, is_tree_of_arrays
+from ..state.batch_tree import BatchTree
+from ..state.examples import Examples, HostSource, is_tree_of_arrays
+from ..steps.lowered_pipeline import LoweredPipeline
+from ..steps.lowered_step import Lowered
 from .placing import Placing, StagePlacing, batch_types, is_on_hosts
 from .sources import (
     ExampleReader,

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from ..lowering.lowered_pipeline import LoweredPipeline
-from ..lowering.lowered_step import Lowered
+from ..state.batch_tree import BatchTree
 from ..state.distributed_array import DistributedArray
-from .batch_tree import BatchTree
-from .examples import Examples, StageRows
+from ..state.examples import Examples, StageRows
+from ..steps.lowered_pipeline import LoweredPipeline
+from ..steps.lowered_step import Lowered
 
 
 def is_on_hosts(lowered: Lowered | LoweredPipeline) -> bool:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .batch_tree import BatchTree
-from .examples import Examples
+from ..state.batch_tree import BatchTree
+from ..state.examples import Examples
 
 Position = dict[str, Any]
 

@@ -12,34 +12,9 @@ from typing import Any
 import jax
 
 from ..graph.op_graph import Role, TensorType
+from ..graph.traced_function import Roles, root_of
 from ..jax_compat import PyTreeDef
 from .derived_results import MadeOf
-
-
-@dataclass(frozen=True)
-class Roles:
-    """The role of each input leaf; `next_output[i]` is where state leaf i returns."""
-
-    roles: tuple[Role, ...]
-    next_output: tuple[int | None, ...]
-    notes: tuple[str, ...]  # what a user should know: state that could not be tied
-
-    def with_batch(self, batch: Collection[int], notes: Sequence[str] = ()) -> Roles:
-        """The same state, and `batch` as the leaves of the batch."""
-        roles = tuple[Role, ...](
-            role if role == "state" else "batch" if leaf in batch else "other"
-            for leaf, role in enumerate(self.roles)
-        )
-        return Roles(roles, self.next_output, (*self.notes, *notes))
-
-    def summary(self, arguments: Sequence[str]) -> str:
-        """One line: `state: params, opt_state; batch: x, y`."""
-        names: dict[Role, list[str]] = {}
-        for role, path in zip(self.roles, arguments, strict=True):
-            root = root_of(path)
-            if root not in names.setdefault(role, []):
-                names[role].append(root)
-        return "; ".join(f"{role}: {', '.join(found)}" for role, found in names.items())
 
 
 @dataclass(frozen=True)
@@ -286,11 +261,6 @@ def _structure_note(path: str, node: _Subtree, other: _Subtree) -> str:
         f"but {root_of(path)} comes in as {text(node)} and is returned {found}; it is "
         f"planned untied and not donated. Return it as it came in to keep it in place."
     )
-
-
-def root_of(path: str) -> str:
-    """The argument that a leaf belongs to."""
-    return path.split("[")[0].split(".")[0]
 
 
 def untied_arrays(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -14,7 +13,8 @@ import numpy as np
 from jax.sharding import AxisType, get_abstract_mesh, use_abstract_mesh
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from ..jax_compat import PyTreeDef, assume_cudnn
+from ..graph.traced_function import TracedFunction
+from ..jax_compat import assume_cudnn
 from ..state.distributed_array import (
     AbstractDistributedArray,
     DistributedArray,
@@ -40,22 +40,6 @@ _LEAF_TYPES = (
     np.generic,
 )
 _is_tracing = ContextVar("is_tracing", default=False)
-
-
-@dataclass(frozen=True, eq=False)
-class TracedFunction:
-    """One function at one signature.
-
-    `jaxpr` takes the leaves of `(args, kwargs)` in tree order, static arguments left
-    out, and returns the leaves of the result.
-    """
-
-    name: str
-    jaxpr: Any  # jax.extend.core.ClosedJaxpr
-    in_tree: PyTreeDef
-    out_tree: PyTreeDef
-    input_paths: tuple[str, ...]
-    output_paths: tuple[str, ...]
 
 
 def is_array_leaf(leaf: Any) -> bool:

@@ -12,10 +12,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from ..frontend.effects import refuse_effects
-from ..frontend.garbage import without_garbage_collection
-from ..frontend.roles import Roles
-from ..frontend.tracing import TracedFunction
 from ..jax_compat import (
     CALLS,
     DropVar,
@@ -26,6 +22,8 @@ from ..jax_compat import (
     source_line,
     with_scan_counts,
 )
+from .effects import refuse_effects
+from .garbage import without_garbage_collection
 from .op_graph import (
     Block,
     Constant,
@@ -36,6 +34,7 @@ from .op_graph import (
     Tensor,
     TensorType,
 )
+from .traced_function import Roles, TracedFunction
 
 _REMATS = ("remat2", "checkpoint")
 BARRIER = "optimization_barrier"

@@ -14,10 +14,11 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..errors import FallbackWarning
+from ..sharding.layouts import FREE
 from ..sharding.mesh import MeshShape
-from ..sharding.pins import FREE, Pin, parse_pin
 from .build_graph import PINS
 from .op_graph import Operator, OpGraph, TensorType
+from .pins import Pin, parse_pin
 
 
 @dataclass(frozen=True)

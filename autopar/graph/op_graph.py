@@ -363,3 +363,10 @@ def _by_object(
 
 def _starts(counts: list[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(np.array(counts, np.intp))])
+
+
+def is_zero(operand: object) -> bool:
+    """Whether an operand is the literal zero: its own part in any pending sum."""
+    if not isinstance(operand, Constant) or operand.type.is_extended:
+        return False
+    return bool(np.all(np.asarray(operand.value) == 0))  # JAX's == would be traced

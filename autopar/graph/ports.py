@@ -14,12 +14,11 @@ from typing import Literal
 
 import numpy as np
 
-from ..rules.elementwise import is_zero
 from ..sharding.mesh import MeshShape
-from ..sharding.pins import Pin
 from .build_graph import BARRIER, COND, PINS, SCAN, SHARD_MAP, WHILE
 from .constraints import Constraint, border_constraints, constraint_of
-from .op_graph import Block, Constant, Operand, Operator, OpGraph, TensorType
+from .op_graph import Block, Constant, Operand, Operator, OpGraph, TensorType, is_zero
+from .pins import Pin
 
 Site = tuple[Literal["operand", "output"], int, int]  # operator or block, position
 Write = tuple[int, int]  # tensor, leading dims it has more than the port

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..costs.resharding import wire_dtype
 from ..sharding.mesh import MeshShape
 from ..sharding.placement import Step
-from ..sharding.resharding import wire_dtype
 from ..sharding.spec import MAX, MIN, SUM
 
 _REDUCERS: dict[int, Callable[..., Any]] = {

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from ..frontend.effects import CALLBACKS
-from ..frontend.host_calls import HostCalls
+from ..costs.resharding import Resharder
 from ..graph.build_graph import BARRIER
+from ..graph.effects import CALLBACKS
 from ..graph.op_graph import OpGraph
 from ..jax_compat import CONCRETE_ARRAY as CONCRETE_ARRAY
 from ..jax_compat import PyTreeDef as PyTreeDef
@@ -24,18 +24,15 @@ from ..jax_compat import compiled as compiled
 from ..jax_compat import distributed_store as distributed_store
 from ..jax_compat import is_checking_values as is_checking_values
 from ..jax_compat import path_in_cpp as path_in_cpp
-from ..plans.plan import ShardingPlan
+from ..plans.plan import ShardingPlan, TaskKind
 from ..rules.halos import RING
-from ..sharding.resharding import Resharder
+from ..rules.host_calls import HostCalls
 from ..targets.target import Target
 from .channels import number_channels
 from .host_memory import HostLeaves, at_host, host_bytes
 from .spmd import input_shardings, output_shardings, spmd_function
 
 SlotKind = Literal["state", "batch", "activation", "gradient", "result"]
-# Where weights have tasks of their own, backward makes the cotangents that others wait
-# for, and weight the rest of the backward work.
-TaskKind = Literal["forward", "backward", "weight", "apply"]
 
 
 # XLA's CPU compiler makes one all_reduce of many, whose operands and results are then

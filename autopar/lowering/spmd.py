@@ -15,16 +15,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 
-from ..frontend.host_calls import HostCalls
+from ..costs.resharding import Resharder
+from ..graph.blocks import BlockRunner, as_array
 from ..graph.companions import companions
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..jax_compat import NO_MESH, equation_context
 from ..plans.plan import ShardingPlan
 from ..plans.slices_ahead import NEXT, slices_ahead
 from ..rules.base import Shard, bind_unchanged, factors_of, rule_of
-from ..sharding.resharding import Resharder
+from ..rules.host_calls import HostCalls
 from ..sharding.spec import Spec, local_shape
-from .blocks import BlockRunner, as_array
 from .collectives import apply_step
 from .partial_sums import as_held, held_spec, part_of
 from .scan_ahead import Upcoming, scan_ahead

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from math import prod
 
 from ..errors import FallbackWarning
-from ..graph.dim_names import Dim, DimTies
 from ..graph.op_graph import OpGraph
+from ..graph.state_flow import StateFlow, state_flow
 from ..sharding.mesh import MeshShape
+from .dim_names import Dim, DimTies
 from .restrictions import NOT_SPLIT, States
-from .state_flow import StateFlow, state_flow
 
 
 @dataclass(frozen=True, eq=False)

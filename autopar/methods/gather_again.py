@@ -16,9 +16,9 @@ import numpy as np
 from ..graph.build_graph import BARRIER, SCAN
 from ..graph.companions import GATHERED_AGAIN
 from ..graph.op_graph import Block, Operand, Operator, OpGraph, Tensor
-from ..planner.strategies import accumulation_dtype
+from ..graph.state_flow import made_of
+from ..graph.work import accumulation_dtype
 from ..plans.plan import ShardingPlan
-from .state_flow import made_of
 
 _BACKWARD = "transpose("  # how jax.grad names what it transposes
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal, get_args
 
-from ..microbatches.microbatch_semantics import MicrobatchSemantics, check_semantics
+from ..option_values import MicrobatchSemantics, check_semantics
+from ..plans.staged_plan import StagedPlan
 from ..sharding.mesh import MeshLike, MeshShape
 from .named_methods import NAMED_METHODS, Megatron, NamedMethod, ThreeD
 from .place_operators import PlaceOperators
-from .schedule_choice import ScheduleFunction, check_schedule
+from .schedule_choice import SCHEDULES, ScheduleFunction, ScheduleRows, check_schedule
 
 Objective = Literal["time", "memory"]
 AttentionKind = Literal["auto", "operators", "ring"]
@@ -233,3 +234,26 @@ def _check_submeshes(method: PipelineParallel) -> None:
             f"`stage_meshes` must have the shape of each of {method.num_submeshes} "
             f"submeshes, but got {len(meshes)}: {list(meshes)}."
         )
+
+
+def method_of_plan(plan: StagedPlan) -> PipelineParallel:
+    """The method that plans a pipeline as it is.
+
+    Raises:
+      NotImplementedError: its operators were placed, which a file cannot repeat.
+    """
+    if plan.is_placed:
+        raise NotImplementedError(
+            "A plan of placed operators is not run from a file yet; give the method "
+            "and its seed again, autopar.PlaceOperators(...), which places them alike."
+        )
+    is_named = plan.schedule in SCHEDULES
+    return PipelineParallel(
+        plan.num_stages,
+        plan.num_microbatches,
+        plan.schedule if is_named else ScheduleRows(plan.schedule, plan.rows),
+        plan.num_stages // len(plan.meshes),
+        plan.meshes,
+        plan.microbatch_semantics,
+        plan.stage_products or None,
+    )

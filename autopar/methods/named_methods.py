@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from ..graph.op_graph import OpGraph
-from ..microbatches.microbatch_semantics import MicrobatchSemantics
+from ..option_values import MicrobatchSemantics
 from ..sharding.mesh import MeshShape
 from .batch_dims import BatchDims
 from .layout_rules import LayoutRules, layout_restriction

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
-from ..microbatches.microbatch_semantics import MicrobatchSemantics
+from ..option_values import MicrobatchSemantics
+from ..plans.staged_plan import PLACED
 
 ALGORITHMS = ("auto", "exact", "search", "list", "topological", "small_communication")
 
@@ -43,7 +44,7 @@ class PlaceOperators:
     # A placed step is a pipeline of one microbatch, with a stage on every device.
     num_microbatches = 1
     microbatch_semantics: MicrobatchSemantics = "exact"
-    schedule = "placed"
+    schedule = PLACED
     stage_products = None
 
     def __post_init__(self) -> None:

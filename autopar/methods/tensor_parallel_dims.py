@@ -17,11 +17,12 @@ import numpy as np
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
 from autopar.solver.solve import solve
 
-from ..graph.dim_names import Dim, DimTies
+from ..costs.compute import total_flops
 from ..graph.op_graph import Operator
-from ..planner.strategies import is_heavy_operator, total_flops
+from ..graph.work import is_heavy_operator
 from ..rules.base import Factor, factors_of
 from ..sharding.spec import SUM
+from .dim_names import Dim, DimTies
 
 # What a byte of partial sums weighs beside a flop that is repeated, each as a part of
 # all there are: so little that it decides between ways to split the same work.

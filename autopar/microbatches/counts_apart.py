@@ -14,14 +14,13 @@ from typing import Any
 import jax
 
 from ..frontend.dead_code import dead_code_eliminated
-from ..frontend.roles import Roles
-from ..frontend.tracing import TracedFunction
+from ..graph.blocks import as_array
 from ..graph.build_graph import SCAN, build_graph
 from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import Operator, OpGraph
+from ..graph.traced_function import Roles, TracedFunction
+from ..graph.work import holds_heavy_work
 from ..jax_compat import abstract_value
-from ..lowering.blocks import as_array
-from ..planner.strategies import holds_heavy_work
 from .microbatch_runners import WholeRunner
 
 

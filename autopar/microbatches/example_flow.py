@@ -6,14 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
+from ..costs.compute import total_flops
 from ..graph.build_graph import SCAN, STRUCTURED
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operand, Operator, OpGraph
-from ..planner.strategies import (
-    holds_heavy_work,
-    is_heavy_operator,
-    total_flops,
-)
+from ..graph.work import holds_heavy_work, is_heavy_operator
 from ..sharding.spec import REPLICATED, SUM, State
 from .microbatch_flow import Flow
 

@@ -16,7 +16,7 @@ from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.dependencies import tensors_of, updates_of
 from ..graph.op_graph import Constant, Operand, Operator, OpGraph
 from ..graph.ports import Port, ports_of
-from ..planner.strategies import holds_heavy_work
+from ..graph.work import holds_heavy_work
 from ..rules.base import Factor, factors_of, replicate
 from ..sharding.spec import MAX, MIN, REPLICATED, State
 from .extremes import microbatch_factors

@@ -29,11 +29,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..frontend.roles import Roles
-from ..frontend.tracing import TracedFunction, trace
+from ..frontend.tracing import trace
 from ..graph.build_graph import build_graph, tensor_type
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
+from ..graph.traced_function import Roles, TracedFunction
 from ..sharding.spec import MAX, MIN, SUM
 from .example_flow import ExampleFlow
 from .extremes import Extremes

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..errors import FallbackWarning
-from ..frontend.tracing import TracedFunction
+from ..graph.blocks import as_array
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator
-from ..lowering.blocks import as_array
-from ..planner.strategies import holds_heavy_work
+from ..graph.traced_function import TracedFunction
+from ..graph.work import holds_heavy_work
 from .extremes import JOINS, start_of
 from .microbatch_runners import WholeRunner, join_parts, part_of
 from .microbatch_step import MicrobatchedStep

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..graph.blocks import BlockRunner, as_array
 from ..graph.build_graph import PINS, STRUCTURED
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..graph.ports import Site
 from ..jax_compat import equation_context, user_context
-from ..lowering.blocks import BlockRunner, as_array
 from ..rules.base import Shard, bind_params, bind_unchanged, rule_of
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
 
-from ..frontend.roles import Roles
-from ..frontend.tracing import TracedFunction
 from ..graph.op_graph import OpGraph
+from ..graph.traced_function import Roles, TracedFunction
+from ..option_values import MicrobatchSemantics
 from .microbatch_independent import independent_step
 from .microbatch_step import MicrobatchedStep, exact_step
 from .microbatches import split_microbatches
-
-MicrobatchSemantics = Literal["exact", "independent"]
-
-
-def check_semantics(given: object) -> MicrobatchSemantics:
-    """The semantics, or a ValueError that says what could be given."""
-    for known in get_args(MicrobatchSemantics):
-        if given == known:
-            return known
-    raise ValueError(
-        f"`microbatch_semantics` must be 'exact' (values of the whole batch) or "
-        f"'independent' (each microbatch is a batch of its own), but got {given!r}."
-    )
 
 
 def microbatched(

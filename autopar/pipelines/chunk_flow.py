@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 
 from ..graph.build_graph import BARRIER, PINS, SCAN, STRUCTURED
 from ..graph.dependencies import tensors_of
-from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
-from ..planner.strategies import is_heavy_operator
+from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph, is_zero
+from ..graph.work import is_heavy_operator
 from ..rematerialisation.phases import Phases, sliced_operands, stacked_results
 from ..rules.base import Factor, factors_of
-from ..rules.elementwise import is_zero
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
 
 PASSING = (BARRIER, *PINS)  # results are the operands

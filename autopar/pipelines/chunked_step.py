@@ -17,18 +17,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..frontend.dead_code import dead_code_eliminated
-from ..frontend.roles import Roles
-from ..frontend.tracing import TracedFunction
+from ..graph.blocks import as_array
 from ..graph.build_graph import SCAN
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operand, Operator, OpGraph
+from ..graph.pins import spellings
+from ..graph.traced_function import Roles, TracedFunction
 from ..jax_compat import equation_context, user_context
-from ..lowering.blocks import as_array
 from ..microbatches.extremes import JOINS
 from ..microbatches.microbatch_runners import WholeRunner
 from ..rules.base import Shard, bind_unchanged, is_inexact, rule_of
 from ..sharding.mesh import MeshShape
-from ..sharding.pins import spellings
 from ..sharding.spec import REPLICATED, Spec, axes_of_dim
 from .chunk_flow import (
     PASSING,

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from ..graph.blocks import as_array
 from ..graph.build_graph import SHARD_MAP
 from ..graph.dependencies import leading_to, tensors_of
 from ..graph.op_graph import (
@@ -25,10 +26,10 @@ from ..graph.op_graph import (
     Tensor,
     TensorType,
 )
-from ..lowering.blocks import as_array
-from ..lowering.programs import Slot, SlotKind, TaskKind
+from ..lowering.programs import Slot, SlotKind
 from ..microbatches.extremes import JOINS
 from ..microbatches.microbatch_runners import RetracingRunner, WholeRunner
+from ..plans.plan import TaskKind
 from ..sharding.spec import SUM, State
 from .stage_cut import StageCut, made_again
 from .step_parts import StepParts, graph_of

@@ -14,20 +14,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import build_graph
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
+from ..graph.traced_function import TracedFunction
 from ..methods.methods import PipelineParallel
 from ..methods.schedule_choice import has_weight_tasks
 from ..microbatches.counts_apart import with_counts_apart
 from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_semantics import microbatched
 from ..microbatches.microbatch_step import MicrobatchedStep
+from ..option_values import Remat
 from ..options import Options
 from ..planner.whole_step import batch_tensors, roles_of
+from ..plans.staged_plan import stages_of
 from ..rematerialisation.recompute_sets import group_of, recompute_sets
-from ..rematerialisation.remat import Remat
 from ..rematerialisation.remat_trace import with_recomputation
 from .chunked_step import ChunkedStep, cut_scans
 from .cut_programs import CutPrograms, cut_programs
@@ -96,7 +97,7 @@ def remat_of(options: Options) -> Remat | None:
     """What the user asked for, or what the given plan was made with."""
     given = [options.remat or ""]
     if options.plan is not None:
-        given = [each.sharding.remat for each in options.plan.stages.programs]
+        given = [each.sharding.remat for each in stages_of(options.plan).programs]
     return next((Remat.parse(text) for text in given if text), None)
 
 

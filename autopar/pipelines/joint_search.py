@@ -30,7 +30,7 @@ from autopar.solver.stage_problem import (
 
 from ..clusters.cluster import Cluster
 from ..clusters.joined import host_parts
-from ..frontend.garbage import without_garbage_collection
+from ..graph.garbage import without_garbage_collection
 from ..options import Options
 from ..planner.mesh_shapes import mesh_shapes
 from ..sharding.mesh import MeshShape, parse_mesh

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from ..clusters.cluster import Cluster
-from ..costs.compute import operator_seconds
+from ..costs.compute import operator_seconds, total_flops
+from ..costs.resharding import Resharder
 from ..graph.build_graph import STRUCTURED
 from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import Constant, Operand, Operator, OpGraph, TensorType
@@ -27,10 +28,9 @@ from ..lowering.programs import Slot
 from ..microbatches.microbatch_runners import MicrobatchRunner
 from ..microbatches.microbatches import MicrobatchSplit
 from ..options import Options
-from ..planner.strategies import SLICING, tensor_specs, total_flops
+from ..planner.strategies import SLICING, tensor_specs
 from ..plans.plan import ShardingPlan
 from ..sharding.mesh import MeshShape
-from ..sharding.resharding import Resharder
 from ..sharding.spec import SUM, Spec, is_pending, num_shards
 from .cut_programs import (
     CutProgram,

@@ -28,9 +28,10 @@ from math import inf
 
 import numpy as np
 
+from ..costs.compute import total_flops
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import Operator, OpGraph, params_key
-from ..planner.strategies import is_heavy_operator, total_flops
+from ..graph.work import is_heavy_operator
 
 NEAR = 0.15  # how far over an even share a stage may be to move fewer bytes
 _TIE = 1e-6  # weight of evenness where bytes are equal

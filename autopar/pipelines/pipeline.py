@@ -21,9 +21,8 @@ from ..audit.audit import Audit, MemoryUse, audit
 from ..audit.compiled_collectives import collectives_on
 from ..audit.lowered_collectives import collectives_in_lowered
 from ..clusters.device_mesh import absent_mesh, stage_meshes
-from ..data.examples import microbatches_of, microbatches_on, stage_rows
-from ..frontend.tracing import TracedFunction
 from ..graph.op_graph import TensorType
+from ..graph.traced_function import TracedFunction
 from ..jax_compat import without_mesh
 from ..lowering.compiled_program import compile_program
 from ..lowering.host_memory import HOST
@@ -41,6 +40,7 @@ from ..plans.staged_plan import StagedPlan
 from ..sharding.spec import Spec, State
 from ..state.array_chunks import gather_leaf, join_leaf, on_auto_axes, split_leaf
 from ..state.distributed_array import DistributedArray, signature
+from ..state.examples import microbatches_of, microbatches_on, stage_rows
 from ..targets.target import Target
 from .chunked_step import ChunkedStep
 from .pipeline_plan import PlannedPipeline

@@ -22,22 +22,20 @@ from ..errors import InfeasiblePlanError
 from ..frontend.tracing import trace
 from ..graph.build_graph import build_graph
 from ..graph.op_graph import OpGraph
-from ..methods.methods import Auto, PipelineParallel
+from ..methods.methods import Auto, PipelineParallel, method_of_plan
 from ..methods.place_operators import PlaceOperators
+from ..option_values import LEVELS, Level, Offload, Remat
 from ..options import Options
 from ..planner.fit import CompiledFit
 from ..planner.mesh_search import FAR, least_seconds
 from ..planner.plan_like import Likeness, homes_in, kept_arguments, tell
 from ..planner.planned import Planned
 from ..planner.planning import plan_of_least_memory, plan_step
-from ..planner.step_variants import Offload
 from ..planner.update_loops import one_update
 from ..planner.whole_step import batch_tensors, roles_of
 from ..plans.explain import format_bytes, format_seconds
-from ..plans.parallel_plan import Plan
 from ..plans.plan import Prediction
-from ..plans.staged_plan import StagedPlan
-from ..rematerialisation.remat import LEVELS, Level, Remat
+from ..plans.staged_plan import StagedPlan, stages_of
 from .pipeline import lower_pipeline
 from .pipeline_plan import PlannedPipeline, plan_pipeline
 from .placed_operators import plan_placement
@@ -56,7 +54,7 @@ _log = logging.getLogger("autopar")
 _CHUNK = r"\[\d+:\d+\]$"  # of a path, where a leaf comes in chunks
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
-Price = Callable[[PlannedPipeline], Plan]
+Price = Callable[[PlannedPipeline], StagedPlan]
 
 
 def planned_pipeline(
@@ -125,7 +123,7 @@ def _fitting(
     for some in fit:
         try:
             planned = _planned(call, method, some, price)
-            fit.add(_StagedCandidate(planned, price(planned).stages))
+            fit.add(_StagedCandidate(planned, price(planned)))
         except InfeasiblePlanError as error:
             fit.add(error)
     found, correction = fit.found.planned, fit.predicted.memory_correction
@@ -402,7 +400,7 @@ class _Fitting:
             planner=self.planner,
         )
         plan = self.price(planned)
-        peaks = plan.stages.peak_bytes
+        peaks = plan.peak_bytes
         full = {i for i, peak in enumerate(peaks) if peak > self.budget_bytes}
         stages = range(planned.flow.num_stages)
         found = _Tried(
@@ -422,7 +420,7 @@ class _Tried:
     """A pipeline with what it takes, and the stages that do not fit."""
 
     planned: PlannedPipeline
-    plan: Plan
+    plan: StagedPlan
     remat: str | None
     seconds: float
     peaks: tuple[int, ...]
@@ -443,9 +441,9 @@ def held_bytes(planned: PlannedPipeline, submesh: int) -> dict[str, int]:
 
 
 def _infeasible(
-    planned: PlannedPipeline, plan: Plan, budget: int
+    planned: PlannedPipeline, plan: StagedPlan, budget: int
 ) -> InfeasiblePlanError:
-    peaks = plan.stages.peak_bytes
+    peaks = plan.peak_bytes
     submesh = int(np.argmax(peaks))
     stages = [
         str(stage)
@@ -460,7 +458,7 @@ def _infeasible(
         f"but {where} of {planned.traced.name!r} needs {format_bytes(peaks[submesh])} "
         f"at the least, split over {planned.shapes[submesh]}: {parts} (of one "
         f"microbatch; the schedule holds more, and most at the marked task: "
-        f"{plan.stages.marked_row(submesh)}); use more stages or microbatches, or "
+        f"{plan.marked_row(submesh)}); use more stages or microbatches, or "
         f"jax.checkpoint, or let stages be searched: autopar.PipelineParallel().",
         max(peaks),
         f"memory of {where}",
@@ -471,7 +469,7 @@ def pipeline_like(
     call: Call,
     method: PipelineParallel,
     options: Options,
-    price: Callable[[PlannedPipeline], Plan],
+    price: Callable[[PlannedPipeline], StagedPlan],
 ) -> PlannedPipeline:
     """The pipeline of a step that keeps what it can of `options.like`.
 
@@ -482,7 +480,7 @@ def pipeline_like(
       InfeasiblePlanError: stages do not fit into memory so.
     """
     assert options.like is not None
-    like = options.like.stages
+    like = stages_of(options.like)
     free = replace(options, like=None)
     unchanged = _unchanged(call, method, free, like)
     if unchanged is not None:
@@ -513,11 +511,11 @@ def _unchanged(
     """The pipeline of the plan itself, if that is of this very step and fits."""
     cluster = options.cluster or Cluster.local()
     budget = options.memory_budget
-    if options.pins or like.cluster != cluster.name or method != like.method:
+    if options.pins or like.cluster != cluster.name or method != method_of_plan(like):
         return None
     if budget is not None and max(like.peak_bytes) > budget:
         return None
     try:
-        return plan_pipeline(*call, method, replace(options, plan=Plan(like)))
+        return plan_pipeline(*call, method, replace(options, plan=like))
     except ValueError:  # of another step, with other products, or of more devices
         return None

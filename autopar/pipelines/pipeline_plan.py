@@ -14,17 +14,18 @@ import jax
 from ..clusters.cluster import Cluster
 from ..clusters.joined import cluster_around
 from ..clusters.ray_hosts import HostGroups, dealt_out
-from ..frontend.effects import refuse_lost_callbacks
-from ..frontend.garbage import without_garbage_collection
-from ..frontend.tracing import TracedFunction, trace
+from ..frontend.tracing import trace
+from ..graph.effects import refuse_lost_callbacks
+from ..graph.garbage import without_garbage_collection
 from ..graph.op_graph import OpGraph, TensorType
+from ..graph.traced_function import TracedFunction
 from ..lowering.programs import PipelineProgram
 from ..methods.methods import PipelineParallel
 from ..methods.place_operators import PlaceOperators
 from ..options import Options
 from ..planner.update_loops import Updates
 from ..plans.plan import Prediction
-from ..plans.staged_plan import PlannedTransfer
+from ..plans.staged_plan import PlannedTransfer, stages_of
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.spec import Spec, local_shape
 from .cut_step import CutStep, cut_step, products_by_cost
@@ -239,7 +240,7 @@ def planned_on(
 ) -> PlannedPipeline:
     """Every program of a step that is cut, planned on the submeshes of `shapes`."""
     cluster = options.cluster or Cluster.local()
-    given = None if options.plan is None else options.plan.stages
+    given = None if options.plan is None else stages_of(options.plan)
     planner = planner or ProgramPlanner()
     planned = plan_programs(made.programs, demands, planner, given and given.programs)
     graphs = (each.graph for each in planned.programs)

@@ -25,8 +25,8 @@ from ..errors import InfeasiblePlanError
 from ..frontend.tracing import trace
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import Operator, OpGraph
-from ..methods.methods import PipelineParallel
-from ..methods.restrictions import Limit
+from ..graph.pins import PinsLike, is_matched, keys_of_paths, spellings
+from ..methods.methods import PipelineParallel, method_of_plan
 from ..options import Options, pins_by_key
 from ..planner.choice_holders import (
     OF_PORTS,
@@ -36,12 +36,11 @@ from ..planner.choice_holders import (
     readers_of,
 )
 from ..planner.pin_choices import ChoicePins, Factors
+from ..planner.restrict import Limit
 from ..plans.explain import format_bytes
-from ..plans.parallel_plan import Plan
 from ..plans.pin_cost import PinCost, PinCosts
 from ..plans.reasons import Alternative, Reasons
 from ..plans.staged_plan import StagedPlan
-from ..sharding.pins import PinsLike, is_matched, keys_of_paths, spellings
 from ..sharding.spec import Spec, format_spec
 from ..state.placements import placement_pins
 from .cut_programs import (
@@ -87,7 +86,7 @@ class AskedPipeline:
     options: Options  # with the plan
     plan: StagedPlan
     base: PlannedPipeline
-    price: Callable[[PlannedPipeline], Plan]
+    price: Callable[[PlannedPipeline], StagedPlan]
     runner_ups: dict[tuple[int, str, Spec], StagedPlan | str] = field(
         init=False, default_factory=dict[tuple[int, str, Spec], StagedPlan | str]
     )
@@ -97,7 +96,7 @@ class AskedPipeline:
         call: tuple[Callable[..., Any], Sequence[Any], Any],
         plan: StagedPlan,
         options: Options,
-        price: Callable[[PlannedPipeline], Plan],
+        price: Callable[[PlannedPipeline], StagedPlan],
     ) -> AskedPipeline:
         """The step traced and cut as the plan says.
 
@@ -105,10 +104,10 @@ class AskedPipeline:
           NotImplementedError: the operators of `plan` were placed one by one.
           PlanFileError: the plan is of another step.
         """
-        method, asked = plan.method, options.method
+        method, asked = method_of_plan(plan), options.method
         if isinstance(asked, PipelineParallel):
             method = replace(method, inside=asked.inside)
-        options = replace(options, method=method, plan=Plan(plan), like=None)
+        options = replace(options, method=method, plan=plan, like=None)
         shapes = submesh_shapes(method, options, options.cluster or Cluster.local())
         made = cut_step(call[0], trace(*call), method, options)
         leaves = jax.tree.leaves(call[1:])
@@ -292,7 +291,7 @@ class AskedPipeline:
             settled=settled,
             limits=limits,
         )
-        return self.price(replace(base, plans=planned)).stages
+        return self.price(replace(base, plans=planned))
 
     def _holders(
         self, program: int, tensor: int, given: str | None
@@ -368,7 +367,7 @@ class PipelineSource:
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     options: Options
-    price: Callable[[PlannedPipeline], Plan]
+    price: Callable[[PlannedPipeline], StagedPlan]
     asked: list[AskedPipeline] = field(init=False, default_factory=list[AskedPipeline])
 
     def what_if(
@@ -418,10 +417,10 @@ class PipelineSource:
     def _planned(
         self, plan: StagedPlan, pins: Mapping[str, PartitionSpec]
     ) -> StagedPlan:
-        method = plan.method
+        method = method_of_plan(plan)
         options = replace(self.options, method=method, pins=pins, plan=None)
         call = self.fun, self.args, self.kwargs
-        return self.price(planned_pipeline(call, method, options, self.price)).stages
+        return self.price(planned_pipeline(call, method, options, self.price))
 
 
 def _input(part: OpGraph, slot: str) -> int | None:

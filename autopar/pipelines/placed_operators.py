@@ -20,16 +20,16 @@ from autopar.solver.placement import Placed, PlacementProblem
 from autopar.solver.placement_search import best_placement
 
 from ..clusters.cluster import Cluster
-from ..costs.compute import operator_seconds
+from ..costs.compute import operator_seconds, total_flops
 from ..frontend.tracing import trace
 from ..graph.build_graph import STRUCTURED, build_graph
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import GraphInput, Operator, OpGraph
+from ..graph.work import is_heavy_operator
 from ..methods.place_operators import PlaceOperators
 from ..microbatches.microbatch_flow import Phases
 from ..microbatches.microbatch_step import MicrobatchedStep
 from ..options import Options
-from ..planner.strategies import is_heavy_operator, total_flops
 from ..planner.whole_step import roles_of
 from ..sharding.mesh import MeshShape
 from .chunked_step import ChunkedStep

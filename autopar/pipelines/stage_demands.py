@@ -19,9 +19,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..clusters.cluster import Cluster
 from ..clusters.joined import cluster_around
-from ..graph.dim_names import Dim, DimTies
 from ..graph.op_graph import OpGraph
+from ..graph.pins import (
+    PLACED,
+    Pin,
+    check_matched,
+    is_matched,
+    is_path,
+    keys_of_paths,
+    resolve_pins,
+    warn_idle_pins,
+)
 from ..methods.batch_dims import dims_by_tensor
+from ..methods.dim_names import Dim, DimTies
 from ..methods.layout_rules import (
     LayoutRules,
     given_names,
@@ -34,18 +44,9 @@ from ..methods.restrictions import Demand, Restriction, States
 from ..options import Options
 from ..planner.step_variants import is_movable, nothing_to_offload
 from ..planner.whole_step import donated_by_name
+from ..plans.staged_plan import stages_of
+from ..sharding.layouts import FREE
 from ..sharding.mesh import MeshShape
-from ..sharding.pins import (
-    FREE,
-    PLACED,
-    Pin,
-    check_matched,
-    is_matched,
-    is_path,
-    keys_of_paths,
-    resolve_pins,
-    warn_idle_pins,
-)
 from ..state.array_chunks import chunk_shardings
 from ..state.placements import LeafPart, is_like, placed_pins, placement_pins
 from .cut_step import CutStep, remat_of
@@ -158,7 +159,7 @@ def _at_host(
       ValueError: there is none.
     """
     if options.plan is not None:
-        programs = options.plan.stages.programs
+        programs = stages_of(options.plan).programs
         planned = (each for one in programs for each in one.sharding.inputs)
         return {each.path for each in planned if each.memory == "host"}
     if options.offload is None:

@@ -30,7 +30,7 @@ from ..microbatches.microbatches import batch_size_of
 from ..options import Options
 from ..planner.whole_step import batch_tensors, roles_of
 from ..plans.explain import format_bytes, format_seconds
-from ..plans.parallel_plan import Plan
+from ..plans.staged_plan import StagedPlan
 from .cut_step import CutStep, cut_step
 from .joint_search import LOOSE_GAP, FoundStages, JointSearch, submeshes_of
 from .layer_samples import LayerSamples
@@ -57,7 +57,7 @@ class StageSearch:
     """
 
     planned: PlannedPipeline
-    plan: Plan
+    plan: StagedPlan
     seconds: Mapping[str, float]
     found: FoundStages
     search: JointSearch
@@ -69,7 +69,7 @@ def search_stages(
     kwargs: Mapping[str, Any],
     method: PipelineParallel,
     options: Options,
-    price: Callable[[PlannedPipeline], Plan],
+    price: Callable[[PlannedPipeline], StagedPlan],
     below_seconds: float = inf,
 ) -> StageSearch | None:
     """The fastest pipeline of a step within memory; None if none beats `below_seconds`.
@@ -170,12 +170,12 @@ class StageSearcher:
         )
 
     def run(
-        self, price: Callable[[PlannedPipeline], Plan], below_seconds: float = inf
+        self, price: Callable[[PlannedPipeline], StagedPlan], below_seconds: float = inf
     ) -> StageSearch | None:
         """See `search_stages`."""
         search, capacity = self.search(), self.capacity_bytes
         best: StageSearch | None = None
-        least: Plan | None = None
+        least: StagedPlan | None = None
         bound_seconds = inf  # that of all the capacity is the least
         for _ in range(MOST_TRIES):
             found = search.best(capacity)
@@ -203,7 +203,7 @@ class StageSearcher:
         self,
         found: FoundStages,
         search: JointSearch,
-        price: Callable[[PlannedPipeline], Plan],
+        price: Callable[[PlannedPipeline], StagedPlan],
     ) -> StageSearch:
         start = process_time()
         planned = replace(self.plan(found), bound_seconds=found.bound_seconds)
@@ -221,7 +221,7 @@ class StageSearcher:
     def _quicker(
         self,
         first: StageSearch,
-        price: Callable[[PlannedPipeline], Plan],
+        price: Callable[[PlannedPipeline], StagedPlan],
         capacity_bytes: float,
     ) -> StageSearch:
         """A pipeline, or where zero bubble takes longer than it was thought to, the
@@ -329,18 +329,18 @@ class StageSearcher:
         )
 
     def _infeasible(
-        self, search: JointSearch, least: Plan | None
+        self, search: JointSearch, least: StagedPlan | None
     ) -> InfeasiblePlanError:
         """What stands in the way: the layer that takes the most on its submesh."""
         budget = format_bytes(self.budget_bytes)
         if least is not None:
-            peaks = least.stages.peak_bytes
+            peaks = least.peak_bytes
             submesh = int(np.argmax(peaks))
             return InfeasiblePlanError(
                 f"A pipeline must fit into {budget} a device, but the least found has "
                 f"{format_bytes(max(peaks))} on submesh {submesh} (stage {submesh} of "
-                f"{least.stages.num_stages}), at the marked task: "
-                f"{least.stages.marked_row(submesh)}; allow that much, or use more "
+                f"{least.num_stages}), at the marked task: "
+                f"{least.marked_row(submesh)}; allow that much, or use more "
                 f"devices or jax.checkpoint.",
                 max(peaks),
                 f"memory of stage {submesh}",

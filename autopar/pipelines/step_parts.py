@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import networkx
 
 from ..frontend.dead_code import dead_code_eliminated
-from ..frontend.roles import Roles
-from ..frontend.tracing import TracedFunction
+from ..graph.blocks import as_array
 from ..graph.build_graph import COND, SCAN, WHILE, build_graph
 from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import GraphInput, Operand, Operator, OpGraph, TensorType
+from ..graph.traced_function import Roles, TracedFunction
 from ..jax_compat import (
     ClosedJaxpr,
     DropVar,
@@ -36,7 +36,6 @@ from ..jax_compat import (
     with_jaxprs,
     with_scan_counts,
 )
-from ..lowering.blocks import as_array
 from ..microbatches.microbatch_runners import WholeRunner
 from ..microbatches.microbatch_step import MicrobatchedStep
 from ..sharding.spec import State

@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ..frontend.roles import Roles
-from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import build_graph
 from ..graph.op_graph import OpGraph
+from ..graph.traced_function import Roles, TracedFunction
 from ..methods.methods import Auto, ShardParallel
 from ..options import Options
 from ..plans.plan import Padding, ShardingPlan

@@ -13,8 +13,8 @@ from math import inf
 
 import numpy as np
 
-from ..frontend.tracing import TracedFunction
 from ..graph.op_graph import Block, Constant, Operator, OpGraph
+from ..graph.traced_function import TracedFunction
 from ..rules.attention_spec import Attention, Labels, Scores, named
 from . import score_algebra as algebra
 from .score_algebra import NotAttention

@@ -14,15 +14,16 @@ from jax.extend.core import jaxpr_as_fun
 from ..costs.memory import family_of
 from ..errors import FallbackWarning
 from ..frontend.dead_code import dead_code_eliminated
-from ..frontend.tracing import TracedFunction, trace
+from ..frontend.tracing import trace
+from ..graph.blocks import as_array
 from ..graph.build_graph import build_graph
 from ..graph.op_graph import Operator, OpGraph
+from ..graph.traced_function import TracedFunction
 from ..jax_compat import (
     abstract_value,
     equation_context,
     user_context,
 )
-from ..lowering.blocks import as_array
 from ..microbatches.microbatch_runners import WholeRunner
 from ..rules.attention import bind_backward, bind_forward
 from ..rules.fused_attention import why_not_fused

@@ -25,15 +25,15 @@ from autopar.solver.budget_rows import BudgetRow
 
 from ..clusters.cluster import Cluster
 from ..costs.memory import memory_profile
-from ..graph.dim_names import Dim, DimTies
 from ..graph.op_graph import OpGraph
+from ..graph.pins import Pin
+from ..methods.dim_names import Dim, DimTies
 from ..methods.layout_rules import LayoutRules, layout_restriction
-from ..methods.restrictions import Limit
 from ..sharding.mesh import MeshShape
-from ..sharding.pins import Pin
 from .intra_op import IntraOpSolution, plan_intra_op
 from .layout_program import LayoutProgram, NamedDims
 from .memory_users import infeasible_error
+from .restrict import Limit
 
 MOST_PLANNED = 24
 DOUBT = 1.1  # times the best, what rows may say of a layout that is planned yet

@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 
 import jax.numpy as jnp
 
-from ..frontend.roles import Roles, batch_leaves, leading_sizes, untied_arrays
-from ..frontend.tracing import TracedFunction
+from ..frontend.roles import batch_leaves, leading_sizes, untied_arrays
 from ..graph.build_graph import build_graph, tensor_type
 from ..graph.op_graph import Operand, OpGraph, TensorType
+from ..graph.traced_function import Roles, TracedFunction
 from ..microbatches.example_flow import ExampleFlow
 from ..microbatches.microbatches import BatchCoupledError, split_microbatches
 

@@ -23,7 +23,10 @@ from autopar.solver.solve import solve
 
 from ..clusters.cluster import Cluster
 from ..costs.memory import MemoryProfile
+from ..costs.resharding import Resharder
 from ..graph.op_graph import OpGraph
+from ..graph.pins import Pin
+from ..graph.work import is_heavy_operator
 from ..methods.gather_again import gathering_again
 from ..methods.named_methods import (
     DataParallel,
@@ -32,23 +35,15 @@ from ..methods.named_methods import (
     Zero,
     restriction_of,
 )
-from ..methods.restrictions import (
-    NOT_SPLIT,
-    Limit,
-    Restriction,
-    demanded_orders,
-    restrict,
-)
+from ..methods.restrictions import NOT_SPLIT, Restriction
+from ..option_values import NO_BUDGET
 from ..sharding.mesh import MeshShape
-from ..sharding.pins import Pin
-from ..sharding.resharding import Resharder
 from .even_share import memory_on_one_device
 from .intra_op import IntraOpSolution, plan_intra_op, read_profile
-from .memory_budget import NO_BUDGET
 from .memory_rows import MemoryRows
 from .memory_users import infeasible_error, no_room_error
+from .restrict import Limit, demanded_orders, restrict
 from .sharding_problem import build_problem
-from .strategies import is_heavy_operator
 
 METHOD_GAP = 0.02  # at which plans to begin with are taken
 _log = logging.getLogger("autopar")

@@ -10,10 +10,10 @@ from functools import lru_cache
 
 from ..errors import FallbackWarning
 from ..graph.op_graph import OpGraph
+from ..graph.work import heavy_rows
 from ..plans.plan import OperatorPlan, ShardingPlan
 from ..plans.plan_columns import works_of
 from ..sharding.mesh import MeshShape
-from .strategies import heavy_rows
 
 # What is there, or is done, this many times more than it need be.
 _NOTABLE = 1.5

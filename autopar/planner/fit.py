@@ -20,10 +20,9 @@ import jax
 
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
+from ..option_values import NO_BUDGET
 from ..options import Options
-from ..plans.parallel_plan import Plan
 from ..plans.plan import Prediction
-from .memory_budget import NO_BUDGET
 from .memory_users import OTHER_REMEDIES
 
 MOST_CORRECTIONS = 3
@@ -140,8 +139,8 @@ class CompiledFit(Generic[_C]):
         size = error.least_plan.mesh.size
         if least_bytes > MOST_ABOVE * budget or not self._is_compiled(size):
             raise error
-        plan = Plan(error.least_plan)
-        given = replace(self.options, plan=plan, memory_budget=None)
+        least = error.least_plan
+        given = replace(self.options, plan=least, memory_budget=None)
         least = yield from self._ask(given)
         seen = self._compiled_bytes(least)
         if seen > budget:

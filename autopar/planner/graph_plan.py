@@ -9,14 +9,14 @@ from functools import partial
 from time import perf_counter
 
 from .. import rules as _rules
+from ..costs.user_shard_map import check_shard_maps
 from ..errors import InfeasiblePlanError
 from ..graph.constraints import check_returned_pins, warn_ignored_constraints
-from ..graph.user_shard_map import check_shard_maps
+from ..graph.pins import resolve_pins
 from ..methods.gather_again import gathering_again
 from ..methods.layout_rules import LayoutRules
 from ..methods.named_methods import gathers_again, restrictions_of
 from ..plans.plan import ShardingPlan
-from ..sharding.pins import resolve_pins
 from ..state.placements import placement_pins
 from .attention_choice import ring_limits
 from .auto_layout import auto_layout

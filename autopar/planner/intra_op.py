@@ -15,22 +15,22 @@ from ..clusters.cluster import Cluster
 from ..costs.collectives import collective_seconds, priced_kind
 from ..costs.host_memory import host_seconds
 from ..costs.memory import MemoryProfile, memory_profile
-from ..frontend.garbage import without_garbage_collection
+from ..costs.resharding import Resharder, wire_dtype
+from ..costs.user_shard_map import body_collectives
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
+from ..graph.garbage import without_garbage_collection
 from ..graph.op_graph import Block, Operator, OpGraph, TensorType
-from ..graph.user_shard_map import body_collectives
-from ..methods.restrictions import Limit, demanded_orders, restrict
+from ..graph.pins import Pin
 from ..plans.plan import Conversion, Prediction, ShardingPlan
 from ..plans.plan_columns import Collectives, OperatorPlans, TensorPlans, bytes_in
 from ..rules.base import rule_of, warn_fallback
 from ..sharding.collective import Collective, Surroundings
 from ..sharding.mesh import MeshShape
-from ..sharding.pins import Pin
-from ..sharding.resharding import Resharder, wire_dtype
 from ..sharding.spec import MAX, MIN, SUM
 from .divided_work import split_fraction
 from .halo_costs import halo_collectives
 from .plan_reader import PlanReader
+from .restrict import Limit, demanded_orders, restrict
 from .sharding_problem import ShardingProblem, build_problem
 
 _REDUCTION_NAMES = {SUM: "sum", MAX: "max", MIN: "min"}

@@ -19,8 +19,8 @@ from autopar.solver.budget_rows import BudgetRow
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
 
 from ..costs.memory import MemoryProfile
-from ..graph.dim_names import Dim, DimTies
 from ..graph.op_graph import OpGraph
+from ..methods.dim_names import Dim, DimTies
 from ..methods.layout_rules import LayoutRules, given_names
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import num_shards

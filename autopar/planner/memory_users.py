@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ..costs.memory import MemoryProfile
 from ..errors import InfeasiblePlanError
-from ..methods.state_flow import StateFlow
-from ..plans.answers import MemoryShares
+from ..graph.state_flow import StateFlow
 from ..plans.explain import format_bytes
+from ..plans.plan import MemoryShares
 from ..plans.plan_view import format_source
 from ..sharding.mesh import MeshShape
 

@@ -22,7 +22,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..clusters.cluster import Cluster
-from ..costs.compute import operator_seconds
+from ..costs.compute import operator_seconds, total_flops
 from ..errors import InfeasiblePlanError
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import OpGraph
@@ -31,7 +31,7 @@ from ..plans.plan import TriedPlan
 from ..sharding.mesh import MeshShape
 from .intra_op import IntraOpSolution
 from .mesh_shapes import MAX_AXES, is_refined_by, neighbours
-from .strategies import SLICING, total_flops
+from .strategies import SLICING
 
 WORTH = 0.005
 """The part of a step's time that a shape must save to be taken over a simpler one."""

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import OpGraph
-from ..methods.state_flow import spread_marks
-from .strategies import is_heavy_operator
+from ..graph.state_flow import spread_marks
+from ..graph.work import is_heavy_operator
 
 _MARKS = {"state": 1, "batch": 2, "other": 2}
 _NEW_STATE, _READ_BY_PRODUCT = 1, 2

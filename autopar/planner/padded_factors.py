@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..frontend.effects import CALLBACKS
+from ..graph.effects import CALLBACKS
 from ..graph.op_graph import Operator
 from ..rules.base import KERNEL_NAMES, Factor, factors_of, greatest, least, rule_of
 from ..rules.conv import BATCH_GROUPS, FEATURE_GROUPS

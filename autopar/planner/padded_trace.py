@@ -18,15 +18,15 @@ import numpy as np
 from jax import lax
 
 from ..frontend.dead_code import dead_code_eliminated
-from ..frontend.tracing import TracedFunction
+from ..graph.blocks import as_array
 from ..graph.build_graph import COND, PINS, SCAN, SHARD_MAP, WHILE
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
+from ..graph.traced_function import TracedFunction
 from ..jax_compat import (
     abstract_value,
     equation_context,
     user_context,
 )
-from ..lowering.blocks import as_array
 from ..microbatches.microbatch_runners import WholeRunner
 from ..rules.base import Factor, Shard, bind_params, rule_of
 from ..rules.elementwise import NARY, UNARY

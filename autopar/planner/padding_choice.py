@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from ..frontend.roles import Roles, root_of
-from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import build_graph
 from ..graph.op_graph import OpGraph
+from ..graph.traced_function import Roles, TracedFunction, root_of
 from ..methods.layout_rules import LayoutRules
 from ..options import Options
 from ..plans.plan import Padding, ShardingPlan
+from ..plans.staged_plan import sharding_of
 from ..sharding.mesh import parse_mesh
 from .attention_choice import AttentionVariants
 from .padded_trace import padded_arguments, with_padding
@@ -49,7 +49,7 @@ class PaddedVariants:
     def _padding(self, options: Options, num_devices: int) -> Padding:
         """Sizes of more examples than devices, which these do not divide."""
         if options.like is not None:
-            return options.like.sharding.padding
+            return sharding_of(options.like).padding
         if options.rules is not None or isinstance(options.method, LayoutRules):
             return ()  # a name is to split dims as they are
         if options.mesh is not None:

@@ -15,7 +15,7 @@ from ..graph.op_graph import Operator, OpGraph
 from ..options import Options
 from ..plans.pin_cost import PinCost, PinCosts
 from ..plans.plan import ShardingPlan
-from ..sharding.pins import FREE
+from ..sharding.layouts import FREE
 from .graph_plan import plan_graph
 from .mesh_search import TIGHT_GAP
 from .plan_request import PlanRequest

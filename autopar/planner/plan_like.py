@@ -19,17 +19,18 @@ from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError, PlanFileError
 from ..graph.build_graph import STRUCTURED
 from ..graph.op_graph import Operator, OpGraph
+from ..graph.pins import keys_of_arguments, keys_of_paths, parse_pin
 from ..methods.gather_again import graph_of_plan
+from ..option_values import Offload
 from ..options import Options
 from ..plans.plan import OperatorPlan, ShardingPlan
 from ..plans.plan_check import check_against
+from ..plans.staged_plan import sharding_of
 from ..sharding.mesh import MeshShape, parse_mesh
-from ..sharding.pins import keys_of_arguments, keys_of_paths, parse_pin
 from ..sharding.spec import to_partition_spec
 from .graph_plan import plan_graph
 from .pin_choices import ChoicePins, Factors
 from .plan_request import PlanRequest
-from .step_variants import Offload
 from .transfers_ahead import graph_sent_ahead
 
 OPERATORS_MAY_COST = 0.01  # of a step, for operators that keep their factors
@@ -90,7 +91,7 @@ def plan_like(request: PlanRequest) -> ShardingPlan | None:
     if _is_unchanged(options, graph, cluster):
         assert options.like is not None
         _log.info("%s: the plan given as `like` is of this very step", graph.name)
-        return options.like.sharding
+        return sharding_of(options.like)
     likeness = likeness_of(options, graph, cluster)
     kept = replace(request, options=options_like(options, likeness))
     try:
@@ -118,7 +119,7 @@ def plan_like(request: PlanRequest) -> ShardingPlan | None:
 def without_like(options: Options, cluster: Cluster) -> Options:
     """The options to plan all anew with, on the mesh of `options.like`."""
     assert options.like is not None
-    mesh = _mesh(options, options.like.sharding, cluster)
+    mesh = _mesh(options, sharding_of(options.like), cluster)
     return replace(options, like=None, mesh=mesh)
 
 
@@ -126,7 +127,7 @@ def memory_choices(options: Options) -> tuple[str | None, Offload | None]:
     """What to make again and to offload: as asked for, or as in `options.like`."""
     remat, offload = options.remat, options.offload
     if options.like is not None:
-        plan = options.like.sharding
+        plan = sharding_of(options.like)
         remat = remat or plan.remat or None
         if offload is None and plan.host_bytes():
             state = [i for i in plan.inputs if i.role == "state" and i.shape]
@@ -148,7 +149,7 @@ def likeness_of(options: Options, graph: OpGraph, cluster: Cluster) -> Likeness:
       ValueError: the plan is for another number of devices, and no mesh is named.
     """
     assert options.like is not None
-    plan = options.like.sharding
+    plan = sharding_of(options.like)
     mesh = _mesh(options, plan, cluster)
     keys_of_arguments(options.pins, graph, "pin")  # refuses those of no argument
     pins, anew, gone = kept_arguments(graph, options.pins, homes_in([plan]), [mesh])
@@ -214,7 +215,7 @@ def kept_arguments(
 def _is_unchanged(options: Options, graph: OpGraph, cluster: Cluster) -> bool:
     """Whether `options.like` can be had as it is: of this step, and fitting."""
     assert options.like is not None
-    plan = options.like.sharding
+    plan = sharding_of(options.like)
     if options.pins or plan.cluster != cluster.name:
         return False
     predicted = plan.predicted

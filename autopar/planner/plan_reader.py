@@ -12,18 +12,18 @@ from functools import cached_property
 import networkx
 import numpy as np
 
+from ..costs.compute import total_flops
+from ..costs.resharding import Resharder
 from ..costs.stacks import stacking_seconds
+from ..costs.user_shard_map import body_work
 from ..graph.build_graph import SHARD_MAP
 from ..graph.op_graph import Constant, Operator
-from ..graph.user_shard_map import body_work
 from ..plans.plan import Conversion
 from ..plans.plan_columns import InputPlans, OperatorPlans, TensorPlans, Work
-from ..sharding.resharding import Resharder
 from ..sharding.spec import Spec, num_shards, replicated
 from .equal_rows import equal_rows
 from .halo_costs import halo_seconds
 from .sharding_problem import ShardingProblem
-from .strategies import total_flops
 from .vertices import NO_SITE, OUTPUT, SITE_NAMES
 
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ..clusters.cluster import Cluster
+from ..costs.user_shard_map import user_mesh
 from ..graph.build_graph import PINS
 from ..graph.op_graph import OpGraph
-from ..graph.user_shard_map import user_mesh
 from ..methods.methods import Auto, ShardParallel
 from ..methods.named_methods import Megatron, ThreeD
-from ..methods.restrictions import Limit
 from ..options import Options
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..state.placements import mesh_of_leaves, placed_pins
 from .mesh_shapes import default_mesh
+from .restrict import Limit
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,14 +12,14 @@ from jax.sharding import AbstractMesh, Mesh
 from ..audit.memory_use import MemoryUse
 from ..clusters.cluster import Cluster
 from ..clusters.device_mesh import absent_mesh, device_mesh
-from ..frontend.roles import Roles
-from ..frontend.tracing import TracedFunction, weak_outputs
+from ..costs.resharding import Resharder
+from ..frontend.tracing import weak_outputs
 from ..graph.op_graph import OpGraph
+from ..graph.traced_function import Roles, TracedFunction
 from ..lowering.compiled_program import compile_program
 from ..lowering.programs import SpmdProgram, build_program
 from ..options import Options
 from ..plans.plan import Prediction, ShardingPlan
-from ..sharding.resharding import Resharder
 from ..targets.target import Target, is_compiled_elsewhere
 from .whole_step import donated_by_name
 

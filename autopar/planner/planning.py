@@ -17,21 +17,21 @@ from typing import Any
 import jax
 
 from ..clusters.cluster import Cluster
+from ..costs.user_shard_map import check_shard_maps
 from ..errors import InfeasiblePlanError, PlanFileError
-from ..graph.user_shard_map import check_shard_maps
+from ..graph.pins import warn_idle_pins
 from ..jax_compat import abstract_value
 from ..methods.gather_again import graph_of_plan
 from ..methods.methods import Auto, ShardParallel
 from ..methods.unsplit_state import warn_unsplit_state
+from ..option_values import NO_BUDGET
 from ..options import Options
-from ..plans.parallel_plan import Plan
 from ..plans.plan_check import check_against
 from ..plans.plan_file import from_json, to_json
-from ..sharding.pins import warn_idle_pins
+from ..plans.staged_plan import sharding_of, with_budget
 from .divided_work import warn_repeated_work
 from .fit import CompiledFit
 from .graph_plan import blaming_pins, plan_graph
-from .memory_budget import NO_BUDGET, with_budget
 from .padding_choice import PaddedVariants
 from .plan_like import memory_choices, plan_like, without_like
 from .plan_request import PlanRequest
@@ -90,7 +90,7 @@ def plan_traced(whole: TracedWhole, options: Options) -> Planned:
     warn_idle_pins(request.options.pins, [each.path for each in graph.inputs])
     forms = PaddedVariants(traced, graph, whole.roles, batch)
     if options.plan is not None:
-        plan = options.plan.sharding
+        plan = sharding_of(options.plan)
         variant = forms.of_plan(plan).of_plan(plan)
         graph = graph_sent_ahead(graph_of_plan(variant.graph, plan), plan)
         check_shard_maps(graph, plan.mesh)
@@ -165,7 +165,7 @@ def plan_together(whole: TracedWhole, options: Options) -> Planned:
         text = shared.read()
     if text:
         try:  # process 0 as well, so that all come to their programs in one way
-            plan = Plan(from_json(text, "the plan of process 0"))
+            plan = from_json(text, "the plan of process 0")
             return plan_traced(whole, replace(options, plan=plan))
         except (PlanFileError, ValueError, NotImplementedError) as error:
             _log.warning("the plan of process 0 is none of this step: %s", error)
@@ -189,7 +189,7 @@ def plan_of_least_memory(
         raise error
     given = replace(options, memory_budget=NO_BUDGET)
     if error.least_plan is not None:
-        given = replace(options, plan=Plan(error.least_plan))
+        given = replace(options, plan=error.least_plan)
     elif isinstance(options.method, Auto | ShardParallel):
         given = replace(given, method=ShardParallel(objective="memory"))
     planned = plan_together(trace_whole(fun, args, kwargs, options), given)

@@ -19,17 +19,17 @@ from ..methods.gather_again import gathering_again
 from ..methods.methods import Auto, ShardParallel
 from ..methods.named_methods import Zero, gathers_again, restriction_of
 from ..microbatches.microbatches import BatchCoupledError, batch_size_of
+from ..option_values import Offload, Remat
 from ..options import Options
 from ..plans.explain import format_bytes
 from ..plans.plan import ShardingPlan
-from ..rematerialisation.remat import Remat
 from ..sharding.mesh import MeshShape, parse_mesh
 from .divided_work import dividing_first
 from .even_share import even_share_bytes
 from .intra_op import plan_intra_op
 from .mesh_search import TIGHT_GAP
 from .mesh_shapes import mesh_shapes
-from .step_variants import Offload, StepVariant, StepVariants
+from .step_variants import StepVariant, StepVariants
 from .whole_step import TracedWhole, batch_tensors, in_microbatches
 
 MOST_PLANNED = 3

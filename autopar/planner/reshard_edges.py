@@ -7,8 +7,8 @@ import numpy as np
 from autopar.solver.choice_graph import EdgeType
 
 from ..costs.collectives import at_size
+from ..costs.resharding import Resharder
 from ..graph.op_graph import TensorType
-from ..sharding.resharding import Resharder
 from ..sharding.spec import is_pending
 from .spec_choices import SpecChoices
 

@@ -23,14 +23,14 @@ from autopar.solver.choice_graph import ChoiceGraph, TypedEdges
 
 from ..clusters.cluster import Cluster
 from ..costs.host_memory import host_seconds_per_byte
+from ..costs.resharding import Resharder
 from ..costs.stacks import stack_seconds_per_byte
-from ..frontend.garbage import without_garbage_collection
 from ..graph.build_graph import RELAYOUT_LIKE, STRUCTURED
+from ..graph.garbage import without_garbage_collection
 from ..graph.op_graph import GraphInput, OpGraph, TensorType
+from ..graph.pins import Pin
 from ..graph.ports import Site, ports_of
 from ..sharding.mesh import MeshShape
-from ..sharding.pins import Pin
-from ..sharding.resharding import Resharder
 from ..sharding.spec import Spec
 from .axis_orders import Orders, orders_of_step
 from .equal_rows import equal_rows

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..graph.op_graph import TensorType
+from ..graph.pins import Pin
 from ..sharding.mesh import MeshShape
-from ..sharding.pins import Pin
 from ..sharding.spec import replicated
 from .axis_orders import Orders, in_orders
 from .reshard_edges import ReshardEdges

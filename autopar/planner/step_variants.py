@@ -4,40 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
-from ..frontend.roles import Roles
-from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import build_graph
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import OpGraph
-from ..methods.state_flow import makers_of
+from ..graph.state_flow import makers_of
+from ..graph.traced_function import Roles, TracedFunction
+from ..option_values import Offload, Remat
 from ..plans.plan import Padding, ShardingPlan
 from ..rematerialisation.phases import Phases
 from ..rematerialisation.recompute_sets import recompute_sets
-from ..rematerialisation.remat import Remat
 from ..rematerialisation.remat_trace import with_recomputation
 from ..rules.attention import KINDS
 
-Offload = Literal["auto", "optimizer_state", "state"]
 _PLAIN = "operator by operator"
-
-
-def check_offload(given: object) -> Offload | None:
-    """The option `offload`, or an error that says what could be given.
-
-    Raises:
-      ValueError: something else.
-    """
-    for known in get_args(Offload):
-        if given == known:
-            return known
-    if given is None:
-        return None
-    raise ValueError(
-        f"`offload` must be None, {' or '.join(map(repr, get_args(Offload)))}, but got "
-        f"{given!r}."
-    )
 
 
 def nothing_to_offload(name: str) -> str:

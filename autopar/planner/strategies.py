@@ -10,9 +10,9 @@ from operator import itemgetter
 import numpy as np
 
 from ..clusters.cluster import Cluster
-from ..costs.compute import flops, is_heavy
-from ..graph.build_graph import STRUCTURED
-from ..graph.op_graph import GraphColumns, Operator, OpGraph, TensorType
+from ..costs.compute import total_flops
+from ..graph.op_graph import Operator, OpGraph, TensorType
+from ..graph.work import accumulation_dtype, heavy_rows
 from ..rules.base import Factor, factors_of
 from ..rules.collective_matmul import is_legal_ring
 from ..rules.halos import has_traffic, moved_bytes
@@ -122,13 +122,6 @@ def tensor_specs(
     return tuple(tuple(int(state) for state in row) for row in specs[legal])
 
 
-def accumulation_dtype(kind: TensorType) -> np.dtype:
-    """The dtype, with JAX's small floats (which numpy does not class) as float16."""
-    name = kind.dtype.name
-    small = name.startswith(("bfloat", "float8", "float4", "float6"))
-    return np.dtype(np.float16) if small else np.dtype(kind.dtype)
-
-
 def shard_fractions(specs: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
     """The part of a tensor that one device holds under `specs` [n, axes]: [n]."""
     return 1.0 / np.where(specs >= 0, np.array(sizes), 1).prod(axis=1)
@@ -170,37 +163,6 @@ def strategy_seconds(
         products = ring_product_seconds(op, chosen, mesh.axis_sizes, cluster)
         seconds[row] = seconds[row] if products is None else products
     return sent + seconds
-
-
-def total_flops(op: Operator) -> float:
-    """Flops of the whole operator, on one device."""
-    return flops(
-        op.kind,
-        op.params,
-        [kind.shape for kind in op.operand_types],
-        [kind.shape for kind in op.result_types],
-    )
-
-
-def is_heavy_operator(op: Operator) -> bool:
-    """Whether repeating this operator's work on every device would be waste."""
-    return is_heavy(op.kind)
-
-
-def holds_heavy_work(graph: OpGraph, op: Operator) -> bool:
-    """Whether an operator is heavy, or runs one that is."""
-    return is_heavy_operator(op) or any(
-        holds_heavy_work(graph, inner)
-        for body in op.bodies
-        for inner in graph.blocks[body].operators
-    )
-
-
-def heavy_rows(columns: GraphColumns) -> np.ndarray:
-    """Rows of the heavy operators, those in bodies but not what runs these."""
-    return np.flatnonzero(
-        columns.where(lambda op: op.kind not in STRUCTURED and is_heavy_operator(op))
-    )
 
 
 def operators_to_split(graph: OpGraph) -> set[int]:

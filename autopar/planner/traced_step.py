@@ -20,23 +20,21 @@ from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
 from ..frontend.constant_leaves import ResultTree
 from ..frontend.nnx import has_graph_nodes
-from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import STRUCTURED
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import OpGraph
+from ..graph.pins import Pin, PinsLike, keys_of_arguments, resolve_pins
+from ..graph.traced_function import TracedFunction
 from ..lowering.spmd import input_shardings, output_shardings
 from ..methods.batch_dims import flow_of_step
 from ..methods.named_methods import restrictions_of
-from ..methods.restrictions import Limit, Restriction
+from ..methods.restrictions import Restriction
 from ..options import Options, pins_by_key
-from ..plans.answers import MemoryShares
-from ..plans.parallel_plan import Plan
 from ..plans.pin_cost import PinCosts
-from ..plans.plan import Prediction, ShardingPlan
+from ..plans.plan import MemoryShares, Prediction, ShardingPlan
 from ..plans.plan_check import check_against
 from ..plans.reasons import Alternative, PlanShardings, Reasons
 from ..sharding.mesh import MeshShape
-from ..sharding.pins import Pin, PinsLike, keys_of_arguments, resolve_pins
 from ..sharding.spec import Spec, format_spec
 from ..state.placements import placed_pins, placement_pins
 from .budget import BudgetPlanner
@@ -55,6 +53,7 @@ from .pin_costs import costs_of_pins, unpinned
 from .plan_like import likeness_of, options_like
 from .plan_request import PlanRequest
 from .planned import Planned
+from .restrict import Limit
 from .whole_step import batch_tensors
 
 _PIN = "autopar_pin"
@@ -220,8 +219,10 @@ class TracedStep(PlanRequest):
         return int(allowed / predicted.memory_correction)
 
 
-def traced_step(planned: Planned, leaves: Sequence[Any], options: Options) -> Plan:
-    """The plan of a step, with the step beside it.
+def traced_step(
+    planned: Planned, leaves: Sequence[Any], options: Options
+) -> TracedStep:
+    """The step of a plan, to be planned again.
 
     Args:
       planned: the step and its plan.
@@ -241,7 +242,7 @@ def traced_step(planned: Planned, leaves: Sequence[Any], options: Options) -> Pl
     if options.like is not None:
         likeness = likeness_of(step.options, graph, cluster)
         step = replace(step, options=options_like(step.options, likeness))
-    return Plan(planned.plan, source=step, tried=planned.plan.tried)
+    return step
 
 
 def _abstract_mesh(mesh: MeshShape) -> AbstractMesh:

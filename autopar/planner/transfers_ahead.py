@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 from ..costs.memory import peak_bytes
 from ..graph.build_graph import BARRIER, SCAN, STRUCTURED
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph, Tensor
+from ..graph.work import is_heavy_operator
 from ..plans.plan import Conversion, OperatorPlan, ShardingPlan, TensorPlan
 from ..plans.slices_ahead import AHEAD, NEXT
 from ..sharding.spec import Spec, is_coarser, is_pending
 from .overlap import is_gradient, is_parameter
-from .strategies import is_heavy_operator
 
 
 def send_ahead(

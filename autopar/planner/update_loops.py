@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from ..frontend.tracing import TracedFunction
+from ..graph.blocks import as_array
 from ..graph.build_graph import SCAN, WHILE
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
+from ..graph.traced_function import TracedFunction
+from ..graph.work import holds_heavy_work
 from ..jax_compat import abstract_value
-from ..lowering.blocks import as_array
 from ..microbatches.microbatch_runners import WholeRunner
-from .strategies import holds_heavy_work
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 

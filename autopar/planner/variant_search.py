@@ -25,16 +25,10 @@ from typing import TypeVar
 from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
 from ..methods.gather_again import graph_of_plan
+from ..option_values import LEVELS, NO_BUDGET, Offload, Remat
 from ..plans.plan import ShardingPlan, TriedPlan
-from ..rematerialisation.remat import LEVELS, Remat
-from .memory_budget import NO_BUDGET
 from .memory_users import infeasible_error
-from .step_variants import (
-    Offload,
-    StepVariant,
-    StepVariants,
-    nothing_to_offload,
-)
+from .step_variants import StepVariant, StepVariants, nothing_to_offload
 
 _log = logging.getLogger("autopar")
 _T = TypeVar("_T")

@@ -10,19 +10,20 @@ from typing import Any
 import jax
 
 from ..frontend.derived_results import derived_results
-from ..frontend.roles import Roles, infer_roles
-from ..frontend.tracing import TracedFunction, trace
+from ..frontend.roles import infer_roles
+from ..frontend.tracing import trace
 from ..graph.build_graph import build_graph, tensor_type
 from ..graph.op_graph import Operator, OpGraph, Role
+from ..graph.pins import keys_of_paths, spellings
+from ..graph.traced_function import Roles, TracedFunction
+from ..graph.work import holds_heavy_work
 from ..microbatches.counts_apart import with_counts_apart
 from ..microbatches.microbatch_independent import trace_microbatch
 from ..microbatches.microbatch_loop import with_microbatch_loop
 from ..microbatches.microbatch_semantics import microbatched
 from ..options import Options
-from ..sharding.pins import keys_of_paths, spellings
 from .batch_inputs import batch_by_use
 from .padded_trace import padded_arguments
-from .strategies import holds_heavy_work
 from .update_loops import loop_of_updates, named, slices_of, update_of, with_update
 
 

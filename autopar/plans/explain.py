@@ -13,10 +13,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..lowering.programs import TaskKind
 from ..sharding.spec import format_spec
 from .leaf_groups import common_path, group_leaves, without_numbers
-from .plan import ShardingPlan
+from .plan import ShardingPlan, TaskKind
 from .plan_view import (
     CollectiveView,
     Decision,

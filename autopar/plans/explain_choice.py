@@ -12,8 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..methods.place_operators import PlaceOperators
-from ..sharding.pins import spellings
+from ..graph.pins import spellings
 from ..sharding.spec import Spec, format_spec, local_shape
 from .explain import (
     format_bytes,
@@ -221,9 +220,7 @@ class _Asked:
     def _is_placed(self) -> bool:
         """Whether its operators were placed one by one, and not by a solver."""
         decision = self.decision
-        return isinstance(decision, StagedPlan) and (
-            decision.schedule == PlaceOperators.schedule
-        )
+        return isinstance(decision, StagedPlan) and decision.is_placed
 
     def notes(self) -> Iterator[RenderableType]:
         """Why there is no more to tell, if there is not."""

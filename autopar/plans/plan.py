@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Literal
 
 from ..graph.op_graph import MemoryKind, Role
 from ..sharding.collective import Collective
@@ -16,6 +17,9 @@ from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec
 
 Padding = tuple[tuple[int, int], ...]  # sizes of dims, and what they are padded to
+# Where weights have tasks of their own, backward makes the cotangents that others wait
+# for, and weight the rest of the backward work.
+TaskKind = Literal["forward", "backward", "weight", "apply"]
 
 
 @dataclass(frozen=True)
@@ -170,3 +174,14 @@ class ShardingPlan:
 def total_bytes(collectives: Sequence[Collective]) -> int:
     """Per-device result bytes of a step."""
     return sum(collective.total_bytes for collective in collectives)
+
+
+@dataclass(frozen=True)
+class MemoryShares:
+    """What a device holds at the peak, by kind and by source line.
+
+    Both are in bytes and add up to the plan's `peak_bytes`.
+    """
+
+    kinds: tuple[tuple[str, int], ...]
+    lines: tuple[tuple[str, int], ...]

@@ -16,13 +16,10 @@ from textwrap import indent
 from typing import Any, get_args
 
 from ..graph.op_graph import MemoryKind, Role
-from ..lowering.programs import TaskKind
-from ..microbatches.microbatch_semantics import MicrobatchSemantics
-from ..rematerialisation.remat import Remat
+from ..option_values import MicrobatchSemantics, Remat
 from ..sharding.collective import KINDS, Collective
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec, is_legal, is_pending
-from ..sharding.spec_text import SpecText
 from .plan import (
     Conversion,
     InputPlan,
@@ -30,11 +27,13 @@ from .plan import (
     Padding,
     Prediction,
     ShardingPlan,
+    TaskKind,
     TensorPlan,
 )
 from .plan_check import check_against as check_against
 from .plan_view import Decision
 from .record import Fields, Record, number_to_json, read_json
+from .spec_text import SpecText
 from .staged_plan import PlannedTransfer, StagedPlan, StageProgramPlan
 
 FORMAT = "autopar-plan"

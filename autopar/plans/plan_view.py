@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-from ..costs.compute import is_heavy
 from ..graph.op_graph import MemoryKind, Role
+from ..graph.work import is_heavy
 from ..sharding.collective import Collective
 from ..sharding.group_names import GroupNames
 from ..sharding.mesh import MeshShape

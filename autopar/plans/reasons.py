@@ -10,10 +10,9 @@ from typing import Any, NamedTuple, Protocol
 from jax.sharding import Mesh
 
 from ..clusters.cluster import Cluster
-from ..sharding.pins import PinsLike
-from .answers import MemoryShares
+from ..graph.pins import PinsLike
 from .pin_cost import PinCosts
-from .plan import ShardingPlan
+from .plan import MemoryShares, ShardingPlan
 from .staged_plan import StagedPlan
 
 

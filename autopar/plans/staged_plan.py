@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
+from typing import TypeVar
 
-from ..lowering.programs import TaskKind
-from ..methods.methods import PipelineParallel
-from ..methods.place_operators import PlaceOperators
-from ..methods.schedule_choice import SCHEDULES, ScheduleRows
-from ..microbatches.microbatch_semantics import MicrobatchSemantics
+from ..option_values import NO_BUDGET, MicrobatchSemantics
 from ..sharding.mesh import MeshShape
-from .plan import Prediction, ShardingPlan
+from .plan import Prediction, ShardingPlan, TaskKind
+
+Decision = TypeVar("Decision", "ShardingPlan", "StagedPlan")
+PLACED = "placed"
+"""The schedule of operators that were placed one by one."""
 
 
 @dataclass(frozen=True)
@@ -76,29 +77,9 @@ class StagedPlan:
     fullest: tuple[str, ...] = field(default=(), compare=False)
 
     @property
-    def method(self) -> PipelineParallel:
-        """The method that plans it so.
-
-        Raises:
-          NotImplementedError: its operators were placed, which a file cannot repeat.
-        """
-        if self.schedule == PlaceOperators.schedule:
-            raise NotImplementedError(
-                "A plan of placed operators is not run from a file yet; give the "
-                "method and its seed again, autopar.PlaceOperators(...), which places "
-                "them alike."
-            )
-        return PipelineParallel(
-            self.num_stages,
-            self.num_microbatches,
-            self.schedule
-            if self.schedule in SCHEDULES
-            else ScheduleRows(self.schedule, self.rows),
-            self.num_stages // len(self.meshes),
-            self.meshes,
-            self.microbatch_semantics,
-            self.stage_products or None,
-        )
+    def is_placed(self) -> bool:
+        """Whether its operators were placed one by one, and not by a solver."""
+        return self.schedule == PLACED
 
     @property
     def transfer_bytes(self) -> int:
@@ -197,3 +178,37 @@ def total_prediction(
         host_seconds=max(moving.values(), default=0.0),
         host_bytes=max((sum(each.values()) for each in at_host.values()), default=0),
     )
+
+
+def with_budget(plan: Decision, budget_bytes: int) -> Decision:
+    """The plan, which says within what budget it was made, if within any."""
+    given = 0 if budget_bytes == NO_BUDGET else budget_bytes
+    return replace(plan, predicted=replace(plan.predicted, budget_bytes=given))
+
+
+def sharding_of(plan: ShardingPlan | StagedPlan) -> ShardingPlan:
+    """How one program is split over the mesh.
+
+    Raises:
+      TypeError: the plan is that of a pipeline, which has one for each program.
+    """
+    if isinstance(plan, StagedPlan):
+        raise TypeError(
+            f"A plan of one program has a sharding, but that of {plan.function!r} is a "
+            f"pipeline of {plan.num_stages} stages; use plan.stages.programs."
+        )
+    return plan
+
+
+def stages_of(plan: ShardingPlan | StagedPlan) -> StagedPlan:
+    """The stages of a pipeline.
+
+    Raises:
+      TypeError: the plan is of one program.
+    """
+    if isinstance(plan, ShardingPlan):
+        raise TypeError(
+            f"A plan of a pipeline has stages, but that of {plan.function!r} is one "
+            f"program; use plan.sharding."
+        )
+    return plan

@@ -18,10 +18,10 @@ from functools import partial
 from ..graph.build_graph import BARRIER, SHARD_MAP
 from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import Operator, OpGraph
-from ..methods.state_flow import made_of
-from ..planner.strategies import holds_heavy_work
+from ..graph.state_flow import made_of
+from ..graph.work import holds_heavy_work
+from ..option_values import Remat
 from .phases import Phases, ScanPair, scan_pairs
-from .remat import Remat
 from .segments import segments_of
 
 

@@ -19,11 +19,11 @@ import jax
 from jax import lax
 
 from ..frontend.dead_code import dead_code_eliminated
-from ..frontend.tracing import TracedFunction
+from ..graph.blocks import as_array
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
+from ..graph.traced_function import TracedFunction
 from ..jax_compat import abstract_value
-from ..lowering.blocks import as_array
 from ..microbatches.microbatch_runners import WholeRunner
 from .phases import Phases, stacked_results
 from .recompute_sets import Group, RecomputeSets, ScanGroup

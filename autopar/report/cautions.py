@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import isinf
 
-from ..costs.compute import is_heavy
+from ..graph.work import is_heavy
 from ..plans.explain import format_bytes
 from ..plans.plan import Prediction
 from ..plans.plan_view import Decision, ProgramView, format_source

@@ -9,10 +9,9 @@ from typing import Literal, Protocol
 
 from ..audit.audit import Audit
 from ..clusters.cluster import Cluster
-from ..lowering.programs import TaskKind
 from ..planner.memory_users import MemoryUser
-from ..plans.answers import MemoryShares
 from ..plans.pin_cost import PinCost
+from ..plans.plan import MemoryShares, TaskKind
 from ..plans.reasons import Alternative
 
 Section = Literal[

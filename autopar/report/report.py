@@ -14,7 +14,6 @@ from typing import Protocol
 from ..audit.audit import Audit
 from ..clusters.cluster import Cluster, cluster_by_name
 from ..costs.collectives import collective_seconds, priced_kind
-from ..plans.answers import Answers
 from ..plans.explain_choice import WeighedChoice
 from ..plans.leaf_groups import LeafGroup, group_leaves
 from ..plans.plan import TriedPlan
@@ -30,6 +29,7 @@ from ..plans.plan_view import (
 from ..plans.reasons import Alternative
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec
+from .answers import Answers
 from .cautions import cautions
 from .findings import (
     Findings,

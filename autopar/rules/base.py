@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..frontend.host_calls import HostCalls
 from ..graph.op_graph import Constant, Operator, TensorType
 from ..jax_compat import bind
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import REPLICATED, SUM, Spec, State, axes_of_dim, local_shape
+from .host_calls import HostCalls
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..frontend.effects import CALLBACKS
-from ..frontend.host_calls import HostCalls
+from ..graph.effects import CALLBACKS
 from ..graph.op_graph import Operator
 from ..sharding.spec import MAX, REPLICATED, SUM
 from .base import Factor, Shard, bind_params, register
+from .host_calls import HostCalls
 
 
 def bind_once(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:

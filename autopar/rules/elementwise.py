@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ..graph.op_graph import Constant, Operator, TensorType
+from ..graph.op_graph import Operator, TensorType, is_zero
 from ..sharding.spec import REPLICATED
 from .base import Factor, Shard, is_inexact, pending_sums, register
 
@@ -105,10 +104,3 @@ def device_put(op: Operator) -> list[Factor]:
     if len(op.operands) > 1:
         return []
     return [*dim_factors(op), *pending_sums(op, (0,))]
-
-
-def is_zero(operand: object) -> bool:
-    """Whether an operand is the literal zero: its own part in any pending sum."""
-    if not isinstance(operand, Constant) or operand.type.is_extended:
-        return False
-    return bool(np.all(np.asarray(operand.value) == 0))  # JAX's == would be traced

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ..graph.op_graph import Operator
+from ..graph.op_graph import Operator, is_zero
 from ..sharding.spec import REPLICATED, SUM, axes_of_dim
 from .base import (
     Factor,
@@ -22,7 +22,6 @@ from .base import (
     register,
     stay_whole,
 )
-from .elementwise import is_zero
 
 
 def _bind_reshape(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:

@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..graph.op_graph import Operator
+from ..graph.op_graph import Operator, is_zero
 from ..sharding.spec import REPLICATED
 from .base import Factor, Shard, bind_params, pending_sums, register
-from .elementwise import is_zero
 from .reduce import whole_dims
 
 

@@ -5,19 +5,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
+from typing import Literal, TypeAlias, get_args
 
 import jax.numpy as jnp
 
 Groups = tuple[tuple[int, ...], ...]
 
-KINDS = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "collective_permute",
-    "collective_broadcast",
-)
+CollectiveKind: TypeAlias = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"
+]
+COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+KINDS = (*COLLECTIVE_KINDS, "collective_broadcast")
 # On booleans the two spellings are one reduction.
 _BOOL_REDUCTION = {"max": "or", "min": "and"}
 # What MLIR (i32, ui8, f8E4M3FN) and HLO (s32, u8, f8e4m3fn) call numpy's types.

@@ -13,7 +13,8 @@ from collections.abc import Collection
 
 from jax.sharding import PartitionSpec
 
-from .pins import FREE
+FREE = PartitionSpec.UNCONSTRAINED
+"""In a pin's PartitionSpec: a dim that is left to the solver."""
 
 _WHOLE, _FREE, _AND = "-", "?", "+"
 

@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
 from ..jax_compat import ad, batching, mlir
-from .pins import FREE
+from .layouts import FREE
 
 source_info_util.register_exclusion(__file__)  # errors name the caller's line
 

@@ -14,8 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..costs.collectives import CollectiveKind
-from .collective import Groups
+from .collective import CollectiveKind, Groups
 from .spec import REPLICATED, SUM, Spec, State, axes_of_dim
 
 StepKind = CollectiveKind | Literal["slice", "mask"]

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.planner.memory_budget import RESERVED_FRACTION
+from autopar.option_values import RESERVED_FRACTION
 from benchmarks.published.machines import Machine
 from benchmarks.published.pipeline import StageSeconds, balanced_bounds
 from benchmarks.published.seconds import (

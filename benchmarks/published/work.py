@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from autopar.costs.collectives import CollectiveKind
+from autopar.sharding.collective import CollectiveKind
 from autopar.sharding.mesh import MeshShape
 
 AXES = ("outer", "inner", "context", "tensor")

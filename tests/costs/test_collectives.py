@@ -7,14 +7,13 @@ from hypothesis import strategies as st
 
 from autopar.clusters.cluster import AxisLink, Cluster
 from autopar.costs.collectives import (
-    COLLECTIVE_KINDS,
     SIZES,
-    CollectiveKind,
     at_size,
     collective_seconds,
     num_steps,
     wire_bytes,
 )
+from autopar.sharding.collective import COLLECTIVE_KINDS, CollectiveKind
 from autopar.sharding.mesh import MeshShape
 
 FAST = AxisLink(4, alpha_seconds=1e-6, seconds_per_byte=1e-9, launch_seconds=1e-5)

@@ -19,9 +19,9 @@ from autopar.costs.compute import (
     Shape,
     flops,
     is_fusable,
-    is_heavy,
     operator_seconds,
 )
+from autopar.graph.work import is_heavy
 
 Fun: TypeAlias = Callable[..., Any]
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 import autopar
 from autopar.audit.memory_use import MemoryUse
 from autopar.costs.memory import MemoryProfile, memory_profile, peak_bytes
-from autopar.lowering.lowered_step import Lowered
+from autopar.steps.lowered_step import Lowered
 from benchmarks.models import build
 from tests.planner.deep_step import step as deep_step
 

@@ -9,7 +9,7 @@ import pytest
 import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.costs.stacks import stack_seconds_per_byte
-from autopar.lowering.lowered_step import Lowered
+from autopar.steps.lowered_step import Lowered
 from benchmarks.plan_price import plan_seconds
 
 NUM_LAYERS, DEVICES = 4, 8

@@ -16,8 +16,8 @@ import pytest
 from flax import nnx
 
 from autopar.api import ParallelFunction
-from autopar.lowering.lowered_pipeline import CompiledPipeline
-from autopar.lowering.lowered_step import Compiled
+from autopar.steps.lowered_pipeline import CompiledPipeline
+from autopar.steps.lowered_step import Compiled
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # The step of each, and what its framework would put in our decorator's place.

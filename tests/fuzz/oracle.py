@@ -12,10 +12,10 @@ import numpy as np
 
 from autopar.graph.build_graph import STRUCTURED
 from autopar.graph.op_graph import OpGraph
-from autopar.lowering.lowered_step import Compiled, Lowered
 from autopar.plans.plan import ShardingPlan
 from autopar.rules.base import factors_of, is_inexact, rule_name, rule_of
 from autopar.sharding.spec import REPLICATED, SUM
+from autopar.steps.lowered_step import Compiled, Lowered
 from tests.fuzz.plans import Case, Traced, lower_case, trace_program
 from tests.fuzz.programs import Program
 

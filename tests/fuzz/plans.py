@@ -15,24 +15,24 @@ from jax.sharding import AxisType, Mesh
 import autopar.rules
 from autopar.clusters.cluster import Cluster
 from autopar.costs.collectives import SIZES
-from autopar.frontend.roles import Roles
-from autopar.frontend.tracing import TracedFunction, trace, weak_outputs
+from autopar.costs.resharding import Resharder
+from autopar.frontend.tracing import trace, weak_outputs
 from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
-from autopar.lowering.lowered_step import Lowered
+from autopar.graph.traced_function import Roles, TracedFunction
 from autopar.lowering.programs import build_program
 from autopar.planner.intra_op import read_plan
 from autopar.planner.sharding_problem import ShardingProblem, build_problem
 from autopar.planner.whole_step import roles_of
-from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan import ShardingPlan
 from autopar.rules.base import rule_name
 from autopar.sharding.mesh import MeshShape
-from autopar.sharding.resharding import Resharder
 from autopar.sharding.spec import Spec
 from autopar.solver.assignment import Assignment
 from autopar.solver.choice_graph import ChoiceGraph
 from autopar.solver.solve import solve
+from autopar.steps.lowered_step import Lowered
+from autopar.steps.parallel_plan import Plan
 
 assert autopar.rules  # imported so that every rule registers
 # How choices are made: each at random, by the solver with random costs, by the solver.

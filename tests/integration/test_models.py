@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.lowering.lowered_step import Compiled
+from autopar.steps.lowered_step import Compiled
 from benchmarks.models import bert, gpt, lstm, mlp, moe, resnet, t5, unet, vit
 from benchmarks.models.optimizers import make_optimizer
 from benchmarks.models.training import make_workload

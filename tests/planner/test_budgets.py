@@ -13,10 +13,10 @@ from autopar.clusters.cluster import Cluster
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
+from autopar.option_values import NO_BUDGET
 from autopar.planner import budget as budget_planner
 from autopar.planner.budget import BudgetPlanner
 from autopar.planner.intra_op import IntraOpSolution
-from autopar.planner.memory_budget import NO_BUDGET
 from autopar.planner.whole_step import roles_of
 from benchmarks.models import build
 from tests.planner.tiny_gpt import MESH, TINY, free, gpt

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from autopar.clusters.cluster import Cluster
+from autopar.costs.resharding import Resharder
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import STRUCTURED, build_graph
 from autopar.graph.op_graph import OpGraph
 from autopar.planner.sharding_problem import ShardingProblem, build_problem
 from autopar.planner.whole_step import roles_of
 from autopar.sharding.mesh import parse_mesh
-from autopar.sharding.resharding import Resharder
 from autopar.solver.choice_graph import ChoiceGraph, TypedEdges, TypedNodes
 from benchmarks.models import build
 

@@ -12,9 +12,9 @@ from autopar.clusters.cluster import Cluster
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
+from autopar.option_values import NO_BUDGET
 from autopar.options import check_options, resolve_options
 from autopar.planner.graph_plan import plan_graph
-from autopar.planner.memory_budget import NO_BUDGET
 from autopar.planner.plan_request import PlanRequest
 from autopar.planner.step_variants import StepVariants
 from autopar.planner.variant_search import Chosen, VariantSearch

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from autopar.clusters.cluster import Cluster
+from autopar.clusters.ray_discovery import VIRTUAL_DEVICES, choose_hosts, number_hosts
 from autopar.errors import WorkerError
-from autopar.runtime.ray_hosts import VIRTUAL_DEVICES, choose_hosts, number_hosts
 from autopar.runtime.ray_job import HostFacts, check_alike, own_versions
 
 

@@ -12,7 +12,8 @@ import pytest
 from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster, RayHosts
 from autopar.clusters.device_mesh import device_mesh, stage_meshes, submesh_of
-from autopar.frontend.effects import refuse_callbacks
+from autopar.costs.resharding import Resharder
+from autopar.graph.effects import refuse_callbacks
 from autopar.lowering.exported_program import export_program, plain_array, with_keys
 from autopar.lowering.programs import build_program
 from autopar.options import check_options
@@ -20,7 +21,6 @@ from autopar.planner.planning import plan_step
 from autopar.runtime.ray_job import cut_for_hosts
 from autopar.runtime.ray_programs import compile_code, place
 from autopar.sharding.mesh import MeshShape
-from autopar.sharding.resharding import Resharder
 
 ELSEWHERE = RayHosts("10.0.0.1:6379", "cpu", 600.0)
 

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from autopar.data.batch_tree import BatchTree
-from autopar.data.examples import Examples
 from autopar.lowering.exported_program import ShardedType
 from autopar.runtime.ray_programs import sharding_of
 from autopar.runtime.ray_sources import SourceOnHost, Want
+from autopar.state.batch_tree import BatchTree
+from autopar.state.examples import Examples
 
 SIZE = 8
 LIKE = {

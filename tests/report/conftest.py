@@ -3,7 +3,7 @@
 import pytest
 
 import autopar
-from autopar.plans.parallel_plan import Plan
+from autopar.steps.parallel_plan import Plan
 from tests.report.html_pages import Page
 from tests.report.steps import arguments, step, written
 

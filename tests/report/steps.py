@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.plans.parallel_plan import Plan
+from autopar.steps.parallel_plan import Plan
 from tests.report.html_pages import Page
 
 NEEDED = "reports need jinja2 and plotly: pip install autopar[report]"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import autopar
-from autopar.plans.parallel_plan import Plan
+from autopar.steps.parallel_plan import Plan
 from benchmarks.models import build
 from tests.report.chromium import VARIABLE, Tab, find_chromium, open_page
 from tests.report.steps import NEEDED

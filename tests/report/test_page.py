@@ -15,13 +15,13 @@ from jax.extend.core import Primitive
 
 import autopar
 from autopar.clusters.cluster import Cluster
-from autopar.planner.memory_budget import default_budget
+from autopar.option_values import default_budget
 from autopar.plans.explain import format_seconds
-from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan import InputPlan, ShardingPlan
 from autopar.report.figures import memory_figure
 from autopar.report.findings import MemoryCurve
 from autopar.sharding.mesh import MeshShape
+from autopar.steps.parallel_plan import Plan
 from tests.report.html_pages import Page
 from tests.report.steps import (
     NEEDED,

@@ -7,7 +7,7 @@ import pytest
 
 import autopar
 from autopar.cli import main
-from autopar.plans.parallel_plan import Plan
+from autopar.steps.parallel_plan import Plan
 from tests.report.html_pages import Page
 from tests.report.steps import NEEDED
 from tests.tiny_plans import make_plan

@@ -13,18 +13,18 @@ import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.execution import held_by_submesh
 from autopar.planner.memory_users import MemoryUser
-from autopar.plans.answers import Answers
 from autopar.plans.explain import format_plan
-from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan import InputPlan
 from autopar.plans.plan_view import PlanView
+from autopar.report.answers import Answers
 from autopar.report.cautions import cautions
 from autopar.report.findings import Findings, MemoryCurve
 from autopar.report.memory_curves import MOST_POINTS, thinned
 from autopar.report.report import MOST_COLUMNS, MOST_LIGHT, Report, device_grids
-from autopar.report.step_origin import PipelineOrigin
 from autopar.sharding.mesh import MeshShape
 from autopar.sharding.spec import REPLICATED
+from autopar.steps.parallel_plan import Plan
+from autopar.steps.step_origin import PipelineOrigin
 from tests.report.steps import arguments, step
 from tests.tiny_plans import make_plan
 

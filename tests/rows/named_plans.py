@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.clusters.cluster import Cluster
+from autopar.costs.resharding import Resharder
 from autopar.frontend.roles import infer_roles
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph, tensor_type
@@ -14,11 +15,10 @@ from autopar.planner.intra_op import read_plan
 from autopar.planner.sharding_problem import ShardingProblem, build_problem
 from autopar.planner.strategies import strategy_seconds
 from autopar.planner.vertices import Vertex
-from autopar.plans.parallel_plan import Plan
 from autopar.sharding.mesh import MeshLike, MeshShape, parse_mesh
-from autopar.sharding.resharding import Resharder
 from autopar.sharding.spec import REPLICATED
 from autopar.solver import solve
+from autopar.steps.parallel_plan import Plan
 from tests.rows.fixtures import Case
 
 

@@ -13,14 +13,14 @@ from autopar.api import ParallelFunction
 from autopar.audit.audit import audit
 from autopar.audit.compiled_collectives import collectives_in_compiled
 from autopar.audit.lowered_collectives import collectives_in_lowered
-from autopar.costs.collectives import CollectiveKind, wire_bytes
-from autopar.lowering.lowered_pipeline import CompiledPipeline
-from autopar.lowering.lowered_step import Compiled
+from autopar.costs.collectives import wire_bytes
 from autopar.lowering.programs import SpmdProgram
-from autopar.plans.parallel_plan import Plan
 from autopar.plans.plan import ShardingPlan
-from autopar.sharding.collective import Collective
+from autopar.sharding.collective import Collective, CollectiveKind
 from autopar.sharding.group_names import GroupNames
+from autopar.steps.lowered_pipeline import CompiledPipeline
+from autopar.steps.lowered_step import Compiled
+from autopar.steps.parallel_plan import Plan
 
 
 def run_as_planned(step: ParallelFunction, *args: Any) -> Compiled:

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.lowering.lowered_step import Compiled
+from autopar.steps.lowered_step import Compiled
 from tests.rows.fixtures import random
 from tests.rows.running import homes, run_as_planned, traffic
 

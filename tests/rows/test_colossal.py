@@ -13,11 +13,11 @@ from jax.sharding import Mesh, PartitionSpec
 import autopar
 from autopar.audit.memory_use import MemoryUse
 from autopar.clusters.cluster import Cluster
+from autopar.costs.resharding import Resharder
 from autopar.errors import InfeasiblePlanError
-from autopar.lowering.lowered_step import Compiled
 from autopar.sharding.mesh import MeshShape
-from autopar.sharding.resharding import Resharder
 from autopar.sharding.spec import REPLICATED, Spec, to_partition_spec
+from autopar.steps.lowered_step import Compiled
 from tests.rows.fixtures import Case, random
 from tests.rows.running import run_as_planned
 

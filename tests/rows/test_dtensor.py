@@ -11,10 +11,10 @@ import autopar
 from autopar.api import ParallelFunction
 from autopar.audit.compiled_collectives import collectives_in_compiled
 from autopar.audit.lowered_collectives import collectives_in_lowered
-from autopar.lowering.lowered_step import Compiled
+from autopar.pipelines.state_init import PlacedInit, init_programs
+from autopar.pipelines.traced_init import trace_init
 from autopar.state.placements import LeafPart
-from autopar.state.state_init import PlacedInit, init_programs
-from autopar.state.traced_init import trace_init
+from autopar.steps.lowered_step import Compiled
 from tests.rows.fixtures import Case
 from tests.rows.named_plans import plan_of_layout
 from tests.rows.running import homes, run_as_planned, traffic

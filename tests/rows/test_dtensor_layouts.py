@@ -10,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.lowering.lowered_step import Compiled
 from autopar.sharding.layouts import (
     batch_sharded,
     inner_sharded,
@@ -19,6 +18,7 @@ from autopar.sharding.layouts import (
     replicated,
     without_dims,
 )
+from autopar.steps.lowered_step import Compiled
 from tests.rows.fixtures import Case, f1, random
 from tests.rows.running import homes, run_as_planned, traffic
 

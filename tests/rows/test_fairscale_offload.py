@@ -15,7 +15,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import autopar
-from autopar.lowering.lowered_step import Compiled
+from autopar.steps.lowered_step import Compiled
 from tests.rows.fixtures import Case, random
 from tests.rows.running import homes, run_as_planned, run_pipeline_as_planned
 

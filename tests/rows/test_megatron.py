@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.plans.parallel_plan import Plan
+from autopar.steps.parallel_plan import Plan
 from tests.rows.fixtures import (
     BSH_BYTES,
     HEADS,

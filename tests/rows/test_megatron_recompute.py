@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 import autopar
 from autopar.audit.memory_use import MemoryUse
-from autopar.lowering.lowered_step import Compiled
+from autopar.steps.lowered_step import Compiled
 from tests.residuals import residual_bytes
 from tests.rows.fixtures import Case, Params, random
 from tests.rows.running import run_as_planned

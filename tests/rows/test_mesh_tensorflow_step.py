@@ -11,8 +11,8 @@ import pytest
 
 import autopar
 from autopar.audit.compiled_collectives import collectives_in_compiled
-from autopar.lowering.lowered_step import Compiled
 from autopar.sharding.collective import Collective
+from autopar.steps.lowered_step import Compiled
 from tests.rows.fixtures import Case, Params, mixture_of_experts, random
 from tests.rows.running import run_as_planned, traffic
 

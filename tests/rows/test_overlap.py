@@ -15,11 +15,11 @@ import autopar
 from autopar.audit.memory_use import MemoryUse
 from autopar.clusters.cluster import Cluster
 from autopar.clusters.cluster_file import to_toml
-from autopar.lowering.lowered_step import Compiled
 from autopar.methods.gather_again import graph_of_plan
 from autopar.methods.methods import Method
 from autopar.planner.transfers_ahead import AHEAD, graph_sent_ahead, send_ahead
-from autopar.plans.parallel_plan import Plan
+from autopar.steps.lowered_step import Compiled
+from autopar.steps.parallel_plan import Plan
 from benchmarks.plan_price import plan_seconds
 from tests.rows.fixtures import Case, f1, f6, random
 from tests.rows.named_plans import graph_of

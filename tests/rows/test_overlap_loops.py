@@ -8,8 +8,8 @@ import pytest
 
 import autopar
 from autopar.audit.memory_use import MemoryUse
-from autopar.lowering.lowered_step import Compiled
 from autopar.plans.slices_ahead import NEXT
+from autopar.steps.lowered_step import Compiled
 from tests.rows.fixtures import Case, Params, random, sgd
 from tests.rows.running import run_as_planned, traffic
 from tests.rows.test_overlap import cluster, four_devices

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.api import ParallelFunction
-from autopar.plans.parallel_plan import Plan
+from autopar.steps.parallel_plan import Plan
 from benchmarks.plan_price import plan_seconds
 from tests.rows.fixtures import Case, Params, random, sgd
 from tests.rows.named_plans import graph_of

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.clusters.cluster import Cluster
-from autopar.plans.parallel_plan import Plan
+from autopar.steps.parallel_plan import Plan
 from tests.rows.fixtures import Case, random
 from tests.rows.running import homes, run_as_planned, traffic
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.methods.named_methods import NamedMethod
-from autopar.plans.parallel_plan import Plan
+from autopar.steps.parallel_plan import Plan
 from tests.rows.fixtures import Params, sgd
 from tests.rows.moe_models import Experts
 from tests.rows.running import homes, traffic

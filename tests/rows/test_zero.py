@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.audit.compiled_collectives import collectives_in_compiled
-from autopar.costs.collectives import CollectiveKind, wire_bytes
+from autopar.costs.collectives import wire_bytes
 from autopar.errors import FallbackWarning
-from autopar.lowering.lowered_step import Compiled
 from autopar.methods.named_methods import NamedMethod
-from autopar.sharding.collective import Collective
+from autopar.sharding.collective import Collective, CollectiveKind
+from autopar.steps.lowered_step import Compiled
 from tests.rows.fixtures import Case, Params, random, sgd
 from tests.rows.running import (
     all_reduce_bytes,

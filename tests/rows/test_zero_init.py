@@ -12,9 +12,9 @@ from jax import lax
 import autopar
 from autopar.audit.lowered_collectives import collectives_in_lowered
 from autopar.lowering.programs import SpmdProgram
+from autopar.pipelines.state_init import PlacedInit, init_programs
+from autopar.pipelines.traced_init import trace_init
 from autopar.state.placements import LeafPart
-from autopar.state.state_init import PlacedInit, init_programs
-from autopar.state.traced_init import trace_init
 from tests.rows.fixtures import Case, random, sgd
 from tests.rows.running import run_as_planned
 

@@ -12,7 +12,7 @@ import pytest
 
 import autopar
 from autopar.audit.memory_use import MemoryUse
-from autopar.lowering.lowered_step import Compiled
+from autopar.steps.lowered_step import Compiled
 from tests.rows.fixtures import Case
 from tests.rows.running import run_as_planned
 from tests.rows.test_fairscale import f2

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.lowering.programs import PipelineProgram, Slot, StageProgram, TaskKind
+from autopar.lowering.programs import PipelineProgram, Slot, StageProgram
+from autopar.plans.plan import TaskKind
 
 BATCH, WIDTH, RATE = 16, 8, 0.1
 

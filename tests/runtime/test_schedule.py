@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.lowering.programs import TaskKind
+from autopar.plans.plan import TaskKind
 from autopar.runtime.schedule import (
     Schedule,
     Task,

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.lowering.programs import PipelineProgram, TaskKind
+from autopar.lowering.programs import PipelineProgram
+from autopar.plans.plan import TaskKind
 from autopar.runtime.schedule import (
     Schedule,
     Task,

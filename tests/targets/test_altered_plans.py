@@ -14,8 +14,8 @@ import autopar
 from autopar.audit.audit import Audit, audit
 from autopar.audit.compiled_collectives import collectives_in_compiled
 from autopar.audit.lowered_collectives import collectives_in_lowered
-from autopar.lowering.lowered_step import Compiled
 from autopar.sharding.collective import Collective
+from autopar.steps.lowered_step import Compiled
 from tests.test_mutation import CHANGES, STEPS
 
 pytestmark = pytest.mark.targets

@@ -14,9 +14,9 @@ import pytest
 
 import autopar
 from autopar.errors import TargetError
-from autopar.lowering.lowered_pipeline import CompiledPipeline
-from autopar.lowering.lowered_step import Compiled
-from autopar.plans.compiled_figures import CompiledFigures
+from autopar.report.compiled_figures import CompiledFigures
+from autopar.steps.lowered_pipeline import CompiledPipeline
+from autopar.steps.lowered_step import Compiled
 from autopar.targets.target import GpuSpec
 from benchmarks.models import build
 

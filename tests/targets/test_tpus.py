@@ -11,8 +11,8 @@ from jax import lax
 import autopar
 from autopar.audit.compiled_collectives import CompiledProgram, collectives_in_compiled
 from autopar.errors import InfeasiblePlanError
-from autopar.lowering.lowered_step import Compiled
-from autopar.plans.compiled_figures import CompiledFigures
+from autopar.report.compiled_figures import CompiledFigures
+from autopar.steps.lowered_step import Compiled
 from benchmarks.compile_for import step_for
 from benchmarks.models import build
 from tests.targets.test_altered_plans import ALTERED, MORE, altered, audit_of

@@ -16,26 +16,25 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..clusters.cluster import Cluster
-from ..frontend.roles import root_of
-from ..frontend.tracing import TracedFunction
+from ..costs.resharding import Resharder
+from ..graph.blocks import as_array
 from ..graph.build_graph import SCAN
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operand, Operator, OpGraph
+from ..graph.traced_function import TracedFunction, root_of
 from ..jax_compat import user_context
-from ..lowering.blocks import as_array
 from ..lowering.host_memory import HOST
 from ..lowering.programs import SpmdProgram, build_program
-from ..pipelines.chunk_flow import ChunkFlow, Cut
-from ..pipelines.chunked_step import ChunkRunner
-from ..pipelines.pipeline import Pipeline
-from ..pipelines.step_parts import graph_of
 from ..planner.intra_op import plan_intra_op
 from ..planner.whole_step import roles_of
 from ..sharding.mesh import MeshShape
 from ..sharding.pin_primitive import pin
-from ..sharding.resharding import Resharder
-from .array_chunks import join_leaf
-from .placements import LeafHome, LeafPart, placed_type
+from ..state.array_chunks import join_leaf
+from ..state.placements import LeafHome, LeafPart, placed_type
+from .chunk_flow import ChunkFlow, Cut
+from .chunked_step import ChunkRunner
+from .pipeline import Pipeline
+from .step_parts import graph_of
 from .traced_init import TracedInit
 
 # A collective is never worth its launch: what a device needs, it can make.

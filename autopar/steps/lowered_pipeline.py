@@ -15,11 +15,11 @@ from ..errors import AuditError
 from ..frontend.calls import open_call
 from ..frontend.constant_leaves import ResultTree
 from ..frontend.static_arguments import StaticArguments
-from ..frontend.tracing import TracedFunction
+from ..graph.traced_function import TracedFunction
+from ..lowering.programs import SignatureChanged
 from ..pipelines.pipeline import PipelinedStep
-from ..plans.parallel_plan import Plan
 from ..targets.compile_service import refuse_call
-from .programs import SignatureChanged
+from .parallel_plan import Plan
 
 
 @dataclass(frozen=True)

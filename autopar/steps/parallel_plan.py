@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, NoReturn
 from jax.sharding import Mesh
 
 from ..clusters.cluster import cluster_by_name
-from ..sharding.pins import PinsLike
-from . import explain as _explain
-from .answers import Answers
-from .compiled_figures import CompiledFigures
-from .explain_choice import choice_parts, largest_choices
-from .pin_cost import PinCosts
-from .plan import Prediction, ShardingPlan, TriedPlan
-from .plan_diff import PlanDiff, diff_plans
-from .plan_file import read_plan, to_json
-from .plan_view import PlanView
-from .reasons import PlanShardings, PlanSource, StageSource
-from .staged_plan import StagedPlan
+from ..graph.pins import PinsLike
+from ..plans import explain as _explain
+from ..plans.explain_choice import choice_parts, largest_choices
+from ..plans.pin_cost import PinCosts
+from ..plans.plan import Prediction, ShardingPlan, TriedPlan
+from ..plans.plan_diff import PlanDiff, diff_plans
+from ..plans.plan_file import read_plan, to_json
+from ..plans.plan_view import PlanView
+from ..plans.reasons import PlanShardings, PlanSource, StageSource
+from ..plans.staged_plan import StagedPlan, sharding_of, stages_of
+from ..report.answers import Answers
+from ..report.compiled_figures import CompiledFigures
 
 if TYPE_CHECKING:
     from ..audit.audit import Audit
@@ -63,13 +63,7 @@ class Plan:
         Raises:
           TypeError: the plan is that of a pipeline, which has one for each program.
         """
-        if isinstance(self.decision, StagedPlan):
-            raise TypeError(
-                f"A plan of one program has a sharding, but that of "
-                f"{self.decision.function!r} is a pipeline of "
-                f"{self.decision.num_stages} stages; use plan.stages.programs."
-            )
-        return self.decision
+        return sharding_of(self.decision)
 
     @property
     def stages(self) -> StagedPlan:
@@ -78,12 +72,7 @@ class Plan:
         Raises:
           TypeError: the plan is of one program.
         """
-        if isinstance(self.decision, ShardingPlan):
-            raise TypeError(
-                f"A plan of a pipeline has stages, but that of "
-                f"{self.decision.function!r} is one program; use plan.sharding."
-            )
-        return self.decision
+        return stages_of(self.decision)
 
     @property
     def predicted(self) -> Prediction:

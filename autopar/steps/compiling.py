@@ -6,11 +6,11 @@ from math import inf
 
 import jax
 
-from .lowering.lowered_pipeline import CompiledPipeline, LoweredPipeline
-from .lowering.lowered_step import Lowered
-from .planner.planned import Planned
-from .plans.compiled_figures import CompiledFigures
-from .plans.parallel_plan import Plan
+from ..planner.planned import Planned
+from ..report.compiled_figures import CompiledFigures
+from .lowered_pipeline import CompiledPipeline, LoweredPipeline
+from .lowered_step import Lowered
+from .parallel_plan import Plan
 
 
 def lowered_step(planned: Planned, only_arrays: bool = False) -> Lowered:

@@ -8,10 +8,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
 
-from ..plans.record import Record
-from .collective import Groups, canonical_groups
-from .mesh import MeshShape
-from .spec import MAX, MIN, REPLICATED, SUM, TURN, Spec, axes_of_dim, dim_of, with_axes
+from ..sharding.collective import Groups, canonical_groups
+from ..sharding.mesh import MeshShape
+from ..sharding.spec import (
+    MAX,
+    MIN,
+    REPLICATED,
+    SUM,
+    TURN,
+    Spec,
+    axes_of_dim,
+    dim_of,
+    with_axes,
+)
+from .record import Record
 
 _WORDS = {SUM: "sum", MAX: "max", MIN: "min"}
 _STATES = {word: state for state, word in _WORDS.items()}

@@ -12,7 +12,7 @@ from rich.text import Text
 from ..audit.audit import Audit
 from ..audit.replay import Replay
 from ..errors import InfeasiblePlanError
-from .explain import format_seconds
+from ..plans.explain import format_seconds
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from ..frontend.calls import open_call, plain_function
 from ..frontend.constant_leaves import ResultTree
 from ..frontend.nnx import merge_modules, split_result
 from ..frontend.static_arguments import StaticArguments
-from ..frontend.tracing import TracedFunction, is_array_leaf, trace
+from ..frontend.tracing import is_array_leaf, trace
 from ..graph.build_graph import build_graph
 from ..graph.op_graph import OpGraph
+from ..graph.traced_function import TracedFunction
 from ..planner.whole_step import roles_of
 
 StepCall = tuple[tuple[Any, ...], Mapping[str, Any]]

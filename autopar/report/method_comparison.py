@@ -14,14 +14,15 @@ from rich.text import Text
 
 from ..methods.methods import Method
 from ..methods.named_methods import DataParallel, Megatron, Zero
+from ..option_values import NO_BUDGET
 from ..options import Options
 from ..planner.graph_plan import plan_graph
-from ..planner.memory_budget import NO_BUDGET, with_budget
 from ..planner.plan_request import PlanRequest
 from ..planner.planned import Planned
 from ..planner.whole_step import batch_tensors
 from ..plans.explain import format_bytes, format_seconds
 from ..plans.plan import ShardingPlan, TriedPlan
+from ..plans.staged_plan import with_budget
 
 MethodPlan = ShardingPlan | Exception
 

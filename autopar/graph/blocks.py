@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..graph.build_graph import PINS
-from ..graph.op_graph import Block, Operator, OpGraph
+from .build_graph import PINS
 from .inline_shard_map import inline_shard_map
+from .op_graph import Block, Operator, OpGraph
 
 
 class BlockRunner(ABC):

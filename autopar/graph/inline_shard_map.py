@@ -12,7 +12,6 @@ from typing import Any
 from jax import lax
 from jax.extend.core.primitives import all_gather_p, psum_p
 
-from ..graph.op_graph import Operator
 from ..jax_compat import (
     CALLS,
     Literal,
@@ -22,6 +21,7 @@ from ..jax_compat import (
     literal_value,
     with_scan_counts,
 )
+from .op_graph import Operator
 
 _IDENTITIES = frozenset(
     "pvary pcast sharding_constraint reshard mesh_cast autopar_pin".split()

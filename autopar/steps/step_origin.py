@@ -13,7 +13,6 @@ from typing import Any
 import jax
 
 from ..audit.audit import Audit
-from ..commands.method_comparison import Row, compare
 from ..costs.memory import memory_profile
 from ..errors import InfeasiblePlanError
 from ..execution import held_by_submesh, pipelined_step, simulation_of, staged_plan
@@ -21,8 +20,6 @@ from ..frontend.calls import Call, plain_function
 from ..graph.build_graph import PINS, build_graph
 from ..graph.constraints import warn_ignored_constraints
 from ..graph.op_graph import OpGraph
-from ..lowering.lowered_pipeline import LoweredPipeline
-from ..lowering.lowered_step import Lowered
 from ..methods.batch_dims import flow_of_step
 from ..methods.methods import ShardParallel
 from ..options import Options
@@ -30,25 +27,27 @@ from ..pipelines.pipeline_plan import PlannedPipeline
 from ..pipelines.pipeline_source import PipelineSource
 from ..planner.graph_plan import plan_graph
 from ..planner.intra_op import warn_fallbacks
-from ..planner.memory_budget import with_budget
 from ..planner.memory_users import memory_shares
 from ..planner.pin_costs import pin_costs
 from ..planner.plan_request import PlanRequest
 from ..planner.planned import Planned
 from ..planner.traced_step import traced_step
 from ..planner.whole_step import batch_tensors, roles_of
-from ..plans.answers import MemoryShares
 from ..plans.explain import format_bytes
-from ..plans.parallel_plan import Plan
 from ..plans.pin_cost import PinCost, PinCosts
-from ..plans.plan import TriedPlan
+from ..plans.plan import MemoryShares, TriedPlan
 from ..plans.reasons import Alternative
+from ..plans.staged_plan import StagedPlan, with_budget
+from ..report.findings import Findings, MemoryCurve, Section, TaskTime
+from ..report.memory_curves import curve_of_program, curve_of_submesh
+from ..report.method_comparison import Row, compare
+from ..report.report import alternative
 from ..sharding.mesh import MeshShape
-from ..step_program import lowered_step
 from ..targets.target import why_modelled
-from .findings import Findings, MemoryCurve, Section, TaskTime
-from .memory_curves import curve_of_program, curve_of_submesh
-from .report import alternative
+from .compiling import lowered_step
+from .lowered_pipeline import LoweredPipeline
+from .lowered_step import Lowered
+from .parallel_plan import Plan
 
 _NOT_ASKED = "it was not asked for; write the report again without {flag}=False."
 _SLOTS = {"activation": "activations", "gradient": "gradients", "result": "results"}
@@ -148,7 +147,7 @@ class PipelineOrigin:
         return MemoryShares(tuple((+kinds).items()), (*lines, ("smaller values", rest)))
 
     def _pin_costs(self) -> PinCosts:
-        return self.source.pin_costs(staged_plan(self.planned).stages)
+        return self.source.pin_costs(staged_plan(self.planned))
 
     def _method(self) -> str:
         """What was asked for, and the pipeline that it led to."""
@@ -159,7 +158,7 @@ class PipelineOrigin:
 
     def _lowered(self) -> LoweredPipeline:
         step = pipelined_step(self.planned)
-        return LoweredPipeline(step, staged_plan(self.planned))
+        return LoweredPipeline(step, Plan(staged_plan(self.planned)))
 
     def _one_program(self) -> Sequence[Row]:
         """Plans of the same step without stages, on all devices, of the whole batch."""
@@ -286,22 +285,23 @@ def with_origin(
         price = partial(_priced, options)
         source = PipelineSource(plain, args, kwargs, options, price)
         origin = PipelineOrigin(planned, types, options, source)
-        found = price(planned)
+        found = Plan(price(planned))
         name, one = "ShardParallel()", planned.one_program
         tried = () if one is None else (TriedPlan(name, one),)
         own = {"origin": origin, "stage_source": source}
         return replace(found, compiled=why, tried=tried, **own)
     origin = StepOrigin(planned, types, options)
-    found = traced_step(planned, leaves, options)
-    return replace(found, origin=origin, compiled=why)
+    step = traced_step(planned, leaves, options)
+    tried = planned.plan.tried
+    return Plan(planned.plan, origin, step, compiled=why, tried=tried)
 
 
-def _priced(options: Options, planned: PlannedPipeline) -> Plan:
+def _priced(options: Options, planned: PlannedPipeline) -> StagedPlan:
     """The plan of a pipeline, which says within what budget it was made."""
     budget_bytes = options.budget_on(planned.cluster)
     if options.plan is not None:
         budget_bytes = options.plan.predicted.budget_bytes
-    return Plan(with_budget(staged_plan(planned).stages, budget_bytes))
+    return with_budget(staged_plan(planned), budget_bytes)
 
 
 def _types(leaves: Sequence[Any]) -> tuple[Any, ...]:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from ..graph.op_graph import Operator, OpGraph
 from ..jax_compat import source_line
+from .op_graph import Operator, OpGraph
 
 CALLBACKS = ("debug_callback", "debug_print", "io_callback")
 _REF_EFFECTS = (

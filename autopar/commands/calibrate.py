@@ -27,10 +27,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ..clusters.cluster import Cluster
+from ..clusters.measured_links import Timing, as_measured
 from ..lowering.host_memory import HOST
-from .cluster import Cluster
-from .hardware import COLLECTIVE_KINDS, CollectiveKind
-from .measured_links import Timing, as_measured
+from ..sharding.collective import COLLECTIVE_KINDS, CollectiveKind
 
 Tell = Callable[[str], None]
 

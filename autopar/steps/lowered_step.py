@@ -18,14 +18,14 @@ from ..clusters.cluster import Cluster
 from ..frontend.calls import open_call
 from ..frontend.constant_leaves import ResultTree
 from ..frontend.static_arguments import StaticArguments
-from ..frontend.tracing import TracedFunction
 from ..graph.build_graph import tensor_type
 from ..graph.op_graph import OpGraph
-from ..plans.parallel_plan import Plan
+from ..graph.traced_function import TracedFunction
+from ..lowering.compiled_program import compile_program
+from ..lowering.programs import SpmdProgram
 from ..state.distributed_array import abstract_leaf, gathered
 from ..targets.compile_service import TargetExecutable, refuse_call
-from .compiled_program import compile_program
-from .programs import SpmdProgram
+from .parallel_plan import Plan
 
 
 @dataclass(frozen=True, eq=False)

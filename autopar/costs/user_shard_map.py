@@ -1,7 +1,7 @@
 """A user's own shard_map in the step: its mesh, and the collectives it makes itself.
 
 Our program is one region manual over the whole mesh. A shard_map over axes of that mesh
-is inlined into it (see `lowering/inline_shard_map.py`): operands come in the specs that
+is inlined into it (see `graph/inline_shard_map.py`): operands come in the specs that
 its in_specs say, whole along other axes, and its body runs on them as it is written.
 """
 
@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from ..clusters.cluster import Cluster
-from ..costs.compute import flops, operator_seconds
 from ..errors import FallbackWarning
+from ..graph.build_graph import ASSUMED_TRIPS, SHARD_MAP
+from ..graph.op_graph import Operator, OpGraph
 from ..jax_compat import CALLS, callee, source_line
 from ..sharding.collective import Collective, Groups, Surroundings
 from ..sharding.mesh import MeshShape
-from .build_graph import ASSUMED_TRIPS, SHARD_MAP
-from .op_graph import Operator, OpGraph
+from .compute import flops, operator_seconds
 
 # Kind, reduction, and the size of a result as a multiple of its operand's.
 _Traffic = tuple[str, str, Callable[[int], float]]

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..state.distributed_array import DistributedArray, ReadWhenAsked
 from .batch_tree import BatchTree
+from .distributed_array import DistributedArray, ReadWhenAsked
 
 _MOST_SHUFFLED = 1 << 32  # 32 GiB of numbers; endless sources have more
 

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from ..clusters.cluster import Cluster
-from ..costs.collectives import SIZES, AxisLink, at_size, collective_seconds
-from .collective import Groups
-from .direct_paths import direct_path
-from .mesh import MeshShape
-from .permuted_paths import PermutedPaths, refined_mesh
-from .placement import Placement, Step, placement_of
-from .spec import SUM, Spec, dim_of
+from ..sharding.collective import Groups
+from ..sharding.direct_paths import direct_path
+from ..sharding.mesh import MeshShape
+from ..sharding.permuted_paths import PermutedPaths, refined_mesh
+from ..sharding.placement import Placement, Step, placement_of
+from ..sharding.spec import SUM, Spec, dim_of
+from .collectives import SIZES, AxisLink, at_size, collective_seconds
 
 _REFERENCE_BYTES = float(1 << 24)  # paths are chosen for a tensor of this size
 _EPSILON_SECONDS = 1e-12  # of two equal paths, the one with fewer steps

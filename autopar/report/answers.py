@@ -12,27 +12,16 @@ from math import prod
 import numpy as np
 
 from ..clusters.cluster import Cluster
+from ..plans.explain import format_bytes, format_seconds
+from ..plans.plan import MemoryShares, Prediction, TriedPlan
+from ..plans.plan_view import LeafView, PlanView
 from .compiled_figures import CompiledFigures
-from .explain import format_bytes, format_seconds
-from .plan import Prediction, TriedPlan
-from .plan_view import LeafView, PlanView
 
 _AGAIN = ("rematted_computation", "rematerialised")  # in names: no work of the model
 _MOST_LINES = 3
 _LEAST_SAVED = 0.05  # of the memory, for advice to save it
 _MOST_PAID = 0.25  # of the step, for memory that already fits
 _QUICKER = 1.02  # times, for advice to be quicker
-
-
-@dataclass(frozen=True)
-class MemoryShares:
-    """What a device holds at the peak, by kind and by source line.
-
-    Both are in bytes and add up to the plan's `peak_bytes`.
-    """
-
-    kinds: tuple[tuple[str, int], ...]
-    lines: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,281 @@
+"""What a method leaves of the sharding problem: the choices that are as it demands.
+
+A restriction demands, for tensors and mesh axes, some of the states that the axis may
+have there; the order of the axes of a dim only where a state has a turn. Of every
+vertex the choices stay that meet most of it, which are all of it wherever a rule offers
+them; the solver chooses among these as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from ..clusters.cluster import Cluster
+from ..methods.restrictions import Demand, Demands, Restriction
+from ..sharding.spec import REPLICATED, TURN, Spec, dims_of, format_spec
+from .equal_rows import equal_rows
+from .pin_choices import ChoicePins
+from .sharding_problem import ShardingProblem
+from .spec_choices import SpecChoices
+from .strategies import operators_to_split, strategy_seconds, tensor_specs
+from .vertices import Access, Accesses, Vertex
+
+_EPSILON = 1e-9
+_LESS_WEIGHT = 1e-3
+
+Limit = Restriction | ChoicePins
+
+
+def demanded_orders(limits: Sequence[Limit]) -> set[Spec]:
+    """Specs with the orders of axes that restrictions demand besides mesh order."""
+    kinds = (
+        (each.everywhere, each.made, each.homes, each.returned)
+        for each in limits
+        if isinstance(each, Restriction)
+    )
+    demands = {d for each in kinds for by_tensor in each for d in by_tensor.values()}
+    return {
+        tuple(
+            next(iter(states)) if states and len(states) == 1 else REPLICATED
+            for states in demand
+        )
+        for demand in demands
+        if _is_ordered(demand)
+    }
+
+
+def _is_ordered(demand: Demand) -> bool:
+    """Whether axes of one dim must be in an order that is not the mesh's."""
+    return any(state >= TURN for states in demand for state in states or ())
+
+
+def restrict(
+    problem: ShardingProblem, limits: Sequence[Limit], cluster: Cluster
+) -> ShardingProblem:
+    """The problem with every other choice forbidden.
+
+    Operators that must be split are split as far as the restrictions let them.
+
+    Raises:
+      ValueError: an argument cannot lie as two restrictions, or a pin and a
+        restriction, want it.
+    """
+    restrictions = [each for each in limits if isinstance(each, Restriction)]
+    if restrictions:
+        problem = _restricted(problem, restrictions, cluster)
+    for each in limits:
+        if not isinstance(each, Restriction):
+            problem = each.applied(problem)
+    return problem
+
+
+def _restricted(
+    problem: ShardingProblem, restrictions: Sequence[Restriction], cluster: Cluster
+) -> ShardingProblem:
+    restricted, columns = _Restricted(problem, restrictions, cluster), problem.vertices
+    examples, kind = _kinds(problem, restrictions, restricted.must_split)
+    order = np.argsort(examples)  # the first that is impossible is told of
+    seconds = [restricted.seconds(columns[at]) for at in examples[order].tolist()]
+    kind = np.argsort(order)[kind]
+    count = len(seconds)
+    for relay in set(_relays_too_small(problem, seconds, kind)):
+        kind[relay] = count + columns.pattern[relay]
+    seconds += [each.seconds for each in columns.patterns]
+    return problem.with_seconds(seconds, kind)
+
+
+def _kinds(
+    problem: ShardingProblem,
+    restrictions: Sequence[Restriction],
+    must_split: Collection[int],
+) -> tuple[np.ndarray, np.ndarray]:
+    """One vertex of each kind, by pattern and what is demanded; the kind of each."""
+    columns, count = problem.vertices, len(problem.graph.tensors)
+    of_pattern = [each.kind for each in columns.patterns]
+    kind_of = np.array(of_pattern)[columns.pattern]
+    splits = np.isin(problem.graph.columns.index[columns.row], sorted(must_split))
+    keys = [columns.pattern, splits & (columns.row >= 0)]
+    for each in restrictions:
+        everywhere, made, homes, preferred, returned = (
+            _numbered(demands, count)
+            for demands in (
+                *(each.everywhere, each.made, each.homes),
+                *(each.preferred, each.returned),
+            )
+        )
+        writes, reads = columns.writes, columns.reads
+        by = kind_of[writes.vertex]
+        is_made, is_home = np.isin(by, ("operator", "port")), by == "home"
+        keys += _by_place(
+            writes,
+            everywhere[writes.tensor],
+            made[writes.tensor] * is_made,
+            homes[writes.tensor] * is_home,
+            preferred[writes.tensor] * is_home,
+        )
+        is_result = kind_of[reads.vertex] == "result"
+        keys += _by_place(
+            reads, everywhere[reads.tensor], returned[reads.tensor] * is_result
+        )
+    return equal_rows(*keys)
+
+
+def _numbered(demands: Demands, count: int) -> np.ndarray:
+    """[tensors] the number of each one's demand, 0 for none."""
+    numbers: dict[Demand, int] = {}
+    found = np.zeros(count, np.intp)
+    for tensor, demand in demands.items():
+        found[tensor] = numbers.setdefault(demand, len(numbers) + 1)
+    return found
+
+
+def _by_place(accesses: Accesses, *columns: np.ndarray) -> Iterator[np.ndarray]:
+    """[vertices] what is said of the first access of each, of the second and so on."""
+    number = equal_rows(*columns)[1] + 1 if len(accesses.tensor) else columns[0]
+    counts = np.diff(accesses.start)
+    for place in range(int(counts.max(initial=0))):
+        has_one = np.flatnonzero(counts > place)
+        found = np.zeros(len(counts), np.intp)
+        found[has_one] = number[accesses.start[has_one] + place]
+        yield found
+
+
+def _relays_too_small(
+    problem: ShardingProblem, seconds: Sequence[np.ndarray], kind: np.ndarray
+) -> Iterator[int]:
+    """Relays that hold less than some reader needs under all choices that are left.
+
+    Readers that no rule lets meet a demand need more of a tensor than the demand says.
+    """
+    columns, reads = problem.vertices, problem.vertices.reads
+    relays = np.array(list(problem.relays.values()), np.intp)
+    is_read = np.flatnonzero(~np.isin(reads.vertex, relays))
+    examples, number = equal_rows(kind[reads.vertex[is_read]], reads.choices[is_read])
+    least = np.array(
+        [
+            _fractions(columns.choices[choices], seconds[own]).min(initial=1.0)
+            for choices, own in zip(
+                reads.choices[is_read[examples]].tolist(),
+                kind[reads.vertex[is_read[examples]]].tolist(),
+                strict=True,
+            )
+        ]
+    )
+    needed = np.zeros(len(problem.graph.tensors))
+    np.maximum.at(needed, reads.tensor[is_read], least[number])
+    for tensor, relay in problem.relays.items():
+        (specs,) = columns.patterns[columns.pattern[relay]].writes
+        most = _fractions(specs, seconds[kind[relay]]).max(initial=0.0)
+        if needed[tensor] > most + _EPSILON:
+            yield relay
+
+
+def _fractions(choices: SpecChoices, seconds: np.ndarray) -> np.ndarray:
+    """What a device holds of a tensor under each choice that is left."""
+    return choices.fractions[np.isfinite(seconds)]
+
+
+class _Restricted:
+    def __init__(
+        self,
+        problem: ShardingProblem,
+        restrictions: Sequence[Restriction],
+        cluster: Cluster,
+    ) -> None:
+        self.problem, self.restrictions = problem, restrictions
+        self.cluster = cluster
+        self.must_split = operators_to_split(problem.graph)
+        self.operators = {op.index: op for op in problem.graph.operators()}
+        self._weights = np.log2(problem.mesh.axis_sizes)
+        self._known: dict[tuple[int, Demand], np.ndarray] = {}
+
+    def seconds(self, vertex: Vertex) -> np.ndarray:
+        """Those of the choices of a vertex, infinite for others than are left."""
+        each_met = [self._met(vertex, each) for each in self.restrictions]
+        if vertex.kind == "home":
+            self._check_home(vertex, each_met)
+        met = np.sum(each_met, axis=0) + self._preferred(vertex)
+        seconds = self._seconds(vertex)
+        possible = np.isfinite(seconds)
+        if not possible.any():
+            return vertex.seconds
+        allowed = possible & (met >= met[possible].max() - _EPSILON)
+        if vertex.operator in self.must_split and vertex.strategies is not None:
+            share = vertex.strategies.share
+            allowed &= share <= share[allowed].min() * 1.001
+        return np.where(allowed, seconds, np.inf)
+
+    def _met(self, vertex: Vertex, restriction: Restriction) -> np.ndarray:
+        """How much of a restriction each choice of a vertex meets."""
+        met = np.zeros(len(vertex.seconds))
+        for access, is_write in self._accesses(vertex):
+            demand = restriction.of(vertex.kind, access.tensor, is_write=is_write)
+            if demand is not None:
+                met = met + self._met_by(access.choices, demand)
+        return met
+
+    def _preferred(self, vertex: Vertex) -> float | np.ndarray:
+        """What is met besides, of far less weight than any demand."""
+        if vertex.kind != "home":
+            return 0.0
+        (access,) = vertex.writes
+        wanted = (each.preferred.get(access.tensor) for each in self.restrictions)
+        met = [self._met_by(access.choices, each) for each in wanted if each]
+        return _LESS_WEIGHT * np.sum(met, axis=0)
+
+    def _check_home(self, vertex: Vertex, each_met: Sequence[np.ndarray]) -> None:
+        """Refuse what a pin, or one restriction, makes impossible for another."""
+        (access,) = vertex.writes
+        tensor = self.problem.graph.tensors[access.tensor]
+        legal = np.array(tensor_specs(tensor.type, self.problem.mesh, pending=False))
+        for restriction, met in zip(self.restrictions, each_met, strict=True):
+            demand = restriction.of(vertex.kind, access.tensor, is_write=True)
+            if demand is None or len(met) == len(legal):
+                continue
+            if met.max() < self._count(legal, demand).max() - _EPSILON:
+                names = self.problem.mesh.axis_names
+                pinned = format_spec(access.choices.of(0), tensor.type.rank, names)
+                raise ValueError(
+                    f"An argument must lie as its pin and the method or rules say, "
+                    f"but {tensor.name}, {tensor.type}, is pinned to {pinned}, which "
+                    f"{restriction.name} rules out; drop the pin or change the other."
+                )
+        best = [met.max() for met in each_met]
+        if np.sum(each_met, axis=0).max() < sum(best) - _EPSILON:
+            raise ValueError(
+                f"An argument must lie as the method and the rules both say, but "
+                f"{' and '.join(each.name for each in self.restrictions)} want "
+                f"{tensor.name}, {tensor.type}, in different places; use one of them."
+            )
+
+    def _accesses(self, vertex: Vertex) -> list[tuple[Access, bool]]:
+        reads = () if vertex.kind == "home" else vertex.reads
+        return [*((a, True) for a in vertex.writes), *((a, False) for a in reads)]
+
+    def _met_by(self, choices: SpecChoices, demand: Demand) -> np.ndarray:
+        """How much of the demand each choice meets: the log of the axes' sizes."""
+        key = id(choices), demand
+        if key not in self._known:
+            self._known[key] = self._count(choices.specs, demand)
+        return self._known[key]
+
+    def _count(self, specs: np.ndarray, demand: Demand) -> np.ndarray:
+        met = np.zeros(len(specs))
+        if not _is_ordered(demand):
+            specs = dims_of(specs)
+        for axis, states in enumerate(demand):
+            if states is not None:
+                inside = np.isin(specs[:, axis], sorted(states))
+                met += inside * self._weights[axis]
+        return met
+
+    def _seconds(self, vertex: Vertex) -> np.ndarray:
+        """With those strategies too that repeat work, as a restriction may want it."""
+        if vertex.operator not in self.must_split or vertex.strategies is None:
+            return vertex.seconds
+        op = self.operators[vertex.operator]
+        problem = self.problem
+        seconds = strategy_seconds(op, vertex.strategies, problem.mesh, self.cluster)
+        return seconds * problem.graph.blocks[op.block].weight

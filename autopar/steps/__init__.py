@@ -1,0 +1,1 @@
+"""Steps as users hold them: planned, lowered and compiled, and what became of them."""
