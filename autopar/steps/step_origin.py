@@ -85,7 +85,7 @@ class StepOrigin:
     @property
     def batch(self) -> frozenset[str]:
         """The arguments that hold examples."""
-        inputs = self.planned.plan.sharding.inputs
+        inputs = self.planned.plan.inputs
         return frozenset(each.path for each in inputs if each.role == "batch")
 
     def memory(self) -> MemoryShares:

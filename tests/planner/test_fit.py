@@ -19,6 +19,7 @@ from autopar.planner.fit import MOST_CORRECTIONS
 from autopar.planner.planned import Planned
 from autopar.planner.planning import plan_step, plan_traced
 from autopar.planner.whole_step import trace_whole
+from autopar.plans.staged_plan import sharding_of
 from autopar.steps.parallel_plan import Plan
 from benchmarks.models import build
 from tests.rows.test_fairscale import f2
@@ -59,7 +60,7 @@ class Modelled:
 
     def plan_together(self, _: Any, options: Options) -> Planned:
         if options.plan is not None:
-            return replace(planned(), plan=options.plan.sharding)
+            return replace(planned(), plan=sharding_of(options.plan))
         budget = options.memory_budget or 0
         self.asked.append(budget)
         if budget >= self.least:
