@@ -1,7 +1,4 @@
-"""Actors on the hosts of a Ray cluster, and which of its hosts are left.
-
-Each starts with the settings that jax reads once.
-"""
+"""Actors on the hosts of a Ray cluster, and which of its hosts are left."""
 
 from __future__ import annotations
 

@@ -79,10 +79,14 @@ class RemoteArray(ReadWhenAsked):
     ) -> None:
         self.keeper, self.group, self.number, self.type = keeper, group, number, type_
         self.shape, self.dtype = type_.shape, np.dtype(type_.dtype)
-        self.sharding = f"{type_}, group {group}"
         self._made_by = made_by
         self._taken_by: PendingStep | None = None
         self._is_deleted = False
+
+    @property
+    def sharding(self) -> str:
+        """How it lies on which hosts, in words."""
+        return f"{self.type}, group {self.group}"
 
     def values(self) -> np.ndarray:
         """All of it, sent here."""

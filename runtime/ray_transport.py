@@ -191,10 +191,7 @@ class Calls:
 
 
 def wait_for(answers: Collection[Future[Any]], seconds: float) -> list[Future[Any]]:
-    """Those answers of a call that have come, after some seconds at most.
-
-    Of those that come over connections one thread waits at a time.
-    """
+    """Those answers of a call that have come, after some seconds at most."""
     direct = {a.calls.connection: a.calls for a in answers if isinstance(a, Answer)}
     if not direct:
         return [*futures.wait(answers, seconds, futures.FIRST_COMPLETED)[0]]
