@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from autopar.pipelines.joint_search import FoundStages, JointSearch
-    from autopar.steps.parallel_plan import Plan
+    from autopar.plans.staged_plan import StagedPlan
 
 _Result = TypeVar("_Result")
 
@@ -132,7 +132,7 @@ def _stages(found: FoundStages) -> str:
     return "\n".join(lines)
 
 
-def _full(plan: Plan, found: FoundStages) -> str:
+def _full(plan: StagedPlan, found: FoundStages) -> str:
     predicted = plan.predicted
     error = predicted.step_seconds / found.assignment.seconds - 1
     return (

@@ -4,7 +4,7 @@ import ast
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ PACKAGES = {
     "solver": "autopar.solver",
     "runtime": "autopar.runtime",
 }
-FOLDER_ORDER: list[str] = """
+FOLDER_ORDER: Sequence[str] = """
     errors jax_compat cache_folder solver sharding clusters targets option_values graph
     state rules plans costs frontend microbatches rematerialisation lowering audit
     methods options planner pipelines runtime execution report steps data api comparison

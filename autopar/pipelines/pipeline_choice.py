@@ -345,7 +345,7 @@ class _Fitting:
         fitting = [each for each in self.tries if not each.full]
         if fitting:
             return min(fitting, key=lambda e: e.plan.predicted.step_seconds).planned
-        least = min(self.tries, key=lambda each: max(each.plan.stages.peak_bytes))
+        least = min(self.tries, key=lambda each: max(each.plan.peak_bytes))
         raise _infeasible(least.planned, least.plan, self.budget_bytes)
 
     def fits(self, remat: str | None) -> bool:

@@ -236,7 +236,7 @@ def test_random_keys_and_closed_over_arrays_go_along(ray_cluster: Cluster):
         return key, (x + scale * jax.random.normal(now, x.shape)).sum(0)
 
     remote = parallelize(step, cluster=ray_cluster)
-    x, key = np.ones((16, 8), np.float32), jax.random.key(3)
+    x, key = jnp.ones((16, 8)), jax.random.key(3)
     got, expected = remote(key, x), jax.jit(step)(key, x)
     for _ in range(2):
         np.testing.assert_allclose(got[1], expected[1], rtol=1e-5)
@@ -252,7 +252,7 @@ def test_host_callbacks_are_refused_before_anything_is_sent(ray_cluster: Cluster
         return x + 1
 
     with pytest.raises(NotImplementedError, match=r"test_steps\.py:\d+"):
-        parallelize(step, cluster=ray_cluster)(np.ones(8, np.float32))
+        parallelize(step, cluster=ray_cluster)(jnp.ones(8))
 
 
 def test_a_mesh_of_own_devices_is_refused(ray_cluster: Cluster, mesh_1d: Any):

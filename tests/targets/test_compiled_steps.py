@@ -186,8 +186,10 @@ def _doubled(cluster: str) -> Any:
 def test_fused_attention_is_a_kernel_of_the_target(cluster: str, kernel: str) -> None:
     """And scores are nowhere in the program."""
     seq_len, heads = 1024, 3
-    sizes = {"num_layers": 1, "seq_len": seq_len, "hidden": 384, "num_heads": heads}
-    workload = build("gpt", compute_dtype="bfloat16", batch_size=8, **sizes)
+    sizes: dict[str, Any] = {"num_layers": 1, "seq_len": seq_len, "hidden": 384}
+    workload = build(
+        "gpt", compute_dtype="bfloat16", batch_size=8, num_heads=heads, **sizes
+    )
     step = parallel(workload.step, cluster, mesh="x:8", attention="fused")
     program = step.lower(*workload.abstract()).compile()
     program.audit().raise_if_wrong()
