@@ -18,6 +18,10 @@ UNREACHABLE = {
     "one_minus_square": "absent from jax 0.10",
     "autopar_attention": "no program's own: the planner puts it in place of products",
     "autopar_attention_backward": "as above",
+    "autopar_fused_attention": "as above",
+    "autopar_fused_attention_backward": "as above",
+    "dot_product_attention_fwd_wrapper": "cuDNN's, which no CPU has",
+    "dot_product_attention_bwd_wrapper": "as above",
 }
 
 
