@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.methods.named_methods import NamedMethod
+from autopar.sharding.spec import REPLICATED
 from autopar.steps.parallel_plan import Plan
 from tests.rows.fixtures import Params, sgd
 from tests.rows.moe_models import Experts
@@ -151,7 +152,8 @@ def test_sequence_parallelism_where_memory_binds() -> None:
     found = homes(plan)
     axis = found["params['up']"].index(1)  # of the mesh, with a layer's devices
     assert {found[f"params[{name!r}]"][axis] for name in ("q", "k", "v", "up")} == {1}
-    assert {found[f"params[{name!r}]"][axis] for name in ("out", "down")} == {0}
+    assert found["params['down']"][axis] == 0
+    assert found["params['out']"][axis] in (0, REPLICATED)  # of a sixth of the bytes
     shape = types[1].shape
     sums = [t for t in plan.sharding.tensors if "/add" in t.name and t.shape == shape]
     assert sums and all(each.spec[axis] == 1 for each in sums)  # the residual stream
