@@ -168,9 +168,11 @@ def why_worse(ours: ProgramFigures, other: ProgramFigures) -> str:
 
 
 def _cells(seen: ProgramFigures) -> tuple[str, ...]:
+    from autopar.sharding.collective import num_operations
+
     kinds = sorted({each.kind for each in seen.collectives})
     numbers = (
-        f"{seen.num_operations(lambda each, kind=kind: each.kind == kind)} {kind}"
+        f"{num_operations(x for x in seen.collectives if x.kind == kind)} {kind}"
         for kind in kinds
     )
     return (

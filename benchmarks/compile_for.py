@@ -140,9 +140,11 @@ def main() -> int:
 
 
 def _cells(audit: Audit, seen: ProgramFigures) -> tuple[str, ...]:
+    from autopar.sharding.collective import num_operations
+
     predicted = audit.predicted_bytes or 0
-    number = seen.num_operations(lambda each: True)
-    beside = seen.num_operations(lambda each: each.is_async)
+    number = num_operations(seen.collectives)
+    beside = num_operations(each for each in seen.collectives if each.is_async)
     return (
         f"{predicted / 1e6:,.1f}",
         f"{seen.device_bytes / 1e6:,.1f}",

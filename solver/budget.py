@@ -39,7 +39,6 @@ ROUNDS = 2
 LEAST_OVER_COST = 20.0  # times the first cost, what all bytes of it are worth
 DOUBT = 0.5  # of what a plan is above the budget, that its rows may be wrong by
 MOST_TOGETHER = 6  # plans that are mixed
-MIXED_GAP = 3e-3
 WORTH = 3e-3  # of the cost, that another look or round must save
 
 
@@ -201,8 +200,7 @@ class _Search:
         """
         if self.budget is None:
             return True
-        plans = list(self.seen.values())
-        costs = np.array([each.cost for each in plans])
+        costs = np.array([each.cost for each in self.seen.values()])
         own = self._used_by(self.rows, np.array([plan], np.intp))[:, 0]
         least = float((costs + prices @ self._held()).min())
         priced = self.graph.cost(plan) + float(prices @ own)
@@ -298,7 +296,7 @@ class _Search:
             unit=self.budget or plans[0].bytes,
             lacking=LACKING,
         )
-        return mixtures.rounded(self._limits(), MIXED_GAP)
+        return mixtures.rounded(self._limits(), WORTH)
 
     @cached_property
     def cost(self) -> BudgetRow:

@@ -18,7 +18,7 @@ from autopar.audit.folds import Key, fold
 from autopar.audit.memory_use import MemoryUse
 from autopar.audit.rewrites import Comparison, compare, executions, in_words
 from autopar.errors import AuditError
-from autopar.sharding.collective import Collective
+from autopar.sharding.collective import Collective, num_operations
 from autopar.sharding.group_names import GroupNames
 from autopar.sharding.mesh import MeshShape
 
@@ -334,8 +334,8 @@ def _bytes(collectives: Iterable[Collective]) -> int:
 
 def _operations(lowered: Sequence[Collective], compiled: Sequence[Collective]) -> str:
     """`161 -> 1, 1 async`: what the compiler combined, and what runs beside others."""
-    number = round(sum(1 / each.num_combined for each in compiled))
-    beside = round(sum(1 / each.num_combined for each in compiled if each.is_async))
+    number = num_operations(compiled)
+    beside = num_operations(each for each in compiled if each.is_async)
     text = str(number) if number == len(lowered) else f"{len(lowered)} -> {number}"
     return f"{text}, {beside} async" if beside else text
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -11,7 +11,7 @@ from ..costs.collectives import wire_bytes
 from ..sharding.collective import Collective, CollectiveKind
 from .compiled_collectives import CompiledProgram
 from .memory_use import MemoryUse
-from .replay import Replay, replay
+from .replay import Replay, replay_if_known
 
 if TYPE_CHECKING:
     from ..clusters.cluster import Cluster
@@ -50,13 +50,12 @@ class ProgramFigures:
         text = compiled.as_text()
         program = CompiledProgram.parse(text)
         moving = tuple(each for each in program.read() if not each.is_trivial)
-        has_clock = cluster is not None and cluster.device.kind != "CPU" and mesh
         return ProgramFigures(
             MemoryUse.of(compiled, host_bytes).device_bytes,
             moving,
             getattr(compiled, "compile_seconds", 0.0),
             program.estimated_cycles(),
-            replay(text, cluster, mesh) if cluster and mesh and has_clock else None,
+            replay_if_known(text, cluster, mesh),
         )
 
     @property
@@ -77,8 +76,3 @@ class ProgramFigures:
             * (2 if each.by_all_reduce else 1)
             for each in self.collectives
         )
-
-    def num_operations(self, is_counted: Callable[[Collective], bool]) -> int:
-        """Operations in the program's text, combined ones once."""
-        counted = filter(is_counted, self.collectives)
-        return round(sum(1 / each.num_combined for each in counted))

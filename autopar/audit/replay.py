@@ -75,6 +75,15 @@ def replay(text: str, cluster: Cluster, mesh: MeshShape) -> Replay:
     return _Replayer(CompiledProgram.parse(text), cluster, mesh).run()
 
 
+def replay_if_known(
+    text: str, cluster: Cluster | None, mesh: MeshShape | None
+) -> Replay | None:
+    """As `replay`; None where the devices are not known, and of CPUs."""
+    if cluster is None or mesh is None or cluster.device.kind == "CPU":
+        return None
+    return replay(text, cluster, mesh)
+
+
 @dataclass
 class _Timeline:
     """Where the stream of kernels is, and the one of what is sent."""

@@ -126,8 +126,8 @@ def _fitting(
             fit.add(_StagedCandidate(planned, price(planned)))
         except InfeasiblePlanError as error:
             fit.add(error)
-    found, correction = fit.found.planned, fit.predicted.memory_correction
-    return replace(found, memory_correction=correction)
+    found, predicted = fit.result
+    return replace(found.planned, memory_correction=predicted.memory_correction)
 
 
 def _planned(
@@ -401,13 +401,9 @@ class _Fitting:
             planner=self.planner,
         )
         plan = self.price(planned)
-        peaks = plan.peak_bytes
+        is_full = [peak > self.budget_bytes for peak in plan.peak_bytes]
         stages = range(planned.flow.num_stages)
-        full = frozenset(
-            stage
-            for stage in stages
-            if peaks[planned.submesh(stage)] > self.budget_bytes
-        )
+        full = frozenset(i for i in stages if is_full[planned.submesh(i)])
         self.tries.append(_Tried(planned, plan, remat, full))
         return self.tries[-1]
 

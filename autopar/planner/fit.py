@@ -57,8 +57,8 @@ _C = TypeVar("_C", bound=Candidate)
 class CompiledFit(Generic[_C]):
     """Options to plan with, one after the other, until a plan fits as compiled.
 
-    Each is answered by `add` before the next. When there are no more, `found` is the
-    plan that fits, and `predicted` what is predicted of it by then. Other devices than
+    Each is answered by `add` before the next. When there are no more, `result` is the
+    plan that fits, and what is predicted of it by then. Other devices than
     this process has are compiled for if `elsewhere_seconds` are given to a program.
 
     Raises (where it goes on):
@@ -74,14 +74,9 @@ class CompiledFit(Generic[_C]):
         self._found: tuple[_C, Prediction] | None = None
 
     @property
-    def found(self) -> _C:
-        assert self._found is not None
-        return self._found[0]
-
-    @property
-    def predicted(self) -> Prediction:
-        assert self._found is not None
-        return self._found[1]
+    def result(self) -> tuple[_C, Prediction]:
+        assert self._found is not None, "there are more options to answer"
+        return self._found
 
     def add(self, answer: _C | InfeasiblePlanError) -> None:
         """Notes the plan that the options led to, or why there is none."""

@@ -73,7 +73,8 @@ def plan_step(
             fit.add(plan_together(whole, some))
         except InfeasiblePlanError as error:
             fit.add(error)
-    return fit.found.saying(fit.predicted)
+    planned, predicted = fit.result
+    return planned.saying(predicted)
 
 
 def plan_traced(whole: TracedWhole, options: Options) -> Planned:

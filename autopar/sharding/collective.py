@@ -236,3 +236,8 @@ def _dtype_name(element: str) -> str:
         raise ValueError(f"Cannot read the element type {element!r} of a collective.")
     variant = f"_{found.group(3)}" if found.group(3) else ""
     return f"{prefix}{found.group(2)}{variant}"
+
+
+def num_operations(collectives: Iterable[Collective]) -> int:
+    """Operations in a program's text, combined ones once."""
+    return round(sum(1 / each.num_combined for each in collectives))

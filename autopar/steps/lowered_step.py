@@ -13,7 +13,7 @@ import jax
 from ..audit.audit import Audit, MemoryUse, audit
 from ..audit.compiled_collectives import collectives_on
 from ..audit.lowered_collectives import collectives_in_lowered
-from ..audit.replay import Replay, replay
+from ..audit.replay import Replay, replay_if_known
 from ..clusters.cluster import Cluster
 from ..frontend.calls import open_call
 from ..frontend.constant_leaves import ResultTree
@@ -89,10 +89,8 @@ class Compiled:
     @cached_property
     def predicted(self) -> Replay | None:
         """Seconds of the program as compiled, of GPUs and TPUs; None of CPUs."""
-        cluster = self.lowered.cluster
-        if cluster is None or cluster.device.kind == "CPU":
-            return None
-        return replay(self.as_text(), cluster, self.plan.sharding.mesh)
+        mesh = self.plan.sharding.mesh
+        return replay_if_known(self.as_text(), self.lowered.cluster, mesh)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step with arguments of the lowered types, static ones left out."""
