@@ -13,7 +13,7 @@ from autopar.audit.memory_use import MemoryUse
 from autopar.audit.replay import Replay
 from autopar.plans.plan import TriedPlan
 from autopar.plans.plan_view import PlanView
-from autopar.report.answers import Answers
+from autopar.report.answers import Answers, _rounded
 from autopar.report.compiled_figures import CompiledFigures
 from autopar.steps.parallel_plan import Plan
 from tests.tiny_plans import make_plan
@@ -219,3 +219,11 @@ def test_what_was_compiled_comes_before_what_is_modelled() -> None:
     over = replace(found, compiled=compiled(90 * gib, 80 * gib, None))
     assert over.fits.startswith("no: 90.0 GiB of 80.0 GiB a device (112%)")
     assert over.seconds == 5e-6
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(999.4, "999"), (999.6, "1k"), (999_700.0, "1M"), (2.5e9, "2.5G")],
+)
+def test_numbers_are_rounded_up_to_the_next_unit(value: float, text: str) -> None:
+    assert _rounded(value) == text

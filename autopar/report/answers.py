@@ -11,6 +11,7 @@ from math import prod
 
 import numpy as np
 
+from ..audit.replay import Replay
 from ..clusters.cluster import Cluster
 from ..plans.explain import format_bytes, format_seconds
 from ..plans.plan import MemoryShares, Prediction, TriedPlan
@@ -77,19 +78,22 @@ class Answers:
         return f"{word}: {held} ({share}), {told}"
 
     @property
+    def _replayed(self) -> Replay | None:
+        compiled = self.compiled
+        return compiled.replayed if isinstance(compiled, CompiledFigures) else None
+
+    @property
     def seconds(self) -> float:
         """Of a step: as compiled, if that was replayed, else as predicted."""
-        compiled = self.compiled
-        if isinstance(compiled, CompiledFigures) and compiled.replayed is not None:
-            return compiled.replayed.seconds
+        if self._replayed is not None:
+            return self._replayed.seconds
         return self.view.predicted.step_seconds
 
     @property
     def exposed_seconds(self) -> float:
         """Of the step in which only communication runs."""
-        compiled = self.compiled
-        if isinstance(compiled, CompiledFigures) and compiled.replayed is not None:
-            return compiled.replayed.exposed_seconds
+        if self._replayed is not None:
+            return self._replayed.exposed_seconds
         return self.view.predicted.collective_seconds
 
     @property
@@ -198,6 +202,6 @@ def _price(seconds: float, mine: float) -> str:
 def _rounded(value: float) -> str:
     """Three digits and a unit: `1.23M`."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= size:
+        if value >= 0.9995 * size:  # as three digits are rounded up to it
             return f"{value / size:.3g}{unit}"
     return f"{value:.3g}"
