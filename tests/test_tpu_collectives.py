@@ -163,6 +163,35 @@ def test_a_sum_of_pieces_that_lie_alike_is_none() -> None:
     assert {each.kind for each in found(text)} == {"all_reduce"}
 
 
+IN_SLICES = """  %s0 = ((f32[64]{0:T(128)}), f32[32]{0:T(128)S(1)}, s32[]{:S(2)}) slice-start(%placed), slice={[32:64]}
+  %s1 = ((f32[64]{0:T(128)}), f32[32]{0:T(128)S(1)}, s32[]{:S(2)}) slice-start(%placed), slice={[0:32]}
+  %d0 = f32[32]{0:T(128)S(1)} slice-done(%s0)
+  %d1 = f32[32]{0:T(128)S(1)} slice-done(%s1)
+  %all = f32[64]{0:T(128)S(1)} custom-call(%d0, %d1), custom_call_target="ConcatBitcast"
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("last", ["[0:32]", "[32:64]", "[0:16]"])
+def test_pieces_copied_in_slices_are_followed(last: str) -> None:
+    text = PIECES.replace("INDEX", "partition-id()").replace("FILL", "0")
+    text = text.replace("  %r =", IN_SLICES.replace("[0:32]", last) + "  %r =")
+    first, _ = found(text.replace("(%placed, %whole)", "(%all, %whole)"))
+    is_all = last == "[0:32]"
+    assert first.kind == ("all_gather" if is_all else "all_reduce")
+
+
+def test_what_is_gathered_once_more_instead_of_kept_is_named() -> None:
+    planned = [Collective("all_gather", GROUPS, "float32", 256)]
+    again = replace(planned[0], is_again=True)
+    comparison = compare(planned, [*planned, again])
+    assert comparison.is_allowed and str(comparison) == "again: 1 x 256 B float32"
+    assert not compare(planned, [*planned, *planned]).is_allowed
+    assert not compare(planned, [*planned, replace(again, bytes=512)]).is_allowed
+    text = PIECES.replace("INDEX", "partition-id()").replace("FILL", "0")
+    found_again = found(text.replace("%r =", "%r.remat ="))
+    assert {each.is_again for each in found_again} == {True}
+
+
 SLICED = """  %at = u32[]{:T(128)S(6)} INDEX
   %r = (f32[1,64]{1,0:T(2,128)}, f32[1,64]{1,0:T(2,128)}) all-reduce(%x, %y), """
 SLICED += f"""channel_id=9, {ALL}, to_apply=%add

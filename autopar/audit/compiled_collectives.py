@@ -336,6 +336,7 @@ class CompiledProgram:
                 len(arrays),
                 meant != kind,
                 self.is_tpu,
+                ".remat" in instruction.name,
             )
 
     def _meant(

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import TypeAlias
 
 from .trip_counts import MIRRORED, num_trips
@@ -216,9 +217,33 @@ class ValueReader:
                 if element is None:
                     return value
                 value = element
+            elif (whole := self._copied_in_slices(value)) is not None:
+                value = whole
             else:
                 break
         return value
+
+    def _copied_in_slices(self, value: _Value) -> _Value | None:
+        """What a value is a copy of whose slices are copied side by side."""
+        made = self._operation(value)
+        if made is None or "ConcatBitcast" not in made.attributes:
+            return None
+        wholes: set[_Value] = set()
+        slices: set[str] = set()
+        for done in self._operands(value):
+            (start,) = self._operands(done)[:1] or (done,)
+            copied = self._operation(start)
+            if copied is None or copied.opcode != "slice-start":
+                return None
+            wholes.add(self._operands(start)[0])
+            slices.add(copied.attributes.partition("slice={")[2].partition("}")[0])
+        length = sum(map(_length, slices))
+        whole = wholes.pop()
+        source = self._operation(whole)
+        is_whole = source is not None and source.shape == made.shape
+        dims = re.findall(r"\d+", made.shape.partition("[")[2])
+        is_all = length == prod(map(int, dims))
+        return whole if is_whole and is_all and not wholes else None
 
     def _operands(self, value: _Value) -> tuple[_Value, ...]:
         made = self._operation(value)
@@ -249,6 +274,11 @@ class ValueReader:
                     root = name if found.group(1) else root
             self._bodies[computation] = made, root
         return self._bodies[computation]
+
+
+def _length(slices: str) -> int:
+    """How many elements a slice such as `[1024:2048], [0:1024]` has."""
+    return prod(int(e) - int(s) for s, e in re.findall(r"(\d+):(\d+)", slices))
 
 
 def _is_zero(text: str) -> bool:

@@ -7,6 +7,7 @@ combine           pieces of a type sent as one; what is equal may go before
 hoist             moved out of a loop, so it runs less often
 dedup             an equal collective stays: equal operands, or sums added first
 sum               a small gather or reduce-scatter is written as an all-reduce
+again             made once more rather than kept; one that is not is there, too
 constant or dead  gone without a trace: its value is known, or nobody reads it
 fold              sums over one group, then another, sent as one (see `folds.py`)
 
@@ -51,8 +52,14 @@ def compare(
     if _has_unknown_loop(compiled) and not _has_unknown_loop(planned):
         return Comparison(("in a loop of unknown trip count",), False)
     wanted = executions(planned)
-    seen, narrowed = _narrow(wanted, executions(compiled))
-    rewrites = [*rewrites]
+    firsts = executions(each for each in compiled if not each.is_again)
+    again = executions(
+        each
+        for each in compiled
+        if each.is_again and (each.dtype, each.bytes) in firsts
+    )
+    seen, narrowed = _narrow(wanted, executions(compiled) - again)
+    rewrites = [*rewrites, *([f"again: {in_words(again)}"] if again else ())]
     for ((dtype, num_bytes), wide), times in narrowed.items():
         rewrites.append(f"widen: {times} x {num_bytes:,} B {dtype} sent as {wide}")
     if summed := executions(each for each in compiled if each.by_all_reduce):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 from jax import export
@@ -18,11 +19,13 @@ from .exported_program import ExportedProgram, ShardedType, export_program
 from .host_memory import HOST
 from .programs import SpmdProgram
 
+_made: WeakKeyDictionary[SpmdProgram, TargetExecutable] = WeakKeyDictionary()
+
 
 def compile_program(
     program: SpmdProgram, limit_seconds: float = inf
 ) -> jax.stages.Compiled | TargetExecutable:
-    """The compiled program; one of a target can be read, and not be called.
+    """The compiled program, once; one of a target can be read, and not be called.
 
     Raises:
       TargetError: the target's compiler is not installed or refuses the program.
@@ -30,6 +33,8 @@ def compile_program(
     """
     if program.target is None:
         return program.compile()
+    if program in _made:
+        return _made[program]
     if program.host_calls is not None:
         raise TargetError(
             f"A program is compiled for {program.target} from its exported form, which "
@@ -37,7 +42,8 @@ def compile_program(
             f"leave callbacks out of the step, or compile where the devices are."
         )
     code = export_program(program, program.target.platform)
-    return compile_for(program.target, _request(code), limit_seconds)
+    made = compile_for(program.target, _request(code), limit_seconds)
+    return _made.setdefault(program, made)
 
 
 def compile_jitted(

@@ -126,7 +126,7 @@ class CompiledFit(Generic[_C]):
           InfeasiblePlanError: it does not, or is too far above to be compiled.
         """
         budget, model_bytes = self.options.memory_budget, error.least_budget_bytes
-        if budget is not None and error.least_plan is None and self.correction > 1.0:
+        if self.correction > 1.0 and (budget is None or error.least_plan is None):
             raise self._refused(error.largest_users) from error
         if budget is None or model_bytes is None or error.least_plan is None:
             raise error
@@ -170,8 +170,15 @@ class CompiledFit(Generic[_C]):
         return is_here or self.elsewhere_seconds > 0
 
     def _compiled_bytes(self, found: _C) -> int:
-        self.seen.append(found.compiled_bytes(self.elsewhere_seconds or inf))
-        return self.seen[-1]
+        """What the compiled programs hold, also where the compiler refuses one."""
+        try:
+            held = found.compiled_bytes(self.elsewhere_seconds or inf)
+        except InfeasiblePlanError as error:
+            if error.least_budget_bytes is None:
+                raise
+            held = error.least_budget_bytes
+        self.seen.append(held)
+        return held
 
     def _take(self, found: _C) -> None:
         """Its program was seen to fit, or need not be: its prediction is corrected."""
@@ -187,11 +194,13 @@ class CompiledFit(Generic[_C]):
 
     def _refused(self, users: str = "") -> InfeasiblePlanError:
         least = min(self.seen)
+        is_named = self.options.memory_budget is not None
+        what = "memory budget of" if is_named else "capacity, of which a plan may hold"
+        more = f"memory_budget={least}, " if is_named else "a larger device, "
         return InfeasiblePlanError(
-            f"A compiled program must fit the memory budget of {self.budget:,} B a "
-            f"device, but the least of those compiled needs {least:,} B; give "
-            f"memory_budget={least}, {OTHER_REMEDIES}."
-            + (f"\nMost is taken by\n{users}" if users else ""),
+            f"A compiled program must fit the {what} {self.budget:,} B a device, but "
+            f"the least of those compiled needs {least:,} B; give {more}"
+            f"{OTHER_REMEDIES}." + (f"\nMost is taken by\n{users}" if users else ""),
             least_budget_bytes=least,
             tightest_constraint="memory of the compiled program",
         )

@@ -49,10 +49,13 @@ class Planned:
         return self.plan.predicted
 
     def saying(self, predicted: Prediction) -> Planned:
-        """The same, with another prediction."""
+        """The same with another prediction, and with the programs that were made."""
         if predicted is self.plan.predicted:
             return self
-        return replace(self, plan=replace(self.plan, predicted=predicted))
+        saying = replace(self, plan=replace(self.plan, predicted=predicted))
+        made = {"program", "program_here"} & vars(self).keys()
+        vars(saying).update({name: vars(self)[name] for name in made})
+        return saying
 
     def summary(self) -> str:
         """One line: the mesh, and what was taken as state and batch."""

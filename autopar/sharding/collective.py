@@ -57,6 +57,8 @@ class Collective:
         as much.
       may_round: of a compiled program for TPUs: what is only read in a narrower type,
         as products read float32, may be reduced in that.
+      is_again: of a compiled program: the compiler makes a value again, rather than
+        keep it.
     """
 
     kind: str
@@ -72,6 +74,7 @@ class Collective:
     num_combined: int = field(default=1, compare=False)
     by_all_reduce: bool = field(default=False, compare=False)
     may_round: bool = field(default=False, compare=False)
+    is_again: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

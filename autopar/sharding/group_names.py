@@ -35,7 +35,18 @@ class GroupNames:
 
         Axes are in the order in which members of a group follow each other.
         """
-        if kind == "collective_permute":
+        is_permute = kind == "collective_permute"
+        found = self._found.get((is_permute, groups))
+        if found is None:
+            found = self._found[is_permute, groups] = self._name(is_permute, groups)
+        return found
+
+    @cached_property
+    def _found(self) -> dict[tuple[bool, Groups], str]:
+        return {}
+
+    def _name(self, is_permute: bool, groups: Groups) -> str:
+        if is_permute:
             for axes, members in self._members.items():
                 if all(target in members.get(source, ()) for source, target in groups):
                     return axes

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -140,7 +141,8 @@ def compile_for(
             raise InfeasiblePlanError(
                 f"{request.name} must fit the {target.memory_bytes:,} B of one device "
                 f"of {target}, but its compiler says: {reply['error']} Give a lower "
-                f"memory_budget (--budget), more devices, or a smaller batch."
+                f"memory_budget (--budget), more devices, or a smaller batch.",
+                least_budget_bytes=_largest_size(reply["error"]),
             )
         if "error" in reply:
             raise TargetError(
@@ -151,6 +153,15 @@ def compile_for(
             store_file(kept, json.dumps(reply), _MOST_KEPT)
     given = reply["text"], reply["memory"], reply["cost"], reply["seconds"]
     return TargetExecutable(target, request.name, *given, was_kept)
+
+
+def _largest_size(message: str) -> int | None:
+    """The largest of the sizes such as `17.88G` in a compiler's message, in bytes."""
+    sizes = re.findall(r"\b(\d+(?:\.\d+)?)([KMGT])\b", message)
+    found = (
+        int(float(size) * 1024 ** (1 + "KMGT".index(unit))) for size, unit in sizes
+    )
+    return max(found, default=None)
 
 
 def _kept(target: Target, request: Request) -> Path | None:

@@ -103,6 +103,17 @@ def test_the_budget_is_lowered_by_the_error_seen() -> None:
     assert found.plan.predicted.budget_bytes == 1000
 
 
+def test_a_compiler_that_refuses_a_program_says_what_it_would_hold() -> None:
+    def holds(predicted: int) -> int:
+        if predicted > 900:
+            raise InfeasiblePlanError("1.2K of 1.0K", round(predicted * 1.2))
+        return predicted
+
+    model = Modelled(holds)
+    assert model.within(1000).plan.predicted.budget_bytes == 1000
+    assert model.asked == [1000, 833]
+
+
 def test_what_is_far_below_the_budget_is_not_compiled() -> None:
     model = Modelled(lambda predicted: predicted, lambda _: 400)
     assert model.within(1000).plan.predicted.peak_bytes == 400
