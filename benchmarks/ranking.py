@@ -21,17 +21,20 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.beside_jit import MODELS
+from benchmarks.compile_for import step_for
 from benchmarks.published_tables import paths_of
 
 if TYPE_CHECKING:
     from benchmarks.published.runs import Run
 
 LEAST_RATIO = 1.05
+METHODS = ("as planned", "DataParallel()", "Zero(2)", "Zero(3)", "Megatron(8)")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two plans, what was published over what was predicted of the first."""
+    """Two plans: their ratio as published, or replayed, and as predicted."""
 
     name: str
     published_ratio: float
@@ -64,6 +67,34 @@ def pairs_of(runs: Sequence[Run]) -> Iterator[Pair]:
         if max(ratio, 1 / ratio) > LEAST_RATIO:
             told = (first.predicted or 0.0) / (second.predicted or 1e-9)
             yield Pair(f"{first.name} | {second.name}", ratio, told)
+
+
+def pairs_of_methods(target: str) -> Iterator[Pair]:
+    """The pairs of each model's programs, compiled for a target."""
+    for model in MODELS:
+        for first, second in combinations(list(_programs(model, target)), 2):
+            ratio = first[2] / second[2]
+            if max(ratio, 1 / ratio) > LEAST_RATIO:
+                yield Pair(f"{first[0]} | {second[0]}", ratio, first[1] / second[1])
+
+
+def _programs(model: str, target: str) -> Iterator[tuple[str, float, float]]:
+    """Name, predicted seconds and replayed seconds, by each method that takes it."""
+    from benchmarks.models import build
+
+    workload = build(model, **MODELS[model])
+    for method in METHODS:
+        step, arguments = step_for(workload, target, method), workload.abstract()
+        try:
+            compiled = step.lower(*arguments).compile()
+        except (ValueError, NotImplementedError):
+            continue
+        predicted = compiled.plan.predicted.step_seconds
+        replayed = compiled.predicted.seconds
+        print(
+            f"{target} {model} {method}: {predicted:.3g} s, {replayed:.3g}", flush=True
+        )
+        yield f"{model} {method}", predicted, replayed
 
 
 def share_right(pairs: Iterable[Pair]) -> float:
@@ -106,12 +137,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("tables", nargs="*", type=Path, help="CSV files")
     parser.add_argument("--data", type=Path, help="a folder of tables")
+    parser.add_argument("--targets", nargs="+", default=[], help="such as 1x8xH100")
     arguments = parser.parse_args()
-    # Pairs of models by methods, in replayed seconds, are further entries here.
+    paths = arguments.tables or arguments.data or not arguments.targets
     tables = {
         path.stem: list(pairs_of(read_runs(path)))
-        for path in paths_of(arguments.tables, arguments.data)
+        for path in (paths_of(arguments.tables, arguments.data) if paths else ())
     }
+    tables |= {name: list(pairs_of_methods(name)) for name in arguments.targets}
     print_pairs(tables)
 
 

@@ -221,6 +221,19 @@ def test_what_was_compiled_comes_before_what_is_modelled() -> None:
     assert over.seconds == 5e-6
 
 
+@pytest.mark.parametrize(("name", "is_told"), [("1x8xH100", True), ("v5e:2x4", False)])
+def test_more_than_jax_takes_of_a_gpu_names_the_variable(
+    name: str, is_told: bool
+) -> None:
+    cluster = autopar.Cluster.preset(name)
+    memory = cluster.device.memory_bytes
+    for peak, is_more in ((memory * 4 // 5, True), (memory // 2, False)):
+        held = compiled(peak, memory, None)
+        found = replace(answers(), cluster=cluster, compiled=held).fits
+        said = found.endswith(", with XLA_PYTHON_CLIENT_MEM_FRACTION=0.92")
+        assert said == (is_told and is_more), found
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(999.4, "999"), (999.6, "1k"), (999_700.0, "1M"), (2.5e9, "2.5G")],

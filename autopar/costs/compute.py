@@ -57,10 +57,10 @@ _REDUCTIONS = frozenset(
 )
 _UNFUSED = frozenset(
     "concatenate copy cumlogsumexp cummax cummin cumprod cumsum dynamic_update_slice"
-    " fft gather reduce_window reduce_window_max reduce_window_min reduce_window_sum"
-    " rng_bit_generator scatter scatter-add scatter-max scatter-min scatter-mul"
-    " scatter-sub select_and_gather_add select_and_scatter_add sort stack top_k"
-    " transpose".split()
+    " ffi_call fft gather pallas_call reduce_window reduce_window_max"
+    " reduce_window_min reduce_window_sum rng_bit_generator scatter scatter-add"
+    " scatter-max scatter-min scatter-mul scatter-sub select_and_gather_add"
+    " select_and_scatter_add sort stack top_k transpose".split()
 )
 _CONTROL_FLOW = frozenset(
     "call closed_call cond custom_jvp_call custom_vjp_call custom_vmap_call jit remat2"
@@ -288,6 +288,38 @@ def _fused_attention_flops(
     return 2.0 * num_scores * (by_depth * q[-1] + by_width * v[-1])
 
 
+def _pallas_flops(
+    params: Params, operand_shapes: Sequence[Shape], result_shapes: Sequence[Shape]
+) -> float:
+    """Of the kernel's products, in each step of the grid, or as the user says."""
+    whole = math.prod(params["out_avals"][0].shape)
+    part = math.prod(result_shapes[0]) / max(whole, 1)
+    if params["cost_estimate"] is not None:
+        return part * params["cost_estimate"].flops
+    grid = params["grid_mapping"].grid
+    steps = math.prod(size for size in grid if isinstance(size, int))
+    return part * steps * _product_flops(params["jaxpr"])
+
+
+def _product_flops(jaxpr: Any) -> float:
+    """Of a kernel's products, with loops by their length and the longest branch."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "dot_general":
+            shapes = [
+                [v.aval.shape for v in each] for each in (eqn.invars, eqn.outvars)
+            ]
+            total += flops(name, params, *shapes)
+        elif name == "cond":
+            total += max(_product_flops(each.jaxpr) for each in params["branches"])
+        else:
+            inner = (getattr(each, "jaxpr", each) for each in params.values())
+            bodies = [each for each in inner if hasattr(each, "eqns")]
+            total += params.get("length", 1) * sum(map(_product_flops, bodies))
+    return total
+
+
 _FORWARD_OPERANDS = 10  # of cuDNN's attention; backward there are three more
 _PRODUCTS: Mapping[str, _Flops] = {
     "dot_general": _dot_flops,
@@ -315,6 +347,7 @@ _FACTORISATIONS: Mapping[str, _Flops] = {
     "tridiagonal": _factorisation(4 / 3),
 }
 _OTHERS: Mapping[str, _Flops] = {
+    "pallas_call": _pallas_flops,
     "reduce_window": _window_flops,
     "reduce_window_max": _window_flops,
     "reduce_window_min": _window_flops,

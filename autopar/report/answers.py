@@ -9,15 +9,19 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import jax
 import numpy as np
 
 from ..audit.replay import Replay
 from ..clusters.cluster import Cluster
+from ..clusters.ici import SLICES
+from ..option_values import RESERVED_FRACTION
 from ..plans.explain import format_bytes, format_seconds
 from ..plans.plan import MemoryShares, Prediction, TriedPlan
 from ..plans.plan_view import LeafView, PlanView
 from .compiled_figures import CompiledFigures
 
+_JAX_FRACTION = 0.75  # of a GPU's memory is what JAX takes if it is told nothing
 _AGAIN = ("rematted_computation", "rematerialised")  # in names: no work of the model
 _MOST_LINES = 3
 _LEAST_SAVED = 0.05  # of the memory, for advice to save it
@@ -75,7 +79,18 @@ class Answers:
         share = f"{part:.0%}" if 0.01 <= part < 10 else f"{part:,.2g} times"
         share = share if part >= 0.01 else "less than 1%"
         held = f"{format_bytes(peak)} of {format_bytes(capacity)} a device"
-        return f"{word}: {held} ({share}), {told}"
+        return f"{word}: {held} ({share}), {told}{self._setting(peak)}"
+
+    def _setting(self, peak: int) -> str:
+        """What JAX on GPUs, which leaves itself a part of the memory, must be told."""
+        cluster = self.cluster
+        if cluster is None or cluster.device.kind in ("CPU", *SLICES):
+            return ""
+        is_here = jax.default_backend() == "gpu"  # and says itself what it may take
+        if is_here or peak <= _JAX_FRACTION * cluster.device.memory_bytes:
+            return ""
+        fraction = 1 - RESERVED_FRACTION
+        return f", with XLA_PYTHON_CLIENT_MEM_FRACTION={fraction:.2f}"
 
     @property
     def _replayed(self) -> Replay | None:

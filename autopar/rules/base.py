@@ -221,9 +221,13 @@ def rule_of(op: Operator) -> Rule | None:
     """The rule of an operator, or None: then it is computed whole on every device.
 
     One primitive runs every Pallas kernel, and one every FFI call, so that their rules
-    are those of `pallas_call:name` and `ffi_call:target_name`.
+    are those of `pallas_call:name` and `ffi_call:target_name`. A Pallas kernel without
+    its own has that of `pallas_call`, where that finds something to split.
     """
-    return _RULES.get(rule_name(op))
+    own = _RULES.get(rule_name(op))
+    if own is None and op.kind == "pallas_call" and _RULES[op.kind].factors(op):
+        return _RULES[op.kind]
+    return own
 
 
 def rule_name(op: Operator) -> str:

@@ -142,13 +142,49 @@ def row_sums(x: jax.Array) -> jax.Array:
     )(x)
 
 
-@pytest.mark.parametrize("kernel", [double, row_sums])
+def numbered(x: jax.Array) -> jax.Array:
+    """A kernel that knows which of its steps it is in."""
+
+    def add_number(x_ref: Any, o_ref: Any) -> None:
+        o_ref[...] = x_ref[...] + pl.program_id(0)
+
+    blocks = pl.BlockSpec((4, x.shape[1]), lambda i: (i, 0))
+    return pl.pallas_call(
+        add_number,
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(x.shape[0] // 4,),
+        in_specs=[blocks],
+        out_specs=blocks,
+        interpret=True,
+    )(x)
+
+
+@pytest.mark.parametrize("kernel", [double, numbered])
 @pytest.mark.parametrize("mesh", ["x:8", "x:2;y:4"])
-def test_a_pallas_kernel_without_a_rule_is_whole(kernel: Any, mesh: str) -> None:
+def test_a_pallas_kernel_that_cannot_be_split_is_whole(kernel: Any, mesh: str) -> None:
     parallel = autopar.parallelize(lambda x: jnp.sin(kernel(x * 2)), mesh=mesh)
     with pytest.warns(autopar.FallbackWarning, match=r"register_rule\('pallas_call:"):
         value = parallel(BIG)
     np.testing.assert_allclose(value, jnp.sin(kernel(BIG * 2)), 1e-4, 1e-5)
+
+
+def test_a_pallas_kernel_is_split_along_its_grid() -> None:
+    """Blocks of rows, and what `vmap` adds to it, also where the kernel has numbers."""
+    reached = check_every_strategy(row_sums, BIG, kinds=("pallas_call",))
+    assert reached["pallas_call"] == {"-", "grid0"}
+    stacked = jnp.stack([BIG, 2 * BIG, -BIG, BIG + 1])
+    reached = check_every_strategy(jax.vmap(numbered), stacked, kinds=("pallas_call",))
+    assert reached["pallas_call"] == {"-", "grid0"}
+    parallel = autopar.parallelize(lambda x: jax.vmap(row_sums)(x * 2), mesh="x:2;y:4")
+    np.testing.assert_allclose(
+        parallel(stacked), 2 * stacked.sum(2, keepdims=True), 1e-4
+    )
+    (kernel,) = (
+        op
+        for op in parallel.plan(stacked).sharding.operators
+        if op.kind == "pallas_call"
+    )
+    assert set(kernel.result_specs[0]) <= {0, 1}
 
 
 def test_a_rule_for_a_pallas_kernel_by_its_name() -> None:
