@@ -191,7 +191,7 @@ class CompiledProgram:
                 name = found.group(2)
                 computations[name] = []
                 entry = name if found.group(1) else entry
-            elif line.startswith("}"):
+            elif line.rstrip() == "}":
                 name = ""
             elif name:
                 computations[name].append(line)

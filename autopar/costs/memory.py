@@ -57,6 +57,8 @@ from .kernels import (
 )
 
 MEMORY_FACTORS = {"CPU": 1.05, "GPU": 1.1, "TPU": 1.1}
+WORKSPACE_BYTES = 2**25  # of products on GPUs: what cuBLAS documents from Hopper on
+OLDER_WORKSPACE_BYTES = 2**22  # and before
 VMEM_BYTES = 2**27  # of a TPU beside its memory, where its compiler keeps what it can
 POINTER_BYTES = 8  # of each result, in the table that a program returns
 AS_MUCH = 1.5  # times its own bytes that several kernels may each read for a value
@@ -113,7 +115,8 @@ class MemoryProfile:
 
     `argument_bytes` and `output_bytes` (of results that take no argument's memory) are
     held throughout; `blocks` say what comes and goes, `factor` times which a compiler
-    for these devices needs, in its memory but for `on_chip_bytes`.
+    for these devices needs, in its memory but for `on_chip_bytes`, and
+    `workspace_bytes` of its kernels besides.
     """
 
     graph: OpGraph
@@ -123,6 +126,7 @@ class MemoryProfile:
     blocks: Mapping[int, BlockMemory]
     factor: float
     on_chip_bytes: int = 0
+    workspace_bytes: int = 0
 
     @property
     def temp_bytes(self) -> int:
@@ -130,7 +134,8 @@ class MemoryProfile:
         return round(self._needed(self.blocks[0].peak_bytes))
 
     def _needed(self, swept: float) -> float:
-        return max(self.factor * swept - self.on_chip_bytes, 0.0)
+        needed = max(self.factor * swept - self.on_chip_bytes, 0.0)
+        return needed + self.workspace_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -201,8 +206,18 @@ def memory_profile(graph: OpGraph, plan: ShardingPlan) -> MemoryProfile:
         if isinstance(operand, int) and position not in returned:
             output_bytes += sweep.bytes(operand, plan.outputs[0][position])
     family, given = family_of(plan.device_kind), bytes_in(plan.inputs, "device")
-    needed = MEMORY_FACTORS[family], VMEM_BYTES * (family == "TPU")
+    on_chip = VMEM_BYTES * (family == "TPU")
+    needed = MEMORY_FACTORS[family], on_chip, workspace_bytes(graph, plan.device_kind)
     return MemoryProfile(graph, plan, given, output_bytes, sweep.blocks, *needed)
+
+
+def workspace_bytes(graph: OpGraph, device_kind: str) -> int:
+    """What products on GPUs take besides what they read and make."""
+    has_products = any(op.kind == "dot_general" for op in graph.operators())
+    if family_of(device_kind) != "GPU" or not has_products:
+        return 0
+    is_older = device_kind.startswith(("V100", "A100"))
+    return OLDER_WORKSPACE_BYTES if is_older else WORKSPACE_BYTES
 
 
 def family_of(device_kind: str) -> str:

@@ -27,7 +27,7 @@ from .memory_users import OTHER_REMEDIES
 
 MOST_CORRECTIONS = 3
 NEAR = 0.5
-"""Plans predicted at less than this part of the budget need no compiling."""
+"""Plans predicted at less than this part of a device's memory need no compiling."""
 
 MOST_ABOVE = 2.0
 """Where the least plan is predicted at more times the budget, nothing is compiled."""
@@ -93,7 +93,8 @@ class CompiledFit(Generic[_C]):
                 self._found = found, found.predicted
                 return
             model_bytes = found.predicted.peak_bytes
-            if model_bytes * self.correction < NEAR * self.budget:
+            is_named = self.options.memory_budget is not None
+            if not is_named and model_bytes * self.correction < NEAR * self.budget:
                 return self._take(found)
             try:
                 seen = self._compiled_bytes(found)

@@ -21,6 +21,7 @@ OTHER_REMEDIES = (
     "more devices, more microbatches, a smaller batch, or remat='auto' or "
     "offload='auto' where these are not given yet"
 )
+_WORKSPACE = "workspace of products"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ def memory_users(profile: MemoryProfile) -> tuple[MemoryUser, ...]:
     paths = {each.tensor: each.path for each in graph.inputs}
     inputs = [each for each in profile.plan.inputs if each.memory == "device"]
     users = [MemoryUser(each.path, each.bytes) for each in inputs]
+    if profile.workspace_bytes:
+        users.append(MemoryUser(_WORKSPACE, profile.workspace_bytes))
     for value in profile.at_peak():
         tensor = graph.tensors[value.tensor]
         if value.tensor in makers:
@@ -73,6 +76,7 @@ def memory_shares(
             kinds["parameters" if is_parameter else kind] += given.bytes
     kinds["results"] += profile.output_bytes
     lines["arguments and results"] = kinds.total()
+    kinds[_WORKSPACE] = lines[_WORKSPACE] = profile.workspace_bytes
     makers = {result: op for op in graph.operators() for result in op.results}
     temporaries, made_at = Counter[str](), Counter[str]()
     for value in profile.at_peak():

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..clusters.cluster import Cluster
+from ..costs.memory import workspace_bytes
 from ..graph.op_graph import OpGraph
 from ..methods.gather_again import gathering_again
 from ..methods.methods import Auto, ShardParallel
@@ -186,7 +187,8 @@ class _Remedies:
                 *(graph.name, format_bytes(self.shares[key])),
                 *(level and str(level), number, offload and str(offload)),
             )
-        return self.shares[key] <= LIKELY * self.budget_bytes
+        workspace = workspace_bytes(self.graph, self.cluster.device.kind)
+        return self.shares[key] <= LIKELY * (self.budget_bytes - workspace)
 
     def variant(
         self, offload: Offload | None, level: str | None, number: int

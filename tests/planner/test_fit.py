@@ -114,10 +114,11 @@ def test_a_compiler_that_refuses_a_program_says_what_it_would_hold() -> None:
     assert model.asked == [1000, 833]
 
 
-def test_what_is_far_below_the_budget_is_not_compiled() -> None:
-    model = Modelled(lambda predicted: predicted, lambda _: 400)
-    assert model.within(1000).plan.predicted.peak_bytes == 400
-    assert model.compiled == []
+def test_what_is_far_below_a_named_budget_is_compiled_too() -> None:
+    """What no model counts may be more than the rest."""
+    model = Modelled(lambda predicted: predicted + 700, lambda budget: budget * 2 // 5)
+    assert model.within(1000).plan.predicted.peak_bytes <= 1000
+    assert model.compiled == [400, 145]
 
 
 def test_programs_that_never_fit_are_refused_with_the_least_seen() -> None:
@@ -225,7 +226,7 @@ def test_what_is_predicted_not_to_fit_is_compiled_before_it_is_refused(
         return raised.value.least_budget_bytes or 0
 
     free = autopar.parallelize(case.step, mesh="x:8").plan(*case.args)
-    as_it_is = least(int(0.6 * free.predicted.peak_bytes))
+    as_it_is = least(int(0.72 * free.predicted.peak_bytes))
     monkeypatch.setattr(MemoryUse, "of", less)
     compiled = least(int(0.7 * as_it_is))
     assert 0.7 * as_it_is < compiled < as_it_is
@@ -297,7 +298,7 @@ def test_a_cluster_that_is_not_here_is_compiled_for_and_the_plan_corrected(
     """The compiler says that what it is given first needs twice what is predicted."""
     workload = build("mlp")
     args = workload.abstract()
-    cluster = autopar.Cluster.preset("1x4xA100")
+    cluster = autopar.Cluster.preset("v5e:2x2")
     free = autopar.parallelize(workload.step, cluster=cluster).plan(*args)
     budget = int(1.5 * free.predicted.peak_bytes)
     predictions: list[int] = []
