@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.clusters.cluster import Cluster
+from autopar.errors import InfeasiblePlanError
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
@@ -22,15 +23,15 @@ from autopar.planner.whole_step import roles_of
 from autopar.plans.plan import ShardingPlan
 from tests.planner.deep_step import step
 
-ROWS, WIDTH, NUM_LAYERS = 2**20, 64, 3
+WIDTH, NUM_LAYERS = 64, 3
 
 
 class Searched:
     """The variants of a small step, searched with cutoffs or without."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int = 2048) -> None:
         kernel = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
-        x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+        x = jax.ShapeDtypeStruct((num_rows, WIDTH), jnp.float32)
         self.args = [kernel] * NUM_LAYERS, x
         traced = trace(step, self.args, {})
         roles = roles_of(traced)
@@ -57,7 +58,12 @@ class Searched:
                 self.cutoffs.append(asked.cutoff)
             plan = self.free.get(id(graph)) if is_free else None
             request = self.request(graph, asked.budget_bytes)
-            plan = plan or plan_graph(request, cutoff=asked.cutoff if cuts else inf)
+            cutoff = asked.cutoff if cuts else inf
+            try:
+                plan = plan or plan_graph(request, cutoff=cutoff)
+            except InfeasiblePlanError as error:
+                search.add(error)
+                continue
             if is_free:
                 self.free[id(graph)] = plan
             search.add(plan)
@@ -67,7 +73,7 @@ class Searched:
 
 @pytest.mark.slow
 def test_cutoffs_leave_the_variant_that_is_chosen() -> None:
-    searched = Searched()
+    searched = Searched(num_rows=2**20)
     free = searched.chosen(NO_BUDGET - 1, cuts=False)
     budget = int(0.75 * free.plan.predicted.peak_bytes)
     whole = searched.chosen(budget, cuts=False)
