@@ -33,9 +33,16 @@ from .execution import (
     run_init,
     staged_plan,
 )
-from .frontend.calls import Call, open_call, plain_function, types_of
+from .frontend.calls import (
+    Call,
+    Form,
+    key_of,
+    open_call,
+    parted,
+    plain_function,
+    types_of,
+)
 from .frontend.constant_leaves import ResultTree, takes_only_arrays
-from .frontend.known_trees import CallForm, KnownTrees
 from .frontend.static_arguments import StaticArguments
 from .frontend.tracing import (
     argument_paths,
@@ -121,8 +128,7 @@ class ParallelFunction(Generic[_P, _R]):
         self._steps: dict[Any, PlannedStep] = {}  # by keys and types of calls
         self._latest: PlannedStep | None = None
         self._lock = threading.RLock()
-        known = KnownTrees(self._static, self._only_arrays)
-        self._direct = DirectCalls(self._name, known.parted, self._ready)
+        self._direct = DirectCalls(self._name, self._parted, self._ready)
 
     def __repr__(self) -> str:
         method, mesh = type(self._options.method).__name__, self._options.mesh
@@ -148,7 +154,7 @@ class ParallelFunction(Generic[_P, _R]):
 
     def _run(self, call: Call) -> Any:
         if call.has_modules:
-            result = self._direct.by_key(call.key, call.leaves)
+            result = self._direct.by_key(call.form, call.leaves)
             if result is not MISSED:
                 return call.finish(result)
         latest = self._latest
@@ -160,9 +166,11 @@ class ParallelFunction(Generic[_P, _R]):
             run = step.run
         return call.run(*run)
 
-    def _ready(self, key: Any, leaves: Sequence[Any]) -> ReadyCall | None:
-        key = key.key if isinstance(key, CallForm) else key
-        step = self._steps.get((key, types_of(leaves)))
+    def _parted(self, args: Any, kwargs: Any) -> tuple[Form, Sequence[Any]] | None:
+        return parted(*self._static.split(args, kwargs), self._only_arrays)
+
+    def _ready(self, form: Form, leaves: Sequence[Any]) -> ReadyCall | None:
+        step = self._steps.get((key_of(form), types_of(leaves)))
         return ready_call(*step.run) if step and step.has_run else None
 
     def plan(self, *args: Any, compile: bool = False, **kwargs: Any) -> Plan:

@@ -165,28 +165,22 @@ def check_options(
             f"`plan` must be an autopar.Plan, but got {given!r} of type "
             f"{type(given).__name__}; load a file with autopar.Plan.load(path)."
         )
-    if plan is not None and rules is not None:
-        raise ValueError(
-            f"A plan is run as it is, so `rules` must be left out with `plan`, but got "
-            f"{rules}; plan with them: parallelize(f, rules=...).plan(...)."
-        )
-    if plan is not None and memory_budget is not None:
-        raise ValueError(
-            f"A plan is run as it is, so `memory_budget` must be left out with `plan`, "
-            f"but got {memory_budget!r}; plan with it: parallelize(f, "
-            f"memory_budget=...).plan(...)."
-        )
-    if plan is not None and pins:
-        raise ValueError(
-            f"A plan is run as it is, so `pins` must be left out with `plan`, but got "
-            f"{list(pins)}; plan with them: parallelize(f, pins=...).plan(...)."
-        )
-    if plan is not None and (in_shardings, out_shardings) != (None, None):
-        raise ValueError(
-            "A plan is run as it is, so `in_shardings` and `out_shardings` must be "
-            "left out with `plan`; plan with them: parallelize(f, in_shardings=...)"
-            ".plan(...)."
-        )
+    again, at_host = check_remat(remat), check_offload(offload)
+    others = {
+        "rules": rules,
+        "memory_budget": memory_budget,
+        "pins": pins or None,
+        "in_shardings": in_shardings,
+        "out_shardings": out_shardings,
+        "remat": again,
+        "offload": at_host,
+    }
+    for name, value in others.items() if plan is not None else ():
+        if value is not None:
+            raise ValueError(
+                f"A plan is run as it is, so `{name}` must be left out with `plan`, "
+                f"but got {value!r}; plan with it: parallelize(f, {name}=...).plan(...)"
+            )
     own = list(pins.values()) if isinstance(pins, Mapping) else pins
     mesh = mesh_of(mesh, (own, in_shardings, out_shardings))
     if plan is not None and mesh is not None:
@@ -197,8 +191,6 @@ def check_options(
             f"autopar.Cluster.local(), .preset('8xH100') or .load(path)."
         )
     checked = _method_of_plan(plan, model, check_method(method))
-    again, at_host = check_remat(remat), check_offload(offload)
-    _check_memory_choices(again, at_host, plan)
     return Options(
         checked,
         mesh,
@@ -303,18 +295,6 @@ def _plan_to_be_like(
             f"{method}; leave it out."
         )
     return found
-
-
-def _check_memory_choices(
-    remat: str | None, offload: Offload | None, plan: Decision | None
-) -> None:
-    """Raises where `remat` or `offload` cannot be had."""
-    for name, given in (("remat", remat), ("offload", offload)):
-        if given is not None and plan is not None:
-            raise ValueError(
-                f"A plan is run as it is, so `{name}` must be left out with `plan`, "
-                f"but got {given!r}; plan with it: parallelize(f, {name}=...)."
-            )
 
 
 def _method_of_plan(

@@ -156,15 +156,6 @@ def restore(path: str | os.PathLike[str], like: Any) -> Any:
     )
 
 
-def is_for_hosts(like: Any) -> bool:
-    """Whether some leaf is to lie on other hosts."""
-    for leaf in NamedLeaves(like).by_names.values():
-        chunks = leaf.chunks if isinstance(leaf, _IN_CHUNKS) else (leaf,)
-        if any(map(_is_elsewhere, chunks)):
-            return True
-    return False
-
-
 def _with_elements(leaves: NamedLeaves) -> dict[Names, Any]:
     """All leaves but empty arrays, which no checkpoint holds."""
     return {n: x for n, x in leaves.by_names.items() if _size(x)}

@@ -18,6 +18,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Container, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,17 +37,14 @@ from .checkpoint import (
     check_alike,
     data_type,
     import_orbax,
-    is_for_hosts,
     orbax_save,
     restore,
     stored_leaves,
 )
-from .ray_checkpoints import doubted_files
 from .stored_arrays import Digest, digest_of_file, file_problem
 
 NAME = "autopar_manifest.json"
 _FORMAT = 1
-_FEW_BYTES = 256 << 20  # read here in less time than hosts need to start
 # Orbax writes these when all else is there, and reads nothing of the state from them.
 _WRITTEN_LATER = (NAME, "_CHECKPOINT_METADATA", "commit_success.txt")
 _REMOVED = ".removed"
@@ -296,7 +294,7 @@ class Checkpoints:
         try:
             manifest = read_manifest(path)
             check_alike(str(path), NamedLeaves(like), manifest.leaves)
-            check_files(path, manifest, is_for_hosts(like))
+            check_files(path, manifest)
         except (ValueError, OSError) as error:
             is_damaged = isinstance(error, DamagedCheckpoint)
             reason = str(error).rstrip(".")
@@ -442,32 +440,19 @@ def read_manifest(directory: Path) -> Manifest:
     )
 
 
-def check_files(directory: Path, manifest: Manifest, on_hosts: bool = False) -> None:
+def check_files(directory: Path, manifest: Manifest) -> None:
     """Reads the files of a checkpoint, in several processes each its share of them.
-
-    Args:
-      directory: of the checkpoint.
-      manifest: what it says of itself.
-      on_hosts: whether hosts of a Ray cluster are to read it: they do this, too, if it
-        is large.
 
     Raises:
       DamagedCheckpoint: one is missing or has another size or checksum.
-      OSError: a host finds it so, and this process does not.
     """
     names = sorted(manifest.files)[jax.process_index() :: jax.process_count()]
-    num_bytes = sum(size for size, _ in manifest.files.values())
-    doubted: dict[str, str] | None = None
-    if on_hosts and num_bytes > _FEW_BYTES:
-        doubted = doubted_files(directory, manifest.files)
-    for name in names if doubted is None else doubted:
-        if problem := file_problem(directory / name, manifest.files[name]):
-            raise DamagedCheckpoint(problem)
-    if doubted:
-        raise OSError(
-            f"all hosts must see the files of {directory} as this process does, but "
-            f"one of them says: {next(iter(doubted.values()))}"
-        )
+    paths = [directory / name for name in names]
+    written = [manifest.files[name] for name in names]
+    with ThreadPoolExecutor() as threads:
+        problems = [each for each in threads.map(file_problem, paths, written) if each]
+    if problems:
+        raise DamagedCheckpoint(problems[0])
 
 
 def _digests(directory: Path, known: Container[str]) -> dict[str, Digest]:

@@ -11,8 +11,10 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from autopar.audit.audit import Audit, audit
-from autopar.audit.compiled_collectives import collectives_in_compiled
-from autopar.audit.lowered_collectives import collectives_in_lowered
+from autopar.audit.compiled_collectives import (
+    collectives_in_compiled,
+    collectives_in_lowered,
+)
 from autopar.audit.memory_use import MemoryUse
 from autopar.errors import AuditError, AutoparError
 from autopar.sharding.collective import Collective

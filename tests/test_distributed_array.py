@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.audit.lowered_collectives import collectives_in_lowered
+from autopar.audit.compiled_collectives import collectives_in_lowered
 from autopar.methods.methods import PipelineParallel
 from autopar.pipelines.state_init import PlacedInit, init_programs, made_state
 from autopar.pipelines.traced_init import trace_init

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from autopar.audit.lowered_collectives import collectives_in_lowered
+from autopar.audit.compiled_collectives import collectives_in_lowered
 from autopar.sharding.mesh import MeshLike, MeshShape, parse_mesh
 
 DATA_MODEL = MeshShape(("data", "model"), (2, 4))

@@ -16,8 +16,10 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 
 from autopar.audit.audit import audit
-from autopar.audit.compiled_collectives import collectives_in_compiled
-from autopar.audit.lowered_collectives import collectives_in_lowered
+from autopar.audit.compiled_collectives import (
+    collectives_in_compiled,
+    collectives_in_lowered,
+)
 from autopar.clusters.cluster import Cluster
 from autopar.costs.collectives import at_size
 from autopar.costs.resharding import Resharder

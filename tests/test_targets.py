@@ -16,7 +16,7 @@ import autopar
 from autopar.cli import main
 from autopar.errors import InfeasiblePlanError, TargetError
 from autopar.targets import compile_service, compilers
-from autopar.targets.target import GpuSpec, Target, known_kinds
+from autopar.targets.target import Target, gpu_proto, known_kinds
 
 X = jax.ShapeDtypeStruct((16, 8), jnp.float32)
 
@@ -94,13 +94,12 @@ def test_what_no_compiler_knows_is_named_with_what_it_does(
         target(preset, num_devices)
 
 
-def test_a_gpu_lacks_no_field_and_has_no_other() -> None:
-    table = dict(vars(GpuSpec.read("H100")))
-    assert GpuSpec.of("mine", table) == GpuSpec.read("H100")
-    with pytest.raises(TargetError, match="mine lacks or adds core_count; complete"):
-        GpuSpec.of("mine", {n: v for n, v in table.items() if n != "core_count"})
-    with pytest.raises(TargetError, match="mine lacks or adds num_cores"):
-        GpuSpec.of("mine", table | {"num_cores": 1})
+def test_gpus_are_told_by_the_same_fields() -> None:
+    fields = [
+        [line.partition(":")[0] for line in gpu_proto(kind).splitlines()]
+        for kind in known_kinds("cuda")
+    ]
+    assert len(fields) > 4 and all(each == fields[0] for each in fields)
 
 
 def test_without_compilers_a_step_is_planned_and_says_how_to_get_them(

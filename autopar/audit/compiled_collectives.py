@@ -1,4 +1,4 @@
-"""Reads the collectives out of a compiled program, optimized HLO text.
+"""Reads the collectives out of a program's HLO text, as lowered or as compiled.
 
 The text is cut into computations, which are walked from the entry through calls,
 fusions, loops and branches; every collective found is reported with the product of the
@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+
+import jax
 
 from autopar.audit.compiled_values import ValueReader
 from autopar.audit.replica_groups import parse_groups
@@ -47,7 +49,7 @@ _CALLED_LIST = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}
 
 
 def collectives_in_compiled(text: str) -> tuple[Collective, ...]:
-    """Returns the collectives of a compiled program, in the order they are printed.
+    """Returns the collectives of a program, in the order they are printed.
 
     A combined operation is reported as one collective per piece, an asynchronous pair
     once, a branch of a conditional as `conditional`, and what runs in a loop of unknown
@@ -61,6 +63,15 @@ def collectives_in_compiled(text: str) -> tuple[Collective, ...]:
         types in an unknown way.
     """
     return tuple(CompiledProgram.parse(text).read())
+
+
+def collectives_in_lowered(lowered: jax.stages.Lowered) -> tuple[Collective, ...]:
+    """As `collectives_in_compiled`, of a program that no compiler has changed.
+
+    Args:
+      lowered: what `jax.jit(f).lower(...)` returned, for any platform.
+    """
+    return collectives_in_compiled(lowered.as_text("hlo", debug_info=True))
 
 
 def collectives_on(num_devices: int, text: str) -> tuple[Collective, ...] | None:

@@ -1,10 +1,11 @@
-"""Follows the values of a compiled program to where they are made, and to their uses.
+"""Follows the values of a program to where they are made, and to their uses.
 
-So it tells how often a loop runs where the compiler does not say: as in `trip_counts`,
-a carried integer with a constant start and step that the condition compares with a
-constant. And which all-reduces stand for other collectives: a small gather may be
-written as the sum of its pieces, each in zeros, and a small reduce-scatter as a sum of
-which each device reads its slice. XLA's compiler for TPUs does all three.
+So it tells how often a loop runs where the program does not say: it has a counter, a
+carried integer with a constant start and step that the condition compares with a
+constant; `jax.lax.scan` and `fori_loop` make such. And which all-reduces stand for
+other collectives: a small gather may be written as the sum of its pieces, each in
+zeros, and a small reduce-scatter as a sum of which each device reads its slice. XLA's
+compiler for TPUs does all three.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import prod
+from math import ceil, prod
 from typing import TypeAlias
 
-from .trip_counts import MIRRORED, num_trips
-
 # Operations that hand their first operand on.
-_TRANSPARENT = ("copy", "bitcast", "convert", "reshape", "copy-start", "copy-done")
+_TRANSPARENT = frozenset(
+    "copy bitcast convert reshape copy-start copy-done opt-barrier".split()
+)
+_MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _OPERATION = re.compile(r" ([a-z][\w\-]*)\(([^()]*)\)(.*)$")
-_NAME = re.compile(r"%([\w.\-]+)")
+_NAME = re.compile(r"%?([A-Za-z_][\w.\-]*)\s*(?:,|$)")  # an operand's, behind its type
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,8 @@ class ValueReader:
         counter, limit = self._operands(test)
         index = self._carried(counter)
         if index is None:
-            counter, limit, direction = limit, counter, MIRRORED.get(direction, "")
+            counter, limit = limit, counter
+            direction = _MIRRORED.get(direction, direction)
             index = self._carried(counter)
         if index is None:
             return None
@@ -293,3 +296,18 @@ def _called(operation: _Operation) -> str:
 def _index(operation: _Operation) -> int:
     found = re.search(r"index=(\d+)", operation.attributes)
     return int(found.group(1)) if found else 0
+
+
+def num_trips(start: int, stop: int, step: int, direction: str) -> int | None:
+    """How often a counter passes its test; None if that is not counting to a limit."""
+    if direction == "NE":
+        is_hit = (
+            step != 0 and (stop - start) % step == 0 and (stop - start) // step >= 0
+        )
+        return (stop - start) // step if is_hit else None
+    is_upwards = direction in ("LT", "LE")
+    if direction not in _MIRRORED or step == 0 or is_upwards != (step > 0):
+        return None
+    if direction in ("LE", "GE"):
+        stop += 1 if is_upwards else -1
+    return max(0, ceil((stop - start) / step))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,14 +13,18 @@ import jax
 from ..jax_compat import PyTreeDef, trace_context
 from ..state.distributed_array import abstract_leaf
 from .constant_leaves import (
+    Constants,
     ResultTree,
-    constants_of,
     hold_constants,
+    part_constants,
     release_constants,
     takes_only_arrays,
 )
 from .nnx import has_modules, is_module, run_merged, split_modules
 from .static_arguments import StaticArguments, Statics, bind_statics
+
+# All there is to a call but its leaves and the settings of JAX.
+Form = tuple[PyTreeDef, Statics, Constants]
 
 
 def _unchanged(result: Any) -> Any:
@@ -31,17 +35,22 @@ def _unchanged(result: Any) -> Any:
 class Call:
     """One call, without its static arguments; `leaves` are its arrays and numbers.
 
-    Calls of equal `key` differ in their leaves only: they are made under the same
-    settings of JAX too.
+    Calls of equal `form` differ in their leaves, and perhaps in the settings of JAX
+    that they are made under.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     statics: Statics
     leaves: Sequence[Any]
-    key: Any
+    form: Form
     only_arrays: bool
     finish: Callable[[Any], Any] = _unchanged
+
+    @property
+    def key(self) -> Any:
+        """Equal for calls that differ in their leaves only."""
+        return key_of(self.form)
 
     @property
     def has_modules(self) -> bool:
@@ -75,15 +84,36 @@ def open_call(
 ) -> Iterator[Call]:
     """A call with these arguments; its result is to be asked for in here."""
     dynamic, keywords, statics = static.split(args, kwargs)
-    if not any(map(is_module, (*dynamic, *keywords.values()))):
-        flat = jax.tree.flatten((dynamic, keywords))
-        if not has_modules(flat[1]):
-            yield _make_call((dynamic, keywords), flat, statics, only_arrays)
-            return
+    if parts := parted(dynamic, keywords, statics, only_arrays):
+        form, leaves = parts
+        yield Call(dynamic, keywords, statics, leaves, form, only_arrays)
+        return
     with split_modules(dynamic, keywords) as (dynamic, keywords, finish):
-        flat = jax.tree.flatten((dynamic, keywords))
-        call = _make_call((dynamic, keywords), flat, statics, only_arrays)
-        yield replace(call, finish=finish)
+        leaves, tree = jax.tree.flatten((dynamic, keywords))
+        constants, rest = part_constants(leaves, tree, only_arrays)
+        form = tree, statics, constants
+        yield Call(dynamic, keywords, statics, rest, form, only_arrays, finish)
+
+
+def parted(
+    dynamic: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    statics: Statics,
+    only_arrays: bool,
+) -> tuple[Form, Sequence[Any]] | None:
+    """The form of a call and its leaves; None if some argument has NNX modules."""
+    if any(map(is_module, (*dynamic, *keywords.values()))):
+        return None
+    leaves, tree = jax.tree.flatten((dynamic, keywords))
+    if has_modules(tree):
+        return None
+    constants, rest = part_constants(leaves, tree, only_arrays)
+    return (tree, statics, constants), rest
+
+
+def key_of(form: Form) -> Any:
+    """The form of a call and the caller's settings of JAX."""
+    return form, trace_context()
 
 
 def plain_function(fun: Callable[..., Any], statics: Statics) -> Callable[..., Any]:
@@ -109,17 +139,3 @@ def _type_of(leaf: Any) -> tuple[Any, ...]:
         return leaf.shape, leaf.dtype, leaf.weak_type
     aval = jax.typeof(leaf)
     return aval.shape, aval.dtype, getattr(aval, "weak_type", False)
-
-
-def _make_call(
-    arguments: tuple[tuple[Any, ...], Mapping[str, Any]],
-    flat: tuple[list[Any], PyTreeDef],
-    statics: Statics,
-    only_arrays: bool,
-) -> Call:
-    leaves, tree = flat
-    constants = constants_of(leaves, tree, only_arrays)
-    for position, _, _ in reversed(constants):
-        del leaves[position]
-    key = tree, statics, constants, trace_context()
-    return Call(*arguments, statics, leaves, key, only_arrays)

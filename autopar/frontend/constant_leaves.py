@@ -6,7 +6,7 @@ import functools
 import itertools
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -28,8 +28,9 @@ _ARRAYS = (
     np.generic,
 )
 
-# Position among the leaves, type and value: 1 and True are equal, yet two constants.
-Constants = tuple[tuple[int, type, Any], ...]
+# Positions among the leaves, types and values: 1 and True are equal, yet two constants.
+Constants = tuple[tuple[int, ...], tuple[type, ...], tuple[Any, ...]]
+_Take = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -47,37 +48,69 @@ class Held:
         return cls(typed[1])
 
 
-def constants_of(
+def part_constants(
     leaves: Sequence[Any], tree: PyTreeDef, only_arrays: bool = False
-) -> Constants:
-    """The leaves that are constants; what cannot be hashed is none.
+) -> tuple[Constants, Sequence[Any]]:
+    """The leaves that are constants, and all others; what cannot be hashed is none.
 
     Of those of a registered class, all that are neither arrays nor numbers. Of those of
     an Equinox module all but arrays, and so of all leaves with `only_arrays`. In a
     dict, list or tuple of the user's own, such a leaf is a mistake and stays one.
     """
-    kinds = set(map(type, leaves))
-    arrays = {kind for kind in kinds if issubclass(kind, _ARRAYS)}
-    if arrays == kinds:
-        return ()
-    return tuple(
-        (position, type(leaves[position]), leaves[position])
-        for position, is_strict in _places(tree, only_arrays)
-        if type(leaves[position]) not in arrays
-        and not isinstance(leaves[position], _ARRAYS)
-        and (is_strict or not is_array_leaf(leaves[position]))
-        and _is_hashable(leaves[position])
-    )
+    if _are_arrays(leaves):
+        return ((), (), ()), leaves
+    tree_of = _tree_of(tree, only_arrays)
+    places, take_constants, take_rest, known = tree_of.latest
+    constants, rest = take_constants(leaves), take_rest(leaves)
+    kinds = tuple(map(type, constants))
+    if not (known.issuperset(kinds) and _are_arrays(rest) and _is_hashable(constants)):
+        places, take_constants, take_rest, known = tree_of.learn(leaves)
+        constants, rest = take_constants(leaves), take_rest(leaves)
+        kinds = tuple(map(type, constants))
+    return (places, kinds, constants), rest
 
 
-def possible_constants(tree: PyTreeDef, only_arrays: bool = False) -> Sequence[int]:
-    """Positions of the leaves that `constants_of` may find."""
-    return [position for position, _ in _places(tree, only_arrays)]
+def _are_arrays(leaves: Sequence[Any]) -> bool:
+    return all(issubclass(kind, _ARRAYS) for kind in set(map(type, leaves)))
 
 
-def is_array_kind(kind: type) -> bool:
-    """Whether leaves of a type are arrays, and so never constants."""
-    return issubclass(kind, _ARRAYS)
+class _Tree:
+    """Where leaves of a tree may be constants, and which were so in the latest call.
+
+    Calls of one form, which differ in their arrays only, are so told apart quickly.
+    """
+
+    def __init__(self, tree: PyTreeDef, only_arrays: bool) -> None:
+        self._num_leaves = tree.num_leaves
+        self._places = list(_places(tree, _equinox_modules(), only_arrays))
+        self.latest = self._with_constants(())
+
+    def learn(self, leaves: Sequence[Any]) -> tuple[Any, _Take, _Take, set[type]]:
+        """Looks at every leaf that may be a constant."""
+        examples = {type(leaf): leaf for leaf in leaves}.items()  # alike, if of a type
+        arrays = {kind for kind, leaf in examples if isinstance(leaf, _ARRAYS)}
+        traced = {kind for kind, leaf in examples if is_array_leaf(leaf)}
+        self.latest = self._with_constants(
+            tuple(
+                position
+                for position, is_strict in self._places
+                if type(leaves[position]) not in (arrays if is_strict else traced)
+                and _is_hashable(leaves[position])
+            ),
+            leaves,
+        )
+        return self.latest
+
+    def _with_constants(
+        self, places: tuple[int, ...], leaves: Sequence[Any] = ()
+    ) -> tuple[tuple[int, ...], _Take, _Take, set[type]]:
+        held = set(places)
+        rest = [i for i in range(self._num_leaves) if i not in held]
+        kinds = {type(leaves[position]) for position in places}
+        return places, taker(places), taker(rest), kinds
+
+
+_tree_of = functools.lru_cache(_Tree)
 
 
 def taker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -98,7 +131,8 @@ def takes_only_arrays(fun: Callable[..., Any]) -> bool:
 def hold_constants(value: Any, only_arrays: bool = False) -> Any:
     """The same tree with its constants held."""
     leaves, tree = jax.tree.flatten(value)
-    for position, _, constant in constants_of(leaves, tree, only_arrays):
+    (places, _, constants), _ = part_constants(leaves, tree, only_arrays)
+    for position, constant in zip(places, constants, strict=True):
         leaves[position] = Held(constant)
     return jax.tree.unflatten(tree, leaves)
 
@@ -154,28 +188,27 @@ class _Unreleased:
         return tree.unflatten(leaves)
 
 
-@functools.lru_cache
-def _places(tree: PyTreeDef, only_arrays: bool) -> tuple[tuple[int, bool], ...]:
+def _places(
+    node: PyTreeDef, modules: tuple[type, ...], only_arrays: bool
+) -> Iterator[tuple[int, bool]]:
     """Positions of leaves that may be constants, and whether only arrays are not."""
-    modules = _equinox_modules()
-    places: list[tuple[int, bool]] = []
-    next_leaf = 0
+    next_leaf = itertools.count()
 
-    def walk(node: PyTreeDef, is_inside: bool, is_strict: bool) -> None:
-        nonlocal next_leaf
+    def walk(
+        node: PyTreeDef, is_inside: bool, is_strict: bool
+    ) -> Iterator[tuple[int, bool]]:
         data = node.node_data()
         if data is None:
+            position = next(next_leaf)
             if is_inside:
-                places.append((next_leaf, is_strict))
-            next_leaf += 1
+                yield position, is_strict
             return
         is_inside = is_inside or not issubclass(data[0], _CONTAINERS)
         is_strict = is_strict or issubclass(data[0], modules)
         for child in node.children():
-            walk(child, is_inside, is_strict)
+            yield from walk(child, is_inside, is_strict)
 
-    walk(tree, only_arrays, only_arrays)
-    return tuple(places)
+    yield from walk(node, only_arrays, only_arrays)
 
 
 def _equinox_modules() -> tuple[type, ...]:

@@ -18,8 +18,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..audit.audit import Audit, MemoryUse, audit
-from ..audit.compiled_collectives import collectives_on
-from ..audit.lowered_collectives import collectives_in_lowered
+from ..audit.compiled_collectives import collectives_in_lowered, collectives_on
 from ..clusters.device_mesh import absent_mesh, stage_meshes
 from ..graph.op_graph import TensorType
 from ..graph.traced_function import TracedFunction

@@ -4,16 +4,17 @@ A plan of a pipeline holds that of each stage program in the form of a plan of o
 line for each input, operator, tensor and collective. A spec is the dims that mesh
 axes split and the reductions they owe, `data:0 model:sum`; an axis that is not named
 holds replicas, and `-` says that all do. Seconds are of one step, bytes of one device.
+
+A form says once what a value has in a file, and is both written and read by it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from textwrap import indent
-from typing import Any, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 from ..graph.op_graph import MemoryKind, Role
 from ..option_values import MicrobatchSemantics, Remat
@@ -40,59 +41,100 @@ FORMAT = "autopar-plan"
 STAGED_FORMAT = "autopar-pipeline-plan"
 VERSION = 1
 
-_OPTIONAL = ("remat", "device_kind", "padding")
 _COUNTS = ("collective_bytes", "peak_bytes", "budget_bytes", "host_bytes")
 _LATER = ("host_seconds", "host_bytes")  # not in files of earlier versions
-_STAGED_TEXTS = ("function", "cluster", "schedule", "microbatch_semantics")
-_STAGED_COUNTS = ("num_stages", "num_microbatches")
-_PRODUCTS = "stage_products"  # not in files of earlier versions
 _FREE_GAP = "free_gap"  # in earlier files, where a budget bound
+_NEEDED: Any = object()
+_T = TypeVar("_T")
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """How a field of a value is read and written, and what it is where left out.
+
+    `name` is what the value itself calls it, if that is something else.
+    """
+
+    read: Callable[[Record], Any]
+    write: Callable[[Any], Any] = _same
+    default: Any = _NEEDED
+    name: str = ""
+
+
+def _unchecked(value: Any, found: Fields) -> None:
+    del value, found
+
+
+@dataclass(frozen=True)
+class _Form(Generic[_T]):
+    """A value as an object: its entries in order, and what is checked of it besides."""
+
+    make: Callable[..., _T]
+    entries: Mapping[str, _Entry]
+    check: Callable[[_T, Fields], None] = _unchecked
+
+    def write(self, value: _T) -> dict[str, Any]:
+        given = {n: getattr(value, e.name or n) for n, e in self.entries.items()}
+        return {
+            name: entry.write(given[name])
+            for name, entry in self.entries.items()
+            if given[name] != entry.default
+        }
+
+    def read(self, record: Record, others: Collection[str] = (), **more: Any) -> _T:
+        """The value of an object that has `others` besides, made with `more`."""
+        needed = [n for n, e in self.entries.items() if e.default is _NEEDED]
+        found = record.fields([*others, *needed], self.entries)
+        for name, entry in self.entries.items():
+            is_there = name in found
+            more[entry.name or name] = (
+                entry.read(found[name]) if is_there else entry.default
+            )
+        value = self.make(**more)
+        self.check(value, found)
+        return value
+
+
+def _one_of(kind: Any) -> _Entry:
+    return _Entry(lambda record: record.text(get_args(kind) or kind))
+
+
+def _count(least: int = 0, below: int | None = None) -> _Entry:
+    return _Entry(lambda record: record.integer(least, below))
+
+
+def _all(entry: _Entry | _Form[Any]) -> _Entry:
+    """A list of what an entry or a form reads and writes."""
+    return _Entry(
+        lambda record: tuple(map(entry.read, record.items())),
+        lambda values: list(map(entry.write, values)),
+    )
+
+
+_TEXT, _NUMBER = _Entry(Record.text), _Entry(Record.number, number_to_json)
+_SIZES = _Entry(Record.integers, list)
 
 
 def to_json(plan: Decision) -> str:
     """The plan as a JSON document; `read_plan` gives an equal plan back."""
     if isinstance(plan, ShardingPlan):
-        document = {"format": FORMAT, "version": VERSION, **plan_to_json(plan)}
-        return f"{lines_of(document)}\n"
-    document = {
-        "format": STAGED_FORMAT,
-        "version": VERSION,
-        **{name: getattr(plan, name) for name in (*_STAGED_TEXTS, *_STAGED_COUNTS)},
-        "predicted": prediction_to_json(plan.predicted),
-        "meshes": [mesh_to_json(mesh) for mesh in plan.meshes],
-        "transfers": [vars(each) for each in plan.transfers],
-        "rows": list(plan.rows),
-        "peak_bytes": list(plan.peak_bytes),
-        **({_PRODUCTS: list(plan.stage_products)} if plan.stage_products else {}),
-    }
+        document = {"format": FORMAT, "version": VERSION, **_plan_to_json(plan)}
+        return f"{_lines_of(document)}\n"
+    document = {"format": STAGED_FORMAT, "version": VERSION}
+    head = _lines_of(document | _staged_form(plan.num_stages).write(plan))
     programs = ",\n".join(
         indent(
-            lines_of({"stage": e.stage, "kind": e.kind, **plan_to_json(e.sharding)}),
+            _lines_of({"stage": e.stage, "kind": e.kind, **_plan_to_json(e.sharding)}),
             "    ",
         )
         for e in plan.programs
     )
-    head = lines_of(document).removesuffix("\n}")
+    head = head.removesuffix("\n}")
     return f'{head},\n  "programs": [\n{programs}\n  ]\n}}\n'
-
-
-def plan_to_json(plan: ShardingPlan) -> dict[str, Any]:
-    """The plan as JSON values."""
-    text = SpecText(plan.mesh)
-    texts = {name: getattr(plan, name) for name in _OPTIONAL if getattr(plan, name)}
-    return {
-        "function": plan.function,
-        "mesh": mesh_to_json(plan.mesh),
-        "cluster": plan.cluster,
-        **texts,
-        "predicted": prediction_to_json(plan.predicted),
-        "inputs": [_input_to_json(each, text) for each in plan.inputs],
-        "operators": [_operator_to_json(each, text) for each in plan.operators],
-        "tensors": [_tensor_to_json(each, text) for each in plan.tensors],
-        "outputs": [text.write_all(specs) for specs in plan.outputs],
-        "trip_counts": list(plan.trip_counts),
-        "collectives": [_collective_to_json(each, text) for each in plan.collectives],
-    }
 
 
 def read_plan(text: str, where: str) -> Decision:
@@ -118,8 +160,11 @@ def read_plan(text: str, where: str) -> Decision:
             f"must be {VERSION}, the version that this autopar reads, but got {version}"
         )
     if members["format"] == FORMAT:
-        return plan_from_json(root, ["format", "version"])
-    return _staged_from_json(root)
+        return _plan_from_json(root, ["format", "version"])
+    number = root.member("num_stages").integer(least=2)
+    programs = tuple(_program(p, number) for p in root.member("programs").items())
+    others = ["format", "version", "programs"]
+    return _staged_form(number).read(root, others, programs=programs)
 
 
 def from_json(text: str, where: str) -> ShardingPlan:
@@ -130,81 +175,172 @@ def from_json(text: str, where: str) -> ShardingPlan:
     return found
 
 
-def _staged_from_json(root: Record) -> StagedPlan:
-    names = ["format", "version", "predicted", "meshes", "transfers", "rows"]
-    names += ["peak_bytes", "programs", *_STAGED_TEXTS, *_STAGED_COUNTS]
-    top = root.fields(names, [_PRODUCTS])
-    num_stages = top["num_stages"].integer(least=2)
-    meshes = tuple(map(mesh_from_json, top["meshes"].items()))
-    if not meshes or num_stages % len(meshes):
-        top["meshes"].fail(
-            f"must have a mesh for each of {num_stages} stages, or divide them, but "
-            f"has {len(meshes)}"
+def _plan_to_json(plan: ShardingPlan) -> dict[str, Any]:
+    return _plan_form(plan.mesh, len(plan.trip_counts)).write(plan)
+
+
+def _plan_from_json(record: Record, others: Sequence[str]) -> ShardingPlan:
+    """The plan in an object with `others` besides."""
+    num_blocks = len(record.member("trip_counts").integers())
+    outputs = record.member("outputs")
+    if (number := len([*outputs.items()])) != num_blocks:
+        outputs.fail(
+            f"must have one list for each of {num_blocks} trip counts, but got {number}"
         )
-    semantics: Any = top["microbatch_semantics"].text(get_args(MicrobatchSemantics))
-    return StagedPlan(
-        function=top["function"].text(),
-        cluster=top["cluster"].text(),
-        num_stages=num_stages,
-        num_microbatches=top["num_microbatches"].integer(least=1),
-        schedule=top["schedule"].text(),
-        microbatch_semantics=semantics,
-        meshes=meshes,
-        programs=tuple(_program(p, num_stages) for p in top["programs"].items()),
-        transfers=tuple(_transfer(t, num_stages) for t in top["transfers"].items()),
-        rows=tuple(item.text() for item in top["rows"].items()),
-        peak_bytes=top["peak_bytes"].integers(),
-        predicted=prediction_from_json(top["predicted"]),
-        stage_products=top[_PRODUCTS].integers() if _PRODUCTS in top else (),
-    )
+    mesh = _mesh_from_json(record.member("mesh"))
+    return _plan_form(mesh, num_blocks).read(record, others)
 
 
 def _program(record: Record, num_stages: int) -> StageProgramPlan:
-    plan = plan_from_json(record, ["stage", "kind"])
-    own = Fields(record.where, f"{record.field}.", record.value)
-    kind: Any = own["kind"].text(get_args(TaskKind))
-    return StageProgramPlan(own["stage"].integer(below=num_stages), kind, plan)
+    stage, kind = record.member("stage"), record.member("kind")
+    own = stage.integer(below=num_stages), _one_of(TaskKind).read(kind)
+    return StageProgramPlan(*own, _plan_from_json(record, ["stage", "kind"]))
 
 
-def _transfer(record: Record, num_stages: int) -> PlannedTransfer:
-    found = record.fields(["slot", "source", "target", "bytes", "count"])
-    return PlannedTransfer(
-        found["slot"].text(),
-        found["source"].integer(below=num_stages),
-        found["target"].integer(below=num_stages),
-        found["bytes"].integer(),
-        found["count"].integer(least=1),
+def _staged_form(num_stages: int) -> _Form[StagedPlan]:
+    """All but the programs of a pipeline."""
+    transfer = {
+        "slot": _TEXT,
+        "source": _count(below=num_stages),
+        "target": _count(below=num_stages),
+        "bytes": _count(),
+        "count": _count(least=1),
+    }
+
+    def check(plan: StagedPlan, found: Fields) -> None:
+        if not plan.meshes or num_stages % len(plan.meshes):
+            found["meshes"].fail(
+                f"must have a mesh for each of {num_stages} stages, or divide them, "
+                f"but has {len(plan.meshes)}"
+            )
+
+    entries = {
+        "function": _TEXT,
+        "cluster": _TEXT,
+        "schedule": _TEXT,
+        "microbatch_semantics": _one_of(MicrobatchSemantics),
+        "num_stages": _count(),
+        "num_microbatches": _count(least=1),
+        "predicted": _PREDICTION,
+        "meshes": _all(_MESH),
+        "transfers": _all(_Form(PlannedTransfer, transfer)),
+        "rows": _all(_TEXT),
+        "peak_bytes": _SIZES,
+        "stage_products": replace(_SIZES, default=()),
+    }
+    return _Form(StagedPlan, entries, check)
+
+
+def _plan_form(mesh: MeshShape, num_blocks: int) -> _Form[ShardingPlan]:
+    text = SpecText(mesh)
+    spec = _Entry(text.read, text.write)
+    specs = _all(spec)
+
+    def check_legal(record: Record, shape: Sequence[int], spec: Spec) -> None:
+        if not is_legal(shape, spec, mesh.axis_sizes):
+            record.fail(
+                f"cannot split the shape {list(shape)} evenly on the mesh {mesh}, "
+                f"but got {record.value!r}"
+            )
+
+    def check_input(each: InputPlan, found: Fields) -> None:
+        check_legal(found["spec"], each.shape, each.spec)
+        if is_pending(each.spec) and each.role != "sum":
+            found["spec"].fail("must owe no reduction, as an argument is complete")
+
+    def check_operator(each: OperatorPlan, found: Fields) -> None:
+        if each.factors and len(each.factors) != mesh.num_axes:
+            found["factors"].fail(
+                f"must name one factor for each axis of {mesh}, or none, "
+                f"but got {len(each.factors)}"
+            )
+
+    def check_tensor(each: TensorPlan, found: Fields) -> None:
+        check_legal(found["spec"], each.shape, each.spec)
+        made = {each.spec}
+        records = found["copies"].items() if "copies" in found else ()
+        for copy, record in zip(each.conversions, records, strict=True):
+            source, target = record.member("from"), record.member("to")
+            check_legal(source, each.shape, copy.source)
+            check_legal(target, each.shape, copy.target)
+            if copy.source not in made:
+                source.fail("must be a spec that the tensor has by then")
+            if copy.target in made:
+                target.fail("must be a spec the tensor does not have yet")
+            made.add(copy.target)
+
+    def collective(kind: str, groups: Record, **others: Any) -> Collective:
+        found = text.read_groups(groups, kind)
+        if kind == "collective_permute" and any(len(pair) != 2 for pair in found):
+            groups.fail("must be (source, target) pairs of device numbers")
+        return Collective(kind, found, **others)
+
+    def write_collective(each: Collective) -> dict[str, Any]:
+        over = text.write_groups(each.groups, each.kind)
+        return {**collectives.write(each), "over": over}
+
+    inputs = {
+        "path": _TEXT,
+        "role": _one_of(Role),
+        "spec": spec,
+        "shape": _SIZES,
+        "bytes": _count(),
+        "memory": replace(_one_of(MemoryKind), default="device"),
+    }
+    operators = {
+        "name": _TEXT,
+        "kind": _TEXT,
+        "source": _TEXT,
+        "factors": _all(_TEXT),
+        "operands": replace(specs, name="operand_specs"),
+        "results": replace(specs, name="result_specs"),
+        "flops": _NUMBER,
+        "split": _count(least=1),
+        "seconds": _NUMBER,
+    }
+    pair = {"from": replace(spec, name="source"), "to": replace(spec, name="target")}
+    copies = _all(_Form(Conversion, pair))
+    tensors = {
+        "name": _TEXT,
+        "shape": _SIZES,
+        "dtype": _TEXT,
+        "block": _count(below=num_blocks),
+        "spec": spec,
+        "copies": replace(copies, default=(), name="conversions"),
+    }
+    flag = _Entry(Record.flag, default=False)
+    collectives = _Form(
+        collective,
+        {
+            "kind": _one_of(KINDS),
+            "over": _Entry(_same, name="groups"),
+            "dtype": _TEXT,
+            "bytes": _count(),
+            "count": _count(),
+            "reduction": replace(_TEXT, default=""),
+            "source": replace(_TEXT, default=""),
+            "conditional": flag,
+            "unbounded": flag,
+        },
     )
-
-
-def plan_from_json(record: Record, others: Sequence[str] = ()) -> ShardingPlan:
-    """The plan that `plan_to_json` wrote, in an object with `others` besides."""
-    written = (f.name for f in fields(ShardingPlan) if f.compare)
-    names = [name for name in written if name not in _OPTIONAL]
-    top = record.fields([*others, *names], _OPTIONAL)
-    read = _Reader(mesh_from_json(top["mesh"]))
-    num_blocks = len(top["trip_counts"].integers())
-    outputs = tuple(read.specs(specs) for specs in top["outputs"].items())
-    if len(outputs) != num_blocks:
-        top["outputs"].fail(
-            f"must have one list for each of {num_blocks} trip counts, "
-            f"but got {len(outputs)}"
-        )
-    return ShardingPlan(
-        function=top["function"].text(),
-        mesh=read.mesh,
-        cluster=top["cluster"].text(),
-        inputs=tuple(map(read.input, top["inputs"].items())),
-        operators=tuple(map(read.operator, top["operators"].items())),
-        tensors=tuple(read.tensor(t, num_blocks) for t in top["tensors"].items()),
-        outputs=outputs,
-        trip_counts=top["trip_counts"].integers(),
-        collectives=tuple(map(read.collective, top["collectives"].items())),
-        predicted=prediction_from_json(top["predicted"]),
-        remat=_remat_from_json(top["remat"]) if "remat" in top else "",
-        device_kind=top["device_kind"].text() if "device_kind" in top else "",
-        padding=_padding_from_json(top["padding"]) if "padding" in top else (),
-    )
+    entries = {
+        "function": _TEXT,
+        "mesh": _MESH,
+        "cluster": _TEXT,
+        "remat": _Entry(_remat_from_json, default=""),
+        "device_kind": replace(_TEXT, default=""),
+        "padding": _Entry(_padding_from_json, default=()),
+        "predicted": _PREDICTION,
+        "inputs": _all(_Form(InputPlan, inputs, check_input)),
+        "operators": _all(_Form(OperatorPlan, operators, check_operator)),
+        "tensors": _all(_Form(TensorPlan, tensors, check_tensor)),
+        "outputs": _all(specs),
+        "trip_counts": _SIZES,
+        "collectives": replace(
+            _all(collectives), write=lambda some: list(map(write_collective, some))
+        ),
+    }
+    return _Form(ShardingPlan, entries)
 
 
 def _padding_from_json(record: Record) -> Padding:
@@ -224,175 +360,12 @@ def _remat_from_json(record: Record) -> str:
         record.fail(f"says nothing: {error}")
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Reads the parts of a plan on one mesh."""
-
-    mesh: MeshShape
-
-    @cached_property
-    def text(self) -> SpecText:
-        return SpecText(self.mesh)
-
-    def specs(self, record: Record) -> tuple[Spec, ...]:
-        return tuple(self.text.read(item) for item in record.items())
-
-    def legal_spec(self, record: Record, shape: Sequence[int]) -> Spec:
-        spec = self.text.read(record)
-        if not is_legal(shape, spec, self.mesh.axis_sizes):
-            record.fail(
-                f"cannot split the shape {list(shape)} evenly on the mesh {self.mesh}, "
-                f"but got {record.value!r}"
-            )
-        return spec
-
-    def input(self, record: Record) -> InputPlan:
-        names = ["path", "role", "spec", "shape", "bytes"]
-        found = record.fields(names, ["memory"])
-        shape = found["shape"].integers()
-        spec = self.legal_spec(found["spec"], shape)
-        role: Any = found["role"].text(get_args(Role))
-        if is_pending(spec) and role != "sum":
-            found["spec"].fail("must owe no reduction, as an argument is complete")
-        bytes_ = found["bytes"].integer()
-        memory: Any = "device"
-        if "memory" in found:
-            memory = found["memory"].text(get_args(MemoryKind))
-        return InputPlan(found["path"].text(), role, spec, shape, bytes_, memory)
-
-    def operator(self, record: Record) -> OperatorPlan:
-        names = ["name", "kind", "source", "factors", "operands", "results"]
-        found = record.fields([*names, "flops", "split", "seconds"])
-        factors = tuple(item.text() for item in found["factors"].items())
-        if factors and len(factors) != self.mesh.num_axes:
-            found["factors"].fail(
-                f"must name one factor for each axis of {self.mesh}, or none, "
-                f"but got {len(factors)}"
-            )
-        return OperatorPlan(
-            found["name"].text(),
-            found["kind"].text(),
-            found["source"].text(),
-            factors,
-            self.specs(found["operands"]),
-            self.specs(found["results"]),
-            found["flops"].number(),
-            found["split"].integer(least=1),
-            found["seconds"].number(),
-        )
-
-    def tensor(self, record: Record, num_blocks: int) -> TensorPlan:
-        names = ["name", "shape", "dtype", "block", "spec"]
-        found = record.fields(names, ["copies"])
-        shape = found["shape"].integers()
-        spec = self.legal_spec(found["spec"], shape)
-        conversions = []
-        made = {spec}
-        for copy in found["copies"].items() if "copies" in found else ():
-            pair = copy.fields(["from", "to"])
-            source = self.legal_spec(pair["from"], shape)
-            target = self.legal_spec(pair["to"], shape)
-            if source not in made:
-                pair["from"].fail("must be a spec that the tensor has by then")
-            if target in made:
-                pair["to"].fail("must be a spec the tensor does not have yet")
-            made.add(target)
-            conversions.append(Conversion(source, target))
-        return TensorPlan(
-            found["name"].text(),
-            shape,
-            found["dtype"].text(),
-            found["block"].integer(below=num_blocks),
-            spec,
-            tuple(conversions),
-        )
-
-    def collective(self, record: Record) -> Collective:
-        names = ["kind", "over", "dtype", "bytes", "count"]
-        found = record.fields(
-            names, ["reduction", "source", "conditional", "unbounded"]
-        )
-        kind = found["kind"].text(KINDS)
-        groups = self.text.read_groups(found["over"], kind)
-        if kind == "collective_permute" and any(len(pair) != 2 for pair in groups):
-            found["over"].fail("must be (source, target) pairs of device numbers")
-        return Collective(
-            kind,
-            groups,
-            found["dtype"].text(),
-            found["bytes"].integer(),
-            found["count"].integer(),
-            found["reduction"].text() if "reduction" in found else "",
-            found["source"].text() if "source" in found else "",
-            "conditional" in found and found["conditional"].flag(),
-            "unbounded" in found and found["unbounded"].flag(),
-        )
-
-
-def _input_to_json(each: InputPlan, text: SpecText) -> dict[str, Any]:
-    return {
-        "path": each.path,
-        "role": each.role,
-        "spec": text.write(each.spec),
-        "shape": list(each.shape),
-        "bytes": each.bytes,
-        **({"memory": each.memory} if each.memory != "device" else {}),
-    }
-
-
-def _operator_to_json(each: OperatorPlan, text: SpecText) -> dict[str, Any]:
-    return {
-        "name": each.name,
-        "kind": each.kind,
-        "source": each.source,
-        "factors": list(each.factors),
-        "operands": text.write_all(each.operand_specs),
-        "results": text.write_all(each.result_specs),
-        "flops": number_to_json(each.flops),
-        "split": each.split,
-        "seconds": number_to_json(each.seconds),
-    }
-
-
-def _tensor_to_json(each: TensorPlan, text: SpecText) -> dict[str, Any]:
-    copies = [
-        {"from": text.write(c.source), "to": text.write(c.target)}
-        for c in each.conversions
-    ]
-    return {
-        "name": each.name,
-        "shape": list(each.shape),
-        "dtype": each.dtype,
-        "block": each.block,
-        "spec": text.write(each.spec),
-        **({"copies": copies} if copies else {}),
-    }
-
-
-def _collective_to_json(each: Collective, text: SpecText) -> dict[str, Any]:
-    optional: Mapping[str, Any] = {
-        "reduction": each.reduction,
-        "source": each.source,
-        "conditional": each.conditional,
-        "unbounded": each.unbounded,
-    }
-    return {
-        "kind": each.kind,
-        "over": text.write_groups(each.groups, each.kind),
-        "dtype": each.dtype,
-        "bytes": each.bytes,
-        "count": each.count,
-        **{name: value for name, value in optional.items() if value},
-    }
-
-
-def mesh_to_json(mesh: MeshShape) -> dict[str, int]:
+def _mesh_to_json(mesh: MeshShape) -> dict[str, int]:
     """Sizes by axis name."""
     return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
 
-def mesh_from_json(record: Record) -> MeshShape:
-    """The mesh that `mesh_to_json` wrote."""
+def _mesh_from_json(record: Record) -> MeshShape:
     if not isinstance(record.value, dict):
         record.fail("must be an object of axis names and sizes")
     found = record.fields(record.value)
@@ -403,32 +376,28 @@ def mesh_from_json(record: Record) -> MeshShape:
         record.fail(f"is no mesh: {error}")
 
 
-def prediction_to_json(predicted: Prediction) -> dict[str, Any]:
-    """All figures by name; infinities are strings."""
-    values = {f.name: getattr(predicted, f.name) for f in fields(Prediction)}
-    values = {n: v for n, v in values.items() if v or n not in _LATER}
-    return {
-        name: int(value) if name in _COUNTS else number_to_json(value)
-        for name, value in values.items()
-    }
+def _prediction_from_json(record: Record) -> Prediction:
+    if not (isinstance(record.value, dict) and _FREE_GAP in record.value):
+        return _FIGURES.read(record)
+    gap = record.member(_FREE_GAP).number()
+    return replace(_FIGURES.read(record, [_FREE_GAP]), optimality_gap=gap)
 
 
-def prediction_from_json(record: Record) -> Prediction:
-    """The figures that `prediction_to_json` wrote."""
-    names = [f.name for f in fields(Prediction)]
-    optional = (*_LATER, _FREE_GAP)
-    found = record.fields([n for n in names if n not in optional], optional)
-    values: dict[str, Any] = {
-        name: found[name].integer() if name in _COUNTS else found[name].number()
-        for name in names
-        if name in found
-    }
-    if _FREE_GAP in found:
-        values["optimality_gap"] = found[_FREE_GAP].number()
-    return Prediction(**values)
+_MESH = _Entry(_mesh_from_json, _mesh_to_json)
+_FIGURES = _Form(
+    Prediction,
+    {
+        each.name: replace(
+            _Entry(Record.integer, int) if each.name in _COUNTS else _NUMBER,
+            default=0 if each.name in _LATER else _NEEDED,
+        )
+        for each in fields(Prediction)
+    },
+)
+_PREDICTION = _Entry(_prediction_from_json, _FIGURES.write)
 
 
-def lines_of(document: Mapping[str, Any]) -> str:
+def _lines_of(document: Mapping[str, Any]) -> str:
     """A document with a line for each member, and for each item of its lists."""
     lines = ",\n".join(f"  {_line(k)}: {_layout(v)}" for k, v in document.items())
     return f"{{\n{lines}\n}}"

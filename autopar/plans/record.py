@@ -48,6 +48,10 @@ class Record:
                 Record(self.where, f"{prefix}{name}", None).fail("is missing")
         return Fields(self.where, prefix, self.value)
 
+    def member(self, name: str) -> Record:
+        """A member of an object, which may have others."""
+        return self.fields([name], self.value)[name]
+
     def items(self) -> Iterator[Record]:
         """The members of a list."""
         if not isinstance(self.value, list):

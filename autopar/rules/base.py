@@ -10,7 +10,7 @@ every mesh axis one factor, or REPLICATE; operand and result specs follow.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -103,6 +103,29 @@ def replicate(op: Operator) -> Factor:
         size=0,
         splits=False,
     )
+
+
+def shared_dims(
+    op: Operator,
+    dims: Iterable[tuple[int, int]],
+    *,
+    num_whole: int = 0,
+    letter: str = "d",
+) -> list[Factor]:
+    """A factor for each dim of the operands, beside the one of the results that it is.
+
+    The last `num_whole` operands stay whole. Factors are called by `letter`.
+    """
+    num_split = len(op.operands) - num_whole
+    return [
+        Factor(
+            f"{letter}{dim}",
+            (dim,) * num_split + (REPLICATED,) * num_whole,
+            (result_dim,) * len(op.results),
+            op.operand_types[0].shape[dim],
+        )
+        for dim, result_dim in dims
+    ]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,15 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from ..graph.op_graph import Operator
 from ..sharding.spec import REPLICATED
-from .base import Factor, Shard, bind_params, pending_sums, register, stay_whole
+from .base import (
+    Factor,
+    Shard,
+    bind_params,
+    pending_sums,
+    register,
+    shared_dims,
+    stay_whole,
+)
 
 # The number of trailing dims of operand 0 that one problem spans.
 _PROBLEM_RANK = {
@@ -36,11 +44,8 @@ _PROBLEM_RANK = {
 
 def batch_dims(op: Operator, problem_rank: int) -> list[Factor]:
     """A factor for each leading dim, which all operands and results share."""
-    shape = op.operand_types[0].shape
-    return [
-        Factor(f"b{dim}", (dim,) * len(op.operands), (dim,) * len(op.results), size)
-        for dim, size in enumerate(shape[: len(shape) - problem_rank])
-    ]
+    dims = range(op.operand_types[0].rank - problem_rank)
+    return shared_dims(op, zip(dims, dims, strict=True), letter="b")
 
 
 @register(*(kind for kind in _PROBLEM_RANK if kind != "triangular_solve"))

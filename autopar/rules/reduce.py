@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from ..graph.op_graph import Operator
-from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
-from .base import Factor, pending_sums, register
+from ..sharding.spec import MAX, MIN, SUM, State
+from .base import Factor, pending_sums, register, shared_dims
 
 _PENDING: dict[str, State] = {
     "reduce_sum": SUM,
@@ -74,41 +74,24 @@ def kept_dims(
       reduced: the dims that no result has.
       num_arrays: the operands behind them are initial values.
     """
+    kept = [dim for dim in range(op.operand_types[0].rank) if dim not in reduced]
     num_others = len(op.operands) - num_arrays
-    shape = op.operand_types[0].shape
-    kept = [dim for dim in range(len(shape)) if dim not in reduced]
-    return [
-        Factor(
-            f"d{dim}",
-            (dim,) * num_arrays + (REPLICATED,) * num_others,
-            (result_dim,) * len(op.results),
-            shape[dim],
-        )
-        for result_dim, dim in enumerate(kept)
-    ]
+    return shared_dims(
+        op, zip(kept, range(len(kept)), strict=True), num_whole=num_others
+    )
 
 
 def whole_dims(op: Operator, whole: Collection[int]) -> list[Factor]:
     """A factor for each dim but those in `whole`; operands and results share it."""
-    shape = op.operand_types[0].shape
-    return [
-        Factor(f"d{dim}", (dim,) * len(op.operands), (dim,) * len(op.results), size)
-        for dim, size in enumerate(shape)
-        if dim not in whole
-    ]
+    dims = (dim for dim in range(op.operand_types[0].rank) if dim not in whole)
+    return shared_dims(op, ((dim, dim) for dim in dims))
 
 
-@register("sort")
-def sort(op: Operator) -> list[Factor]:
-    return whole_dims(op, (op.params["dimension"],))
+# Which param names the dim that they run along.
+_ALONG = {"sort": "dimension", "top_k": "axis", "approx_top_k": "reduction_dimension"}
 
 
-@register("top_k")
-def top_k(op: Operator) -> list[Factor]:
-    return whole_dims(op, (op.params["axis"],))
-
-
-@register("approx_top_k")
-def approx_top_k(op: Operator) -> list[Factor]:
-    rank = op.operand_types[0].rank
-    return whole_dims(op, (op.params["reduction_dimension"] % rank,))
+@register(*_ALONG)
+def ordering(op: Operator) -> list[Factor]:
+    dim = op.params[_ALONG[op.kind]] % op.operand_types[0].rank
+    return whole_dims(op, (dim,))

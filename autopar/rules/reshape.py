@@ -20,8 +20,10 @@ from .base import (
     is_inexact,
     pending_sums,
     register,
+    shared_dims,
     stay_whole,
 )
+from .reduce import kept_dims, whole_dims
 
 
 def _bind_reshape(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
@@ -71,37 +73,21 @@ def group_leaders(
                 j += 1
 
 
-def _moved_dims(op: Operator, sources: Sequence[int]) -> list[Factor]:
-    """One factor for each result dim, which is the operand's dim in `sources`."""
-    shape = op.operand_types[0].shape
-    return [
-        Factor(f"d{dim}", (dim,), (result_dim,), shape[dim])
-        for result_dim, dim in enumerate(sources)
-    ]
-
-
 @register("squeeze")
 def squeeze(op: Operator) -> list[Factor]:
     removed = op.params["dimensions"]
-    kept = [dim for dim in range(op.operand_types[0].rank) if dim not in removed]
-    return _moved_dims(op, kept) + pending_sums(op, (0,))
+    return kept_dims(op, removed) + pending_sums(op, (0,))
 
 
 @register("transpose")
 def transpose(op: Operator) -> list[Factor]:
-    return _moved_dims(op, op.params["permutation"]) + pending_sums(op, (0,))
+    moved = ((dim, new) for new, dim in enumerate(op.params["permutation"]))
+    return shared_dims(op, moved) + pending_sums(op, (0,))
 
 
 @register("rev")
 def rev(op: Operator) -> list[Factor]:
-    reversed_dims = op.params["dimensions"]
-    shape = op.operand_types[0].shape
-    factors = [
-        Factor(f"d{dim}", (dim,), (dim,), size)
-        for dim, size in enumerate(shape)
-        if dim not in reversed_dims
-    ]
-    return factors + pending_sums(op, (0,))
+    return whole_dims(op, op.params["dimensions"]) + pending_sums(op, (0,))
 
 
 def _bind_broadcast(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:

@@ -2,8 +2,8 @@
 
 The gradient of an embedding is a scatter-add: over the token dims it is a reduction,
 over the vocabulary it is parallel, each shard dropping the rows of the others. Of what
-replaces, the last update of a position stays: shards that hold some of the updates each
-know from all indices which of theirs those are (`replaced.py`).
+replaces, XLA keeps the last update of a position on CPUs, and some one on other
+devices: so every shard sees all updates, in order.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from .indices import (
     split_among,
     widen_indices,
 )
-from .replaced import OWN, replace_by_own, replace_held, splits_updates
 
 # State of the operand, then of the result, where every shard applies some updates.
 _SPLIT_UPDATES: dict[str, tuple[State, State]] = {
@@ -63,8 +62,7 @@ def bind_scatter(op: Operator, operands: Sequence[Any], shard: Shard) -> list[An
     operand, indices, updates = operands
     spec = shard.operand_specs[0]
     split_dims = split_among(_vocabulary_dims(op), spec)
-    has_own = splits_updates(shard)
-    if not split_dims and not has_own:
+    if not split_dims:
         return bind_params(op, (operand, widen_indices(indices), updates))
     shape, windows = op.operand_types[0].shape, _window_sizes(op)
     indexed_dims = op.params["dimension_numbers"].scatter_dims_to_operand_dims
@@ -76,8 +74,7 @@ def bind_scatter(op: Operator, operands: Sequence[Any], shard: Shard) -> list[An
     inside = jnp.clip(local, 0, jnp.array(sizes, local.dtype))
     is_held = is_unchanged(local, inside)
     if op.kind == "scatter":
-        replace = replace_by_own if has_own else replace_held
-        return [replace(op, (operand, inside, updates), is_held, shard)]
+        return [_replaced(op, operand, inside, updates, is_held)]
     updates = _without_dropped(op, updates, is_held)
     # Clamping the components one by one keeps only scalars in order.
     is_sorted = op.params["indices_are_sorted"] and len(indexed_dims) == 1
@@ -88,6 +85,30 @@ def bind_scatter(op: Operator, operands: Sequence[Any], shard: Shard) -> list[An
         indices_are_sorted=is_sorted,
         unique_indices=False,  # what is dropped lands on what is kept
     )
+
+
+def _replaced(
+    op: Operator,
+    operand: jax.Array,
+    indices: jax.Array,
+    updates: jax.Array,
+    is_held: jax.Array,
+) -> jax.Array:
+    """A shard with the updates whose windows it holds by themselves."""
+    dims = op.params["dimension_numbers"].scatter_dims_to_operand_dims
+    beyond = jnp.array([operand.shape[dim] for dim in dims], indices.dtype)
+    is_one = prod(is_held.shape) == 1
+    if not is_one:
+        indices = jnp.where(is_held[..., None], indices, beyond)
+    (replaced,) = bind_params(
+        op,
+        (operand, indices, updates),
+        mode=GatherScatterMode.FILL_OR_DROP,
+        indices_are_sorted=False,
+        unique_indices=False,
+    )
+    # XLA's CPU compiler does not always drop the only index of a scatter.
+    return jnp.where(is_held.reshape(()), replaced, operand) if is_one else replaced
 
 
 def _without_dropped(op: Operator, updates: jax.Array, held: jax.Array) -> jax.Array:
@@ -130,43 +151,17 @@ def _index_factors(op: Operator) -> list[Factor]:
     index_dims = [d for d in range(updates.rank) if d not in numbers.update_window_dims]
     factors = []
     for index_dim, update_dim in enumerate(index_dims):
-        size, name = updates.shape[update_dim], f"i{update_dim}"
         if index_dim in batching:
             dim = batching[index_dim]
             states, result = (dim, index_dim, update_dim), dim
         elif op.kind in _SPLIT_UPDATES and _is_reducible(op):
             before, result = _SPLIT_UPDATES[op.kind]
             states = (before, index_dim, update_dim)
-        elif _replaces_rows(op):
-            name = f"{OWN}{update_dim}"
-            states, result = (SUM, REPLICATED, update_dim), SUM
         else:
             continue
-        is_positional = name.startswith(OWN)
-        factors.append(
-            Factor(name, states, (result,), size, is_positional=is_positional)
-        )
+        size = updates.shape[update_dim]
+        factors.append(Factor(f"i{update_dim}", states, (result,), size))
     return factors
-
-
-def _replaces_rows(op: Operator) -> bool:
-    """Whether updates replace whole rows of numbers, each found by its indices alone.
-
-    The reduction of shards is then a sum, in which one holds a row and others zeros.
-    """
-    numbers, windows = op.params["dimension_numbers"], _window_sizes(op)
-    indexed = numbers.scatter_dims_to_operand_dims
-    shape = op.operand_types[0].shape
-    return (
-        op.params["update_jaxpr"] is None
-        and _is_reducible(op)
-        and prod(op.operand_types[2].shape) <= MAX_INDEXED_SIZE
-        and all(shape[dim] <= MAX_INDEXED_SIZE for dim in indexed)
-        and all(
-            windows[dim] == (1 if dim in indexed else shape[dim])
-            for dim in _window_dims(op)
-        )
-    )
 
 
 def _window_factors(op: Operator) -> list[Factor]:

@@ -11,10 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..graph.op_graph import Operator, is_zero
-from ..sharding.spec import REPLICATED
-from .base import Factor, Shard, bind_params, pending_sums, register
-from .reduce import whole_dims
+from ..graph.op_graph import Operator, TensorType, is_zero
+from .base import Factor, Shard, bind_params, pending_sums, register, shared_dims
+from .reduce import kept_dims, whole_dims
 
 
 def _bind_slice(op: Operator, operands: Sequence[Any], shard: Shard) -> list[Any]:
@@ -48,32 +47,22 @@ def concatenate(op: Operator) -> list[Factor]:
 @register("stack")
 def stack(op: Operator) -> list[Factor]:
     axis, every = op.params["axis"], tuple(range(len(op.operands)))
-    factors = [
-        Factor(f"d{dim}", (dim,) * len(every), (dim + (dim >= axis),), size)
-        for dim, size in enumerate(op.operand_types[0].shape)
-    ]
-    return factors + pending_sums(op, every)
+    dims = ((dim, dim + (dim >= axis)) for dim in range(op.operand_types[0].rank))
+    return shared_dims(op, dims) + pending_sums(op, every)
 
 
 @register("unstack")
 def unstack(op: Operator) -> list[Factor]:
-    axis = op.params["axis"]
-    factors = [
-        Factor(f"d{dim}", (dim,), (dim - (dim > axis),) * len(op.results), size)
-        for dim, size in enumerate(op.operand_types[0].shape)
-        if dim != axis
-    ]
-    return factors + pending_sums(op, (0,))
+    return kept_dims(op, (op.params["axis"],)) + pending_sums(op, (0,))
 
 
 @register("pad")
 def pad(op: Operator) -> list[Factor]:
-    factors = [
-        Factor(f"d{dim}", (dim, REPLICATED), (dim,), size)
-        for dim, size in enumerate(op.operand_types[0].shape)
-        if tuple(op.params["padding_config"][dim]) == (0, 0, 0)
-    ]
-    return factors + pending_sums(op, (0,) if is_zero(op.operands[1]) else (0, 1))
+    config = enumerate(op.params["padding_config"])
+    dims = ((dim, dim) for dim, each in config if tuple(each) == (0, 0, 0))
+    return shared_dims(op, dims, num_whole=1) + pending_sums(
+        op, (0,) if is_zero(op.operands[1]) else (0, 1)
+    )
 
 
 def _bind_dynamic_slice(
@@ -113,25 +102,17 @@ def _clamp_starts(
 @register("dynamic_slice", bind=_bind_dynamic_slice)
 def dynamic_slice(op: Operator) -> list[Factor]:
     """Start indices are whole; where a dim is taken whole, clamping makes them 0."""
-    whole = op.operand_types[0].shape
-    taken = op.result_types[0].shape
-    starts = (REPLICATED,) * (len(op.operands) - 1)
-    factors = [
-        Factor(f"d{dim}", (dim, *starts), (dim,), size)
-        for dim, size in enumerate(whole)
-        if taken[dim] == size
-    ]
-    return factors + pending_sums(op, (0,))
+    return _taken_whole(op, op.result_types[0], 1) + pending_sums(op, (0,))
 
 
 @register("dynamic_update_slice", bind=_bind_dynamic_update_slice)
 def dynamic_update_slice(op: Operator) -> list[Factor]:
     """Like `dynamic_slice`, with the update as the part that is taken."""
-    whole, updated = op.operand_types[0].shape, op.operand_types[1].shape
-    starts = (REPLICATED,) * (len(op.operands) - 2)
-    factors = [
-        Factor(f"d{dim}", (dim, dim, *starts), (dim,), size)
-        for dim, size in enumerate(whole)
-        if updated[dim] == size
-    ]
-    return factors + pending_sums(op, (0, 1))
+    return _taken_whole(op, op.operand_types[1], 2) + pending_sums(op, (0, 1))
+
+
+def _taken_whole(op: Operator, part: TensorType, num_arrays: int) -> list[Factor]:
+    """The dims of which a part is all; what is behind the arrays are start indices."""
+    sizes = enumerate(zip(op.operand_types[0].shape, part.shape, strict=True))
+    dims = ((dim, dim) for dim, (whole, taken) in sizes if whole == taken)
+    return shared_dims(op, dims, num_whole=len(op.operands) - num_arrays)

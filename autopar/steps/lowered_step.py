@@ -11,8 +11,7 @@ from typing import Any
 import jax
 
 from ..audit.audit import Audit, MemoryUse, audit
-from ..audit.compiled_collectives import collectives_on
-from ..audit.lowered_collectives import collectives_in_lowered
+from ..audit.compiled_collectives import collectives_in_lowered, collectives_on
 from ..audit.replay import Replay, replay_if_known
 from ..clusters.cluster import Cluster
 from ..frontend.calls import open_call

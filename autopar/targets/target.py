@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -90,10 +90,10 @@ class Target:
                 f"host are neither; use {hosts * within} devices."
             )
         name = f"{hosts}x{within}x{kind}"
-        spec = GpuSpec.read(kind)
         shape = f"1x{hosts}x{within}"  # slices, hosts, devices of a host
-        topology = ("target_config", spec.as_proto()), ("topology", shape)
-        return Target("cuda", name, count, topology, spec.device_memory_size)
+        topology = ("target_config", gpu_proto(kind)), ("topology", shape)
+        memory = _specs()[kind]["device_memory_size"]
+        return Target("cuda", name, count, topology, memory)
 
     def places(self, sizes: Sequence[int]) -> list[list[int]] | None:
         """Slice, coordinates and core of each device of a mesh; None: as they come."""
@@ -138,62 +138,24 @@ def _of_slices(cluster: Cluster, count: int) -> Target:
     return Target("tpu", name, count, tuple(topology.items()), memory, shape)
 
 
-@dataclass(frozen=True)
-class GpuSpec:
-    """What XLA's compiler asks of one GPU; see `gpu_specs.toml`. Sizes are in bytes."""
-
-    name: str
-    compute_capability: tuple[int, int]
-    accelerated: bool
-    core_count: int
-    fpus_per_core: int
-    memory_bandwidth: int
-    l2_cache_size: int
-    clock_rate_ghz: float
-    device_memory_size: int
-    shared_memory_per_core: int
-    shared_memory_per_block_optin: int
-
-    @staticmethod
-    def read(kind: str) -> GpuSpec:
-        """That of a kind of device."""
-        return GpuSpec.of(kind, _specs()[kind])
-
-    @staticmethod
-    def of(kind: str, table: Mapping[str, Any]) -> GpuSpec:
-        """From a table of the file.
-
-        Raises:
-          TargetError: a field is missing or unknown.
-        """
-        known = {each.name for each in fields(GpuSpec)}
-        if wrong := sorted(known.symmetric_difference(table)):
-            raise TargetError(
-                f"A GPU to compile for has the fields {', '.join(sorted(known))}, but "
-                f"{kind} lacks or adds {', '.join(wrong)}; complete {_SPECS.name}."
-            )
-        major, minor = table["compute_capability"]
-        return GpuSpec(**{**table, "compute_capability": (major, minor)})
-
-    def as_proto(self) -> str:
-        """XLA's `GpuTargetConfigProto` as text."""
-        own = {each.name: getattr(self, each.name) for each in fields(self)}
-        for other in ("name", "compute_capability", "accelerated"):
-            del own[other]
-        lines = [f"  {name}: {value}" for name, value in {**_SAME, **own}.items()]
-        major, minor = self.compute_capability
-        feature = "feature_extension: ACCELERATED_FEATURES" if self.accelerated else ""
-        lines += [
-            f"  cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}"
-        ]
-        body = "\n".join(lines)
-        return (
-            f"gpu_device_info {{\n{body}\n}}\n"
-            f'platform_name: "CUDA"\n'
-            f"dnn_version_info {{ major: 9 minor: 10 }}\n"
-            f"runtime_version {{ major: 12 minor: 8 }}\n"
-            f'device_description_str: "{self.name}"\n'
-        )
+def gpu_proto(kind: str) -> str:
+    """XLA's `GpuTargetConfigProto` of a kind of GPU as text; see `gpu_specs.toml`."""
+    own = dict(_specs()[kind])
+    name, (major, minor) = own.pop("name"), own.pop("compute_capability")
+    is_accelerated = own.pop("accelerated")
+    feature = "feature_extension: ACCELERATED_FEATURES" if is_accelerated else ""
+    lines = [f"  {field}: {value}" for field, value in {**_SAME, **own}.items()]
+    lines += [
+        f"  cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}"
+    ]
+    body = "\n".join(lines)
+    return (
+        f"gpu_device_info {{\n{body}\n}}\n"
+        f'platform_name: "CUDA"\n'
+        f"dnn_version_info {{ major: 9 minor: 10 }}\n"
+        f"runtime_version {{ major: 12 minor: 8 }}\n"
+        f'device_description_str: "{name}"\n'
+    )
 
 
 def is_compiled_elsewhere(cluster: Cluster, mesh: object) -> bool:

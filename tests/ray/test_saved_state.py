@@ -12,9 +12,7 @@ import pytest
 import autopar
 from autopar.api import parallelize
 from autopar.clusters.cluster import Cluster
-from autopar.errors import CheckpointError
 from autopar.methods.methods import Method, PipelineParallel, ShardParallel
-from autopar.runtime import checkpoints_kept
 from benchmarks.models import Workload, build
 from tests.ray.on_workers import traffic_of
 
@@ -114,34 +112,6 @@ def saved(steps: Any, workload: Workload, tmp_path: Path) -> Iterator[Any]:
         checkpoints.save(1, step.init(*like, batch=batch))
         checkpoints.wait()
         yield checkpoints, step.abstract_state(*like, batch=batch)
-
-
-def test_hosts_check_what_is_restored(saved: Any, monkeypatch: pytest.MonkeyPatch):
-    checkpoints, places = saved
-    monkeypatch.setattr(checkpoints_kept, "_FEW_BYTES", 0)
-    checked_here: list[Path] = []
-
-    def file_problem(path: Path, written: Any) -> str:
-        checked_here.append(path)
-        return ""
-
-    monkeypatch.setattr(checkpoints_kept, "file_problem", file_problem)
-    assert checkpoints.restore(places).step == 1
-    assert not checked_here, "the driver leaves it to them"
-    files = (checkpoints.directory / "1").rglob("0.0")
-    chunk = max(files, key=lambda path: path.stat().st_size)
-    content = bytearray(chunk.read_bytes())
-    content[len(content) // 2] ^= 1
-    chunk.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"all hosts must see .* was altered"):
-        checkpoints.restore(places)
-    assert checked_here == [chunk], "what they doubt it reads itself"
-    assert checkpoints.steps() == (1,), "which is not to be removed for it"
-    monkeypatch.undo()
-    monkeypatch.setattr(checkpoints_kept, "_FEW_BYTES", 0)
-    with pytest.raises(CheckpointError, match=f"{chunk} was altered after"):
-        checkpoints.restore(places)
-    assert checkpoints.steps() == (), "damaged"
 
 
 def test_a_full_disk_of_a_host_leaves_the_checkpoint_before(

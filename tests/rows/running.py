@@ -11,8 +11,10 @@ import numpy as np
 
 from autopar.api import ParallelFunction
 from autopar.audit.audit import audit
-from autopar.audit.compiled_collectives import collectives_in_compiled
-from autopar.audit.lowered_collectives import collectives_in_lowered
+from autopar.audit.compiled_collectives import (
+    collectives_in_compiled,
+    collectives_in_lowered,
+)
 from autopar.costs.collectives import wire_bytes
 from autopar.lowering.programs import SpmdProgram
 from autopar.plans.plan import ShardingPlan

@@ -9,8 +9,10 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.api import ParallelFunction
-from autopar.audit.compiled_collectives import collectives_in_compiled
-from autopar.audit.lowered_collectives import collectives_in_lowered
+from autopar.audit.compiled_collectives import (
+    collectives_in_compiled,
+    collectives_in_lowered,
+)
 from autopar.pipelines.state_init import PlacedInit, init_programs
 from autopar.pipelines.traced_init import trace_init
 from autopar.state.placements import LeafPart

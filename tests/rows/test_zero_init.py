@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 import autopar
-from autopar.audit.lowered_collectives import collectives_in_lowered
+from autopar.audit.compiled_collectives import collectives_in_lowered
 from autopar.lowering.programs import SpmdProgram
 from autopar.pipelines.state_init import PlacedInit, init_programs
 from autopar.pipelines.traced_init import trace_init

@@ -12,8 +12,10 @@ import pytest
 
 import autopar
 from autopar.audit.audit import Audit, audit
-from autopar.audit.compiled_collectives import collectives_in_compiled
-from autopar.audit.lowered_collectives import collectives_in_lowered
+from autopar.audit.compiled_collectives import (
+    collectives_in_compiled,
+    collectives_in_lowered,
+)
 from autopar.sharding.collective import Collective
 from autopar.steps.lowered_step import Compiled
 from tests.test_mutation import CHANGES, STEPS

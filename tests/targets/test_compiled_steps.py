@@ -17,7 +17,7 @@ from autopar.errors import TargetError
 from autopar.report.compiled_figures import CompiledFigures
 from autopar.steps.lowered_pipeline import CompiledPipeline
 from autopar.steps.lowered_step import Compiled
-from autopar.targets.target import GpuSpec
+from autopar.targets import target
 from benchmarks.models import build
 
 pytestmark = pytest.mark.targets
@@ -153,7 +153,8 @@ def test_a_limit_ends_the_compiler_and_the_next_program_gets_another() -> None:
 def test_a_device_that_the_compiler_does_not_know_is_quoted_from_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(GpuSpec, "as_proto", lambda _: "gpu_device_info { cores: 1 }")
+    unknown = "gpu_device_info { cores: 1 }"
+    monkeypatch.setattr(target, "gpu_proto", lambda kind: unknown)
     with pytest.raises(TargetError, match="double must compile for 1x2xH100, but its"):
         _doubled("1x2xH100").compile()
 
