@@ -25,11 +25,6 @@ def both_ends(
     return row_class[classes], column_class[classes2], np.ascontiguousarray(matrix.T)
 
 
-def take(array: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """The kept entries."""
-    return array[kept]
-
-
 def normalise(
     matrix: np.ndarray,
 ) -> tuple[
@@ -164,37 +159,31 @@ def _step(size: int) -> int:
     return max(MOST_ENTRIES_IN_CACHE // size, 1)
 
 
-def undominated(
-    costs: np.ndarray, held: np.ndarray | None, *edges: np.ndarray
-) -> tuple[np.ndarray, float, np.ndarray]:
-    """Choices of a node to keep, the most that dropping the rest can lose, and
-    [dropped, kept] the most it can cost to use a kept choice in place of a dropped one.
+def undominated(costs: np.ndarray, *edges: np.ndarray) -> tuple[np.ndarray, float]:
+    """Choices of a node to keep, and the most that dropping the rest can lose.
 
     A choice goes when another one costs no more whatever the neighbours choose
-    (Goldstein's criterion for dead-end elimination, 1994) and holds no more bytes, of
-    which `held` [k] or [k, rows] tells. `edges` are (classes, replacement costs) of
-    each edge of the node, flattened.
+    (Goldstein's criterion for dead-end elimination, 1994). `edges` are (classes,
+    replacement costs) of each edge of the node, flattened.
     """
     replacement = costs[None, :] - costs[:, None]
     for classes, by_class in zip(edges[::2], edges[1::2], strict=True):
         replacement += by_class.take(classes, 0).take(classes, 1)
-    return _drop(costs, held, replacement)
+    return _drop(costs, replacement)
 
 
 def undominated_of_many(
-    costs: np.ndarray, held: np.ndarray | None, *edges: np.ndarray
-) -> tuple[np.ndarray, float, np.ndarray]:
+    costs: np.ndarray, *edges: np.ndarray
+) -> tuple[np.ndarray, float]:
     """The same for a node of many choices, `edges` being (classes, matrix) of each.
 
     Most pairs of choices are told apart by the one column where the first is cheapest;
-    only what the rest can cost is worked out (inf stands for what was not).
+    only what the rest can cost is worked out.
     """
     least = costs[None, :] - costs[:, None]
     pairs = list(zip(edges[::2], edges[1::2], strict=True))
     for classes, matrix in pairs:
         least += _cost_at_cheapest(matrix)[classes][:, classes]
-    if held is not None:
-        least[_is_heavier(held)] = inf
     np.fill_diagonal(least, inf)
     first, second = np.nonzero(least <= QUANTUM * np.max(costs))
     total = costs[second] - costs[first]
@@ -202,13 +191,7 @@ def undominated_of_many(
         total += _most_between(matrix, classes[first], classes[second])
     replacement = np.full((costs.size, costs.size), inf)
     replacement[first, second] = total
-    return _drop(costs, held, replacement)
-
-
-def _is_heavier(held: np.ndarray) -> np.ndarray:
-    """[k, k] whether the second holds more than the first, in any row."""
-    rows = held.reshape(len(held), -1)
-    return np.any(rows[None, :] > rows[:, None], axis=2)
+    return _drop(costs, replacement)
 
 
 def _cost_at_cheapest(matrix: np.ndarray) -> np.ndarray:
@@ -232,24 +215,21 @@ def _most_between(
     return result
 
 
-def _drop(
-    costs: np.ndarray, held: np.ndarray | None, replacement: np.ndarray
-) -> tuple[np.ndarray, float, np.ndarray]:
-    excess, lost = replacement.copy(), 0.0
-    if held is not None:
-        excess[_is_heavier(held)] = inf
+def _drop(costs: np.ndarray, excess: np.ndarray) -> tuple[np.ndarray, float]:
+    """The same, of [k, k] the most that it can cost to use choice b in place of a."""
+    lost = 0.0
     np.fill_diagonal(excess, inf)
     tolerance = QUANTUM * costs.max()
     candidates = np.flatnonzero((excess <= tolerance).any(axis=1))
     if not candidates.size:
-        return np.arange(costs.size), lost, replacement[:0]
+        return np.arange(costs.size), lost
     is_alive = np.ones(costs.size, bool)
     for choice in candidates[np.argsort(-costs[candidates], kind="stable")]:
         least = np.min(excess[choice], where=is_alive, initial=inf)
         if least <= tolerance:
             is_alive[choice] = False
             lost += max(least, 0.0)
-    return np.flatnonzero(is_alive), lost, replacement[~is_alive][:, is_alive]
+    return np.flatnonzero(is_alive), lost
 
 
 def fold_leaf(costs: np.ndarray, classes: np.ndarray, matrix: np.ndarray) -> np.ndarray:

@@ -6,12 +6,13 @@ Alternated to a fixpoint, driven by a queue of nodes whose surroundings changed:
     row and column minima of an edge move into its nodes, equal rows and columns merge,
         an edge with nothing left to say goes (`_put_edge`);
     nodes with 0, 1 or 2 neighbours are minimised out (`_fold`), before anything else
-        where that is little work; under a budget only those whose bytes do not depend
-        on the choice.
+        where that is little work.
+
+Bytes and budgets are not looked at.
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import inf, prod
 from typing import NamedTuple
@@ -46,8 +47,7 @@ class Reduced:
     """A reduced graph and the way back to the original.
 
     `slack` bounds the rounding: the original optimum is at least the reduced one less
-    `slack`. `kept` are the original nodes that are left; nodes of `graph` beyond them
-    hold the bytes of nodes minimised out.
+    `slack`. `kept` are the original nodes that are left.
     """
 
     graph: ChoiceGraph
@@ -69,27 +69,19 @@ def reduce(
     pool: ArrayPool | None = None,
     *,
     held: Collection[int] = (),
-    weights: Mapping[int, np.ndarray] | None = None,
 ) -> Reduced:
     """Reduces a graph without changing its optimum.
 
     Args:
-        graph: any valid graph; with a budget, its live sets are kept.
+        graph: any valid graph.
         pool: shared arrays of earlier reductions of the same graph.
         held: nodes that keep all their choices, in place, so that they may have more
             edges than the graph has.
-        weights: [k, rows] of nodes whose choices weigh in rows of memory; for any
-            limits of rows, the optimum stays.
 
     Raises:
         Infeasible: some node has no choice left.
     """
-    return _Reduction(graph, pool or ArrayPool(), held, weights or {}).run()
-
-
-def _most(held: np.ndarray) -> np.ndarray:
-    """[k] the bytes that a choice holds, or the most that it weighs in a row."""
-    return held if held.ndim == 1 else held.max(axis=1)
+    return _Reduction(graph, pool or ArrayPool(), held).run()
 
 
 class _Reduction:
@@ -99,21 +91,11 @@ class _Reduction:
     """
 
     def __init__(
-        self,
-        graph: ChoiceGraph,
-        pool: ArrayPool,
-        kept_whole: Collection[int],
-        weights: Mapping[int, np.ndarray],
+        self, graph: ChoiceGraph, pool: ArrayPool, held: Collection[int]
     ) -> None:
         self.graph, self.pool = graph, pool
         count = len(graph.nodes)
         self.costs = [pool.adopt(node.costs, np.float64) for node in graph.nodes]
-        self.held: list[np.ndarray | None] = [None] * count
-        if graph.budget is not None:
-            for node in {node for live in graph.live_sets for node in live}:
-                self.held[node] = pool.adopt(graph.nodes[node].bytes, np.float64)
-        for node, each in weights.items():
-            self.held[node] = pool.adopt(each, np.float64)
         self.halves: list[dict[int, tuple[np.ndarray, np.ndarray]]] = [
             {} for _ in range(count)
         ]
@@ -121,7 +103,7 @@ class _Reduction:
         self.steps: list[Step] = []
         self.is_folded = [False] * count
         self.is_held = [False] * count
-        for node in kept_whole:
+        for node in held:
             self.is_held[node] = True
         self.queue = deque(range(count))
         self.is_queued = [True] * count
@@ -204,9 +186,7 @@ class _Reduction:
         edges.sort(key=lambda edge: (number(edge[0]), number(edge[1])))
         flat = [array for edge in edges for array in edge]
         work = size * size * (len(edges) + 1)
-        kept, lost, _ = call(
-            kernel, self._costs_of(node), self.held[node], *flat, work=work
-        )
+        kept, lost = call(kernel, self._costs_of(node), *flat, work=work)
         if kept.size < self.costs[node].size:
             self.slack += lost
             self._keep(node, kept)
@@ -215,9 +195,6 @@ class _Reduction:
         call, kept = self.pool.call, self.pool.intern(kept)
         self.steps.append(Drop(node, kept))
         self.costs[node] = self.costs[node][kept]
-        held = self.held[node]
-        if held is not None:
-            self.held[node] = call(min_plus.take, held, kept)
         for other, (classes, matrix) in list(self.halves[node].items()):
             classes, smaller = call(min_plus.restrict, classes, matrix, kept)
             if smaller is matrix:
@@ -285,9 +262,7 @@ class _Reduction:
 
     def _fold_work(self, node: int) -> float:
         """How many sums it takes to minimise a node out; inf if it has to stay."""
-        held = self.held[node]
-        has_to_stay = held is not None and np.ptp(held, axis=0).any()
-        if len(self.halves[node]) > 2 or has_to_stay:
+        if len(self.halves[node]) > 2:
             return inf
         sizes = [matrix.shape[1] for _, matrix in self.halves[node].values()]
         return self.costs[node].size * prod(sizes)
@@ -326,12 +301,10 @@ class _Reduction:
     def _result(self) -> Reduced:
         kept = [v for v in range(len(self.costs)) if not self.is_folded[v]]
         index_by_node = {node: index for index, node in enumerate(kept)}
-        names = [node.name for node in self.graph.nodes]
-        held_by_node = [
-            np.zeros(costs.size) if held is None else _most(held)
-            for costs, held in zip(self.costs, self.held, strict=True)
-        ]
-        nodes = [Node(names[v], self._costs_of(v), held_by_node[v]) for v in kept]
+        nodes = tuple(
+            Node(self.graph.nodes[v].name, costs, np.zeros(costs.size))
+            for v, costs in ((v, self._costs_of(v)) for v in kept)
+        )
         edges = tuple(
             Edge(
                 *(index_by_node[v], index_by_node[u]),
@@ -341,20 +314,8 @@ class _Reduction:
             for u, (classes, matrix) in self.halves[v].items()
             if v < u
         )
-        live_sets = []
-        for number, live in enumerate(self.graph.live_sets):
-            left = [index_by_node[v] for v in live if v in index_by_node]
-            gone = [v for v in live if v not in index_by_node]
-            amount = sum(float(held_by_node[v][0]) for v in gone)
-            if amount:
-                left.append(len(nodes))
-                nodes.append(Node(f"held {number}", np.zeros(1), np.array([amount])))
-            live_sets.append(tuple(left))
         return Reduced(
-            ChoiceGraph(
-                *(tuple(nodes), edges, tuple(live_sets)),
-                *(self.graph.budget, self.constant),
-            ),
+            ChoiceGraph(nodes, edges, constant=self.constant),
             self.slack,
             tuple(kept),
             len(self.costs),

@@ -1,6 +1,5 @@
 """Each exact step keeps the optimum, and its way back keeps cost and bounds."""
 
-from dataclasses import replace
 from itertools import pairwise, product
 from math import inf
 
@@ -22,7 +21,7 @@ from autopar.solver.reduce import Reduced, reduce
 from autopar.solver.sweep_order import sweep_order
 from autopar.solver.unfold import BestChoice
 from tests.solver.brute_force import brute_force
-from tests.solver.random_graphs import random_graph, with_budget
+from tests.solver.random_graphs import random_graph
 
 seeds = st.integers(0, 10**6)
 densities = st.sampled_from([0.3, 0.6, 1.0])
@@ -58,12 +57,9 @@ def test_a_node_that_is_forbidden_is_named_however_many_neighbours_it_has(
         reduce(ChoiceGraph(tuple(nodes), tuple(edges)))
 
 
-@given(seeds, densities, st.booleans())
-def test_reduce_keeps_the_optimum(seed: int, density: float, is_bound: bool) -> None:
-    graph = random_graph(
-        seed, num_nodes=5, density=density, forbidden=0.03, num_live_sets=3
-    )
-    graph = with_budget(graph, 0.4) if is_bound else replace(graph, live_sets=())
+@given(seeds, densities)
+def test_reduce_keeps_the_optimum(seed: int, density: float) -> None:
+    graph = random_graph(seed, num_nodes=5, density=density, forbidden=0.03)
     best = optimum(graph)
     try:
         reduced = reduce(graph)
@@ -74,7 +70,6 @@ def test_reduce_keeps_the_optimum(seed: int, density: float, is_bound: bool) -> 
     if best < inf:
         plan = reduced.expand(brute_force(reduced.graph).choices)
         assert graph.cost(plan) == pytest.approx(best)
-        assert graph.is_within_budget(plan)
 
 
 @pytest.mark.parametrize("density", [0.3, 0.6])
@@ -144,9 +139,9 @@ def test_sweeps_run_along_a_chain_whatever_its_numbering() -> None:
     assert order in (chain, chain[::-1])
 
 
-@given(seeds, st.booleans(), st.sampled_from([0.0, 0.1]))
+@given(seeds, st.sampled_from([0.0, 0.1]))
 def test_dominance_is_the_same_for_few_and_many_choices(
-    seed: int, is_held: bool, forbidden: float
+    seed: int, forbidden: float
 ) -> None:
     rng = np.random.default_rng(seed)
     size, edges = int(rng.integers(2, 30)), []
@@ -157,14 +152,11 @@ def test_dominance_is_the_same_for_few_and_many_choices(
         matrix[:, 0] = np.where(np.isfinite(matrix).any(axis=1), matrix[:, 0], 0.0)
         edges.append((classes, matrix))
     costs = rng.integers(0, 9, size).astype(float)
-    held = rng.integers(0, 3, size).astype(float) if is_held else None
     flat = [array for edge in edges for array in edge]
     priced = [(c, min_plus.replacement_costs(m)) for c, m in edges]
-    few = min_plus.undominated(costs, held, *[a for edge in priced for a in edge])
-    many = min_plus.undominated_of_many(costs, held, *flat)
+    few = min_plus.undominated(costs, *[a for edge in priced for a in edge])
+    many = min_plus.undominated_of_many(costs, *flat)
     assert list(few[0]) == list(many[0]) and few[1] == many[1]
-    is_known = np.isfinite(many[2])
-    assert (few[2][is_known] == many[2][is_known]).all()
 
 
 def test_of_equal_choices_the_one_taken_is_undominated() -> None:
