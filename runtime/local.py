@@ -1,6 +1,6 @@
 """Run a program on the devices of this process, and perhaps of others besides.
 
-Under `jax.distributed` process 0 plans for all (`planner/shared_plan.py`). Before a
+Under `jax.distributed` each process plans, and all come to the same plan. Before a
 program that spans several processes is compiled, each tells the others through JAX's
 key-value store what it is about to run: differences are errors, not hangs.
 

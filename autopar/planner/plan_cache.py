@@ -29,7 +29,6 @@ from ..clusters.cluster_file import to_toml
 from ..errors import FallbackWarning, PlanFileError
 from ..graph.op_graph import Constant, OpGraph
 from ..methods.gather_again import graph_of_plan
-from ..options import Options
 from ..plans.plan import ShardingPlan
 from ..plans.plan_check import check_against
 from ..plans.plan_file import from_json, to_json
@@ -82,7 +81,10 @@ def cache_entry(request: PlanRequest) -> CacheEntry:
 def _content(request: PlanRequest) -> Iterator[str]:
     yield f"jax {jax.__version__} autopar {_code()}"
     yield f"{request.cluster.name}\n{to_toml(request.cluster)}"
-    yield from option_texts(request.options)
+    for each in fields(request.options):
+        if each.name not in _NOT_OF_THE_PLAN:
+            value = getattr(request.options, each.name)
+            yield plain_text(f"{each.name} {value!r}")
     yield f"batch {list(request.batch)}"
     for leaf in request.leaves:
         sharding = getattr(leaf, "sharding", None)
@@ -91,13 +93,6 @@ def _content(request: PlanRequest) -> Iterator[str]:
         else:
             yield "-"
     yield from graph_lines(request.graph)
-
-
-def option_texts(options: Options) -> Iterator[str]:
-    """The options that a plan depends on, besides the cluster."""
-    for each in fields(options):
-        if each.name not in _NOT_OF_THE_PLAN:
-            yield plain_text(f"{each.name} {getattr(options, each.name)!r}")
 
 
 @cache

@@ -8,17 +8,14 @@ plan_step        trace; plan, compile and correct until it fits (`fit.py`)
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
-
 from ..clusters.cluster import Cluster
 from ..costs.user_shard_map import check_shard_maps
-from ..errors import InfeasiblePlanError, PlanFileError
+from ..errors import InfeasiblePlanError
 from ..graph.pins import warn_idle_pins
 from ..jax_compat import abstract_value
 from ..methods.gather_again import graph_of_plan
@@ -27,7 +24,6 @@ from ..methods.unsplit_state import warn_unsplit_state
 from ..option_values import NO_BUDGET
 from ..options import Options
 from ..plans.plan_check import check_against
-from ..plans.plan_file import from_json, to_json
 from ..plans.staged_plan import sharding_of, with_budget
 from .divided_work import warn_repeated_work
 from .fit import CompiledFit
@@ -36,7 +32,6 @@ from .padding_choice import PaddedVariants
 from .plan_like import memory_choices, plan_like, without_like
 from .plan_request import PlanRequest
 from .planned import Planned
-from .shared_plan import SharedPlan
 from .transfers_ahead import graph_sent_ahead, send_ahead
 from .variant_search import Chosen, VariantSearch
 from .whole_step import (
@@ -45,8 +40,6 @@ from .whole_step import (
     in_microbatches,
     trace_whole,
 )
-
-_log = logging.getLogger("autopar")
 
 
 def plan_step(
@@ -70,7 +63,7 @@ def plan_step(
     fit = CompiledFit[Planned](options, elsewhere_seconds)
     for some in fit:
         try:
-            fit.add(plan_together(whole, some))
+            fit.add(plan_traced(whole, some))
         except InfeasiblePlanError as error:
             fit.add(error)
     planned, predicted = fit.result
@@ -146,33 +139,6 @@ def _best_variant(forms: PaddedVariants, request: PlanRequest) -> Chosen:
     return variants.chosen
 
 
-def plan_together(whole: TracedWhole, options: Options) -> Planned:
-    """As `plan_traced`, but one plan for all processes of `jax.distributed`.
-
-    Raises:
-      InfeasiblePlanError, ValueError: those of `plan_traced`.
-    """
-    shared = SharedPlan.of(whole.fun, whole.leaves, options)
-    if shared is None:
-        return plan_traced(whole, options)
-    planned, text = None, None
-    if jax.process_index() == 0:
-        try:
-            planned = plan_traced(whole, options)
-            text = to_json(planned.plan)
-        finally:
-            shared.post(text or "")
-    else:
-        text = shared.read()
-    if text:
-        try:  # process 0 as well, so that all come to their programs in one way
-            plan = from_json(text, "the plan of process 0")
-            return plan_traced(whole, replace(options, plan=plan))
-        except (PlanFileError, ValueError, NotImplementedError) as error:
-            _log.warning("the plan of process 0 is none of this step: %s", error)
-    return planned or plan_traced(whole, options)
-
-
 def plan_of_least_memory(
     fun: Callable[..., Any],
     args: Sequence[Any],
@@ -193,7 +159,7 @@ def plan_of_least_memory(
         given = replace(options, plan=error.least_plan)
     elif isinstance(options.method, Auto | ShardParallel):
         given = replace(given, method=ShardParallel(objective="memory"))
-    planned = plan_together(trace_whole(fun, args, kwargs, options), given)
+    planned = plan_traced(trace_whole(fun, args, kwargs, options), given)
     budget = options.budget_on(planned.cluster)
     warnings.warn(
         f"{error}\nThe plan that needs the least is given, and may run out of memory; "

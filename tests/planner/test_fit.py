@@ -58,7 +58,7 @@ class Modelled:
     asked: list[int] = field(default_factory=list)
     compiled: list[int] = field(default_factory=list)
 
-    def plan_together(self, _: Any, options: Options) -> Planned:
+    def plan_traced(self, _: Any, options: Options) -> Planned:
         if options.plan is not None:
             return replace(planned(), plan=sharding_of(options.plan))
         budget = options.memory_budget or 0
@@ -77,7 +77,7 @@ class Modelled:
     def within(self, budget: int) -> Planned:
         options = replace(planned_options(), memory_budget=budget)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(planning, "plan_together", self.plan_together)
+            patch.setattr(planning, "plan_traced", self.plan_traced)
             patch.setattr(Planned, "compiled_bytes", partialmethod(compiled_of, self))
             return plan_step(lambda x: x, (1.0,), {}, options)
 
