@@ -142,6 +142,28 @@ def test_a_convolution_and_its_gradients_have_the_same_flops(
     assert found == pytest.approx(max(flops / 1e12, moved / 1e9))
 
 
+@pytest.mark.parametrize(
+    ("target", "mask", "products"),
+    [
+        ("__cudnn$fmhaSoftmax", "NO_MASK", 2 / 0.75),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 1 / 0.75),
+        ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 2.5 / 0.6),
+    ],
+)
+def test_fused_attention_takes_the_flops_of_its_products(
+    target: str, mask: str, products: float
+) -> None:
+    config = '"intermediate_tensor_shape": {"dimensions": ["2", "8", "4096", "4096"]}'
+    body = f"""\
+  %p = bf16[2,4096,8,128]{{3,2,1,0}} parameter(0)
+  ROOT %f = bf16[2,8,4096,128]{{3,1,2,0}} custom-call(%p, %p, %p),\
+ custom_call_target="{target}", backend_config={{{config}, "mask_type": "{mask}"}}"""
+    flops = 2 * products * 2 * 8 * 4096 * 4096 * 128
+    moved = 4 * 2 * 4096 * 8 * 128 * 2
+    longer = max(flops / 2e12, moved / 1e9)
+    assert seconds_of(body) == pytest.approx({"attention": longer})
+
+
 def test_what_is_sent_beside_kernels_is_waited_for_at_its_end() -> None:
     body = """\
   %p = f32[1024]{0} parameter(0)

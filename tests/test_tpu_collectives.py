@@ -180,6 +180,15 @@ def test_pieces_copied_in_slices_are_followed(last: str) -> None:
     assert first.kind == ("all_gather" if is_all else "all_reduce")
 
 
+def test_braces_of_a_kernel_s_metadata_end_no_computation() -> None:
+    kernel = """  %k = f32[8]{0} custom-call(%x), frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 128}"
+}}, custom_call_target="tpu_custom_call"
+"""
+    text = PIECES.replace("INDEX", "partition-id()").replace("FILL", "0")
+    assert found(kernel + text) == found(text) and found(text)
+
+
 def test_what_is_gathered_once_more_instead_of_kept_is_named() -> None:
     planned = [Collective("all_gather", GROUPS, "float32", 256)]
     again = replace(planned[0], is_again=True)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 from ..clusters.ici import SLICES
 from ..clusters.links import link_of_groups
 from ..costs.collectives import collective_seconds
+from ..costs.compute import ATTENTION_RATES
 from ..sharding.collective import Groups, Surroundings, array_bytes
 from .compiled_collectives import ARRAY, CompiledProgram, Instruction
 
@@ -55,8 +56,9 @@ class Replay:
     Attributes:
       seconds: of the whole step.
       exposed_seconds: those in which nothing but communication runs.
-      by_class: of kernels by what they are: products, convolutions, other kernels,
-        starting kernels, collectives (also those beside others), host transfers.
+      by_class: of kernels by what they are: products, convolutions, fused attention,
+        other kernels, starting kernels, collectives (also those beside others), host
+        transfers.
     """
 
     seconds: float
@@ -221,6 +223,11 @@ class _Replayer:
             if found:
                 kind, dtype, sizes = found
                 compute += device.product_seconds(dtype, *sizes)
+        if "__cudnn$fmha" in made.rest:
+            (element, queries), *_ = _arrays(self._operand_types(name, made)[0])
+            flops = _attention_flops(made, prod(queries))
+            reached = device.flops_per_second(array_bytes(element, ())[0])
+            kind, compute = "attention", float(flops / reached)
         return kind, max(memory, compute)
 
     def _product(
@@ -341,6 +348,21 @@ def _sizes_of_product(
     batch = prod(left[dim] for dim in _numbers(made, "lhs_batch"))
     sizes = prod(left) // (batch * depth), prod(right) // (batch * depth)
     return array_bytes(element, ())[0], (batch, *sizes, depth)
+
+
+def _attention_flops(made: Instruction, num_queries: int) -> float:
+    """Of cuDNN's attention, at the rate of products: more of them at its own.
+
+    `num_queries` are the numbers of all queries.
+    """
+    is_backward = "Backward" in made.rest.partition("__cudnn$fmha")[2][:24]
+    shape = made.rest.partition("intermediate_tensor_shape")[2]
+    dims = re.search(r'"dimensions": ?\[([^\]]*)\]', shape)
+    assert dims, made.rest
+    *rows, keys = map(int, re.findall(r"\d+", dims[1]))
+    products = (5 if is_backward else 2) * num_queries * keys
+    is_masked = '"mask_type": "CAUSAL"' in made.rest and rows[-1] == keys
+    return 2.0 * products / (1 + is_masked) / ATTENTION_RATES[is_backward]
 
 
 def _sizes_of_convolution(

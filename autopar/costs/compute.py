@@ -31,6 +31,10 @@ bytes of fusable ones: 0.37 for a two-layer GPT with Adam, 0.38 for its gradient
 TRANSCENDENTAL_FLOPS = 10.0
 """Flops charged for one exp, log, tanh and the like: a polynomial of that degree."""
 
+ATTENTION_RATES = (0.75, 0.6)
+"""Part of products' rate that fused attention reaches, forward and backward: cuDNN's
+600 and 370 Tflop/s forward without and with a mask on an H100 (Shah et al., 2024)."""
+
 RANDOM_FLOPS = 100.0
 """Flops charged for one 32-bit word of threefry2x32: 20 rounds of about 5."""
 
@@ -129,7 +133,8 @@ def operator_seconds(
     is_fused = is_fusable(primitive_name)
     moved_bytes = num_bytes * (FUSED_FRACTION if is_fused else 1.0)
     size = max(num_flops, 1.0) if is_heavy(primitive_name) else math.inf
-    compute_seconds = num_flops / device.flops_per_second(dtype, size)
+    rate = device.flops_per_second(dtype, size) * _RATES.get(primitive_name, 1.0)
+    compute_seconds = num_flops / rate
     memory_seconds = moved_bytes / device.bytes_per_second
     launch_seconds = 0.0 if is_fused else cluster.kernel_seconds
     return launch_seconds + max(compute_seconds, memory_seconds)
@@ -362,6 +367,10 @@ _OTHERS: Mapping[str, _Flops] = {
     "random_fold_in": _random_flops,
     "threefry2x32": _random_flops,
     "rng_bit_generator": _random_flops,
+}
+_RATES = dict(zip(CUDNN_ATTENTION.kinds, ATTENTION_RATES, strict=True)) | {
+    "autopar_fused_attention": ATTENTION_RATES[0],
+    "autopar_fused_attention_backward": ATTENTION_RATES[1],
 }
 _FLOPS: Mapping[str, _Flops] = {**_PRODUCTS, **_FACTORISATIONS, **_OTHERS}
 

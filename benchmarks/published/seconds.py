@@ -15,6 +15,7 @@ import numpy as np
 
 from autopar.clusters.cluster import Cluster
 from autopar.costs.collectives import collective_seconds
+from autopar.costs.compute import ATTENTION_RATES
 from benchmarks.published.machines import link_of
 from benchmarks.published.work import DATA, Execution, Layout, Move, Product, Unit
 
@@ -59,7 +60,7 @@ class System:
     how: Execution = field(default_factory=Execution)
     remat: str = "full"
     recomputes_all: bool = False
-    attention: tuple[float, float] = (0.75, 0.6)
+    attention: tuple[float, float] = ATTENTION_RATES
     gathers: bool = False
     splits_state: bool = True
     reduces_always: bool = False

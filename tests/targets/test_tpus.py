@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
 import autopar
 from autopar.audit.compiled_collectives import CompiledProgram, collectives_in_compiled
@@ -87,6 +88,30 @@ def test_a_program_that_sends_what_is_not_planned_is_found(
     planned = program().plan.sharding.collectives
     assert texts
     assert not any(audit_of(program(), planned, text).ok for text in texts)
+
+
+def test_a_kernel_of_the_user_s_is_split_along_its_grid() -> None:
+    """JAX's flash attention by examples: no operand of it is gathered."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            q = jnp.einsum("bhtd,de->bhte", x, w)
+            return jnp.mean(flash_attention(q, x, x, causal=True) ** 2)
+
+        return w - jax.grad(loss)(w)
+
+    shapes = (128, 128), (16, 2, 256, 128)
+    arguments = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+    cluster = autopar.Cluster.preset("v5e:2x4")
+    step = autopar.parallelize(
+        step, mesh="x:8", pins={"x": jax.P("x")}, cluster=cluster
+    )
+    compiled = step.lower(*arguments).compile()
+    compiled.audit().raise_if_wrong()
+    # Forward, and back for queries; those of keys and values are read by nobody.
+    assert compiled.as_text().count("tpu_custom_call") == 2
+    collectives = compiled.plan.sharding.collectives
+    assert max(each.bytes for each in collectives) <= 128 * 128 * 2
 
 
 def test_what_is_too_large_for_the_device_is_refused() -> None:
