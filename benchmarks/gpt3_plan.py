@@ -6,7 +6,8 @@ parameters, N devices, L layers, sequence s, hidden h and b examples a device:
   state       12 Psi / N        parameters and two moments of Adam in float32 (ZeRO-3)
   kept        2 s b h L         inputs of layers in 16 bits, all else recomputed
   gathered    up to 2 x 2 Psi   parameters in 16 bits, forward and backward
-  scattered   Psi               elements of gradients, each device its shard
+  reduced     Psi / N           elements of gradients: what a device keeps of the sums,
+                                which 1,024 GPUs make by trees where rings would wait
 
 (ZeRO, 1910.02054, section 5; activations: 2205.05198, section 4.)
 
@@ -40,15 +41,15 @@ class Figures:
     kept_form: float
     gathered_bytes: int
     gathered_form: float
-    scattered_bytes: int
-    scattered_form: float
+    reduced_bytes: int
+    reduced_form: float
     peak_bytes: int
     device_bytes: int
     plan_seconds: float
 
     def __str__(self) -> str:
         lines = [f"{MODEL} on {CLUSTER}, planned in {self.plan_seconds:.1f} s"]
-        for name in ("state", "kept", "gathered", "scattered"):
+        for name in ("state", "kept", "gathered", "reduced"):
             planned = getattr(self, f"{name}_bytes")
             form = getattr(self, f"{name}_form")
             lines.append(f"  {name:10} {planned:18,.0f} B, closed form {form:18,.0f} B")
@@ -76,12 +77,13 @@ def measure(num_layers: int | None = None) -> Figures:
     per_layer = 2 * config.seq_len * examples * config.hidden
     found = plan.sharding.collectives
     gathered = sum(c.total_bytes for c in found if c.kind == "all_gather")
-    scattered = sum(c.total_bytes for c in found if c.kind == "reduce_scatter")
+    cut = {"reduce_scatter": 1, "all_reduce": DEVICES}
+    reduced = sum(c.total_bytes // cut[c.kind] for c in found if c.kind in cut)
     return Figures(
         *(plan.sharding.state_bytes(), 12 * psi / DEVICES),
         *(_kept_bytes(plan, layers), float(per_layer * layers)),
         *(gathered, 2 * 2.0 * psi),
-        *(scattered, 2.0 * psi / DEVICES),
+        *(reduced, 2.0 * psi / DEVICES),
         *(plan.predicted.peak_bytes, cluster.device.memory_bytes, seconds),
     )
 

@@ -6,13 +6,14 @@ with `--budgets` the same for plans within these fractions of the free plan's fi
 There `corrected` is the ratio once the model is corrected by its error on the free
 plan, whose program is another one, and `told` that of what the plan says of itself:
 corrected by what was compiled on the way to it. Programs are compiled for 8 virtual
-CPU devices, or for `--target`. What is refused is compared with the cheapest plans of
-named methods, compiled: `refused, METHOD fits` where one does. Exits with 1 if a
-program is above its budget.
+CPU devices, or for `--target`; models are those of `benchmarks.against_methods`, or `gpt, sized`
+and others of `benchmarks.on_device`. What is refused is
+compared with the cheapest plans of named methods, compiled: `refused, METHOD fits`
+where one does. Exits with 1 if a program is above its budget.
 
     python -m benchmarks.memory_error
     python -m benchmarks.memory_error --models gpt --meshes "x:8" --budgets 0.9 0.8
-    python -m benchmarks.memory_error --target v5e:2x4 --meshes "x:8" --budgets 0.9 0.8
+    python -m benchmarks.memory_error --target 1x8xH100 --models mlp --budgets 0.8
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .against_methods import MODELS
+from .on_device import CASES
 
 MESHES = ("x:8", "x:2;y:4")
 CPU = "cpu"
+SIZED = {f"{name}, sized": case for name, case in CASES.items()}
 NAMED = ("DataParallel()", "Zero(1)", "Zero(2)", "Zero(3)", "Megatron(2)")
 
 
@@ -127,7 +130,7 @@ def _measure(
 
     from .models import build
 
-    name, options = MODELS[model]
+    name, options = {**MODELS, **SIZED}[model]
     workload = build(name, **options)
     step = autopar.parallelize(
         workload.step,
@@ -150,7 +153,7 @@ def _measure(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--meshes", nargs="+", default=list(MESHES))
     parser.add_argument("--budgets", nargs="*", type=float, default=[])
     parser.add_argument("--target", default=CPU, help="such as 1x8xH100 or v5e:2x4")

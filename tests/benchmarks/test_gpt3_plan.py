@@ -12,7 +12,7 @@ def test_gpt3_175b_is_planned_on_1024_devices_of_80_gb() -> None:
     # What 1,024 does not divide, the step counter, lies whole on every device.
     assert found.state_bytes == pytest.approx(found.state_form, abs=64)
     assert found.kept_bytes == found.kept_form
-    assert found.scattered_bytes == pytest.approx(found.scattered_form, rel=1e-6)
+    assert found.reduced_bytes == pytest.approx(found.reduced_form, rel=1e-6)
     # The words of the embedding are not read, so not gathered, in the backward pass.
     assert found.gathered_bytes == pytest.approx(found.gathered_form, rel=0.003)
     assert found.gathered_bytes <= found.gathered_form
