@@ -66,10 +66,9 @@ class NamedDims:
                     own[name] = own.get(name, frozenset()) | {axis}
         return {tensor: tuple(sorted(own.items())) for tensor, own in found.items()}
 
-    def parts(self, tensor: int, layout: Layout) -> int:
-        """Into how many parts a layout splits a tensor."""
-        own = self.splits.get(tensor, ())
-        split = (layout[name] for name, axes in own if layout.get(name) in axes)
+    def parts(self, sign: Sign, layout: Layout) -> int:
+        """Into how many parts a layout splits a tensor with such names."""
+        split = (layout[name] for name, axes in sign if layout.get(name) in axes)
         return prod(self.mesh.axis_sizes[axis] for axis in split)
 
     def text(self, layout: Layout) -> str:
@@ -99,17 +98,17 @@ class LayoutProgram:
 
     def __init__(self, dims: NamedDims) -> None:
         self.dims = dims
-        self.points: list[Mapping[int, float]] = []  # bytes by tensor, were it whole
+        self.points: list[Mapping[Sign, float]] = []  # bytes, were all whole
 
     def add(self, profile: MemoryProfile, layout: Layout) -> None:
         """Adds the fullest points of the plan of a layout."""
         fixed = dict(_arguments_and_results(profile))
         for point in _points(profile):
-            held = ((t, n) for part in (fixed, point) for t, n in part.items())
-            whole: dict[int, float] = {}
-            for tensor, size in held:
-                more = float(size * self.dims.parts(tensor, layout))
-                whole[tensor] = whole.get(tensor, 0.0) + more
+            whole: dict[Sign, float] = {}
+            for tensor, size in (*fixed.items(), *point.items()):
+                sign = self.dims.splits.get(tensor, ())
+                more = float(size * self.dims.parts(sign, layout))
+                whole[sign] = whole.get(sign, 0.0) + more
             self.points.append(whole)
 
     def best(self, others: Iterable[Layout]) -> tuple[Layout, float] | None:
@@ -146,8 +145,8 @@ class LayoutProgram:
         size = max((sum(point.values()) for point in self.points), default=1.0)
         for point in self.points:
             held = []
-            for tensor, whole in point.items():
-                states = y.get(self.dims.splits.get(tensor, ()), [(1, 1.0)])
+            for sign, whole in point.items():
+                states = y.get(sign, [(1, 1.0)])
                 held += [whole / size / parts * variable for parts, variable in states]
             program += pulp.lpSum(held) <= most
         for layout in others:
