@@ -370,9 +370,9 @@ def parallelize(
         fills. All devices along one axis if left out.
       cluster: the hardware to plan for; `Cluster.local()` if left out.
       plan: a plan to run as it is, from `step.plan` or `Plan.load`.
-      like: a plan of an earlier form of the step, or the path of one: what is still
-        there keeps its place and, where it costs nothing, its operators their form;
-        the rest is solved. What could not be kept is logged.
+      like: a plan of an earlier form of the step, or the path of one: arguments that
+        are still there keep their place, the rest is solved. What could not be kept is
+        logged.
       pins: how arguments lie on the mesh, by path or regular expression (the path
         first, then the first expression that is found in it), as a PartitionSpec, a
         NamedSharding on the step's mesh, or a text such as `"[data, -]"`;

@@ -6,10 +6,10 @@ with `--budgets` the same for plans within these fractions of the free plan's fi
 There `corrected` is the ratio once the model is corrected by its error on the free
 plan, whose program is another one, and `told` that of what the plan says of itself:
 corrected by what was compiled on the way to it. Programs are compiled for 8 virtual
-CPU devices, or for `--target`; models are those of `benchmarks.against_methods`, or `gpt, sized`
-and others of `benchmarks.on_device`. What is refused is
-compared with the cheapest plans of named methods, compiled: `refused, METHOD fits`
-where one does. Exits with 1 if a program is above its budget.
+CPU devices, or for `--target`; models are those of `benchmarks.against_methods`, or
+`gpt, sized` and others of `benchmarks.on_device`. What is refused is compared with the
+cheapest plans of named methods, compiled: `refused, METHOD fits` where one does. Exits
+with 1 if a program is above its budget.
 
     python -m benchmarks.memory_error
     python -m benchmarks.memory_error --models gpt --meshes "x:8" --budgets 0.9 0.8

@@ -485,7 +485,7 @@ def pipeline_like(
         method = replace(method, stage_products=None)
     homes = homes_in((each.sharding for each in like.programs), _CHUNK)
     pins, anew, _ = kept_arguments(graph, options.pins, homes, like.meshes)
-    tell(Likeness(pins, {}, anew, (), 0), graph)
+    tell(Likeness(pins, anew, ()), graph)
     remat = next((p.sharding.remat for p in like.programs if p.sharding.remat), None)
     free = replace(
         free,

@@ -4,9 +4,9 @@ As `auto_mtf.layout` of Mesh-TensorFlow, an integer program over layouts:
 
     minimise    t, and among equal ones the number of dims that no axis splits
     subject to  x[d] is none or an axis that divides dim d               (_axes_of)
-                x[d] != x[e] where some tensor has both dims             (_legal_pairs)
-                y[S] = x on S, the dims that a tensor has                (_agreement)
-                constant + sum_S bytes[S, y[S]] <= t at program points   (_row)
+                y[S] = x on S, the dims that a tensor has                (best)
+                no axis is twice in y[S]                                 (_states)
+                constant + sum_S bytes[S, y[S]] <= t at program points   (add)
 
 Every plan under a layout holds each of its tensors in equal parts, so a row is linear
 in y. Which tensors are in memory together is known of a plan only: the points are those
@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-
-from autopar.solver.budget_rows import BudgetRow
 
 from ..clusters.cluster import Cluster
 from ..costs.memory import memory_profile
@@ -31,7 +29,7 @@ from ..methods.dim_names import Dim, DimTies
 from ..methods.layout_rules import LayoutRules, layout_restriction
 from ..sharding.mesh import MeshShape
 from .intra_op import IntraOpSolution, plan_intra_op
-from .layout_program import LayoutProgram, NamedDims
+from .layout_program import Layout, LayoutProgram, NamedDims
 from .memory_users import infeasible_error
 from .restrict import Limit
 
@@ -94,7 +92,23 @@ def auto_layout(
         return plan_intra_op(*place, pins=pins, restrictions=restrictions)
 
     program = LayoutProgram(NamedDims.of(rules, graph, mesh, batch))
-    found = _Search(program, rules, plan_of).run()
+    planned: list[Layout] = []
+    best: tuple[int, int, AutoLayout] | None = None
+    while len(planned) < MOST_PLANNED:
+        found = program.best(planned)
+        if found is None or (best and found[1] > DOUBT * best[0]):
+            break
+        layout = found[0]
+        planned.append(layout)
+        own = replace(rules, rules=program.dims.text(layout))
+        solution = plan_of(own)
+        program.add(memory_profile(graph, solution.plan), layout)
+        each = AutoLayout(own, solution, len(planned))
+        key = each.peak_bytes, -len(layout)
+        if best is None or key < best[:2]:
+            best = *key, each
+    assert best is not None, "a layout may split nothing"
+    found = replace(best[2], num_planned=len(planned))
     _log.info("%s: %s", graph.name, found)
     if found.peak_bytes > budget_bytes:
         profile = memory_profile(graph, found.solution.plan)
@@ -122,40 +136,3 @@ def names_of_arguments(
         )
         for each in graph.inputs
     }
-
-
-class _Search:
-    def __init__(
-        self,
-        program: LayoutProgram,
-        rules: LayoutRules,
-        plan_of: Callable[[LayoutRules], IntraOpSolution],
-    ) -> None:
-        self.program, self.rules, self.plan_of = program, rules, plan_of
-        self.rows: list[BudgetRow] = []
-        self.planned: dict[tuple[int, ...], IntraOpSolution] = {}
-
-    def run(self) -> AutoLayout:
-        while len(self.planned) < MOST_PLANNED:
-            found = self.program.best(self.rows, self.planned)
-            if found is None or (self.planned and found[1] > DOUBT * self._best()[0]):
-                break
-            self._plan(found[0])
-        choices = self._best()[-1]
-        number = len(self.planned)
-        return AutoLayout(self._rules(choices), self.planned[choices], number)
-
-    def _best(self) -> tuple[int, float, tuple[int, ...]]:
-        return min(
-            (found.plan.predicted.peak_bytes, self.program.graph.cost(choices), choices)
-            for choices, found in self.planned.items()
-        )
-
-    def _rules(self, choices: tuple[int, ...]) -> LayoutRules:
-        layout = self.program.layout(choices)
-        return replace(self.rules, rules=self.program.dims.text(layout))
-
-    def _plan(self, choices: tuple[int, ...]) -> None:
-        found = self.planned[choices] = self.plan_of(self._rules(choices))
-        profile = memory_profile(self.program.dims.graph, found.plan)
-        self.rows += self.program.rows(profile, self.program.layout(choices))

@@ -10,13 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from math import inf, prod
+from math import prod
 
-import numpy as np
 import pulp
-
-from autopar.solver.budget_rows import BudgetRow
-from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
 
 from ..costs.memory import MemoryProfile
 from ..graph.op_graph import OpGraph
@@ -29,6 +25,7 @@ from .memory_rows import fullest
 STRETCHES = 48
 
 Layout = Mapping[str, int]  # the mesh axis of each name that has one
+Sign = tuple[tuple[str, frozenset[int]], ...]  # the names of a tensor, and their axes
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,20 +56,19 @@ class NamedDims:
         )
 
     @cached_property
-    def splits(self) -> dict[int, dict[str, frozenset[int]]]:
-        """By tensor and name, the axes that split it there by that name's rule."""
+    def splits(self) -> dict[int, Sign]:
+        """By tensor, its names and the axes that split it by the rule of each."""
         found: dict[int, dict[str, frozenset[int]]] = {}
         for name, by_axis in self.reach.items():
             for axis, dims in by_axis.items():
                 for tensor, _ in dims:
                     own = found.setdefault(tensor, {})
                     own[name] = own.get(name, frozenset()) | {axis}
-        return found
+        return {tensor: tuple(sorted(own.items())) for tensor, own in found.items()}
 
-    def parts(self, tensor: int, layout: Layout) -> int:
-        """Into how many parts a layout splits a tensor."""
-        axes = self.splits.get(tensor, {})
-        split = (layout[n] for n, known in axes.items() if layout.get(n) in known)
+    def parts(self, sign: Sign, layout: Layout) -> int:
+        """Into how many parts a layout splits a tensor with such names."""
+        split = (layout[name] for name, axes in sign if layout.get(name) in axes)
         return prod(self.mesh.axis_sizes[axis] for axis in split)
 
     def text(self, layout: Layout) -> str:
@@ -98,173 +94,78 @@ def _axes_of(
 
 
 class LayoutProgram:
-    """The choices of all layouts: an axis or none for each name, and what follows.
-
-    `graph` costs 1 for each name that no axis splits. Nodes are names, then sets of
-    dims, whose bytes are the part of a tensor that one device holds.
-    """
+    """All layouts: an axis or none for each name, and bytes at points of plans."""
 
     def __init__(self, dims: NamedDims) -> None:
         self.dims = dims
-        self.names = [name for name, axes in dims.reach.items() if axes]
-        self.axes = [(None, *dims.reach[name]) for name in self.names]
-        signs = {t: tuple(sorted(each.items())) for t, each in dims.splits.items()}
-        self.sets = list(dict.fromkeys(signs.values()))
-        first = len(self.names)
-        self.set_of = {t: first + self.sets.index(sign) for t, sign in signs.items()}
-        self.choices_of_set = [_states(each) for each in self.sets]
-        self.graph = self._choice_graph()
+        self.points: list[Mapping[Sign, float]] = []  # bytes, were all whole
 
-    def layout(self, choices: Sequence[int]) -> Layout:
-        """The layout that an assignment stands for."""
-        pairs = zip(self.names, self.axes, choices, strict=False)
-        chosen = ((name, axes[choice]) for name, axes, choice in pairs)
-        return {name: axis for name, axis in chosen if axis is not None}
-
-    def rows(self, profile: MemoryProfile, layout: Layout) -> Iterator[BudgetRow]:
-        """What layouts hold at the fullest points of the plan of one."""
+    def add(self, profile: MemoryProfile, layout: Layout) -> None:
+        """Adds the fullest points of the plan of a layout."""
         fixed = dict(_arguments_and_results(profile))
         for point in _points(profile):
-            yield self._row(fixed, point, layout)
+            whole: dict[Sign, float] = {}
+            for tensor, size in (*fixed.items(), *point.items()):
+                sign = self.dims.splits.get(tensor, ())
+                more = float(size * self.dims.parts(sign, layout))
+                whole[sign] = whole.get(sign, 0.0) + more
+            self.points.append(whole)
 
-    def _row(
-        self,
-        fixed: Mapping[int, int],
-        point: Mapping[int, int],
-        layout: Layout,
-    ) -> BudgetRow:
-        weights: dict[int, np.ndarray] = {}
-        constant = 0.0
-        for tensor, held in (*fixed.items(), *point.items()):
-            node = self.set_of.get(tensor)
-            if node is None:
-                constant += held
-                continue
-            whole = float(held * self.dims.parts(tensor, layout))
-            more = whole * self.graph.nodes[node].bytes
-            weights[node] = weights[node] + more if node in weights else more
-        nodes = np.array(list(weights), np.intp)
-        none = np.zeros(0, np.intp)
-        return BudgetRow(nodes, list(weights.values()), none, [], constant)
-
-    def best(
-        self, rows: Sequence[BudgetRow], others: Iterable[Sequence[int]]
-    ) -> tuple[tuple[int, ...], float] | None:
-        """The layout that holds the least by the rows, none of `others`, and how much.
+    def best(self, others: Iterable[Layout]) -> tuple[Layout, float] | None:
+        """The layout, none of `others`, that holds the least, and how much.
 
         Among equal ones that of the most splits; None where there is no other.
         """
         program = pulp.LpProblem("layout", pulp.LpMinimize)
-        x = [
-            [
-                pulp.LpVariable(f"x_{v}_{k}", cat="Binary")
-                for k in range(node.costs.size)
-            ]
-            for v, node in enumerate(self.graph.nodes)
+        pairs = [
+            (name, axis) for name, axes in self.dims.reach.items() for axis in axes
         ]
-        size = max(max((row.constant for row in rows), default=1.0), 1.0)
+        x = {
+            pair: pulp.LpVariable(f"x_{i}", cat="Binary")
+            for i, pair in enumerate(pairs)
+        }
         most = pulp.LpVariable("t", lowBound=0)
-        costs = [
-            cost * x[v][k]
-            for v, node in enumerate(self.graph.nodes)
-            for k, cost in enumerate(node.costs.tolist())
-        ]
-        program += most + 1e-7 * pulp.lpSum(costs)
-        for own in x:
-            program += pulp.lpSum(own) == 1
-        for edge in self.graph.edges:
-            for a, b in zip(*np.nonzero(np.isinf(edge.costs)), strict=True):
-                program += x[edge.first][a] + x[edge.second][b] <= 1
-        for row in rows:
-            held = [
-                float(bytes_ / size) * x[v][k]
-                for v, own in zip(row.nodes.tolist(), row.node_bytes, strict=True)
-                for k, bytes_ in enumerate(own.tolist())
-            ]
-            program += pulp.lpSum(held) + row.constant / size <= most
-        for choices in others:
-            program += (
-                pulp.lpSum(x[v][k] for v, k in enumerate(choices[: len(self.names)]))
-                <= len(self.names) - 1
-            )
+        program += most - 1e-7 * pulp.lpSum(x.values())
+        for name in self.dims.reach:
+            program += pulp.lpSum(v for (own, _), v in x.items() if own == name) <= 1
+        y: dict[Sign, list[tuple[int, pulp.LpVariable]]] = {}
+        for sign in dict.fromkeys(self.dims.splits.values()):
+            y[sign] = []
+            by_pair: dict[tuple[str, int], list[pulp.LpVariable]] = {}
+            for state in _states(sign):
+                variable = pulp.LpVariable(f"y_{len(y)}_{len(y[sign])}", 0, 1)
+                parts = prod(self.dims.mesh.axis_sizes[axis] for _, axis in state)
+                y[sign].append((parts, variable))
+                for pair in state:
+                    by_pair.setdefault(pair, []).append(variable)
+            program += pulp.lpSum(variable for _, variable in y[sign]) == 1
+            for name, axes in sign:
+                for axis in axes:
+                    program += pulp.lpSum(by_pair[name, axis]) == x[name, axis]
+        size = max((sum(point.values()) for point in self.points), default=1.0)
+        for point in self.points:
+            held = []
+            for sign, whole in point.items():
+                states = y.get(sign, [(1, 1.0)])
+                held += [whole / size / parts * variable for parts, variable in states]
+            program += pulp.lpSum(held) <= most
+        for layout in others:
+            same = [v if layout.get(n) == a else -v for (n, a), v in x.items()]
+            program += pulp.lpSum(same) <= len(layout) - 1
         program.solve(pulp.HiGHS(msg=False))
         if program.status != pulp.LpStatusOptimal:
             return None
-        chosen = tuple(
-            int(np.argmax([variable.value() or 0.0 for variable in own])) for own in x
-        )
-        return chosen, float(most.value() or 0.0) * size
-
-    def _choice_graph(self) -> ChoiceGraph:
-        sizes = self.dims.mesh.axis_sizes
-        nodes = [
-            Node(
-                name,
-                np.array([float(axis is None) for axis in axes]),
-                np.zeros(len(axes)),
-            )
-            for name, axes in zip(self.names, self.axes, strict=True)
-        ]
-        for each, states in zip(self.sets, self.choices_of_set, strict=True):
-            parts = [prod(sizes[a] for a in s if a is not None) for s in states]
-            name = " ".join(name for name, _ in each)
-            nodes.append(Node(name, np.zeros(len(states)), 1.0 / np.array(parts)))
-        edges = [*self._legal_pairs(), *self._agreement()]
-        return ChoiceGraph(tuple(nodes), tuple(edges))
-
-    def _legal_pairs(self) -> Iterator[Edge]:
-        """No axis splits two dims of a tensor."""
-        together = {
-            frozenset((first, second))
-            for each in self.sets
-            for first, _ in each
-            for second, _ in each
-            if first != second
-        }
-        for i, first in enumerate(self.names):
-            for j, second in enumerate(self.names[:i]):
-                if frozenset((first, second)) in together:
-                    costs = np.array(
-                        [
-                            [inf if a == b is not None else 0.0 for b in self.axes[j]]
-                            for a in self.axes[i]
-                        ]
-                    )
-                    yield Edge(i, j, *_each(costs), costs)
-
-    def _agreement(self) -> Iterator[Edge]:
-        """Sets of dims have the axes of their dims."""
-        for k, (each, states) in enumerate(
-            zip(self.sets, self.choices_of_set, strict=True)
-        ):
-            for position, (name, known) in enumerate(each):
-                node = self.names.index(name)
-                seen = [a if a in known else None for a in self.axes[node]]
-                costs = np.array(
-                    [
-                        [0.0 if a == state[position] else inf for a in seen]
-                        for state in states
-                    ]
-                )
-                first = len(self.names) + k
-                yield Edge(first, node, *_each(costs), costs)
+        layout = {n: a for (n, a), v in x.items() if (v.value() or 0.0) > 0.5}
+        return layout, float(most.value() or 0.0) * size
 
 
-def _states(
-    each: tuple[tuple[str, frozenset[int]], ...],
-) -> list[tuple[int | None, ...]]:
-    """The axes that the dims of a set may have together."""
-    options = [(None, *sorted(axes)) for _, axes in each]
-    return [
-        state
-        for state in product(*options)
-        if all(axis is None or state.count(axis) == 1 for axis in state)
-    ]
-
-
-def _each(costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Every choice in a class of its own."""
-    return np.arange(costs.shape[0]), np.arange(costs.shape[1])
+def _states(sign: Sign) -> Iterator[tuple[tuple[str, int], ...]]:
+    """The axes that the dims of a tensor may have together, each axis once."""
+    options = [[None, *((name, axis) for axis in sorted(axes))] for name, axes in sign]
+    for chosen in product(*options):
+        state = tuple(pair for pair in chosen if pair is not None)
+        if len({axis for _, axis in state}) == len(state):
+            yield state
 
 
 def _arguments_and_results(profile: MemoryProfile) -> Iterator[tuple[int, int]]:

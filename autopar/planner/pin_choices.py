@@ -1,7 +1,6 @@
 """Choices of single tensors and operators that are kept, or forbidden, at any price.
 
-Explanations forbid what a plan chose, to see what it would do instead; a plan that is
-made like another keeps what the other chose.
+Explanations forbid what a plan chose, to see what it would do instead.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ class ChoicePins:
     """What some tensors may be made in, and how some operators may be split.
 
     `specs` are tests of the spec by tensor, `factors` tests of the factors by operator.
-    `name` is what errors call them. A hint is ignored where it leaves no choice.
+    `name` is what errors call them.
     """
 
     name: str
     specs: Mapping[int, Callable[[Spec], bool]]
     factors: Mapping[int, Callable[[Factors], bool]]
-    is_hint: bool = False
 
     def applied(self, problem: ShardingProblem) -> ShardingProblem:
         """The problem with every other choice forbidden.
@@ -65,8 +63,6 @@ class ChoicePins:
         left = np.where(kept, seconds, np.inf)
         if np.isfinite(left).any():
             return left
-        if self.is_hint:
-            return seconds
         raise InfeasiblePlanError(
             f"{vertex.name} must have a choice left, but {self.name} leaves none.",
             tightest_constraint=self.name,

@@ -5,45 +5,28 @@ Nothing is traced again: the graph is solved once for every pin.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from ..graph.op_graph import Operator, OpGraph
-from ..options import Options
 from ..plans.pin_cost import PinCost, PinCosts
 from ..plans.plan import ShardingPlan
 from ..sharding.layouts import FREE
 from .graph_plan import plan_graph
 from .mesh_search import TIGHT_GAP
 from .plan_request import PlanRequest
-from .planned import Planned
-from .whole_step import batch_tensors
 
 _PIN = "autopar_pin"
 
 
-def pin_costs(planned: Planned, leaves: Sequence[Any], options: Options) -> PinCosts:
-    """The cost of each pin of `options`, and of each line that calls `autopar.pin`.
+def pin_costs(plan: ShardingPlan, request: PlanRequest) -> PinCosts:
+    """The cost of each pin of a request, and of each line that calls `autopar.pin`.
 
     Args:
-      planned: the step with all pins.
-      leaves: the leaves of its arguments.
-      options: what it was planned with.
-
-    Raises:
-      ValueError: the plan was given, not made.
-    """
-    graph, cluster = planned.graph, planned.cluster
-    batch = batch_tensors(planned.traced, graph, options)
-    request = PlanRequest(graph, leaves, batch, cluster, options)
-    return costs_of_pins(planned.plan, request)
-
-
-def costs_of_pins(plan: ShardingPlan, request: PlanRequest) -> PinCosts:
-    """As `pin_costs`, of a plan with all pins.
+      plan: the step with all pins.
+      request: what it was planned of, on the plan's mesh.
 
     Raises:
       ValueError: the plan was given, not made.
@@ -53,10 +36,6 @@ def costs_of_pins(plan: ShardingPlan, request: PlanRequest) -> PinCosts:
             "What a pin costs is known of a plan that is solved here, but `plan` was "
             "given; leave it out."
         )
-    is_whole = plan.mesh.size == request.cluster.num_devices
-    if request.options.mesh is None and is_whole:
-        request = request.asking(mesh=plan.mesh)
-    request = request.with_placed_pins()
     step_seconds = plan.predicted.step_seconds
     if plan.predicted.optimality_gap > TIGHT_GAP:  # as of a plan to a wider gap
         best = plan_graph(request)

@@ -1,8 +1,6 @@
 """A plan for a step that has changed since another plan was made: what can stay, stays.
 
-Arguments that still have their path keep their spec, as pins. Operators that still have
-their name, kind and types keep their factors, unless that costs more than planning them
-anew: names of operators are numbered, and mean others once one is put before them.
+Arguments that still have their path keep their spec, as pins; all else is solved anew.
 """
 
 from __future__ import annotations
@@ -11,29 +9,25 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError, PlanFileError
-from ..graph.build_graph import STRUCTURED
-from ..graph.op_graph import Operator, OpGraph
+from ..graph.op_graph import OpGraph
 from ..graph.pins import keys_of_arguments, keys_of_paths, parse_pin
 from ..methods.gather_again import graph_of_plan
 from ..option_values import Offload
 from ..options import Options
-from ..plans.plan import OperatorPlan, ShardingPlan
+from ..plans.plan import ShardingPlan
 from ..plans.plan_check import check_against
 from ..plans.staged_plan import sharding_of
 from ..sharding.mesh import MeshShape, parse_mesh
 from ..sharding.spec import to_partition_spec
 from .graph_plan import plan_graph
-from .pin_choices import ChoicePins, Factors
 from .plan_request import PlanRequest
 from .transfers_ahead import graph_sent_ahead
 
-OPERATORS_MAY_COST = 0.01  # of a step, for operators that keep their factors
 _MOST_NAMED = 8
 _log = logging.getLogger("autopar")
 
@@ -42,25 +36,14 @@ _log = logging.getLogger("autopar")
 class Likeness:
     """What a changed step keeps of a plan.
 
-    `pins` are by path, `factors` by operator index; `anew` says of each argument that
-    keeps nothing why, `gone` are paths of the plan that the step has no more.
+    `pins` are by path; `anew` says of each argument that keeps nothing why, `gone` are
+    paths of the plan that the step has no more.
     """
 
     pins: Mapping[str, PartitionSpec]
-    factors: Mapping[int, Factors]
     anew: Mapping[str, str]
     gone: tuple[str, ...]
-    num_operators: int
     mesh: MeshShape | None = None  # of a step of one program
-
-    def limits(self) -> tuple[ChoicePins, ...]:
-        """The operators' factors as a limit of the problem."""
-
-        def is_kept(own: Factors) -> Any:
-            return lambda factors: factors == own
-
-        tests = {index: is_kept(own) for index, own in self.factors.items()}
-        return (ChoicePins("a plan that was given as `like`", {}, tests, True),)
 
     def __str__(self) -> str:
         number = len(self.pins) + len(self.anew)
@@ -68,9 +51,6 @@ class Likeness:
             f"of the plan given as `like`, {len(self.pins)} of {number} arguments "
             f"keep their place"
         ]
-        if self.num_operators:
-            kept = f"{len(self.factors)} of {self.num_operators}"
-            words[0] += f" and {kept} operators their form"
         if self.anew:
             words.append(f"planned anew: {_some(self.anew)}")
         if self.gone:
@@ -95,7 +75,7 @@ def plan_like(request: PlanRequest) -> ShardingPlan | None:
     likeness = likeness_of(options, graph, cluster)
     kept = replace(request, options=options_like(options, likeness))
     try:
-        alone = plan_graph(kept)
+        plan = plan_graph(kept)
     except InfeasiblePlanError as error:
         _log.warning(
             "%s: no plan keeps the arguments as in the plan given as `like`, so all is "
@@ -103,17 +83,8 @@ def plan_like(request: PlanRequest) -> ShardingPlan | None:
             *(graph.name, error),
         )
         return None
-    if likeness.factors:
-        try:
-            both = plan_graph(replace(kept, limits=likeness.limits()))
-        except InfeasiblePlanError:
-            both = None
-        most = alone.predicted.step_seconds * (1 + OPERATORS_MAY_COST)
-        if both is not None and both.predicted.step_seconds <= most:
-            tell(likeness, graph)
-            return both
-    tell(replace(likeness, factors={}), graph)
-    return alone
+    tell(likeness, graph)
+    return plan
 
 
 def without_like(options: Options, cluster: Cluster) -> Options:
@@ -153,8 +124,7 @@ def likeness_of(options: Options, graph: OpGraph, cluster: Cluster) -> Likeness:
     mesh = _mesh(options, plan, cluster)
     keys_of_arguments(options.pins, graph, "pin")  # refuses those of no argument
     pins, anew, gone = kept_arguments(graph, options.pins, homes_in([plan]), [mesh])
-    factors = _factors(plan, graph, mesh)
-    return Likeness(pins, factors, anew, gone, len(graph.operators()), mesh)
+    return Likeness(pins, anew, gone, mesh)
 
 
 Homes = Mapping[str, Sequence[tuple[PartitionSpec, tuple[int, ...]]]]
@@ -251,37 +221,6 @@ def _mesh(options: Options, plan: ShardingPlan, cluster: Cluster) -> MeshShape:
             f"for example mesh={names!r}."
         )
     return plan.mesh
-
-
-def _factors(
-    plan: ShardingPlan, graph: OpGraph, mesh: MeshShape
-) -> dict[int, tuple[str, ...]]:
-    """The factors of the operators that are as they were, by index."""
-    if plan.mesh != mesh:
-        return {}
-    old = {op.name: op for op in plan.operators}
-    types = {t.name: (t.shape, t.dtype) for t in plan.tensors}
-    return {
-        op.index: old[op.name].factors
-        for op in graph.operators()
-        if op.name in old and _is_same(op, old[op.name], types, graph)
-    }
-
-
-def _is_same(
-    op: Operator,
-    old: OperatorPlan,
-    types: Mapping[str, tuple[Sequence[int], str]],
-    graph: OpGraph,
-) -> bool:
-    if op.kind in STRUCTURED or op.kind != old.kind:
-        return False
-    if len(op.operands) != len(old.operand_specs):
-        return False
-    names = [graph.tensors[result].name for result in op.results]
-    kinds = [(kind.shape, kind.dtype.name) for kind in op.result_types]
-    known = [types.get(name) for name in names]
-    return len(names) == len(old.result_specs) and known == kinds
 
 
 def _some(reasons: Mapping[str, str]) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from ..graph.dependencies import read_by, tensors_of
 from ..graph.op_graph import Block, Constant, Operand, Operator, TensorType
 from ..rules.attention_spec import Labels
+from ..rules.base import factors_of
 from ..rules.elementwise import NARY, UNARY
 from .score_algebra import NotAttention
 
@@ -176,7 +178,11 @@ class Dims:
         self._scores, self._shapes = region.first.results[0], dict[Owner, Shape]()
         self._parent, self._numbers = dict[_Dim, _Dim](), dict[_Dim, int]()
         for op in region.operators:
-            self._add(op)
+            for position, operand in enumerate(op.operands):
+                if isinstance(operand, Constant):
+                    continue
+                for old, new in paired_dims(op, position):
+                    self._join((operand, old), (op.results[0], new))
         for op in region.products:
             self._add_product(op, region)
         for tensor in (*region.inside, *region.sides()):
@@ -223,32 +229,19 @@ class Dims:
             self._numbers.clear()
 
     def _add_product(self, op: Operator, region: Region) -> None:
-        sums, batches = op.params["dimension_numbers"]
         tensors = (*op.operands, *op.results)
-        left, right, result = owners = tuple(
+        owners = tuple(
             t if isinstance(t, int) and t in region.inside else (op.index, i)
             for i, t in enumerate(tensors)
         )
         types = (*op.operand_types, *op.result_types)
         for owner, kind in zip(owners, types, strict=True):
             self._shapes[owner] = kind.shape
-        for i, j in (*zip(*sums, strict=True), *zip(*batches, strict=True)):
-            self._join((left, i), (right, j))
-        made = [(left, i) for i in batches[0]]
-        for owner, kind, at in zip((left, right), types, (0, 1), strict=False):
-            bound = (*sums[at], *batches[at])
-            made += [(owner, i) for i in range(kind.rank) if i not in bound]
-        for dim, each in enumerate(made):
-            self._join((result, dim), each)
-
-    def _add(self, op: Operator) -> None:
-        shape = op.result_types[0].shape
-        for position, operand in enumerate(op.operands):
-            if isinstance(operand, Constant):
-                continue
-            for old, new in paired_dims(op, position):
-                if op.operand_types[position].shape[old] == shape[new]:
-                    self._join((operand, old), (op.results[0], new))
+        for factor in factors_of(op):
+            dims = (*factor.operands, *factor.results)
+            places = [p for p in zip(owners, dims, strict=True) if p[1] >= 0]
+            for first, second in pairwise(places):
+                self._join(first, second)
 
 
 def paired_dims(op: Operator, position: int) -> list[tuple[int, int]]:
@@ -257,31 +250,8 @@ def paired_dims(op: Operator, position: int) -> list[tuple[int, int]]:
     Raises:
       NotAttention: dims are joined or cut.
     """
-    kind, made = op.operand_types[position], op.result_types[0]
-    match op.kind:
-        case "transpose":
-            return [(old, new) for new, old in enumerate(op.params["permutation"])]
-        case "broadcast_in_dim":
-            return list(enumerate(op.params["broadcast_dimensions"]))
-        case "reduce_max" | "reduce_sum":
-            left = [d for d in range(kind.rank) if d not in op.params["axes"]]
-            return [(old, new) for new, old in enumerate(left)]
-        case "reshape" | "squeeze" | "expand_dims":
-            return _unit_dims_apart(kind.shape, made.shape)
-    return [(dim, dim) for dim in range(made.rank if kind.rank == made.rank else 0)]
-
-
-def _unit_dims_apart(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
-    """Equal dims of a reshape that adds or drops dims of size 1 only."""
-    pairs, i, j = [], 0, 0
-    while i < len(old) or j < len(new):
-        if i < len(old) and j < len(new) and old[i] == new[j]:
-            pairs.append((i, j))
-            i, j = i + 1, j + 1
-        elif j < len(new) and new[j] == 1:
-            j += 1
-        elif i < len(old) and old[i] == 1:
-            i += 1
-        else:
-            raise NotAttention("its scores are reshaped")
-    return pairs
+    old, new = op.operand_types[position].shape, op.result_types[0].shape
+    if op.kind == "reshape" and [n for n in old if n > 1] != [n for n in new if n > 1]:
+        raise NotAttention("its scores are reshaped")
+    pairs = ((each.operands[position], each.results[0]) for each in factors_of(op))
+    return [(i, j) for i, j in pairs if min(i, j) >= 0 and old[i] == new[j]]

@@ -49,7 +49,7 @@ from .graph_plan import blaming_pins, plan_graph
 from .memory_users import memory_shares
 from .mesh_search import TIGHT_GAP
 from .pin_choices import ChoicePins
-from .pin_costs import costs_of_pins, unpinned
+from .pin_costs import pin_costs, unpinned
 from .plan_like import likeness_of, options_like
 from .plan_request import PlanRequest
 from .planned import Planned
@@ -154,10 +154,10 @@ class TracedStep(PlanRequest):
         )
 
     def pin_costs(self, plan: ShardingPlan) -> PinCosts:
-        """What each pin adds to a step; errors are those of `costs_of_pins`."""
+        """What each pin adds to a step; errors are those of `pin_costs`."""
         mesh = self.options.mesh or _abstract_mesh(plan.mesh)
         request = self.asking(mesh=mesh, memory_budget=self._budget(plan))
-        return costs_of_pins(plan, request)
+        return pin_costs(plan, request)
 
     def tensor_reasons(self, plan: ShardingPlan, tensor: int) -> Reasons:
         """Why a tensor, by index, is made in its spec."""

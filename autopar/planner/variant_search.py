@@ -17,7 +17,7 @@ solution of others as soon as its bound is that high.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import TypeVar
@@ -202,37 +202,29 @@ class _FormSearch:
             return False
         if (yield from self.fits(variant)):
             if remat is not None and remat.num_segments is None:
-                yield from self.fewest_segments(remat, at_host, variant.num_segments)
+                yield from self.fewest(
+                    lambda n: self.variants.make(
+                        replace(remat, num_segments=n), at_host
+                    ),
+                    variant.num_segments,
+                )
             return True
         everything = self.variants.offloadable
         if self.offload != "auto" or not everything:
             return False
         if not (yield from self.fits(self.variants.make(remat, everything))):
             return False
-        yield from self.fewest_leaves(remat, everything)
+        yield from self.fewest(
+            lambda n: self.variants.make(remat, everything[:n]), len(everything)
+        )
         return True
 
-    def fewest_segments(
-        self, remat: Remat, at_host: tuple[int, ...], most: int
-    ) -> Asking[None]:
-        """Tries to make fewer segments again than `most`, which do."""
+    def fewest(self, variants: Callable[[int], StepVariant], most: int) -> Asking[None]:
+        """Tries variants by number, of which that of `most` fits, down to the least."""
         low, high = 0, most
         while high - low > 1:
             middle = (low + high) // 2
-            some = replace(remat, num_segments=middle)
-            variant = self.variants.make(some, at_host)
-            fits = yield from self.fits(variant, is_trial=True)
-            low, high = (low, middle) if fits else (middle, high)
-
-    def fewest_leaves(
-        self, remat: Remat | None, everything: tuple[int, ...]
-    ) -> Asking[None]:
-        """Tries to move less to the host than everything, which does."""
-        low, high = 0, len(everything)
-        while high - low > 1:
-            middle = (low + high) // 2
-            variant = self.variants.make(remat, everything[:middle])
-            fits = yield from self.fits(variant, is_trial=True)
+            fits = yield from self.fits(variants(middle), is_trial=True)
             low, high = (low, middle) if fits else (middle, high)
 
     def fits(self, variant: StepVariant, *, is_trial: bool = False) -> Asking[bool]:

@@ -28,7 +28,6 @@ from ..pipelines.pipeline_source import PipelineSource
 from ..planner.graph_plan import plan_graph
 from ..planner.intra_op import warn_fallbacks
 from ..planner.memory_users import memory_shares
-from ..planner.pin_costs import pin_costs
 from ..planner.plan_request import PlanRequest
 from ..planner.planned import Planned
 from ..planner.traced_step import traced_step
@@ -67,6 +66,7 @@ class StepOrigin:
         planned, options = self.planned, self.options
         graph, plan = planned.graph, planned.plan
         given = planned, self.leaves, options
+        costs = partial(traced_step(*given).pin_costs, plan)
         inside = {op.source for op in graph.operators() if op.kind in PINS}
         asked = _Asked(alternatives, audit)
         correction = plan.predicted.memory_correction
@@ -76,7 +76,7 @@ class StepOrigin:
             kinds=_kinds(graph, batch_tensors(planned.traced, graph, options)),
             curves=(curve_of_program(memory_profile(graph, plan), correction),),
             alternatives=asked.others(lambda: [*compare(*given)][1:]),
-            pins=asked.pins(len(options.pins) + len(inside), lambda: pin_costs(*given)),
+            pins=asked.pins(len(options.pins) + len(inside), costs),
             audits=asked.audits(partial(lowered_step, planned)),
             cautions=(*planned.roles.notes, *_fallbacks(graph, plan.mesh)),
             missing=asked.missing,
