@@ -1,8 +1,8 @@
 """Solving without a budget: one exact step after another, until the gap is closed.
 
 A graph of equal layers is first solved with few of them (`folded.py`). Otherwise:
-join copies, then in turn: reduce; pass messages; fix what costs too much; and where the
-messages stall, merge nodes. The ILP gets what is left once nothing can be merged.
+in turn reduce; pass messages; fix what costs too much; and where the messages stall,
+merge nodes. The ILP gets what is left once nothing can be merged.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,6 @@ from .choice_graph import ChoiceGraph, Infeasible
 from .fix import fix
 from .folded import solve_folded
 from .ilp import is_small_enough, solve_ilp
-from .join import join_copies
 from .likely import MOST_LIKELY_CHOICES, improve_among_likely
 from .merge import choose_pairs, merge_nodes
 from .messages import Messages, Passing
@@ -65,7 +64,7 @@ class _Descent:
 
     def __init__(self, search: Search, with_ilp: bool) -> None:
         self.search, self.with_ilp = search, with_ilp
-        self.steps: list[Step] = [join_copies(search.graph, search.pool)]
+        self.steps: list[Step] = []
         self.ceiling, self.slack = inf, 0.0
         self.excess: list[np.ndarray] = []
         self.bound = -inf
@@ -75,7 +74,7 @@ class _Descent:
 
     @property
     def graph(self) -> ChoiceGraph:
-        return self.steps[-1].graph
+        return self.steps[-1].graph if self.steps else self.search.graph
 
     def _work_of_programs(self, least: float) -> float:
         """Seconds of work of the next integer program, of which all may take half.

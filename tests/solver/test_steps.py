@@ -12,7 +12,6 @@ from autopar.solver import min_plus
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Infeasible, Node
 from autopar.solver.descent import Descent
-from autopar.solver.join import join_copies
 from autopar.solver.likely import improve_among_likely
 from autopar.solver.merge import choose_pairs, merge_nodes
 from autopar.solver.messages import Passing
@@ -76,28 +75,6 @@ def test_reduce_keeps_the_optimum(seed: int, density: float) -> None:
 def test_reduce_alone_solves_trees_and_rings(density: float) -> None:
     graph = random_graph(1, num_nodes=6, density=density / 3, forbidden=0, num_copies=0)
     assert not reduce(graph).graph.nodes
-
-
-@given(seeds)
-def test_joining_copies_keeps_the_optimum(seed: int) -> None:
-    graph = random_graph(seed, num_nodes=4, num_copies=2, forbidden=0.03)
-    joined = join_copies(graph, ArrayPool())
-    best = optimum(graph)
-    reduced = _reduce_or_none(joined.graph)
-    if reduced is None:
-        assert best == inf
-        return
-    assert optimum(reduced.graph) == pytest.approx(best)
-    if best < inf:
-        plan = joined.expand(reduced.expand(brute_force(reduced.graph).choices))
-        assert graph.cost(plan) == pytest.approx(best)
-
-
-def test_copies_of_one_producer_are_joined() -> None:
-    graph = random_graph(0, num_nodes=4, most_choices=3, num_copies=1, forbidden=0)
-    joined = join_copies(graph, ArrayPool())
-    assert len(joined.needs) == 1
-    assert joined.graph.nodes[4].costs.size == 1
 
 
 @given(seeds)
