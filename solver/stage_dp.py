@@ -276,7 +276,7 @@ def least_step_seconds(problem: StageProblem) -> float:
     shared = problem.stages_per_submesh
     fits, choices = problem.held >= 1, problem.choices
     seconds = np.array(problem.latencies)
-    work = np.array([each.num_devices * each.paces for each in choices])
+    work = np.array([each.num_devices * each.seconds for each in choices])
     least = [np.min(each, 0, where=fits, initial=inf) for each in (seconds, work)]
     latency, device_seconds = least_paths(np.array(least))[:, -1] / shared
     once = spans_only([each.once_seconds for each in choices]).min()
