@@ -23,7 +23,6 @@ from autopar.solver.stage_dp import StageAssignment, least_step_seconds, solve_s
 from autopar.solver.stage_problem import (
     ScheduleName,
     StageProblem,
-    slowest_seconds,
 )
 
 from ..clusters.cluster import Cluster
@@ -61,8 +60,6 @@ class JointSearch:
     """The search over all cases; costs that were planned are kept between calls.
 
     `seconds` are CPU seconds of the dynamic programs and on layers, `count` how many.
-    `batch_pace` is that of all microbatches, as it was found last, by case
-    and by schedule.
     `min_stages` is how many there must be, `max_stages` how many there may be.
     """
 
@@ -73,7 +70,6 @@ class JointSearch:
     schedules: Sequence[tuple[ScheduleName, int]]
     seconds: dict[str, float] = field(default_factory=dict)
     count: dict[str, int] = field(default_factory=dict)
-    batch_pace: dict[tuple[object, ...], float] = field(default_factory=dict)
     min_stages: int = 2
     max_stages: int | None = None
 
@@ -132,17 +128,9 @@ class JointSearch:
         self, case: Case, capacity_bytes: float, limit: float
     ) -> FoundStages | None:
         """The best stages of a case; none that is not faster than the limit."""
-        problem, (number, *schedule) = self.problem(case, capacity_bytes), case
-        known = self.batch_pace
-        near = known.get(case, known.get(tuple(schedule), 0.0)) / number
-        found = self._timed(
-            "solve", lambda: solve_stages(problem, LOOSE_GAP, limit, near)
-        )
-        if found is None:
-            return None
-        pace = number * slowest_seconds(problem, found.stages)
-        known[case] = known[tuple(schedule)] = pace
-        return FoundStages(problem, found, found.bound)
+        problem = self.problem(case, capacity_bytes)
+        found = self._timed("solve", lambda: solve_stages(problem, LOOSE_GAP, limit))
+        return None if found is None else FoundStages(problem, found, found.bound)
 
     def problem(self, case: Case, capacity_bytes: float) -> StageProblem:
         """The problem of a case, with the costs as they are known."""

@@ -179,16 +179,6 @@ def test_no_interleaved_assignment_is_faster(tight: bool):
             assert least_step_seconds(problem) <= wanted * (1 + 1e-12)
 
 
-def test_a_guess_of_the_pace_changes_nothing():
-    for seed in range(3):
-        problem = random_problem(seed, 6, (0, 0), 2, tight=seed % 2 > 0)
-        for schedule in ("1f1b", "interleaved"):
-            each = replace(problem, schedule=schedule, num_microbatches=4)
-            plain = solve_stages(each)
-            for near in (1e-9, 0.3, 0.7, 1.5, 1e9):
-                assert solve_stages(each, near=near) == plain
-
-
 def test_a_loose_gap_is_kept():
     for seed in range(4):
         problem = random_problem(seed, 6, (0, 0), 3)
