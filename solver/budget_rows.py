@@ -154,13 +154,8 @@ def priced(
     graph: ChoiceGraph,
     rows: Sequence[BudgetRow],
     prices: np.ndarray,
-    *,
-    has_costs: bool = True,
 ) -> ChoiceGraph:
-    """The graph that also costs what it holds, at a price a byte of each row.
-
-    Without costs only what is forbidden stays.
-    """
+    """The graph that also costs what it holds, at a price a byte of each row."""
     pairs = [(row, m) for row, m in zip(rows, prices.tolist(), strict=True) if m]
     types = graph.types
 
@@ -172,7 +167,6 @@ def priced(
         priced_types, shifts = [], np.zeros(len(found))
         for kind, (before, held) in enumerate(found):
             now = costs[before]
-            now = now if has_costs else np.where(np.isfinite(now), 0.0, np.inf)
             for charge in held:
                 now = now + charge
             shifts[kind] = least = min(float(now.min(initial=0.0)), 0.0)
@@ -195,7 +189,7 @@ def priced(
     ]
     edge_types = [(*own, now) for own, (_, now) in zip(ends, found, strict=True)]
     edges = TypedEdges(edge_types, type_of, types.first, types.second)
-    constant = graph.constant * has_costs + sum(m * r.constant for r, m in pairs)
+    constant = graph.constant + sum(m * r.constant for r, m in pairs)
     return ChoiceGraph(nodes, edges, constant=constant + less + less_of_edges)
 
 

@@ -4,7 +4,6 @@ HiGHS checks its limits some ten to thirty times a second, within a node of its 
 too, but in presolve not at all. So work is counted in checks.
 """
 
-from collections.abc import Callable
 from math import inf
 from typing import Any
 
@@ -18,23 +17,15 @@ def seconds_of_check(num_variables: int) -> float:
 
 
 class Checks:
-    """The checks of one model's run, which ends after `most`, or as `is_over` says.
+    """The checks of one model's run, which ends after `most`."""
 
-    `is_over` is asked of every check's event.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        most: float = inf,
-        is_over: Callable[[Any], bool] = lambda event: False,
-    ) -> None:
-        self.number, self.most, self._is_over = 0, most, is_over
+    def __init__(self, model: Any, most: float = inf) -> None:
+        self.number, self.most = 0, most
         model.cbMipInterrupt.subscribe(self._check)
 
     def _check(self, event: Any) -> None:
         self.number += 1
-        if self.number >= self.most or self._is_over(event):
+        if self.number >= self.most:
             event.interrupt()
 
     def __str__(self) -> str:

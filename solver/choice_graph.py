@@ -12,7 +12,6 @@ end of an edge share a class, so an edge's matrix is as small as what it disting
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import isfinite
 
 import numpy as np
 
@@ -206,39 +205,6 @@ class ChoiceGraph:
         """Whether every live set fits, up to rounding."""
         return self.budget is None or self.peak_bytes(choices) <= allowed(self.budget)
 
-    def verify(self) -> None:
-        """Raise ValueError at the first thing that breaks the format."""
-        for index, node in enumerate(self.nodes):
-            _verify_node(index, node)
-        for index, edge in enumerate(self.edges):
-            self._verify_edge(index, edge)
-        for index, live in enumerate(self.live_sets):
-            if len(set(live)) != len(live):
-                _fail(f"live set {index} must name each node once", live, "a set of it")
-            if live and not 0 <= min(live) <= max(live) < len(self.nodes):
-                _fail(f"live set {index} must name nodes of the graph", live, "indices")
-        if self.budget is not None and not self.budget >= 0:
-            _fail("`budget` must be at least 0", self.budget, "None for no budget")
-        if not isfinite(self.constant):
-            _fail("`constant` must be finite", self.constant, "0.0 for none")
-
-    def _verify_edge(self, index: int, edge: Edge) -> None:
-        what = f"edge {index} ({edge.first} -- {edge.second})"
-        ends = (edge.first, edge.second)
-        if edge.first == edge.second or not all(0 <= v < len(self.nodes) for v in ends):
-            _fail(f"{what} must join two nodes of the graph", ends, "node costs")
-        if edge.costs.ndim != 2 or not (edge.costs >= 0).all():
-            _fail(f"{what}: costs must be a matrix >= 0", edge.costs, "inf to forbid")
-        sides = ((edge.first, edge.first_class), (edge.second, edge.second_class))
-        for (node, classes), count in zip(sides, edge.costs.shape, strict=True):
-            if classes.shape != self.nodes[node].costs.shape:
-                size = self.nodes[node].costs.size
-                _fail(f"{what} must class {size} choices", classes.shape, "one each")
-            if classes.dtype.kind not in "iu":
-                _fail(f"{what}: classes must be integers", classes.dtype, "np.intp")
-            if classes.size and not 0 <= classes.min() <= classes.max() < count:
-                _fail(f"{what}: classes must be below {count}", classes, "a larger one")
-
     def __str__(self) -> str:
         sizes = [node.costs.size for node in self.nodes]
         lines = [
@@ -333,19 +299,3 @@ def _members(types: np.ndarray, count: int) -> list[np.ndarray]:
     order = np.argsort(types, kind="stable")
     ends = np.searchsorted(types[order], np.arange(count + 1))
     return [order[low:high] for low, high in zip(ends, ends[1:], strict=False)]
-
-
-def _verify_node(index: int, node: Node) -> None:
-    what = f"node {index} ({node.name})"
-    if node.costs.ndim != 1 or not node.costs.size:
-        _fail(f"{what} must have at least one choice", node.costs.shape, "a cost each")
-    if not (node.costs >= 0).all():
-        _fail(f"{what}: costs must be at least 0", node.costs.min(), "inf to forbid")
-    if node.bytes.shape != node.costs.shape:
-        _fail(f"{what} must have bytes for each choice", node.bytes.shape, "zeros")
-    if not ((node.bytes >= 0) & np.isfinite(node.bytes)).all():
-        _fail(f"{what}: bytes must be finite and >= 0", node.bytes, "zeros for none")
-
-
-def _fail(rule: str, value: object, remedy: str) -> None:
-    raise ValueError(f"{rule}, but got {value}; use {remedy}.")

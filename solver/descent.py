@@ -1,12 +1,15 @@
 """Local search: changes one node at a time while that helps."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from math import inf
 
 import numpy as np
 
-from .choice_graph import ChoiceGraph, Edge
+from .choice_graph import ChoiceGraph
+
+# Another node, the classes here and there, and the costs by both.
+_Side = tuple[int, np.ndarray, np.ndarray, np.ndarray]
 
 
 class Descent:
@@ -15,28 +18,13 @@ class Descent:
     The budget is not looked at.
     """
 
-    def __init__(
-        self, graph: ChoiceGraph, nodes: Collection[int] | None = None
-    ) -> None:
-        """`nodes` are those that `values` is asked of, all if None."""
-        asked = range(len(graph.nodes)) if nodes is None else nodes
-        self._costs = {node: graph.nodes[node].costs for node in asked}
-        self._around: dict[
-            int, list[tuple[int, np.ndarray, np.ndarray, np.ndarray]]
-        ] = {node: [] for node in asked}
-        edges: Iterable[Edge] = graph.edges
-        if nodes is not None:
-            ends = np.stack([graph.types.first, graph.types.second])
-            is_near = np.isin(ends, list(asked)).any(axis=0)
-            edges = (graph.edges[at] for at in np.flatnonzero(is_near).tolist())
-        for edge in edges:
+    def __init__(self, graph: ChoiceGraph) -> None:
+        self._costs = [node.costs for node in graph.nodes]
+        self._around: list[list[_Side]] = [[] for _ in graph.nodes]
+        for edge in graph.edges:
             first, second = edge.first_class, edge.second_class
-            if edge.first in self._around:
-                own = edge.second, first, second, edge.costs
-                self._around[edge.first].append(own)
-            if edge.second in self._around:
-                own = edge.first, second, first, edge.costs.T
-                self._around[edge.second].append(own)
+            self._around[edge.first].append((edge.second, first, second, edge.costs))
+            self._around[edge.second].append((edge.first, second, first, edge.costs.T))
 
     def improve(self, choices: Sequence[int], max_moves: int = 100_000) -> list[int]:
         """The plan after every single change that lowers its cost."""

@@ -1,8 +1,8 @@
 """Solving without a budget: one exact step after another, until the gap is closed.
 
 A graph of equal layers is first solved with few of them (`folded.py`). Otherwise:
-join copies, then in turn: reduce; pass messages; fix what costs too much; and where the
-messages stall, merge nodes. The ILP gets what is left once nothing can be merged.
+in turn reduce; pass messages; fix what costs too much; and where the messages stall,
+merge nodes. The ILP gets what is left once nothing can be merged.
 """
 
 from collections.abc import Sequence
@@ -15,19 +15,15 @@ from .choice_graph import ChoiceGraph, Infeasible
 from .fix import fix
 from .folded import solve_folded
 from .ilp import is_small_enough, solve_ilp
-from .join import join_copies
-from .likely import MOST_LIKELY_CHOICES, improve_among_likely
 from .merge import choose_pairs, merge_nodes
-from .messages import Messages, Passing
-from .polish import polish
+from .messages import Passing
 from .reduce import reduce
 from .search import Search
 
 FIXED_ENOUGH = 0.3
 ROUNDS_AT_ONCE = 30
 MOST_MERGED_CHOICES = (1000, 1600)
-FEW_LIKELY_CHOICES = 100
-MOST_POLISHES_IN_VAIN = 2
+FEW_CHOICES = 1000  # beyond one per node
 LEAST_WORK, LEAST_WORK_OF_REST = 0.1, 1.0  # seconds, of an integer program
 
 
@@ -65,7 +61,7 @@ class _Descent:
 
     def __init__(self, search: Search, with_ilp: bool) -> None:
         self.search, self.with_ilp = search, with_ilp
-        self.steps: list[Step] = [join_copies(search.graph, search.pool)]
+        self.steps: list[Step] = []
         self.ceiling, self.slack = inf, 0.0
         self.excess: list[np.ndarray] = []
         self.bound = -inf
@@ -75,13 +71,12 @@ class _Descent:
 
     @property
     def graph(self) -> ChoiceGraph:
-        return self.steps[-1].graph
+        return self.steps[-1].graph if self.steps else self.search.graph
 
     def _work_of_programs(self, least: float) -> float:
         """Seconds of work of the next integer program, of which all may take half.
 
-        They grow without measure where the choices held likely are not, as where loops
-        read stacked values one by one; messages and merging go on in any case.
+        They may grow without measure; messages and merging go on in any case.
         """
         left = self.search.seconds_left
         if self.search.choices is None:
@@ -139,7 +134,7 @@ class _Descent:
         self.search.finish_phase("reduce", self.graph)
 
     def _pass_messages(self) -> None:
-        """Messages and better plans in turn, until the messages stall."""
+        """Messages until they stall, or are so few that the ILP is quicker."""
         search, graph = self.search, self.graph
         passing = Passing(graph, search.cost, clock=search.pool.clock)
         keep = max(search.seconds_left - self.seconds / 4, 0.0)
@@ -157,58 +152,23 @@ class _Descent:
             search.finish_phase("messages", graph)
             if search.is_closed or search.seconds_left <= keep:
                 break
-            self._improve(messages)
+            if messages.choices is not None:
+                self._solve_few()
             if messages.is_finished or search.is_closed:
                 break
         self.bound = messages.bound
         self.excess = [m - messages.bound for m in messages.marginals]
 
-    def _improve(self, messages: Messages) -> None:
-        search = self.search
-        if messages.choices is None:
+    def _solve_few(self) -> None:
+        """The whole graph by the ILP, once, where few choices are left."""
+        start, few = self.search.seconds_left, FEW_CHOICES + len(self.graph.nodes)
+        if not self.with_ilp or self.graph.num_choices > few:
             return
-        choices, start = messages.choices, search.seconds_left
-        for most in (FEW_LIKELY_CHOICES, MOST_LIKELY_CHOICES):
-            if self._is_all_likely(most):
-                self._solve_whole()
-                break
-            choices = improve_among_likely(
-                *(self.graph, choices, messages.marginals, search.pool),
-                gap=search.gap / 2,
-                work_limit=self._work_of_programs(LEAST_WORK),
-                most_choices=most,
-                cutoff=search.most_useful_cost,
-            )
-            search.offer(self._expand(choices))
-            if search.is_closed:
-                break
-        self.in_programs += start - search.seconds_left
-        search.finish_phase("likely", self.graph)
-        if messages.is_finished and not search.is_closed:
-            self._polish(choices)
-
-    def _is_all_likely(self, most: int) -> bool:
-        """Whether so many likely choices are all, so that a bound on them holds."""
-        return self.with_ilp and self.graph.num_choices - len(self.graph.nodes) <= most
-
-    def _solve_whole(self) -> None:
-        """The whole graph by the ILP, once."""
         work_limit = self._work_of_programs(LEAST_WORK)
         if self.solved is not self.graph and is_small_enough(self.graph, work_limit):
             self.solved = self.graph
             self._solve_ilp(work_limit)
-
-    def _polish(self, choices: tuple[int, ...]) -> None:
-        search, num_in_vain, seed = self.search, 0, 0
-        cost, until = self.graph.cost(choices), search.seconds_left - self.seconds / 10
-        while num_in_vain < MOST_POLISHES_IN_VAIN and search.seconds_left > until:
-            choices = polish(self.graph, choices, search.pool, seed)
-            before, cost = cost, self.graph.cost(choices)
-            is_better = cost < before - search.gap / 10 * abs(before)
-            num_in_vain = 0 if is_better else num_in_vain + 1
-            seed += 1
-        search.offer(self._expand(choices))
-        search.finish_phase("polish", self.graph)
+            self.in_programs += start - self.search.seconds_left
 
     def _fix(self) -> int:
         threshold = self.search.threshold

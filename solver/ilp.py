@@ -11,8 +11,7 @@ classes of edge e, absent where the pair is forbidden.
                 the objective <= cutoff, where there is one             (_add_cutoff)
 
 The cutoff is a row, as HiGHS takes plans above its own `objective_bound` for optimal.
-Memory rows are added lazily: only those that a solution without them breaks. PuLP
-builds the program and HiGHS solves it, starting from the plan we hold.
+PuLP builds the program and HiGHS solves it.
 """
 
 from collections.abc import Sequence
@@ -28,7 +27,6 @@ from .choice_graph import ChoiceGraph, allowed
 from .clock import Clock
 
 MOST_PAIRS = 100_000
-MOST_ROWS_AT_ONCE = 8
 COST_SCALE, BYTES_SCALE = 1e4, 1e3
 # HiGHS solves its linear programs to 1e-7 a variable.
 ROUNDING = 1e-8 * COST_SCALE
@@ -48,21 +46,18 @@ class IlpResult:
 
     bound: float
     choices: tuple[int, ...] | None
-    num_rows: int
 
     def __str__(self) -> str:
-        return f"IlpResult: bound {self.bound:.6g}, {self.num_rows} memory rows"
+        return f"IlpResult: bound {self.bound:.6g}"
 
 
-def is_small_enough(
-    graph: ChoiceGraph, work_limit: float, most_pairs: int = MOST_PAIRS
-) -> bool:
+def is_small_enough(graph: ChoiceGraph, work_limit: float) -> bool:
     """Whether the program is worth building, which may take half of its work.
 
     Larger ones are not ended in time: HiGHS seldom looks at its limits then.
     """
     num_pairs = sum(edge.costs.size for edge in graph.edges)
-    return num_pairs <= min(most_pairs, work_limit / 2 / _BUILT_VARIABLE)
+    return num_pairs <= min(MOST_PAIRS, work_limit / 2 / _BUILT_VARIABLE)
 
 
 def solve_ilp(
@@ -71,7 +66,6 @@ def solve_ilp(
     gap: float = 1e-4,
     work_limit: float = 60.0,
     clock: Clock | None = None,
-    initial: Sequence[int] | None = None,
     cost: float = inf,
     cutoff: float = inf,
 ) -> IlpResult:
@@ -80,32 +74,24 @@ def solve_ilp(
     Args:
         graph: the graph; its live sets and budget are kept if it has any.
         gap: wanted (cost - bound) / cost.
-        work_limit: seconds of work of all solves, with the rows added between them.
+        work_limit: seconds of work.
         clock: what is told of the work.
-        initial: a plan within budget to start from.
         cost: the cost of a plan already known, which says what a gap is relative to.
         cutoff: plans that cost as much or more are not looked for.
     """
     clock = clock or Clock()
-    deadline = clock.spent + work_limit
-    return _Program(graph, initial, cost, clock, cutoff).run(gap, deadline)
+    if work_limit <= 0 or clock.is_late:
+        return IlpResult(-inf, None)
+    return _Program(graph, cost, clock, cutoff).run(gap, work_limit)
 
 
-class _WarmHiGHS(pulp.HiGHS):
-    """HiGHS through PuLP, which passes on neither a starting point nor a callback."""
+class _CheckedHiGHS(pulp.HiGHS):
+    """HiGHS through PuLP, which passes on no callback."""
 
-    start: dict[str, float] | None = None
     most_checks: float = inf
 
     def callSolver(self, lp: Any) -> None:
         Checks(lp.solverModel, self.most_checks)
-        if self.start is not None:
-            names = [variable.name for variable in lp.variables()]
-            known = [i for i, name in enumerate(names) if name in self.start]
-            values = [self.start[names[i]] for i in known]
-            lp.solverModel.setSolution(
-                len(known), np.array(known, np.int32), np.array(values, np.float64)
-            )
         lp.solverModel.run()
 
     def findSolutionValues(self, lp: Any) -> tuple[int, int]:
@@ -117,16 +103,10 @@ class _WarmHiGHS(pulp.HiGHS):
 
 class _Program:
     def __init__(
-        self,
-        graph: ChoiceGraph,
-        initial: Sequence[int] | None,
-        cost: float,
-        clock: Clock,
-        cutoff: float = inf,
+        self, graph: ChoiceGraph, cost: float, clock: Clock, cutoff: float
     ) -> None:
         self.graph, self.clock, self.cutoff = graph, clock, cutoff
-        self.initial = None if initial is None else tuple(initial)
-        self.known_cost = cost if initial is None else graph.cost(initial)
+        self.known_cost = cost
         self.scale = COST_SCALE / self._size_of_costs()
         self.problem = pulp.LpProblem("assignment", pulp.LpMinimize)
         self.x = [self._add_choice(v) for v in range(len(graph.nodes))]
@@ -135,38 +115,26 @@ class _Program:
         self.problem.setObjective(objective)
         if cutoff < inf:
             self._add_cutoff(objective)
-        self.rows: set[int] = set()
+        if graph.budget is not None:
+            for live in graph.live_sets:
+                self._add_memory(live, allowed(graph.budget))
 
-    def run(self, gap: float, deadline: float) -> IlpResult:
-        best, bound = self.initial, -inf
-        best_cost = inf if best is None else self.graph.cost(best)
-        while (left := deadline - self.clock.now()) > 0:
-            target = gap * abs(min(best_cost, self.known_cost))
-            target = target if target < inf else 0.0
-            status, found_bound = self._solve(best, target / 2, gap / 2, left)
-            if status == "infeasible":
-                return IlpResult(self.cutoff, None, len(self.rows))
-            bound = max(bound, found_bound)
-            found = self._found_choices()
-            broken = [] if found is None else self._broken_live_sets(found)
-            if found is not None and not broken:
-                cost = self.graph.cost(found)
-                if cost < best_cost:
-                    best, best_cost = found, cost
-            if not set(broken) - self.rows:
-                break
-            for live in broken:
-                self._add_memory(live)
-        bound = min(bound, best_cost, self.cutoff)
-        return IlpResult(bound, best, len(self.rows))
+    def run(self, gap: float, seconds: float) -> IlpResult:
+        """Solves the program to a gap, in so many seconds of work."""
+        target = gap * abs(self.known_cost)
+        bound = self._solve(target / 2 if target < inf else 0.0, gap / 2, seconds)
+        if bound == inf:
+            return IlpResult(self.cutoff, None)
+        found = self._found_choices()
+        cost = inf if found is None else self.graph.cost(found)
+        return IlpResult(min(bound, cost, self.cutoff), found)
 
-    def _solve(
-        self, start: tuple[int, ...] | None, gap_abs: float, gap: float, seconds: float
-    ) -> tuple[str, float]:
+    def _solve(self, gap_abs: float, gap: float, seconds: float) -> float:
+        """A bound on the plans below the cutoff, inf where there are none."""
         size = sum(map(len, self.x)) + sum(map(len, self.y))
         iteration = _ITERATION + _ITERATION_OF_VARIABLE * size
         time_left = self.clock.time_left
-        solver = _WarmHiGHS(
+        solver = _CheckedHiGHS(
             msg=False,
             timeLimit=None if time_left == inf else time_left,
             parallel="off",
@@ -177,21 +145,15 @@ class _Program:
             primal_feasibility_tolerance=1e-9,
         )
         solver.most_checks = seconds / seconds_of_check(size)
-        if start is not None:
-            solver.start = {
-                variable.name: float(choice == start[v])
-                for v, node in enumerate(self.x)
-                for choice, variable in enumerate(node)
-            }
         self.problem.solve(solver)
         if self.problem.status == pulp.LpStatusInfeasible:
-            return "infeasible", inf
+            return inf
         model: Any = self.problem.solverModel
         info = model.getInfo()
         num_iterations = max(info.simplex_iteration_count, 0)
         self.clock.spend(_BUILT_VARIABLE * size + iteration * num_iterations)
         scaled = info.mip_dual_bound - ROUNDING
-        return "open", scaled / self.scale + self.graph.constant
+        return scaled / self.scale + self.graph.constant
 
     def _size_of_costs(self) -> float:
         if self.known_cost < inf:
@@ -251,27 +213,16 @@ class _Program:
         most = (self.cutoff - self.graph.constant) * self.scale
         self.problem += objective.copy() <= most + ROUNDING
 
-    def _add_memory(self, live: int) -> None:
-        assert self.graph.budget is not None, "memory rows come from a budget"
-        self.rows.add(live)
-        limit = allowed(self.graph.budget)
+    def _add_memory(self, live: Sequence[int], limit: float) -> None:
         terms = [
             (variable, held * BYTES_SCALE / limit)
-            for v in self.graph.live_sets[live]
+            for v in live
             for variable, held in zip(
                 self.x[v], self.graph.nodes[v].bytes.tolist(), strict=True
             )
             if held
         ]
         self.problem += pulp.LpAffineExpression(terms) <= BYTES_SCALE
-
-    def _broken_live_sets(self, choices: Sequence[int]) -> list[int]:
-        if self.graph.budget is None:
-            return []
-        used = self.graph.used_bytes(choices)
-        broken = np.flatnonzero(used > allowed(self.graph.budget))
-        worst = broken[np.argsort(-used[broken], kind="stable")]
-        return [int(live) for live in worst[:MOST_ROWS_AT_ONCE]]
 
     def _found_choices(self) -> tuple[int, ...] | None:
         values = [[variable.varValue or 0.0 for variable in node] for node in self.x]

@@ -89,24 +89,22 @@ class Half:
 class Passing:
     """Messages on one graph, whose budget is not looked at.
 
-    `cost` is that of a plan already known (inf for none), `order` that of the sweeps if
-    not `sweep_order`'s; `clock` is told of the work. `swept` is the bound of the
-    messages as they stand, `bound` the best so far, and `halves` each edge as seen from
-    its first and its second node.
+    `cost` is that of a plan already known (inf for none), `clock` is told of the work.
+    `bound` is the best so far, `halves` each edge as seen from its first and its second
+    node.
     """
 
     def __init__(
         self,
         graph: ChoiceGraph,
         cost: float = inf,
-        order: Sequence[int] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.graph, self.clock = graph, clock or Clock()
         self.descent = Descent(graph)
         self.ceiling = _ceiling(graph, cost)
         self.costs = [np.minimum(node.costs, self.ceiling) for node in graph.nodes]
-        self.order = sweep_order(graph) if order is None else list(order)
+        self.order = sweep_order(graph)
         self.halves = _halves(graph, self.ceiling)
         self.rank = np.empty(len(graph.nodes), np.intp)
         self.rank[self.order] = np.arange(len(graph.nodes))
@@ -117,7 +115,7 @@ class Passing:
         ]
         self.best: tuple[int, ...] | None = None
         self.best_cost = inf
-        self.bound = self.swept = -inf
+        self.bound = -inf
         self.num_rounds = 0
         self.marginals = [np.full(costs.size, -inf) for costs in self.costs]
         entries = sum(here.matrix.size for here, _ in self.halves)
@@ -179,7 +177,7 @@ class Passing:
         bound = self.graph.constant
         for node in reversed(self.order):
             bound += self._send(node, self.later[node], self.earlier[node])
-        self.swept, self.bound = bound, max(self.bound, bound)
+        self.bound = max(self.bound, bound)
 
     def reparametrised(self, node: int) -> np.ndarray:
         """[k] the costs of a node with all messages into it."""

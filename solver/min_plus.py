@@ -137,23 +137,6 @@ def merge_parallel(
     return merged, other_merged, left + matrix2[pairs % rows2][:, others % columns2]
 
 
-def replacement_costs(matrix: np.ndarray) -> np.ndarray:
-    """[R, R]: the most it can cost, over columns, to use row b in place of row a.
-
-    Columns that row a forbids do not count: there it could not have been used.
-    """
-    columns, step = np.ascontiguousarray(matrix.T), _step(matrix.size)
-    is_finite = bool((matrix < inf).all())
-    most = np.maximum if is_finite else np.fmax  # fmax passes over nan
-    result = np.empty((len(matrix), len(matrix)))
-    with np.errstate(invalid="ignore"):
-        for start in range(0, len(matrix), step):
-            some = slice(start, start + step)
-            difference = columns - matrix[some, :, None]
-            most.reduce(difference, axis=1, out=result[some], initial=-inf)
-    return result
-
-
 def _step(size: int) -> int:
     """How many arrays of a size to work on at once."""
     return max(MOST_ENTRIES_IN_CACHE // size, 1)
@@ -164,21 +147,9 @@ def undominated(costs: np.ndarray, *edges: np.ndarray) -> tuple[np.ndarray, floa
 
     A choice goes when another one costs no more whatever the neighbours choose
     (Goldstein's criterion for dead-end elimination, 1994). `edges` are (classes,
-    replacement costs) of each edge of the node, flattened.
-    """
-    replacement = costs[None, :] - costs[:, None]
-    for classes, by_class in zip(edges[::2], edges[1::2], strict=True):
-        replacement += by_class.take(classes, 0).take(classes, 1)
-    return _drop(costs, replacement)
-
-
-def undominated_of_many(
-    costs: np.ndarray, *edges: np.ndarray
-) -> tuple[np.ndarray, float]:
-    """The same for a node of many choices, `edges` being (classes, matrix) of each.
-
-    Most pairs of choices are told apart by the one column where the first is cheapest;
-    only what the rest can cost is worked out.
+    matrix) of each edge of the node, flattened. Most pairs of choices are told apart by
+    the one column where the first is cheapest; only what the rest can cost is worked
+    out.
     """
     least = costs[None, :] - costs[:, None]
     pairs = list(zip(edges[::2], edges[1::2], strict=True))
@@ -189,9 +160,9 @@ def undominated_of_many(
     total = costs[second] - costs[first]
     for classes, matrix in pairs:
         total += _most_between(matrix, classes[first], classes[second])
-    replacement = np.full((costs.size, costs.size), inf)
-    replacement[first, second] = total
-    return _drop(costs, replacement)
+    excess = np.full((costs.size, costs.size), inf)
+    excess[first, second] = total
+    return _drop(costs, excess)
 
 
 def _cost_at_cheapest(matrix: np.ndarray) -> np.ndarray:
@@ -217,9 +188,7 @@ def _most_between(
 
 def _drop(costs: np.ndarray, excess: np.ndarray) -> tuple[np.ndarray, float]:
     """The same, of [k, k] the most that it can cost to use choice b in place of a."""
-    lost = 0.0
-    np.fill_diagonal(excess, inf)
-    tolerance = QUANTUM * costs.max()
+    lost, tolerance = 0.0, QUANTUM * costs.max()
     candidates = np.flatnonzero((excess <= tolerance).any(axis=1))
     if not candidates.size:
         return np.arange(costs.size), lost

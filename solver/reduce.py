@@ -26,7 +26,6 @@ from .unfold import BestChoice, Drop, Fold, Step, unfold_choices
 
 MOST_FOLD_WORK = 60_000_000
 FEW_FOLD_WORK = 300_000
-FEW_CHOICES = 48
 
 
 _Sides = tuple[np.ndarray, np.ndarray, np.ndarray]  # classes at both ends, matrix
@@ -178,15 +177,11 @@ class _Reduction:
         size, call = self.costs[node].size, self.pool.call
         if size == 1:
             return
-        kernel, edges = min_plus.undominated_of_many, list(self.halves[node].values())
-        if size <= FEW_CHOICES:
-            kernel = min_plus.undominated
-            edges = [(c, call(min_plus.replacement_costs, m)) for c, m in edges]
-        number = self.pool.number
+        edges, number = list(self.halves[node].values()), self.pool.number
         edges.sort(key=lambda edge: (number(edge[0]), number(edge[1])))
         flat = [array for edge in edges for array in edge]
         work = size * size * (len(edges) + 1)
-        kept, lost = call(kernel, self._costs_of(node), *flat, work=work)
+        kept, lost = call(min_plus.undominated, self._costs_of(node), *flat, work=work)
         if kept.size < self.costs[node].size:
             self.slack += lost
             self._keep(node, kept)

@@ -57,9 +57,8 @@ def solve(
     if search.is_closed or graph.budget is None:
         search.closed_by = free.closed_by
     elif not graph.is_within_budget(free.choices):
-        found = solve_ilp(
-            graph, gap=gap, work_limit=search.seconds_left, clock=clock, initial=initial
-        )
+        left = search.seconds_left
+        found = solve_ilp(graph, gap=gap, work_limit=left, clock=clock)
         if found.choices is None:
             raise Infeasible(
                 f"A plan must fit the budget of {graph.budget:.6g}, but none was "

@@ -71,7 +71,7 @@ class StageAssignment:
 
 
 def solve_stages(
-    problem: StageProblem, gap: float = 0.0, upper: float = inf, near: float = 0.0
+    problem: StageProblem, gap: float = 0.0, upper: float = inf
 ) -> StageAssignment | None:
     """The fastest stages up to a relative gap; None if there are none below `upper`.
 
@@ -79,14 +79,13 @@ def solve_stages(
       gap: how much slower than the best the result may be, relative.
       upper: seconds of a plan that is known; slower ones are not looked for, nor those
         that are faster by less than the gap.
-      near: a pace to begin with, such as that of a problem much alike.
     """
     if problem.schedule in ZERO_BUBBLE:
-        return _zero_bubble(problem, gap, upper, near)
+        return _zero_bubble(problem, gap, upper)
     if problem.schedule != "interleaved":
-        return _Search(problem, PlainSums(problem), gap, upper, near).run()
+        return _Search(problem, PlainSums(problem), gap, upper).run()
     every = sorted(interleaved_sums(problem), key=lambda each: each.least_seconds)
-    return _best_of(problem, every, gap, upper, near)
+    return _best_of(problem, every, gap, upper)
 
 
 def _best_of(
@@ -94,14 +93,13 @@ def _best_of(
     every: Iterable[StageSums],
     gap: float,
     upper: float,
-    near: float,
     best: StageAssignment | None = None,
 ) -> StageAssignment | None:
     """The fastest stages of several programs, or `best`; the bound is of them all."""
     for sums in every:
         if sums.least_seconds >= upper * (1 - gap):
             continue
-        found = _Search(problem, sums, gap, upper, near).run()
+        found = _Search(problem, sums, gap, upper).run()
         if found is not None:
             best, upper = found, found.seconds
     if best is None:
@@ -110,19 +108,19 @@ def _best_of(
 
 
 def _zero_bubble(
-    problem: StageProblem, gap: float, upper: float, near: float
+    problem: StageProblem, gap: float, upper: float
 ) -> StageAssignment | None:
     """First as if each stage held what the last ones must; if that is too little for
     stages on the way, for each number of stages apart, the nearest to theirs."""
     sums = PlainSums(problem)
-    search = _Search(problem, sums, gap, upper, near)
+    search = _Search(problem, sums, gap, upper)
     best, wanted = search.run(), search.too_full
     if wanted is None:
         return best
     upper = upper if best is None else best.seconds
     numbers = range(problem.min_stages, most_stages(problem) + 1)
     nearest = sorted(numbers, key=lambda each: abs(each - wanted))[:_MOST_NUMBERS]
-    return _best_of(problem, map(sums.of, nearest), gap, upper, near, best)
+    return _best_of(problem, map(sums.of, nearest), gap, upper, best)
 
 
 class _Search:
@@ -132,10 +130,9 @@ class _Search:
         sums: StageSums,
         gap: float,
         upper: float,
-        near: float,
     ) -> None:
         self.problem, self.sums = problem, sums
-        self.gap, self.best_seconds, self.near = gap, upper, near
+        self.gap, self.best_seconds = gap, upper
         self.best: tuple[Stage, ...] | None = None
         self.too_full: int | None = None  # stages met that hold more than was asked for
 
@@ -216,35 +213,23 @@ class _Search:
             pace = slowest * (1 - max(self.gap, 4 * _ROUNDING))
 
     def _first_feasible(self, paces: Sequence[float], once_limit: float) -> int | None:
-        """The place of the least feasible pace, looked for from a guess on.
-
-        The guess is the least that a bound allows, or the pace to begin with.
-        """
+        """The place of the least feasible pace, looked for from a bound on."""
 
         def fits(place: int) -> bool:
-            return self.sums.is_feasible(paces[place], once_limit)
+            return self.sums.is_feasible(paces[min(place, high)], once_limit)
 
         def may_fit(place: int) -> bool:
             return self.sums.may_be_feasible(paces[place], once_limit)
 
         if not len(paces):
             return None
-        low, high, step = 0, len(paces) - 1, 1
-        low = _first_of(may_fit, low, high)
-        place = low or min(int(np.searchsorted(paces, self.near)), high)
-        if fits(place):
-            high = place
-            while high - step >= low and fits(high - step):
-                high, step = high - step, 2 * step
-            low = max(low, high - step + 1)
-        elif fits(high):
-            low = min(place + 1, high)
-            while low + step < high and not fits(low + step):
-                low, step = low + step + 1, 2 * step
-            high = min(high, low + step)
-        else:
-            return None
-        return _first_of(fits, low, high)
+        high, step = len(paces) - 1, 1
+        low = _first_of(may_fit, 0, high)
+        while not fits(low + step - 1):
+            low, step = low + step, 2 * step
+            if low > high:
+                return None
+        return _first_of(fits, low, min(low + step - 1, high))
 
     def _thinned(self, paces: np.ndarray) -> list[float]:
         """Values so far apart that the gap allows it, the first and last kept."""
@@ -276,7 +261,7 @@ def least_step_seconds(problem: StageProblem) -> float:
     shared = problem.stages_per_submesh
     fits, choices = problem.held >= 1, problem.choices
     seconds = np.array(problem.latencies)
-    work = np.array([each.num_devices * each.paces for each in choices])
+    work = np.array([each.num_devices * each.seconds for each in choices])
     least = [np.min(each, 0, where=fits, initial=inf) for each in (seconds, work)]
     latency, device_seconds = least_paths(np.array(least))[:, -1] / shared
     once = spans_only([each.once_seconds for each in choices]).min()

@@ -34,35 +34,29 @@ def interleaved_sums(problem: StageProblem) -> Sequence[StageSums]:
     if not found:
         return []
     held = problem.held[found] >= 1
-    choices = [problem.choices[index] for index in found]
-    totals, paces = (
-        least_paths(np.where(held, spans_only(each), inf))[:, -1].tolist()
-        for each in ([c.seconds for c in choices], [c.paces for c in choices])
-    )
-    every = zip(found, totals, paces, strict=True)
+    seconds = spans_only([problem.choices[index].seconds for index in found])
+    totals = least_paths(np.where(held, seconds, inf))[:, -1].tolist()
+    every = zip(found, totals, strict=True)
     return [_Interleaved(problem, *each) for each in every]
 
 
 class _Interleaved:
-    """`total` is the least that a microbatch takes in all, `pace` of `paces`."""
+    """`total` is the least that a microbatch takes in all."""
 
     has_others = False
 
-    def __init__(
-        self, problem: StageProblem, choice: int, total: float, pace: float
-    ) -> None:
+    def __init__(self, problem: StageProblem, choice: int, total: float) -> None:
         self.problem, self.index = problem, choice
         self.choice = problem.choices[choice]
         own, shared = self.choice.num_devices, problem.stages_per_submesh
         self.num_submeshes = number = problem.num_devices // own
         self.num_stages = number * shared
         self.seconds = spans_only([self.choice.seconds])[0]
-        self.pace_seconds = spans_only([self.choice.paces])[0]
         self.allowed = problem.held[choice]
         self.crossing = [problem.crossing(own, each) for each in (False, True)]
         self.least_once = least_once_of([(self.seconds, self.choice.once_seconds)])
         self.least_total = total / shared
-        least_pace = pace / self.num_stages
+        least_pace = total / self.num_stages
         repeats = shared * problem.num_microbatches - 1
         self.least_seconds = (
             self.least_total + repeats * least_pace + shared * self.least_once
@@ -70,7 +64,7 @@ class _Interleaved:
 
     @property
     def paces(self) -> np.ndarray:
-        spans = self.pace_seconds[self.allowed >= 1]
+        spans = self.seconds[self.allowed >= 1]
         return finite_values([spans, *self.crossing])
 
     def may_be_feasible(self, pace: float, once: float) -> bool:
@@ -84,7 +78,7 @@ class _Interleaved:
         self, pace: float, once: float, ceiling: float = inf
     ) -> tuple[tuple[Stage, ...], float] | None:
         problem, own = self.problem, self.choice.num_devices
-        is_allowed = (self.pace_seconds <= pace) & (self.choice.once_seconds <= once)
+        is_allowed = (self.seconds <= pace) & (self.choice.once_seconds <= once)
         limited = np.where(is_allowed, self.seconds, inf)
         crossing = [np.where(each <= pace, each, inf) for each in self.crossing]
         reached = np.full(problem.num_layers + 1, inf)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import Literal
@@ -35,8 +35,7 @@ class StageChoice:
     """A submesh, and what each span of layers costs there; arrays are [L + 1, L + 1].
 
     Entry [i, j] is of layers i to j - 1; infinite seconds say that it cannot be.
-    `label` is the caller's name for it, `kind` the kind of its devices. `pace_seconds`
-    are what the pace is at least, where these are not `seconds` (`spread`). Without
+    `label` is the caller's name for it, `kind` the kind of its devices. Without
     `weight_tasks`, backward stays whole.
     """
 
@@ -47,13 +46,7 @@ class StageChoice:
     fixed_bytes: np.ndarray
     microbatch_bytes: np.ndarray
     kind: int = 0
-    pace_seconds: np.ndarray | None = None
     weight_tasks: WeightTasks | None = None
-
-    @property
-    def paces(self) -> np.ndarray:
-        """The least pace of a pipeline with each span."""
-        return self.seconds if self.pace_seconds is None else self.pace_seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,22 +172,6 @@ def step_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
     return latency / shared + repeats * pace + shared * once
 
 
-def spread(choice: StageChoice, mean_seconds: np.ndarray) -> StageChoice:
-    """A choice that takes no more: without updates, but at a slower pace.
-
-    `mean_seconds` [L + 1, L + 1] are at most u = t + a / M, what a microbatch takes
-    with its part of the update. A problem of such choices is below the one of choices
-    as they are: with v stages a submesh (1 but for an interleaved schedule) and
-    N = v M - 1, for every stage s of an assignment (names of `stage_dp.py`)
-
-        N max t + v max a  >=  N t_s + v a_s  >=  N (t_s + a_s / M)  =  N u_s
-
-    as v M > N. Where a plan may have less t for more a, u is known better than both.
-    """
-    once = np.zeros_like(mean_seconds)
-    return replace(choice, once_seconds=once, pace_seconds=mean_seconds)
-
-
 def slowest_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
     """The pace: the most that a stage, or what it sends, takes for a microbatch.
 
@@ -205,7 +182,7 @@ def slowest_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
     for index, stage in reversed([*enumerate(stages)]):
         choice, span = problem.choices[stage.choice], (stage.first, stage.end)
         crossing = crossing_seconds(problem, stages, index)
-        pace = max(pace, float(choice.paces[span]), crossing)
+        pace = max(pace, float(choice.seconds[span]), crossing)
         through += float(choice.seconds[span]) + crossing
         number = len(stages) - index
         if problem.schedule == "1f1b" and number < problem.num_microbatches:

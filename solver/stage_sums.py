@@ -121,7 +121,7 @@ class _Group:
             tuple(choices),
             number,
             by_length(seconds, longest),
-            by_length(spans_only([each.paces for each in own]), longest),
+            by_length(spans_only([each.seconds for each in own]), longest),
             by_length(once, longest),
             by_length(allowed, longest),
             starts,

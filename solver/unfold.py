@@ -54,7 +54,7 @@ class BestChoice:
         edges = [
             array for here, matrix in self.sides for array in (here[usable], matrix)
         ]
-        kept, _ = min_plus.undominated_of_many(self.costs[usable], *edges)
+        kept, _ = min_plus.undominated(self.costs[usable], *edges)
         is_kept = np.zeros(self.costs.size, bool)
         is_kept[usable[kept]] = True
         return is_kept

@@ -1,12 +1,11 @@
 """Stages, submeshes, logical shapes, microbatches and schedule, searched as one.
 
-A case is a number of microbatches and a schedule. Each has a bound on a step's time:
-the best stages where updates are spread over microbatches (`spread`), with the costs
-known so far. Where those of the least bound stand on costs that are guessed, the layers
-are planned there (`span_costs.py`) and the case is put back; otherwise it is solved as
-it is, and is the best so far. The search ends once no case left may be faster by more
-than the gap: guesses are no higher than what planning finds, but for the estimates that
-`span_costs.py` names.
+A case is a number of microbatches and a schedule. Each has a bound on a step's time,
+with the costs known so far; that of the least bound is solved. Where its stages stand
+on costs that are guessed, the layers are planned there (`span_costs.py`) and the case
+is put back; otherwise it is the best so far. The search ends once no case left may be
+faster by more than the gap: guesses are no higher than what planning finds, but for the
+estimates that `span_costs.py` names.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from autopar.solver.stage_dp import StageAssignment, least_step_seconds, solve_s
 from autopar.solver.stage_problem import (
     ScheduleName,
     StageProblem,
-    slowest_seconds,
-    step_seconds,
 )
 
 from ..clusters.cluster import Cluster
@@ -38,7 +35,6 @@ from .layer_samples import Submesh
 from .span_costs import SpanCosts
 
 LOOSE_GAP = 0.01
-BOUND_GAP = LOOSE_GAP / 2
 
 _Result = TypeVar("_Result")
 Case = tuple[int, ScheduleName, int]  # microbatches, schedule, stages of a submesh
@@ -64,8 +60,6 @@ class JointSearch:
     """The search over all cases; costs that were planned are kept between calls.
 
     `seconds` are CPU seconds of the dynamic programs and on layers, `count` how many.
-    `batch_pace` is that of all microbatches, as it was found last, by case
-    and by schedule.
     `min_stages` is how many there must be, `max_stages` how many there may be.
     """
 
@@ -76,7 +70,6 @@ class JointSearch:
     schedules: Sequence[tuple[ScheduleName, int]]
     seconds: dict[str, float] = field(default_factory=dict)
     count: dict[str, int] = field(default_factory=dict)
-    batch_pace: dict[tuple[object, ...], float] = field(default_factory=dict)
     min_stages: int = 2
     max_stages: int | None = None
 
@@ -108,86 +101,39 @@ class JointSearch:
         for number in self.counts:
             for schedule, shared in schedules:
                 case = number, schedule, shared
-                problem = self.problem(case, capacity_bytes, True)
-                bound = self._timed("solve", lambda p=problem: least_step_seconds(p))
-                waiting.append((bound, case))
+                waiting.append((self._least(case, capacity_bytes), case))
         heapq.heapify(waiting)
         limit = inf if best is None else best.assignment.seconds
-        bounded: dict[Case, FoundStages] = {}
         while waiting and waiting[0][0] < limit * (1 - LOOSE_GAP):
             bound, case = heapq.heappop(waiting)
-            below = bounded.get(case)
-            if below is None or self._costs_more(below):
-                problem = self.problem(case, capacity_bytes, True)
-                least = self._timed("solve", lambda p=problem: least_step_seconds(p))
-                if waiting and least > max(bound, waiting[0][0]):
-                    heapq.heappush(waiting, (least, case))
-                    continue
-                below = self._found(case, problem, BOUND_GAP, limit)
-            if below is None:
+            least = max(bound, self._least(case, capacity_bytes))
+            if waiting and least > max(bound, waiting[0][0]):
+                heapq.heappush(waiting, (least, case))
                 continue
-            bounded[case] = below
-            if waiting and below.bound_seconds > max(bound, waiting[0][0]):
-                heapq.heappush(waiting, (below.bound_seconds, case))
+            found = self._found(case, capacity_bytes, limit)
+            if found is None:
                 continue
-            if self._look_at_guessed(below):
-                heapq.heappush(waiting, (below.bound_seconds, case))
-                continue
-            stages = self._solve(case, capacity_bytes, limit, below)
-            if stages is None:
-                continue
-            if self._look_at_guessed(stages):
-                heapq.heappush(waiting, (below.bound_seconds, case))
-            elif stages.assignment.seconds < limit:
-                best, limit = stages, stages.assignment.seconds
+            is_next = not waiting or found.bound_seconds <= max(bound, waiting[0][0])
+            if not is_next or self._look_at_guessed(found):
+                heapq.heappush(waiting, (found.bound_seconds, case))
+            elif found.assignment.seconds < limit:
+                best, limit = found, found.assignment.seconds
         return best
 
-    def _solve(
-        self, case: Case, capacity: float, limit: float, below: FoundStages
-    ) -> FoundStages | None:
-        """The best stages of a case, none of which is faster than `below`.
-
-        These are its stages, all of which are planned, unless others are much faster.
-        """
-        problem, stages = self.problem(case, capacity), below.assignment.stages
-        seconds, bound = step_seconds(problem, stages), below.bound_seconds
-        found = None
-        if bound < min(seconds, limit) * (1 - LOOSE_GAP):
-            found = self._found(case, problem, LOOSE_GAP, min(seconds, limit))
-        if found is None and seconds < limit:
-            return FoundStages(problem, StageAssignment(stages, seconds, bound), bound)
-        return found
+    def _least(self, case: Case, capacity_bytes: float) -> float:
+        problem = self.problem(case, capacity_bytes)
+        return self._timed("solve", lambda: least_step_seconds(problem))
 
     def _found(
-        self, case: Case, problem: StageProblem, gap: float, limit: float
+        self, case: Case, capacity_bytes: float, limit: float
     ) -> FoundStages | None:
-        number, *schedule = case
-        known = self.batch_pace
-        near = known.get(case, known.get(tuple(schedule), 0.0)) / number
-        found = self._timed("solve", lambda: solve_stages(problem, gap, limit, near))
-        if found is None:
-            return None
-        pace = number * slowest_seconds(problem, found.stages)
-        known[case] = known[tuple(schedule)] = pace
-        return FoundStages(problem, found, found.bound)
+        """The best stages of a case; none that is not faster than the limit."""
+        problem = self.problem(case, capacity_bytes)
+        found = self._timed("solve", lambda: solve_stages(problem, LOOSE_GAP, limit))
+        return None if found is None else FoundStages(problem, found, found.bound)
 
-    def _costs_more(self, below: FoundStages) -> bool:
-        """Whether a submesh that stages use costs another time than it was thought."""
-        problem = below.problem
-        number = problem.num_microbatches
-        used = {each.choice for each in below.assignment.stages}
-        return any(
-            problem.choices[i] is not self.costs.choice(self.submeshes[i], number, True)
-            for i in used
-        )
-
-    def problem(
-        self, case: Case, capacity_bytes: float, is_spread: bool = False
-    ) -> StageProblem:
-        """The problem of a case, with the costs as they are known.
-
-        `is_spread`: one that bounds it, with updates spread over microbatches.
-        """
+    def problem(self, case: Case, capacity_bytes: float) -> StageProblem:
+        """The problem of a case, with the costs as they are known."""
         number, schedule, shared = case
         cluster, layers = self.cluster, self.costs.layers
         links = cluster.host_link, cluster.network_link
@@ -197,9 +143,7 @@ class JointSearch:
             len(layers),
             host_parts(cluster),
             cluster.devices_per_host,
-            tuple(
-                self.costs.choice(each, number, is_spread) for each in self.submeshes
-            ),
+            tuple(self.costs.choice(each, number) for each in self.submeshes),
             per_byte * crossing / number,
             (2 * links[0].alpha_seconds, 2 * links[1].alpha_seconds),
             capacity_bytes,

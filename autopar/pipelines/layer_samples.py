@@ -282,15 +282,6 @@ class LayerSample:
             self.seconds[key] = sum(each.seconds(share, cluster) for each in work)
         return self.seconds[key]
 
-    def most_reducing_seconds(self, mesh: MeshShape, cluster: Cluster) -> float:
-        """What the update takes for sums that come as parts of all devices."""
-        graph, resharder = self.cut.parts.microbatch, Resharder(mesh, cluster)
-        names = (name for name in self.joint.added if name in self.cut.sums)
-        made = tensors_of(self.joint.outputs[name] for name in names)
-        parts = (SUM,) * mesh.num_axes
-        kinds = (graph.tensors[each].type for each in made)
-        return sum(_reduced(kind, parts, resharder)[0] for kind in kinds)
-
     def graph(self, number: int) -> OpGraph:
         """The graph of one of `number` microbatches."""
         if number not in self.graphs:

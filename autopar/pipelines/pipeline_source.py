@@ -1,18 +1,16 @@
 """A planned pipeline whose step is at hand: planned again with other pins, and why.
 
 The step is traced and cut again, at the same positions and onto the same submeshes. The
-runner-up of a choice is found by planning its stage again without the choice, as it was
-planned at first: its programs of a microbatch as one, then each for itself. A choice
-inside of a program is also taken from that program alone, with all that crosses its
-border as it lies; the quicker pipeline is the runner-up. Programs of other stages stay
-as they are.
+runner-up of what programs take or return is found by planning their stage again without
+the choice, as it was planned at first: its programs of a microbatch as one, then each
+for itself. That of a choice inside of a program is taken from that program alone, with
+all that crosses its border as it lies. Programs of other stages stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +22,7 @@ from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
 from ..frontend.tracing import trace
 from ..graph.build_graph import STRUCTURED
-from ..graph.op_graph import Operator, OpGraph
+from ..graph.op_graph import OpGraph
 from ..graph.pins import PinsLike, is_matched, keys_of_paths, spellings
 from ..methods.methods import PipelineParallel, method_of_plan
 from ..options import Options, pins_by_key
@@ -43,10 +41,6 @@ from ..plans.reasons import Alternative, Reasons
 from ..plans.staged_plan import StagedPlan
 from ..sharding.spec import Spec, format_spec
 from ..state.placements import placement_pins
-from .cut_programs import (
-    CutProgram,
-    joint_program,
-)
 from .cut_step import cut_step
 from .pipeline_choice import planned_pipeline
 from .pipeline_plan import (
@@ -141,17 +135,15 @@ class AskedPipeline:
                 return forbid(found)
             if slot is not None:
                 return forbid(_output(part, slot))
-            if number is None:
-                return forbid(self._tensor_in_joint(program, tensor, part))
             return forbid(tensor) if number == program else ()
 
         key = None if slot is None else (stage, f"{slot} {given is None}", own)
-        found = self._runner_up(key, self._attempts(program, slot, given), limits)
+        attempt = self._attempt(program, slot)
+        found = self._runner_up(key, attempt, limits)
         alternatives = [_alternative("the runner-up", found, seen)]
         holders = list(self._holders(program, tensor, given))
         for text, pins in holders:
             if pins is not None:
-                attempt = self._attempts(program, slot, given)[-1]
                 found = self._tried(attempt, lambda number, part: (), pins)
                 title = f"without {text.split(': ')[0]}"
                 alternatives.append(_alternative(title, found, seen))
@@ -179,14 +171,11 @@ class AskedPipeline:
             return factors != own
 
         def limits(number: int | None, part: OpGraph) -> Sequence[Limit]:
-            same = op if number == program else None
-            if number is None:
-                same = self._operator_in_joint(program, op, part)
-            if same is None:
+            if number != program:
                 return ()
-            return (ChoicePins(words, {}, {same.index: is_other}),)
+            return (ChoicePins(words, {}, {op.index: is_other}),)
 
-        found = self._runner_up(None, self._attempts(program, None, None), limits)
+        found = self._runner_up(None, self._attempt(program, None), limits)
         tensors = [each for each in op.operands if isinstance(each, int)]
         paths = {i.tensor: i.path for i in asked.graph.inputs}
         holders = dict.fromkeys(
@@ -201,10 +190,8 @@ class AskedPipeline:
         programs = enumerate(self.base.programs)
         return {i: each for i, each in programs if each.stage == stage}
 
-    def _attempts(
-        self, program: int, slot: str | None, given: str | None
-    ) -> Sequence[_Attempt]:
-        """How what is to be otherwise may be planned; the last is the most free."""
+    def _attempt(self, program: int, slot: str | None) -> _Attempt:
+        """What is planned again for another choice, of a slot or inside a program."""
         asked = self.base.programs[program].cut
         mates = self._of_stage(asked.stage)
         of_apply = {i for i, each in mates.items() if each.cut.kind == "apply"}
@@ -214,29 +201,23 @@ class AskedPipeline:
             if i not in of_apply
         )
         if program in of_apply and not is_shared:
-            return (_Attempt(frozenset(of_apply)),)
-        free = _Attempt(frozenset(mates))
-        if given is not None or program in of_apply:
-            return (free,)
-        return (_Attempt(frozenset((program,)), keeps=True), free)
+            return _Attempt(frozenset(of_apply))
+        if slot is not None:
+            return _Attempt(frozenset(mates))
+        return _Attempt(frozenset((program,)), keeps=True)
 
     def _runner_up(
         self,
         key: tuple[int, str, Spec] | None,
-        attempts: Sequence[_Attempt],
+        attempt: _Attempt,
         limits: Limits,
     ) -> StagedPlan | str:
-        """The quickest of what is found, or why nothing is."""
-        if key is not None and key in self.runner_ups:
-            return self.runner_ups[key]
-        found = [self._tried(attempt, limits) for attempt in attempts]
-        plans = [each for each in found if isinstance(each, StagedPlan)]
-        (number, *_) = attempts[-1].programs
-        stage = self.base.programs[number].stage
-        best = min(plans, key=partial(_seconds, stage=stage), default=found[-1])
-        if key is not None:
-            self.runner_ups[key] = best
-        return best
+        """What is found, or why nothing is."""
+        if key is None:
+            return self._tried(attempt, limits)
+        if key not in self.runner_ups:
+            self.runner_ups[key] = self._tried(attempt, limits)
+        return self.runner_ups[key]
 
     def _tried(
         self, attempt: _Attempt, limits: Limits, pins: StagePins | None = None
@@ -327,35 +308,6 @@ class AskedPipeline:
         ):
             yield name, None
 
-    def _tensor_in_joint(self, program: int, tensor: int, joint: OpGraph) -> int | None:
-        """A tensor in the program of all of a stage, where that can be told."""
-        graph = self.base.programs[program].graph
-        maker = next((op for op in graph.operators() if tensor in op.results), None)
-        same = maker and self._operator_in_joint(program, maker, joint)
-        if maker is None or same is None:
-            return None
-        return same.results[maker.results.index(tensor)]
-
-    def _operator_in_joint(
-        self, program: int, op: Operator, joint: OpGraph
-    ) -> Operator | None:
-        """An operator in the program of all of a stage, where that can be told.
-
-        Both are traced from operators of the step, of which those alike stay in order.
-        """
-        asked = self.base.programs[program]
-        made = self.base.made
-        mates = made.programs.of_stage(asked.stage)
-        whole = joint_program(mates, made.parts.microbatch)
-        if whole is None:
-            return None
-        mine = [o for o in asked.graph.operators() if _is_like(o, op)]
-        theirs = [o for o in joint.operators() if _is_like(o, op)]
-        here, there = _like_in(asked.cut, op), _like_in(whole, op)
-        if len(mine) != len(here) or len(theirs) != len(there):
-            return None
-        return theirs[there.index(here[mine.index(op)])]
-
 
 @dataclass(frozen=True, eq=False)
 class PipelineSource:
@@ -432,24 +384,6 @@ def _output(part: OpGraph, slot: str) -> int | None:
     results = dict(zip(part.output_paths, part.outputs, strict=True))
     found = results.get(slot)
     return found if isinstance(found, int) else None
-
-
-def _is_like(one: Operator, other: Operator) -> bool:
-    return (one.kind, one.source, one.block, one.result_types) == (
-        *(other.kind, other.source, other.block),
-        other.result_types,
-    )
-
-
-def _like_in(program: CutProgram, op: Operator) -> list[int]:
-    return [each.index for each in program.operators if _is_like(each, op)]
-
-
-def _seconds(plan: StagedPlan, stage: int) -> tuple[float, float]:
-    """Of a step, and of the stage where that does not tell."""
-    own = plan.predicted_on(stage)
-    seconds = own.compute_seconds + own.collective_seconds
-    return plan.predicted.step_seconds, seconds
 
 
 def _alternative(title: str, found: StagedPlan | str, seen: Seen) -> Alternative:

@@ -21,11 +21,9 @@ The last three are estimates, the others bounds in the model of costs, so what i
 looked at is not worth it; what the best stages use is planned in the end. Layout rules
 forbid other plans on each mesh, so under them all are estimates.
 
-All this holds for a microbatch *with its part of the sums* that the update adds up
-(`mean_seconds`), of which the planner finds the least: t + R / M of M microbatches. How
-much of it is R is up to the plan, up to all sums, R': t is at least the whole less
-R' / M (`cost`), and no sums are in a guess of the update. Either alone bounds little
-where sums are slow, such as across hosts; so both bounds are given to the solver.
+All this holds for a microbatch *with its part of the sums* that the update adds up, of
+which the planner finds the least: t + R / M of M microbatches. How much of it is R is
+up to the plan, so a guess has all of it in t, and no sums in the update.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from autopar.solver.stage_problem import StageChoice, WeightTasks, spread
+from autopar.solver.stage_problem import StageChoice, WeightTasks
 
 from ..clusters.cluster import Cluster
 from ..sharding.mesh import MeshShape
@@ -50,6 +48,7 @@ _ROUNDING = 1e-9  # of equal submeshes, the one that was planned
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_Choice = tuple[tuple[LayerCost, ...], StageChoice]  # costs by kind
 
 
 def _kept(method: _Method, store: str = "guesses") -> _Method:
@@ -79,7 +78,7 @@ class SpanCosts:
     cluster: Cluster
     samples: LayerSamples
     known: dict[tuple[Submesh, int, int], LayerCost] = field(default_factory=dict)
-    choices: dict[tuple[Submesh, int], _Choices] = field(default_factory=dict)
+    choices: dict[tuple[Submesh, int], _Choice] = field(default_factory=dict)
     refused: list[ValueError] = field(default_factory=list)
     fixed: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     guesses: dict[tuple[Any, ...], Any] = field(default_factory=dict)
@@ -111,48 +110,30 @@ class SpanCosts:
 
     def cost(self, submesh: Submesh, number: int, kind: int) -> LayerCost:
         """Of one layer, planned or not, in one of `number` microbatches."""
-        return self._by_kind(submesh, number)[0][kind]
-
-    def mean_seconds(self, submesh: Submesh, number: int, kind: int) -> float:
-        """Of one layer, in one microbatch with its part of the update."""
-        return self._by_kind(submesh, number)[1][kind]
+        return self._by_kind(submesh, number)[kind]
 
     @_kept
-    def _by_kind(
-        self, submesh: Submesh, number: int
-    ) -> tuple[tuple[LayerCost, ...], tuple[float, ...]]:
-        """Costs and mean seconds of a layer of each kind."""
-        found: list[tuple[LayerCost, float]] = []
-        for kind in range(max(self.layers.kinds) + 1):
-            known = self.known.get((submesh, number, kind))
-            if known is None:
-                found.append(self._guessed(submesh, number, kind))
-            else:
-                found.append((known, known.seconds + known.once_seconds / number))
-        costs, means = zip(*found, strict=True)
-        return costs, means
+    def _by_kind(self, submesh: Submesh, number: int) -> tuple[LayerCost, ...]:
+        """Costs of a layer of each kind."""
+        return tuple(
+            self.known.get((submesh, number, kind))
+            or self._guessed(submesh, number, kind)
+            for kind in range(max(self.layers.kinds) + 1)
+        )
 
-    def _guessed(
-        self, submesh: Submesh, number: int, kind: int
-    ) -> tuple[LayerCost, float]:
+    def _guessed(self, submesh: Submesh, number: int, kind: int) -> LayerCost:
         ideal = self.ideal(submesh, number, kind)
         main = self.ideal(submesh, number, self.main_kind).seconds
         over = self.overhead(submesh, number)
-        least, mean = (
-            ideal.seconds
-            * (1 + self.excess(submesh, number, each) / main)
-            * (1 + _ROUNDING)
-            for each in (False, True)
-        )
-        cost = LayerCost(
-            least,
+        excess = self.excess(submesh, number) / main
+        return LayerCost(
+            ideal.seconds * (1 + excess) * (1 + _ROUNDING),
             ideal.once_seconds,
             ideal.state_bytes * over.state_bytes,
             ideal.gradient_bytes * over.gradient_bytes,
             ideal.microbatch_bytes * over.microbatch_bytes,
             over.working_bytes,
         )
-        return cost, mean + ideal.once_seconds / number
 
     @_kept_for_good
     def ideal(self, submesh: Submesh, number: int, kind: int) -> LayerCost:
@@ -160,47 +141,30 @@ class SpanCosts:
         sample, cluster = self.samples.of(number)[kind], submesh.cluster(self.cluster)
         return sample.ideal(submesh.mesh.size, number, cluster)
 
-    def most_reducing_seconds(self, submesh: Submesh, number: int, kind: int) -> float:
-        """What the update takes if all sums of a layer are left to it."""
-        if number == 1 or submesh.is_split:
-            return 0.0
-        return self._reducing_seconds(submesh, kind)
-
-    @_kept_for_good
-    def _reducing_seconds(self, submesh: Submesh, kind: int) -> float:
-        sample = self.samples.of(max(self.samples.known))[kind]
-        cluster = submesh.cluster(self.cluster)
-        return sample.most_reducing_seconds(submesh.mesh, cluster)
-
     @_kept
-    def excess(self, submesh: Submesh, number: int, is_mean: bool) -> float:
+    def excess(self, submesh: Submesh, number: int) -> float:
         """Seconds of a microbatch that a layer takes beyond the ideal at the least.
 
-        `is_mean`: with its part of the sums that the update adds up. A layer of the
-        main kind; see the top of the file.
+        With its part of the sums that the update adds up. A layer of the main kind;
+        see the top of the file.
         """
-        found = [self._own_excess(submesh, number, is_mean)]
+        found = [self._own_excess(submesh, number)]
         for each in self.simpler(submesh):
             share = each.mesh.size / submesh.mesh.size
-            found.append(share * self.excess(each, number, is_mean))
+            found.append(share * self.excess(each, number))
         for each in self.finer(submesh):
-            found.append(self.excess(each, number, is_mean))
+            found.append(self.excess(each, number))
         if submesh.is_split:
-            found.append(self.excess(replace(submesh, is_split=False), number, True))
-        if not is_mean:
-            most = self.most_reducing_seconds(submesh, number, self.main_kind)
-            found.append(self.excess(submesh, number, True) - most / number)
+            found.append(self.excess(replace(submesh, is_split=False), number))
         return max(found)
 
-    def _own_excess(self, submesh: Submesh, number: int, is_mean: bool) -> float:
+    def _own_excess(self, submesh: Submesh, number: int) -> float:
         kind, least = self.main_kind, 0.0
         for each in self.numbers_seen(submesh):
             cost = self.known[submesh, each, kind]
             ideal = self.ideal(submesh, each, kind).seconds
             beyond = cost.seconds - ideal
             summed = cost.reducing_seconds
-            if not is_mean:
-                summed -= self.most_reducing_seconds(submesh, each, kind)
             if number < each:
                 part = self.ideal(submesh, number, kind).seconds / ideal
                 found = part * number / each * beyond + summed / number
@@ -284,20 +248,14 @@ class SpanCosts:
             working_bytes=cost.working_bytes * nearest / number,
         )
 
-    def choice(
-        self, submesh: Submesh, number: int, is_spread: bool = False
-    ) -> StageChoice:
-        """The submesh as the solver sees it; the same object while costs are the same.
-
-        `is_spread`: a bound, where the update is spread over microbatches.
-        """
-        costs, means = self._by_kind(submesh, number)
+    def choice(self, submesh: Submesh, number: int) -> StageChoice:
+        """The submesh as the solver sees it; the same object while costs are alike."""
+        costs = self._by_kind(submesh, number)
         known = self.choices.get((submesh, number))
-        if known is None or (known.costs, known.means) != (costs, means):
-            plain = self._choice(submesh, number, costs)
-            bound = spread(plain, self._summed(means))
-            known = self.choices[submesh, number] = _Choices(costs, means, plain, bound)
-        return known.spread if is_spread else known.plain
+        if known is None or known[0] != costs:
+            known = costs, self._choice(submesh, number, costs)
+            self.choices[submesh, number] = known
+        return known[1]
 
     def _choice(
         self, submesh: Submesh, number: int, costs: Sequence[LayerCost]
@@ -353,13 +311,3 @@ class SpanCosts:
         is_kind = kinds == np.arange(kinds.max() + 1)[:, None]
         done = np.pad(np.cumsum(is_kind, axis=1), ((0, 0), (1, 0)))
         return np.maximum(done[:, None, :] - done[:, :, None], 0)
-
-
-@dataclass(frozen=True, eq=False)
-class _Choices:
-    """A submesh as the solver sees it, with what its layers cost, by kind."""
-
-    costs: tuple[LayerCost, ...]
-    means: tuple[float, ...]
-    plain: StageChoice
-    spread: StageChoice

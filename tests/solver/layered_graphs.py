@@ -5,6 +5,7 @@ from math import inf
 import numpy as np
 
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
+from tests.solver.valid_graph import assert_valid
 
 
 def layered_graph(
@@ -82,7 +83,7 @@ def layered_graph(
         place, matrix = int(rng.integers(num_places)), costs(num_choices, num_choices)
         edges += [edge(0, index(layer, place), matrix) for layer in range(num_layers)]
     graph = ChoiceGraph(tuple(nodes), tuple(edges), constant=1.0)
-    graph.verify()
+    assert_valid(graph)
     return graph
 
 

@@ -8,7 +8,6 @@ from math import prod
 import numpy as np
 
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
-from tests.solver.shared_copies import shared_copy
 
 BATCH, HIDDEN = 16.0, 64.0
 
@@ -110,7 +109,7 @@ def train_step_graph(num_layers: int, axes: tuple[int, ...] = (4, 4)) -> ChoiceG
     """Forward, backward and update over equal layers, about 67 operators a layer.
 
     A tensor with one reader is an edge with resharding costs. One with several has a
-    shared copy in each spec; with the operators, about 240 nodes a layer on two axes.
+    relay: a copy in some spec, which they all read.
     """
     build = _Builder(axes)
     value, tapes = build.elementwise(BATCH * HIDDEN), []
@@ -172,12 +171,11 @@ def _connect(
     if len(readers) == 1:
         build.edges.append(Edge(tensor, *readers[0][:1], made, readers[0][1], costs))
         return
-    for number, spec in enumerate(build.specs):
-        needs = [(reader, classes == number) for reader, classes in readers]
-        copy = len(build.nodes)
-        build.edges += shared_copy(tensor, needs, costs[:, number], made, copy)
-        held = build.sizes[tensor] / build.ways(spec)
-        build.nodes.append(Node("copy", np.zeros(2), np.array([0.0, held])))
+    relay, own = len(build.nodes), np.arange(len(build.specs))
+    build.edges.append(Edge(tensor, relay, made, own, costs))
+    build.edges += [Edge(relay, to, own, classes, costs) for to, classes in readers]
+    held = [build.sizes[tensor] / build.ways(spec) for spec in build.specs]
+    build.nodes.append(Node("relay", np.zeros(len(held)), np.array(held)))
 
 
 def _live_sets(build: _Builder, num_operators: int) -> tuple[tuple[int, ...], ...]:

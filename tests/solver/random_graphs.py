@@ -6,6 +6,7 @@ import numpy as np
 
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
 from tests.solver.shared_copies import shared_copy
+from tests.solver.valid_graph import assert_valid
 
 
 def random_graph(
@@ -46,7 +47,7 @@ def random_graph(
         for _ in range(num_live_sets)
     )
     graph = ChoiceGraph(tuple(nodes), tuple(edges), live_sets, None, 2.0)
-    graph.verify()
+    assert_valid(graph)
     return graph
 
 

@@ -1,6 +1,6 @@
 """A value that is built once and shared, as a two-choice node of a choice graph.
 
-The planner has relays instead; `solver/join.py` joins what looks like these.
+The planner has relays instead.
 """
 
 from collections.abc import Sequence

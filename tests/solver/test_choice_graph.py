@@ -3,10 +3,10 @@
 from math import inf
 
 import numpy as np
-import pytest
 
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Node
 from tests.solver.shared_copies import shared_copy
+from tests.solver.valid_graph import assert_valid
 
 
 def node(*costs: float, held: tuple[float, ...] | None = None) -> Node:
@@ -25,7 +25,7 @@ def test_cost_adds_nodes_parallel_edges_and_the_constant() -> None:
         (edge(0, 1, [[0, 1], [2, 3]]), edge(1, 0, [[10, 20], [30, inf]])),
         constant=100.0,
     )
-    graph.verify()
+    assert_valid(graph)
     assert graph.cost((1, 0)) == 100 + 2 + 3 + 2 + 20
     assert graph.cost((1, 1)) == inf
 
@@ -51,23 +51,6 @@ def test_a_shared_copy_is_paid_once() -> None:
     graph = ChoiceGraph((producer, *readers, node(0.0, 0.0)), edges)
     assert graph.cost((0, 1, 1, 1)) == 5
     assert graph.cost((0, 1, 0, 0)) == inf
-
-
-@pytest.mark.parametrize(
-    ("graph", "rule"),
-    [
-        (ChoiceGraph((node(-1.0),), ()), "at least 0"),
-        (ChoiceGraph((node(),), ()), "at least one choice"),
-        (ChoiceGraph((node(0.0),), (edge(0, 0, [[0]]),)), "join two nodes"),
-        (ChoiceGraph((node(0.0),) * 2, (edge(0, 1, [[0], [0]]),)), "class 1 choices"),
-        (ChoiceGraph((node(0.0),), (), ((0, 1),)), "nodes of the graph"),
-        (ChoiceGraph((node(0.0),), (), ((0, 0),)), "each node once"),
-        (ChoiceGraph((node(0.0),), (), budget=-1.0), "`budget` must be"),
-    ],
-)
-def test_verify_names_the_broken_rule(graph: ChoiceGraph, rule: str) -> None:
-    with pytest.raises(ValueError, match=rule):
-        graph.verify()
 
 
 def test_prints_on_one_screen() -> None:

@@ -78,7 +78,7 @@ def test_the_bound_holds_for_any_messages(seed: int) -> None:
 
 @pytest.mark.slow
 def test_layers_of_a_train_step_are_found_and_folding_is_exact() -> None:
-    graph = train_step_graph(10, (4,))
+    graph = train_step_graph(14, (4,))
     repeats = find_repeats(graph, ArrayPool())
     assert repeats is not None and len(repeats.layers) >= 6
     _check_isomorphic(graph, repeats)

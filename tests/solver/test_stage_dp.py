@@ -24,7 +24,6 @@ from autopar.solver.stage_problem import (
     StageProblem,
     WeightTasks,
     microbatches_in_flight,
-    spread,
     step_seconds,
 )
 from autopar.solver.stage_sums import PlainSums
@@ -154,57 +153,6 @@ def test_no_assignment_is_faster(
     assert fits
 
 
-def guessed(problem: StageProblem, seed: int) -> StageProblem:
-    """Choices that are spread, and guesses for half of them: less time and update each,
-    and not more of both together than there is, with its part of the update."""
-    rng = np.random.default_rng(seed)
-    choices = []
-    for each in problem.choices:
-        mean = each.seconds + each.once_seconds / problem.num_microbatches
-        guess = each
-        if rng.random() < 0.5:
-            mean = mean * rng.uniform(0.9, 1.0)
-            part = rng.uniform(0.0, 0.5, 2)
-            guess = replace(
-                each,
-                seconds=each.seconds * (1 - part[0]),
-                once_seconds=each.once_seconds * (1 - part[1]),
-            )
-        choices.append(spread(guess, mean))
-    return replace(problem, choices=tuple(choices))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "eager_1f1b", "gpipe", "interleaved"])
-def test_spread_updates_bound_every_assignment(schedule: ScheduleName):
-    """Whatever the guesses; and they bound more than the guesses alone do."""
-    is_tighter = 0
-    for seed in range(4):
-        problem = random_problem(seed, 6, (0,), 4, tight=seed % 2 > 0)
-        every, shared = all_assignments, 1
-        if schedule == "interleaved":
-            every, shared = interleaved_assignments, 2
-        problem = replace(
-            problem,
-            choices=problem.choices[:6],
-            schedule=schedule,
-            stages_per_submesh=shared,
-            num_microbatches=(4, 2)[seed // 2],
-        )
-        below = guessed(problem, seed)
-        wanted = least(problem, every(problem))
-        found = solve_stages(below)
-        assert found is not None or wanted == inf
-        if found is None:
-            continue
-        assert found.seconds <= wanted * (1 + 1e-12)
-        assert found.seconds == pytest.approx(least(below, every(below)), rel=1e-12)
-        assert least_step_seconds(below) <= found.seconds * (1 + 1e-12)
-        plain = [replace(each, pace_seconds=None) for each in below.choices]
-        loose = solve_stages(replace(below, choices=tuple(plain)))
-        is_tighter += loose is not None and loose.seconds < found.seconds
-    assert is_tighter
-
-
 @pytest.mark.parametrize("hosts", [((0,), 4), ((0, 0), 2)])
 def test_six_layers_on_four_devices(hosts: tuple[tuple[int, ...], int]):
     """Of the size that row ALP-3 names; one choice a submesh keeps the search small."""
@@ -229,16 +177,6 @@ def test_no_interleaved_assignment_is_faster(tight: bool):
         if found is not None:
             assert found.seconds == pytest.approx(wanted, rel=1e-12)
             assert least_step_seconds(problem) <= wanted * (1 + 1e-12)
-
-
-def test_a_guess_of_the_pace_changes_nothing():
-    for seed in range(3):
-        problem = random_problem(seed, 6, (0, 0), 2, tight=seed % 2 > 0)
-        for schedule in ("1f1b", "interleaved"):
-            each = replace(problem, schedule=schedule, num_microbatches=4)
-            plain = solve_stages(each)
-            for near in (1e-9, 0.3, 0.7, 1.5, 1e9):
-                assert solve_stages(each, near=near) == plain
 
 
 def test_a_loose_gap_is_kept():
