@@ -62,11 +62,11 @@ def program_of(plan: Plan, stage: int, kind: str) -> int:
 
 
 def tensor_reasons(plan: Plan, stage: int, kind: str, name: str) -> Reasons:
-    assert plan.stage_source is not None
+    assert plan.source is not None
     program = program_of(plan, stage, kind)
     tensors = plan.stages.programs[program].sharding.tensors
     index = [tensor.name for tensor in tensors].index(name)
-    return plan.stage_source.tensor_reasons(plan.stages, program, index)
+    return plan.source.tensor_reasons(plan.stages, index, program)
 
 
 def staged(alternative: Alternative) -> StagedPlan:
@@ -108,8 +108,8 @@ def test_an_operator_of_a_program_is_split_otherwise_and_the_plan_runs() -> None
     program = program_of(plan, stage, kind)
     operators = plan.stages.programs[program].sharding.operators
     index = next(i for i, op in enumerate(operators) if op.kind == "dot_general")
-    assert plan.stage_source is not None
-    reasons = plan.stage_source.operator_reasons(plan.stages, program, index)
+    assert plan.source is not None
+    reasons = plan.source.operator_reasons(plan.stages, index, program)
     (runner_up,) = reasons.alternatives
     found = staged(runner_up)
     factors = found.programs[program].sharding.operators[index].factors

@@ -324,7 +324,7 @@ class PipelineSource:
     asked: list[AskedPipeline] = field(init=False, default_factory=list[AskedPipeline])
 
     def what_if(
-        self, plan: StagedPlan, pins: PinsLike
+        self, plan: StagedPlan, pins: PinsLike, gap: float
     ) -> tuple[StagedPlan, PipelineSource]:
         """The step planned with more pins, in the stages of `plan`.
 
@@ -350,12 +350,12 @@ class PipelineSource:
         costs.sort(key=lambda cost: -cost.seconds)
         return PinCosts(step_seconds, tuple(costs))
 
-    def tensor_reasons(self, plan: StagedPlan, program: int, tensor: int) -> Reasons:
+    def tensor_reasons(self, plan: StagedPlan, tensor: int, program: int) -> Reasons:
         """Why a tensor of a program is made in its spec; errors as `AskedPipeline`."""
         return self._asked(plan).tensor_reasons(program, tensor)
 
     def operator_reasons(
-        self, plan: StagedPlan, program: int, operator: int
+        self, plan: StagedPlan, operator: int, program: int
     ) -> Reasons:
         """Why an operator of a program has its factors; errors as `AskedPipeline`."""
         return self._asked(plan).operator_reasons(program, operator)

@@ -32,7 +32,6 @@ from ..methods.restrictions import Restriction
 from ..options import Options, pins_by_key
 from ..plans.pin_cost import PinCosts
 from ..plans.plan import MemoryShares, Prediction, ShardingPlan
-from ..plans.plan_check import check_against
 from ..plans.reasons import Alternative, PlanShardings, Reasons
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec, format_spec
@@ -108,14 +107,6 @@ class TracedStep(PlanRequest):
         flow = flow_of_step(self.graph, self.batch)
         return memory_shares(profile, flow, plan.predicted.peak_bytes)
 
-    def check(self, plan: ShardingPlan) -> None:
-        """Does nothing if a plan is of this step.
-
-        Raises:
-          PlanFileError: it is of another.
-        """
-        check_against(plan, self.graph)
-
     def what_if(
         self, plan: ShardingPlan, pins: PinsLike, gap: float
     ) -> tuple[ShardingPlan, TracedStep]:
@@ -159,7 +150,7 @@ class TracedStep(PlanRequest):
         request = self.asking(mesh=mesh, memory_budget=self._budget(plan))
         return pin_costs(plan, request)
 
-    def tensor_reasons(self, plan: ShardingPlan, tensor: int) -> Reasons:
+    def tensor_reasons(self, plan: ShardingPlan, tensor: int, program: int) -> Reasons:
         """Why a tensor, by index, is made in its spec."""
         asked = _Asked(self, plan)
         holders = list(asked.holders(tensor))
@@ -188,7 +179,9 @@ class TracedStep(PlanRequest):
             tuple(readers_of(self.graph, plan, tensor)),
         )
 
-    def operator_reasons(self, plan: ShardingPlan, operator: int) -> Reasons:
+    def operator_reasons(
+        self, plan: ShardingPlan, operator: int, program: int
+    ) -> Reasons:
         """Why an operator, by position, has its factors."""
         asked, op = _Asked(self, plan), self.graph.operators()[operator]
         own = plan.operators[operator].factors

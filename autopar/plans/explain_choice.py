@@ -30,7 +30,7 @@ from .plan_view import (
     grouped,
     split_words,
 )
-from .reasons import PlanSource, Reasons, StageSource, nearest_names
+from .reasons import PlanSource, Reasons, nearest_names
 from .staged_plan import StagedPlan
 
 _MOST_READERS = 6
@@ -51,14 +51,13 @@ def choice_parts(
     name: str,
     decision: Decision,
     source: PlanSource | None,
-    stage_source: StageSource | None,
 ) -> Iterator[RenderableType]:
     """What is printed of a tensor, by argument path or maker, or of an operator.
 
     Raises:
       ValueError: the plan has none of that name; names those that are like it.
     """
-    asked = _Asked(decision, source, stage_source)
+    asked = _Asked(decision, source)
     if noun == "tensor":
         for found in asked.find(noun, name, lambda plan: plan.tensors):
             tensor = found.plan.tensors[found.index]
@@ -86,14 +85,13 @@ class WeighedChoice:
 def largest_choices(
     decision: Decision,
     source: PlanSource | None,
-    stage_source: StageSource | None,
 ) -> Iterator[WeighedChoice]:
     """The dearest product and collectives, with what was next best.
 
     Those of one line that are alike count as one. Nothing where the step is not at
     hand. Each is solved for anew, so they are few.
     """
-    asked = _Asked(decision, source, stage_source)
+    asked = _Asked(decision, source)
     view = PlanView(decision)
     heavy = [op for op in view.operators if op.is_heavy]
     works = grouped(heavy, lambda op: (op.program.name, op.line, op.title, op.splits))
@@ -152,7 +150,6 @@ class _Asked:
 
     decision: Decision
     source: PlanSource | None
-    stage_source: StageSource | None
 
     def find(
         self,
@@ -185,19 +182,12 @@ class _Asked:
         self, noun: Literal["tensor", "operator"], found: _Found
     ) -> Reasons | None:
         """Why it is so, if the step is at hand and can be planned again."""
-        decision = self.decision
-        if isinstance(decision, ShardingPlan):
-            source, place = self.source, (decision, found.index)
-        elif self._is_placed:
-            return None
-        else:
-            place = decision, found.program.index, found.index
-            source = self.stage_source
-        if source is None:
+        if self.source is None or self._is_placed:
             return None
         is_tensor = noun == "tensor"
-        ask = source.tensor_reasons if is_tensor else source.operator_reasons
-        return ask(*place)  # type: ignore[arg-type]
+        asked = self.source
+        ask = asked.tensor_reasons if is_tensor else asked.operator_reasons
+        return ask(self.decision, found.index, found.program.index)
 
     def weighed(
         self,
@@ -224,8 +214,7 @@ class _Asked:
 
     def notes(self) -> Iterator[RenderableType]:
         """Why there is no more to tell, if there is not."""
-        source = self.source or self.stage_source
-        if source is None:
+        if self.source is None:
             yield Text(f"\n{_WITHOUT_STEP}", style="dim")
         elif self._is_placed:
             yield Text(f"\n{_PLACED}", style="dim")

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from jax.sharding import Mesh
-
-from ..clusters.cluster import Cluster
 from ..graph.pins import PinsLike
 from .pin_cost import PinCosts
-from .plan import MemoryShares, ShardingPlan
+from .plan import ShardingPlan
 from .staged_plan import StagedPlan
 
 
@@ -50,76 +47,25 @@ class PlanShardings(NamedTuple):
 
 
 class PlanSource(Protocol):
-    """The traced step that a plan was made of, which can be planned again."""
+    """The step that a plan is of, whole or in stages, which can be planned again."""
 
-    @property
-    def cluster(self) -> Cluster:
-        """What its plans are for."""
-        ...
-
-    def memory(self, plan: ShardingPlan) -> MemoryShares:
-        """What a device holds at the peak."""
-        ...
-
-    def shardings(self, plan: ShardingPlan, mesh: Mesh | None) -> PlanShardings:
-        """Where a plan has arguments and results."""
-        ...
-
-    def check(self, plan: ShardingPlan) -> None:
-        """Raises PlanFileError if the plan is of another step."""
-        ...
-
-    def what_if(
-        self, plan: ShardingPlan, pins: PinsLike, gap: float
-    ) -> tuple[ShardingPlan, PlanSource]:
+    def what_if(self, plan: Any, pins: PinsLike, gap: float) -> tuple[Any, PlanSource]:
         """The step planned with more pins, on the same mesh, and itself with them.
 
-        The plan is within `gap` of the best.
+        The plan of one program is within `gap` of the best.
         """
         ...
 
-    def pin_costs(self, plan: ShardingPlan) -> PinCosts:
+    def pin_costs(self, plan: Any) -> PinCosts:
         """What each pin adds to a step, which is planned again without it."""
         ...
 
-    def tensor_reasons(self, plan: ShardingPlan, tensor: int) -> Reasons:
-        """Why a tensor, by index, is made in its spec."""
+    def tensor_reasons(self, plan: Any, tensor: int, program: int) -> Reasons:
+        """Why a tensor of a program, by their indices, is made in its spec."""
         ...
 
-    def operator_reasons(self, plan: ShardingPlan, operator: int) -> Reasons:
-        """Why an operator, by position, has its factors."""
-        ...
-
-
-class StageSource(Protocol):
-    """The step of a pipeline's plan, which can be planned again in the same stages."""
-
-    def what_if(
-        self, plan: StagedPlan, pins: PinsLike
-    ) -> tuple[StagedPlan, StageSource]:
-        """The step planned with more pins, and itself with them."""
-        ...
-
-    def pin_costs(self, plan: StagedPlan) -> PinCosts:
-        """What each pin adds to a step, which is planned again without it."""
-        ...
-
-    def tensor_reasons(self, plan: StagedPlan, program: int, tensor: int) -> Reasons:
-        """Why a tensor of a program, by their indices, is made in its spec.
-
-        Raises:
-          NotImplementedError: the operators of `plan` were placed one by one.
-        """
-        ...
-
-    def operator_reasons(
-        self, plan: StagedPlan, program: int, operator: int
-    ) -> Reasons:
-        """Why an operator of a program, by its position, has its factors.
-
-        Raises:
-          NotImplementedError: the operators of `plan` were placed one by one.
-        """
+    def operator_reasons(self, plan: Any, operator: int, program: int) -> Reasons:
+        """Why an operator of a program, by its position, has its factors."""
         ...
 
 

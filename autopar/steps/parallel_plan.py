@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from ..clusters.cluster import cluster_by_name
 from ..graph.pins import PinsLike
+from ..planner.traced_step import TracedStep
 from ..plans import explain as _explain
 from ..plans.explain_choice import choice_parts, largest_choices
 from ..plans.pin_cost import PinCosts
@@ -19,7 +20,7 @@ from ..plans.plan import Prediction, ShardingPlan, TriedPlan
 from ..plans.plan_diff import PlanDiff, diff_plans
 from ..plans.plan_file import read_plan, to_json
 from ..plans.plan_view import PlanView
-from ..plans.reasons import PlanShardings, PlanSource, StageSource
+from ..plans.reasons import PlanShardings, PlanSource
 from ..plans.staged_plan import StagedPlan, sharding_of, stages_of
 from ..report.answers import Answers
 from ..report.compiled_figures import CompiledFigures
@@ -40,16 +41,14 @@ class Plan:
     runs the plan as it is. `decision` is one `ShardingPlan`, or that of a pipeline.
     `origin` is the step it is of, with its trace: only plans of `step.plan` know it,
     and it is neither saved nor copied to other processes. `source` plans that step
-    again under other conditions, and comes and goes with it, as does `stage_source`,
-    which is that of a pipeline. `compiled` is what the compiler of its devices made of
-    it, or why that is not known; `tried` are other plans that were made while it was
-    looked for. Both are left out of files, too.
+    again under other conditions, and comes and goes with it. `compiled` is what the
+    compiler of its devices made of it, or why that is not known; `tried` are other
+    plans that were made while it was looked for. Both are left out of files, too.
     """
 
     decision: ShardingPlan | StagedPlan
     origin: PlanOrigin | None = field(default=None, compare=False)
     source: PlanSource | None = field(default=None, compare=False)
-    stage_source: StageSource | None = field(default=None, compare=False)
     compiled: CompiledFigures | str = field(default="", compare=False)
     tried: tuple[TriedPlan, ...] = field(default=(), compare=False)
 
@@ -99,7 +98,7 @@ class Plan:
           ValueError: nothing has that name; names what is like it.
         """
         if tensor is not None or op is not None:
-            given = self.decision, self.source, self.stage_source
+            given = self.decision, self.source
             parts = []
             if tensor is not None:
                 parts += choice_parts("tensor", tensor, *given)
@@ -145,8 +144,7 @@ class Plan:
         if not isinstance(given, bool):
             given = {name: plan.decision for name, plan in given.items()}
         elif given:
-            sources = self.source, self.stage_source
-            choices = largest_choices(self.decision, *sources)
+            choices = largest_choices(self.decision, self.source)
         if audit is True and isinstance(self.compiled, CompiledFigures):
             audit = self.compiled.named()
         found = make_report(self.answers, self.origin, given, audit, tuple(choices))
@@ -168,7 +166,9 @@ class Plan:
           ValueError: the plan was loaded, or jit has no such arguments.
         """
         decision = self.sharding
-        return (self.source or self._no_step()).shardings(decision, mesh)
+        if not isinstance(self.source, TracedStep):
+            self._no_step()
+        return self.source.shardings(decision, mesh)
 
     def diff(self, other: Plan) -> PlanDiff:
         """What changes from this plan to another, which prints as tables.
@@ -199,14 +199,8 @@ class Plan:
                 f"`gap` must be a part of a step from 0 up, but got {gap}; 0.01 takes "
                 f"about a second."
             )
-        if isinstance(self.decision, StagedPlan):
-            staged, again = (self.stage_source or self._no_step()).what_if(
-                self.decision, pins
-            )
-            return Plan(staged, stage_source=again)
-        made, source = (self.source or self._no_step()).what_if(
-            self.decision, pins, gap
-        )
+        asked = self.source or self._no_step()
+        made, source = asked.what_if(self.decision, pins, gap)
         return Plan(made, source=source)
 
     def pin_costs(self) -> PinCosts:
@@ -217,8 +211,6 @@ class Plan:
         Raises:
           ValueError: the plan was loaded.
         """
-        if isinstance(self.decision, StagedPlan):
-            return (self.stage_source or self._no_step()).pin_costs(self.decision)
         return (self.source or self._no_step()).pin_costs(self.decision)
 
     def _no_step(self) -> NoReturn:
@@ -245,8 +237,8 @@ class Plan:
     def answers(self) -> Answers:
         """Whether it fits, how quick it is, what holds memory, what could be better."""
         cluster, memory, batch = None, None, frozenset[str]()
-        if isinstance(self.decision, ShardingPlan) and self.source is not None:
-            cluster, memory = self.source.cluster, self.source.memory(self.decision)
+        if isinstance(self.source, TracedStep):
+            cluster, memory = self.source.cluster, self.source.memory(self.sharding)
         elif self.origin is not None:
             memory, batch = self.origin.memory(), self.origin.batch
         cluster = cluster or cluster_by_name(self.decision.cluster)

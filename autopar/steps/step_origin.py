@@ -285,11 +285,9 @@ def with_origin(
         price = partial(_priced, options)
         source = PipelineSource(plain, args, kwargs, options, price)
         origin = PipelineOrigin(planned, types, options, source)
-        found = Plan(price(planned))
         name, one = "ShardParallel()", planned.one_program
         tried = () if one is None else (TriedPlan(name, one),)
-        own = {"origin": origin, "stage_source": source}
-        return replace(found, compiled=why, tried=tried, **own)
+        return Plan(price(planned), origin, source, compiled=why, tried=tried)
     origin = StepOrigin(planned, types, options)
     step = traced_step(planned, leaves, options)
     tried = planned.plan.tried
