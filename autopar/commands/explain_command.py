@@ -133,8 +133,6 @@ def with_step(
     if isinstance(step, ParallelFunction):
         if not isinstance(plan.decision, StagedPlan):
             asked = step.plan(*target.args).source
-            if asked is not None:
-                asked.check(plan.decision)
         step = inspect.unwrap(step)
     found = parallelize(
         step,
