@@ -93,7 +93,7 @@ def test_a_program_that_sends_what_is_not_planned_is_found(
 def test_a_kernel_of_the_user_s_is_split_along_its_grid() -> None:
     """JAX's flash attention by examples: no operand of it is gathered."""
 
-    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+    def train(w: jax.Array, x: jax.Array) -> jax.Array:
         def loss(w: jax.Array) -> jax.Array:
             q = jnp.einsum("bhtd,de->bhte", x, w)
             return jnp.mean(flash_attention(q, x, x, causal=True) ** 2)
@@ -104,7 +104,7 @@ def test_a_kernel_of_the_user_s_is_split_along_its_grid() -> None:
     arguments = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
     cluster = autopar.Cluster.preset("v5e:2x4")
     step = autopar.parallelize(
-        step, mesh="x:8", pins={"x": jax.P("x")}, cluster=cluster
+        train, mesh="x:8", pins={"x": jax.P("x")}, cluster=cluster
     )
     compiled = step.lower(*arguments).compile()
     compiled.audit().raise_if_wrong()
