@@ -94,9 +94,9 @@ def test_stages_across_processes_are_refused(together: list[dict[str, Any]]):
         assert "one of 2 processes" in each["refused"]
 
 
-def test_one_process_plans_for_all(together: list[dict[str, Any]]):
+def test_every_process_plans_for_itself_and_alike(together: list[dict[str, Any]]):
     first, second = together
-    assert first["solved"] >= 2 and second["solved"] == 0
+    assert first["solved"] == second["solved"] >= 2
     assert first["searched"] == second["searched"]
     assert first["searched"] == pytest.approx(16 * 64 * math.tanh(1), rel=1e-5)
 
