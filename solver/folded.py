@@ -16,6 +16,7 @@ import numpy as np
 from .choice_graph import ChoiceGraph, Infeasible
 from .descent import Descent
 from .layers import Layers, TiedMessages, fold
+from .likely import improve_among_likely
 from .messages import Passing
 from .repeats import find_repeats
 from .search import LEAST_GAP, Search
@@ -24,6 +25,7 @@ FEWEST_NODES = 1000
 ROUNDS_AT_ONCE = 20
 MOST_ROUNDS = 60
 PART_OF_WORK = 0.5
+WORK_AMONG_LIKELY = 1.0  # seconds
 
 SolveEnds = Callable[[Search], None]
 
@@ -88,6 +90,13 @@ class _Folded:
             )
             if messages.choices is not None and messages.cost < cost:
                 best, cost = messages.choices, messages.cost
+            if best is not None and cost - passing.bound > gap * abs(cost):
+                best = improve_among_likely(
+                    *(self.layers.ring, best, messages.marginals, self.search.pool),
+                    gap=gap,
+                    work_limit=WORK_AMONG_LIKELY,
+                )
+                cost = self.layers.ring.cost(best)
             is_closed = cost < np.inf and cost - passing.bound <= gap * abs(cost)
             if is_closed or messages.is_finished or self.clock.now() > self.until:
                 break

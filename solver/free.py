@@ -15,15 +15,16 @@ from .choice_graph import ChoiceGraph, Infeasible
 from .fix import fix
 from .folded import solve_folded
 from .ilp import is_small_enough, solve_ilp
+from .likely import MOST_LIKELY_CHOICES, improve_among_likely
 from .merge import choose_pairs, merge_nodes
-from .messages import Passing
+from .messages import Messages, Passing
 from .reduce import reduce
 from .search import Search
 
 FIXED_ENOUGH = 0.3
 ROUNDS_AT_ONCE = 30
 MOST_MERGED_CHOICES = (1000, 1600)
-FEW_CHOICES = 1000  # beyond one per node
+FEW_LIKELY_CHOICES = 100
 LEAST_WORK, LEAST_WORK_OF_REST = 0.1, 1.0  # seconds, of an integer program
 
 
@@ -76,7 +77,8 @@ class _Descent:
     def _work_of_programs(self, least: float) -> float:
         """Seconds of work of the next integer program, of which all may take half.
 
-        They may grow without measure; messages and merging go on in any case.
+        They grow without measure where the choices held likely are not, as where loops
+        read stacked values one by one; messages and merging go on in any case.
         """
         left = self.search.seconds_left
         if self.search.choices is None:
@@ -134,7 +136,7 @@ class _Descent:
         self.search.finish_phase("reduce", self.graph)
 
     def _pass_messages(self) -> None:
-        """Messages until they stall, or are so few that the ILP is quicker."""
+        """Messages and better plans in turn, until the messages stall."""
         search, graph = self.search, self.graph
         passing = Passing(graph, search.cost, clock=search.pool.clock)
         keep = max(search.seconds_left - self.seconds / 4, 0.0)
@@ -152,23 +154,44 @@ class _Descent:
             search.finish_phase("messages", graph)
             if search.is_closed or search.seconds_left <= keep:
                 break
-            if messages.choices is not None:
-                self._solve_few()
+            self._improve(messages)
             if messages.is_finished or search.is_closed:
                 break
         self.bound = messages.bound
         self.excess = [m - messages.bound for m in messages.marginals]
 
-    def _solve_few(self) -> None:
-        """The whole graph by the ILP, once, where few choices are left."""
-        start, few = self.search.seconds_left, FEW_CHOICES + len(self.graph.nodes)
-        if not self.with_ilp or self.graph.num_choices > few:
+    def _improve(self, messages: Messages) -> None:
+        search = self.search
+        if messages.choices is None:
             return
+        choices, start = messages.choices, search.seconds_left
+        for most in (FEW_LIKELY_CHOICES, MOST_LIKELY_CHOICES):
+            if self._is_all_likely(most):
+                self._solve_whole()
+                break
+            choices = improve_among_likely(
+                *(self.graph, choices, messages.marginals, search.pool),
+                gap=search.gap / 2,
+                work_limit=self._work_of_programs(LEAST_WORK),
+                most_choices=most,
+                cutoff=search.most_useful_cost,
+            )
+            search.offer(self._expand(choices))
+            if search.is_closed:
+                break
+        self.in_programs += start - search.seconds_left
+        search.finish_phase("likely", self.graph)
+
+    def _is_all_likely(self, most: int) -> bool:
+        """Whether so many likely choices are all, so that a bound on them holds."""
+        return self.with_ilp and self.graph.num_choices - len(self.graph.nodes) <= most
+
+    def _solve_whole(self) -> None:
+        """The whole graph by the ILP, once."""
         work_limit = self._work_of_programs(LEAST_WORK)
         if self.solved is not self.graph and is_small_enough(self.graph, work_limit):
             self.solved = self.graph
             self._solve_ilp(work_limit)
-            self.in_programs += start - self.search.seconds_left
 
     def _fix(self) -> int:
         threshold = self.search.threshold

@@ -51,13 +51,15 @@ class IlpResult:
         return f"IlpResult: bound {self.bound:.6g}"
 
 
-def is_small_enough(graph: ChoiceGraph, work_limit: float) -> bool:
+def is_small_enough(
+    graph: ChoiceGraph, work_limit: float, most_pairs: int = MOST_PAIRS
+) -> bool:
     """Whether the program is worth building, which may take half of its work.
 
     Larger ones are not ended in time: HiGHS seldom looks at its limits then.
     """
     num_pairs = sum(edge.costs.size for edge in graph.edges)
-    return num_pairs <= min(MOST_PAIRS, work_limit / 2 / _BUILT_VARIABLE)
+    return num_pairs <= min(most_pairs, work_limit / 2 / _BUILT_VARIABLE)
 
 
 def solve_ilp(

@@ -56,6 +56,16 @@ class Search:
             return inf
         return min(self.cost - self.gap / 2 * abs(self.cost), self.cutoff)
 
+    @property
+    def most_useful_cost(self) -> float:
+        """What a plan costs at most that beats the cutoff, or closes the gap below it.
+
+        Without a plan any is of use.
+        """
+        if self.cost == inf or self.cutoff == inf:
+            return inf
+        return self.cutoff + 2 * self.gap * abs(self.cutoff)
+
     def offer(self, choices: Sequence[int]) -> bool:
         """Takes a plan of the full problem if it is allowed and the best so far."""
         cost = self.graph.cost(choices)

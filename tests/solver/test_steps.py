@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from autopar.solver.array_pool import ArrayPool
 from autopar.solver.choice_graph import ChoiceGraph, Edge, Infeasible, Node
 from autopar.solver.descent import Descent
+from autopar.solver.likely import improve_among_likely
 from autopar.solver.merge import choose_pairs, merge_nodes
 from autopar.solver.messages import Passing
 from autopar.solver.reduce import Reduced, reduce
@@ -121,6 +122,23 @@ def test_of_equal_choices_the_one_taken_is_undominated() -> None:
     assert BestChoice(costs, same, np.array([[0.0, 0.0], [1.0, 1.0]])).given((0,)) == 1
     crossed = np.array([[0.0, 0.0, 2.0], [1.0, 3.0, 1.0]])  # neither dominates
     assert [BestChoice(costs, same, crossed).given((k,)) for k in range(3)] == [0, 0, 1]
+
+
+@given(seeds)
+def test_the_best_of_likely_choices_never_costs_more(seed: int) -> None:
+    graph = random_graph(seed, num_nodes=6, forbidden=0.03, density=0.8)
+    if optimum(graph) == inf:
+        return
+    truths = true_marginals(graph)
+    start = brute_force(graph).choices
+    worst = [int(np.where(t < inf, t, -inf).argmax()) for t in truths]
+    for plan in (start, tuple(worst)):
+        found = improve_among_likely(
+            *(graph, plan, truths, ArrayPool()), gap=0.0, work_limit=5.0
+        )
+        assert graph.cost(found) <= graph.cost(plan) + 1e-9
+        if graph.cost(plan) < inf:  # all choices of so small a graph are likely
+            assert graph.cost(found) == pytest.approx(optimum(graph))
 
 
 @given(seeds)
