@@ -41,13 +41,17 @@ assert _rules  # imported so that every rule registers
 
 
 def plan_graph(
-    request: PlanRequest, gap: float = TIGHT_GAP, cutoff: float = math.inf
+    request: PlanRequest,
+    gap: float = TIGHT_GAP,
+    cutoff: float = math.inf,
+    is_kept: bool = True,
 ) -> ShardingPlan:
     """The cheapest plan of a step's graph, over all meshes where none is named.
 
     On a mesh that is named the plan is within `gap` of the best. Plans of `cutoff`
     seconds are of no use: where none is better, it is any and need not fit. Plans with
-    limits on single choices, or a wider gap, are not cached.
+    limits on single choices, or a wider gap, and those that are not `is_kept` are not
+    cached.
 
     Raises:
       InfeasiblePlanError: no plan exists.
@@ -60,7 +64,8 @@ def plan_graph(
     if mesh is not None:
         check_shard_maps(graph, mesh)
         warn_ignored_constraints(graph, mesh)
-    entry = CacheEntry(None) if request.limits else cache_entry(request)
+    is_kept = is_kept and not request.limits
+    entry = cache_entry(request) if is_kept else CacheEntry(None)
     known = entry.load(graph)
     if known is not None:
         seconds = perf_counter() - start
