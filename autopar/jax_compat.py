@@ -246,6 +246,15 @@ def with_eqns(jaxpr: Any, eqns: Sequence[Any]) -> Any:
     return jaxpr.replace(eqns=[*eqns])
 
 
+def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+    """The jaxprs among an equation's params, open."""
+    for value in eqn.params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            inner = getattr(each, "jaxpr", each)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
 def with_jaxprs(eqn: Any, changed: Callable[[Any], Any]) -> Any:
     """The equation with each jaxpr in its params `changed`, or itself if none is."""
 

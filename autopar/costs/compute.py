@@ -14,7 +14,7 @@ import numpy as np
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import Operator
 from ..graph.work import is_heavy
-from ..jax_compat import CUDNN_ATTENTION
+from ..jax_compat import CUDNN_ATTENTION, inner_jaxprs
 
 Shape: TypeAlias = tuple[int, ...]
 Params: TypeAlias = Mapping[str, Any]
@@ -317,11 +317,10 @@ def _product_flops(jaxpr: Any) -> float:
             ]
             total += flops(name, params, *shapes)
         elif name == "cond":
-            total += max(_product_flops(each.jaxpr) for each in params["branches"])
+            total += max(map(_product_flops, inner_jaxprs(eqn)))
         else:
-            inner = (getattr(each, "jaxpr", each) for each in params.values())
-            bodies = [each for each in inner if hasattr(each, "eqns")]
-            total += params.get("length", 1) * sum(map(_product_flops, bodies))
+            inner = sum(map(_product_flops, inner_jaxprs(eqn)))
+            total += params.get("length", 1) * inner
     return total
 
 

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from ..graph.op_graph import Operator
+from ..jax_compat import inner_jaxprs
 from ..sharding.spec import REPLICATED, State
 from .base import Factor, Shard, bind_params, register
 
@@ -43,11 +44,8 @@ def _asked(jaxpr: Any) -> Iterator[int]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("program_id", "num_programs"):
             yield eqn.params["axis"]
-        for value in eqn.params.values():
-            for each in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(each, "jaxpr", each)
-                if hasattr(inner, "eqns"):
-                    yield from _asked(inner)
+        for inner in inner_jaxprs(eqn):
+            yield from _asked(inner)
 
 
 def _dim(block: Any, axis: int, size: int) -> State | None:
