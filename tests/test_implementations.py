@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.core import ShapedArray
+from jax.experimental import sparse
 from jax.extend.core import Primitive
 from jax.interpreters import ad, mlir
 
@@ -53,6 +54,11 @@ settled_p = primitive(
 by_trace = mlir.lower_fun(jnp.tanh, multiple_results=False)
 on_all_p = own_lowering("tanh_on_platforms", by_trace, ("cpu", "cuda", "tpu"))
 kernel_p = own_lowering("tanh_by_a_kernel", lambda ctx, x: by_trace(ctx, x), (None,))
+two_traces_p = own_lowering("tanh_by_two_functions", by_trace, (None,))
+mlir.register_lowering(
+    *(two_traces_p, mlir.lower_fun(lambda x: jnp.sinh(x) / jnp.cosh(x), False)),
+    platform="cuda",
+)
 mixed_p = own_lowering("tanh_by_a_kernel_on_cuda", by_trace, (None,))
 mlir.register_lowering(mixed_p, lambda ctx, x: by_trace(ctx, x), platform="cuda")
 
@@ -95,11 +101,36 @@ def test_in_a_loop_over_layers(more: Any) -> None:
 
 @pytest.mark.parametrize(
     ("primitive", "kinds"),
-    [(on_all_p, {"tanh"}), (kernel_p, {kernel_p.name}), (mixed_p, {mixed_p.name})],
+    [
+        *((on_all_p, {"tanh"}), (two_traces_p, {"tanh"})),
+        *((kernel_p, {kernel_p.name}), (mixed_p, {mixed_p.name})),
+    ],
     ids=str,
 )
 def test_code_of_its_own_is_kept(primitive: Primitive, kinds: set[str]) -> None:
     assert kinds_of(primitive.bind, X) == kinds
+
+
+def test_sparse_products_are_split() -> None:
+    dense = np.zeros((16, 32), np.float32)
+    dense[::3, ::5] = 0.5
+    kept = sparse.BCOO.fromdense(jnp.asarray(dense))
+
+    def step(data: jax.Array, indices: jax.Array, x: jax.Array) -> Any:
+        def loss_of(data: jax.Array) -> jax.Array:
+            product = x @ sparse.BCOO((data, indices), shape=dense.shape)
+            return jnp.mean((product - 1) ** 2)
+
+        loss, grad = jax.value_and_grad(loss_of)(data)
+        return data - 0.1 * grad, loss
+
+    arguments = kept.data, kept.indices, X
+    parallel = autopar.parallelize(step, mesh="x:8", donate_argnums=())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", autopar.FallbackWarning)
+        found = parallel(*arguments)
+    for one, other in zip(found, jax.jit(step)(*arguments), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
 def test_a_rule_of_ones_own_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:

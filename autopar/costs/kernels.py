@@ -47,10 +47,13 @@ def kind_of(op: Operator) -> int:
         return VIEW if same else FUSED
     if op.kind in STRUCTURED:
         return KERNEL
-    is_outer = op.kind == "dot_general" and not op.params["dimension_numbers"][0][0]
-    if op.kind in _MOVING or is_fusable(op.kind) or is_outer:
-        return FUSED
-    return IN_PLACE if op.kind.startswith(_READING) else KERNEL
+    if op.kind == "dot_general":  # outer products, and rows with rows, are none to XLA
+        (contracted, _), (batch, _) = op.params["dimension_numbers"]
+        shared = len(contracted) + len(batch)
+        is_of_rows = all(len(each.shape) == shared for each in op.operand_types)
+        return (IN_PLACE if is_of_rows else KERNEL) if contracted else FUSED
+    is_fused = op.kind in _MOVING or is_fusable(op.kind)
+    return FUSED if is_fused else IN_PLACE if op.kind.startswith(_READING) else KERNEL
 
 
 def fresh_of(op: Operator, writes: Sequence[int]) -> Sequence[int]:

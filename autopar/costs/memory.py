@@ -378,10 +378,8 @@ class _BlockSweep:
                 self.nodes.append(_Node(FUSED, [], [value]))
         for op in block.operators:
             specs, kind = sweep.read[op.index], sweep.kinds[op.index]
-            if self.family == "CPU" and op.kind.startswith(
-                "scatter"
-            ):  # a loop over updates
-                kind = KERNEL
+            if self.family == "CPU" and op.kind.startswith(("dot", "scatter")):
+                kind = KERNEL  # a loop over updates, and what its products read
             reads = [
                 self._read(tensor, spec) if isinstance(tensor, int) else -1
                 for tensor, spec in zip(op.operands, specs, strict=True)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.experimental import sparse
 from jax.sharding import AxisType, PartitionSpec
 
 import autopar
@@ -332,3 +333,49 @@ def test_the_peak_is_near_the_compiled_program_s(
     found = lowered(step, jnp.ones(w), jnp.ones(x))
     held = MemoryUse.of(found.compile().compiled).device_bytes
     assert 0.75 < profile_of(found).peak_bytes / held < 1.35
+
+
+def clipped_by_example(weights: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+    """The gradient of each example, an outer product, is clipped."""
+
+    def clipped(x: jax.Array, y: jax.Array) -> jax.Array:
+        grad = jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w) - y) ** 2))(weights)
+        return grad / jnp.maximum(jnp.linalg.norm(grad), 1.0)
+
+    return weights - 0.1 * jnp.mean(jax.vmap(clipped)(x, y), 0)
+
+
+def sparse_product(data: jax.Array, indices: jax.Array, x: jax.Array) -> Any:
+    def loss_of(data: jax.Array) -> jax.Array:
+        product = x @ sparse.BCOO((data, indices), shape=(256, 512))
+        return jnp.mean((product - 1) ** 2)
+
+    return data - 0.1 * jax.grad(loss_of)(data)
+
+
+INDICES = jnp.stack([jnp.arange(8192) % 256, jnp.arange(8192) // 16], 1)
+
+
+@pytest.mark.parametrize(
+    ("step", "arguments"),
+    [
+        (clipped_by_example, (jnp.ones((256, 256)),) * 3),
+        (sparse_product, (jnp.ones(8192), INDICES, jnp.ones((256, 256)))),
+    ],
+)
+def test_what_products_of_no_matrices_hold(step: Any, arguments: Any) -> None:
+    found = autopar.parallelize(step, mesh="x:8").lower(*arguments).compile()
+    compiled = MemoryUse.of(found.compiled).device_bytes
+    assert found.plan.predicted.peak_bytes == pytest.approx(compiled, rel=0.25)
+
+
+def test_rows_with_rows_are_read_inside_of_their_product() -> None:
+    def of_rows(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.einsum("bi,bi->b", x + 1, y)
+
+    step = autopar.parallelize(
+        of_rows, mesh="x:1", cluster=autopar.Cluster.preset("1xH100")
+    )
+    args = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    plan = step.plan(args, args)
+    assert plan.predicted.peak_bytes < 2.2 * 2**26 + 2**25
