@@ -128,9 +128,9 @@ def region_of(flow: BlockFlow, first: Operator) -> Region:
                     operators[each.index] = each
     if len(seeds) > 2:
         raise NotAttention("more than one product meets its scores")
-    for tensor in inside:
-        if tensor in flow.block.outputs:
-            raise NotAttention("its scores leave the step or the loop")
+    if not inside.isdisjoint(tensors_of(flow.block.outputs)):
+        why = "its scores leave the step or the loop; scan layers in jax.checkpoint"
+        raise NotAttention(why)
     seed = seeds[1] if len(seeds) == 2 else None
     ordered = sorted(operators.values(), key=lambda op: flow.position[op.index])
     of_seed = {*seed.results} if seed else set[int]()

@@ -135,6 +135,25 @@ def test_what_has_no_kernel_stays_as_written(attention: Attention, why: str) -> 
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_made_again", [True, False])
+def test_scanned_layers_keep_scores_unless_they_are_made_again(
+    is_made_again: bool,
+) -> None:
+    def layers(q: Any, k: Any, v: Any) -> Any:
+        one = softmax_attention(causal)
+        layer = jax.checkpoint(one) if is_made_again else one
+        return jax.lax.scan(lambda x, _: (x + layer(x, k, v), None), q, None, 2)[0]
+
+    step = fused(layers)
+    if is_made_again:
+        assert {op.kind for op in step.lower(*arguments()).graph.operators()} >= {
+            *FUSED_KINDS
+        }
+    else:
+        with pytest.warns(FallbackWarning, match=r"scan layers in jax\.checkpoint"):
+            step.plan(*arguments())
+
+
 def test_cudnn_takes_narrow_floats_alone() -> None:
     step = fused(built_in(), cluster=autopar.Cluster.preset("1x8xH100"))
     with pytest.warns(FallbackWarning, match="cuDNN takes float16 and bfloat16"):
