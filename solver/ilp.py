@@ -11,7 +11,7 @@ classes of edge e, absent where the pair is forbidden.
                 the objective <= cutoff, where there is one             (_add_cutoff)
 
 The cutoff is a row, as HiGHS takes plans above its own `objective_bound` for optimal.
-PuLP builds the program and HiGHS solves it.
+PuLP builds the program; HiGHS runs it, and is asked what it found.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+import highspy
 import numpy as np
 import pulp
 
@@ -31,6 +32,10 @@ COST_SCALE, BYTES_SCALE = 1e4, 1e3
 # HiGHS solves its linear programs to 1e-7 a variable.
 ROUNDING = 1e-8 * COST_SCALE
 ITERATIONS_OF_NODE = 30
+_INFEASIBLE = (
+    highspy.HighsModelStatus.kInfeasible,
+    highspy.HighsModelStatus.kUnboundedOrInfeasible,
+)
 # Seconds of a usual core: of an iteration, its part for each variable, and of building.
 _ITERATION, _ITERATION_OF_VARIABLE, _BUILT_VARIABLE = 2e-5, 4e-8, 3e-5
 
@@ -87,22 +92,6 @@ def solve_ilp(
     return _Program(graph, cost, clock, cutoff).run(gap, work_limit)
 
 
-class _CheckedHiGHS(pulp.HiGHS):
-    """HiGHS through PuLP, which passes on no callback."""
-
-    most_checks: float = inf
-
-    def callSolver(self, lp: Any) -> None:
-        Checks(lp.solverModel, self.most_checks)
-        lp.solverModel.run()
-
-    def findSolutionValues(self, lp: Any) -> tuple[int, int]:
-        try:
-            return super().findSolutionValues(lp)
-        except KeyError:  # PuLP does not know the status at the limit on nodes
-            return pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound
-
-
 class _Program:
     def __init__(
         self, graph: ChoiceGraph, cost: float, clock: Clock, cutoff: float
@@ -136,7 +125,7 @@ class _Program:
         size = sum(map(len, self.x)) + sum(map(len, self.y))
         iteration = _ITERATION + _ITERATION_OF_VARIABLE * size
         time_left = self.clock.time_left
-        solver = _CheckedHiGHS(
+        solver = pulp.HiGHS(
             msg=False,
             timeLimit=None if time_left == inf else time_left,
             parallel="off",
@@ -146,11 +135,14 @@ class _Program:
             mip_feasibility_tolerance=1e-9,
             primal_feasibility_tolerance=1e-9,
         )
-        solver.most_checks = seconds / seconds_of_check(size)
-        self.problem.solve(solver)
-        if self.problem.status == pulp.LpStatusInfeasible:
-            return inf
+        solver.createAndConfigureSolver(self.problem)
+        solver.buildSolverModel(self.problem)
         model: Any = self.problem.solverModel
+        Checks(model, seconds / seconds_of_check(size))
+        model.run()
+        if model.getModelStatus() in _INFEASIBLE:
+            return inf
+        self.solution = model.getSolution()
         info = model.getInfo()
         num_iterations = max(info.simplex_iteration_count, 0)
         self.clock.spend(_BUILT_VARIABLE * size + iteration * num_iterations)
@@ -227,7 +219,11 @@ class _Program:
         self.problem += pulp.LpAffineExpression(terms) <= BYTES_SCALE
 
     def _found_choices(self) -> tuple[int, ...] | None:
-        values = [[variable.varValue or 0.0 for variable in node] for node in self.x]
+        if self.x and not self.solution.value_valid:
+            return None
+        names = (variable.name for variable in self.problem.variables())
+        found = dict(zip(names, self.solution.col_value, strict=True))
+        values = [[found[variable.name] for variable in node] for node in self.x]
         if any(max(node) < 0.99 for node in values):
             return None
         choices = tuple(int(np.argmax(node)) for node in values)
