@@ -24,7 +24,7 @@ from ..graph.build_graph import build_graph
 from ..graph.op_graph import OpGraph
 from ..methods.methods import Auto, PipelineParallel, method_of_plan
 from ..methods.place_operators import PlaceOperators
-from ..option_values import LEVELS, Level, Offload, Remat
+from ..option_values import LEVELS, Offload
 from ..options import Options
 from ..planner.fit import CompiledFit
 from ..planner.mesh_search import FAR, least_seconds
@@ -308,7 +308,7 @@ def fitting_pipeline(
     Stages that do not fit are planned again with their state in as many parts as they
     have devices, with what only the update reads in the host's memory, or both. With
     `remat="auto"` it is the fastest of those that make nothing again, and of those of
-    each level that have the fewest stages do so.
+    each level.
 
     Raises:
       InfeasiblePlanError: a stage does not fit; names it and what takes its memory.
@@ -340,8 +340,7 @@ class _Fitting:
             self.fits(remat)
         elif not self.fits(None):  # all others do more work
             for level in LEVELS:
-                if self.fits(level):
-                    self.fewest_stages(level)
+                self.fits(level)
         fitting = [each for each in self.tries if not each.full]
         if fitting:
             return min(fitting, key=lambda e: e.plan.predicted.step_seconds).planned
@@ -373,16 +372,6 @@ class _Fitting:
                 changed if is_split else none,
                 changed if is_at_host else none,
             )
-
-    def fewest_stages(self, level: Level) -> None:
-        """The least number of stages that make residuals again and fit."""
-        low, high = 0, self.method.num_stages or 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.plan(str(Remat(level, middle))).full:
-                low = middle
-            else:
-                high = middle
 
     def plan(
         self,
