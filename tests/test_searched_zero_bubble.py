@@ -5,15 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import autopar
 from autopar.execution import staged_plan
 from autopar.methods.methods import PipelineParallel
-from autopar.pipelines.stage_cut import cut_stages
 from autopar.pipelines.stage_search import StageSearch
 from tests.rows.running import run_pipeline_as_planned
-from tests.test_joint_search import gpt, searcher_of
+from tests.test_joint_search import searcher_of
 from tests.test_pipeline_plan import step as tanh_step
 from tests.test_stage_search import two_hosts
 
@@ -90,24 +88,3 @@ def test_a_plan_in_full_that_is_slower_than_thought_is_compared():
     found = searcher.run(price)
     assert found is not None
     assert found.found.problem.schedule not in ("zb_h1", "zb_h2")
-
-
-@pytest.mark.parametrize("number", [2, 16])
-def test_layers_know_the_weight_work_that_cut_stages_have(number: int):
-    """Of every layer but the first, and what it is handed by backward."""
-    searcher = gpt()
-    samples = searcher.samples(in_place=True)
-    made = samples.cut(number)
-    held = [i.tensor for i in made.parts.microbatch.inputs if i.path in made.parts.held]
-    products = [sum(op.kind == "dot_general" for op in own) for own in made.cut.forward]
-    whole = cut_stages(
-        made.parts.microbatch, held, made.cut.num_stages, True, tuple(products)
-    )
-    for sample in samples.of(number):
-        wanted = {op.index for op in whole.weight[sample.joint.stage]}
-        assert wanted <= sample.weight
-        heavy = {op.index for op in sample.joint.operators if op.kind == "dot_general"}
-        assert sample.weight & heavy == wanted & heavy
-        ideal = sample.ideal(4, number, searcher.cluster)
-        assert (ideal.weight_seconds > 0) == (sample.joint.stage > 0)
-        assert ideal.forward_seconds + ideal.weight_seconds < ideal.seconds

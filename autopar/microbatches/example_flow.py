@@ -19,11 +19,11 @@ from .microbatch_flow import Flow
 class ExampleFlow(Flow):
     """A flow as over devices: sums over examples are known to all of them at once.
 
-    What needs all examples has none. `sums` are the tensors that were sums over
-    examples, also where they were needed whole later on.
+    What needs all examples has none. `reduced` are the tensors that were sums, maxima
+    or minima over examples, also where they were needed whole later on.
     """
 
-    sums: set[int] = field(default_factory=set)
+    reduced: dict[int, State] = field(default_factory=dict[int, State])
 
     @classmethod
     def of(cls, graph: OpGraph, batch: Sequence[int]) -> ExampleFlow:
@@ -46,8 +46,9 @@ class ExampleFlow(Flow):
 
     def write(self, tensor: int, state: State, copies: int) -> None:
         super().write(tensor, state, copies)
-        if state == SUM:
-            self.sums.add(tensor)
+        self.reduced.pop(tensor, None)
+        if state < REPLICATED:
+            self.reduced[tensor] = state
 
     def heavy_flops(self) -> float:
         """The flops of products that examples share among them."""
@@ -62,7 +63,11 @@ class ExampleFlow(Flow):
     def reaches(self, results: Iterable[Operand]) -> bool:
         """Whether some of `results` are of examples, or scalars of sums over them."""
         tensors = self.graph.tensors
-        known = {tensor for tensor in self.sums if not tensors[tensor].type.rank}
+        known = {
+            tensor
+            for tensor, state in self.reduced.items()
+            if state == SUM and not tensors[tensor].type.rank
+        }
         for op in self.graph.blocks[0].operators:
             if not known.isdisjoint(tensors_of(op.operands)):
                 known.update(t for t in op.results if not tensors[t].type.rank)

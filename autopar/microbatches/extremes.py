@@ -6,8 +6,7 @@ addend does; whatever moves elements moves their maxima.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,19 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..graph.build_graph import SHARD_MAP, STRUCTURED
-from ..graph.dependencies import tensors_of
-from ..graph.op_graph import Constant, Operator, OpGraph, TensorType
-from ..graph.ports import ports_of
+from ..graph.op_graph import Constant, Operator, TensorType
 from ..rules.base import Factor, factors_of, is_inexact
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
 
 JOINS = {SUM: lax.add, MAX: lax.max, MIN: lax.min}
-OTHER: State = 0  # neither a maximum nor the same in every microbatch
-_OVER_EXAMPLES = {
-    **dict.fromkeys(("reduce_max", "reduce_or", "scatter-max"), MAX),
-    **dict.fromkeys(("reduce_min", "reduce_and", "scatter-min"), MIN),
-}
 _OPPOSITE = {MAX: MIN, MIN: MAX}
 _OWN = {
     MAX: ("max", "or", "reduce_max", "reduce_or", "cummax"),
@@ -66,75 +57,6 @@ def microbatch_factors(op: Operator) -> tuple[Factor, ...]:
     if not all(map(_is_ordered, op.result_types)):
         return found
     return (*found, *_extreme_factors(op, found))
-
-
-@dataclass
-class Extremes:
-    """Maxima and minima over examples, and what only moves them, found in one walk.
-
-    `batch` are inputs that hold examples, `varying` all tensors whose shape depends on
-    their number. `state` is MAX or MIN, or OTHER for what depends on examples else.
-    """
-
-    graph: OpGraph
-    batch: Collection[int]
-    varying: Collection[int]
-    state: dict[int, State] = field(default_factory=dict[int, State])
-
-    def __post_init__(self) -> None:
-        outermost = self.graph.blocks[0]
-        self.state.update(dict.fromkeys(outermost.inputs, REPLICATED))
-        self.state.update(dict.fromkeys(self.batch, OTHER))
-        for op in outermost.operators:
-            self.visit(op)
-
-    def visit(self, op: Operator) -> None:
-        if op.kind in STRUCTURED and op.kind != SHARD_MAP:
-            self.visit_structured(op)
-        else:
-            self.state.update(dict.fromkeys(op.results, self.made_by(op)))
-
-    def visit_structured(self, op: Operator) -> None:
-        ports = ports_of(self.graph, op)
-        found = [REPLICATED for _ in ports]
-        while True:
-            for port, state in zip(ports, found, strict=True):
-                self.state.update((tensor, state) for tensor, _ in port.writes)
-            for body in op.bodies:
-                for inner in self.graph.blocks[body].operators:
-                    self.visit(inner)
-            states = [
-                _joined({state, *(self.state[tensor] for tensor, _, _ in port.reads)})
-                for port, state in zip(ports, found, strict=True)
-            ]
-            if states == found:
-                return
-            found = states
-
-    def made_by(self, op: Operator) -> State:
-        """The state of an operator's results, which are alike."""
-        reads = tensors_of(op.operands)
-        over_examples = not self.varying_in(op.results) and self.varying_in(reads)
-        if over_examples and op.kind in _OVER_EXAMPLES:
-            return _OVER_EXAMPLES[op.kind]
-        states = [
-            self.state[o] if isinstance(o, int) else REPLICATED for o in op.operands
-        ]
-        if OTHER in states or {*states} <= {REPLICATED}:
-            return max(states, default=REPLICATED)
-        for factor in microbatch_factors(op):
-            pairs = zip(states, factor.operands, strict=True)
-            if all(has in (REPLICATED, wanted) for has, wanted in pairs):
-                return factor.results[0]
-        return OTHER
-
-    def varying_in(self, tensors: Collection[int]) -> bool:
-        return any(tensor in self.varying for tensor in tensors)
-
-
-def _joined(states: Collection[State]) -> State:
-    others = {*states} - {REPLICATED}
-    return others.pop() if len(others) == 1 else OTHER if others else REPLICATED
 
 
 def _extreme_factors(op: Operator, others: Sequence[Factor]) -> Iterator[Factor]:

@@ -20,7 +20,7 @@ once. Random keys are the same in every microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -34,9 +34,8 @@ from ..graph.build_graph import build_graph, tensor_type
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.traced_function import Roles, TracedFunction
-from ..sharding.spec import MAX, MIN, SUM
+from ..sharding.spec import MAX, MIN, SUM, State
 from .example_flow import ExampleFlow
-from .extremes import Extremes
 from .microbatch_flow import Phases
 from .microbatch_runners import WholeRunner
 from .microbatch_step import Leaving, MicrobatchedStep, leaving_tensors
@@ -68,14 +67,13 @@ def independent_step(
     batch_size = batch_size_of(graph, batch, num_microbatches)
     part = build_graph(trace_part(), roles)
     varying = _varying(graph, part, num_microbatches)
-    extremes = Extremes(part, batch, varying).state
-    extremes = {t: state for t, state in extremes.items() if state in (MAX, MIN)}
+    flow_of_whole = ExampleFlow.of(graph, batch)
+    extremes = _extremes(part, flow_of_whole, varying)
     flow = _Flow(part, frozenset(batch), frozenset(varying), frozenset(extremes))
     _check_updates(flow, roles)
     phases = flow.phases(sums_stay_apart)
     read_behind = {t for op in phases.behind for t in tensors_of(op.operands)}
     leaving = []
-    flow_of_whole = ExampleFlow.of(graph, batch)
     for tensor in leaving_tensors(part, phases):
         each = Leaving(tensor)
         if tensor in varying:
@@ -193,6 +191,26 @@ def _varying(whole: OpGraph, part: OpGraph, num_microbatches: int) -> set[int]:
         f"{at.name!r} at {at.source or 'an unknown line'} on; use fewer microbatches "
         f"(a batch of one example is often a case of its own)."
     )
+
+
+_OVER_EXAMPLES = {
+    **dict.fromkeys(("reduce_max", "reduce_or", "scatter-max"), MAX),
+    **dict.fromkeys(("reduce_min", "reduce_and", "scatter-min"), MIN),
+}
+
+
+def _extremes(part: OpGraph, whole: ExampleFlow, varying: Set[int]) -> dict[int, State]:
+    """Maxima and minima over examples, those that are only moved among them.
+
+    Where examples meet each other, `whole` knows nothing of them, but shapes do.
+    """
+    found = {t: state for t, state in whole.reduced.items() if state in (MAX, MIN)}
+    for op in part.operators():
+        if op.kind in _OVER_EXAMPLES and not varying.isdisjoint(
+            tensors_of(op.operands)
+        ):
+            found.update(dict.fromkeys(op.results, _OVER_EXAMPLES[op.kind]))
+    return {t: state for t, state in found.items() if t not in varying}
 
 
 def _form(op: Operator) -> tuple[Any, ...]:

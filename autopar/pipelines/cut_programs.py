@@ -8,23 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import jax
 
 from ..graph.blocks import as_array
-from ..graph.build_graph import SHARD_MAP
 from ..graph.dependencies import leading_to, tensors_of
 from ..graph.op_graph import (
-    Block,
     Constant,
     GraphInput,
     Operand,
     Operator,
     OpGraph,
-    Tensor,
-    TensorType,
 )
 from ..lowering.programs import Slot, SlotKind
 from ..microbatches.extremes import JOINS
@@ -415,20 +410,6 @@ def program_graph(program: CutProgram, graph: OpGraph, ties: _Ties) -> OpGraph:
 
     `ties` are the outputs that inputs become, by position.
     """
-    is_part = all(map(_is_kept, program.operators)) and not any(
-        isinstance(operand, Constant) for operand in program.outputs.values()
-    )
-    return (part_of if is_part else traced)(program, graph, ties)
-
-
-def _is_kept(op: Operator) -> bool:
-    """Whether tracing an operator again gives the same one."""
-    is_own = op.eqn.primitive.name == op.kind  # not what a call became
-    return is_own and not (op.bodies or op.eqn.effects or op.kind == SHARD_MAP)
-
-
-def traced(program: CutProgram, graph: OpGraph, ties: _Ties) -> OpGraph:
-    """The graph of a program of any operators."""
     names = tuple(program.taken)
     types = map(graph.type_of, program.taken.values())
     structs = [jax.ShapeDtypeStruct(kind.shape, kind.dtype) for kind in types]
@@ -458,76 +439,3 @@ def run_program(
             value = JOINS[program.added[name]](given[name], value)
         found.append(value)
     return found
-
-
-def part_of(program: CutProgram, graph: OpGraph, ties: _Ties) -> OpGraph:
-    """The same where tracing gives the operators back, and with its names."""
-    part = _Part()
-    given = {n: part.tensor(n, graph.type_of(o)) for n, o in program.taken.items()}
-    known = {tensor: given[name] for name, tensor in program.inputs.items()}
-    outputs = dict[str, int]()
-    for op in leading_to(tensors_of(program.outputs.values()), program.operators):
-        operands = [known[o] if isinstance(o, int) else o for o in op.operands]
-        results = part.add(op, op.name.rpartition("/")[0], operands)
-        known.update(zip(op.results, results, strict=True))
-    for name, operand in program.outputs.items():
-        assert isinstance(operand, int)
-        outputs[name] = known[operand]
-        if name in program.added:
-            joining = _joining(graph.type_of(operand), program.added[name])
-            (outputs[name],) = part.add(joining, "", (given[name], known[operand]))
-    block = Block(
-        *(0, None, 1, 1.0, False, False, tuple(given.values())),
-        tuple(outputs.values()),
-        tuple(part.operators),
-    )
-    inputs = (
-        GraphInput(tensor, name, "other" if tie is None else "state", tie)
-        for (name, tensor), tie in zip(given.items(), ties, strict=True)
-    )
-    name = f"{program.kind}_{program.stage}"
-    return OpGraph(name, tuple(part.tensors), (block,), tuple(inputs), tuple(outputs))
-
-
-@dataclass
-class _Part:
-    """A graph of one block that grows operator by operator."""
-
-    tensors: list[Tensor] = field(default_factory=list)
-    operators: list[Operator] = field(default_factory=list)
-    ordinals: dict[str, int] = field(default_factory=dict)
-
-    def tensor(self, name: str, kind: TensorType) -> int:
-        self.tensors.append(Tensor(len(self.tensors), name, kind, 0))
-        return len(self.tensors) - 1
-
-    def add(
-        self, op: Operator, scope: str, operands: Iterable[Operand]
-    ) -> tuple[int, ...]:
-        """The results of an operator that does the same on other operands."""
-        stem = f"{scope}/{op.kind}" if scope else op.kind
-        ordinal = self.ordinals[stem] = self.ordinals.get(stem, -1) + 1
-        name, many = f"{stem}.{ordinal}", len(op.results) > 1
-        results = tuple(
-            self.tensor(f"{name}:{i}" if many else name, kind)
-            for i, kind in enumerate(op.result_types)
-        )
-        index = len(self.operators)
-        own = tuple(operands)
-        self.operators.append(
-            replace(op, index=index, name=name, operands=own, results=results, block=0)
-        )
-        return results
-
-
-@lru_cache(maxsize=1024)
-def _joining(kind: TensorType, reduction: State) -> Operator:
-    """The sum or maximum of two arrays, as an operator."""
-    struct = jax.ShapeDtypeStruct(kind.shape, kind.dtype)
-
-    def task(before: Any, value: Any) -> list[Any]:
-        return [JOINS[reduction](before, value)]
-
-    graph = graph_of(task, (struct, struct), ("before", "value"), ("sum",))
-    (op,) = graph.operators()
-    return replace(op, source="")

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,9 @@ from ..clusters.cluster import Cluster
 from ..costs.compute import operator_seconds, total_flops
 from ..costs.resharding import Resharder
 from ..graph.build_graph import STRUCTURED
-from ..graph.dependencies import leading_to, read_by, tensors_of
+from ..graph.dependencies import leading_to
 from ..graph.op_graph import Constant, Operand, Operator, OpGraph, TensorType
+from ..graph.work import is_heavy_operator
 from ..lowering.programs import Slot
 from ..microbatches.microbatch_runners import MicrobatchRunner
 from ..microbatches.microbatches import MicrobatchSplit
@@ -51,9 +52,6 @@ class LayerCost:
     of these, `reducing_seconds` are what it takes to add up the parts of sums.
     `state_bytes` are parameters and what the optimizer keeps, `gradient_bytes` their
     sums, `microbatch_bytes` what backward waits for; `working_bytes` come and go.
-
-    Ideals say more: of `seconds`, `forward_seconds` are forward and `weight_seconds`
-    what no other layer waits for, which `handed_bytes` wait with.
     """
 
     seconds: float = 0.0
@@ -63,9 +61,6 @@ class LayerCost:
     microbatch_bytes: float = 0.0
     working_bytes: float = 0.0
     reducing_seconds: float = 0.0
-    forward_seconds: float = 0.0
-    weight_seconds: float = 0.0
-    handed_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -123,10 +118,10 @@ def _reduced(kind: TensorType, spec: Spec, resharder: Resharder) -> tuple[float,
     return min(costs)
 
 
-def weight_operators(programs: Iterable[CutProgram], stage: int) -> frozenset[int]:
-    """Operators of a stage's backward that lead to nothing another stage reads.
+def has_weight_tasks(programs: Iterable[CutProgram], stage: int) -> bool:
+    """Whether products of a stage's backward lead to nothing another stage reads.
 
-    None of a stage that no other waits for, which keeps its backward whole.
+    Not where no other waits for the stage, which keeps its backward whole.
     """
     backward: Sequence[Operator] = ()
     awaited = set[int]()
@@ -136,20 +131,9 @@ def weight_operators(programs: Iterable[CutProgram], stage: int) -> frozenset[in
         elif each.kind == "backward":
             backward = each.operators
     awaited.intersection_update(t for op in backward for t in op.results)
-    if not awaited:
-        return frozenset()
     waited_for = {op.index for op in leading_to(awaited, backward)}
-    return frozenset(op.index for op in backward if op.index not in waited_for)
-
-
-def handed_tensors(
-    operators: Iterable[Operator], weight: Collection[int], kept: Collection[int]
-) -> frozenset[int]:
-    """What W tasks read of a stage's other work, besides what is kept anyway."""
-    every = list(operators)
-    read = read_by(op for op in every if op.index in weight)
-    made = {t for op in every if op.index not in weight for t in op.results}
-    return frozenset(made.intersection(read).difference(kept))
+    others = (op for op in backward if op.index not in waited_for)
+    return bool(awaited) and any(map(is_heavy_operator, others))
 
 
 def trace_layer(
@@ -190,7 +174,6 @@ def trace_layer(
 
 
 PLAN_GAP = 0.02
-Phase = Literal["all", "forward", "weight"]
 
 
 @dataclass(frozen=True)
@@ -218,7 +201,7 @@ class LayerSample:
     """A layer of one kind as a stage: its forward and backward are one program.
 
     `split` says how a microbatch is cut from the graph; None if the graph is of one.
-    `weight` are the operators that no other stage waits for.
+    `has_weight_tasks` says whether part of backward is for no other stage to wait for.
     """
 
     cut: CutPrograms
@@ -228,7 +211,7 @@ class LayerSample:
     own: tuple[CutProgram, ...]
     update: tuple[Operator, ...]
     split: MicrobatchSplit | None
-    weight: frozenset[int]
+    has_weight_tasks: bool
     graphs: dict[int, OpGraph] = field(default_factory=dict)
     seconds: dict[Hashable, float] = field(default_factory=dict)
 
@@ -250,35 +233,25 @@ class LayerSample:
         """If every device did an equal part and nothing were sent."""
         share, sizes = 1 / num_devices, self._slot_bytes
 
-        def held(parts: Iterable[tuple[float, bool]]) -> float:
+        def held_in(names: Iterable[str]) -> float:
+            parts = (sizes[name] for name in names if name in sizes)
             return share * sum(each / number if cut else each for each, cut in parts)
 
-        def held_in(names: Iterable[str]) -> float:
-            return held(sizes[name] for name in names if name in sizes)
-
-        def seconds(phase: Phase) -> float:
-            parts = (False, share), (True, share / number)
-            return sum(self._seconds(phase, *part, cluster) for part in parts)
-
+        parts = (False, share), (True, share / number)
         return LayerCost(
-            seconds("all"),
+            sum(self._seconds(*part, cluster) for part in parts),
             sum(work.seconds(share, cluster) for work in self._update),
             share * sum(self._state.values()),
             held_in(self.joint.added),
             held_in(self._kept_names),
-            forward_seconds=seconds("forward"),
-            weight_seconds=seconds("weight"),
-            handed_bytes=held(self._handed),
         )
 
-    def _seconds(
-        self, phase: Phase, is_cut: bool, share: float, cluster: Cluster
-    ) -> float:
+    def _seconds(self, is_cut: bool, share: float, cluster: Cluster) -> float:
         """Of work that a microbatch does a part of, or not, if a device does a share;
         known from other numbers of devices and microbatches with the same product."""
-        key = phase, is_cut, share, cluster
+        key = is_cut, share, cluster
         if key not in self.seconds:
-            work = self._work[phase][is_cut]
+            work = self._work[is_cut]
             self.seconds[key] = sum(each.seconds(share, cluster) for each in work)
         return self.seconds[key]
 
@@ -304,35 +277,17 @@ class LayerSample:
             if isinstance(operand, int)
         }
 
-    @cached_property
-    def _handed(self) -> list[tuple[float, bool]]:
-        """The same of what W tasks wait with, besides what backward does."""
-        slots = {**self.joint.inputs, **self.joint.outputs}
-        kept = tensors_of(slots[name] for name in self._kept_names if name in slots)
-        handed = handed_tensors(self.joint.operators, self.weight, kept)
-        return [self._bytes(tensor) for tensor in handed]
-
     def _bytes(self, tensor: int) -> tuple[float, bool]:
         kind = self.cut.parts.microbatch.tensors[tensor].type
         is_cut = self.split is not None and self.split.state[tensor] >= 0
         return float(kind.bytes), is_cut
 
     @cached_property
-    def _work(self) -> dict[Phase, tuple[list[Work], list[Work]]]:
+    def _work(self) -> tuple[list[Work], list[Work]]:
         """What there is to do whole, and what a microbatch does a part of."""
-        own = self.joint.operators
-        programs = (each for each in self.own if each.kind == "forward")
-        forward = {op.index for each in programs for op in each.operators}
-        return {
-            "all": self._work_of(own),
-            "forward": self._work_of(op for op in own if op.index in forward),
-            "weight": self._work_of(op for op in own if op.index in self.weight),
-        }
-
-    def _work_of(self, operators: Iterable[Operator]) -> tuple[list[Work], list[Work]]:
         of_all: list[tuple[Operator, float]] = []
         of_part: list[tuple[Operator, float]] = []
-        for op, times in _flat(self.cut.parts.microbatch, operators):
+        for op, times in _flat(self.cut.parts.microbatch, self.joint.operators):
             factor = None if self.split is None else self.split.factor.get(op.index)
             is_cut = factor is not None and factor.splits
             (of_part if is_cut else of_all).append((op, times))
@@ -455,8 +410,8 @@ class LayerSamples:
                 for op in operators
                 if home == stage
             )
-            weight = weight_operators(of_microbatch, stage)
-            asked = cut, demands, self.planner, joint, own, update, split, weight
+            waits = has_weight_tasks(of_microbatch, stage)
+            asked = cut, demands, self.planner, joint, own, update, split, waits
             found.append(LayerSample(*asked))
         return tuple(found)
 

@@ -24,7 +24,7 @@ from ..graph.build_graph import build_graph
 from ..graph.op_graph import OpGraph
 from ..methods.methods import Auto, PipelineParallel, method_of_plan
 from ..methods.place_operators import PlaceOperators
-from ..option_values import LEVELS, Level, Offload, Remat
+from ..option_values import LEVELS, Offload
 from ..options import Options
 from ..planner.fit import CompiledFit
 from ..planner.mesh_search import FAR, least_seconds
@@ -305,10 +305,9 @@ def fitting_pipeline(
 ) -> PlannedPipeline:
     """The pipeline that `method` asks for, whose stages fit into the budget.
 
-    Stages that do not fit are planned again with their state in as many parts as they
-    have devices, with what only the update reads in the host's memory, or both. With
-    `remat="auto"` it is the fastest of those that make nothing again, and of those of
-    each level that have the fewest stages do so.
+    If they do not, they are planned again with state in as many parts as a stage has
+    devices; with `offload="auto"`, with what only the update reads in the host's memory
+    as well; and with `remat="auto"`, on each of its levels. The fastest is taken.
 
     Raises:
       InfeasiblePlanError: a stage does not fit; names it and what takes its memory.
@@ -316,106 +315,37 @@ def fitting_pipeline(
     is_auto = "auto" in (options.remat, options.offload)
     if options.plan is not None or not (options.memory_budget or is_auto):
         return plan_pipeline(*call, method, options)
-    return _Fitting(call, method, options, price).best()
-
-
-class _Fitting:
-    """A pipeline whose stages are to fit; `tries` are those that were planned."""
-
-    def __init__(
-        self, call: Call, method: PipelineParallel, options: Options, price: Price
-    ) -> None:
-        self.call, self.method, self.options = call, method, options
-        self.price = price
-        cluster = options.cluster or Cluster.local()
-        self.budget_bytes = options.budget_on(cluster)
-        self.planner = ProgramPlanner()
-        self.whole = trace(*call)
-        self.tries: list[_Tried] = []
-
-    def best(self) -> PlannedPipeline:
-        """The fastest that fits; errors are those of `fitting_pipeline`."""
-        remat = self.options.remat
-        if remat != "auto":
-            self.fits(remat)
-        elif not self.fits(None):  # all others do more work
-            for level in LEVELS:
-                if self.fits(level):
-                    self.fewest_stages(level)
-        fitting = [each for each in self.tries if not each.full]
-        if fitting:
-            return min(fitting, key=lambda e: e.plan.predicted.step_seconds).planned
-        least = min(self.tries, key=lambda each: max(each.plan.peak_bytes))
-        raise _infeasible(least.planned, least.plan, self.budget_bytes)
-
-    def fits(self, remat: str | None) -> bool:
-        """Whether all stages fit as they are; those that do not are changed."""
-        plain = self.plan(remat)
-        if plain.full:
-            for moves in self._moves():
-                self.escalate(plain, *moves)
-        return not plain.full
-
-    def _moves(self) -> list[tuple[bool, bool]]:
-        """Whether state is split, and whether the host keeps the optimizer's."""
-        if self.options.offload == "auto":
-            return [(True, False), (False, True), (True, True)]
-        return [(True, False)]
-
-    def escalate(self, tried: _Tried, is_split: bool, is_at_host: bool) -> None:
-        """Stages that are too full are changed until all fit or none is left."""
-        changed: frozenset[int] = frozenset()
-        while more := tried.full - changed:
-            changed |= more
-            none = frozenset[int]()
-            tried = self.plan(
-                tried.remat,
-                changed if is_split else none,
-                changed if is_at_host else none,
-            )
-
-    def fewest_stages(self, level: Level) -> None:
-        """The least number of stages that make residuals again and fit."""
-        low, high = 0, self.method.num_stages or 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.plan(str(Remat(level, middle))).full:
-                low = middle
-            else:
-                high = middle
-
-    def plan(
-        self,
-        remat: str | None,
-        split: frozenset[int] = frozenset(),
-        at_host: frozenset[int] = frozenset(),
-    ) -> _Tried:
-        """The pipeline with the state of some stages changed."""
-        planned = plan_pipeline(
-            *self.call,
-            self.method,
-            replace(self.options, remat=remat),
-            whole=self.whole,
-            split=split,
-            at_host=at_host,
-            planner=self.planner,
-        )
-        plan = self.price(planned)
-        is_full = [peak > self.budget_bytes for peak in plan.peak_bytes]
-        stages = range(planned.flow.num_stages)
-        full = frozenset(i for i in stages if is_full[planned.submesh(i)])
-        self.tries.append(_Tried(planned, plan, remat, full))
-        return self.tries[-1]
-
-
-@dataclass(frozen=True, eq=False)
-class _Tried:
-    """A pipeline with what it takes, and the stages that do not fit."""
-
-    planned: PlannedPipeline
-    plan: StagedPlan
-    remat: str | None
-    full: frozenset[int]
+    budget_bytes = options.budget_on(options.cluster or Cluster.local())
+    planner, whole = ProgramPlanner(), trace(*call)
+    every = range(method.num_stages or 2)
+    offload = None if options.offload == "auto" else options.offload
+    hosts: list[Offload | None] = [offload]
+    if options.offload == "auto":
+        hosts.append("optimizer_state")
+    moves = [(is_split, host) for host in hosts for is_split in (False, True)]
+    tries: list[_StagedCandidate] = []
+    for level in [None, *LEVELS] if options.remat == "auto" else [options.remat]:
+        for number, (is_split, host) in enumerate(moves):
+            chosen = replace(options, remat=level, offload=host)
+            split = every if is_split else ()
+            asked = *call, method, chosen
+            try:
+                found = plan_pipeline(*asked, whole=whole, split=split, planner=planner)
+            except ValueError:
+                if host == offload:
+                    raise
+                continue  # there is no such state
+            tries.append(_StagedCandidate(found, price(found)))
+            fits = tries[-1].predicted.peak_bytes <= budget_bytes
+            if fits and number == 0:
+                if level is None:
+                    return found  # all others do more work
+                break
+    fitting = [each for each in tries if each.predicted.peak_bytes <= budget_bytes]
+    if fitting:
+        return min(fitting, key=lambda each: each.predicted.step_seconds).planned
+    least = min(tries, key=lambda each: each.predicted.peak_bytes)
+    raise _infeasible(least.planned, least.stages, budget_bytes)
 
 
 def held_bytes(planned: PlannedPipeline, submesh: int) -> dict[str, int]:

@@ -202,15 +202,13 @@ def plan_pipeline(
     whole: TracedFunction | None = None,
     graph: OpGraph | None = None,
     split: Collection[int] = (),
-    at_host: Collection[int] = (),
     planner: ProgramPlanner | None = None,
 ) -> PlannedPipeline:
     """Trace `fun`, cut it into the stages that `method` asks for and plan them.
 
     The plans of `options.plan`, if there are any, are used as they are. `whole` is the
     trace of `fun` and `graph` its graph, if they are there; `split` are stages whose
-    state lies in as many parts as they have devices, `at_host` those whose optimizer
-    state the host keeps if `offload` is "auto", and `planner` knows plans of equal
+    state lies in as many parts as they have devices, and `planner` knows plans of equal
     programs.
 
     Raises:
@@ -227,7 +225,7 @@ def plan_pipeline(
         products = products_by_cost(whole, method, options)
         method = replace(method, stage_products=products, layer_costs=None)
     made = cut_step(fun, whole, method, options, graph=graph)
-    demands = demands_of(made, leaves, method, shapes, options, split, at_host)
+    demands = demands_of(made, leaves, method, shapes, options, split)
     return planned_on(made, demands, method, shapes, options, planner)
 
 
@@ -283,7 +281,6 @@ def demands_of(
     shapes: tuple[MeshShape, ...],
     options: Options,
     split: Collection[int] = (),
-    at_host: Collection[int] = (),
 ) -> StageDemands:
     """What is asked of the programs of a step that is cut, on the submeshes `shapes`.
 
@@ -298,7 +295,7 @@ def demands_of(
         *(made, leaves, options),
         [shapes[submesh] for submesh in submeshes],
         [devices[submesh] for submesh in submeshes],
-        *(split, at_host),
+        split,
         method.inside if isinstance(method, PipelineParallel) else None,
     )
 

@@ -1,10 +1,9 @@
 """A planned pipeline whose step is at hand: planned again with other pins, and why.
 
 The step is traced and cut again, at the same positions and onto the same submeshes. The
-runner-up of what programs take or return is found by planning their stage again without
-the choice, as it was planned at first: its programs of a microbatch as one, then each
-for itself. That of a choice inside of a program is taken from that program alone, with
-all that crosses its border as it lies. Programs of other stages stay as they are.
+runner-up is found by planning its stage again without the choice, as it was planned at
+first: its programs of a microbatch as one, then each for itself. Programs of other
+stages stay as they are.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from ..plans.explain import format_bytes
 from ..plans.pin_cost import PinCost, PinCosts
 from ..plans.reasons import Alternative, Reasons
 from ..plans.staged_plan import StagedPlan
-from ..sharding.spec import Spec, format_spec
+from ..sharding.spec import format_spec
 from ..state.placements import placement_pins
 from .cut_step import cut_step
 from .pipeline_choice import planned_pipeline
@@ -53,20 +52,11 @@ from .program_plans import (
     Limits,
     PlannedProgram,
     ProgramPlanner,
-    Settled,
     plan_programs,
 )
 from .stage_demands import StageDemands, StagePins
 
 Seen = Callable[[StagedPlan], str]
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """Programs that are planned again; `keeps`: one alone, its borders as they lie."""
-
-    programs: frozenset[int]
-    keeps: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,9 +71,6 @@ class AskedPipeline:
     plan: StagedPlan
     base: PlannedPipeline
     price: Callable[[PlannedPipeline], StagedPlan]
-    runner_ups: dict[tuple[int, str, Spec], StagedPlan | str] = field(
-        init=False, default_factory=dict[tuple[int, str, Spec], StagedPlan | str]
-    )
 
     @staticmethod
     def of(
@@ -137,14 +124,12 @@ class AskedPipeline:
                 return forbid(_output(part, slot))
             return forbid(tensor) if number == program else ()
 
-        key = None if slot is None else (stage, f"{slot} {given is None}", own)
-        attempt = self._attempt(program, slot)
-        found = self._runner_up(key, attempt, limits)
+        found = self._tried(stage, limits)
         alternatives = [_alternative("the runner-up", found, seen)]
         holders = list(self._holders(program, tensor, given))
         for text, pins in holders:
             if pins is not None:
-                found = self._tried(attempt, lambda number, part: (), pins)
+                found = self._tried(stage, lambda number, part: (), pins)
                 title = f"without {text.split(': ')[0]}"
                 alternatives.append(_alternative(title, found, seen))
         return Reasons(
@@ -175,7 +160,7 @@ class AskedPipeline:
                 return ()
             return (ChoicePins(words, {}, {op.index: is_other}),)
 
-        found = self._runner_up(None, self._attempt(program, None), limits)
+        found = self._tried(asked.stage, limits)
         tensors = [each for each in op.operands if isinstance(each, int)]
         paths = {i.tensor: i.path for i in asked.graph.inputs}
         holders = dict.fromkeys(
@@ -190,50 +175,19 @@ class AskedPipeline:
         programs = enumerate(self.base.programs)
         return {i: each for i, each in programs if each.stage == stage}
 
-    def _attempt(self, program: int, slot: str | None) -> _Attempt:
-        """What is planned again for another choice, of a slot or inside a program."""
-        asked = self.base.programs[program].cut
-        mates = self._of_stage(asked.stage)
-        of_apply = {i for i, each in mates.items() if each.cut.kind == "apply"}
-        is_shared = slot is not None and any(
-            slot in each.inputs or slot in each.outputs
-            for i, each in mates.items()
-            if i not in of_apply
-        )
-        if program in of_apply and not is_shared:
-            return _Attempt(frozenset(of_apply))
-        if slot is not None:
-            return _Attempt(frozenset(mates))
-        return _Attempt(frozenset((program,)), keeps=True)
-
-    def _runner_up(
-        self,
-        key: tuple[int, str, Spec] | None,
-        attempt: _Attempt,
-        limits: Limits,
-    ) -> StagedPlan | str:
-        """What is found, or why nothing is."""
-        if key is None:
-            return self._tried(attempt, limits)
-        if key not in self.runner_ups:
-            self.runner_ups[key] = self._tried(attempt, limits)
-        return self.runner_ups[key]
-
     def _tried(
-        self, attempt: _Attempt, limits: Limits, pins: StagePins | None = None
+        self, stage: int, limits: Limits, pins: StagePins | None = None
     ) -> StagedPlan | str:
-        """The pipeline with some programs planned again, or why there is none.
+        """The pipeline with a stage planned again, or why there is none.
 
         Where it does not fit the budget, the stage's state lies in more parts.
         """
         budget = self.options.memory_budget
-        (number, *_) = attempt.programs
-        stage = self.base.programs[number].stage
         submesh = self.base.submesh(stage)
         peaks: list[int] = []
         try:
             for split in ((), (stage,)):
-                found = self._planned(attempt, stage, limits, pins, split)
+                found = self._planned(stage, limits, pins, split)
                 peaks.append(found.peak_bytes[submesh])
                 if budget is None or peaks[-1] <= budget:
                     return found
@@ -244,32 +198,18 @@ class AskedPipeline:
 
     def _planned(
         self,
-        attempt: _Attempt,
         stage: int,
         limits: Limits,
         pins: StagePins | None,
         split: Collection[int],
     ) -> StagedPlan:
-        base = self.base
-        cut, specs = base.made.programs, base.specs
-        settled = Settled()
-        if attempt.keeps:
-            settled.specs.update(specs)
-            again = [cut.programs[number] for number in attempt.programs]
-            kept = {s for each in again for s in each.outputs if s not in each.added}
-            settled.wanted.update({(s, stage): specs[s, stage] for s in kept})
+        base, demands = self.base, self.demands
+        own = self._of_stage(stage)
         planned = plan_programs(
-            cut,
-            replace(
-                self.demands, pins=pins or self.demands.pins, split=frozenset(split)
-            ),
+            base.made.programs,
+            replace(demands, pins=pins or demands.pins, split=frozenset(split)),
             ProgramPlanner(),
-            known={
-                number: each
-                for number, each in enumerate(base.programs)
-                if number not in attempt.programs
-            },
-            settled=settled,
+            known={i: each for i, each in enumerate(base.programs) if i not in own},
             limits=limits,
         )
         bound = base.bound_seconds if pins is None else 0.0  # of fewer plans

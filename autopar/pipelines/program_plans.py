@@ -167,7 +167,6 @@ def plan_programs(
     planner: ProgramPlanner,
     given: Sequence[StageProgramPlan] | None = None,
     known: Mapping[int, PlannedProgram] | None = None,
-    settled: Settled | None = None,
     limits: Limits = lambda number, graph: (),
 ) -> PlannedPrograms:
     """Plan all programs; those of one stage agree on the specs they share.
@@ -175,7 +174,6 @@ def plan_programs(
     Arguments:
       given: plans of all programs, to use as they are.
       known: programs that are planned already, by number.
-      settled: what programs keep to besides.
       limits: what more is forbidden.
 
     Raises:
@@ -186,7 +184,7 @@ def plan_programs(
     check_operands(cut.programs, cut.slots, (*cut.parts.batch, COUNTER))
     homes = cut.stages_of_leaves()
     demands.pins.check_stages(homes, demands.shapes, demands.devices)
-    known, settled = known or {}, settled or Settled()
+    known, settled = known or {}, Settled()
     settled.host.update(demands.host)
     least: dict[int, float] = {}
     if given is not None:

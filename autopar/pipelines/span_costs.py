@@ -271,29 +271,26 @@ class SpanCosts:
             + np.where(self._counts > 0, working, 0.0).max(axis=0),
             self._summed([c.microbatch_bytes for c in costs]),
             submesh.part,
-            weight_tasks=self._weight_tasks(submesh, number, costs),
+            weight_tasks=self._weight_tasks(number, costs),
         )
 
     def _weight_tasks(
-        self, submesh: Submesh, number: int, costs: Sequence[LayerCost]
+        self, number: int, costs: Sequence[LayerCost]
     ) -> WeightTasks | None:
-        """What may wait is computing, as ideally shared out; the rest is in proportion.
+        """A third of the seconds each are forward and W tasks, as of every product.
 
-        None if a scan or the like keeps all of backward together.
+        W tasks wait with cotangents, about half of what backward waits for anyway. A
+        scan and the like keep all of backward together; None if all layers do.
         """
-        ideals = [self.ideal(submesh, number, kind) for kind in range(len(costs))]
-        if not any(each.weight_seconds for each in ideals):
+        divided = [each.has_weight_tasks for each in self.samples.of(number)]
+        if not any(divided):
             return None
-        forward = [
-            cost.seconds * ideal.forward_seconds / (ideal.seconds or 1.0)
-            if cost.seconds < inf
-            else 0.0
-            for ideal, cost in zip(ideals, costs, strict=True)
-        ]
+        seconds = [0.0 if cost.seconds == inf else cost.seconds for cost in costs]
+        handed = [cost.microbatch_bytes for cost in costs]
         return WeightTasks(
-            self._summed(forward),
-            self._summed([each.weight_seconds for each in ideals]),
-            self._summed([each.handed_bytes for each in ideals]),
+            self._summed(seconds) / 3,
+            self._summed(np.multiply(seconds, divided).tolist()) / 3,
+            self._summed(np.multiply(handed, divided).tolist()) / 2,
         )
 
     def _summed(self, by_kind: Sequence[float]) -> np.ndarray:

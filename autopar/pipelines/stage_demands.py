@@ -91,13 +91,11 @@ def stage_demands(
     shapes: Sequence[MeshShape],
     devices: Sequence[range] = (),
     split: Collection[int] = (),
-    at_host: Collection[int] = (),
     inside: Megatron | None = None,
 ) -> StageDemands:
     """What is asked of the programs of a cut step, whose arguments are `leaves`.
 
-    `shapes` and `devices` are by stage. With `offload="auto"`, the host keeps what only
-    the update reads of the state of the stages in `at_host`.
+    `shapes` and `devices` are by stage.
 
     Raises:
       ValueError: a pin is found nowhere, or there is nothing to offload.
@@ -140,7 +138,7 @@ def stage_demands(
             chunked.by_chunk(options.pins, whole), paths, read_only, shardings
         ),
         kept,
-        frozenset(_at_host(made, options, at_host)),
+        frozenset(_at_host(made, options)),
         frozenset(split),
         str(remat_of(options) or ""),
         None
@@ -150,9 +148,7 @@ def stage_demands(
     )
 
 
-def _at_host(
-    made: CutStep, options: Options, stages: Collection[int]
-) -> Collection[str]:
+def _at_host(made: CutStep, options: Options) -> Collection[str]:
     """Paths of the state that the host keeps, as `offload` or the plan given says.
 
     Raises:
@@ -162,13 +158,13 @@ def _at_host(
         programs = stages_of(options.plan).programs
         planned = (each for one in programs for each in one.sharding.inputs)
         return {each.path for each in planned if each.memory == "host"}
-    if options.offload is None:
+    if options.offload in (None, "auto"):
         return ()
     update, home = made.parts.apply, made.apply.home
     inputs = made.parts.microbatch.inputs
     read = {each.path for each in inputs if each.tensor in made.cut.home}
     state = {
-        i.path: home[i.tensor]
+        i.path
         for i in update.inputs
         if i.output is not None
         and i.tensor in home
@@ -177,8 +173,6 @@ def _at_host(
     }
     if not state and options.offload == "optimizer_state":
         raise ValueError(nothing_to_offload(made.whole.name))
-    if options.offload == "auto":
-        return {path for path, stage in state.items() if stage in stages}
     return state
 
 
