@@ -4,8 +4,9 @@ The predicted peak is a model of the compiler's. Where a program needs more than
 budget, the model's error on it is taken for that on its neighbours: the budget of the
 search is lowered by it, three times at most. Where nothing is predicted to fit, the
 plan that needs the least is compiled: if its program fits, the budget of the search is
-raised by its error. What a plan says of its memory is the model's figure times the
-errors seen before it; it is never read back from its own program.
+raised by its error; if not, ZeRO is compiled. What a plan says of its memory is the
+model's figure times the errors seen before it; it is never read back from its own
+program.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import jax
 
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
+from ..methods.methods import Auto, ShardParallel
+from ..methods.named_methods import Zero
 from ..option_values import NO_BUDGET
 from ..options import Options
 from ..plans.plan import Prediction
@@ -83,6 +86,13 @@ class CompiledFit(Generic[_C]):
         self._answer = answer
 
     def __iter__(self) -> Iterator[Options]:
+        try:
+            yield from self._by_search()
+        except InfeasiblePlanError:
+            if not (yield from self._by_method()):
+                raise
+
+    def _by_search(self) -> Iterator[Options]:
         for _ in range(1 + MOST_CORRECTIONS):
             try:
                 found = yield from self._ask(self._corrected_options())
@@ -151,6 +161,26 @@ class CompiledFit(Generic[_C]):
             return
         if self._compiled_bytes(quicker) <= budget:
             self._take(quicker)
+
+    def _by_method(self) -> Generator[Options, None, bool]:
+        """Takes ZeRO if that fits as compiled, after plans that were to and did not.
+
+        Compilers keep less of it than is predicted where convolutions are split.
+        """
+        options, budget = self.options, self.options.memory_budget
+        is_free = isinstance(options.method, Auto | ShardParallel)
+        if not (self.seen and budget and is_free) or options.pins or options.rules:
+            return False
+        for stage in 2, 3:
+            method = replace(options, method=Zero(stage), memory_budget=NO_BUDGET)
+            try:
+                found = yield from self._ask(method)
+            except InfeasiblePlanError:
+                continue
+            if self._compiled_bytes(found) <= budget:
+                self._take(found)
+                return True
+        return False
 
     def _corrected_options(self) -> Options:
         """The options with the budget lowered, or raised, by the model's error."""

@@ -55,12 +55,17 @@ class Modelled:
     holds: Callable[[int], int]
     predicts: Callable[[int], int] = lambda budget: budget
     least: int = 0
+    zero: int = 0  # of a named method, if there is one
     asked: list[int] = field(default_factory=list)
     compiled: list[int] = field(default_factory=list)
 
     def plan_traced(self, _: Any, options: Options) -> Planned:
         if options.plan is not None:
             return replace(planned(), plan=sharding_of(options.plan))
+        if isinstance(options.method, autopar.Zero):
+            if self.zero:
+                return of_peak(self.zero)
+            raise InfeasiblePlanError("no such method")
         budget = options.memory_budget or 0
         self.asked.append(budget)
         if budget >= self.least:
@@ -112,6 +117,14 @@ def test_a_compiler_that_refuses_a_program_says_what_it_would_hold() -> None:
     model = Modelled(holds)
     assert model.within(1000).plan.predicted.budget_bytes == 1000
     assert model.asked == [1000, 833]
+
+
+def test_zero_is_taken_where_nothing_else_fits_as_compiled() -> None:
+    model = Modelled(lambda predicted: 990 if predicted == 1200 else 1100, zero=1200)
+    assert model.within(1000).plan.predicted.peak_bytes == 1000
+    model.zero = 1300
+    with pytest.raises(InfeasiblePlanError, match="least of those compiled"):
+        model.within(1000)
 
 
 def test_what_is_far_below_a_named_budget_is_compiled_too() -> None:
