@@ -73,7 +73,7 @@ class CompiledFit(Generic[_C]):
         self.budget = options.budget_on(options.cluster or Cluster.local())
         self.correction = 1.0
         self.seen: list[int] = []
-        self._answer: _C | InfeasiblePlanError | None = None
+        self._answer: _C | ValueError | None = None
         self._found: tuple[_C, Prediction] | None = None
 
     @property
@@ -81,7 +81,7 @@ class CompiledFit(Generic[_C]):
         assert self._found is not None, "there are more options to answer"
         return self._found
 
-    def add(self, answer: _C | InfeasiblePlanError) -> None:
+    def add(self, answer: _C | ValueError) -> None:
         """Notes the plan that the options led to, or why there is none."""
         self._answer = answer
 
@@ -125,7 +125,7 @@ class CompiledFit(Generic[_C]):
 
     def _ask(self, options: Options) -> Generator[Options, None, _C]:
         yield options
-        if isinstance(self._answer, InfeasiblePlanError):
+        if isinstance(self._answer, ValueError):
             raise self._answer
         assert self._answer is not None, "options are answered by `add`"
         return self._answer
@@ -175,7 +175,7 @@ class CompiledFit(Generic[_C]):
             method = replace(options, method=Zero(stage), memory_budget=NO_BUDGET)
             try:
                 found = yield from self._ask(method)
-            except InfeasiblePlanError:
+            except ValueError:  # it does not take the step
                 continue
             if self._compiled_bytes(found) <= budget:
                 self._take(found)

@@ -64,7 +64,7 @@ def plan_step(
     for some in fit:
         try:
             fit.add(plan_traced(whole, some))
-        except InfeasiblePlanError as error:
+        except ValueError as error:
             fit.add(error)
     planned, predicted = fit.result
     return planned.saying(predicted)

@@ -65,7 +65,7 @@ class Modelled:
         if isinstance(options.method, autopar.Zero):
             if self.zero:
                 return of_peak(self.zero)
-            raise InfeasiblePlanError("no such method")
+            raise ValueError("the batch is not split evenly")
         budget = options.memory_budget or 0
         self.asked.append(budget)
         if budget >= self.least:
