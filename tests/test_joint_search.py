@@ -108,21 +108,6 @@ def test_what_is_not_planned_is_not_thought_to_cost_more(
             assert mean <= found * (1 + PLAN_GAP)
 
 
-def test_one_axis_is_never_thought_faster_than_two():
-    """What was planned on two axes can do all that one of them can."""
-    search = dense().search()
-    costs, number = search.costs, search.counts[-1]
-    main = costs.main_kind
-    fine, flat = (
-        next(each for each in search.submeshes if each.mesh.axis_sizes == sizes)
-        for sizes in ((2, 2), (4,))
-    )
-    costs.look_at(fine, number, main)
-    planned = costs.cost(fine, number, main)
-    whole = planned.seconds + planned.reducing_seconds / number
-    assert costs.cost(flat, number, main).seconds > whole
-
-
 def test_sums_of_the_update_are_paid_once_a_step():
     """Planned with many microbatches, they are thought as dear with few."""
     search = dense().search()

@@ -19,7 +19,7 @@ from jax import lax
 from ..frontend.dead_code import dead_code_eliminated
 from ..graph.blocks import as_array
 from ..graph.build_graph import SCAN
-from ..graph.dependencies import tensors_of
+from ..graph.dependencies import leading_to
 from ..graph.op_graph import Operand, Operator, OpGraph
 from ..graph.pins import spellings
 from ..graph.traced_function import Roles, TracedFunction
@@ -237,16 +237,10 @@ class ChunkRunner(WholeRunner):
         *given: Any,
     ) -> Any:
         """One layer's tensor from the slices of its parameters."""
-        needed, waiting = set(), [wanted]
-        while waiting:
-            op = makers.get(waiting.pop())
-            if op is not None and op.index not in needed:
-                needed.add(op.index)
-                waiting.extend(tensors_of(op.operands))
         runner = WholeRunner(self.graph)
         runner.values.update(zip(sliced, given, strict=True))
-        found = {op.index: op for op in makers.values() if op.index in needed}
-        runner.run_operators(list(found.values()))
+        operators = {op.index: op for op in makers.values()}
+        runner.run_operators(leading_to([wanted], [*operators.values()]))
         return runner.values[wanted]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ..frontend.batched_conditions import factor_of_microbatch
 from ..graph.build_graph import SHARD_MAP, STRUCTURED
-from ..graph.dependencies import tensors_of, updates_of
+from ..graph.dependencies import leading_to, tensors_of, updates_of
 from ..graph.op_graph import Constant, Operand, Operator, OpGraph
 from ..graph.ports import Port, ports_of
 from ..graph.work import holds_heavy_work
@@ -315,17 +315,10 @@ class Flow:
 
     def cheap_ancestors(self, tensor: int) -> set[int] | None:
         """Operators that make a tensor from the inputs, if none of them is heavy."""
-        found: set[int] = set()
-        waiting = [tensor]
-        while waiting:
-            op = self.made_by.get(waiting.pop())
-            if op is None or op.index in found:
-                continue
-            if holds_heavy_work(self.graph, op):
-                return None
-            found.add(op.index)
-            waiting.extend(tensors_of(op.operands))
-        return found
+        found = leading_to([tensor], self.graph.blocks[0].operators)
+        if any(holds_heavy_work(self.graph, op) for op in found):
+            return None
+        return {op.index for op in found}
 
     def is_better_behind(self, op: Operator, needed: set[int]) -> bool:
         """Whether a linear operator on sums can run once: it makes no more to carry."""

@@ -157,17 +157,13 @@ class JointSearch:
     def _look_at_guessed(self, stages: FoundStages) -> bool:
         """Plan the layers that stages stand on; False if all were planned.
 
-        Instead of a submesh that was never seen, simpler ones are planned first.
+        Those of the main kind are planned before the others.
         """
         costs, number = self.costs, stages.problem.num_microbatches
         labels, main = stages.labels(), self.costs.main_kind
-        unseen = [
-            each
-            for label in dict.fromkeys(labels)
-            if not costs.is_known(label, number, main)
-            for each in self._unseen(label)
+        wanted = [
+            (label, main) for label in labels if not costs.is_known(label, number, main)
         ]
-        wanted = [(label, main) for label in dict.fromkeys(unseen)]
         if not wanted:
             spans = zip(labels, stages.assignment.stages, strict=True)
             wanted = [
@@ -179,20 +175,6 @@ class JointSearch:
         for label, kind in dict.fromkeys(wanted):
             self._timed("layers", lambda s=label, k=kind: costs.look_at(s, number, k))
         return bool(wanted)
-
-    def _unseen(self, submesh: Submesh) -> list[Submesh]:
-        """A submesh, or simpler ones where nothing was planned on its mesh."""
-        shapes = {(seen.mesh, seen.part) for seen, _, _ in self.costs.known}
-        if (submesh.mesh, submesh.part) in shapes:
-            return [submesh]
-        found = [
-            each
-            for simpler in self.costs.simpler(submesh)
-            if simpler in self.submeshes
-            and not any(seen == simpler for seen, _, _ in self.costs.known)
-            for each in self._unseen(simpler)
-        ]
-        return found or [submesh]
 
     def _timed(self, name: str, work: Callable[[], _Result]) -> _Result:
         start = process_time()

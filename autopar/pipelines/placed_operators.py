@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -40,29 +39,12 @@ from .step_parts import StepParts, graph_of
 from .update_cut import ApplyCut
 
 
-@dataclass(frozen=True, eq=False)
-class OperatorNodes:
-    """Leaves and operators of a graph's outermost block as nodes of a problem.
-
-    Nodes 0.. are the inputs that anything reads or returns, then the operators.
-    """
-
-    graph: OpGraph
-    problem: PlacementProblem
-
-    @property
-    def num_inputs(self) -> int:
-        return len(self.graph.inputs)
-
-    def node_of(self, op_position: int) -> int:
-        """The node of an operator, by its position in the block."""
-        return self.num_inputs + op_position
-
-
 def operator_nodes(
     graph: OpGraph, method: PlaceOperators, cluster: Cluster, budget: int | None
-) -> OperatorNodes:
+) -> PlacementProblem:
     """The problem of placing a step's operators on the devices of a cluster.
+
+    Nodes 0.. are the inputs that anything reads or returns, then the operators.
 
     Args:
       budget: bytes a device may hold; its memory, if None.
@@ -83,7 +65,7 @@ def operator_nodes(
     sizes += [sum(kind.bytes for kind in op.result_types) for op in operators]
     memory = budget if budget is not None else cluster.device.memory_bytes
     latency, per_byte = _links(cluster)
-    problem = PlacementProblem(
+    return PlacementProblem(
         tuple(names),
         seconds,
         _edges(graph),
@@ -93,7 +75,6 @@ def operator_nodes(
         per_byte,
         _together(graph, names, method, np.isfinite(seconds)),
     )
-    return OperatorNodes(graph, problem)
 
 
 def _speeds(method: PlaceOperators, num_devices: int) -> Sequence[float]:
@@ -275,8 +256,8 @@ def plan_placement(
     traced = trace(fun, args, kwargs)
     roles = roles_of(traced)
     graph = build_graph(traced, roles)
-    nodes = operator_nodes(graph, method, cluster, options.memory_budget)
-    found = best_placement(nodes.problem, method.algorithm, method.seed)
+    problem = operator_nodes(graph, method, cluster, options.memory_budget)
+    found = best_placement(problem, method.algorithm, method.seed)
     number = cluster.num_devices
     nothing: tuple[tuple[Operator, ...], ...] = ((),) * number
     made = CutStep(
@@ -284,7 +265,7 @@ def plan_placement(
         ChunkedStep.uncut(traced, roles),
         _parts(graph),
         StageCut(number, nothing, nothing, nothing, {}, {}),
-        _apply_cut(nodes, found),
+        _apply_cut(graph, found),
     )
     shapes = (MeshShape(("x",), (1,)),) * number
     leaves = jax.tree.leaves((args, kwargs))
@@ -314,27 +295,24 @@ def _run_nothing(*_: object) -> list[Any]:
     return []
 
 
-def _apply_cut(nodes: OperatorNodes, found: Placed) -> ApplyCut:
+def _apply_cut(graph: OpGraph, found: Placed) -> ApplyCut:
     """The placed operators by device and round.
 
     An argument that nothing on its device reads goes to the first device that does: it
     would be sent there all the same.
     """
-    graph = nodes.graph
+    devices = found.devices[len(graph.inputs) :]
     readers: dict[int, list[int]] = {}
-    for position, op in enumerate(graph.blocks[0].operators):
+    for op, device in zip(graph.blocks[0].operators, devices, strict=True):
         for tensor in tensors_of(op.operands):
-            readers.setdefault(tensor, []).append(
-                found.devices[nodes.node_of(position)]
-            )
+            readers.setdefault(tensor, []).append(device)
     home: dict[int, int] = {}
     for position, each in enumerate(graph.inputs):
         device, there = found.devices[position], readers.get(each.tensor, [])
         home[each.tensor] = device if device in there or not there else there[0]
     made_on: dict[int, tuple[int, int]] = {}
     chosen: dict[tuple[int, int], list[Operator]] = {}
-    for position, op in enumerate(graph.blocks[0].operators):
-        device = found.devices[nodes.node_of(position)]
+    for op, device in zip(graph.blocks[0].operators, devices, strict=True):
         makers = [made_on[t] for t in tensors_of(op.operands) if t in made_on]
         number = max((r + (d != device) for d, r in makers), default=0)
         chosen.setdefault((device, number), []).append(op)

@@ -17,13 +17,12 @@ from operator import itemgetter
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from ..clusters.cluster import Cluster
 from ..costs.resharding import Resharder
 from ..errors import PlanFileError
-from ..graph.op_graph import Constant, Operand, OpGraph, TensorType, params_key
+from ..graph.op_graph import Operand, OpGraph, TensorType, constant_key, params_key
 from ..graph.pins import Pin
 from ..lowering.partial_sums import held_shape
 from ..lowering.programs import SpmdProgram, StageProgram, build_program
@@ -400,11 +399,11 @@ def fingerprint(graph: OpGraph) -> Hashable:
                 (block.parent, block.trip_count, block.weight, block.conditional),
                 block.unbounded,
                 block.inputs,
-                tuple(map(_operand_key, block.outputs)),
+                _operands_key(block.outputs),
                 tuple(
                     (
                         *(op.kind, params_key(op.params), op.results, op.bodies),
-                        tuple(map(_operand_key, op.operands)),
+                        _operands_key(op.operands),
                     )
                     for op in block.operators
                 ),
@@ -451,10 +450,6 @@ def renamed(plan: ShardingPlan, graph: OpGraph) -> ShardingPlan:
     )
 
 
-def _operand_key(operand: Operand) -> Hashable:
-    """The number of a tensor; equal for equal literals."""
-    if not isinstance(operand, Constant):
-        return operand
-    value = operand.value
-    whole = value.tolist() if isinstance(value, np.ndarray | np.generic) else value
-    return operand.type, repr(whole)
+def _operands_key(operands: Sequence[Operand]) -> Hashable:
+    """The numbers of tensors, and equal values for equal literals."""
+    return tuple(o if isinstance(o, int) else constant_key(o) for o in operands)

@@ -8,16 +8,12 @@ device doing an equal part and nothing sent, and what is known to come on top:
   more microbatches  what plans of fewer take beyond the ideal in a step: what is sent
                      is the same or more, and who may split a smaller batch may split a
                      larger one
-  more devices       in device-seconds, what the same mesh with a shorter axis takes: of
-                     what is sent and done twice, a device has half at the least
-  one axis           what any mesh of two takes, which can do all that one axis can
   state split        what it takes without, as it only forbids plans
   fewer microbatches a part of what plans of more take, as if all were paid for each,
                      but for sums that the update adds up: these are paid once a step
-  across hosts       what the mesh takes that is cut by host
   another kind       as much of the ideal as the kind that most layers are of, there
 
-The last three are estimates, the others bounds in the model of costs, so what is not
+The last two are estimates, the others bounds in the model of costs, so what is not
 looked at is not worth it; what the best stages use is planned in the end. Layout rules
 forbid other plans on each mesh, so under them all are estimates.
 
@@ -29,7 +25,7 @@ up to the plan, so a guess has all of it in t, and no sums in the update.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial, wraps
 from math import inf
@@ -40,7 +36,6 @@ import numpy as np
 from autopar.solver.stage_problem import StageChoice, WeightTasks
 
 from ..clusters.cluster import Cluster
-from ..sharding.mesh import MeshShape
 from .layer_samples import LayerCost, LayerSamples, Submesh, part_of_whole
 from .layers import Layers
 
@@ -149,11 +144,6 @@ class SpanCosts:
         see the top of the file.
         """
         found = [self._own_excess(submesh, number)]
-        for each in self.simpler(submesh):
-            share = each.mesh.size / submesh.mesh.size
-            found.append(share * self.excess(each, number))
-        for each in self.finer(submesh):
-            found.append(self.excess(each, number))
         if submesh.is_split:
             found.append(self.excess(replace(submesh, is_split=False), number))
         return max(found)
@@ -182,44 +172,6 @@ class SpanCosts:
             for (each, number, kind), cost in self.known.items()
             if (each, kind) == (submesh, main) and cost.seconds < inf
         )
-
-    @_kept
-    def finer(self, submesh: Submesh) -> Sequence[Submesh]:
-        """Submeshes on which all can be done that can be done on one of one axis."""
-        if submesh.mesh.num_axes > 1:
-            return ()
-        wanted = submesh.mesh.size, submesh.is_split, submesh.part
-        return [
-            each
-            for each in dict.fromkeys(seen for seen, _, _ in self.known)
-            if each.mesh.num_axes > 1
-            and (each.mesh.size, each.is_split, each.part) == wanted
-        ]
-
-    @_kept_for_good
-    def simpler(self, submesh: Submesh) -> Sequence[Submesh]:
-        """Submeshes whose overhead is no more: with a shorter axis, or cut by host.
-
-        An axis is shorter by its least factor, but there are two devices or more.
-        """
-        return tuple(self._simpler(submesh))
-
-    def _simpler(self, submesh: Submesh) -> Iterator[Submesh]:
-        mesh, inside = submesh.mesh, self.cluster.devices_per_host
-        by_host = mesh.size // inside, inside
-        if mesh.size > inside and 1 < inside and mesh.axis_sizes != by_host:
-            yield replace(submesh, mesh=MeshShape(("x", "y"), by_host))
-            return
-        for axis, size in enumerate(mesh.axis_sizes):
-            least = next((n for n in range(2, size + 1) if size % n == 0), size)
-            sizes = [*mesh.axis_sizes]
-            sizes[axis] //= least
-            left = [n for n in sizes if n > 1]
-            if mesh.size <= inside:
-                left.sort(reverse=True)  # of equal links
-            if left:
-                shorter = MeshShape(("x", "y")[: len(left)], tuple(left))
-                yield replace(submesh, mesh=shorter)
 
     @_kept
     def overhead(self, submesh: Submesh, number: int) -> LayerCost:

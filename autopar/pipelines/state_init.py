@@ -19,8 +19,8 @@ from ..clusters.cluster import Cluster
 from ..costs.resharding import Resharder
 from ..graph.blocks import as_array
 from ..graph.build_graph import SCAN
-from ..graph.dependencies import tensors_of
-from ..graph.op_graph import Operand, Operator, OpGraph
+from ..graph.dependencies import leading_to, tensors_of
+from ..graph.op_graph import Operand, OpGraph
 from ..graph.traced_function import TracedFunction, root_of
 from ..jax_compat import user_context
 from ..lowering.host_memory import HOST
@@ -150,7 +150,7 @@ def _init_program(
     wanted = [graph.outputs[leaf] for leaf, _ in parts]
     cuts = [_cut_of(placed.homes[leaf]) for leaf, _ in parts]
     flow = _flow(graph, dict(zip(wanted, cuts, strict=True)))
-    operators = _needed(graph, wanted)
+    operators = leading_to(tensors_of(wanted), graph.blocks[0].operators)
     read = {t for op in operators for t in tensors_of(op.operands)}
     read |= set(tensors_of(wanted))
     inputs = [i for i, given in enumerate(graph.inputs) if given.tensor in read]
@@ -211,16 +211,6 @@ def _flow(graph: OpGraph, cuts: Mapping[Operand, Cut | None]) -> ChunkFlow:
         if not asked:
             return flow
         lengths.update(asked)
-
-
-def _needed(graph: OpGraph, wanted: Sequence[Operand]) -> list[Operator]:
-    """The operators of the outermost block that the wanted tensors come from."""
-    needed, waiting = set[int](), set(tensors_of(wanted))
-    for op in reversed(graph.blocks[0].operators):
-        if waiting & set(op.results):
-            needed.add(op.index)
-            waiting.update(tensors_of(op.operands))
-    return [op for op in graph.blocks[0].operators if op.index in needed]
 
 
 def _pinned(x: jax.Array, spec: PartitionSpec) -> jax.Array:
