@@ -20,8 +20,7 @@ from autopar.report.answers import Answers
 from autopar.report.cautions import cautions
 from autopar.report.findings import Findings, MemoryCurve
 from autopar.report.memory_curves import MOST_POINTS, thinned
-from autopar.report.report import MOST_COLUMNS, MOST_LIGHT, Report, device_grids
-from autopar.sharding.mesh import MeshShape
+from autopar.report.report import MOST_LIGHT, Report
 from autopar.sharding.spec import REPLICATED
 from autopar.steps.parallel_plan import Plan
 from autopar.steps.step_origin import PipelineOrigin
@@ -180,25 +179,6 @@ def test_a_long_curve_is_thinned_to_the_fullest_of_each_stretch() -> None:
         heights[int(x)] == y for x, y in zip(thin.labels, thin.bytes, strict=True)
     )
     assert thinned(thin) == thin
-
-
-def test_devices_are_drawn_with_their_hosts() -> None:
-    cluster = Cluster.preset("2x8xH100")
-    mesh = MeshShape(("pipe", "data", "model"), (2, 2, 4))
-    (grid,) = device_grids([mesh], cluster, ["all"])
-    assert [index for index, _ in grid.rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    cells = [cell for _, row in grid.rows for cell in row]
-    assert cells == [(device, device // 8) for device in range(16)] and grid.is_whole
-    small = [MeshShape(("x",), (4,)), MeshShape(("x",), (8,))]
-    _, second = device_grids(small, cluster, ["0", "1"])
-    assert second.rows[0][1][0][0] == 4
-
-
-def test_of_a_huge_mesh_the_first_devices_are_drawn() -> None:
-    (grid,) = device_grids([MeshShape(("a", "b"), (64, 64))], None, ["all"])
-    assert not grid.is_whole
-    _, row = grid.rows[1]
-    assert len(row) == MOST_COLUMNS and row[0] == (64, None)
 
 
 @pytest.mark.parametrize(
