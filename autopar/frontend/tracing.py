@@ -24,7 +24,6 @@ from .batched_conditions import with_scalar_conditions
 from .dead_code import dead_code_eliminated
 from .implementations import with_implementations
 from .own_rows import with_own_rows
-from .padded_windows import with_padded_windows
 from .transposed_products import with_transposed_products
 
 _LEAF_TYPES = (
@@ -147,8 +146,7 @@ def rewritten(closed: Any) -> Any:
     before readers are counted.
     """
     closed = with_scalar_conditions(with_implementations(closed))
-    own_rows = with_own_rows(with_padded_windows(closed))
-    return with_transposed_products(dead_code_eliminated(own_rows))
+    return with_transposed_products(dead_code_eliminated(with_own_rows(closed)))
 
 
 def trace(

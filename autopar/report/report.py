@@ -161,14 +161,16 @@ class Report:
     @cached_property
     def cautions(self) -> tuple[str, ...]:
         """What to know before the plan is trusted."""
-        own = cautions(self.view.decision, self.view.programs)
+        own = cautions(self.view.programs)
         return (*self.findings.cautions, *own)
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
         """This plan and others, if there are others."""
         others = self.findings.alternatives
-        return (alternative("this plan", self.view.decision), *others) if others else ()
+        return (
+            (Alternative.of("this plan", self.view.decision), *others) if others else ()
+        )
 
 
 class StageAudits(Protocol):
@@ -192,7 +194,7 @@ def make_report(
     else:
         found = origin.findings(alternatives=alternatives is True, audit=audit is True)
     if not isinstance(alternatives, bool):
-        plans = tuple(alternative(n, plan) for n, plan in alternatives.items())
+        plans = tuple(Alternative.of(n, plan) for n, plan in alternatives.items())
         found = _with(found, "alternatives", alternatives=plans)
     if not isinstance(audit, bool):
         audits = (("", audit),) if isinstance(audit, Audit) else audit.audits
@@ -201,11 +203,6 @@ def make_report(
     more = (TriedPlan(name, plan.predicted) for name, plan in others if plan)
     answers = replace(answers, tried=(*answers.tried, *more))
     return Report(answers, found, tuple(choices))
-
-
-def alternative(name: str, decision: Decision) -> Alternative:
-    """A plan as an alternative to another, chosen by its mesh."""
-    return Alternative(name, " | ".join(map(str, PlanView(decision).meshes)), decision)
 
 
 def write_page(text: str, path: str | os.PathLike[str]) -> None:

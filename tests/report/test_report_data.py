@@ -181,28 +181,12 @@ def test_a_long_curve_is_thinned_to_the_fullest_of_each_stretch() -> None:
     assert thinned(thin) == thin
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"peak_bytes": 2000, "budget_bytes": 1000}, "above the budget"),
-        ({"peak_bytes": 950, "budget_bytes": 1000}, "fills 95% of the budget"),
-        ({"memory_correction": 1.25}, "by a factor of 1.25"),
-        ({"optimality_gap": 0.05}, "stopped 5.0% above its bound"),
-        ({"optimality_gap": float("inf")}, "No bound is known"),
-    ],
-)
-def test_doubts_are_told(change: dict[str, Any], words: str) -> None:
-    plan = make_plan()
-    plan = replace(plan, predicted=replace(plan.predicted, **change))
-    assert words in " ".join(cautions(plan, PlanView(plan).programs))
-
-
 def test_repeated_work_and_loops_of_unknown_length_are_told() -> None:
     plan = make_plan()
     alone = replace(plan.operators[1], split=2)
     some = replace(plan.predicted, split_flops_fraction=0.25)
     plan = replace(plan, operators=(plan.operators[0], alone), predicted=some)
-    text = " ".join(cautions(plan, PlanView(plan).programs))
+    text = " ".join(cautions(PlanView(plan).programs))
     assert "75.0% of the heavy flops are done by several devices" in text
     assert "/far/model.py:7 (layer)" in text
     assert "1 collectives stand in loops of unknown length" in text
