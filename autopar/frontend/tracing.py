@@ -24,6 +24,7 @@ from .batched_conditions import with_scalar_conditions
 from .dead_code import dead_code_eliminated
 from .implementations import with_implementations
 from .own_rows import with_own_rows
+from .static_arguments import parameters_of
 from .transposed_products import with_transposed_products
 
 _LEAF_TYPES = (
@@ -50,12 +51,7 @@ def is_array_leaf(leaf: Any) -> bool:
 
 def parameter_names(fun: Callable[..., Any], num_args: int) -> tuple[str, ...]:
     """Names of the positional parameters, as far as the signature tells."""
-    import inspect
-
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
+    parameters = parameters_of(fun)
     names: list[str] = []
     for index in range(num_args):
         parameter = parameters[min(index, len(parameters) - 1)] if parameters else None
