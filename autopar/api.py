@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -333,27 +334,7 @@ def parallelize(
     fun: None = None, **options: Unpack[ParallelizeArguments]
 ) -> Callable[[Callable[_P, _R]], ParallelFunction[_P, _R]]: ...
 def parallelize(
-    fun: Callable[..., Any] | None = None,
-    *,
-    method: Method | None = None,
-    mesh: MeshLike | None = None,
-    cluster: Cluster | None = None,
-    plan: Plan | None = None,
-    like: Plan | str | os.PathLike[str] | None = None,
-    pins: PinsLike | None = None,
-    rules: Any = None,
-    memory_budget: int | str | None = None,
-    remat: str | None = None,
-    offload: str | None = None,
-    attention: str | None = None,
-    num_microbatches: int | None = None,
-    batch_argnums: BatchLike = "auto",
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Sequence[str] = (),
-    donate_argnums: int | Sequence[int] | Literal["auto"] = "auto",
-    donate_argnames: str | Sequence[str] = (),
-    in_shardings: Any = None,
-    out_shardings: Any = None,
+    fun: Callable[..., Any] | None = None, **options: Unpack[ParallelizeArguments]
 ) -> Any:
     """Run an ordinary JAX function split over many devices.
 
@@ -413,27 +394,8 @@ def parallelize(
       InfeasiblePlanError: at the first plan, if nothing fits the memory budget; it
         names the least budget that would do.
     """
-    options = check_options(
-        method=method,
-        mesh=mesh,
-        cluster=cluster,
-        plan=plan,
-        like=like,
-        pins=pins,
-        rules=rules,
-        memory_budget=memory_budget,
-        num_microbatches=num_microbatches,
-        batch_argnums=batch_argnums,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames,
-        in_shardings=in_shardings,
-        out_shardings=out_shardings,
-        remat=remat,
-        offload=offload,
-        attention=attention,
-    )
+    inspect.signature(parallelize).bind(fun, **options)  # refuses unknown names
+    checked = check_options(**options)
 
     def wrap(fun: Callable[..., Any]) -> ParallelFunction[..., Any]:
         if not callable(fun):
@@ -441,6 +403,12 @@ def parallelize(
                 f"autopar.parallelize needs a function, but got {fun!r} of type "
                 f"{type(fun).__name__}."
             )
-        return ParallelFunction(fun, options)
+        return ParallelFunction(fun, checked)
 
     return wrap if fun is None else wrap(fun)
+
+
+# What help and editors show are the options with their defaults.
+_own = inspect.signature(parallelize).parameters["fun"]
+_named = inspect.signature(check_options).parameters.values()
+parallelize.__signature__ = inspect.Signature([_own, *_named], return_annotation=Any)  # type: ignore[attr-defined]

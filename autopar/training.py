@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -19,15 +19,6 @@ from .methods.fewer_hosts import fit_hosts
 
 _log = logging.getLogger("autopar")
 _MOST_FAILURES = 3  # one after the other, without a step that is new
-
-
-class PositionedBatches(Protocol):
-    """Batches that say where to go on, as `autopar.Batches`."""
-
-    @property
-    def position(self) -> Any: ...
-    def __iter__(self) -> Iterator[Any]: ...
-    def __next__(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +79,7 @@ class Training:
         checkpoints: Checkpoints,
         init_fn: Callable[..., Any],
         *init_args: Any,
-        batches: Callable[[Any], PositionedBatches],
+        batches: Callable[[Any], Any],
         save_every: int = 100,
     ) -> None:
         if save_every < 1:

@@ -9,9 +9,9 @@ Four programs of one step on the same mesh, each compiled for the target alone:
                  it (`benchmarks/annotated_step.py`): what a user would write
   data parallel  jit with the batch split over all devices, all else on each
 
-Bytes are of one device; what it sends in a step is that of rings. Cycles are those of
-fusions as the compiler for TPUs estimates them. Exits with 1 where autopar's program
-takes more memory than that of `arguments`, sends more, or takes more cycles, by the
+Bytes are of one device; what it sends in a step is that of rings. Milliseconds are
+those of a step as its schedule is replayed. Exits with 1 where autopar's program
+takes more memory than that of `arguments`, sends more, or takes longer, by the
 figures as printed: buffers that lie otherwise take some KB more or less.
 
     python -m benchmarks.beside_jit --target 1x8xH100
@@ -129,9 +129,7 @@ def main() -> int:
 
     from .models import build
 
-    row = table(
-        ("model", "program", "MB", "MB sent", "M cycles", "collectives", "compile s")
-    )
+    row = table(("model", "program", "MB", "MB sent", "ms", "collectives", "compile s"))
     worse: list[str] = []
     for model in asked.models:
         found: dict[str, ProgramFigures] = {}
@@ -157,7 +155,7 @@ def why_worse(ours: ProgramFigures, other: ProgramFigures) -> str:
     figures = (
         ("takes", "B", ours.device_bytes, other.device_bytes),
         ("sends", "B", ours.sent_bytes, other.sent_bytes),
-        ("takes", "cycles", ours.cycles, other.cycles),
+        ("takes", "ns", _nanoseconds(ours), _nanoseconds(other)),
     )
     found = [
         f"{what} {mine:,.0f} {unit}, and {theirs:,.0f} {unit} by jit"
@@ -165,6 +163,10 @@ def why_worse(ours: ProgramFigures, other: ProgramFigures) -> str:
         if round(mine / 1e5) > round(theirs / 1e5)
     ]
     return ", ".join(found)
+
+
+def _nanoseconds(seen: ProgramFigures) -> float:
+    return 1e9 * seen.replayed.seconds if seen.replayed else 0.0
 
 
 def _cells(seen: ProgramFigures) -> tuple[str, ...]:
@@ -178,7 +180,7 @@ def _cells(seen: ProgramFigures) -> tuple[str, ...]:
     return (
         f"{seen.device_bytes / 1e6:,.1f}",
         f"{seen.sent_bytes / 1e6:,.1f}",
-        f"{seen.cycles / 1e6:,.1f}" if seen.cycles else "-",
+        f"{seen.replayed.seconds * 1e3:,.3f}" if seen.replayed else "-",
         ", ".join(numbers) or "none",
         f"{seen.compile_seconds:.1f}",
     )

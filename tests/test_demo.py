@@ -20,7 +20,7 @@ def test_the_demo_learns_and_proves_that_it_is_right(
 ) -> None:
     text = StringIO()
     console = Console(file=text, width=100)
-    config = replace(TINY, learning_rate=0.02, warmup_steps=2)
+    config = replace(TINY, learning_rate=0.02)
     result = run_demo(console, steps=12, num_devices=8, config=config)
     assert result.ok and result.audit.ok
     assert len(result.losses) == 12

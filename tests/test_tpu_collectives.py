@@ -7,7 +7,6 @@ import pytest
 
 from autopar.audit.audit import audit
 from autopar.audit.compiled_collectives import (
-    CompiledProgram,
     collectives_in_compiled,
     collectives_on,
 )
@@ -287,15 +286,3 @@ def test_what_is_summed_instead_is_told() -> None:
         "sum: 1 x 256 B float32 by all_reduce",
         True,
     )
-
-
-def test_cycles_are_those_of_fusions_times_trips() -> None:
-    cycles = ', backend_config={"window_config":{"estimated_cycles":"100"}}'
-    fused = f"  %f = f32[8]{{0:T(128)}} fusion(%v), kind=kLoop, calls=%inner{cycles}\n"
-    inner = (
-        f"\n%inner (q: f32[8]) -> f32[8] {{\n{fused.replace('%f =', 'ROOT %f =')}}}\n"
-    )
-    inside = loop().replace("  %next", f"{fused}  %next")
-    unknown = fused.replace('"100"', f'"{2**63 - 1}"')
-    text = program(STARTED.replace("START", "%copy") + fused + unknown, inside, inner)
-    assert CompiledProgram.parse(text).estimated_cycles() == 100 + 4 * 100

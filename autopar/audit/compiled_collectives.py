@@ -41,7 +41,6 @@ ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
 _METADATA = re.compile(r", metadata=\{((?:[^{}\"]|\"(?:[^\"\\]|\\.)*\")*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _NO_ESTIMATE = 2**63 - 1
-_CONTROL = re.compile(r" (?:while|call|conditional)\(")
 _CALLED = re.compile(
     r"\b(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)"
 )
@@ -252,30 +251,6 @@ class CompiledProgram:
         """Whether it is for TPUs, whose layouts have tiles."""
         entry = self.computations[self.entry]
         return any(":T(" in line for line in entry)
-
-    def estimated_cycles(self) -> int:
-        """What XLA's compiler for TPUs estimates of the step's fusions, loops by trips.
-
-        It says nothing of the collectives.
-        """
-        return self._cycles(self.entry)
-
-    def _cycles(self, name: str) -> int:
-        total = 0
-        for line in self.computations.get(name, ()):
-            found = _CYCLES.search(line)
-            if found and int(found.group(1)) != _NO_ESTIMATE:
-                total += int(found.group(1))
-            if not _CONTROL.search(line) or not (made := Instruction.parse(line)):
-                continue
-            if made.opcode == "while":
-                trips = self.trips(name, made)
-                total += (1 if trips is None else trips) * self._cycles(
-                    made.called_as("body")
-                )
-            elif made.opcode in ("call", "conditional"):
-                total += max(map(self._cycles, made.called), default=0)
-        return total
 
     def walk(self, name: str, around: Surroundings) -> Iterator[Collective]:
         for instruction in self.instructions.get(name, ()):

@@ -26,14 +26,12 @@ class ProgramFigures:
       device_bytes: what it holds: arguments, results and temporaries.
       collectives: those that move anything.
       compile_seconds: what compiling took; 0 for devices of this process.
-      cycles: of fusions, as the compiler for TPUs estimates them; 0 by others.
       replayed: how long a step takes; None where that is not known, as on CPUs.
     """
 
     device_bytes: int
     collectives: tuple[Collective, ...]
     compile_seconds: float
-    cycles: int = 0
     replayed: Replay | None = None
 
     @staticmethod
@@ -54,7 +52,6 @@ class ProgramFigures:
             MemoryUse.of(compiled, host_bytes).device_bytes,
             moving,
             getattr(compiled, "compile_seconds", 0.0),
-            program.estimated_cycles(),
             replay_if_known(text, cluster, mesh),
         )
 

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from ..api import parallelize
@@ -156,31 +155,13 @@ def _train(
 ) -> tuple[float, ...]:
     """The loss of every step."""
     losses: list[float] = []
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:.1f} steps/s"),
-        console=console,
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task(f"{name}: compiling", total=steps, loss=np.nan, rate=0.0)
-        started = perf_counter()
-        for index in range(steps):
-            state, metrics = step(state, batch_of(index))
-            # Waits for the step: many in flight can deadlock virtual devices.
-            losses.append(float(metrics["loss"]))
-            if index == 0:
-                bar.update(task, description=name)
-                started = perf_counter()
-            rate = index / max(perf_counter() - started, 1e-9)
-            bar.update(task, advance=1, loss=losses[-1], rate=rate)
-            if (index + 1) % max(steps // _NUM_REPORTS, 1) == 0 or index == 0:
-                bar.console.print(
-                    f"{name:>18}  step {index + 1:>4}  loss {losses[-1]:.4f}  "
-                    f"{rate:.1f} steps/s"
-                )
+    console.print(f"{name:>18}  compiling")
+    for index in range(steps):
+        state, metrics = step(state, batch_of(index))
+        # Waits for the step: many in flight can deadlock virtual devices.
+        losses.append(float(metrics["loss"]))
+        if (index + 1) % max(steps // _NUM_REPORTS, 1) == 0 or index == 0:
+            console.print(f"{name:>18}  step {index + 1:>4}  loss {losses[-1]:.4f}")
     return tuple(losses)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..api import ParallelFunction
     from ..clusters.cluster import Cluster
     from ..options import Options
-    from ..report.method_comparison import Row
+    from ..plans.reasons import Alternative
     from ..steps.parallel_plan import Plan
     from .plan_targets import Target
 
@@ -172,6 +172,7 @@ def plan(
         autopar plan train:for_autopar --cluster 2x8xH100 --check plan.json
         autopar plan gpt-39b --cluster 8x8xV100 --method 'Auto()'
     """
+    from ..plans.plan import TriedPlan
     from ..report.compiled_figures import CompiledFigures
     from ..steps.parallel_plan import Plan
     from ..targets.target import check_compilable
@@ -211,9 +212,8 @@ def plan(
     if more_pins:
         before, made = made, made.what_if(more_pins)
     if rows:
-        from ..report.method_comparison import tried_rows
-
-        made = replace(made, tried=(*made.tried, *tried_rows(rows)))
+        more = (TriedPlan(e.title, e.plan.predicted) for e in rows[1:] if e.plan)
+        made = replace(made, tried=(*made.tried, *more))
     made.explain(operators=operators)
     if before is not None:
         console.print()
@@ -266,7 +266,7 @@ def _plan(
     options: Mapping[str, Any],
     compare: bool,
     compile_limit: float | None,
-) -> tuple[Plan, list[Row]]:
+) -> tuple[Plan, list[Alternative]]:
     """The plan of a step as `step.plan` gives it, and those of named methods beside it.
 
     Raises:
@@ -289,11 +289,11 @@ def _plan(
         if 0 < made.predicted.budget_bytes < made.predicted.peak_bytes:
             status.update("nothing fits; looking for what would")
             console.print(_suggestion(target, step.options), markup=False)
-        rows: list[Row] = []
+        rows: list[Alternative] = []
         if compare and isinstance(made.origin, StepOrigin):
             origin = made.origin
             for row in compared(origin.planned, origin.leaves, origin.options):
-                status.update(f"comparing: {row.name} is planned")
+                status.update(f"comparing: {row.title} is planned")
                 rows.append(row)
         if compile_limit is not None:
             status.update(f"compiling {target.name}")

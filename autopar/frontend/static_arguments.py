@@ -78,7 +78,7 @@ def positions_of(
       ValueError: one that `fun` has no argument of.
     """
     by_name = {each.name: each.kind for each in _parameters(fun)}
-    takes_any = not by_name or len(by_name) < len(_all_parameters(fun))
+    takes_any = not by_name or len(by_name) < len(parameters_of(fun))
     for name in names:
         if name not in by_name and not takes_any:
             raise ValueError(
@@ -130,10 +130,11 @@ def bind_statics(fun: Callable[..., Any], statics: Statics) -> Callable[..., Any
 
 
 def _parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
-    return [each for each in _all_parameters(fun) if each.kind is not each.VAR_KEYWORD]
+    return [each for each in parameters_of(fun) if each.kind is not each.VAR_KEYWORD]
 
 
-def _all_parameters(fun: Callable[..., Any]) -> list[inspect.Parameter]:
+def parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
+    """What a signature says, if there is one."""
     try:
         return list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):

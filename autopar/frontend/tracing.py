@@ -24,7 +24,7 @@ from .batched_conditions import with_scalar_conditions
 from .dead_code import dead_code_eliminated
 from .implementations import with_implementations
 from .own_rows import with_own_rows
-from .padded_windows import with_padded_windows
+from .static_arguments import parameters_of
 from .transposed_products import with_transposed_products
 
 _LEAF_TYPES = (
@@ -51,12 +51,7 @@ def is_array_leaf(leaf: Any) -> bool:
 
 def parameter_names(fun: Callable[..., Any], num_args: int) -> tuple[str, ...]:
     """Names of the positional parameters, as far as the signature tells."""
-    import inspect
-
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
+    parameters = parameters_of(fun)
     names: list[str] = []
     for index in range(num_args):
         parameter = parameters[min(index, len(parameters) - 1)] if parameters else None
@@ -147,8 +142,7 @@ def rewritten(closed: Any) -> Any:
     before readers are counted.
     """
     closed = with_scalar_conditions(with_implementations(closed))
-    own_rows = with_own_rows(with_padded_windows(closed))
-    return with_transposed_products(dead_code_eliminated(own_rows))
+    return with_transposed_products(dead_code_eliminated(with_own_rows(closed)))
 
 
 def trace(

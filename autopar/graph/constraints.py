@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -49,7 +49,7 @@ class Constraint:
         if self.spec is None:
             return "It is no NamedSharding, and has no axes."
         try:
-            parse_pin(self.spec, kind, mesh, f"{self.where} of {kind}")
+            replace(self, is_hint=False).pin(kind, mesh)
         except ValueError as error:
             return str(error)
         return ""

@@ -96,9 +96,7 @@ def keys_of_arguments(
     Raises:
       ValueError: a key matches nothing; `noun` is what it is the key of.
     """
-    paths = [graph_input.path for graph_input in graph.inputs]
-    check_matched(keys, paths, noun)
-    found = {path: own[0] for path, own in _keys_by_path(keys, paths).items() if own}
+    found = keys_of_paths(keys, [each.path for each in graph.inputs], noun)
     return {i.tensor: found[i.path] for i in graph.inputs if i.path in found}
 
 

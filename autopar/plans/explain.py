@@ -19,6 +19,7 @@ from .plan import ShardingPlan, TaskKind
 from .plan_view import (
     CollectiveView,
     Decision,
+    LeafView,
     OperatorView,
     PlanView,
     ProgramView,
@@ -74,7 +75,7 @@ def plan_parts(
         if program.stage is not None:
             yield Text(f"\nstage {program.stage}, {program.kind}", style="bold")
             yield _header(program.sharding, program)
-        yield _leaf_table(program)
+        yield _leaf_table(program.leaves)
         yield _operator_table(program) if operators else _heavy_table(program)
         yield _collective_table(program)
 
@@ -85,37 +86,11 @@ def format_summary(decision: Decision, answers: Rows = ()) -> str:
 
 
 def plan_html(decision: Decision, answers: Rows = ()) -> str:
-    """The summary and a table of the state, as a notebook shows them."""
+    """What a notebook shows: the summary, and how the state is split."""
     view = PlanView(decision)
-    groups = group_leaves(leaf for leaf in view.leaves if leaf.role == "state")
-    heads = (
-        "state",
-        "leaves",
-        "shape",
-        "shape a device",
-        "split over",
-        "bytes a device",
-    )
-    rows = [
-        (
-            " and ".join((each.path, *(f"{mirror}.." for mirror in each.mirrors))),
-            len(each.leaves),
-            list(each.first.shape),
-            list(each.first.local_shape),
-            each.first.spec_text,
-            format_bytes(each.bytes),
-        )
-        for each in groups
-    ]
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>"
-        for row in rows
-    )
-    head = "".join(f"<th>{each}</th>" for each in heads)
-    return (
-        f"<pre>{escape(format_summary(decision, answers))}</pre>"
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    )
+    state = [leaf for leaf in view.leaves if leaf.role == "state"]
+    parts = [_summary(view, answers), _leaf_table(state)]
+    return f"<pre>{escape(as_text(parts))}</pre>"
 
 
 def _summary(view: PlanView, answers: Rows) -> RenderableType:
@@ -172,8 +147,8 @@ def _header(
     return Group(Text(f"plan of {plan.function}, for one step", style="bold"), grid)
 
 
-def _leaf_table(program: ProgramView) -> RenderableType:
-    groups = group_leaves(program.leaves)
+def _leaf_table(leaves: Iterable[LeafView]) -> RenderableType:
+    groups = group_leaves(leaves)
     tree = next((group.tree for group in groups if group.mirrors), "")
     rows = table("leaf", ">leaves", "shape", "split over", ">bytes a device")
     for group in groups:

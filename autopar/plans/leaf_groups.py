@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 # A layer's number: `[3]`, or the end of a key as in `['layers_3']`.
 _NUMBER = re.compile(r"(?<=\[)\d+(?=\])|(?<=_)\d+(?='\])")
@@ -17,22 +17,8 @@ _TOKEN = re.compile(r"\[[^\]]*\]|\.?[^.\[]+")
 _LEAST_MIRRORED = 3  # leaves: below that likeness is chance
 
 
-class Leaf(Protocol):
-    """What is grouped: an argument's leaf, and how it lies in one plan or in two."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def role(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def spec(self) -> Hashable: ...
-    @property
-    def bytes(self) -> int: ...
-
-
-L = TypeVar("L", bound=Leaf)
+# An argument's leaf, as it lies in one plan (`LeafView`) or in two (`ChangedLeaf`).
+L = TypeVar("L", bound=Any)
 
 
 @dataclass(frozen=True)
@@ -73,7 +59,7 @@ def group_leaves(leaves: Iterable[L]) -> tuple[LeafGroup[L], ...]:
     return _join_mirrors(groups)
 
 
-def _home(leaf: Leaf) -> Hashable:
+def _home(leaf: Any) -> Hashable:
     """Where a leaf lies: its spec, and whose memory it is in."""
     return leaf.spec, getattr(leaf, "memory", "device")
 

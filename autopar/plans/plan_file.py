@@ -33,7 +33,7 @@ from .plan import (
 )
 from .plan_check import check_against as check_against
 from .plan_view import Decision
-from .record import Fields, Record, number_to_json, read_json
+from .record import Record, number_to_json, read_json
 from .spec_text import SpecText
 from .staged_plan import PlannedTransfer, StagedPlan, StageProgramPlan
 
@@ -65,7 +65,7 @@ class _Entry:
     name: str = ""
 
 
-def _unchecked(value: Any, found: Fields) -> None:
+def _unchecked(value: Any, found: Mapping[str, Record]) -> None:
     del value, found
 
 
@@ -75,7 +75,7 @@ class _Form(Generic[_T]):
 
     make: Callable[..., _T]
     entries: Mapping[str, _Entry]
-    check: Callable[[_T, Fields], None] = _unchecked
+    check: Callable[[_T, Mapping[str, Record]], None] = _unchecked
 
     def write(self, value: _T) -> dict[str, Any]:
         given = {n: getattr(value, e.name or n) for n, e in self.entries.items()}
@@ -207,7 +207,7 @@ def _staged_form(num_stages: int) -> _Form[StagedPlan]:
         "count": _count(least=1),
     }
 
-    def check(plan: StagedPlan, found: Fields) -> None:
+    def check(plan: StagedPlan, found: Mapping[str, Record]) -> None:
         if not plan.meshes or num_stages % len(plan.meshes):
             found["meshes"].fail(
                 f"must have a mesh for each of {num_stages} stages, or divide them, "
@@ -243,19 +243,19 @@ def _plan_form(mesh: MeshShape, num_blocks: int) -> _Form[ShardingPlan]:
                 f"but got {record.value!r}"
             )
 
-    def check_input(each: InputPlan, found: Fields) -> None:
+    def check_input(each: InputPlan, found: Mapping[str, Record]) -> None:
         check_legal(found["spec"], each.shape, each.spec)
         if is_pending(each.spec) and each.role != "sum":
             found["spec"].fail("must owe no reduction, as an argument is complete")
 
-    def check_operator(each: OperatorPlan, found: Fields) -> None:
+    def check_operator(each: OperatorPlan, found: Mapping[str, Record]) -> None:
         if each.factors and len(each.factors) != mesh.num_axes:
             found["factors"].fail(
                 f"must name one factor for each axis of {mesh}, or none, "
                 f"but got {len(each.factors)}"
             )
 
-    def check_tensor(each: TensorPlan, found: Fields) -> None:
+    def check_tensor(each: TensorPlan, found: Mapping[str, Record]) -> None:
         check_legal(found["spec"], each.shape, each.spec)
         made = {each.spec}
         records = found["copies"].items() if "copies" in found else ()

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..graph.pins import PinsLike
 from .pin_cost import PinCosts
-from .plan import ShardingPlan
-from .staged_plan import StagedPlan
+from .plan_view import Decision, PlanView
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,18 @@ class Alternative:
 
     title: str
     choice: str
-    plan: ShardingPlan | StagedPlan | None
+    plan: Decision | None
     refusal: str = ""
+
+    @classmethod
+    def of(cls, title: str, plan: Decision) -> Alternative:
+        """A plan as an alternative to another, chosen by its mesh."""
+        return cls(title, " | ".join(map(str, PlanView(plan).meshes)), plan)
+
+    @classmethod
+    def refused(cls, title: str, error: Exception) -> Alternative:
+        """What has no plan."""
+        return cls(title, "", None, str(error))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -32,7 +32,9 @@ class Record:
             f"{self.where}: `{self.field}` {reason}; plan again, or undo the edit."
         )
 
-    def fields(self, names: Collection[str], optional: Collection[str] = ()) -> Fields:
+    def fields(
+        self, names: Collection[str], optional: Collection[str] = ()
+    ) -> Mapping[str, Record]:
         """The members of an object that has `names` and no others but `optional`."""
         if not isinstance(self.value, dict):
             self.fail(f"must be an object, but got {_short(self.value)}")
@@ -46,7 +48,10 @@ class Record:
         for name in names:
             if name not in self.value:
                 Record(self.where, f"{prefix}{name}", None).fail("is missing")
-        return Fields(self.where, prefix, self.value)
+        return {
+            name: Record(self.where, f"{prefix}{name}", value)
+            for name, value in self.value.items()
+        }
 
     def member(self, name: str) -> Record:
         """A member of an object, which may have others."""
@@ -93,21 +98,6 @@ class Record:
         if not isinstance(self.value, bool):
             self.fail(f"must be true or false, but got {_short(self.value)}")
         return self.value
-
-
-@dataclass(frozen=True)
-class Fields:
-    """The members of an object, as records."""
-
-    where: str
-    prefix: str
-    value: dict[str, Any]
-
-    def __getitem__(self, name: str) -> Record:
-        return Record(self.where, f"{self.prefix}{name}", self.value[name])
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.value
 
 
 _WORDS = ("true", "false", "null", "-")

@@ -11,11 +11,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from textwrap import wrap
 from typing import Any
 
 from ..plans.plan import Prediction
-from ..plans.reasons import Alternative
 from .findings import MemoryCurve, TaskTime
 
 _KIND_COLOURS = {
@@ -142,33 +140,6 @@ def timeline_figure(times: Sequence[TaskTime]) -> Figure:
     layout["uniformtext"] = {"mode": "hide", "minsize": 9}
     layout["yaxis"] |= {"autorange": "reversed", "showgrid": False, "type": "category"}
     return Figure("timeline", [bar for bar in data if bar["y"]], layout)
-
-
-def alternatives_figure(rows: Sequence[Alternative]) -> Figure:
-    """Compute and communication of each plan, one bar a plan."""
-    plans = [(row.title, row.plan.predicted) for row in rows if row.plan is not None]
-    longest = max(predicted.step_seconds for _, predicted in plans)
-    unit, size = _unit(longest, _SECONDS)
-    names = [_label("\n".join(wrap(name, 20))) for name, _ in plans]
-    parts = (
-        ("compute", _LINES[0], [p.compute_seconds for _, p in plans]),
-        ("communication", _LINES[1], [p.collective_seconds for _, p in plans]),
-        ("waiting and transfers", _GRAY, [waiting_seconds(p) for _, p in plans]),
-    )
-    data = [
-        _bar(name, names, colour)
-        | {
-            "x": [each / size for each in seconds],
-            "hovertemplate": f"%{{x:.4g}} {unit}<extra>{name}</extra>",
-        }
-        for name, colour, seconds in parts
-        if any(each > 1e-9 * longest for each in seconds)
-    ]
-    height = 70 + sum(18 + 16 * (1 + name.count("<br>")) for name in names)
-    layout = _layout(height, f"{unit} a step", "")
-    layout |= {"barmode": "stack", "bargap": 0.3}
-    layout["yaxis"] |= {"autorange": "reversed", "showgrid": False, "type": "category"}
-    return Figure("alternatives", data, layout)
 
 
 def waiting_seconds(predicted: Prediction) -> float:

@@ -6,7 +6,6 @@ A method's plan is its cheapest; where it is above the budget, it is told what i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
@@ -20,19 +19,10 @@ from ..planner.graph_plan import plan_graph
 from ..planner.plan_request import PlanRequest
 from ..planner.planned import Planned
 from ..planner.whole_step import batch_tensors
-from ..plans.explain import format_bytes, format_seconds
-from ..plans.plan import ShardingPlan, TriedPlan
+from ..plans.explain import format_bytes, format_seconds, table
+from ..plans.plan import Prediction
+from ..plans.reasons import Alternative
 from ..plans.staged_plan import with_budget
-
-MethodPlan = ShardingPlan | Exception
-
-
-@dataclass(frozen=True)
-class Row:
-    """One method's plan, or the error that says why it has none."""
-
-    name: str
-    plan: MethodPlan
 
 
 def named_methods(planned: Planned, options: Options) -> tuple[Method, ...]:
@@ -58,8 +48,8 @@ def compare(
     leaves: Sequence[Any],
     options: Options,
     on_method: Callable[[str], None] = lambda name: None,
-) -> Iterator[Row]:
-    """The plan's row, then one for each named method.
+) -> Iterator[Alternative]:
+    """The plan itself, then that of each named method.
 
     Args:
       planned: the plan with its trace and graph.
@@ -67,7 +57,7 @@ def compare(
       options: what it was planned with; the method is replaced.
       on_method: is told what is planned next.
     """
-    yield Row("this plan", planned.plan)
+    yield Alternative.of("this plan", planned.plan)
     batch = batch_tensors(planned.traced, planned.graph, options)
     request = PlanRequest(planned.graph, leaves, batch, planned.cluster, options)
     budget_bytes = options.budget_on(planned.cluster)
@@ -79,55 +69,38 @@ def compare(
             # To read a plan of a large step takes longer than to find it.
             plan = plan_graph(request.asking(method=method, **own), is_kept=False)
         except (ValueError, NotImplementedError) as error:
-            yield Row(name, error)
+            yield Alternative.refused(name, error)
         else:
-            yield Row(name, with_budget(plan, budget_bytes))
+            yield Alternative.of(name, with_budget(plan, budget_bytes))
 
 
-def tried_rows(rows: Sequence[Row]) -> Iterator[TriedPlan]:
-    """The methods' plans, for advice; the first row is this plan."""
-    for row in rows[1:]:
-        if not isinstance(row.plan, Exception):
-            yield TriedPlan(row.name, row.plan.predicted)
-
-
-def comparison_table(rows: Sequence[Row]) -> Table:
-    """Step time, collectives and memory of every row."""
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("method")
-    table.add_column("mesh")
-    for column in ("step", "x", "collectives", "memory", "gap"):
-        table.add_column(column, justify="right", no_wrap=True)
-    first = rows[0].plan
+def comparison_table(rows: Sequence[Alternative]) -> Table:
+    """Step time, collectives and memory of every row, the first of which is a plan."""
+    made = table("method", "mesh", ">step", ">x", ">collectives", ">memory", ">gap")
+    assert rows[0].plan is not None
+    first = rows[0].plan.predicted
     for row in rows:
-        table.add_row(row.name, *_cells(row.plan, first))
+        found = row.plan
+        cells = ["", "", "", "refused", ""]
+        cells = cells if found is None else _cells(found.predicted, first)
+        made.add_row(row.title, Text(row.choice or "-"), *cells)
     refused = [
-        f"{each.name} is refused: {_reason(each.plan)}"
+        f"{each.title} is refused: {each.refusal.split(';')[0].split('. ')[0]}"
         for each in rows
-        if isinstance(each.plan, Exception)
+        if each.plan is None
     ]
     if refused:
-        table.caption, table.caption_justify = Text("\n".join(refused)), "left"
-    return table
+        made.caption, made.caption_justify = Text("\n".join(refused)), "left"
+    return made
 
 
-def _reason(plan: MethodPlan) -> str:
-    """The first sentence of why a method is refused."""
-    return str(plan).split(";")[0].split(". ")[0]
-
-
-def _cells(plan: MethodPlan, first: MethodPlan) -> list[str | Text]:
-    if isinstance(plan, Exception):
-        return ["-", "-", "", "", "refused", ""]
-    assert isinstance(first, ShardingPlan)
-    predicted = plan.predicted
+def _cells(predicted: Prediction, first: Prediction) -> list[str]:
     memory = format_bytes(predicted.peak_bytes)
     if 0 < predicted.budget_bytes < predicted.peak_bytes:
-        return [str(plan.mesh), "-", "", "", f"needs {memory}", ""]
+        return ["-", "", "", f"needs {memory}", ""]
     return [
-        str(plan.mesh),
         format_seconds(predicted.step_seconds),
-        f"{predicted.step_seconds / first.predicted.step_seconds:.2f}",
+        f"{predicted.step_seconds / first.step_seconds:.2f}",
         format_bytes(predicted.collective_bytes),
         memory,
         f"{predicted.optimality_gap:.2%}",

@@ -18,7 +18,6 @@ from ..plans.staged_plan import StagedPlan
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import Spec, axes_of_dim
 from .figures import (
-    alternatives_figure,
     memory_figure,
     packed_plotly,
     timeline_figure,
@@ -69,7 +68,6 @@ def page_of(report: Report) -> str:
         "waiting_seconds": waiting_seconds,
         "memory_figure": memory_figure,
         "timeline_figure": timeline_figure,
-        "alternatives_figure": alternatives_figure,
         "kind_of": lambda task: _LETTERS[task.lstrip("0123456789")[0]],
         "is_finite": isfinite,
         "is_close": lambda a, b: isclose(a, b, rel_tol=1e-3),

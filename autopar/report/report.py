@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count, islice, product
-from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -39,7 +37,6 @@ from .findings import (
 )
 
 MOST_LIGHT = 25  # lines of light operators of a program; the rest is one row
-MOST_ROWS, MOST_COLUMNS = 16, 8  # of devices that are drawn
 _NAMED = 3  # primitives of a line that are named
 _KINDS = {"state": "state", "batch": "batch", "constant": "constants"}
 _ORDER = ("parameters", "optimizer state", "state", "batch", "constants", "other")
@@ -89,20 +86,6 @@ class Arguments:
     kind: str
     leaves: tuple[LeafView, ...]
     groups: tuple[LeafGroup[LeafView], ...]
-
-
-@dataclass(frozen=True)
-class DeviceGrid:
-    """A mesh drawn: rows of (device, host) along the last axis, below each other.
-
-    A row has its indices along the other axes; hosts are None where they are not known.
-    `is_whole` is false if only the first devices are drawn.
-    """
-
-    name: str
-    mesh: MeshShape
-    rows: tuple[tuple[tuple[int, ...], tuple[tuple[int, int | None], ...]], ...]
-    is_whole: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,30 +159,18 @@ class Report:
         )
 
     @cached_property
-    def grids(self) -> tuple[DeviceGrid, ...]:
-        """The mesh, or that of each submesh."""
-        stages = self.view.stages
-        names = ["the mesh"]
-        if stages is not None:
-            number = len(stages.meshes)
-            own = [range(i, stages.num_stages, number) for i in range(number)]
-            names = [
-                f"submesh {i}: stage{'s' * (len(s) > 1)} {', '.join(map(str, s))}"
-                for i, s in enumerate(own)
-            ]
-        return device_grids(self.view.meshes, self.cluster, names)
-
-    @cached_property
     def cautions(self) -> tuple[str, ...]:
         """What to know before the plan is trusted."""
-        own = cautions(self.view.decision, self.view.programs)
+        own = cautions(self.view.programs)
         return (*self.findings.cautions, *own)
 
     @property
     def alternatives(self) -> tuple[Alternative, ...]:
         """This plan and others, if there are others."""
         others = self.findings.alternatives
-        return (alternative("this plan", self.view.decision), *others) if others else ()
+        return (
+            (Alternative.of("this plan", self.view.decision), *others) if others else ()
+        )
 
 
 class StageAudits(Protocol):
@@ -223,7 +194,7 @@ def make_report(
     else:
         found = origin.findings(alternatives=alternatives is True, audit=audit is True)
     if not isinstance(alternatives, bool):
-        plans = tuple(alternative(n, plan) for n, plan in alternatives.items())
+        plans = tuple(Alternative.of(n, plan) for n, plan in alternatives.items())
         found = _with(found, "alternatives", alternatives=plans)
     if not isinstance(audit, bool):
         audits = (("", audit),) if isinstance(audit, Audit) else audit.audits
@@ -232,11 +203,6 @@ def make_report(
     more = (TriedPlan(name, plan.predicted) for name, plan in others if plan)
     answers = replace(answers, tried=(*answers.tried, *more))
     return Report(answers, found, tuple(choices))
-
-
-def alternative(name: str, decision: Decision) -> Alternative:
-    """A plan as an alternative to another, chosen by its mesh."""
-    return Alternative(name, " | ".join(map(str, PlanView(decision).meshes)), decision)
 
 
 def write_page(text: str, path: str | os.PathLike[str]) -> None:
@@ -319,32 +285,3 @@ def seconds_of(
     is_named = all(name in mesh.axis_names for name in names)
     link = cluster.link(mesh, names if is_named else mesh.axis_names)
     return float(collective_seconds(priced_kind(each.plan.kind), each.plan.bytes, link))
-
-
-def device_grids(
-    meshes: Sequence[MeshShape], cluster: Cluster | None, names: Sequence[str]
-) -> tuple[DeviceGrid, ...]:
-    """A grid for each mesh; their devices follow each other."""
-    first, grids = 0, []
-    for mesh, name in zip(meshes, names, strict=True):
-        grids.append(_grid(mesh, cluster, name, first))
-        first += mesh.size
-    return tuple(grids)
-
-
-def _grid(
-    mesh: MeshShape, cluster: Cluster | None, name: str, first: int
-) -> DeviceGrid:
-    *outer, width = mesh.axis_sizes or (1,)
-    indices = list(islice(product(*map(range, outer)), MOST_ROWS))
-    rows = tuple(
-        (index, tuple(range(start, start + min(width, MOST_COLUMNS))))
-        for index, start in zip(indices, count(first, width), strict=False)
-    )
-    per_host = None if cluster is None else cluster.devices_per_host
-    hosted = tuple(
-        (index, tuple((d, None if per_host is None else d // per_host) for d in row))
-        for index, row in rows
-    )
-    is_whole = width <= MOST_COLUMNS and prod(outer) <= MOST_ROWS
-    return DeviceGrid(name, mesh, hosted, is_whole)

@@ -14,7 +14,6 @@ import jax
 
 from ..audit.audit import Audit
 from ..costs.memory import memory_profile
-from ..errors import InfeasiblePlanError
 from ..execution import held_by_submesh, pipelined_step, simulation_of, staged_plan
 from ..frontend.calls import Call, plain_function
 from ..graph.build_graph import PINS, build_graph
@@ -32,15 +31,13 @@ from ..planner.plan_request import PlanRequest
 from ..planner.planned import Planned
 from ..planner.traced_step import traced_step
 from ..planner.whole_step import batch_tensors, roles_of
-from ..plans.explain import format_bytes
 from ..plans.pin_cost import PinCost, PinCosts
 from ..plans.plan import MemoryShares, TriedPlan
 from ..plans.reasons import Alternative
 from ..plans.staged_plan import StagedPlan, with_budget
 from ..report.findings import Findings, MemoryCurve, Section, TaskTime
 from ..report.memory_curves import curve_of_program, curve_of_submesh
-from ..report.method_comparison import Row, compare
-from ..report.report import alternative
+from ..report.method_comparison import compare
 from ..sharding.mesh import MeshShape
 from ..targets.target import why_modelled
 from .compiling import lowered_step
@@ -160,7 +157,7 @@ class PipelineOrigin:
         step = pipelined_step(self.planned)
         return LoweredPipeline(step, Plan(staged_plan(self.planned)))
 
-    def _one_program(self) -> Sequence[Row]:
+    def _one_program(self) -> Sequence[Alternative]:
         """Plans of the same step without stages, on all devices, of the whole batch."""
         traced, cluster = self.planned.traced, self.planned.cluster
         roles = roles_of(traced)
@@ -172,10 +169,10 @@ class PipelineOrigin:
         try:
             plan = plan_graph(PlanRequest(graph, self.leaves, batch, cluster, options))
         except (ValueError, NotImplementedError) as error:
-            return [Row(str(method), error)]
+            return [Alternative.refused(str(method), error)]
         planned = Planned(traced, graph, roles, plan, cluster, (), options)
         rows = list(compare(planned, self.leaves, options))
-        return [replace(rows[0], name="ShardParallel(), no stages"), *rows[1:]]
+        return [replace(rows[0], title="ShardParallel(), no stages"), *rows[1:]]
 
     def _curves(self) -> Iterator[MemoryCurve]:
         planned = self.planned
@@ -219,12 +216,14 @@ class _Asked:
     audit: bool
     missing: dict[Section, str] = field(default_factory=dict[Section, str])
 
-    def others(self, plan: Callable[[], Sequence[Row]]) -> tuple[Alternative, ...]:
+    def others(
+        self, plan: Callable[[], Sequence[Alternative]]
+    ) -> tuple[Alternative, ...]:
         """Other plans of the step."""
         if not self.alternatives:
             self.missing["alternatives"] = _NOT_ASKED.format(flag="alternatives")
             return ()
-        return tuple(map(_alternative, _quiet(plan)))
+        return tuple(_quiet(plan))
 
     def pins(self, number: int, price: Callable[[], PinCosts]) -> tuple[PinCost, ...]:
         """What each pin costs."""
@@ -316,16 +315,6 @@ def _quiet(call: Callable[[], Any]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return call()
-
-
-def _alternative(row: Row) -> Alternative:
-    if isinstance(row.plan, InfeasiblePlanError) and row.plan.least_budget_bytes:
-        least = format_bytes(row.plan.least_budget_bytes)
-        words = f"does not fit: needs {least} a device"
-        return Alternative(row.name, "", None, words)
-    if isinstance(row.plan, Exception):
-        return Alternative(row.name, "", None, str(row.plan))
-    return alternative(row.name, row.plan)
 
 
 def _method_text(options: Options) -> str:

@@ -163,7 +163,7 @@ def test_figures_hold_the_curve_and_the_tasks(page: Page, pipeline_page: Page) -
     names = [[trace["name"] for trace in figure["data"]] for figure in figures]
     memory = ["arguments and results", "all that is held", "budget 200 KiB"]
     assert [n for n in names[0] if not n.startswith("peak ")] == memory
-    assert names[1:] == [["compute", "communication"]]
+    assert not names[1:]
     for shown, figure in zip(names, figures, strict=True):
         assert all(f"</i>{name}</span>" in page.text for name in shown)
         graph_objects.Figure(figure)  # raises where plotly has no such field
@@ -310,12 +310,9 @@ def test_names_are_text_wherever_they_stand(tmp_path: Path) -> None:
     others = {f"plan{HOSTILE}": Plan(plan)}
     found = written(Plan(plan), tmp_path, alternatives=others)
     names = {name for name, _ in found.elements}
-    # `b` is the number of a device, and so has no text of ours.
-    assert "img" not in names and all(each.isdigit() for each in found.texts["b"])
+    assert not names & {"img", "b"}
     assert {f"step{HOSTILE}", leaf.path} <= paths_in(found)
     assert HOSTILE in found.column("collective-lines", "source line")
-    figures = [each for each in found.texts["script"] if each[:2] == '{"']
-    assert figures and all("<" not in each for each in figures)
     assert f"plan{HOSTILE}" in found.column("alternative-plans", "plan")
 
 

@@ -20,8 +20,7 @@ from autopar.report.answers import Answers
 from autopar.report.cautions import cautions
 from autopar.report.findings import Findings, MemoryCurve
 from autopar.report.memory_curves import MOST_POINTS, thinned
-from autopar.report.report import MOST_COLUMNS, MOST_LIGHT, Report, device_grids
-from autopar.sharding.mesh import MeshShape
+from autopar.report.report import MOST_LIGHT, Report
 from autopar.sharding.spec import REPLICATED
 from autopar.steps.parallel_plan import Plan
 from autopar.steps.step_origin import PipelineOrigin
@@ -182,47 +181,12 @@ def test_a_long_curve_is_thinned_to_the_fullest_of_each_stretch() -> None:
     assert thinned(thin) == thin
 
 
-def test_devices_are_drawn_with_their_hosts() -> None:
-    cluster = Cluster.preset("2x8xH100")
-    mesh = MeshShape(("pipe", "data", "model"), (2, 2, 4))
-    (grid,) = device_grids([mesh], cluster, ["all"])
-    assert [index for index, _ in grid.rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    cells = [cell for _, row in grid.rows for cell in row]
-    assert cells == [(device, device // 8) for device in range(16)] and grid.is_whole
-    small = [MeshShape(("x",), (4,)), MeshShape(("x",), (8,))]
-    _, second = device_grids(small, cluster, ["0", "1"])
-    assert second.rows[0][1][0][0] == 4
-
-
-def test_of_a_huge_mesh_the_first_devices_are_drawn() -> None:
-    (grid,) = device_grids([MeshShape(("a", "b"), (64, 64))], None, ["all"])
-    assert not grid.is_whole
-    _, row = grid.rows[1]
-    assert len(row) == MOST_COLUMNS and row[0] == (64, None)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"peak_bytes": 2000, "budget_bytes": 1000}, "above the budget"),
-        ({"peak_bytes": 950, "budget_bytes": 1000}, "fills 95% of the budget"),
-        ({"memory_correction": 1.25}, "by a factor of 1.25"),
-        ({"optimality_gap": 0.05}, "stopped 5.0% above its bound"),
-        ({"optimality_gap": float("inf")}, "No bound is known"),
-    ],
-)
-def test_doubts_are_told(change: dict[str, Any], words: str) -> None:
-    plan = make_plan()
-    plan = replace(plan, predicted=replace(plan.predicted, **change))
-    assert words in " ".join(cautions(plan, PlanView(plan).programs))
-
-
 def test_repeated_work_and_loops_of_unknown_length_are_told() -> None:
     plan = make_plan()
     alone = replace(plan.operators[1], split=2)
     some = replace(plan.predicted, split_flops_fraction=0.25)
     plan = replace(plan, operators=(plan.operators[0], alone), predicted=some)
-    text = " ".join(cautions(plan, PlanView(plan).programs))
+    text = " ".join(cautions(PlanView(plan).programs))
     assert "75.0% of the heavy flops are done by several devices" in text
     assert "/far/model.py:7 (layer)" in text
     assert "1 collectives stand in loops of unknown length" in text
