@@ -16,7 +16,7 @@ from autopar.audit.compiled_collectives import (
     collectives_in_compiled,
     collectives_in_lowered,
 )
-from autopar.audit.compiled_values import num_trips
+from autopar.audit.loop_trips import num_trips
 from autopar.audit.rewrites import executions
 from autopar.sharding.collective import Collective
 from autopar.sharding.mesh import MeshShape

@@ -7,10 +7,12 @@ planned (but what it took from two smaller groups), and every difference has the
 of a rewrite (see `rewrites.py`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 
+import jax.numpy as jnp
 from rich.console import Console, Group
 from rich.table import Table
 
@@ -18,7 +20,7 @@ from autopar.audit.folds import Key, fold
 from autopar.audit.memory_use import MemoryUse
 from autopar.audit.rewrites import Comparison, compare, executions, in_words
 from autopar.errors import AuditError
-from autopar.sharding.collective import Collective, num_operations
+from autopar.sharding.collective import Collective, Groups, num_operations
 from autopar.sharding.group_names import GroupNames
 from autopar.sharding.mesh import MeshShape
 
@@ -175,7 +177,7 @@ def audit(
     plan, program = _by_key(planned, num_devices), _by_key(lowered, num_devices)
     binary = None
     if compiled is not None:
-        binary = _by_key((_as_summed(each, plan) for each in compiled), num_devices)
+        binary = _by_key(_as_meant(compiled, planned), num_devices)
     program = _once_where_unbounded(plan, program)
     binary = None if binary is None else _once_where_unbounded(plan, binary)
     # Equal to the plan, the lowered program also says which operation runs how often,
@@ -275,29 +277,41 @@ def _by_key(
     return found
 
 
-def _as_summed(
-    each: Collective, plan: Mapping[Key, Sequence[Collective]]
-) -> Collective:
-    """The all-reduce that it is written as, if the plan has that and not what it does.
+def _as_meant(
+    compiled: Iterable[Collective], planned: Iterable[Collective]
+) -> Iterator[Collective]:
+    """All-reduces that are not planned, as what they stand for.
 
-    Of a planned sum, too, each device may read a slice alone.
+    XLA for TPUs writes a small gather as the sum of its pieces in zeros, and a small
+    reduce-scatter as a sum of which each device reads its slice.
     """
-    if not each.by_all_reduce:
-        return each
-    size = len(each.groups[0]) if each.kind == "reduce_scatter" else 1
-    summed = replace(
-        each,
-        kind="all_reduce",
-        bytes=each.bytes * size,
-        reduction="or" if each.dtype == "bool" else "sum",
-        by_all_reduce=False,
-    )
+    wanted = Counter[tuple[str, str, Groups, int]]()
+    for each in planned:
+        wanted[_form(each)] += each.count
+    left = Counter(wanted)
+    for each in sorted(compiled, key=_may_stand_for_others):
+        meant = [each]
+        if _may_stand_for_others(each):
+            part = each.bytes // len(each.groups[0])
+            meant += [
+                replace(each, kind="all_gather", reduction="", by_all_reduce=True),
+                replace(each, kind="reduce_scatter", bytes=part, by_all_reduce=True),
+            ]
+        known = wanted if each.is_again else left
+        found = next((m for m in meant if known[_form(m)] >= m.count), each)
+        left[_form(found)] -= found.count
+        yield found
 
-    def is_planned(other: Collective) -> bool:
-        key = other.kind, other.reduction, other.groups
-        return (other.dtype, other.bytes) in executions(plan.get(key, ()))
 
-    return summed if is_planned(summed) and not is_planned(each) else each
+def _may_stand_for_others(each: Collective) -> bool:
+    is_sum = each.kind == "all_reduce" and each.reduction in ("sum", "or")
+    return is_sum and each.may_round
+
+
+def _form(each: Collective) -> tuple[str, str, Groups, int]:
+    """What is sent among whom, whatever its type: its number of elements."""
+    length = each.bytes // jnp.dtype(each.dtype).itemsize
+    return each.kind, each.reduction, each.groups, length
 
 
 def _once_where_unbounded(

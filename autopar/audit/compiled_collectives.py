@@ -12,17 +12,11 @@ from functools import cached_property
 
 import jax
 
-from autopar.audit.compiled_values import ValueReader
+from autopar.audit.hlo_text import Instruction
+from autopar.audit.loop_trips import TripReader
 from autopar.audit.replica_groups import parse_groups
-from autopar.sharding.collective import (
-    KINDS,
-    Collective,
-    Surroundings,
-    array_bytes,
-    device_groups,
-)
+from autopar.sharding.collective import Collective, Surroundings, device_groups
 
-_COLLECTIVES = {kind.replace("_", "-"): kind for kind in KINDS}
 _REDUCTIONS = {
     "add": "sum",
     "multiply": "product",
@@ -35,16 +29,6 @@ _RELEVANT = re.compile(
     r"all-|to-all|collective-|reduce-scatter|body=|to_apply=|calls=|_computations?="
 )
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
-_LINE = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
-_OPCODE = re.compile(r"([a-z][\w\-]*)\(")
-ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
-_METADATA = re.compile(r", metadata=\{((?:[^{}\"]|\"(?:[^\"\\]|\\.)*\")*)\}")
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_NO_ESTIMATE = 2**63 - 1
-_CALLED = re.compile(
-    r"\b(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)"
-)
-_CALLED_LIST = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
 
 
 def collectives_in_compiled(text: str) -> tuple[Collective, ...]:
@@ -82,102 +66,6 @@ def collectives_on(num_devices: int, text: str) -> tuple[Collective, ...] | None
     program = CompiledProgram.parse(text)
     size = program.num_replicas * program.num_partitions
     return tuple(program.read()) if size >= num_devices else None
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One line: what it makes, by which opcode, with which attributes."""
-
-    name: str
-    result: str
-    opcode: str
-    rest: str
-    source: str
-
-    @classmethod
-    def parse(cls, line: str) -> "Instruction | None":
-        found = _LINE.match(line)
-        if not found:
-            return None
-        body = re.sub(r"/\*.*?\*/", "", found.group(2))
-        result = _leading_type(body)
-        opcode = _OPCODE.match(body, len(result) + 1)
-        if not opcode:
-            return None
-        rest = body[opcode.end() :]
-        metadata = _METADATA.search(rest)
-        name = re.search(r'op_name="([^"]*)"', metadata.group(1)) if metadata else None
-        return cls(
-            found.group(1),
-            result,
-            opcode.group(1),
-            _METADATA.sub("", rest, count=1),
-            name.group(1) if name else "",
-        )
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """The names of what it takes."""
-        return tuple(re.findall(r"%([\w.\-]+)", self.rest[: _closing("(" + self.rest)]))
-
-    @property
-    def collective_kind(self) -> str | None:
-        return _COLLECTIVES.get(self.opcode.removesuffix("-start"))
-
-    @property
-    def is_async(self) -> bool:
-        """Whether a collective is started, and waited for after other work."""
-        is_split = '"async_collective_fusion_config"' in self.rest
-        is_started = self.opcode.endswith("-start")
-        return is_split or (is_started and '"is_sync":true' not in self.rest)
-
-    @property
-    def called(self) -> tuple[str, ...]:
-        lists = ",".join(_CALLED_LIST.findall(self.rest))
-        return (*_CALLED.findall(self.rest), *re.findall(r"[\w.\-]+", lists))
-
-    @property
-    def trip_count(self) -> int | None:
-        found = re.search(r'"known_trip_count":\{"n":"?(\d+)', self.rest)
-        return int(found.group(1)) if found else None
-
-    @property
-    def estimated_cycles(self) -> int:
-        """What XLA's compiler for TPUs says of a fusion."""
-        found = _CYCLES.search(self.rest)
-        cycles = int(found.group(1)) if found else 0
-        return 0 if cycles == _NO_ESTIMATE else cycles
-
-    @property
-    def is_continued(self) -> bool:
-        """Whether it goes on with a collective that another instruction has started.
-
-        XLA's compiler for TPUs writes one that runs beside others once more in each of
-        these, and where it ends.
-        """
-        return bool(
-            re.search(r'"async_collective_fusion_config":\{"flag_start":"\d', self.rest)
-        )
-
-    def attribute(self, name: str) -> str:
-        """The text from the value of an attribute on; empty where it is absent."""
-        found = re.search(rf"\b{name}=", self.rest)
-        return self.rest[found.end() :] if found else ""
-
-    def called_as(self, name: str) -> str:
-        """The one computation that an attribute names."""
-        found = re.match(r"%?([\w.\-]+)", self.attribute(name))
-        return found.group(1) if found else ""
-
-    def result_arrays(self) -> Iterator[tuple[str, int]]:
-        """Dtype and bytes of each array that the collective makes."""
-        result = self.result
-        if self.opcode.endswith("-start") and self.opcode != "all-reduce-start":
-            # (operands, results, ...): what is being sent, what comes back, and state.
-            result = _elements(result)[1]
-        for element, dims in ARRAY.findall(result):
-            sizes = [int(size.removeprefix("<=")) for size in dims.split(",") if size]
-            yield array_bytes(element, sizes)
 
 
 @dataclass(frozen=True)
@@ -239,9 +127,8 @@ class CompiledProgram:
         return self._bodies[name]
 
     @cached_property
-    def values(self) -> ValueReader:
-        """Follows values to where they are made and read."""
-        return ValueReader(self.computations)
+    def _trips(self) -> TripReader:
+        return TripReader(self.computations)
 
     def read(self) -> Iterator[Collective]:
         yield from self.walk(self.entry, Surroundings())
@@ -277,12 +164,12 @@ class CompiledProgram:
         if trips != 0:
             yield from self.walk(body, around.in_loop(trips))
 
-    def trips(self, name: str, loop: "Instruction") -> int | None:
+    def trips(self, name: str, loop: Instruction) -> int | None:
         operand = re.match(r"%?([\w.\-]+)\)", loop.rest)
         if loop.trip_count is not None or operand is None:
             return loop.trip_count
         condition, body = loop.called_as("condition"), loop.called_as("body")
-        return self.values.trip_count(name, operand.group(1), condition, body)
+        return self._trips.trip_count(name, operand.group(1), condition, body)
 
     def collectives_of(
         self, name: str, instruction: Instruction, around: Surroundings
@@ -304,46 +191,22 @@ class CompiledProgram:
         if kind == "all_to_all" and not instruction.attribute("dimensions"):
             # This form makes a tuple with one piece from each device of the group.
             arrays = [(arrays[0][0], sum(num_bytes for _, num_bytes in arrays))]
-        for index, (dtype, num_bytes) in enumerate(arrays):
-            meant = kind
-            if self.is_tpu and kind == "all_reduce" and reduction in ("sum", "or"):
-                meant, num_bytes = self._meant(name, instruction, index, len(groups[0]))
+        for dtype, num_bytes in arrays:
             yield Collective(
-                meant,
+                kind,
                 groups,
                 dtype,
                 num_bytes,
                 around.count,
-                "" if meant == "all_gather" else reduction,
+                reduction,
                 instruction.source,
                 around.conditional,
                 around.unbounded,
                 instruction.is_async,
                 len(arrays),
-                meant != kind,
-                self.is_tpu,
-                ".remat" in instruction.name,
+                may_round=self.is_tpu,
+                is_again=".remat" in instruction.name,
             )
-
-    def _meant(
-        self, name: str, instruction: Instruction, index: int, size: int
-    ) -> tuple[str, int]:
-        """The kind that an all-reduce of groups of `size` stands for, and its bytes.
-
-        A small gather may be the sum of its pieces in zeros, and a small reduce-scatter
-        a sum of which each device reads its slice.
-        """
-        arrays = list(instruction.result_arrays())
-        whole = arrays[index][1]
-        if self.values.is_of_pieces(name, instruction.name, index):
-            return "all_gather", whole
-        element = index if instruction.result.startswith("(") else None
-        read = self.values.slice_read(name, instruction.name, element)
-        for dtype, dims in ARRAY.findall(read or ""):
-            part = array_bytes(dtype, [int(dim) for dim in dims.split(",") if dim])[1]
-            if part * size == whole:
-                return "reduce_scatter", part
-        return "all_reduce", whole
 
     def _reduction(self, computation: str) -> str:
         opcodes = (
@@ -352,31 +215,3 @@ class CompiledProgram:
             for opcode in re.findall(r" ([a-z]+)\(", line)
         )
         return next((_REDUCTIONS[o] for o in opcodes if o in _REDUCTIONS), "")
-
-
-def _leading_type(text: str) -> str:
-    """The result type that an instruction starts with; a tuple's is parenthesised."""
-    if not text.startswith("("):
-        return text.partition(" ")[0]
-    return text[: _closing(text) + 1]
-
-
-def _elements(tuple_type: str) -> list[str]:
-    """The elements of a tuple type, each a type."""
-    inside, elements, depth, start = tuple_type[1:-1], [], 0, 0
-    for index, character in enumerate(inside):
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            elements.append(inside[start:index])
-            start = index + 1
-    return [*elements, inside[start:]]
-
-
-def _closing(text: str) -> int:
-    """Where the parenthesis that opens `text` closes."""
-    depth = 0
-    for index, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
-        if depth == 0:
-            return index
-    raise ValueError(f"A parenthesis is not closed in {text[:80]!r}.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..costs.collectives import wire_bytes
 from ..sharding.collective import Collective, CollectiveKind
-from .compiled_collectives import CompiledProgram
+from .compiled_collectives import collectives_in_compiled
 from .memory_use import MemoryUse
 from .replay import Replay, replay_if_known
 
@@ -46,8 +46,8 @@ class ProgramFigures:
         Replayed are those for GPUs and TPUs of a `cluster`, on the devices of a `mesh`.
         """
         text = compiled.as_text()
-        program = CompiledProgram.parse(text)
-        moving = tuple(each for each in program.read() if not each.is_trivial)
+        found = collectives_in_compiled(text)
+        moving = tuple(each for each in found if not each.is_trivial)
         return ProgramFigures(
             MemoryUse.of(compiled, host_bytes).device_bytes,
             moving,
@@ -70,6 +70,5 @@ class ProgramFigures:
             wire_bytes(
                 cast("CollectiveKind", each.kind), each.total_bytes, len(each.groups[0])
             )
-            * (2 if each.by_all_reduce else 1)
             for each in self.collectives
         )

@@ -21,7 +21,8 @@ from ..clusters.links import link_of_groups
 from ..costs.collectives import collective_seconds
 from ..costs.compute import ATTENTION_RATES
 from ..sharding.collective import Groups, Surroundings, array_bytes
-from .compiled_collectives import ARRAY, CompiledProgram, Instruction
+from .compiled_collectives import CompiledProgram
+from .hlo_text import ARRAY, Instruction
 
 if TYPE_CHECKING:
     from ..clusters.cluster import Cluster
@@ -190,7 +191,7 @@ class _Replayer:
         whole: dict[tuple[str, Groups, bool], float] = {}
         for each in found:
             key = each.kind, each.groups, each.is_async
-            whole[key] = whole.get(key, 0.0) + each.bytes * (1 + each.by_all_reduce)
+            whole[key] = whole.get(key, 0.0) + each.bytes
         for (kind, groups, is_async), num_bytes in whole.items():
             yield "collectives", self._collective(kind, groups, num_bytes), is_async
 
