@@ -9,14 +9,14 @@ over layers that keep something of their body are transformed before the step is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from ..graph.build_graph import build_graph
-from ..graph.dependencies import tensors_of
-from ..graph.op_graph import Operator, OpGraph
+from ..graph.dependencies import read_by
+from ..graph.op_graph import OpGraph
 from ..graph.traced_function import TracedFunction
 from ..methods.methods import PipelineParallel
 from ..methods.schedule_choice import has_weight_tasks
@@ -252,8 +252,8 @@ def with_recomputed_stages(
     for stage in range(number):
         forward = cut.forward[stage]
         made = {t for op in forward for t in op.results}
-        reads = _reads([*backward[stage], *cut.weight[stage]])
-        inputs = set(_reads(forward)) - made
+        reads = dict.fromkeys(read_by([*backward[stage], *cut.weight[stage]]))
+        inputs = set(read_by(forward)) - made
         group = group_of(
             *(graph, examples, remat, forward),
             wanted=[t for t in reads if t in made],
@@ -265,7 +265,3 @@ def with_recomputed_stages(
                 op for op in graph.blocks[0].operators if op.index in chosen
             )
     return replace(cut, backward=tuple(backward))
-
-
-def _reads(operators: Iterable[Operator]) -> dict[int, None]:
-    return dict.fromkeys(t for op in operators for t in tensors_of(op.operands))

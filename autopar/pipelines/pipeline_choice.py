@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-import numpy as np
-
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
 from ..frontend.tracing import trace
@@ -33,7 +31,7 @@ from ..planner.planned import Planned
 from ..planner.planning import plan_of_least_memory, plan_step
 from ..planner.update_loops import one_update
 from ..planner.whole_step import batch_tensors, roles_of
-from ..plans.explain import format_bytes, format_seconds
+from ..plans.explain import format_seconds
 from ..plans.plan import Prediction
 from ..plans.staged_plan import StagedPlan, stages_of
 from .pipeline import lower_pipeline
@@ -41,7 +39,7 @@ from .pipeline_plan import PlannedPipeline, plan_pipeline
 from .placed_operators import plan_placement
 from .program_plans import ProgramPlanner
 from .stage_cut import forward_order
-from .stage_search import StageSearch, StageSearcher
+from .stage_search import StageSearch, StageSearcher, infeasible_stage
 
 MOST_OPERATORS = 40_000
 """How many operators of a step Auto searches stages for.
@@ -292,14 +290,6 @@ def _search(
     return None if found is None else found.planned
 
 
-_PARTS = {
-    "state": "parameters and optimizer state",
-    "gradient": "gradients",
-    "activation": "values between programs",
-    "batch": "batch",
-}
-
-
 def fitting_pipeline(
     call: Call, method: PipelineParallel, options: Options, price: Price
 ) -> PlannedPipeline:
@@ -345,45 +335,7 @@ def fitting_pipeline(
     if fitting:
         return min(fitting, key=lambda each: each.predicted.step_seconds).planned
     least = min(tries, key=lambda each: each.predicted.peak_bytes)
-    raise _infeasible(least.planned, least.stages, budget_bytes)
-
-
-def held_bytes(planned: PlannedPipeline, submesh: int) -> dict[str, int]:
-    """Bytes that one device of a submesh holds, by what for; one microbatch of each."""
-    found: dict[str, int] = {}
-    for name, stage in planned.specs:
-        slot = planned.flow.slots.get(name)
-        if planned.submesh(stage) != submesh or slot is None or slot.kind not in _PARTS:
-            continue
-        text = _PARTS[slot.kind]
-        found[text] = found.get(text, 0) + planned.slot_bytes(name, stage)
-    found["work inside of programs"] = planned.working_bytes(submesh)
-    return found
-
-
-def _infeasible(
-    planned: PlannedPipeline, plan: StagedPlan, budget: int
-) -> InfeasiblePlanError:
-    peaks = plan.peak_bytes
-    submesh = int(np.argmax(peaks))
-    stages = [
-        str(stage)
-        for stage in range(planned.flow.num_stages)
-        if planned.submesh(stage) == submesh
-    ]
-    held = sorted(held_bytes(planned, submesh).items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{text} {format_bytes(number)}" for text, number in held)
-    where = f"stage{'s' * (len(stages) > 1)} {' and '.join(stages)}"
-    return InfeasiblePlanError(
-        f"Every stage must fit into `memory_budget`, {format_bytes(budget)} a device, "
-        f"but {where} of {planned.traced.name!r} needs {format_bytes(peaks[submesh])} "
-        f"at the least, split over {planned.shapes[submesh]}: {parts} (of one "
-        f"microbatch; the schedule holds more, and most at the marked task: "
-        f"{plan.marked_row(submesh)}); use more stages or microbatches, or "
-        f"jax.checkpoint, or let stages be searched: autopar.PipelineParallel().",
-        max(peaks),
-        f"memory of {where}",
-    )
+    raise infeasible_stage(least.planned, least.stages, budget_bytes)
 
 
 def pipeline_like(

@@ -161,7 +161,7 @@ class StageSearcher:
         """
         search, capacity = self.search(), self.capacity_bytes
         best: StageSearch | None = None
-        least: StagedPlan | None = None
+        least: StageSearch | None = None
         bound_seconds = inf  # that of all the capacity is the least
         for _ in range(MOST_TRIES):
             found = search.best(capacity)
@@ -174,13 +174,17 @@ class StageSearcher:
             if predicted.peak_bytes <= self.budget_bytes:
                 best = self._quicker(each, price, capacity)
                 break
-            if least is None or predicted.peak_bytes < least.predicted.peak_bytes:
-                least = each.plan
+            if least is None or (
+                predicted.peak_bytes < least.plan.predicted.peak_bytes
+            ):
+                least = each
             capacity *= 0.99 * self.budget_bytes / predicted.peak_bytes
         if best is None and below_seconds == inf:
-            if least is None and search.costs.refused:
+            if least is not None:
+                raise infeasible_stage(least.planned, least.plan, self.budget_bytes)
+            if search.costs.refused:
                 raise search.costs.refused[0]
-            raise self._infeasible(search, least)
+            raise self._infeasible(search)
         if best is None or best.plan.predicted.step_seconds >= below_seconds:
             return None
         return best
@@ -314,23 +318,9 @@ class StageSearcher:
             planner=self.planner,
         )
 
-    def _infeasible(
-        self, search: JointSearch, least: StagedPlan | None
-    ) -> InfeasiblePlanError:
+    def _infeasible(self, search: JointSearch) -> InfeasiblePlanError:
         """What stands in the way: the layer that takes the most on its submesh."""
         budget = format_bytes(self.budget_bytes)
-        if least is not None:
-            peaks = least.peak_bytes
-            submesh = int(np.argmax(peaks))
-            return InfeasiblePlanError(
-                f"A pipeline must fit into {budget} a device, but the least found has "
-                f"{format_bytes(max(peaks))} on submesh {submesh} (stage {submesh} of "
-                f"{least.num_stages}), at the marked task: "
-                f"{least.marked_row(submesh)}; allow that much, or use more "
-                f"devices or jax.checkpoint.",
-                max(peaks),
-                f"memory of stage {submesh}",
-            )
         layers, cluster = self.layers, self.cluster
         largest = max(search.submeshes, key=lambda each: each.mesh.size)
         number = search.counts[-1]
@@ -350,3 +340,50 @@ class StageSearcher:
             round(total * share),
             f"memory of layer {heaviest}",
         )
+
+
+_PARTS = {
+    "state": "parameters and optimizer state",
+    "gradient": "gradients",
+    "activation": "values between programs",
+    "batch": "batch",
+}
+
+
+def _held_bytes(planned: PlannedPipeline, submesh: int) -> dict[str, int]:
+    """Bytes that one device of a submesh holds, by what for; one microbatch of each."""
+    found: dict[str, int] = {}
+    for name, stage in planned.specs:
+        slot = planned.flow.slots.get(name)
+        if planned.submesh(stage) != submesh or slot is None or slot.kind not in _PARTS:
+            continue
+        text = _PARTS[slot.kind]
+        found[text] = found.get(text, 0) + planned.slot_bytes(name, stage)
+    found["work inside of programs"] = planned.working_bytes(submesh)
+    return found
+
+
+def infeasible_stage(
+    planned: PlannedPipeline, plan: StagedPlan, budget: int
+) -> InfeasiblePlanError:
+    """Says which stage takes the most of its devices, and what for."""
+    peaks = plan.peak_bytes
+    submesh = int(np.argmax(peaks))
+    stages = [
+        str(stage)
+        for stage in range(planned.flow.num_stages)
+        if planned.submesh(stage) == submesh
+    ]
+    held = sorted(_held_bytes(planned, submesh).items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{text} {format_bytes(number)}" for text, number in held)
+    where = f"stage{'s' * (len(stages) > 1)} {' and '.join(stages)}"
+    return InfeasiblePlanError(
+        f"Every stage must fit into `memory_budget`, {format_bytes(budget)} a device, "
+        f"but {where} of {planned.traced.name!r} needs {format_bytes(peaks[submesh])} "
+        f"at the least, split over {planned.shapes[submesh]}: {parts} (of one "
+        f"microbatch; the schedule holds more, and most at the marked task: "
+        f"{plan.marked_row(submesh)}); use more stages, microbatches or devices, or "
+        f"jax.checkpoint, or let stages be searched: autopar.PipelineParallel().",
+        max(peaks),
+        f"memory of {where}",
+    )
