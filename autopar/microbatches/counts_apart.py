@@ -8,20 +8,14 @@ the whole batch: a scan of its own makes that cheap.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
-import jax
-
-from ..frontend.dead_code import dead_code_eliminated
-from ..graph.blocks import as_array
 from ..graph.build_graph import SCAN, build_graph
 from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.traced_function import Roles, TracedFunction
 from ..graph.work import holds_heavy_work
-from ..jax_compat import abstract_value
-from .microbatch_runners import WholeRunner
+from .microbatch_runners import WholeRunner, retraced
 
 
 def with_counts_apart(
@@ -38,10 +32,7 @@ def with_counts_apart(
     def run(*leaves: Any) -> list[Any]:
         return _CountingRunner(graph, counts).run_block(graph.blocks[0], leaves)
 
-    types = [abstract_value(var.aval) for var in traced.jaxpr.jaxpr.invars]
-    arrays = [as_array(value) for value in traced.jaxpr.consts]
-    closed = jax.make_jaxpr(lambda *leaves: run(*leaves, *arrays))(*types)
-    apart = replace(traced, jaxpr=dead_code_eliminated(closed))
+    apart = retraced(traced, run)
     return apart, build_graph(apart, roles)
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..frontend.dead_code import dead_code_eliminated
 from ..graph.blocks import BlockRunner, as_array
 from ..graph.build_graph import PINS, STRUCTURED
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..graph.ports import Site
-from ..jax_compat import equation_context, user_context
+from ..graph.traced_function import TracedFunction
+from ..jax_compat import abstract_value, equation_context, user_context
 from ..rules.base import Shard, bind_params, bind_unchanged, rule_of
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM, State
@@ -61,6 +64,16 @@ class WholeRunner(RetracingRunner):
     def bind(self, op: Operator, operands: Sequence[Any]) -> Sequence[Any]:
         with equation_context(op.eqn), user_context(op.eqn):
             return bind_params(op, operands)
+
+
+def retraced(
+    traced: TracedFunction, run: Callable[..., Sequence[Any]]
+) -> TracedFunction:
+    """`traced`, doing what `run` does with its leaves and constants; no dead code."""
+    types = [abstract_value(var.aval) for var in traced.jaxpr.jaxpr.invars]
+    arrays = [as_array(value) for value in traced.jaxpr.consts]
+    closed = jax.make_jaxpr(lambda *leaves: run(*leaves, *arrays))(*types)
+    return replace(traced, jaxpr=dead_code_eliminated(closed))
 
 
 class _MicrobatchShard(Shard):

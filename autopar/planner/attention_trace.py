@@ -13,14 +13,13 @@ from jax.extend.core import jaxpr_as_fun
 
 from ..costs.memory import family_of
 from ..errors import FallbackWarning
-from ..frontend.dead_code import dead_code_eliminated
 from ..frontend.tracing import trace
 from ..graph.blocks import as_array
 from ..graph.build_graph import build_graph
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.traced_function import TracedFunction
-from ..jax_compat import abstract_value, equation_context, user_context
-from ..microbatches.microbatch_runners import WholeRunner
+from ..jax_compat import equation_context, user_context
+from ..microbatches.microbatch_runners import WholeRunner, retraced
 from ..rules.attention import bind_backward, bind_forward
 from ..rules.fused_attention import why_not_fused
 from .attention_finder import FoundAttention, find_attention
@@ -35,10 +34,7 @@ def with_attention(
     def run(*leaves: Any) -> list[Any]:
         return _AttentionRunner(graph, found).run_block(graph.blocks[0], leaves)
 
-    types = [abstract_value(var.aval) for var in traced.jaxpr.jaxpr.invars]
-    arrays = [as_array(value) for value in traced.jaxpr.consts]
-    closed = jax.make_jaxpr(lambda *leaves: run(*leaves, *arrays))(*types)
-    return replace(traced, jaxpr=dead_code_eliminated(closed))
+    return retraced(traced, run)
 
 
 def with_fused_attention(fun: Callable[..., Any], kind: str) -> Callable[..., Any]:

@@ -17,17 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..frontend.dead_code import dead_code_eliminated
 from ..graph.blocks import as_array
 from ..graph.build_graph import COND, PINS, SCAN, SHARD_MAP, WHILE
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..graph.traced_function import TracedFunction
 from ..jax_compat import (
-    abstract_value,
     equation_context,
     user_context,
 )
-from ..microbatches.microbatch_runners import WholeRunner
+from ..microbatches.microbatch_runners import WholeRunner, retraced
 from ..rules.base import Factor, Shard, bind_params, rule_of
 from ..rules.elementwise import NARY, UNARY
 from ..rules.random import counts_positions
@@ -67,10 +65,7 @@ def with_padding(
         runner.wanted[0] = [graph.type_of(each).shape for each in block.outputs]
         return runner.run_block(block, given)
 
-    types = [abstract_value(var.aval) for var in traced.jaxpr.jaxpr.invars]
-    arrays = [as_array(value) for value in traced.jaxpr.consts]
-    closed = jax.make_jaxpr(lambda *leaves: run(*leaves, *arrays))(*types)
-    return replace(traced, jaxpr=dead_code_eliminated(closed))
+    return retraced(traced, run)
 
 
 def padded_arguments(graph: OpGraph) -> dict[Operand, int]:

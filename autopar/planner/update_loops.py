@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..graph.traced_function import TracedFunction
 from ..graph.work import holds_heavy_work
 from ..jax_compat import abstract_value
-from ..microbatches.microbatch_runners import WholeRunner
+from ..microbatches.microbatch_runners import WholeRunner, retraced
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
@@ -86,10 +86,7 @@ def with_update(
     def run(*leaves: Any) -> list[Any]:
         return _UpdateRunner(graph, loop, update).run_block(graph.blocks[0], leaves)
 
-    types = [abstract_value(var.aval) for var in traced.jaxpr.jaxpr.invars]
-    arrays = [as_array(value) for value in traced.jaxpr.consts]
-    closed = jax.make_jaxpr(lambda *leaves: run(*leaves, *arrays))(*types)
-    return replace(traced, jaxpr=closed)
+    return retraced(traced, run)
 
 
 def slices_of(graph: OpGraph, loop: Operator, batch: Collection[int]) -> list[int]:

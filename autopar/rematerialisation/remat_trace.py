@@ -11,21 +11,18 @@ barrier is needed: the two are in different bodies.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import inf
 from typing import Any
 
 import jax
 from jax import lax
 
-from ..frontend.dead_code import dead_code_eliminated
 from ..graph.blocks import as_array
 from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.phases import Phases, stacked_results
 from ..graph.traced_function import TracedFunction
-from ..jax_compat import abstract_value
-from ..microbatches.microbatch_runners import WholeRunner
+from ..microbatches.microbatch_runners import WholeRunner, retraced
 from .recompute_sets import Group, RecomputeSets, ScanGroup
 
 SCOPE = "rematerialised"
@@ -41,11 +38,7 @@ def with_recomputation(
     def run(*leaves: Any) -> list[Any]:
         return _RematRunner(graph, sets).run_block(graph.blocks[0], leaves)
 
-    types = [abstract_value(var.aval) for var in traced.jaxpr.jaxpr.invars]
-    constants = traced.jaxpr.consts
-    arrays = [as_array(value) for value in constants]
-    closed = jax.make_jaxpr(lambda *leaves: run(*leaves, *arrays))(*types)
-    return replace(traced, jaxpr=dead_code_eliminated(closed))
+    return retraced(traced, run)
 
 
 class _RematRunner(WholeRunner):

@@ -38,7 +38,7 @@ def high_product(x: jax.Array, y: jax.Array) -> jax.Array:
     """
     dtype = np.dtype(x.dtype)
     unsigned = np.dtype(f"uint{8 * dtype.itemsize}")
-    high = _unsigned(lax.convert_element_type(x, unsigned), y.astype(unsigned))
+    high = unsigned_high(lax.convert_element_type(x, unsigned), y.astype(unsigned))
     high = lax.convert_element_type(high, dtype)
     if np.issubdtype(dtype, np.signedinteger):
         zero = jnp.zeros((), dtype)
@@ -46,7 +46,8 @@ def high_product(x: jax.Array, y: jax.Array) -> jax.Array:
     return high
 
 
-def _unsigned(x: jax.Array, y: jax.Array) -> jax.Array:
+def unsigned_high(x: jax.Array, y: jax.Array | np.unsignedinteger) -> jax.Array:
+    """The upper half of the bits of `x * y`, both unsigned and of one dtype."""
     half = x.dtype.type(4 * x.dtype.itemsize)
     mask = x.dtype.type(2 ** int(half) - 1)
     x_high, x_low, y_high, y_low = x >> half, x & mask, y >> half, y & mask

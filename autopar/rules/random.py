@@ -20,6 +20,7 @@ from ..graph.op_graph import Operator
 from ..sharding.spec import REPLICATED, is_pending
 from .base import Factor, Shard, bind_params, register, stay_whole
 from .elementwise import dim_factors
+from .high_product import unsigned_high
 
 # Keys are a few bytes: every device holds all of them.
 register(
@@ -120,21 +121,11 @@ def count_positions(
         if num_positions <= 2**32:
             low = low * np.uint32(size) + place
         else:
-            carried, product = _multiply_words(low, size)
+            carried, product = (
+                unsigned_high(low, np.uint32(size)),
+                low * np.uint32(size),
+            )
             low = product + place
             carried += lax.convert_element_type(low < product, jnp.uint32)
             high = high * np.uint32(size) + carried
-    return high, low
-
-
-def _multiply_words(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-    """The high and the low 32 bits of `x * factor`, from products of 16-bit halves."""
-    half = np.uint32(16)
-    mask = np.uint32(0xFFFF)
-    x_high, x_low = x >> half, x & mask
-    f_high, f_low = np.uint32(factor >> 16), np.uint32(factor & 0xFFFF)
-    lowest, left, right = x_low * f_low, x_high * f_low, x_low * f_high
-    middle = (lowest >> half) + (left & mask) + (right & mask)
-    low = (middle << half) | (lowest & mask)
-    high = x_high * f_high + (left >> half) + (right >> half) + (middle >> half)
     return high, low
