@@ -200,8 +200,8 @@ def check_options(
         _num_microbatches(num_microbatches, checked),
         checked.microbatch_semantics if isinstance(checked, Microbatched) else "exact",
         _batch(batch_argnums),
-        () if static_argnums == () else _given_positions(static_argnums),
-        _positions(donate_argnums),
+        _given_positions(static_argnums),
+        "auto" if donate_argnums == "auto" else _given_positions(donate_argnums),
         rules=as_layout_rules(rules),
         memory_budget=None if memory_budget is None else parse_budget(memory_budget),
         like=model,
@@ -216,14 +216,13 @@ def check_options(
 
 
 def _names(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
-    is_one = isinstance(given, str) or not isinstance(given, Iterable)
-    names = (given,) if is_one else tuple(given)
+    names = _several(given)
     if not all(isinstance(each, str) for each in names):
         raise TypeError(
             f"`{option}` must be names of arguments, but got {given!r}; positions go "
             f"to `{option.replace('names', 'nums')}`."
         )
-    return names  # type: ignore[return-value]
+    return names
 
 
 def _attention(
@@ -360,7 +359,7 @@ def pins_by_key(
 
 def _pairs(pins: object) -> list[tuple[str, Any]]:
     """Keys and specs, whose keys are texts."""
-    entries = list(pins.items() if isinstance(pins, Mapping) else _entries(pins))
+    entries = pins.items() if isinstance(pins, Mapping) else _several(pins)
     for entry in entries:
         is_pair = isinstance(entry, tuple | list) and len(entry) == 2
         if not is_pair or not isinstance(entry[0], str):
@@ -372,8 +371,10 @@ def _pairs(pins: object) -> list[tuple[str, Any]]:
     return [(key, spec) for key, spec in entries]
 
 
-def _entries(pins: object) -> Iterable[Any]:
-    return [pins] if isinstance(pins, str) or not isinstance(pins, Iterable) else pins
+def _several(given: Any) -> tuple[Any, ...]:
+    """What is given, one or many; a text is one."""
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    return (given,) if is_one else tuple(given)
 
 
 def _num_microbatches(given: int | None, method: Method) -> int:
@@ -391,15 +392,10 @@ def _num_microbatches(given: int | None, method: Method) -> int:
     return number
 
 
-def _positions(argnums: int | Sequence[int] | Literal["auto"]) -> Positions:
-    return "auto" if argnums == "auto" else _given_positions(argnums)
-
-
 def _batch(given: BatchLike) -> tuple[int | str, ...] | Literal["auto"]:
     if given == "auto":
         return "auto"
-    several = tuple(given) if isinstance(given, Iterable) else (given,)
-    several = (given,) if isinstance(given, str) else several
+    several = _several(given)
     if not all(isinstance(each, int | str) for each in several):
         raise TypeError(
             f"`batch_argnums` must be positions of arguments or their paths, but got "
@@ -410,11 +406,10 @@ def _batch(given: BatchLike) -> tuple[int | str, ...] | Literal["auto"]:
 
 
 def _given_positions(argnums: int | Sequence[int] | str) -> tuple[int, ...]:
-    is_sequence = isinstance(argnums, Iterable)
-    positions = tuple(argnums) if is_sequence else (argnums,)
+    positions = _several(argnums)
     if not all(isinstance(position, int) for position in positions):
         raise TypeError(
             f"Argument positions must be whole numbers, but got {argnums!r}; name "
             f"arguments by their position, the first being 0."
         )
-    return positions  # type: ignore[return-value]
+    return positions

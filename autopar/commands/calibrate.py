@@ -17,7 +17,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from time import perf_counter
 from typing import Any
 
@@ -36,6 +35,7 @@ Tell = Callable[[str], None]
 
 _REPEATS = 16  # of short operations in one iteration
 _SHORT_SECONDS = 1e-4
+_AXIS = "member"  # of a group
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class _Calibration:
         length = max(num_bytes // 4 // group_size, 1) * group_size
         guess = 2e-4 + 16 * length / self.base.host_link.bandwidth
         start = jnp.zeros(length, jnp.float32)
-        seconds = self.seconds(_STEPS[kind](group_size), start, guess, group_size)
+        seconds = self.seconds(_STEPS[kind], start, guess, group_size)
         text = f"{kind:<18} of {group_size:<3} {4 * length:8d} B"
         self.tell(f"collective  {text} {seconds * 1e6:9.1f} us")
         return Timing(kind, group_size, 4.0 * length, seconds)
@@ -247,8 +247,8 @@ class _Calibration:
         number = len(self.devices)
         group_size = group_size or number
         devices = self.devices.reshape(-1, group_size)
-        mesh = Mesh(devices, ("group", "member"), axis_types=(AxisType.Auto,) * 2)
-        spec = PartitionSpec(("group", "member"))
+        mesh = Mesh(devices, ("group", _AXIS), axis_types=(AxisType.Auto,) * 2)
+        spec = PartitionSpec(("group", _AXIS))
         sharding = NamedSharding(mesh, spec)
         given = jax.jit(
             lambda x: jnp.broadcast_to(x, (number, *x.shape)), out_shardings=sharding
@@ -322,39 +322,25 @@ def _repeated(step: Callable[..., jax.Array], times: int) -> Callable[..., jax.A
     return run
 
 
-def _all_reduce(group_size: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: lax.psum(x, "member")
+def _all_gather(x: jax.Array) -> jax.Array:
+    mine = x[: len(x) // lax.axis_size(_AXIS)]
+    return lax.all_gather(mine, _AXIS, tiled=True)
 
 
-def _all_gather(group_size: int) -> Callable[[jax.Array], jax.Array]:
-    def step(x: jax.Array) -> jax.Array:
-        mine = x[: prod(x.shape) // group_size]
-        return lax.all_gather(mine, "member", tiled=True)
-
-    return step
+def _reduce_scatter(x: jax.Array) -> jax.Array:
+    shard = lax.psum_scatter(x, _AXIS, tiled=True)
+    return lax.dynamic_update_slice(x, shard, (0,))
 
 
-def _reduce_scatter(group_size: int) -> Callable[[jax.Array], jax.Array]:
-    def step(x: jax.Array) -> jax.Array:
-        shard = lax.psum_scatter(x, "member", tiled=True)
-        return lax.dynamic_update_slice(x, shard, (0,))
-
-    return step
+def _collective_permute(x: jax.Array) -> jax.Array:
+    size = lax.axis_size(_AXIS)
+    return lax.ppermute(x, _AXIS, [(i, (i + 1) % size) for i in range(size)])
 
 
-def _all_to_all(group_size: int) -> Callable[[jax.Array], jax.Array]:
-    return lambda x: lax.all_to_all(x, "member", 0, 0, tiled=True)
-
-
-def _collective_permute(group_size: int) -> Callable[[jax.Array], jax.Array]:
-    ring = [(i, (i + 1) % group_size) for i in range(group_size)]
-    return lambda x: lax.ppermute(x, "member", ring)
-
-
-_STEPS: Mapping[str, Callable[[int], Callable[[Any], Any]]] = {
-    "all_reduce": _all_reduce,
+_STEPS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "all_reduce": lambda x: lax.psum(x, _AXIS),
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
+    "all_to_all": lambda x: lax.all_to_all(x, _AXIS, 0, 0, tiled=True),
     "collective_permute": _collective_permute,
 }

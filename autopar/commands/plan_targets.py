@@ -155,15 +155,13 @@ def parse_pins(texts: Sequence[str]) -> dict[str, str]:
     Raises:
       ValueError: a text without one, or a path given twice.
     """
-    pins: dict[str, str] = {}
-    for text in texts:
-        path, equals, layout = text.rpartition("=[")
-        if not (path and equals) or path in pins:
-            raise ValueError(
-                f"a pin is PATH=SPEC, each path once, such as 'params/w=[-, model]', "
-                f"but got {text!r}."
-            )
-        pins[path] = f"[{layout}"
+    pairs = [text.rpartition("=[") for text in texts]
+    pins = {path: f"[{layout}" for path, _, layout in pairs}
+    if len(pins) < len(texts) or "" in pins:
+        raise ValueError(
+            f"a pin is PATH=SPEC, each path once, such as 'params/w=[-, model]', "
+            f"but got {', '.join(map(repr, texts))}."
+        )
     return pins
 
 

@@ -30,7 +30,6 @@ _ARRAYS = (
 
 # Positions among the leaves, types and values: 1 and True are equal, yet two constants.
 Constants = tuple[tuple[int, ...], tuple[type, ...], tuple[Any, ...]]
-_Take = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 @jax.tree_util.register_pytree_node_class

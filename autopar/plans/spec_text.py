@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
@@ -51,9 +50,6 @@ class SpecText:
             if spec[axis] != REPLICATED
         ]
         return " ".join(parts) or "-"
-
-    def write_all(self, specs: Iterable[Spec]) -> list[str]:
-        return [self.write(spec) for spec in specs]
 
     @cached_property
     def _state(self) -> re.Pattern[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from math import isclose, isfinite
-from operator import attrgetter
+from math import inf, isclose, isfinite
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -121,20 +120,20 @@ def stage_rows(report: Report, plan: StagedPlan) -> list[SimpleNamespace]:
 
 def alternative_rows(report: Report) -> list[SimpleNamespace]:
     """What other plans cost; of one that cannot be, why."""
-    step = report.view.predicted.step_seconds
+    step = report.view.predicted.step_seconds or 1.0
     rows = []
     for each in report.alternatives:
         found = None if each.plan is None else each.plan.predicted
-        names = ("step_seconds", "compute_seconds", "collective_seconds")
-        names += ("collective_bytes", "peak_bytes")
-        figures = {name: found and getattr(found, name) for name in names}
-        has_gap = found is not None and isfinite(found.optimality_gap)
-        gap = f"{found.optimality_gap:.2%}" if found and has_gap else "–"
-        ratio = found and (found.step_seconds / step if step else 1.0)
-        where = each.choice or each.refusal
-        row = SimpleNamespace(title=each.title, where=where, ratio=ratio, gap=gap)
-        vars(row).update(figures)
-        rows.append(row)
+        gap = inf if found is None else found.optimality_gap
+        rows.append(
+            SimpleNamespace(
+                title=each.title,
+                where=each.choice or each.refusal,
+                found=found,
+                ratio=None if found is None else found.step_seconds / step,
+                gap=f"{gap:.2%}" if isfinite(gap) else "–",
+            )
+        )
     return rows
 
 
@@ -143,17 +142,10 @@ def choice_rows(report: Report) -> list[SimpleNamespace]:
     rows = []
     for each in report.choices:
         priced = ("",) * 4 if each.after is None else changes(each.before, each.after)
-        step, compute, collectives, memory = priced
-        rows.append(
-            SimpleNamespace(
-                **vars(each),
-                step=step,
-                compute=compute,
-                collectives=collectives,
-                memory=memory,
-                held_by="; ".join(each.holders) or "nothing: the cheapest",
-            )
-        )
+        names = ("step", "compute", "collectives", "memory")
+        figures = dict(zip(names, priced, strict=True))
+        held_by = "; ".join(each.holders) or "nothing: the cheapest"
+        rows.append(SimpleNamespace(**vars(each), **figures, held_by=held_by))
     return rows
 
 
@@ -177,7 +169,9 @@ def _td(row: Any, column: tuple[str, str, str], is_head: bool) -> Markup:
     from markupsafe import Markup
 
     heading, kind, path = column
-    value = attrgetter(path)(row)
+    value: Any = row
+    for name in path.split("."):
+        value = None if value is None else getattr(value, name)
     shown, sorted_by = value, None
     if kind in _NUMBERS:
         words = {
