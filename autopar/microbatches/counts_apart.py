@@ -15,7 +15,7 @@ from ..graph.dependencies import leading_to, read_by, tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.traced_function import Roles, TracedFunction
 from ..graph.work import holds_heavy_work
-from .microbatch_runners import WholeRunner, retraced
+from .microbatch_runners import WholeRunner
 
 
 def with_counts_apart(
@@ -29,10 +29,7 @@ def with_counts_apart(
     if not counts:
         return traced, graph
 
-    def run(*leaves: Any) -> list[Any]:
-        return _CountingRunner(graph, counts).run_block(graph.blocks[0], leaves)
-
-    apart = retraced(traced, run)
+    apart = _CountingRunner(graph, counts).retraced(traced)
     return apart, build_graph(apart, roles)
 
 

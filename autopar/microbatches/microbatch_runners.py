@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,15 +65,13 @@ class WholeRunner(RetracingRunner):
         with equation_context(op.eqn), user_context(op.eqn):
             return bind_params(op, operands)
 
-
-def retraced(
-    traced: TracedFunction, run: Callable[..., Sequence[Any]]
-) -> TracedFunction:
-    """`traced`, doing what `run` does with its leaves and constants; no dead code."""
-    types = [abstract_value(var.aval) for var in traced.jaxpr.jaxpr.invars]
-    arrays = [as_array(value) for value in traced.jaxpr.consts]
-    closed = jax.make_jaxpr(lambda *leaves: run(*leaves, *arrays))(*types)
-    return replace(traced, jaxpr=dead_code_eliminated(closed))
+    def retraced(self, traced: TracedFunction) -> TracedFunction:
+        """`traced`, whose graph is this one, as it is run here; without dead code."""
+        types = [abstract_value(var.aval) for var in traced.jaxpr.jaxpr.invars]
+        consts = [as_array(value) for value in traced.jaxpr.consts]
+        step = self.graph.blocks[0]
+        closed = jax.make_jaxpr(lambda *x: self.run_block(step, (*x, *consts)))(*types)
+        return replace(traced, jaxpr=dead_code_eliminated(closed))
 
 
 class _MicrobatchShard(Shard):

@@ -19,7 +19,7 @@ from ..graph.build_graph import build_graph
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.traced_function import TracedFunction
 from ..jax_compat import equation_context, user_context
-from ..microbatches.microbatch_runners import WholeRunner, retraced
+from ..microbatches.microbatch_runners import WholeRunner
 from ..rules.attention import bind_backward, bind_forward
 from ..rules.fused_attention import why_not_fused
 from .attention_finder import FoundAttention, find_attention
@@ -31,10 +31,7 @@ def with_attention(
 ) -> TracedFunction:
     """`traced`, whose graph is `graph`, with an operator for each attention."""
 
-    def run(*leaves: Any) -> list[Any]:
-        return _AttentionRunner(graph, found).run_block(graph.blocks[0], leaves)
-
-    return retraced(traced, run)
+    return _AttentionRunner(graph, found).retraced(traced)
 
 
 def with_fused_attention(fun: Callable[..., Any], kind: str) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from ..jax_compat import (
     equation_context,
     user_context,
 )
-from ..microbatches.microbatch_runners import WholeRunner, retraced
+from ..microbatches.microbatch_runners import WholeRunner
 from ..rules.base import Factor, Shard, bind_params, rule_of
 from ..rules.elementwise import NARY, UNARY
 from ..rules.random import counts_positions
@@ -52,20 +52,10 @@ def with_padding(
 
     `padded` are, by positions of graph inputs, the sizes that dim 0 is padded to.
     """
-    block = graph.blocks[0]
-
-    def run(*leaves: Any) -> list[Any]:
-        given = list(leaves)
-        with jax.named_scope(_SCOPE):
-            for position, size in padded.items():
-                shape = (size, *leaves[position].shape[1:])
-                given[position] = _lengthened(leaves[position], shape)
-        runner = _PaddedRunner(graph)
-        runner.zero.update(block.inputs[position] for position in padded)
-        runner.wanted[0] = [graph.type_of(each).shape for each in block.outputs]
-        return runner.run_block(block, given)
-
-    return retraced(traced, run)
+    runner = _PaddedRunner(graph, padded)
+    runner.zero.update(graph.blocks[0].inputs[position] for position in padded)
+    runner.wanted[0] = [graph.type_of(each).shape for each in graph.blocks[0].outputs]
+    return runner.retraced(traced)
 
 
 def padded_arguments(graph: OpGraph) -> dict[Operand, int]:
@@ -98,8 +88,9 @@ class _PaddedRunner(WholeRunner):
     block must have, those behind them any.
     """
 
-    def __init__(self, graph: OpGraph) -> None:
+    def __init__(self, graph: OpGraph, padded: Mapping[int, int]) -> None:
         super().__init__(graph)
+        self.padded = padded
         self.zero: set[int] = set()
         self.wanted: dict[int, Sequence[Shape]] = {}
         self.made_by = {tensor: op for op in graph.operators() for tensor in op.results}
@@ -109,6 +100,13 @@ class _PaddedRunner(WholeRunner):
     def write(self, tensor: int, value: Any) -> None:
         super().write(tensor, value)
         self.copies[tensor] = {}
+
+    def run_block(self, block: Block, inputs: Sequence[Any]) -> list[Any]:
+        given = list(inputs)
+        with jax.named_scope(_SCOPE):
+            for at, size in self.padded.items() if block.index == 0 else ():
+                given[at] = _lengthened(given[at], (size, *given[at].shape[1:]))
+        return super().run_block(block, given)
 
     def outputs(self, block: Block) -> list[Any]:
         wanted, made = self.wanted.get(block.index, ()), super().outputs(block)

@@ -22,7 +22,7 @@ from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..graph.traced_function import TracedFunction
 from ..graph.work import holds_heavy_work
 from ..jax_compat import abstract_value
-from ..microbatches.microbatch_runners import WholeRunner, retraced
+from ..microbatches.microbatch_runners import WholeRunner
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
@@ -83,10 +83,7 @@ def with_update(
 ) -> TracedFunction:
     """`traced`, whose graph is `graph`, with another body of its scan over updates."""
 
-    def run(*leaves: Any) -> list[Any]:
-        return _UpdateRunner(graph, loop, update).run_block(graph.blocks[0], leaves)
-
-    return retraced(traced, run)
+    return _UpdateRunner(graph, loop, update).retraced(traced)
 
 
 def slices_of(graph: OpGraph, loop: Operator, batch: Collection[int]) -> list[int]:

@@ -22,7 +22,7 @@ from ..graph.dependencies import tensors_of
 from ..graph.op_graph import Operator, OpGraph
 from ..graph.phases import Phases, stacked_results
 from ..graph.traced_function import TracedFunction
-from ..microbatches.microbatch_runners import WholeRunner, retraced
+from ..microbatches.microbatch_runners import WholeRunner
 from .recompute_sets import Group, RecomputeSets, ScanGroup
 
 SCOPE = "rematerialised"
@@ -35,10 +35,7 @@ def with_recomputation(
     if sets.is_empty:
         return traced
 
-    def run(*leaves: Any) -> list[Any]:
-        return _RematRunner(graph, sets).run_block(graph.blocks[0], leaves)
-
-    return retraced(traced, run)
+    return _RematRunner(graph, sets).retraced(traced)
 
 
 class _RematRunner(WholeRunner):
