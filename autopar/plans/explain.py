@@ -273,6 +273,7 @@ def _stages_header(plan: StagedPlan, answers: Rows) -> RenderableType:
     )
     grid.add_row("transfers", f"{format_bytes(plan.transfer_bytes)} in all")
     grid.add_row("memory", f"{format_bytes(predicted.peak_bytes)} a device at the peak")
+    grid.add_row("gap", predicted.gap_words)
     title = f"plan of {plan.function}, a pipeline, for one step"
     return Group(Text(title, style="bold"), grid)
 
