@@ -29,8 +29,6 @@ class MemoryCurve:
       bytes: all that is held at each point.
       labels: what runs there.
       users: what is held at the peak, largest first.
-      num_points: how many points there are; `bytes` may have fewer, the fullest of
-        each stretch.
     """
 
     title: str
@@ -38,7 +36,6 @@ class MemoryCurve:
     bytes: tuple[int, ...]
     labels: tuple[str, ...]
     users: tuple[MemoryUser, ...]
-    num_points: int
 
     @property
     def peak(self) -> int:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from math import ceil
 
 from ..costs.memory import MemoryProfile
 from ..graph.op_graph import Operator
 from ..planner.memory_users import MemoryUser, memory_users
 from ..plans.plan_view import format_source
 from .findings import MemoryCurve
-
-MOST_POINTS = 400
 
 
 def curve_of_program(profile: MemoryProfile, correction: float = 1.0) -> MemoryCurve:
@@ -25,16 +22,12 @@ def curve_of_program(profile: MemoryProfile, correction: float = 1.0) -> MemoryC
     operators = {op.index: op for op in graph.blocks[0].operators}
     labels = [_label(operators.get(index)) for index in memory.operators]
     held = [profile.bytes_at(place) for place in range(len(labels))]
-    return thinned(
-        MemoryCurve(
-            "one device",
-            round(base * correction),
-            tuple(round(each * correction) for each in held)
-            or (round(base * correction),),
-            tuple(labels) or ("nothing runs",),
-            memory_users(profile),
-            len(labels),
-        )
+    return MemoryCurve(
+        "one device",
+        round(base * correction),
+        tuple(round(each * correction) for each in held or [base]),
+        tuple(labels) or ("nothing runs",),
+        memory_users(profile),
     )
 
 
@@ -66,35 +59,12 @@ def curve_of_submesh(
     ]
     users.append(MemoryUser("temporaries of its largest program", working_bytes))
     users.sort(key=lambda user: (-user.bytes, user.name))
-    return thinned(
-        MemoryCurve(
-            title,
-            working_bytes,
-            tuple(held + working_bytes for _, _, held in tasks),
-            tuple(name for name, _, _ in tasks),
-            tuple(users),
-            len(tasks),
-        )
-    )
-
-
-def thinned(curve: MemoryCurve) -> MemoryCurve:
-    """The curve with at most `MOST_POINTS` points, the fullest of each stretch."""
-    stretch = ceil(len(curve.bytes) / MOST_POINTS)
-    if stretch <= 1:
-        return curve
-    points = range(len(curve.bytes))
-    kept = [
-        max(points[first : first + stretch], key=curve.bytes.__getitem__)
-        for first in points[::stretch]
-    ]
     return MemoryCurve(
-        curve.title,
-        curve.base_bytes,
-        tuple(curve.bytes[i] for i in kept),
-        tuple(curve.labels[i] for i in kept),
-        curve.users,
-        curve.num_points,
+        title,
+        working_bytes,
+        tuple(held + working_bytes for _, _, held in tasks),
+        tuple(name for name, _, _ in tasks),
+        tuple(users),
     )
 
 

@@ -35,12 +35,13 @@ from ..plans.pin_cost import PinCost, PinCosts
 from ..plans.plan import MemoryShares, TriedPlan
 from ..plans.reasons import Alternative
 from ..plans.staged_plan import StagedPlan, with_budget
+from ..report.compiled_figures import CompiledFigures
 from ..report.findings import Findings, MemoryCurve, Section, TaskTime
 from ..report.memory_curves import curve_of_program, curve_of_submesh
 from ..report.method_comparison import compare
 from ..sharding.mesh import MeshShape
 from ..targets.target import why_modelled
-from .compiling import lowered_step
+from .compiling import compiled_figures, lowered_step
 from .lowered_pipeline import LoweredPipeline
 from .lowered_step import Lowered
 from .parallel_plan import Plan
@@ -251,15 +252,12 @@ class _Asked:
             self.missing["audit"] = _NOT_ASKED.format(flag="audit")
             return ()
         try:
-            found = lower().compile().audit()
+            figures = compiled_figures(lower())
         except (ValueError, RuntimeError, NotImplementedError) as error:
             self.missing["audit"] = f"the program cannot be compiled here: {error}"
             return ()
-        kind = jax.devices()[0].device_kind
-        where = f"compiled for devices of this process ({kind})"
-        if isinstance(found, Audit):
-            return ((where, found),)
-        return tuple((f"{name}, {where}", each) for name, each in found.audits)
+        assert isinstance(figures, CompiledFigures), figures
+        return figures.named().audits
 
 
 def _task_time(event: Any) -> TaskTime:

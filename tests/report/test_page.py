@@ -317,7 +317,7 @@ def test_names_are_text_wherever_they_stand(tmp_path: Path) -> None:
 
 
 def test_hostile_labels_stay_inside_their_figure() -> None:
-    curve = MemoryCurve(HOSTILE, 0, (1, 2), (HOSTILE, "b"), (), 2)
+    curve = MemoryCurve(HOSTILE, 0, (1, 2), (HOSTILE, "b"), ())
     figure = memory_figure([curve], 0).json
     assert "<" not in figure
     label, *_ = json.loads(figure)["data"][1]["customdata"]

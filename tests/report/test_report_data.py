@@ -12,14 +12,12 @@ import pytest
 import autopar
 from autopar.clusters.cluster import Cluster
 from autopar.execution import held_by_submesh
-from autopar.planner.memory_users import MemoryUser
 from autopar.plans.explain import format_plan
 from autopar.plans.plan import InputPlan
 from autopar.plans.plan_view import PlanView
 from autopar.report.answers import Answers
 from autopar.report.cautions import cautions
-from autopar.report.findings import Findings, MemoryCurve
-from autopar.report.memory_curves import MOST_POINTS, thinned
+from autopar.report.findings import Findings
 from autopar.report.report import MOST_LIGHT, Report
 from autopar.sharding.spec import REPLICATED
 from autopar.steps.parallel_plan import Plan
@@ -164,21 +162,6 @@ def test_microbatches_in_flight_are_those_of_the_schedule(pipeline: Plan) -> Non
     assert pipeline.origin is not None
     found = pipeline.origin.findings(alternatives=False, audit=False)
     assert found.in_flight == (2, 1)
-
-
-def test_a_long_curve_is_thinned_to_the_fullest_of_each_stretch() -> None:
-    number = 3 * MOST_POINTS + 7
-    heights = [i * 7919 % 1009 for i in range(number)]
-    labels = tuple(map(str, range(number)))
-    users = (MemoryUser("w", 3),)
-    curve = MemoryCurve("", 0, tuple(heights), labels, users, number)
-    thin = thinned(curve)
-    assert len(thin.bytes) <= MOST_POINTS and thin.num_points == number
-    assert max(thin.bytes) == max(heights)
-    assert all(
-        heights[int(x)] == y for x, y in zip(thin.labels, thin.bytes, strict=True)
-    )
-    assert thinned(thin) == thin
 
 
 def test_repeated_work_and_loops_of_unknown_length_are_told() -> None:
