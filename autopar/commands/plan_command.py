@@ -30,7 +30,6 @@ from .step_options import (
 if TYPE_CHECKING:
     from ..api import ParallelFunction
     from ..clusters.cluster import Cluster
-    from ..options import Options
     from ..plans.reasons import Alternative
     from ..steps.parallel_plan import Plan
     from .plan_targets import Target
@@ -284,11 +283,11 @@ def _plan(
             made = step._plan(target.args, {}, compile_limit or 0.0)
         except InfeasiblePlanError as error:
             status.update("nothing fits; looking for what would")
-            more = _suggestion(target, step.options)
+            more = _suggestion(target, step)
             raise (error.saying_more(more) if more else error) from None
         if 0 < made.predicted.budget_bytes < made.predicted.peak_bytes:
             status.update("nothing fits; looking for what would")
-            console.print(_suggestion(target, step.options), markup=False)
+            console.print(_suggestion(target, step), markup=False)
         rows: list[Alternative] = []
         if compare and isinstance(made.origin, StepOrigin):
             origin = made.origin
@@ -302,18 +301,14 @@ def _plan(
     return made, rows
 
 
-def _suggestion(target: Target, options: Options) -> str:
+def _suggestion(target: Target, step: ParallelFunction) -> str:
     """What to ask for where nothing fits; "" where nothing is left free."""
-    from ..frontend.calls import open_call, plain_function
-    from ..frontend.constant_leaves import takes_only_arrays
-    from ..frontend.static_arguments import StaticArguments
     from ..planner.remedies import suggestion
     from ..planner.whole_step import trace_whole
 
-    nothing, only_arrays = StaticArguments((), ()), takes_only_arrays(target.step)
-    with open_call(nothing, target.args, {}, only_arrays) as call:
-        fun = plain_function(target.step, call.statics)
-        return suggestion(trace_whole(fun, *call.arguments(), options), options)
+    with step._open(target.args, {}) as call:
+        whole = trace_whole(*step._traced_call(call), step.options)
+        return suggestion(whole, step.options)
 
 
 def _parallel(target: Target, options: Mapping[str, Any]) -> ParallelFunction:
