@@ -83,21 +83,26 @@ def in_a_scan(call: Callable[..., Any], x: Any) -> Any:
 
 
 def in_a_while_loop(call: Callable[..., Any], x: Any) -> Any:
-    def step(carry: Any) -> Any:
-        count, total = carry
-        return count + 1, call(total, lax.erf(total))
+    """The count and the total matter; of the rest one result feeds the other."""
+    unread = lax.erf(x)
 
-    return lax.while_loop(lambda carry: carry[0] < 3, step, (0, x))[1]
+    def step(carry: Any) -> Any:
+        count, total, gone, last = carry
+        lax.erf(total)
+        return count + 1, call(total, unread + gone), lax.erf(total), lax.erf(gone)
+
+    state = (0, x, lax.erf(unread), lax.erf(x))
+    return lax.while_loop(lambda carry: carry[0] < 3, step, state)[1]
 
 
 def in_nested_loops(call: Callable[..., Any], x: Any) -> Any:
     def step(carry: Any, _: Any) -> Any:
         inner = lax.while_loop(
             lambda c: c[0] < 2,
-            lambda c: (c[0] + 1, in_a_branch(call, c[1])),
-            (0, carry),
+            lambda c: (c[0] + 1, in_a_branch(call, c[1]), lax.erf(c[2])),
+            (0, carry, lax.erf(carry)),
         )
-        return inner[1], lax.erf(inner[1])
+        return inner[1], lax.erf(inner[2])
 
     return lax.scan(step, x, None, length=3)[0]
 
