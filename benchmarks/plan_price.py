@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from autopar.clusters.cluster import Cluster
 from autopar.costs.compute import total_flops
 from autopar.costs.resharding import Resharder
-from autopar.costs.stacks import stacking_seconds
+from autopar.costs.scan_outputs import stacking_seconds
 from autopar.costs.user_shard_map import body_work
 from autopar.graph.build_graph import SHARD_MAP, STRUCTURED
 from autopar.graph.op_graph import Operator, OpGraph, TensorType

@@ -8,7 +8,7 @@ points: what other plans would hold there. In turn
     plan    the cheapest one at these prices, from the solver without a budget (equal
             layers fold); it is looked at, and its rows join
     mix     of the plans that are best at the prices, each cluster of nodes follows one
-            (`mixtures.py`)
+            (`plan_combinations.py`)
 
 Rows are linear, plans are not: what a row says too much of the best plan is taken off.
 The least memory is found in the same way, with bytes worth far more than costs.
@@ -23,11 +23,11 @@ import numpy as np
 
 from .array_pool import ArrayPool
 from .assignment import Assignment
-from .budget_rows import BudgetRow, cost_row, priced
+from .budget_constraints import BudgetRow, cost_row, priced
 from .choice_graph import ChoiceGraph, Infeasible
 from .clock import Clock
 from .free import solve_free
-from .mixtures import Mixtures
+from .plan_combinations import Mixtures
 from .search import Search
 
 PRICED_GAP = 0.03  # at which plans at prices are taken: their true bytes are looked at

@@ -9,8 +9,8 @@ import pytest
 
 import autopar
 from autopar.graph.build_graph import BARRIER
-from autopar.graph.companions import companions
 from autopar.graph.op_graph import OpGraph
+from autopar.graph.paired_operators import companions
 from autopar.methods.gather_again import gathering_again, graph_of_plan
 from autopar.planner.planning import plan_traced
 from autopar.planner.whole_step import trace_whole

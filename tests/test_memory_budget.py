@@ -21,7 +21,7 @@ from autopar.costs.resharding import Resharder
 from autopar.option_values import RESERVED_FRACTION, default_budget, parse_budget
 from autopar.planner.budget import BudgetPlanner
 from autopar.planner.intra_op import read_profile
-from autopar.planner.memory_rows import MemoryRows
+from autopar.planner.memory_constraints import MemoryRows
 from autopar.planner.memory_users import memory_users
 from autopar.planner.sharding_problem import ShardingProblem, build_problem
 from autopar.sharding.mesh import parse_mesh

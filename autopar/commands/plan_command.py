@@ -303,7 +303,7 @@ def _plan(
 
 def _suggestion(target: Target, step: ParallelFunction) -> str:
     """What to ask for where nothing fits; "" where nothing is left free."""
-    from ..planner.remedies import suggestion
+    from ..planner.suggestions import suggestion
     from ..planner.whole_step import trace_whole
 
     with step._open(target.args, {}) as call:

@@ -21,9 +21,9 @@ from ..state.distributed_array import (
     abstract_leaf,
 )
 from .batched_conditions import with_scalar_conditions
+from .batching_dims import with_batching_dims
 from .dead_code import dead_code_eliminated
 from .implementations import with_implementations
-from .own_rows import with_own_rows
 from .static_arguments import parameters_of
 from .transposed_products import with_transposed_products
 
@@ -142,7 +142,7 @@ def rewritten(closed: Any) -> Any:
     before readers are counted.
     """
     closed = with_scalar_conditions(with_implementations(closed))
-    return with_transposed_products(dead_code_eliminated(with_own_rows(closed)))
+    return with_transposed_products(dead_code_eliminated(with_batching_dims(closed)))
 
 
 def trace(

@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 
 from ..costs.resharding import Resharder
 from ..graph.blocks import BlockRunner, as_array
-from ..graph.companions import companions
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
+from ..graph.paired_operators import companions
 from ..jax_compat import NO_MESH, equation_context
 from ..plans.plan import ShardingPlan
 from ..plans.slices_ahead import NEXT, slices_ahead

@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..graph.build_graph import BARRIER, SCAN
-from ..graph.companions import GATHERED_AGAIN
 from ..graph.op_graph import Block, Operand, Operator, OpGraph, Tensor
+from ..graph.paired_operators import GATHERED_AGAIN
 from ..graph.state_flow import made_of
 from ..graph.work import accumulation_dtype
 from ..plans.plan import ShardingPlan

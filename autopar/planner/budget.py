@@ -38,9 +38,9 @@ from ..methods.named_methods import (
 from ..methods.restrictions import NOT_SPLIT, Restriction
 from ..option_values import NO_BUDGET
 from ..sharding.mesh import MeshShape
-from .even_share import memory_on_one_device
 from .intra_op import IntraOpSolution, plan_intra_op, read_profile
-from .memory_rows import MemoryRows
+from .lower_bound import memory_on_one_device
+from .memory_constraints import MemoryRows
 from .memory_users import infeasible_error, no_room_error
 from .restrict import Limit, demanded_orders, restrict
 from .sharding_problem import build_problem

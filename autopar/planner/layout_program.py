@@ -20,7 +20,7 @@ from ..methods.dim_names import Dim, DimTies
 from ..methods.layout_rules import LayoutRules, given_names
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import num_shards
-from .memory_rows import fullest
+from .memory_constraints import fullest
 
 STRETCHES = 48
 

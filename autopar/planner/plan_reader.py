@@ -14,7 +14,7 @@ import numpy as np
 
 from ..costs.compute import total_flops
 from ..costs.resharding import Resharder
-from ..costs.stacks import stacking_seconds
+from ..costs.scan_outputs import stacking_seconds
 from ..costs.user_shard_map import body_work
 from ..graph.build_graph import SHARD_MAP
 from ..graph.op_graph import Constant, Operator

@@ -24,7 +24,7 @@ from autopar.solver.choice_graph import ChoiceGraph, TypedEdges
 from ..clusters.cluster import Cluster
 from ..costs.host_memory import host_seconds_per_byte
 from ..costs.resharding import Resharder
-from ..costs.stacks import stack_seconds_per_byte
+from ..costs.scan_outputs import stack_seconds_per_byte
 from ..graph.build_graph import RELAYOUT_LIKE, STRUCTURED
 from ..graph.garbage import without_garbage_collection
 from ..graph.op_graph import GraphInput, OpGraph, TensorType

@@ -11,7 +11,7 @@ import pytest
 
 from autopar.solver import ChoiceGraph, Edge, Node, solve
 from autopar.solver.budget import Found, Within, least_memory, solve_within
-from autopar.solver.budget_rows import BudgetRow, priced
+from autopar.solver.budget_constraints import BudgetRow, priced
 from tests.solver.layered_graphs import layered_graph
 from tests.solver.random_graphs import random_graph
 from tests.solver.valid_graph import assert_valid

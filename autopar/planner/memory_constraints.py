@@ -20,7 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.solver.budget_rows import BudgetRow
+from autopar.solver.budget_constraints import BudgetRow
 
 from ..costs.memory import MemoryProfile, Value
 from ..graph.build_graph import STRUCTURED

@@ -53,7 +53,7 @@ class _Vectors:
 _Known = _Count | _Vectors | None
 
 
-def with_own_rows(closed: Any) -> Any:
+def with_batching_dims(closed: Any) -> Any:
     """The same jaxpr, in which iotas among the indices are batching dims."""
     return with_jaxpr(closed, _Scope.of(closed).rewritten)
 
@@ -85,7 +85,7 @@ class _Scope:
     def in_place_of(self, eqn: Any) -> list[Any]:
         kind, params = eqn.primitive.name, eqn.params
         if kind in _NAMES:
-            return self.reading_own_rows(eqn, _NAMES[kind])
+            return self.with_read_dims(eqn, _NAMES[kind])
         if kind == "scan":
             return [self.called(eqn, "jaxpr", self.of_scan(eqn), self.to_scan(eqn))]
         if kind in CALLS and hasattr(params.get(CALLS[kind]), "eqns"):
@@ -174,7 +174,7 @@ class _Scope:
         left, right = maker.invars
         return left is tested and is_zero_literal(right)
 
-    def reading_own_rows(self, eqn: Any, names: _Names) -> list[Any]:
+    def with_read_dims(self, eqn: Any, names: _Names) -> list[Any]:
         """The equations in place of a gather or scatter: itself, if nothing counts."""
         operand, indices = eqn.invars[:2]
         vectors, numbers = self.at(indices), eqn.params["dimension_numbers"]

@@ -1,7 +1,7 @@
 """What to ask for where nothing fits: a remat, microbatches and offload that do.
 
-Each combination has a bound from its graph alone (`even_share.py`), so few are planned:
-the one that does the least more work comes first.
+Each combination has a bound from its graph alone (`lower_bound.py`), so few are
+planned: the one that does the least more work comes first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..option_values import Offload, Remat
 from ..options import Options
 from ..plans.explain import format_bytes
 from .divided_work import dividing_first
-from .even_share import even_share_bytes
+from .lower_bound import even_share_bytes
 from .mesh_shapes import mesh_shapes
 from .planning import plan_traced
 from .step_variants import StepVariants

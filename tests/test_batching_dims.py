@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import autopar
-from autopar.frontend.own_rows import with_own_rows
+from autopar.frontend.batching_dims import with_batching_dims
 from autopar.frontend.tracing import trace
 from tests.like_jit import assert_same
 
@@ -104,7 +104,7 @@ def batching_dims(jaxpr: Any) -> list[tuple[int, ...]]:
 def test_values_and_gradients_stay(name: str) -> None:
     function, args = CASES[name]
     closed = jax.make_jaxpr(gradient(function))(*args)
-    rewritten = with_own_rows(closed)
+    rewritten = with_batching_dims(closed)
     indexing = batching_dims(rewritten.jaxpr)
     assert len(indexing) >= 2 and all(indexing)
     for ours, theirs in zip(
@@ -130,13 +130,13 @@ def counting_twice(x: jax.Array, y: jax.Array) -> jax.Array:
 def test_other_rows_are_left_alone(function: Any) -> None:
     args = CASES["taken"][1]
     closed = jax.make_jaxpr(function)(*args)
-    assert not any(batching_dims(with_own_rows(closed).jaxpr))
+    assert not any(batching_dims(with_batching_dims(closed).jaxpr))
 
 
 def test_a_diagonal_has_one_batching_dim() -> None:
     args = CASES["taken"][1]
     closed = jax.make_jaxpr(counting_twice)(*args)
-    rewritten = with_own_rows(closed)
+    rewritten = with_batching_dims(closed)
     assert batching_dims(rewritten.jaxpr) == [(0,)]
     np.testing.assert_array_equal(
         jaxpr_as_fun(rewritten)(*args)[0], jaxpr_as_fun(closed)(*args)[0]

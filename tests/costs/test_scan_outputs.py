@@ -8,7 +8,7 @@ import pytest
 
 import autopar
 from autopar.clusters.cluster import Cluster
-from autopar.costs.stacks import stack_seconds_per_byte
+from autopar.costs.scan_outputs import stack_seconds_per_byte
 from autopar.steps.lowered_step import Lowered
 from benchmarks.plan_price import plan_seconds
 

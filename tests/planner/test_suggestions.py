@@ -16,8 +16,8 @@ from autopar.graph.build_graph import build_graph
 from autopar.graph.op_graph import OpGraph
 from autopar.methods.gather_again import graph_of_plan
 from autopar.methods.named_methods import Megatron, Zero, restriction_of
-from autopar.planner.even_share import even_share_bytes
 from autopar.planner.intra_op import plan_intra_op
+from autopar.planner.lower_bound import even_share_bytes
 from autopar.planner.memory_users import alike_users, memory_users
 from autopar.planner.whole_step import roles_of
 from autopar.sharding.mesh import parse_mesh

@@ -18,7 +18,7 @@ from typing import Any
 import highspy
 import numpy as np
 
-from .budget_rows import BudgetRow, edge_classes
+from .budget_constraints import BudgetRow, edge_classes
 from .checks import Checks
 from .choice_graph import ChoiceGraph
 
