@@ -24,6 +24,7 @@ from typing import (
 import jax
 
 from .clusters.cluster import Cluster
+from .clusters.hardware import nearest
 from .execution import (
     MISSED,
     DirectCalls,
@@ -394,7 +395,11 @@ def parallelize(
       InfeasiblePlanError: at the first plan, if nothing fits the memory budget; it
         names the least budget that would do.
     """
-    inspect.signature(parallelize).bind(fun, **options)  # refuses unknown names
+    known = inspect.signature(check_options).parameters
+    for name in options:
+        if name not in known:
+            near = nearest(name, known)
+            raise TypeError(f"autopar.parallelize has no option {name!r}{near}")
     checked = check_options(**options)
 
     def wrap(fun: Callable[..., Any]) -> ParallelFunction[..., Any]:

@@ -108,6 +108,9 @@ class TestOptions:
     def test_what_is_not_a_function(self) -> None:
         with pytest.raises(TypeError, match="needs a function, but got 3 of type int"):
             autopar.parallelize(3)  # type: ignore[call-overload]
+        unknown = "no option 'memory_budgt'; did you mean memory_budget"
+        with pytest.raises(TypeError, match=unknown):
+            autopar.parallelize(memory_budgt=3)  # type: ignore[call-overload]
 
     @pytest.mark.parametrize(
         ("text", "message"),

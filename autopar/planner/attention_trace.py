@@ -30,7 +30,6 @@ def with_attention(
     traced: TracedFunction, graph: OpGraph, found: Sequence[FoundAttention]
 ) -> TracedFunction:
     """`traced`, whose graph is `graph`, with an operator for each attention."""
-
     return _AttentionRunner(graph, found).retraced(traced)
 
 

@@ -21,10 +21,7 @@ from ..graph.blocks import as_array
 from ..graph.build_graph import COND, PINS, SCAN, SHARD_MAP, WHILE
 from ..graph.op_graph import Block, Constant, Operand, Operator, OpGraph
 from ..graph.traced_function import TracedFunction
-from ..jax_compat import (
-    equation_context,
-    user_context,
-)
+from ..jax_compat import equation_context, user_context
 from ..microbatches.microbatch_runners import WholeRunner
 from ..rules.base import Factor, Shard, bind_params, rule_of
 from ..rules.elementwise import NARY, UNARY

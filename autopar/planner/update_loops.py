@@ -82,7 +82,6 @@ def with_update(
     traced: TracedFunction, graph: OpGraph, loop: Operator, update: TracedFunction
 ) -> TracedFunction:
     """`traced`, whose graph is `graph`, with another body of its scan over updates."""
-
     return _UpdateRunner(graph, loop, update).retraced(traced)
 
 
