@@ -30,6 +30,7 @@ _ARRAYS = (
 
 # Positions among the leaves, types and values: 1 and True are equal, yet two constants.
 Constants = tuple[tuple[int, ...], tuple[type, ...], tuple[Any, ...]]
+_Take = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -58,21 +59,58 @@ def part_constants(
     """
     if _are_arrays(leaves):
         return ((), (), ()), leaves
-    held = {
-        place: leaves[place]
-        for place, is_strict in _places(tree, _equinox_modules(), only_arrays)
-        if not _is_array(leaves[place], is_strict) and _is_hashable(leaves[place])
-    }
-    constants = tuple(held), tuple(map(type, held.values())), tuple(held.values())
-    return constants, [leaf for i, leaf in enumerate(leaves) if i not in held]
-
-
-def _is_array(leaf: Any, is_strict: bool) -> bool:
-    return isinstance(leaf, _ARRAYS) or not is_strict and is_array_leaf(leaf)
+    tree_of = _tree_of(tree, only_arrays)
+    places, take_constants, take_rest, known = tree_of.latest
+    constants, rest = take_constants(leaves), take_rest(leaves)
+    kinds = tuple(map(type, constants))
+    if not (known.issuperset(kinds) and _are_arrays(rest) and _is_hashable(constants)):
+        places, take_constants, take_rest, known = tree_of.learn(leaves)
+        constants, rest = take_constants(leaves), take_rest(leaves)
+        kinds = tuple(map(type, constants))
+    return (places, kinds, constants), rest
 
 
 def _are_arrays(leaves: Sequence[Any]) -> bool:
     return all(issubclass(kind, _ARRAYS) for kind in set(map(type, leaves)))
+
+
+class _Tree:
+    """Where leaves of a tree may be constants, and which were so in the latest call.
+
+    Calls of one form, which differ in their arrays only, are so told apart quickly.
+    """
+
+    def __init__(self, tree: PyTreeDef, only_arrays: bool) -> None:
+        self._num_leaves = tree.num_leaves
+        self._places = list(_places(tree, _equinox_modules(), only_arrays))
+        self.latest = self._with_constants(())
+
+    def learn(self, leaves: Sequence[Any]) -> tuple[Any, _Take, _Take, set[type]]:
+        """Looks at every leaf that may be a constant."""
+        examples = {type(leaf): leaf for leaf in leaves}.items()  # alike, if of a type
+        arrays = {kind for kind, leaf in examples if isinstance(leaf, _ARRAYS)}
+        traced = {kind for kind, leaf in examples if is_array_leaf(leaf)}
+        self.latest = self._with_constants(
+            tuple(
+                position
+                for position, is_strict in self._places
+                if type(leaves[position]) not in (arrays if is_strict else traced)
+                and _is_hashable(leaves[position])
+            ),
+            leaves,
+        )
+        return self.latest
+
+    def _with_constants(
+        self, places: tuple[int, ...], leaves: Sequence[Any] = ()
+    ) -> tuple[tuple[int, ...], _Take, _Take, set[type]]:
+        held = set(places)
+        rest = [i for i in range(self._num_leaves) if i not in held]
+        kinds = {type(leaves[position]) for position in places}
+        return places, taker(places), taker(rest), kinds
+
+
+_tree_of = functools.lru_cache(_Tree)
 
 
 def taker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -150,10 +188,9 @@ class _Unreleased:
         return tree.unflatten(leaves)
 
 
-@functools.lru_cache
 def _places(
     node: PyTreeDef, modules: tuple[type, ...], only_arrays: bool
-) -> list[tuple[int, bool]]:
+) -> Iterator[tuple[int, bool]]:
     """Positions of leaves that may be constants, and whether only arrays are not."""
     next_leaf = itertools.count()
 
@@ -171,7 +208,7 @@ def _places(
         for child in node.children():
             yield from walk(child, is_inside, is_strict)
 
-    return list(walk(node, only_arrays, only_arrays))
+    yield from walk(node, only_arrays, only_arrays)
 
 
 def _equinox_modules() -> tuple[type, ...]:

@@ -73,7 +73,7 @@ def find_attention(
     constants = {
         tensor: np.asarray(value)
         for tensor, value in zip(inputs, values, strict=True)
-        if graph.tensors[tensor].type.dtype.kind in "bi"
+        if getattr(graph.tensors[tensor].type.dtype, "kind", "key") in "bi"
     }
     found: list[FoundAttention] = []
     refused: list[tuple[Operator, str]] = []

@@ -145,3 +145,11 @@ def test_weights_that_are_returned_are_left_alone() -> None:
         return jnp.einsum("bhqk,bkhd->bqhd", weights, v), weights
 
     assert not found_in(shown, [random(i, 2, 8, 3, 4) for i in range(3)])[2]
+
+
+def test_a_step_that_closes_over_a_key_is_looked_through() -> None:
+    key = jax.random.key(3)
+    step = autopar.parallelize(lambda x: x * jax.random.uniform(key, (64,)))
+    np.testing.assert_allclose(
+        step(jnp.ones(64)), jax.random.uniform(key, (64,)), rtol=1e-6
+    )
