@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
+import autopar
 from autopar.frontend.tracing import trace
 from autopar.graph.build_graph import build_graph
 from autopar.planner.attention_finder import find_attention
