@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import networkx
@@ -63,7 +63,7 @@ def cut_apply(
     together = _components(graph, small)
     arrays = {tensor: stage for tensor, stage in home.items() if tensor not in small}
     of_sums = {tensor: stage for tensor, stage in sums.items() if tensor not in small}
-    stage_of = _stages_together(graph, together, arrays, of_sums)
+    stage_of = _stages_together(graph, small, together, arrays, of_sums)
 
     def stage_of_operator(op: Operator) -> int | None:
         """The stage of an operator on arrays; None if it only has scalars."""
@@ -88,6 +88,7 @@ def cut_apply(
 
 def _stages_together(
     graph: OpGraph,
+    small: Set[int],
     together: networkx.utils.UnionFind,
     home: Mapping[int, int],
     sums: Mapping[int, int],
@@ -104,7 +105,7 @@ def _stages_together(
         of_sums = stages.get(root, set())
         if len(tensors) > 1 and len(of_sums) > 1:
             (one, first), (other, second), *_ = tensors.items()
-            raise torn_update(graph, (first, second), (one, other))
+            raise torn_update(graph, small, (first, second), (one, other))
         (stage_of[root],) = tensors if len(tensors) == 1 else of_sums or {min(tensors)}
     return {**{root: min(of_sums) for root, of_sums in stages.items()}, **stage_of}
 
@@ -437,13 +438,37 @@ def _is_sum(op: Operator) -> bool:
 
 
 def torn_update(
-    graph: OpGraph, ends: tuple[int, int], stages: tuple[int, int]
+    graph: OpGraph, small: Iterable[int], ends: tuple[int, int], stages: tuple[int, int]
 ) -> NotImplementedError:
-    """The update joins the arrays `ends` of two `stages`."""
+    """The update joins the arrays `ends` of two `stages`: by what, and where.
+
+    `small` are the tensors that may cross stages.
+    """
+    apart, links = set(small), networkx.Graph()
+    for op in graph.blocks[0].operators:
+        for tensor in {*tensors_of(op.operands), *op.results} - apart:
+            links.add_edge(("tensor", tensor), ("operator", op.index))
+    for each in graph.inputs:
+        after = None if each.output is None else graph.outputs[each.output]
+        if isinstance(after, int) and not {after, each.tensor} & apart:
+            links.add_edge(("tensor", each.tensor), ("tensor", after))
+    source, target = (("tensor", tensor) for tensor in ends)
+    path = networkx.shortest_path(links, source, target)
+    shared = min(
+        (graph.tensors[index] for kind, index in path if kind == "tensor"),
+        key=lambda tensor: tensor.type.bytes,
+    )
     names = [graph.tensors[tensor].name for tensor in ends]
+    op = next(
+        op
+        for op in graph.blocks[0].operators
+        if shared.index in (*op.operands, *op.results)
+    )
     return NotImplementedError(
         f"Each stage updates its own arrays, and only scalars cross, but {names[0]} of "
-        f"stage {stages[0]} and {names[1]} of stage {stages[1]} meet in the update. "
-        f"Make what they share a scalar (for an ensemble, jax.vmap the gradients alone "
-        f"and have one optimizer for all members), or use autopar.ShardParallel()."
+        f"stage {stages[0]} and {names[1]} of stage {stages[1]} meet in the update "
+        f"through {shared.name}, {shared.type}, which {op.name!r} at "
+        f"{op.source or 'an unknown line'} touches. Make what they share a scalar (for "
+        f"an ensemble, jax.vmap the gradients alone and have one optimizer for all "
+        f"members), or use autopar.ShardParallel()."
     )
