@@ -395,7 +395,7 @@ def parallelize(
       InfeasiblePlanError: at the first plan, if nothing fits the memory budget; it
         names the least budget that would do.
     """
-    known = inspect.signature(check_options).parameters
+    known = ParallelizeArguments.__annotations__
     for name in options:
         if name not in known:
             near = nearest(name, known)
