@@ -69,9 +69,9 @@ def pairs_of(runs: Sequence[Run]) -> Iterator[Pair]:
             yield Pair(f"{first.name} | {second.name}", ratio, told)
 
 
-def pairs_of_methods(target: str) -> Iterator[Pair]:
+def pairs_of_methods(target: str, models: Iterable[str]) -> Iterator[Pair]:
     """The pairs of each model's programs, compiled for a target."""
-    for model in MODELS:
+    for model in models:
         for first, second in combinations(list(_programs(model, target)), 2):
             ratio = first[2] / second[2]
             if max(ratio, 1 / ratio) > LEAST_RATIO:
@@ -138,13 +138,15 @@ def main() -> None:
     parser.add_argument("tables", nargs="*", type=Path, help="CSV files")
     parser.add_argument("--data", type=Path, help="a folder of tables")
     parser.add_argument("--targets", nargs="+", default=[], help="such as 1x8xH100")
+    parser.add_argument("--models", nargs="+", default=[*MODELS], choices=[*MODELS])
     arguments = parser.parse_args()
     paths = arguments.tables or arguments.data or not arguments.targets
     tables = {
         path.stem: list(pairs_of(read_runs(path)))
         for path in (paths_of(arguments.tables, arguments.data) if paths else ())
     }
-    tables |= {name: list(pairs_of_methods(name)) for name in arguments.targets}
+    for target in arguments.targets:
+        tables[target] = list(pairs_of_methods(target, arguments.models))
     print_pairs(tables)
 
 

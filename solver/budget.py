@@ -217,28 +217,13 @@ class _Search:
 
     def _prices(self) -> np.ndarray:
         """[rows] the duals of mixing the plans seen within the budget, or to the least
-        bytes: min sum_p x_p cost_p + lacking s, where sum_p x_p used_rp <= limit_r + s.
-        """
-        from scipy.optimize import linprog  # takes as long as jax to import
-
+        bytes."""
         plans = list(self.seen.values())
-        held = np.array([each.bytes for each in plans])
-        limit, cost, lacking = self._limits(), np.zeros(len(plans)), 1.0
+        cost, lacking = np.zeros(len(plans)), 1.0
         if self.budget is not None:
             cost = np.array([each.cost for each in plans])
             lacking = LACKING * cost.min() / self.budget
-        used = self._held()
-        scale = max(float(held.max()), 1.0)
-        ends = np.full((len(used), 1), -1.0)
-        found = linprog(
-            np.append(cost, lacking * scale),
-            A_ub=np.hstack([used / scale, ends]),
-            b_ub=limit / scale,
-            A_eq=np.append(np.ones(len(plans)), 0.0)[None],
-            b_eq=[1.0],
-            method="highs",
-        )
-        return np.maximum(-found.ineqlin.marginals, 0.0) / scale
+        return prices_of_rows(cost, lacking, self._held(), self._limits())
 
     def _limits(self) -> np.ndarray:
         """[rows] what each may say: more than the budget, if it does so of the best."""
@@ -302,3 +287,23 @@ class _Search:
     def cost(self) -> BudgetRow:
         """Costs in the form of a row."""
         return cost_row(self.graph)
+
+
+def prices_of_rows(
+    cost: np.ndarray, lacking: float, used: np.ndarray, limit: np.ndarray
+) -> np.ndarray:
+    """[rows] the duals of min sum_p x_p cost_p + lacking s, where the shares x of plans
+    add up to one and sum_p x_p used_rp <= limit_r + s."""
+    from scipy.optimize import linprog  # takes as long as jax to import
+
+    size = max(float(used.max()), 1.0)
+    unit = max(float(cost.max()), lacking * size)  # HiGHS gives up on huge costs
+    found = linprog(
+        np.append(cost, lacking * size) / unit,
+        A_ub=np.hstack([used / size, np.full((len(used), 1), -1.0)]),
+        b_ub=limit / size,
+        A_eq=np.append(np.ones(len(cost)), 0.0)[None],
+        b_eq=[1.0],
+        method="highs",
+    )
+    return np.maximum(-found.ineqlin.marginals, 0.0) * unit / size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -25,10 +26,8 @@ from autopar.costs.collectives import at_size
 from autopar.costs.resharding import Resharder
 from autopar.lowering.collectives import apply_step
 from autopar.sharding.collective import Collective
-from autopar.sharding.direct_paths import direct_path
 from autopar.sharding.mesh import MeshShape
-from autopar.sharding.permutation_bound import PermutationBound
-from autopar.sharding.permuted_paths import refined_mesh
+from autopar.sharding.paths import cheapest_path, refined_mesh
 from autopar.sharding.placement import (
     Placement,
     Step,
@@ -243,11 +242,17 @@ def test_axes_are_cut_where_sizes_share_a_factor(
 @pytest.mark.parametrize("mesh", MESHES)
 def test_no_path_costs_more_than_one_without_a_permutation(mesh: str) -> None:
     resharder = Resharder(MESHES[mesh], CLUSTER)
-    prices = resharder.prices
+    fine, parts = refined_mesh(MESHES[mesh])
     cheaper = 0
+
+    def price(step: Step) -> float:
+        permuted = step.kind == "collective_permute"
+        return math.inf if permuted else resharder._prices.seconds(step)
+
     for source, target in pairs_of(range(-1, 2), resharder.mesh.num_axes):
-        ends = placement_of(source, 2), placement_of(target, 2)
-        direct, _ = direct_path(*ends, resharder.mesh.axis_sizes, prices.seconds)
+        start, goal = (placement_of(spec, 2, parts) for spec in (source, target))
+        path = cheapest_path(start, goal, fine.axis_sizes, parts, price)
+        direct = sum(map(price, path))
         seconds = resharder.seconds(source, target, BYTES)
         assert seconds <= direct * (1 + 1e-9)
         cheaper += seconds < direct * 0.99
@@ -259,34 +264,15 @@ def test_no_detour_is_cheaper(mesh: str) -> None:
     """By way of a spec that cuts no dim finer than the ends do."""
     resharder = Resharder(MESHES[mesh], CLUSTER)
     sizes = resharder.mesh.axis_sizes
+    axes = [(axis,) for axis in range(len(sizes))]
     specs = list(product((-1, 0, 1), repeat=len(sizes)))
     seconds = at_size(resharder.by_size(specs, specs), BYTES)
-    counts = np.array([placement_of(spec, 2).counts(sizes) for spec in specs])
+    counts = np.array([placement_of(spec, 2, axes).counts(sizes) for spec in specs])
     most = np.maximum(counts[:, None], counts[None, :])  # [source, target, dim]
     for way in range(len(specs)):
         detour = seconds[:, [way]] + seconds[[way], :]
         allowed = (counts[way] <= most).all(-1)
         assert (seconds <= detour * (1 + 1e-9) + 1e-9)[allowed].all(), specs[way]
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_bound_of_nothing_finds_no_cheaper_path(mesh: str) -> None:
-    """What the bound leaves out costs more than what is found."""
-    bounded, free = Resharder(MESHES[mesh], CLUSTER), Resharder(MESHES[mesh], CLUSTER)
-    free._permuted._bound = PermutationBound(0.0, 0.0, 0.0)
-    sizes, parts = bounded.mesh.axis_sizes, refined_mesh(bounded.mesh)[1]
-    price = bounded._fine_prices.seconds
-    found = 0
-    for source, target in pairs_of((-2, -1, 0, 1), len(sizes), 200):
-        start, goal = (placement_of(spec, 2) for spec in (source, target))
-        direct, steps = direct_path(start, goal, sizes, bounded.prices.seconds)
-        if len(steps) < 2:
-            continue
-        ends = start.renamed(parts), goal.renamed(parts)
-        path = bounded._permuted.path(*ends, direct)
-        assert path == free._permuted.path(*ends, direct)
-        found += path is not None and sum(map(price, path)) < direct
-    assert found
 
 
 def exchanging(resharder: Resharder, rank: int, most: int) -> list[Pair]:

@@ -1,8 +1,4 @@
-"""The cheapest sequence of collectives from one spec of a tensor to another.
-
-Each pair of specs has two candidates: the collectives that leave every axis what it is
-(`direct_paths`), and those around one exchange of whole shards (`permuted_paths`).
-"""
+"""The cheapest sequence of collectives from one spec of a tensor to another."""
 
 from __future__ import annotations
 
@@ -16,10 +12,9 @@ import numpy as np
 
 from ..clusters.cluster import Cluster
 from ..sharding.collective import Groups
-from ..sharding.direct_paths import direct_path
 from ..sharding.mesh import MeshShape
-from ..sharding.permuted_paths import PermutedPaths, refined_mesh
-from ..sharding.placement import Placement, Step, placement_of
+from ..sharding.paths import cheapest_path, refined_mesh
+from ..sharding.placement import Step, placement_of
 from ..sharding.spec import SUM, Spec, dim_of
 from .collectives import SIZES, AxisLink, at_size, collective_seconds
 
@@ -43,9 +38,8 @@ class _Prices:
         self._links: dict[frozenset[int], AxisLink] = {}
         self._known: dict[tuple[str, tuple[int, ...], float], np.ndarray] = {}
 
-    def path(self, steps: tuple[Step, ...]) -> _Path:
-        costs = (self._by_size(step) for step in steps)
-        return _Path(steps, sum(costs, np.zeros(len(SIZES))))
+    def by_size(self, steps: tuple[Step, ...]) -> np.ndarray:
+        return sum(map(self._by_size, steps), np.zeros(len(SIZES)))
 
     def seconds(self, step: Step) -> float:
         """Of a tensor of the size that paths are chosen for."""
@@ -91,12 +85,8 @@ class Resharder:
 
     def __init__(self, mesh: MeshShape, cluster: Cluster) -> None:
         self.mesh, self.cluster = mesh, cluster
-        self.prices = _Prices(mesh, cluster)
         self._fine, self._parts = refined_mesh(mesh)
-        self._fine_prices = _Prices(self._fine, cluster)
-        self._permuted = PermutedPaths(
-            self._fine.axis_sizes, self._parts, self._fine_prices.seconds
-        )
+        self._prices = _Prices(self._fine, cluster)
         self._known = _known_on(mesh, cluster)
 
     def steps(self, source: Spec, target: Spec) -> tuple[Step, ...]:
@@ -140,22 +130,13 @@ class Resharder:
         paths = self._known.paths
         if key not in paths:
             num_dims = max(map(dim_of, (*source, *target, -1))) + 1
-            ends = placement_of(source, num_dims), placement_of(target, num_dims)
-            paths[key] = self._cheapest(*ends)
+            start, goal = (placement_of(spec, num_dims, self._parts) for spec in key)
+            steps = cheapest_path(
+                start, goal, self._fine.axis_sizes, self._parts, self._prices.seconds
+            )
+            in_mesh = tuple(map(self._in_mesh, steps))
+            paths[key] = _Path(in_mesh, self._prices.by_size(steps))
         return paths[key]
-
-    def _cheapest(self, start: Placement, goal: Placement) -> _Path:
-        sizes = self.mesh.axis_sizes
-        cost, direct = direct_path(start, goal, sizes, self.prices.seconds)
-        if len(direct) > 1:  # one step alone sends no more than what the goal lacks
-            ends = start.renamed(self._parts), goal.renamed(self._parts)
-            if ends[0] == ends[1]:  # but for axes of one device
-                return self.prices.path(())
-            permuted = self._permuted.path(*ends, cost)
-            if permuted is not None:
-                path = self._fine_prices.path(permuted)
-                return replace(path, steps=tuple(map(self._in_mesh, permuted)))
-        return self.prices.path(direct)
 
     def _in_mesh(self, step: Step) -> Step:
         """A step along axes of the finer mesh as one along those of the mesh."""

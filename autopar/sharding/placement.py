@@ -87,21 +87,31 @@ class Placement:
         """One shard as a part of the tensor."""
         return 1.0 / prod(self.counts(sizes))
 
-    def renamed(self, names: Sequence[Sequence[int]]) -> Placement:
-        """The same with `names[axis]` in the place of each axis."""
-        dims = tuple(tuple(chain(*(names[a] for a in axes))) for axes in self.dims)
-        pending = tuple((new, state) for a, state in self.pending for new in names[a])
-        return Placement(dims, pending)
-
 
 Move = tuple[Step, Placement]
 """A step, and where it leads."""
 
 
-def placement_of(spec: Spec, num_dims: int) -> Placement:
-    """What a spec of a tensor with `num_dims` dims says."""
-    dims = tuple(axes_of_dim(spec, dim) for dim in range(num_dims))
-    pending = tuple((a, state) for a, state in enumerate(spec) if state < REPLICATED)
+def placement_of(
+    spec: Spec, num_dims: int, parts: Sequence[tuple[int, ...]]
+) -> Placement:
+    """What a spec of a tensor with `num_dims` dims says.
+
+    Args:
+      spec: states of the axes of a mesh.
+      num_dims: of the tensor.
+      parts: the axes that each of them is made of; none if it has one device.
+    """
+    dims = tuple(
+        tuple(chain(*(parts[axis] for axis in axes_of_dim(spec, dim))))
+        for dim in range(num_dims)
+    )
+    pending = tuple(
+        (part, state)
+        for axis, state in enumerate(spec)
+        if state < REPLICATED
+        for part in parts[axis]
+    )
     return Placement(dims, pending)
 
 

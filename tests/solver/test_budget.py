@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import highspy
@@ -10,7 +11,13 @@ import numpy as np
 import pytest
 
 from autopar.solver import ChoiceGraph, Edge, Node, solve
-from autopar.solver.budget import Found, Within, least_memory, solve_within
+from autopar.solver.budget import (
+    Found,
+    Within,
+    least_memory,
+    prices_of_rows,
+    solve_within,
+)
 from autopar.solver.budget_constraints import BudgetRow, priced
 from tests.solver.layered_graphs import layered_graph
 from tests.solver.random_graphs import random_graph
@@ -137,6 +144,16 @@ def test_small_problems_are_near_brute_force() -> None:
         assert least.bytes <= used.min() * 1.25
     assert np.mean(ratios) <= 1.03
     assert np.median(ratios) == 1.0
+
+
+def test_prices_of_terabytes() -> None:
+    """Rows of a plan that needs 2.5 TB a device, of which HiGHS gave up."""
+    rows = np.load(Path(__file__).parent / "terabytes.npz")
+    used, limit = rows["used"], rows["limit"]
+    prices = prices_of_rows(np.zeros(used.shape[1]), 1.0, used, limit)
+    assert prices.sum() == pytest.approx(1.0)  # what is lacking costs as much
+    lacking = prices @ used - prices @ limit  # by the duals: at least, of every plan
+    assert 0 < lacking.min() <= (used - limit[:, None]).max(0).min()
 
 
 def test_rows_that_are_exact_for_their_own_plan_only_are_enough() -> None:
