@@ -13,21 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-ScheduleName = Literal["1f1b", "eager_1f1b", "gpipe", "interleaved", "zb_h1", "zb_h2"]
-ZERO_BUBBLE: tuple[ScheduleName, ...] = ("zb_h1", "zb_h2")
-
-
-@dataclass(frozen=True, eq=False)
-class WeightTasks:
-    """What of spans' backward may wait, for zero bubble; arrays are [L + 1, L + 1].
-
-    `weight_seconds` are of work that no lower stage waits for, `forward_seconds` of
-    forward; `handed_bytes` is what that work waits with, besides what backward does.
-    """
-
-    forward_seconds: np.ndarray
-    weight_seconds: np.ndarray
-    handed_bytes: np.ndarray
+ScheduleName = Literal["1f1b", "eager_1f1b", "gpipe", "interleaved"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +21,7 @@ class StageChoice:
     """A submesh, and what each span of layers costs there; arrays are [L + 1, L + 1].
 
     Entry [i, j] is of layers i to j - 1; infinite seconds say that it cannot be.
-    `label` is the caller's name for it, `kind` the kind of its devices. Without
-    `weight_tasks`, backward stays whole.
+    `label` is the caller's name for it, `kind` the kind of its devices.
     """
 
     label: Hashable
@@ -46,7 +31,6 @@ class StageChoice:
     fixed_bytes: np.ndarray
     microbatch_bytes: np.ndarray
     kind: int = 0
-    weight_tasks: WeightTasks | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,41 +67,12 @@ class StageProblem:
         Negative where it does not even hold what it always holds.
         """
         fixed = np.array([each.fixed_bytes for each in self.choices])
-        each_bytes = np.array([self.bytes_in_flight(each) for each in self.choices])
+        each_bytes = np.array([each.microbatch_bytes for each in self.choices])
         room = self.capacity_bytes - self.stages_per_submesh * fixed
         with np.errstate(divide="ignore", invalid="ignore"):
             most = np.floor(room / each_bytes * (1 + 1e-12))
         most = np.where(each_bytes > 0, most, inf)
         return np.where(room >= 0, most, -1.0)
-
-    def bytes_in_flight(self, choice: StageChoice) -> np.ndarray:
-        """What each microbatch in flight takes: [L + 1, L + 1]."""
-        if self.schedule not in ZERO_BUBBLE or choice.weight_tasks is None:
-            return choice.microbatch_bytes
-        return choice.microbatch_bytes + choice.weight_tasks.handed_bytes
-
-    @cached_property
-    def latencies(self) -> tuple[np.ndarray, ...]:
-        """By how much a span as a stage delays the others: [L + 1, L + 1] of choices.
-
-        Zero bubble fills the wait with W tasks, but for that of the first stage,
-        which no other waits for (`stage_dp.py`).
-        """
-        return tuple(map(self._latency, self.choices))
-
-    def _latency(self, choice: StageChoice) -> np.ndarray:
-        if self.schedule not in ZERO_BUBBLE or choice.weight_tasks is None:
-            return choice.seconds
-        whole, forward = choice.seconds, choice.weight_tasks.forward_seconds
-        weight = choice.weight_tasks.weight_seconds
-        if self.schedule == "zb_h1":
-            least = np.maximum(forward, whole - forward - weight)
-            filled = np.maximum(whole - 2 * weight, least)
-        else:
-            filled = np.maximum(whole - 3 * weight, forward)
-        filled = np.minimum(filled, whole)
-        filled[0] = whole[0]
-        return filled
 
     def may_start(self, choice: StageChoice, device: int) -> bool:
         """Whether a submesh may begin at a device: it keeps to one host, or to whole
@@ -151,20 +106,17 @@ class Stage:
 
 
 def step_seconds(problem: StageProblem, stages: Sequence[Stage]) -> float:
-    """What a step takes with these stages; infinite if one holds too much, or there are
-    too many for the microbatches of a zero-bubble schedule."""
+    """What a step takes with these stages; infinite if one holds too much."""
     latency, once = 0.0, 0.0
     shared = problem.stages_per_submesh
-    if problem.schedule in ZERO_BUBBLE and len(stages) > most_stages(problem):
-        return inf
     for index, stage in enumerate(stages):
         choice, span = problem.choices[stage.choice], (stage.first, stage.end)
         held = microbatches_in_flight(problem, index, len(stages))
         kept = shared * choice.fixed_bytes[span]
-        kept += held * problem.bytes_in_flight(choice)[span]
+        kept += held * choice.microbatch_bytes[span]
         if kept > problem.capacity_bytes:
             return inf
-        latency += float(problem.latencies[stage.choice][span])
+        latency += float(choice.seconds[span])
         latency += crossing_seconds(problem, stages, index)
         once = max(once, float(choice.once_seconds[span]))
     repeats = shared * problem.num_microbatches - 1
@@ -210,24 +162,10 @@ def sharing_devices(problem: StageProblem, stages: Sequence[Stage], index: int) 
     return min(problem.choices[each.choice].num_devices for each in sides)
 
 
-def warm_up(schedule: ScheduleName) -> int:
-    """How many forwards a zero-bubble stage runs ahead, for each stage behind it."""
-    return 2 if schedule == "zb_h2" else 1
-
-
 def most_stages(problem: StageProblem) -> int:
-    """How many stages there may be.
-
-    Zero bubble needs as many microbatches as its stages hold: they fill the wait. No
-    fewer than there must be.
-    """
+    """How many stages there may be."""
     most = min(problem.num_layers, problem.num_devices)
-    if problem.max_stages is not None:
-        most = min(most, problem.max_stages)
-    if problem.schedule in ZERO_BUBBLE:
-        ahead = (problem.num_microbatches - 1) // warm_up(problem.schedule)
-        most = max(min(most, ahead + 1), problem.min_stages)
-    return most
+    return most if problem.max_stages is None else min(most, problem.max_stages)
 
 
 def microbatches_in_flight(problem: StageProblem, stage: int, num_stages: int) -> int:
@@ -239,8 +177,6 @@ def microbatches_in_flight(problem: StageProblem, stage: int, num_stages: int) -
         return min(number, num_stages - stage)
     if problem.schedule == "eager_1f1b":
         return min(number, 2 * (num_stages - stage) - 1)
-    if problem.schedule in ZERO_BUBBLE:
-        return min(number, warm_up(problem.schedule) * (num_stages - 1) + 1)
     submeshes = num_stages // shared
     ahead = 2 * (submeshes - stage % submeshes - 1) + (shared - 1) * submeshes
     return min(shared * number, ahead + 1)

@@ -21,9 +21,7 @@ from ..clusters.cluster import Cluster
 from ..costs.compute import operator_seconds, total_flops
 from ..costs.resharding import Resharder
 from ..graph.build_graph import STRUCTURED
-from ..graph.dependencies import leading_to
 from ..graph.op_graph import Constant, Operand, Operator, OpGraph, TensorType
-from ..graph.work import is_heavy_operator
 from ..lowering.programs import Slot
 from ..microbatches.microbatch_runners import MicrobatchRunner
 from ..microbatches.microbatches import MicrobatchSplit
@@ -118,24 +116,6 @@ def _reduced(kind: TensorType, spec: Spec, resharder: Resharder) -> tuple[float,
     return min(costs)
 
 
-def has_weight_tasks(programs: Iterable[CutProgram], stage: int) -> bool:
-    """Whether products of a stage's backward lead to nothing another stage reads.
-
-    Not where no other waits for the stage, which keeps its backward whole.
-    """
-    backward: Sequence[Operator] = ()
-    awaited = set[int]()
-    for each in programs:
-        if each.stage != stage:
-            awaited.update(each.inputs.values())
-        elif each.kind == "backward":
-            backward = each.operators
-    awaited.intersection_update(t for op in backward for t in op.results)
-    waited_for = {op.index for op in leading_to(awaited, backward)}
-    others = (op for op in backward if op.index not in waited_for)
-    return bool(awaited) and any(map(is_heavy_operator, others))
-
-
 def trace_layer(
     cut: CutPrograms, program: CutProgram, split: MicrobatchSplit, host: Collection[str]
 ) -> OpGraph:
@@ -201,7 +181,6 @@ class LayerSample:
     """A layer of one kind as a stage: its forward and backward are one program.
 
     `split` says how a microbatch is cut from the graph; None if the graph is of one.
-    `has_weight_tasks` says whether part of backward is for no other stage to wait for.
     """
 
     cut: CutPrograms
@@ -211,7 +190,6 @@ class LayerSample:
     own: tuple[CutProgram, ...]
     update: tuple[Operator, ...]
     split: MicrobatchSplit | None
-    has_weight_tasks: bool
     graphs: dict[int, OpGraph] = field(default_factory=dict)
     seconds: dict[Hashable, float] = field(default_factory=dict)
 
@@ -410,8 +388,7 @@ class LayerSamples:
                 for op in operators
                 if home == stage
             )
-            waits = has_weight_tasks(of_microbatch, stage)
-            asked = cut, demands, self.planner, joint, own, update, split, waits
+            asked = cut, demands, self.planner, joint, own, update, split
             found.append(LayerSample(*asked))
         return tuple(found)
 

@@ -15,8 +15,7 @@ import jax
 import networkx as nx
 import numpy as np
 
-from autopar.solver.placement import Placed, PlacementProblem
-from autopar.solver.placement_search import best_placement
+from autopar.solver.placement import Placed, PlacementProblem, best_placement
 
 from ..clusters.cluster import Cluster
 from ..costs.compute import operator_seconds, total_flops

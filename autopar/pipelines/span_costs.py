@@ -33,7 +33,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from autopar.solver.stage_problem import StageChoice, WeightTasks
+from autopar.solver.stage_problem import StageChoice
 
 from ..clusters.cluster import Cluster
 from .layer_samples import LayerCost, LayerSamples, Submesh, part_of_whole
@@ -205,13 +205,11 @@ class SpanCosts:
         costs = self._by_kind(submesh, number)
         known = self.choices.get((submesh, number))
         if known is None or known[0] != costs:
-            known = costs, self._choice(submesh, number, costs)
+            known = costs, self._choice(submesh, costs)
             self.choices[submesh, number] = known
         return known[1]
 
-    def _choice(
-        self, submesh: Submesh, number: int, costs: Sequence[LayerCost]
-    ) -> StageChoice:
+    def _choice(self, submesh: Submesh, costs: Sequence[LayerCost]) -> StageChoice:
         working = np.array([each.working_bytes for each in costs])[:, None, None]
         label: Hashable = submesh
         return StageChoice(
@@ -223,26 +221,6 @@ class SpanCosts:
             + np.where(self._counts > 0, working, 0.0).max(axis=0),
             self._summed([c.microbatch_bytes for c in costs]),
             submesh.part,
-            weight_tasks=self._weight_tasks(number, costs),
-        )
-
-    def _weight_tasks(
-        self, number: int, costs: Sequence[LayerCost]
-    ) -> WeightTasks | None:
-        """A third of the seconds each are forward and W tasks, as of every product.
-
-        W tasks wait with cotangents, about half of what backward waits for anyway. A
-        scan and the like keep all of backward together; None if all layers do.
-        """
-        divided = [each.has_weight_tasks for each in self.samples.of(number)]
-        if not any(divided):
-            return None
-        seconds = [0.0 if cost.seconds == inf else cost.seconds for cost in costs]
-        handed = [cost.microbatch_bytes for cost in costs]
-        return WeightTasks(
-            self._summed(seconds) / 3,
-            self._summed(np.multiply(seconds, divided).tolist()) / 3,
-            self._summed(np.multiply(handed, divided).tolist()) / 2,
         )
 
     def _summed(self, by_kind: Sequence[float]) -> np.ndarray:

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import jax
 import numpy as np
 
-from autopar.solver.stage_problem import ZERO_BUBBLE, ScheduleName
+from autopar.solver.stage_problem import ScheduleName
 
 from ..clusters.cluster import Cluster
 from ..errors import InfeasiblePlanError
@@ -32,7 +32,7 @@ from ..planner.whole_step import batch_tensors, roles_of
 from ..plans.explain import format_bytes, format_seconds
 from ..plans.staged_plan import StagedPlan
 from .cut_step import CutStep, cut_step
-from .joint_search import LOOSE_GAP, FoundStages, JointSearch, submeshes_of
+from .joint_search import FoundStages, JointSearch, submeshes_of
 from .layer_samples import LayerSamples
 from .layers import find_layers
 from .pipeline_plan import PlannedPipeline, plan_pipeline
@@ -44,6 +44,7 @@ MOST_COUNTS = 8  # numbers of microbatches that are tried
 MOST_MICROBATCHES = 16  # for each device
 MOST_TRIES = 4  # plans in full, until one fits
 SAFETY = 0.98
+WORTH_ZERO_BUBBLE = 0.05  # of a step that fills and drains the stages
 JOINT_GAP = 0.003  # below that of the search
 
 _log = logging.getLogger("autopar")
@@ -172,7 +173,7 @@ class StageSearcher:
             each = self._priced(found, search, price)
             predicted = each.plan.predicted
             if predicted.peak_bytes <= self.budget_bytes:
-                best = self._quicker(each, price, capacity)
+                best = self._quicker(each, price)
                 break
             if least is None or (
                 predicted.peak_bytes < least.plan.predicted.peak_bytes
@@ -194,9 +195,11 @@ class StageSearcher:
         found: FoundStages,
         search: JointSearch,
         price: Callable[[PlannedPipeline], StagedPlan],
+        schedule: str | None = None,
     ) -> StageSearch:
         start = process_time()
-        planned = replace(self.plan(found), bound_seconds=found.bound_seconds)
+        planned = self.plan(found, schedule)
+        planned = replace(planned, bound_seconds=found.bound_seconds)
         plan = price(planned)
         self._note("plan", start)
         _log.info(
@@ -209,28 +212,28 @@ class StageSearcher:
         return StageSearch(planned, plan, self.seconds, found, search)
 
     def _quicker(
-        self,
-        first: StageSearch,
-        price: Callable[[PlannedPipeline], StagedPlan],
-        capacity_bytes: float,
+        self, first: StageSearch, price: Callable[[PlannedPipeline], StagedPlan]
     ) -> StageSearch:
-        """A pipeline, or where zero bubble takes longer than it was thought to, the
-        best of another schedule if that is quicker."""
-        search, seconds = first.search, first.plan.predicted.step_seconds
-        others = [each for each in search.schedules if each[0] not in ZERO_BUBBLE]
-        is_as_thought = seconds <= first.found.assignment.seconds * (1 + LOOSE_GAP)
-        if first.found.problem.schedule not in ZERO_BUBBLE or is_as_thought:
+        """A pipeline, or the same stages with zero bubble where that is quicker.
+
+        Not where little time is left to win, nor under `remat`: what backward makes
+        again would wait for its W tasks.
+        """
+        problem, number = first.found.problem, len(first.found.assignment.stages)
+        filling = (number - 1) / (problem.num_microbatches + number - 1)
+        is_open = self.method.schedule == "1f1b" and self.method.num_stages is None
+        is_plain = is_open and problem.stages_per_submesh == 1
+        if self.options.remat or not is_plain or filling < WORTH_ZERO_BUBBLE:
             return first
-        found = (
-            replace(search, schedules=others).best(capacity_bytes) if others else None
-        )
-        if found is None or found.assignment.seconds >= seconds:
-            return first
-        found = replace(found, bound_seconds=first.found.bound_seconds)
-        other = self._priced(found, search, price)
-        predicted = other.plan.predicted
-        is_within = predicted.peak_bytes <= self.budget_bytes
-        return other if is_within and predicted.step_seconds < seconds else first
+        best, least = first, first.found.bound_seconds * (1 - filling)
+        found = replace(first.found, bound_seconds=least)
+        for schedule in ("zb_h1", "zb_h2"):
+            each = self._priced(found, first.search, price, schedule)
+            ours, known = each.plan.predicted, best.plan.predicted
+            is_within = ours.peak_bytes <= self.budget_bytes
+            if is_within and ours.step_seconds < known.step_seconds:
+                best = each
+        return best
 
     def _microbatch_counts(self) -> tuple[int, ...]:
         """The numbers of microbatches to try, ascending: divisors, at least doubling.
@@ -277,32 +280,32 @@ class StageSearcher:
         return LayerSamples(cut, by_kind, self.options, leaves, self.planner, in_place)
 
     def _schedules(self) -> tuple[tuple[ScheduleName, int], ...]:
-        """What to try: all but GPipe, unless a schedule was asked for.
+        """What to try: 1F1B in its three forms, unless a schedule was asked for.
 
-        What backward makes again under `remat` would wait for its W tasks, so zero
-        bubble is left out there; a user's own schedule is taken to be like 1F1B.
+        Zero bubble is taken to be like eager 1F1B, a user's own schedule like 1F1B.
         """
         schedule, shared = self.method.schedule, self.method.stages_per_submesh
         if schedule == "interleaved":
             return (("interleaved", max(shared, 2)),)
         if schedule == "1f1b" and self.method.num_stages is None:
-            names: list[ScheduleName] = ["1f1b", "eager_1f1b"]
-            names += () if self.options.remat else ZERO_BUBBLE
-            return (*((name, 1) for name in names), ("interleaved", 2))
+            return ("1f1b", 1), ("eager_1f1b", 1), ("interleaved", 2)
+        if schedule in ("zb_h1", "zb_h2"):
+            return (("eager_1f1b", 1),)
         known = [name for name in get_args(ScheduleName) if name == schedule]
         return ((known[0] if known else "1f1b", 1),)
 
-    def plan(self, found: FoundStages) -> PlannedPipeline:
-        """The stages found, each program planned in full."""
+    def plan(self, found: FoundStages, schedule: str | None = None) -> PlannedPipeline:
+        """The stages found, each program planned in full, maybe in another schedule."""
         problem, stages = found.problem, found.assignment.stages
         labels = found.labels()
         number = len(stages) // problem.stages_per_submesh
         is_open = self.method.schedule == "1f1b"
+        known = problem.schedule if is_open else self.method.schedule
         method = replace(
             self.method,
             num_stages=len(stages),
             num_microbatches=problem.num_microbatches,
-            schedule=problem.schedule if is_open else self.method.schedule,
+            schedule=schedule or known,
             stages_per_submesh=problem.stages_per_submesh,
             stage_meshes=tuple(label.mesh for label in labels[:number]),
             stage_products=self.layers.stage_products([each.end for each in stages]),

@@ -6,12 +6,14 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from autopar.solver.placement import NoPlacement, PlacementProblem, placed
-from autopar.solver.placement_heuristics import HEURISTICS, list_scheduling
-from autopar.solver.placement_search import (
-    best_heuristic,
+from autopar.solver.placement import (
+    HEURISTICS,
+    NoPlacement,
+    PlacementProblem,
     best_placement,
     exact,
+    heuristic,
+    placed,
     search,
 )
 
@@ -115,16 +117,20 @@ def test_plc_1_what_fits_nowhere_names_the_largest_operator() -> None:
 def test_plc_2_list_scheduling_is_within_grahams_bound() -> None:
     for seed in range(50):
         free = random_dag(seed)
-        found = list_scheduling(free)
-        assert found.step_seconds <= 2 * free.lower_bound()
-        assert found.step_seconds >= found.bound
+        found = heuristic(free, "list")
+        path = nx.dag_longest_path_length(
+            nx.DiGraph((a, b, {"weight": free.seconds[b, 0]}) for a, b, _ in free.edges)
+        )
+        least = max(path, free.seconds[:, 0].sum() / free.num_devices)
+        assert found.step_seconds <= 2 * least
 
 
 def test_plc_2_a_search_is_never_worse_than_its_start_and_repeats() -> None:
     for seed in range(10):
         given = random_dag(seed, per_byte=0.5)
         found = search(given, seed=3, moves=200)
-        assert found.step_seconds <= best_heuristic(given).step_seconds
+        for method in HEURISTICS:
+            assert found.step_seconds <= heuristic(given, method).step_seconds
         assert found == search(given, seed=3, moves=200)
         assert given.is_allowed(found.devices)
 
@@ -133,11 +139,9 @@ def test_plc_2_no_heuristic_beats_the_exact_placement() -> None:
     for seed in range(3):
         given = fork_join(seed, per_byte=0.3, latency=0.1)
         best = exact(given)
-        assert best.gap <= 1e-5
         for method in ("search", *HEURISTICS):
             found = best_placement(given, method)
             assert found.step_seconds >= best.step_seconds * (1 - 1e-5)
-            assert found.bound <= best.step_seconds * (1 + 1e-9)
 
 
 def test_plc_3_pins_and_groups_are_kept() -> None:
@@ -171,15 +175,10 @@ def test_plc_5_a_slower_device_gets_as_much_less() -> None:
         assert ratio == pytest.approx(4.0, rel=0.2), method
 
 
-def test_a_cycle_is_refused() -> None:
-    with pytest.raises(ValueError, match="wait for each other: op0, op1"):
-        problem(np.ones((2, 2)), ((0, 1, 1.0), (1, 0, 1.0)))
-
-
 def test_a_timeline_runs_one_operator_at_a_time_and_waits_for_values() -> None:
     given = problem(np.ones((3, 2)), ((0, 1, 2.0), (0, 2, 2.0)), per_byte=1.0)
-    here = placed(given, [0, 0, 0], "by hand")
+    here = placed(given, [0, 0, 0])
     assert here.step_seconds == 3
-    apart = placed(given, [0, 0, 1], "by hand")
+    apart = placed(given, [0, 0, 1])
     assert apart.starts == (0.0, 1.0, 3.0)
     assert apart.step_seconds == 4

@@ -8,25 +8,16 @@ from math import inf
 import numpy as np
 import pytest
 
-from autopar.runtime.schedule import (
-    Task,
-    one_f_one_b,
-    zero_bubble_h1,
-    zero_bubble_h2,
-)
+from autopar.runtime.schedule import Task, one_f_one_b
 from autopar.solver.stage_dp import least_step_seconds, solve_stages
-from autopar.solver.stage_interleaving import interleaved_sums
 from autopar.solver.stage_problem import (
-    ZERO_BUBBLE,
     ScheduleName,
     Stage,
     StageChoice,
     StageProblem,
-    WeightTasks,
     microbatches_in_flight,
     step_seconds,
 )
-from autopar.solver.stage_sums import PlainSums
 from benchmarks.stage_chain import simulate_schedule
 from tests.solver.stage_counts import best_over
 
@@ -112,22 +103,7 @@ def least(problem: StageProblem, assignments: Iterator[tuple[Stage, ...]]) -> fl
     return min((step_seconds(problem, stages) for stages in assignments), default=inf)
 
 
-def with_weight_work(problem: StageProblem, seed: int) -> StageProblem:
-    """Choices of which some part of backward can wait, with some bytes; not of all."""
-    rng = np.random.default_rng(seed)
-    choices = []
-    for each in problem.choices:
-        forward, weight, handed = rng.uniform(0.1, 0.4, 3)
-        work = WeightTasks(
-            forward * each.seconds,
-            weight * each.seconds,
-            handed * each.microbatch_bytes,
-        )
-        choices.append(replace(each, weight_tasks=work if rng.random() < 0.8 else None))
-    return replace(problem, choices=tuple(choices))
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "eager_1f1b", "gpipe", "zb_h1", "zb_h2"])
+@pytest.mark.parametrize("schedule", ["1f1b", "eager_1f1b", "gpipe"])
 @pytest.mark.parametrize("hosts", [((0,), 4), ((0, 0), 2), ((0,), 3), ((0, 1), 2)])
 @pytest.mark.parametrize("tight", [False, True])
 def test_no_assignment_is_faster(
@@ -139,7 +115,7 @@ def test_no_assignment_is_faster(
         random = random_problem(
             seed, layers, *hosts, tight=tight, additive=seed % 2 > 0
         )
-        problem = replace(with_weight_work(random, seed), schedule=schedule)
+        problem = replace(random, schedule=schedule)
         wanted = least(problem, all_assignments(problem))
         found = solve_stages(problem)
         if found is None:
@@ -242,33 +218,12 @@ def test_in_flight_microbatches_are_those_of_the_schedule():
     assert [microbatches_in_flight(problem, s, 4) for s in range(4)] == [4, 3, 2, 1]
     gpipe = replace(problem, schedule="gpipe")
     assert [microbatches_in_flight(gpipe, s, 4) for s in range(4)] == [8] * 4
-    half, twice = (replace(problem, schedule=name) for name in ZERO_BUBBLE)
-    assert [microbatches_in_flight(half, s, 4) for s in range(4)] == [4] * 4
-    assert [microbatches_in_flight(twice, s, 4) for s in range(4)] == [7] * 4
     shared = replace(problem, schedule="interleaved", stages_per_submesh=2)
     assert [microbatches_in_flight(shared, s, 8) for s in range(4)] == [11, 9, 7, 5]
 
 
-@pytest.mark.parametrize("host_kinds", [(0, 0), (0, 1), (0, 0, 0)])
-@pytest.mark.parametrize("tight", [False, True])
-def test_paces_that_may_fit_are_from_one_on_and_hold_all_that_fit(
-    host_kinds: tuple[int, ...], tight: bool
-):
-    decided = 0
-    for seed in range(4):
-        problem = random_problem(seed, 5, host_kinds, 2, tight=tight)
-        sums = PlainSums(problem)
-        may = [sums.may_be_feasible(pace, inf) for pace in sums.paces.tolist()]
-        does = [sums.is_feasible(pace, inf) for pace in sums.paces.tolist()]
-        assert may == sorted(may)
-        assert all(before or not after for before, after in zip(may, does, strict=True))
-        decided += may.count(False)
-    assert decided
-
-
 @pytest.mark.parametrize("gap", [0.0, 0.02])
-def test_interleaved_choices_that_a_bound_rules_out_are_no_better(gap: float):
-    ruled_out = 0
+def test_interleaved_stages_keep_to_a_gap(gap: float):
     for seed in range(12):
         problem = replace(
             random_problem(seed, 6, (0, 0), 2),
@@ -280,43 +235,24 @@ def test_interleaved_choices_that_a_bound_rules_out_are_no_better(gap: float):
         found = solve_stages(problem, gap)
         assert found is not None and found.seconds <= best * (1 + gap + 1e-9)
         assert found.bound <= best * (1 + 1e-9)
-        bounds = [each.least_seconds for each in interleaved_sums(problem)]
-        assert min(bounds) <= best * (1 + 1e-9)
-        ruled_out += sum(bound > best for bound in bounds)
-    assert ruled_out
 
 
-@pytest.mark.parametrize("parts", [(1, 1, 1), (1, 1.5, 0.5), (0.5, 1, 1), (1, 2, 0.5)])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_h2"])
-def test_equal_stages_take_what_a_simulation_of_their_schedule_takes(
-    parts: tuple[float, float, float], schedule: ScheduleName
-):
-    """A device a stage, forward, backward and W tasks; nothing is sent."""
-    forward, backward, weight = parts
+def test_equal_stages_take_what_a_simulation_of_their_schedule_takes():
+    """A device a stage, forward and backward; nothing is sent."""
     number = 4
     spans = np.triu(np.subtract.outer(np.arange(5), np.arange(5)) * -1.0)
     none = np.zeros_like(spans)
-    work = WeightTasks(forward * spans, weight * spans, none)
-    seconds = sum(parts) * spans
-    choice = StageChoice(0, 1, seconds, none, none, none, weight_tasks=work)
+    choice = StageChoice(0, 1, 3 * spans, none, none, none)
     problem = StageProblem(
         *(number, (0,), number, (choice,), np.zeros((2, 5)), (0.0, 0.0), inf, 16),
-        schedule=schedule,
         min_stages=number,
     )
     found = solve_stages(problem)
     assert found is not None
 
     def task_seconds(task: Task) -> float:
-        has_weight = schedule in ZERO_BUBBLE and task.stage > 0
-        each = {
-            "forward": forward,
-            "backward": backward + (0 if has_weight else weight),
-            "weight": weight if has_weight else 0,
-        }
-        return each.get(task.kind, 0.0)
+        return {"forward": 1.0, "backward": 2.0}.get(task.kind, 0.0)
 
-    make = {"1f1b": one_f_one_b, "zb_h1": zero_bubble_h1, "zb_h2": zero_bubble_h2}
-    simulation = simulate_schedule(make[schedule](number, 16), task_seconds)
+    simulation = simulate_schedule(one_f_one_b(number, 16), task_seconds)
     taken = simulation.timeline.makespan_seconds
     assert found.seconds == pytest.approx(taken, rel=1e-12)
