@@ -173,19 +173,10 @@ def launch(
 
 
 @app.command()
-def doctor(
-    coverage: Annotated[
-        bool, typer.Option(help="Print what becomes of each of JAX's primitives.")
-    ] = False,
-) -> None:
+def doctor() -> None:
     """Check that this installation can plan and run; exit code 1 if not."""
     from .commands.doctor import run_checks
 
-    if coverage:
-        from .commands.coverage import format_coverage
-
-        print(format_coverage())
-        return
     is_well = True
     for check in run_checks():
         print(check, flush=True)

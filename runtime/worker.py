@@ -261,10 +261,9 @@ class PipelineExecutable:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """One step: the new state and the results, by slot name.
 
-        `batch` holds each batch slot's value for every microbatch, or what it is on
-        each stage that reads it. Arrays that lie elsewhere are moved first. State that
-        a program donates is gone afterwards. A result that is made once a microbatch
-        comes as a list.
+        `batch` holds each batch slot's value for every microbatch. Arrays that lie
+        elsewhere are moved first. State that a program donates is gone afterwards. A
+        result that is made once a microbatch comes as a list.
 
         Raises:
           ValueError: a slot's value was donated before.
@@ -347,8 +346,6 @@ class PipelineExecutable:
             for stage, value in keys:
                 slot, number = value.slot, value.microbatch
                 array = state[slot] if number is None else batch[slot][number]
-                if isinstance(array, Mapping):
-                    array = array[stage]
                 if number is None and id(array) in seen:
                     array = jax.numpy.copy(array)  # one buffer may be donated once
                 seen.add(id(array))
@@ -384,11 +381,6 @@ def _check_given(
     for name, values in batch.items():
         assert len(values) == program.num_microbatches, f"{name!r} has {len(values)}"
     leaves = [*state.items(), *((name, x) for name in batch for x in batch[name])]
-    leaves = [
-        (name, array)
-        for name, found in leaves
-        for array in (found.values() if isinstance(found, Mapping) else (found,))
-    ]
     for name, array in leaves:
         if isinstance(array, jax.Array) and array.is_deleted():
             raise ValueError(

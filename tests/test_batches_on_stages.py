@@ -1,4 +1,4 @@
-"""Batches of a pipeline: each microbatch lies on the stages that read it, ahead."""
+"""Batches of a pipeline, which cuts them into microbatches and places these itself."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.state.examples import stage_rows
 from autopar.steps.lowered_pipeline import LoweredPipeline
 
 Tree = Any
@@ -87,74 +86,23 @@ def in_turn() -> Iterator[Tree]:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("is_iterated", [False, True])
-def test_microbatches_lie_where_stages_read_them(
-    lowered: LoweredPipeline, prefetch: int, is_iterated: bool
+def test_steps_on_them_are_those_on_arrays(
+    parallel: Any, lowered: LoweredPipeline, prefetch: int, is_iterated: bool
 ) -> None:
     source = in_turn() if is_iterated else dict(DATA)
     batches = autopar.Batches(source, lowered, prefetch=prefetch)
-    shardings = lowered.step.pipeline.program.shardings
+    placed, whole, single = weights(), weights(), weights()
     for number, batch in zip(range(3), batches, strict=False):
-        read: dict[str, list[int]] = {}
-        for name, array in DATA:
-            rows = array[number * SIZE : (number + 1) * SIZE]
-            np.testing.assert_array_equal(np.asarray(batch[name]), rows)
-            found = stage_rows(batch[name])
-            assert found is not None
-            assert found.shape == rows.shape and found.dtype == rows.dtype
-            read[name] = sorted(found.parts[0])
-            for m, part in enumerate(found.parts):
-                for stage, lying in part.items():
-                    home = shardings[f"batch['{name}']", stage]
-                    assert lying.committed
-                    assert lying.sharding.is_equivalent_to(home, lying.ndim)
-                    np.testing.assert_array_equal(lying, rows[m::NUM_MICROBATCHES])
-        assert read["x"] == [0] and read["y"] == [1] and read["scale"] == [0, 1]
-        assert not read["unread"]
-
-
-def test_a_step_copies_nothing_of_a_batch_and_gives_the_same_bits(
-    parallel: Any, lowered: LoweredPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches = autopar.Batches(dict(DATA), lowered, prefetch=0)
-    placed, whole = weights(), weights()
-    single = weights()
-    for number in range(3):
-        batch = next(batches)
         raw = {k: v[number * SIZE : (number + 1) * SIZE] for k, v in DATA}
+        for name, rows in raw.items():
+            np.testing.assert_array_equal(batch[name], rows)
         whole, expected = parallel(whole, raw)
-        moved: list[int] = []
-        with monkeypatch.context() as patch:
-            _note_copies(patch, moved)
-            placed, loss = parallel(placed, batch)
-        microbatch = SIZE // NUM_MICROBATCHES
-        leaves = [microbatch * n * 4 for n in (NUM_INPUTS, NUM_LABELS, 1)]
-        assert moved and not {*leaves} & {*moved}, "activations are sent, no leaf"
+        placed, loss = parallel(placed, batch)
         assert float(loss) == float(expected)
         single, on_one = jax.jit(train_step)(single, raw)
         np.testing.assert_allclose(loss, on_one, rtol=1e-5)
     for one, other in zip(placed, whole, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def _note_copies(patch: pytest.MonkeyPatch, moved: list[int]) -> None:
-    put = jax.device_put
-
-    def noted(tree: Any, *args: Any, **kwargs: Any) -> Any:
-        moved.extend(np.asarray(x).nbytes for x in jax.tree.leaves(tree))
-        return put(tree, *args, **kwargs)
-
-    patch.setattr(jax, "device_put", noted)
-
-
-def test_a_batch_may_be_taken_twice_and_looked_at(
-    parallel: Any, lowered: LoweredPipeline
-) -> None:
-    batch = next(autopar.Batches(dict(DATA), lowered, seed=3))
-    losses = [float(parallel(weights(), batch)[1]) for _ in range(2)]
-    assert losses[0] == losses[1]
-    fetched = autopar.fetch(batch)
-    assert losses[0] == float(parallel(weights(), fetched)[1])
-    assert jnp.asarray(batch["x"]).shape == (SIZE, NUM_INPUTS)
 
 
 @pytest.mark.parametrize("other", ["microbatches", "one program"])
@@ -165,15 +113,8 @@ def test_a_step_planned_otherwise_takes_it(
     chosen = method(4) if other == "microbatches" else autopar.DataParallel()
     step = autopar.parallelize(train_step, method=chosen)
     _, loss = step(weights(), batch)
-    _, expected = jax.jit(train_step)(weights(), autopar.fetch(batch))
+    _, expected = jax.jit(train_step)(weights(), batch)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
-
-
-def test_a_deleted_batch_is_refused(parallel: Any, lowered: LoweredPipeline) -> None:
-    batch = next(autopar.Batches(dict(DATA), lowered))
-    batch["x"].delete()
-    with pytest.raises(ValueError, match="donated once.*batch.'x'"):
-        parallel(weights(), batch)
 
 
 def test_a_source_of_other_types_is_refused(lowered: LoweredPipeline) -> None:

@@ -35,8 +35,7 @@ def test_a_path_in_either_spelling_or_an_expression_found_in_it(path: str) -> No
 
 def test_the_exact_path_comes_before_expressions_and_these_in_order() -> None:
     pins = {"mlp": P("data"), "w2": P("model"), "params/mlp/w1": P(None, "model")}
-    with pytest.warns(autopar.FallbackWarning, match="'w2' comes after others"):
-        assert homes(pins)[:2] == [(-1, 1), (0, -1)]
+    assert homes(pins)[:2] == [(-1, 1), (0, -1)]
 
 
 def test_a_free_dim_is_left_to_the_axes_that_the_pin_does_not_name() -> None:
@@ -63,7 +62,7 @@ def test_what_is_pinned_stays_so_when_the_step_returns_it() -> None:
         ({"w1": P("data", "data")}, "may split one dim only, but 'data' appears twice"),
         ({"w1": P(None, None, "data")}, "at most one entry for each dim"),
         ({"^x$": P(("model", "model"))}, "dim only, but 'model' appears twice"),
-        ({"w1(": P()}, r"'w1\(' is none of the 3 paths, and no expression \(missing"),
+        ({"w1(": P()}, r"'w1\(' is in none of the 3"),
     ],
     ids=["unmatched", "axis", "twice", "rank", "repeated", "expression"],
 )

@@ -53,10 +53,10 @@ def stacked(depth: int) -> Case:
 def assert_complete(diff: PlanDiff) -> None:
     """What is listed adds up to what the predicted totals change by."""
     before, after = diff.before.predicted, diff.after.predicted
-    moved = sum(line.after_sum - line.before_sum for line in diff.collectives)
+    moved = sum(line.sums[1] - line.sums[0] for line in diff.collectives)
     assert moved == after.collective_bytes - before.collective_bytes
     lines = (*diff.operators, *diff.light_operators)
-    worked = sum(line.after_sum - line.before_sum for line in lines)
+    worked = sum(line.sums[1] - line.sums[0] for line in lines)
     changed = after.compute_seconds - before.compute_seconds
     assert worked == pytest.approx(changed, abs=1e-9 * before.step_seconds)
     state = sum(e.bytes - e.before_bytes for e in diff.leaves if e.role == "state")

@@ -5,14 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from autopar.graph.state_flow import (
     StateFlow,
-    made_of,
-    makers_of,
-    spread_marks,
     state_flow,
 )
 from autopar.methods.dim_names import DimTies
@@ -115,15 +111,3 @@ def test_gradients_are_what_no_example_reads() -> None:
     assert {"sqrt", "sub"} <= kinds
     means = [t for t, op in made.items() if op.kind == "reduce_sum"]
     assert any(t not in flow.of_gradients for t in means)
-
-
-def test_marks_reach_all_that_is_made_of_a_tensor() -> None:
-    """As sets do that grow by one tensor at a time, there and back."""
-    graph, _ = flow_of(adam_step, adam_state())
-    for tensor in range(0, len(graph.tensors), 3):
-        marks = np.zeros(len(graph.tensors), np.uint8)
-        marks[tensor] = 2
-        made = spread_marks(graph, marks)
-        assert set(np.flatnonzero(made == 2).tolist()) == made_of(graph, [tensor])
-        makers = spread_marks(graph, marks, backwards=True)
-        assert set(np.flatnonzero(makers == 2).tolist()) == makers_of(graph, [tensor])

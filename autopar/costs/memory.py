@@ -34,13 +34,6 @@ from ..clusters.ici import SLICES
 from ..graph.build_graph import BARRIER, SCAN, SHARD_MAP, WHILE
 from ..graph.op_graph import Block, Operator, OpGraph
 from ..plans.plan import ShardingPlan
-from ..plans.plan_columns import (
-    bytes_in,
-    copies_of,
-    factors_of,
-    made_specs,
-    operand_specs,
-)
 from ..plans.slices_ahead import bytes_ahead
 from ..rules.collective_matmul import ring_bytes
 from ..rules.halos import copied_bytes, factors_with_halos, rows_with_halos
@@ -205,7 +198,8 @@ def memory_profile(graph: OpGraph, plan: ShardingPlan) -> MemoryProfile:
     for position, operand in enumerate(graph.outputs):
         if isinstance(operand, int) and position not in returned:
             output_bytes += sweep.bytes(operand, plan.outputs[0][position])
-    family, given = family_of(plan.device_kind), bytes_in(plan.inputs, "device")
+    family = family_of(plan.device_kind)
+    given = sum(each.bytes for each in plan.inputs if each.memory == "device")
     on_chip = VMEM_BYTES * (family == "TPU")
     needed = MEMORY_FACTORS[family], on_chip, workspace_bytes(graph, plan.device_kind)
     return MemoryProfile(graph, plan, given, output_bytes, sweep.blocks, *needed)
@@ -248,14 +242,14 @@ class _Sweep:
 
     def __init__(self, graph: OpGraph, plan: ShardingPlan) -> None:
         self.graph, self.plan, self.kinds = graph, plan, kinds_of(graph.columns)
-        self.copies = copies_of(plan.tensors)
-        self.made, columns = made_specs(plan.tensors), graph.columns
-        specs = operand_specs(plan.operators)
+        self.copies = [tensor.conversions for tensor in plan.tensors]
+        self.made, columns = [t.spec for t in plan.tensors], graph.columns
+        specs = [op.operand_specs for op in plan.operators]
         self.read = dict(zip(columns.index.tolist(), specs, strict=True))
         self.blocks: dict[int, BlockMemory] = {}
         self._sizes, self._shards = plan.mesh.axis_sizes, dict[Spec, int]()
         self.inner = Counter[int]()  # bytes that operators hold besides, by index
-        for row in rows_with_halos(graph, *factors_of(plan.operators)):
+        for row in rows_with_halos(graph, [op.factors for op in plan.operators]):
             op = columns.operators[row]
             halos = factors_with_halos(op, plan.operators[row].factors)
             held = copied_bytes(op, halos, self._sizes)
@@ -356,7 +350,7 @@ class _BlockSweep:
         found = self.number.get((tensor, spec))
         if found is not None:
             return found
-        copies = self.sweep.copies.get(tensor, ())
+        copies = self.sweep.copies[tensor]
         made = self.sweep.made[tensor]
         source = next((each.source for each in copies if each.target == spec), made)
         if source == spec:  # a constant of the body, say

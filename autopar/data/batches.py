@@ -18,10 +18,9 @@ from ..state.batch_tree import BatchTree
 from ..state.examples import Examples, HostSource, is_tree_of_arrays
 from ..steps.lowered_pipeline import LoweredPipeline
 from ..steps.lowered_step import Lowered
-from .placing import Placing, StagePlacing, batch_types, is_on_hosts
+from .placing import Placing, batch_types, is_on_hosts
 from .sources import (
     ExampleReader,
-    Places,
     Position,
     Reader,
     batch_reader,
@@ -58,10 +57,9 @@ class Batches:
       source: where the data comes from. An iterator is read from its start, or from
         where `get_state`, if it has that, says.
       like: the lowered step, whose arguments may be shapes; each batch is the argument
-        of it that is a batch, a tuple of several, or a dict of them by name. Leaves for
-        a pipeline are `DistributedArray`s, cut into microbatches that lie on the stages
-        that read them. Or such a tree of jax.ShapeDtypeStruct; without sharding, leaves
-        stay numpy arrays.
+        of it that is a batch, a tuple of several, or a dict of them by name. Or such a
+        tree of jax.ShapeDtypeStruct. Without sharding, and for a pipeline, which cuts
+        its batch itself, leaves stay numpy arrays.
       position: where to go on, from `position` of a run before; the source and the seed
         are to be the same, the size of the batch, mesh and hosts may differ. What has
         no `set_state` is read up to there.
@@ -97,7 +95,7 @@ class Batches:
                     f"and so is on_hosts=, but {type(source).__name__} has no len() or "
                     f"no [i]; shuffle and repeat in it."
                 )
-            placing = _placing(like, tree)
+            placing = Placing.of(tree)
             self._reader: Reader = batch_reader(source, placing, position)
         else:
             examples = Examples(source, tree, seed)
@@ -106,7 +104,7 @@ class Batches:
             if on_hosts or (on_hosts is None and is_step and is_on_hosts(like)):
                 sent = host_source(examples, prefetch, end, is_asked=bool(on_hosts))
             if sent is None:
-                batch_at = partial(_placing(like, tree).batch_at, examples)
+                batch_at = partial(Placing.of(tree).batch_at, examples)
             else:
                 batch_at, prefetch = sent.batch, 0
             self._reader = ExampleReader.at(examples, batch_at, end, position)
@@ -155,13 +153,6 @@ class Batches:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _placing(like: Any, tree: BatchTree) -> Places:
-    """Where the leaves of a batch go."""
-    if isinstance(like, LoweredPipeline) and not is_on_hosts(like):
-        return StagePlacing.of(like, tree)
-    return Placing.of(tree)
 
 
 class _Ahead:

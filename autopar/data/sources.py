@@ -7,14 +7,14 @@ such a position.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..state.batch_tree import BatchTree
 from ..state.examples import Examples
+from .placing import Placing
 
 Position = dict[str, Any]
 
@@ -26,20 +26,6 @@ class Reader(Protocol):
     def position(self) -> Position: ...
     def read(self) -> Any:
         """The next batch, placed; raises StopIteration at the end."""
-
-
-class Places(Protocol):
-    """Where the leaves of a batch go."""
-
-    @property
-    def tree(self) -> BatchTree: ...
-    def batch_at(self, examples: Examples, first: int) -> Any:
-        """The batch from an example on."""
-        ...
-
-    def placed(self, leaves: Sequence[np.ndarray]) -> Any:
-        """The batch, of its leaves; raises ValueError if their types are others."""
-        ...
 
 
 @dataclass(eq=False)
@@ -93,7 +79,7 @@ class BatchReader:
     """Batches that an iterator gives: all rows, or those of this process."""
 
     source: Iterator[Any]
-    placing: Places
+    placing: Placing
     num_batches: int = 0
 
     @property
@@ -117,7 +103,7 @@ def is_by_number(source: Any) -> bool:
 
 
 def batch_reader(
-    source: Any, placing: Places, position: Mapping[str, Any] | None
+    source: Any, placing: Placing, position: Mapping[str, Any] | None
 ) -> BatchReader:
     """A reader of what is iterated, at a position that one gave, or at the start.
 

@@ -7,8 +7,7 @@ import itertools
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from operator import itemgetter
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -30,7 +29,6 @@ _ARRAYS = (
 
 # Positions among the leaves, types and values: 1 and True are equal, yet two constants.
 Constants = tuple[tuple[int, ...], tuple[type, ...], tuple[Any, ...]]
-_Take = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -57,70 +55,26 @@ def part_constants(
     an Equinox module all but arrays, and so of all leaves with `only_arrays`. In a
     dict, list or tuple of the user's own, such a leaf is a mistake and stays one.
     """
-    if _are_arrays(leaves):
+    if all(issubclass(kind, _ARRAYS) for kind in set(map(type, leaves))):
         return ((), (), ()), leaves
-    tree_of = _tree_of(tree, only_arrays)
-    places, take_constants, take_rest, known = tree_of.latest
-    constants, rest = take_constants(leaves), take_rest(leaves)
-    kinds = tuple(map(type, constants))
-    if not (known.issuperset(kinds) and _are_arrays(rest) and _is_hashable(constants)):
-        places, take_constants, take_rest, known = tree_of.learn(leaves)
-        constants, rest = take_constants(leaves), take_rest(leaves)
-        kinds = tuple(map(type, constants))
-    return (places, kinds, constants), rest
+    places = tuple(
+        position
+        for position, is_strict in _places(tree, _equinox_modules(), only_arrays)
+        if _is_constant(leaves[position], is_strict)
+    )
+    constants, held = tuple(leaves[position] for position in places), {*places}
+    rest = [leaf for position, leaf in enumerate(leaves) if position not in held]
+    return (places, tuple(map(type, constants)), constants), rest
 
 
-def _are_arrays(leaves: Sequence[Any]) -> bool:
-    return all(issubclass(kind, _ARRAYS) for kind in set(map(type, leaves)))
-
-
-class _Tree:
-    """Where leaves of a tree may be constants, and which were so in the latest call.
-
-    Calls of one form, which differ in their arrays only, are so told apart quickly.
-    """
-
-    def __init__(self, tree: PyTreeDef, only_arrays: bool) -> None:
-        self._num_leaves = tree.num_leaves
-        self._places = list(_places(tree, _equinox_modules(), only_arrays))
-        self.latest = self._with_constants(())
-
-    def learn(self, leaves: Sequence[Any]) -> tuple[Any, _Take, _Take, set[type]]:
-        """Looks at every leaf that may be a constant."""
-        examples = {type(leaf): leaf for leaf in leaves}.items()  # alike, if of a type
-        arrays = {kind for kind, leaf in examples if isinstance(leaf, _ARRAYS)}
-        traced = {kind for kind, leaf in examples if is_array_leaf(leaf)}
-        self.latest = self._with_constants(
-            tuple(
-                position
-                for position, is_strict in self._places
-                if type(leaves[position]) not in (arrays if is_strict else traced)
-                and _is_hashable(leaves[position])
-            ),
-            leaves,
-        )
-        return self.latest
-
-    def _with_constants(
-        self, places: tuple[int, ...], leaves: Sequence[Any] = ()
-    ) -> tuple[tuple[int, ...], _Take, _Take, set[type]]:
-        held = set(places)
-        rest = [i for i in range(self._num_leaves) if i not in held]
-        kinds = {type(leaves[position]) for position in places}
-        return places, taker(places), taker(rest), kinds
-
-
-_tree_of = functools.lru_cache(_Tree)
-
-
-def taker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Takes the elements at these positions, as a tuple, in one step of Python's."""
-    match list(positions):
-        case []:
-            return lambda elements: ()
-        case [position]:
-            return lambda elements: (elements[position],)
-    return itemgetter(*positions)
+def _is_constant(leaf: Any, is_strict: bool) -> bool:
+    if isinstance(leaf, _ARRAYS) if is_strict else is_array_leaf(leaf):
+        return False
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    return True
 
 
 def takes_only_arrays(fun: Callable[..., Any]) -> bool:
@@ -146,12 +100,12 @@ def release_constants(value: Any) -> Any:
 class ResultTree:
     """How leaves become a tree that holds constants; `unflatten` releases them.
 
-    `_arranged` puts leaves, with the constants behind them, in the tree's order.
+    `_order` has for each leaf its place among leaves with the constants behind them.
     """
 
     _whole: PyTreeDef
     _constants: tuple[Any, ...]
-    _arranged: Callable[[list[Any]], Sequence[Any]] = field(compare=False)
+    _order: tuple[int, ...]
 
     @classmethod
     def of(cls, tree: PyTreeDef) -> ResultTree:
@@ -159,14 +113,14 @@ class ResultTree:
         leaves, whole = jax.tree.flatten(held, is_leaf=_is_held)
         constants = tuple(leaf.value for leaf in leaves if _is_held(leaf))
         next_constant = itertools.count(tree.num_leaves)
-        order = [next(next_constant) if _is_held(leaf) else leaf for leaf in leaves]
-        return cls(whole, constants, taker(order))
+        order = (next(next_constant) if _is_held(leaf) else leaf for leaf in leaves)
+        return cls(whole, constants, tuple(order))
 
     def unflatten(self, leaves: Iterable[Any]) -> Any:
         if not self._constants:
             return jax.tree.unflatten(self._whole, leaves)
-        given = self._arranged([*leaves, *self._constants])
-        return jax.tree.unflatten(self._whole, given)
+        given = [*leaves, *self._constants]
+        return jax.tree.unflatten(self._whole, [given[place] for place in self._order])
 
     def before_release(self, leaves: Iterable[Any]) -> Any:
         """The tree from whose leaves and structure `unflatten`'s is made."""
@@ -188,9 +142,10 @@ class _Unreleased:
         return tree.unflatten(leaves)
 
 
+@functools.lru_cache
 def _places(
     node: PyTreeDef, modules: tuple[type, ...], only_arrays: bool
-) -> Iterator[tuple[int, bool]]:
+) -> tuple[tuple[int, bool], ...]:
     """Positions of leaves that may be constants, and whether only arrays are not."""
     next_leaf = itertools.count()
 
@@ -208,7 +163,7 @@ def _places(
         for child in node.children():
             yield from walk(child, is_inside, is_strict)
 
-    yield from walk(node, only_arrays, only_arrays)
+    return tuple(walk(node, only_arrays, only_arrays))
 
 
 def _equinox_modules() -> tuple[type, ...]:
@@ -218,11 +173,3 @@ def _equinox_modules() -> tuple[type, ...]:
 
 def _is_held(node: Any) -> bool:
     return isinstance(node, Held)
-
-
-def _is_hashable(leaf: Any) -> bool:
-    try:
-        hash(leaf)
-    except TypeError:
-        return False
-    return True

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import difflib
 import re
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..errors import FallbackWarning
 from ..sharding.layouts import FREE
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import (
@@ -105,40 +103,14 @@ def keys_of_paths(
 ) -> dict[str, str]:
     """As `keys_of_arguments`, by path."""
     check_matched(keys, paths, noun)
-    return {path: own[0] for path, own in _keys_by_path(keys, paths).items() if own}
-
-
-def warn_idle_pins(pins: Collection[str], paths: Sequence[str]) -> None:
-    """Warn of each pin that decides nothing, as others come before it everywhere."""
-    by_path = _keys_by_path(pins, paths)
-    deciding = {own[0] for own in by_path.values() if own}
-    for key in pins:
-        path = next((path for path, own in by_path.items() if key in own), None)
-        if path is not None and key not in deciding:
-            warnings.warn(
-                f"A pin must decide some argument, but {key!r} comes after others in "
-                f"all that it is found in: {path} has {by_path[path][0]!r}. Paths come "
-                f"first, then expressions in order; put it before them or leave it "
-                f"out.",
-                FallbackWarning,
-                stacklevel=2,
-            )
-
-
-def _keys_by_path(
-    keys: Collection[str], paths: Sequence[str]
-) -> dict[str, Sequence[str]]:
-    """The keys that are a path, then those that are found in it; the first decides."""
     names_of = {path: spellings(path) for path in paths}
     known = {name for names in names_of.values() for name in names}
-    expressions = [key for key in keys if key not in known]
-    return {
-        path: [
-            *(key for key in keys if key in names),
-            *(key for key in expressions if _is_found(key, names)),
-        ]
-        for path, names in names_of.items()
-    }
+    found = {}
+    for path, names in names_of.items():
+        own = [key for key in keys if key in names]
+        own += [key for key in keys if key not in known and _is_found(key, names)]
+        found |= {path: own[0]} if own else {}
+    return found
 
 
 def check_matched(keys: Iterable[str], paths: Sequence[str], noun: str = "pin") -> None:
@@ -176,14 +148,9 @@ def _unmatched(key: str, paths: Sequence[str], noun: str) -> str:
     by_spelling |= {name.split("/")[-1]: path for name, path in by_spelling.items()}
     close = difflib.get_close_matches(key, by_spelling, n=1, cutoff=0.3)
     remedy = f"did you mean {by_spelling[close[0]]}?" if close else "leave it out."
-    try:
-        re.compile(key)
-        seen = f"{key!r} is in none of the {len(paths)}"
-    except re.error as error:
-        seen = f"{key!r} is none of the {len(paths)} paths, and no expression ({error})"
     return (
         f"A {noun} must be for the path of an argument or an expression found in one, "
-        f"but {seen}; {remedy}"
+        f"but {key!r} is in none of the {len(paths)}; {remedy}"
     )
 
 
@@ -211,21 +178,11 @@ def parse_pin(
     if not is_legal(kind.shape, spec, mesh.axis_sizes):
         raise ValueError(
             f"Axes must divide the dims that they split, but {where} is {value} on the "
-            f"mesh {mesh}; pin another dim or leave it out.{_ring_remedy(kind)}"
+            f"mesh {mesh}; pin another dim or leave it out."
         )
     return Pin(
         tuple(
             None if entry is FREE else axes_of_dim(spec, dim)
             for dim, entry in enumerate(entries)
         )
-    )
-
-
-def _ring_remedy(kind: TensorType) -> str:
-    """What to do instead where the dim may be the heads of attention."""
-    if kind.rank < 3:
-        return ""
-    return (
-        " If it is the heads of attention, pin its sequence, and have keys and values "
-        "go round a ring: autopar.ShardParallel(attention='ring')."
     )

@@ -6,6 +6,7 @@ a loop: what one iteration leaves for the next is told apart by what it does fir
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -58,40 +59,15 @@ def made_of(graph: OpGraph, tensors: Iterable[int]) -> set[int]:
     return _reached(tensors, _neighbours(sources, targets))
 
 
-def spread_marks(
-    graph: OpGraph, marks: np.ndarray, *, backwards: bool = False
-) -> np.ndarray:
-    """Marks uint8 [tensors], sets of bits, handed on to all that is made of a tensor.
-
-    `backwards`: to all that it is made of instead, also in earlier turns of a loop.
-    """
+def makers_of(
+    graph: OpGraph, tensors: Iterable[int], *, around_loops: bool = False
+) -> set[int]:
+    """The tensors, and all that they are made of; also in earlier turns of a loop."""
     sources, targets = _flow(graph)
-    name = np.arange(len(marks))
-    around = np.array(list(_around_loops(graph)), np.intp).reshape(-1, 2)
-    if backwards:
-        sources, targets = (
-            np.concatenate([targets[::-1], around[:, 1]]),
-            np.concatenate([sources[::-1], around[:, 0]]),
-        )
-    if not len(around):  # no ring of names
-        alone = (np.bincount(targets, minlength=len(marks)) == 1) & (marks == 0)
-        is_alone = alone[targets]
-        name[targets[is_alone]] = sources[is_alone]
-        name = roots(name)
-        sources, targets = name[sources[~is_alone]], targets[~is_alone]
-    ends = sources.tolist(), targets.tolist()
-    found, before = bytearray(marks), None
-    while found != before:  # loops and branches are met after what they make
-        before = found.copy() if len(graph.blocks) > 1 else found
-        for source, target in zip(*ends, strict=True):
-            found[target] |= found[source]
-    return np.frombuffer(found, np.uint8)[name]
-
-
-def makers_of(graph: OpGraph, tensors: Iterable[int]) -> set[int]:
-    """The tensors, and all that they are made of."""
-    sources, targets = _flow(graph)
-    return _reached(tensors, _neighbours(targets, sources))
+    before = _neighbours(targets, sources)
+    for left, next_one in _around_loops(graph) if around_loops else ():
+        before[next_one].append(left)
+    return _reached(tensors, before)
 
 
 def _around_loops(graph: OpGraph) -> Iterator[tuple[int, int]]:
@@ -109,10 +85,10 @@ def _around_loops(graph: OpGraph) -> Iterator[tuple[int, int]]:
                 yield left, next_one
 
 
-def _neighbours(tensors: np.ndarray, others: np.ndarray) -> dict[int, set[int]]:
-    found: dict[int, set[int]] = {}
+def _neighbours(tensors: np.ndarray, others: np.ndarray) -> dict[int, list[int]]:
+    found = defaultdict[int, list[int]](list)
     for tensor, other in zip(tensors.tolist(), others.tolist(), strict=True):
-        found.setdefault(tensor, set()).add(other)
+        found[tensor].append(other)
     return found
 
 
@@ -169,12 +145,3 @@ def _port_flow(graph: OpGraph, op: Operator) -> Iterator[tuple[int, int]]:
             for target, _ in port.writes:
                 if site[0] == "operand" or target in op.results:
                     yield source, target
-
-
-def roots(name: np.ndarray) -> np.ndarray:
-    """[n] what each is called in the end, where `name[k]` is another name of k."""
-    while True:
-        further = name[name]
-        if (further == name).all():
-            return name
-        name = further

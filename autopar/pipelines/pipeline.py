@@ -40,7 +40,7 @@ from ..plans.staged_plan import StagedPlan
 from ..sharding.spec import Spec, State
 from ..state.array_chunks import gather_leaf, join_leaf, on_auto_axes, split_leaf
 from ..state.distributed_array import DistributedArray, signature
-from ..state.examples import microbatches_of, microbatches_on, stage_rows
+from ..state.examples import microbatches_of
 from ..targets.target import Target
 from .pipeline_plan import PlannedPipeline
 from .program_plans import PlannedProgram
@@ -193,29 +193,6 @@ class Pipeline:
             found.update(zip(self.parts.prepared, values, strict=True))
         return {n: value for n, value in found.items() if self.is_slot(n, "state")}
 
-    @property
-    def read_whole(self) -> frozenset[str]:
-        """The leaves of the batch from which something is prepared."""
-        pairs = zip(self.parts.batch, self._is_prepared_from, strict=True)
-        return frozenset(path for path, is_read in pairs if is_read)
-
-    def readers_of(self, name: str) -> tuple[int, ...]:
-        """The stages whose programs read a slot of the batch, in their order.
-
-        None of what holds the batches of several updates: it is sliced first.
-        """
-        if self.planned.updates or not self.is_slot(name, "batch"):
-            return ()
-        return self._readers.get(name, ())
-
-    @cached_property
-    def _readers(self) -> dict[str, tuple[int, ...]]:
-        found: dict[str, set[int]] = {}
-        for program in self.program.programs:
-            for name in program.inputs:
-                found.setdefault(name, set()).add(program.stage)
-        return {name: tuple(sorted(stages)) for name, stages in found.items()}
-
     @cached_property
     def _is_prepared_from(self) -> tuple[bool, ...]:
         """For each leaf of the batch whether something is prepared from it."""
@@ -230,20 +207,14 @@ class Pipeline:
         return slot is not None and slot.kind == kind
 
     def batch_of(self, leaves: Sequence[Any]) -> dict[str, list[Any]]:
-        """A value for each microbatch, by slot: the batch, cut minor.
-
-        What was placed for the stages that read it comes by stage.
-        """
+        """A value for each microbatch, by slot: the batch, cut minor."""
         number = self.program.num_microbatches
         named = dict(zip(self.chunked.traced.input_paths, leaves, strict=True))
         batch = {path: named[path] for path in self.parts.batch}
-        cut: dict[str, list[Any]] = {
-            path: microbatches_of(leaf, number)
-            if self.planned.cluster.ray_hosts is not None
-            else [*microbatches_on(leaf, number, self.readers_of(path))]
-            for path, leaf in batch.items()
-        }
-        fed = {path: parts for path, parts in cut.items() if parts}
+        fed: dict[str, list[Any]] = {}
+        for path, leaf in batch.items() if self.planned.cluster.ray_hosts else ():
+            if parts := microbatches_of(leaf, number):  # hosts read them
+                fed[path] = [*parts]
         whole = {p: _here(leaf) for p, leaf in batch.items() if p not in fed}
         fed |= zip(whole, self._cut(*whole.values()), strict=True)
         fed[COUNTER] = [np.uint32(m) for m in range(number)]
@@ -473,8 +444,6 @@ def _here(leaf: Any, is_read: bool = True) -> Any:
 
     Where nobody reads these, zeros.
     """
-    if (found := stage_rows(leaf)) is not None:
-        return found.rows
     if not isinstance(leaf, DistributedArray):
         return on_auto_axes(leaf)
     if is_read:

@@ -28,7 +28,6 @@ from ..graph.pins import (
     is_path,
     keys_of_paths,
     resolve_pins,
-    warn_idle_pins,
 )
 from ..methods.batch_dims import dims_by_tensor
 from ..methods.dim_names import Dim, DimTies
@@ -206,7 +205,6 @@ class StagePins:
           ValueError: a pin is found nowhere, or is to stay and lies on no mesh.
         """
         check_matched(pins, paths)
-        warn_idle_pins(pins, paths)
         lying = [shardings.get(path) for path in paths]
         leaves = [each and LeafPart(each) for each in lying]
         found = placed_pins(pins, paths, leaves, None)

@@ -12,7 +12,6 @@ from ..errors import FallbackWarning
 from ..graph.op_graph import OpGraph
 from ..graph.work import heavy_rows
 from ..plans.plan import OperatorPlan, ShardingPlan
-from ..plans.plan_columns import works_of
 from ..sharding.mesh import MeshShape
 
 # What is there, or is done, this many times more than it need be.
@@ -59,7 +58,7 @@ def split_fraction(
     graph: OpGraph, operators: Sequence[OperatorPlan], mesh: MeshShape
 ) -> float:
     """The part of the heavy flops that no two devices of a mesh do twice."""
-    heavy = works_of(operators, heavy_rows(graph.columns))
+    heavy = [operators[row] for row in heavy_rows(graph.columns).tolist()]
     flops = sum(work.flops for work in heavy)
     split = sum(work.flops for work in heavy if work.split == mesh.size)
     return split / flops if flops else 1.0
@@ -72,7 +71,7 @@ def warn_repeated_work(
 
     `batch` are the tensors whose dim 0 is the batch.
     """
-    heavy = works_of(plan.operators, heavy_rows(graph.columns))
+    heavy = [plan.operators[row] for row in heavy_rows(graph.columns).tolist()]
     whole = sum(op.flops for op in heavy)
     each = sum(op.flops / op.split for op in heavy)
     number = plan.mesh.size

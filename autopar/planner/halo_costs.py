@@ -16,7 +16,6 @@ from ..costs.collectives import AxisLink, collective_seconds
 from ..costs.compute import flops, operator_seconds
 from ..graph.op_graph import Operator, OpGraph
 from ..plans.plan import OperatorPlan
-from ..plans.plan_columns import factors_of
 from ..rules.base import Factor
 from ..rules.collective_matmul import ring_of, rotations, step_shapes
 from ..rules.halos import (
@@ -128,7 +127,7 @@ def halo_collectives(
     graph: OpGraph, plans: Sequence[OperatorPlan], mesh: MeshShape, cluster: Cluster
 ) -> Iterator[tuple[Collective, float]]:
     """Every exchange of a step, with the seconds of all its executions."""
-    for row in rows_with_halos(graph, *factors_of(plans)):
+    for row in rows_with_halos(graph, [op.factors for op in plans]):
         op = graph.operators()[row]
         block = graph.blocks[op.block]
         factors = factors_with_halos(op, plans[row].factors)

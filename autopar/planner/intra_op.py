@@ -21,8 +21,8 @@ from ..graph.build_graph import SHARD_MAP, STRUCTURED
 from ..graph.garbage import without_garbage_collection
 from ..graph.op_graph import Block, Operator, OpGraph, TensorType
 from ..graph.pins import Pin
-from ..plans.plan import Conversion, Prediction, ShardingPlan
-from ..plans.plan_columns import Collectives, OperatorPlans, TensorPlans, bytes_in
+from ..graph.ports import ports_of
+from ..plans.plan import Conversion, OperatorPlan, Prediction, ShardingPlan, total_bytes
 from ..rules.base import rule_of, warn_fallback
 from ..sharding.collective import Collective, Surroundings
 from ..sharding.mesh import MeshShape
@@ -95,13 +95,12 @@ def read_profile(
     """The plan that an assignment of the problem stands for, and its memory."""
     graph, mesh = problem.graph, problem.mesh
     reader = PlanReader(problem, assignment.choices, resharder)
-    tensors, operators = reader.tensor_plans(), reader.operator_plans()
+    operators, inputs = reader.operator_plans(), reader.input_plans()
     trips = tuple(block.trip_count for block in graph.blocks)
     collectives, collective_seconds = _collectives(
-        *(graph, tensors, operators, resharder, problem.visible)
+        *(graph, reader.copies, operators, resharder, problem.visible)
     )
-    compute_seconds = operators.seconds
-    inputs = reader.input_plans()
+    compute_seconds = sum(op.seconds for op in operators)
     moving_seconds = host_seconds(graph.inputs, inputs, cluster)
     plan = ShardingPlan(
         function=graph.name,
@@ -110,7 +109,7 @@ def read_profile(
         device_kind=cluster.device.kind,
         inputs=inputs,
         operators=operators,
-        tensors=tensors,
+        tensors=reader.tensor_plans(),
         outputs=tuple(reader.outputs()),
         trip_counts=trips,
         collectives=collectives,
@@ -118,13 +117,13 @@ def read_profile(
             step_seconds=compute_seconds + collective_seconds + moving_seconds,
             compute_seconds=compute_seconds,
             collective_seconds=collective_seconds,
-            collective_bytes=collectives.total_bytes,
+            collective_bytes=total_bytes(collectives),
             peak_bytes=0,
             bubble_fraction=0.0,
             optimality_gap=float(assignment.gap),
             split_flops_fraction=split_fraction(graph, operators, mesh),
             host_seconds=moving_seconds,
-            host_bytes=bytes_in(inputs, "host"),
+            host_bytes=sum(i.bytes for i in inputs if i.memory == "host"),
         ),
     )
     profile = memory_profile(graph, plan)
@@ -134,71 +133,56 @@ def read_profile(
 
 def _collectives(
     graph: OpGraph,
-    tensors: TensorPlans,
-    operators: OperatorPlans,
+    copies: Mapping[int, tuple[Conversion, ...]],
+    operators: Sequence[OperatorPlan],
     resharder: Resharder,
     visible: np.ndarray,
-) -> tuple[Collectives, float]:
-    """Every collective of a step, and the seconds that it waits for them."""
-    sent = _Sent(graph, tensors, resharder)
-    index = np.array(sorted(tensors.copies), np.intp)
-    weights = np.array([block.weight for block in graph.blocks])
-    times = weights[graph.columns.block_of_tensors[index]] * visible[index]
-    kinds = [sent.number(tensor) for tensor in index.tolist()]
-    seconds, steps_of, tensor_of = 0.0, list[int](), list[int]()
-    for tensor, kind, own in zip(index.tolist(), kinds, times.tolist(), strict=True):
-        for each in sent.seconds[kind]:
-            seconds += each * own
-        steps_of += sent.steps[kind]
-        tensor_of += [tensor] * len(sent.steps[kind])
-    columns, others = graph.columns, list[Collective]()
+) -> tuple[tuple[Collective, ...], float]:
+    """Every collective of a step, and the seconds that it waits for them.
+
+    `copies` are those of tensors; an argument that is an operand of a body has one
+    name.
+    """
+    seconds, found, given = 0.0, list[Collective](), _arguments_in_bodies(graph)
+    sources = {t: op.source for op in graph.operators() for t in op.results}
+    # Found once for tensors of one type with the same copies, which are one object.
+    known: dict[object, list[tuple[float, list[Collective]]]] = {}
+    for index in sorted(copies):
+        tensor = graph.tensors[index]
+        key = id(copies[index]), tensor.type
+        if key not in known:
+            known[key] = [_sent(e, tensor.type, resharder) for e in copies[index]]
+        block = graph.blocks[tensor.block]
+        name = graph.tensors[given.get(index, index)].name
+        source = f"{name} {sources.get(index, '')}".strip()
+        where = block.trip_count, block.conditional, block.unbounded
+        for each, steps in known[key]:
+            seconds += each * block.weight * float(visible[index])
+            found += [step.at(source, *where) for step in steps]
     mesh, cluster = resharder.mesh, resharder.cluster
     for collective, halo in halo_collectives(graph, operators, mesh, cluster):
-        others.append(collective)
+        found.append(collective)
         seconds += halo
-    is_shard_map = columns.where(lambda op: op.kind == SHARD_MAP)
-    for row in np.flatnonzero(is_shard_map).tolist():
-        op = columns.operators[row]
-        block = graph.blocks[op.block]
-        for collective, link_seconds in shard_map_collectives(op, block, resharder):
-            others.append(collective)
-            seconds += link_seconds * block.weight / block.trip_count
-    ends = np.array(steps_of, np.intp), np.array(tensor_of, np.intp)
-    return Collectives(graph, sent.kinds, *ends, others), seconds
+    for op in graph.operators():
+        if op.kind == SHARD_MAP:
+            block = graph.blocks[op.block]
+            for each, link_seconds in shard_map_collectives(op, block, resharder):
+                found.append(each)
+                seconds += link_seconds * block.weight / block.trip_count
+    return tuple(found), seconds
 
 
-class _Sent:
-    """What copies send, found once for tensors of one type with the same copies.
-
-    By number: the `seconds` of each conversion, and the places in `kinds` of the
-    collectives of all (`steps`).
-    """
-
-    def __init__(
-        self, graph: OpGraph, tensors: TensorPlans, resharder: Resharder
-    ) -> None:
-        self._types, self._copies = graph.columns.types, tensors.copies
-        self._type_of, self._resharder = graph.columns.type_of.tolist(), resharder
-        self._numbers: dict[tuple[int, int], int] = {}  # one object is equal to itself
-        self.seconds: list[list[float]] = []
-        self.steps: list[list[int]] = []
-        self.kinds: list[Collective] = []
-
-    def number(self, tensor: int) -> int:
-        """That of the copies of a tensor."""
-        copies, kind = self._copies[tensor], self._type_of[tensor]
-        found = self._numbers.setdefault((id(copies), kind), len(self.steps))
-        if found == len(self.steps):
-            self._add(copies, self._types[kind])
-        return found
-
-    def _add(self, copies: Sequence[Conversion], kind: TensorType) -> None:
-        sent = [_sent(each, kind, self._resharder) for each in copies]
-        found = [collective for _, steps in sent for collective in steps]
-        places = range(len(self.kinds), len(self.kinds) + len(found))
-        self.seconds.append([seconds for seconds, _ in sent])
-        self.steps.append(list(places))
-        self.kinds += found
+def _arguments_in_bodies(graph: OpGraph) -> dict[int, int]:
+    """By operand of a body that is one of the step's arguments, which."""
+    found = {each.tensor: each.tensor for each in graph.inputs}
+    for op in graph.operators():
+        inside = {t for body in op.bodies for t in graph.blocks[body].inputs}
+        for port in ports_of(graph, op) if op.bodies else ():
+            sources = [tensor for tensor, _, _ in port.reads]
+            if len(sources) == 1 and sources[0] in found:
+                given = found[sources[0]]
+                found.update({t: given for t, _ in port.writes if t in inside})
+    return found
 
 
 def _sent(

@@ -6,12 +6,15 @@ fraction of a second, as there is nothing to choose.
 
 from __future__ import annotations
 
-import numpy as np
-
 from ..costs.memory import MemoryProfile, memory_profile
 from ..graph.op_graph import OpGraph
-from ..plans.plan import InputPlan, Prediction, ShardingPlan
-from ..plans.plan_columns import OperatorPlans, TensorPlans, Work
+from ..plans.plan import (
+    InputPlan,
+    OperatorPlan,
+    Prediction,
+    ShardingPlan,
+    TensorPlan,
+)
 from ..sharding.mesh import MeshShape
 from ..sharding.spec import replicated
 
@@ -29,14 +32,7 @@ def memory_on_one_device(graph: OpGraph) -> MemoryProfile:
 
 
 def _plan_on_one_device(graph: OpGraph) -> ShardingPlan:
-    whole, operators = replicated(1), graph.operators()
-    ends = [(len(op.operands), len(op.results)) for op in operators]
-    kinds = list(dict.fromkeys(ends))
-    works = [
-        Work((), (whole,) * read, (whole,) * made, 0.0, 1, 0.0) for read, made in kinds
-    ]
-    numbers = np.array([kinds.index(each) for each in ends], np.intp)
-    made = np.zeros(len(graph.tensors), np.intp)
+    whole = replicated(1)
     types = [graph.tensors[each.tensor].type for each in graph.inputs]
     return ShardingPlan(
         function=graph.name,
@@ -46,8 +42,18 @@ def _plan_on_one_device(graph: OpGraph) -> ShardingPlan:
             InputPlan(each.path, each.role, whole, kind.shape, kind.bytes, each.memory)
             for each, kind in zip(graph.inputs, types, strict=True)
         ),
-        operators=OperatorPlans(operators, works, numbers),
-        tensors=TensorPlans(graph, [whole], made, {}),
+        operators=tuple(
+            OperatorPlan(
+                *(op.name, op.kind, op.source, ()),
+                *((whole,) * len(op.operands), (whole,) * len(op.results)),
+                *(0.0, 1, 0.0),
+            )
+            for op in graph.operators()
+        ),
+        tensors=tuple(
+            TensorPlan(t.name, t.type.shape, str(t.type.dtype), t.block, whole)
+            for t in graph.tensors
+        ),
         outputs=tuple((whole,) * len(block.outputs) for block in graph.blocks),
         trip_counts=tuple(block.trip_count for block in graph.blocks),
         collectives=(),

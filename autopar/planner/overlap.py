@@ -12,11 +12,8 @@ import numpy as np
 
 from ..clusters.cluster import Cluster
 from ..graph.op_graph import OpGraph
-from ..graph.state_flow import spread_marks
+from ..graph.state_flow import made_of, makers_of
 from ..graph.work import is_heavy_operator
-
-_MARKS = {"state": 1, "batch": 2, "other": 2}
-_NEW_STATE, _READ_BY_PRODUCT = 1, 2
 
 
 def visible_fractions(graph: OpGraph, cluster: Cluster) -> np.ndarray:
@@ -34,22 +31,24 @@ def visible_fractions(graph: OpGraph, cluster: Cluster) -> np.ndarray:
 
 def is_parameter(graph: OpGraph) -> np.ndarray:
     """bool [tensors] which are made of state and no example."""
-    marks = np.zeros(len(graph.tensors), np.uint8)
-    for each in graph.inputs:
-        if each.role in _MARKS:
-            marks[each.tensor] = _MARKS[each.role]
-    return spread_marks(graph, marks) == _MARKS["state"]
+    state = [each.tensor for each in graph.inputs if each.role == "state"]
+    others = [i.tensor for i in graph.inputs if i.role in ("batch", "other")]
+    return _marked(graph, made_of(graph, state) - made_of(graph, others))
 
 
 def is_gradient(graph: OpGraph) -> np.ndarray:
     """bool [tensors] which the next state is made of, and no product reads any more."""
-    marks = np.zeros(len(graph.tensors), np.uint8)
-    for each in graph.inputs:
-        new = None if each.output is None else graph.outputs[each.output]
-        if isinstance(new, int):
-            marks[new] = _NEW_STATE
+    outputs = [i.output for i in graph.inputs if i.output is not None]
+    new = [t for t in map(graph.outputs.__getitem__, outputs) if isinstance(t, int)]
     columns = graph.columns
     is_product = columns.where(is_heavy_operator)
     read = columns.operands[is_product[columns.rows_of_operands]]
-    marks[np.unique(read[read >= 0])] |= _READ_BY_PRODUCT
-    return spread_marks(graph, marks, backwards=True) == _NEW_STATE
+    made = makers_of(graph, new, around_loops=True)
+    products = makers_of(graph, read[read >= 0].tolist(), around_loops=True)
+    return _marked(graph, made - products)
+
+
+def _marked(graph: OpGraph, tensors: set[int]) -> np.ndarray:
+    found = np.zeros(len(graph.tensors), bool)
+    found[list(tensors)] = True
+    return found

@@ -14,7 +14,6 @@ from ..graph.effects import CALLBACKS
 from ..graph.op_graph import Operator
 from ..rules.base import KERNEL_NAMES, Factor, factors_of, greatest, least, rule_of
 from ..rules.conv import BATCH_GROUPS, FEATURE_GROUPS
-from ..rules.cumulative import ALONG
 from ..rules.scatter import NEUTRAL
 from ..sharding.spec import MAX, MIN, REPLICATED, SUM
 
@@ -28,13 +27,6 @@ def _zero(dtype: Any) -> Any:
 
 
 _NEUTRAL: dict[int, Neutral] = {SUM: _zero, MAX: least, MIN: greatest}
-_ACCUMULATED: dict[str, Neutral] = {
-    "cumsum": _zero,
-    "cumprod": lambda dtype: 1,
-    "cummax": least,
-    "cummin": greatest,
-    "cumlogsumexp": least,
-}
 _REDUCING = frozenset(
     (
         *(f"reduce_{name}" for name in ("sum", "max", "min", "or", "and")),
@@ -71,10 +63,8 @@ class PaddedFactor:
         others = (*other.factor.operands, *other.factor.results)
         return any(a == b >= 0 for a, b in zip(own, others, strict=True))
 
-    def neutral(self, op: Operator) -> Neutral | None:
+    def neutral(self) -> Neutral | None:
         """What padding must hold as it is reduced; None where it is not."""
-        if self.factor.name == ALONG:
-            return _ACCUMULATED[op.kind]
         pending = [state for state in self.factor.results if state < REPLICATED]
         return _NEUTRAL[pending[0]] if pending else None
 
@@ -98,8 +88,6 @@ def padding_factors(op: Operator) -> list[Factor]:
 
 def _takes_padding(op: Operator, factor: Factor) -> bool:
     """Whether results are right whatever lies behind the end of a factor's dims."""
-    if factor.name == ALONG and op.kind in _ACCUMULATED:
-        return True
     if factor.halos or factor.is_positional or not factor.splits:
         return False
     if factor.name in (BATCH_GROUPS, FEATURE_GROUPS):  # their number is a parameter

@@ -189,7 +189,7 @@ class _PaddedRunner(WholeRunner):
         reduced: dict[int, list[int]] = {}
         neutral: Neutral | None = None  # all factors of an operator have the same
         for each in factors:
-            own = each.neutral(op)
+            own = each.neutral()
             for position, dim in each.reduced_dims(op).items() if own else ():
                 neutral = own
                 reduced.setdefault(position, []).append(dim)

@@ -7,7 +7,8 @@ operators is names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 import networkx
 import numpy as np
@@ -18,13 +19,16 @@ from ..costs.scan_outputs import stacking_seconds
 from ..costs.user_shard_map import body_work
 from ..graph.build_graph import SHARD_MAP
 from ..graph.op_graph import Constant, Operator
-from ..plans.plan import Conversion
-from ..plans.plan_columns import InputPlans, OperatorPlans, TensorPlans, Work
+from ..plans.plan import Conversion, InputPlan, OperatorPlan, TensorPlan
 from ..sharding.spec import Spec, num_shards, replicated
 from .equal_rows import equal_rows
 from .halo_costs import halo_seconds
 from .sharding_problem import ShardingProblem
 from .vertices import NO_SITE, OUTPUT, SITE_NAMES
+
+# What `OperatorPlan` says beside names: factors, specs of operands and results, flops,
+# over how many devices, seconds.
+_Work = tuple[tuple[str, ...], tuple[Spec, ...], tuple[Spec, ...], float, int, float]
 
 
 class PlanReader:
@@ -49,11 +53,26 @@ class PlanReader:
             zip(problem.relays, written[len(tensor) - count :].tolist(), strict=True)
         )
 
-    def tensor_plans(self) -> TensorPlans:
+    def tensor_plans(self) -> tuple[TensorPlan, ...]:
         """By tensor: the spec it is made in, and its copies."""
-        return TensorPlans(self.graph, self.specs, self.made, self._copies())
+        return tuple(
+            [
+                TensorPlan(
+                    tensor.name,
+                    tensor.type.shape,
+                    _dtype_name(tensor.type.dtype),
+                    tensor.block,
+                    self.specs[made],
+                    self.copies.get(tensor.index, ()),
+                )
+                for tensor, made in zip(
+                    self.graph.tensors, self.made.tolist(), strict=True
+                )
+            ]
+        )
 
-    def _copies(self) -> dict[int, tuple[Conversion, ...]]:
+    @cached_property
+    def copies(self) -> dict[int, tuple[Conversion, ...]]:
         """By tensor, the copies of those that are read in another spec."""
         reads = self.problem.columns.reads
         differs = (self._read != self.made[reads.tensor]) & (reads.site[:, 0] > NO_SITE)
@@ -84,7 +103,7 @@ class PlanReader:
             needed.setdefault(tensor, []).append(spec)
         return needed
 
-    def operator_plans(self) -> OperatorPlans:
+    def operator_plans(self) -> tuple[OperatorPlan, ...]:
         """By operator, in the graph's order."""
         columns, operators = self.problem.columns, self.graph.operators()
         vertices = np.flatnonzero(columns.row >= 0)
@@ -96,9 +115,14 @@ class PlanReader:
         with_ports = np.flatnonzero(work_of < 0)
         work_of[with_ports] = len(works) + np.arange(len(with_ports))
         works += [self._work_of_ports(operators[row]) for row in with_ports.tolist()]
-        return OperatorPlans(operators, works, work_of)
+        return tuple(
+            [
+                OperatorPlan(op.name, op.kind, op.source, *works[number])
+                for op, number in zip(operators, work_of.tolist(), strict=True)
+            ]
+        )
 
-    def _work(self, index: int) -> Work:
+    def _work(self, index: int) -> _Work:
         """What a vertex of an operator says under its choice."""
         columns, choice = self.problem.columns, int(self.choices[index])
         pattern = columns.patterns[columns.pattern[index]]
@@ -109,7 +133,7 @@ class PlanReader:
         sent = halo_seconds(op, factors, self.problem.mesh, self.resharder.cluster)
         seconds = self.problem.vertices[index].seconds
         reads = iter(pattern.reads)
-        return Work(
+        return (
             tuple([factor.name for factor in factors]),
             tuple(
                 [
@@ -123,7 +147,7 @@ class PlanReader:
             float(seconds[choice]) - sent * weight,
         )
 
-    def _work_of_ports(self, op: Operator) -> Work:
+    def _work_of_ports(self, op: Operator) -> _Work:
         """Of a scan, barrier or shard_map: its ports decide."""
         weight, num_devices = self.graph.blocks[op.block].weight, self.problem.mesh.size
         num_flops, results = 0.0, [self.specs[self.made[each]] for each in op.results]
@@ -135,7 +159,7 @@ class PlanReader:
             self._at_site.get(("operand", op.index, position), self.whole)
             for position in range(len(op.operands))
         ]
-        return Work(
+        return (
             (),
             tuple(operands),
             tuple(results),
@@ -171,15 +195,22 @@ class PlanReader:
             found[block][place] = self.specs[spec]
         return map(tuple, found.values())
 
-    def input_plans(self) -> InputPlans:
+    def input_plans(self) -> tuple[InputPlan, ...]:
         """Where each argument lies."""
-        sizes, columns = self.problem.mesh.axis_sizes, self.graph.columns
-        tensor = np.array([each.tensor for each in self.graph.inputs], np.intp)
-        shards = np.array([num_shards(spec, sizes) for spec in self.specs], np.int64)
-        whole = np.array([kind.bytes for kind in columns.types], np.int64)
-        made = self.made[tensor]
-        held = whole[columns.type_of[tensor]] // shards[made]
-        return InputPlans(self.graph, self.specs, made, held)
+        sizes, found = self.problem.mesh.axis_sizes, list[InputPlan]()
+        for each in self.graph.inputs:
+            kind = self.graph.tensors[each.tensor].type
+            spec = self.specs[self.made[each.tensor]]
+            held = kind.bytes // num_shards(spec, sizes)
+            place = spec, kind.shape, held, each.memory
+            found.append(InputPlan(each.path, each.role, *place))
+        return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def _dtype_name(dtype: Any) -> str:
+    """As `dtype.name`, which numpy spells out anew each time."""
+    return dtype.name
 
 
 def cheapest_copies(

@@ -16,7 +16,6 @@ from typing import Any
 from ..clusters.cluster import Cluster
 from ..costs.user_shard_map import check_shard_maps
 from ..errors import InfeasiblePlanError
-from ..graph.pins import warn_idle_pins
 from ..jax_compat import abstract_value
 from ..methods.gather_again import graph_of_plan
 from ..methods.methods import Auto, ShardParallel
@@ -81,7 +80,6 @@ def plan_traced(whole: TracedWhole, options: Options) -> Planned:
     cluster = options.cluster or Cluster.local()
     request = PlanRequest(graph, whole.leaves, batch, cluster, options)
     request = request.with_placed_pins()
-    warn_idle_pins(request.options.pins, [each.path for each in graph.inputs])
     forms = PaddedVariants(traced, graph, whole.roles, batch)
     if options.plan is not None:
         plan = sharding_of(options.plan)

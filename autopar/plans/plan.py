@@ -131,12 +131,11 @@ class ShardingPlan:
     """The decision for a whole function.
 
     `operators` are in the graph's order, `tensors` by tensor index; `outputs` has, for
-    each block, the spec in which it returns each of its outputs. Sequences are tuples,
-    or made when they are looked at (`plan_columns.py`). `remat` says what the backward
-    pass of the step makes again, as `Remat` prints; "" if nothing. `device_kind` is
-    that of the cluster's devices, "" where it is not known. `padding` is what examples
-    are padded by that the devices do not divide. `tried` are other plans that were made
-    on the way; they are not in files.
+    each block, the spec in which it returns each of its outputs. `remat` says what the
+    backward pass of the step makes again, as `Remat` prints; "" if nothing.
+    `device_kind` is that of the cluster's devices, "" where it is not known. `padding`
+    is what examples are padded by that the devices do not divide. `tried` are other
+    plans that were made on the way; they are not in files.
     """
 
     function: str

@@ -171,17 +171,10 @@ def factors_with_halos(op: Operator, names: Sequence[str]) -> tuple[Factor, ...]
     return tuple(by_name[name] for name in names)
 
 
-def rows_with_halos(
-    graph: OpGraph, names: Sequence[tuple[str, ...]], number: np.ndarray
-) -> list[int]:
-    """Operators whose shards exchange something.
-
-    `names` are those of their factors, `number` [rows] which of these each has.
-    """
-    exchanging = np.array([_any_has_halos(each) for each in names], bool)
-    return np.flatnonzero(
-        graph.columns.where(has_traffic) | exchanging[number]
-    ).tolist()
+def rows_with_halos(graph: OpGraph, names: Sequence[tuple[str, ...]]) -> list[int]:
+    """Operators whose shards exchange something; `names` are those of their factors."""
+    rows = enumerate(zip(graph.operators(), names, strict=True))
+    return [k for k, (op, own) in rows if has_traffic(op) or _any_has_halos(own)]
 
 
 @lru_cache(maxsize=1 << 12)

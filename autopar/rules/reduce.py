@@ -1,7 +1,7 @@
-"""Reductions and sorts along dims.
+"""Reductions, sorts and running sums along dims.
 
 A reduced dim may be split where the reduction has a pending state; the dim that a sort
-runs along must be whole.
+or a running sum goes along must be whole.
 """
 
 from __future__ import annotations
@@ -95,3 +95,9 @@ _ALONG = {"sort": "dimension", "top_k": "axis", "approx_top_k": "reduction_dimen
 def ordering(op: Operator) -> list[Factor]:
     dim = op.params[_ALONG[op.kind]] % op.operand_types[0].rank
     return whole_dims(op, (dim,))
+
+
+@register("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+def cumulative(op: Operator) -> list[Factor]:
+    factors = whole_dims(op, (op.params["axis"],))
+    return factors + (pending_sums(op, (0,)) if op.kind == "cumsum" else [])
