@@ -18,7 +18,6 @@ from ..methods.layout_rules import LayoutRules
 from ..methods.named_methods import gathers_again, restrictions_of
 from ..plans.plan import ShardingPlan
 from ..state.placements import placement_pins
-from .attention_choice import ring_limits
 from .auto_layout import auto_layout
 from .budget import BudgetPlanner
 from .divided_work import dividing_first
@@ -35,6 +34,7 @@ from .mesh_shapes import mesh_shapes
 from .pin_conflicts import PinsByKey, blame_pins
 from .plan_cache import CacheEntry, cache_entry
 from .plan_request import PlanRequest
+from .step_forms import ring_limits
 
 _log = logging.getLogger("autopar")
 assert _rules  # imported so that every rule registers

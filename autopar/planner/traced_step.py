@@ -49,7 +49,7 @@ from .memory_users import memory_shares
 from .mesh_search import TIGHT_GAP
 from .pin_choices import ChoicePins
 from .pin_costs import pin_costs, unpinned
-from .plan_like import likeness_of, options_like
+from .plan_like import options_like
 from .plan_request import PlanRequest
 from .planned import Planned
 from .restrict import Limit
@@ -233,8 +233,7 @@ def traced_step(
     given = graph, tuple(types), tuple(batch), cluster, options
     step = TracedStep(*given, traced=planned.traced).with_placed_pins()
     if options.like is not None:
-        likeness = likeness_of(step.options, graph, cluster)
-        step = replace(step, options=options_like(step.options, likeness))
+        step = replace(step, options=options_like(step.options, graph, cluster))
     return step
 
 
