@@ -33,7 +33,6 @@ from .plan_request import PlanRequest
 from .planned import Planned
 from .step_forms import form_of_plan, forms_to_try
 from .step_variants import StepVariants
-from .transfers_ahead import graph_sent_ahead, send_ahead
 from .variant_search import best_variant
 from .whole_step import (
     TracedWhole,
@@ -91,23 +90,20 @@ def plan_traced(whole: TracedWhole, options: Options) -> Planned:
     if options.plan is not None:
         plan = sharding_of(options.plan)
         variant = form_of_plan(step, plan).of_plan(plan)
-        graph = graph_sent_ahead(graph_of_plan(variant.graph, plan), plan)
+        graph = graph_of_plan(variant.graph, plan)
         check_shard_maps(graph, plan.mesh)
         check_against(plan, graph)
     else:
         forms = forms_to_try(step, options, cluster.num_devices)
         chosen = best_variant(forms, request)
-        variant, budget = chosen.variant, options.budget_on(cluster)
-        plan = with_budget(chosen.plan, budget)
+        variant = chosen.variant
+        plan = with_budget(chosen.plan, options.budget_on(cluster))
         graph = graph_of_plan(variant.graph, plan)
         batch = batch_tensors(variant.traced, variant.graph, options)
         warn_unsplit_state(options.method, variant.graph, plan, batch)
         is_free = isinstance(options.method, Auto | ShardParallel)
         if is_free and not (request.options.pins or options.rules):
             warn_repeated_work(graph, plan, batch)
-        if cluster.overlaps:
-            plan = send_ahead(graph, plan, budget)
-        graph = graph_sent_ahead(graph, plan)
     types = tuple(abstract_value(var.aval) for var in whole.traced.jaxpr.jaxpr.invars)
     return Planned(variant.traced, graph, whole.roles, plan, cluster, types, options)
 

@@ -232,8 +232,7 @@ class _Builder:
     def strategies_of(self, op: Operator, must_split: bool) -> Pattern:
         """The strategies of one kind of operator, with what an execution takes."""
         mesh, cluster = self.mesh, self.cluster
-        rotating = cluster.overlaps and must_split
-        strategies = enumerate_strategies(op, mesh, rotating=rotating)
+        strategies = enumerate_strategies(op, mesh)
         if self.orders:
             strategies = strategies_in_orders(op, strategies, self.orders)
         seconds = strategy_seconds(op, strategies, mesh, cluster)
