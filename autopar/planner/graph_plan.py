@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
-from functools import partial
 from time import perf_counter
 
 from .. import rules as _rules
@@ -31,7 +30,6 @@ from .mesh_search import (
     least_seconds,
 )
 from .mesh_shapes import mesh_shapes
-from .pin_conflicts import PinsByKey, blame_pins
 from .plan_cache import CacheEntry, cache_entry
 from .plan_request import PlanRequest
 from .step_forms import ring_limits
@@ -127,12 +125,15 @@ def blaming_pins(
     gap: float = TIGHT_GAP,
     cutoff: float = math.inf,
 ) -> InfeasiblePlanError:
-    """The error of `plan_graph`, which names the fewest pins to blame."""
-    plan_with = partial(_plan_with_pins, request, gap, cutoff)
-    return blame_pins(error, request.options.pins, plan_with)
-
-
-def _plan_with_pins(
-    request: PlanRequest, gap: float, cutoff: float, pins: PinsByKey
-) -> ShardingPlan:
-    return plan_graph(request.asking(pins=pins), gap, cutoff)
+    """The error of `plan_graph`, which names the pins if there is a plan without."""
+    pins = request.options.pins
+    if not pins:
+        return error
+    try:
+        plan_graph(request.asking(pins={}), gap, cutoff)
+    except InfeasiblePlanError:
+        return error
+    named = " and ".join(f"{key!r}: {spec}" for key, spec in pins.items())
+    return error.saying_more(
+        f"Without pins there is a plan, but none has {named}; change or drop one."
+    )
