@@ -155,7 +155,7 @@ def test_pins_that_a_real_budget_leaves_no_plan_with_are_named() -> None:
     options = {
         "mesh": "x:8",
         "cluster": autopar.Cluster.preset("8xH100"),
-        "memory_budget": 1200 * 1024 + (32 << 20),  # that of products
+        "memory_budget": 1300 * 1024 + (32 << 20),  # that of products
     }
     pins = {"params/w": P(), "^x$": P("x"), "params/v": P()}
     free = autopar.parallelize(step, **options).plan(*args)
@@ -163,6 +163,6 @@ def test_pins_that_a_real_budget_leaves_no_plan_with_are_named() -> None:
         free.what_if(pins)
     blamed = str(caught.value).partition("Without pins there is a plan, ")[2]
     assert all(f"{key!r}:" in blamed for key in pins)
-    assert (caught.value.least_budget_bytes or 0) > 1200 * 1024 + (32 << 20)
+    assert (caught.value.least_budget_bytes or 0) > 1300 * 1024 + (32 << 20)
     for name in ("params/w", "params/v"):  # dropping one of them is enough
         free.what_if({key: spec for key, spec in pins.items() if key != name})
